@@ -1,0 +1,58 @@
+# Needs make and Python >= 3.11, nothing else. `make help` lists what there is.
+
+.PHONY: help quickstart test lint venv
+.DEFAULT_GOAL := help
+
+# On the command line: PYTHON=python3.12, ACCELERATOR=cpu|cuda12|cuda13|tpu, ARGS="...".
+PYTHON ?= python3.13 python3.12 python3.11 python3
+ARGS ?=
+ifndef ACCELERATOR
+ACCELERATOR := $(shell sh .ci/accelerator.sh)
+endif
+
+BIN := .venv/bin
+# One stamp per kind of device: .venv may be shared by a machine with and one without.
+STAMP := .venv/.installed-$(ACCELERATOR)
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
+# True for a Python that is new enough and complete (some systems split off ensurepip).
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1:/p' Makefile | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
+	@echo 'Variables: PYTHON=python3.12  ACCELERATOR=cpu|cuda12|cuda13|tpu  ARGS="more arguments"'
+
+quickstart: venv ## the default RL run on this machine's devices, into runs/quickstart
+	@echo 'Default run -> runs/quickstart; the same command resumes it.'
+	@$(BIN)/python -m experiments.train --config=experiments/configs/countdown.py \
+	  --workdir=runs/quickstart $(ARGS)
+
+test: venv ## the whole test suite, on the CPU as 8 devices
+	@echo 'Test suite on the CPU: some minutes, less when its programs are compiled already.'
+	@$(BIN)/python -m pytest $(or $(ARGS),tests)
+
+lint: $(STAMP) ## ruff
+	@$(BIN)/ruff check . $(ARGS)
+
+venv: $(STAMP) ## .venv with what requirements.txt names, and jax for this machine
+	@sh .ci/accelerator.sh check $(ACCELERATOR)
+
+$(STAMP): requirements.txt
+	@if ! $(BIN)/python -c 'import pip; $(USABLE)' 2>/dev/null; then \
+	  for p in $(PYTHON); do \
+	    if "$$p" -c '$(USABLE)' 2>/dev/null; then found=$$p; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo 'No Python >= 3.11 with venv found (tried $(PYTHON)).' >&2; \
+	    echo 'Install one (Debian, Ubuntu: apt install python3-venv), or name it: make PYTHON=/path/to/python3.12' >&2; \
+	    exit 1; \
+	  fi; \
+	  "$$found" -m venv --clear .venv; \
+	fi
+	@echo "Installing into .venv ($$($(BIN)/python -V), $(ACCELERATOR)): 1 to 5 minutes, once."
+	@$(PIP) -r requirements.txt
+ifneq ($(ACCELERATOR),cpu)
+	@echo 'Adding jax[$(ACCELERATOR)]: up to 3 GB, some minutes more.'
+	@$(PIP) -r requirements.txt 'jax[$(ACCELERATOR)]' || \
+	  echo 'No jax[$(ACCELERATOR)] could be installed (see above); going on without.' >&2
+endif
+	@touch $@

@@ -1,0 +1,68 @@
+"""The default run: GRPO on Countdown, from the warm start in the repo.
+
+    python -m experiments.train --workdir=runs/countdown
+
+A 1.5M-parameter character-level policy that writes its search out; few very long
+responses keep the rollout waiting. `:smoke` finishes in a minute on a CPU.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  smoke = arg == "smoke"
+  max_tokens = 64 if smoke else 1024
+  return ml_collections.ConfigDict(
+    dict(
+      seed=0,
+      steps=3 if smoke else 40,
+      policy="experiments/warm_start/countdown",  # Hugging Face folder
+      tensor_parallel=1,  # devices per slice; the other devices are slices
+      # "source" is a dotted name, called with the other entries
+      prompts=dict(
+        source="tlt_jax.rl.countdown.Problems",
+        split="train",
+        size=10**9,
+        four_share=0.125,
+        seed=0,
+      ),
+      held_out=dict(
+        source="tlt_jax.rl.countdown.Problems",
+        split="held_out",
+        size=4 if smoke else 128,
+        four_share=0.125,
+        seed=0,
+      ),
+      chat=dict(apply=False, system=""),  # wrap prompts in the chat template
+      reward="tlt_jax.rl.countdown.score",
+      batch=dict(prompts=4 if smoke else 16, responses=2 if smoke else 8),
+      sampling=dict(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens
+      ),
+      rollout=dict(
+        max_prompt=32,
+        slots=64,  # per slice
+        batch_buckets=(8, 24),
+        cache_buckets=(192, 512),
+        chunk=32,
+        prompt_rows=8,
+        prefill_rows=8,
+        prefill_block=32,
+      ),
+      algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.0),
+      optimizer=dict(
+        name="adamw",
+        learning_rate=3e-4,
+        warmup=2,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+      ),
+      learner=dict(
+        updates=2,  # optimizer updates per step, each on its share of the prompts
+        buckets=((16, 256), (4, 512), (4, 1056)),  # (rows, length), micro-batches
+        remat=False,
+      ),
+      evaluation=dict(every=20, samples=2),  # held-out prompts; also first and last
+      checkpoint=dict(every=5, keep=2),
+    )
+  )

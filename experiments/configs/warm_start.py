@@ -1,0 +1,44 @@
+"""Warm start of the default policy: supervised on written-out Countdown searches.
+
+    python -m experiments.warm_start --workdir=runs/warm_start
+
+1.5M parameters (8 layers x 128). About an hour on 2 CPU cores; resumable. The
+exported folder is what `experiments/configs/countdown.py` starts from.
+`:smoke` takes a minute and learns nothing.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  smoke = arg == "smoke"
+  return ml_collections.ConfigDict(
+    dict(
+      seed=0,
+      steps=4 if smoke else 600,
+      sequences=16 if smoke else 128,  # per step
+      max_response=256 if smoke else 1024,  # characters of a written search
+      checkpoint_every=2 if smoke else 25,
+      export="",  # folder of the exported policy; empty: WORKDIR/policy
+      problems=dict(four_share=0.125, seed=0),
+      model=dict(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=24,
+        width=128,
+        mlp_width=352,
+        num_layers=2 if smoke else 8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        rope_theta=10_000.0,
+        max_position=2048,
+        qk_norm=True,
+      ),
+      optimizer=dict(name="muon", learning_rate=4e-3, warmup=2 if smoke else 20),
+      learner=dict(
+        # (rows, length) of a micro-batch, by increasing length
+        buckets=((8, 288),) if smoke else ((16, 256), (4, 512), (4, 1056)),
+        remat=False,
+      ),
+    )
+  )

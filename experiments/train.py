@@ -1,0 +1,104 @@
+"""Reinforcement learning of a policy, straight down.
+
+Each step: (1) prompts, (2) a rollout of R responses each, (3) rewards and
+advantages, (4) policy updates, (5) the new policy goes to the rollout's layout,
+(6) metrics and, now and then, a checkpoint. Running the same --workdir again
+resumes.
+"""
+
+import pathlib
+import time
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+
+from experiments import plot
+from experiments import setup
+from tlt_jax import axes
+from tlt_jax import checkpoint
+from tlt_jax import data
+from tlt_jax import metrics as metrics_lib
+from tlt_jax.models import convert
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
+from tlt_jax.rl import sample
+
+_CONFIG = setup.config_flag("experiments/configs/countdown.py")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
+
+
+def main():
+  workdir = pathlib.Path(_WORKDIR.value)
+  config = setup.start(workdir, _CONFIG.value)
+  mesh = axes.make_mesh(config["tensor_parallel"])
+
+  # What is trained, on what, and how.
+  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config["algorithm"])
+  learner = learner_lib.make(
+    model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
+  )
+  reference = jax.tree.map(jnp.copy, params) if algorithm.uses_reference else None
+  state = learner.init(params)
+  sampler = setup.sampler(config, model, mesh)
+  P, R = config["batch"]["prompts"], config["batch"]["responses"]
+  prompts = data.prompt_iterator(setup.build(config["prompts"]), P, config["seed"])
+  held_out = list(setup.build(config["held_out"]))
+
+  # Where it stands.
+  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
+  step = 0
+  if checkpoints.latest() is not None:
+    step, state, saved = checkpoints.restore(learner.abstract_state())
+    prompts.set_state(saved["prompts"])
+  writer = metrics_lib.Writer(workdir, resume_step=step)
+  progress = metrics_lib.Progress(config["steps"], step)
+  policy = learner.to_rollout(state.params)
+
+  while True:
+    metrics = {}
+    if step % config["evaluation"]["every"] == 0 or step == config["steps"]:
+      metrics |= sample.evaluate(
+        sampler, policy, held_out, config["evaluation"]["samples"], config["seed"]
+      )
+    if step == config["steps"]:
+      writer.write(step, metrics)
+      break
+
+    began = time.perf_counter()
+    records = next(prompts)
+    scored = sampler(policy, records, R, config["seed"], first_request=step * P * R)
+
+    updating = time.perf_counter()
+    advantage = algorithm.advantages(jnp.asarray(scored.reward).reshape(P, R))
+    state, policy_metrics = learner.train(state, scored.batch(advantage), reference)
+
+    syncing = time.perf_counter()
+    policy = jax.block_until_ready(learner.to_rollout(state.params))
+
+    done = time.perf_counter()
+    metrics |= scored.metrics() | policy_metrics
+    metrics |= {
+      "policy/seconds_s": syncing - updating,
+      "weight_sync/seconds_s": done - syncing,
+      "step/seconds_s": done - began,
+    }
+    record = writer.write(step, metrics)
+    writer.write_rollout(step, scored.record())
+    step += 1
+    last = step == config["steps"]
+    checkpoints.save(step, state, {"prompts": prompts.get_state()}, force=last)
+    progress.update(step, record)
+
+  progress.close()
+  checkpoints.close()
+  writer.close()
+  setup.export(workdir / "policy", config["policy"], model, state.params)
+  plot.plot_all(workdir)
+  print(metrics_lib.summary_table(metrics_lib.read(workdir / "metrics.jsonl")))
+
+
+if __name__ == "__main__":
+  setup.run(main)

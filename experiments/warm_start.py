@@ -1,0 +1,102 @@
+"""Trains the default policy's warm start on written-out Countdown searches.
+
+Running the same --workdir again resumes. The result is a Hugging Face folder
+(safetensors, config, tokenizer) that `experiments.train` starts from.
+"""
+
+import logging
+import pathlib
+import random
+import time
+
+from absl import flags
+import jax
+import numpy as np
+
+from experiments import setup
+from tlt_jax import axes
+from tlt_jax import checkpoint
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
+from tlt_jax.models import target
+from tlt_jax.rl import countdown
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
+from tlt_jax.rl import supervised
+
+_CONFIG = setup.config_flag("experiments/configs/warm_start.py")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/warm_start", "Where everything goes.")
+
+
+def batches(problems, tokenizer, sequences: int, max_response: int, start: int):
+  """Yields (next problem index, prompts, responses) for ever.
+
+  Problem i is searched with its own random order, so that a batch depends on
+  `start` alone. Searches that get too long are tried four times, then skipped.
+  """
+  i = start
+  while True:
+    prompts, responses = [], []
+    while len(prompts) < sequences:
+      prompt = problems[i]["prompt"]
+      for attempt in range(4):
+        rng = random.Random(f"{i} {attempt}")
+        search = countdown.write_search(prompt, rng, max_response)
+        if search is not None:
+          prompts.append(np.array(tokenizer.encode(prompt), np.int32))
+          responses.append(np.array(tokenizer.encode(search), np.int32))
+          break
+      i += 1
+    yield i, prompts, responses
+
+
+def main():
+  workdir = pathlib.Path(_WORKDIR.value)
+  config = setup.start(workdir, _CONFIG.value)
+  model = config_lib.ModelConfig(**config["model"])
+  rule = optimizer.make(total=config["steps"], **config["optimizer"])
+  learner = learner_lib.make(
+    model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
+  )
+  state = learner.init(target.init_params(model, jax.random.key(config["seed"])))
+  checkpoints = checkpoint.Checkpoints(
+    workdir / "checkpoints", every=config["checkpoint_every"]
+  )
+  step, data = 0, {"next": 0}
+  if checkpoints.latest() is not None:
+    step, state, data = checkpoints.restore(learner.abstract_state())
+
+  tokenizer = countdown.tokenizer()
+  problems = countdown.Problems("train", 10**9, **config["problems"])
+  stream = setup.prefetch(
+    batches(
+      problems, tokenizer, config["sequences"], config["max_response"], data["next"]
+    )
+  )
+  began, tokens = time.time(), 0
+  while step < config["steps"]:
+    data["next"], prompts, responses = next(stream)
+    ones = np.ones(len(prompts), np.float32)
+    batch = learner_lib.Batch(prompts, responses, advantage=ones, temperature=ones)
+    state, metrics = learner.train(state, batch)
+    loss = metrics["policy/loss"]
+    if not np.isfinite(loss):
+      raise FloatingPointError(f"the loss became {loss} at step {step}")
+    step += 1
+    tokens += sum(map(len, responses))
+    if step % 10 == 0 or step == config["steps"]:
+      logging.info(
+        "step %d/%d  loss %.4f  %.0f tokens/s",
+        *(step, config["steps"], loss, tokens / (time.time() - began)),
+      )
+    checkpoints.save(step, state, data, force=step == config["steps"])
+  checkpoints.close()
+
+  folder = pathlib.Path(config["export"] or workdir / "policy")
+  convert.save_hf(folder, model, state.params)
+  tokenizer.save_pretrained(folder)
+  logging.info("exported the policy to %s", folder)
+
+
+if __name__ == "__main__":
+  setup.run(main)

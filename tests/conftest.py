@@ -1,0 +1,39 @@
+"""The whole suite on a CPU that shows 8 devices; `--gpu` runs the rest on a GPU.
+
+The environment is set before any test module imports jax, and in the environment,
+so that the commands that tests start see the same devices and the same cache of
+compiled programs.
+"""
+
+import os
+
+import pytest
+
+_NUM_DEVICES = 8
+
+
+def pytest_addoption(parser):
+  parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, only")
+
+
+def pytest_configure(config):
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.rootpath / ".jax_cache")
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+  if config.getoption("gpu"):
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    import jax
+
+    if jax.default_backend() != "gpu":
+      raise pytest.UsageError(f"--gpu, but jax runs on the {jax.default_backend()}")
+  else:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flag = f"--xla_force_host_platform_device_count={_NUM_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def pytest_collection_modifyitems(config, items):
+  gpu = config.getoption("gpu")
+  skip = pytest.mark.skip(reason="needs no GPU" if gpu else "needs a GPU: pytest --gpu")
+  for item in items:
+    if (item.get_closest_marker("gpu") is not None) != gpu:
+      item.add_marker(skip)

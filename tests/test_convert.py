@@ -1,0 +1,460 @@
+"""Hugging Face checkpoints: the same logits as transformers, nothing lost, clear errors."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tlt_jax import axes
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import convert
+from tlt_jax.models import target
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+NAMES = ("qwen2", "qwen2_tied", "qwen3", "llama3")
+LEGACY = {  # the transformers 4 spelling of llama3's `rope_parameters`
+  "rope_parameters": None,
+  "rope_theta": 100.0,
+  "rope_scaling": {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+  },
+  "dtype": None,
+  "torch_dtype": "torch.bfloat16",
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(config, params, tokens, positions, cache=None):
+  """f32[B T V] and the cache."""
+  _, logits, cache = target.Target(config).apply(
+    {"params": params},
+    tokens,
+    positions,
+    cache=cache,
+    method=target.Target.features_and_logits,
+  )
+  return logits, cache
+
+
+def full_logits(config, params, ids):
+  """Logits of one uncached pass over i32[B T]."""
+  positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+  return np.asarray(forward(config, params, ids, positions)[0])
+
+
+def golden(name):
+  """The token ids and transformers' logits of a golden model."""
+  data = np.load(GOLDEN / name / "golden.npz")
+  return data["ids"], data["logits"]
+
+
+def flat(params):
+  return {jax.tree_util.keystr(k): x for k, x in jax.tree.leaves_with_path(params)}
+
+
+def assert_same(a, b):
+  """Two parameter trees are equal in names, dtypes and bits."""
+  a, b = flat(a), flat(b)
+  assert a.keys() == b.keys()
+  for name, x in a.items():
+    assert x.dtype == b[name].dtype, name
+    assert np.asarray(x).tobytes() == np.asarray(b[name]).tobytes(), name
+
+
+def copy(name, tmp_path, **config):
+  """A golden model to damage, with these keys of config.json changed (None: removed)."""
+  path = tmp_path / name
+  shutil.copytree(GOLDEN / name, path)
+  file = path / "config.json"
+  raw = {**json.loads(file.read_text()), **config}
+  file.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+  return path
+
+
+def edit(path, change):
+  """Applies `change` to the dict of tensors of a single-file model."""
+  tensors = safetensors.numpy.load_file(path / "model.safetensors")
+  change(tensors)
+  safetensors.numpy.save_file(tensors, path / "model.safetensors")
+
+
+def message(path):
+  """The one line with which loading a folder fails."""
+  with pytest.raises(convert.CheckpointError) as e:
+    convert.load_hf(path)
+  assert "\n" not in str(e.value)
+  return str(e.value)
+
+
+# --- parity
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name):
+  """One pass over all tokens gives the logits that transformers gave."""
+  config, params = convert.load_hf(GOLDEN / name)
+  ids, want = golden(name)
+  np.testing.assert_allclose(full_logits(config, params, ids), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_decoding_gives_the_same_logits(name):
+  """So does a prefill of ragged rows followed by decoding token by token."""
+  config, params = convert.load_hf(GOLDEN / name)
+  ids, want = golden(name)
+  B, T = ids.shape
+  start = np.array([5, 9])  # row 1 is four tokens ahead
+  cache = cache_lib.init(config, B, T + 3)
+  positions = np.broadcast_to(np.arange(9), (B, 9))
+  got, cache = forward(config, params, ids[:, :9], positions, cache)
+  row0, row1 = [np.asarray(got)[b, : start[b]] for b in range(B)]
+  steps = []
+  for i in range(T - 9):
+    at = (start + i)[:, None]
+    got, cache = forward(config, params, np.take_along_axis(ids, at, 1), at, cache)
+    steps.append(np.asarray(got)[:, 0])
+  steps = np.stack(steps, 1)
+  row0, row1 = np.concatenate([row0, steps[0]]), np.concatenate([row1, steps[1]])
+  np.testing.assert_allclose(row0, want[0, : len(row0)], rtol=0, atol=1e-4)
+  np.testing.assert_allclose(row1, want[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_models_notice_every_mistake(name):
+  """A norm, bias, epsilon or rotation gone wrong moves the golden logits visibly."""
+  config, params = convert.load_hf(GOLDEN / name)
+  ids, want = golden(name)
+  off = lambda config, params: np.abs(full_logits(config, params, ids) - want).max()
+  assert config.head_dim * config.num_heads != config.width
+  assert config.num_kv_heads < config.num_heads
+  assert off(dataclasses.replace(config, rope_theta=10_000.0), params) > 0.01
+  assert off(dataclasses.replace(config, norm_eps=1e-6), params) > 0.01
+  if config.rope_scaling is not None:
+    assert off(dataclasses.replace(config, rope_scaling=None), params) > 0.01
+    for field in dataclasses.fields(config.rope_scaling):
+      value = getattr(config.rope_scaling, field.name)
+      scaling = dataclasses.replace(config.rope_scaling, **{field.name: value * 2})
+      assert off(dataclasses.replace(config, rope_scaling=scaling), params) > 0.01
+  leaves, tree = jax.tree.flatten_with_path(params)
+  for i, (path, leaf) in enumerate(leaves):
+    if leaf.ndim == 1 or "bias" in str(path[-1]):
+      neutral = jnp.zeros_like if "bias" in str(path[-1]) else jnp.ones_like
+      values = [x for _, x in leaves]
+      values[i] = neutral(leaf)
+      changed = off(config, jax.tree.unflatten(tree, values))
+      assert changed > 0.01, path
+
+
+def test_both_spellings_of_rope_and_dtype(tmp_path):
+  """transformers 4 wrote rope_theta, rope_scaling (type) and torch_dtype."""
+  config, _ = convert.load_hf(GOLDEN / "llama3")
+  legacy = convert.load_config(copy("llama3", tmp_path, **LEGACY))
+  assert legacy == dataclasses.replace(config, dtype="bfloat16")
+  assert legacy.rope_scaling is not None
+
+
+def test_default_rope_scaling_means_none(tmp_path):
+  """`rope_scaling: {type: default}` is no scaling at all."""
+  path = copy("llama3", tmp_path, **{**LEGACY, "rope_scaling": {"type": "default"}})
+  assert convert.load_config(path).rope_scaling is None
+
+
+def test_optional_keys_have_the_family_defaults(tmp_path):
+  """head_dim, kv heads, theta, ... default as in transformers."""
+  keys = ("head_dim", "num_key_value_heads", "rope_parameters", "rms_norm_eps", "dtype")
+  config = convert.load_config(copy("llama3", tmp_path, **dict.fromkeys(keys)))
+  assert (config.head_dim, config.num_kv_heads) == (2, 8)
+  assert (config.rope_theta, config.norm_eps, config.dtype) == (1e4, 1e-6, "float32")
+  assert convert.load_config(copy("qwen3", tmp_path, head_dim=None)).head_dim == 128
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    dict(use_sliding_window=False, sliding_window=8),
+    dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
+  ],
+)
+def test_an_unused_sliding_window_is_no_obstacle(tmp_path, change):
+  """Qwen2.5 ships a window that no layer uses."""
+  convert.load_hf(copy("qwen2", tmp_path, **change, layer_types=None))
+
+
+# --- round trips
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_import_export_import_is_bit_equal(name, tmp_path):
+  """Nothing is lost, neither in our tree nor in the file's tensors."""
+  config, params = convert.load_hf(GOLDEN / name)
+  convert.save_hf(tmp_path / "out", config, params)
+  again, params2 = convert.load_hf(tmp_path / "out")
+  assert again == config
+  assert_same(params, params2)
+  theirs = {}
+  for file in (GOLDEN / name).glob("*.safetensors"):
+    theirs |= safetensors.numpy.load_file(file)
+  assert_same(theirs, safetensors.numpy.load_file(tmp_path / "out/model.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_keep_their_dtype(dtype, tmp_path):
+  """Half precision goes through files as it is; `dtype` converts on loading."""
+  config, params = convert.load_hf(GOLDEN / "qwen2", dtype=dtype)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+  config = dataclasses.replace(config, dtype=dtype)
+  convert.save_hf(tmp_path, config, params)
+  again, params2 = convert.load_hf(tmp_path)
+  assert again.dtype == dtype
+  assert_same(params, params2)
+  _, wide = convert.load_hf(tmp_path, dtype="float32")
+  assert_same(jax.tree.map(lambda x: x.astype("float32"), params), wide)
+
+
+def test_large_models_are_split_over_files(tmp_path):
+  """Above the limit there is an index; a smaller save later leaves no stale shard."""
+  config, params = convert.load_hf(GOLDEN / "llama3")
+  convert.save_hf(tmp_path, config, params, max_file_bytes=8000)
+  index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+  files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+  assert len(files) > 2 and files == sorted(set(index["weight_map"].values()))
+  size = sum(x.nbytes for x in jax.tree.leaves(params))
+  assert index["metadata"]["total_size"] == size
+  assert_same(params, convert.load_hf(tmp_path)[1])
+  convert.save_hf(tmp_path, config, params)
+  assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+  assert_same(params, convert.load_hf(tmp_path)[1])
+
+
+@pytest.mark.parametrize("dies_in", ["save_file", "replace"])
+def test_a_killed_save_leaves_no_mixture(dies_in, tmp_path, monkeypatch):
+  """What loads after a kill is the old checkpoint, or nothing; the next save heals it."""
+  config, old = convert.load_hf(GOLDEN / "llama3")
+  new = jax.tree.map(lambda x: x + 1, old)
+  convert.save_hf(tmp_path, config, old, max_file_bytes=8000)
+  module = safetensors.numpy if dies_in == "save_file" else os
+  real, calls = getattr(module, dies_in), []
+
+  def die_on_the_second(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 2:
+      raise KeyboardInterrupt
+    return real(*args, **kwargs)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(module, dies_in, die_on_the_second)
+    with pytest.raises(KeyboardInterrupt):
+      convert.save_hf(tmp_path, config, new, max_file_bytes=8000)
+  if dies_in == "save_file":
+    assert_same(old, convert.load_hf(tmp_path)[1])
+  else:
+    assert "config.json is missing" in message(tmp_path)
+  convert.save_hf(tmp_path, config, new)
+  assert_same(new, convert.load_hf(tmp_path)[1])
+  assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+
+
+def test_what_cannot_be_expressed_is_not_saved(tmp_path):
+  """A config its architecture does not have, or parameters of another model."""
+  config, params = convert.load_hf(GOLDEN / "llama3")
+  with pytest.raises(convert.CheckpointError, match="cannot express qk_norm=True"):
+    convert.save_hf(tmp_path, dataclasses.replace(config, qk_norm=True), params)
+  with pytest.raises(convert.CheckpointError, match="GPT2LMHeadModel cannot be saved"):
+    other = dataclasses.replace(config, architecture="GPT2LMHeadModel")
+    convert.save_hf(tmp_path, other, params)
+  with pytest.raises(convert.CheckpointError, match="parameter head: .* nothing, found"):
+    convert.save_hf(tmp_path, dataclasses.replace(config, tie_embeddings=True), params)
+  assert not os.listdir(tmp_path)
+
+
+# --- sharding
+
+
+@pytest.mark.parametrize("rules", [axes.ROLLOUT, axes.TRAIN, {"head": axes.MODEL}])
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3", "llama3"])
+def test_sharded_loading_equals_unsharded(name, rules, tmp_path):
+  """On a 2x2 mesh each device holds its part, and the same bits; saving gathers them."""
+  mesh = axes.make_mesh(model=2, devices=jax.devices()[:4])
+  config, whole = convert.load_hf(GOLDEN / name)
+  _, params = convert.load_hf(GOLDEN / name, mesh, rules)
+  want = axes.shardings(mesh, rules, target.abstract_params(config))
+  jax.tree.map(lambda x, s: np.testing.assert_equal(x.sharding, s), params, want)
+  assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+  assert_same(whole, params)
+  convert.save_hf(tmp_path, config, params)
+  assert_same(whole, convert.load_hf(tmp_path)[1])
+
+
+def test_a_sharded_model_computes_the_same():
+  """Tensor-parallel logits equal the golden ones; the default rules are the rollout's."""
+  mesh = axes.make_mesh(model=2, devices=jax.devices()[:4])
+  config, params = convert.load_hf(GOLDEN / "llama3", mesh)
+  assert params["head"].sharding.spec == PartitionSpec(None, axes.MODEL)
+  ids, want = golden("llama3")
+  np.testing.assert_allclose(full_logits(config, params, ids), want, rtol=0, atol=1e-4)
+
+
+# --- errors
+
+
+def test_a_missing_folder_or_file_is_named(tmp_path):
+  """Each thing that may be missing says what to do."""
+  assert "nowhere: no such folder; download" in message(tmp_path / "nowhere")
+  assert "config.json is missing" in message(tmp_path)
+  path = copy("qwen2", tmp_path)
+  (path / "model.safetensors").unlink()
+  assert "neither model.safetensors nor model.safetensors.index" in message(path)
+  (path / "pytorch_model.bin").write_bytes(b"\x80")
+  assert "pytorch_model.bin but no safetensors" in message(path)
+  path = copy("qwen3", tmp_path)
+  (path / "model-00002-of-00004.safetensors").unlink()
+  assert "model-00002-of-00004.safetensors, named in" in message(path)
+
+
+def test_damaged_json_is_named(tmp_path):
+  """config.json or the index cut short, or of another kind."""
+  path = copy("qwen3", tmp_path)
+  index = path / "model.safetensors.index.json"
+  index.write_text(index.read_text()[:-20])
+  assert "model.safetensors.index.json is not JSON" in message(path)
+  index.write_text("{}")
+  assert "has no weight_map" in message(path)
+  (path / "config.json").write_text("[]")
+  assert "config.json holds no JSON object" in message(path)
+  (path / "config.json").write_text("{")
+  assert "config.json is not JSON" in message(path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -4])
+def test_a_truncated_file_is_named(tmp_path, kept):
+  """However little is missing."""
+  file = copy("qwen2", tmp_path) / "model.safetensors"
+  file.write_bytes(file.read_bytes()[:kept])
+  assert "model.safetensors is damaged or truncated" in message(file.parent)
+
+
+UNSUPPORTED = [
+  ("qwen2", dict(architectures=["MistralForCausalLM"]), "supported: Qwen2ForCausalLM, "),
+  ("qwen2", dict(architectures=None), r"architecture \(none\)"),
+  ("qwen2", dict(use_sliding_window=True, max_window_layers=1), "full_attention"),
+  ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "sliding"),
+  ("llama3", dict(rope_parameters={"rope_type": "yarn"}), "rope_type yarn"),
+  ("llama3", {**LEGACY, "rope_scaling": {"type": "linear"}}, "rope_type linear"),
+  ("llama3", dict(rope_parameters={"rope_type": "llama3"}), "llama3 lacks factor, "),
+  ("llama3", dict(rope_parameters={"full_attention": {}}), "per layer type"),
+  ("llama3", dict(attention_bias=True), "attention_bias=True"),
+  ("qwen3", dict(attention_bias=True), "attention_bias=True"),
+  ("llama3", dict(mlp_bias=True), "mlp_bias=True"),
+  ("llama3", dict(hidden_act="gelu"), "hidden_act=gelu"),
+  ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+  ("llama3", dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary"),
+  ("llama3", dict(quantization_config={"bits": 4}), "quantization_config="),
+  ("llama3", dict(dtype="float8_e4m3fn"), "dtype float8_e4m3fn"),
+  ("llama3", dict(hidden_size=None), "'hidden_size' is missing"),
+  ("llama3", dict(num_attention_heads=0), "makes no model"),
+  ("llama3", dict(hidden_size="16", head_dim=None), "makes no model"),
+  ("llama3", dict(num_key_value_heads=3), "must be a multiple"),
+  ("llama3", dict(head_dim=7), "even head_dim"),
+]
+
+
+@pytest.mark.parametrize("name,change,words", UNSUPPORTED)
+def test_an_unsupported_config_is_refused(name, change, words, tmp_path):
+  """Whatever would change the outputs is named, never approximated."""
+  if change.get("use_sliding_window"):
+    change, words = {**change, "layer_types": None, "sliding_window": 8}, "sliding-window"
+  path = copy(name, tmp_path, **change)
+  with pytest.raises(convert.CheckpointError, match=words) as e:
+    convert.load_hf(path)
+  assert "config.json" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+  """In a single file, in a shard, and when many are missing at once."""
+  path = copy("qwen2", tmp_path)
+  edit(path, lambda t: t.pop("model.layers.1.self_attn.k_proj.bias"))
+  assert "lacks tensor model.layers.1.self_attn.k_proj.bias;" in message(path)
+  edit(path, lambda t: [t.pop(n) for n in list(t) if "layers.0" in n])
+  assert "and 10 more" in message(path)
+  path = copy("qwen3", tmp_path)
+  shutil.copy(
+    path / "model-00004-of-00004.safetensors", path / "model-00002-of-00004.safetensors"
+  )
+  assert "model-00002-of-00004.safetensors lacks tensor model." in message(path)
+
+
+def test_an_untied_head_must_be_there(tmp_path):
+  """Tying is a statement of config.json, not of what is missing."""
+  path = copy("qwen2_tied", tmp_path, tie_word_embeddings=False)
+  assert "lacks tensor lm_head.weight" in message(path)
+
+
+def test_an_extra_tensor_is_named(tmp_path):
+  """A tensor that we would leave out may matter; rotary buffers do not."""
+  path = copy("llama3", tmp_path)
+  _, params = convert.load_hf(path)
+  buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+  edit(path, lambda t: t.update(buffer))
+  assert_same(params, convert.load_hf(path)[1])
+  name = "model.layers.0.self_attn.o_proj.bias"
+  edit(path, lambda t: t.update({name: np.ones(16, np.float32)}))
+  assert f"holds tensor {name}," in message(path)
+  (path / "config.json").write_text((GOLDEN / "qwen2/config.json").read_text())
+  assert "lacks" in message(path)
+
+
+def test_the_head_of_a_tied_model_must_be_its_embedding(tmp_path):
+  """A copy of the embedding is ignored, another matrix is not."""
+  path = copy("qwen2_tied", tmp_path)
+  _, params = convert.load_hf(path)
+  edit(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+  assert_same(params, convert.load_hf(path)[1])
+  edit(path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+  assert "lm_head.weight differs" in message(path)
+
+
+def test_a_wrong_shape_or_dtype_is_named(tmp_path):
+  """The tensor, what it has, and what config.json implies."""
+  path = copy("qwen2", tmp_path)
+  name = "model.layers.0.self_attn.q_proj.weight"
+  edit(path, lambda t: t.update({name: t[name][:-1]}))
+  assert f"tensor {name} has shape (23, 16), config.json implies (24, 16)" in message(path)
+  edit(path, lambda t: t.update({name: np.ones((24, 16), np.int8)}))
+  assert f"tensor {name} is stored as I8" in message(path)
+
+
+# --- against transformers itself
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_loads_our_export(name, tmp_path):
+  """It gives the golden logits from our files, and what it saves again is the same."""
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  config, params = convert.load_hf(GOLDEN / name)
+  convert.save_hf(tmp_path / "ours", config, params, max_file_bytes=8000)
+  model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+  )
+  assert not any(info.values()), info
+  ids, want = golden(name)
+  with torch.no_grad():
+    got = model.eval()(torch.from_numpy(ids).long()).logits.numpy()
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+  model.save_pretrained(tmp_path / "theirs", max_shard_size="8KB")
+  again, params2 = convert.load_hf(tmp_path / "theirs")
+  assert again == config
+  assert_same(params, params2)

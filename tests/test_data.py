@@ -1,0 +1,188 @@
+"""Prompt files, the prompt stream, the tokenizer."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+
+from tlt_jax import data
+
+MESSAGES = [{"role": "user", "content": "1+1?"}]
+
+
+def write_jsonl(path, records):
+  path.write_text("".join(json.dumps(r) + "\n" for r in records))
+  return path
+
+
+def test_jsonl_and_parquet_give_the_same_records(tmp_path):
+  """Strings and messages alike, under the file's own field names."""
+  rows = [{"q": "a\u2028b", "a": "1"}, {"q": "c", "a": "2"}]
+  expected = [{"prompt": "a\u2028b", "answer": "1"}, {"prompt": "c", "answer": "2"}]
+  path = tmp_path / "x.jsonl"
+  path.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
+  assert data.load_prompts(path, "q", "a") == expected
+  pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+  assert data.load_prompts(tmp_path / "x.parquet", "q", "a") == expected
+
+  chat = [{"prompt": MESSAGES, "answer": "2"}]
+  assert data.load_prompts(write_jsonl(path, chat)) == chat
+  pq.write_table(pa.Table.from_pylist(chat), tmp_path / "x.parquet")
+  assert data.load_prompts(tmp_path / "x.parquet") == chat
+  assert data.load_prompts(path, answer_field=None)[0]["answer"] == ""
+
+
+@pytest.mark.parametrize(
+  "content, message",
+  [
+    ("", "holds no records"),
+    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2: not JSON"),
+    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3: holds a list"),
+    ('{"promt": "a", "answer": 1}', "no field 'prompt'.*did you mean 'promt'"),
+    ('{"prompt": "a", "gold": 1}', "no field 'answer'; there are prompt, gold"),
+    ('{"prompt": " ", "answer": 1}', "line 1: field 'prompt' is empty"),
+    ('{"prompt": [], "answer": 1}', "empty list"),
+    ('{"prompt": 3, "answer": 1}', "is a int, not a string"),
+    ('{"prompt": [{"role": "user"}], "answer": 1}', "message that is not"),
+  ],
+)
+def test_broken_prompt_files_are_named_with_the_place(tmp_path, content, message):
+  """One clear line each."""
+  path = tmp_path / "x.jsonl"
+  path.write_text(content)
+  with pytest.raises(data.DataError, match=message) as e:
+    data.load_prompts(path)
+  assert "\n" not in str(e.value)
+
+
+def test_missing_and_foreign_files_are_errors(tmp_path):
+  """Before anything is parsed."""
+  with pytest.raises(data.DataError, match="no such file"):
+    data.load_prompts(tmp_path / "x.jsonl")
+  with pytest.raises(data.DataError, match=r"\.jsonl or \.parquet.*'\.json'"):
+    data.load_prompts(tmp_path / "x.json")
+  (tmp_path / "x.parquet").write_text("no")
+  with pytest.raises(data.DataError, match="not a readable Parquet"):
+    data.load_prompts(tmp_path / "x.parquet")
+
+
+def source(size):
+  return [{"prompt": str(i), "answer": ""} for i in range(size)]
+
+
+def take(iterator, count):
+  return [[r["prompt"] for r in next(iterator)] for _ in range(count)]
+
+
+def test_every_epoch_holds_each_prompt_once_in_its_own_order():
+  """Also where batches straddle epochs, or one batch holds several."""
+  for batch in (1, 3, 5, 12):
+    flat = sum(take(data.prompt_iterator(source(5), batch, seed=1), 60 // batch + 1), [])
+    epochs = [flat[i : i + 5] for i in range(0, 60, 5)]
+    assert all(sorted(e) == ["0", "1", "2", "3", "4"] for e in epochs)
+    assert len({tuple(e) for e in epochs}) > 1
+
+
+def test_the_prompt_stream_is_deterministic_and_resumes_exactly():
+  """The state survives JSON and says what comes next, whatever was read ahead."""
+  iterator = data.prompt_iterator(source(50), 4, seed=7)
+  start = take(iterator, 5)
+  state = json.loads(json.dumps(iterator.get_state()))
+  rest = take(iterator, 20)
+  assert take(data.prompt_iterator(source(50), 4, seed=7), 5) == start
+  assert take(data.prompt_iterator(source(50), 4, seed=8), 5) != start
+  resumed = data.prompt_iterator(source(50), 4, seed=7)
+  resumed.set_state(state)
+  assert take(resumed, 20) == rest
+  iterator.set_state(state)
+  assert take(iterator, 20) == rest
+
+
+def test_an_empty_source_or_batch_is_an_error():
+  """grain would hang or return nothing."""
+  with pytest.raises(data.DataError, match="no prompts"):
+    data.prompt_iterator([], 2, seed=0)
+  with pytest.raises(data.DataError, match="at least 1"):
+    data.prompt_iterator(source(2), 0, seed=0)
+  with pytest.raises(data.DataError, match="seed"):
+    data.prompt_iterator(source(2), 1, seed=-1)
+
+
+CHARACTERS = "0123456789+=?!: \nus"
+TEMPLATE = (
+  "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+  "{% endif %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+  "{% if add_generation_prompt %}<say>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A character-level tokenizer that stops at the newline, with a chat template."""
+  folder = tmp_path_factory.mktemp("tokenizer")
+  vocabulary = {c: i for i, c in enumerate(["<pad>", "<say>", *CHARACTERS])}
+  model = tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")
+  tokenizer = tokenizers.Tokenizer(model)
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(r"[\s\S]"), "isolated"
+  )
+  tokenizer.decoder = tokenizers.decoders.Fuse()
+  tokenizer.add_special_tokens(["<say>"])
+  tokenizer.save(str(folder / "tokenizer.json"))
+  config = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "\n",
+    "pad_token": "<pad>",
+    "chat_template": TEMPLATE,
+  }
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+  (folder / "generation_config.json").write_text('{"eos_token_id": [1, 18]}')
+  return folder
+
+
+def test_text_round_trips_without_markup_but_with_a_stop_character(folder):
+  """Padding and chat markup go; the newline that ends a response stays."""
+  tokenizer = data.Tokenizer.load(folder)
+  ids = tokenizer.encode("1+1=2!\n")
+  assert ids.dtype == np.int32 and ids.shape == (7,)
+  assert tokenizer.decode([1, *ids, 0, 0]) == "1+1=2!\n"
+  assert tokenizer.decode([]) == ""
+  assert tokenizer.vocab_size == 21
+  assert tokenizer.stop_tokens == (1, 18)
+
+
+def test_a_chat_goes_through_the_template(folder):
+  """Its markup becomes single tokens, and the assistant's turn is open."""
+  tokenizer = data.Tokenizer.load(folder)
+  asked = tokenizer.encode(MESSAGES)
+  assert asked[-1] == 1
+  assert tokenizer.decode(asked) == "u:1+1?\n"
+  np.testing.assert_array_equal(tokenizer.encode("1+1?", chat=True), asked)
+  with_system = tokenizer.encode(MESSAGES, system="2+2")
+  assert tokenizer.decode(with_system) == "s:2+2\nu:1+1?\n"
+  own = [{"role": "system", "content": "3"}, *MESSAGES]
+  assert tokenizer.decode(tokenizer.encode(own, system="2")) == "s:3\nu:1+1?\n"
+
+
+def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
+  """No tokenizer, a broken one, no template, a template that refuses."""
+  tokenizer = data.Tokenizer.load(folder)
+  with pytest.raises(data.DataError, match="needs a chat"):
+    tokenizer.encode("1", system="2")
+  with pytest.raises(data.DataError, match="refuses messages.*no tools"):
+    tokenizer.encode([{"role": "tool", "content": "1"}])
+  with pytest.raises(data.DataError, match="no tokenizer.json"):
+    data.Tokenizer.load(tmp_path)
+  (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+  config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  plain = data.Tokenizer.load(tmp_path)
+  assert plain.stop_tokens == ()
+  with pytest.raises(data.DataError, match="no chat template"):
+    plain.encode(MESSAGES)
+  (tmp_path / "tokenizer.json").write_text("{")
+  with pytest.raises(data.DataError, match="cannot be read"):
+    data.Tokenizer.load(tmp_path)

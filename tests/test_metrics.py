@@ -1,0 +1,168 @@
+"""Metrics files across restarts, the terminal output, the figures."""
+
+import io
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import plot
+from tlt_jax import metrics
+
+
+def rollout(lengths, outcome="solved"):
+  return {
+    "length": np.asarray(lengths),
+    "outcome": [outcome] * len(lengths),
+    "live_time_s": [0.0, 0.5],
+    "live_requests": [len(lengths), 0],
+  }
+
+
+def write_run(workdir, steps, resume_step=0):
+  writer = metrics.Writer(workdir, resume_step)
+  for step in steps:
+    writer.write(step, {"reward/mean": step / 10})
+    writer.write_rollout(step, rollout([step + 1, 2]))
+  writer.close()
+
+
+def test_records_come_back_as_written(tmp_path):
+  """Scalars of every kind; one JSON object per line, and TensorBoard events."""
+  writer = metrics.Writer(tmp_path)
+  returned = writer.write(0, {"a/x": jnp.float32(0.5), "a/y": np.int64(3), "a/z": 2.5})
+  record = {"step": 0, "a/x": 0.5, "a/y": 3, "a/z": 2.5}
+  assert returned == record
+  assert metrics.read(tmp_path / "metrics.jsonl") == [record]  # before closing
+  writer.close()
+  assert list((tmp_path / "tensorboard").glob("events.out.tfevents*"))
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path):
+  """What a killed run wrote after its checkpoint goes, half a line included."""
+  write_run(tmp_path, range(5))
+  for name in ("metrics.jsonl", "rollouts.jsonl"):
+    with (tmp_path / name).open("a") as file:
+      file.write('{"step": 5, "rew')
+    assert [r["step"] for r in metrics.read(tmp_path / name)] == [0, 1, 2, 3, 4]
+  write_run(tmp_path, range(3, 6), resume_step=3)
+  for name in ("metrics.jsonl", "rollouts.jsonl"):
+    assert [r["step"] for r in metrics.read(tmp_path / name)] == [0, 1, 2, 3, 4, 5]
+  assert sorted(p.name for p in tmp_path.iterdir()) == [
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "tensorboard",
+  ]
+
+
+def test_an_uninterrupted_file_is_left_alone(tmp_path):
+  """Resuming at its end rewrites nothing."""
+  write_run(tmp_path, range(2))
+  before = (tmp_path / "metrics.jsonl").stat()
+  write_run(tmp_path, [], resume_step=2)
+  after = (tmp_path / "metrics.jsonl").stat()
+  assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_damage_before_the_last_line_is_an_error(tmp_path):
+  """Named with its line; nothing is thrown away silently."""
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 0}\nxx\n{"step": 2}\n')
+  with pytest.raises(metrics.MetricError, match="line 2"):
+    metrics.Writer(tmp_path, 3)
+  with pytest.raises(metrics.MetricError, match="no such file"):
+    metrics.read(tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize("value", [np.nan, jnp.float32(np.inf), None, "0.5", np.ones(2)])
+def test_what_is_no_finite_number_is_refused_by_key(tmp_path, value):
+  """And nothing of that step is written."""
+  writer = metrics.Writer(tmp_path)
+  with pytest.raises(metrics.MetricError, match="step 7: metric 'policy/loss'"):
+    writer.write(7, {"reward/mean": 1.0, "policy/loss": value})
+  writer.close()
+  assert metrics.read(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_malformed_rollout_is_refused(tmp_path):
+  """Keys, sizes, outcomes."""
+  writer = metrics.Writer(tmp_path)
+  good = rollout([1, 2])
+  for change, message in (
+    ({"extra": []}, "has keys"),
+    ({"length": [1]}, "1 values of 'length' but 2 of 'outcome'"),
+    ({"outcome": ["solved", "lost"]}, "'lost' is none of"),
+  ):
+    with pytest.raises(metrics.MetricError, match=message):
+      writer.write_rollout(0, {**good, **change})
+  writer.close()
+
+
+RECORD = {
+  "step": 11,
+  "reward/mean": 0.61,
+  "rollout/length_mean": 143.2,
+  "rollout/length_max": 1024,
+  "rollout/seconds_s": 3.1,
+  "policy/seconds_s": 2.0,
+}
+
+
+def test_progress_is_a_plain_line_off_the_terminal_and_a_bar_on_it():
+  """Metrics that a step does not have are left out."""
+  stream = io.StringIO()
+  metrics.Progress(60, stream=stream).update(12, RECORD)
+  assert stream.getvalue() == (
+    "step 12/60  reward 0.61  length 143/1024  rollout 3.1 s  update 2.0 s\n"
+  )
+  terminal = io.StringIO()
+  terminal.isatty = types.MethodType(lambda self: True, terminal)
+  progress = metrics.Progress(60, done=11, stream=terminal)
+  progress.update(12, RECORD)
+  progress.close()
+  assert "12/60" in terminal.getvalue() and "reward 0.61" in terminal.getvalue()
+
+
+def test_the_summary_compares_ends_and_shares_out_the_time():
+  """Hand numbers; plain text, since a test has no terminal."""
+  records = [
+    {
+      "step": i,
+      "reward/mean": 0.1 * i,
+      "step/seconds_s": 10.0,
+      "rollout/seconds_s": 6.0,
+      "policy/seconds_s": 3.0,
+    }
+    for i in range(6)
+  ]
+  records[0]["eval/accuracy"] = 0.25
+  records[4]["eval/accuracy"] = 0.75
+  table = metrics.summary_table(records, k=2)
+  rows = {" ".join(line.split()) for line in table.splitlines()}
+  assert "reward mean 0.050 0.450" in rows
+  assert "eval accuracy (one) 0.250 0.750" in rows
+  assert "rollout 36.0 60%" in rows
+  assert "other 6.0 10%" in rows
+  assert "all steps 60.0 100%" in rows
+  assert "\x1b" not in table
+  assert "reward mean" in metrics.summary_table(records[:1])
+
+
+def test_a_run_gives_three_figures(tmp_path):
+  """Long-tailed and short runs; without rollouts, one."""
+  rng = np.random.default_rng(0)
+  for steps in (1, 25):
+    workdir = tmp_path / str(steps)
+    writer = metrics.Writer(workdir)
+    for step in range(steps):
+      writer.write(step, {"reward/mean": rng.random(), "eval/accuracy": 0.5})
+      outcome = metrics.OUTCOMES[step % 3]
+      lengths = np.exp(rng.normal(4, 1, 64)).astype(int)
+      writer.write_rollout(step, rollout(lengths, outcome))
+    writer.close()
+    figures = plot.plot_all(workdir)
+    assert [f.name for f in figures] == ["reward.png", "lengths.png", "live_requests.png"]
+    assert all(f.read_bytes().startswith(b"\x89PNG") for f in figures)
+    (workdir / "rollouts.jsonl").unlink()
+    assert len(plot.plot_all(workdir)) == 1

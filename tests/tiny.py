@@ -1,0 +1,62 @@
+"""Small real models and request batches that the tests share."""
+
+import functools
+
+import jax
+import numpy as np
+
+from tlt_jax import axes
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import target
+from tlt_jax.spec_decode import requests as requests_lib
+
+CONFIG = config_lib.ModelConfig(
+  architecture="Qwen3ForCausalLM",
+  vocab_size=64,
+  width=32,
+  mlp_width=48,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  qk_norm=True,
+)
+
+
+@functools.cache
+def params():
+  """Random weights whose next-token distributions are neither flat nor certain."""
+  made = target.init_params(CONFIG, jax.random.key(0))
+  made["head"] = made["head"] * 20.0
+  return made
+
+
+def on(mesh):
+  """The parameters in their rollout layout on a mesh."""
+  shardings = axes.shardings(mesh, axes.ROLLOUT, target.abstract_params(CONFIG))
+  return jax.device_put(params(), shardings)
+
+
+def mesh(data: int, model: int = 1):
+  return axes.make_mesh(model, jax.devices()[: data * model])
+
+
+def prompts(count: int, seed: int = 0, longest: int = 9) -> list[np.ndarray]:
+  rng = np.random.default_rng(seed)
+  return [
+    rng.integers(0, CONFIG.vocab_size, rng.integers(1, longest + 1)).astype(np.int32)
+    for _ in range(count)
+  ]
+
+
+def requests(num_prompts: int = 6, responses: int = 4, **options):
+  """Unequal lengths come from a stop token and from limits of their own."""
+  rng = np.random.default_rng(1)
+  defaults = dict(
+    max_tokens=rng.integers(1, 40, num_prompts * responses),
+    stop_tokens=[3],
+    seed=7,
+  )
+  return requests_lib.make_requests(
+    prompts(num_prompts), responses, **{**defaults, **options}
+  )

@@ -1,0 +1,260 @@
+"""Prompts in, text out: prompt files, batches of prompts, the tokenizer.
+
+`load_prompts` reads a whole file and checks every record, so that what is wrong
+with it is said before the run starts. `prompt_iterator` turns any random-access
+source into an endless, resumable stream of batches. `Tokenizer` goes from a
+prompt to tokens and from a response's tokens back to text.
+"""
+
+from collections.abc import Sequence
+import difflib
+import json
+import os
+import pathlib
+
+import grain
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+class DataError(ValueError):
+  """Data that cannot be used; the message names the place and the remedy."""
+
+
+def load_prompts(
+  path: str | pathlib.Path,
+  prompt_field: str = "prompt",
+  answer_field: str | None = "answer",
+) -> Sequence[dict]:
+  """Every record of a .jsonl or .parquet file, checked, in file order.
+
+  A prompt is a string or a list of chat messages ({"role", "content"}); it and
+  the answer are kept as they are. Blank lines do not count.
+
+  Args:
+    path: file of records
+    prompt_field, answer_field: their names in the file; with no answer field
+      every answer is ""
+  Returns:
+    records {"prompt", "answer"}
+  Raises:
+    DataError: no such file, another format, a broken or incomplete record
+  """
+  path = pathlib.Path(path)
+  readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+  if path.suffix not in readers:
+    raise DataError(
+      f"{path}: prompts are read from {' or '.join(readers)} files, not from "
+      f"{path.suffix or 'a file without a suffix'!r}"
+    )
+  if not path.is_file():
+    raise DataError(f"{path}: no such file (in folder {path.absolute().parent})")
+  fields = [prompt_field] if answer_field is None else [prompt_field, answer_field]
+  records = []
+  for place, record in readers[path.suffix](path):
+    for field in fields:
+      if field not in record:
+        raise DataError(_no_field(f"{path}, {place}", field, record))
+    problem = _prompt_problem(record[prompt_field])
+    if problem:
+      raise DataError(f"{path}, {place}: field {prompt_field!r} {problem}")
+    answer = "" if answer_field is None else record[answer_field]
+    records.append({"prompt": record[prompt_field], "answer": answer})
+  if not records:
+    raise DataError(f"{path}: holds no records")
+  return records
+
+
+def _read_jsonl(path):
+  # Bytes: a str would also be split at U+2028, which JSON strings may hold.
+  for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    if not line.strip():
+      continue
+    place = f"line {number}"
+    try:
+      record = json.loads(line)
+    except ValueError as e:
+      raise DataError(
+        f"{path}, {place}: not JSON ({e}); a .jsonl file has one object per line"
+      ) from e
+    if not isinstance(record, dict):
+      raise DataError(
+        f"{path}, {place}: holds a {type(record).__name__}; "
+        "a .jsonl file has one object per line"
+      )
+    yield place, record
+
+
+def _read_parquet(path):
+  try:
+    rows = pq.read_table(path).to_pylist()
+  except (pa.ArrowException, OSError) as e:
+    reason = str(e).splitlines()[0]
+    raise DataError(f"{path}: not a readable Parquet file ({reason})") from e
+  for number, row in enumerate(rows):
+    yield f"row {number}", row
+
+
+def _no_field(place: str, field: str, record: dict) -> str:
+  near = difflib.get_close_matches(field, record, n=1)
+  hint = f"; did you mean {near[0]!r}?" if near else ""
+  return f"{place}: no field {field!r}; there are {', '.join(record)}{hint}"
+
+
+def _prompt_problem(prompt) -> str | None:
+  """What is wrong with a prompt, None if nothing is."""
+  if isinstance(prompt, str):
+    return None if prompt.strip() else "is empty"
+  if not isinstance(prompt, list):
+    return f"is a {type(prompt).__name__}, not a string or a list of messages"
+  if not prompt:
+    return "is an empty list of messages"
+  for message in prompt:
+    if not (
+      isinstance(message, dict)
+      and isinstance(message.get("role"), str)
+      and isinstance(message.get("content"), str)
+    ):
+      return f"has a message that is not {{'role', 'content'}}: {message!r:.80}"
+  return None
+
+
+def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.DatasetIterator:
+  """Endless batches that depend on (source, batch, seed) alone, resumable exactly.
+
+  Every epoch has its own order, and batches run on across its end, so `batch`
+  may exceed the source. One thread reads ahead. `get_state()` is JSON data that
+  says which batch comes next; `set_state` goes there, given the same three
+  arguments.
+
+  Args:
+    source: records, by index
+    batch: records per batch, exactly
+    seed: another seed, another order
+  Returns:
+    iterator over list[dict]
+  Raises:
+    DataError: an empty source or batch, or a seed that is none
+  """
+  if batch < 1:
+    raise DataError(f"a batch needs at least 1 prompt, got {batch}")
+  if not len(source):
+    raise DataError("there are no prompts to iterate over")
+  if not 0 <= seed < 2**32:
+    raise DataError(f"the seed of the prompts must lie in [0, 2**32), got {seed}")
+  # Endless for any run; without a number of epochs grain 0.2 overflows at batch 1.
+  epochs = 2**48 // len(source) + 1
+  records = grain.MapDataset.source(source).seed(seed).shuffle().repeat(epochs)
+  batches = records.batch(batch, batch_fn=list)
+  return iter(
+    batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+  )
+
+
+class Tokenizer:
+  """A Hugging Face tokenizer, for prompts in and responses out."""
+
+  def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
+    """Wraps `tokenizer`; `load` is the usual way here."""
+    self.stop_tokens = stop_tokens
+    self.vocab_size = len(tokenizer)
+    self._tokenizer = tokenizer
+    special = {
+      i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    special |= {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
+    # A special token of one character is text: a character-level model stops at
+    # "\n", and its verifier wants to see that it did.
+    self._hidden = {i for i, text in special.items() if len(text) > 1}
+
+  @classmethod
+  def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
+    """The tokenizer of a model folder; nothing is fetched.
+
+    `stop_tokens` are its end-of-text token and those that
+    generation_config.json names.
+
+    Raises:
+      DataError: no tokenizer.json, or one that cannot be read
+    """
+    folder = pathlib.Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+      raise DataError(f"{folder}: no tokenizer.json; copy the model's own there")
+    # Says that PyTorch is missing, which is as it should be.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers  # takes two seconds, and only text needs it
+
+    try:
+      tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+      stop = set(_generation_stop_tokens(folder / "generation_config.json"))
+    except Exception as e:  # a damaged file raises whatever its parser raises
+      reason = (str(e).strip() or type(e).__name__).splitlines()[0][:300]
+      raise DataError(f"{folder}: tokenizer files cannot be read ({reason})") from e
+    if tokenizer.eos_token_id is not None:
+      stop.add(tokenizer.eos_token_id)
+    return cls(tokenizer, tuple(sorted(stop)))
+
+  def encode(
+    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+  ) -> np.ndarray:
+    """The tokens that the model continues.
+
+    A string is encoded as it stands, without special tokens; with `chat` it is
+    the user's message. Messages go through the model's chat template, which
+    then opens the assistant's turn.
+
+    Args:
+      prompt: text or messages
+      system: system message of a chat; one that the messages bring wins
+      chat: treat a string as a chat
+    Returns:
+      i32[T]
+    Raises:
+      DataError: a chat without a template, or one that the template refuses
+    """
+    if isinstance(prompt, str) and not chat:
+      if system is not None:
+        raise DataError("a system message needs a chat: set chat, or use messages")
+      text = prompt
+    else:
+      messages = prompt
+      if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+      if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+      text = self._chat(messages)
+    return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+  def _chat(self, messages: list[dict]) -> str:
+    if self._tokenizer.chat_template is None:
+      raise DataError(
+        "the tokenizer has no chat template, so it cannot encode messages; use "
+        "plain text prompts, or a chat model's tokenizer files"
+      )
+    import jinja2
+
+    try:
+      return self._tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+      )
+    except jinja2.TemplateError as e:
+      roles = [message["role"] for message in messages]
+      raise DataError(f"the chat template refuses messages {roles}: {e}") from e
+
+  def decode(self, ids) -> str:
+    """A response's text, without markup such as end-of-text and padding.
+
+    Special tokens of a single character are text and stay.
+    """
+    kept = [i for i in map(int, ids) if i not in self._hidden]
+    return self._tokenizer.decode(
+      kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def _generation_stop_tokens(path: pathlib.Path) -> list[int]:
+  if not path.is_file():
+    return []
+  stop = json.loads(path.read_text()).get("eos_token_id")
+  return [] if stop is None else [stop] if isinstance(stop, int) else stop

@@ -1,0 +1,290 @@
+"""What a run reports: metrics.jsonl, rollouts.jsonl, TensorBoard, the terminal.
+
+`Writer` keeps the files, `read` reads them back, `Progress` shows a line per
+step, `summary_table` closes the run. Keys are `phase/quantity`; seconds end in
+`_s`.
+"""
+
+from collections.abc import Mapping, Sequence
+import io
+import json
+import math
+import os
+import pathlib
+import sys
+
+import rich.box
+import rich.console
+import rich.table
+import tensorboardX
+import tqdm
+
+OUTCOMES = ("solved", "wrong", "truncated")
+_ROLLOUT_KEYS = ("length", "outcome", "live_time_s", "live_requests")
+
+# Seconds of one step, and the label of each phase in the final table.
+_PHASES = {
+  "rollout": "rollout/seconds_s",
+  "reward": "reward/seconds_s",
+  "policy update": "policy/seconds_s",
+  "weight sync": "weight_sync/seconds_s",
+}
+# Rows of the final table: label, key, format.
+_QUANTITIES = (
+  ("reward mean", "reward/mean", ".3f"),
+  ("response length, mean", "rollout/length_mean", ".0f"),
+  ("response length, p50", "rollout/length_p50", ".0f"),
+  ("response length, p99", "rollout/length_p99", ".0f"),
+  ("response length, max", "rollout/length_max", ".0f"),
+  ("acceptance length", "rollout/mean_acceptance_length", ".2f"),
+  ("rollout tokens/s", "rollout/tokens_per_s", ".0f"),
+  ("step seconds", "step/seconds_s", ".2f"),
+)
+
+
+class MetricError(ValueError):
+  """A metric that must not be recorded, or a metrics file that is damaged."""
+
+
+class Writer:
+  """The metrics files of one run, one record per step, in step order.
+
+  Opening drops what a killed run wrote after its last checkpoint, so that a
+  resumed run has each step once.
+
+  Args:
+    workdir: folder of the run
+    resume_step: the step that comes next; records from it on are dropped
+  Raises:
+    MetricError: an existing file is damaged before its last line
+  """
+
+  def __init__(self, workdir: str | pathlib.Path, resume_step: int = 0):
+    workdir = pathlib.Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    self._metrics = _open_at(workdir / "metrics.jsonl", resume_step)
+    self._rollouts = _open_at(workdir / "rollouts.jsonl", resume_step)
+    self._board = tensorboardX.SummaryWriter(
+      str(workdir / "tensorboard"), purge_step=resume_step, flush_secs=10
+    )
+
+  def write(self, step: int, metrics: Mapping[str, object]) -> dict:
+    """Records one step; on disk when it returns.
+
+    Args:
+      step: its number
+      metrics: finite scalars by key; arrays of no dimension are scalars
+    Returns:
+      the record
+    Raises:
+      MetricError: a value is NaN, infinite or no number; names its key
+    """
+    record = {"step": int(step)}
+    for key, value in metrics.items():
+      record[key] = _scalar(key, step, value)
+    _append(self._metrics, record)
+    for key, value in record.items():
+      if key != "step":
+        self._board.add_scalar(key, value, step)
+    return record
+
+  def write_rollout(self, step: int, rollout: Mapping[str, Sequence]) -> None:
+    """Records one rollout for the figures.
+
+    Args:
+      step: its number
+      rollout: `length` and `outcome` (of `OUTCOMES`) per response;
+        `live_requests` at `live_time_s` seconds into the rollout
+    Raises:
+      MetricError: keys, sizes or outcomes are not these
+    """
+    if set(rollout) != set(_ROLLOUT_KEYS):
+      raise MetricError(
+        f"step {step}: a rollout has keys {_ROLLOUT_KEYS}, not {tuple(rollout)}"
+      )
+    for a, b in (("length", "outcome"), ("live_time_s", "live_requests")):
+      if len(rollout[a]) != len(rollout[b]):
+        raise MetricError(
+          f"step {step}: {len(rollout[a])} values of {a!r} but {len(rollout[b])} of {b!r}"
+        )
+    unknown = sorted(set(rollout["outcome"]) - set(OUTCOMES))
+    if unknown:
+      raise MetricError(f"step {step}: outcome {unknown[0]!r} is none of {OUTCOMES}")
+    record = {"step": int(step)}
+    for key in _ROLLOUT_KEYS:
+      values = rollout[key]
+      if key != "outcome":
+        values = [_scalar(key, step, x) for x in values]
+      record[key] = list(values)
+    _append(self._rollouts, record)
+
+  def close(self) -> None:
+    """Closes all files."""
+    self._metrics.close()
+    self._rollouts.close()
+    self._board.close()
+
+
+def _scalar(key: str, step: int, value) -> int | float:
+  """A Python number; a Python one stays exactly what it is."""
+  try:
+    number = value.item() if hasattr(value, "item") else value
+    finite = math.isfinite(number)
+  except (TypeError, ValueError) as e:
+    raise MetricError(f"step {step}: metric {key!r} is {value!r:.80}, not a number") from e
+  if not finite:
+    raise MetricError(
+      f"step {step}: metric {key!r} is {number}; the run has diverged or divides "
+      "by an empty count"
+    )
+  return number
+
+
+def _append(file, record: dict) -> None:
+  file.write(json.dumps(record) + "\n")
+  file.flush()
+
+
+def _open_at(path: pathlib.Path, resume_step: int):
+  """Opens for appending, without records of steps >= resume_step."""
+  if path.exists():
+    text = path.read_text()
+    kept = [r for r in _parse(path, text) if r["step"] < resume_step]
+    kept_text = "".join(json.dumps(r) + "\n" for r in kept)
+    if kept_text != text:
+      new = path.with_name(path.name + ".new")
+      with new.open("w") as file:
+        file.write(kept_text)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(new, path)
+  return path.open("a")
+
+
+def read(path: str | pathlib.Path) -> list[dict]:
+  """The records of a metrics or rollouts file, without a half-written last line.
+
+  Raises:
+    MetricError: no such file, or damaged before its last line
+  """
+  path = pathlib.Path(path)
+  if not path.is_file():
+    raise MetricError(f"{path}: no such file; a run writes it in its workdir")
+  return _parse(path, path.read_text())
+
+
+def _parse(path: pathlib.Path, text: str) -> list[dict]:
+  records = []
+  lines = text.split("\n")
+  for number, line in enumerate(lines, 1):
+    try:
+      record = json.loads(line)
+      record["step"]
+    except (ValueError, TypeError, KeyError) as e:
+      if number == len(lines):  # what follows the last newline
+        break
+      raise MetricError(
+        f"{path}, line {number}: not a record of a step; delete that line"
+      ) from e
+    records.append(record)
+  return records
+
+
+class Progress:
+  """Shows how far the run is: a bar on a terminal, else one line per step.
+
+      step 12/60  reward 0.61  length 143/1024  rollout 3.1 s  update 2.0 s
+
+  Args:
+    total: steps of the whole run
+    done: steps that an earlier run has done
+    stream: stderr if not given
+  """
+
+  def __init__(self, total: int, done: int = 0, stream=None):
+    self._total = total
+    self._stream = sys.stderr if stream is None else stream
+    self._bar = None
+    if self._stream.isatty():
+      self._bar = tqdm.tqdm(
+        total=total, initial=done, unit="step", file=self._stream, dynamic_ncols=True
+      )
+
+  def update(self, done: int, record: Mapping[str, float]) -> None:
+    """Shows the step that makes it `done` steps, by what its record holds."""
+    parts = _progress_parts(record)
+    if self._bar is None:
+      line = "  ".join([f"step {done}/{self._total}", *parts])
+      print(line, file=self._stream, flush=True)
+      return
+    self._bar.set_postfix_str("  ".join(parts), refresh=False)
+    self._bar.update(done - self._bar.n)
+
+  def close(self) -> None:
+    if self._bar is not None:
+      self._bar.close()
+
+
+def _progress_parts(record: Mapping[str, float]) -> list[str]:
+  templates = (
+    "reward {reward/mean:.2f}",
+    "eval {eval/accuracy:.2f}",
+    "length {rollout/length_mean:.0f}/{rollout/length_max:.0f}",
+    "accepted {rollout/mean_acceptance_length:.2f}",
+    "rollout {rollout/seconds_s:.1f} s",
+    "update {policy/seconds_s:.1f} s",
+    "step {step/seconds_s:.1f} s",
+  )
+  parts = []
+  for template in templates:
+    try:
+      parts.append(template.format_map(record))
+    except KeyError:  # not every step has every metric
+      continue
+  return parts
+
+
+def summary_table(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
+  """The run in one table: quantities first and last, then where the time went.
+
+  First and last are means over `k` steps, at most half of the run each; of
+  evaluations they are the first and the last one. Coloured on a terminal.
+  """
+  k = max(1, min(k, len(records) // 2))
+  ends = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+  ends.add_column("quantity")
+  steps = "step" if k == 1 else f"{k} steps"
+  for column in (f"first {steps}", f"last {steps}"):
+    ends.add_column(column, justify="right")
+  for label, key, form in _QUANTITIES:
+    first, last = _mean(records[:k], key), _mean(records[-k:], key)
+    if first is not None and last is not None:
+      ends.add_row(label, format(first, form), format(last, form))
+  accuracy = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+  if accuracy:
+    ends.add_row("eval accuracy (one)", f"{accuracy[0]:.3f}", f"{accuracy[-1]:.3f}")
+
+  times = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+  times.add_column("phase")
+  times.add_column("seconds", justify="right")
+  times.add_column("share", justify="right")
+  seconds = {label: sum(r.get(key, 0.0) for r in records) for label, key in _PHASES.items()}
+  total = sum(r.get("step/seconds_s", 0.0) for r in records)
+  seconds["other"] = max(0.0, total - sum(seconds.values()))
+  seconds["all steps"] = total
+  for label, spent in seconds.items():
+    share = f"{spent / total:.0%}" if total else "-"
+    times.add_row(label, f"{spent:.1f}", share)
+
+  text = io.StringIO()
+  terminal = sys.stdout.isatty()
+  console = rich.console.Console(
+    file=text, force_terminal=terminal, no_color=not terminal, width=80
+  )
+  console.print(ends, times)
+  return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+
+
+def _mean(records: Sequence[Mapping[str, float]], key: str) -> float | None:
+  values = [r[key] for r in records if key in r]
+  return sum(values) / len(values) if values else None

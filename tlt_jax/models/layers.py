@@ -1,0 +1,181 @@
+"""The layers of a decoder, with their logical axis names.
+
+Every parameter is made with the names of its axes (`embed`, `heads`, ...);
+`tlt_jax.axes` says per phase which mesh axis a name is split along.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import config as config_lib
+
+_MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
+
+
+def _param(module, name, init, shape, axes):
+  return module.param(name, nn.with_logical_partitioning(init, axes), shape)
+
+
+class RMSNorm(nn.Module):
+  """Root-mean-square norm, computed in float32 (Zhang & Sennrich 2019)."""
+
+  eps: float
+  axis: str = "embed"
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    scale = _param(
+      self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,)
+    )
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+    return y.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
+  """Angular frequency of each rotated pair, f32[H/2]."""
+  H = config.head_dim
+  freq = config.rope_theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+  scaling = config.rope_scaling
+  if scaling is None:
+    return freq
+  turns = scaling.original_max_position * freq / (2 * jnp.pi)
+  keep = (turns - scaling.low_freq_factor) / (
+    scaling.high_freq_factor - scaling.low_freq_factor
+  )
+  keep = jnp.clip(keep, 0.0, 1.0)
+  return freq * (keep + (1 - keep) / scaling.factor)
+
+
+def apply_rope(x: jax.Array, positions: jax.Array, freq: jax.Array) -> jax.Array:
+  """Rotates [B T N H] by its positions i32[B T]; pairs are (h, h + H/2)."""
+  angle = positions[..., None].astype(jnp.float32) * freq  # f32[B T H/2]
+  cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
+  x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
+  y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+  return y.astype(x.dtype)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+  """Grouped-query attention.
+
+  Args:
+    q: f[B T N H]
+    k: f[B K S H]  in the cache's layout
+    v: f[B K S H]
+    mask: bool[B T S]  True where a query may look
+  Returns:
+    f[B T N H]
+  """
+  B, T, N, H = q.shape
+  K = k.shape[1]
+  q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
+  q = q.reshape(B, K, -1, H)  # one matrix product per kv head
+  scores = jnp.einsum(
+    "bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32
+  ) * (H**-0.5)
+  scores = scores.reshape(B, K, N // K, T, -1)
+  scores = jnp.where(mask[:, None, None], scores, _MASKED)
+  weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+  weights = weights.reshape(B, K, (N // K) * T, -1)
+  out = jnp.einsum("bkqs,bksh->bkqh", weights, v)
+  out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
+  return out.reshape(B, T, N, H)
+
+
+def attend_causal(q, k, v, mask, block: int = 256) -> jax.Array:
+  """`attend` where no query looks past its own index (S = T).
+
+  Each block of queries is shown only the keys up to its end, which saves up to
+  half the work of a long row.
+  """
+  ends = [*range(block, q.shape[1], block), q.shape[1]]
+  return jnp.concatenate(
+    [
+      attend(q[:, start:end], k[:, :, :end], v[:, :, :end], mask[:, start:end, :end])
+      for start, end in zip([0, *ends], ends, strict=False)
+    ],
+    1,
+  )
+
+
+class Attention(nn.Module):
+  """Causal self-attention with RoPE over its own tokens or over a KV cache."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x, positions, mask, layer_cache=None):
+    """Attends.
+
+    Args:
+      x: f[B T D]
+      positions: i32[B T]  RoPE position; with a cache also the slot written
+      mask: bool[B T S]  S = T without a cache, else the cache's length
+      layer_cache: this layer's keys and values, updated in place under jit
+    Returns:
+      f[B T D] and the updated layer cache (None without one)
+    """
+    c = self.config
+    D, N, K, H = c.width, c.num_heads, c.num_kv_heads, c.head_dim
+    init = nn.initializers.normal(0.02)
+
+    def project(name, heads, axis):
+      w = _param(self, f"{name}_proj", init, (D, heads, H), ("embed", axis, "head"))
+      y = jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype))
+      if c.qkv_bias:
+        bias = _param(
+          self, f"{name}_bias", nn.initializers.zeros, (heads, H), (axis, "head")
+        )
+        y = y + bias.astype(x.dtype)
+      return y
+
+    q, k, v = project("q", N, "heads"), project("k", K, "kv"), project("v", K, "kv")
+    if c.qk_norm:
+      q = RMSNorm(c.norm_eps, "head", name="q_norm")(q)
+      k = RMSNorm(c.norm_eps, "head", name="k_norm")(k)
+    freq = rope_frequencies(c)
+    q, k = apply_rope(q, positions, freq), apply_rope(k, positions, freq)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # f[B K T H]
+    if layer_cache is None:
+      out = attend_causal(q, k, v, mask)
+    else:
+      layer_cache = cache_lib.write(layer_cache, k, v, positions)
+      k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
+      out = attend(q, k, v, mask)
+    w = _param(self, "o_proj", init, (N, H, D), ("heads", "head", "embed"))
+    return jnp.einsum("btnh,nhd->btd", out, w.astype(x.dtype)), layer_cache
+
+
+class MLP(nn.Module):
+  """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020)."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x):
+    D, F = self.config.width, self.config.mlp_width
+    init = nn.initializers.normal(0.02)
+    gate = _param(self, "gate_proj", init, (D, F), ("embed", "mlp"))
+    up = _param(self, "up_proj", init, (D, F), ("embed", "mlp"))
+    down = _param(self, "down_proj", init, (F, D), ("mlp", "embed"))
+    h = jax.nn.silu(x @ gate.astype(x.dtype)) * (x @ up.astype(x.dtype))
+    return h @ down.astype(x.dtype)
+
+
+class Block(nn.Module):
+  """One pre-norm decoder layer."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x, positions, mask, layer_cache=None):
+    eps = self.config.norm_eps
+    y, layer_cache = Attention(self.config, name="attention")(
+      RMSNorm(eps, name="input_norm")(x), positions, mask, layer_cache
+    )
+    x = x + y
+    x = x + MLP(self.config, name="mlp")(RMSNorm(eps, name="post_norm")(x))
+    return x, layer_cache

@@ -1,0 +1,118 @@
+"""The target: the decoder-only LLM that RL trains.
+
+`Target` maps tokens (and a KV cache) to features; `Target.logits` maps
+features to the vocabulary, so that a prefill never pays for the head.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import layers
+
+
+def matmul_precision(dtype: str) -> str:
+  """float32 means float32: accelerators round its products unless told not to."""
+  return "highest" if dtype == "float32" else "default"
+
+
+class Target(nn.Module):
+  """A decoder: tokens -> features -> logits.
+
+  `remat` recomputes each layer in the backward pass instead of keeping its
+  activations.
+  """
+
+  config: config_lib.ModelConfig
+  remat: bool = False
+
+  def setup(self):
+    c = self.config
+    init = nn.initializers.normal(0.02)
+    self.embedding = self.param(
+      "embedding",
+      nn.with_logical_partitioning(init, ("vocab", "embed")),
+      (c.vocab_size, c.width),
+    )
+    block = nn.remat(layers.Block) if self.remat else layers.Block
+    self.blocks = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
+    self.final_norm = layers.RMSNorm(c.norm_eps)
+    if not c.tie_embeddings:
+      self.head = self.param(
+        "head",
+        nn.with_logical_partitioning(init, ("embed", "vocab")),
+        (c.width, c.vocab_size),
+      )
+
+  def __call__(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array | None = None,
+    cache: cache_lib.KVCache | None = None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
+    """Runs the decoder.
+
+    Args:
+      tokens: i32[B T]
+      positions: i32[B T]  with a cache also the slots that are written
+      mask: bool[B T S]  True where a token may look. Default: everything up to
+        its own position, in the cache if there is one.
+      cache: read and updated if given; rows may stand at different positions
+    Returns:
+      features f[B T D], the hidden states after the final norm, and the cache
+    """
+    c = self.config
+    with jax.default_matmul_precision(matmul_precision(c.dtype)):
+      if mask is None:
+        S = tokens.shape[1] if cache is None else cache[0].k.shape[2]
+        mask = cache_lib.visible(positions, S)
+      x = self.embedding.astype(c.dtype)[tokens]
+      new_cache = []
+      for i, block in enumerate(self.blocks):
+        x, layer = block(x, positions, mask, None if cache is None else cache[i])
+        new_cache.append(layer)
+      return self.final_norm(x), None if cache is None else tuple(new_cache)
+
+  def logits(self, features: jax.Array) -> jax.Array:
+    """f[... D] -> f32[... V]."""
+    w = self.embedding.T if self.config.tie_embeddings else self.head
+    with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
+      return jnp.dot(
+        features, w.astype(features.dtype), preferred_element_type=jnp.float32
+      )
+
+  def features_and_logits(self, tokens, positions, mask=None, cache=None):
+    """Both at once: f[B T D], f32[B T V] and the cache."""
+    features, cache = self(tokens, positions, mask, cache)
+    return features, self.logits(features), cache
+
+
+def abstract_params(config: config_lib.ModelConfig):
+  """Shapes and logical axes of every parameter, without making one."""
+  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  init = lambda t: Target(config).init(
+    jax.random.key(0), t, t, method=Target.features_and_logits
+  )
+  return jax.eval_shape(init, tokens)["params"]
+
+
+def init_params(config: config_lib.ModelConfig, key: jax.Array):
+  """Random float32 parameters (normal, std 0.02; norms one; biases zero).
+
+  The two projections that write into the residual stream are scaled down by
+  sqrt(2 L), as in GPT-2.
+  """
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  params = Target(config).init(
+    key, tokens, tokens, method=Target.features_and_logits
+  )["params"]
+  params = nn.meta.unbox(params)
+  scale = (2 * config.num_layers) ** -0.5
+  for i in range(config.num_layers):
+    layer = params[f"layer_{i}"]
+    layer["attention"]["o_proj"] *= scale
+    layer["mlp"]["down_proj"] *= scale
+  return params

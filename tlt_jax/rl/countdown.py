@@ -1,0 +1,202 @@
+"""Countdown: combine all the given numbers with + - * / to hit a target.
+
+Problems and the verdict on an answer are reasoning-gym's. A response is a
+search written out, one character a token, which gives the natural long tail:
+
+    prompt    14 12 11>22:
+    response  14+12=26,26-11=15;14-12=2,11+2=13;11*2=22!
+
+Each step takes two of the numbers left and puts the result back. The character
+after a result says how many numbers are left: `|` three, `,` two, and with one
+left `!` (the target) or `;` (a dead end: the search goes back).
+"""
+
+import functools
+import hashlib
+import random
+import re
+
+import reasoning_gym
+
+CHARACTERS = "0123456789+-*/=|,;!> :\n"
+STOP = "\n"
+_STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)([|,;!])")
+_MAX_INTERMEDIATE = 400  # the written search skips results above this
+
+
+def _held_out(numbers: list[int], target: int) -> bool:
+  """One problem in 16, whatever the order of its numbers."""
+  name = f"{sorted(numbers)}>{target}".encode()
+  return hashlib.sha256(name).digest()[0] < 16
+
+
+class Problems:
+  """A random-access source of `{"prompt", "answer"}` records.
+
+  Problem i depends on (split, i) alone. The splits share no problem: 1/16 of
+  all (multiset of numbers, target) pairs are kept for `held_out`.
+
+  Args:
+    split: "train" or "held_out"
+    size: how many records
+    four_share: share of problems with four numbers, the rest have three
+    seed: another seed, another sequence of problems
+  """
+
+  def __init__(self, split: str, size: int, four_share: float = 0.25, seed: int = 0):
+    if split not in ("train", "held_out"):
+      raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
+    if not 0 <= four_share <= 1:
+      raise ValueError(f"four_share must lie in [0, 1], got {four_share}")
+    self._held_out = split == "held_out"
+    self._size = size
+    self._four_share = four_share
+    self._seed = seed
+    self._tables = {
+      n: reasoning_gym.create_dataset(
+        "countdown",
+        min_numbers=n,
+        max_numbers=n,
+        min_value=1,
+        max_value=20,
+        min_target=10,
+        max_target=99,
+        seed=0,
+        size=2**62,
+      )
+      for n in (3, 4)
+    }
+
+  def __len__(self) -> int:
+    return self._size
+
+  def __getitem__(self, i: int) -> dict[str, str]:
+    if not 0 <= i < self._size:
+      raise IndexError(i)
+    rng = random.Random(f"{self._seed} {self._held_out} {i}")
+    table = self._tables[4 if rng.random() < self._four_share else 3]
+    while True:
+      entry = table[rng.randrange(2**48)]["metadata"]
+      numbers, target = entry["numbers"], entry["target"]
+      if _held_out(numbers, target) == self._held_out:
+        break
+    prompt = f"{' '.join(map(str, numbers))}>{target}:"
+    return {"prompt": prompt, "answer": entry["expression"]}
+
+
+def _parse(prompt: str) -> tuple[list[int], int]:
+  numbers, target = prompt.rstrip(":").split(">")
+  return [int(n) for n in numbers.split()], int(target)
+
+
+def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
+  """All (step as text, result, numbers left); no negatives, no fractions."""
+  moves = {}
+  for i in range(len(numbers)):
+    for j in range(i):
+      a, b = max(numbers[i], numbers[j]), min(numbers[i], numbers[j])
+      rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+      moves[f"{a}+{b}"] = (a + b, rest)
+      moves[f"{a}-{b}"] = (a - b, rest)
+      moves[f"{a}*{b}"] = (a * b, rest)
+      if b and a % b == 0:
+        moves[f"{a}/{b}"] = (a // b, rest)
+  return [
+    (step, c, [c, *rest])
+    for step, (c, rest) in moves.items()
+    if c <= _MAX_INTERMEDIATE
+  ]
+
+
+def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None:
+  """A depth-first search in random order, as a response ending in `STOP`.
+
+  None if it finds nothing, or not within `max_length` characters.
+  """
+  numbers, target = _parse(prompt)
+  text, length = [], 0
+
+  def search(numbers) -> bool:
+    nonlocal length
+    moves = _moves(numbers)
+    rng.shuffle(moves)
+    for step, result, left in moves:
+      solved = len(left) == 1 and result == target
+      mark = {3: "|", 2: ",", 1: "!" if solved else ";"}[len(left)]
+      text.append(f"{step}={result}{mark}")
+      length += len(text[-1])
+      if solved or length >= max_length:
+        return solved
+      if len(left) > 1 and (search(left) or length >= max_length):
+        return length < max_length
+    return False
+
+  found = search(numbers)
+  return "".join(text) + STOP if found and length < max_length else None
+
+
+def answer_expression(numbers: list[int], response: str) -> str | None:
+  """The expression that the steps leading to `!` amount to, if they are legal.
+
+  A step may only use numbers that are left; its claimed result is what later
+  steps may use. Whether the arithmetic is right is the verifier's business.
+  """
+  if not response.endswith("!" + STOP):
+    return None
+  # The path: going backwards, the nearest step of each depth above the last.
+  steps = _STEP.findall(response)
+  path, depth = [], 0
+  for step in reversed(steps):
+    if {"!": 1, ";": 1, ",": 2, "|": 3}[step[4]] == depth + 1:
+      path.insert(0, step)
+      depth += 1
+    if depth == len(numbers) - 1:
+      break
+  pool = [(n, str(n)) for n in numbers]
+  for a, op, b, result, _ in path:
+    operands = []
+    for value in (int(a), int(b)):
+      i = next((i for i, (n, _) in enumerate(pool) if n == value), None)
+      if i is None:
+        return None
+      operands.append(pool.pop(i)[1])
+    pool.append((int(result), f"({operands[0]}{op}{operands[1]})"))
+  return pool[0][1] if len(pool) == 1 else None
+
+
+@functools.cache
+def _verifier():
+  return reasoning_gym.create_dataset("countdown", size=1)
+
+
+def score(prompt: str, response: str, answer: str) -> float:
+  """1.0 if the response's search ends in a right solution, else 0.0."""
+  del answer  # one solution of many; the verifier evaluates the response's own
+  numbers, target = _parse(prompt)
+  expression = answer_expression(numbers, response)
+  entry = {"metadata": {"numbers": numbers, "target": target}}
+  if expression is None:
+    return 0.0
+  return float(_verifier().score_answer(expression, entry) == 1.0)
+
+
+def tokenizer():
+  """One token per character; id 0 pads, and `STOP` ends a response.
+
+  A `transformers.PreTrainedTokenizerFast`, to be saved next to a policy.
+  """
+  import tokenizers  # here, because both take seconds to import
+  import transformers
+
+  vocabulary = {"<pad>": 0} | {c: i for i, c in enumerate(CHARACTERS, 1)}
+  inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(r"[\s\S]"), "isolated"
+  )
+  inner.decoder = tokenizers.decoders.Fuse()
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=inner,
+    pad_token="<pad>",
+    eos_token=STOP,
+    clean_up_tokenization_spaces=False,
+  )

@@ -1,0 +1,76 @@
+"""GRPO: advantages relative to the other responses of the same prompt.
+
+Shao et al. 2024 (https://arxiv.org/abs/2402.03300), equations 3 and 4, with the
+separate lower and upper clip ranges and the token-level mean of DAPO
+(https://arxiv.org/abs/2503.14476). `aggregation="sequence"` is GRPO's own mean
+over responses of each one's mean over tokens. Without division by the standard
+deviation it is the advantage of Dr. GRPO (https://arxiv.org/abs/2503.20783).
+"""
+
+import jax.numpy as jnp
+
+from tlt_jax.rl import algorithm
+
+# Estimators of KL(policy || other) from a sampled token, by d = log other - log
+# policy (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1 and k3 are
+# unbiased, k2 is biased and has the gradient of a squared log-ratio.
+_KL = {
+  "k1": lambda d: -d,
+  "k2": lambda d: d**2 / 2,
+  "k3": lambda d: jnp.expm1(d) - d,
+}
+
+
+def make(
+  clip_low: float = 0.2,
+  clip_high: float = 0.28,
+  kl_coef: float = 0.0,
+  kl_estimator: str = "k3",
+  aggregation: str = "token",
+  normalize_std: bool = True,
+) -> algorithm.Algorithm:
+  """GRPO.
+
+  Args:
+    clip_low, clip_high: the ratio to the sampling policy counts within
+      [1 - clip_low, 1 + clip_high]
+    kl_coef: weight of KL(policy || reference); 0 keeps no reference
+    kl_estimator: "k1", "k2" or "k3"
+    aggregation: mean over "token"s, or over "sequence"s
+    normalize_std: divide a prompt's advantages by their standard deviation
+  Metrics:
+    policy/kl: KL to the reference, or to the sampling policy if there is none
+    policy/clip_frac: share of tokens whose gradient the clip removed
+  """
+  if kl_estimator not in _KL:
+    raise ValueError(f"kl_estimator must be one of {sorted(_KL)}, got {kl_estimator!r}")
+  if aggregation not in ("token", "sequence"):
+    raise ValueError(f"aggregation must be 'token' or 'sequence', got {aggregation!r}")
+
+  def advantages(rewards):
+    centred = rewards - jnp.mean(rewards, 1, keepdims=True)
+    if not normalize_std:
+      return centred
+    return centred / (jnp.std(rewards, 1, keepdims=True) + 1e-6)
+
+  def loss(tokens: algorithm.Tokens):
+    per_token = tokens.mask / tokens.total_tokens
+    if aggregation == "token":
+      weight = per_token
+    else:
+      weight = tokens.mask / (tokens.length * tokens.total_sequences)
+    ratio = jnp.exp(jnp.where(tokens.mask, tokens.logp - tokens.old_logp, 0.0))
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    gain = jnp.minimum(ratio * tokens.advantage, clipped * tokens.advantage)
+    other = tokens.reference_logp if kl_coef else tokens.old_logp
+    kl = _KL[kl_estimator](jnp.where(tokens.mask, other - tokens.logp, 0.0))
+    share = -jnp.sum(gain * weight)
+    if kl_coef:
+      share += kl_coef * jnp.sum(kl * weight)
+    metrics = {
+      "policy/kl": jnp.sum(kl * per_token),
+      "policy/clip_frac": jnp.sum((gain < ratio * tokens.advantage) * per_token),
+    }
+    return share, metrics
+
+  return algorithm.Algorithm(advantages, loss, uses_reference=bool(kl_coef))

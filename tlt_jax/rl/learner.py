@@ -1,0 +1,302 @@
+"""The learner: log-probabilities of packed tokens, and the policy update.
+
+An update is one jitted program: for each bucket a loop over its micro-batches
+(as many as there are, read at run time) adds up gradients, then one optimizer
+step follows. Parameters are split by `axes.TRAIN` (FSDP over `data`, tensor
+parallel over `model`), rows of a micro-batch over `data`.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tlt_jax import axes
+from tlt_jax import packing
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import target
+from tlt_jax.rl import algorithm as algorithm_lib
+
+_LOGIT_CHUNK = 1024  # tokens of a row whose f32 logits exist at a time
+
+
+@flax.struct.dataclass
+class State:
+  params: dict  # f32, laid out by axes.TRAIN
+  opt_state: optax.OptState
+  step: jax.Array  # i32[]  optimizer updates done
+
+
+@flax.struct.dataclass
+class Sequences:
+  """What an update knows of each packed sequence; [B] in packing order."""
+
+  advantage: jax.Array  # f32[B]
+  length: jax.Array  # i32[B]  response tokens
+  temperature: jax.Array  # f32[B]  at which it was sampled
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """The responses of one RL step, on the host, in request order."""
+
+  prompts: Sequence[np.ndarray]  # i32[...] per response
+  responses: Sequence[np.ndarray]  # i32[...] per response
+  advantage: np.ndarray  # f32[B]
+  temperature: np.ndarray  # f32[B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """See `make`."""
+
+  config: config_lib.ModelConfig
+  algorithm: algorithm_lib.Algorithm
+  optimizer: optax.GradientTransformation
+  mesh: jax.sharding.Mesh
+  buckets: tuple[packing.Bucket, ...]
+  updates: int
+  remat: bool
+
+  def abstract_state(self) -> State:
+    """Shapes, dtypes and shardings of the state."""
+    abstract = target.abstract_params(self.config)
+    shardings = axes.shardings(self.mesh, axes.TRAIN, abstract)
+    params = jax.tree.map(_placed, nn.meta.unbox(abstract), shardings)
+    replicated = axes.sharding(self.mesh)
+    opt_state = _like_params(
+      jax.eval_shape(self.optimizer.init, params), shardings, replicated
+    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    return State(params, opt_state, step)
+
+  def init(self, params) -> State:
+    """The state before the first update, for parameters of any layout."""
+    abstract = self.abstract_state()
+    params = jax.tree.map(
+      lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding),
+      params,
+      abstract.params,
+    )
+    make = jax.jit(
+      lambda p: (self.optimizer.init(p), jnp.int32(0)),
+      out_shardings=jax.tree.map(
+        lambda x: x.sharding, (abstract.opt_state, abstract.step)
+      ),
+    )
+    return State(params, *make(params))
+
+  @functools.cached_property
+  def to_rollout(self):
+    """params -> a copy in the rollout's layout and dtype: the weight sync."""
+    abstract = target.abstract_params(self.config)
+    cast = lambda params: jax.tree.map(lambda x: x.astype(self.config.dtype), params)
+    return jax.jit(
+      cast, out_shardings=axes.shardings(self.mesh, axes.ROLLOUT, abstract)
+    )
+
+  def train(self, state: State, batch: Batch, reference=None) -> tuple[State, dict]:
+    """`updates` optimizer steps, each on its share of the responses.
+
+    Log-probabilities under the sampling policy are computed here, by the program
+    that also computes the gradient's, before the first update.
+
+    Args:
+      reference: parameters of the reference policy, if the algorithm uses one
+    Returns:
+      the new state (the old one is donated), and `policy/*` as floats, averaged
+      over the updates
+    """
+    shares = np.split(np.arange(len(batch.responses)), self.updates)
+    packed = [self._pack(batch, share) for share in shares]
+    score = lambda params: [
+      self.logprobs(params, buckets, sequences.temperature)
+      for buckets, sequences in packed
+    ]
+    # With one update the sampling policy is the one that is trained.
+    old = score(state.params) if self.updates > 1 else [None] * len(shares)
+    fixed = [None] * len(shares) if reference is None else score(reference)
+    every = []
+    for (buckets, sequences), *logp in zip(packed, old, fixed, strict=True):
+      state, metrics = self.update(state, buckets, sequences, *logp)
+      every.append(metrics)
+    every = jax.device_get(every)
+    return state, {k: float(np.mean([m[k] for m in every])) for k in every[0]}
+
+  def _pack(self, batch: Batch, share: np.ndarray):
+    responses = [batch.responses[i] for i in share]
+    packed = packing.pack([batch.prompts[i] for i in share], responses, self.buckets)
+    sequences = Sequences(
+      advantage=batch.advantage[share],
+      length=np.array([len(r) for r in responses], np.int32),
+      temperature=batch.temperature[share],
+    )
+    return self.place(packed), jax.device_put(sequences, axes.sharding(self.mesh))
+
+  def place(self, packed: Sequence[packing.Packed]) -> tuple[packing.Packed, ...]:
+    """Moves packed micro-batches to the devices, rows over `data`."""
+    rows = axes.sharding(self.mesh, None, axes.DATA)
+    put = lambda x: jax.device_put(x, rows if x.ndim else axes.sharding(self.mesh))
+    return jax.tree.map(put, tuple(packed))
+
+  @functools.cached_property
+  def logprobs(self):
+    """(params, packed buckets, temperature f32[B]) -> f32[M R L] per bucket."""
+
+    def run(params, packed, temperature):
+      def one(bucket):
+        def body(i, out):
+          batch = bucket.micro_batch(i)
+          return out.at[i].set(self._score(params, batch, temperature)[0])
+
+        return jax.lax.fori_loop(
+          0, bucket.count, body, jnp.zeros(bucket.tokens.shape, jnp.float32)
+        )
+
+      return tuple(one(bucket) for bucket in packed)
+
+    return jax.jit(run)
+
+  @functools.cached_property
+  def update(self):
+    """One optimizer step on a whole batch.
+
+    (state, packed buckets, sequences, old_logp, reference_logp) -> (state,
+    metrics); the log-probabilities are what `logprobs` returned, or None for
+    "as sampled by this very policy". The state is donated.
+    """
+    return jax.jit(
+      self._update,
+      donate_argnums=0,
+      out_shardings=(
+        jax.tree.map(lambda x: x.sharding, self.abstract_state()),
+        None,
+      ),
+    )
+
+  def _score(self, params, batch: packing.Packed, temperature):
+    """Log-probability of the targets and entropy, f32[R L] each."""
+    model = target.Target(self.config, remat=self.remat)
+    rows = functools.partial(
+      jax.lax.with_sharding_constraint, shardings=axes.sharding(self.mesh, axes.DATA)
+    )
+    features, _ = model.apply(
+      {"params": params},
+      rows(batch.tokens),
+      batch.positions,
+      packing.segment_mask(batch.segments, batch.positions),
+    )
+    temperature = jnp.where(temperature > 0, temperature, 1.0)[batch.sequence_idx]
+
+    @jax.checkpoint
+    def head(features, targets, temperature):
+      logits = model.apply({"params": params}, features, method=target.Target.logits)
+      logp = jax.nn.log_softmax(logits / temperature[..., None], -1)
+      entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+      return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy
+
+    chunks = [
+      head(*(x[:, i : i + _LOGIT_CHUNK] for x in (features, batch.targets, temperature)))
+      for i in range(0, features.shape[1], _LOGIT_CHUNK)
+    ]
+    return tuple(jnp.concatenate(x, 1) for x in zip(*chunks, strict=True))
+
+  def _update(self, state, packed, sequences, old_logp=None, reference_logp=None):
+    total_tokens = jnp.sum(sequences.length).astype(jnp.float32)
+
+    def loss(params, batch, old, reference):
+      logp, entropy = self._score(params, batch, sequences.temperature)
+      on_policy = jax.lax.stop_gradient(logp)
+      tokens = algorithm_lib.Tokens(
+        logp=logp,
+        entropy=entropy,
+        old_logp=on_policy if old is None else old,
+        reference_logp=on_policy if reference is None else reference,
+        mask=batch.mask,
+        advantage=sequences.advantage[batch.sequence_idx],
+        length=sequences.length[batch.sequence_idx].astype(jnp.float32),
+        sequence_idx=batch.sequence_idx,
+        total_tokens=total_tokens,
+        total_sequences=jnp.float32(sequences.length.shape[0]),
+      )
+      share, metrics = self.algorithm.loss(tokens)
+      metrics = {
+        "policy/loss": share,
+        "policy/entropy": jnp.sum(entropy * batch.mask) / total_tokens,
+        **metrics,
+      }
+      return share, metrics
+
+    grad = jax.grad(loss, has_aux=True)
+    pick = lambda x, b, i: None if x is None else x[b][i]
+    total = None
+    for b, bucket in enumerate(packed):
+      share = lambda i, b=b, bucket=bucket: grad(
+        state.params,
+        bucket.micro_batch(i),
+        pick(old_logp, b, i),
+        pick(reference_logp, b, i),
+      )
+      if total is None:
+        total = jax.tree.map(
+          lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(share, 0)
+        )
+      total = jax.lax.fori_loop(
+        0, bucket.count, lambda i, t, share=share: jax.tree.map(jnp.add, t, share(i)), total
+      )
+    grads, metrics = total
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+    metrics["policy/grad_norm"] = optax.global_norm(grads)
+    params = optax.apply_updates(state.params, updates)
+    return State(params, opt_state, state.step + 1), metrics
+
+
+def _placed(x, sharding):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _like_params(opt_state, shardings, replicated):
+  """Places each moment like its parameter: the one whose path ends its own."""
+  by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
+
+  def one(path, x):
+    suffixes = (path[i:] for i in range(len(path)))
+    return _placed(x, next((by_path[s] for s in suffixes if s in by_path), replicated))
+
+  return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
+def make(
+  config: config_lib.ModelConfig,
+  algorithm: algorithm_lib.Algorithm,
+  optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
+  buckets: Sequence[tuple[int, int]],
+  updates: int = 1,
+  remat: bool = True,
+) -> Learner:
+  """A learner for one model, algorithm, optimizer and mesh.
+
+  Args:
+    buckets: (rows, length) of micro-batches, by increasing length; rows are split
+      over the slices
+    updates: optimizer updates per batch
+    remat: recompute layers in the backward pass
+  Raises:
+    ValueError: rows that the slices do not divide
+  """
+  slices = mesh.shape[axes.DATA]
+  for rows, length in buckets:
+    if rows % slices:
+      raise ValueError(
+        f"a micro-batch of {rows} rows (length {length}) cannot be split over "
+        f"{slices} slices"
+      )
+  buckets = tuple(packing.Bucket(*b) for b in buckets)
+  return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat)

@@ -1,0 +1,126 @@
+"""From prompts to scored responses: tokenize, roll out, decode, reward."""
+
+from collections.abc import Sequence
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from tlt_jax import data
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import reward as reward_lib
+from tlt_jax.spec_decode import requests as requests_lib
+from tlt_jax.spec_decode import rollout as rollout_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """P x R responses with their rewards; the responses of a prompt side by side."""
+
+  requests: requests_lib.Requests
+  samples: requests_lib.Samples
+  text: list[str]  # B responses
+  reward: np.ndarray  # f32[B]
+  rollout_s: float
+  reward_s: float
+
+  @property
+  def outcome(self) -> list[str]:
+    """Per response: solved, wrong, or truncated (not solved, and out of tokens)."""
+    cut = self.samples.finish_reason == requests_lib.LENGTH
+    return [
+      "solved" if r >= 1 else "truncated" if c else "wrong"
+      for r, c in zip(self.reward, cut, strict=True)
+    ]
+
+  def batch(self, advantage: jax.Array) -> learner_lib.Batch:
+    """What the learner trains on, for advantages f32[P R]."""
+    prompts = self.requests.prompts
+    return learner_lib.Batch(
+      prompts=[prompts[p] for p in self.requests.prompt_idx],
+      responses=[self.samples.response(i) for i in range(len(self.requests))],
+      advantage=np.asarray(advantage).reshape(-1),
+      temperature=self.requests.temperature,
+    )
+
+  def record(self) -> dict[str, list]:
+    """What figures are drawn from; see `metrics.Writer.write_rollout`."""
+    timeline = self.samples.timeline
+    return {
+      "length": self.samples.length.tolist(),
+      "outcome": self.outcome,
+      "live_time_s": [t for t, _ in timeline],
+      "live_requests": [sum(live) for _, live in timeline],
+    }
+
+  def metrics(self) -> dict[str, float]:
+    """`rollout/*` and `reward/*` of one step."""
+    length = self.samples.length
+    return {
+      "rollout/seconds_s": self.rollout_s,
+      "rollout/tokens_per_s": float(length.sum() / self.rollout_s),
+      "rollout/length_mean": float(length.mean()),
+      "rollout/length_p50": float(np.percentile(length, 50)),
+      "rollout/length_p99": float(np.percentile(length, 99)),
+      "rollout/length_max": int(length.max()),
+      "rollout/mean_acceptance_length": 1.0,
+      "rollout/idle_s": self.samples.idle_s,
+      "rollout/truncated": self.outcome.count("truncated") / len(length),
+      "reward/mean": float(self.reward.mean()),
+      "reward/seconds_s": self.reward_s,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+  """Answers prompts with a policy and scores the answers."""
+
+  rollout: rollout_lib.Rollout
+  tokenizer: data.Tokenizer
+  score: reward_lib.Score
+  sampling: dict  # temperature, top_k, top_p, min_p, max_tokens
+  chat: bool = False  # wrap plain prompts in the chat template
+  system: str = ""  # system message of that template
+
+  def __call__(
+    self, params, records: Sequence[dict], responses: int, seed: int, first_request: int
+  ) -> Scored:
+    """Responses to {"prompt", "answer"} records; params in `axes.ROLLOUT` layout."""
+    system = self.system or None
+    encode = self.tokenizer.encode
+    prompts = [encode(r["prompt"], system=system, chat=self.chat) for r in records]
+    requests = requests_lib.make_requests(
+      prompts,
+      responses,
+      seed=seed,
+      first_request=first_request,
+      stop_tokens=self.tokenizer.stop_tokens,
+      **self.sampling,
+    )
+    began = time.perf_counter()
+    samples = self.rollout(params, requests)
+    sampled = time.perf_counter()
+    text = [self.tokenizer.decode(samples.response(i)) for i in range(len(requests))]
+    asked = [records[p] for p in requests.prompt_idx]
+    reward = reward_lib.score_all(
+      self.score, [r["prompt"] for r in asked], text, [r["answer"] for r in asked]
+    )
+    return Scored(
+      requests, samples, text, reward, sampled - began, time.perf_counter() - sampled
+    )
+
+
+_EVALUATION = 1 << 31  # added to the seed: no evaluation shares noise with a step
+
+
+def evaluate(
+  sampler: Sampler, params, records: Sequence[dict], samples: int, seed: int
+) -> dict[str, float]:
+  """Accuracy on held-out records; every call draws with the same noise."""
+  scored = sampler(params, records, samples, seed + _EVALUATION, first_request=0)
+  return {
+    "eval/accuracy": float(scored.reward.mean()),
+    "eval/length_mean": float(scored.samples.length.mean()),
+    "eval/seconds_s": scored.rollout_s + scored.reward_s,
+  }

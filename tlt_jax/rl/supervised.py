@@ -1,0 +1,13 @@
+"""Plain supervised training as an `Algorithm`: maximum likelihood of responses."""
+
+import jax.numpy as jnp
+
+from tlt_jax.rl import algorithm
+
+
+def make() -> algorithm.Algorithm:
+  def loss(tokens: algorithm.Tokens):
+    nll = -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens
+    return nll, {}
+
+  return algorithm.Algorithm(advantages=jnp.ones_like, loss=loss)

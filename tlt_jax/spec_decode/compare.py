@@ -1,0 +1,115 @@
+"""Compares two rollouts of the same requests, telling near-ties from bugs.
+
+A program of another shape rounds differently: logits differ in their last bits,
+and once in some 100,000 tokens that flips a draw. So at the first difference of
+a row the margin of the draw is computed from scratch: how far the best perturbed
+logit is above the second, or a filter's bound from what it decided. Below the
+tolerance the difference is a near-tie and the row is compared no further; above,
+it is a bug.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import target
+from tlt_jax.spec_decode import requests as requests_lib
+from tlt_jax.spec_decode import sampling as sampling_lib
+
+TOLERANCE = 1e-4  # float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  total_tokens: int  # compared, up to the first difference of each row
+  differing_tokens: int  # first differences that are no near-ties
+  near_ties: int
+  where: list[tuple[int, int, float]]  # request, response token, margin
+
+
+def redraw(
+  config: config_lib.ModelConfig,
+  params,
+  requests: requests_lib.Requests,
+  samples: requests_lib.Samples,
+) -> sampling_lib.Draw:
+  """What plain sampling draws after each prefix of the given responses.
+
+  One forward pass without a cache over each whole sequence, which shares no code
+  with a rollout's loop but the model and `sampling.draw`.
+
+  Returns:
+    Draw of numpy arrays [B T]
+  """
+  B, T = samples.tokens.shape
+  P = max(len(p) for p in requests.prompts)
+  tokens = np.zeros((B, P + T), np.int32)
+  starts = np.zeros(B, np.int32)
+  for b in range(B):
+    prompt = requests.prompts[requests.prompt_idx[b]]
+    starts[b] = len(prompt)
+    tokens[b, : len(prompt)] = prompt
+    tokens[b, len(prompt) : len(prompt) + T] = samples.tokens[b]
+  sampling = sampling_lib.Sampling(
+    **{
+      f.name: getattr(requests, f.name)
+      for f in dataclasses.fields(sampling_lib.Sampling)
+    }
+  )
+  run = jax.jit(functools.partial(_redraw_row, config, T))
+  rows = [
+    run(params, tokens[b], starts[b], jax.tree.map(lambda x, b=b: x[b], sampling))
+    for b in range(B)
+  ]
+  return sampling_lib.Draw(*(np.stack(x) for x in zip(*rows, strict=True)))
+
+
+def _redraw_row(config, T, params, tokens, start, sampling) -> sampling_lib.Draw:
+  model = target.Target(config)
+  positions = jnp.arange(tokens.shape[0])[None]
+  features, _ = model.apply({"params": params}, tokens[None], positions)
+  used = jax.lax.dynamic_slice_in_dim(features[0], start - 1, T, 0)
+  logits = model.apply({"params": params}, used, method=target.Target.logits)
+  every = jax.tree.map(lambda x: jnp.broadcast_to(x, (T,)), sampling)
+  return sampling_lib.draw(logits, every, start + jnp.arange(T))
+
+
+def compare(
+  config: config_lib.ModelConfig,
+  params,
+  requests: requests_lib.Requests,
+  a: requests_lib.Samples,
+  b: requests_lib.Samples,
+  tolerance: float = TOLERANCE,
+) -> Comparison:
+  """Compares the responses of `a` and `b` token by token."""
+  total, where = 0, []
+  for i in range(len(requests)):
+    x, y = a.response(i), b.response(i)
+    n = min(len(x), len(y))
+    different = np.flatnonzero(x[:n] != y[:n])
+    if len(different):
+      where.append((i, int(different[0])))
+      total += int(different[0]) + 1
+    else:
+      total += n
+      if len(x) != len(y):  # equal tokens, but one response went on: never a tie
+        where.append((i, n))
+  margins = []
+  if where:
+    margin = redraw(config, params, requests, a).margin
+    margins = [
+      float(margin[i, t]) if t < min(a.length[i], b.length[i]) else np.inf
+      for i, t in where
+    ]
+  near = sum(m < tolerance for m in margins)
+  return Comparison(
+    total_tokens=total,
+    differing_tokens=len(where) - near,
+    near_ties=near,
+    where=[(i, t, m) for (i, t), m in zip(where, margins, strict=True)],
+  )

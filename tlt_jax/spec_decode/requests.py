@@ -1,0 +1,118 @@
+"""What goes into a rollout and what comes out; host arrays, in request order."""
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+STOP, LENGTH = 0, 1  # finish reasons: a stop token was drawn, or the limit met
+
+
+class RequestError(ValueError):
+  """A request that no rollout can serve; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+  """P prompts and the B requests that continue them."""
+
+  prompts: Sequence[np.ndarray]  # i32[...] each
+  prompt_idx: np.ndarray  # i32[B]
+  request: np.ndarray  # u32[B]  id, unique over the whole run
+  seed: np.ndarray  # u32[B]
+  temperature: np.ndarray  # f32[B]
+  top_k: np.ndarray  # i32[B]
+  top_p: np.ndarray  # f32[B]
+  min_p: np.ndarray  # f32[B]
+  max_tokens: np.ndarray  # i32[B]  of the response
+  stop_tokens: np.ndarray  # i32[B E]  filled up with -1
+
+  def __len__(self) -> int:
+    return len(self.request)
+
+  @property
+  def total_length(self) -> np.ndarray:
+    """i32[B]: prompt and longest possible response."""
+    sizes = np.array([len(p) for p in self.prompts], np.int32)
+    return sizes[self.prompt_idx] + self.max_tokens
+
+
+def make_requests(
+  prompts: Sequence[np.ndarray],
+  responses: int = 1,
+  *,
+  max_tokens,
+  seed=0,
+  first_request: int = 0,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+  min_p=0.0,
+  stop_tokens: Sequence[int] | np.ndarray = (),
+) -> Requests:
+  """P x R requests, the responses of a prompt side by side.
+
+  Args:
+    prompts: i32[...] token ids
+    responses: R, per prompt
+    first_request: id of the first request; the rest count up from it
+    max_tokens, seed, temperature, top_k, top_p, min_p: a number, or one per request
+    stop_tokens: ids that end a response (kept as its last token), or i32[B E]
+  Raises:
+    RequestError: an empty prompt, or a parameter out of its range
+  """
+  for i, prompt in enumerate(prompts):
+    if not len(prompt):
+      raise RequestError(f"prompt {i} has no tokens")
+  B = len(prompts) * responses
+  spread = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), (B,))
+  checks = {
+    "max_tokens >= 1": np.asarray(max_tokens) >= 1,
+    "temperature >= 0": np.asarray(temperature) >= 0,
+    "top_k >= 0 (0 is off)": np.asarray(top_k) >= 0,
+    "0 < top_p <= 1": (np.asarray(top_p) > 0) & (np.asarray(top_p) <= 1),
+    "0 <= min_p <= 1": (np.asarray(min_p) >= 0) & (np.asarray(min_p) <= 1),
+  }
+  for rule, holds in checks.items():
+    if not np.all(holds):
+      raise RequestError(f"sampling needs {rule}")
+  stop = np.asarray(stop_tokens, np.int32)
+  stop = np.append(stop, -1) if stop.ndim == 1 else stop  # never of size zero
+  return Requests(
+    prompts=[np.asarray(p, np.int32) for p in prompts],
+    prompt_idx=np.repeat(np.arange(len(prompts), dtype=np.int32), responses),
+    request=(first_request + np.arange(B)).astype(np.uint32),
+    seed=spread(seed, np.uint32),
+    temperature=spread(temperature, np.float32),
+    top_k=spread(top_k, np.int32),
+    top_p=spread(top_p, np.float32),
+    min_p=spread(min_p, np.float32),
+    max_tokens=spread(max_tokens, np.int32),
+    stop_tokens=np.broadcast_to(stop, (B, stop.shape[-1])),
+  )
+
+
+@dataclasses.dataclass
+class Samples:
+  """The responses, in the order of the requests."""
+
+  tokens: np.ndarray  # i32[B T]  the response; 0 beyond its length
+  length: np.ndarray  # i32[B]
+  logp: np.ndarray  # f32[B T]  under logits / T, before filters
+  logp_filtered: np.ndarray  # f32[B T]  of the distribution drawn from
+  finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
+  features: list[np.ndarray] | None  # f[prompt + length - 1, D] each, on request
+  timeline: list[tuple[float, list[int]]]  # seconds since the start, live per slice
+
+  def response(self, i: int) -> np.ndarray:
+    return self.tokens[i, : self.length[i]]
+
+  @property
+  def idle_s(self) -> float:
+    """Seconds that slices spent without a request, summed over slices.
+
+    Seen between chunks: a slice that runs dry within one counts from its end.
+    """
+    times = [t for t, _ in self.timeline]
+    idle = [sum(n == 0 for n in live) for _, live in self.timeline]
+    return float(np.dot(np.diff(times), idle[:-1]))

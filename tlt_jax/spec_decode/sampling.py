@@ -1,0 +1,132 @@
+"""Draws tokens: temperature, top-k, top-p and min-p, then argmax under noise.
+
+The filters act in the order of Hugging Face's processors: temperature, top-k,
+top-p on what top-k left (renormalised), min-p. Each keeps a prefix of the
+tokens sorted by logit, so together they keep the shortest of the prefixes, which
+is one threshold per row.
+"""
+
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.spec_decode import noise
+
+
+@flax.struct.dataclass
+class Sampling:
+  """How each request is sampled; arrays, so that no value is compiled in."""
+
+  seed: jax.Array  # u32[B]
+  request: jax.Array  # u32[B]  unique over the whole run
+  temperature: jax.Array  # f32[B]  0 takes the likeliest token
+  top_k: jax.Array  # i32[B]  0 is off
+  top_p: jax.Array  # f32[B]  1 is off
+  min_p: jax.Array  # f32[B]  0 is off; relative to the likeliest token
+
+
+class Draw(NamedTuple):
+  """One drawn token per row."""
+
+  token: jax.Array  # i32[B]
+  logp: jax.Array  # f32[B]  log_softmax(logits / T), before filters; T=1 if T=0
+  logp_filtered: jax.Array  # f32[B]  of the distribution it was drawn from
+  margin: jax.Array  # f32[B]  how far the draw is from another outcome
+
+
+def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
+  """f32[B V] logits over temperature; as they are at temperature 0."""
+  t = sampling.temperature
+  return logits / jnp.where(t > 0, t, 1.0)[:, None]
+
+
+def num_kept(ordered: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+  """How many of the top tokens the filters leave.
+
+  Args:
+    ordered: f32[B V]  scaled logits, descending
+  Returns:
+    i32[B] in [1, V]; and f32[B], how little a filter's bound would have to move
+    (in logits or in probability) to keep one token more or less
+  """
+  V = ordered.shape[-1]
+  rank = jnp.arange(V)
+  k = jnp.where(sampling.top_k > 0, sampling.top_k, V)[:, None]
+  k = jnp.minimum(k, V)
+  p = jax.nn.softmax(jnp.where(rank < k, ordered, -jnp.inf), -1)
+  before = jnp.cumsum(p, -1) - p  # mass of the better tokens
+  top_p = sampling.top_p[:, None]
+  min_p = sampling.min_p[:, None]
+  kept = (rank < k) & ((before < top_p) | (top_p >= 1)) & (p >= min_p * p[:, :1])
+  count = jnp.maximum(jnp.sum(kept, -1), 1)
+
+  last = jnp.take_along_axis(ordered, count[:, None] - 1, -1)
+  following = jnp.take_along_axis(ordered, jnp.minimum(count, V - 1)[:, None], -1)
+  near = jnp.abs(rank - count[:, None] + 0.5) < 1  # the last kept, the first not
+  slack = jnp.minimum(
+    jnp.where(top_p < 1, jnp.abs(before - top_p), jnp.inf),
+    jnp.where(min_p > 0, jnp.abs(p - min_p * p[:, :1]), jnp.inf),
+  )
+  slack = jnp.min(jnp.where(near, slack, jnp.inf), -1)
+  at_k = (count == k[:, 0]) & (k[:, 0] < V)
+  return count, jnp.minimum(slack, jnp.where(at_k, (last - following)[:, 0], jnp.inf))
+
+
+def threshold(scaled: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+  """f32[B]: tokens with a smaller scaled logit are filtered out; and the slack.
+
+  The vocabulary is sorted only if some row filters.
+  """
+
+  def cut(scaled):
+    ordered = -jnp.sort(-scaled, -1)
+    count, slack = num_kept(ordered, sampling)
+    return jnp.take_along_axis(ordered, count[:, None] - 1, -1)[:, 0], slack
+
+  def keep_all(scaled):
+    low = jnp.min(scaled, -1)
+    return jnp.full_like(low, -jnp.inf), jnp.full_like(low, jnp.inf)
+
+  filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+  return jax.lax.cond(jnp.any(filters), cut, keep_all, scaled)
+
+
+def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
+  """The token of each row at `position`.
+
+  A pure function of the row's own logits, sampling parameters and position.
+
+  Args:
+    logits: f32[B V]
+    position: i32[B]  index in the sequence of the token that is drawn
+  """
+  scaled = scale(logits, sampling)
+  cut, slack = threshold(scaled, sampling)
+  kept = scaled >= cut[:, None]
+  filtered = jnp.where(kept, scaled, -jnp.inf)
+  key = noise.row_key(sampling.seed, sampling.request, position)
+  g = noise.gumbel(key, jnp.arange(logits.shape[-1]))
+  random = (sampling.temperature > 0)[:, None]
+  perturbed = scaled + jnp.where(random, g, 0.0)
+  contest = jnp.where(kept, perturbed, -jnp.inf)
+  token = jnp.argmax(contest, -1).astype(jnp.int32)
+
+  at = lambda x: jnp.take_along_axis(x, token[:, None], -1)[:, 0]
+  won = at(contest)
+  others = jnp.arange(logits.shape[-1]) != token[:, None]
+  gap = won - jnp.max(jnp.where(others, contest, -jnp.inf), -1)
+  # A filter's bound matters if the winner is the last one kept, or if the best of
+  # those cut off would have won.
+  edge = (at(scaled) <= cut) | (
+    jnp.max(jnp.where(kept, -jnp.inf, perturbed), -1) > won
+  )
+  margin = jnp.minimum(gap, jnp.where(edge, slack, jnp.inf))
+  logp_filtered = at(filtered) - jax.nn.logsumexp(filtered, -1)
+  return Draw(
+    token=token,
+    logp=at(scaled) - jax.nn.logsumexp(scaled, -1),
+    logp_filtered=jnp.where(random[:, 0], logp_filtered, 0.0),
+    margin=margin,
+  )
