@@ -1,7 +1,8 @@
 """What every command does before its own work: devices, config, logging, errors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
+import difflib
 import importlib
 import json
 import logging
@@ -11,6 +12,7 @@ import shutil
 import sys
 
 from absl import app
+from absl import flags
 import jax
 import ml_collections
 from ml_collections import config_flags
@@ -22,6 +24,7 @@ from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 
 _CPU_SLICES = 2
+_COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
 _TOKENIZER_FILES = (
   "tokenizer.json",
   "tokenizer_config.json",
@@ -33,29 +36,75 @@ _TOKENIZER_FILES = (
 
 
 def config_flag(default: str):
-  """`--config=FILE.py[:arg]` with `--config.a.b=value` overrides, locked."""
+  """`--config=FILE.py[:arg]` with `--config.a.b=value` overrides, locked.
+
+  Ends the command in one line if the file or an override's key does not exist.
+  """
+  _check_overrides(sys.argv[1:], default)
   return config_flags.DEFINE_config_file("config", default, lock_config=True)
+
+
+def _check_overrides(argv: Sequence[str], path: str) -> None:
+  """Exits naming the nearest key, where ml_collections would show a traceback."""
+  overrides, given = [], False
+  for arg, following in zip(argv, [*argv[1:], ""], strict=True):
+    name, equals, value = arg.partition("=")
+    flag, _, key = name.lstrip("-").partition(".")
+    if not arg.startswith("-") or flag.removeprefix("no") != "config":
+      continue
+    if key:
+      overrides.append(key)
+    else:
+      path, given = value if equals else following, True
+  if not overrides and not given:
+    return
+  if not pathlib.Path(path.partition(":")[0]).is_file():
+    sys.exit(f"error: --config={path}: no such file (in folder {pathlib.Path.cwd()})")
+  loaded = config_flags.DEFINE_config_file(
+    "config", path, flag_values=flags.FlagValues(), sys_argv=[]
+  )
+  keys = _keys(loaded.default.to_dict())
+  for key in overrides:
+    if key not in keys:
+      near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+      hint = f"did you mean --config.{near[0]}?" if near else f"see {path}"
+      sys.exit(f"error: --config.{key}: the config has no such key; {hint}")
+
+
+def _keys(section: dict, prefix: str = "") -> list[str]:
+  """The dotted name of every section and value."""
+  keys = []
+  for name, value in section.items():
+    keys.append(prefix + name)
+    if isinstance(value, dict):
+      keys += _keys(value, f"{prefix}{name}.")
+  return keys
 
 
 def run(main: Callable[[], None]) -> None:
   """Runs a command; what a user can mend ends in one line and exit status 1."""
+
+  def parse(argv):
+    try:
+      return flags.FLAGS(argv)
+    except flags.Error as e:
+      sys.exit(_one_line(e))
 
   def guarded(argv):
     if len(argv) > 1:
       sys.exit(f"error: unexpected argument {argv[1]!r}; flags start with --")
     try:
       main()
-    except (ValueError, FloatingPointError, FileNotFoundError) as e:
+    except (ValueError, FloatingPointError, MemoryError, OSError) as e:
       if os.environ.get("TLT_TRACEBACK"):
         raise
-      sys.exit(f"error: {e}")
+      sys.exit(_one_line(e))
 
-  try:
-    app.run(guarded)
-  except (AttributeError, KeyError) as e:  # ml_collections: an override's typo
-    if "--config" not in " ".join(sys.argv):
-      raise
-    sys.exit(f"error: {e}")
+  app.run(guarded, flags_parser=parse)
+
+
+def _one_line(e: Exception) -> str:
+  return "error: " + " ".join(str(e).split())
 
 
 def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
@@ -76,7 +125,12 @@ def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
   )
   for name in ("absl", "jax", "orbax"):
     logging.getLogger(name).setLevel(logging.WARNING)
+  # A read that fails in orbax is raised, and would be logged again by each task.
+  logging.getLogger("asyncio").setLevel(logging.CRITICAL)
   jax.config.update("jax_num_cpu_devices", _CPU_SLICES)
+  if not jax.config.jax_compilation_cache_dir:  # the second start compiles nothing
+    jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   plain = config.to_dict()
   workdir.mkdir(parents=True, exist_ok=True)
   path = workdir / "config.json"

@@ -56,6 +56,7 @@ def main():
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
+  sampler.compile(policy)
 
   while True:
     metrics = {}

@@ -54,7 +54,7 @@ def main():
   workdir = pathlib.Path(_WORKDIR.value)
   config = setup.start(workdir, _CONFIG.value)
   model = config_lib.ModelConfig(**config["model"])
-  rule = optimizer.make(total=config["steps"], **config["optimizer"])
+  rule = optimizer.make(**config["optimizer"])
   learner = learner_lib.make(
     model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
   )

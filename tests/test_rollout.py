@@ -154,16 +154,76 @@ def test_features_are_those_of_a_forward_pass():
 def test_a_prompt_is_prefilled_once():
   """Eight responses of one prompt cost one row of one prefill."""
   engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
-  rows = []
+  prefilled = []
   inner = engine._prefill
 
-  def counted(params, store, tokens, start, row):
-    rows.append(int(np.sum(np.asarray(row) < OPTIONS.prompt_rows)))
-    return inner(params, store, tokens, start, row)
+  def counted(params, store, prefills, requests):
+    prefilled.extend(prefills)
+    return inner(params, store, prefills, requests)
 
   engine._prefill = counted
   engine(tiny.params(), tiny.requests(1, 8))
-  assert rows == [1]
+  assert len(prefilled) == 1
+
+
+def test_rebalancing_moves_requests_and_changes_no_token():
+  """With one long request per slice left, they share a slice; the tokens stay."""
+  requests = tiny.requests(4, 4, max_tokens=np.resize([2, 40], 16), stop_tokens=[])
+  plain = run(requests, 4, batch_buckets=(1, 2))
+  moved = run(requests, 4, batch_buckets=(1, 2), rebalance=True)
+  assert_same(requests, plain, moved)
+  busiest = lambda samples: max(max(live) for _, live in samples.timeline[2:])
+  assert busiest(moved) <= busiest(plain)
+
+
+def test_a_memory_budget_sends_requests_back_and_loses_none():
+  """When lengths outgrow the budget, the youngest requests start over."""
+  requests, samples = reference()
+  options = dict(batch_buckets=(2, 4, 8), cache_buckets=(16, 32), cache_tokens=130)
+  assert_same(requests, samples, run(requests, 2, **options))
+
+
+def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog):
+  """A program that does not fit is not used again; every request still finishes."""
+  requests, samples = reference()
+  options = dict(batch_buckets=(4, 8), cache_buckets=(16, 32))
+  engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
+  inner, refused = engine._run, []
+
+  def limited(name, key, *args, **static):
+    if name == "chunk" and key.batch * key.length > 8 * 32:
+      refused.append(key)
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
+    return inner(name, key, *args, **static)
+
+  engine._run = limited
+  assert_same(requests, samples, engine(tiny.on(tiny.mesh(2)), requests))
+  assert refused and len(set(refused)) == len(refused)
+  assert "out of memory" in caplog.text
+
+
+def test_out_of_memory_in_the_smallest_bucket_says_so():
+  engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
+
+  def never(name, key, *args, **static):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
+
+  engine._run = never
+  with pytest.raises(MemoryError, match="no allowed bucket"):
+    engine(tiny.params(), tiny.requests(1, 1))
+
+
+def test_nothing_compiles_after_compiling_ahead():
+  """`compile` covers every program that rollouts of these options run."""
+  options = dict(slots=8, batch_buckets=(1, 4), cache_buckets=(24,))
+  engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
+  params, requests = tiny.on(tiny.mesh(2)), tiny.requests()
+  engine.compile(params, requests.stop_tokens.shape[1])
+  count = len(engine.pool)
+  for first in (0, 100):
+    engine(params, tiny.requests(first_request=first))
+  engine(params, tiny.requests(2, 3))
+  assert len(engine.pool) == count <= 24, engine.pool.report()
 
 
 def test_bad_requests_name_the_cause():

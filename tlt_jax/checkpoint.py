@@ -2,17 +2,22 @@
 
 A step's folder appears under its final name only when it is complete, so a
 killed run leaves nothing half-written behind. Shapes, dtypes and shardings of
-what is restored come from the abstract state.
+what is restored come from the abstract state. Each folder lists the sizes of its
+files, so that damage is seen and named before anything is read.
 """
 
+import json
 import logging
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+_SIZES = "sizes.json"  # in a step's folder: its files and their bytes
 
-class CheckpointError(Exception):
+
+class CheckpointError(ValueError):
   """A checkpoint that cannot be read; the message names it and the remedy."""
 
 
@@ -24,11 +29,16 @@ class Checkpoints:
     self.folder = pathlib.Path(folder).absolute()
     self._manager = ocp.CheckpointManager(
       self.folder,
+      item_handlers={
+        "state": ocp.StandardCheckpointHandler(),
+        "data": ocp.JsonCheckpointHandler(),
+      },
       options=ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         save_interval_steps=every,
         cleanup_tmp_directories=True,
         enable_async_checkpointing=True,
+        async_options=ocp.AsyncOptions(post_finalization_callback=self._list_sizes),
       ),
     )
 
@@ -44,9 +54,19 @@ class Checkpoints:
       state: tree of arrays
       data: what JSON can hold (iterator state, counters)
       force: save although `step` is not a multiple of `every`
+    Raises:
+      FloatingPointError: the state holds NaN or infinity; nothing is saved, so that
+        the latest checkpoint stays one to go on from
     """
-    if step == self.latest():
+    if step == self.latest() or not (force or self._manager.should_save(step)):
       return
+    finite = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(state)))
+    bad = [_name(path) for path, ok in finite if not ok]
+    if bad:
+      raise FloatingPointError(
+        f"step {step}: {bad[0]} holds NaN or infinity, so the run has diverged; the "
+        f"last checkpoint in {self.folder} is of step {self.latest()}"
+      )
     self._manager.save(
       step,
       args=ocp.args.Composite(
@@ -55,6 +75,14 @@ class Checkpoints:
       force=force,
     )
 
+  def _list_sizes(self) -> None:
+    """Completes what was just written; only that has no list of its files yet."""
+    for folder in self.folder.iterdir():
+      if folder.is_dir() and not (folder / _SIZES).exists():
+        files = (path for path in folder.glob("*/**/*") if path.is_file())
+        sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
+        (folder / _SIZES).write_text(json.dumps(sizes))
+
   def restore(self, abstract_state) -> tuple[int, object, dict]:
     """The latest (step, state, data).
 
@@ -62,26 +90,30 @@ class Checkpoints:
       CheckpointError: damaged, or of another shape than `abstract_state`
     """
     step = self.latest()
+    folder = self.folder / str(step)
     try:
-      restored = self._manager.restore(
-        step,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
-        ),
-      )
+      _check_sizes(folder)
+      found = self._manager.item_metadata(step)["state"]
+      difference = _first_difference(found, abstract_state)
+      if not difference:
+        restored = self._manager.restore(
+          step,
+          args=ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
+          ),
+        )
     except Exception as e:  # orbax and tensorstore raise many kinds
-      reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
       older = [s for s in self._manager.all_steps() if s != step]
-      remedy = (
-        f"delete that folder to go on from step {max(older)}"
-        if older
-        else "delete that folder to start again"
-      )
+      where = f"to go on from step {max(older)}" if older else "to start again"
       raise CheckpointError(
-        f"checkpoint {self.folder / str(step)} is damaged or belongs to another "
-        f"configuration ({reason}); {remedy}"
+        f"checkpoint {folder} is damaged ({_reason(e)}); delete that folder {where}"
       ) from e
-    logging.info("restored %s", self.folder / str(step))
+    if difference:
+      raise CheckpointError(
+        f"checkpoint {folder} belongs to another configuration: {difference}; go back "
+        "to the policy and optimizer it was made with, or use another workdir"
+      )
+    logging.info("restored %s", folder)
     state = jax.block_until_ready(restored["state"])
     return step, state, restored["data"]
 
@@ -89,3 +121,44 @@ class Checkpoints:
     """Waits for what is being written."""
     self._manager.wait_until_finished()
     self._manager.close()
+
+
+@jax.jit
+def _finite(state):
+  return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), state)
+
+
+def _name(path) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _check_sizes(folder: pathlib.Path) -> None:
+  if not (folder / _SIZES).is_file():
+    return
+  for name, size in json.loads((folder / _SIZES).read_text()).items():
+    path = folder / name
+    found = path.stat().st_size if path.is_file() else 0
+    if found != size:
+      raise ValueError(f"{name} has {found} of {size} bytes")
+
+
+def _first_difference(found, expected) -> str | None:
+  """What one tree has and the other has not, or has in another shape."""
+  trees = (found, expected)
+  found, expected = (
+    {_name(path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(t)}
+    for t in trees
+  )
+  for name in sorted(found.keys() | expected.keys(), key=lambda x: (x.count("/"), x)):
+    there, here = found.get(name, "absent"), expected.get(name, "absent")
+    if there != here:
+      return f"{name} is {there} there, {here} here"
+  return None
+
+
+def _reason(e: BaseException) -> str:
+  """The first line of the error that the others follow from."""
+  while e.__cause__ is not None:
+    e = e.__cause__
+  lines = str(e).strip().splitlines()
+  return lines[0][:300] if lines else type(e).__name__

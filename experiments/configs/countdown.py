@@ -43,7 +43,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_prompt=32,
         slots=64,  # per slice
         batch_buckets=(8, 24),
-        cache_buckets=(192, 512),
+        cache_buckets=(256,),
         chunk=32,
         prompt_rows=8,
         prefill_rows=8,
@@ -59,7 +59,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       learner=dict(
         updates=2,  # optimizer updates per step, each on its share of the prompts
-        buckets=((16, 256), (4, 512), (4, 1056)),  # (rows, length), micro-batches
+        # (rows, length) of a micro-batch, by increasing length
+        buckets=((8, 128),) if smoke else ((16, 256), (4, 512), (4, 1056)),
         remat=False,
       ),
       evaluation=dict(every=20, samples=2),  # held-out prompts; also first and last

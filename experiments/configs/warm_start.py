@@ -15,7 +15,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(
     dict(
       seed=0,
-      steps=4 if smoke else 600,
+      steps=4 if smoke else 450,
       sequences=16 if smoke else 128,  # per step
       max_response=256 if smoke else 1024,  # characters of a written search
       checkpoint_every=2 if smoke else 25,
@@ -34,7 +34,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_position=2048,
         qk_norm=True,
       ),
-      optimizer=dict(name="muon", learning_rate=4e-3, warmup=2 if smoke else 20),
+      # Stopped at three quarters of the schedule: RL should have something to do.
+      optimizer=dict(name="muon", learning_rate=4e-3, warmup=20, total=600),
       learner=dict(
         # (rows, length) of a micro-batch, by increasing length
         buckets=((8, 288),) if smoke else ((16, 256), (4, 512), (4, 1056)),

@@ -19,6 +19,7 @@ import optax
 
 from tlt_jax import axes
 from tlt_jax import packing
+from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -63,6 +64,7 @@ class Learner:
   buckets: tuple[packing.Bucket, ...]
   updates: int
   remat: bool
+  pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_state(self) -> State:
     """Shapes, dtypes and shardings of the state."""
@@ -110,24 +112,31 @@ class Learner:
     Args:
       reference: parameters of the reference policy, if the algorithm uses one
     Returns:
-      the new state (the old one is donated), and `policy/*` as floats, averaged
-      over the updates
+      the new state (the old one is donated); `policy/*` as floats, averaged over
+      the updates, and the phase's peak memory per device
     """
     shares = np.split(np.arange(len(batch.responses)), self.updates)
     packed = [self._pack(batch, share) for share in shares]
-    score = lambda params: [
-      self.logprobs(params, buckets, sequences.temperature)
-      for buckets, sequences in packed
-    ]
+    key = (len(shares[0]),)
+
+    def score(params):
+      args = [(params, buckets, seqs.temperature) for buckets, seqs in packed]
+      run = self.pool.get("logprobs", key, self.logprobs, *args[0])
+      return [run(*a) for a in args]
+
     # With one update the sampling policy is the one that is trained.
     old = score(state.params) if self.updates > 1 else [None] * len(shares)
     fixed = [None] * len(shares) if reference is None else score(reference)
     every = []
     for (buckets, sequences), *logp in zip(packed, old, fixed, strict=True):
-      state, metrics = self.update(state, buckets, sequences, *logp)
+      args = (state, buckets, sequences, *logp)
+      run = self.pool.get("update", key, self.update, *args)
+      state, metrics = run(*args)
       every.append(metrics)
     every = jax.device_get(every)
-    return state, {k: float(np.mean([m[k] for m in every])) for k in every[0]}
+    metrics = {k: float(np.mean([m[k] for m in every])) for k in every[0]}
+    metrics["memory/policy_bytes"] = programs.live_bytes() + self.pool.temp_bytes
+    return state, metrics
 
   def _pack(self, batch: Batch, share: np.ndarray):
     responses = [batch.responses[i] for i in share]

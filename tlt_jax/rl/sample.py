@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import logging
 import time
 
 import jax
@@ -66,9 +67,11 @@ class Scored:
       "rollout/length_max": int(length.max()),
       "rollout/mean_acceptance_length": 1.0,
       "rollout/idle_s": self.samples.idle_s,
+      "rollout/useful_share": self.samples.useful_share,
       "rollout/truncated": self.outcome.count("truncated") / len(length),
       "reward/mean": float(self.reward.mean()),
       "reward/seconds_s": self.reward_s,
+      "memory/rollout_bytes": self.samples.peak_bytes,
     }
 
 
@@ -82,6 +85,12 @@ class Sampler:
   sampling: dict  # temperature, top_k, top_p, min_p, max_tokens
   chat: bool = False  # wrap plain prompts in the chat template
   system: str = ""  # system message of that template
+
+  def compile(self, params) -> None:
+    """Makes every program of the rollout ready, and says what that took."""
+    stop_tokens = len(self.tokenizer.stop_tokens) + 1
+    self.rollout.compile(params, stop_tokens)
+    logging.info("rollout: %s", self.rollout.pool.report())
 
   def __call__(
     self, params, records: Sequence[dict], responses: int, seed: int, first_request: int

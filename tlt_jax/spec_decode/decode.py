@@ -53,6 +53,7 @@ class Emitted:
   logp_filtered: jax.Array  # f32[B N]
   count: jax.Array  # i32[B]
   remaining: jax.Array  # i32[B]  of the slots, after the chunk
+  steps: jax.Array  # i32[slices]  iterations that each slice ran
 
 
 def context_shardings(mesh: Mesh, config: config_lib.ModelConfig, features: bool):
@@ -66,8 +67,8 @@ def context_shardings(mesh: Mesh, config: config_lib.ModelConfig, features: bool
   )
 
 
-def init_context(mesh, config, rows: int, length: int, features: bool) -> Context:
-  """Empty context of `rows` rows a slice."""
+def abstract_context(mesh, config, rows: int, length: int, features: bool) -> Context:
+  """Shapes and shardings of a context of `rows` rows a slice."""
   B = rows * mesh.shape[axes.DATA]
 
   def make():
@@ -77,7 +78,45 @@ def init_context(mesh, config, rows: int, length: int, features: bool) -> Contex
       features=jnp.zeros(shape, config.dtype) if features else None,
     )
 
-  return jax.jit(make, out_shardings=context_shardings(mesh, config, features))()
+  return _abstract(jax.eval_shape(make), context_shardings(mesh, config, features))
+
+
+def init_context(mesh, config, rows: int, length: int, features: bool) -> Context:
+  """Empty context of `rows` rows a slice, array by array."""
+  return jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+    abstract_context(mesh, config, rows, length, features),
+  )
+
+
+def abstract_slots(
+  mesh, config, batch: int, length: int, stop_tokens: int, features: bool
+) -> Slots:
+  """Shapes and shardings of `batch` slots a slice, E = `stop_tokens`."""
+  B = batch * mesh.shape[axes.DATA]
+  i32, u32, f32 = (
+    jax.ShapeDtypeStruct((B,), dtype, sharding=axes.sharding(mesh, axes.DATA))
+    for dtype in (jnp.int32, jnp.uint32, jnp.float32)
+  )
+  return Slots(
+    pending=i32,
+    position=i32,
+    remaining=i32,
+    stop_tokens=i32.update(shape=(B, stop_tokens)),
+    sampling=sampling_lib.Sampling(
+      seed=u32, request=u32, temperature=f32, top_k=i32, top_p=f32, min_p=f32
+    ),
+    context=abstract_context(mesh, config, batch, length, features),
+  )
+
+
+def _abstract(shapes, shardings):
+  return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+
+
+def slots_shardings(mesh, config, features) -> Slots:
+  shapes = abstract_slots(mesh, config, 1, 1, 1, features)
+  return jax.tree.map(lambda x: x.sharding, shapes)
 
 
 def per_slice(mesh: Mesh, f, num_args: int, replicated: tuple[int, ...] = ()):
@@ -158,17 +197,7 @@ def make_admit(config: config_lib.ModelConfig, mesh: Mesh, features: bool):
   return jax.jit(
     per_slice(mesh, local, 4),
     donate_argnums=0,
-    out_shardings=_slots_shardings(mesh, config, features),
-  )
-
-
-def _slots_shardings(mesh, config, features):
-  rows = axes.sharding(mesh, axes.DATA)
-  names = ("seed", "request", "temperature", "top_k", "top_p", "min_p")
-  return Slots(
-    *(rows,) * 4,
-    sampling=sampling_lib.Sampling(**dict.fromkeys(names, rows)),
-    context=context_shardings(mesh, config, features),
+    out_shardings=slots_shardings(mesh, config, features),
   )
 
 
@@ -189,6 +218,7 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, features:
       logp_filtered=blank(jnp.float32),
       count=varying(jnp.zeros(B, jnp.int32)),
       remaining=slots.remaining,
+      steps=varying(jnp.zeros(1, jnp.int32)),
     )
 
     def running(carry):
@@ -208,18 +238,17 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, features:
         logp_filtered=put(emitted.logp_filtered, drawn.logp_filtered),
         count=emitted.count + live,
         remaining=slots.remaining,
+        steps=emitted.steps + 1,
       )
       return i + 1, slots, emitted
 
-    _, slots, emitted = jax.lax.while_loop(
-      running, step, (varying(jnp.int32(0)), slots, emitted)
-    )
-    return slots, emitted
+    start = (varying(jnp.int32(0)), slots, emitted)
+    return jax.lax.while_loop(running, step, start)[1:]
 
   return jax.jit(
     per_slice(mesh, local, 3, replicated=(0, 2)),
     donate_argnums=1,
-    out_shardings=(_slots_shardings(mesh, config, features), axes.sharding(mesh)),
+    out_shardings=(slots_shardings(mesh, config, features), axes.sharding(mesh)),
   )
 
 
@@ -245,21 +274,55 @@ def decode_step(config, params, slots: Slots):
   )
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "axis", "length"))
-def gather_rows(x, row, *, mesh: Mesh, axis: int | None = None, length: int = 0):
-  """The rows i32[b] of every array of a tree, per slice.
+def make_gather(mesh: Mesh, shardings, move: bool):
+  """(tree, row i32[b]) -> the chosen rows of every array; -1 takes any.
 
-  With `axis`, that axis is cut or filled with zeros to `length`.
+  Rows are counted over all slices. Without `move` every row stays on its slice,
+  and the program has no communication.
   """
 
-  def one(x, row):
-    x = x[row]
-    if axis is None:
-      return x
-    x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
+  def local(tree, row):
+    start = jax.lax.axis_index(axes.DATA) * jax.tree.leaves(tree)[0].shape[0]
+    row = jnp.maximum(row - start, 0)
+    return jax.tree.map(lambda x: x[row], tree)
+
+  def across(tree, row):
+    return jax.tree.map(lambda x: x[jnp.maximum(row, 0)], tree)
+
+  gather = across if move else per_slice(mesh, local, 2)
+  return jax.jit(gather, out_shardings=shardings)
+
+
+def make_grow(axis: int, shardings):
+  """(tree, length) -> every array with `axis` cut, or filled with zeros."""
+
+  def one(x, length):
+    if length <= x.shape[axis]:
+      return jax.lax.slice_in_dim(x, 0, length, axis=axis)
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, length - x.shape[axis])
     return jnp.pad(x, pad)
 
-  local = lambda tree, row: jax.tree.map(lambda x: one(x, row), tree)
-  return per_slice(mesh, local, 2)(x, row)
+  grow = lambda tree, length: jax.tree.map(lambda x: one(x, length), tree)
+  return jax.jit(grow, static_argnames="length", out_shardings=shardings)
+
+
+def make_programs(
+  config: config_lib.ModelConfig, mesh: Mesh, width: int, features: bool, move: bool
+) -> dict:
+  """Every jitted function of a rollout, by name; see `rollout`."""
+  shardings = slots_shardings(mesh, config, features)
+  layer, rest = shardings.context.kv[0], shardings.replace(context=None)
+  programs = {
+    "prefill": make_prefill(config, mesh, features),
+    "admit": make_admit(config, mesh, features),
+    "chunk": make_chunk(config, mesh, width, features),
+    "gather": make_gather(mesh, layer, move),
+    "gather_rest": make_gather(mesh, rest, move),
+    "grow": make_grow(2, layer),
+  }
+  if features:
+    kept = shardings.context.features
+    programs["gather_features"] = make_gather(mesh, kept, move)
+    programs["grow_features"] = make_grow(1, kept)
+  return programs

@@ -103,9 +103,16 @@ class Samples:
   finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
   features: list[np.ndarray] | None  # f[prompt + length - 1, D] each, on request
   timeline: list[tuple[float, list[int]]]  # seconds since the start, live per slice
+  computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
+  peak_bytes: int = 0  # memory per device in the fullest chunk
 
   def response(self, i: int) -> np.ndarray:
     return self.tokens[i, : self.length[i]]
+
+  @property
+  def useful_share(self) -> float:
+    """Drawn tokens over all that the slots' iterations could have drawn."""
+    return float(self.length.sum()) / max(self.computed_tokens, 1)
 
   @property
   def idle_s(self) -> float:

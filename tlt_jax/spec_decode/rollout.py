@@ -1,83 +1,31 @@
 """A rollout: requests in, responses out, through slots that are kept busy.
 
 The host looks only between chunks: it fills free slots from each slice's queue,
-picks the smallest batch and cache bucket that hold what runs, starts a chunk and
-reads what the chunk emitted. All it decides follows from replicated values, so
-that every process decides the same.
+picks the smallest compiled program that holds what runs, starts a chunk and reads
+what the chunk emitted. What it decides (see `schedule`) follows from replicated
+values, so that every process decides the same.
 
-A prompt and its responses stay on one slice. The prompt is prefilled once, into
-a bounded store, and its KV copied to each of its requests' slots.
+A prompt is prefilled once, into a bounded store, and its KV copied to the slots of
+its requests. Everything on the devices but the parameters is freed at the end.
 """
 
-import collections
 from collections.abc import Callable
 import dataclasses
-import functools
+import logging
 import time
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import axes
+from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import sampling as sampling_lib
+from tlt_jax.spec_decode import schedule as schedule_lib
 
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """Sizes of a rollout; none of them changes a token.
-
-  Counts are per slice. The last bucket is added if it is missing.
-  """
-
-  max_length: int  # tokens of the longest sequence, prompt included
-  max_prompt: int  # tokens of the longest prompt
-  slots: int  # requests that run at a time
-  batch_buckets: tuple[int, ...] = ()  # slots of a compiled program
-  cache_buckets: tuple[int, ...] = ()  # tokens a compiled program attends over
-  chunk: int = 64  # tokens per slot between two looks of the host
-  prompt_rows: int = 8  # prompts whose KV is kept at a time
-  prefill_rows: int = 8  # prompts per prefill call
-  prefill_block: int = 128  # prompt tokens per prefill call
-  features: bool = False  # keep and return the target's features
-
-  def __post_init__(self):
-    tops = {"batch_buckets": self.slots, "cache_buckets": self.max_length}
-    for name, largest in tops.items():
-      buckets = sorted({b for b in getattr(self, name) if b < largest} | {largest})
-      object.__setattr__(self, name, tuple(buckets))
-
-
-class _Admission(NamedTuple):
-  slice: int
-  row: int  # of the prompt store
-  request: int
-
-
-class _Prefill(NamedTuple):
-  slice: int
-  row: int  # of the prompt store
-  prompt: int
-
-
-@dataclasses.dataclass
-class _Running:
-  """The host's view of one rollout."""
-
-  requests: requests_lib.Requests
-  samples: requests_lib.Samples
-  queues: list[collections.deque]  # per slice: requests not yet admitted
-  prompt_row: list[dict[int, int]]  # per slice: prompt -> row of the store
-  owner: np.ndarray  # i32[slices, slots]  request in each slot, -1 if free
-  position: np.ndarray  # i32[B]  index of each request's last known token
-
-  @property
-  def live(self) -> np.ndarray:
-    return np.sum(self.owner >= 0, 1)
+Options = schedule_lib.Options
 
 
 class Rollout:
@@ -87,11 +35,12 @@ class Rollout:
     self.config: config_lib.ModelConfig = config
     self.mesh: jax.sharding.Mesh = mesh
     self.options: Options = options
+    self.pool = programs.Pool()
     self._slices = mesh.shape[axes.DATA]
-    args = (config, mesh)
-    self._prefill = decode.make_prefill(*args, options.features)
-    self._admit = decode.make_admit(*args, options.features)
-    self._chunk = decode.make_chunk(*args, options.chunk, options.features)
+    self._width = np.int32(options.chunk)
+    self._programs = decode.make_programs(
+      config, mesh, options.chunk, options.features, options.rebalance
+    )
 
   def __call__(
     self,
@@ -101,29 +50,115 @@ class Rollout:
   ) -> requests_lib.Samples:
     """Runs all requests to their end.
 
+    A bucket whose program runs out of memory is not used again by this rollout;
+    its requests start over in smaller ones, and draw the same tokens.
+
     Args:
       params: the target's, laid out by `axes.ROLLOUT`
       on_chunk: told seconds since the start and live requests per slice
     Raises:
       RequestError: a request does not fit the options
+      MemoryError: not even the smallest bucket fits
     """
     self._check(requests)
     began = time.perf_counter()
-    run = self._start(requests)
-    slots, store = None, self._new_store()
-    while any(run.queues) or run.live.any():
-      admissions, prefills = self._choose(run)
-      slots = self._fit(run, slots, admissions)
-      if admissions:
-        store = self._fill_store(params, store, prefills, run)
-        slots = self._admit_requests(run, slots, store, admissions)
-      slots, emitted = self._chunk(params, slots, jnp.int32(self.options.chunk))
-      self._record(run, jax.device_get(emitted), slots)
-      seconds, live = time.perf_counter() - began, run.live.tolist()
-      run.samples.timeline.append((seconds, live))
+    schedule = schedule_lib.Schedule.start(self.options, requests, self._slices)
+    samples = self._empty_samples(schedule)
+    slots = store = None
+    while not schedule.done:
+      if store is None:
+        store = self._new_context(self.options.prompt_rows, self.options.max_prompt)
+      schedule.preempt()
+      admissions, prefills = schedule.admit()
+      bucket = schedule.fit(admissions)
+      try:
+        if admissions:
+          slots = self._fit(schedule, slots, bucket)
+          store = self._prefill(params, store, prefills, requests)
+          slots = self._admit(schedule, slots, store, admissions)
+          bucket = schedule.fit([])
+        if bucket != schedule.bucket or admissions:
+          slots = self._fit(schedule, slots, bucket)
+          held = programs.live_bytes() + self.pool.temp_bytes
+          samples.peak_bytes = max(samples.peak_bytes, held)
+        slots, emitted = self._run("chunk", bucket, params, slots, self._width)
+        emitted = jax.device_get(emitted)
+      except jax.errors.JaxRuntimeError as e:
+        if not programs.is_out_of_memory(e):
+          raise
+        slots = store = None
+        schedule.out_of_memory(bucket, admissions)
+        logging.warning(
+          "out of memory with %d slots of %d tokens a slice; going on with less, "
+          "no request is lost",
+          *bucket,
+        )
+        continue
+      self._book(schedule, samples, emitted, slots)
+      seconds, live = time.perf_counter() - began, schedule.live.tolist()
+      samples.timeline.append((seconds, live))
       if on_chunk:
         on_chunk(seconds, live)
-    return run.samples
+    return samples
+
+  def compile(self, params, stop_tokens: int) -> None:
+    """Compiles every program a rollout of these options can need, ahead of time.
+
+    Args:
+      params: the target's, or their shapes and shardings
+      stop_tokens: E, stop tokens per request (`Requests.stop_tokens`)
+    """
+    o = self.options
+    buckets = [
+      schedule_lib.Bucket(b, S) for b in o.batch_buckets for S in o.cache_buckets
+    ]
+    shapes = lambda bucket: decode.abstract_slots(
+      self.mesh, self.config, *bucket, stop_tokens, o.features
+    )
+    store = decode.abstract_context(
+      self.mesh, self.config, o.prompt_rows, o.max_prompt, o.features
+    )
+    self._get("prefill", (), params, store, *self._abstract_prefill())
+    for bucket in buckets:
+      slots = shapes(bucket)
+      self._get("chunk", bucket, params, slots, self._width)
+      if bucket.batch == o.slots:
+        rest = slots.replace(context=None)
+        self._get("admit", bucket, slots, store, rest.pending, rest)
+      longer = [S for S in o.cache_buckets if S > bucket.length][:1]
+      for S in longer:
+        self._get("grow", (*bucket, S), slots.context.kv[0], length=S)
+      smaller = [b for b in o.batch_buckets if b < bucket.batch][-1:]
+      for b in smaller:
+        row = shapes(bucket._replace(batch=b)).pending
+        self._get("gather", (*bucket, b), slots.context.kv[0], row)
+        if bucket.length == o.cache_buckets[0]:
+          self._get("gather_rest", (bucket.batch, b), slots.replace(context=None), row)
+
+  def time_chunk(self, params, batch: int, length: int) -> float:
+    """Seconds of one chunk with all slots of a bucket live, none finishing.
+
+    The caches are as full as a chunk leaves room for.
+    """
+    B, start = batch * self._slices, length - self.options.chunk - 1
+    requests = requests_lib.make_requests([[1]] * B, max_tokens=self.options.chunk + 1)
+    schedule = schedule_lib.Schedule.start(self.options, requests, self._slices)
+    slots = self._fit(schedule, None, schedule_lib.Bucket(batch, length))
+    everyone = np.arange(B).reshape(self._slices, batch)
+    slots = self._new_slots(schedule, everyone).replace(
+      context=slots.context, position=self._place(np.full(everyone.shape, start, np.int32))
+    )
+    run = self._get("chunk", schedule.bucket, params, slots, self._width)
+    jax.block_until_ready(slots)
+    began = time.perf_counter()
+    jax.block_until_ready(run(params, slots, self._width))
+    return time.perf_counter() - began
+
+  def _get(self, name: str, key: tuple, *args, **static):
+    return self.pool.get(name, tuple(key), self._programs[name], *args, **static)
+
+  def _run(self, name: str, key: tuple, *args, **static):
+    return self._get(name, key, *args, **static)(*args)
 
   def _check(self, requests):
     o = self.options
@@ -142,127 +177,81 @@ class Rollout:
         "raise max_length or lower the response limit"
       )
 
-  def _start(self, requests) -> _Running:
-    B, T = len(requests), int(max(requests.max_tokens, default=0))
+  def _empty_samples(self, schedule) -> requests_lib.Samples:
+    B = len(schedule.requests)
+    T = int(max(schedule.requests.max_tokens, default=0))
     zeros = lambda dtype: np.zeros((B, T), dtype)
-    queues = [collections.deque() for _ in range(self._slices)]
-    for i, prompt in enumerate(requests.prompt_idx):
-      queues[prompt % self._slices].append(i)
-    prompt_length = np.array([len(p) for p in requests.prompts], np.int32)
-    return _Running(
-      requests=requests,
-      samples=requests_lib.Samples(
-        tokens=zeros(np.int32),
-        length=np.zeros(B, np.int32),
-        logp=zeros(np.float32),
-        logp_filtered=zeros(np.float32),
-        finish_reason=np.zeros(B, np.int32),
-        features=[None] * B if self.options.features else None,
-        timeline=[(0.0, [min(len(q), self.options.slots) for q in queues])],
-      ),
-      queues=queues,
-      prompt_row=[{} for _ in queues],
-      owner=np.full((self._slices, 0), -1, np.int32),
-      position=prompt_length[requests.prompt_idx] - 1 if B else np.zeros(0, np.int32),
+    return requests_lib.Samples(
+      tokens=zeros(np.int32),
+      length=schedule.drawn,
+      logp=zeros(np.float32),
+      logp_filtered=zeros(np.float32),
+      finish_reason=np.zeros(B, np.int32),
+      features=[None] * B if self.options.features else None,
+      timeline=[(0.0, [min(len(q), self.options.slots) for q in schedule.queues])],
     )
 
-  def _new_store(self) -> decode.Context:
-    o = self.options
+  def _new_context(self, rows: int, length: int) -> decode.Context:
     return decode.init_context(
-      self.mesh, self.config, o.prompt_rows, o.max_prompt, o.features
+      self.mesh, self.config, rows, length, self.options.features
     )
-
-  def _choose(self, run: _Running) -> tuple[list[_Admission], list[_Prefill]]:
-    """Takes requests off the queues, and says which prompts must be prefilled.
-
-    A slice stops when its slots are full, or when every row of its store is in
-    use for this admission. The row that is needed again last makes room.
-    """
-    admissions, prefills = [], []
-    for s, queue in enumerate(run.queues):
-      rows, used = run.prompt_row[s], set()
-      free = self.options.slots - run.live[s]
-      while queue and free > 0:
-        prompt = int(run.requests.prompt_idx[queue[0]])
-        if prompt not in rows:
-          if len(rows) < self.options.prompt_rows:
-            row = len(rows)
-          elif set(rows) <= used:
-            break
-          else:
-            order = [int(run.requests.prompt_idx[i]) for i in queue]
-            again = lambda p, order=order: order.index(p) if p in order else len(order)
-            row = rows.pop(max(set(rows) - used, key=again))
-          rows[prompt] = row
-          prefills.append(_Prefill(s, row, prompt))
-        used.add(prompt)
-        admissions.append(_Admission(s, rows[prompt], queue.popleft()))
-        free -= 1
-    return admissions, prefills
-
-  def _fit(self, run: _Running, slots, admissions) -> decode.Slots:
-    """Moves the live requests into the smallest buckets that will do.
-
-    The fullest slice counts for all: every slice runs the same program.
-    """
-    coming = np.bincount([a.slice for a in admissions], minlength=self._slices)
-    batch = _bucket(self.options.batch_buckets, int(max(run.live + coming)))
-    there = [*run.owner[run.owner >= 0], *(a.request for a in admissions)]
-    end = np.minimum(
-      run.position[there] + self.options.chunk, run.requests.total_length[there]
-    )
-    length = _bucket(self.options.cache_buckets, int(max(end)))
-    if slots is None:
-      run.owner = np.full((self._slices, batch), -1, np.int32)
-      return self._empty_slots(run, batch, length)
-    old_batch = run.owner.shape[1]
-    old_length = slots.context.kv[0].k.shape[2]
-    if batch == old_batch:  # a shorter cache alone is not worth a copy
-      length = max(length, old_length)
-    if (batch, length) == (old_batch, old_length):
-      return slots
-    order = np.argsort(run.owner < 0, axis=1, kind="stable")[:, :batch]
-    order = np.pad(order, ((0, 0), (0, batch - order.shape[1])))
-    owner = np.take_along_axis(run.owner, order, 1)
-    owner[np.arange(batch) >= run.live[:, None]] = -1
-    run.owner = owner
-    return self._resize(slots, order, length, owner)
-
-  def _resize(self, slots, order, length, owner) -> decode.Slots:
-    """Gathers slots (i32[slices, b] per slice), array by array to bound memory."""
-    rows = self._place(order.reshape(-1).astype(np.int32))
-    take = functools.partial(decode.gather_rows, row=rows, mesh=self.mesh)
-    context = slots.context
-    rest = take(slots.replace(context=None))
-    alive = self._place((owner >= 0).reshape(-1))
-    rest = rest.replace(remaining=jnp.where(alive, rest.remaining, 0))
-    kv, features = list(context.kv), context.features
-    del slots, context
-    for i in range(len(kv)):  # the old layer is freed before the next one is copied
-      kv[i] = take(kv[i], axis=2, length=length)
-    if features is not None:
-      features = take(features, axis=1, length=length)
-    return rest.replace(context=decode.Context(tuple(kv), features))
 
   def _place(self, x: np.ndarray) -> jax.Array:
-    return jax.device_put(x, axes.sharding(self.mesh, axes.DATA))
+    """[slices, b, ...] on the host -> [slices * b, ...] over the slices."""
+    flat = x.reshape(-1, *x.shape[2:])
+    return jax.device_put(flat, axes.sharding(self.mesh, axes.DATA))
 
-  def _empty_slots(self, run, batch, length) -> decode.Slots:
-    return self._new_slots(run, np.full((self._slices, batch), -1)).replace(
-      context=decode.init_context(
-        self.mesh, self.config, batch, length, self.options.features
-      )
+  def _fit(self, schedule, slots, bucket) -> decode.Slots:
+    """Brings the slots into a bucket, one step of batch or length at a time.
+
+    Layer by layer, so that only one layer exists twice.
+    """
+    if slots is None:
+      schedule.bucket = bucket
+      schedule.owner = np.full((self._slices, bucket.batch), -1, np.int32)
+      free = self._new_slots(schedule, schedule.owner)
+      return free.replace(context=self._new_context(*bucket))
+    while bucket.batch != schedule.bucket.batch:
+      b = _next(self.options.batch_buckets, schedule.bucket.batch, bucket.batch)
+      slots = self._gather(schedule, slots, b)
+    while bucket.length != schedule.bucket.length:
+      S = _next(self.options.cache_buckets, schedule.bucket.length, bucket.length)
+      slots = self._grow(schedule, slots, S)
+    return slots
+
+  def _gather(self, schedule, slots, batch: int) -> decode.Slots:
+    row = self._place(schedule.move(batch))
+    b, S = schedule.bucket
+    rest = self._run("gather_rest", (b, batch), slots.replace(context=None), row)
+    free = self._place(schedule.owner < 0)
+    rest = rest.replace(remaining=jax.numpy.where(free, 0, rest.remaining))
+    take = lambda x: self._run("gather", (b, S, batch), x, row)
+    features = lambda x: self._run("gather_features", (b, S, batch), x, row)
+    context = _layerwise(slots.context, take, features)
+    schedule.bucket = schedule_lib.Bucket(batch, S)
+    return rest.replace(context=context)
+
+  def _grow(self, schedule, slots, length: int) -> decode.Slots:
+    b, S = schedule.bucket
+    key = (b, S, length)
+    context = _layerwise(
+      slots.context,
+      lambda x: self._get("grow", key, x, length=length)(x),
+      lambda x: self._get("grow_features", key, x, length=length)(x),
     )
+    schedule.bucket = schedule_lib.Bucket(b, length)
+    return slots.replace(context=context)
 
-  def _new_slots(self, run: _Running, request: np.ndarray) -> decode.Slots:
+  def _new_slots(self, schedule, request: np.ndarray) -> decode.Slots:
     """Slots without context for requests i32[slices, b]; -1 leaves one free."""
-    r, flat = run.requests, request.reshape(-1)
-    of = lambda x: self._place(x[np.maximum(flat, 0)])
+    r = schedule.requests
+    of = lambda x: self._place(x[np.maximum(request, 0)])
     last = np.array([p[-1] for p in r.prompts], np.int32)[r.prompt_idx]
+    left = np.where(request >= 0, r.max_tokens[np.maximum(request, 0)], 0)
     return decode.Slots(
       pending=of(last),
-      position=of(run.position),
-      remaining=self._place(np.where(flat >= 0, r.max_tokens[flat], 0).astype(np.int32)),
+      position=of(schedule.position.astype(np.int32)),
+      remaining=self._place(left.astype(np.int32)),
       stop_tokens=of(r.stop_tokens),
       sampling=sampling_lib.Sampling(
         **{
@@ -273,69 +262,90 @@ class Rollout:
       context=None,
     )
 
-  def _fill_store(self, params, store, prefills, run) -> decode.Context:
+  def _prefill_shape(self) -> tuple[int, int, int]:
+    o = self.options
+    return self._slices, o.prefill_rows, min(o.prefill_block, o.max_prompt)
+
+  def _abstract_prefill(self):
+    """Shapes of a prefill's tokens, start and row."""
+    slices, rows, block = self._prefill_shape()
+    over = axes.sharding(self.mesh, axes.DATA)
+    shape = lambda *s: jax.ShapeDtypeStruct(s, np.int32, sharding=over)
+    n = slices * rows
+    return shape(n, block), shape(n), shape(n)
+
+  def _prefill(self, params, store, prefills, requests) -> decode.Context:
     """Computes the KV of new prompts, a block of tokens of some rows at a time."""
-    per_slice = [[p for p in prefills if p.slice == s] for s in range(self._slices)]
-    width = self.options.prefill_rows
-    block = min(self.options.prefill_block, self.options.max_prompt)
-    while any(per_slice):
-      now = [queue[:width] for queue in per_slice]
-      per_slice = [queue[width:] for queue in per_slice]
-      longest = max(len(run.requests.prompts[p.prompt]) for q in now for p in q)
+    slices, width, block = self._prefill_shape()
+    waiting = [[p for p in prefills if p.slice == s] for s in range(slices)]
+    while any(waiting):
+      now = [queue[:width] for queue in waiting]
+      waiting = [queue[width:] for queue in waiting]
+      longest = max(len(requests.prompts[p.prompt]) for queue in now for p in queue)
       # The last token stays pending: its KV is computed with the first draw.
       for start in range(0, longest - 1, block):
-        tokens = np.zeros((self._slices, width, block), np.int32)
-        row = np.full((self._slices, width), self.options.prompt_rows, np.int32)
+        tokens = np.zeros((slices, width, block), np.int32)
+        row = np.full((slices, width), self.options.prompt_rows, np.int32)
         for s, queue in enumerate(now):
           for j, p in enumerate(queue):
-            part = run.requests.prompts[p.prompt][start : start + block]
+            part = requests.prompts[p.prompt][start : start + block]
             tokens[s, j, : len(part)] = part
             row[s, j] = p.row
-        flat = lambda x: self._place(x.reshape(-1, *x.shape[2:]))
         starts = np.full(row.shape, start, np.int32)
-        store = self._prefill(params, store, flat(tokens), flat(starts), flat(row))
+        args = (self._place(x) for x in (tokens, starts, row))
+        store = self._run("prefill", (), params, store, *args)
     return store
 
-  def _admit_requests(self, run, slots, store, admissions) -> decode.Slots:
-    row = np.full(run.owner.shape, -1, np.int32)
-    request = np.full(run.owner.shape, -1, np.int32)
+  def _admit(self, schedule, slots, store, admissions) -> decode.Slots:
+    row = np.full(schedule.owner.shape, -1, np.int32)
+    request = np.full(schedule.owner.shape, -1, np.int32)
     for a in admissions:
-      slot = int(np.argmax(run.owner[a.slice] < 0))
-      run.owner[a.slice, slot] = request[a.slice, slot] = a.request
+      slot = int(np.argmax(schedule.owner[a.slice] < 0))
+      schedule.owner[a.slice, slot] = request[a.slice, slot] = a.request
       row[a.slice, slot] = a.row
-    new = self._new_slots(run, request)
-    return self._admit(slots, store, self._place(row.reshape(-1)), new)
+    new = self._new_slots(schedule, request)
+    return self._run("admit", schedule.bucket, slots, store, self._place(row), new)
 
-  def _record(self, run: _Running, emitted: decode.Emitted, slots) -> None:
+  def _book(self, schedule, samples, emitted: decode.Emitted, slots) -> None:
     """Books what a chunk drew, and frees the slots of what has finished."""
-    samples, r = run.samples, run.requests
-    for flat, i in enumerate(run.owner.reshape(-1)):
-      if i < 0:
-        continue
-      count, start = int(emitted.count[flat]), int(samples.length[i])
+    owner = schedule.owner.reshape(-1)
+    samples.computed_tokens += int(emitted.steps.sum()) * schedule.bucket.batch
+    for slot in np.flatnonzero(owner >= 0):
+      i = owner[slot]
+      count, start = int(emitted.count[slot]), int(samples.length[i])
       for name in ("tokens", "logp", "logp_filtered"):
-        getattr(samples, name)[i, start : start + count] = getattr(emitted, name)[
-          flat, :count
-        ]
+        drawn = getattr(emitted, name)[slot, :count]
+        getattr(samples, name)[i, start : start + count] = drawn
       samples.length[i] += count
-      run.position[i] += count
-      if emitted.remaining[flat] == 0:
-        last = samples.tokens[i, samples.length[i] - 1]
-        stopped = last in r.stop_tokens[i]
+      if emitted.remaining[slot] == 0:
+        stopped = samples.tokens[i, start + count - 1] in schedule.requests.stop_tokens[i]
         samples.finish_reason[i] = requests_lib.STOP if stopped else requests_lib.LENGTH
         if samples.features is not None:
-          kept = slots.context.features[flat, : run.position[i]]
+          kept = slots.context.features[slot, : schedule.position[i]]
           samples.features[i] = np.asarray(kept)
-        run.owner.reshape(-1)[flat] = -1
+        owner[slot] = -1
 
 
-def _bucket(buckets: tuple[int, ...], need: int) -> int:
-  return next(b for b in buckets if b >= need)
+def _next(buckets: tuple[int, ...], now: int, goal: int) -> int:
+  """The neighbour of `now` on the way to `goal`."""
+  i = buckets.index(now)
+  return buckets[i + 1] if goal > now else buckets[i - 1]
+
+
+def _layerwise(context: decode.Context, of_layer, of_features) -> decode.Context:
+  """Applies functions to each layer's cache; the old one is freed before the next."""
+  kv, features = list(context.kv), context.features
+  context = None
+  for i in range(len(kv)):
+    kv[i] = of_layer(kv[i])
+  if features is not None:
+    features = of_features(features)
+  return decode.Context(tuple(kv), features)
 
 
 def make(config: config_lib.ModelConfig, mesh, options: Options) -> Rollout:
   """A rollout function `(params, requests) -> samples` for one model and mesh.
 
-  Programs are compiled when a bucket is first used and kept from then on.
+  Programs are compiled by `compile`, or when a bucket is first used.
   """
   return Rollout(config, mesh, options)

@@ -1,0 +1,294 @@
+"""Every config builds, nothing in it goes unread, and its full size type-checks.
+
+Nothing large is allocated: models, decoding and updates are traced on shapes.
+"""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import setup
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax import checkpoint
+from tlt_jax import packing
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import target
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
+from tlt_jax.rl import reward
+from tlt_jax.rl import supervised
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import requests as requests_lib
+from tlt_jax.spec_decode import rollout
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "experiments" / "configs"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+COMMAND = re.compile(r"python -m experiments\.(\w+)")
+
+
+def module(name: str):
+  spec = importlib.util.spec_from_file_location(f"config_{name}", FOLDER / f"{name}.py")
+  made = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(made)
+  return made
+
+
+def load(name: str, arg: str = "") -> dict:
+  return module(name).get_config(arg).to_dict()
+
+
+def command(name: str) -> str:
+  """The command that a config is for, by the first one in its docstring."""
+  return COMMAND.search(module(name).__doc__)[1]
+
+
+TRAIN = [name for name in NAMES if command(name) == "train"]
+MODELS = {  # what `policy` holds at full size
+  "countdown": config_lib.ModelConfig(**load("warm_start")["model"]),
+  "qwen2_5_7b": config_lib.ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=152064,
+    width=3584,
+    mlp_width=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    rope_theta=1e6,
+    max_position=32768,
+    qkv_bias=True,
+    dtype="bfloat16",
+  ),
+}
+
+
+def leaves(section: dict, path=()) -> list[tuple[str, ...]]:
+  found = []
+  for key, value in section.items():
+    found += leaves(value, (*path, key)) if isinstance(value, dict) else [(*path, key)]
+  return found
+
+
+@pytest.mark.parametrize("arg", ["", "smoke"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_builds_and_the_flag_locks_it(name, arg):
+  """And says in its docstring which command it is for; `:smoke` has the same keys."""
+  path = FOLDER / f"{name}.py"
+  flag = setup.config_flag(f"{path}:{arg}" if arg else str(path))
+  try:
+    assert flag.default.is_locked
+    assert leaves(flag.default.to_dict()) == leaves(load(name))
+    with pytest.raises(AttributeError, match="locked"):
+      flag.default.learning_rat = 1
+  finally:
+    flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
+  assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_is_read(name):
+  """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
+  read = set()
+  for source in (f"{command(name)}.py", "setup.py"):
+    tree = ast.parse((ROOT / "experiments" / source).read_text())
+    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
+    for node in ast.walk(tree):
+      keys = []
+      if isinstance(node, ast.Subscript) and id(node) not in inner:
+        while isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+          keys.insert(0, node.slice.value)
+          node = node.value
+      if keys and isinstance(node, ast.Name) and node.id == "config":
+        read.add(tuple(keys))
+  for path in leaves(load(name)):
+    assert any(keys == path[: len(keys)] for keys in read), f"{path} is read by nobody"
+
+
+def doors(config: dict, mesh) -> dict:
+  """Section -> the call that takes all of it."""
+  model = tiny.CONFIG
+  take_all = lambda f, *args: lambda **section: inspect.signature(f).bind(*args, **section)
+
+  def build(source, **section):
+    """Data sources are not opened here: they may need files."""
+    package, _, name = source.rpartition(".")
+    factory = getattr(importlib.import_module(package), name)
+    inspect.signature(factory).bind(**section)
+
+  if "algorithm" not in config:
+    return {
+      "model": config_lib.ModelConfig,
+      "optimizer": optimizer.make,
+      "learner": lambda **section: learner_lib.make(
+        model, supervised.make(), None, mesh, **section
+      ),
+    }
+  length = config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
+  return {
+    "prompts": build,
+    "held_out": build,
+    "sampling": lambda **section: requests_lib.make_requests([[1, 2]], **section),
+    "rollout": lambda **section: rollout.Options(max_length=length, **section),
+    "algorithm": algorithm_lib.make,
+    "optimizer": optimizer.make,
+    "learner": lambda **section: learner_lib.make(model, None, None, mesh, **section),
+    "checkpoint": take_all(checkpoint.Checkpoints, "folder"),
+  }
+
+
+@pytest.mark.parametrize("arg", ["", "smoke"])
+@pytest.mark.parametrize("name", NAMES)
+def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
+  """Each goes to one function, which takes all of its keys and none besides."""
+  config = load(name, arg)
+  for section, door in doors(config, tiny.mesh(2)).items():
+    door(**config[section])
+    with pytest.raises((TypeError, ValueError), match="typo"):
+      door(**config[section], typo=1)
+  if "reward" in config:
+    assert callable(reward.make(config["reward"]))
+
+
+@pytest.mark.parametrize("arg", ["", "smoke"])
+@pytest.mark.parametrize("name", TRAIN)
+def test_sizes_fit_each_other(name, arg):
+  """The longest sequence fits a training row, and updates share the responses out."""
+  config = load(name, arg)
+  longest = config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
+  lengths = [length for _, length in config["learner"]["buckets"]]
+  assert lengths == sorted(lengths) and longest <= lengths[-1]
+  responses = config["batch"]["prompts"] * config["batch"]["responses"]
+  assert responses % config["learner"]["updates"] == 0
+  assert responses // config["learner"]["updates"] % config["batch"]["responses"] == 0
+
+
+def abstract_params(model, mesh, rules, dtype):
+  """Shapes, dtypes and shardings of a model's parameters."""
+  boxed = target.abstract_params(model)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
+    jax.tree.map(lambda x: x.value, boxed, is_leaf=lambda x: hasattr(x, "value")),
+    axes.shardings(mesh, rules, boxed),
+  )
+
+
+def shape(*sizes, dtype=jnp.int32):
+  return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.fixture(params=TRAIN)
+def full(request):
+  """(config, model, mesh) of a training config at full size, two slices."""
+  config = load(request.param)
+  return config, MODELS[request.param], tiny.mesh(2, config["tensor_parallel"])
+
+
+def test_the_full_model_runs_forward(full):
+  """Without a cache, from tokens to features and logits."""
+  config, model, mesh = full
+  params = abstract_params(model, mesh, axes.TRAIN, jnp.float32)
+  rows, length = config["learner"]["buckets"][0]
+  run = lambda p, t: target.Target(model).apply(
+    {"params": p}, t, t, method=target.Target.features_and_logits
+  )
+  features, logits, _ = jax.eval_shape(run, params, shape(rows, length))
+  assert features.shape == (rows, length, model.width)
+  assert features.dtype == model.dtype
+  assert logits.shape == (rows, length, model.vocab_size)
+  assert logits.dtype == jnp.float32
+
+
+def test_the_full_decode_chunk_traces(full):
+  """With the largest batch and the longest cache; the slots keep their shapes."""
+  config, model, mesh = full
+  o = rollout.Options(
+    max_length=config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"],
+    **config["rollout"],
+  )
+  params = abstract_params(model, mesh, axes.ROLLOUT, model.dtype)
+  slots = decode.abstract_slots(mesh, model, o.slots, o.max_length, 2, o.features)
+  chunk = decode.make_chunk(model, mesh, o.chunk, o.features)
+  after, emitted = jax.eval_shape(chunk, params, slots, jnp.int32(o.chunk))
+  plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+  assert plain(after) == plain(slots)
+  B = o.slots * mesh.shape[axes.DATA]
+  assert slots.context.kv[0].k.shape == (
+    B,
+    model.num_kv_heads,
+    o.max_length,
+    model.head_dim,
+  )
+  assert emitted.tokens.shape == (B, o.chunk)
+
+
+def test_the_full_learner_update_traces(full):
+  """All buckets, with the log-probabilities of both other policies.
+
+  Of the layers, which are alike, four: tracing all 28 takes half a minute.
+  """
+  config, model, mesh = full
+  model = dataclasses.replace(model, num_layers=min(4, model.num_layers))
+  learner = learner_lib.make(
+    model,
+    algorithm_lib.make(**config["algorithm"]),
+    optimizer.make(**config["optimizer"]),
+    mesh,
+    **config["learner"],
+  )
+  B = config["batch"]["prompts"] * config["batch"]["responses"] // learner.updates
+  state = learner.abstract_state()
+  packed = tuple(abstract_packed(bucket, B) for bucket in learner.buckets)
+  f32 = shape(B, dtype=jnp.float32)
+  sequences = learner_lib.Sequences(advantage=f32, length=shape(B), temperature=f32)
+  logp = jax.eval_shape(learner.logprobs, state.params, packed, f32)
+  assert [x.shape for x in logp] == [p.tokens.shape for p in packed]
+  new, metrics = jax.eval_shape(learner.update, state, packed, sequences, logp, logp)
+  plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+  assert plain(new) == plain(state)
+  assert {"policy/loss", "policy/kl", "policy/clip_frac"} <= set(metrics)
+  assert all(m.shape == () for m in metrics.values())
+  on_rollout = jax.eval_shape(learner.to_rollout, new.params)
+  assert {x.dtype for x in jax.tree.leaves(on_rollout)} == {jnp.dtype(model.dtype)}
+
+
+def abstract_packed(bucket: packing.Bucket, sequences: int) -> packing.Packed:
+  tokens = shape(-(-sequences // bucket.rows), bucket.rows, bucket.length)
+  return packing.Packed(
+    **dict.fromkeys(("tokens", "targets", "positions", "segments", "sequence_idx"), tokens),
+    mask=tokens.update(dtype=bool),
+    count=shape(),
+  )
+
+
+def test_seven_billion_parameters_fit_the_machine_they_are_meant_for():
+  """Split over 8 devices of 80 GB: training state, and weights and KV of a rollout."""
+  config, model = load("qwen2_5_7b"), MODELS["qwen2_5_7b"]
+  mesh = tiny.mesh(2, 4)
+  learner = learner_lib.make(
+    model, None, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
+  )
+
+  def per_device(tree):
+    shards = [(x, x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)]
+    return sum(x.dtype.itemsize * jnp.prod(jnp.array(s)).item() for x, s in shards) / 1e9
+
+  state = learner.abstract_state()
+  assert sum(x.size for x in jax.tree.leaves(state.params)) == 7_615_616_512
+  assert per_device(state) == pytest.approx(12 * 7.6156 / 8, rel=0.01)
+  rows, length = config["rollout"]["slots"], 1024 + config["sampling"]["max_tokens"]
+  store = decode.abstract_context(mesh, model, rows, length, False)
+  weights = abstract_params(model, mesh, axes.ROLLOUT, jnp.bfloat16)
+  reference = per_device(state.params)
+  assert per_device((store, weights)) + per_device(state) + reference < 70

@@ -1,0 +1,236 @@
+"""Countdown: problems, written searches, and the verdict on them."""
+
+import functools
+import random
+import re
+
+import numpy as np
+import pytest
+
+from tlt_jax import data
+from tlt_jax.rl import countdown
+
+PROMPT = "14 12 11>22:"
+SOLVED = "14+12=26,26-11=15;14-12=2,11+2=13;11*2=22!\n"
+
+
+def score(prompt, response):
+  return countdown.score(prompt, response, answer="")
+
+
+@functools.cache
+def problems(split, size=64, **options):
+  source = countdown.Problems(split, size, **{"four_share": 0.5, **options})
+  return [source[i] for i in range(size)]
+
+
+@functools.cache
+def searches():
+  """(prompt, response) of written searches with three and with four numbers."""
+  rng = random.Random(0)
+  written = [
+    (r["prompt"], countdown.write_search(r["prompt"], rng, 3000))
+    for r in problems("train", 160)
+  ]
+  return [(prompt, response) for prompt, response in written if response]
+
+
+def test_written_searches_score_one():
+  """With dead ends and without, three numbers and four."""
+  sizes = [len(prompt.split(">")[0].split()) for prompt, _ in searches()]
+  assert sizes.count(3) > 40 and sizes.count(4) > 40
+  assert sum(";" in response for _, response in searches()) > 80
+  assert all(score(*search) == 1.0 for search in searches())
+
+
+def test_written_searches_are_text_of_the_vocabulary_within_their_limit():
+  """None is written instead where the search would run longer."""
+  for prompt, response in searches():
+    assert set(prompt + response) <= set(countdown.CHARACTERS)
+    assert response.index(countdown.STOP) == len(response) - 1
+  longest = max(searches(), key=lambda s: len(s[1]))[0]
+  for limit in (8, 100, 400):
+    for seed in range(10):
+      response = countdown.write_search(longest, random.Random(seed), limit)
+      assert response is None or len(response) <= limit
+  assert countdown.write_search("1 1 1>99:", random.Random(0), 10_000) is None
+
+
+def test_every_step_of_a_written_search_is_right():
+  """Also those that led nowhere."""
+  for _, response in searches():
+    for a, op, b, result, _ in re.findall(r"(\d+)(\D)(\d+)=(\d+)(.)", response):
+      exact = {
+        "+": lambda a, b: a + b,
+        "-": lambda a, b: a - b,
+        "*": lambda a, b: a * b,
+        "/": lambda a, b: a / b,
+      }[op](int(a), int(b))
+      assert exact == int(result) >= 0
+
+
+@pytest.mark.parametrize(
+  "response",
+  [
+    SOLVED,
+    "14-12=2,11*2=22!\n",
+    "12-11=1,14*1=14;11*14=154,154/12=12;14-12=2,2*11=22!\n",
+  ],
+)
+def test_a_right_solution_scores_one(response):
+  """However it was found, and in whatever order a product's factors stand."""
+  assert score(PROMPT, response) == 1.0
+
+
+@pytest.mark.parametrize(
+  ("response", "fault"),
+  [
+    ("", "nothing"),
+    ("\n", "nothing but the stop"),
+    ("22!\n", "no step"),
+    ("14-12=2,11*2=22!", "no stop"),
+    ("14-12=2,11*2=22;\n", "given up"),
+    ("14-12=2,11*2=22!\n\n", "text after the stop"),
+    ("14-12=2,11*2=22!\n14-12=2", "text after the stop"),
+    ("14-12=2,11*2=2\n", "cut off"),
+    ("14-12=2,\n", "unfinished"),
+    ("11*2=22!\n", "a number from nowhere, one left over"),
+    ("14-12=2,11+11=22!\n", "a number used twice"),
+    ("14-12=2,14+8=22!\n", "a number used again, another from nowhere"),
+    ("14-12=2,22*1=22!\n", "numbers from nowhere"),
+    ("11+11=22,22*1=22!\n", "one number used as two"),
+    ("12+11=23,23-14=9!\n", "not the target"),
+    ("12+11=23,23-14=22!\n", "the last result is wrong, the value too"),
+    ("14-12=2,11*2=23!\n", "the last result is wrong, the value is not"),
+    ("14-12=3,11*3=33!\n", "wrong throughout, but for the value"),
+    ("14-12=3,11*3=22!\n", "wrong twice, and right in the end"),
+    ("12-14=2,11*2=22!\n", "the wrong way round"),
+    ("14-12=2!11*2=22!\n", "no step leads to two numbers left"),
+    ("14-12=2|11*2=22!\n", "no step leads to two numbers left"),
+    ("14-12=2,11*2=22! \n", "something between the result and the stop"),
+    ("14*0=0,11/0=22!\n", "division by zero"),
+  ],
+)
+def test_a_wrong_solution_scores_zero(response, fault):
+  assert score(PROMPT, response) == 0.0
+
+
+def _replace_last(pattern, change, response):
+  """Rewrites the last match of a pattern."""
+  *_, last = re.finditer(pattern, response)
+  return response[: last.start()] + change(last) + response[last.end() :]
+
+
+@pytest.mark.parametrize(
+  "tamper",
+  [
+    lambda r: r[:-1],
+    lambda r: r.replace("!", ";"),
+    lambda r: r[: r.rindex(",") + 1] + "\n",
+    lambda r: _replace_last(r"=(\d+)!", lambda m: f"={int(m[1]) + 1}!", r),
+    lambda r: _replace_last(r"=(\d+),", lambda m: f"={int(m[1]) + 1},", r),
+    lambda r: _replace_last(r"(\d+)(?=[-+*/]\d+=\d+!)", lambda m: f"{int(m[1]) + 700}", r),
+    lambda r: _replace_last(
+      r"(\d+)[-+*/](\d+)=\d+!", lambda m: f"{m[1]}+{m[2]}={int(m[1]) + int(m[2]) + 1}!", r
+    ),
+    lambda r: _replace_last(r"\d+(?=[-+*/]\d+=\d+,)", lambda m: "501", r),
+  ],
+)
+def test_a_search_that_was_tampered_with_scores_zero(tamper):
+  """Every written search, at the steps that lead to its end."""
+  for prompt, response in searches():
+    assert score(prompt, tamper(response)) == 0.0, (prompt, tamper(response))
+
+
+@pytest.mark.parametrize(
+  ("response", "expression"),
+  [
+    # Both ways back: from a dead end to two numbers, and to three.
+    (
+      "1+2=3|3+3=6,6+4=10;6*4=24;3*4=12,12+3=15;2*3=6|6*4=24,24-1=23;24+1=25!\n",
+      "(((2*3)*4)+1)",
+    ),
+    # The step to two numbers is the last one, the one to three further back.
+    ("1+4=5|5+2=7,7*3=21;5-3=2,2+2=4;3*5=15,15*2=30!\n", "((3*(1+4))*2)"),
+    # A step to three numbers that nothing follows is not on the path.
+    ("1+2=3|4*2=8|8-1=7,7*3=21!\n", "(((4*2)-1)*3)"),
+  ],
+)
+def test_the_path_to_the_end_is_found_among_dead_ends(response, expression):
+  """Four numbers: the last step of each depth before the end."""
+  assert countdown.answer_expression([1, 2, 3, 4], response) == expression
+  target = round(eval(expression))
+  assert score(f"1 2 3 4>{target}:", response) == 1.0
+  assert score(f"1 2 3 4>{target + 1}:", response) == 0.0
+
+
+def test_equal_numbers_are_told_apart_by_how_many_there_are():
+  """Two fives may both be used, three may not."""
+  assert score("5 5 2>20:", "5+5=10,10*2=20!\n") == 1.0
+  assert score("5 3 2>20:", "5+5=10,10*2=20!\n") == 0.0
+
+
+def test_problems_depend_on_their_split_seed_and_index_alone():
+  """Not on the size of the source, nor on what was read before."""
+  source = countdown.Problems("train", 10_000, four_share=0.5)
+  assert [source[i] for i in (63, 5, 0)] == [problems("train")[i] for i in (63, 5, 0)]
+  assert problems("train", 32, seed=1) != problems("train")[:32]
+  assert len(source) == 10_000
+  for i in (-1, 10_000):
+    with pytest.raises(IndexError):
+      source[i]
+
+
+def test_problems_are_what_they_are_said_to_be():
+  """Numbers of 1..20, targets of 10..99, answers that hit them, a share of fours."""
+  counts = []
+  for record in problems("train", 160):
+    numbers, target = re.fullmatch(r"([\d ]+)>(\d+):", record["prompt"]).groups()
+    numbers = [int(n) for n in numbers.split()]
+    counts.append(len(numbers))
+    assert all(1 <= n <= 20 for n in numbers) and 10 <= int(target) <= 99
+    assert sorted(map(int, re.findall(r"\d+", record["answer"]))) == sorted(numbers)
+    np.testing.assert_allclose(eval(record["answer"]), int(target))
+  assert set(counts) == {3, 4} and 50 < counts.count(4) < 110
+  for share, numbers in ((0.0, 3), (1.0, 4)):
+    prompts = [r["prompt"] for r in problems("train", 16, four_share=share)]
+    assert {p.count(" ") + 1 for p in prompts} == {numbers}
+
+
+def test_the_splits_share_no_problem():
+  """Not even with the numbers in another order."""
+
+  def names(records):
+    split = [r["prompt"].rstrip(":").split(">") for r in records]
+    return {(tuple(sorted(numbers.split())), target) for numbers, target in split}
+
+  train, held_out = names(problems("train", 600, seed=2)), names(problems("held_out", 32))
+  assert len(held_out) > 30 and not train & held_out
+  for record in problems("held_out", 32)[:8]:
+    numbers, target = record["prompt"].rstrip(":").split(">")
+    for seed in range(4):
+      shuffled = [int(n) for n in numbers.split()]
+      random.Random(seed).shuffle(shuffled)
+      assert countdown._held_out(shuffled, int(target))
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [(dict(split="test"), "'train' or 'held_out'"), (dict(four_share=1.5), r"\[0, 1\]")],
+)
+def test_options_that_make_no_sense_are_errors(options, message):
+  with pytest.raises(ValueError, match=message):
+    countdown.Problems(**{"split": "train", "size": 1, **options})
+
+
+def test_the_tokenizer_survives_being_saved_next_to_a_policy(tmp_path):
+  """Every character a token of its own, spaces and the stop included."""
+  countdown.tokenizer().save_pretrained(tmp_path)
+  tokenizer = data.Tokenizer.load(tmp_path)
+  assert tokenizer.vocab_size == len(countdown.CHARACTERS) + 1
+  for text in (PROMPT, SOLVED, countdown.CHARACTERS, " 1  2 > :", *searches()[0]):
+    tokens = tokenizer.encode(text)
+    assert len(tokens) == len(text) and tokens.min() > 0
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.decode([*tokens, 0, 0]) == text
+  assert tokenizer.stop_tokens == tuple(tokenizer.encode(countdown.STOP))

@@ -1,0 +1,357 @@
+"""The compiled decoding loop: the KV cache is written in place, slices run apart.
+
+What is asked of the program text holds a positive control each: the same detector
+finds the fault in a program that has it.
+"""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import layers
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import sampling
+
+ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as KV
+ENTRY = "ENTRY"
+
+
+class Instruction(NamedTuple):
+  name: str
+  type: str  # 'f32[4,2,256,16]{3,2,1,0}', or a tuple of such
+  opcode: str
+  root: bool
+  rest: str  # operands and attributes
+
+  @property
+  def num_elements(self) -> int:
+    """Of the largest array in the result."""
+    shapes = re.findall(r"\w+\[([\d,]*)\]", self.type)
+    return max((math.prod(map(int, filter(None, s.split(",")))) for s in shapes), default=0)
+
+  @property
+  def called(self) -> list[str]:
+    """Computations it runs: loop bodies, branches, fusions, reducers."""
+    one = r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)"
+    many = r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+    listed = ",".join(re.findall(many, self.rest))
+    return re.findall(one, self.rest) + re.findall(r"[\w.\-]+", listed)
+
+
+def computations(text: str) -> dict[str, list[Instruction]]:
+  """The instructions of each computation of an HLO module, its entry as `ENTRY`."""
+  found, body = {}, None
+  for line in text.splitlines():
+    if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+      body = found.setdefault(ENTRY if head[1] else head[2], [])
+    elif body is not None and (
+      m := re.match(
+        r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)(\(.*)",
+        re.sub(r"/\*.*?\*/", "", line),
+      )
+    ):
+      body.append(Instruction(m[2], m[3], m[4], bool(m[1]), m[5]))
+  return found
+
+
+def inside_loops(module, through_fusions: bool) -> dict[str, list[Instruction]]:
+  """The computations that run in some loop, however deep.
+
+  The inside of a fusion is one kernel whose values are never stored, but for its
+  result.
+  """
+  every = [i for body in module.values() for i in body]
+  todo = [name for i in every if i.opcode == "while" for name in i.called]
+  found = {}
+  while todo:
+    name = todo.pop()
+    if name not in found:
+      found[name] = module[name]
+      for i in module[name]:
+        if through_fusions or i.opcode in ("while", "conditional", "call"):
+          todo += i.called
+  return found
+
+
+def writes_in_place(i: Instruction, module) -> bool:
+  """Whether the result is an operand of the same size with something written into it.
+
+  A scatter or dynamic-update-slice, alone or at the root of a fusion.
+  """
+  if i.opcode == "fusion":
+    return any(writes_in_place(j, module) for j in module[i.called[0]] if j.root)
+  return i.opcode in ("scatter", "dynamic-update-slice")
+
+
+PASSED_ON = (
+  "parameter",
+  "tuple",
+  "get-tuple-element",
+  "bitcast",
+  "while",
+  "conditional",
+  "call",
+)
+
+
+def large_copies(text: str, num_elements: int, in_entry: bool = False) -> list[str]:
+  """Instructions in loops (and outside) that make an array of that size or larger.
+
+  Not those that hand one on or write into it: what remains are copies, transposes,
+  slices of stacked layers, concatenations, gathers.
+  """
+  module = computations(text)
+  where = inside_loops(module, through_fusions=False)
+  if in_entry:
+    where[ENTRY] = module[ENTRY]
+  return [
+    f"{name}: {i.name} = {i.type} {i.opcode}"
+    for name, body in where.items()
+    for i in body
+    if i.num_elements >= num_elements
+    and i.opcode not in PASSED_ON
+    and not writes_in_place(i, module)
+  ]
+
+
+def unaliased(text: str, num_elements: int) -> list[str]:
+  """Parameters of that size or larger whose buffer no output reuses."""
+  module = computations(text)
+  header = text[: text.index("\n")]
+  aliased = {
+    int(n) for n in re.findall(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias", header)
+  }
+  return [
+    i.name
+    for i in module[ENTRY]
+    if i.opcode == "parameter"
+    and i.num_elements >= num_elements
+    and int(i.rest[1 : i.rest.index(")")]) not in aliased
+  ]
+
+
+COLLECTIVES = (
+  "all-reduce",
+  "all-gather",
+  "all-to-all",
+  "reduce-scatter",
+  "collective-permute",
+  "collective-broadcast",
+  "ragged-all-to-all",
+)
+
+
+def device_groups(i: Instruction) -> list[list[int]]:
+  """Which devices talk to each other, in any of the compiler's notations.
+
+  {{0,2},{1,3}} is a list. [2,2]<=[2,2]T(1,0) counts up, shapes, transposes, and
+  regroups. mesh['a'=2,'b'=2] {'a'} counts up (or reads `device_ids`), shapes, and
+  groups along the named axes.
+  """
+  numbers = lambda s: [int(n) for n in re.findall(r"\d+", s or "")]
+
+  def counted(dims, order):
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(order) if order else ids
+
+  iota = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+  if m := re.search(r"replica_groups=\[([\d,]+)\]<=" + iota, i.rest):
+    shape, *ids = map(numbers, m.groups())
+    return counted(*ids).reshape(shape).tolist()
+  mesh = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(" + iota + r"\))? \{([^}:]*)\}"
+  if m := re.search(mesh, i.rest):
+    sizes = {name: int(n) for name, n in re.findall(r"('\w+')=(\d+)", m[1])}
+    ids = counted(numbers(m[2]) or list(sizes.values()), numbers(m[3]))
+    ids = ids.reshape(list(sizes.values()))
+    named = [list(sizes).index(name) for name in m[4].split(",")]
+    size = math.prod(ids.shape[axis] for axis in named)
+    return np.moveaxis(ids, named, range(-len(named), 0)).reshape(-1, size).tolist()
+  listed = r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}"
+  if m := re.search(listed, i.rest):
+    return [numbers(group) for group in re.findall(r"\{([\d,]+)\}", m[1])]
+  raise ValueError(f"unknown notation: {i.rest}")
+
+
+def collectives(text: str) -> list[Instruction]:
+  """Every collective that runs in a loop."""
+  return [
+    i
+    for body in inside_loops(computations(text), through_fusions=True).values()
+    for i in body
+    if i.opcode.removesuffix("-start") in COLLECTIVES
+  ]
+
+
+def across_slices(text: str, mesh) -> list[str]:
+  """Collectives in loops whose devices are not all of one slice."""
+  tensor = mesh.shape[axes.MODEL]
+  return [
+    f"{i.name} {i.type} {device_groups(i)}"
+    for i in collectives(text)
+    if not device_groups(i)
+    or any(len({d // tensor for d in group}) > 1 for group in device_groups(i))
+  ]
+
+
+def arguments(mesh, features: bool):
+  """What a chunk takes, as shapes and shardings."""
+  rows = axes.sharding(mesh, axes.DATA)
+  B = ROWS * mesh.shape[axes.DATA]
+  column = lambda dtype, *shape: jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows)
+  i32, u32, f32 = jnp.int32, jnp.uint32, jnp.float32
+  context = jax.eval_shape(
+    lambda: decode.init_context(mesh, tiny.CONFIG, ROWS, LENGTH, features)
+  )
+  slots = decode.Slots(
+    pending=column(i32),
+    position=column(i32),
+    remaining=column(i32),
+    stop_tokens=column(i32, 2),
+    sampling=sampling.Sampling(*map(column, (u32, u32, f32, i32, f32, f32))),
+    context=jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      context,
+      decode.context_shardings(mesh, tiny.CONFIG, features),
+    ),
+  )
+  return tiny.on(mesh), slots, jax.ShapeDtypeStruct((), i32)
+
+
+def compiled(program, mesh, features=False):
+  return program.lower(*arguments(mesh, features)).compile()
+
+
+@functools.cache
+def chunk(data, model, features):
+  mesh = tiny.mesh(data, model)
+  return compiled(decode.make_chunk(tiny.CONFIG, mesh, 8, features), mesh, features)
+
+
+def layer_size(model: int) -> int:
+  """Elements of one layer's keys on one device."""
+  return ROWS * tiny.CONFIG.num_kv_heads // model * LENGTH * tiny.CONFIG.head_dim
+
+
+@pytest.mark.parametrize(
+  ("data", "model", "features"), [(1, 1, False), (2, 2, False), (2, 2, True)]
+)
+def test_the_loop_copies_no_layer_of_the_cache(data, model, features):
+  """Nor are the donated buffers copied before it, or fresh ones made for the result."""
+  program, size = chunk(data, model, features), layer_size(model)
+  assert large_copies(program.as_text(), size, in_entry=True) == []
+  assert unaliased(program.as_text(), size) == []
+  assert program.memory_analysis().temp_size_in_bytes < 4 * size
+
+
+def test_the_detector_sees_a_cache_that_is_not_donated():
+  """The same program under a jit without donation: copied on entry, in new buffers."""
+  mesh = tiny.mesh(1)
+  inner = decode.make_chunk(tiny.CONFIG, mesh, 8, False)
+  text = compiled(jax.jit(lambda *args: inner(*args)), mesh).as_text()
+  caches = 2 * tiny.CONFIG.num_layers
+  assert len(unaliased(text, layer_size(1))) == caches
+  assert len(large_copies(text, layer_size(1), in_entry=True)) >= caches
+
+
+def scanned_chunk(params, slots, n):
+  """The loop with layers under `lax.scan`, the cache among its inputs and outputs."""
+  config = tiny.CONFIG
+  names = [f"layer_{i}" for i in range(config.num_layers)]
+  stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+  blocks = stack([params[name] for name in names])
+
+  def step(carry):
+    i, kv, slots = carry
+    positions = slots.position[:, None]
+    mask = cache_lib.visible(positions, LENGTH)
+
+    def layer(x, scanned):
+      block, layer_cache = scanned
+      args = x, positions, mask, layer_cache
+      return layers.Block(config).apply({"params": block}, *args)
+
+    x = params["embedding"][slots.pending[:, None]]
+    x, kv = jax.lax.scan(layer, x, (blocks, kv))
+    drawn = sampling.draw(x[:, 0] @ params["head"], slots.sampling, slots.position + 1)
+    slots = slots.replace(pending=drawn.token, position=slots.position + 1)
+    return i + 1, kv, slots
+
+  rest = slots.replace(context=None)
+  init = jnp.int32(0), stack(slots.context.kv), rest
+  _, kv, rest = jax.lax.while_loop(lambda carry: carry[0] < n, step, init)
+  unstacked = tuple(jax.tree.map(lambda x, i=i: x[i], kv) for i in range(len(names)))
+  return rest.replace(context=decode.Context(unstacked, None))
+
+
+def test_the_detector_sees_a_cache_that_is_scanned_over_layers():
+  """Copies of the stack in the loop, and of a layer in the loop inside that."""
+  program = compiled(jax.jit(scanned_chunk, donate_argnums=1), tiny.mesh(1))
+  assert unaliased(program.as_text(), layer_size(1)) == []
+  copies = large_copies(program.as_text(), layer_size(1))
+  assert len({line.split(":")[0] for line in copies}) == 2
+  assert program.memory_analysis().temp_size_in_bytes > 4 * layer_size(1)
+
+
+def test_slices_do_not_wait_for_each_other_in_the_loop():
+  """No collective over `data`; over `model`, none as large as a layer of the cache."""
+  for features in (False, True):
+    text = chunk(2, 2, features).as_text()
+    assert across_slices(text, tiny.mesh(2, 2)) == []
+    assert collectives(text)  # tensor parallelism is there, and seen
+    assert max(i.num_elements for i in collectives(text)) < layer_size(2) / 8
+
+
+def whole_chunk(mesh):
+  """One loop over the whole batch, left to the compiler, that asks for whole caches."""
+
+  def run(params, slots, n):
+    def step(carry):
+      i, slots = carry
+      rows = axes.sharding(mesh, axes.DATA)
+      whole = jax.lax.with_sharding_constraint(slots.context.kv, rows)
+      slots = slots.replace(context=slots.context.replace(kv=whole))
+      return i + 1, decode.decode_step(tiny.CONFIG, params, slots)[0]
+
+    running = lambda carry: (carry[0] < n) & jnp.any(carry[1].remaining > 0)
+    return jax.lax.while_loop(running, step, (jnp.int32(0), slots))[1]
+
+  shardings = jax.tree.map(lambda x: x.sharding, arguments(mesh, False)[1])
+  return jax.jit(run, donate_argnums=1, out_shardings=shardings)
+
+
+def test_the_detector_sees_slices_that_wait_for_each_other():
+  """A loop for all slices asks them all whether any still runs, and gathers caches."""
+  mesh = tiny.mesh(2, 2)
+  text = compiled(whole_chunk(mesh), mesh).as_text()
+  assert across_slices(text, mesh)
+  gathers = [i for i in collectives(text) if i.opcode.startswith("all-gather")]
+  assert max(i.num_elements for i in gathers) >= layer_size(2)
+
+
+@pytest.mark.parametrize(
+  ("text", "groups"),
+  [
+    ("replica_groups={{0,1},{2,3}}, x={1}", [[0, 1], [2, 3]]),
+    ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
+    ("replica_groups=[2,2]<=[4], x", [[0, 1], [2, 3]]),
+    ("replica_groups=[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
+    ("source_target_pairs={{0,1},{1,0}}, x={{7,8}}", [[0, 1], [1, 0]]),
+    ("replica_groups=mesh['a'=2,'b'=2,'c'=1] {'b'}, x={1}", [[0, 1], [2, 3]]),
+    ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+    ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+    ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
+    ("replica_groups={}", []),
+  ],
+)
+def test_device_groups_are_read_in_every_notation(text, groups):
+  """As the compiler prints them; an empty list stands for all devices."""
+  assert device_groups(Instruction("x", "f32[]", "all-reduce", False, text)) == groups

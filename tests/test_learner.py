@@ -1,0 +1,344 @@
+"""The learner: what it computes does not depend on how the work is laid out."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax import packing
+from tlt_jax.models import target
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner
+from tlt_jax.rl import optimizer
+
+CONFIG = dataclasses.replace(tiny.CONFIG, num_layers=1)
+NUM_SEQUENCES, LONGEST = 12, 16
+# Rows of 16 hold one sequence each, of 9 to 16 tokens; rows of 48 hold several.
+ONE_PER_ROW = ((8, 16),)
+PACKED = ((8, 48),)
+TWO_BUCKETS = ((8, 13), (8, 48))
+GRPO = algorithm_lib.make("grpo", kl_coef=0.1, aggregation="sequence")
+
+
+@functools.cache
+def params():
+  return {k: v for k, v in tiny.params().items() if k != "layer_1"}
+
+
+class Batch:
+  """Sequences of 9 to 16 tokens and all that an update wants to know of them."""
+
+  def __init__(self, seed=0, shortest=9, longest=LONGEST):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(shortest, longest + 1, NUM_SEQUENCES)
+    cuts = [rng.integers(1, n) for n in sizes]
+    every = [rng.integers(0, CONFIG.vocab_size, n).astype(np.int32) for n in sizes]
+    self.prompts = [x[:n] for x, n in zip(every, cuts, strict=True)]
+    self.responses = [x[n:] for x, n in zip(every, cuts, strict=True)]
+    temperature = rng.choice([0.0, 0.7, 1.0, 1.3], NUM_SEQUENCES).astype(np.float32)
+    self.sequences = learner.Sequences(
+      advantage=rng.normal(size=NUM_SEQUENCES).astype(np.float32),
+      length=np.array([len(r) for r in self.responses], np.int32),
+      temperature=temperature,
+    )
+    # Log-probabilities of two other policies, by sequence and position.
+    noise = rng.normal(0, 0.3, (2, NUM_SEQUENCES, LONGEST)).astype(np.float32)
+    self.old, self.reference = whole_sequences(self)[0] + noise
+
+  def pack(self, buckets):
+    buckets = [packing.Bucket(*b) for b in buckets]
+    return packing.pack(self.prompts, self.responses, buckets)
+
+  def halves(self, buckets):
+    """The first sequences and the rest, each packed, and what is known of them."""
+    n, buckets = NUM_SEQUENCES // 2, [packing.Bucket(*b) for b in buckets]
+    for part in (slice(n), slice(n, None)):
+      packed = packing.pack(self.prompts[part], self.responses[part], buckets)
+      yield packed, jax.tree.map(lambda x, part=part: x[part], self.sequences)
+
+  def as_step(self) -> learner.Batch:
+    seqs = self.sequences
+    return learner.Batch(self.prompts, self.responses, seqs.advantage, seqs.temperature)
+
+
+def logp_of_rows(params, tokens, temperature):
+  """Each row by itself, without packing or cache: f32[B T-1] of tokens 1, 2, ..."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  _, logits, _ = target.Target(CONFIG).apply(
+    {"params": params}, tokens, positions, method=target.Target.features_and_logits
+  )
+  scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
+  logp = jax.nn.log_softmax(scaled, -1)[:, :-1]
+  return jnp.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
+
+
+@jax.jit
+def on_policy_loss(params, tokens, mask, sequences):
+  """-sum A logp / tokens, and its gradient: GRPO at a ratio of one, in three lines."""
+
+  def loss(params):
+    logp = logp_of_rows(params, tokens, sequences.temperature)
+    share = -jnp.sum(mask * sequences.advantage[:, None] * logp) / jnp.sum(mask)
+    return share, logp
+
+  (_, logp), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+  return logp, gradient
+
+
+def whole_sequences(batch):
+  """f32[B LONGEST] log-probabilities of targets, and the gradient, row by row."""
+  tokens = np.zeros((NUM_SEQUENCES, LONGEST + 1), np.int32)
+  mask = np.zeros((NUM_SEQUENCES, LONGEST), bool)
+  for b, (p, r) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
+    tokens[b, : len(p) + len(r)] = np.concatenate([p, r])
+    mask[b, len(p) - 1 : len(p) + len(r) - 1] = True
+  return on_policy_loss(params(), tokens, mask, batch.sequences)
+
+
+@functools.cache
+def batch(seed=0, **sizes):
+  return Batch(seed, **sizes)
+
+
+@functools.cache
+def make(data=1, model=1, buckets=PACKED, algorithm=GRPO, **options):
+  """A learner whose update is one step of plain descent: new = old - gradient."""
+  descent, mesh = optax.sgd(1.0), tiny.mesh(data, model)
+  return learner.make(CONFIG, algorithm, descent, mesh, buckets, **options)
+
+
+def scattered(packed, table):
+  """Values by sequence and position -> f32[M R L] per bucket."""
+  return tuple(table[p.sequence_idx, p.positions] for p in packed)
+
+
+def difference(before, after):
+  return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), before, after)
+
+
+def step(made, packed, batch, off_policy=True):
+  """(gradient, metrics) of one update."""
+  others = (batch.old, batch.reference)
+  policies = [scattered(packed, x) if off_policy else None for x in others]
+  state = made.init(params())
+  after, metrics = made.update(state, made.place(packed), batch.sequences, *policies)
+  assert after.step == 1
+  return difference(params(), after.params), jax.device_get(metrics)
+
+
+@functools.cache
+def reference():
+  """The gradient with one sequence per row, on one device, without remat."""
+  packed = batch().pack(ONE_PER_ROW)
+  assert packed[0].segments.max() == 1
+  return step(make(buckets=ONE_PER_ROW, remat=False), packed, batch())
+
+
+def assert_close(a, b, atol=1e-5):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol), a, b)
+
+
+def assert_nothing_vanishes(gradient):
+  for path, x in jax.tree_util.tree_leaves_with_path(gradient):
+    assert np.isfinite(x).all() and np.abs(x).max() > 1e-4, path
+
+
+def test_log_probabilities_are_those_of_unpacked_sequences():
+  """At each sequence's own temperature; greedy ones count at temperature 1."""
+  packed = batch().pack(TWO_BUCKETS)
+  made = make(buckets=TWO_BUCKETS)
+  found = made.logprobs(params(), made.place(packed), batch().sequences.temperature)
+  expected = whole_sequences(batch())[0]
+  assert max(p.segments.max() for p in packed) > 2
+  for p, logp in zip(packed, found, strict=True):
+    known = (p.segments > 0) & (p.targets > 0)
+    expected_here = np.asarray(expected)[p.sequence_idx, p.positions]
+    np.testing.assert_allclose(logp[known], expected_here[known], atol=2e-5)
+
+
+def test_a_sequence_does_not_see_its_neighbours():
+  """Another sequence in the same row is exchanged: not a bit changes elsewhere."""
+  packed = batch().pack(TWO_BUCKETS)
+  made, temperature = make(buckets=TWO_BUCKETS), batch().sequences.temperature
+  before = made.logprobs(params(), made.place(packed), temperature)
+  changed = [
+    p.replace(tokens=np.where(p.segments % 2 == 1, 63 - p.tokens, p.tokens)) for p in packed
+  ]
+  after = made.logprobs(params(), made.place(changed), temperature)
+  for p, x, y in zip(packed, before, after, strict=True):
+    even = (p.segments > 0) & (p.segments % 2 == 0)
+    np.testing.assert_array_equal(x[even], y[even])
+    odd = p.segments % 2 == 1
+    assert np.abs(np.asarray(x - y))[odd].max() > 0.1
+  assert any((p.segments == 2).any() for p in packed)
+
+
+@pytest.mark.parametrize(
+  ("data", "model", "buckets", "remat"),
+  [
+    (1, 1, TWO_BUCKETS, True),
+    (2, 2, PACKED, True),
+    (4, 2, PACKED, False),
+  ],
+)
+def test_the_update_does_not_depend_on_the_layout(data, model, buckets, remat):
+  """Packing, buckets, devices, remat: the same gradient and the same metrics.
+
+  Off policy, clipped, with a KL to a reference and a mean over sequences.
+  """
+  gradient, metrics = reference()
+  assert_nothing_vanishes(gradient)
+  assert 0.02 < metrics["policy/clip_frac"] < 0.98
+  made = make(data, model, buckets, remat=remat)
+  assert_close(step(made, batch().pack(buckets), batch()), (gradient, metrics))
+
+
+def test_a_step_of_two_updates_keeps_the_policy_that_sampled():
+  """The second update's ratios are to the policy before the first; the KL stays fixed."""
+  made = make(2, 2, updates=2)
+  other = jax.tree.map(lambda x: x * 1.05, made.init(params()).params)
+  state, metrics = made.train(made.init(params()), batch().as_step(), other)
+
+  by_hand, every = made.init(params()), []
+  halves = [(made.place(p), s) for p, s in batch().halves(PACKED)]
+  score = lambda params: [made.logprobs(params, p, s.temperature) for p, s in halves]
+  for (p, s), old, fixed in zip(halves, score(by_hand.params), score(other), strict=True):
+    by_hand, found = made.update(by_hand, p, s, old, fixed)
+    every.append(jax.device_get(found))
+  assert state.step == 2
+  assert_close(state.params, by_hand.params)
+  assert every[0]["policy/clip_frac"] == 0 < every[1]["policy/clip_frac"]
+  for name in every[0]:
+    mean = (every[0][name] + every[1][name]) / 2
+    np.testing.assert_allclose(metrics[name], mean, rtol=1e-3, atol=1e-6)
+  assert metrics["policy/kl"] > 0 and metrics["memory/policy_bytes"] > 0
+
+
+def test_every_batch_takes_one_program_to_the_gradient_of_its_response_tokens():
+  """Against the loss written down for whole sequences: no prompt, no padding counts.
+
+  Traced once: sequences in both buckets, other ones, then one bucket is empty, then
+  the other.
+  """
+  traces, grpo = [], algorithm_lib.make("grpo")
+
+  def loss(tokens):
+    traces.append(1)
+    return grpo.loss(tokens)
+
+  made = make(2, 2, TWO_BUCKETS, grpo._replace(loss=loss))
+  batches = [batch(), batch(1), batch(2, longest=13), batch(3, shortest=14)]
+  for i, b in enumerate(batches):
+    packed = b.pack(TWO_BUCKETS)
+    assert (packed[0].count == 0, packed[1].count == 0) == (i == 3, i == 2)
+    state, metrics = made.train(made.init(params()), b.as_step())
+    gradient = difference(params(), state.params)
+    assert_nothing_vanishes(gradient)
+    assert_close(gradient, whole_sequences(b)[1])
+    np.testing.assert_allclose(
+      metrics["policy/grad_norm"], optax.tree.norm(gradient), rtol=1e-4
+    )
+    assert metrics["policy/clip_frac"] == 0 and metrics["policy/kl"] == 0
+    assert np.isfinite(metrics["policy/entropy"])
+    if i == 0:
+      first = len(traces)
+  assert len(traces) == first and len(made.pool) == 1
+
+
+def shard_shapes(tree):
+  """Per leaf, the shape of one device's part, by the name that ends its path."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    "/".join(str(getattr(k, "key", k)) for k in path): x.addressable_shards[0].data.shape
+    for path, x in leaves
+  }
+
+
+@pytest.mark.parametrize(("name", "rate"), [("adamw", 1e-2), ("muon", 1e-2)])
+def test_supervised_training_lowers_the_loss_and_splits_the_state(name, rate):
+  """Twenty steps learn twelve sequences; parameters and moments lie split."""
+  mesh, steps = tiny.mesh(2, 2), 20
+  made = learner.make(
+    CONFIG,
+    algorithm_lib.make("supervised"),
+    optimizer.make(name, rate, warmup=2, total=2 * steps, weight_decay=0.01),
+    mesh,
+    PACKED,
+  )
+  state = made.init(params())
+  losses = []
+  for _ in range(steps):
+    state, metrics = made.train(state, batch().as_step())
+    losses.append(metrics["policy/loss"])
+  assert losses[-1] < losses[0] / 2 and state.step == steps
+
+  # FSDP: the width over `data`; tensor parallel: vocabulary, heads, mlp over `model`.
+  c = CONFIG
+  D, F, V, N, K = c.width, c.mlp_width, c.vocab_size, c.num_heads, c.num_kv_heads
+  params = shard_shapes(state.params)
+  assert params["embedding"] == (V // 2, D // 2)
+  assert params["head"] == (D // 2, V // 2)
+  assert params["layer_0/attention/q_proj"] == (D // 2, N // 2, c.head_dim)
+  assert params["layer_0/attention/k_proj"] == (D // 2, K // 2, c.head_dim)
+  assert params["layer_0/mlp/down_proj"] == (F // 2, D // 2)
+  assert params["final_norm/scale"] == (D // 2,)
+  moments = shard_shapes(state.opt_state)
+  sizes = jax.tree.map(jnp.size, (state.opt_state, state.params))
+  split = sum(np.prod(s, dtype=int) for s in moments.values())
+  assert split < 0.26 * sum(jax.tree.leaves(sizes[0]))
+  assert sum(jax.tree.leaves(sizes[0])) >= sum(jax.tree.leaves(sizes[1]))
+  for path, shape in params.items():
+    mine = [s for name, s in moments.items() if name.endswith(path)]
+    assert mine and set(mine) == {shape}
+
+  # The state restored from its abstract form would be laid out the same.
+  jax.tree.map(
+    lambda x, like: (
+      (x.sharding.is_equivalent_to(like.sharding, x.ndim), x.dtype) == (True, like.dtype)
+      or pytest.fail(f"{x.sharding} is not {like.sharding}")
+    ),
+    state,
+    made.abstract_state(),
+  )
+
+
+def test_the_state_is_a_copy_that_an_update_may_use_up():
+  """The parameters it was made of (a reference policy, say) outlive the update."""
+  for mesh in ((1, 1), (4, 2)):
+    made = make(*mesh)
+    before = made.init(params())
+    kept = before.params
+    step(made, batch().pack(PACKED), batch())
+    again = made.init(kept)
+    jax.tree.map(lambda x: x.delete(), again)
+    jax.tree.map(np.testing.assert_array_equal, kept, params())
+
+
+def test_a_kv_head_that_does_not_divide_stays_whole():
+  """Two kv heads over eight devices."""
+  params = shard_shapes(make(1, 8).init(params()).params)
+  c = CONFIG
+  assert params["layer_0/attention/k_proj"] == (c.width, c.num_kv_heads, c.head_dim)
+  assert params["layer_0/mlp/down_proj"] == (c.mlp_width // 8, c.width)
+
+
+def test_the_weight_sync_hands_over_the_same_numbers():
+  """A copy in the rollout's layout: whole along `embed`, split over `model`."""
+  made = make(2, 2)
+  state = made.init(params())
+  handed = made.to_rollout(state.params)
+  jax.tree.map(np.testing.assert_array_equal, handed, params())
+  layout = axes.shardings(tiny.mesh(2, 2), axes.ROLLOUT, target.abstract_params(CONFIG))
+  same = lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim)
+  assert all(jax.tree.leaves(jax.tree.map(same, handed, layout)))
+
+
+def test_rows_that_the_slices_do_not_divide_are_an_error():
+  with pytest.raises(ValueError, match=r"6 rows \(length 48\).*4 slices"):
+    make(4, 2, ((8, 16), (6, 48)))

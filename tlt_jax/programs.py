@@ -1,0 +1,77 @@
+"""The pool of compiled programs: few, ahead of time, and accounted for."""
+
+from collections.abc import Callable
+import dataclasses
+import logging
+import time
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """One compiled program and what it cost."""
+
+  run: Callable
+  seconds: float  # to trace and compile, or to load from the persistent cache
+  temp_bytes: int  # scratch memory per device while it runs
+
+
+class Pool:
+  """Compiled programs by (name, bucket)."""
+
+  def __init__(self):
+    self._programs: dict[tuple, Program] = {}
+
+  def get(self, name: str, bucket: tuple, jitted, *args, **static) -> Callable:
+    """The program of a bucket, compiled for `args` (abstract or not) if it is new."""
+    key = (name, *bucket)
+    if key not in self._programs:
+      began = time.perf_counter()
+      compiled = jitted.lower(*args, **static).compile()
+      seconds = time.perf_counter() - began
+      memory = compiled.memory_analysis()
+      temp = memory.temp_size_in_bytes if memory is not None else 0
+      self._programs[key] = Program(compiled, seconds, temp)
+      logging.debug("compiled %s in %.1f s", key, seconds)
+    return self._programs[key].run
+
+  def __len__(self) -> int:
+    return len(self._programs)
+
+  @property
+  def seconds(self) -> float:
+    return sum(p.seconds for p in self._programs.values())
+
+  @property
+  def temp_bytes(self) -> int:
+    """Scratch memory of the hungriest program."""
+    return max((p.temp_bytes for p in self._programs.values()), default=0)
+
+  def report(self) -> str:
+    """One line for the log."""
+    names = sorted({key[0] for key in self._programs})
+    count = lambda name: sum(key[0] == name for key in self._programs)
+    kinds = ", ".join(f"{count(name)} {name}" for name in names)
+    return (
+      f"{len(self)} programs ({kinds}) ready in {self.seconds:.1f} s; "
+      f"scratch memory up to {self.temp_bytes / 2**20:.1f} MiB"
+    )
+
+
+def live_bytes() -> int:
+  """Bytes of all arrays alive on this process's first device."""
+  device = jax.local_devices()[0]
+  return sum(
+    shard.data.nbytes
+    for array in jax.live_arrays()
+    for shard in array.addressable_shards
+    if shard.device == device
+  )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+  """Whether a program failed because the device has no memory left."""
+  return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(
+    error
+  )
