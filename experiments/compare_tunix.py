@@ -4,24 +4,24 @@
     /tmp/scratch/bin/pip install google-tunix==0.1.7
     /tmp/scratch/bin/python -m experiments.compare_tunix [--slices=2]
 
-Run from the root of the checkout; tunix brings what our side needs (it is no
-dependency of ours, and later versions of it demand the TPU build of jax). Tried with
-jax 0.10.2 and flax 0.12.8. Four minutes on two cores.
+Run from the root of the checkout. tunix is no dependency of ours, but brings all that
+our side needs; its later versions demand the TPU build of jax. Tried with jax 0.10.2
+and flax 0.12.8. Some minutes on two cores, most of them to compile; on a machine that
+does other work the ratios say little.
 
-A random Qwen3 is written as a Hugging Face folder and read back by each side with its
-own loader; before anything is timed, both must continue some prompts greedily with
-the same tokens. Then each workload runs on all sides in turn, all in this process.
-Both draw at temperature 1 from distinct prompts of distinct content, no side stops
-at an end token, and how long each response gets is fixed beforehand. Ours returns
-the log-probability of every token, tunix does not (it is faster without).
+A random Qwen3 is written as a Hugging Face folder and read by each side with its own
+loader; before anything is timed, both must continue some prompts greedily with the
+same tokens. Then the sides take turns on each workload, all in this process. They
+draw at temperature 1, and how long a response gets is fixed beforehand: no token ends
+one. Ours also returns log-probabilities; tunix is not asked to, which would cost it.
 
-tunix always has device 0, and XLA's pool of threads is the same for one device and
-for two, so its times with --slices=1 and --slices=2 differ by noise only. It gets a
-cache and a number of steps that fit the longest response of each batch exactly, which
-a user could not know, and the best batch size of those tried.
+tunix gets the best batch size of those tried and, for each batch, a cache and a number
+of steps that fit its longest response exactly, which no user could know. It always
+runs on device 0 with the threads of all cores; --slices=2 splits the CPU into two
+devices for our side, so compare with the faster tunix of both settings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 import json
@@ -224,8 +224,8 @@ def workloads(slices: int) -> list[Workload]:
   ]
 
 
-def check_same_model(tunix: Tunix, params, mesh) -> int:
-  """Greedy responses of both sides agree token for token; returns how many tokens.
+def check_same_model(tunix: Tunix, params, mesh) -> None:
+  """Makes sure that greedy responses of both sides agree token for token.
 
   Raises:
     ValueError: they do not, so that nothing could be compared
@@ -237,11 +237,16 @@ def check_same_model(tunix: Tunix, params, mesh) -> int:
   for i, response in enumerate(theirs):
     if not np.array_equal(ours.response(i), response):
       raise ValueError(f"greedy responses to prompt {i} differ: not the same model")
-  return sum(len(response) for response in theirs)
+  drawn = np.concatenate(theirs)
+  distinct = len(np.unique(drawn))
+  print(f"greedy: both sides draw the same {len(drawn)} tokens, {distinct} distinct")
 
 
-def measure(sides: dict[str, Callable[[int], Sequence]]) -> dict[str, list[float]]:
-  """Seconds of each repetition; sides take turns. One round before warms them up."""
+def measure(sides: dict[str, Callable[[int], None]]) -> dict[str, list[float]]:
+  """Seconds of each repetition, the sides taking turns.
+
+  A round before the first compiles what each needs.
+  """
   seconds = {side: [] for side in sides}
   for repeat in range(_REPEATS.value + 1):
     for side, run in sides.items():
@@ -255,7 +260,6 @@ def measure(sides: dict[str, Callable[[int], Sequence]]) -> dict[str, list[float
 def run(workload: Workload, tunix: Tunix, params, mesh) -> dict:
   """Both sides on one workload."""
   engine = rollout.make(MODEL, mesh, workload.options)
-  engine.compile(params, workload.requests.stop_tokens.shape[1])
 
   def ours(repeat: int) -> None:
     seed = np.full_like(workload.requests.seed, repeat)
@@ -266,7 +270,7 @@ def run(workload: Workload, tunix: Tunix, params, mesh) -> dict:
     drawn = tunix(workload.requests, batch, 1000 * repeat)
     np.testing.assert_array_equal([*map(len, drawn)], workload.requests.max_tokens)
 
-  sides = {batch: functools.partial(theirs, batch=batch) for batch in workload.tunix_batches}
+  sides = {n: functools.partial(theirs, batch=n) for n in workload.tunix_batches}
   seconds = measure({"ours": ours, **sides})
   best = min(workload.tunix_batches, key=lambda batch: np.median(seconds[batch]))
   a, b = np.array(seconds["ours"]), np.array(seconds[best])
@@ -312,11 +316,11 @@ def main():
   with tempfile.TemporaryDirectory() as folder:
     # Larger than the usual start, so that attention and MLP decide what is drawn.
     start = target.init_params(MODEL, jax.random.key(0))
-    convert.save_hf(folder, MODEL, jax.tree.map(lambda x: x if x.ndim == 1 else 3 * x, start))
+    start = jax.tree.map(lambda x: x if x.ndim == 1 else 3 * x, start)
+    convert.save_hf(folder, MODEL, start)
     _, params = convert.load_hf(folder, mesh, axes.ROLLOUT)
     tunix = Tunix(folder)
-    agreed = check_same_model(tunix, params, mesh)
-    print(f"greedy: {agreed} tokens of 8 prompts are the same on both sides")
+    check_same_model(tunix, params, mesh)
     results = {
       w.name: run(w, tunix, params, mesh)
       for w in chosen
@@ -328,6 +332,7 @@ def main():
       {
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],  # above the cores: something else ran
         "slices": _SLICES.value,
         "workloads": results,
       }

@@ -1,10 +1,11 @@
-"""Accuracy of a policy on held-out prompts, alone or paired with another.
+"""Accuracy of policies on held-out prompts, alone or paired with another's.
 
     python -m experiments.evaluate --model=runs/countdown/policy \\
         --baseline=experiments/warm_start/countdown
 
-Both policies answer the same prompts under the same noise. Intervals are 95%,
-over prompts (a prompt's samples count as one observation). The last line is JSON.
+All policies answer the same prompts under the same noise; several are separated by
+commas. Intervals are 95%, over prompts (a prompt's samples count as one
+observation). The last line is JSON.
 """
 
 import collections
@@ -20,29 +21,40 @@ from tlt_jax import axes
 from tlt_jax.models import convert
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
-_MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=True)
+_MODEL = flags.DEFINE_list("model", None, "Hugging Face folders.", required=True)
 _BASELINE = flags.DEFINE_string("baseline", None, "Folder to compare with.")
 _PROMPTS = flags.DEFINE_integer("prompts", 500, "Held-out prompts.", lower_bound=2)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bound=1)
 
 
-def answer(folder: str, config: dict, records, mesh):
-  """The scored responses of the policy in `folder`."""
+def answer(folder: str, config: dict, records, mesh) -> np.ndarray:
+  """Rewards f32[B] of the policy in `folder`; prints what it did."""
   model, params = convert.load_hf(folder, mesh, axes.ROLLOUT)
   sampler = setup.sampler(config | {"policy": folder}, model, mesh)
-  scored = sampler(
-    params, records, _SAMPLES.value, seed=config["seed"] + 2**30, first_request=0
-  )
-  length = scored.samples.length
+  # As many at a time as run at once: lengths then grow together.
+  slots = config["rollout"]["slots"] * mesh.shape[axes.DATA]
+  group = max(1, slots // _SAMPLES.value)
+  reward, length, outcome = [], [], []
+  for start in range(0, len(records), group):
+    scored = sampler(
+      params,
+      records[start : start + group],
+      _SAMPLES.value,
+      seed=config["seed"] + 2**30,
+      first_request=start * _SAMPLES.value,
+    )
+    reward.append(scored.reward)
+    length.append(scored.samples.length)
+    outcome += scored.outcome
+  reward, p = np.concatenate(reward), np.percentile(np.concatenate(length), [50, 90, 99])
+  mean, half = bounds(reward)
   print(
-    f"{folder}\n  accuracy {interval(scored.reward)}  "
-    f"{dict(collections.Counter(scored.outcome))}\n"
-    f"  length p50 {np.percentile(length, 50):.0f}  p90 {np.percentile(length, 90):.0f}"
-    f"  p99 {np.percentile(length, 99):.0f}  max {length.max()}  "
-    f"p99/p50 {np.percentile(length, 99) / np.percentile(length, 50):.1f}",
+    f"{folder}\n  accuracy {100 * mean:.1f}% +- {100 * half:.1f}  "
+    f"{dict(collections.Counter(outcome))}\n"
+    f"  length p50 {p[0]:.0f}  p90 {p[1]:.0f}  p99 {p[2]:.0f}  p99/p50 {p[2] / p[0]:.1f}",
     flush=True,
   )
-  return scored
+  return reward
 
 
 def bounds(reward: np.ndarray) -> tuple[float, float]:
@@ -52,26 +64,25 @@ def bounds(reward: np.ndarray) -> tuple[float, float]:
   return float(per_prompt.mean()), float(half)
 
 
-def interval(reward: np.ndarray) -> str:
-  mean, half = bounds(reward)
-  return f"{100 * mean:.1f}% +- {100 * half:.1f}"
-
-
 def main():
   config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
   mesh = axes.make_mesh(config["tensor_parallel"])
   records = list(setup.build(config["held_out"] | {"size": _PROMPTS.value}))
-  scored = answer(_MODEL.value, config, records, mesh)
-  accuracy, half = bounds(scored.reward)
-  result = {"accuracy": accuracy, "accuracy_half_width": half}
+  baseline = None
   if _BASELINE.value:
-    other = answer(_BASELINE.value, config, records, mesh)
-    gain = scored.reward - other.reward
-    mean, half = bounds(gain)
-    print(f"paired gain {100 * mean:+.1f} points, 95% within +- {100 * half:.1f}")
-    result |= {"baseline_accuracy": bounds(other.reward)[0]}
-    result |= {"gain": mean, "gain_half_width": half}
-  result |= {"prompts": _PROMPTS.value, "samples": _SAMPLES.value}
+    baseline = answer(_BASELINE.value, config, records, mesh)
+  result = {"models": {}, "prompts": _PROMPTS.value, "samples": _SAMPLES.value}
+  for folder in _MODEL.value:
+    reward = answer(folder, config, records, mesh)
+    accuracy, half = bounds(reward)
+    found = {"accuracy": accuracy, "accuracy_half_width": half}
+    if baseline is not None:
+      gain, half = bounds(reward - baseline)
+      print(f"  paired gain {100 * gain:+.1f} points, 95% within +- {100 * half:.1f}")
+      found |= {"gain": gain, "gain_half_width": half}
+    result["models"][folder] = found
+  if baseline is not None:
+    result["baseline_accuracy"] = bounds(baseline)[0]
   print(json.dumps(result))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
+import ctypes
 import difflib
 import importlib
 import json
@@ -60,9 +61,12 @@ def _check_overrides(argv: Sequence[str], path: str) -> None:
     return
   if not pathlib.Path(path.partition(":")[0]).is_file():
     sys.exit(f"error: --config={path}: no such file (in folder {pathlib.Path.cwd()})")
-  loaded = config_flags.DEFINE_config_file(
-    "config", path, flag_values=flags.FlagValues(), sys_argv=[]
-  )
+  try:
+    loaded = config_flags.DEFINE_config_file(
+      "config", path, flag_values=flags.FlagValues(), sys_argv=[]
+    )
+  except flags.Error as e:  # its message is a whole traceback
+    sys.exit(f"error: --config={path}: {str(e).splitlines()[-1]}")
   keys = _keys(loaded.default.to_dict())
   for key in overrides:
     if key not in keys:
@@ -127,7 +131,11 @@ def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
     logging.getLogger(name).setLevel(logging.WARNING)
   # A read that fails in orbax is raised, and would be logged again by each task.
   logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+  _keep_freed_memory()
   jax.config.update("jax_num_cpu_devices", _CPU_SLICES)
+  # Queued ahead, programs of one CPU device can take all places in its queue while
+  # another device waits for it in a collective: a deadlock, seen on two cores.
+  jax.config.update("jax_cpu_enable_async_dispatch", False)
   if not jax.config.jax_compilation_cache_dir:  # the second start compiles nothing
     jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -140,6 +148,21 @@ def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
   devices = jax.devices()
   logging.info("%d x %s", len(devices), devices[0].device_kind)
   return plain
+
+
+def _keep_freed_memory() -> None:
+  """Makes glibc keep large freed blocks instead of unmapping them.
+
+  XLA's CPU matrix products allocate scratch of megabytes in every call; mapping it
+  anew each time took over half of a decoding step. No effect elsewhere.
+  """
+  try:
+    mallopt = ctypes.CDLL("libc.so.6").mallopt
+  except (OSError, AttributeError):
+    return
+  mmap_threshold, trim_threshold = -3, -1
+  mallopt(mmap_threshold, 2**25)
+  mallopt(trim_threshold, 2**30)
 
 
 def build(spec: dict):

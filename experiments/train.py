@@ -58,43 +58,44 @@ def main():
   policy = learner.to_rollout(state.params)
   sampler.compile(policy)
 
-  while True:
-    metrics = {}
-    if step % config["evaluation"]["every"] == 0 or step == config["steps"]:
-      metrics |= sample.evaluate(
-        sampler, policy, held_out, config["evaluation"]["samples"], config["seed"]
-      )
-    if step == config["steps"]:
-      writer.write(step, metrics)
-      break
+  with checkpoints:  # what is being written is finished, whatever happens
+    while True:
+      metrics = {}
+      every = config["evaluation"]["every"]
+      if (every and step % every == 0) or step == config["steps"]:
+        metrics |= sample.evaluate(
+          sampler, policy, held_out, config["evaluation"]["samples"], config["seed"]
+        )
+      if step == config["steps"]:
+        writer.write(step, metrics)
+        break
 
-    began = time.perf_counter()
-    records = next(prompts)
-    scored = sampler(policy, records, R, config["seed"], first_request=step * P * R)
+      began = time.perf_counter()
+      records = next(prompts)
+      scored = sampler(policy, records, R, config["seed"], first_request=step * P * R)
 
-    updating = time.perf_counter()
-    advantage = algorithm.advantages(jnp.asarray(scored.reward).reshape(P, R))
-    state, policy_metrics = learner.train(state, scored.batch(advantage), reference)
+      updating = time.perf_counter()
+      advantage = algorithm.advantages(jnp.asarray(scored.reward).reshape(P, R))
+      state, policy_metrics = learner.train(state, scored.batch(advantage), reference)
 
-    syncing = time.perf_counter()
-    policy = jax.block_until_ready(learner.to_rollout(state.params))
+      syncing = time.perf_counter()
+      policy = jax.block_until_ready(learner.to_rollout(state.params))
 
-    done = time.perf_counter()
-    metrics |= scored.metrics() | policy_metrics
-    metrics |= {
-      "policy/seconds_s": syncing - updating,
-      "weight_sync/seconds_s": done - syncing,
-      "step/seconds_s": done - began,
-    }
-    record = writer.write(step, metrics)
-    writer.write_rollout(step, scored.record())
-    step += 1
-    last = step == config["steps"]
-    checkpoints.save(step, state, {"prompts": prompts.get_state()}, force=last)
-    progress.update(step, record)
+      done = time.perf_counter()
+      metrics |= scored.metrics() | policy_metrics
+      metrics |= {
+        "policy/seconds_s": syncing - updating,
+        "weight_sync/seconds_s": done - syncing,
+        "step/seconds_s": done - began,
+      }
+      record = writer.write(step, metrics)
+      writer.write_rollout(step, scored.record())
+      step += 1
+      last = step == config["steps"]
+      checkpoints.save(step, state, {"prompts": prompts.get_state()}, force=last)
+      progress.update(step, record)
 
   progress.close()
-  checkpoints.close()
   writer.close()
   setup.export(workdir / "policy", config["policy"], model, state.params)
   plot.plot_all(workdir)

@@ -74,23 +74,23 @@ def main():
     )
   )
   began, tokens = time.time(), 0
-  while step < config["steps"]:
-    data["next"], prompts, responses = next(stream)
-    ones = np.ones(len(prompts), np.float32)
-    batch = learner_lib.Batch(prompts, responses, advantage=ones, temperature=ones)
-    state, metrics = learner.train(state, batch)
-    loss = metrics["policy/loss"]
-    if not np.isfinite(loss):
-      raise FloatingPointError(f"the loss became {loss} at step {step}")
-    step += 1
-    tokens += sum(map(len, responses))
-    if step % 10 == 0 or step == config["steps"]:
-      logging.info(
-        "step %d/%d  loss %.4f  %.0f tokens/s",
-        *(step, config["steps"], loss, tokens / (time.time() - began)),
-      )
-    checkpoints.save(step, state, data, force=step == config["steps"])
-  checkpoints.close()
+  with checkpoints:  # what is being written is finished, whatever happens
+    while step < config["steps"]:
+      data["next"], prompts, responses = next(stream)
+      ones = np.ones(len(prompts), np.float32)
+      batch = learner_lib.Batch(prompts, responses, advantage=ones, temperature=ones)
+      state, metrics = learner.train(state, batch)
+      loss = metrics["policy/loss"]
+      if not np.isfinite(loss):
+        raise FloatingPointError(f"the loss became {loss} at step {step}")
+      step += 1
+      tokens += sum(map(len, responses))
+      if step % 10 == 0 or step == config["steps"]:
+        logging.info(
+          "step %d/%d  loss %.4f  %.0f tokens/s",
+          *(step, config["steps"], loss, tokens / (time.time() - began)),
+        )
+      checkpoints.save(step, state, data, force=step == config["steps"])
 
   folder = pathlib.Path(config["export"] or workdir / "policy")
   convert.save_hf(folder, model, state.params)

@@ -27,6 +27,8 @@ def pytest_configure(config):
       raise pytest.UsageError(f"--gpu, but jax runs on the {jax.default_backend()}")
   else:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # With programs queued ahead, devices that outnumber the cores can deadlock.
+    os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
     flag = f"--xla_force_host_platform_device_count={_NUM_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 

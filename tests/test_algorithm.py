@@ -34,6 +34,7 @@ def tokens(lengths, row_length=7, seed=0, **fields):
     length=np.broadcast_to(lengths[:, None], (R, L)).astype(np.float32),
     sequence_idx=np.broadcast_to(np.arange(R)[:, None], (R, L)).astype(np.int32),
     total_tokens=np.float32(lengths.sum()),
+    packed_tokens=np.float32(lengths.sum()),
     total_sequences=np.float32(R),
   )
   return algorithm.Tokens(**{**made, **fields})
@@ -232,6 +233,22 @@ def test_shares_of_micro_batches_add_up_to_the_whole(name, args):
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
   jax.tree.map(close, total, shares)
   close(np.concatenate([g for _, g in parts]), gradient)
+
+
+@contract
+def test_what_is_skipped_has_no_part_in_the_loss(name, args):
+  """If an algorithm says that a sequence of advantage 0 need not be computed."""
+  batch = tokens(LENGTHS)
+  none = (np.arange(len(LENGTHS)) % 2 == 0)[:, None]
+  batch = batch.replace(advantage=np.where(none, np.float32(0), batch.advantage))
+  (share, _), gradient = loss_and_gradient(name, args)(batch)
+  skipped = batch.replace(mask=batch.mask & ~none)
+  (share_2, _), gradient_2 = loss_and_gradient(name, args)(skipped)
+  if algorithm.make(name, **dict(args)).skips_zero_advantage:
+    np.testing.assert_allclose(share_2, share, rtol=1e-6)
+    np.testing.assert_array_equal(gradient_2, gradient)
+  else:
+    assert (gradient != gradient_2).any()
 
 
 @contract

@@ -98,8 +98,12 @@ def start(home, command: str, *args) -> subprocess.Popen:
 
 def run(home, command: str, *args) -> subprocess.CompletedProcess:
   """Runs a command to its end."""
-  process = start(home, command, *args)
-  stdout, stderr = process.communicate(timeout=300)
+  with start(home, command, *args) as process:
+    try:
+      stdout, stderr = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      raise
   return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
 
 
@@ -229,6 +233,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
     ("--noconfig.chat.aply", "mean --config.chat.apply[?]"),
     ("--config.steps=abc", "--config.steps=abc: invalid literal for int"),
     ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
+    ("--config=experiments/configs/countdown.py:smok", "'smoke' or none, not 'smok'"),
     ("--wrokdir=x", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
     ("workdir", "unexpected argument 'workdir'"),
   ],
@@ -245,15 +250,13 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
   [
     ({"tensor_parallel": 3}, "over 3 devices does not divide the 2 devices"),
     ({"algorithm.name": "grpoo"}, "no RL algorithm 'grpoo'"),
-    ({"optimizer.name": "adm"}, "'adamw' or 'muon', got 'adm'"),
     ({"reward": "tlt_jax.rl.countdown.scor"}, "did you mean 'score'"),
     ({"prompts.source": "tlt_jax.rl.countdown.Problem"}, "cannot be imported.*Problem"),
     ({"prompts.split": "trian"}, "split must be 'train' or 'held_out', got 'trian'"),
     ({"policy": "nowhere"}, "nowhere: no such folder; download"),
-    ({"learner.buckets": "((3,64),)"}, "3 rows .* cannot be split over 2 slices"),
+    ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
     ({"rollout.max_prompt": 4}, "prompt 0 has .* tokens, .* at most 4; raise max_prompt"),
-    ({"sampling.top_p": 0.0}, "sampling needs 0 < top_p <= 1"),
-    ({"checkpoint.every": 0}, "every"),
+    ({"checkpoint.every": 0}, "keep >= 1 and every >= 1, got 2, 0"),
   ],
 )
 def test_a_wrong_value_ends_in_one_line(home, tmp_path, overrides, message):
@@ -320,55 +323,53 @@ def test_resuming_with_another_model_ends_in_one_line(home, whole, tmp_path):
   args = [*tiny_run(home, ("policy", policy)), f"--workdir={workdir}"]
   message = error(run(home, "train", *args))
   assert "belongs to another configuration" in message
-  assert "(32, 48) there, (32, 64) here" in message
+  assert "(48, 32) there, (64, 32) here" in message
   assert "delete" not in message
   assert checkpointed(workdir) == [STEPS - 2, STEPS]
 
 
 def test_a_policy_with_nan_stops_before_anything_is_saved(home, tmp_path):
-  """The first step's metrics say so."""
+  """The metrics say so, or the checkpoint if no response was worth training on."""
   params = target.init_params(COUNTDOWN, jax.random.key(0))
   params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].set(jnp.nan)
   policy = write_policy(tmp_path / "policy", params=params)
   workdir = tmp_path / "run"
   args = [*tiny_run(home, ("policy", policy)), f"--workdir={workdir}"]
-  assert re.match(r"step 0: metric 'policy/\w+' is nan", error(run(home, "train", *args)))
+  message = error(run(home, "train", *args))
+  assert re.match(r"step \d: .*(is nan|has no finite norm).* diverged", message)
   assert checkpointed(workdir) == []
   assert not (workdir / "policy").exists()
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(
-  home, whole, tmp_path, updates
-):
+def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(home, whole, tmp_path):
   """With a sane learning rate it goes on from there.
 
-  One update per step leaves a loss that is fine and a policy that is not.
+  With one update per step the metrics are fine and the policy no longer is.
   """
   workdir = shutil.copytree(whole[0], tmp_path / "run")
   wild = {
     "steps": STEPS + 4,
     "optimizer.learning_rate": 1e30,
-    "learner.updates": updates,
+    "learner.updates": 1,
     "checkpoint.every": 1,
   }
   args = [*tiny_run(home, *wild.items()), f"--workdir={workdir}"]
   message = error(run(home, "train", *args))
-  assert re.search(r"step \d+: .*(is|holds) (nan|NaN).* diverged", message)
-  saved = checkpointed(workdir)
-  args = [*tiny_run(home, ("steps", STEPS + 2)), f"--workdir={workdir}"]
-  for step in saved:  # a diverged state may be finite for a step; none holds NaN
-    if step > STEPS:
-      shutil.rmtree(workdir / "checkpoints" / str(step))
-  assert STEPS in saved
+  assert re.match(rf"step {STEPS + 1}: params/.* has no finite norm", message)
+  assert checkpointed(workdir) == [STEPS - 2, STEPS]
+
+  args = [*tiny_run(home, ("steps", STEPS + 1)), f"--workdir={workdir}"]
   result = succeed(run(home, "train", *args))
   assert f"restored {workdir / 'checkpoints' / str(STEPS)}" in result.stderr
   assert computed(workdir)[:STEPS] == computed(whole[0])[:STEPS]
+  assert checkpointed(workdir) == [STEPS, STEPS + 1]
 
 
 def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
   """Its export is a policy."""
+  sizes = {"steps": 3, "sequences": 4, "model.width": 32, "model.mlp_width": 48}
   args = ["--config=experiments/configs/warm_start.py:smoke", f"--workdir={tmp_path}"]
+  args += [f"--config.{key}={value}" for key, value in sizes.items()]
   succeed(run(home, "warm_start", *args))
   first = weights(tmp_path / "policy")
   assert convert.load_hf(tmp_path / "policy")[0].vocab_size == 24
@@ -381,12 +382,14 @@ def test_two_policies_are_compared_on_the_same_prompts(home, whole):
   """A policy compared with itself gains nothing, whatever the noise."""
   args = [*tiny_run(home), f"--model={whole[0] / 'policy'}", "--prompts=6", "--samples=2"]
   lines = succeed(run(home, "evaluate", *args)).stdout.splitlines()
-  alone = json.loads(lines[-1])
+  report = json.loads(lines[-1])
+  assert (report["prompts"], report["samples"]) == (6, 2)
+  (alone,) = report["models"].values()
   assert 0 < alone["accuracy"] < 1
-  assert (alone["prompts"], alone["samples"]) == (6, 2)
   args.append(f"--baseline={whole[0] / 'policy'}")
-  both = json.loads(succeed(run(home, "evaluate", *args)).stdout.splitlines()[-1])
-  assert both["accuracy"] == both["baseline_accuracy"] == alone["accuracy"]
+  report = json.loads(succeed(run(home, "evaluate", *args)).stdout.splitlines()[-1])
+  (both,) = report["models"].values()
+  assert both["accuracy"] == report["baseline_accuracy"] == alone["accuracy"]
   assert both["gain"] == both["gain_half_width"] == 0
 
 
@@ -431,8 +434,9 @@ def chat(home) -> list[str]:
 
 
 def test_a_chat_model_trains_on_prompt_files(home, chat, tmp_path):
-  """The documented command of the 7B config, on a tiny model."""
-  succeed(run(home, "train", *chat, f"--workdir={tmp_path}"))
+  """The documented command of the 7B config, on a tiny model and shorter prompts."""
+  args = ["--config.rollout.max_prompt=192", "--config.learner.buckets=((2,208),)"]
+  succeed(run(home, "train", *chat, *args, f"--workdir={tmp_path}"))
   records = metrics.read(tmp_path / "metrics.jsonl")
   assert [r["step"] for r in records] == [0, 1, 2]
   assert KEYS <= records[0].keys()

@@ -115,6 +115,21 @@ def test_shapes_depend_on_the_number_of_sequences_alone(count, data):
     assert p.tokens == p.targets == p.positions == np.dtype(np.int32)
 
 
+def test_sequences_may_be_left_out():
+  """The others keep their index and the arrays their shape; too long ones may go, too."""
+  prompts, responses = sequences([(2, 3), (1, 1), (30, 1), (4, 9), (1, 4)])
+  chosen = np.array([True, False, False, True, True])
+  packed = packing.pack(prompts, responses, BUCKETS, chosen)
+  found = [p.sequence_idx[p.segments > 0] for p in packed]
+  assert [sorted(set(x)) for x in found] == [[0, 4], [3]]
+  whole = packing.pack(
+    prompts[3:] * 2 + prompts[:1], responses[3:] * 2 + responses[:1], BUCKETS
+  )
+  assert jax.tree.map(np.shape, packed) == jax.tree.map(np.shape, whole)
+  nothing = packing.pack(prompts, responses, BUCKETS, chosen & False)
+  assert [p.count for p in nothing] == [0, 0] and not any(p.mask.any() for p in nothing)
+
+
 def test_rows_are_filled_with_what_fits():
   """Lengths 5 4 4 3 2 2 fill rows of 10 twice, longest first: 5+4, 4+3+2, 2."""
   prompts, responses = sequences([(1, n - 1) for n in (2, 4, 3, 5, 2, 4)])

@@ -26,7 +26,7 @@ CONFIG = config_lib.ModelConfig(
 @functools.cache
 def params():
   """Random weights whose next-token distributions are neither flat nor certain."""
-  made = target.init_params(CONFIG, jax.random.key(0))
+  made = jax.jit(lambda key: target.init_params(CONFIG, key))(jax.random.key(0))
   made["head"] = made["head"] * 20.0
   return made
 

@@ -22,10 +22,16 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-  """The checkpoints of one run: an array tree plus small JSON data per step."""
+  """The checkpoints of one run: an array tree plus small JSON data per step.
+
+  Leaving a `with` block waits for what is being written, after an error too:
+  the interpreter's own exit would cut it off.
+  """
 
   def __init__(self, folder: str | pathlib.Path, keep: int = 2, every: int = 1):
     """Opens (and creates) `folder`; keeps the latest `keep`, one per `every` steps."""
+    if keep < 1 or every < 1:
+      raise ValueError(f"checkpoints need keep >= 1 and every >= 1, got {keep}, {every}")
     self.folder = pathlib.Path(folder).absolute()
     self._manager = ocp.CheckpointManager(
       self.folder,
@@ -42,6 +48,12 @@ class Checkpoints:
       ),
     )
 
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.close()
+
   def latest(self) -> int | None:
     """The last complete step, None if there is none."""
     return self._manager.latest_step()
@@ -55,17 +67,17 @@ class Checkpoints:
       data: what JSON can hold (iterator state, counters)
       force: save although `step` is not a multiple of `every`
     Raises:
-      FloatingPointError: the state holds NaN or infinity; nothing is saved, so that
-        the latest checkpoint stays one to go on from
+      FloatingPointError: an array has no finite norm; nothing is saved, so that the
+        latest checkpoint stays one to go on from
     """
     if step == self.latest() or not (force or self._manager.should_save(step)):
       return
-    finite = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(state)))
-    bad = [_name(path) for path, ok in finite if not ok]
+    finite = jax.device_get(_finite(state))
+    bad = [_name(path) for path, ok in jax.tree.leaves_with_path(finite) if not ok]
     if bad:
       raise FloatingPointError(
-        f"step {step}: {bad[0]} holds NaN or infinity, so the run has diverged; the "
-        f"last checkpoint in {self.folder} is of step {self.latest()}"
+        f"step {step}: {bad[0]} has no finite norm, the run has diverged; the last "
+        f"checkpoint in {self.folder} is of step {self.latest()}"
       )
     self._manager.save(
       step,
@@ -125,7 +137,12 @@ class Checkpoints:
 
 @jax.jit
 def _finite(state):
-  return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), state)
+  """Whether each array's norm is finite, in float32: values stay below 1e19.
+
+  One program: many small ones, each with a sum over the devices, can deadlock on CPUs.
+  """
+  norm = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
+  return jax.tree.map(lambda x: jnp.isfinite(norm(x)), state)
 
 
 def _name(path) -> str:
@@ -146,7 +163,7 @@ def _first_difference(found, expected) -> str | None:
   """What one tree has and the other has not, or has in another shape."""
   trees = (found, expected)
   found, expected = (
-    {_name(path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(t)}
+    {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)}
     for t in trees
   )
   for name in sorted(found.keys() | expected.keys(), key=lambda x: (x.count("/"), x)):

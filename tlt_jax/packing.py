@@ -64,6 +64,7 @@ def pack(
   prompts: Sequence[np.ndarray],
   responses: Sequence[np.ndarray],
   buckets: Sequence[Bucket],
+  chosen: np.ndarray | None = None,
 ) -> list[Packed]:
   """Puts each sequence in the first bucket whose rows can hold it.
 
@@ -72,6 +73,7 @@ def pack(
   Args:
     prompts, responses: i32[...] each, one pair per sequence
     buckets: by increasing length
+    chosen: bool[B], the sequences to pack; all by default
   Returns:
     one `Packed` of numpy arrays per bucket
   Raises:
@@ -80,6 +82,8 @@ def pack(
   by_bucket: list[list[int]] = [[] for _ in buckets]
   sizes = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
   for i, size in enumerate(sizes):
+    if chosen is not None and not chosen[i]:
+      continue
     fit = next((b for b, bucket in enumerate(buckets) if size <= bucket.length), None)
     if fit is None:
       raise ValueError(

@@ -10,6 +10,8 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  if arg not in ("", "smoke"):
+    raise ValueError(f"this config takes the argument 'smoke' or none, not {arg!r}")
   smoke = arg == "smoke"
   max_tokens = 64 if smoke else 1024
   return ml_collections.ConfigDict(
@@ -29,7 +31,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       held_out=dict(
         source="tlt_jax.rl.countdown.Problems",
         split="held_out",
-        size=4 if smoke else 128,
+        size=4 if smoke else 64,
         four_share=0.125,
         seed=0,
       ),
@@ -43,7 +45,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_prompt=32,
         slots=64,  # per slice
         batch_buckets=(8, 24),
-        cache_buckets=(256,),
+        cache_buckets=(256, 512),
         chunk=32,
         prompt_rows=8,
         prefill_rows=8,
@@ -52,7 +54,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.0),
       optimizer=dict(
         name="adamw",
-        learning_rate=3e-4,
+        learning_rate=5e-5,
         warmup=2,
         weight_decay=0.0,
         max_grad_norm=1.0,

@@ -14,6 +14,8 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  if arg not in ("", "smoke"):
+    raise ValueError(f"this config takes the argument 'smoke' or none, not {arg!r}")
   smoke = arg == "smoke"
   prompts = dict(
     source="tlt_jax.data.load_prompts",

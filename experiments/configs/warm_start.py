@@ -11,11 +11,13 @@ import ml_collections
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  if arg not in ("", "smoke"):
+    raise ValueError(f"this config takes the argument 'smoke' or none, not {arg!r}")
   smoke = arg == "smoke"
   return ml_collections.ConfigDict(
     dict(
       seed=0,
-      steps=4 if smoke else 450,
+      steps=4 if smoke else 380,
       sequences=16 if smoke else 128,  # per step
       max_response=256 if smoke else 1024,  # characters of a written search
       checkpoint_every=2 if smoke else 25,
@@ -34,7 +36,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_position=2048,
         qk_norm=True,
       ),
-      # Stopped at three quarters of the schedule: RL should have something to do.
+      # Stopped before the schedule ends: RL should have something left to do.
       optimizer=dict(name="muon", learning_rate=4e-3, warmup=20, total=600),
       learner=dict(
         # (rows, length) of a micro-batch, by increasing length

@@ -31,14 +31,10 @@ def init(config: config_lib.ModelConfig, batch: int, length: int) -> KVCache:
 
 def write(layer: LayerCache, k, v, positions) -> LayerCache:
   """Stores f[B K T H] at slots i32[B T]; slots beyond the cache are dropped."""
-  B, K = layer.k.shape[:2]
-  b = jnp.arange(B)[:, None, None]
-  n = jnp.arange(K)[None, :, None]
-  at = (b, n, positions[:, None, :])
-  return LayerCache(
-    layer.k.at[at].set(k.astype(layer.k.dtype), mode="drop"),
-    layer.v.at[at].set(v.astype(layer.v.dtype), mode="drop"),
-  )
+  one = lambda row, x, at: row.at[at].set(x.astype(row.dtype), mode="drop")
+  # Batched over rows and heads, so that sharded heads are written where they are.
+  put = jax.vmap(jax.vmap(one, (0, 0, None)))
+  return LayerCache(put(layer.k, k, positions), put(layer.v, v, positions))
 
 
 def visible(positions: jax.Array, length: int) -> jax.Array:

@@ -32,6 +32,7 @@ class Tokens:
   length: jax.Array  # f32[R L]  response tokens of the sequence
   sequence_idx: jax.Array  # i32[R L]  in [0, num_sequences)
   total_tokens: jax.Array  # f32[]  response tokens in the whole batch
+  packed_tokens: jax.Array  # f32[]  those of them that are seen (for metrics)
   total_sequences: jax.Array  # f32[]  sequences in the whole batch
 
 
@@ -41,11 +42,14 @@ class Algorithm(NamedTuple):
   advantages: f32[P R] rewards -> f32[P R]
   loss: Tokens -> (f32[] share of the loss, {"policy/name": f32[] share})
   uses_reference: whether the loss reads `reference_logp`
+  skips_zero_advantage: whether a sequence of advantage 0 has no gradient at all, so
+    that it need not be computed; it still counts in the totals
   """
 
   advantages: Callable[[jax.Array], jax.Array]
   loss: Callable[[Tokens], tuple[jax.Array, dict[str, jax.Array]]]
   uses_reference: bool = False
+  skips_zero_advantage: bool = False
 
 
 def make(name: str, **args) -> Algorithm:

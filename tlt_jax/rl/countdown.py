@@ -135,11 +135,17 @@ def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None
   return "".join(text) + STOP if found and length < max_length else None
 
 
+def _is_right(a: int, op: str, b: int, result: int) -> bool:
+  if op == "/":
+    return b != 0 and a == b * result
+  return result == {"+": a + b, "-": a - b, "*": a * b}[op]
+
+
 def answer_expression(numbers: list[int], response: str) -> str | None:
   """The expression that the steps leading to `!` amount to, if they are legal.
 
-  A step may only use numbers that are left; its claimed result is what later
-  steps may use. Whether the arithmetic is right is the verifier's business.
+  A step may only use numbers that are left, and its result must be right.
+  Whether the expression hits the target is the verifier's business.
   """
   if not response.endswith("!" + STOP):
     return None
@@ -154,6 +160,8 @@ def answer_expression(numbers: list[int], response: str) -> str | None:
       break
   pool = [(n, str(n)) for n in numbers]
   for a, op, b, result, _ in path:
+    if not _is_right(int(a), op, int(b), int(result)):
+      return None
     operands = []
     for value in (int(a), int(b)):
       i = next((i for i, (n, _) in enumerate(pool) if n == value), None)

@@ -41,6 +41,8 @@ def make(
   Metrics:
     policy/kl: KL to the reference, or to the sampling policy if there is none
     policy/clip_frac: share of tokens whose gradient the clip removed
+    Both are means over the tokens of prompts whose rewards differ, unless there is a
+    reference.
   """
   if kl_estimator not in _KL:
     raise ValueError(f"kl_estimator must be one of {sorted(_KL)}, got {kl_estimator!r}")
@@ -54,11 +56,12 @@ def make(
     return centred / (jnp.std(rewards, 1, keepdims=True) + 1e-6)
 
   def loss(tokens: algorithm.Tokens):
-    per_token = tokens.mask / tokens.total_tokens
+    per_token = tokens.mask / tokens.packed_tokens
     if aggregation == "token":
-      weight = per_token
+      weight = tokens.mask / tokens.total_tokens
     else:
-      weight = tokens.mask / (tokens.length * tokens.total_sequences)
+      # Padding counts as sequence 0, which may be without a response token.
+      weight = tokens.mask / (jnp.maximum(tokens.length, 1) * tokens.total_sequences)
     ratio = jnp.exp(jnp.where(tokens.mask, tokens.logp - tokens.old_logp, 0.0))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     gain = jnp.minimum(ratio * tokens.advantage, clipped * tokens.advantage)
@@ -73,4 +76,9 @@ def make(
     }
     return share, metrics
 
-  return algorithm.Algorithm(advantages, loss, uses_reference=bool(kl_coef))
+  return algorithm.Algorithm(
+    advantages,
+    loss,
+    uses_reference=bool(kl_coef),
+    skips_zero_advantage=not kl_coef,
+  )

@@ -79,7 +79,7 @@ class Learner:
     return State(params, opt_state, step)
 
   def init(self, params) -> State:
-    """The state before the first update, for parameters of any layout."""
+    """The state before the first update; takes over `params`, of any layout."""
     abstract = self.abstract_state()
     params = jax.tree.map(
       lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding),
@@ -110,11 +110,17 @@ class Learner:
     that also computes the gradient's, before the first update.
 
     Args:
-      reference: parameters of the reference policy, if the algorithm uses one
+      reference: parameters of the reference policy in `axes.TRAIN` layout, if the
+        algorithm uses one
     Returns:
       the new state (the old one is donated); `policy/*` as floats, averaged over
       the updates, and the phase's peak memory per device
     """
+    if len(batch.responses) % self.updates:
+      raise ValueError(
+        f"{len(batch.responses)} responses cannot be shared out over {self.updates} "
+        "updates per step"
+      )
     shares = np.split(np.arange(len(batch.responses)), self.updates)
     packed = [self._pack(batch, share) for share in shares]
     key = (len(shares[0]),)
@@ -140,7 +146,13 @@ class Learner:
 
   def _pack(self, batch: Batch, share: np.ndarray):
     responses = [batch.responses[i] for i in share]
-    packed = packing.pack([batch.prompts[i] for i in share], responses, self.buckets)
+    skips = self.algorithm.skips_zero_advantage
+    packed = packing.pack(
+      [batch.prompts[i] for i in share],
+      responses,
+      self.buckets,
+      chosen=batch.advantage[share] != 0 if skips else None,
+    )
     sequences = Sequences(
       advantage=batch.advantage[share],
       length=np.array([len(r) for r in responses], np.int32),
@@ -218,6 +230,8 @@ class Learner:
 
   def _update(self, state, packed, sequences, old_logp=None, reference_logp=None):
     total_tokens = jnp.sum(sequences.length).astype(jnp.float32)
+    packed_tokens = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
+    packed_tokens = jnp.maximum(packed_tokens, 1.0)
 
     def loss(params, batch, old, reference):
       logp, entropy = self._score(params, batch, sequences.temperature)
@@ -232,12 +246,13 @@ class Learner:
         length=sequences.length[batch.sequence_idx].astype(jnp.float32),
         sequence_idx=batch.sequence_idx,
         total_tokens=total_tokens,
+        packed_tokens=packed_tokens,
         total_sequences=jnp.float32(sequences.length.shape[0]),
       )
       share, metrics = self.algorithm.loss(tokens)
       metrics = {
         "policy/loss": share,
-        "policy/entropy": jnp.sum(entropy * batch.mask) / total_tokens,
+        "policy/entropy": jnp.sum(entropy * batch.mask) / packed_tokens,
         **metrics,
       }
       return share, metrics
@@ -261,7 +276,7 @@ class Learner:
       )
     grads, metrics = total
     updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-    metrics["policy/grad_norm"] = optax.global_norm(grads)
+    metrics["policy/grad_norm"] = optax.tree.norm(grads)
     params = optax.apply_updates(state.params, updates)
     return State(params, opt_state, state.step + 1), metrics
 
@@ -294,18 +309,10 @@ def make(
 
   Args:
     buckets: (rows, length) of micro-batches, by increasing length; rows are split
-      over the slices
+      over the slices, and rounded up so that they can be
     updates: optimizer updates per batch
     remat: recompute layers in the backward pass
-  Raises:
-    ValueError: rows that the slices do not divide
   """
   slices = mesh.shape[axes.DATA]
-  for rows, length in buckets:
-    if rows % slices:
-      raise ValueError(
-        f"a micro-batch of {rows} rows (length {length}) cannot be split over "
-        f"{slices} slices"
-      )
-  buckets = tuple(packing.Bucket(*b) for b in buckets)
+  buckets = tuple(packing.Bucket(-(-R // slices) * slices, L) for R, L in buckets)
   return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat)

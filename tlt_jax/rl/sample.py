@@ -110,6 +110,11 @@ class Sampler:
     began = time.perf_counter()
     samples = self.rollout(params, requests)
     sampled = time.perf_counter()
+    if not np.isfinite(samples.logp).all():
+      raise FloatingPointError(
+        "the policy's log-probabilities are not finite: its weights hold NaN or "
+        "infinity, or have grown too large"
+      )
     text = [self.tokenizer.decode(samples.response(i)) for i in range(len(requests))]
     asked = [records[p] for p in requests.prompt_idx]
     reward = reward_lib.score_all(

@@ -64,14 +64,16 @@ def num_kept(ordered: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arr
 
   last = jnp.take_along_axis(ordered, count[:, None] - 1, -1)
   following = jnp.take_along_axis(ordered, jnp.minimum(count, V - 1)[:, None], -1)
-  near = jnp.abs(rank - count[:, None] + 0.5) < 1  # the last kept, the first not
+  # The last kept and the first that is not; the likeliest is kept in any case.
+  near = (jnp.abs(rank - count[:, None] + 0.5) < 1) & (rank > 0)
   slack = jnp.minimum(
     jnp.where(top_p < 1, jnp.abs(before - top_p), jnp.inf),
     jnp.where(min_p > 0, jnp.abs(p - min_p * p[:, :1]), jnp.inf),
   )
   slack = jnp.min(jnp.where(near, slack, jnp.inf), -1)
-  at_k = (count == k[:, 0]) & (k[:, 0] < V)
-  return count, jnp.minimum(slack, jnp.where(at_k, (last - following)[:, 0], jnp.inf))
+  # Those two may also swap places, whichever filter drew the line between them.
+  swap = jnp.where(count < V, (last - following)[:, 0], jnp.inf)
+  return count, jnp.minimum(slack, swap)
 
 
 def threshold(scaled: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
