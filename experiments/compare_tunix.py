@@ -34,9 +34,6 @@ import jax
 import numpy as np
 import rich.console
 import rich.table
-from tunix.generate import sampler as tunix_sampler
-from tunix.models.qwen3 import model as tunix_model
-from tunix.models.qwen3 import params as tunix_params
 
 from experiments import setup
 from tlt_jax import axes
@@ -45,6 +42,13 @@ from tlt_jax.models import convert
 from tlt_jax.models import target
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
+
+try:
+  from tunix.generate import sampler as tunix_sampler
+  from tunix.models.qwen3 import model as tunix_model
+  from tunix.models.qwen3 import params as tunix_params
+except ImportError:  # main says how to install it
+  tunix_sampler = None
 
 _SLICES = flags.DEFINE_integer(
   "slices", 1, "Devices the CPU is shown as; our side runs on all.", lower_bound=1
@@ -122,7 +126,7 @@ class Tunix:
     self._model = tunix_params.create_model_from_safe_tensors(folder, config)
     self._sampler = functools.cache(self._make_sampler)
 
-  def _make_sampler(self, cache_size: int) -> tunix_sampler.Sampler:
+  def _make_sampler(self, cache_size: int) -> "tunix_sampler.Sampler":
     m = MODEL
     cache = tunix_sampler.CacheConfig(
       cache_size, m.num_layers, m.num_kv_heads, m.head_dim
@@ -307,6 +311,8 @@ def print_table(results: dict) -> None:
 
 
 def main():
+  if tunix_sampler is None:
+    raise ValueError("tunix is not installed; the head of this file says how")
   jax.config.update("jax_num_cpu_devices", _SLICES.value)
   chosen = workloads(_SLICES.value)
   names = [w.name for w in chosen]

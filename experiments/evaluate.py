@@ -1,7 +1,7 @@
 """Accuracy of policies on held-out prompts, alone or paired with another's.
 
     python -m experiments.evaluate --model=runs/countdown/policy \\
-        --baseline=experiments/warm_start/countdown
+        --baseline=experiments/policies/countdown
 
 All policies answer the same prompts under the same noise; several are separated by
 commas. Intervals are 95%, over prompts (a prompt's samples count as one

@@ -329,14 +329,14 @@ def test_resuming_with_another_model_ends_in_one_line(home, whole, tmp_path):
 
 
 def test_a_policy_with_nan_stops_before_anything_is_saved(home, tmp_path):
-  """The metrics say so, or the checkpoint if no response was worth training on."""
+  """The first rollout says so."""
   params = target.init_params(COUNTDOWN, jax.random.key(0))
   params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].set(jnp.nan)
   policy = write_policy(tmp_path / "policy", params=params)
   workdir = tmp_path / "run"
   args = [*tiny_run(home, ("policy", policy)), f"--workdir={workdir}"]
   message = error(run(home, "train", *args))
-  assert re.match(r"step \d: .*(is nan|has no finite norm).* diverged", message)
+  assert "the policy's log-probabilities are not finite" in message
   assert checkpointed(workdir) == []
   assert not (workdir / "policy").exists()
 

@@ -18,7 +18,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     dict(
       seed=0,
       steps=3 if smoke else 40,
-      policy="experiments/warm_start/countdown",  # Hugging Face folder
+      policy="experiments/policies/countdown",  # Hugging Face folder
       tensor_parallel=1,  # devices per slice; the other devices are slices
       # "source" is a dotted name, called with the other entries
       prompts=dict(

@@ -95,6 +95,18 @@ def threshold(scaled: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arr
   return jax.lax.cond(jnp.any(filters), cut, keep_all, scaled)
 
 
+def _argmax(x: jax.Array) -> jax.Array:
+  """The first index of the maximum of f32[B V], by two plain reductions.
+
+  XLA's own argmax reduces pairs, which its CPU backend does not vectorise: four
+  times slower here, a quarter of a decoding step.
+  """
+  V = x.shape[-1]
+  best = x == jnp.max(x, -1, keepdims=True)
+  first = jnp.min(jnp.where(best, jnp.arange(V, dtype=jnp.int32), V), -1)
+  return jnp.minimum(first, V - 1)  # of a row of NaN, any
+
+
 def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   """The token of each row at `position`.
 
@@ -113,7 +125,7 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   random = (sampling.temperature > 0)[:, None]
   perturbed = scaled + jnp.where(random, g, 0.0)
   contest = jnp.where(kept, perturbed, -jnp.inf)
-  token = jnp.argmax(contest, -1).astype(jnp.int32)
+  token = _argmax(contest)
 
   at = lambda x: jnp.take_along_axis(x, token[:, None], -1)[:, 0]
   won = at(contest)

@@ -73,6 +73,7 @@ class Schedule:
   queues: list[collections.deque[int]]  # per slice: requests not yet admitted
   prompt_row: list[dict[int, int]]  # per slice: prompt -> row of the store
   owner: np.ndarray  # i32[slices, batch]  request in each slot, -1 if free
+  total: np.ndarray  # i32[B]  tokens of the prompt and the longest response
   drawn: np.ndarray  # i32[B]  response tokens so far
   bucket: Bucket | None = None  # None before the first chunk
   excluded: set[Bucket] = dataclasses.field(default_factory=set)  # ran out of memory
@@ -89,6 +90,7 @@ class Schedule:
       queues=queues,
       prompt_row=[{} for _ in queues],
       owner=np.full((slices, 0), -1, np.int32),
+      total=requests.total_length,
       drawn=np.zeros(len(requests), np.int32),
     )
 
@@ -104,15 +106,12 @@ class Schedule:
   @property
   def position(self) -> np.ndarray:
     """i32[B]: index of each request's last known token."""
-    r = self.requests
-    return r.total_length - r.max_tokens + self.drawn - 1
+    return self.total - self.requests.max_tokens + self.drawn - 1
 
   def need(self, requests) -> int:
     """Cache slots that these requests touch in one more chunk."""
-    if not len(requests):
-      return 1
-    end = self.position[requests] + self.options.chunk
-    return int(np.max(np.minimum(end, self.requests.total_length[requests])))
+    end = np.minimum(self.position + self.options.chunk, self.total)
+    return int(np.max(end[requests], initial=1))
 
   def admit(self) -> tuple[list[Admission], list[Prefill]]:
     """Takes requests off the queues, and says which prompts must be prefilled.
@@ -122,31 +121,30 @@ class Schedule:
     needed again last makes room.
     """
     admissions, prefills = [], []
-    running = list(self.owner[self.owner >= 0])
-    count = self.live
+    count, length = self.live, self.need(self.owner[self.owner >= 0])
     for s, queue in enumerate(self.queues):
       used = set()
       while queue:
-        count[s] += 1
-        if self.choose(int(max(count)), self.need([*running, queue[0]])) is None:
+        longer = max(length, self.need(queue[0]))
+        fuller = int(max(count.max(), count[s] + 1))
+        if self.choose(fuller, longer) is None:
           break
         row, is_new = self._store_row(s, used)
         if row is None:
           break
-        prompt = int(self.requests.prompt_idx[queue[0]])
+        request = queue.popleft()
+        prompt = int(self.requests.prompt_idx[request])
         used.add(prompt)
         if is_new:
           prefills.append(Prefill(s, row, prompt))
-        running.append(queue.popleft())
-        admissions.append(Admission(s, row, running[-1]))
-      count[s] -= bool(queue)  # the one that did not fit
+        admissions.append(Admission(s, row, request))
+        count[s], length = count[s] + 1, longer
     return admissions, prefills
 
   def _store_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
     """The store's row for the next prompt of a slice, and whether it is new there."""
-    rows = self.prompt_row[s]
-    order = [int(self.requests.prompt_idx[i]) for i in self.queues[s]]
-    prompt = order[0]
+    rows, queue = self.prompt_row[s], self.queues[s]
+    prompt = int(self.requests.prompt_idx[queue[0]])
     if prompt in rows:
       return rows[prompt], False
     if len(rows) < self.options.prompt_rows:
@@ -154,6 +152,7 @@ class Schedule:
     elif set(rows) <= used:
       return None, False
     else:
+      order = [int(self.requests.prompt_idx[i]) for i in queue]
       again = lambda p: order.index(p) if p in order else len(order)
       rows[prompt] = rows.pop(max(set(rows) - used, key=again))
     return rows[prompt], True
