@@ -59,9 +59,7 @@ def main():
     model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
   )
   state = learner.init(target.init_params(model, jax.random.key(config["seed"])))
-  checkpoints = checkpoint.Checkpoints(
-    workdir / "checkpoints", every=config["checkpoint_every"]
-  )
+  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step, data = 0, {"next": 0}
   if checkpoints.latest() is not None:
     step, state, data = checkpoints.restore(learner.abstract_state())

@@ -20,7 +20,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       steps=4 if smoke else 380,
       sequences=16 if smoke else 128,  # per step
       max_response=256 if smoke else 1024,  # characters of a written search
-      checkpoint_every=2 if smoke else 25,
+      checkpoint=dict(every=2 if smoke else 25, keep=2),
       export="",  # folder of the exported policy; empty: WORKDIR/policy
       problems=dict(four_share=0.125, seed=0),
       model=dict(
