@@ -4,6 +4,7 @@ Each test starts real processes; a tiny random policy and small sizes keep them
 short, and all share one cache of compiled programs.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -29,17 +30,7 @@ from tlt_jax.models import target
 from tlt_jax.rl import countdown
 
 ROOT = pathlib.Path(__file__).parents[1]
-COUNTDOWN = config_lib.ModelConfig(
-  architecture="Qwen3ForCausalLM",
-  vocab_size=24,
-  width=32,
-  mlp_width=48,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=16,
-  qk_norm=True,
-)
+COUNTDOWN = dataclasses.replace(tiny.CONFIG, vocab_size=24)
 STEPS = 8
 KEYS = {  # of a step's record, whatever the algorithm
   "step",
