@@ -52,13 +52,11 @@ def step_seconds(model, params, mesh) -> dict[tuple[int, int], list[float]]:
   cells = {}
   for batch in _LIVE:
     for length in _LENGTHS:
-      options = rollout.Options(
-        max_length=length, max_prompt=length - n, slots=batch, chunk=n
-      )
+      options = rollout.Options(max_length=length, max_prompt=length, slots=batch, chunk=n)
       cells[batch, length] = rollout.make(model, mesh, options), []
   for _ in range(_REPEATS.value + 1):
     for (batch, length), (engine, seconds) in cells.items():
-      seconds.append(engine.time_chunk(params, batch, length) / n)
+      seconds.append(engine.time_chunk(params, (batch, length)) / n)
   return {cell: seconds[1:] for cell, (_, seconds) in cells.items()}
 
 
@@ -78,9 +76,7 @@ def traces(model, params, mesh, config) -> dict:
         "slots": min(config["rollout"]["slots"], 32),
       }
     )
-    whole = dataclasses.replace(
-      options, batch_buckets=(options.slots,), cache_buckets=(options.max_length,)
-    )
+    whole = dataclasses.replace(options, buckets=())
     sides = {
       "scheduled": rollout.make(model, mesh, options),
       "static": rollout.make(model, mesh, whole),

@@ -128,9 +128,7 @@ class Tunix:
 
   def _make_sampler(self, cache_size: int) -> "tunix_sampler.Sampler":
     m = MODEL
-    cache = tunix_sampler.CacheConfig(
-      cache_size, m.num_layers, m.num_kv_heads, m.head_dim
-    )
+    cache = tunix_sampler.CacheConfig(cache_size, m.num_layers, m.num_kv_heads, m.head_dim)
     return tunix_sampler.Sampler(self._model, Tokenizer(), cache)
 
   def __call__(
@@ -151,9 +149,7 @@ class Tunix:
         top_p=None if greedy else 1.0,
         seed=seed + start,  # without one, every call draws with the same key
       ).tokens
-      responses += [
-        t[: requests.max_tokens[i]] for i, t in zip(rows, drawn, strict=True)
-      ]
+      responses += [t[: requests.max_tokens[i]] for i, t in zip(rows, drawn, strict=True)]
     return responses
 
 
@@ -176,7 +172,7 @@ def workloads(slices: int) -> list[Workload]:
       max_length=32 + tokens,
       max_prompt=32,
       slots=slots,
-      cache_buckets=tuple(range(64, 32 + tokens, 64)),
+      buckets=rollout.grid([slots], range(64, 32 + tokens, 64)),
       chunk=64,
       prompt_rows=slots,
       prefill_rows=slots,
@@ -191,8 +187,7 @@ def workloads(slices: int) -> list[Workload]:
     max_length=32 + 512,
     max_prompt=32,
     slots=slots,
-    batch_buckets=powers_of_two(slots),
-    cache_buckets=(64, 96, 128, 192, 256, 384),
+    buckets=rollout.grid(powers_of_two(slots), (64, 96, 128, 192, 256, 384, 32 + 512)),
     chunk=16,
     prompt_rows=slots,
     prefill_rows=slots,
@@ -203,7 +198,7 @@ def workloads(slices: int) -> list[Workload]:
     max_length=256 + 64,
     max_prompt=256,
     slots=8,
-    batch_buckets=powers_of_two(8),
+    buckets=rollout.grid(powers_of_two(8), [256 + 64]),
     chunk=64,
     prompt_rows=1,
     prefill_rows=1,
@@ -313,6 +308,7 @@ def print_table(results: dict) -> None:
 def main():
   if tunix_sampler is None:
     raise ValueError("tunix is not installed; the head of this file says how")
+  setup.keep_freed_memory()  # as our commands do; both sides are faster for it
   jax.config.update("jax_num_cpu_devices", _SLICES.value)
   chosen = workloads(_SLICES.value)
   names = [w.name for w in chosen]

@@ -31,30 +31,17 @@ def answer(folder: str, config: dict, records, mesh) -> np.ndarray:
   """Rewards f32[B] of the policy in `folder`; prints what it did."""
   model, params = convert.load_hf(folder, mesh, axes.ROLLOUT)
   sampler = setup.sampler(config | {"policy": folder}, model, mesh)
-  # As many at a time as run at once: lengths then grow together.
-  slots = config["rollout"]["slots"] * mesh.shape[axes.DATA]
-  group = max(1, slots // _SAMPLES.value)
-  reward, length, outcome = [], [], []
-  for start in range(0, len(records), group):
-    scored = sampler(
-      params,
-      records[start : start + group],
-      _SAMPLES.value,
-      seed=config["seed"] + 2**30,
-      first_request=start * _SAMPLES.value,
-    )
-    reward.append(scored.reward)
-    length.append(scored.samples.length)
-    outcome += scored.outcome
-  reward, p = np.concatenate(reward), np.percentile(np.concatenate(length), [50, 90, 99])
-  mean, half = bounds(reward)
+  seed = config["seed"] + 2**30
+  scored = sampler(params, records, _SAMPLES.value, seed, first_request=0)
+  p = np.percentile(scored.samples.length, [50, 90, 99])
+  mean, half = bounds(scored.reward)
   print(
     f"{folder}\n  accuracy {100 * mean:.1f}% +- {100 * half:.1f}  "
-    f"{dict(collections.Counter(outcome))}\n"
+    f"{dict(collections.Counter(scored.outcome))}  in {scored.rollout_s:.0f} s\n"
     f"  length p50 {p[0]:.0f}  p90 {p[1]:.0f}  p99 {p[2]:.0f}  p99/p50 {p[2] / p[0]:.1f}",
     flush=True,
   )
-  return reward
+  return scored.reward
 
 
 def bounds(reward: np.ndarray) -> tuple[float, float]:

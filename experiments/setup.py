@@ -131,7 +131,7 @@ def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
     logging.getLogger(name).setLevel(logging.WARNING)
   # A read that fails in orbax is raised, and would be logged again by each task.
   logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-  _keep_freed_memory()
+  keep_freed_memory()
   jax.config.update("jax_num_cpu_devices", _CPU_SLICES)
   # Queued ahead, programs of one CPU device can take all places in its queue while
   # another device waits for it in a collective: a deadlock, seen on two cores.
@@ -150,7 +150,7 @@ def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
   return plain
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
   """Makes glibc keep large freed blocks instead of unmapping them.
 
   XLA's CPU matrix products allocate scratch of megabytes in every call; mapping it
@@ -160,8 +160,9 @@ def _keep_freed_memory() -> None:
     mallopt = ctypes.CDLL("libc.so.6").mallopt
   except (OSError, AttributeError):
     return
-  mmap_threshold, trim_threshold = -3, -1
-  mallopt(mmap_threshold, 2**25)
+  trim_threshold, mmap_max, arena_max = -1, -4, -8
+  mallopt(mmap_max, 0)
+  mallopt(arena_max, 1)  # an arena of its own gives back what is above 32 MiB
   mallopt(trim_threshold, 2**30)
 
 

@@ -218,17 +218,18 @@ def test_the_full_decode_chunk_traces(full):
     **config["rollout"],
   )
   params = abstract_params(model, mesh, axes.ROLLOUT, model.dtype)
-  slots = decode.abstract_slots(mesh, model, o.slots, o.max_length, 2, o.features)
-  chunk = decode.make_chunk(model, mesh, o.chunk, o.features)
-  after, emitted = jax.eval_shape(chunk, params, slots, jnp.int32(o.chunk))
+  slots = decode.abstract_slots(mesh, model, o.slots, o.max_length, 2, None)
+  chunk = decode.make_chunk(model, mesh, o.chunk, None)
+  seconds = jax.ShapeDtypeStruct((mesh.shape[axes.DATA],), jnp.float32)
+  after, emitted = jax.eval_shape(chunk, params, slots, jnp.int32(o.chunk), seconds)
   plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert plain(after) == plain(slots)
   B = o.slots * mesh.shape[axes.DATA]
   assert slots.context.kv[0].k.shape == (
     B,
     model.num_kv_heads,
-    o.max_length,
     model.head_dim,
+    o.max_length,
   )
   assert emitted.tokens.shape == (B, o.chunk)
 

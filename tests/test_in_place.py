@@ -202,14 +202,17 @@ def across_slices(text: str, mesh) -> list[str]:
   ]
 
 
-def arguments(mesh, features: bool):
+KEEP = decode.Keep(tiny.CONFIG.width)
+
+
+def arguments(mesh, keep: decode.Keep | None):
   """What a chunk takes, as shapes and shardings."""
   rows = axes.sharding(mesh, axes.DATA)
   B = ROWS * mesh.shape[axes.DATA]
   column = lambda dtype, *shape: jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows)
   i32, u32, f32 = jnp.int32, jnp.uint32, jnp.float32
   context = jax.eval_shape(
-    lambda: decode.init_context(mesh, tiny.CONFIG, ROWS, LENGTH, features)
+    lambda: decode.init_context(mesh, tiny.CONFIG, ROWS, LENGTH, keep)
   )
   slots = decode.Slots(
     pending=column(i32),
@@ -220,20 +223,21 @@ def arguments(mesh, features: bool):
     context=jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
       context,
-      decode.context_shardings(mesh, tiny.CONFIG, features),
+      decode.context_shardings(mesh, tiny.CONFIG, keep),
     ),
   )
-  return tiny.on(mesh), slots, jax.ShapeDtypeStruct((), i32)
+  seconds = jax.ShapeDtypeStruct((mesh.shape[axes.DATA],), f32, sharding=rows)
+  return tiny.on(mesh), slots, jax.ShapeDtypeStruct((), i32), seconds
 
 
-def compiled(program, mesh, features=False):
-  return program.lower(*arguments(mesh, features)).compile()
+def compiled(program, mesh, keep=None):
+  return program.lower(*arguments(mesh, keep)).compile()
 
 
 @functools.cache
-def chunk(data, model, features):
+def chunk(data, model, keep):
   mesh = tiny.mesh(data, model)
-  return compiled(decode.make_chunk(tiny.CONFIG, mesh, 8, features), mesh, features)
+  return compiled(decode.make_chunk(tiny.CONFIG, mesh, 8, keep), mesh, keep)
 
 
 def layer_size(model: int) -> int:
@@ -241,10 +245,10 @@ def layer_size(model: int) -> int:
   return ROWS * tiny.CONFIG.num_kv_heads // model * LENGTH * tiny.CONFIG.head_dim
 
 
-@pytest.mark.parametrize(("data", "model", "features"), [(1, 1, False), (2, 2, True)])
-def test_the_loop_copies_no_layer_of_the_cache(data, model, features):
+@pytest.mark.parametrize(("data", "model", "keep"), [(1, 1, None), (2, 2, KEEP)])
+def test_the_loop_copies_no_layer_of_the_cache(data, model, keep):
   """Nor are the donated buffers copied before it, or fresh ones made for the result."""
-  program, size = chunk(data, model, features), layer_size(model)
+  program, size = chunk(data, model, keep), layer_size(model)
   assert large_copies(program.as_text(), size, in_entry=True) == []
   assert unaliased(program.as_text(), size) == []
   assert program.memory_analysis().temp_size_in_bytes < 4 * size
@@ -253,14 +257,14 @@ def test_the_loop_copies_no_layer_of_the_cache(data, model, features):
 def test_the_detector_sees_a_cache_that_is_not_donated():
   """The same program under a jit without donation: copied on entry, in new buffers."""
   mesh = tiny.mesh(1)
-  inner = decode.make_chunk(tiny.CONFIG, mesh, 8, False)
+  inner = decode.make_chunk(tiny.CONFIG, mesh, 8, None)
   text = compiled(jax.jit(lambda *args: inner(*args)), mesh).as_text()
   caches = 2 * tiny.CONFIG.num_layers
   assert len(unaliased(text, layer_size(1))) == caches
   assert len(large_copies(text, layer_size(1), in_entry=True)) >= caches
 
 
-def scanned_chunk(params, slots, n):
+def scanned_chunk(params, slots, n, _):
   """The loop with layers under `lax.scan`, the cache among its inputs and outputs."""
   config = tiny.CONFIG
   names = [f"layer_{i}" for i in range(config.num_layers)]
@@ -301,7 +305,7 @@ def test_the_detector_sees_a_cache_that_is_scanned_over_layers():
 
 def test_slices_do_not_wait_for_each_other_in_the_loop():
   """No collective over `data`; over `model`, none as large as a layer of the cache."""
-  text = chunk(2, 2, True).as_text()
+  text = chunk(2, 2, KEEP).as_text()
   assert across_slices(text, tiny.mesh(2, 2)) == []
   assert collectives(text)  # tensor parallelism is there, and seen
   assert max(i.num_elements for i in collectives(text)) < layer_size(2) / 8
@@ -310,18 +314,18 @@ def test_slices_do_not_wait_for_each_other_in_the_loop():
 def whole_chunk(mesh):
   """One loop over the whole batch, left to the compiler, that asks for whole caches."""
 
-  def run(params, slots, n):
+  def run(params, slots, n, _):
     def step(carry):
       i, slots = carry
       rows = axes.sharding(mesh, axes.DATA)
       whole = jax.lax.with_sharding_constraint(slots.context.kv, rows)
       slots = slots.replace(context=slots.context.replace(kv=whole))
-      return i + 1, decode.decode_step(tiny.CONFIG, params, slots)[0]
+      return i + 1, decode.decode_step(tiny.CONFIG, None, params, slots)[0]
 
     running = lambda carry: (carry[0] < n) & jnp.any(carry[1].remaining > 0)
     return jax.lax.while_loop(running, step, (jnp.int32(0), slots))[1]
 
-  shardings = jax.tree.map(lambda x: x.sharding, arguments(mesh, False)[1])
+  shardings = jax.tree.map(lambda x: x.sharding, arguments(mesh, None)[1])
   return jax.jit(run, donate_argnums=1, out_shardings=shardings)
 
 

@@ -67,11 +67,11 @@ def test_rollout_draws_what_an_uncached_forward_pass_draws():
   [
     (1, 1, dict(slots=1)),
     (1, 1, dict(slots=5, chunk=3)),
-    (1, 1, dict(batch_buckets=(1, 2, 4, 8, 16), cache_buckets=(16, 32))),
+    (1, 1, dict(buckets=rollout.grid((1, 2, 4, 8, 16, 24), (16, 32, 64)))),
     (2, 1, {}),
     (8, 1, dict(slots=2)),
     (1, 2, {}),
-    (2, 2, dict(batch_buckets=(2, 4), cache_buckets=(24,))),
+    (2, 2, dict(buckets=((24, 24), (4, 64), (2, 64)))),
     (4, 2, {}),
   ],
 )
@@ -126,8 +126,14 @@ def test_seeds_and_requests_draw_apart():
   slots=st.sampled_from([1, 3, 8, 24]),
   chunk=st.sampled_from([1, 5, 16]),
   prompt_rows=st.sampled_from([1, 3]),
-  batch_buckets=st.sampled_from([(), (2, 8), (1, 4)]),
-  cache_buckets=st.sampled_from([(), (16, 32)]),
+  buckets=st.sampled_from(
+    [
+      (),
+      ((8, 64), (3, 16)),
+      rollout.grid((1, 4, 24), (16, 64)),
+      rollout.grid((2, 8), (32,)),
+    ]
+  ),
   prefill_block=st.sampled_from([3, 12]),
 )
 def test_tokens_do_not_depend_on_the_schedule(**options):
@@ -141,7 +147,7 @@ def test_features_are_those_of_a_forward_pass():
   from tlt_jax.models import target
 
   requests = tiny.requests(3, 2)
-  samples = run(requests, 2, features=True, batch_buckets=(1, 2), cache_buckets=(16,))
+  samples = run(requests, 2, features=True, buckets=rollout.grid((1, 2, 24), (16, 64)))
   for i in range(len(requests)):
     prompt = requests.prompts[requests.prompt_idx[i]]
     tokens = np.concatenate([prompt, samples.response(i)])[None, :-1]
@@ -169,8 +175,8 @@ def test_a_prompt_is_prefilled_once():
 def test_rebalancing_moves_requests_and_changes_no_token():
   """With one long request per slice left, they share a slice; the tokens stay."""
   requests = tiny.requests(4, 4, max_tokens=np.resize([2, 40], 16), stop_tokens=[])
-  plain = run(requests, 4, batch_buckets=(1, 2))
-  moved = run(requests, 4, batch_buckets=(1, 2), rebalance=True)
+  plain = run(requests, 4, buckets=((1, 64), (2, 64)))
+  moved = run(requests, 4, buckets=((1, 64), (2, 64)), rebalance=True)
   assert_same(requests, plain, moved)
   busiest = lambda samples: max(max(live) for _, live in samples.timeline[2:])
   assert busiest(moved) <= busiest(plain)
@@ -179,14 +185,14 @@ def test_rebalancing_moves_requests_and_changes_no_token():
 def test_a_memory_budget_sends_requests_back_and_loses_none():
   """When lengths outgrow the budget, the youngest requests start over."""
   requests, samples = reference()
-  options = dict(batch_buckets=(2, 4, 8), cache_buckets=(16, 32), cache_tokens=130)
+  options = dict(buckets=rollout.grid((2, 4, 8, 24), (16, 32, 64)), cache_tokens=130)
   assert_same(requests, samples, run(requests, 2, **options))
 
 
 def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog):
   """A program that does not fit is not used again; every request still finishes."""
   requests, samples = reference()
-  options = dict(batch_buckets=(4, 8), cache_buckets=(16, 32))
+  options = dict(buckets=rollout.grid((4, 8, 24), (16, 32, 64)))
   engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
   inner, refused = engine._run, []
 
@@ -215,7 +221,7 @@ def test_out_of_memory_in_the_smallest_bucket_says_so():
 
 def test_nothing_compiles_after_compiling_ahead():
   """`compile` covers every program that rollouts of these options run."""
-  options = dict(slots=8, batch_buckets=(1, 4), cache_buckets=(24,))
+  options = dict(slots=8, buckets=((8, 24), (4, 64), (1, 64)))
   engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
   params, requests = tiny.on(tiny.mesh(2)), tiny.requests()
   engine.compile(params, requests.stop_tokens.shape[1])

@@ -17,11 +17,31 @@ class Program:
   temp_bytes: int  # scratch memory per device while it runs
 
 
+@dataclasses.dataclass(frozen=True)
+class Budget:
+  """What may be compiled ahead of time; None is no limit."""
+
+  programs: int | None = None
+  compile_s: float | None = None
+  scratch_bytes: int | None = None  # of the hungriest program, per device
+
+
 class Pool:
   """Compiled programs by (name, bucket)."""
 
-  def __init__(self):
+  def __init__(self, budget: Budget = Budget()):
+    self.budget = budget
     self._programs: dict[tuple, Program] = {}
+
+  def has_room(self, count: int) -> bool:
+    """Whether `count` programs more are within the budget, as far as one can tell."""
+    within = lambda used, limit: limit is None or used <= limit
+    average = self.seconds / max(len(self), 1)
+    return (
+      within(len(self) + count, self.budget.programs)
+      and within(self.seconds + count * average, self.budget.compile_s)
+      and within(self.temp_bytes, self.budget.scratch_bytes)
+    )
 
   def get(self, name: str, bucket: tuple, jitted, *args, **static) -> Callable:
     """The program of a bucket, compiled for `args` (abstract or not) if it is new."""

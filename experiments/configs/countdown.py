@@ -38,18 +38,17 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       chat=dict(apply=False, system=""),  # wrap prompts in the chat template
       reward="tlt_jax.rl.countdown.score",
       batch=dict(prompts=4 if smoke else 16, responses=2 if smoke else 8),
-      sampling=dict(
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens
-      ),
+      sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens),
       rollout=dict(
         max_prompt=32,
         slots=64,  # per slice
-        batch_buckets=(8, 24),
-        cache_buckets=(256, 512),
+        # (slots, tokens) of compiled programs; the largest is added
+        buckets=((64, 256), (64, 512), (24, 512), (24, 1056), (8, 1056)),
         chunk=32,
         prompt_rows=8,
         prefill_rows=8,
         prefill_block=32,
+        budget=dict(programs=24, compile_s=120.0),
       ),
       algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.0),
       optimizer=dict(

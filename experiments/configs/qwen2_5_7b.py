@@ -43,8 +43,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       rollout=dict(
         max_prompt=1024,
         slots=4 if smoke else 256,
-        batch_buckets=() if smoke else (8, 32, 128),
-        cache_buckets=() if smoke else (1024, 2048),
+        # (slots, tokens) of compiled programs: the fewer run, the longer they are
+        buckets=()
+        if smoke
+        else ((256, 1024), (256, 2048), (128, 2048), (32, 2048), (32, 5120), (8, 5120)),
         chunk=8 if smoke else 64,
         prompt_rows=4 if smoke else 16,
         prefill_rows=4,

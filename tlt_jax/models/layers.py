@@ -63,20 +63,20 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
   Args:
     q: f[B T N H]
-    k: f[B K S H]  in the cache's layout
+    k: f[B K H S]  in the cache's layout
     v: f[B K S H]
     mask: bool[B T S]  True where a query may look
   Returns:
     f[B T N H]
   """
   B, T, N, H = q.shape
-  K = k.shape[1]
+  K, S = k.shape[1], k.shape[3]
   q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
   q = q.reshape(B, K, -1, H)  # one matrix product per kv head
   scores = jnp.einsum(
-    "bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32
+    "bkqh,bkhs->bkqs", q, k, preferred_element_type=jnp.float32
   ) * (H**-0.5)
-  scores = scores.reshape(B, K, N // K, T, -1)
+  scores = scores.reshape(B, K, N // K, T, S)
   scores = jnp.where(mask[:, None, None], scores, _MASKED)
   weights = jax.nn.softmax(scores, -1).astype(v.dtype)
   weights = weights.reshape(B, K, (N // K) * T, -1)
@@ -94,7 +94,7 @@ def attend_causal(q, k, v, mask, block: int = 256) -> jax.Array:
   ends = [*range(block, q.shape[1], block), q.shape[1]]
   return jnp.concatenate(
     [
-      attend(q[:, start:end], k[:, :, :end], v[:, :, :end], mask[:, start:end, :end])
+      attend(q[:, start:end], k[..., :end], v[:, :, :end], mask[:, start:end, :end])
       for start, end in zip([0, *ends], ends, strict=False)
     ],
     1,
@@ -102,51 +102,73 @@ def attend_causal(q, k, v, mask, block: int = 256) -> jax.Array:
 
 
 class Attention(nn.Module):
-  """Causal self-attention with RoPE over its own tokens or over a KV cache."""
+  """Causal self-attention with RoPE over its own tokens or over a KV cache.
+
+  `input_width` is the width of what is projected to q, k and v, if not D.
+  """
 
   config: config_lib.ModelConfig
+  input_width: int | None = None
 
-  @nn.compact
-  def __call__(self, x, positions, mask, layer_cache=None):
+  def setup(self):
+    c = self.config
+    D, N, K, H = c.width, c.num_heads, c.num_kv_heads, c.head_dim
+    init, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
+    width = self.input_width or D
+    for name, heads, axis in (("q", N, "heads"), ("k", K, "kv"), ("v", K, "kv")):
+      w = _param(self, f"{name}_proj", init, (width, heads, H), ("embed", axis, "head"))
+      setattr(self, f"{name}_proj", w)
+      if c.qkv_bias:
+        bias = _param(self, f"{name}_bias", zeros, (heads, H), (axis, "head"))
+        setattr(self, f"{name}_bias", bias)
+    if c.qk_norm:
+      self.q_norm = RMSNorm(c.norm_eps, "head")
+      self.k_norm = RMSNorm(c.norm_eps, "head")
+    self.o_proj = _param(self, "o_proj", init, (N, H, D), ("heads", "head", "embed"))
+
+  def _project(self, name, x):
+    w = getattr(self, f"{name}_proj")
+    y = jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype))
+    if self.config.qkv_bias:
+      y = y + getattr(self, f"{name}_bias").astype(x.dtype)
+    return y
+
+  def keys_values(self, x, positions):
+    """What a cache holds of f[B T D]: keys f[B K H T] and values f[B K T H]."""
+    k, v = self._project("k", x), self._project("v", x)
+    if self.config.qk_norm:
+      k = self.k_norm(k)
+    k = apply_rope(k, positions, rope_frequencies(self.config))
+    return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+
+  def attend_to(self, x, positions, mask, k, v, attend=attend):
+    """f[B T D] attends to keys and values as `keys_values` gives them."""
+    q = self._project("q", x)
+    if self.config.qk_norm:
+      q = self.q_norm(q)
+    q = apply_rope(q, positions, rope_frequencies(self.config))
+    out = attend(q, k.astype(x.dtype), v.astype(x.dtype), mask)
+    return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
+
+  def __call__(self, x, positions, mask, layer_cache=None, slots=None):
     """Attends.
 
     Args:
       x: f[B T D]
-      positions: i32[B T]  RoPE position; with a cache also the slot written
+      positions: i32[B T]  RoPE position
       mask: bool[B T S]  S = T without a cache, else the cache's length
       layer_cache: this layer's keys and values, updated in place under jit
+      slots: i32[B T]  where in the cache; default: at the positions
     Returns:
       f[B T D] and the updated layer cache (None without one)
     """
-    c = self.config
-    D, N, K, H = c.width, c.num_heads, c.num_kv_heads, c.head_dim
-    init = nn.initializers.normal(0.02)
-
-    def project(name, heads, axis):
-      w = _param(self, f"{name}_proj", init, (D, heads, H), ("embed", axis, "head"))
-      y = jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype))
-      if c.qkv_bias:
-        bias = _param(
-          self, f"{name}_bias", nn.initializers.zeros, (heads, H), (axis, "head")
-        )
-        y = y + bias.astype(x.dtype)
-      return y
-
-    q, k, v = project("q", N, "heads"), project("k", K, "kv"), project("v", K, "kv")
-    if c.qk_norm:
-      q = RMSNorm(c.norm_eps, "head", name="q_norm")(q)
-      k = RMSNorm(c.norm_eps, "head", name="k_norm")(k)
-    freq = rope_frequencies(c)
-    q, k = apply_rope(q, positions, freq), apply_rope(k, positions, freq)
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # f[B K T H]
+    k, v = self.keys_values(x, positions)
     if layer_cache is None:
-      out = attend_causal(q, k, v, mask)
-    else:
-      layer_cache = cache_lib.write(layer_cache, k, v, positions)
-      k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
-      out = attend(q, k, v, mask)
-    w = _param(self, "o_proj", init, (N, H, D), ("heads", "head", "embed"))
-    return jnp.einsum("btnh,nhd->btd", out, w.astype(x.dtype)), layer_cache
+      return self.attend_to(x, positions, mask, k, v, attend_causal), None
+    slots = positions if slots is None else slots
+    layer_cache = cache_lib.write(layer_cache, k, v, slots)
+    out = self.attend_to(x, positions, mask, layer_cache.k, layer_cache.v)
+    return out, layer_cache
 
 
 class MLP(nn.Module):
@@ -171,10 +193,10 @@ class Block(nn.Module):
   config: config_lib.ModelConfig
 
   @nn.compact
-  def __call__(self, x, positions, mask, layer_cache=None):
+  def __call__(self, x, positions, mask, layer_cache=None, slots=None):
     eps = self.config.norm_eps
     y, layer_cache = Attention(self.config, name="attention")(
-      RMSNorm(eps, name="input_norm")(x), positions, mask, layer_cache
+      RMSNorm(eps, name="input_norm")(x), positions, mask, layer_cache, slots
     )
     x = x + y
     x = x + MLP(self.config, name="mlp")(RMSNorm(eps, name="post_norm")(x))

@@ -52,29 +52,46 @@ class Target(nn.Module):
     positions: jax.Array,
     mask: jax.Array | None = None,
     cache: cache_lib.KVCache | None = None,
+    slots: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     """Runs the decoder.
 
     Args:
       tokens: i32[B T]
-      positions: i32[B T]  with a cache also the slots that are written
+      positions: i32[B T]
       mask: bool[B T S]  True where a token may look. Default: everything up to
         its own position, in the cache if there is one.
       cache: read and updated if given; rows may stand at different positions
+      slots: i32[B T]  of the cache, to write to; default: the positions
     Returns:
       features f[B T D], the hidden states after the final norm, and the cache
+    """
+    features, _, cache = self.with_taps(tokens, positions, (), mask, cache, slots)
+    return features, cache
+
+  def with_taps(self, tokens, positions, taps, mask=None, cache=None, slots=None):
+    """As `__call__`, with hidden states from inside.
+
+    Args:
+      taps: layers (from 0), after which the residual stream is returned as well
+    Returns:
+      features f[B T D]; f[B T len(taps)*D], None without taps; and the cache
     """
     c = self.config
     with jax.default_matmul_precision(matmul_precision(c.dtype)):
       if mask is None:
-        S = tokens.shape[1] if cache is None else cache[0].k.shape[2]
+        S = tokens.shape[1] if cache is None else cache[0].length
         mask = cache_lib.visible(positions, S)
       x = self.embedding.astype(c.dtype)[tokens]
-      new_cache = []
+      new_cache, tapped = [], []
       for i, block in enumerate(self.blocks):
-        x, layer = block(x, positions, mask, None if cache is None else cache[i])
+        layer = None if cache is None else cache[i]
+        x, layer = block(x, positions, mask, layer, slots)
         new_cache.append(layer)
-      return self.final_norm(x), None if cache is None else tuple(new_cache)
+        if i in taps:
+          tapped.append(x)
+      tapped = jnp.concatenate(tapped, -1) if taps else None
+      return self.final_norm(x), tapped, None if cache is None else tuple(new_cache)
 
   def logits(self, features: jax.Array) -> jax.Array:
     """f[... D] -> f32[... V]."""

@@ -10,6 +10,7 @@ prefill therefore stops before its last token, and every token that is drawn is
 drawn in the same loop.
 """
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -24,12 +25,20 @@ from tlt_jax.models import target
 from tlt_jax.spec_decode import sampling as sampling_lib
 
 
+@dataclasses.dataclass(frozen=True)
+class Keep:
+  """Which hidden states of the target are kept next to its KV."""
+
+  width: int  # E
+  taps: tuple[int, ...] = ()  # layers; without any the states after the final norm
+
+
 @flax.struct.dataclass
 class Context:
   """What the target has computed of some rows: KV, and features if kept."""
 
   kv: cache_lib.KVCache
-  features: jax.Array | None  # f[B S D]
+  features: jax.Array | None  # f[B S E]
 
 
 @flax.struct.dataclass
@@ -54,43 +63,44 @@ class Emitted:
   count: jax.Array  # i32[B]
   remaining: jax.Array  # i32[B]  of the slots, after the chunk
   steps: jax.Array  # i32[slices]  iterations that each slice ran
+  seconds: jax.Array  # f32[slices]  what it was told
+  # i32[slices R], how often a live row drew more than r tokens in one pass of the
+  # target; None without speculation, where every pass draws one
+  accepted: jax.Array | None = None
 
 
-def context_shardings(mesh: Mesh, config: config_lib.ModelConfig, features: bool):
+def context_shardings(mesh: Mesh, config: config_lib.ModelConfig, keep: Keep | None):
   """Rows over `data`, kv heads over `model` where they divide."""
   tensor = mesh.shape[axes.MODEL]
   heads = axes.MODEL if config.num_kv_heads % tensor == 0 else None
   layer = axes.sharding(mesh, axes.DATA, heads)
   return Context(
     kv=(cache_lib.LayerCache(layer, layer),) * config.num_layers,
-    features=axes.sharding(mesh, axes.DATA) if features else None,
+    features=axes.sharding(mesh, axes.DATA) if keep else None,
   )
 
 
-def abstract_context(mesh, config, rows: int, length: int, features: bool) -> Context:
+def abstract_context(mesh, config, rows: int, length: int, keep: Keep | None) -> Context:
   """Shapes and shardings of a context of `rows` rows a slice."""
   B = rows * mesh.shape[axes.DATA]
 
   def make():
-    shape = (B, length, config.width)
-    return Context(
-      kv=cache_lib.init(config, B, length),
-      features=jnp.zeros(shape, config.dtype) if features else None,
-    )
+    kept = jnp.zeros((B, length, keep.width), config.dtype) if keep else None
+    return Context(cache_lib.init(config, B, length), kept)
 
-  return _abstract(jax.eval_shape(make), context_shardings(mesh, config, features))
+  return _abstract(jax.eval_shape(make), context_shardings(mesh, config, keep))
 
 
-def init_context(mesh, config, rows: int, length: int, features: bool) -> Context:
+def init_context(mesh, config, rows: int, length: int, keep: Keep | None) -> Context:
   """Empty context of `rows` rows a slice, array by array."""
   return jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-    abstract_context(mesh, config, rows, length, features),
+    abstract_context(mesh, config, rows, length, keep),
   )
 
 
 def abstract_slots(
-  mesh, config, batch: int, length: int, stop_tokens: int, features: bool
+  mesh, config, batch: int, length: int, stop_tokens: int, keep: Keep | None
 ) -> Slots:
   """Shapes and shardings of `batch` slots a slice, E = `stop_tokens`."""
   B = batch * mesh.shape[axes.DATA]
@@ -106,7 +116,7 @@ def abstract_slots(
     sampling=sampling_lib.Sampling(
       seed=u32, request=u32, temperature=f32, top_k=i32, top_p=f32, min_p=f32
     ),
-    context=abstract_context(mesh, config, batch, length, features),
+    context=abstract_context(mesh, config, batch, length, keep),
   )
 
 
@@ -114,8 +124,8 @@ def _abstract(shapes, shardings):
   return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
 
 
-def slots_shardings(mesh, config, features) -> Slots:
-  shapes = abstract_slots(mesh, config, 1, 1, 1, features)
+def slots_shardings(mesh, config, keep) -> Slots:
+  shapes = abstract_slots(mesh, config, 1, 1, 1, keep)
   return jax.tree.map(lambda x: x.sharding, shapes)
 
 
@@ -131,20 +141,29 @@ def per_slice(mesh: Mesh, f, num_args: int, replicated: tuple[int, ...] = ()):
   )
 
 
-def _forward(config, params, context: Context, tokens, positions):
-  """Runs the target over the context: features f[B T D], and the new context."""
-  model = target.Target(config)
-  features, kv = model.apply(
-    {"params": params}, tokens, positions, cache=context.kv
+def forward(config, keep, params, context, tokens, positions, mask=None, slots=None):
+  """Runs the target over the context, and writes into it.
+
+  Returns:
+    features f[B T D], what is kept of them f[B T E], and the new context
+  """
+  run = functools.partial(
+    target.Target(config).apply,
+    {"params": params},
+    method=target.Target.with_taps,
   )
+  taps = keep.taps if keep else ()
+  features, tapped, kv = run(tokens, positions, taps, mask, context.kv, slots)
+  states = tapped if taps else features
   kept = context.features
   if kept is not None:
     b = jnp.arange(tokens.shape[0])[:, None]
-    kept = kept.at[b, positions].set(features.astype(kept.dtype), mode="drop")
-  return features, Context(kv, kept)
+    at = positions if slots is None else slots
+    kept = kept.at[b, at].set(states.astype(kept.dtype), mode="drop")
+  return features, states, Context(kv, kept)
 
 
-def make_prefill(config: config_lib.ModelConfig, mesh: Mesh, features: bool):
+def make_prefill(config: config_lib.ModelConfig, mesh: Mesh, keep: Keep | None):
   """(params, store, tokens i32[r T], start i32[r], row i32[r]) -> store.
 
   Computes a block of prompt tokens and writes it into rows of the prompt store
@@ -154,61 +173,62 @@ def make_prefill(config: config_lib.ModelConfig, mesh: Mesh, features: bool):
   def local(params, store, tokens, start, row):
     gathered = jax.tree.map(lambda x: x.at[row].get(mode="clip"), store)
     positions = start[:, None] + jnp.arange(tokens.shape[1])
-    _, updated = _forward(config, params, gathered, tokens, positions)
+    _, _, updated = forward(config, keep, params, gathered, tokens, positions)
     return jax.tree.map(lambda x, y: x.at[row].set(y, mode="drop"), store, updated)
 
   return jax.jit(
     per_slice(mesh, local, 5, replicated=(0,)),
     donate_argnums=1,
-    out_shardings=context_shardings(mesh, config, features),
+    out_shardings=context_shardings(mesh, config, keep),
   )
 
 
-def make_admit(config: config_lib.ModelConfig, mesh: Mesh, features: bool):
-  """(slots, store, row i32[B], new Slots without context) -> slots.
+def make_admit(config: config_lib.ModelConfig, mesh: Mesh, keep: Keep | None):
+  """(context, store, row i32[B]) -> context.
 
-  Slots whose `row` is not negative take over the new values and the context of
-  that row of the prompt store; the others stay as they are (donated).
+  Rows whose `row` is not negative take over that row of the prompt store; the
+  others stay as they are (donated).
   """
 
-  def local(slots, store, row, new):
+  def local(context, store, row):
     taken = row >= 0
-    S = jax.tree.leaves(slots.context.kv)[0].shape[2]
 
     def copy(old, stored, axis):
       prompt = stored[jnp.maximum(row, 0)]
-      prompt = jax.lax.slice_in_dim(prompt, 0, min(S, prompt.shape[axis]), axis=axis)
-      head = jax.lax.slice_in_dim(old, 0, prompt.shape[axis], axis=axis)
+      size = min(old.shape[axis], prompt.shape[axis])
+      prompt = jax.lax.slice_in_dim(prompt, 0, size, axis=axis)
+      head = jax.lax.slice_in_dim(old, 0, size, axis=axis)
       mask = taken.reshape((-1,) + (1,) * (old.ndim - 1))
       return jax.lax.dynamic_update_slice_in_dim(
         old, jnp.where(mask, prompt, head), 0, axis
       )
 
-    context = Context(
-      kv=jax.tree.map(lambda o, s: copy(o, s, 2), slots.context.kv, store.kv),
+    return Context(
+      kv=tuple(
+        jax.tree.map(copy, old, stored, cache_lib.SLOT_AXIS)
+        for old, stored in zip(context.kv, store.kv, strict=True)
+      ),
       features=None
       if store.features is None
-      else copy(slots.context.features, store.features, 1),
+      else copy(context.features, store.features, 1),
     )
-    pick = lambda old, x: jnp.where(taken.reshape((-1,) + (1,) * (x.ndim - 1)), x, old)
-    rest = slots.replace(context=None)
-    return jax.tree.map(pick, rest, new).replace(context=context)
 
   return jax.jit(
-    per_slice(mesh, local, 4),
+    per_slice(mesh, local, 3),
     donate_argnums=0,
-    out_shardings=slots_shardings(mesh, config, features),
+    out_shardings=context_shardings(mesh, config, keep),
   )
 
 
-def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, features: bool):
-  """(params, slots, n i32[]) -> slots, Emitted: up to n <= `width` tokens a slot.
+def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Keep | None):
+  """(params, slots, n i32[], seconds f32[slices]) -> slots, Emitted.
 
-  Slots are donated. What was emitted comes back replicated, so that every
-  process sees the same.
+  Draws up to n <= `width` tokens a slot. Slots are donated. What was emitted comes
+  back replicated, so that every process sees the same; so do the `seconds` that
+  each process measured.
   """
 
-  def local(params, slots, n):
+  def local(params, slots, n, seconds):
     B = slots.pending.shape[0]
     varying = functools.partial(jax.lax.pcast, axis_name=axes.DATA, to="varying")
     blank = lambda dtype: varying(jnp.zeros((B, width), dtype))
@@ -219,6 +239,7 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, features:
       count=varying(jnp.zeros(B, jnp.int32)),
       remaining=slots.remaining,
       steps=varying(jnp.zeros(1, jnp.int32)),
+      seconds=seconds,
     )
 
     def running(carry):
@@ -227,12 +248,12 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, features:
 
     def step(carry):
       i, slots, emitted = carry
-      slots, drawn = decode_step(config, params, slots)
+      slots, drawn = decode_step(config, keep, params, slots)
       live = emitted.remaining > 0
       put = lambda x, column: jax.lax.dynamic_update_slice_in_dim(
         x, column[:, None].astype(x.dtype), i, 1
       )
-      emitted = Emitted(
+      emitted = emitted.replace(
         tokens=put(emitted.tokens, drawn.token),
         logp=put(emitted.logp, drawn.logp),
         logp_filtered=put(emitted.logp_filtered, drawn.logp_filtered),
@@ -246,17 +267,16 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, features:
     return jax.lax.while_loop(running, step, start)[1:]
 
   return jax.jit(
-    per_slice(mesh, local, 3, replicated=(0, 2)),
+    per_slice(mesh, local, 4, replicated=(0, 2)),
     donate_argnums=1,
-    out_shardings=(slots_shardings(mesh, config, features), axes.sharding(mesh)),
+    out_shardings=(slots_shardings(mesh, config, keep), axes.sharding(mesh)),
   )
 
 
-def decode_step(config, params, slots: Slots):
+def decode_step(config, keep, params, slots: Slots):
   """Draws one token for each slot; free slots stand still."""
-  features, context = _forward(
-    config, params, slots.context, slots.pending[:, None], slots.position[:, None]
-  )
+  tokens, positions = slots.pending[:, None], slots.position[:, None]
+  features, _, context = forward(config, keep, params, slots.context, tokens, positions)
   logits = target.Target(config).apply(
     {"params": params}, features[:, 0], method=target.Target.logits
   )
@@ -274,55 +294,46 @@ def decode_step(config, params, slots: Slots):
   )
 
 
-def make_gather(mesh: Mesh, shardings, move: bool):
-  """(tree, row i32[b]) -> the chosen rows of every array; -1 takes any.
+def make_resize(mesh: Mesh, slot_axis, shardings, move: bool):
+  """(tree, row i32[b], length) -> the chosen rows of every array, cut or filled up.
 
-  Rows are counted over all slices. Without `move` every row stays on its slice,
-  and the program has no communication.
+  Rows are counted over all slices; -1 takes any. Without `move` every row stays on
+  its slice, and the program has no communication. New slots are zero; `slot_axis`
+  tells, per array, which axis counts them.
   """
 
-  def local(tree, row):
-    start = jax.lax.axis_index(axes.DATA) * jax.tree.leaves(tree)[0].shape[0]
-    row = jnp.maximum(row - start, 0)
-    return jax.tree.map(lambda x: x[row], tree)
-
-  def across(tree, row):
-    return jax.tree.map(lambda x: x[jnp.maximum(row, 0)], tree)
-
-  gather = across if move else per_slice(mesh, local, 2)
-  return jax.jit(gather, out_shardings=shardings)
-
-
-def make_grow(axis: int, shardings):
-  """(tree, length) -> every array with `axis` cut, or filled with zeros."""
-
-  def one(x, length):
+  def resized(x, axis, row, length):
+    x = x[jnp.maximum(row, 0)]
     if length <= x.shape[axis]:
       return jax.lax.slice_in_dim(x, 0, length, axis=axis)
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, length - x.shape[axis])
     return jnp.pad(x, pad)
 
-  grow = lambda tree, length: jax.tree.map(lambda x: one(x, length), tree)
-  return jax.jit(grow, static_argnames="length", out_shardings=shardings)
+  def resize(tree, row, length):
+    def across(tree, row):
+      return jax.tree.map(lambda x, a: resized(x, a, row, length), tree, slot_axis)
+
+    def local(tree, row):
+      start = jax.lax.axis_index(axes.DATA) * jax.tree.leaves(tree)[0].shape[0]
+      return across(tree, row - start)
+
+    return (across if move else per_slice(mesh, local, 2))(tree, row)
+
+  return jax.jit(resize, static_argnames="length", out_shardings=shardings)
 
 
 def make_programs(
-  config: config_lib.ModelConfig, mesh: Mesh, width: int, features: bool, move: bool
+  config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Keep | None, move: bool
 ) -> dict:
   """Every jitted function of a rollout, by name; see `rollout`."""
-  shardings = slots_shardings(mesh, config, features)
-  layer, rest = shardings.context.kv[0], shardings.replace(context=None)
+  shardings = context_shardings(mesh, config, keep)
   programs = {
-    "prefill": make_prefill(config, mesh, features),
-    "admit": make_admit(config, mesh, features),
-    "chunk": make_chunk(config, mesh, width, features),
-    "gather": make_gather(mesh, layer, move),
-    "gather_rest": make_gather(mesh, rest, move),
-    "grow": make_grow(2, layer),
+    "prefill": make_prefill(config, mesh, keep),
+    "admit": make_admit(config, mesh, keep),
+    "chunk": make_chunk(config, mesh, width, keep),
+    "resize": make_resize(mesh, cache_lib.SLOT_AXIS, shardings.kv[0], move),
   }
-  if features:
-    kept = shardings.context.features
-    programs["gather_features"] = make_gather(mesh, kept, move)
-    programs["grow_features"] = make_grow(1, kept)
+  if keep:
+    programs["resize_features"] = make_resize(mesh, 1, shardings.features, move)
   return programs

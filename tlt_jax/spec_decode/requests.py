@@ -36,6 +36,11 @@ class Requests:
     sizes = np.array([len(p) for p in self.prompts], np.int32)
     return sizes[self.prompt_idx] + self.max_tokens
 
+  @property
+  def last_token(self) -> np.ndarray:
+    """i32[B]: of the prompt."""
+    return np.array([p[-1] for p in self.prompts], np.int32)[self.prompt_idx]
+
 
 def make_requests(
   prompts: Sequence[np.ndarray],
@@ -103,6 +108,8 @@ class Samples:
   finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
   features: list[np.ndarray] | None  # f[prompt + length - 1, D] each, on request
   timeline: list[tuple[float, list[int]]]  # seconds since the start, live per slice
+  passes: int = 0  # of the target over live rows; each draws a token or more
+  accepted: np.ndarray | None = None  # i64[R]  speculative passes of more than r tokens
   computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
   peak_bytes: int = 0  # memory per device in the fullest chunk
 
@@ -113,6 +120,18 @@ class Samples:
   def useful_share(self) -> float:
     """Drawn tokens over all that the slots' iterations could have drawn."""
     return float(self.length.sum()) / max(self.computed_tokens, 1)
+
+  @property
+  def mean_acceptance_length(self) -> float:
+    """Tokens drawn per pass of the target; 1 without speculation."""
+    return float(self.length.sum()) / max(self.passes, 1)
+
+  @property
+  def acceptance_rate(self) -> list[float]:
+    """Share of speculative passes whose k-th drafted token was accepted, k = 1.."""
+    if self.accepted is None or not self.accepted[0]:
+      return []
+    return (self.accepted[1:] / self.accepted[0]).tolist()
 
   @property
   def idle_s(self) -> float:

@@ -20,32 +20,50 @@ import numpy as np
 from tlt_jax import axes
 from tlt_jax import programs
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import schedule as schedule_lib
+from tlt_jax.spec_decode import speculate
+from tlt_jax.spec_decode import strategy as strategy_lib
 
 Options = schedule_lib.Options
+grid = schedule_lib.grid
 
 
 class Rollout:
   """See `make`."""
 
-  def __init__(self, config, mesh, options):
+  def __init__(self, config, mesh, options, drafter, policy):
     self.config: config_lib.ModelConfig = config
     self.mesh: jax.sharding.Mesh = mesh
     self.options: Options = options
-    self.pool = programs.Pool()
+    self.drafter: drafter_lib.DrafterConfig | None = drafter
+    self.policy: strategy_lib.Policy | None = policy
+    self.pool = programs.Pool(options.budget)
     self._slices = mesh.shape[axes.DATA]
-    self._width = np.int32(options.chunk)
+    self._step_s = {}  # what `schedule.Costs` knows of each bucket
+    self._keep = decode.Keep(config.width) if options.features else None
+    if drafter is not None:
+      self._keep = speculate.keep(drafter)
     self._programs = decode.make_programs(
-      config, mesh, options.chunk, options.features, options.rebalance
+      config, mesh, options.chunk, self._keep, options.rebalance
     )
+    # Slots for draft nodes behind the longest sequence; see `speculate`.
+    self._scratch = 0
+    if drafter is not None:
+      room = speculate.Room.of(policy.strategies)
+      self._scratch = room.target
+      self._programs |= speculate.make_programs(
+        config, drafter, mesh, options.chunk, policy.strategies, room
+      )
 
   def __call__(
     self,
     params,
     requests: requests_lib.Requests,
+    draft_params=None,
     on_chunk: Callable[[float, list[int]], None] | None = None,
   ) -> requests_lib.Samples:
     """Runs all requests to their end.
@@ -55,6 +73,7 @@ class Rollout:
 
     Args:
       params: the target's, laid out by `axes.ROLLOUT`
+      draft_params: the drafter's; without them nothing is speculated
       on_chunk: told seconds since the start and live requests per slice
     Raises:
       RequestError: a request does not fit the options
@@ -62,31 +81,47 @@ class Rollout:
     """
     self._check(requests)
     began = time.perf_counter()
-    schedule = schedule_lib.Schedule.start(self.options, requests, self._slices)
+    costs = schedule_lib.Costs(self._step_s)
+    schedule = schedule_lib.Schedule.start(self.options, requests, self._slices, costs)
     samples = self._empty_samples(schedule)
-    slots = store = None
+    slots = store = state = None
     while not schedule.done:
       if store is None:
         store = self._new_context(self.options.prompt_rows, self.options.max_prompt)
-      schedule.preempt()
-      admissions, prefills = schedule.admit()
-      bucket = schedule.fit(admissions)
+      schedule.begin_chunk()
+      if schedule.bucket is None:
+        slots = None
+      admissions, changed = [], False
       try:
-        if admissions:
+        while True:
+          admissions, prefills = schedule.admit()
+          bucket = schedule.fit(admissions)
+          changed |= bucket != schedule.bucket or bool(admissions)
           slots = self._fit(schedule, slots, bucket)
+          if not admissions:
+            break
           store = self._prefill(params, store, prefills, requests)
           slots = self._admit(schedule, slots, store, admissions)
-          bucket = schedule.fit([])
-        if bucket != schedule.bucket or admissions:
-          slots = self._fit(schedule, slots, bucket)
+        if changed:
+          state = None
           held = programs.live_bytes() + self.pool.temp_bytes
           samples.peak_bytes = max(samples.peak_bytes, held)
-        slots, emitted = self._run("chunk", bucket, params, slots, self._width)
-        emitted = jax.device_get(emitted)
+        strategy = None
+        if draft_params is not None:
+          strategy = self.policy.choose(int(max(schedule.live)))
+        if strategy is None:
+          state = None
+          slots, emitted = self._chunk(params, schedule, slots)
+        else:
+          if state is None:
+            state = self._fill(params, draft_params, schedule, slots, samples)
+          slots, state, emitted = self._speculate(
+            params, draft_params, schedule, slots, state, strategy
+          )
       except jax.errors.JaxRuntimeError as e:
         if not programs.is_out_of_memory(e):
           raise
-        slots = store = None
+        slots = store = state = None
         schedule.out_of_memory(bucket, admissions)
         logging.warning(
           "out of memory with %d slots of %d tokens a slice; going on with less, "
@@ -101,64 +136,131 @@ class Rollout:
         on_chunk(seconds, live)
     return samples
 
-  def compile(self, params, stop_tokens: int) -> None:
+  def compile(self, params, stop_tokens: int, draft_params=None) -> None:
     """Compiles every program a rollout of these options can need, ahead of time.
 
+    Buckets for which the budget is too small are left out; larger ones serve.
+
     Args:
-      params: the target's, or their shapes and shardings
+      params: the target's, or their shapes and shardings; draft_params likewise
       stop_tokens: E, stop tokens per request (`Requests.stop_tokens`)
     """
     o = self.options
-    buckets = [
-      schedule_lib.Bucket(b, S) for b in o.batch_buckets for S in o.cache_buckets
-    ]
-    shapes = lambda bucket: decode.abstract_slots(
-      self.mesh, self.config, *bucket, stop_tokens, o.features
-    )
     store = decode.abstract_context(
-      self.mesh, self.config, o.prompt_rows, o.max_prompt, o.features
+      self.mesh, self.config, o.prompt_rows, o.max_prompt, self._keep
     )
+    row = lambda b: self._abstract(b, np.int32)
     self._get("prefill", (), params, store, *self._abstract_prefill())
-    for bucket in buckets:
-      slots = shapes(bucket)
-      self._get("chunk", bucket, params, slots, self._width)
-      if bucket.batch == o.slots:
-        rest = slots.replace(context=None)
-        self._get("admit", bucket, slots, store, rest.pending, rest)
-      longer = [S for S in o.cache_buckets if S > bucket.length][:1]
-      for S in longer:
-        self._get("grow", (*bucket, S), slots.context.kv[0], length=S)
-      smaller = [b for b in o.batch_buckets if b < bucket.batch][-1:]
-      for b in smaller:
-        row = shapes(bucket._replace(batch=b)).pending
-        self._get("gather", (*bucket, b), slots.context.kv[0], row)
-        if bucket.length == o.cache_buckets[0]:
-          self._get("gather_rest", (bucket.batch, b), slots.replace(context=None), row)
+    ready = []
+    # The largest first: it can stand in for every other.
+    for bucket in sorted(o.buckets, key=lambda b: (b.length, b.batch), reverse=True):
+      chosen = dataclasses.replace(o, buckets=(*ready, bucket))
+      admits = schedule_lib.Schedule.start(chosen, _NO_REQUESTS, 1).admitting
+      resizes = len(chosen.edges) * (2 if self._keep else 1)
+      total = 1 + len(chosen.buckets) + len(admits) + resizes
+      if ready and not self.pool.has_room(total - len(self.pool)):
+        logging.warning("no room for the programs of %d slots x %d tokens", *bucket)
+        continue
+      ready.append(bucket)
+      length = bucket.length + self._scratch
+      slots = decode.abstract_slots(
+        self.mesh, self.config, bucket.batch, length, stop_tokens, self._keep
+      )
+      one, seconds = np.int32(1), self._abstract(1, np.float32)
+      self._get("chunk", bucket, params, slots, one, seconds)
+      if draft_params is not None:
+        self._compile_speculation(params, draft_params, chosen, bucket, slots)
+      if bucket in admits:
+        self._get("admit", bucket, slots.context, store, row(bucket.batch))
+    self.options = dataclasses.replace(o, buckets=tuple(ready))
+    for start, goal in self.options.edges:
+      context = decode.abstract_context(
+        self.mesh, self.config, start.batch, start.length + self._scratch, self._keep
+      )
+      key, to = (*start, *goal), dict(length=goal.length + self._scratch)
+      self._get("resize", key, context.kv[0], row(goal.batch), **to)
+      if self._keep:
+        self._get("resize_features", key, context.features, row(goal.batch), **to)
 
-  def time_chunk(self, params, batch: int, length: int) -> float:
+  def _compile_speculation(self, params, draft_params, options, bucket, slots):
+    """The programs of every strategy that may run in a bucket."""
+    schedule = schedule_lib.Schedule.start(options, _NO_REQUESTS, 1)
+    fits = lambda live: schedule.choose(live, bucket.length) == bucket
+    chosen = {self.policy.choose(n) for n in range(1, bucket.batch + 1) if fits(n)}
+    chosen.discard(None)
+    if chosen:
+      features = slots.context.features
+      following = features.update(shape=features.shape[:2], dtype=np.int32)
+      args = (params, draft_params, features, following, slots.position)
+      self._get("fill", bucket, *args)
+      state = jax.eval_shape(self._programs["fill"], *args)
+      one, seconds = np.int32(1), self._abstract(1, np.float32)
+      shardings = speculate.state_shardings(self.mesh, self.drafter)
+      state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
+      for s in sorted(chosen):
+        args = (params, draft_params, slots, state, one, one, seconds)
+        self._get(speculate.name(s), bucket, *args)
+
+  def time_chunk(self, params, bucket: schedule_lib.Bucket) -> float:
     """Seconds of one chunk with all slots of a bucket live, none finishing.
 
     The caches are as full as a chunk leaves room for.
     """
-    B, start = batch * self._slices, length - self.options.chunk - 1
-    requests = requests_lib.make_requests([[1]] * B, max_tokens=self.options.chunk + 1)
+    n, B = self.options.chunk, bucket[0] * self._slices
+    requests = requests_lib.make_requests([[1]] * B, max_tokens=bucket[1] - 1)
     schedule = schedule_lib.Schedule.start(self.options, requests, self._slices)
-    slots = self._fit(schedule, None, schedule_lib.Bucket(batch, length))
-    everyone = np.arange(B).reshape(self._slices, batch)
-    slots = self._new_slots(schedule, everyone).replace(
-      context=slots.context, position=self._place(np.full(everyone.shape, start, np.int32))
-    )
-    run = self._get("chunk", schedule.bucket, params, slots, self._width)
-    jax.block_until_ready(slots)
-    began = time.perf_counter()
-    jax.block_until_ready(run(params, slots, self._width))
-    return time.perf_counter() - began
+    schedule.drawn[:] = bucket[1] - 1 - n
+    slots = self._fit(schedule, None, schedule_lib.Bucket(*bucket))
+    schedule.owner = np.arange(B, dtype=np.int32).reshape(schedule.owner.shape)
+    slots = self._new_slots(schedule, slots.context)
+    self._chunk(params, schedule, slots)
+    return schedule.costs.chunk_s
 
   def _get(self, name: str, key: tuple, *args, **static):
     return self.pool.get(name, tuple(key), self._programs[name], *args, **static)
 
   def _run(self, name: str, key: tuple, *args, **static):
     return self._get(name, key, *args, **static)(*args)
+
+  def _chunk(self, params, schedule, slots) -> tuple[decode.Slots, decode.Emitted]:
+    """Runs a chunk; what it emitted comes back on the host."""
+    n = np.int32(schedule.steps)
+    return self._timed("chunk", schedule, None, params, slots, n)
+
+  def _fill(self, params, draft_params, schedule, slots, samples):
+    """The drafter's state for all slots, from the features that were kept."""
+    shape = (*schedule.owner.shape, slots.context.features.shape[1])
+    following = np.zeros(shape, np.int32)
+    for s, slot in zip(*np.nonzero(schedule.owner >= 0), strict=True):
+      i = schedule.owner[s, slot]
+      prompt = schedule.requests.prompts[schedule.requests.prompt_idx[i]]
+      tokens = np.concatenate([prompt[1:], samples.response(i)])
+      following[s, slot, : len(tokens)] = tokens
+    args = (slots.context.features, self._place(following), slots.position)
+    return self._run("fill", schedule.bucket, params, draft_params, *args)
+
+  def _speculate(self, params, draft_params, schedule, slots, state, strategy):
+    """As `_chunk`, with the drafter's state."""
+    step_s = schedule.costs.step_s.get((schedule.bucket, strategy))
+    within = self.options.chunk_s / step_s if step_s else self.options.chunk
+    n = np.int32(np.clip(within, 1, self.options.chunk))
+    args = (params, draft_params, slots, state, np.int32(strategy.depth), n)
+    return self._timed(speculate.name(strategy), schedule, strategy, *args)
+
+  def _timed(self, name: str, schedule, strategy, *args):
+    """Runs a chunk, and books its time; its last result comes back on the host."""
+    costs = schedule.costs
+    seconds = self._place(np.full((self._slices, 1), costs.chunk_s, np.float32))
+    run = self._get(name, schedule.bucket, *args, seconds)  # may compile
+    began = time.perf_counter()
+    *state, emitted = run(*args, seconds)
+    emitted = jax.device_get(emitted)
+    costs.book(float(emitted.seconds.max()))
+    costs.chunk_s = time.perf_counter() - began
+    steps, tokens = int(emitted.steps.max()), int(emitted.count.sum())
+    key = schedule.bucket if strategy is None else (schedule.bucket, strategy)
+    costs.last = key, steps, tokens
+    return *state, emitted
 
   def _check(self, requests):
     o = self.options
@@ -187,79 +289,63 @@ class Rollout:
       logp=zeros(np.float32),
       logp_filtered=zeros(np.float32),
       finish_reason=np.zeros(B, np.int32),
-      features=[None] * B if self.options.features else None,
+      features=[None] * B if self._keep else None,
+      accepted=np.zeros(speculate.Room.of(self.policy.strategies).longest, np.int64)
+      if self.policy
+      else None,
       timeline=[(0.0, [min(len(q), self.options.slots) for q in schedule.queues])],
     )
 
   def _new_context(self, rows: int, length: int) -> decode.Context:
-    return decode.init_context(
-      self.mesh, self.config, rows, length, self.options.features
-    )
+    return decode.init_context(self.mesh, self.config, rows, length, self._keep)
 
   def _place(self, x: np.ndarray) -> jax.Array:
     """[slices, b, ...] on the host -> [slices * b, ...] over the slices."""
     flat = x.reshape(-1, *x.shape[2:])
     return jax.device_put(flat, axes.sharding(self.mesh, axes.DATA))
 
-  def _fit(self, schedule, slots, bucket) -> decode.Slots:
-    """Brings the slots into a bucket, one step of batch or length at a time.
+  def _abstract(self, size: int, dtype) -> jax.ShapeDtypeStruct:
+    """Shape of a [slices * size] array over the slices."""
+    over = axes.sharding(self.mesh, axes.DATA)
+    return jax.ShapeDtypeStruct((self._slices * size,), dtype, sharding=over)
 
-    Layer by layer, so that only one layer exists twice.
-    """
+  def _fit(self, schedule, slots, bucket) -> decode.Slots:
+    """Brings the slots into a bucket, layer by layer: only one layer exists twice."""
     if slots is None:
       schedule.bucket = bucket
       schedule.owner = np.full((self._slices, bucket.batch), -1, np.int32)
-      free = self._new_slots(schedule, schedule.owner)
-      return free.replace(context=self._new_context(*bucket))
-    while bucket.batch != schedule.bucket.batch:
-      b = _next(self.options.batch_buckets, schedule.bucket.batch, bucket.batch)
-      slots = self._gather(schedule, slots, b)
-    while bucket.length != schedule.bucket.length:
-      S = _next(self.options.cache_buckets, schedule.bucket.length, bucket.length)
-      slots = self._grow(schedule, slots, S)
+      length = bucket.length + self._scratch
+      return self._new_slots(schedule, self._new_context(bucket.batch, length))
+    for goal in self.options.path(schedule.bucket, bucket):
+      row = self._place(schedule.move(goal.batch))
+      kv, features = list(slots.context.kv), slots.context.features
+      slots, key = None, (*schedule.bucket, *goal)
+      length = goal.length + self._scratch
+      for i in range(len(kv)):
+        kv[i] = self._get("resize", key, kv[i], row, length=length)(kv[i], row)
+      if features is not None:
+        run = self._get("resize_features", key, features, row, length=length)
+        features = run(features, row)
+      schedule.bucket = goal
+      slots = self._new_slots(schedule, decode.Context(tuple(kv), features))
     return slots
 
-  def _gather(self, schedule, slots, batch: int) -> decode.Slots:
-    row = self._place(schedule.move(batch))
-    b, S = schedule.bucket
-    rest = self._run("gather_rest", (b, batch), slots.replace(context=None), row)
-    free = self._place(schedule.owner < 0)
-    rest = rest.replace(remaining=jax.numpy.where(free, 0, rest.remaining))
-    take = lambda x: self._run("gather", (b, S, batch), x, row)
-    features = lambda x: self._run("gather_features", (b, S, batch), x, row)
-    context = _layerwise(slots.context, take, features)
-    schedule.bucket = schedule_lib.Bucket(batch, S)
-    return rest.replace(context=context)
-
-  def _grow(self, schedule, slots, length: int) -> decode.Slots:
-    b, S = schedule.bucket
-    key = (b, S, length)
-    context = _layerwise(
-      slots.context,
-      lambda x: self._get("grow", key, x, length=length)(x),
-      lambda x: self._get("grow_features", key, x, length=length)(x),
-    )
-    schedule.bucket = schedule_lib.Bucket(b, length)
-    return slots.replace(context=context)
-
-  def _new_slots(self, schedule, request: np.ndarray) -> decode.Slots:
-    """Slots without context for requests i32[slices, b]; -1 leaves one free."""
-    r = schedule.requests
-    of = lambda x: self._place(x[np.maximum(request, 0)])
-    last = np.array([p[-1] for p in r.prompts], np.int32)[r.prompt_idx]
-    left = np.where(request >= 0, r.max_tokens[np.maximum(request, 0)], 0)
+  def _new_slots(self, schedule, context: decode.Context) -> decode.Slots:
+    """The slots' requests as the host knows them, with their context."""
+    r, free = schedule.requests, schedule.owner < 0
+    of = lambda x: self._place(x[np.where(free, 0, schedule.owner)])
+    left = (r.max_tokens - schedule.drawn).astype(np.int32)
     return decode.Slots(
-      pending=of(last),
+      pending=of(schedule.pending),
       position=of(schedule.position.astype(np.int32)),
-      remaining=self._place(left.astype(np.int32)),
+      remaining=self._place(np.where(free, 0, left[schedule.owner])),
       stop_tokens=of(r.stop_tokens),
       sampling=sampling_lib.Sampling(
         **{
-          f.name: of(getattr(r, f.name))
-          for f in dataclasses.fields(sampling_lib.Sampling)
+          f.name: of(getattr(r, f.name)) for f in dataclasses.fields(sampling_lib.Sampling)
         }
       ),
-      context=None,
+      context=context,
     )
 
   def _prefill_shape(self) -> tuple[int, int, int]:
@@ -268,11 +354,9 @@ class Rollout:
 
   def _abstract_prefill(self):
     """Shapes of a prefill's tokens, start and row."""
-    slices, rows, block = self._prefill_shape()
-    over = axes.sharding(self.mesh, axes.DATA)
-    shape = lambda *s: jax.ShapeDtypeStruct(s, np.int32, sharding=over)
-    n = slices * rows
-    return shape(n, block), shape(n), shape(n)
+    _, rows, block = self._prefill_shape()
+    i32 = self._abstract(rows, np.int32)
+    return i32.update(shape=(*i32.shape, block)), i32, i32
 
   def _prefill(self, params, store, prefills, requests) -> decode.Context:
     """Computes the KV of new prompts, a block of tokens of some rows at a time."""
@@ -298,18 +382,22 @@ class Rollout:
 
   def _admit(self, schedule, slots, store, admissions) -> decode.Slots:
     row = np.full(schedule.owner.shape, -1, np.int32)
-    request = np.full(schedule.owner.shape, -1, np.int32)
     for a in admissions:
       slot = int(np.argmax(schedule.owner[a.slice] < 0))
-      schedule.owner[a.slice, slot] = request[a.slice, slot] = a.request
+      schedule.owner[a.slice, slot] = a.request
       row[a.slice, slot] = a.row
-    new = self._new_slots(schedule, request)
-    return self._run("admit", schedule.bucket, slots, store, self._place(row), new)
+    args = (slots.context, store, self._place(row))
+    return self._new_slots(schedule, self._run("admit", schedule.bucket, *args))
 
   def _book(self, schedule, samples, emitted: decode.Emitted, slots) -> None:
     """Books what a chunk drew, and frees the slots of what has finished."""
     owner = schedule.owner.reshape(-1)
     samples.computed_tokens += int(emitted.steps.sum()) * schedule.bucket.batch
+    if emitted.accepted is None:
+      samples.passes += int(emitted.count.sum())
+    else:
+      samples.passes += int(emitted.accepted[:, 0].sum())
+      samples.accepted += emitted.accepted.sum(0)
     for slot in np.flatnonzero(owner >= 0):
       i = owner[slot]
       count, start = int(emitted.count[slot]), int(samples.length[i])
@@ -317,6 +405,7 @@ class Rollout:
         drawn = getattr(emitted, name)[slot, :count]
         getattr(samples, name)[i, start : start + count] = drawn
       samples.length[i] += count
+      schedule.pending[i] = samples.tokens[i, start + count - 1]
       if emitted.remaining[slot] == 0:
         stopped = samples.tokens[i, start + count - 1] in schedule.requests.stop_tokens[i]
         samples.finish_reason[i] = requests_lib.STOP if stopped else requests_lib.LENGTH
@@ -326,26 +415,29 @@ class Rollout:
         owner[slot] = -1
 
 
-def _next(buckets: tuple[int, ...], now: int, goal: int) -> int:
-  """The neighbour of `now` on the way to `goal`."""
-  i = buckets.index(now)
-  return buckets[i + 1] if goal > now else buckets[i - 1]
+_NO_REQUESTS = requests_lib.make_requests([], max_tokens=1)
 
 
-def _layerwise(context: decode.Context, of_layer, of_features) -> decode.Context:
-  """Applies functions to each layer's cache; the old one is freed before the next."""
-  kv, features = list(context.kv), context.features
-  context = None
-  for i in range(len(kv)):
-    kv[i] = of_layer(kv[i])
-  if features is not None:
-    features = of_features(features)
-  return decode.Context(tuple(kv), features)
-
-
-def make(config: config_lib.ModelConfig, mesh, options: Options) -> Rollout:
-  """A rollout function `(params, requests) -> samples` for one model and mesh.
+def make(
+  config: config_lib.ModelConfig,
+  mesh,
+  options: Options,
+  drafter: drafter_lib.DrafterConfig | None = None,
+  policy: strategy_lib.Policy | None = None,
+) -> Rollout:
+  """A rollout function `(params, requests, draft_params) -> samples`.
 
   Programs are compiled by `compile`, or when a bucket is first used.
+
+  Args:
+    drafter: for speculative decoding; needs a `policy`, which chooses how. Neither
+      changes a token.
   """
-  return Rollout(config, mesh, options)
+  if (drafter is None) != (policy is None):
+    raise ValueError("a drafter needs a policy, and a policy a drafter")
+  deepest = max((s.depth for s in policy.strategies), default=0) if policy else 0
+  if deepest + 1 > options.chunk:
+    raise ValueError(
+      f"a chunk of {options.chunk} tokens has no room for a strategy of depth {deepest}"
+    )
+  return Rollout(config, mesh, options, drafter, policy)

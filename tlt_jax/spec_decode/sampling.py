@@ -95,7 +95,7 @@ def threshold(scaled: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arr
   return jax.lax.cond(jnp.any(filters), cut, keep_all, scaled)
 
 
-def _argmax(x: jax.Array) -> jax.Array:
+def argmax(x: jax.Array) -> jax.Array:
   """The first index of the maximum of f32[B V], by two plain reductions.
 
   XLA's own argmax reduces pairs, which its CPU backend does not vectorise: four
@@ -105,6 +105,26 @@ def _argmax(x: jax.Array) -> jax.Array:
   best = x == jnp.max(x, -1, keepdims=True)
   first = jnp.min(jnp.where(best, jnp.arange(V, dtype=jnp.int32), V), -1)
   return jnp.minimum(first, V - 1)  # of a row of NaN, any
+
+
+def repeat(sampling: Sampling, count: int) -> Sampling:
+  """Each row `count` times: B -> B * count rows, a row's side by side."""
+  return jax.tree.map(lambda x: jnp.repeat(x, count, 0), sampling)
+
+
+def contest(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
+  """What `draw` takes the argmax of: f32[B V], -inf where a filter cuts."""
+  scaled = scale(logits, sampling)
+  cut, _ = threshold(scaled, sampling)
+  return jnp.where(
+    scaled >= cut[:, None], _perturb(scaled, sampling, position), -jnp.inf
+  )
+
+
+def _perturb(scaled, sampling, position):
+  key = noise.row_key(sampling.seed, sampling.request, position)
+  g = noise.gumbel(key, jnp.arange(scaled.shape[-1]))
+  return scaled + jnp.where((sampling.temperature > 0)[:, None], g, 0.0)
 
 
 def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
@@ -120,17 +140,14 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   cut, slack = threshold(scaled, sampling)
   kept = scaled >= cut[:, None]
   filtered = jnp.where(kept, scaled, -jnp.inf)
-  key = noise.row_key(sampling.seed, sampling.request, position)
-  g = noise.gumbel(key, jnp.arange(logits.shape[-1]))
-  random = (sampling.temperature > 0)[:, None]
-  perturbed = scaled + jnp.where(random, g, 0.0)
-  contest = jnp.where(kept, perturbed, -jnp.inf)
-  token = _argmax(contest)
+  perturbed = _perturb(scaled, sampling, position)
+  runners = jnp.where(kept, perturbed, -jnp.inf)
+  token = argmax(runners)
 
   at = lambda x: jnp.take_along_axis(x, token[:, None], -1)[:, 0]
-  won = at(contest)
+  won = at(runners)
   others = jnp.arange(logits.shape[-1]) != token[:, None]
-  gap = won - jnp.max(jnp.where(others, contest, -jnp.inf), -1)
+  gap = won - jnp.max(jnp.where(others, runners, -jnp.inf), -1)
   # A filter's bound matters if the winner is the last one kept, or if the best of
   # those cut off would have won.
   edge = (at(scaled) <= cut) | (
@@ -141,6 +158,6 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   return Draw(
     token=token,
     logp=at(scaled) - jax.nn.logsumexp(scaled, -1),
-    logp_filtered=jnp.where(random[:, 0], logp_filtered, 0.0),
+    logp_filtered=jnp.where(sampling.temperature > 0, logp_filtered, 0.0),
     margin=margin,
   )

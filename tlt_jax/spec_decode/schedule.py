@@ -5,51 +5,121 @@ decisions from the same replicated summaries. None of them changes a token.
 """
 
 import collections
+from collections.abc import Iterable
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 
+from tlt_jax import programs
 from tlt_jax.spec_decode import requests as requests_lib
+
+
+class Bucket(NamedTuple):
+  """The shape of a compiled program, per slice."""
+
+  batch: int  # slots
+  length: int  # tokens that a step attends over
+
+
+def grid(batches: Iterable[int], lengths: Iterable[int]) -> tuple[Bucket, ...]:
+  """Every pair: more programs, and none larger than what runs needs."""
+  return tuple(itertools.starmap(Bucket, itertools.product(batches, lengths)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
   """Sizes of a rollout; none of them changes a token.
 
-  Counts are per slice. The largest bucket is added if it is missing.
+  Counts are per slice. The largest bucket is added if it is missing; buckets that
+  exceed it are dropped.
   """
 
   max_length: int  # tokens of the longest sequence, prompt included
   max_prompt: int  # tokens of the longest prompt
   slots: int  # requests that run at a time
-  batch_buckets: tuple[int, ...] = ()  # slots of a compiled program
-  cache_buckets: tuple[int, ...] = ()  # tokens a compiled program attends over
+  buckets: tuple[tuple[int, int], ...] = ()  # (slots, tokens) of compiled programs
   chunk: int = 64  # tokens per slot between two looks of the host
+  chunk_s: float = 2.0  # ... or fewer, so that a chunk takes about that long
   prompt_rows: int = 8  # prompts whose KV is kept at a time
   prefill_rows: int = 8  # prompts per prefill call
   prefill_block: int = 128  # prompt tokens per prefill call
   cache_tokens: int | None = None  # memory budget: tokens of all slots' KV
+  budget: programs.Budget = programs.Budget()  # of what is compiled ahead of time
   rebalance: bool = False  # move live requests to other slices
   features: bool = False  # keep and return the target's features
 
   def __post_init__(self):
-    tops = {"batch_buckets": self.slots, "cache_buckets": self.max_length}
-    for name, largest in tops.items():
-      buckets = sorted({b for b in getattr(self, name) if b < largest} | {largest})
-      object.__setattr__(self, name, tuple(buckets))
+    top = Bucket(self.slots, self.max_length)
+    below = {Bucket(*b) for b in self.buckets if b[0] <= top.batch and b[1] <= top.length}
+    object.__setattr__(self, "buckets", tuple(sorted(below | {top}, key=_size)))
+    if not isinstance(self.budget, programs.Budget):
+      object.__setattr__(self, "budget", programs.Budget(**self.budget))
     if self.cache_tokens is not None and self.cache_tokens < self.max_length:
       raise ValueError(
         f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "
         f"({self.max_length})"
       )
 
+  def steps_from(self, bucket: Bucket) -> list[Bucket]:
+    """The next buckets with fewer slots or more tokens: none lies in between."""
+    later = [b for b in self.buckets if b != bucket and _follows(b, bucket)]
+    between = lambda b: any(c != b and _follows(b, c) for c in later)
+    return [b for b in later if not between(b)]
 
-class Bucket(NamedTuple):
-  """The shape of a compiled program, per slice."""
+  @property
+  def edges(self) -> list[tuple[Bucket, Bucket]]:
+    """Every resize that a draining rollout can need."""
+    return [(a, b) for a in self.buckets for b in self.steps_from(a)]
 
-  batch: int
-  length: int
+  def path(self, start: Bucket, goal: Bucket) -> list[Bucket]:
+    """Resizes that lead from one bucket to another, each of them a program.
+
+    Fewer slots, more tokens: through the buckets between, so that few programs are
+    enough. Anything else, which is rare, in one step.
+    """
+    path = [start]
+    while path[-1] != goal:
+      steps = [b for b in self.steps_from(path[-1]) if _follows(goal, b)]
+      path.append(min(steps, key=_size) if _follows(goal, path[-1]) else goal)
+    return path[1:]
+
+
+def _size(bucket: Bucket) -> tuple[int, int]:
+  return bucket.batch * bucket.length, bucket.length
+
+
+def _follows(b: Bucket, a: Bucket) -> bool:
+  return b.batch <= a.batch and b.length >= a.length
+
+
+@dataclasses.dataclass
+class Costs:
+  """What chunks took so far, the same on every process.
+
+  A process measures a chunk, tells it with the next one, and then all of them book
+  the longest time that any has measured.
+  """
+
+  step_s: dict[Bucket, float]  # seconds of a decoding step, the last time
+  seconds: float = 0.0
+  tokens: int = 0
+  chunk_s: float = 0.0  # of the last chunk, as measured here
+  last: tuple[Bucket, int, int] | None = None  # its bucket, steps and tokens
+
+  def book(self, seconds: float) -> None:
+    """Books the last chunk with the time that every process knows of."""
+    if self.last is not None:
+      bucket, steps, tokens = self.last
+      self.step_s[bucket] = seconds / max(steps, 1)
+      self.seconds += seconds
+      self.tokens += tokens
+
+  def estimate(self, bucket: Bucket, known: Bucket) -> float:
+    """Seconds per step; if never seen, in proportion to a known bucket's slots."""
+    share = bucket.batch / known.batch
+    return self.step_s.get(bucket, self.step_s[known] * share)
 
 
 class Admission(NamedTuple):
@@ -75,11 +145,20 @@ class Schedule:
   owner: np.ndarray  # i32[slices, batch]  request in each slot, -1 if free
   total: np.ndarray  # i32[B]  tokens of the prompt and the longest response
   drawn: np.ndarray  # i32[B]  response tokens so far
-  bucket: Bucket | None = None  # None before the first chunk
+  pending: np.ndarray  # i32[B]  each request's last known token
+  costs: Costs
+  steps: int  # of the next chunk
   excluded: set[Bucket] = dataclasses.field(default_factory=set)  # ran out of memory
+  bucket: Bucket | None = None  # None while nothing runs
 
   @classmethod
-  def start(cls, options: Options, requests: requests_lib.Requests, slices: int):
+  def start(
+    cls,
+    options: Options,
+    requests: requests_lib.Requests,
+    slices: int,
+    costs: Costs | None = None,
+  ):
     """All requests queued; a prompt and its responses stay on one slice."""
     queues = [collections.deque() for _ in range(slices)]
     for i, prompt in enumerate(requests.prompt_idx):
@@ -92,6 +171,9 @@ class Schedule:
       owner=np.full((slices, 0), -1, np.int32),
       total=requests.total_length,
       drawn=np.zeros(len(requests), np.int32),
+      pending=requests.last_token.copy(),
+      costs=costs or Costs({}),
+      steps=options.chunk,
     )
 
   @property
@@ -110,7 +192,7 @@ class Schedule:
 
   def need(self, requests) -> int:
     """Cache slots that these requests touch in one more chunk."""
-    end = np.minimum(self.position + self.options.chunk, self.total)
+    end = np.minimum(self.position + self.steps, self.total)
     return int(np.max(end[requests], initial=1))
 
   def admit(self) -> tuple[list[Admission], list[Prefill]]:
@@ -121,6 +203,8 @@ class Schedule:
     needed again last makes room.
     """
     admissions, prefills = [], []
+    if not self.joins():
+      return admissions, prefills
     count, length = self.live, self.need(self.owner[self.owner >= 0])
     for s, queue in enumerate(self.queues):
       used = set()
@@ -140,6 +224,29 @@ class Schedule:
         admissions.append(Admission(s, row, request))
         count[s], length = count[s] + 1, longer
     return admissions, prefills
+
+  def joins(self) -> bool:
+    """Whether waiting requests join those that run, or wait until these are done.
+
+    All slots attend over as many tokens as the longest request needs, which may
+    cost more than it brings: requests join when the tokens that they add to a step
+    are not dearer than a token was so far.
+    """
+    running = self.owner[self.owner >= 0]
+    waiting = sum(map(len, self.queues))
+    if not len(running) or not waiting:
+      return True
+    smallest = self.choose(int(max(self.live)), self.need(running))
+    if smallest is None:
+      return False
+    if self.bucket.batch < self.widest(self.bucket.length):
+      return False  # has begun to drain
+    if self.bucket not in self.costs.step_s:
+      return True
+    free = min(waiting, self.owner.size - len(running))
+    alone = self.costs.estimate(smallest, self.bucket)
+    added = self.costs.step_s[self.bucket] - alone
+    return added * self.costs.tokens <= free * self.costs.seconds
 
   def _store_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
     """The store's row for the next prompt of a slice, and whether it is new there."""
@@ -165,17 +272,35 @@ class Schedule:
 
   def choose(self, batch: int, length: int) -> Bucket | None:
     """The smallest allowed bucket for that many slots and cache tokens."""
-    for S in self.options.cache_buckets:
-      for b in self.options.batch_buckets:
-        if b >= batch and S >= length and self.allowed(Bucket(b, S)):
-          return Bucket(b, S)
+    for bucket in self.options.buckets:
+      if bucket.batch >= batch and bucket.length >= length and self.allowed(bucket):
+        return bucket
     return None
 
-  def preempt(self) -> None:
-    """Sends the youngest requests back until the rest can run a chunk.
+  def widest(self, length: int) -> int:
+    """Most slots that an allowed bucket has for that many cache tokens."""
+    return max(
+      (b.batch for b in self.options.buckets if b.length >= length and self.allowed(b)),
+      default=0,
+    )
 
-    They start over when there is room: their noise makes them draw the same.
+  @property
+  def admitting(self) -> set[Bucket]:
+    """The buckets in which requests are admitted."""
+    lengths = {b.length for b in self.options.buckets}
+    return {self.choose(self.widest(S), S) for S in lengths if self.widest(S)}
+
+  def begin_chunk(self) -> None:
+    """Settles how long the next chunk is, and makes room for it.
+
+    If memory does not suffice the youngest requests go back. They start over when
+    there is room: their noise makes them draw the same.
     """
+    if not self.live.any():
+      self.bucket = None
+    step_s = self.costs.step_s.get(self.bucket, 0.0)
+    within = self.options.chunk_s / step_s if step_s else self.options.chunk
+    self.steps = int(np.clip(within, 1, self.options.chunk))
     while True:
       running = self.owner[self.owner >= 0]
       if self.choose(int(max(self.live)), self.need(running)) is not None:
@@ -190,40 +315,42 @@ class Schedule:
         key=lambda j: (self.drawn[self.owner[s, j]], -self.owner[s, j]),
       )
       request = int(self.owner[s, slot])
-      self.owner[s, slot], self.drawn[request] = -1, 0
+      self.owner[s, slot] = -1
+      self._start_over([request])
       self.queues[s].appendleft(request)
 
   def out_of_memory(self, bucket: Bucket, admissions: list[Admission]) -> None:
     """Rules out a bucket and all larger ones; everything live starts over."""
     self.excluded |= {
-      Bucket(b, S)
-      for b in self.options.batch_buckets
-      for S in self.options.cache_buckets
-      if b >= bucket.batch and S >= bucket.length
+      b
+      for b in self.options.buckets
+      if b.batch >= bucket.batch and b.length >= bucket.length
     }
     for s, queue in enumerate(self.queues):
       lost = {int(i) for i in self.owner[s] if i >= 0}
       lost |= {a.request for a in admissions if a.slice == s}
-      self.drawn[list(lost)] = 0
+      self._start_over(list(lost))
       queue.extendleft(sorted(lost, reverse=True))
     self.owner = self.owner[:, :0]
     self.prompt_row = [{} for _ in self.queues]
     self.bucket = None
 
+  def _start_over(self, requests: list[int]) -> None:
+    self.drawn[requests] = 0
+    self.pending[requests] = self.requests.last_token[requests]
+
   def fit(self, admissions: list[Admission]) -> Bucket:
     """The bucket that holds the fullest slice, for all slices.
 
-    While requests are admitted or wait, all slots are there, so that a request is
-    admitted in one batch size only. A cache is cut only if memory demands it.
+    While requests are admitted, all slots are there, so that a request is admitted
+    in one batch size only. A cache is cut only if memory demands it.
     """
     coming = np.bincount([a.slice for a in admissions], minlength=len(self.queues))
     running = [*self.owner[self.owner >= 0], *(a.request for a in admissions)]
     batch, length = int(max(self.live + coming)), self.need(running)
     longer = max(length, self.bucket.length) if self.bucket else length
-    if admissions or any(self.queues):
-      kept = self.choose(self.options.slots, longer)
-      if kept is not None:
-        return kept
+    if admissions or (any(self.queues) and self.joins()):
+      batch = max(batch, self.widest(longer))
     elif self.options.rebalance:
       batch = -(-len(running) // len(self.queues))
     return self.choose(batch, longer) or self.choose(batch, length)

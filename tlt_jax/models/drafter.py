@@ -1,0 +1,208 @@
+"""The drafter: one decoder layer that guesses the target's next tokens.
+
+It reads pairs: the target's feature of token t, and the embedding of token t+1,
+which together say what token t+2 may be. Where the target has not been yet, its own
+output takes the feature's place. Embedding and head are the target's own, frozen,
+and never copied: they are handed in with every call.
+
+- `eagle2` (Li et al. 2024, https://arxiv.org/abs/2406.16858): the feature is the
+  target's last hidden state after the final norm; `fc` joins it with the embedding;
+  the layer has no norm at its input, and its output is the next feature.
+- `eagle3` (Li et al. 2025, https://arxiv.org/abs/2503.01840): the feature is `fc` of
+  the hidden states of three layers; embedding and feature are normed, and side by
+  side what attention reads; a norm of its own comes before the head, which may be its
+  own over a part of the vocabulary (`draft_vocab`).
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import layers
+from tlt_jax.models import target
+
+KINDS = ("eagle2", "eagle3")
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+  """The shape of a drafter; `layer` is the target's config but for its one layer."""
+
+  kind: str  # "eagle2" or "eagle3"
+  layer: config_lib.ModelConfig
+  taps: tuple[int, ...] = ()  # eagle3: target layers whose output it reads
+  draft_vocab: int | None = None  # U, eagle3: own head over U tokens
+  fc_bias: bool = False
+
+  def __post_init__(self):
+    if self.kind not in KINDS:
+      raise ValueError(f"a drafter's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
+    if (self.kind == "eagle3") != bool(self.taps):
+      raise ValueError(f"{self.kind} with taps {self.taps}: eagle3 has them, eagle2 not")
+    if self.draft_vocab is not None and self.kind != "eagle3":
+      raise ValueError("only eagle3 has a draft vocabulary")
+
+  @property
+  def feature_width(self) -> int:
+    """E, of what is kept of the target's hidden states."""
+    return self.layer.width * max(len(self.taps), 1)
+
+
+def of_target(config: config_lib.ModelConfig, kind: str = "eagle2", **changes):
+  """The drafter that is customary for a target.
+
+  Args:
+    changes: other fields of `DrafterConfig`, or of its layer (e.g. `mlp_width`)
+  """
+  own = {f.name for f in dataclasses.fields(DrafterConfig)}
+  layer = dataclasses.replace(
+    config, num_layers=1, **{k: v for k, v in changes.items() if k not in own}
+  )
+  L = config.num_layers
+  if kind == "eagle3":  # what enters layers 2, L/2 and L-3
+    taps = sorted({min(max(i, 0), L - 1) for i in (1, L // 2 - 1, L - 4)})
+    changes = {"taps": tuple(taps)} | changes
+  fields = {k: v for k, v in changes.items() if k in own}
+  return DrafterConfig(kind=kind, layer=layer, **fields)
+
+
+class Drafter(nn.Module):
+  """See the head of this file. Shapes: h f[B T D] is what stands for the feature.
+
+  `target_params` are the target's; of them `embedding` and `head` are used, without
+  gradient.
+  """
+
+  config: DrafterConfig
+
+  def setup(self):
+    c, layer = self.config, self.config.layer
+    D, init = layer.width, nn.initializers.normal(0.02)
+    part = nn.with_logical_partitioning
+    fc_in = c.feature_width + (D if c.kind == "eagle2" else 0)
+    # "fc" is kept whole: its input mixes features of all shards.
+    self.fc = self.param("fc", part(init, ("fc_in", "embed")), (fc_in, D))
+    if c.fc_bias:
+      self.fc_b = self.param(
+        "fc_bias", part(nn.initializers.zeros, ("embed",)), (D,)
+      )
+    wide = 2 * D if c.kind == "eagle3" else D
+    self.attention = layers.Attention(layer, input_width=wide)
+    self.post_norm = layers.RMSNorm(layer.norm_eps)
+    self.mlp = layers.MLP(layer)
+    if c.kind == "eagle3":
+      self.input_norm = layers.RMSNorm(layer.norm_eps)
+      self.hidden_norm = layers.RMSNorm(layer.norm_eps)
+      self.norm = layers.RMSNorm(layer.norm_eps)
+      if c.draft_vocab is not None:
+        U = c.draft_vocab
+        self.head = self.param("head", part(init, ("embed", "vocab")), (D, U))
+
+  def features(self, x: jax.Array) -> jax.Array:
+    """What stands for the target's features f[B T E] in this drafter: f[B T D]."""
+    if self.config.kind == "eagle2":
+      return x
+    with self._precision():
+      return self._fc(x)
+
+  def keys_values(self, target_params, h, tokens, positions):
+    """The KV of pairs: feature h f[B T D] at `positions`, and the token after it.
+
+    All that later pairs need of a pair: neither attention nor MLP has to run.
+    """
+    with self._precision():
+      x, _ = self._inputs(target_params, h, tokens)
+      return self.attention.keys_values(x, positions)
+
+  def __call__(self, target_params, h, tokens, positions, mask, cache=None, slots=None):
+    """The next features, f[B T D], and the cache.
+
+    Args:
+      h: f[B T D]  from `features`, or an earlier output
+      tokens: i32[B T]  token after each feature
+      positions: i32[B T]  of the features
+      mask: bool[B T S]  S = T without a cache
+      cache: updated if given, at `slots` i32[B T] (default: the positions)
+    """
+    with self._precision():
+      x, residual = self._inputs(target_params, h, tokens)
+      y, cache = self.attention(x, positions, mask, cache, slots)
+      return self._after(residual + y), cache
+
+  def over_cache(self, target_params, h, tokens, positions, mask, cache):
+    """As `__call__`, for pairs whose KV the cache holds already: f[B T D]."""
+    with self._precision():
+      x, residual = self._inputs(target_params, h, tokens)
+      y = self.attention.attend_to(x, positions, mask, cache.k, cache.v)
+      return self._after(residual + y)
+
+  def logits(self, target_params, h: jax.Array) -> jax.Array:
+    """f[... D] -> f32[... U]; U is the vocabulary if there is no draft vocabulary."""
+    with self._precision():
+      if self.config.kind == "eagle3":
+        h = self.norm(h)
+      if self.config.draft_vocab is not None:
+        w = self.head
+      else:
+        frozen = jax.lax.stop_gradient(target_params)
+        tied = self.config.layer.tie_embeddings
+        w = frozen["embedding"].T if tied else frozen["head"]
+      return jnp.dot(h, w.astype(h.dtype), preferred_element_type=jnp.float32)
+
+  def init_all(self, target_params, features, tokens, positions, mask):
+    """Touches every parameter."""
+    h, _ = self(target_params, self.features(features), tokens, positions, mask)
+    return self.logits(target_params, h)
+
+  def _precision(self):
+    return jax.default_matmul_precision(
+      target.matmul_precision(self.config.layer.dtype)
+    )
+
+  def _fc(self, x):
+    y = x @ self.fc.astype(x.dtype)
+    return y + self.fc_b.astype(x.dtype) if self.config.fc_bias else y
+
+  def _inputs(self, target_params, h, tokens):
+    """What attention reads, f[B T *], and the residual stream, f[B T D]."""
+    embedding = jax.lax.stop_gradient(target_params["embedding"])
+    e = embedding.astype(h.dtype)[tokens]
+    if self.config.kind == "eagle2":
+      x = self._fc(jnp.concatenate([e, h], -1))
+      return x, x
+    return jnp.concatenate([self.input_norm(e), self.hidden_norm(h)], -1), h
+
+  def _after(self, x):
+    return x + self.mlp(self.post_norm(x))
+
+
+def abstract_params(config: DrafterConfig):
+  """Shapes and logical axes of every parameter, without making one."""
+  return jax.eval_shape(lambda: _init(config, jax.random.key(0)))
+
+
+def init_params(config: DrafterConfig, key: jax.Array):
+  """Random float32 parameters (normal, std 0.02; norms one; biases zero)."""
+  return nn.meta.unbox(_init(config, key))
+
+
+def _init(config: DrafterConfig, key):
+  c = config.layer
+  frozen = {
+    "embedding": jnp.zeros((c.vocab_size, c.width)),
+    "head": jnp.zeros((c.width, c.vocab_size)),
+  }
+  features = jnp.zeros((1, 1, config.feature_width))
+  ids = jnp.zeros((1, 1), jnp.int32)
+  mask = jnp.ones((1, 1, 1), bool)
+  args = (frozen, features, ids, ids, mask)
+  return Drafter(config).init(key, *args, method=Drafter.init_all)["params"]
+
+
+def init_cache(config: DrafterConfig, batch: int, length: int) -> cache_lib.LayerCache:
+  """An empty cache of its one layer."""
+  return cache_lib.init(config.layer, batch, length)[0]

@@ -1,0 +1,235 @@
+"""Drafting: what the drafter guesses, as a chain or as a tree.
+
+Drafter and target add the same noise to their logits, so that their draws are
+coupled: a child is a top candidate of (draft logits / T + the noise of its
+position). A node's score is the log-probability that the target draws it, as far as
+the drafter can tell: with noise known, what is uncertain is the drafter's own error,
+and the perturbed candidates are weighed by a softmax over `SCORE_TEMPERATURE`.
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode import sampling as sampling_lib
+from tlt_jax.spec_decode import tree as tree_lib
+
+SCORE_TEMPERATURE = 1.0
+
+
+@flax.struct.dataclass
+class DraftState:
+  """The drafter's side of the slots: its cache, and the pairs that it lacks.
+
+  Pair t is the feature of token t with token t+1, and lives in slot t. Of a row at
+  position p the cache holds the pairs before p - count; the last `count` are here.
+  """
+
+  cache: cache_lib.LayerCache  # f[B K S H]
+  features: jax.Array  # f[B R E]  the target's
+  tokens: jax.Array  # i32[B R]
+  count: jax.Array  # i32[B]
+
+
+class Draft:
+  """A drafter with its parameters, as the functions below need it."""
+
+  def __init__(self, config: drafter_lib.DrafterConfig, target_params, params):
+    self._module = drafter_lib.Drafter(config)
+    self._target, self._params = target_params, params
+
+  def _apply(self, method, *args):
+    return self._module.apply({"params": self._params}, *args, method=method)
+
+  def features(self, x):
+    return self._apply(drafter_lib.Drafter.features, x)
+
+  def keys_values(self, h, tokens, positions):
+    f = drafter_lib.Drafter.keys_values
+    return self._apply(f, self._target, h, tokens, positions)
+
+  def step(self, h, tokens, positions, mask, cache, slots):
+    args = (self._target, h, tokens, positions, mask, cache, slots)
+    return self._apply(drafter_lib.Drafter.__call__, *args)
+
+  def over_cache(self, h, tokens, positions, mask, cache):
+    args = (self._target, h, tokens, positions, mask, cache)
+    return self._apply(drafter_lib.Drafter.over_cache, *args)
+
+  def logits(self, h):
+    return self._apply(drafter_lib.Drafter.logits, self._target, h)
+
+
+def extend(draft: Draft, state: DraftState, pending, position):
+  """Takes in the pairs that the cache lacks.
+
+  Args:
+    pending, position: i32[B]  each row's last known token, and its index
+  Returns:
+    h f[B D], the drafter's output at the last pair, and the cache
+  """
+  R, S = state.tokens.shape[1], state.cache.length
+  h = draft.features(state.features)
+  pair = (position - state.count)[:, None] + jnp.arange(R)
+  k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0))
+  known = (jnp.arange(R) < state.count[:, None]) & (pair >= 0)
+  cache = cache_lib.write(state.cache, k, v, jnp.where(known, pair, S))
+  last = jnp.maximum(state.count - 1, 0)
+  h = jnp.take_along_axis(h, last[:, None, None], 1)
+  at = jnp.maximum(position - 1, 0)[:, None]
+  seen = cache_lib.visible(at, S)
+  return draft.over_cache(h, pending[:, None], at, seen, cache)[:, 0], cache
+
+
+def draft_chain(draft: Draft, state: DraftState, slots, depth, size: int):
+  """Guesses `depth` <= size - 1 tokens in a row.
+
+  Args:
+    slots: pending i32[B], position i32[B] and sampling of each row
+    depth: i32[]  read at run time
+    size: J, nodes of the tree
+  Returns:
+    the tree, and the drafter's cache
+  """
+  h, cache = extend(draft, state, slots.pending, slots.position)
+  contest = lambda h, ahead: sampling_lib.contest(
+    draft.logits(h), slots.sampling, slots.position + ahead
+  )
+  token = sampling_lib.argmax(contest(h, 1))
+  tokens = jnp.zeros((token.shape[0], size), jnp.int32)
+  tokens = tokens.at[:, 0].set(slots.pending)
+  put = lambda tokens, token, d: jax.lax.dynamic_update_slice_in_dim(
+    tokens, token[:, None], d, 1
+  )
+
+  def step(d, carry):
+    h, token, cache, tokens = carry
+    pair = (slots.position - 1 + d)[:, None]
+    seen = cache_lib.visible(pair, cache.length)
+    h, cache = draft.step(h[:, None], token[:, None], pair, seen, cache, pair)
+    h = h[:, 0]
+    token = sampling_lib.argmax(contest(h, d + 1))
+    return h, token, cache, put(tokens, token, d + 1)
+
+  start = (h, token, cache, put(tokens, token, 1))
+  _, _, cache, tokens = jax.lax.fori_loop(1, depth, step, start)
+  return tree_lib.chain(tokens, depth), cache
+
+
+@flax.struct.dataclass
+class Nodes:
+  """Candidates for the tree, in any order."""
+
+  score: jax.Array  # f32[B n]  -inf: none
+  token: jax.Array  # i32[B n]
+  number: jax.Array  # i32[B n]  in order of their making
+  parent: jax.Array  # i32[B n]  its number; -1: the root
+  depth: jax.Array  # i32[B n]
+
+
+def _best(nodes: Nodes, count: int) -> tuple[Nodes, jax.Array]:
+  """The `count` of highest score, earlier ones first among equals; and their index.
+
+  As a child's score is never above its parent's, the best are closed under it.
+  """
+  _, index = jax.lax.top_k(nodes.score, count)
+  return jax.tree.map(lambda x: jnp.take_along_axis(x, index, 1), nodes), index
+
+
+def draft_tree(
+  draft: Draft, state: DraftState, slots, depth, width: int, size: int, scratch: int
+):
+  """Grows a tree level by level, and keeps the best `size` - 1 nodes.
+
+  At each level the `width` best nodes get `width` children each (EAGLE-2, section
+  4.1, with the scores of the head of this file).
+
+  Args:
+    depth: i32[]  levels, read at run time; the cache must have `width` slots for
+      each level but the last beyond the longest position
+    scratch: slots behind each row's last pair that may be used, >= width * (depth-1)
+  Returns:
+    the tree, and the drafter's cache
+  """
+  h, cache = extend(draft, state, slots.pending, slots.position)
+  B, W = h.shape[0], width
+  every = sampling_lib.repeat(slots.sampling, W)
+
+  def candidates(h, sampling, position):
+    """Scores f32[b W] and tokens i32[b W] of the top children of each row."""
+    runners = sampling_lib.contest(draft.logits(h), sampling, position)
+    score = jax.nn.log_softmax(runners / SCORE_TEMPERATURE, -1)
+    return jax.lax.top_k(score, W)
+
+  score, token = candidates(h, slots.sampling, slots.position + 1)
+  token = token.astype(jnp.int32)
+  zero = jnp.zeros_like(token)
+  first = Nodes(
+    score=score,
+    token=token,
+    number=zero + jnp.arange(W, dtype=jnp.int32),
+    parent=zero - 1,
+    depth=zero + 1,
+  )
+  none = Nodes(
+    score=jnp.full((B, size - 1), -jnp.inf),
+    **{
+      name: jnp.full((B, size - 1), jnp.iinfo(jnp.int32).max, jnp.int32)
+      for name in ("token", "number", "parent", "depth")
+    },
+  )
+  join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
+  kept, _ = _best(join(first, none), size - 1)
+  beams_h = jnp.repeat(h[:, None], W, 1)
+  # What each beam sees of the scratch slots: its ancestors there, and itself.
+  seen = jnp.broadcast_to(zero[..., None] > 0, (B, W, scratch))
+
+  def grow(d, carry):
+    beams, beams_h, seen, cache, kept = carry
+    slot = (d - 1) * W + jnp.arange(W)
+    seen = seen | (jnp.arange(scratch) == slot[:, None])
+    mask = tree_lib.attention_mask(seen, slots.position, cache.length)
+    pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, W))
+    at = slots.position[:, None] + slot
+    out, cache = draft.step(beams_h, beams.token, pair, mask, cache, at)
+    score, token = candidates(
+      out.reshape(B * W, -1), every, jnp.repeat(slots.position + d + 1, W)
+    )
+    children = Nodes(
+      score=(beams.score[..., None] + score.reshape(B, W, W)).reshape(B, -1),
+      token=token.reshape(B, -1).astype(jnp.int32),
+      number=jnp.broadcast_to(
+        W + (d - 1) * W * W + jnp.arange(W * W, dtype=jnp.int32), (B, W * W)
+      ),
+      parent=jnp.repeat(beams.number, W, 1),
+      depth=jnp.full((B, W * W), d + 1, jnp.int32),
+    )
+    kept, _ = _best(join(kept, children), size - 1)
+    beams, index = _best(children, W)
+    of = lambda x: jnp.take_along_axis(x, (index // W)[..., None], 1)
+    return beams, of(out), of(seen), cache, kept
+
+  start = (first, beams_h, seen, cache, kept)
+  *_, cache, kept = jax.lax.fori_loop(1, depth, grow, start)
+  return _assemble(kept, slots.pending), cache
+
+
+def _assemble(nodes: Nodes, pending) -> tree_lib.Tree:
+  """The tree of chosen nodes: in order of making, so that parents come first."""
+  order = jnp.argsort(jnp.where(nodes.score > -jnp.inf, nodes.number, 2**30), 1)
+  nodes = jax.tree.map(lambda x: jnp.take_along_axis(x, order, 1), nodes)
+  is_parent = nodes.parent[:, :, None] == nodes.number[:, None]
+  parent = jnp.where(jnp.any(is_parent, -1), jnp.argmax(is_parent, -1) + 1, 0)
+  valid = nodes.score > -jnp.inf
+  root = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
+  tokens = root(jnp.where(valid, nodes.token, 0), 0).at[:, 0].set(pending)
+  return tree_lib.Tree(
+    tokens=tokens,
+    parent=root(jnp.where(valid, parent, 0).astype(jnp.int32), 0),
+    depth=root(jnp.where(valid, nodes.depth, 0), 0),
+    valid=root(valid, True),
+  )

@@ -1,0 +1,275 @@
+"""Device programs of speculative decoding: fill the drafter's cache, run a chunk.
+
+An iteration drafts a tree, lets the target look at all its nodes in one pass, keeps
+what plain decoding would have drawn, and takes the accepted tokens with the target's
+own features into the drafter's cache. It changes nothing else than plain decoding
+does; plain and speculative chunks may follow each other in any order.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tlt_jax import axes
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import target
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import sampling as sampling_lib
+from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode import tree as tree_lib
+from tlt_jax.spec_decode import verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+  """What strategies need; the same for all, so that they share the caches."""
+
+  longest: int = 1  # R, tokens that an iteration may draw
+  target: int = 0  # slots behind the longest sequence: the nodes of a tree
+  drafter: int = 0  # slots behind the longest pair: the levels of a tree
+
+  @classmethod
+  def of(cls, strategies: Iterable[strategy_lib.Strategy]):
+    trees = [s for s in strategies if s.width > 1]
+    return cls(
+      longest=1 + max((s.depth for s in strategies), default=0),
+      target=max((s.verify for s in trees), default=0),
+      drafter=max((s.width * (s.depth - 1) for s in trees), default=0),
+    )
+
+
+_FILL_BLOCK = 256  # pairs per row and step of a fill
+
+
+def keep(drafter: drafter_lib.DrafterConfig) -> decode.Keep:
+  """What the target must keep for a drafter."""
+  return decode.Keep(drafter.feature_width, drafter.taps)
+
+
+def state_shardings(mesh: Mesh, drafter: drafter_lib.DrafterConfig):
+  """Rows over `data`, kv heads over `model` where they divide."""
+  tensor = mesh.shape[axes.MODEL]
+  heads = axes.MODEL if drafter.layer.num_kv_heads % tensor == 0 else None
+  layer, rows = axes.sharding(mesh, axes.DATA, heads), axes.sharding(mesh, axes.DATA)
+  return draft_lib.DraftState(cache_lib.LayerCache(layer, layer), rows, rows, rows)
+
+
+def make_fill(drafter: drafter_lib.DrafterConfig, mesh: Mesh, room: Room):
+  """(params, draft params, features f[B S E], following i32[B S], position i32[B])
+  -> DraftState.
+
+  Fills the drafter's cache from kept features; only keys and values are computed.
+  `following[b, t]` is the token after token t.
+  """
+
+  def local(params, draft_params, features, following, position):
+    B, S, _ = features.shape
+    draft = draft_lib.Draft(drafter, params, draft_params)
+    varying = functools.partial(jax.lax.pcast, axis_name=axes.DATA, to="varying")
+    cache = drafter_lib.init_cache(drafter, B, S + room.drafter)
+    block = min(_FILL_BLOCK, S)
+
+    def step(i, cache):
+      start = jnp.minimum(i * block, S - block)
+      part = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, 1)
+      at = jnp.broadcast_to(start + jnp.arange(block), (B, block))
+      h = draft.features(part(features))
+      k, v = draft.keys_values(h, part(following), at)
+      put = lambda x, y, axis: jax.lax.dynamic_update_slice_in_dim(
+        x, y.astype(x.dtype), start, axis
+      )
+      return cache_lib.LayerCache(put(cache.k, k, 3), put(cache.v, v, 2))
+
+    blocks = -(-jnp.max(position) // block)
+    cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(varying, cache))
+    last = jnp.maximum(position - 1, 0)[:, None]
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, room.longest - 1)) + ((0, 0),) * (x.ndim - 2))
+    return draft_lib.DraftState(
+      cache=cache,
+      features=pad(jnp.take_along_axis(features, last[..., None], 1)),
+      tokens=pad(jnp.take_along_axis(following, last, 1)),
+      count=jnp.minimum(position, 1),
+    )
+
+  return jax.jit(
+    decode.per_slice(mesh, local, 5, replicated=(0, 1)),
+    out_shardings=state_shardings(mesh, drafter),
+  )
+
+
+def make_chunk(
+  config: config_lib.ModelConfig,
+  drafter: drafter_lib.DrafterConfig,
+  mesh: Mesh,
+  tokens: int,
+  strategy: strategy_lib.Strategy,
+  room: Room,
+):
+  """(params, draft params, slots, state, depth i32[], n i32[], seconds f32[slices])
+  -> slots, state, Emitted.
+
+  Up to n iterations, while every slot has room for what one may draw. Slots and
+  state are donated.
+
+  Args:
+    tokens: per slot that `Emitted` holds
+    strategy: its width and nodes are compiled in, its depth is not
+  """
+  kept = keep(drafter)
+  width, size = strategy.width, strategy.verify
+  is_chain, longest = width == 1, room.longest
+  out = decode.slots_shardings(mesh, config, kept), state_shardings(mesh, drafter)
+
+  def local(params, draft_params, slots, state, depth, n, seconds):
+    B = slots.pending.shape[0]
+    varying = functools.partial(jax.lax.pcast, axis_name=axes.DATA, to="varying")
+    blank = lambda dtype: varying(jnp.zeros((B, tokens), dtype))
+    emitted = decode.Emitted(
+      tokens=blank(jnp.int32),
+      logp=blank(jnp.float32),
+      logp_filtered=blank(jnp.float32),
+      count=varying(jnp.zeros(B, jnp.int32)),
+      remaining=slots.remaining,
+      steps=varying(jnp.zeros(1, jnp.int32)),
+      seconds=seconds,
+      accepted=varying(jnp.zeros((1, longest), jnp.int32)),
+    )
+
+    def running(carry):
+      i, slots, _, emitted = carry
+      live = slots.remaining > 0
+      fullest = jnp.max(jnp.where(live, emitted.count, 0))
+      return (i < n) & jnp.any(live) & (fullest + depth + 1 <= tokens)
+
+    def iteration(carry):
+      i, slots, state, emitted = carry
+      draft = draft_lib.Draft(drafter, params, draft_params)
+      if is_chain:
+        tree, cache = draft_lib.draft_chain(draft, state, slots, depth, size)
+      else:
+        tree, cache = draft_lib.draft_tree(
+          draft, state, slots, depth, width, size, room.drafter
+        )
+      live = slots.remaining > 0
+      args = (config, kept, params, slots, tree, longest, is_chain)
+      slots, output = verify_and_accept(*args)
+      state = draft_lib.DraftState(
+        cache=cache,
+        features=output.features,
+        tokens=output.tokens,
+        count=output.count,
+      )
+      r = jnp.arange(longest)
+      inside = r < output.count[:, None]
+      at = jnp.where(inside, emitted.count[:, None] + r, tokens)
+      b = jnp.arange(B)[:, None]
+      put = lambda x, y: x.at[b, at].set(y.astype(x.dtype), mode="drop")
+      emitted = emitted.replace(
+        tokens=put(emitted.tokens, output.tokens),
+        logp=put(emitted.logp, output.logp),
+        logp_filtered=put(emitted.logp_filtered, output.logp_filtered),
+        count=emitted.count + output.count,
+        remaining=slots.remaining,
+        steps=emitted.steps + 1,
+        accepted=emitted.accepted + jnp.sum(inside & live[:, None], 0, keepdims=True),
+      )
+      return i + 1, slots, state, emitted
+
+    start = (varying(jnp.int32(0)), slots, state, emitted)
+    return jax.lax.while_loop(running, iteration, start)[1:]
+
+  return jax.jit(
+    decode.per_slice(mesh, local, 7, replicated=(0, 1, 4, 5)),
+    donate_argnums=(2, 3),
+    out_shardings=(*out, axes.sharding(mesh)),
+  )
+
+
+def name(strategy: strategy_lib.Strategy) -> str:
+  """Of the program that runs a strategy, whatever its depth."""
+  return f"speculate_{strategy.width}_{strategy.verify}"
+
+
+def make_programs(config, drafter, mesh, tokens: int, strategies, room: Room) -> dict:
+  """Every jitted function of speculation, by name."""
+  programs = {"fill": make_fill(drafter, mesh, room)}
+  for s in strategies:
+    programs[name(s)] = make_chunk(config, drafter, mesh, tokens, s, room)
+  return programs
+
+
+def verify_and_accept(config, kept, params, slots, tree, longest: int, is_chain: bool):
+  """One pass of the target over the trees, and the tokens that follow from it.
+
+  Returns:
+    the new slots; and `verify.Output`
+  """
+  B, J = tree.tokens.shape
+  context = slots.context
+  S = context.kv[0].length
+  positions = slots.position[:, None] + tree.depth
+  at = slots.position[:, None] + jnp.arange(J)
+  if is_chain:
+    mask = cache_lib.visible(at, S)
+  else:
+    below = tree_lib.ancestors(tree.parent)
+    mask = tree_lib.attention_mask(below, slots.position, S)
+  features, states, seen = decode.forward(
+    config,
+    kept,
+    params,
+    decode.Context(context.kv, None),
+    tree.tokens,
+    positions,
+    mask,
+    at,
+  )
+  logits = target.Target(config).apply(
+    {"params": params}, features, method=target.Target.logits
+  )
+  drawn = sampling_lib.draw(
+    logits.reshape(B * J, -1),
+    sampling_lib.repeat(slots.sampling, J),
+    (positions + 1).reshape(-1),
+  )
+  drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
+  walk = verify.walk_chain if is_chain else verify.walk
+  path, accepted = walk(tree, drawn.token, min(J, longest))
+  path = jnp.pad(path, ((0, 0), (0, longest - path.shape[1])), mode="edge")
+  of = lambda x: jnp.take_along_axis(x, path, 1)
+  live = slots.remaining > 0
+  tokens = of(drawn.token)
+  count, stopped = verify.cut(tokens, accepted + 1, slots.stop_tokens, slots.remaining)
+  count = jnp.where(live, count, 0)
+  last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
+
+  states = jnp.take_along_axis(states, path[..., None], 1)
+  slot = slots.position[:, None] + jnp.arange(longest)
+  b = jnp.arange(B)[:, None]
+  features = context.features.at[b, slot].set(
+    states.astype(context.features.dtype), mode="drop"
+  )
+  kv = seen.kv
+  if not is_chain:  # the accepted path moves to where a sequence has its tokens
+    source = slots.position[:, None] + path
+    kv = tuple(cache_lib.move(layer, source, slot) for layer in kv)
+  new = slots.replace(
+    pending=jnp.where(live, last, slots.pending),
+    position=slots.position + count,
+    remaining=jnp.where(live & ~stopped, slots.remaining - count, 0),
+    context=decode.Context(kv, features),
+  )
+  return new, verify.Output(
+    tokens=tokens,
+    logp=of(drawn.logp),
+    logp_filtered=of(drawn.logp_filtered),
+    features=states,
+    count=count,
+  )
