@@ -1,12 +1,12 @@
 """Speed of the rollout: what a step costs, and what the schedule makes of it.
 
-    python -m experiments.bench_rollout [--workdir=DIR]
+    python -m experiments.bench_rollout [--only=steps,traces,speculation] [--slices=1]
 
 Three tables: seconds per decoding step by live batch and by real length; useful
 tokens per second of whole rollouts, scheduled against a static batch, on lengths
-drawn beforehand; the pool of compiled programs. Sides are interleaved in one
-process; ratios are medians over the repetitions, with their range. The last line
-is JSON.
+drawn beforehand; every speculation strategy against plain decoding by live batch,
+where plain is the fastest of its own paddings. Sides are interleaved in one process;
+ratios are medians over the repetitions, with their range. The last line is JSON.
 """
 
 import dataclasses
@@ -22,14 +22,24 @@ import rich.table
 
 from experiments import setup
 from tlt_jax import axes
+from tlt_jax import data
 from tlt_jax.models import convert
+from tlt_jax.models import drafter_files
 from tlt_jax.spec_decode import compare
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import strategy as strategy_lib
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
+_SLICES = flags.DEFINE_integer("slices", 2, "Devices that a CPU is shown as.")
+_ONLY = flags.DEFINE_list("only", ["steps", "traces", "speculation"], "Which tables.")
+_DRAFTER = flags.DEFINE_string("drafter", "", "Folder; default: the config's.")
+_STRATEGIES = flags.DEFINE_list(
+  "strategies", ["2_1_3", "3_1_4", "5_1_6", "7_1_8", "4_2_8", "6_2_16"], "To compare."
+)
+_TOKENS = flags.DEFINE_integer("tokens", 192, "Per request, for speculation.")
 _REQUESTS = flags.DEFINE_integer("requests", 128, "In a length trace.", lower_bound=1)
 
 _LIVE = (1, 2, 4, 8, 16, 32, 64)
@@ -113,14 +123,8 @@ def traces(model, params, mesh, config) -> dict:
 
 def in_groups(engine, params, requests, size: int) -> requests_lib.Samples:
   """What a static batch does: `size` requests at a time, until the last one ends."""
-  parts = []
-  for start in range(0, len(requests), size):
-    part = {
-      f.name: getattr(requests, f.name)[start : start + size]
-      for f in dataclasses.fields(requests)
-      if f.name != "prompts"
-    }
-    parts.append(engine(params, dataclasses.replace(requests, **part)))
+  groups = np.array_split(np.arange(len(requests)), range(size, len(requests), size))
+  parts = [engine(params, requests.subset(group)) for group in groups]
   T = max(p.tokens.shape[1] for p in parts)
   widen = lambda x: np.pad(x, ((0, 0), (0, T - x.shape[1])))
   return dataclasses.replace(
@@ -131,6 +135,64 @@ def in_groups(engine, params, requests, size: int) -> requests_lib.Samples:
   )
 
 
+def speculation(model, params, drafter, draft_params, mesh, config) -> dict:
+  """Plain against every strategy, by live batch per slice.
+
+  The requests are those of a first rollout whose responses got long enough, so that
+  all of them run all the time.
+  """
+  n, slices = _TOKENS.value, mesh.shape[axes.DATA]
+  tokenizer = data.Tokenizer.load(config["policy"])
+  records = setup.build(config["held_out"] | {"size": 128})
+  requests = requests_lib.make_requests(
+    [tokenizer.encode(r["prompt"]) for r in records],
+    responses=4,
+    seed=3,
+    max_tokens=n,
+    stop_tokens=tokenizer.stop_tokens,
+  )
+  sizes = dict(config["rollout"], max_length=config["rollout"]["max_prompt"] + n)
+  sizes |= dict(buckets=(), chunk=64, budget={})
+  first = rollout.make(model, mesh, rollout.Options(**sizes))(params, requests)
+  long = np.flatnonzero(first.length == n)
+  result = {}
+  for live in (b for b in _LIVE if b * slices <= len(long) and b <= 32):
+    chosen = requests.subset(long[: live * slices])
+    engine = lambda slots, *how: rollout.make(
+      model, mesh, rollout.Options(**sizes | dict(slots=slots)), *how
+    )
+    # One row costs more than two where XLA has a slow matrix-vector product.
+    plain = {slots: engine(slots) for slots in sorted({live, max(2 * live, 2)})}
+    sides = {f"off, {slots} slots": (e, None) for slots, e in plain.items()}
+    for name in _STRATEGIES.value:
+      always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.parse(name)),))
+      sides[name] = engine(live, drafter, always), draft_params
+    seconds, samples = {side: [] for side in sides}, {}
+    for repeat in range(_REPEATS.value + 1):
+      for side, (run, draft) in sides.items():
+        began = time.perf_counter()
+        samples[side] = run(params, chosen, draft)
+        if repeat:
+          seconds[side].append(time.perf_counter() - began)
+    off = min(
+      (s for s in sides if s.startswith("off")), key=lambda s: np.median(seconds[s])
+    )
+    cell = {}
+    for name in _STRATEGIES.value:
+      compared = compare.compare(model, params, chosen, samples[off], samples[name])
+      ratio = np.array(seconds[off]) / np.array(seconds[name])
+      cell[name] = {
+        "speedup": float(np.median(ratio)),
+        "speedup_range": [float(ratio.min()), float(ratio.max())],
+        "mean_acceptance_length": samples[name].mean_acceptance_length,
+        "total_tokens": compared.total_tokens,
+        "differing_tokens": compared.differing_tokens,
+        "near_ties": compared.near_ties,
+      }
+    result[live] = {"off": off, "off_s": float(np.median(seconds[off])), "arms": cell}
+  return result
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
   drawn = rich.table.Table(*columns, title=title, title_justify="left")
   for row in rows:
@@ -138,55 +200,103 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
   rich.console.Console(width=100).print(drawn)
 
 
-def main():
-  config = setup.start(pathlib.Path(_WORKDIR.value), _CONFIG.value)
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
+def spread(values, unit: float = 1.0) -> str:
+  low, middle, high = (unit * f(values) for f in (np.min, np.median, np.max))
+  return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
-  steps = step_seconds(model, params, mesh)
-  median = {cell: float(np.median(s)) for cell, s in steps.items()}
-  spread = lambda s: f"{1e3 * np.median(s):.2f} ({1e3 * min(s):.2f}-{1e3 * max(s):.2f})"
+
+def report_steps(model, params, mesh) -> dict:
+  seconds = step_seconds(model, params, mesh)
   table(
     f"Milliseconds per decoding step, median (range), {mesh.shape['data']} slices",
     ["live per slice", *(f"cache {S}" for S in _LENGTHS)],
-    [[str(b), *(spread(steps[b, S]) for S in _LENGTHS)] for b in _LIVE],
+    [[str(b), *(spread(seconds[b, S], 1e3) for S in _LENGTHS)] for b in _LIVE],
   )
+  median = {cell: float(np.median(s)) for cell, s in seconds.items()}
+  return {
+    "steps": {
+      str(b): {
+        "step_ms": {str(S): 1e3 * median[b, S] for S in _LENGTHS},
+        "tokens_per_s": b * mesh.shape["data"] / median[b, _LENGTHS[0]],
+      }
+      for b in _LIVE
+    }
+  }
+
+
+def report_traces(model, params, mesh, config) -> dict:
   result = traces(model, params, mesh, config)
+  both = ("scheduled", "static")
   table(
     "Rollouts of fixed lengths",
     ["trace", "useful tokens/s", "static", "speedup (range)", "useful share", "static"],
     [
       [
         name,
-        *(f"{r['tokens_per_s'][s]:.0f}" for s in ("scheduled", "static")),
+        *(f"{r['tokens_per_s'][s]:.0f}" for s in both),
         f"{r['speedup']:.2f} ({r['speedup_range'][0]:.2f}-{r['speedup_range'][1]:.2f})",
-        *(f"{r['useful_share'][s]:.2f}" for s in ("scheduled", "static")),
+        *(f"{r['useful_share'][s]:.2f}" for s in both),
       ]
       for name, r in result.items()
     ],
   )
   for name, r in result.items():
     print(f"{name}: {r['programs']} programs, {r['compile_s']:.1f} s to make them ready")
-  print(
-    json.dumps(
-      {
-        "device": jax.devices()[0].device_kind,
-        "slices": mesh.shape["data"],
-        "total_tokens": sum(r["total_tokens"] for r in result.values()),
-        "differing_tokens": sum(r["differing_tokens"] for r in result.values()),
-        "near_ties": sum(r["near_ties"] for r in result.values()),
-        "by_live_batch": {
-          str(b): {
-            "strategy": "off",
-            "step_ms": {str(S): 1e3 * median[b, S] for S in _LENGTHS},
-            "tokens_per_s": b * mesh.shape["data"] / median[b, _LENGTHS[0]],
-          }
-          for b in _LIVE
-        },
-        "traces": result,
-      }
-    )
+  return {"traces": result} | totals(result.values())
+
+
+def report_speculation(model, params, mesh, config) -> dict:
+  folder = _DRAFTER.value or config["drafter"]
+  if not folder:
+    raise ValueError("nothing to speculate with: give --drafter, or --only=steps,traces")
+  drafter, draft_params = drafter_files.load(folder, model, mesh)
+  result = speculation(model, params, drafter, draft_params, mesh, config)
+  arms = _STRATEGIES.value
+  cell = lambda arm: f"{arm['speedup']:.2f}x {arm['mean_acceptance_length']:.2f}"
+  table(
+    "Speed-up over plain decoding and tokens per pass, by live requests per slice",
+    ["live", "plain, s", *arms],
+    [
+      [str(b), f"{r['off_s']:.2f}", *(cell(r["arms"][a]) for a in arms)]
+      for b, r in result.items()
+    ],
   )
+  fastest = lambda arms: max(arms.items(), key=lambda arm: arm[1]["speedup"])
+  best = {b: fastest(r["arms"]) for b, r in result.items()}
+  gains = [b for b, (_, arm) in best.items() if arm["speedup"] > 1]
+  return {
+    "break_even_live_batch": max(gains, default=0),
+    "by_live_batch": {
+      str(b): {"strategy": name, **arm, "arms": result[b]["arms"]}
+      for b, (name, arm) in best.items()
+    },
+  } | totals(arm for r in result.values() for arm in r["arms"].values())
+
+
+def totals(compared) -> dict:
+  """Sums of what comparisons found."""
+  names = ("total_tokens", "differing_tokens", "near_ties")
+  compared = list(compared)
+  return {name: sum(c[name] for c in compared) for name in names}
+
+
+def main():
+  workdir = pathlib.Path(_WORKDIR.value)
+  config = setup.start(workdir, _CONFIG.value, _SLICES.value)
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
+  found = []
+  if "steps" in _ONLY.value:
+    found.append(report_steps(model, params, mesh))
+  if "traces" in _ONLY.value:
+    found.append(report_traces(model, params, mesh, config))
+  if "speculation" in _ONLY.value:
+    found.append(report_speculation(model, params, mesh, config))
+  merged = {"device": jax.devices()[0].device_kind, "slices": mesh.shape["data"]}
+  for part in found:
+    sums = {k: merged.get(k, 0) + v for k, v in part.items() if isinstance(v, int)}
+    merged |= part | {k: v for k, v in sums.items() if not k.startswith("break_even")}
+  print(json.dumps(merged))
 
 
 if __name__ == "__main__":

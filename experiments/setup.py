@@ -20,11 +20,12 @@ from ml_collections import config_flags
 
 from tlt_jax import data
 from tlt_jax.models import convert
+from tlt_jax.models import drafter_files
 from tlt_jax.rl import reward
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import strategy
 
-_CPU_SLICES = 2
 _COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
 _TOKENIZER_FILES = (
   "tokenizer.json",
@@ -62,12 +63,9 @@ def _check_overrides(argv: Sequence[str], path: str) -> None:
   if not pathlib.Path(path.partition(":")[0]).is_file():
     sys.exit(f"error: --config={path}: no such file (in folder {pathlib.Path.cwd()})")
   try:
-    loaded = config_flags.DEFINE_config_file(
-      "config", path, flag_values=flags.FlagValues(), sys_argv=[]
-    )
+    keys = _keys(read_config(path))
   except flags.Error as e:  # its message is a whole traceback
     sys.exit(f"error: --config={path}: {str(e).splitlines()[-1]}")
-  keys = _keys(loaded.default.to_dict())
   for key in overrides:
     if key not in keys:
       near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
@@ -111,10 +109,12 @@ def _one_line(e: Exception) -> str:
   return "error: " + " ".join(str(e).split())
 
 
-def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
+def start(
+  workdir: pathlib.Path, config: ml_collections.ConfigDict, cpu_slices: int = 2
+) -> dict:
   """Sets up devices and logging, writes `workdir/config.json`.
 
-  On a machine with CPUs only, JAX shows `_CPU_SLICES` devices; must therefore run
+  On a machine with CPUs only, JAX shows `cpu_slices` devices; must therefore run
   before anything touches a device.
 
   Returns:
@@ -132,7 +132,7 @@ def start(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> dict:
   # A read that fails in orbax is raised, and would be logged again by each task.
   logging.getLogger("asyncio").setLevel(logging.CRITICAL)
   keep_freed_memory()
-  jax.config.update("jax_num_cpu_devices", _CPU_SLICES)
+  jax.config.update("jax_num_cpu_devices", cpu_slices)
   # Queued ahead, programs of one CPU device can take all places in its queue while
   # another device waits for it in a collective: a deadlock, seen on two cores.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -180,12 +180,33 @@ def build(spec: dict):
     raise ValueError(f"source {spec['source']!r}: {e}") from e
 
 
-def sampler(config: dict, model, mesh) -> sample.Sampler:
-  """What answers prompts and scores the answers, for `config`'s policy and task."""
+def read_config(path: str) -> dict:
+  """The config that `FILE.py[:arg]` names, as plain dicts and tuples."""
+  loaded = config_flags.DEFINE_config_file(
+    "config", path, flag_values=flags.FlagValues(), sys_argv=[]
+  )
+  return loaded.default.to_dict()
+
+
+def load_drafter(config: dict, model, mesh):
+  """The config's drafter, when it drafts, and its parameters; three times None if none."""
+  if not config["drafter"]:
+    return None, None, None
+  drafter, params = drafter_files.load(config["drafter"], model, mesh)
+  steps = tuple((most, strategy.parse(name)) for most, name in config["strategies"])
+  return drafter, strategy.ByLiveBatch(steps), params
+
+
+def sampler(config: dict, model, mesh, drafter=None, policy=None) -> sample.Sampler:
+  """What answers prompts and scores the answers, for `config`'s policy and task.
+
+  Args:
+    drafter, policy: speculation, see `rollout.make`
+  """
   max_length = config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
   options = rollout.Options(max_length=max_length, **config["rollout"])
   return sample.Sampler(
-    rollout=rollout.make(model, mesh, options),
+    rollout=rollout.make(model, mesh, options, drafter, policy),
     tokenizer=data.Tokenizer.load(config["policy"]),
     score=reward.make(config["reward"]),
     sampling=config["sampling"],

@@ -42,7 +42,8 @@ def main():
   )
   reference = jax.tree.map(jnp.copy, params) if algorithm.uses_reference else None
   state = learner.init(params)
-  sampler = setup.sampler(config, model, mesh)
+  drafter, speculation, draft_params = setup.load_drafter(config, model, mesh)
+  sampler = setup.sampler(config, model, mesh, drafter, speculation)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   prompts = data.prompt_iterator(setup.build(config["prompts"]), P, config["seed"])
   held_out = list(setup.build(config["held_out"]))
@@ -56,7 +57,7 @@ def main():
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
-  sampler.compile(policy)
+  sampler.compile(policy, draft_params)
 
   with checkpoints:  # what is being written is finished, whatever happens
     while True:
@@ -64,7 +65,12 @@ def main():
       every = config["evaluation"]["every"]
       if (every and step % every == 0) or step == config["steps"]:
         metrics |= sample.evaluate(
-          sampler, policy, held_out, config["evaluation"]["samples"], config["seed"]
+          sampler,
+          policy,
+          held_out,
+          config["evaluation"]["samples"],
+          config["seed"],
+          draft_params,
         )
       if step == config["steps"]:
         writer.write(step, metrics)
@@ -72,7 +78,8 @@ def main():
 
       began = time.perf_counter()
       records = next(prompts)
-      scored = sampler(policy, records, R, config["seed"], first_request=step * P * R)
+      first = step * P * R
+      scored = sampler(policy, records, R, config["seed"], first, draft_params)
 
       updating = time.perf_counter()
       advantage = algorithm.advantages(jnp.asarray(scored.reward).reshape(P, R))

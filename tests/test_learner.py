@@ -248,6 +248,31 @@ def test_every_batch_takes_one_program_to_the_gradient_of_its_response_tokens():
   assert len(traces) == first and len(made.pool) == 1
 
 
+def test_only_the_chosen_parameters_are_trained():
+  """The others stay, bit for bit; the gradient of the chosen is what it was."""
+  packed = batch().pack(PACKED)
+  every, _ = step(make(), make().place(packed), batch())
+  made = make(only="norm|head$")
+  gradient, _ = step(made, packed, batch())
+  for path, x in jax.tree_util.tree_leaves_with_path(gradient):
+    name = jax.tree_util.keystr(path)
+    if "norm" in name or "head" in name:
+      expected = functools.reduce(lambda tree, k: tree[k.key], path, every)
+      np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
+    else:
+      assert not x.any(), name
+  moments = optimizer.make("adamw", 1e-3)
+  small, whole = (
+    jax.eval_shape(moments.init, m.trained(params())) for m in (made, make())
+  )
+  assert len(jax.tree.leaves(small)) < len(jax.tree.leaves(whole))
+
+
+def test_nothing_to_train_is_an_error():
+  with pytest.raises(ValueError, match="only='nrom' matches no parameter"):
+    make(only="nrom").init(params())
+
+
 def shard_shapes(tree):
   """Per leaf, the shape of one device's part, by the name that ends its path."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)

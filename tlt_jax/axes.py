@@ -59,3 +59,18 @@ def shardings(mesh: Mesh, rules: Rules, abstract_params):
   return jax.tree.map(
     one, abstract_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
   )
+
+
+def like_params(opt_state, param_shardings, replicated):
+  """Places each moment of an abstract optimizer state like its parameter.
+
+  Its parameter is the one whose path ends the moment's own; the rest is replicated.
+  """
+  by_path = dict(jax.tree_util.tree_leaves_with_path(param_shardings))
+
+  def one(path, x):
+    suffixes = (path[i:] for i in range(len(path)))
+    found = next((by_path[s] for s in suffixes if s in by_path), replicated)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=found)
+
+  return jax.tree_util.tree_map_with_path(one, opt_state)

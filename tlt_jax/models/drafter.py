@@ -140,6 +140,35 @@ class Drafter(nn.Module):
       y = self.attention.attend_to(x, positions, mask, cache.k, cache.v)
       return self._after(residual + y)
 
+  def unroll(self, target_params, features, tokens, positions, mask, steps: int):
+    """Drafts `steps` tokens from every pair at once, as training needs it.
+
+    Step 0 reads the target's features; step k at pair t reads what step k-1 gave at
+    pair t-1, and attends to true pairs up to t-k and to the k that it drafted since
+    (training-time test, EAGLE-3 section 3.2; HASS, https://arxiv.org/abs/2408.15766).
+    Worked row, what pair 4 attends to at step 2:
+
+        pair         0  1  2  3  4
+        from step    0  0  0  1  2
+
+    Args:
+      features: f[B T E]  the target's
+      tokens: i32[B T]  token after each
+      mask: bool[B T T]  causal, within a sequence
+    Returns:
+      per step the next features, f[B T D]; those of step k at pairs less than k from
+      their sequence's start mean nothing
+    """
+    with self._precision():
+      h, drafted, outputs = self.features(features), [], []
+      for _ in range(steps):
+        x, residual = self._inputs(target_params, h, tokens)
+        drafted.append(self.attention.keys_values(x, positions))
+        y = self.attention.attend_unrolled(x, positions, mask, drafted)
+        outputs.append(self._after(residual + y))
+        h = jnp.roll(outputs[-1], 1, 1)
+      return outputs
+
   def logits(self, target_params, h: jax.Array) -> jax.Array:
     """f[... D] -> f32[... U]; U is the vocabulary if there is no draft vocabulary."""
     with self._precision():

@@ -150,6 +150,38 @@ class Attention(nn.Module):
     out = attend(q, k.astype(x.dtype), v.astype(x.dtype), mask)
     return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
 
+  def attend_unrolled(self, x, positions, mask, drafted):
+    """Step n of drafting from every position at once; see `drafter.Drafter.unroll`.
+
+    Args:
+      x: f[B T D]  of step n
+      mask: bool[B T T]  causal
+      drafted: keys and values of steps 0..n, as `keys_values` gives them. Position t
+        attends to those of step 0 up to t-n, and of each later step j to t-n+j.
+    """
+    c, n = self.config, len(drafted) - 1
+    B, T, _ = x.shape
+    q = self._project("q", x)
+    if c.qk_norm:
+      q = self.q_norm(q)
+    q = apply_rope(q, positions, rope_frequencies(c))
+    q = q.reshape(B, T, c.num_kv_heads, -1, c.head_dim)  # f[B T K G H]
+    k, v = drafted[0]
+    far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]  # row t shows t-n's
+    scores = jnp.einsum("btkgh,bkhs->bkgts", q, k)
+    scores = [jnp.where(far[:, None, None], scores, _MASKED)]
+    moved = lambda x, j, axis: jnp.roll(x, n - j, axis)
+    later = [(moved(k, j, 3), moved(v, j, 2)) for j, (k, v) in enumerate(drafted)]
+    for k, _ in later[1:]:
+      scores.append(jnp.einsum("btkgh,bkht->bkgt", q, k)[..., None])
+    scores = jnp.concatenate(scores, -1).astype(jnp.float32) * c.head_dim**-0.5
+    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bksh->btkgh", weights[..., :T], v)
+    for j, (_, v) in enumerate(later[1:]):
+      out += jnp.einsum("bkgt,bkth->btkgh", weights[..., T + j], v)
+    out = out.reshape(B, T, c.num_heads, c.head_dim)
+    return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
+
   def __call__(self, x, positions, mask, layer_cache=None, slots=None):
     """Attends.
 

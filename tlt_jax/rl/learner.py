@@ -9,7 +9,9 @@ parallel over `model`), rows of a micro-batch over `data`.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import re
 
+from flax import traverse_util
 import flax.linen as nn
 import flax.struct
 import jax
@@ -64,6 +66,7 @@ class Learner:
   buckets: tuple[packing.Bucket, ...]
   updates: int
   remat: bool
+  only: str
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_state(self) -> State:
@@ -72,9 +75,8 @@ class Learner:
     shardings = axes.shardings(self.mesh, axes.TRAIN, abstract)
     params = jax.tree.map(_placed, nn.meta.unbox(abstract), shardings)
     replicated = axes.sharding(self.mesh)
-    opt_state = _like_params(
-      jax.eval_shape(self.optimizer.init, params), shardings, replicated
-    )
+    opt_state = jax.eval_shape(self.optimizer.init, self.trained(params))
+    opt_state = axes.like_params(opt_state, self.trained(shardings), replicated)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     return State(params, opt_state, step)
 
@@ -87,12 +89,20 @@ class Learner:
       abstract.params,
     )
     make = jax.jit(
-      lambda p: (self.optimizer.init(p), jnp.int32(0)),
+      lambda p: (self.optimizer.init(self.trained(p)), jnp.int32(0)),
       out_shardings=jax.tree.map(
         lambda x: x.sharding, (abstract.opt_state, abstract.step)
       ),
     )
     return State(params, *make(params))
+
+  def trained(self, params) -> dict:
+    """The part of a parameter tree that is trained."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    chosen = {path: x for path, x in flat.items() if re.search(self.only, path)}
+    if not chosen:
+      raise ValueError(f"only={self.only!r} matches no parameter; there is {min(flat)}")
+    return traverse_util.unflatten_dict(chosen, sep="/")
 
   @functools.cached_property
   def to_rollout(self):
@@ -233,7 +243,8 @@ class Learner:
     packed_tokens = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
     packed_tokens = jnp.maximum(packed_tokens, 1.0)
 
-    def loss(params, batch, old, reference):
+    def loss(trained, batch, old, reference):
+      params = _merge(state.params, trained)
       logp, entropy = self._score(params, batch, sequences.temperature)
       on_policy = jax.lax.stop_gradient(logp)
       tokens = algorithm_lib.Tokens(
@@ -257,12 +268,13 @@ class Learner:
       }
       return share, metrics
 
+    trained = self.trained(state.params)
     grad = jax.grad(loss, has_aux=True)
     pick = lambda x, b, i: None if x is None else x[b][i]
     total = None
     for b, bucket in enumerate(packed):
       share = lambda i, b=b, bucket=bucket: grad(
-        state.params,
+        trained,
         bucket.micro_batch(i),
         pick(old_logp, b, i),
         pick(reference_logp, b, i),
@@ -275,9 +287,9 @@ class Learner:
         0, bucket.count, lambda i, t, share=share: jax.tree.map(jnp.add, t, share(i)), total
       )
     grads, metrics = total
-    updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
     metrics["policy/grad_norm"] = optax.tree.norm(grads)
-    params = optax.apply_updates(state.params, updates)
+    params = _merge(state.params, optax.apply_updates(trained, updates))
     return State(params, opt_state, state.step + 1), metrics
 
 
@@ -285,15 +297,10 @@ def _placed(x, sharding):
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _like_params(opt_state, shardings, replicated):
-  """Places each moment like its parameter: the one whose path ends its own."""
-  by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
-
-  def one(path, x):
-    suffixes = (path[i:] for i in range(len(path)))
-    return _placed(x, next((by_path[s] for s in suffixes if s in by_path), replicated))
-
-  return jax.tree_util.tree_map_with_path(one, opt_state)
+def _merge(params, part):
+  """`params` with what is in `part` in its place."""
+  flat = lambda tree: traverse_util.flatten_dict(tree, sep="/")
+  return traverse_util.unflatten_dict(flat(params) | flat(part), sep="/")
 
 
 def make(
@@ -304,6 +311,7 @@ def make(
   buckets: Sequence[tuple[int, int]],
   updates: int = 1,
   remat: bool = True,
+  only: str = "",
 ) -> Learner:
   """A learner for one model, algorithm, optimizer and mesh.
 
@@ -312,7 +320,9 @@ def make(
       over the slices, and rounded up so that they can be
     updates: optimizer updates per batch
     remat: recompute layers in the backward pass
+    only: regular expression; parameters whose path ("layer_0/mlp/up_proj") has no
+      match stay as they are, and have no gradient and no moments
   """
   slices = mesh.shape[axes.DATA]
   buckets = tuple(packing.Bucket(-(-R // slices) * slices, L) for R, L in buckets)
-  return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat)
+  return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat, only)

@@ -65,10 +65,14 @@ class Scored:
       "rollout/length_p50": float(np.percentile(length, 50)),
       "rollout/length_p99": float(np.percentile(length, 99)),
       "rollout/length_max": int(length.max()),
-      "rollout/mean_acceptance_length": 1.0,
+      "rollout/mean_acceptance_length": self.samples.mean_acceptance_length,
       "rollout/idle_s": self.samples.idle_s,
       "rollout/useful_share": self.samples.useful_share,
       "rollout/truncated": self.outcome.count("truncated") / len(length),
+      **{
+        f"rollout/acceptance_rate_pos_{k}": rate
+        for k, rate in enumerate(self.samples.acceptance_rate, 1)
+      },
       "reward/mean": float(self.reward.mean()),
       "reward/seconds_s": self.reward_s,
       "memory/rollout_bytes": self.samples.peak_bytes,
@@ -86,14 +90,20 @@ class Sampler:
   chat: bool = False  # wrap plain prompts in the chat template
   system: str = ""  # system message of that template
 
-  def compile(self, params) -> None:
+  def compile(self, params, draft_params=None) -> None:
     """Makes every program of the rollout ready, and says what that took."""
     stop_tokens = len(self.tokenizer.stop_tokens) + 1
-    self.rollout.compile(params, stop_tokens)
+    self.rollout.compile(params, stop_tokens, draft_params)
     logging.info("rollout: %s", self.rollout.pool.report())
 
   def __call__(
-    self, params, records: Sequence[dict], responses: int, seed: int, first_request: int
+    self,
+    params,
+    records: Sequence[dict],
+    responses: int,
+    seed: int,
+    first_request: int,
+    draft_params=None,
   ) -> Scored:
     """Responses to {"prompt", "answer"} records; params in `axes.ROLLOUT` layout."""
     system = self.system or None
@@ -108,7 +118,7 @@ class Sampler:
       **self.sampling,
     )
     began = time.perf_counter()
-    samples = self.rollout(params, requests)
+    samples = self.rollout(params, requests, draft_params)
     sampled = time.perf_counter()
     if not np.isfinite(samples.logp).all():
       raise FloatingPointError(
@@ -129,10 +139,15 @@ _EVALUATION = 1 << 31  # added to the seed: no evaluation shares noise with a st
 
 
 def evaluate(
-  sampler: Sampler, params, records: Sequence[dict], samples: int, seed: int
+  sampler: Sampler,
+  params,
+  records: Sequence[dict],
+  samples: int,
+  seed: int,
+  draft_params=None,
 ) -> dict[str, float]:
   """Accuracy on held-out records; every call draws with the same noise."""
-  scored = sampler(params, records, samples, seed + _EVALUATION, first_request=0)
+  scored = sampler(params, records, samples, seed + _EVALUATION, 0, draft_params)
   return {
     "eval/accuracy": float(scored.reward.mean()),
     "eval/length_mean": float(scored.samples.length.mean()),

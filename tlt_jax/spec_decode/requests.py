@@ -30,6 +30,15 @@ class Requests:
   def __len__(self) -> int:
     return len(self.request)
 
+  def subset(self, index: np.ndarray) -> "Requests":
+    """The requests i32[b], in that order; their noise stays their own."""
+    fields = {
+      f.name: getattr(self, f.name)[index]
+      for f in dataclasses.fields(self)
+      if f.name != "prompts"
+    }
+    return Requests(prompts=self.prompts, **fields)
+
   @property
   def total_length(self) -> np.ndarray:
     """i32[B]: prompt and longest possible response."""

@@ -22,6 +22,8 @@ from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import schedule as schedule_lib
@@ -43,6 +45,7 @@ class Rollout:
     self.policy: strategy_lib.Policy | None = policy
     self.pool = programs.Pool(options.budget)
     self._slices = mesh.shape[axes.DATA]
+    self._stop_tokens = 1  # E, of the requests at hand
     self._step_s = {}  # what `schedule.Costs` knows of each bucket
     self._keep = decode.Keep(config.width) if options.features else None
     if drafter is not None:
@@ -52,11 +55,12 @@ class Rollout:
     )
     # Slots for draft nodes behind the longest sequence; see `speculate`.
     self._scratch = 0
-    if drafter is not None:
+    self._memory = ngram.Memory(options.memory_tokens)
+    if policy is not None:
       room = speculate.Room.of(policy.strategies)
       self._scratch = room.target
       self._programs |= speculate.make_programs(
-        config, drafter, mesh, options.chunk, policy.strategies, room
+        config, drafter, mesh, options.chunk, policy.strategies, room, self._keep
       )
 
   def __call__(
@@ -73,13 +77,14 @@ class Rollout:
 
     Args:
       params: the target's, laid out by `axes.ROLLOUT`
-      draft_params: the drafter's; without them nothing is speculated
+      draft_params: the drafter's, if there is one
       on_chunk: told seconds since the start and live requests per slice
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
     """
     self._check(requests)
+    self._stop_tokens = requests.stop_tokens.shape[1]
     began = time.perf_counter()
     costs = schedule_lib.Costs(self._step_s)
     schedule = schedule_lib.Schedule.start(self.options, requests, self._slices, costs)
@@ -107,13 +112,15 @@ class Rollout:
           held = programs.live_bytes() + self.pool.temp_bytes
           samples.peak_bytes = max(samples.peak_bytes, held)
         strategy = None
-        if draft_params is not None:
+        if self.policy is not None:
           strategy = self.policy.choose(int(max(schedule.live)))
         if strategy is None:
           state = None
           slots, emitted = self._chunk(params, schedule, slots)
         else:
-          if state is None:
+          if strategy.source == strategy_lib.NGRAM:
+            state = self._corpus(schedule, samples)
+          elif not isinstance(state, draft_lib.DraftState):
             state = self._fill(params, draft_params, schedule, slots, samples)
           slots, state, emitted = self._speculate(
             params, draft_params, schedule, slots, state, strategy
@@ -145,7 +152,7 @@ class Rollout:
       params: the target's, or their shapes and shardings; draft_params likewise
       stop_tokens: E, stop tokens per request (`Requests.stop_tokens`)
     """
-    o = self.options
+    o, self._stop_tokens = self.options, stop_tokens
     store = decode.abstract_context(
       self.mesh, self.config, o.prompt_rows, o.max_prompt, self._keep
     )
@@ -168,7 +175,7 @@ class Rollout:
       )
       one, seconds = np.int32(1), self._abstract(1, np.float32)
       self._get("chunk", bucket, params, slots, one, seconds)
-      if draft_params is not None:
+      if self.policy is not None:
         self._compile_speculation(params, draft_params, chosen, bucket, slots)
       if bucket in admits:
         self._get("admit", bucket, slots.context, store, row(bucket.batch))
@@ -188,13 +195,21 @@ class Rollout:
     fits = lambda live: schedule.choose(live, bucket.length) == bucket
     chosen = {self.policy.choose(n) for n in range(1, bucket.batch + 1) if fits(n)}
     chosen.discard(None)
+    one, seconds = np.int32(1), self._abstract(1, np.float32)
+    by_ngram = {s for s in chosen if s.source == strategy_lib.NGRAM}
+    if by_ngram:
+      rows = self._abstract(bucket.batch + self.options.memory_rows, np.int32)
+      length = bucket.length + self._scratch
+      corpus = ngram.Corpus(rows.update(shape=(*rows.shape, length)), rows, rows)
+    for s in sorted(by_ngram):
+      self._get(speculate.name(s), bucket, params, (), slots, corpus, one, one, seconds)
+    chosen -= by_ngram
     if chosen:
       features = slots.context.features
       following = features.update(shape=features.shape[:2], dtype=np.int32)
       args = (params, draft_params, features, following, slots.position)
       self._get("fill", bucket, *args)
       state = jax.eval_shape(self._programs["fill"], *args)
-      one, seconds = np.int32(1), self._abstract(1, np.float32)
       shardings = speculate.state_shardings(self.mesh, self.drafter)
       state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
       for s in sorted(chosen):
@@ -217,7 +232,8 @@ class Rollout:
     return schedule.costs.chunk_s
 
   def _get(self, name: str, key: tuple, *args, **static):
-    return self.pool.get(name, tuple(key), self._programs[name], *args, **static)
+    key = (*key, self._stop_tokens)
+    return self.pool.get(name, key, self._programs[name], *args, **static)
 
   def _run(self, name: str, key: tuple, *args, **static):
     return self._get(name, key, *args, **static)(*args)
@@ -239,11 +255,35 @@ class Rollout:
     args = (slots.context.features, self._place(following), slots.position)
     return self._run("fill", schedule.bucket, params, draft_params, *args)
 
+  def _corpus(self, schedule, samples):
+    """What n-grams are looked up in: the slots' own sequences, and earlier ones."""
+    S = schedule.bucket.length + self._scratch
+    slices = []
+    for row in schedule.owner:
+      prompts, own = {}, []
+      for i in row:
+        p = int(schedule.requests.prompt_idx[i])
+        prompt = schedule.requests.prompts[p]
+        if i >= 0:
+          prompts[p] = prompt
+        own.append(
+          (p, np.concatenate([prompt, samples.response(i)]))
+          if i >= 0
+          else (-1, np.zeros(0, np.int32))
+        )
+      others = self._memory.rows_for(prompts, self.options.memory_rows, S)
+      mine = ngram.make_rows(own, len(own), S)
+      slices.append(jax.tree.map(lambda a, b: np.concatenate([a, b]), mine, others))
+    stacked = jax.tree.map(lambda *x: np.stack(x), *slices)
+    return jax.tree.map(self._place, stacked)
+
   def _speculate(self, params, draft_params, schedule, slots, state, strategy):
     """As `_chunk`, with the drafter's state."""
     step_s = schedule.costs.step_s.get((schedule.bucket, strategy))
     within = self.options.chunk_s / step_s if step_s else self.options.chunk
     n = np.int32(np.clip(within, 1, self.options.chunk))
+    if strategy.source == strategy_lib.NGRAM:
+      draft_params = ()
     args = (params, draft_params, slots, state, np.int32(strategy.depth), n)
     return self._timed(speculate.name(strategy), schedule, strategy, *args)
 
@@ -251,9 +291,9 @@ class Rollout:
     """Runs a chunk, and books its time; its last result comes back on the host."""
     costs = schedule.costs
     seconds = self._place(np.full((self._slices, 1), costs.chunk_s, np.float32))
-    run = self._get(name, schedule.bucket, *args, seconds)  # may compile
+    self._get(name, schedule.bucket, *args, seconds)  # compiling is not timed
     began = time.perf_counter()
-    *state, emitted = run(*args, seconds)
+    *state, emitted = self._run(name, schedule.bucket, *args, seconds)
     emitted = jax.device_get(emitted)
     costs.book(float(emitted.seconds.max()))
     costs.chunk_s = time.perf_counter() - began
@@ -413,6 +453,9 @@ class Rollout:
           kept = slots.context.features[slot, : schedule.position[i]]
           samples.features[i] = np.asarray(kept)
         owner[slot] = -1
+        if self.policy is not None:
+          prompt = schedule.requests.prompts[schedule.requests.prompt_idx[i]]
+          self._memory.add(prompt, samples.response(i))
 
 
 _NO_REQUESTS = requests_lib.make_requests([], max_tokens=1)
@@ -430,12 +473,16 @@ def make(
   Programs are compiled by `compile`, or when a bucket is first used.
 
   Args:
-    drafter: for speculative decoding; needs a `policy`, which chooses how. Neither
-      changes a token.
+    drafter, policy: for speculative decoding: what drafts, and how and when.
+      Neither changes a token.
   """
-  if (drafter is None) != (policy is None):
-    raise ValueError("a drafter needs a policy, and a policy a drafter")
-  deepest = max((s.depth for s in policy.strategies), default=0) if policy else 0
+  strategies = policy.strategies if policy is not None else ()
+  models = [s for s in strategies if s.source == strategy_lib.MODEL]
+  if drafter is None and models:
+    raise ValueError(f"strategy {models[0]} needs a drafter")
+  if drafter is not None and policy is None:
+    raise ValueError("a drafter needs a policy that says when it drafts")
+  deepest = max((s.depth for s in strategies), default=0)
   if deepest + 1 > options.chunk:
     raise ValueError(
       f"a chunk of {options.chunk} tokens has no room for a strategy of depth {deepest}"

@@ -47,6 +47,8 @@ class Options:
   prefill_block: int = 128  # prompt tokens per prefill call
   cache_tokens: int | None = None  # memory budget: tokens of all slots' KV
   budget: programs.Budget = programs.Budget()  # of what is compiled ahead of time
+  memory_tokens: int = 2**20  # of earlier responses, kept for n-gram drafts
+  memory_rows: int = 16  # of them that are looked at in a chunk
   rebalance: bool = False  # move live requests to other slices
   features: bool = False  # keep and return the target's features
 

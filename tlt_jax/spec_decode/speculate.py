@@ -21,6 +21,7 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import strategy as strategy_lib
 from tlt_jax.spec_decode import tree as tree_lib
@@ -39,7 +40,7 @@ class Room:
   def of(cls, strategies: Iterable[strategy_lib.Strategy]):
     trees = [s for s in strategies if s.width > 1]
     return cls(
-      longest=1 + max((s.depth for s in strategies), default=0),
+      longest=1 + max((s.longest for s in strategies), default=0),
       target=max((s.verify for s in trees), default=0),
       drafter=max((s.width * (s.depth - 1) for s in trees), default=0),
     )
@@ -106,26 +107,45 @@ def make_fill(drafter: drafter_lib.DrafterConfig, mesh: Mesh, room: Room):
 
 def make_chunk(
   config: config_lib.ModelConfig,
-  drafter: drafter_lib.DrafterConfig,
+  drafter: drafter_lib.DrafterConfig | None,
   mesh: Mesh,
   tokens: int,
   strategy: strategy_lib.Strategy,
   room: Room,
+  kept: decode.Keep | None,
 ):
   """(params, draft params, slots, state, depth i32[], n i32[], seconds f32[slices])
   -> slots, state, Emitted.
 
   Up to n iterations, while every slot has room for what one may draw. Slots and
-  state are donated.
+  state are donated. The state is a `draft.DraftState`, or for n-grams the `Corpus`
+  (draft params are then empty).
 
   Args:
     tokens: per slot that `Emitted` holds
     strategy: its width and nodes are compiled in, its depth is not
+    kept: what the slots' contexts keep of the target
   """
-  kept = keep(drafter)
   width, size = strategy.width, strategy.verify
   is_chain, longest = width == 1, room.longest
-  out = decode.slots_shardings(mesh, config, kept), state_shardings(mesh, drafter)
+  is_ngram = strategy.source == strategy_lib.NGRAM
+
+  def guess(params, draft_params, slots, state, depth):
+    """The tree, and what `absorb` needs of the state."""
+    if is_ngram:
+      return ngram.propose(state, slots.pending, depth, size), state
+    draft = draft_lib.Draft(drafter, params, draft_params)
+    if is_chain:
+      return draft_lib.draft_chain(draft, state, slots, depth, size)
+    return draft_lib.draft_tree(draft, state, slots, depth, width, size, room.drafter)
+
+  def absorb(state, output: verify.Output):
+    """The state after an iteration."""
+    if is_ngram:
+      return ngram.append(state, output.tokens, output.count)
+    return draft_lib.DraftState(
+      cache=state, features=output.features, tokens=output.tokens, count=output.count
+    )
 
   def local(params, draft_params, slots, state, depth, n, seconds):
     B = slots.pending.shape[0]
@@ -150,25 +170,12 @@ def make_chunk(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      draft = draft_lib.Draft(drafter, params, draft_params)
-      if is_chain:
-        tree, cache = draft_lib.draft_chain(draft, state, slots, depth, size)
-      else:
-        tree, cache = draft_lib.draft_tree(
-          draft, state, slots, depth, width, size, room.drafter
-        )
+      tree, state = guess(params, draft_params, slots, state, depth)
       live = slots.remaining > 0
       args = (config, kept, params, slots, tree, longest, is_chain)
       slots, output = verify_and_accept(*args)
-      state = draft_lib.DraftState(
-        cache=cache,
-        features=output.features,
-        tokens=output.tokens,
-        count=output.count,
-      )
-      r = jnp.arange(longest)
-      inside = r < output.count[:, None]
-      at = jnp.where(inside, emitted.count[:, None] + r, tokens)
+      inside = jnp.arange(longest) < output.count[:, None]
+      at = jnp.where(inside, emitted.count[:, None] + jnp.arange(longest), tokens)
       b = jnp.arange(B)[:, None]
       put = lambda x, y: x.at[b, at].set(y.astype(x.dtype), mode="drop")
       emitted = emitted.replace(
@@ -180,28 +187,37 @@ def make_chunk(
         steps=emitted.steps + 1,
         accepted=emitted.accepted + jnp.sum(inside & live[:, None], 0, keepdims=True),
       )
-      return i + 1, slots, state, emitted
+      return i + 1, slots, absorb(state, output), emitted
 
     start = (varying(jnp.int32(0)), slots, state, emitted)
     return jax.lax.while_loop(running, iteration, start)[1:]
 
+  if is_ngram:
+    rows = axes.sharding(mesh, axes.DATA)
+    state_out = ngram.Corpus(rows, rows, rows)
+  else:
+    state_out = state_shardings(mesh, drafter)
   return jax.jit(
     decode.per_slice(mesh, local, 7, replicated=(0, 1, 4, 5)),
     donate_argnums=(2, 3),
-    out_shardings=(*out, axes.sharding(mesh)),
+    out_shardings=(
+      decode.slots_shardings(mesh, config, kept),
+      state_out,
+      axes.sharding(mesh),
+    ),
   )
 
 
 def name(strategy: strategy_lib.Strategy) -> str:
   """Of the program that runs a strategy, whatever its depth."""
-  return f"speculate_{strategy.width}_{strategy.verify}"
+  return f"speculate_{strategy.source}_{strategy.width}_{strategy.verify}"
 
 
-def make_programs(config, drafter, mesh, tokens: int, strategies, room: Room) -> dict:
+def make_programs(config, drafter, mesh, tokens: int, strategies, room, kept) -> dict:
   """Every jitted function of speculation, by name."""
-  programs = {"fill": make_fill(drafter, mesh, room)}
+  programs = {} if drafter is None else {"fill": make_fill(drafter, mesh, room)}
   for s in strategies:
-    programs[name(s)] = make_chunk(config, drafter, mesh, tokens, s, room)
+    programs[name(s)] = make_chunk(config, drafter, mesh, tokens, s, room, kept)
   return programs
 
 
@@ -253,9 +269,11 @@ def verify_and_accept(config, kept, params, slots, tree, longest: int, is_chain:
   states = jnp.take_along_axis(states, path[..., None], 1)
   slot = slots.position[:, None] + jnp.arange(longest)
   b = jnp.arange(B)[:, None]
-  features = context.features.at[b, slot].set(
-    states.astype(context.features.dtype), mode="drop"
-  )
+  kept_features = context.features
+  if kept_features is not None:
+    kept_features = kept_features.at[b, slot].set(
+      states.astype(kept_features.dtype), mode="drop"
+    )
   kv = seen.kv
   if not is_chain:  # the accepted path moves to where a sequence has its tokens
     source = slots.position[:, None] + path
@@ -264,7 +282,7 @@ def verify_and_accept(config, kept, params, slots, tree, longest: int, is_chain:
     pending=jnp.where(live, last, slots.pending),
     position=slots.position + count,
     remaining=jnp.where(live & ~stopped, slots.remaining - count, 0),
-    context=decode.Context(kv, features),
+    context=decode.Context(kv, kept_features),
   )
   return new, verify.Output(
     tokens=tokens,

@@ -10,36 +10,54 @@ import dataclasses
 import re
 from typing import Protocol
 
+MODEL, NGRAM = "model", "ngram"  # a drafter with weights; lookup in known sequences
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Strategy:
-  """How far to guess; a chain has width 1 and verify = depth + 1."""
+  """How far to guess; a chain has width 1.
+
+  Width and verify are compiled in, depth is not: chains that share `verify` share a
+  program.
+  """
 
   depth: int
   width: int
   verify: int
+  source: str = MODEL  # what drafts
 
   def __post_init__(self):
+    if self.source not in (MODEL, NGRAM):
+      raise ValueError(f"a strategy's source is {MODEL} or {NGRAM}, not {self.source!r}")
+    if self.source == NGRAM and self.width > 1:
+      raise ValueError(f"{self}: n-grams draft chains only")
     if self.depth < 1 or self.width < 1:
       raise ValueError(f"{self}: depth and width must be at least 1")
-    if self.width == 1 and self.verify != self.depth + 1:
-      raise ValueError(f"{self}: a chain verifies depth + 1 = {self.depth + 1} nodes")
-    most = self.width + (self.depth - 1) * self.width**2 + 1
-    if not self.depth < self.verify <= most:
+    if self.verify <= self.depth:
       raise ValueError(
-        f"{self}: verify must lie in [{self.depth + 1}, {most}], the nodes drafted"
+        f"{self}: to accept {self.depth} tokens takes a pass over {self.depth + 1} nodes"
       )
 
+  @property
+  def longest(self) -> int:
+    """The deepest strategy that its program can run."""
+    return self.verify - 1 if self.width == 1 else self.depth
+
   def __str__(self) -> str:
-    return f"{self.depth}_{self.width}_{self.verify}"
+    shape = f"{self.depth}_{self.width}_{self.verify}"
+    return shape if self.source == MODEL else f"{self.source}_{self.depth}"
 
 
 def parse(text: str) -> Strategy | None:
-  """'5_1_6' or 'off'."""
+  """'5_1_6', 'ngram_5' or 'off'."""
   if text == "off":
     return None
+  if m := re.fullmatch(r"ngram_(\d+)", text):
+    return Strategy(int(m[1]), 1, int(m[1]) + 1, NGRAM)
   if not re.fullmatch(r"\d+_\d+_\d+", text):
-    raise ValueError(f"a strategy reads DEPTH_WIDTH_VERIFY or off, not {text!r}")
+    raise ValueError(
+      f"a strategy reads DEPTH_WIDTH_VERIFY, ngram_DEPTH or off, not {text!r}"
+    )
   return Strategy(*map(int, text.split("_")))
 
 

@@ -1,0 +1,37 @@
+"""The drafter of the default policy: EAGLE-2, from scratch, on its own responses.
+
+    python -m experiments.train_drafter --workdir=runs/drafter
+
+0.2M parameters (one layer of the policy's shape). The exported folder is what
+`experiments/drafters/countdown` holds. `:smoke` takes a minute and learns little.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  if arg not in ("", "smoke"):
+    raise ValueError(f"this config takes the argument 'smoke' or none, not {arg!r}")
+  smoke = arg == "smoke"
+  return ml_collections.ConfigDict(
+    dict(
+      seed=0,
+      steps=4 if smoke else 600,
+      sequences=16 if smoke else 32,  # per step
+      # the run whose policy, prompts and sampling are used; with its own overrides
+      run="experiments/configs/countdown.py" + (":smoke" if smoke else ""),
+      policy="",  # Hugging Face folder; empty: the run's
+      init="",  # a drafter's folder to start from; empty: from scratch
+      responses=dict(prompts=8 if smoke else 256, samples=2 if smoke else 8),
+      drafter=dict(kind="eagle2"),
+      loss=dict(steps=5, decay=0.8, distance="total_variation", regression=0.1),
+      optimizer=dict(
+        name="adamw", learning_rate=2e-3, warmup=20, total=600, b2=0.99, weight_decay=0.0
+      ),
+      learner=dict(buckets=((8, 128),) if smoke else ((8, 256), (4, 512), (2, 1056))),
+      evaluation=dict(
+        prompts=4 if smoke else 32, samples=2, strategies=("3_1_4", "5_1_6", "7_1_8")
+      ),
+      checkpoint=dict(every=2 if smoke else 100, keep=2),
+    )
+  )

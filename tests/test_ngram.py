@@ -1,0 +1,293 @@
+"""Drafts without a model: what is looked up, and what is remembered."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import pytest
+
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import ngram
+from tlt_jax.spec_decode import verify
+
+_propose = jax.jit(ngram.propose, static_argnames="size")
+_append = jax.jit(ngram.append)
+
+
+def _corpus(rows, length: int, count: int | None = None):
+  """From (group, tokens) pairs."""
+  rows = [(group, np.asarray(tokens, np.int32)) for group, tokens in rows]
+  return ngram.make_rows(rows, count or len(rows), length)
+
+
+def _pending(corpus, batch: int):
+  """The last token of each own row that has one."""
+  at = np.clip(corpus.length[:batch] - 1, 0, corpus.tokens.shape[1] - 1)
+  return corpus.tokens[np.arange(batch), at]
+
+
+def _drafts(tree):
+  """The valid tokens below each root."""
+  tokens, valid = np.asarray(tree.tokens), np.asarray(tree.valid)
+  return [row[1:][ok[1:]].tolist() for row, ok in zip(tokens, valid, strict=True)]
+
+
+def _reference(corpus, b: int, depth: int) -> list[int]:
+  """The draft of slot b, word for word as `propose` promises it."""
+  C, S = corpus.tokens.shape
+  own, known = corpus.tokens[b], np.minimum(corpus.length, S)
+  if corpus.group[b] < 0 or not 0 < corpus.length[b] <= S:
+    return []
+  best, found = [], 0
+  for c in [b, *(c for c in range(C) if c != b)]:
+    if corpus.group[c] != corpus.group[b]:
+      continue
+    row = corpus.tokens[c]
+    for end in reversed(range(known[c] - 1)):
+      n = 0
+      while (
+        n < min(ngram.LONGEST_MATCH, end + 1, known[b])
+        and row[end - n] == own[known[b] - 1 - n]
+      ):
+        n += 1
+      if n > found:
+        best, found = row[end + 1 : known[c]][:depth].tolist(), n
+  return best
+
+
+def test_hand_number():
+  """The slot ends in 7 8.
+
+  Its own row has "7 8" once, followed by 9 4 7 8; a sibling has "9 7 8", which is
+  longer than what its own row agrees on if the slot ends in 9 7 8.
+  """
+  sibling = (5, [1, 9, 7, 8, 2, 3])
+  shorter = _corpus([(5, [7, 8, 9, 4, 7, 8]), sibling], 8)
+  assert _drafts(_propose(shorter, np.array([8]), 3, 5)) == [[9, 4, 7]]
+  longer = _corpus([(5, [7, 8, 4, 9, 7, 8]), sibling], 8)
+  tree = _propose(longer, np.array([8]), 3, 5)
+  np.testing.assert_array_equal(tree.tokens, [[8, 2, 3, 0, 0]])
+  np.testing.assert_array_equal(tree.valid, [[True, True, True, False, False]])
+  np.testing.assert_array_equal(tree.parent, [[0, 0, 1, 2, 3]])
+  np.testing.assert_array_equal(tree.depth, [[0, 1, 2, 3, 4]])
+
+
+def test_order_among_equals():
+  """Own row before others, first row before later ones, in a row the latest."""
+  own, one, other = [6, 1, 6, 2, 6], [6, 3, 6, 4], [6, 5]
+  draft = lambda *rows: _drafts(_propose(_corpus(rows, 5, 3), np.array([6]), 1, 3))[0]
+  assert draft((0, own), (0, one), (0, other)) == [2]
+  assert draft((0, [6]), (0, one), (0, other)) == [4]
+  assert draft((0, [6]), (0, other), (0, one)) == [5]
+  assert draft((0, [6]), (1, other), (0, one)) == [4]
+  assert draft((0, [6])) == []
+
+
+def test_agrees_with_a_slow_reference():
+  """Random rows of two letters: unequal, cut off, empty and of several groups."""
+  B, C, S, J = 3, 6, 24, 6
+  drafted = 0
+  for seed in range(300):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, S + 4, C)
+    rows = [(rng.integers(-1, 2), rng.integers(0, 2, n)) for n in lengths]
+    corpus, depth = _corpus(rows, S), int(rng.integers(0, J))
+    tree = _propose(corpus, _pending(corpus, B), np.int32(depth), J)
+    expected = [_reference(corpus, b, depth) for b in range(B)]
+    assert _drafts(tree) == expected, f"seed {seed}"
+    drafted += sum(map(len, expected))
+  assert drafted > 500
+
+
+def test_sees_its_own_group_only():
+  """Whatever rows of other prompts and free rows hold, the draft is the same."""
+  rng = np.random.default_rng(0)
+  groups = np.array([4, 7, 4, 7, -1, 7])
+  rows = [(g, rng.integers(0, 3, 20)) for g in groups]
+  corpus = _corpus(rows, 24)
+  pending = _pending(corpus, 2)
+  before = _drafts(_propose(corpus, pending, 4, 6))
+  assert before[0] and before[1]
+  for row in np.flatnonzero(groups != 7):
+    corpus.tokens[row] = rng.integers(0, 3, 24)
+  assert _drafts(_propose(corpus, pending, 4, 6))[1] == before[1]
+
+
+def test_append_continues_the_own_rows():
+  """As if the rows had been uploaded longer; what exceeds S is dropped."""
+  rows = [(0, [1, 2, 3]), (1, [4, 5, 6, 7]), (0, [1, 2]), (0, [9, 9])]
+  tokens, count = np.array([[5, 6], [7, 8], [3, 4]]), np.array([2, 1, 0])
+  grown = _append(_corpus(rows, 6), tokens, count)
+  rows[:2] = [(0, [1, 2, 3, 5, 6]), (1, [4, 5, 6, 7, 7])]
+  jax.tree.map(np.testing.assert_array_equal, grown, _corpus(rows, 6))
+
+  count = np.array([2, 1, 2])
+  full = _append(grown, tokens, count)
+  rows[:3] = [(0, [1, 2, 3, 5, 6, 5, 6]), (1, [4, 5, 6, 7, 7, 7]), (0, [1, 2, 3, 4])]
+  jax.tree.map(np.testing.assert_array_equal, full, _corpus(rows, 6))
+  # Row 0's end is not held: no draft, although its sibling would have one.
+  assert _drafts(_propose(full, np.array([6, 7, 4]), 2, 3)) == [[], [7], []]
+
+
+def test_drafts_in_a_loop_per_slice():
+  """Eight slices draw given sequences to their end, whatever is drafted.
+
+  Of a slice's two slots the second repeats another row of its prompt, so that all its
+  drafts stand; what the first draws only a row of another prompt has.
+  """
+  slices, B, C, S, J = 8, 2, 4, 48, 5
+  mesh = tiny.mesh(slices)
+  rng = np.random.default_rng(0)
+  truth = np.stack([rng.permutation(100)[:S] for _ in range(slices * B)]).astype(np.int32)
+  parts = []
+  for s in range(slices):
+    first, second = truth[2 * s], truth[2 * s + 1]
+    parts.append(_corpus([(0, first[:3]), (1, second[:3]), (1, second), (2, first)], S))
+  flat = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+  def local(corpus, truth, depth):
+    def running(carry):
+      return jnp.any(carry[0].length[:B] < S)
+
+    def step(carry):
+      corpus, drawn, passes = carry
+      last = corpus.length[:B, None] - 1
+      pending = jnp.take_along_axis(truth, last, 1)[:, 0]
+      tree = ngram.propose(corpus, pending, depth, J)
+      tokens = jnp.take_along_axis(truth, jnp.minimum(last + tree.depth + 1, S - 1), 1)
+      _, accepted = verify.walk_chain(tree, tokens, J)
+      count = jnp.minimum(accepted + 1, S - 1 - last[:, 0])
+      return ngram.append(corpus, tokens, count), drawn + count, passes + (count > 0)
+
+    zero = jnp.zeros_like(corpus.length[:B])
+    return jax.lax.while_loop(running, step, (corpus, zero, zero))
+
+  run = jax.jit(decode.per_slice(mesh, local, 3, replicated=(2,)))
+  put = lambda x: jax.device_put(x, axes.sharding(mesh, axes.DATA))
+  grown, drawn, passes = run(jax.tree.map(put, flat), put(truth), np.int32(4))
+  assert grown.tokens.sharding.spec == PartitionSpec(axes.DATA)
+  own = np.asarray(grown.tokens).reshape(slices, C, S)[:, :B]
+  np.testing.assert_array_equal(own.reshape(-1, S), truth)
+  mean = (np.asarray(drawn) / np.asarray(passes)).reshape(slices, B)
+  np.testing.assert_array_equal(mean, [[1.0, 5.0]] * slices)
+
+
+def test_too_large_a_corpus():
+  """A rank beyond an i32 would order matches wrongly: it is refused."""
+  i32 = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+  corpus = ngram.Corpus(i32(4096, 2**16), i32(4096), i32(4096))
+  with pytest.raises(ValueError, match="4096 rows of 65536"):
+    jax.eval_shape(lambda c, p: ngram.propose(c, p, 3, 4), corpus, i32(2))
+
+
+def _lists(memory, prompt):
+  return [response.tolist() for response in memory.responses(np.array(prompt))]
+
+
+def test_memory_is_bounded():
+  """The oldest responses go, of whatever prompt, and prompts without any with them."""
+  memory = ngram.Memory(12)
+  memory.add([1, 2], [5, 5, 5])
+  memory.add([3], [6, 6, 6])
+  memory.add([1, 2], [7, 7])
+  assert (memory.tokens, memory.evicted, len(memory)) == (11, 0, 3)
+  assert _lists(memory, [1, 2]) == [[7, 7], [5, 5, 5]]
+  memory.add([3], [8, 8])
+  assert (memory.tokens, memory.evicted) == (10, 1)
+  assert _lists(memory, [1, 2]) == [[7, 7]]
+  memory.add([4], [9] * 6)
+  assert (memory.tokens, memory.evicted) == (10, 3)
+  assert _lists(memory, [1, 2]) == [] and _lists(memory, [3]) == [[8, 8]]
+  memory.add([4], [9] * 12)  # larger than the memory
+  assert (memory.tokens, memory.evicted, len(memory)) == (0, 6, 0)
+
+
+def test_memory_never_exceeds_its_capacity():
+  """Whatever comes, the count of tokens is that of what is held, and in bounds."""
+  rng, memory, added = np.random.default_rng(0), ngram.Memory(60), set()
+  for _ in range(400):
+    prompt = rng.integers(0, 5, rng.integers(1, 3))
+    response = rng.integers(0, 2, rng.integers(1, 9))
+    memory.add(prompt, response)
+    added.add(tuple(prompt))
+    held = {p: _lists(memory, p) for p in added}
+    tokens = sum(len(p) * bool(r) + sum(map(len, r)) for p, r in held.items())
+    assert memory.tokens == tokens <= 60
+    assert len(memory) == sum(map(len, held.values()))
+    assert held[tuple(prompt)][0] == response.tolist()
+  assert memory.evicted > 100
+
+
+def test_a_repeated_response_is_kept_once():
+  """It counts as the latest."""
+  memory = ngram.Memory(7)
+  memory.add([1], [2, 2])
+  memory.add([1], [3, 3])
+  memory.add([1], [2, 2])
+  assert _lists(memory, [1]) == [[2, 2], [3, 3]]
+  memory.add([1], [4, 4, 4])
+  assert _lists(memory, [1]) == [[4, 4, 4], [2, 2]]
+  assert (memory.tokens, memory.evicted) == (6, 1)
+
+
+def test_rows_for_live_prompts():
+  """Prompts take turns, the latest response first; a row begins with the prompt's end."""
+  memory = ngram.Memory(1000)
+  long, short = np.arange(20, 40), np.array([1])
+  for response in ([5, 6], [7], [8, 9, 9]):
+    memory.add(long, response)
+  memory.add(short, [4, 4])
+  prompts = {3: long, 8: np.array([99]), 2: short}
+  end = long[-ngram.LONGEST_MATCH :].tolist()
+  rows = memory.rows_for(prompts, 3, 10)
+  np.testing.assert_array_equal(rows.group, [3, 2, 3])
+  np.testing.assert_array_equal(rows.length, [11, 3, 9])
+  assert rows.tokens[0].tolist() == [*end, 8, 9]
+  assert rows.tokens[1, :3].tolist() == [1, 4, 4]
+  assert rows.tokens[2, :9].tolist() == [*end, 7]
+  rows = memory.rows_for(prompts, 6, 10)
+  np.testing.assert_array_equal(rows.group, [3, 2, 3, 3, -1, -1])
+  np.testing.assert_array_equal(rows.length[4:], 0)
+  assert memory.rows_for({}, 2, 10).group.tolist() == [-1, -1]
+
+
+def test_earlier_responses_begin_a_response():
+  """A prompt's own end finds how an earlier response began."""
+  memory, prompt = ngram.Memory(100), np.arange(10, dtype=np.int32)
+  memory.add(prompt, [40, 41, 42])
+  own, others = _corpus([(0, prompt)], 16), memory.rows_for({0: prompt}, 2, 16)
+  corpus = jax.tree.map(lambda *x: np.concatenate(x), own, others)
+  assert _drafts(_propose(corpus, _pending(corpus, 1), 4, 5)) == [[40, 41, 42]]
+
+
+def test_state_roundtrip():
+  """A memory that takes over a state goes on like the one that it is of."""
+  rng, memory = np.random.default_rng(1), ngram.Memory(50)
+  draw = lambda: (rng.integers(0, 2, 2), rng.integers(0, 3, rng.integers(1, 6)))
+  shapes = jax.tree.map(np.shape, memory.get_state())
+  for _ in range(40):
+    memory.add(*draw())
+  state = memory.get_state()
+  assert jax.tree.map(np.shape, state) == shapes
+  other = ngram.Memory(50)
+  other.add([9], [9, 9])
+  other.set_state(state)
+  for _ in range(10):
+    assert (other.tokens, other.evicted) == (memory.tokens, memory.evicted)
+    jax.tree.map(np.testing.assert_array_equal, other.get_state(), memory.get_state())
+    drawn = draw()
+    memory.add(*drawn)
+    other.add(*drawn)
+  with pytest.raises(ValueError, match="a memory of 50 tokens, this one has 51"):
+    ngram.Memory(51).set_state(state)
+
+
+def test_memory_refuses_what_makes_no_sense():
+  """No room, no prompt, no response."""
+  with pytest.raises(ValueError, match="room for at least one token"):
+    ngram.Memory(0)
+  for prompt, response in (([], [1]), ([1], [])):
+    with pytest.raises(ValueError, match="no empty"):
+      ngram.Memory(5).add(prompt, response)

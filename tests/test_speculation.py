@@ -1,0 +1,214 @@
+"""Speculative rollouts draw, token for token, what plain ones draw."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode import compare
+from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import strategy as strategy_lib
+
+OPTIONS = rollout.Options(
+  max_length=96,
+  max_prompt=12,
+  slots=32,
+  chunk=16,
+  prompt_rows=8,
+  prefill_rows=8,
+  buckets=((8, 96),),
+)
+CHAIN = strategy_lib.Strategy(depth=4, width=1, verify=9)
+TREE = strategy_lib.Strategy(depth=3, width=2, verify=7)
+TREES = ("3_4_16", "8_4_48")
+DRAFTERS = {
+  "eagle2": drafter_lib.of_target(tiny.CONFIG, "eagle2"),
+  "eagle3": drafter_lib.of_target(tiny.CONFIG, "eagle3", taps=(0, 1)),
+}
+
+
+@functools.cache
+def draft_params(kind):
+  return drafter_lib.init_params(DRAFTERS[kind], jax.random.key(5))
+
+
+class Chosen:
+  """Lets the test say what runs; one engine, and its programs, serve many tests."""
+
+  strategies = (CHAIN, TREE, *map(strategy_lib.parse, TREES), strategy_lib.parse("ngram_4"))
+
+  def __init__(self):
+    self.choose = None
+
+
+@functools.cache
+def engine(data=1, model=1, kind=None):
+  drafter, policy = (DRAFTERS[kind], Chosen()) if kind else (None, None)
+  return rollout.make(tiny.CONFIG, tiny.mesh(data, model), OPTIONS, drafter, policy)
+
+
+def always(strategy):
+  return lambda live: strategy
+
+
+def requests(**options):
+  """1,000 to 2,000 tokens; lengths from a stop token and from limits of their own."""
+  limits = np.random.default_rng(3).integers(1, 80, 48)
+  return tiny.requests(8, 6, **{"max_tokens": limits, "stop_tokens": [3], **options})
+
+
+@functools.cache
+def plain(**options):
+  made = requests(**options)
+  return made, engine()(tiny.on(tiny.mesh(1)), made)
+
+
+def speculate(made, choose, kind="eagle2", data=1, model=1):
+  run = engine(data, model, kind)
+  run.policy.choose = choose
+  return run(tiny.on(tiny.mesh(data, model)), made, draft_params(kind))
+
+
+def assert_same(made, a, b):
+  result = compare.compare(tiny.CONFIG, tiny.params(), made, a, b)
+  assert result.differing_tokens == 0, result.where
+  assert result.near_ties <= 1 + result.total_tokens // 10_000
+  np.testing.assert_array_equal(a.finish_reason, b.finish_reason)
+  same = (a.tokens == b.tokens).all(1)
+  np.testing.assert_allclose(a.logp[same], b.logp[same], atol=1e-5)
+  np.testing.assert_allclose(a.logp_filtered[same], b.logp_filtered[same], atol=1e-5)
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_a_chain_of_any_depth_draws_the_same(depth):
+  made, samples = plain()
+  policy = always(dataclasses.replace(CHAIN, depth=depth))
+  assert_same(made, samples, speculate(made, policy))
+
+
+@pytest.mark.parametrize(
+  ("kind", "tree"), [("eagle2", "3_4_16"), ("eagle2", "8_4_48"), ("eagle3", "3_4_16")]
+)
+def test_a_tree_of_any_shape_draws_the_same(kind, tree):
+  made, samples = plain()
+  drawn = speculate(made, always(strategy_lib.parse(tree)), kind)
+  assert_same(made, samples, drawn)
+  assert drawn.mean_acceptance_length > 1
+
+
+@pytest.mark.parametrize(
+  "sampling",
+  [
+    dict(temperature=0.0),
+    dict(temperature=0.6),
+    dict(top_k=5),
+    dict(top_p=0.8),
+    dict(min_p=0.1),
+    dict(temperature=0.6, top_k=9, top_p=0.9, min_p=0.05),
+    dict(stop_tokens=[3, 9, 17]),
+    dict(seed=11, stop_tokens=[]),
+  ],
+)
+@pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
+def test_sampling_parameters_act_as_in_plain_decoding(sampling, strategy):
+  made = requests(**sampling)
+  samples = engine()(tiny.on(tiny.mesh(1)), made)
+  assert_same(made, samples, speculate(made, always(strategy)))
+
+
+@pytest.mark.parametrize(
+  ("data", "model", "strategy"), [(2, 1, CHAIN), (8, 1, TREE), (2, 2, CHAIN), (2, 2, TREE)]
+)
+def test_the_layout_changes_no_token(data, model, strategy):
+  made, samples = plain()
+  assert_same(made, samples, speculate(made, always(strategy), "eagle2", data, model))
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_speculation_switches_on_and_off_at_any_chunk(kind):
+  """In both directions, between strategies too, without touching the target's cache."""
+  made, samples = plain()
+  ngram = strategy_lib.parse("ngram_4")
+  turns = itertools.cycle([None, CHAIN, TREE, CHAIN, None, ngram, TREE])
+  assert_same(made, samples, speculate(made, lambda live: next(turns), kind))
+
+
+def test_small_live_batches_speculate_and_large_ones_do_not():
+  made, samples = plain()
+  policy = strategy_lib.ByLiveBatch(((4, TREE), (16, CHAIN)))
+  drawn = speculate(made, policy.choose)
+  assert_same(made, samples, drawn)
+  assert drawn.mean_acceptance_length > 1
+
+
+def test_a_drafter_that_is_always_wrong_changes_no_token(monkeypatch):
+  """It guesses the rarest of all tokens: a pass yields one token, with few exceptions."""
+  made, samples = plain()
+  rarest = int(np.argmin(np.bincount(samples.tokens.ravel(), minlength=64)))
+  logits = lambda self, h: 100.0 * jax.nn.one_hot(
+    jax.numpy.full(h.shape[:-1], rarest), tiny.CONFIG.vocab_size
+  )
+  monkeypatch.setattr(draft_lib.Draft, "logits", logits)
+  policy = strategy_lib.ByLiveBatch(((99, CHAIN),))
+  drafter = DRAFTERS["eagle2"]
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, drafter, policy)
+  drawn = run(tiny.on(tiny.mesh(1)), made, draft_params("eagle2"))
+  assert_same(made, samples, drawn)
+  assert drawn.mean_acceptance_length < 1.05
+
+
+def test_n_grams_draw_the_same_and_learn_from_siblings():
+  """Without any drafter; a second epoch over the same prompts accepts more."""
+  made, samples = plain()
+  policy = strategy_lib.ByLiveBatch(((99, strategy_lib.parse("ngram_4")),))
+  run = rollout.make(tiny.CONFIG, tiny.mesh(2), OPTIONS, None, policy)
+  first = run(tiny.on(tiny.mesh(2)), made)
+  assert_same(made, samples, first)
+  again = run(tiny.on(tiny.mesh(2)), made)
+  assert_same(made, samples, again)
+  assert again.mean_acceptance_length > first.mean_acceptance_length > 1
+
+
+def test_features_are_kept_alike():
+  """Features of a speculative rollout equal those of a plain one."""
+  made, _ = plain()
+  with_draft = speculate(made, always(TREE))
+  without = speculate(made, always(None))
+  assert without.mean_acceptance_length == 1
+  for a, b in zip(with_draft.features, without.features, strict=True):
+    if a.shape == b.shape:
+      np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_nothing_compiles_after_compiling_ahead():
+  """`compile` covers the programs of speculation."""
+  policy = strategy_lib.ByLiveBatch(((4, TREE), (16, CHAIN)))
+  run = rollout.make(tiny.CONFIG, tiny.mesh(2), OPTIONS, DRAFTERS["eagle2"], policy)
+  made, params = requests(), tiny.on(tiny.mesh(2))
+  run.compile(params, made.stop_tokens.shape[1], draft_params("eagle2"))
+  count = len(run.pool)
+  run(params, made, draft_params("eagle2"))
+  assert len(run.pool) == count, run.pool.report()
+
+
+def test_strategies_that_make_no_sense_are_refused():
+  make = lambda drafter, strategy: rollout.make(
+    *(tiny.CONFIG, tiny.mesh(1), OPTIONS, drafter),
+    strategy_lib.ByLiveBatch(((9, strategy),)),
+  )
+  with pytest.raises(ValueError, match="pass over 6 nodes"):
+    strategy_lib.Strategy(5, 1, 5)
+  with pytest.raises(ValueError, match="DEPTH_WIDTH_VERIFY"):
+    strategy_lib.parse("5x1")
+  with pytest.raises(ValueError, match="no room for a strategy of depth 20"):
+    make(DRAFTERS["eagle2"], strategy_lib.Strategy(20, 1, 21))
+  with pytest.raises(ValueError, match="strategy 4_1_9 needs a drafter"):
+    make(None, CHAIN)
+  with pytest.raises(ValueError, match="needs a policy"):
+    rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, DRAFTERS["eagle2"])

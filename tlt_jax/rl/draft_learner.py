@@ -1,0 +1,159 @@
+"""Trains a drafter on sequences of its target; the target stays as it is.
+
+One jitted program per update, as in `learner`: for each bucket a loop over its
+micro-batches, in which the target's features are computed and the drafter's gradient
+is added up, then one optimizer step. Parameters are replicated over `data`, rows of a
+micro-batch are split over it.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tlt_jax import axes
+from tlt_jax import packing
+from tlt_jax import programs
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import target
+from tlt_jax.spec_decode import draft_loss
+
+
+@flax.struct.dataclass
+class State:
+  params: dict  # f32, laid out by axes.ROLLOUT
+  opt_state: optax.OptState
+  step: jax.Array  # i32[]
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftLearner:
+  """See `make`."""
+
+  config: config_lib.ModelConfig
+  drafter: drafter_lib.DrafterConfig
+  loss: draft_loss.Loss
+  optimizer: optax.GradientTransformation
+  mesh: jax.sharding.Mesh
+  buckets: tuple[packing.Bucket, ...]
+  pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
+
+  def abstract_state(self) -> State:
+    """Shapes, dtypes and shardings of the state."""
+    abstract = drafter_lib.abstract_params(self.drafter)
+    shardings = axes.shardings(self.mesh, axes.ROLLOUT, abstract)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    params = jax.tree.map(place, nn.meta.unbox(abstract), shardings)
+    replicated = axes.sharding(self.mesh)
+    opt_state = axes.like_params(
+      jax.eval_shape(self.optimizer.init, params), shardings, replicated
+    )
+    return State(params, opt_state, place(jnp.zeros((), jnp.int32), replicated))
+
+  def init(self, params) -> State:
+    """The state before the first update, from parameters of any layout."""
+    abstract = self.abstract_state()
+    put = lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
+    params = jax.tree.map(put, params, abstract.params)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.opt_state)
+    opt_state = jax.jit(self.optimizer.init, out_shardings=shardings)(params)
+    return State(params, opt_state, put(jnp.int32(0), abstract.step))
+
+  def train(
+    self,
+    state: State,
+    target_params,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+  ) -> tuple[State, dict[str, float]]:
+    """One update on a batch of sequences; the state is donated.
+
+    Returns:
+      the new state, and `drafter/*`: loss, and per drafting step k loss_k and
+      agreement_k, means over response tokens
+    """
+    packed = packing.pack(prompts, responses, self.buckets)
+    rows = axes.sharding(self.mesh, None, axes.DATA)
+    put = lambda x: jax.device_put(x, rows if x.ndim else axes.sharding(self.mesh))
+    args = (state, target_params, jax.tree.map(put, tuple(packed)))
+    run = self.pool.get("update", (len(prompts),), self.update, *args)
+    state, metrics = run(*args)
+    return state, {f"drafter/{k}": float(v) for k, v in jax.device_get(metrics).items()}
+
+  @functools.cached_property
+  def update(self):
+    """(state, target params, packed buckets) -> (state, metrics)."""
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+    return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
+
+  def _update(self, state, target_params, packed):
+    model = target.Target(self.config)
+    taps = self.drafter.taps
+
+    def loss(params, batch):
+      batch = jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, axes.sharding(self.mesh, axes.DATA))
+        if x.ndim
+        else x,
+        batch,
+      )
+      mask = packing.segment_mask(batch.segments, batch.positions)
+      features, tapped, _ = model.apply(
+        {"params": target_params},
+        *(batch.tokens, batch.positions, taps, mask),
+        method=target.Target.with_taps,
+      )
+      return draft_loss.loss(
+        self.loss,
+        self.drafter,
+        self.config,
+        params,
+        target_params,
+        batch,
+        features,
+        tapped if taps else features,
+      )
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    total = None
+    for bucket in packed:
+      one = lambda i, bucket=bucket: grad(state.params, bucket.micro_batch(i))
+      if total is None:
+        shapes = jax.eval_shape(one, 0)
+        total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+      add = lambda i, t, one=one: jax.tree.map(jnp.add, t, one(i))
+      total = jax.lax.fori_loop(0, bucket.count, add, total)
+    (value, metrics), grads = total
+    count = jnp.maximum(metrics.pop("tokens"), 1.0)
+    mean = lambda tree: jax.tree.map(lambda x: x / count, tree)
+    grads, metrics = mean(grads), mean(metrics)
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+    metrics |= {"loss": value / count, "grad_norm": optax.tree.norm(grads)}
+    params = optax.apply_updates(state.params, updates)
+    return State(params, opt_state, state.step + 1), metrics
+
+
+def make(
+  config: config_lib.ModelConfig,
+  drafter: drafter_lib.DrafterConfig,
+  loss: draft_loss.Loss,
+  optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
+  buckets: Sequence[tuple[int, int]],
+) -> DraftLearner:
+  """A learner for one target, drafter, loss, optimizer and mesh.
+
+  Args:
+    buckets: (rows, length) of micro-batches, by increasing length; rows are rounded
+      up to a multiple of the slices
+  """
+  slices = mesh.shape[axes.DATA]
+  buckets = tuple(packing.Bucket(-(-R // slices) * slices, L) for R, L in buckets)
+  return DraftLearner(config, drafter, loss, optimizer, mesh, buckets)

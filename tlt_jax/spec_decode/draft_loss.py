@@ -1,0 +1,99 @@
+"""The drafter's loss on packed sequences, with the target's features at hand.
+
+Pair t, the feature of token t with token t+1, predicts the target's next feature and
+its distribution of token t+2. Several drafting steps are trained at once, each on
+what the one before gave, so that the drafter learns from its own mistakes:
+
+    sum_k decay^k * mean(distribution loss + regression * smooth_L1(feature))
+
+Distribution losses, between target p and drafter q at the sampling temperature:
+soft cross-entropy (EAGLE, https://arxiv.org/abs/2401.15077), or total variation,
+which is what acceptance depends on (https://arxiv.org/abs/2606.12370).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax import packing
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import target
+
+DISTANCES = ("cross_entropy", "total_variation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+  """What the drafter is trained for."""
+
+  steps: int = 5  # drafting steps that are unrolled
+  decay: float = 0.8  # weight of each step over that of the one before
+  distance: str = "cross_entropy"  # or "total_variation"
+  regression: float = 0.1  # weight of the feature loss; eagle2 only
+  temperature: float = 1.0  # of the distributions
+
+  def __post_init__(self):
+    if self.distance not in DISTANCES:
+      raise ValueError(f"distance is one of {', '.join(DISTANCES)}, not {self.distance!r}")
+    if self.steps < 1:
+      raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+
+def loss(
+  options: Loss,
+  drafter: drafter_lib.DrafterConfig,
+  config: config_lib.ModelConfig,
+  draft_params,
+  target_params,
+  packed: packing.Packed,
+  features: jax.Array,
+  states: jax.Array,
+):
+  """Summed over the tokens of one micro-batch, to be divided by their count.
+
+  Args:
+    packed: [R L]; every arrays' rows are independent
+    features: f[R L D]  the target's after its final norm
+    states: f[R L E]  what the drafter reads of it
+  Returns:
+    the sum, and {"tokens", "loss_k", "agreement_k"} as sums as well; agreement is
+    1 - total variation, the chance of acceptance of an optimal coupling
+  """
+  module = drafter_lib.Drafter(drafter)
+  apply = lambda *args, method: module.apply({"params": draft_params}, *args, method=method)
+  frozen = jax.lax.stop_gradient(target_params)
+  features, states = jax.lax.stop_gradient((features, states))
+  mask = packing.segment_mask(packed.segments, packed.positions)
+  outputs = apply(
+    *(frozen, states, packed.targets, packed.positions, mask, options.steps),
+    method=drafter_lib.Drafter.unroll,
+  )
+  ahead = lambda x: jnp.roll(x, -1, 1)
+  logits = target.Target(config).apply(
+    {"params": frozen}, features, method=target.Target.logits
+  )
+  p = jax.nn.softmax(ahead(logits) / options.temperature, -1)
+  # Pair t is trained where token t+2 is a response token of the same sequence.
+  inside = ahead(packed.mask) & (ahead(packed.positions) > 0)
+  metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
+  total = 0.0
+  for k, h in enumerate(outputs):
+    valid = (inside & (packed.positions >= k)).astype(jnp.float32)
+    q = apply(frozen, h, method=drafter_lib.Drafter.logits) / options.temperature
+    logq = jax.nn.log_softmax(q, -1)
+    variation = 0.5 * jnp.sum(jnp.abs(p - jnp.exp(logq)), -1)
+    if options.distance == "cross_entropy":
+      distance = -jnp.sum(p * logq, -1)
+    else:
+      distance = variation
+    share = jnp.sum(distance * valid)
+    if drafter.kind == "eagle2" and options.regression:
+      error = jnp.abs(h - ahead(features)).astype(jnp.float32)
+      smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5)
+      share += options.regression * jnp.sum(jnp.mean(smooth, -1) * valid)
+    total += options.decay**k * share
+    metrics[f"loss_{k + 1}"] = share
+    metrics[f"agreement_{k + 1}"] = jnp.sum((1 - variation) * valid)
+  return total, metrics

@@ -1,0 +1,265 @@
+"""A drafter without a model: what followed when these tokens last stood together.
+
+A request often repeats its prompt, itself, a sibling (another response to the same
+prompt) or what an earlier epoch answered. The last tokens of a slot are looked up in
+all of these; what follows the longest match is the draft (prompt lookup, Saxena 2023,
+https://github.com/apoorvumang/prompt-lookup-decoding; over earlier responses too,
+SuffixDecoding, Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).
+
+First the device's side: a `Corpus`, `propose` a chain from it, `append` what was
+accepted. Then the host's: `Memory`, bounded, from which `rows_for` picks what to
+upload.
+
+Departures from the papers: no suffix tree, but a comparison with every position, in one
+vectorised pass; and a single best match, no statistics over matches. (Drawing among
+equal matches with the request's own noise gave 2 to 3% longer acceptance on Countdown,
+nothing where few responses are known.)
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+import itertools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax.spec_decode import tree as tree_lib
+
+# Tokens before a position that are compared. On Countdown 4, 8 and 12 give an
+# acceptance length of 2.60, 2.78 and 2.79 at depth 7, with eight earlier responses.
+LONGEST_MATCH = 8
+
+_BEFORE, _UNKNOWN = -2, -1  # no token, and not each other
+
+
+@flax.struct.dataclass
+class Corpus:
+  """Known sequences of one slice. Rows 0..B-1 are the slots' own, prompt included.
+
+  A slot's own row ends in its pending token: its length is position + 1.
+  """
+
+  tokens: jax.Array  # i32[C S]
+  length: jax.Array  # i32[C]  of the sequence; what exceeds S is not held
+  group: jax.Array  # i32[C]  its prompt; rows look only at rows of the same; -1: none
+
+
+def match_length(corpus: Corpus, batch: int) -> jax.Array:
+  """How many tokens up to each position agree with the end of each slot's own row.
+
+  Worked row, own row 7 8 9 7 8, LONGEST_MATCH >= 2:    7 8 9 7 8
+                                                        0 2 0 0 0
+  The last position counts nothing: it has no token behind it to propose.
+
+  Args:
+    batch: B
+  Returns:
+    i32[B C S], at most LONGEST_MATCH; 0 where nothing known follows, or a row is of
+    another group
+  """
+  S = corpus.tokens.shape[1]
+  n = LONGEST_MATCH
+  shifted = jnp.pad(corpus.tokens, ((0, 0), (n, 0)), constant_values=_BEFORE)
+  at = corpus.length[:batch, None] - 1 - jnp.arange(n)
+  end = jnp.take_along_axis(corpus.tokens[:batch], jnp.clip(at, 0, S - 1), 1)
+  end = jnp.where((at >= 0) & (at < S), end, _UNKNOWN)
+  found = jnp.int32(0)
+  for back in reversed(range(n)):
+    agrees = shifted[:, n - back : n - back + S] == end[:, back, None, None]
+    found = jnp.where(agrees, found + 1, 0)
+  follows = jnp.arange(1, S + 1) < jnp.minimum(corpus.length, S)[:, None]
+  own = corpus.group[:batch, None]
+  related = (own == corpus.group) & (own >= 0)
+  return jnp.where(related[..., None] & follows, found, 0)
+
+
+def propose(corpus: Corpus, pending: jax.Array, depth, size: int) -> tree_lib.Tree:
+  """Guesses up to `depth` <= size - 1 tokens in a row, fewer where fewer are known.
+
+  The longest match counts; among equals one in the slot's own row, else in the first
+  row that has one; in that row the latest.
+
+  Args:
+    pending: i32[B]  each slot's last known token
+    depth: i32[]  read at run time
+    size: J, nodes of the tree
+  Raises:
+    ValueError: more tokens in the corpus than an i32 can rank
+  """
+  (B,), (C, S) = pending.shape, corpus.tokens.shape
+  if (LONGEST_MATCH + 1) * (C + 1) * S >= 2**31:
+    raise ValueError(f"a corpus of {C} rows of {S} tokens is too large to look up")
+  # One integer ranks a position: match length, then row, then how late it is.
+  slot, row = jnp.arange(B), jnp.arange(C)
+  turn = jnp.where(row == slot[:, None], 0, row + 1)  # of a row to be preferred
+  found = match_length(corpus, B)
+  rank = (found * (C + 1) + (C - turn)[..., None]) * S + jnp.arange(S)
+  best = jnp.max(jnp.where(found > 0, rank, 0), (1, 2))
+  at, turn = best % S, C - best // S % (C + 1)
+  row = jnp.where(turn == 0, slot, turn - 1)
+
+  known = jnp.minimum(corpus.length[row], S) - 1 - at
+  known = jnp.where(best > 0, known, 0)
+  ahead = jnp.arange(1, size)
+  guess = corpus.tokens[row[:, None], jnp.minimum(at[:, None] + ahead, S - 1)]
+  guess = jnp.where(ahead <= known[:, None], guess, 0)
+  tokens = jnp.concatenate([pending[:, None], guess], 1)
+  return tree_lib.chain(tokens, jnp.minimum(depth, known))
+
+
+def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
+  """Takes what the slots drew into their own rows.
+
+  Args:
+    tokens: i32[B R], `count` i32[B] of them valid
+  """
+  (B, R), S = tokens.shape, corpus.tokens.shape[1]
+  r = jnp.arange(R)
+  at = jnp.where(r < count[:, None], corpus.length[:B, None] + r, S)
+  b = jnp.arange(B)[:, None]
+  return corpus.replace(
+    tokens=corpus.tokens.at[b, at].set(tokens, mode="drop"),
+    length=corpus.length.at[:B].add(count),
+  )
+
+
+def make_rows(sequences: Iterable[tuple[int, np.ndarray]], count: int, length: int):
+  """A `Corpus` on the host, C = `count` and S = `length`.
+
+  Args:
+    sequences: (group, tokens i32[...]) of the first rows; the others stay empty
+  """
+  rows = Corpus(
+    tokens=np.zeros((count, length), np.int32),
+    length=np.zeros(count, np.int32),
+    group=np.full(count, -1, np.int32),
+  )
+  for i, (group, tokens) in enumerate(sequences):
+    held = tokens[:length]
+    rows.tokens[i, : len(held)] = held
+    rows.length[i], rows.group[i] = len(tokens), group
+  return rows
+
+
+class Memory:
+  """The latest responses per prompt, over rollouts; the oldest are forgotten.
+
+  A response that comes again is kept once, as the latest. What is held follows from
+  the order of the calls alone.
+  """
+
+  def __init__(self, capacity: int):
+    """Holds at most `capacity` tokens, of responses and of their prompts."""
+    if capacity < 1:
+      raise ValueError(f"a memory needs room for at least one token, got {capacity}")
+    self.capacity = capacity
+    self.tokens = 0  # held
+    self.evicted = 0  # responses forgotten so far
+    # By prompt, and by (prompt, response), as bytes; in both the oldest come first.
+    self._responses: dict[bytes, OrderedDict[bytes, None]] = {}
+    self._by_age: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
+
+  def __len__(self) -> int:
+    """Responses held."""
+    return len(self._by_age)
+
+  def add(self, prompt: np.ndarray, response: np.ndarray) -> None:
+    """Remembers a response i32[...], and forgets what there is no more room for."""
+    key, value = _to_bytes(prompt), _to_bytes(response)
+    if not key or not value:
+      raise ValueError("a memory takes no empty prompt and no empty response")
+    if key not in self._responses:
+      self._responses[key] = OrderedDict()
+      self.tokens += _size(key)
+    if value not in self._responses[key]:
+      self.tokens += _size(value)
+    self._responses[key][value] = self._by_age[key, value] = None
+    self._responses[key].move_to_end(value)
+    self._by_age.move_to_end((key, value))
+    while self.tokens > self.capacity:
+      self._forget()
+
+  def _forget(self) -> None:
+    (key, value), _ = self._by_age.popitem(last=False)
+    del self._responses[key][value]
+    self.tokens -= _size(value)
+    if not self._responses[key]:
+      del self._responses[key]
+      self.tokens -= _size(key)
+    self.evicted += 1
+
+  def responses(self, prompt: np.ndarray) -> list[np.ndarray]:
+    """What is held for a prompt, the latest first."""
+    held = self._responses.get(_to_bytes(prompt), {})
+    return [np.frombuffer(value, np.int32) for value in reversed(held)]
+
+  def rows_for(self, prompts: Mapping[int, np.ndarray], count: int, length: int) -> Corpus:
+    """The `count` rows to upload for a slice's live prompts.
+
+    The prompts take turns, each with its latest response that is left, until the
+    rows are full. A row begins with as much of the prompt as a match can span.
+
+    Args:
+      prompts: tokens i32[...] by group
+      length: S; what is longer is cut
+    """
+    held = {group: self.responses(prompt) for group, prompt in prompts.items()}
+    deepest = max(map(len, held.values()), default=0)
+    turns = (
+      (group, np.append(prompts[group][-LONGEST_MATCH:], responses[i]))
+      for i in range(deepest)
+      for group, responses in held.items()
+      if i < len(responses)
+    )
+    return make_rows(itertools.islice(turns, count), count, length)
+
+  def get_state(self) -> dict[str, np.ndarray]:
+    """All that is held, as arrays whose shapes depend on the capacity alone.
+
+    Sequences lie end to end: every prompt, then the responses, the oldest first.
+    """
+    state = {
+      "tokens": np.zeros(self.capacity, np.int32),
+      "length": np.zeros(self.capacity, np.int32),  # at a sequence's first token
+      "prompt": np.full(self.capacity, -1, np.int32),  # there, of a response: which
+      "evicted": np.array(self.evicted, np.int64),
+    }
+    prompts = dict.fromkeys(key for key, _ in self._by_age)
+    index = {key: i for i, key in enumerate(prompts)}
+    sequences = [(-1, key) for key in index]
+    sequences += [(index[key], value) for key, value in self._by_age]
+    at = 0
+    for prompt, sequence in sequences:
+      n = _size(sequence)
+      state["tokens"][at : at + n] = np.frombuffer(sequence, np.int32)
+      state["length"][at], state["prompt"][at] = n, prompt
+      at += n
+    return state
+
+  def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+    """Holds what a memory of the same capacity held at its `get_state`."""
+    if state["tokens"].shape != (self.capacity,):
+      raise ValueError(
+        f"the state is of a memory of {len(state['tokens'])} tokens, this one has "
+        f"{self.capacity}"
+      )
+    self._responses.clear()
+    self._by_age.clear()
+    self.tokens, prompts = 0, []
+    for at in np.flatnonzero(state["length"]):
+      sequence = state["tokens"][at : at + state["length"][at]]
+      if state["prompt"][at] < 0:
+        prompts.append(sequence)
+      else:
+        self.add(prompts[state["prompt"][at]], sequence)
+    self.evicted = int(state["evicted"])
+
+
+def _to_bytes(tokens) -> bytes:
+  return np.asarray(tokens, np.int32).tobytes()
+
+
+def _size(sequence: bytes) -> int:
+  return len(sequence) // 4

@@ -1,0 +1,201 @@
+"""Which drafted tokens stand, by rejection: the output is distributed as the target.
+
+The alternative to `verify`, which couples drafter and target and so changes no token:
+this keeps more of a chain (the most that is possible), but is lossless in distribution
+only. Speculative sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192,
+Algorithm 1), and for trees its recursive form (SpecInfer, Miao et al. 2023,
+https://arxiv.org/abs/2305.09781; without replacement: Jeon et al. 2024,
+https://arxiv.org/abs/2402.14160).
+
+In order: the distributions p of the target and q of the drafter, the children that are
+drawn from q, and the walk that keeps or rejects them.
+
+A node's children are drawn one after the other from q, each without those before it:
+distinct guesses are worth more than repeated ones, and one row of Gumbel noise draws
+them all. They are tried in that order. A child x stands with probability
+min(1, p(x) / q(x)); if it falls, what is left to draw is p <- max(p - q, 0),
+normalised, and q loses x. Where no child stands, the next token, the bonus, is drawn
+from the p that is left. A chain is the case of one child per node.
+
+What decides how many children a node has may look at any token before them, never at
+the children themselves or beyond them: a node that keeps the likelier of two drawn
+tokens has not drawn it from q. Nor may they be put in another order.
+
+All noise is a function of (seed, request, position), as is plain decoding's, and
+independent of that. Each position is decided once, and nothing that is decided has
+looked at the noise of a later one. So the nodes of one depth may share their noise,
+and what is drafted again is drafted with the same noise.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode import sampling as sampling_lib
+from tlt_jax.spec_decode import tree as tree_lib
+
+_CHILDREN, _STANDS, _BONUS = 1, 2, 3  # what noise is for
+
+
+def draft_distribution(logits: jax.Array, sampling: sampling_lib.Sampling) -> jax.Array:
+  """q, the target's filters included: f32[B V] of f32[B V].
+
+  At temperature 0 that of temperature 1, unfiltered: any guess may be tried.
+  """
+  scaled = sampling_lib.scale(logits, sampling)
+  cut, _ = sampling_lib.threshold(scaled, sampling)
+  kept = (scaled >= cut[:, None]) | (sampling.temperature <= 0)[:, None]
+  return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), -1)
+
+
+def target_distribution(logits: jax.Array, sampling: sampling_lib.Sampling) -> jax.Array:
+  """p, what plain decoding draws from: f32[B V] of f32[B V]."""
+  likeliest = jnp.arange(logits.shape[-1]) == sampling_lib.argmax(logits)[:, None]
+  random = (sampling.temperature > 0)[:, None]
+  p = draft_distribution(logits, sampling)
+  return jnp.where(random, p, likeliest.astype(p.dtype))
+
+
+def draw_candidates(
+  q: jax.Array, sampling: sampling_lib.Sampling, position: jax.Array, width: int
+) -> jax.Array:
+  """Children of a node, in the order in which they must be tried.
+
+  Drawn from q without replacement: the top of log q under Gumbel noise. Where q has
+  fewer tokens the rest are no candidates, which `verify` sees in q. At temperature 0
+  the likeliest.
+
+  Args:
+    q: f32[B V]
+    position: i32[B]  of the token that is guessed
+    width: W
+  Returns:
+    i32[B W]; the first of them are the same whatever W
+  """
+  g = _gumbel(sampling, position, _CHILDREN, jnp.arange(q.shape[-1]))
+  runners = jnp.log(q) + jnp.where((sampling.temperature > 0)[:, None], g, 0.0)
+  if width == 1:
+    return sampling_lib.argmax(runners)[:, None]
+  return jax.lax.top_k(runners, width)[1].astype(jnp.int32)
+
+
+def verify(
+  tree: tree_lib.Tree,
+  p: jax.Array,
+  q: jax.Array,
+  sampling: sampling_lib.Sampling,
+  position: jax.Array,
+  longest: int,
+  width: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Tokens that are distributed as the target's own, whatever q is.
+
+  At temperature 0 they are the target's argmax.
+
+  Args:
+    tree: the children of a node in the order in which they were drawn
+    p: f32[B J V]  `target_distribution` after each node
+    q: f32[B J V]  the distribution that the children of each node were drawn from
+    position: i32[B]  of the root's token
+    longest: R, most nodes that a path has, the root included
+    width: W, most children that are tried; 1 for a chain
+  Returns:
+    path i32[B R], nodes from the root on (beyond its end: the last one again); how
+    many drafted nodes are on it, i32[B]; and the output i32[B R], their tokens and
+    then the bonus, of which accepted + 1 count
+  """
+  rows = jnp.arange(position.shape[0])
+  tree = tree.replace(valid=tree.valid & (tree.depth < longest))
+  uniform = _uniform(sampling, position[:, None] + 1 + jnp.arange(longest), width)
+
+  def step(now, accepted):
+    child, exists = _children(tree, now, width)
+    tokens = jnp.take_along_axis(tree.tokens, child, 1)
+    u = uniform[rows, accepted]
+    stands, left = _try(tokens, exists, p[rows, now], q[rows, now], u)
+    found = jnp.any(stands, 1)
+    return jnp.where(found, jnp.sum(jnp.where(stands, child, 0), 1), now), found, left
+
+  now = accepted = jnp.zeros_like(position)
+  path = [now]
+  for _ in range(longest - 1):
+    # A row that has stopped stays: the same uniforms reject the same children again.
+    now, found, _ = step(now, accepted)
+    accepted += found
+    path.append(now)
+  path = jnp.stack(path, 1)
+  *_, left = step(now, accepted)
+  bonus = _draw(left, sampling, position + accepted + 1)
+  drafted = jnp.roll(jnp.take_along_axis(tree.tokens, path, 1), -1, 1)
+  on_path = jnp.arange(longest) < accepted[:, None]
+  return path, accepted, jnp.where(on_path, drafted, bonus[:, None])
+
+
+def _children(tree, now, width):
+  """The first `width` children i32[B W] of node `now` i32[B], and which there are."""
+  is_child = (tree.parent == now[:, None]) & tree.valid & (tree.depth > 0)
+  nth = jnp.cumsum(is_child, 1)[:, None] == 1 + jnp.arange(width)[:, None]  # [B W J]
+  nth &= is_child[:, None]
+  return jnp.argmax(nth, -1).astype(jnp.int32), jnp.any(nth, -1)
+
+
+def _try(tokens, exists, p, q, u):
+  """Tries children in order, until one stands.
+
+  Args:
+    tokens, exists: [B W]
+    p, q: f32[B V]
+    u: f32[B W]
+  Returns:
+    which stands, bool[B W], at most one; and what is left of p if none does
+  """
+  at = lambda x, token: jnp.take_along_axis(x, token[:, None], 1)[:, 0]
+  stands = []
+  done = jnp.zeros_like(exists[:, 0])
+  for w in range(tokens.shape[1]):
+    token = tokens[:, w]
+    p_token, q_token = at(p, token), at(q, token)
+    tried = exists[:, w] & (q_token > 0) & ~done  # of q = 0 it was not drawn
+    stands.append(tried & _accepts(u[:, w], p_token, q_token))
+    done |= stands[-1]
+    fell = (tried & ~done)[:, None]
+    p, q = jnp.where(fell, _residual(p, q), p), jnp.where(fell, _without(q, token), q)
+  return jnp.stack(stands, 1), p
+
+
+def _accepts(u, p, q):
+  """With probability min(1, p / q), u being uniform on (0, 1)."""
+  return u * q < p
+
+
+def _residual(p, q):
+  """What a draw from p is distributed as, given that the guess from q fell."""
+  rest = jnp.maximum(p - q, 0.0)
+  total = jnp.sum(rest, -1, keepdims=True)
+  # No mass is left only if p = q, whose guesses fall by rounding alone.
+  return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1.0), p)
+
+
+def _without(q, token):
+  """q of the next child, given that `token` i32[B] is drawn; 0 if that was the last."""
+  rest = jnp.where(jnp.arange(q.shape[-1]) == token[:, None], 0.0, q)
+  total = jnp.sum(rest, -1, keepdims=True)
+  return rest / jnp.where(total > 0, total, 1.0)
+
+
+def _draw(p, sampling, position):
+  """The bonus i32[B], from f32[B V]."""
+  g = _gumbel(sampling, position, _BONUS, jnp.arange(p.shape[-1]))
+  return sampling_lib.argmax(jnp.log(p) + g)
+
+
+def _uniform(sampling, position, count):
+  """One per child, f32[B ... count] in (0, 1) for positions i32[B ...]."""
+  return -jnp.expm1(-jnp.exp(-_gumbel(sampling, position, _STANDS, jnp.arange(count))))
+
+
+def _gumbel(sampling, position, purpose, ids):
+  """Noise f32[B ... V'], independent of plain decoding's and of other purposes'."""
+  row = lambda x: x.reshape(x.shape + (1,) * (position.ndim - 1))
+  key = noise.row_key(row(sampling.seed), row(sampling.request), position)
+  return noise.gumbel(noise.row_key(key[..., 0], key[..., 1], purpose), ids)
