@@ -79,13 +79,12 @@ def traces(model, params, mesh, config) -> dict:
     requests = requests_lib.make_requests(
       [np.arange(1, 17)] * len(tokens), max_tokens=tokens, seed=1
     )
-    options = rollout.Options(
-      **{
-        **config["rollout"],
-        "max_length": config["rollout"]["max_prompt"] + cap,
-        "slots": min(config["rollout"]["slots"], 32),
-      }
+    slots = min(config["rollout"]["slots"], 32)
+    length = config["rollout"]["max_prompt"] + cap
+    sizes = dict(
+      slots=slots, max_length=length, buckets=rollout.ladder(slots, length), budget={}
     )
+    options = rollout.Options(**config["rollout"] | sizes)
     whole = dataclasses.replace(options, buckets=())
     sides = {
       "scheduled": rollout.make(model, mesh, options),

@@ -32,6 +32,7 @@ from tlt_jax.spec_decode import strategy as strategy_lib
 
 Options = schedule_lib.Options
 grid = schedule_lib.grid
+ladder = schedule_lib.ladder
 
 
 class Rollout:

@@ -28,6 +28,22 @@ def grid(batches: Iterable[int], lengths: Iterable[int]) -> tuple[Bucket, ...]:
   return tuple(itertools.starmap(Bucket, itertools.product(batches, lengths)))
 
 
+def ladder(slots: int, length: int, shortest: int = 128) -> tuple[Bucket, ...]:
+  """Half the slots for twice the tokens, from `shortest` tokens up: few programs.
+
+  As requests end, those that still run get long; the KV takes about as much memory
+  on every rung.
+  """
+  rungs, S = [], min(shortest, length)
+  while S < length:
+    rungs += [Bucket(slots, S), Bucket(slots, min(2 * S, length))]
+    S, slots = min(2 * S, length), max(slots // 2, 2)
+  while slots > 2:
+    rungs.append(Bucket(slots, S))
+    slots //= 2
+  return tuple(dict.fromkeys([*rungs, Bucket(slots, S)]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
   """Sizes of a rollout; none of them changes a token.
