@@ -1,0 +1,138 @@
+"""Where requests run: host arithmetic, tested by hand, without a device."""
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tlt_jax import programs
+from tlt_jax.spec_decode import requests as requests_lib
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import schedule as schedule_lib
+
+Bucket = schedule_lib.Bucket
+LADDER = ((8, 16), (8, 32), (4, 32), (4, 64), (2, 64))
+
+
+def options(**changes):
+  sizes = dict(max_length=64, max_prompt=8, slots=8, buckets=LADDER, chunk=4)
+  return schedule_lib.Options(**{**sizes, **changes})
+
+
+def start(count=20, costs=None, **changes):
+  """`count` requests for one slice, of one prompt token and 63 others each."""
+  made = requests_lib.make_requests([[1]] * count, max_tokens=63)
+  return schedule_lib.Schedule.start(options(**changes), made, 1, costs)
+
+
+def admit_all(schedule):
+  """Fills the slots as a rollout does."""
+  schedule.begin_chunk()
+  admissions, _ = schedule.admit()
+  schedule.bucket = schedule.fit(admissions)
+  schedule.owner = np.full((1, schedule.bucket.batch), -1, np.int32)
+  for slot, admission in enumerate(admissions):
+    schedule.owner[0, slot] = admission.request
+  return admissions
+
+
+def test_the_ladder_halves_the_slots_for_twice_the_tokens():
+  rungs = schedule_lib.ladder(16, 512, 128)
+  assert rungs == ((16, 128), (16, 256), (8, 256), (8, 512), (4, 512), (2, 512))
+  kv = [b.batch * b.length for b in rungs]
+  assert max(kv) <= 2 * min(kv[:4])
+
+
+def test_a_path_goes_through_neighbours_and_otherwise_in_one_step():
+  """Fewer slots and more tokens rung by rung; back up at once."""
+  o = options()
+  path = o.path(Bucket(8, 16), Bucket(2, 64))
+  assert path == [(8, 32), (4, 32), (4, 64), (2, 64)]
+  edges = set(o.edges)
+  assert all(step in edges for step in zip([Bucket(8, 16), *path], path, strict=False))
+  assert o.path(Bucket(2, 64), Bucket(8, 16)) == [(8, 16)]
+
+
+def test_buckets_larger_than_the_largest_are_dropped():
+  o = options(buckets=((8, 16), (9, 16), (8, 65)))
+  assert o.buckets == ((8, 16), (8, 64))
+
+
+def test_the_smallest_bucket_that_holds_what_runs_is_chosen():
+  schedule = start()
+  assert schedule.choose(8, 10) == (8, 16)
+  assert schedule.choose(3, 20) == (4, 32)
+  assert schedule.choose(2, 40) == (2, 64)
+  assert schedule.choose(9, 10) is None
+
+
+@pytest.mark.parametrize(("step_s", "joins"), [(0.7, True), (0.9, False)])
+def test_requests_join_when_their_tokens_are_no_dearer_than_tokens_were(step_s, joins):
+  """Six of eight slots are free. Alone, two requests take a step of 0.2 s, and a token
+  has cost 0.1 s so far: six more tokens may cost 0.6 s."""
+  costs = schedule_lib.Costs({}, seconds=10.0, tokens=100)
+  schedule = start(costs=costs)
+  assert len(admit_all(schedule)) == 8
+  schedule.owner[0, 2:] = -1
+  schedule.options = options(buckets=((8, 16), (2, 16)))
+  costs.step_s |= {Bucket(8, 16): step_s, Bucket(2, 16): 0.2}
+  assert schedule.joins() == joins
+
+
+def test_what_has_begun_to_drain_drains():
+  """Below the widest bucket nobody joins, until all are done."""
+  costs = schedule_lib.Costs({}, seconds=10.0, tokens=100)
+  schedule = start(costs=costs)
+  admit_all(schedule)
+  schedule.owner = schedule.owner[:, :2]
+  schedule.bucket = Bucket(2, 64)
+  assert not schedule.joins() and schedule.admit() == ([], [])
+  schedule.owner[:] = -1
+  schedule.begin_chunk()
+  assert schedule.bucket is None and schedule.joins()
+
+
+def test_a_chunk_is_as_long_as_its_time_allows():
+  """A step of 0.9 s leaves room for two in 2 s; one step is always taken."""
+  schedule = start(chunk=32)
+  admit_all(schedule)
+  for step_s, steps in ((0.01, 32), (0.9, 2), (30.0, 1)):
+    schedule.costs.step_s[schedule.bucket] = step_s
+    schedule.begin_chunk()
+    assert schedule.steps == steps
+    assert schedule.need([0]) == schedule.position[0] + steps
+
+
+def test_costs_book_what_every_process_was_told():
+  """A chunk's own measurement is told with the next one."""
+  costs = schedule_lib.Costs({})
+  costs.book(0.0)
+  assert not costs.step_s
+  costs.last = Bucket(8, 16), 4, 20
+  costs.book(2.0)
+  assert costs.step_s == {Bucket(8, 16): 0.5} and (costs.seconds, costs.tokens) == (2, 20)
+  assert costs.estimate(Bucket(2, 16), Bucket(8, 16)) == 0.125
+
+
+def test_the_budget_leaves_buckets_out(caplog):
+  """The largest bucket stays; fewer programs draw the same."""
+  sizes = dict(max_length=64, max_prompt=12, slots=8, chunk=8, buckets=LADDER)
+  made = tiny.requests(2, 4)
+  found = []
+  for budget in (programs.Budget(programs=5), programs.Budget()):
+    engine = rollout.make(
+      tiny.CONFIG, tiny.mesh(1), rollout.Options(**sizes, budget=budget)
+    )
+    engine.compile(tiny.params(), made.stop_tokens.shape[1])
+    assert budget.programs is None or len(engine.pool) <= budget.programs
+    assert Bucket(8, 64) in engine.options.buckets
+    found.append(engine(tiny.params(), made))
+  assert "no room for the programs of 8 slots x 16 tokens" in caplog.text
+  np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+
+
+def test_a_request_is_booked_under_its_own_number():
+  """`Requests.subset` keeps noise, prompts and limits of what it picks."""
+  made = tiny.requests(3, 2)
+  part = made.subset(np.array([5, 0]))
+  assert part.request.tolist() == [5, 0] and part.prompt_idx.tolist() == [2, 0]
+  assert len(part) == 2
