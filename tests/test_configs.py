@@ -5,6 +5,7 @@ Nothing large is allocated: models, decoding and updates are traced on shapes.
 
 import ast
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -22,13 +23,16 @@ from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import packing
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import draft_learner
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
 from tlt_jax.rl import supervised
 from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
 
@@ -127,6 +131,14 @@ def doors(config: dict, mesh) -> dict:
     factory = getattr(importlib.import_module(package), name)
     inspect.signature(factory).bind(**section)
 
+  if "loss" in config:
+    return {
+      "drafter": functools.partial(drafter_lib.of_target, model),
+      "loss": draft_loss.Loss,
+      "optimizer": optimizer.make,
+      "learner": take_all(draft_learner.make, *[None] * 5),
+      "checkpoint": take_all(checkpoint.Checkpoints, "folder"),
+    }
   if "algorithm" not in config:
     return {
       "model": config_lib.ModelConfig,

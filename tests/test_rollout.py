@@ -135,9 +135,10 @@ def test_seeds_and_requests_draw_apart():
     ]
   ),
   prefill_block=st.sampled_from([3, 12]),
+  rebalance=st.booleans(),
 )
 def test_tokens_do_not_depend_on_the_schedule(**options):
-  """Random bucket schedules, refill orders, chunk sizes and prefill blocks."""
+  """Random buckets, refill orders, chunk sizes, prefill blocks; rebalanced or not."""
   requests, samples = reference()
   assert_same(requests, samples, run(requests, 2, **options))
 

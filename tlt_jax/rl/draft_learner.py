@@ -60,7 +60,8 @@ class DraftLearner:
   def init(self, params) -> State:
     """The state before the first update, from parameters of any layout."""
     abstract = self.abstract_state()
-    put = lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
+    # A copy: the state is donated, the drafter at hand may still be drafting.
+    put = lambda x, like: jax.device_put(jnp.array(x, like.dtype), like.sharding)
     params = jax.tree.map(put, params, abstract.params)
     shardings = jax.tree.map(lambda x: x.sharding, abstract.opt_state)
     opt_state = jax.jit(self.optimizer.init, out_shardings=shardings)(params)

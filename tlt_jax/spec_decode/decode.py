@@ -220,6 +220,31 @@ def make_admit(config: config_lib.ModelConfig, mesh: Mesh, keep: Keep | None):
   )
 
 
+def varying(x: jax.Array) -> jax.Array:
+  """The same value on every slice, as one that may differ from now on."""
+  return jax.lax.pcast(x, axes.DATA, to="varying")
+
+
+def nothing_emitted(slots: Slots, width: int, seconds, longest: int | None = None):
+  """`Emitted` at a chunk's start, with room for `width` tokens a slot.
+
+  Args:
+    longest: R of `accepted`, for a chunk that speculates
+  """
+  B = slots.pending.shape[0]
+  blank = lambda dtype, *shape: varying(jnp.zeros(shape, dtype))
+  return Emitted(
+    tokens=blank(jnp.int32, B, width),
+    logp=blank(jnp.float32, B, width),
+    logp_filtered=blank(jnp.float32, B, width),
+    count=blank(jnp.int32, B),
+    remaining=slots.remaining,
+    steps=blank(jnp.int32, 1),
+    seconds=seconds,
+    accepted=None if longest is None else blank(jnp.int32, 1, longest),
+  )
+
+
 def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Keep | None):
   """(params, slots, n i32[], seconds f32[slices]) -> slots, Emitted.
 
@@ -229,18 +254,7 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Kee
   """
 
   def local(params, slots, n, seconds):
-    B = slots.pending.shape[0]
-    varying = functools.partial(jax.lax.pcast, axis_name=axes.DATA, to="varying")
-    blank = lambda dtype: varying(jnp.zeros((B, width), dtype))
-    emitted = Emitted(
-      tokens=blank(jnp.int32),
-      logp=blank(jnp.float32),
-      logp_filtered=blank(jnp.float32),
-      count=varying(jnp.zeros(B, jnp.int32)),
-      remaining=slots.remaining,
-      steps=varying(jnp.zeros(1, jnp.int32)),
-      seconds=seconds,
-    )
+    emitted = nothing_emitted(slots, width, seconds)
 
     def running(carry):
       i, slots, _ = carry

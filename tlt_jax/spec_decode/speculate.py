@@ -8,7 +8,6 @@ does; plain and speculative chunks may follow each other in any order.
 
 from collections.abc import Iterable
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +72,6 @@ def make_fill(drafter: drafter_lib.DrafterConfig, mesh: Mesh, room: Room):
   def local(params, draft_params, features, following, position):
     B, S, _ = features.shape
     draft = draft_lib.Draft(drafter, params, draft_params)
-    varying = functools.partial(jax.lax.pcast, axis_name=axes.DATA, to="varying")
     cache = drafter_lib.init_cache(drafter, B, S + room.drafter)
     block = min(_FILL_BLOCK, S)
 
@@ -89,7 +87,7 @@ def make_fill(drafter: drafter_lib.DrafterConfig, mesh: Mesh, room: Room):
       return cache_lib.LayerCache(put(cache.k, k, 3), put(cache.v, v, 2))
 
     blocks = -(-jnp.max(position) // block)
-    cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(varying, cache))
+    cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(decode.varying, cache))
     last = jnp.maximum(position - 1, 0)[:, None]
     pad = lambda x: jnp.pad(x, ((0, 0), (0, room.longest - 1)) + ((0, 0),) * (x.ndim - 2))
     return draft_lib.DraftState(
@@ -148,19 +146,7 @@ def make_chunk(
     )
 
   def local(params, draft_params, slots, state, depth, n, seconds):
-    B = slots.pending.shape[0]
-    varying = functools.partial(jax.lax.pcast, axis_name=axes.DATA, to="varying")
-    blank = lambda dtype: varying(jnp.zeros((B, tokens), dtype))
-    emitted = decode.Emitted(
-      tokens=blank(jnp.int32),
-      logp=blank(jnp.float32),
-      logp_filtered=blank(jnp.float32),
-      count=varying(jnp.zeros(B, jnp.int32)),
-      remaining=slots.remaining,
-      steps=varying(jnp.zeros(1, jnp.int32)),
-      seconds=seconds,
-      accepted=varying(jnp.zeros((1, longest), jnp.int32)),
-    )
+    emitted = decode.nothing_emitted(slots, tokens, seconds, longest)
 
     def running(carry):
       i, slots, _, emitted = carry
@@ -176,7 +162,7 @@ def make_chunk(
       slots, output = verify_and_accept(*args)
       inside = jnp.arange(longest) < output.count[:, None]
       at = jnp.where(inside, emitted.count[:, None] + jnp.arange(longest), tokens)
-      b = jnp.arange(B)[:, None]
+      b = jnp.arange(at.shape[0])[:, None]
       put = lambda x, y: x.at[b, at].set(y.astype(x.dtype), mode="drop")
       emitted = emitted.replace(
         tokens=put(emitted.tokens, output.tokens),
@@ -189,7 +175,7 @@ def make_chunk(
       )
       return i + 1, slots, absorb(state, output), emitted
 
-    start = (varying(jnp.int32(0)), slots, state, emitted)
+    start = (decode.varying(jnp.int32(0)), slots, state, emitted)
     return jax.lax.while_loop(running, iteration, start)[1:]
 
   if is_ngram:
