@@ -148,7 +148,7 @@ def test_features_are_those_of_a_forward_pass():
   from tlt_jax.models import target
 
   requests = tiny.requests(3, 2)
-  samples = run(requests, 2, features=True, buckets=rollout.grid((1, 2, 24), (16, 64)))
+  samples = run(requests, 2, features=True, buckets=((24, 16), (2, 64)))
   for i in range(len(requests)):
     prompt = requests.prompts[requests.prompt_idx[i]]
     tokens = np.concatenate([prompt, samples.response(i)])[None, :-1]

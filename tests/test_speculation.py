@@ -189,8 +189,8 @@ def test_features_are_kept_alike():
 def test_nothing_compiles_after_compiling_ahead():
   """`compile` covers the programs of speculation."""
   policy = strategy_lib.ByLiveBatch(((4, TREE), (16, CHAIN)))
-  run = rollout.make(tiny.CONFIG, tiny.mesh(2), OPTIONS, DRAFTERS["eagle2"], policy)
-  made, params = requests(), tiny.on(tiny.mesh(2))
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, DRAFTERS["eagle2"], policy)
+  made, params = requests(), tiny.on(tiny.mesh(1))
   run.compile(params, made.stop_tokens.shape[1], draft_params("eagle2"))
   count = len(run.pool)
   run(params, made, draft_params("eagle2"))
