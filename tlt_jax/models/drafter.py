@@ -10,8 +10,8 @@ and never copied: they are handed in with every call.
   the layer has no norm at its input, and its output is the next feature.
 - `eagle3` (Li et al. 2025, https://arxiv.org/abs/2503.01840): the feature is `fc` of
   the hidden states of three layers; embedding and feature are normed, and side by
-  side what attention reads; a norm of its own comes before the head, which may be its
-  own over a part of the vocabulary (`draft_vocab`).
+  side what attention reads; a norm of its own comes before the head. Departure from
+  the paper: the head is the target's, over the whole vocabulary.
 """
 
 import dataclasses
@@ -35,7 +35,6 @@ class DrafterConfig:
   kind: str  # "eagle2" or "eagle3"
   layer: config_lib.ModelConfig
   taps: tuple[int, ...] = ()  # eagle3: target layers whose output it reads
-  draft_vocab: int | None = None  # U, eagle3: own head over U tokens
   fc_bias: bool = False
 
   def __post_init__(self):
@@ -43,8 +42,6 @@ class DrafterConfig:
       raise ValueError(f"a drafter's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
     if (self.kind == "eagle3") != bool(self.taps):
       raise ValueError(f"{self.kind} with taps {self.taps}: eagle3 has them, eagle2 not")
-    if self.draft_vocab is not None and self.kind != "eagle3":
-      raise ValueError("only eagle3 has a draft vocabulary")
 
   @property
   def feature_width(self) -> int:
@@ -98,9 +95,6 @@ class Drafter(nn.Module):
       self.input_norm = layers.RMSNorm(layer.norm_eps)
       self.hidden_norm = layers.RMSNorm(layer.norm_eps)
       self.norm = layers.RMSNorm(layer.norm_eps)
-      if c.draft_vocab is not None:
-        U = c.draft_vocab
-        self.head = self.param("head", part(init, ("embed", "vocab")), (D, U))
 
   def features(self, x: jax.Array) -> jax.Array:
     """What stands for the target's features f[B T E] in this drafter: f[B T D]."""
@@ -170,16 +164,13 @@ class Drafter(nn.Module):
       return outputs
 
   def logits(self, target_params, h: jax.Array) -> jax.Array:
-    """f[... D] -> f32[... U]; U is the vocabulary if there is no draft vocabulary."""
+    """f[... D] -> f32[... V], by the target's head."""
     with self._precision():
       if self.config.kind == "eagle3":
         h = self.norm(h)
-      if self.config.draft_vocab is not None:
-        w = self.head
-      else:
-        frozen = jax.lax.stop_gradient(target_params)
-        tied = self.config.layer.tie_embeddings
-        w = frozen["embedding"].T if tied else frozen["head"]
+      frozen = jax.lax.stop_gradient(target_params)
+      tied = self.config.layer.tie_embeddings
+      w = frozen["embedding"].T if tied else frozen["head"]
       return jnp.dot(h, w.astype(h.dtype), preferred_element_type=jnp.float32)
 
   def init_all(self, target_params, features, tokens, positions, mask):
