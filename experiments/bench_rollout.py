@@ -1,6 +1,7 @@
 """Speed of the rollout: what a step costs, and what the schedule makes of it.
 
-    python -m experiments.bench_rollout [--only=steps,traces,speculation] [--slices=1]
+    python -m experiments.bench_rollout [--slices=1]
+    python -m experiments.bench_rollout --only=speculation --drafter=DIR
 
 Three tables: seconds per decoding step by live batch and by real length; useful
 tokens per second of whole rollouts, scheduled against a static batch, on lengths
@@ -34,7 +35,7 @@ _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
 _SLICES = flags.DEFINE_integer("slices", 2, "Devices that a CPU is shown as.")
-_ONLY = flags.DEFINE_list("only", ["steps", "traces", "speculation"], "Which tables.")
+_ONLY = flags.DEFINE_list("only", ["steps", "traces"], "Or speculation.")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder; default: the config's.")
 _STRATEGIES = flags.DEFINE_list(
   "strategies", ["2_1_3", "3_1_4", "5_1_6", "7_1_8", "4_2_8", "6_2_16"], "To compare."
@@ -246,8 +247,6 @@ def report_traces(model, params, mesh, config) -> dict:
 
 def report_speculation(model, params, mesh, config) -> dict:
   folder = _DRAFTER.value or config["drafter"]
-  if not folder:
-    raise ValueError("nothing to speculate with: give --drafter, or --only=steps,traces")
   drafter, draft_params = drafter_files.load(folder, model, mesh)
   result = speculation(model, params, drafter, draft_params, mesh, config)
   arms = _STRATEGIES.value
@@ -281,7 +280,11 @@ def totals(compared) -> dict:
 
 def main():
   workdir = pathlib.Path(_WORKDIR.value)
+  if unknown := set(_ONLY.value) - {"steps", "traces", "speculation"}:
+    raise ValueError(f"no table {', '.join(unknown)}; there are steps, traces, speculation")
   config = setup.start(workdir, _CONFIG.value, _SLICES.value)
+  if "speculation" in _ONLY.value and not (_DRAFTER.value or config["drafter"]):
+    raise ValueError("nothing to speculate with: give --drafter")
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
   found = []
