@@ -21,15 +21,8 @@ from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode import strategy as strategy_lib
 
-CONFIGS = {
-  "eagle2": drafter_lib.of_target(tiny.CONFIG, "eagle2"),
-  "eagle3": drafter_lib.of_target(tiny.CONFIG, "eagle3", taps=(0, 1)),
-}
-
-
-@functools.cache
-def params(kind):
-  return drafter_lib.init_params(CONFIGS[kind], jax.random.key(1))
+CONFIGS = tiny.DRAFTERS
+params = functools.partial(tiny.draft_params, seed=1)
 
 
 def apply(kind, *args, method):

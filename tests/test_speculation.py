@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import compare
 from tlt_jax.spec_decode import draft as draft_lib
 from tlt_jax.spec_decode import rollout
@@ -27,15 +26,8 @@ OPTIONS = rollout.Options(
 CHAIN = strategy_lib.Strategy(depth=4, width=1, verify=9)
 TREE = strategy_lib.Strategy(depth=3, width=2, verify=7)
 TREES = ("3_4_16", "8_4_48")
-DRAFTERS = {
-  "eagle2": drafter_lib.of_target(tiny.CONFIG, "eagle2"),
-  "eagle3": drafter_lib.of_target(tiny.CONFIG, "eagle3", taps=(0, 1)),
-}
-
-
-@functools.cache
-def draft_params(kind):
-  return drafter_lib.init_params(DRAFTERS[kind], jax.random.key(5))
+DRAFTERS = tiny.DRAFTERS
+draft_params = functools.partial(tiny.draft_params, seed=5)
 
 
 class Chosen:

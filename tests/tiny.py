@@ -7,6 +7,7 @@ import numpy as np
 
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter
 from tlt_jax.models import target
 from tlt_jax.spec_decode import requests as requests_lib
 
@@ -21,6 +22,17 @@ CONFIG = config_lib.ModelConfig(
   head_dim=16,
   qk_norm=True,
 )
+
+
+DRAFTERS = {
+  "eagle2": drafter.of_target(CONFIG, "eagle2"),
+  "eagle3": drafter.of_target(CONFIG, "eagle3", taps=(0, 1)),
+}
+
+
+@functools.cache
+def draft_params(kind: str, seed: int):
+  return drafter.init_params(DRAFTERS[kind], jax.random.key(seed))
 
 
 @functools.cache

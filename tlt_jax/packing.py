@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tlt_jax import axes
+
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
@@ -26,6 +28,11 @@ class Bucket:
 
   rows: int
   length: int
+
+
+def over_slices(buckets: Sequence[tuple[int, int]], slices: int) -> tuple[Bucket, ...]:
+  """Buckets of (rows, length), their rows rounded up to a multiple of the slices."""
+  return tuple(Bucket(-(-R // slices) * slices, L) for R, L in buckets)
 
 
 @flax.struct.dataclass
@@ -52,6 +59,13 @@ class Packed:
       if f.name != "count"
     }
     return Packed(count=jnp.int32(1), **fields)
+
+
+def place(packed: Sequence[Packed], mesh: jax.sharding.Mesh) -> tuple[Packed, ...]:
+  """Moves packed micro-batches to the devices, rows over `data`."""
+  rows, whole = axes.sharding(mesh, None, axes.DATA), axes.sharding(mesh)
+  put = lambda x: jax.device_put(x, rows if x.ndim else whole)
+  return jax.tree.map(put, tuple(packed))
 
 
 def segment_mask(segments: jax.Array, positions: jax.Array) -> jax.Array:

@@ -82,7 +82,7 @@ _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _SINGLE, _SHARD = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"
-_PARTIAL = ".partial"  # folder of a save that is not complete yet
+PARTIAL = ".partial"  # folder of a save that is not complete yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -514,7 +514,7 @@ def save_hf(path, config, params, max_file_bytes: int = 4 * 10**9) -> None:
   _check_params(config, tensors)
   tensors = {name: tensors[name] for name in layouts if name in tensors}
   files = _split(tensors, max_file_bytes)
-  partial = path / _PARTIAL
+  partial = path / PARTIAL
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   weight_map = {}
@@ -525,9 +525,9 @@ def save_hf(path, config, params, max_file_bytes: int = 4 * 10**9) -> None:
     safetensors.numpy.save_file(stored, partial / file, metadata={"format": "pt"})
   if len(files) > 1:
     total = {"total_size": sum(x.nbytes for x in tensors.values())}
-    _write_json(partial / _INDEX, {"metadata": total, "weight_map": weight_map})
-  _write_json(partial / _CONFIG, raw)
-  _publish(path, partial)
+    write_json(partial / _INDEX, {"metadata": total, "weight_map": weight_map})
+  write_json(partial / _CONFIG, raw)
+  publish(path, partial)
 
 
 def _check_params(config, tensors: dict) -> None:
@@ -555,11 +555,11 @@ def _split(tensors: dict, max_bytes: int) -> list[list[str]]:
   return files
 
 
-def _write_json(file: pathlib.Path, raw: dict) -> None:
+def write_json(file: pathlib.Path, raw: dict) -> None:
   file.write_text(json.dumps(raw, indent=2) + "\n")
 
 
-def _publish(path: pathlib.Path, partial: pathlib.Path) -> None:
+def publish(path: pathlib.Path, partial: pathlib.Path) -> None:
   """Replaces a checkpoint by the complete one in `partial`.
 
   Without config.json nothing loads, so it goes first and comes back last.

@@ -6,7 +6,6 @@ target's and are not in it; a folder says which shape of target it is for.
 
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
 
@@ -25,18 +24,16 @@ from tlt_jax.models import drafter
 
 
 def save(path, config: drafter.DrafterConfig, params) -> None:
-  """Writes the folder, whole or not at all."""
+  """Writes the folder, whole or not at all; see `convert.save_hf`."""
   path = pathlib.Path(path)
-  partial = path.with_name(path.name + ".tmp")
+  partial = path / convert.PARTIAL
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   flat = traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")
   flat = {name: np.asarray(x) for name, x in flat.items()}
   safetensors.numpy.save_file(flat, partial / "model.safetensors")
-  raw = dataclasses.asdict(config)
-  (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-  shutil.rmtree(path, ignore_errors=True)
-  os.replace(partial, path)
+  convert.write_json(partial / "config.json", dataclasses.asdict(config))
+  convert.publish(path, partial)
 
 
 def load(path, target_config: config_lib.ModelConfig, mesh=None, rules=axes.ROLLOUT):

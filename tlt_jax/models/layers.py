@@ -141,13 +141,15 @@ class Attention(nn.Module):
     k = apply_rope(k, positions, rope_frequencies(self.config))
     return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
-  def attend_to(self, x, positions, mask, k, v, attend=attend):
-    """f[B T D] attends to keys and values as `keys_values` gives them."""
+  def _queries(self, x, positions):
     q = self._project("q", x)
     if self.config.qk_norm:
       q = self.q_norm(q)
-    q = apply_rope(q, positions, rope_frequencies(self.config))
-    out = attend(q, k.astype(x.dtype), v.astype(x.dtype), mask)
+    return apply_rope(q, positions, rope_frequencies(self.config))
+
+  def attend_to(self, x, positions, mask, k, v, attend=attend):
+    """f[B T D] attends to keys and values as `keys_values` gives them."""
+    out = attend(self._queries(x, positions), k.astype(x.dtype), v.astype(x.dtype), mask)
     return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
 
   def attend_unrolled(self, x, positions, mask, drafted):
@@ -161,11 +163,7 @@ class Attention(nn.Module):
     """
     c, n = self.config, len(drafted) - 1
     B, T, _ = x.shape
-    q = self._project("q", x)
-    if c.qk_norm:
-      q = self.q_norm(q)
-    q = apply_rope(q, positions, rope_frequencies(c))
-    q = q.reshape(B, T, c.num_kv_heads, -1, c.head_dim)  # f[B T K G H]
+    q = self._queries(x, positions).reshape(B, T, c.num_kv_heads, -1, c.head_dim)
     k, v = drafted[0]
     far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]  # row t shows t-n's
     scores = jnp.einsum("btkgh,bkhs->bkgts", q, k)

@@ -81,9 +81,7 @@ class DraftLearner:
       agreement_k, means over response tokens
     """
     packed = packing.pack(prompts, responses, self.buckets)
-    rows = axes.sharding(self.mesh, None, axes.DATA)
-    put = lambda x: jax.device_put(x, rows if x.ndim else axes.sharding(self.mesh))
-    args = (state, target_params, jax.tree.map(put, tuple(packed)))
+    args = (state, target_params, packing.place(packed, self.mesh))
     run = self.pool.get("update", (len(prompts),), self.update, *args)
     state, metrics = run(*args)
     return state, {f"drafter/{k}": float(v) for k, v in jax.device_get(metrics).items()}
@@ -155,6 +153,5 @@ def make(
     buckets: (rows, length) of micro-batches, by increasing length; rows are rounded
       up to a multiple of the slices
   """
-  slices = mesh.shape[axes.DATA]
-  buckets = tuple(packing.Bucket(-(-R // slices) * slices, L) for R, L in buckets)
+  buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return DraftLearner(config, drafter, loss, optimizer, mesh, buckets)

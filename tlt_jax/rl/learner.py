@@ -172,9 +172,7 @@ class Learner:
 
   def place(self, packed: Sequence[packing.Packed]) -> tuple[packing.Packed, ...]:
     """Moves packed micro-batches to the devices, rows over `data`."""
-    rows = axes.sharding(self.mesh, None, axes.DATA)
-    put = lambda x: jax.device_put(x, rows if x.ndim else axes.sharding(self.mesh))
-    return jax.tree.map(put, tuple(packed))
+    return packing.place(packed, self.mesh)
 
   @functools.cached_property
   def logprobs(self):
@@ -323,6 +321,5 @@ def make(
     only: regular expression; parameters whose path ("layer_0/mlp/up_proj") has no
       match stay as they are, and have no gradient and no moments
   """
-  slices = mesh.shape[axes.DATA]
-  buckets = tuple(packing.Bucket(-(-R // slices) * slices, L) for R, L in buckets)
+  buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat, only)

@@ -50,7 +50,7 @@ def redraw(
   tokens = np.zeros((B, P + T), np.int32)
   starts = np.zeros(B, np.int32)
   for b in range(B):
-    prompt = requests.prompts[requests.prompt_idx[b]]
+    prompt = requests.prompt(b)
     starts[b] = len(prompt)
     tokens[b, : len(prompt)] = prompt
     tokens[b, len(prompt) : len(prompt) + T] = samples.tokens[b]

@@ -30,6 +30,10 @@ class Requests:
   def __len__(self) -> int:
     return len(self.request)
 
+  def prompt(self, i: int) -> np.ndarray:
+    """The prompt of request i."""
+    return self.prompts[self.prompt_idx[i]]
+
   def subset(self, index: np.ndarray) -> "Requests":
     """The requests i32[b], in that order; their noise stays their own."""
     fields = {

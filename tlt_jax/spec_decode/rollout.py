@@ -56,8 +56,10 @@ class Rollout:
     )
     # Slots for draft nodes behind the longest sequence; see `speculate`.
     self._scratch = 0
-    self._memory = ngram.Memory(options.memory_tokens)
+    self._memory = None  # of earlier responses, if n-grams are looked up in them
     if policy is not None:
+      if any(s.source == strategy_lib.NGRAM for s in policy.strategies):
+        self._memory = ngram.Memory(options.memory_tokens)
       room = speculate.Room.of(policy.strategies)
       self._scratch = room.target
       self._programs |= speculate.make_programs(
@@ -250,9 +252,8 @@ class Rollout:
     following = np.zeros(shape, np.int32)
     for s, slot in zip(*np.nonzero(schedule.owner >= 0), strict=True):
       i = schedule.owner[s, slot]
-      prompt = schedule.requests.prompts[schedule.requests.prompt_idx[i]]
-      tokens = np.concatenate([prompt[1:], samples.response(i)])
-      following[s, slot, : len(tokens)] = tokens
+      known = np.concatenate([schedule.requests.prompt(i), samples.response(i)])
+      following[s, slot, : len(known) - 1] = known[1:]
     args = (slots.context.features, self._place(following), slots.position)
     return self._run("fill", schedule.bucket, params, draft_params, *args)
 
@@ -263,15 +264,12 @@ class Rollout:
     for row in schedule.owner:
       prompts, own = {}, []
       for i in row:
-        p = int(schedule.requests.prompt_idx[i])
-        prompt = schedule.requests.prompts[p]
-        if i >= 0:
-          prompts[p] = prompt
-        own.append(
-          (p, np.concatenate([prompt, samples.response(i)]))
-          if i >= 0
-          else (-1, np.zeros(0, np.int32))
-        )
+        if i < 0:
+          own.append((-1, np.zeros(0, np.int32)))
+          continue
+        group, prompt = int(schedule.requests.prompt_idx[i]), schedule.requests.prompt(i)
+        prompts[group] = prompt
+        own.append((group, np.concatenate([prompt, samples.response(i)])))
       others = self._memory.rows_for(prompts, self.options.memory_rows, S)
       mine = ngram.make_rows(own, len(own), S)
       slices.append(jax.tree.map(lambda a, b: np.concatenate([a, b]), mine, others))
@@ -280,9 +278,7 @@ class Rollout:
 
   def _speculate(self, params, draft_params, schedule, slots, state, strategy):
     """As `_chunk`, with the drafter's state."""
-    step_s = schedule.costs.step_s.get((schedule.bucket, strategy))
-    within = self.options.chunk_s / step_s if step_s else self.options.chunk
-    n = np.int32(np.clip(within, 1, self.options.chunk))
+    n = np.int32(schedule.steps_within((schedule.bucket, strategy)))
     if strategy.source == strategy_lib.NGRAM:
       draft_params = ()
     args = (params, draft_params, slots, state, np.int32(strategy.depth), n)
@@ -363,10 +359,9 @@ class Rollout:
       slots, key = None, (*schedule.bucket, *goal)
       length = goal.length + self._scratch
       for i in range(len(kv)):
-        kv[i] = self._get("resize", key, kv[i], row, length=length)(kv[i], row)
+        kv[i] = self._run("resize", key, kv[i], row, length=length)
       if features is not None:
-        run = self._get("resize_features", key, features, row, length=length)
-        features = run(features, row)
+        features = self._run("resize_features", key, features, row, length=length)
       schedule.bucket = goal
       slots = self._new_slots(schedule, decode.Context(tuple(kv), features))
     return slots
@@ -454,9 +449,8 @@ class Rollout:
           kept = slots.context.features[slot, : schedule.position[i]]
           samples.features[i] = np.asarray(kept)
         owner[slot] = -1
-        if self.policy is not None:
-          prompt = schedule.requests.prompts[schedule.requests.prompt_idx[i]]
-          self._memory.add(prompt, samples.response(i))
+        if self._memory is not None:
+          self._memory.add(schedule.requests.prompt(i), samples.response(i))
 
 
 _NO_REQUESTS = requests_lib.make_requests([], max_tokens=1)

@@ -308,6 +308,12 @@ class Schedule:
     lengths = {b.length for b in self.options.buckets}
     return {self.choose(self.widest(S), S) for S in lengths if self.widest(S)}
 
+  def steps_within(self, program) -> int:
+    """How many steps of a program a chunk has time for; see `Costs.step_s`."""
+    step_s = self.costs.step_s.get(program)
+    within = self.options.chunk_s / step_s if step_s else self.options.chunk
+    return int(np.clip(within, 1, self.options.chunk))
+
   def begin_chunk(self) -> None:
     """Settles how long the next chunk is, and makes room for it.
 
@@ -316,9 +322,7 @@ class Schedule:
     """
     if not self.live.any():
       self.bucket = None
-    step_s = self.costs.step_s.get(self.bucket, 0.0)
-    within = self.options.chunk_s / step_s if step_s else self.options.chunk
-    self.steps = int(np.clip(within, 1, self.options.chunk))
+    self.steps = self.steps_within(self.bucket)
     while True:
       running = self.owner[self.owner >= 0]
       if self.choose(int(max(self.live)), self.need(running)) is not None:
