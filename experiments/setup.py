@@ -5,6 +5,7 @@ import concurrent.futures
 import ctypes
 import difflib
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -49,7 +50,7 @@ def config_flag(default: str):
 def _check_overrides(argv: Sequence[str], path: str) -> None:
   """Exits naming the nearest key, where ml_collections would show a traceback."""
   overrides, given = [], False
-  for arg, following in zip(argv, [*argv[1:], ""], strict=True):
+  for arg, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
     name, equals, value = arg.partition("=")
     flag, _, key = name.lstrip("-").partition(".")
     if not arg.startswith("-") or flag.removeprefix("no") != "config":
