@@ -3,10 +3,11 @@
     python -m experiments.bench_rollout [--slices=1]
     python -m experiments.bench_rollout --only=speculation --drafter=DIR
 
-Three tables: seconds per decoding step by live batch and by real length; useful
-tokens per second of whole rollouts, scheduled against a static batch, on lengths
-drawn beforehand; every speculation strategy against plain decoding by live batch,
-where plain is the fastest of its own paddings. Sides are interleaved in one process;
+Tables: seconds per decoding step by live batch and by real length; useful tokens per
+second of whole rollouts, scheduled against a static batch, on lengths drawn beforehand;
+every speculation strategy against plain decoding by live batch, where plain is the
+fastest of its own paddings; tokens per pass of the target by strategy and way of
+verification; what switching speculation on costs. Sides are interleaved in one process;
 ratios are medians over the repetitions, with their range. The last line is JSON.
 """
 
@@ -21,6 +22,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from experiments import acceptance
 from experiments import setup
 from tlt_jax import axes
 from tlt_jax import data
@@ -29,13 +31,16 @@ from tlt_jax.models import drafter_files
 from tlt_jax.spec_decode import compare
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import speculate
 from tlt_jax.spec_decode import strategy as strategy_lib
+
+TABLES = ("steps", "traces", "speculation", "acceptance", "switch")
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
 _SLICES = flags.DEFINE_integer("slices", 2, "Devices that a CPU is shown as.")
-_ONLY = flags.DEFINE_list("only", ["steps", "traces"], "Or speculation.")
+_ONLY = flags.DEFINE_list("only", ["steps", "traces"], f"Of {', '.join(TABLES)}.")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder; default: the config's.")
 _STRATEGIES = flags.DEFINE_list(
   "strategies", ["2_1_3", "3_1_4", "5_1_6", "7_1_8", "4_2_8", "6_2_16"], "To compare."
@@ -193,6 +198,25 @@ def speculation(model, params, drafter, draft_params, mesh, config) -> dict:
   return result
 
 
+def switch(model, params, drafter, draft_params, mesh) -> dict:
+  """What it takes to switch speculation on, in plain steps: 8 live, cache 512."""
+  n, bucket = 32, (8, 512)
+  options = rollout.Options(max_length=bucket[1], max_prompt=32, slots=bucket[0], chunk=n)
+  always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.Strategy(5, 1, 6)),))
+  plain = rollout.make(model, mesh, options)
+  engine = rollout.make(model, mesh, options, drafter, always)
+  fill, step = [], []
+  for _ in range(2 * _REPEATS.value + 1):
+    step.append(plain.time_chunk(params, bucket) / n)
+    fill.append(engine.time_fill(params, draft_params, bucket))
+  ratio = np.array(fill[1:]) / np.array(step[1:])
+  return {
+    "plain_steps": float(np.median(ratio)),
+    "plain_steps_range": [float(ratio.min()), float(ratio.max())],
+    "step_ms": 1e3 * float(np.median(step[1:])),
+  }
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
   drawn = rich.table.Table(*columns, title=title, title_justify="left")
   for row in rows:
@@ -245,9 +269,7 @@ def report_traces(model, params, mesh, config) -> dict:
   return {"traces": result} | totals(result.values())
 
 
-def report_speculation(model, params, mesh, config) -> dict:
-  folder = _DRAFTER.value or config["drafter"]
-  drafter, draft_params = drafter_files.load(folder, model, mesh)
+def report_speculation(model, params, drafter, draft_params, mesh, config) -> dict:
   result = speculation(model, params, drafter, draft_params, mesh, config)
   arms = _STRATEGIES.value
   cell = lambda arm: f"{arm['speedup']:.2f}x {arm['mean_acceptance_length']:.2f}"
@@ -271,6 +293,31 @@ def report_speculation(model, params, mesh, config) -> dict:
   } | totals(arm for r in result.values() for arm in r["arms"].values())
 
 
+def report_acceptance(model, params, drafter, draft_params, mesh, config) -> dict:
+  sizes = config["rollout"] | {"buckets": (), "slots": 32}
+  found = acceptance.measure(
+    config | {"rollout": sizes},
+    *(model, params, drafter, draft_params, mesh),
+    strategies=_STRATEGIES.value,
+    verifications=speculate.VERIFICATIONS,
+    prompts=64,
+    samples=2,
+    seed=3,
+  )
+  acceptance.report(found)
+  return {"acceptance": found}
+
+
+def report_switch(model, params, drafter, draft_params, mesh, config) -> dict:
+  found = switch(model, params, drafter, draft_params, mesh)
+  low, high = found["plain_steps_range"]
+  print(
+    f"Switching speculation on, 8 live, cache 512: {found['plain_steps']:.2f} plain steps "
+    f"({low:.2f}-{high:.2f}) of {found['step_ms']:.2f} ms"
+  )
+  return {"switch": found}
+
+
 def totals(compared) -> dict:
   """Sums of what comparisons found."""
   names = ("total_tokens", "differing_tokens", "near_ties")
@@ -279,21 +326,30 @@ def totals(compared) -> dict:
 
 
 def main():
-  workdir = pathlib.Path(_WORKDIR.value)
-  if unknown := set(_ONLY.value) - {"steps", "traces", "speculation"}:
-    raise ValueError(f"no table {', '.join(unknown)}; there are steps, traces, speculation")
+  workdir, only = pathlib.Path(_WORKDIR.value), _ONLY.value
+  if unknown := set(only) - set(TABLES):
+    raise ValueError(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
   config = setup.start(workdir, _CONFIG.value, _SLICES.value)
-  if "speculation" in _ONLY.value and not (_DRAFTER.value or config["drafter"]):
-    raise ValueError("nothing to speculate with: give --drafter")
+  folder = _DRAFTER.value or config["drafter"]
+  drafting = [name for name in only if name not in ("steps", "traces")]
+  if drafting and not folder:
+    raise ValueError(f"no drafter for {', '.join(drafting)}: give --drafter")
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
   found = []
-  if "steps" in _ONLY.value:
+  if "steps" in only:
     found.append(report_steps(model, params, mesh))
-  if "traces" in _ONLY.value:
+  if "traces" in only:
     found.append(report_traces(model, params, mesh, config))
-  if "speculation" in _ONLY.value:
-    found.append(report_speculation(model, params, mesh, config))
+  if drafting:
+    drafter, draft_params = drafter_files.load(folder, model, mesh)
+  reports = {
+    "speculation": report_speculation,
+    "acceptance": report_acceptance,
+    "switch": report_switch,
+  }
+  for name in drafting:
+    found.append(reports[name](model, params, drafter, draft_params, mesh, config))
   merged = {"device": jax.devices()[0].device_kind, "slices": mesh.shape["data"]}
   for part in found:
     sums = {k: merged.get(k, 0) + v for k, v in part.items() if isinstance(v, int)}

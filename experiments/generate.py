@@ -1,7 +1,8 @@
 """Answers a file of prompts, with speculative decoding if there is a drafter.
 
     python -m experiments.generate --model=DIR --prompts=FILE.jsonl \\
-        [--drafter=DIR] [--strategy=auto|off|DEPTH_WIDTH_VERIFY] [--output=FILE.jsonl]
+        [--drafter=DIR] [--strategy=auto|off|DEPTH_WIDTH_VERIFY|ngram_DEPTH] \\
+        [--output=FILE.jsonl]
 
 One JSON line per response: the prompt's index, the prompt and the response, its
 length and why it ended. The tokens are the same with and without a drafter, for every
@@ -31,7 +32,7 @@ _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of `train_drafter`.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.", required=True)
 _FIELD = flags.DEFINE_string("prompt_field", "prompt", "Where a record has its prompt.")
 _STRATEGY = flags.DEFINE_string(
-  "strategy", "auto", "auto, off, or DEPTH_WIDTH_VERIFY, e.g. 5_1_6."
+  "strategy", "auto", "auto, off, DEPTH_WIDTH_VERIFY (5_1_6), or ngram_DEPTH."
 )
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Responses per prompt.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
@@ -47,14 +48,15 @@ def main():
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(_MODEL.value, mesh, axes.ROLLOUT)
   drafter = draft_params = policy = None
-  if _STRATEGY.value != "auto":
-    policy = strategy_lib.ByLiveBatch(((10**9, strategy_lib.parse(_STRATEGY.value)),))
-  if _DRAFTER.value and _STRATEGY.value != "off":
+  if _STRATEGY.value == "auto":
+    policy = _AUTO if _DRAFTER.value else None
+  elif (strategy := strategy_lib.parse(_STRATEGY.value)) is not None:
+    policy = strategy_lib.ByLiveBatch(((10**9, strategy),))
+    if strategy.source == strategy_lib.MODEL and not _DRAFTER.value:
+      raise ValueError(f"--strategy={_STRATEGY.value} needs a --drafter")
+  if _DRAFTER.value and policy is not None:
     drafter, draft_params = drafter_files.load(_DRAFTER.value, model, mesh)
-    policy = policy or _AUTO
-  elif _STRATEGY.value not in ("auto", "off"):
-    raise ValueError(f"--strategy={_STRATEGY.value} needs a --drafter")
-  sampler = setup.sampler(config, model, mesh, drafter, policy if drafter else None)
+  sampler = setup.sampler(config, model, mesh, drafter, policy)
   sampler = dataclasses.replace(sampler, score=lambda *_: 0.0)  # nobody asks
   scored = sampler(
     params,

@@ -207,7 +207,7 @@ def sampler(config: dict, model, mesh, drafter=None, policy=None) -> sample.Samp
   max_length = config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
   options = rollout.Options(max_length=max_length, **config["rollout"])
   return sample.Sampler(
-    rollout=rollout.make(model, mesh, options, drafter, policy),
+    rollout=rollout.make(model, mesh, options, drafter, policy, config["verification"]),
     tokenizer=data.Tokenizer.load(config["policy"]),
     score=reward.make(config["reward"]),
     sampling=config["sampling"],

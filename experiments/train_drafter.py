@@ -14,9 +14,8 @@ import time
 from absl import flags
 import jax
 import numpy as np
-import rich.console
-import rich.table
 
+from experiments import acceptance
 from experiments import setup
 from tlt_jax import axes
 from tlt_jax import checkpoint
@@ -26,7 +25,6 @@ from tlt_jax.models import drafter_files
 from tlt_jax.rl import draft_learner
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import draft_loss
-from tlt_jax.spec_decode import strategy as strategy_lib
 
 _CONFIG = setup.config_flag("experiments/configs/drafter.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
@@ -61,29 +59,6 @@ def load(path: pathlib.Path) -> list[tuple]:
   return list(zip(*parts, strict=True))
 
 
-def evaluate(config, run, policy, drafter, draft_params, model, mesh) -> dict:
-  """Acceptance on held-out prompts by strategy, every request alike."""
-  records = list(setup.build(run["held_out"] | {"size": config["evaluation"]["prompts"]}))
-  found = {}
-  for name in config["evaluation"]["strategies"]:
-    strategy = strategy_lib.parse(name)
-    always = strategy_lib.ByLiveBatch(((10**9, strategy),))
-    sampler = setup.sampler(run, model, mesh, drafter, always)
-    scored = sampler(
-      policy,
-      records,
-      config["evaluation"]["samples"],
-      config["seed"] + _SEED,
-      first_request=0,
-      draft_params=draft_params,
-    )
-    found[name] = {
-      "mean_acceptance_length": scored.samples.mean_acceptance_length,
-      "acceptance_rate_pos": scored.samples.acceptance_rate,
-    }
-  return found
-
-
 def main():
   workdir = pathlib.Path(_WORKDIR.value)
   config = setup.start(workdir, _CONFIG.value)
@@ -92,7 +67,20 @@ def main():
   mesh = axes.make_mesh(run["tensor_parallel"])
   model, policy = convert.load_hf(run["policy"], mesh, axes.ROLLOUT)
 
-  drafter = drafter_lib.of_target(model, **config["drafter"])
+  path = workdir / "responses.npz"
+  if not path.exists():
+    wanted = config["responses"]
+    records = setup.build(run["prompts"] | {"size": wanted["prompts"]})
+    seed = config["seed"] + _SEED
+    sampler = setup.sampler(run, model, mesh)
+    store(path, answer(sampler, policy, list(records), wanted["samples"], seed))
+  sequences = load(path)
+
+  shape = dict(config["drafter"])
+  if size := shape.pop("vocab_size"):
+    tokens = [response for _, response in sequences]
+    shape["vocab"] = drafter_lib.most_frequent(tokens, model.vocab_size, size)
+  drafter = drafter_lib.of_target(model, **shape)
   params = drafter_lib.init_params(drafter, jax.random.key(config["seed"]))
   if config["init"]:
     drafter, params = drafter_files.load(config["init"], model)
@@ -109,15 +97,6 @@ def main():
   step = 0
   if checkpoints.latest() is not None:
     step, state, _ = checkpoints.restore(learner.abstract_state())
-
-  path = workdir / "responses.npz"
-  if not path.exists():
-    wanted = config["responses"]
-    records = setup.build(run["prompts"] | {"size": wanted["prompts"]})
-    seed = config["seed"] + _SEED
-    sampler = setup.sampler(run, model, mesh)
-    store(path, answer(sampler, policy, list(records), wanted["samples"], seed))
-  sequences = load(path)
   n = min(config["sequences"], len(sequences))
   per_epoch = len(sequences) // n
 
@@ -149,12 +128,17 @@ def main():
 
   drafter_files.save(workdir / "drafter", drafter, state.params)
   logging.info("exported the drafter to %s", workdir / "drafter")
-  found = evaluate(config, run, policy, drafter, state.params, model, mesh)
-  table = rich.table.Table("strategy", "tokens per pass", "accepted, by position")
-  for name, r in found.items():
-    rates = " ".join(f"{x:.2f}" for x in r["acceptance_rate_pos"])
-    table.add_row(name, f"{r['mean_acceptance_length']:.2f}", rates)
-  rich.console.Console(width=100).print(table)
+  measured = config["evaluation"]
+  found = acceptance.measure(
+    run,
+    *(model, policy, drafter, state.params, mesh),
+    strategies=measured["strategies"],
+    verifications=("coupled",),
+    prompts=measured["prompts"],
+    samples=measured["samples"],
+    seed=config["seed"] + _SEED,
+  )
+  acceptance.report(found)
   print(json.dumps(found))
 
 

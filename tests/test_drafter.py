@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import json
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests import tiny
 from tlt_jax import packing
@@ -17,12 +20,22 @@ from tlt_jax.models import drafter_files
 from tlt_jax.models import target
 from tlt_jax.rl import draft_learner
 from tlt_jax.rl import optimizer
+from tlt_jax.spec_decode import compare
+from tlt_jax.spec_decode import draft as draft_lib
 from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import strategy as strategy_lib
 
-CONFIGS = tiny.DRAFTERS
-params = functools.partial(tiny.draft_params, seed=1)
+VOCAB = tuple(range(1, 64, 2))
+CONFIGS = tiny.DRAFTERS | {
+  "vocab": dataclasses.replace(tiny.DRAFTERS["eagle3"], vocab=VOCAB)
+}
+
+
+@functools.cache
+def params(kind):
+  return drafter_lib.init_params(CONFIGS[kind], jax.random.key(1))
 
 
 def apply(kind, *args, method):
@@ -73,6 +86,7 @@ def test_the_unrolled_steps_are_those_of_drafting(kind):
       np.testing.assert_allclose(out[0, 0], unrolled[step][0, start + step], atol=1e-5)
 
 
+@functools.cache
 def sequences(count=48, seed=0):
   """Prompts and responses that the target itself draws, at random lengths."""
   made = tiny.requests(count // 4, 4, max_tokens=24, stop_tokens=[3], seed=seed)
@@ -177,3 +191,214 @@ def test_settings_that_make_no_sense_are_refused():
     drafter_lib.of_target(tiny.CONFIG, "eagle4")
   with pytest.raises(ValueError, match="cross_entropy, total_variation"):
     draft_loss.Loss(distance="l2")
+  for kind, vocab, message in (
+    ("eagle2", VOCAB, "only eagle3 drafters have a vocab of their own, not eagle2"),
+    ("eagle3", (1, 1), "must increase, each once"),
+    ("eagle3", (2, 1), "must increase, each once"),
+    ("eagle3", (1, 64), "holds 64; the target has tokens 0 to 63"),
+    ("eagle3", (-1, 1), "holds -1; the target has tokens 0 to 63"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      drafter_lib.of_target(tiny.CONFIG, kind, vocab=vocab)
+
+
+def test_the_most_frequent_tokens_make_a_vocabulary():
+  """Counted over all arrays; of equally frequent ones the smaller ids."""
+  tokens = [np.array([5, 5, 2]), np.array([[2, 7], [9, 1]], np.int32)]
+  assert drafter_lib.most_frequent(tokens, 64, 3) == (1, 2, 5)
+  assert drafter_lib.most_frequent(tokens, 64, 64) == tuple(range(64))
+  assert drafter_lib.of_target(tiny.CONFIG, "eagle3", vocab=(1, 2, 5)).vocab == (1, 2, 5)
+  with pytest.raises(ValueError, match="token 9 is not in a vocabulary of 9"):
+    drafter_lib.most_frequent(tokens, 9, 3)
+  for count in (0, 65):
+    with pytest.raises(ValueError, match=f"1 to 64 tokens, not {count}"):
+      drafter_lib.most_frequent(tokens, 64, count)
+
+
+def test_a_draft_vocabulary_restricts_the_head():
+  """Its logits are the whole head's at its tokens, and -inf elsewhere."""
+  frozen, ids = tiny.params(), list(VOCAB)
+  h = jax.random.normal(jax.random.key(0), (3, 5, tiny.CONFIG.width))
+  shared = {k: v for k, v in params("vocab").items() if k != "head"}
+  whole = draft_lib.Draft(CONFIGS["eagle3"], frozen, shared)
+  part = draft_lib.Draft(
+    CONFIGS["vocab"], frozen, shared | {"head": frozen["head"][:, ids]}
+  )
+  made = np.asarray(part.logits(h))
+  assert made.shape == (3, 5, tiny.CONFIG.vocab_size)
+  np.testing.assert_allclose(made[..., ids], whole.logits(h)[..., ids], rtol=1e-5)
+  assert (np.delete(made, ids, -1) == -np.inf).all()
+  module, method = drafter_lib.Drafter(CONFIGS["eagle3"]), drafter_lib.Drafter.logits
+  own = lambda h: module.apply({"params": shared}, frozen, h, method=method)
+  assert str(jax.make_jaxpr(whole.logits)(h)) == str(jax.make_jaxpr(own)(h))
+
+
+def test_a_chain_stays_within_the_draft_vocabulary():
+  """Whatever noise and filters say; at temperature 0 too."""
+  B, J, drafter = 64, 5, CONFIGS["vocab"]
+  pending = jnp.arange(B)
+  draft = draft_lib.Draft(drafter, tiny.params(), params("vocab"))
+  state = draft_lib.DraftState(
+    cache=drafter_lib.init_cache(drafter, B, 16),
+    features=jax.random.normal(jax.random.key(0), (B, 1, drafter.feature_width)),
+    tokens=pending[:, None],
+    count=jnp.ones(B, jnp.int32),
+  )
+  sampling = sampling_lib.Sampling(
+    seed=jnp.zeros(B, jnp.uint32),
+    request=pending.astype(jnp.uint32),
+    temperature=jnp.where(pending < 8, 0.0, 1.0),
+    top_k=jnp.where(pending % 2, 40, 0),  # more than there are
+    top_p=jnp.where(pending % 3, 0.9, 1.0),
+    min_p=jnp.where(pending % 5, 0.01, 0.0),
+  )
+  slots = types.SimpleNamespace(
+    pending=pending, position=jnp.ones(B, jnp.int32), sampling=sampling
+  )
+  best = lambda *args: sampling_lib.argmax(sampling_lib.contest(*args))[:, None]
+  run = jax.jit(lambda: draft_lib.draft_chain(draft, state, slots, J - 1, J, best)[0])
+  guessed = np.unique(run().tokens[:, 1:])
+  assert set(guessed) <= set(VOCAB)
+  assert len(guessed) > len(VOCAB) / 2
+
+
+def random_batch(scale):
+  """Packed random sequences, and features and states f[8 48 *] of no model."""
+  rng = np.random.default_rng(0)
+  prompts, responses = (
+    [rng.integers(0, 64, n).astype(np.int32) for n in rng.integers(2, 16, 12)]
+    for _ in range(2)
+  )
+  packed = packing.pack(prompts, responses, [packing.Bucket(8, 48)])[0].micro_batch(0)
+  draw = lambda *shape: rng.normal(0, 1, (8, 48, *shape)).astype(np.float32)
+  D = tiny.CONFIG.width
+  return packed, scale * draw(D), draw(CONFIGS["vocab"].feature_width)
+
+
+@pytest.mark.parametrize("distance", draft_loss.DISTANCES)
+def test_what_is_outside_a_draft_vocabulary_counts_as_documented(distance):
+  """The loss, summed up by hand: f64[R L V] with q = 0 outside."""
+  packed, features, states = random_batch(1.0)
+  options = draft_loss.Loss(steps=2, distance=distance, temperature=0.8)
+  frozen, ids = tiny.params(), list(VOCAB)
+  args = (params("vocab"), frozen, packed, features, states)
+  total, metrics = draft_loss.loss(options, CONFIGS["vocab"], tiny.CONFIG, *args)
+
+  def softmax(x):
+    e = np.exp(np.float64(x - x.max(-1, keepdims=True)) / options.temperature)
+    return e / e.sum(-1, keepdims=True)
+
+  p = np.roll(softmax(np.asarray(features @ frozen["head"])), -1, 1)
+  following = np.roll(packed.mask, -1, 1) & (np.roll(packed.positions, -1, 1) > 0)
+  known = np.isin(p.argmax(-1), ids)
+  assert 0 < known[following].mean() < 1
+  mask = packing.segment_mask(packed.segments, packed.positions)
+  inputs = (frozen, states, packed.targets, packed.positions, mask, options.steps)
+  expected = 0.0
+  for k, h in enumerate(apply("vocab", *inputs, method="unroll")):
+    counts = following & (packed.positions >= k)
+    q = np.zeros_like(p)
+    q[..., ids] = softmax(np.asarray(apply("vocab", frozen, h, method="logits")))
+    variation = 0.5 * np.abs(p - q).sum(-1)
+    within = p[..., ids] / p[..., ids].sum(-1, keepdims=True)
+    cross_entropy = -(within * np.log(q[..., ids])).sum(-1) * known
+    share = cross_entropy if distance == "cross_entropy" else variation
+    share = share[counts].sum()
+    expected += options.decay**k * share
+    np.testing.assert_allclose(metrics[f"loss_{k + 1}"], share, rtol=1e-4)
+    np.testing.assert_allclose(
+      metrics[f"agreement_{k + 1}"], (1 - variation)[counts].sum(), rtol=1e-3
+    )
+  np.testing.assert_allclose(total, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("distance", draft_loss.DISTANCES)
+def test_gradients_are_finite_where_the_target_wants_no_drafted_token(distance):
+  """At some positions all of its probability is outside, to the last bit."""
+  packed, features, states = random_batch(100.0)
+  logits = features @ tiny.params()["head"]
+  mass = jax.nn.softmax(logits, -1)[..., list(VOCAB)].sum(-1)
+  assert (mass == 0).any()
+  options = draft_loss.Loss(steps=2, distance=distance)
+
+  def loss(own):
+    args = (own, tiny.params(), packed, features, states)
+    return draft_loss.loss(options, CONFIGS["vocab"], tiny.CONFIG, *args)[0]
+
+  grads = jax.jit(jax.grad(loss))(params("vocab"))
+  assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(grads))
+
+
+def test_a_draft_vocabulary_is_stored_as_in_published_files(tmp_path):
+  """config.json has its size; d2t and t2d say which tokens."""
+  drafter_files.save(tmp_path / "d", CONFIGS["vocab"], params("vocab"))
+  raw = json.loads((tmp_path / "d" / "config.json").read_text())
+  assert raw["draft_vocab_size"] == len(VOCAB) and "vocab" not in raw
+  stored = safetensors.numpy.load_file(tmp_path / "d" / "model.safetensors")
+  assert stored["d2t"].dtype == np.int64 and stored["t2d"].dtype == bool
+  np.testing.assert_array_equal(np.arange(len(VOCAB)) + stored["d2t"], VOCAB)
+  np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), VOCAB)
+
+
+def change(folder, arrays=(), **fields):
+  """Damages a stored drafter; None removes."""
+  file, config = folder / "model.safetensors", folder / "config.json"
+  merged = safetensors.numpy.load_file(file) | dict(arrays)
+  kept = {name: x for name, x in merged.items() if x is not None}
+  safetensors.numpy.save_file(kept, file)
+  config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+  ("arrays", "message"),
+  [
+    (dict(d2t=None), r"d2t has shape None, config.json says \(32,\)"),
+    (dict(t2d=None), r"t2d has shape None, config.json says \(64,\)"),
+    (dict(d2t=np.arange(31)), r"d2t has shape \(31,\), config.json says \(32,\)"),
+    (dict(t2d=np.ones(65, bool)), r"t2d has shape \(65,\), config.json says \(64,\)"),
+    (dict(d2t=np.full(32, 40)), "d2t names token 64; the target has tokens 0 to 63"),
+    (dict(d2t=np.full(32, -1)), "d2t names token -1; the target has tokens 0 to 63"),
+    (dict(d2t=np.full(32, 1)), "d2t and t2d name different tokens"),
+    (dict(d2t=VOCAB[::-1] - np.arange(32)), "or in another order"),
+    (dict(t2d=np.arange(64) < 32), "d2t and t2d name different tokens"),
+    (dict(head=None), r"head has shape None, config.json says \(32, 32\)"),
+  ],
+)
+def test_a_damaged_draft_vocabulary_is_named(arrays, message, tmp_path):
+  drafter_files.save(tmp_path / "d", CONFIGS["vocab"], params("vocab"))
+  change(tmp_path / "d", arrays)
+  with pytest.raises(convert.CheckpointError, match=message):
+    drafter_files.load(tmp_path / "d", tiny.CONFIG)
+
+
+def test_config_and_tables_of_a_draft_vocabulary_must_fit(tmp_path):
+  """Neither alone is one; a folder from before there were any loads as it did."""
+  folder = tmp_path / "d"
+  drafter_files.save(folder, CONFIGS["vocab"], params("vocab"))
+  change(folder, draft_vocab_size=None)
+  with pytest.raises(convert.CheckpointError, match="d2t has shape .*json says None"):
+    drafter_files.load(folder, tiny.CONFIG)
+  change(folder, draft_vocab_size=32, kind="eagle2", taps=[])
+  with pytest.raises(convert.CheckpointError, match="only eagle3 drafters have a vocab"):
+    drafter_files.load(folder, tiny.CONFIG)
+  drafter_files.save(folder, CONFIGS["eagle3"], params("eagle3"))
+  config = folder / "config.json"
+  raw = json.loads(config.read_text())
+  assert raw.pop("draft_vocab_size") is None
+  config.write_text(json.dumps(raw))
+  assert drafter_files.load(folder, tiny.CONFIG)[0] == CONFIGS["eagle3"]
+
+
+def test_a_draft_vocabulary_changes_no_token():
+  """Trees of more children than filters leave tokens, over slices with sharded heads."""
+  mesh = tiny.mesh(2, 2)
+  options = rollout.Options(max_length=40, max_prompt=12, slots=16, chunk=8)
+  made = tiny.requests(4, 4, max_tokens=24, top_k=3)
+  always = strategy_lib.ByLiveBatch(((99, strategy_lib.Strategy(3, 4, 12)),))
+  plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
+  run = rollout.make(tiny.CONFIG, mesh, options, CONFIGS["vocab"], always)
+  drawn = run(tiny.on(mesh), made, params("vocab"))
+  result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
+  assert result.differing_tokens == 0, result.where
+  assert result.near_ties <= 1
+  assert drawn.mean_acceptance_length > 1

@@ -19,7 +19,10 @@ from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import layers
 from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import draft as draft_lib
 from tlt_jax.spec_decode import sampling
+from tlt_jax.spec_decode import speculate
+from tlt_jax.spec_decode import strategy as strategy_lib
 
 ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as KV
 ENTRY = "ENTRY"
@@ -336,6 +339,103 @@ def test_the_detector_sees_slices_that_wait_for_each_other():
   assert across_slices(text, mesh)
   gathers = [i for i in collectives(text) if i.opcode.startswith("all-gather")]
   assert max(i.num_elements for i in gathers) >= layer_size(2)
+
+
+DRAFTER = tiny.DRAFTERS["eagle2"]
+# So few nodes that their attention scores, twice, are smaller than a layer's keys.
+STRATEGIES = {
+  "chain": strategy_lib.Strategy(depth=2, width=1, verify=3),
+  "tree": strategy_lib.Strategy(depth=2, width=2, verify=3),
+}
+# What a speculative chunk must not copy: KV of target and drafter, and the features.
+CACHES = 2 * tiny.CONFIG.num_layers + 2 + 1
+
+
+def speculative(name, mesh, verification=speculate.COUPLED):
+  """A chunk that drafts, and what it takes."""
+  strategy, kept = STRATEGIES[name], speculate.keep(DRAFTER)
+  room = speculate.Room.of([strategy])
+  params, slots, n, seconds = arguments(mesh, kept)
+  draft_params, features = tiny.draft_params("eagle2", 5), slots.context.features
+  following = features.update(shape=features.shape[:2], dtype=jnp.int32)
+  fill = speculate.make_fill(DRAFTER, mesh, room)
+  state = jax.eval_shape(fill, params, draft_params, features, following, slots.position)
+  shardings = speculate.state_shardings(mesh, DRAFTER)
+  state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
+  program = speculate.make_chunk(
+    tiny.CONFIG, DRAFTER, mesh, 8, strategy, room, kept, verification
+  )
+  return program, (params, draft_params, slots, state, n, n, seconds)
+
+
+@functools.cache
+def speculative_chunk(name, data, model, verification):
+  program, args = speculative(name, tiny.mesh(data, model), verification)
+  return program.lower(*args).compile()
+
+
+@pytest.mark.parametrize(
+  ("data", "model", "verification"),
+  [(1, 1, speculate.COUPLED), (2, 2, speculate.COUPLED), (1, 1, speculate.REJECTION)],
+)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_speculation_copies_no_cache(name, data, model, verification):
+  """Neither the target's KV, nor the kept features, nor the drafter's KV."""
+  program = speculative_chunk(name, data, model, verification)
+  size = layer_size(model)
+  assert large_copies(program.as_text(), size, in_entry=True) == []
+  assert unaliased(program.as_text(), size) == []
+  assert program.memory_analysis().temp_size_in_bytes < 4 * size
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_slices_speculate_without_waiting_for_each_other(name):
+  text = speculative_chunk(name, 2, 2, speculate.COUPLED).as_text()
+  assert across_slices(text, tiny.mesh(2, 2)) == []
+  assert collectives(text)
+  assert max(i.num_elements for i in collectives(text)) < layer_size(2) / 8
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_detector_sees_caches_that_speculation_does_not_donate(name):
+  inner, args = speculative(name, tiny.mesh(1))
+  text = jax.jit(lambda *args: inner(*args)).lower(*args).compile().as_text()
+  assert len(unaliased(text, layer_size(1))) == CACHES
+  assert len(large_copies(text, layer_size(1), in_entry=True)) >= CACHES
+
+
+def moved_by_permutation(layer, source, slots):
+  """`cache.move`, for all slots of a row at once."""
+  B = slots.shape[0]
+  at = jnp.broadcast_to(jnp.arange(layer.length), (B, layer.length))
+  at = at.at[jnp.arange(B)[:, None], slots].set(source, mode="drop")
+  return cache_lib.LayerCache(
+    k=jnp.take_along_axis(layer.k, at[:, None, None], 3),
+    v=jnp.take_along_axis(layer.v, at[:, None, :, None], 2),
+  )
+
+
+def test_the_detector_sees_an_accepted_path_that_moves_with_all_else(monkeypatch):
+  """Keys and values of every layer of the target, made anew in each iteration."""
+  monkeypatch.setattr(cache_lib, "move", moved_by_permutation)
+  program, args = speculative("tree", tiny.mesh(1))
+  copies = large_copies(program.lower(*args).compile().as_text(), layer_size(1))
+  assert len(copies) >= 2 * tiny.CONFIG.num_layers
+
+
+def test_the_detector_sees_a_drafter_that_forgets_its_guesses(monkeypatch):
+  """Its cache as it was before it drafted: drafting then writes into a copy."""
+  draft_chain = draft_lib.draft_chain
+
+  def forgetful(draft, state, slots, *args):
+    tree, _, logits = draft_chain(draft, state, slots, *args)
+    _, before = draft_lib.extend(draft, state, slots.pending, slots.position)
+    return tree, before, logits
+
+  monkeypatch.setattr(draft_lib, "draft_chain", forgetful)
+  program, args = speculative("chain", tiny.mesh(1))
+  copies = large_copies(program.lower(*args).compile().as_text(), layer_size(1))
+  assert len(copies) >= 2
 
 
 @pytest.mark.parametrize(

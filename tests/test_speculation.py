@@ -7,10 +7,13 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from scipy import stats
 
 from tests import tiny
+from tlt_jax.models import target
 from tlt_jax.spec_decode import compare
 from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode import strategy as strategy_lib
 
@@ -40,9 +43,10 @@ class Chosen:
 
 
 @functools.cache
-def engine(data=1, model=1, kind=None):
+def engine(data=1, model=1, kind=None, verification="coupled"):
   drafter, policy = (DRAFTERS[kind], Chosen()) if kind else (None, None)
-  return rollout.make(tiny.CONFIG, tiny.mesh(data, model), OPTIONS, drafter, policy)
+  mesh = tiny.mesh(data, model)
+  return rollout.make(tiny.CONFIG, mesh, OPTIONS, drafter, policy, verification)
 
 
 def always(strategy):
@@ -61,8 +65,8 @@ def plain(**options):
   return made, engine()(tiny.on(tiny.mesh(1)), made)
 
 
-def speculate(made, choose, kind="eagle2", data=1, model=1):
-  run = engine(data, model, kind)
+def speculate(made, choose, kind="eagle2", data=1, model=1, verification="coupled"):
+  run = engine(data, model, kind, verification)
   run.policy.choose = choose
   return run(tiny.on(tiny.mesh(data, model)), made, draft_params(kind))
 
@@ -165,6 +169,63 @@ def test_n_grams_draw_the_same_and_learn_from_siblings():
   again = run(tiny.on(tiny.mesh(2)), made)
   assert_same(made, samples, again)
   assert again.mean_acceptance_length > first.mean_acceptance_length > 1
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
+def test_guessing_the_likeliest_tokens_draws_the_same(strategy):
+  """Which tokens are drafted does not matter to the coupled draw."""
+  made, samples = plain()
+  likeliest = speculate(made, always(strategy), verification="likeliest")
+  assert_same(made, samples, likeliest)
+  assert likeliest.mean_acceptance_length > 1
+
+
+@pytest.mark.parametrize(
+  "strategy", [CHAIN, TREE, strategy_lib.parse("ngram_4")], ids=str
+)
+def test_rejection_takes_the_likeliest_tokens_at_temperature_0(strategy):
+  made = requests(temperature=0.0)
+  samples = engine()(tiny.on(tiny.mesh(1)), made)
+  assert_same(made, samples, speculate(made, always(strategy), verification="rejection"))
+
+
+@functools.cache
+def tables():
+  """Log-softmax of the first and, by the first token, the second token's logits."""
+  prompt = tiny.prompts(1)[0]
+  V, n = tiny.CONFIG.vocab_size, len(prompt)
+  tokens = np.concatenate([np.tile(prompt, (V, 1)), np.arange(V)[:, None]], 1)
+  module, params = target.Target(tiny.CONFIG), {"params": tiny.params()}
+  at = jax.numpy.broadcast_to(jax.numpy.arange(n + 1), tokens.shape)
+  features, _ = module.apply(params, tokens, at)
+  logits = module.apply(params, features[:, n - 1 :], method=target.Target.logits)
+  logp = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)
+  return logp[0, 0], logp[:, 1]
+
+
+def filtered(logp, k: int):
+  """Probabilities of the k likeliest tokens."""
+  p = np.where(logp >= np.sort(logp, -1)[..., -k, None], np.exp(logp), 0.0)
+  return p / p.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE, strategy_lib.parse("ngram_4")], ids=str)
+def test_rejection_keeps_the_distribution(strategy):
+  """Of the second token, which follows a draft that stood or one that fell."""
+  count, k = 8192, 12
+  made = requests_lib.make_requests(tiny.prompts(1), count, max_tokens=3, seed=4, top_k=k)
+  samples = speculate(made, always(strategy), verification="rejection")
+  first, second = tables()
+  expected = count * filtered(first, k) @ filtered(second, k)
+  counts = np.bincount(samples.tokens[:, 1], minlength=len(expected))
+  often = expected > 5
+  fold = lambda x: np.append(x[often], x[~often].sum())
+  assert not counts[expected == 0].any()
+  assert stats.chisquare(fold(counts), fold(expected)).pvalue > 1e-3
+  given, drawn = samples.tokens[:, 0], samples.tokens[:, 1]
+  np.testing.assert_allclose(samples.logp[:, 1], second[given, drawn], atol=1e-5)
+  probability = np.log(filtered(second, k)[given, drawn])
+  np.testing.assert_allclose(samples.logp_filtered[:, 1], probability, atol=1e-5)
 
 
 def test_features_are_kept_alike():

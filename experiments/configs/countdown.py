@@ -24,6 +24,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # strategy runs up to how many live requests per slice; see `strategy.parse`.
       drafter="",
       strategies=((4, "5_1_6"),),
+      verification="coupled",  # no token changes; or "rejection"
       # "source" is a dotted name, called with the other entries
       prompts=dict(
         source="tlt_jax.rl.countdown.Problems",

@@ -23,7 +23,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       policy="",  # Hugging Face folder; empty: the run's
       init="",  # a drafter's folder to start from; empty: from scratch
       responses=dict(prompts=8 if smoke else 256, samples=2 if smoke else 8),
-      drafter=dict(kind="eagle2"),
+      # An eagle3 drafter may predict only the most frequent tokens of the responses;
+      # 0 is the whole vocabulary.
+      drafter=dict(kind="eagle2", vocab_size=0),
       loss=dict(steps=5, decay=0.8, distance="total_variation", regression=0.1),
       optimizer=dict(
         name="adamw", learning_rate=2e-3, warmup=20, total=600, b2=0.99, weight_decay=0.0

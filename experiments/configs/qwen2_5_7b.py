@@ -30,6 +30,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       policy="Qwen2.5-7B-Instruct",
       drafter="",  # folder of `train_drafter`
       strategies=((8, "5_1_6"),),
+      verification="coupled",  # no token changes; or "rejection"
       tensor_parallel=1 if smoke else 4,
       prompts=prompts,
       held_out=prompts | {"path": "test.jsonl"},

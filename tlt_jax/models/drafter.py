@@ -10,15 +10,18 @@ and never copied: they are handed in with every call.
   the layer has no norm at its input, and its output is the next feature.
 - `eagle3` (Li et al. 2025, https://arxiv.org/abs/2503.01840): the feature is `fc` of
   the hidden states of three layers; embedding and feature are normed, and side by
-  side what attention reads; a norm of its own comes before the head. Departure from
-  the paper: the head is the target's, over the whole vocabulary.
+  side what attention reads; a norm of its own comes before the head. With a
+  `vocab`, it predicts only these U of the target's V tokens, by a head of its own that
+  is trained with the rest; else by the target's head, a departure from the paper.
 """
 
 import dataclasses
+import itertools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
@@ -36,17 +39,41 @@ class DrafterConfig:
   layer: config_lib.ModelConfig
   taps: tuple[int, ...] = ()  # eagle3: target layers whose output it reads
   fc_bias: bool = False
+  vocab: tuple[int, ...] = ()  # eagle3: target ids it predicts, increasing; (): all
 
   def __post_init__(self):
     if self.kind not in KINDS:
       raise ValueError(f"a drafter's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
     if (self.kind == "eagle3") != bool(self.taps):
       raise ValueError(f"{self.kind} with taps {self.taps}: eagle3 has them, eagle2 not")
+    self._check_vocab()
+
+  def _check_vocab(self):
+    if not self.vocab:
+      return
+    if self.kind != "eagle3":
+      raise ValueError(f"only eagle3 drafters have a vocab of their own, not {self.kind}")
+    if any(a >= b for a, b in itertools.pairwise(self.vocab)):
+      raise ValueError("the ids of a drafter's vocab must increase, each once")
+    for id in (self.vocab[0], self.vocab[-1]):
+      if not 0 <= id < self.layer.vocab_size:
+        raise ValueError(
+          f"a drafter's vocab holds {id}; the target has tokens 0 to "
+          f"{self.layer.vocab_size - 1}"
+        )
 
   @property
   def feature_width(self) -> int:
     """E, of what is kept of the target's hidden states."""
     return self.layer.width * max(len(self.taps), 1)
+
+  @property
+  def draft_ids(self) -> np.ndarray:
+    """i32[V], of each token of the target its place in `vocab`; U: not in it."""
+    U = len(self.vocab)
+    ids = np.full(self.layer.vocab_size, U, np.int32)
+    ids[list(self.vocab)] = np.arange(U)
+    return ids
 
 
 def of_target(config: config_lib.ModelConfig, kind: str = "eagle2", **changes):
@@ -65,6 +92,24 @@ def of_target(config: config_lib.ModelConfig, kind: str = "eagle2", **changes):
     changes = {"taps": tuple(taps)} | changes
   fields = {k: v for k, v in changes.items() if k in own}
   return DrafterConfig(kind=kind, layer=layer, **fields)
+
+
+def most_frequent(tokens, vocab_size: int, count: int) -> tuple[int, ...]:
+  """The `count` ids that occur most often, increasing; of equals the smaller ones.
+
+  How a drafter's vocab is chosen (FR-Spec, https://arxiv.org/abs/2502.14856; EAGLE-3).
+
+  Args:
+    tokens: integer arrays of any shapes, such as the responses of the target
+    vocab_size: V, of the target
+  """
+  if not 1 <= count <= vocab_size:
+    raise ValueError(f"a drafter's vocab has 1 to {vocab_size} tokens, not {count}")
+  times = np.bincount(np.concatenate([np.ravel(x) for x in tokens]), minlength=vocab_size)
+  if len(times) > vocab_size:
+    raise ValueError(f"token {len(times) - 1} is not in a vocabulary of {vocab_size}")
+  chosen = np.argsort(-times, kind="stable")[:count]
+  return tuple(np.sort(chosen).tolist())
 
 
 class Drafter(nn.Module):
@@ -95,6 +140,8 @@ class Drafter(nn.Module):
       self.input_norm = layers.RMSNorm(layer.norm_eps)
       self.hidden_norm = layers.RMSNorm(layer.norm_eps)
       self.norm = layers.RMSNorm(layer.norm_eps)
+    if c.vocab:
+      self.head = self.param("head", part(init, ("embed", "vocab")), (D, len(c.vocab)))
 
   def features(self, x: jax.Array) -> jax.Array:
     """What stands for the target's features f[B T E] in this drafter: f[B T D]."""
@@ -164,19 +211,22 @@ class Drafter(nn.Module):
       return outputs
 
   def logits(self, target_params, h: jax.Array) -> jax.Array:
-    """f[... D] -> f32[... V], by the target's head."""
+    """f[... D] -> f32[... V], by the target's head; f32[... U] of its own `vocab`."""
     with self._precision():
       if self.config.kind == "eagle3":
         h = self.norm(h)
-      frozen = jax.lax.stop_gradient(target_params)
-      tied = self.config.layer.tie_embeddings
-      w = frozen["embedding"].T if tied else frozen["head"]
+      w = self.head if self.config.vocab else self._target_head(target_params)
       return jnp.dot(h, w.astype(h.dtype), preferred_element_type=jnp.float32)
 
   def init_all(self, target_params, features, tokens, positions, mask):
     """Touches every parameter."""
     h, _ = self(target_params, self.features(features), tokens, positions, mask)
     return self.logits(target_params, h)
+
+  def _target_head(self, target_params):
+    frozen = jax.lax.stop_gradient(target_params)
+    tied = self.config.layer.tie_embeddings
+    return frozen["embedding"].T if tied else frozen["head"]
 
   def _precision(self):
     return jax.default_matmul_precision(

@@ -1,7 +1,12 @@
 """A drafter as a folder: `config.json` and `model.safetensors`.
 
-Arrays carry their place in the parameter tree as name. Embedding and head are the
-target's and are not in it; a folder says which shape of target it is for.
+Arrays carry their place in the parameter tree as name. The embedding is the target's
+and not in it, nor is the head, unless the drafter has its own; a folder says which
+shape of target it is for.
+
+A vocabulary of the drafter's own is stored as in published EAGLE-3 files: its size in
+`config.json` (`draft_vocab_size`, else null), its tokens beside the weights. Token i of
+the drafter is token i + d2t[i] of the target; t2d marks these among all of the target's.
 """
 
 import dataclasses
@@ -31,8 +36,15 @@ def save(path, config: drafter.DrafterConfig, params) -> None:
   partial.mkdir(parents=True)
   flat = traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")
   flat = {name: np.asarray(x) for name, x in flat.items()}
+  raw = dataclasses.asdict(config)
+  vocab = np.array(raw.pop("vocab"), np.int64)
+  raw["draft_vocab_size"] = len(vocab) or None
+  if config.vocab:
+    t2d = np.zeros(config.layer.vocab_size, bool)
+    t2d[vocab] = True
+    flat |= {"d2t": vocab - np.arange(len(vocab)), "t2d": t2d}
   safetensors.numpy.save_file(flat, partial / "model.safetensors")
-  convert.write_json(partial / "config.json", dataclasses.asdict(config))
+  convert.write_json(partial / "config.json", raw)
   convert.publish(path, partial)
 
 
@@ -48,7 +60,7 @@ def load(path, target_config: config_lib.ModelConfig, mesh=None, rules=axes.ROLL
     convert.CheckpointError: the folder is missing, damaged, or for another target
   """
   path = pathlib.Path(path)
-  config = _load_config(path)
+  config, draft_vocab_size = _load_config(path)
   for name in ("vocab_size", "width"):
     have, want = getattr(config.layer, name), getattr(target_config, name)
     if have != want:
@@ -61,12 +73,18 @@ def load(path, target_config: config_lib.ModelConfig, mesh=None, rules=axes.ROLL
       f"{path}: this drafter reads layer {max(config.taps)} of the target, which has "
       f"{target_config.num_layers} layers"
     )
-  abstract = drafter.abstract_params(config)
-  flat = traverse_util.flatten_dict(nn.meta.unbox(abstract), sep="/")
   try:
     stored = safetensors.numpy.load_file(path / "model.safetensors")
   except (OSError, safetensors.SafetensorError) as e:
     raise convert.CheckpointError(f"{path}: model.safetensors cannot be read: {e}") from e
+  if draft_vocab_size is not None:
+    try:
+      vocab = _take_vocab(stored, draft_vocab_size, config.layer.vocab_size)
+      config = dataclasses.replace(config, vocab=vocab)
+    except ValueError as e:
+      raise convert.CheckpointError(f"{path}: {e}") from e
+  abstract = drafter.abstract_params(config)
+  flat = traverse_util.flatten_dict(nn.meta.unbox(abstract), sep="/")
   shapes = {name: tuple(x.shape) for name, x in flat.items()}
   found = {name: tuple(x.shape) for name, x in stored.items()}
   if shapes != found:
@@ -83,14 +101,33 @@ def load(path, target_config: config_lib.ModelConfig, mesh=None, rules=axes.ROLL
   return config, params
 
 
-def _load_config(path: pathlib.Path) -> drafter.DrafterConfig:
+def _take_vocab(stored: dict, size: int, target_size: int) -> tuple[int, ...]:
+  """A drafter's own vocabulary, out of its tables; ValueError if they are damaged."""
+  d2t, t2d = stored.pop("d2t", None), stored.pop("t2d", None)
+  for name, table, shape in (("d2t", d2t, (size,)), ("t2d", t2d, (target_size,))):
+    have = None if table is None else table.shape
+    if have != shape:
+      raise ValueError(f"{name} has shape {have}, config.json says {shape}")
+  ids = np.arange(len(d2t)) + d2t
+  for id in ids[(ids < 0) | (ids >= target_size)][:1]:
+    raise ValueError(f"d2t names token {id}; the target has tokens 0 to {target_size - 1}")
+  vocab = np.flatnonzero(t2d)
+  if not np.array_equal(vocab, ids):
+    raise ValueError("d2t and t2d name different tokens, or in another order")
+  return tuple(vocab.tolist())
+
+
+def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]:
+  """The drafter without its vocabulary, and the size of that."""
   try:
     raw = json.loads((path / "config.json").read_text())
     layer = dict(raw.pop("layer"))
     if layer.get("rope_scaling") is not None:
       layer["rope_scaling"] = config_lib.RopeScaling(**layer["rope_scaling"])
     raw["taps"] = tuple(raw["taps"])
-    return drafter.DrafterConfig(layer=config_lib.ModelConfig(**layer), **raw)
+    size = raw.pop("draft_vocab_size", None)
+    layer = config_lib.ModelConfig(**layer)
+    return drafter.DrafterConfig(layer=layer, vocab=(), **raw), size
   except OSError as e:
     raise convert.CheckpointError(f"{path}: no drafter there: {e}") from e
   except (ValueError, KeyError, TypeError) as e:

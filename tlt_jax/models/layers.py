@@ -12,6 +12,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 
 _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
+_BLOCK = 256  # queries that are shown the same keys
 
 
 def _param(module, name, init, shape, axes):
@@ -85,13 +86,13 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   return out.reshape(B, T, N, H)
 
 
-def attend_causal(q, k, v, mask, block: int = 256) -> jax.Array:
+def attend_causal(q, k, v, mask) -> jax.Array:
   """`attend` where no query looks past its own index (S = T).
 
   Each block of queries is shown only the keys up to its end, which saves up to
   half the work of a long row.
   """
-  ends = [*range(block, q.shape[1], block), q.shape[1]]
+  ends = [*range(_BLOCK, q.shape[1], _BLOCK), q.shape[1]]
   return jnp.concatenate(
     [
       attend(q[:, start:end], k[..., :end], v[:, :, :end], mask[:, start:end, :end])
@@ -166,18 +167,27 @@ class Attention(nn.Module):
     q = self._queries(x, positions).reshape(B, T, c.num_kv_heads, -1, c.head_dim)
     k, v = drafted[0]
     far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]  # row t shows t-n's
-    scores = jnp.einsum("btkgh,bkhs->bkgts", q, k)
-    scores = [jnp.where(far[:, None, None], scores, _MASKED)]
     moved = lambda x, j, axis: jnp.roll(x, n - j, axis)
-    later = [(moved(k, j, 3), moved(v, j, 2)) for j, (k, v) in enumerate(drafted)]
-    for k, _ in later[1:]:
-      scores.append(jnp.einsum("btkgh,bkht->bkgt", q, k)[..., None])
-    scores = jnp.concatenate(scores, -1).astype(jnp.float32) * c.head_dim**-0.5
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bksh->btkgh", weights[..., :T], v)
-    for j, (_, v) in enumerate(later[1:]):
-      out += jnp.einsum("bkgt,bkth->btkgh", weights[..., T + j], v)
-    out = out.reshape(B, T, c.num_heads, c.head_dim)
+    later = [(moved(k, j, 3), moved(v, j, 2)) for j, (k, v) in enumerate(drafted)][1:]
+
+    def block(start, end):
+      """Queries start..end-1; none looks past its own index."""
+      far_scores = jnp.einsum("btkgh,bkhs->bkgts", q[:, start:end], k[..., :end])
+      shown = far[:, None, None, start:end, :end]
+      scores = [jnp.where(shown, far_scores, _MASKED)]
+      for k_j, _ in later:
+        own = jnp.einsum("btkgh,bkht->bkgt", q[:, start:end], k_j[..., start:end])
+        scores.append(own[..., None])
+      scores = jnp.concatenate(scores, -1).astype(jnp.float32) * c.head_dim**-0.5
+      weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+      out = jnp.einsum("bkgts,bksh->btkgh", weights[..., :end], v[:, :, :end])
+      for j, (_, v_j) in enumerate(later):
+        out += jnp.einsum("bkgt,bkth->btkgh", weights[..., end + j], v_j[:, :, start:end])
+      return out
+
+    ends = [*range(_BLOCK, T, _BLOCK), T]
+    out = [block(*part) for part in zip([0, *ends], ends, strict=False)]
+    out = jnp.concatenate(out, 1).reshape(B, T, c.num_heads, c.head_dim)
     return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
 
   def __call__(self, x, positions, mask, layer_cache=None, slots=None):

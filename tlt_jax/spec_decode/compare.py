@@ -101,10 +101,12 @@ def compare(
         where.append((i, n))
   margins = []
   if where:
-    margin = redraw(config, params, requests, a).margin
+    rows = np.array([i for i, _ in where])
+    differing = dataclasses.replace(a, tokens=a.tokens[rows])
+    margin = redraw(config, params, requests.subset(rows), differing).margin
     margins = [
-      float(margin[i, t]) if t < min(a.length[i], b.length[i]) else np.inf
-      for i, t in where
+      float(margin[row, t]) if t < min(a.length[i], b.length[i]) else np.inf
+      for row, (i, t) in enumerate(where)
     ]
   near = sum(m < tolerance for m in margins)
   return Comparison(

@@ -2,9 +2,12 @@
 
 Drafter and target add the same noise to their logits, so that their draws are
 coupled: a child is a top candidate of (draft logits / T + the noise of its
-position). A node's score is the log-probability that the target draws it, as far as
-the drafter can tell: with noise known, what is uncertain is the drafter's own error,
-and the perturbed candidates are weighed by a softmax over `SCORE_TEMPERATURE`.
+position). Where verification is by rejection, children are drawn with noise of the
+drafter's own, and a tree's shape is fixed beforehand.
+
+In a tree that grows, a node's score is the log-probability that the target draws it,
+as far as the drafter can tell: with noise known, what is uncertain is the drafter's own
+error, and the perturbed candidates are weighed by a softmax over `SCORE_TEMPERATURE`.
 """
 
 import functools
@@ -12,6 +15,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -61,7 +65,12 @@ class Draft:
     return self._apply(drafter_lib.Drafter.over_cache, *args)
 
   def logits(self, h):
-    return self._apply(drafter_lib.Drafter.logits, self._target, h)
+    """f[... D] -> f32[... V]; -inf at tokens that the drafter does not predict."""
+    logits = self._apply(drafter_lib.Drafter.logits, self._target, h)
+    config = self._module.config
+    if not config.vocab:
+      return logits
+    return jnp.take(logits, config.draft_ids, -1, mode="fill", fill_value=-jnp.inf)
 
 
 def extend(draft: Draft, state: DraftState, pending, position):
@@ -85,39 +94,51 @@ def extend(draft: Draft, state: DraftState, pending, position):
   return draft.over_cache(h, pending[:, None], at, seen, cache)[:, 0], cache
 
 
-def draft_chain(draft: Draft, state: DraftState, slots, depth, size: int):
+def likeliest(logits, sampling: sampling_lib.Sampling, position) -> jax.Array:
+  """`sampling.contest` without noise: the likeliest tokens win, at any temperature."""
+  return sampling_lib.scale(logits, sampling)
+
+
+def draft_chain(
+  draft: Draft, state: DraftState, slots, depth, size: int, candidates, kept: bool = False
+):
   """Guesses `depth` <= size - 1 tokens in a row.
 
   Args:
     slots: pending i32[B], position i32[B] and sampling of each row
     depth: i32[]  read at run time
     size: J, nodes of the tree
+    candidates: (logits f32[B V], sampling, position i32[B]) -> i32[B W], the children
+      of a node; the first is guessed
+    kept: whether the logits are needed later
   Returns:
-    the tree, and the drafter's cache
+    the tree; the drafter's cache; and f32[B J V], the drafter's logits after each
+    node that has a child, or None
   """
   h, cache = extend(draft, state, slots.pending, slots.position)
-  contest = lambda h, ahead: sampling_lib.contest(
-    draft.logits(h), slots.sampling, slots.position + ahead
-  )
-  token = sampling_lib.argmax(contest(h, 1))
-  tokens = jnp.zeros((token.shape[0], size), jnp.int32)
-  tokens = tokens.at[:, 0].set(slots.pending)
-  put = lambda tokens, token, d: jax.lax.dynamic_update_slice_in_dim(
-    tokens, token[:, None], d, 1
-  )
+  put = jax.lax.dynamic_update_slice_in_dim
+
+  def guess(h, d, tokens, every):
+    """The token after node d, and the arrays with what belongs there."""
+    logits = draft.logits(h)
+    token = candidates(logits, slots.sampling, slots.position + d + 1)[:, 0]
+    if kept:
+      every = put(every, logits[:, None], d, 1)
+    return token, put(tokens, token[:, None], d + 1, 1), every
 
   def step(d, carry):
-    h, token, cache, tokens = carry
+    h, cache, (token, *drafted) = carry
     pair = (slots.position - 1 + d)[:, None]
     seen = cache_lib.visible(pair, cache.length)
     h, cache = draft.step(h[:, None], token[:, None], pair, seen, cache, pair)
-    h = h[:, 0]
-    token = sampling_lib.argmax(contest(h, d + 1))
-    return h, token, cache, put(tokens, token, d + 1)
+    return h[:, 0], cache, guess(h[:, 0], d, *drafted)
 
-  start = (h, token, cache, put(tokens, token, 1))
-  _, _, cache, tokens = jax.lax.fori_loop(1, depth, step, start)
-  return tree_lib.chain(tokens, depth), cache
+  B, V = jax.eval_shape(draft.logits, h).shape
+  tokens = jnp.zeros((B, size), jnp.int32).at[:, 0].set(slots.pending)
+  every = jnp.zeros((B, size, V)) if kept else None
+  start = (h, cache, guess(h, 0, tokens, every))
+  _, cache, (_, tokens, every) = jax.lax.fori_loop(1, depth, step, start)
+  return tree_lib.chain(tokens, depth), cache, every
 
 
 @flax.struct.dataclass
@@ -141,7 +162,14 @@ def _best(nodes: Nodes, count: int) -> tuple[Nodes, jax.Array]:
 
 
 def draft_tree(
-  draft: Draft, state: DraftState, slots, depth, width: int, size: int, scratch: int
+  draft: Draft,
+  state: DraftState,
+  slots,
+  depth,
+  width: int,
+  size: int,
+  scratch: int,
+  contest,
 ):
   """Grows a tree level by level, and keeps the best `size` - 1 nodes.
 
@@ -152,6 +180,8 @@ def draft_tree(
     depth: i32[]  levels, read at run time; the cache must have `width` slots for
       each level but the last beyond the longest position
     scratch: slots behind each row's last pair that may be used, >= width * (depth-1)
+    contest: (logits f32[B V], sampling, position i32[B]) -> f32[B V], whose top are
+      the children of a node
   Returns:
     the tree, and the drafter's cache
   """
@@ -161,7 +191,7 @@ def draft_tree(
 
   def candidates(h, sampling, position):
     """Scores f32[b W] and tokens i32[b W] of the top children of each row."""
-    runners = sampling_lib.contest(draft.logits(h), sampling, position)
+    runners = contest(draft.logits(h), sampling, position)
     score = jax.nn.log_softmax(runners / SCORE_TEMPERATURE, -1)
     return jax.lax.top_k(score, W)
 
@@ -216,6 +246,50 @@ def draft_tree(
   start = (first, beams_h, seen, cache, kept)
   *_, cache, kept = jax.lax.fori_loop(1, depth, grow, start)
   return _assemble(kept, slots.pending), cache
+
+
+def draft_fixed(
+  draft: Draft, state: DraftState, slots, shape: tree_lib.Shape, scratch: int, candidates
+):
+  """Draws the tokens of a tree whose shape is given, J nodes.
+
+  Args:
+    scratch: slots behind each row's last pair that may be used, >= J - 1
+    candidates: as for `draft_chain`, in their order
+  Returns:
+    the tree; the drafter's cache; and f32[B J V], its logits after each node that has
+    a child
+  """
+  h, cache = extend(draft, state, slots.pending, slots.position)
+  B, J = h.shape[0], len(shape.parent)
+  parent, rank, depth = map(np.array, (shape.parent, shape.rank, shape.depth))
+  below = np.pad(shape.ancestors[:, 1:], ((0, 0), (0, scratch - J + 1)))
+  hidden = jnp.zeros((B, J, h.shape[-1]), h.dtype).at[:, 0].set(h)
+  tokens = jnp.zeros((B, J), jnp.int32).at[:, 0].set(slots.pending)
+  every = jnp.zeros((B, J, jax.eval_shape(draft.logits, h).shape[-1]))
+  for level in shape.levels:
+    n, d = len(level), int(depth[level[0]])
+    if d > 0:
+      seen = jnp.broadcast_to(below[level], (B, n, scratch))
+      pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, n))
+      at = slots.position[:, None] + (level - 1)
+      mask = tree_lib.attention_mask(seen, slots.position, cache.length)
+      above = hidden[:, parent[level]]
+      out, cache = draft.step(above, tokens[:, level], pair, mask, cache, at)
+      hidden = hidden.at[:, level].set(out)
+    logits = draft.logits(hidden[:, level])
+    drawn = candidates(
+      logits.reshape(B * n, -1),
+      sampling_lib.repeat(slots.sampling, n),
+      jnp.repeat(slots.position + 1 + d, n),
+    ).reshape(B, n, -1)
+    children = np.flatnonzero(np.isin(parent, level) & (depth == d + 1))
+    of = np.searchsorted(level, parent[children])
+    tokens = tokens.at[:, children].set(drawn[:, of, rank[children]])
+    every = every.at[:, level].set(logits)
+  whole = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B, J))
+  tree = tree_lib.Tree(tokens, whole(parent), whole(depth), jnp.ones((B, J), bool))
+  return tree, cache, every
 
 
 def _assemble(nodes: Nodes, pending) -> tree_lib.Tree:

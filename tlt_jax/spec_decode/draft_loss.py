@@ -9,12 +9,17 @@ what the one before gave, so that the drafter learns from its own mistakes:
 Distribution losses, between target p and drafter q at the sampling temperature:
 soft cross-entropy (EAGLE, https://arxiv.org/abs/2401.15077), or total variation,
 which is what acceptance depends on (https://arxiv.org/abs/2606.12370).
+
+A drafter with a vocabulary of its own has q = 0 elsewhere. Total variation counts what
+p has there; cross-entropy is to p renormalised within it, and zero at positions whose
+likeliest token it lacks, as in the code of EAGLE-3 (https://arxiv.org/abs/2503.01840).
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tlt_jax import packing
 from tlt_jax.models import config as config_lib
@@ -75,6 +80,9 @@ def loss(
     {"params": frozen}, features, method=target.Target.logits
   )
   p = jax.nn.softmax(ahead(logits) / options.temperature, -1)
+  goal, outside = p, 0.0
+  if drafter.vocab:
+    p, goal, outside = _within(p, drafter)
   # Pair t is trained where token t+2 is a response token of the same sequence.
   inside = ahead(packed.mask) & (ahead(packed.positions) > 0)
   metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
@@ -83,9 +91,9 @@ def loss(
     valid = (inside & (packed.positions >= k)).astype(jnp.float32)
     q = apply(frozen, h, method=drafter_lib.Drafter.logits) / options.temperature
     logq = jax.nn.log_softmax(q, -1)
-    variation = 0.5 * jnp.sum(jnp.abs(p - jnp.exp(logq)), -1)
+    variation = 0.5 * (jnp.sum(jnp.abs(p - jnp.exp(logq)), -1) + outside)
     if options.distance == "cross_entropy":
-      distance = -jnp.sum(p * logq, -1)
+      distance = -jnp.sum(goal * logq, -1)
     else:
       distance = variation
     share = jnp.sum(distance * valid)
@@ -97,3 +105,18 @@ def loss(
     metrics[f"loss_{k + 1}"] = share
     metrics[f"agreement_{k + 1}"] = jnp.sum((1 - variation) * valid)
   return total, metrics
+
+
+def _within(p: jax.Array, drafter: drafter_lib.DrafterConfig):
+  """The target's p f32[... V] as a drafter of U tokens sees it.
+
+  Returns:
+    p f32[... U]  of its tokens
+    goal f32[... U]  the same, renormalised; zero where the likeliest token is outside
+    outside f32[...]  all other p together
+  """
+  known = jnp.take(drafter.draft_ids, jnp.argmax(p, -1)) < len(drafter.vocab)
+  p = jnp.take(p, np.array(drafter.vocab), -1)
+  mass = jnp.sum(p, -1)
+  divisor = jnp.where(known, mass, jnp.inf)  # the mass may be 0 where it is not
+  return p, p / divisor[..., None], 1.0 - mass

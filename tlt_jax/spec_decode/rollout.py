@@ -11,6 +11,7 @@ its requests. Everything on the devices but the parameters is freed at the end.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import logging
 import time
 
@@ -38,12 +39,13 @@ ladder = schedule_lib.ladder
 class Rollout:
   """See `make`."""
 
-  def __init__(self, config, mesh, options, drafter, policy):
+  def __init__(self, config, mesh, options, drafter, policy, verification):
     self.config: config_lib.ModelConfig = config
     self.mesh: jax.sharding.Mesh = mesh
     self.options: Options = options
     self.drafter: drafter_lib.DrafterConfig | None = drafter
     self.policy: strategy_lib.Policy | None = policy
+    self._program_of = functools.partial(speculate.name, verification=verification)
     self.pool = programs.Pool(options.budget)
     self._slices = mesh.shape[axes.DATA]
     self._stop_tokens = 1  # E, of the requests at hand
@@ -63,7 +65,8 @@ class Rollout:
       room = speculate.Room.of(policy.strategies)
       self._scratch = room.target
       self._programs |= speculate.make_programs(
-        config, drafter, mesh, options.chunk, policy.strategies, room, self._keep
+        *(config, drafter, mesh, options.chunk, policy.strategies, room, self._keep),
+        verification,
       )
 
   def __call__(
@@ -205,7 +208,7 @@ class Rollout:
       length = bucket.length + self._scratch
       corpus = ngram.Corpus(rows.update(shape=(*rows.shape, length)), rows, rows)
     for s in sorted(by_ngram):
-      self._get(speculate.name(s), bucket, params, (), slots, corpus, one, one, seconds)
+      self._get(self._program_of(s), bucket, params, (), slots, corpus, one, one, seconds)
     chosen -= by_ngram
     if chosen:
       features = slots.context.features
@@ -217,22 +220,35 @@ class Rollout:
       state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
       for s in sorted(chosen):
         args = (params, draft_params, slots, state, one, one, seconds)
-        self._get(speculate.name(s), bucket, *args)
+        self._get(self._program_of(s), bucket, *args)
 
-  def time_chunk(self, params, bucket: schedule_lib.Bucket) -> float:
+  def time_chunk(self, params, bucket: tuple[int, int]) -> float:
     """Seconds of one chunk with all slots of a bucket live, none finishing.
 
     The caches are as full as a chunk leaves room for.
     """
+    schedule, slots = self._full(bucket)
+    self._chunk(params, schedule, slots)
+    return schedule.costs.chunk_s
+
+  def time_fill(self, params, draft_params, bucket: tuple[int, int]) -> float:
+    """Seconds that it takes to switch speculation on, in the same situation."""
+    schedule, slots = self._full(bucket)
+    samples = self._empty_samples(schedule)
+    fill = lambda: self._fill(params, draft_params, schedule, slots, samples)
+    jax.block_until_ready(fill())  # compiling is not timed
+    began = time.perf_counter()
+    jax.block_until_ready(fill())
+    return time.perf_counter() - began
+
+  def _full(self, bucket):
     n, B = self.options.chunk, bucket[0] * self._slices
     requests = requests_lib.make_requests([[1]] * B, max_tokens=bucket[1] - 1)
     schedule = schedule_lib.Schedule.start(self.options, requests, self._slices)
     schedule.drawn[:] = bucket[1] - 1 - n
     slots = self._fit(schedule, None, schedule_lib.Bucket(*bucket))
     schedule.owner = np.arange(B, dtype=np.int32).reshape(schedule.owner.shape)
-    slots = self._new_slots(schedule, slots.context)
-    self._chunk(params, schedule, slots)
-    return schedule.costs.chunk_s
+    return schedule, self._new_slots(schedule, slots.context)
 
   def _get(self, name: str, key: tuple, *args, **static):
     key = (*key, self._stop_tokens)
@@ -282,7 +298,7 @@ class Rollout:
     if strategy.source == strategy_lib.NGRAM:
       draft_params = ()
     args = (params, draft_params, slots, state, np.int32(strategy.depth), n)
-    return self._timed(speculate.name(strategy), schedule, strategy, *args)
+    return self._timed(self._program_of(strategy), schedule, strategy, *args)
 
   def _timed(self, name: str, schedule, strategy, *args):
     """Runs a chunk, and books its time; its last result comes back on the host."""
@@ -462,6 +478,7 @@ def make(
   options: Options,
   drafter: drafter_lib.DrafterConfig | None = None,
   policy: strategy_lib.Policy | None = None,
+  verification: str = speculate.COUPLED,
 ) -> Rollout:
   """A rollout function `(params, requests, draft_params) -> samples`.
 
@@ -469,8 +486,13 @@ def make(
 
   Args:
     drafter, policy: for speculative decoding: what drafts, and how and when.
-      Neither changes a token.
+    verification: "coupled" or "likeliest", with which none of this changes a token, or
+      "rejection", which keeps their distribution only; see `speculate`
   """
+  if verification not in speculate.VERIFICATIONS:
+    raise ValueError(
+      f"verification is one of {', '.join(speculate.VERIFICATIONS)}, not {verification!r}"
+    )
   strategies = policy.strategies if policy is not None else ()
   models = [s for s in strategies if s.source == strategy_lib.MODEL]
   if drafter is None and models:
@@ -482,4 +504,4 @@ def make(
     raise ValueError(
       f"a chunk of {options.chunk} tokens has no room for a strategy of depth {deepest}"
     )
-  return Rollout(config, mesh, options, drafter, policy)
+  return Rollout(config, mesh, options, drafter, policy, verification)

@@ -1,9 +1,18 @@
 """Device programs of speculative decoding: fill the drafter's cache, run a chunk.
 
 An iteration drafts a tree, lets the target look at all its nodes in one pass, keeps
-what plain decoding would have drawn, and takes the accepted tokens with the target's
-own features into the drafter's cache. It changes nothing else than plain decoding
-does; plain and speculative chunks may follow each other in any order.
+what stands, and takes these tokens with the target's own features into the drafter's
+cache. It changes nothing else than plain decoding does; plain and speculative chunks
+may follow each other in any order.
+
+Three ways to draft and to verify:
+
+- coupled: drafter and target draw with the same noise; what stands is what plain
+  decoding would have drawn, token for token (`verify`).
+- likeliest: verified alike, but the drafter's likeliest tokens are guessed, as EAGLE-2
+  does; as lossless, and worse wherever the temperature is not 0.
+- rejection: the drafter draws with noise of its own; tokens are distributed as the
+  target's, and are not those of plain decoding (`rejection`).
 """
 
 from collections.abc import Iterable
@@ -21,10 +30,13 @@ from tlt_jax.models import target
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft as draft_lib
 from tlt_jax.spec_decode import ngram
+from tlt_jax.spec_decode import rejection
 from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import strategy as strategy_lib
 from tlt_jax.spec_decode import tree as tree_lib
 from tlt_jax.spec_decode import verify
+
+COUPLED, LIKELIEST, REJECTION = VERIFICATIONS = ("coupled", "likeliest", "rejection")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +45,16 @@ class Room:
 
   longest: int = 1  # R, tokens that an iteration may draw
   target: int = 0  # slots behind the longest sequence: the nodes of a tree
-  drafter: int = 0  # slots behind the longest pair: the levels of a tree
+  drafter: int = 0  # slots behind the longest pair: nodes of a tree that have children
 
   @classmethod
   def of(cls, strategies: Iterable[strategy_lib.Strategy]):
     trees = [s for s in strategies if s.width > 1]
+    nodes = max((s.verify for s in trees), default=0)
     return cls(
       longest=1 + max((s.longest for s in strategies), default=0),
-      target=max((s.verify for s in trees), default=0),
-      drafter=max((s.width * (s.depth - 1) for s in trees), default=0),
+      target=nodes,
+      drafter=max([nodes, *(s.width * (s.depth - 1) for s in trees)]),
     )
 
 
@@ -111,6 +124,7 @@ def make_chunk(
   strategy: strategy_lib.Strategy,
   room: Room,
   kept: decode.Keep | None,
+  verification: str,
 ):
   """(params, draft params, slots, state, depth i32[], n i32[], seconds f32[slices])
   -> slots, state, Emitted.
@@ -121,21 +135,44 @@ def make_chunk(
 
   Args:
     tokens: per slot that `Emitted` holds
-    strategy: its width and nodes are compiled in, its depth is not
+    strategy: its width and nodes are compiled in, its depth is not (see `name`)
     kept: what the slots' contexts keep of the target
+    verification: one of `VERIFICATIONS`
   """
   width, size = strategy.width, strategy.verify
   is_chain, longest = width == 1, room.longest
   is_ngram = strategy.source == strategy_lib.NGRAM
 
   def guess(params, draft_params, slots, state, depth):
-    """The tree, and what `absorb` needs of the state."""
+    """The tree, what `absorb` needs of the state, and q for rejection."""
     if is_ngram:
-      return ngram.propose(state, slots.pending, depth, size), state
+      tree = ngram.propose(state, slots.pending, depth, size)
+      q = jax.nn.one_hot(jnp.roll(tree.tokens, -1, 1), config.vocab_size)
+      return tree, state, q if verification == REJECTION else None
     draft = draft_lib.Draft(drafter, params, draft_params)
-    if is_chain:
-      return draft_lib.draft_chain(draft, state, slots, depth, size)
-    return draft_lib.draft_tree(draft, state, slots, depth, width, size, room.drafter)
+    contest = draft_lib.likeliest if verification == LIKELIEST else sampling_lib.contest
+    best = lambda *args: sampling_lib.argmax(contest(*args))[:, None]
+    drawn = lambda logits, sampling, position: rejection.draw_candidates(
+      rejection.draft_distribution(logits, sampling), sampling, position, width
+    )
+    if verification == REJECTION and not is_chain:
+      shape = tree_lib.fixed(strategy.depth, width, size)
+      args = (draft, state, slots, shape, room.drafter, drawn)
+      tree, cache, logits = draft_lib.draft_fixed(*args)
+    elif is_chain:
+      args = (draft, state, slots, depth, size)
+      if verification == REJECTION:
+        tree, cache, logits = draft_lib.draft_chain(*args, drawn, kept=True)
+      else:
+        tree, cache, logits = draft_lib.draft_chain(*args, best)
+    else:
+      args = (draft, state, slots, depth, width, size, room.drafter, contest)
+      (tree, cache), logits = draft_lib.draft_tree(*args), None
+    if logits is None:
+      return tree, cache, None
+    sampling = sampling_lib.repeat(slots.sampling, logits.shape[1])
+    q = rejection.draft_distribution(logits.reshape(-1, config.vocab_size), sampling)
+    return tree, cache, q.reshape(logits.shape)
 
   def absorb(state, output: verify.Output):
     """The state after an iteration."""
@@ -156,9 +193,9 @@ def make_chunk(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      tree, state = guess(params, draft_params, slots, state, depth)
+      tree, state, q = guess(params, draft_params, slots, state, depth)
       live = slots.remaining > 0
-      args = (config, kept, params, slots, tree, longest, is_chain)
+      args = (config, kept, params, slots, tree, q, longest, width)
       slots, output = verify_and_accept(*args)
       inside = jnp.arange(longest) < output.count[:, None]
       at = jnp.where(inside, emitted.count[:, None] + jnp.arange(longest), tokens)
@@ -194,26 +231,34 @@ def make_chunk(
   )
 
 
-def name(strategy: strategy_lib.Strategy) -> str:
-  """Of the program that runs a strategy, whatever its depth."""
-  return f"speculate_{strategy.source}_{strategy.width}_{strategy.verify}"
+def name(strategy: strategy_lib.Strategy, verification: str) -> str:
+  """Of the program that runs a strategy: whatever its depth, if that is not fixed."""
+  depth = f"_{strategy.depth}" if verification == REJECTION and strategy.width > 1 else ""
+  return f"speculate_{strategy.source}{depth}_{strategy.width}_{strategy.verify}"
 
 
-def make_programs(config, drafter, mesh, tokens: int, strategies, room, kept) -> dict:
+def make_programs(
+  config, drafter, mesh, tokens: int, strategies, room, kept, verification: str
+) -> dict:
   """Every jitted function of speculation, by name."""
   programs = {} if drafter is None else {"fill": make_fill(drafter, mesh, room)}
   for s in strategies:
-    programs[name(s)] = make_chunk(config, drafter, mesh, tokens, s, room, kept)
+    args = (config, drafter, mesh, tokens, s, room, kept, verification)
+    programs[name(s, verification)] = make_chunk(*args)
   return programs
 
 
-def verify_and_accept(config, kept, params, slots, tree, longest: int, is_chain: bool):
+def verify_and_accept(config, kept, params, slots, tree, q, longest: int, width: int):
   """One pass of the target over the trees, and the tokens that follow from it.
 
+  Args:
+    q: f32[B J V], what the children of each node were drawn from, for verification by
+      rejection; None for the tokens of plain decoding
   Returns:
     the new slots; and `verify.Output`
   """
   B, J = tree.tokens.shape
+  is_chain = width == 1
   context = slots.context
   S = context.kv[0].length
   positions = slots.position[:, None] + tree.depth
@@ -236,18 +281,31 @@ def verify_and_accept(config, kept, params, slots, tree, longest: int, is_chain:
   logits = target.Target(config).apply(
     {"params": params}, features, method=target.Target.logits
   )
-  drawn = sampling_lib.draw(
-    logits.reshape(B * J, -1),
-    sampling_lib.repeat(slots.sampling, J),
-    (positions + 1).reshape(-1),
-  )
-  drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
-  walk = verify.walk_chain if is_chain else verify.walk
-  path, accepted = walk(tree, drawn.token, min(J, longest))
-  path = jnp.pad(path, ((0, 0), (0, longest - path.shape[1])), mode="edge")
-  of = lambda x: jnp.take_along_axis(x, path, 1)
+  sampling = sampling_lib.repeat(slots.sampling, J)
+  flat = logits.reshape(B * J, -1)
+  most = min(J, longest)
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, longest - most)), mode="edge")
+  if q is None:
+    drawn = sampling_lib.draw(flat, sampling, (positions + 1).reshape(-1))
+    drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
+    walk = verify.walk_chain if is_chain else verify.walk
+    path, accepted = walk(tree, drawn.token, most)
+    path = pad(path)
+    tokens, logp, logp_filtered = (
+      jnp.take_along_axis(x, path, 1)
+      for x in (drawn.token, drawn.logp, drawn.logp_filtered)
+    )
+  else:
+    p = rejection.target_distribution(flat, sampling).reshape(logits.shape)
+    args = (tree, p, q, slots.sampling, slots.position, most, width)
+    path, accepted, tokens = rejection.verify(*args)
+    path, tokens = pad(path), pad(tokens)
+    scaled = sampling_lib.scale(flat, sampling).reshape(logits.shape)
+    chosen = lambda x: jnp.take_along_axis(
+      jnp.take_along_axis(x, path[..., None], 1), tokens[..., None], 2
+    )[..., 0]
+    logp, logp_filtered = chosen(jax.nn.log_softmax(scaled, -1)), jnp.log(chosen(p))
   live = slots.remaining > 0
-  tokens = of(drawn.token)
   count, stopped = verify.cut(tokens, accepted + 1, slots.stop_tokens, slots.remaining)
   count = jnp.where(live, count, 0)
   last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
@@ -271,9 +329,5 @@ def verify_and_accept(config, kept, params, slots, tree, longest: int, is_chain:
     context=decode.Context(kv, kept_features),
   )
   return new, verify.Output(
-    tokens=tokens,
-    logp=of(drawn.logp),
-    logp_filtered=of(drawn.logp_filtered),
-    features=states,
-    count=count,
+    tokens=tokens, logp=logp, logp_filtered=logp_filtered, features=states, count=count
   )

@@ -11,9 +11,13 @@ node j's parent is j-1.
                              3   4
 """
 
+import dataclasses
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @flax.struct.dataclass
@@ -55,3 +59,66 @@ def attention_mask(tree_mask: jax.Array, start: jax.Array, length: int) -> jax.A
   base = jnp.broadcast_to(base, (start.shape[0], rows, length))
   put = lambda row, tree, at: jax.lax.dynamic_update_slice(row, tree, (0, at))
   return jax.vmap(put)(base, tree_mask, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """A tree whose nodes are known before anything is drafted; node 0 is the root."""
+
+  parent: tuple[int, ...]  # [J]
+  rank: tuple[int, ...]  # [J]  among its siblings
+  depth: tuple[int, ...]  # [J]  never falling
+
+  @property
+  def levels(self) -> list[np.ndarray]:
+    """The nodes that have children, in order, by depth."""
+    inner = np.array(sorted(set(self.parent)))
+    depth = np.array(self.depth)[inner]
+    return [inner[depth == d] for d in np.unique(depth)]
+
+  @property
+  def ancestors(self) -> np.ndarray:
+    """bool[J J]: node i descends from node j, or is it."""
+    found = np.eye(len(self.parent), dtype=bool)
+    for node, parent in enumerate(self.parent):
+      found[node] |= found[parent]
+    return found
+
+  @property
+  def width(self) -> int:
+    return max(self.rank) + 1
+
+
+# How often the first, second, ... child of a node is the one that stands, for the
+# choice of a tree's shape. Of drafters as good as one on the default task.
+_STANDS = (0.75, 0.1, 0.04, 0.02, 0.01)
+
+
+@functools.cache
+def fixed(depth: int, width: int, size: int) -> Shape:
+  """The tree of up to `size` nodes that holds most of what will be accepted.
+
+  A child's chance of being accepted is its parent's times a factor of its rank alone;
+  the nodes of the highest chances form a tree (Sequoia, Chen et al. 2024,
+  https://arxiv.org/abs/2402.12374, section 3.1, for independent positions).
+  """
+  chance = [*_STANDS, *(_STANDS[-1] * 0.5**i for i in range(1, width))][:width]
+  nodes = [(1.0, 0, ())]  # chance, order of making, ranks on the way
+  grown, made = [nodes[0]], 1
+  for _ in range(depth):
+    children = []
+    for parent_chance, _, path in grown:
+      for rank, factor in enumerate(chance):
+        children.append((parent_chance * factor, made, (*path, rank)))
+        made += 1
+    # No more than `size` of a level can be among the best of all.
+    grown = sorted(children, key=lambda n: (-n[0], n[1]))[:size]
+    nodes += grown
+  best = sorted(nodes, key=lambda n: (-n[0], n[1]))[:size]
+  paths = sorted((path for *_, path in best), key=lambda path: (len(path), path))
+  number = {path: i for i, path in enumerate(paths)}
+  return Shape(
+    parent=tuple(number[path[:-1]] for path in paths),
+    rank=tuple(path[-1] if path else 0 for path in paths),
+    depth=tuple(map(len, paths)),
+  )
