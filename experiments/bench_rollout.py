@@ -45,11 +45,20 @@ _DRAFTER = flags.DEFINE_string("drafter", "", "Folder; default: the config's.")
 _STRATEGIES = flags.DEFINE_list(
   "strategies", ["2_1_3", "3_1_4", "5_1_6", "7_1_8", "4_2_8", "6_2_16"], "To compare."
 )
+_LIVE = flags.DEFINE_list(
+  "live", ["1", "2", "4", "8", "16", "32", "64"], "Live requests per slice."
+)
 _TOKENS = flags.DEFINE_integer("tokens", 192, "Per request, for speculation.")
 _REQUESTS = flags.DEFINE_integer("requests", 128, "In a length trace.", lower_bound=1)
 
-_LIVE = (1, 2, 4, 8, 16, 32, 64)
 _LENGTHS = (160, 512, 1024, 4096)  # of the cache that a step attends over
+
+
+def live_batches() -> list[int]:
+  try:
+    return [int(b) for b in _LIVE.value]
+  except ValueError as e:
+    raise ValueError(f"--live takes numbers: {e}") from e
 
 
 def lengths(name: str, count: int) -> np.ndarray:
@@ -66,7 +75,7 @@ def step_seconds(model, params, mesh) -> dict[tuple[int, int], list[float]]:
   """Seconds of one decoding step by (live batch per slice, cache length)."""
   n = 32
   cells = {}
-  for batch in _LIVE:
+  for batch in live_batches():
     for length in _LENGTHS:
       options = rollout.Options(max_length=length, max_prompt=length, slots=batch, chunk=n)
       cells[batch, length] = rollout.make(model, mesh, options), []
@@ -161,7 +170,7 @@ def speculation(model, params, drafter, draft_params, mesh, config) -> dict:
   first = rollout.make(model, mesh, rollout.Options(**sizes))(params, requests)
   long = np.flatnonzero(first.length == n)
   result = {}
-  for live in (b for b in _LIVE if b * slices <= len(long) and b <= 32):
+  for live in (b for b in live_batches() if b * slices <= len(long) and b <= 32):
     chosen = requests.subset(long[: live * slices])
     engine = lambda slots, *how: rollout.make(
       model, mesh, rollout.Options(**sizes | dict(slots=slots)), *how
@@ -234,7 +243,7 @@ def report_steps(model, params, mesh) -> dict:
   table(
     f"Milliseconds per decoding step, median (range), {mesh.shape['data']} slices",
     ["live per slice", *(f"cache {S}" for S in _LENGTHS)],
-    [[str(b), *(spread(seconds[b, S], 1e3) for S in _LENGTHS)] for b in _LIVE],
+    [[str(b), *(spread(seconds[b, S], 1e3) for S in _LENGTHS)] for b in live_batches()],
   )
   median = {cell: float(np.median(s)) for cell, s in seconds.items()}
   return {
@@ -243,7 +252,7 @@ def report_steps(model, params, mesh) -> dict:
         "step_ms": {str(S): 1e3 * median[b, S] for S in _LENGTHS},
         "tokens_per_s": b * mesh.shape["data"] / median[b, _LENGTHS[0]],
       }
-      for b in _LIVE
+      for b in live_batches()
     }
   }
 

@@ -17,6 +17,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.rl import draft_learner
 from tlt_jax.rl import optimizer
@@ -36,6 +37,10 @@ CONFIGS = tiny.DRAFTERS | {
 @functools.cache
 def params(kind):
   return drafter_lib.init_params(CONFIGS[kind], jax.random.key(1))
+
+
+def by(positions):
+  return layers.rotation(tiny.CONFIG, positions)
 
 
 def apply(kind, *args, method):
@@ -65,23 +70,23 @@ def test_the_unrolled_steps_are_those_of_drafting(kind):
   mask = jnp.tril(jnp.ones((1, T, T), bool))
   following = tokens[:, 1:]
   unrolled = apply(
-    kind, frozen, states, following, positions, mask, steps, method="unroll"
+    kind, frozen, states, following, by(positions), mask, steps, method="unroll"
   )
   h = apply(kind, states, method="features")
-  k, v = apply(kind, frozen, h, following, positions, method="keys_values")
+  k, v = apply(kind, frozen, h, following, by(positions), method="keys_values")
   for start in (3, 7):  # the last true pair
     cache = drafter_lib.init_cache(CONFIGS[kind], 1, T)
     true = np.where(np.arange(T) <= start, np.arange(T), T)[None]
     cache = cache_lib.write(cache, k, v, true)
     at = jnp.full((1, 1), start)
-    args = (frozen, h[:, start][:, None], following[:, start][:, None], at)
+    args = (frozen, h[:, start][:, None], following[:, start][:, None], by(at))
     out = apply(kind, *args, cache_lib.visible(at, T), cache, method="over_cache")
     np.testing.assert_allclose(out[0, 0], unrolled[0][0, start], atol=1e-5)
     for step in range(1, steps):
       at = at + 1
       token = following[:, start + step][:, None]
       seen = cache_lib.visible(at, T)
-      args = (frozen, out, token, at, seen, cache, at)
+      args = (frozen, out, token, by(at), seen, cache, at)
       out, cache = apply(kind, *args, method="__call__")
       np.testing.assert_allclose(out[0, 0], unrolled[step][0, start + step], atol=1e-5)
 
@@ -220,9 +225,9 @@ def test_a_draft_vocabulary_restricts_the_head():
   frozen, ids = tiny.params(), list(VOCAB)
   h = jax.random.normal(jax.random.key(0), (3, 5, tiny.CONFIG.width))
   shared = {k: v for k, v in params("vocab").items() if k != "head"}
-  whole = draft_lib.Draft(CONFIGS["eagle3"], frozen, shared)
+  whole = draft_lib.Draft(CONFIGS["eagle3"], frozen, shared, 16)
   part = draft_lib.Draft(
-    CONFIGS["vocab"], frozen, shared | {"head": frozen["head"][:, ids]}
+    CONFIGS["vocab"], frozen, shared | {"head": frozen["head"][:, ids]}, 16
   )
   made = np.asarray(part.logits(h))
   assert made.shape == (3, 5, tiny.CONFIG.vocab_size)
@@ -237,7 +242,7 @@ def test_a_chain_stays_within_the_draft_vocabulary():
   """Whatever noise and filters say; at temperature 0 too."""
   B, J, drafter = 64, 5, CONFIGS["vocab"]
   pending = jnp.arange(B)
-  draft = draft_lib.Draft(drafter, tiny.params(), params("vocab"))
+  draft = draft_lib.Draft(drafter, tiny.params(), params("vocab"), 16)
   state = draft_lib.DraftState(
     cache=drafter_lib.init_cache(drafter, B, 16),
     features=jax.random.normal(jax.random.key(0), (B, 1, drafter.feature_width)),
@@ -293,7 +298,7 @@ def test_what_is_outside_a_draft_vocabulary_counts_as_documented(distance):
   known = np.isin(p.argmax(-1), ids)
   assert 0 < known[following].mean() < 1
   mask = packing.segment_mask(packed.segments, packed.positions)
-  inputs = (frozen, states, packed.targets, packed.positions, mask, options.steps)
+  inputs = (frozen, states, packed.targets, by(packed.positions), mask, options.steps)
   expected = 0.0
   for k, h in enumerate(apply("vocab", *inputs, method="unroll")):
     counts = following & (packed.positions >= k)

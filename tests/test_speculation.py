@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from experiments import setup
 from tests import tiny
+from tlt_jax import axes
+from tlt_jax import data
+from tlt_jax.models import convert
+from tlt_jax.models import drafter_files
 from tlt_jax.models import target
 from tlt_jax.spec_decode import compare
 from tlt_jax.spec_decode import draft as draft_lib
@@ -226,6 +231,39 @@ def test_rejection_keeps_the_distribution(strategy):
   np.testing.assert_allclose(samples.logp[:, 1], second[given, drawn], atol=1e-5)
   probability = np.log(filtered(second, k)[given, drawn])
   np.testing.assert_allclose(samples.logp_filtered[:, 1], probability, atol=1e-5)
+
+
+@functools.cache
+def default_task():
+  """The default policy and its drafter, 256 responses and what plain decoding draws."""
+  run = setup.read_config("experiments/configs/countdown.py")
+  mesh = tiny.mesh(2)
+  model, params = convert.load_hf(run["policy"], mesh, axes.ROLLOUT)
+  drafter = drafter_files.load("experiments/drafters/countdown", model, mesh)
+  tokenizer = data.Tokenizer.load(run["policy"])
+  records = setup.build(run["held_out"] | {"size": 128})
+  made = requests_lib.make_requests(
+    [tokenizer.encode(r["prompt"]) for r in records],
+    responses=2,
+    max_tokens=320,
+    stop_tokens=tokenizer.stop_tokens,
+  )
+  options = rollout.Options(max_length=352, max_prompt=32, slots=64, prompt_rows=8)
+  make = functools.partial(rollout.make, model, mesh, options)
+  return model, params, drafter, made, make, make()(params, made)
+
+
+@pytest.mark.parametrize("strategy", ["5_1_6", "3_4_16"])
+def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
+  """Some 40,000 tokens of the default task."""
+  model, params, (drafter, draft_params), made, make, samples = default_task()
+  always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.parse(strategy)),))
+  drawn = make(drafter, always)(params, made, draft_params)
+  result = compare.compare(model, params, made, samples, drawn)
+  assert result.differing_tokens == 0, result.where
+  assert result.near_ties <= 3
+  assert result.total_tokens > 30_000
+  assert drawn.mean_acceptance_length > 2.5
 
 
 def test_features_are_kept_alike():

@@ -16,8 +16,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(
     dict(
       seed=0,
-      steps=4 if smoke else 600,
-      sequences=16 if smoke else 32,  # per step
+      steps=4 if smoke else 1200,
+      sequences=16 if smoke else 8,  # per step: many small updates learn faster
       # the run whose policy, prompts and sampling are used; with its own overrides
       run="experiments/configs/countdown.py" + (":smoke" if smoke else ""),
       policy="",  # Hugging Face folder; empty: the run's
@@ -28,9 +28,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       drafter=dict(kind="eagle2", vocab_size=0),
       loss=dict(steps=5, decay=0.8, distance="total_variation", regression=0.1),
       optimizer=dict(
-        name="adamw", learning_rate=2e-3, warmup=20, total=600, b2=0.99, weight_decay=0.0
+        name="adamw", learning_rate=4e-3, warmup=20, total=1200, b2=0.99, weight_decay=0.0
       ),
-      learner=dict(buckets=((8, 128),) if smoke else ((8, 256), (4, 512), (2, 1056))),
+      learner=dict(buckets=((8, 128),) if smoke else ((4, 256), (2, 512), (2, 1056))),
       evaluation=dict(
         prompts=4 if smoke else 32, samples=2, strategies=("3_1_4", "5_1_6", "7_1_8")
       ),

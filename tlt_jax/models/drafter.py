@@ -116,7 +116,7 @@ class Drafter(nn.Module):
   """See the head of this file. Shapes: h f[B T D] is what stands for the feature.
 
   `target_params` are the target's; of them `embedding` and `head` are used, without
-  gradient.
+  gradient. `by` is `layers.rotation` of the features' positions.
   """
 
   config: DrafterConfig
@@ -150,38 +150,37 @@ class Drafter(nn.Module):
     with self._precision():
       return self._fc(x)
 
-  def keys_values(self, target_params, h, tokens, positions):
-    """The KV of pairs: feature h f[B T D] at `positions`, and the token after it.
+  def keys_values(self, target_params, h, tokens, by):
+    """The KV of pairs: feature h f[B T D], and the token after it.
 
     All that later pairs need of a pair: neither attention nor MLP has to run.
     """
     with self._precision():
       x, _ = self._inputs(target_params, h, tokens)
-      return self.attention.keys_values(x, positions)
+      return self.attention.keys_values(x, by)
 
-  def __call__(self, target_params, h, tokens, positions, mask, cache=None, slots=None):
+  def __call__(self, target_params, h, tokens, by, mask, cache=None, slots=None):
     """The next features, f[B T D], and the cache.
 
     Args:
       h: f[B T D]  from `features`, or an earlier output
       tokens: i32[B T]  token after each feature
-      positions: i32[B T]  of the features
       mask: bool[B T S]  S = T without a cache
-      cache: updated if given, at `slots` i32[B T] (default: the positions)
+      cache: updated if given, at `slots` i32[B T]
     """
     with self._precision():
       x, residual = self._inputs(target_params, h, tokens)
-      y, cache = self.attention(x, positions, mask, cache, slots)
+      y, cache = self.attention(x, by, mask, cache, slots)
       return self._after(residual + y), cache
 
-  def over_cache(self, target_params, h, tokens, positions, mask, cache):
+  def over_cache(self, target_params, h, tokens, by, mask, cache):
     """As `__call__`, for pairs whose KV the cache holds already: f[B T D]."""
     with self._precision():
       x, residual = self._inputs(target_params, h, tokens)
-      y = self.attention.attend_to(x, positions, mask, cache.k, cache.v)
+      y = self.attention.attend_to(x, by, mask, cache.k, cache.v)
       return self._after(residual + y)
 
-  def unroll(self, target_params, features, tokens, positions, mask, steps: int):
+  def unroll(self, target_params, features, tokens, by, mask, steps: int):
     """Drafts `steps` tokens from every pair at once, as training needs it.
 
     Step 0 reads the target's features; step k at pair t reads what step k-1 gave at
@@ -204,8 +203,8 @@ class Drafter(nn.Module):
       h, drafted, outputs = self.features(features), [], []
       for _ in range(steps):
         x, residual = self._inputs(target_params, h, tokens)
-        drafted.append(self.attention.keys_values(x, positions))
-        y = self.attention.attend_unrolled(x, positions, mask, drafted)
+        drafted.append(self.attention.keys_values(x, by))
+        y = self.attention.attend_unrolled(x, by, mask, drafted)
         outputs.append(self._after(residual + y))
         h = jnp.roll(outputs[-1], 1, 1)
       return outputs
@@ -220,7 +219,8 @@ class Drafter(nn.Module):
 
   def init_all(self, target_params, features, tokens, positions, mask):
     """Touches every parameter."""
-    h, _ = self(target_params, self.features(features), tokens, positions, mask)
+    by = layers.rotation(self.config.layer, positions)
+    h, _ = self(target_params, self.features(features), tokens, by, mask)
     return self.logits(target_params, h)
 
   def _target_head(self, target_params):

@@ -4,6 +4,8 @@ Every parameter is made with the names of its axes (`embed`, `heads`, ...);
 `tlt_jax.axes` says per phase which mesh axis a name is split along.
 """
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -50,10 +52,30 @@ def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
   return freq * (keep + (1 - keep) / scaling.factor)
 
 
-def apply_rope(x: jax.Array, positions: jax.Array, freq: jax.Array) -> jax.Array:
-  """Rotates [B T N H] by its positions i32[B T]; pairs are (h, h + H/2)."""
-  angle = positions[..., None].astype(jnp.float32) * freq  # f32[B T H/2]
-  cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
+class Rotation(NamedTuple):
+  """What RoPE multiplies with, for every layer and head; each f32[... H/2]."""
+
+  cos: jax.Array
+  sin: jax.Array
+
+  def at(self, positions: jax.Array) -> "Rotation":
+    """Of tokens at positions i32[B T], from that of positions 0, 1, ..."""
+    return Rotation(*(x.at[positions].get(mode="clip") for x in self))
+
+
+def rotation(config: config_lib.ModelConfig, positions: jax.Array) -> Rotation:
+  """Of tokens at positions i32[...].
+
+  XLA fuses it into its uses, and computes it again for every layer and head. A loop is
+  faster with a table made outside of it, `rotation(config, jnp.arange(S))`.
+  """
+  angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+  return Rotation(jnp.cos(angle), jnp.sin(angle))
+
+
+def apply_rope(x: jax.Array, by: Rotation) -> jax.Array:
+  """Rotates [B T N H]; pairs are (h, h + H/2)."""
+  cos, sin = by.cos[:, :, None], by.sin[:, :, None]
   x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
   y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
   return y.astype(x.dtype)
@@ -134,26 +156,25 @@ class Attention(nn.Module):
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y
 
-  def keys_values(self, x, positions):
+  def keys_values(self, x, by: Rotation):
     """What a cache holds of f[B T D]: keys f[B K H T] and values f[B K T H]."""
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)
-    k = apply_rope(k, positions, rope_frequencies(self.config))
-    return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+    return apply_rope(k, by).transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
-  def _queries(self, x, positions):
+  def _queries(self, x, by):
     q = self._project("q", x)
     if self.config.qk_norm:
       q = self.q_norm(q)
-    return apply_rope(q, positions, rope_frequencies(self.config))
+    return apply_rope(q, by)
 
-  def attend_to(self, x, positions, mask, k, v, attend=attend):
+  def attend_to(self, x, by: Rotation, mask, k, v, attend=attend):
     """f[B T D] attends to keys and values as `keys_values` gives them."""
-    out = attend(self._queries(x, positions), k.astype(x.dtype), v.astype(x.dtype), mask)
+    out = attend(self._queries(x, by), k.astype(x.dtype), v.astype(x.dtype), mask)
     return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
 
-  def attend_unrolled(self, x, positions, mask, drafted):
+  def attend_unrolled(self, x, by: Rotation, mask, drafted):
     """Step n of drafting from every position at once; see `drafter.Drafter.unroll`.
 
     Args:
@@ -164,7 +185,7 @@ class Attention(nn.Module):
     """
     c, n = self.config, len(drafted) - 1
     B, T, _ = x.shape
-    q = self._queries(x, positions).reshape(B, T, c.num_kv_heads, -1, c.head_dim)
+    q = self._queries(x, by).reshape(B, T, c.num_kv_heads, -1, c.head_dim)
     k, v = drafted[0]
     far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]  # row t shows t-n's
     moved = lambda x, j, axis: jnp.roll(x, n - j, axis)
@@ -190,24 +211,23 @@ class Attention(nn.Module):
     out = jnp.concatenate(out, 1).reshape(B, T, c.num_heads, c.head_dim)
     return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
 
-  def __call__(self, x, positions, mask, layer_cache=None, slots=None):
+  def __call__(self, x, by: Rotation, mask, layer_cache=None, slots=None):
     """Attends.
 
     Args:
       x: f[B T D]
-      positions: i32[B T]  RoPE position
+      by: of the tokens' positions
       mask: bool[B T S]  S = T without a cache, else the cache's length
       layer_cache: this layer's keys and values, updated in place under jit
-      slots: i32[B T]  where in the cache; default: at the positions
+      slots: i32[B T]  where in the cache
     Returns:
       f[B T D] and the updated layer cache (None without one)
     """
-    k, v = self.keys_values(x, positions)
+    k, v = self.keys_values(x, by)
     if layer_cache is None:
-      return self.attend_to(x, positions, mask, k, v, attend_causal), None
-    slots = positions if slots is None else slots
+      return self.attend_to(x, by, mask, k, v, attend_causal), None
     layer_cache = cache_lib.write(layer_cache, k, v, slots)
-    out = self.attend_to(x, positions, mask, layer_cache.k, layer_cache.v)
+    out = self.attend_to(x, by, mask, layer_cache.k, layer_cache.v)
     return out, layer_cache
 
 
@@ -233,10 +253,10 @@ class Block(nn.Module):
   config: config_lib.ModelConfig
 
   @nn.compact
-  def __call__(self, x, positions, mask, layer_cache=None, slots=None):
+  def __call__(self, x, by: Rotation, mask, layer_cache=None, slots=None):
     eps = self.config.norm_eps
     y, layer_cache = Attention(self.config, name="attention")(
-      RMSNorm(eps, name="input_norm")(x), positions, mask, layer_cache, slots
+      RMSNorm(eps, name="input_norm")(x), by, mask, layer_cache, slots
     )
     x = x + y
     x = x + MLP(self.config, name="mlp")(RMSNorm(eps, name="post_norm")(x))

@@ -69,11 +69,14 @@ class Target(nn.Module):
     features, _, cache = self.with_taps(tokens, positions, (), mask, cache, slots)
     return features, cache
 
-  def with_taps(self, tokens, positions, taps, mask=None, cache=None, slots=None):
+  def with_taps(
+    self, tokens, positions, taps, mask=None, cache=None, slots=None, rotations=None
+  ):
     """As `__call__`, with hidden states from inside.
 
     Args:
       taps: layers (from 0), after which the residual stream is returned as well
+      rotations: `layers.rotation` of positions 0, 1, ..., where it is at hand
     Returns:
       features f[B T D]; f[B T len(taps)*D], None without taps; and the cache
     """
@@ -82,11 +85,16 @@ class Target(nn.Module):
       if mask is None:
         S = tokens.shape[1] if cache is None else cache[0].length
         mask = cache_lib.visible(positions, S)
+      if rotations is None:
+        by = layers.rotation(c, positions)
+      else:
+        by = rotations.at(positions)
+      slots = positions if slots is None else slots
       x = self.embedding.astype(c.dtype)[tokens]
       new_cache, tapped = [], []
       for i, block in enumerate(self.blocks):
         layer = None if cache is None else cache[i]
-        x, layer = block(x, positions, mask, layer, slots)
+        x, layer = block(x, by, mask, layer, slots)
         new_cache.append(layer)
         if i in taps:
           tapped.append(x)

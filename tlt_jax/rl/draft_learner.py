@@ -22,6 +22,7 @@ from tlt_jax import packing
 from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.spec_decode import draft_loss
 
@@ -95,6 +96,9 @@ class DraftLearner:
   def _update(self, state, target_params, packed):
     model = target.Target(self.config)
     taps = self.drafter.taps
+    positions = jnp.arange(self.buckets[-1].length)  # tables of them, for the loops
+    rotations = layers.rotation(self.config, positions)
+    draft_rotations = layers.rotation(self.drafter.layer, positions)
 
     def loss(params, batch):
       batch = jax.tree.map(
@@ -107,6 +111,7 @@ class DraftLearner:
       features, tapped, _ = model.apply(
         {"params": target_params},
         *(batch.tokens, batch.positions, taps, mask),
+        rotations=rotations,
         method=target.Target.with_taps,
       )
       return draft_loss.loss(
@@ -118,6 +123,7 @@ class DraftLearner:
         batch,
         features,
         tapped if taps else features,
+        draft_rotations,
       )
 
     grad = jax.value_and_grad(loss, has_aux=True)

@@ -23,6 +23,7 @@ from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax import programs
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 
@@ -179,10 +180,12 @@ class Learner:
     """(params, packed buckets, temperature f32[B]) -> f32[M R L] per bucket."""
 
     def run(params, packed, temperature):
+      rotations = self._rotations()
+
       def one(bucket):
         def body(i, out):
           batch = bucket.micro_batch(i)
-          return out.at[i].set(self._score(params, batch, temperature)[0])
+          return out.at[i].set(self._score(params, batch, temperature, rotations)[0])
 
         return jax.lax.fori_loop(
           0, bucket.count, body, jnp.zeros(bucket.tokens.shape, jnp.float32)
@@ -209,17 +212,24 @@ class Learner:
       ),
     )
 
-  def _score(self, params, batch: packing.Packed, temperature):
+  def _rotations(self) -> layers.Rotation:
+    """Of all positions, for the loops over micro-batches."""
+    return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
+
+  def _score(self, params, batch: packing.Packed, temperature, rotations):
     """Log-probability of the targets and entropy, f32[R L] each."""
     model = target.Target(self.config, remat=self.remat)
     rows = functools.partial(
       jax.lax.with_sharding_constraint, shardings=axes.sharding(self.mesh, axes.DATA)
     )
-    features, _ = model.apply(
+    features, _, _ = model.apply(
       {"params": params},
       rows(batch.tokens),
       batch.positions,
-      packing.segment_mask(batch.segments, batch.positions),
+      taps=(),
+      mask=packing.segment_mask(batch.segments, batch.positions),
+      rotations=rotations,
+      method=target.Target.with_taps,
     )
     temperature = jnp.where(temperature > 0, temperature, 1.0)[batch.sequence_idx]
 
@@ -240,10 +250,11 @@ class Learner:
     total_tokens = jnp.sum(sequences.length).astype(jnp.float32)
     packed_tokens = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
     packed_tokens = jnp.maximum(packed_tokens, 1.0)
+    rotations = self._rotations()
 
     def loss(trained, batch, old, reference):
       params = _merge(state.params, trained)
-      logp, entropy = self._score(params, batch, sequences.temperature)
+      logp, entropy = self._score(params, batch, sequences.temperature, rotations)
       on_policy = jax.lax.stop_gradient(logp)
       tokens = algorithm_lib.Tokens(
         logp=logp,

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.spec_decode import sampling as sampling_lib
 
@@ -141,9 +142,13 @@ def per_slice(mesh: Mesh, f, num_args: int, replicated: tuple[int, ...] = ()):
   )
 
 
-def forward(config, keep, params, context, tokens, positions, mask=None, slots=None):
+def forward(
+  config, keep, params, context, tokens, positions, mask=None, slots=None, rotations=None
+):
   """Runs the target over the context, and writes into it.
 
+  Args:
+    mask, slots, rotations: see `target.Target.with_taps`
   Returns:
     features f[B T D], what is kept of them f[B T E], and the new context
   """
@@ -153,7 +158,8 @@ def forward(config, keep, params, context, tokens, positions, mask=None, slots=N
     method=target.Target.with_taps,
   )
   taps = keep.taps if keep else ()
-  features, tapped, kv = run(tokens, positions, taps, mask, context.kv, slots)
+  args = (tokens, positions, taps, mask, context.kv, slots, rotations)
+  features, tapped, kv = run(*args)
   states = tapped if taps else features
   kept = context.features
   if kept is not None:
@@ -255,6 +261,7 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Kee
 
   def local(params, slots, n, seconds):
     emitted = nothing_emitted(slots, width, seconds)
+    rotations = layers.rotation(config, jnp.arange(slots.context.kv[0].length))
 
     def running(carry):
       i, slots, _ = carry
@@ -262,7 +269,7 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Kee
 
     def step(carry):
       i, slots, emitted = carry
-      slots, drawn = decode_step(config, keep, params, slots)
+      slots, drawn = decode_step(config, keep, params, slots, rotations)
       live = emitted.remaining > 0
       put = lambda x, column: jax.lax.dynamic_update_slice_in_dim(
         x, column[:, None].astype(x.dtype), i, 1
@@ -287,10 +294,11 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Kee
   )
 
 
-def decode_step(config, keep, params, slots: Slots):
+def decode_step(config, keep, params, slots: Slots, rotations: layers.Rotation):
   """Draws one token for each slot; free slots stand still."""
   tokens, positions = slots.pending[:, None], slots.position[:, None]
-  features, _, context = forward(config, keep, params, slots.context, tokens, positions)
+  args = (config, keep, params, slots.context, tokens, positions)
+  features, _, context = forward(*args, rotations=rotations)
   logits = target.Target(config).apply(
     {"params": params}, features[:, 0], method=target.Target.logits
   )

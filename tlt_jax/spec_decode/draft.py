@@ -19,6 +19,7 @@ import numpy as np
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import layers
 from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import tree as tree_lib
 
@@ -42,9 +43,13 @@ class DraftState:
 class Draft:
   """A drafter with its parameters, as the functions below need it."""
 
-  def __init__(self, config: drafter_lib.DrafterConfig, target_params, params):
+  def __init__(
+    self, config: drafter_lib.DrafterConfig, target_params, params, longest: int
+  ):
+    """`longest` is a bound of all positions; best made outside of a loop."""
     self._module = drafter_lib.Drafter(config)
     self._target, self._params = target_params, params
+    self._rotations = layers.rotation(config.layer, jnp.arange(longest))
 
   def _apply(self, method, *args):
     return self._module.apply({"params": self._params}, *args, method=method)
@@ -53,15 +58,16 @@ class Draft:
     return self._apply(drafter_lib.Drafter.features, x)
 
   def keys_values(self, h, tokens, positions):
-    f = drafter_lib.Drafter.keys_values
-    return self._apply(f, self._target, h, tokens, positions)
+    args = (self._target, h, tokens, self._rotations.at(positions))
+    return self._apply(drafter_lib.Drafter.keys_values, *args)
 
   def step(self, h, tokens, positions, mask, cache, slots):
-    args = (self._target, h, tokens, positions, mask, cache, slots)
+    by = self._rotations.at(positions)
+    args = (self._target, h, tokens, by, mask, cache, slots)
     return self._apply(drafter_lib.Drafter.__call__, *args)
 
   def over_cache(self, h, tokens, positions, mask, cache):
-    args = (self._target, h, tokens, positions, mask, cache)
+    args = (self._target, h, tokens, self._rotations.at(positions), mask, cache)
     return self._apply(drafter_lib.Drafter.over_cache, *args)
 
   def logits(self, h):

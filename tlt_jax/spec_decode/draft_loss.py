@@ -24,6 +24,7 @@ import numpy as np
 from tlt_jax import packing
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import layers
 from tlt_jax.models import target
 
 DISTANCES = ("cross_entropy", "total_variation")
@@ -55,6 +56,7 @@ def loss(
   packed: packing.Packed,
   features: jax.Array,
   states: jax.Array,
+  rotations: layers.Rotation | None = None,
 ):
   """Summed over the tokens of one micro-batch, to be divided by their count.
 
@@ -62,6 +64,7 @@ def loss(
     packed: [R L]; every arrays' rows are independent
     features: f[R L D]  the target's after its final norm
     states: f[R L E]  what the drafter reads of it
+    rotations: of positions 0, 1, ..., where they are at hand
   Returns:
     the sum, and {"tokens", "loss_k", "agreement_k"} as sums as well; agreement is
     1 - total variation, the chance of acceptance of an optimal coupling
@@ -71,8 +74,12 @@ def loss(
   frozen = jax.lax.stop_gradient(target_params)
   features, states = jax.lax.stop_gradient((features, states))
   mask = packing.segment_mask(packed.segments, packed.positions)
+  if rotations is None:
+    by = layers.rotation(drafter.layer, packed.positions)
+  else:
+    by = rotations.at(packed.positions)
   outputs = apply(
-    *(frozen, states, packed.targets, packed.positions, mask, options.steps),
+    *(frozen, states, packed.targets, by, mask, options.steps),
     method=drafter_lib.Drafter.unroll,
   )
   ahead = lambda x: jnp.roll(x, -1, 1)

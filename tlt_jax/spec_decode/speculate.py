@@ -26,6 +26,7 @@ from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft as draft_lib
@@ -84,7 +85,7 @@ def make_fill(drafter: drafter_lib.DrafterConfig, mesh: Mesh, room: Room):
 
   def local(params, draft_params, features, following, position):
     B, S, _ = features.shape
-    draft = draft_lib.Draft(drafter, params, draft_params)
+    draft = draft_lib.Draft(drafter, params, draft_params, S)
     cache = drafter_lib.init_cache(drafter, B, S + room.drafter)
     block = min(_FILL_BLOCK, S)
 
@@ -143,13 +144,12 @@ def make_chunk(
   is_chain, longest = width == 1, room.longest
   is_ngram = strategy.source == strategy_lib.NGRAM
 
-  def guess(params, draft_params, slots, state, depth):
+  def guess(draft, slots, state, depth):
     """The tree, what `absorb` needs of the state, and q for rejection."""
     if is_ngram:
       tree = ngram.propose(state, slots.pending, depth, size)
       q = jax.nn.one_hot(jnp.roll(tree.tokens, -1, 1), config.vocab_size)
       return tree, state, q if verification == REJECTION else None
-    draft = draft_lib.Draft(drafter, params, draft_params)
     contest = draft_lib.likeliest if verification == LIKELIEST else sampling_lib.contest
     best = lambda *args: sampling_lib.argmax(contest(*args))[:, None]
     drawn = lambda logits, sampling, position: rejection.draw_candidates(
@@ -184,6 +184,9 @@ def make_chunk(
 
   def local(params, draft_params, slots, state, depth, n, seconds):
     emitted = decode.nothing_emitted(slots, tokens, seconds, longest)
+    S = slots.context.kv[0].length
+    rotations = layers.rotation(config, jnp.arange(S))
+    draft = None if is_ngram else draft_lib.Draft(drafter, params, draft_params, S)
 
     def running(carry):
       i, slots, _, emitted = carry
@@ -193,9 +196,9 @@ def make_chunk(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      tree, state, q = guess(params, draft_params, slots, state, depth)
+      tree, state, q = guess(draft, slots, state, depth)
       live = slots.remaining > 0
-      args = (config, kept, params, slots, tree, q, longest, width)
+      args = (config, kept, params, rotations, slots, tree, q, longest, width)
       slots, output = verify_and_accept(*args)
       inside = jnp.arange(longest) < output.count[:, None]
       at = jnp.where(inside, emitted.count[:, None] + jnp.arange(longest), tokens)
@@ -248,10 +251,13 @@ def make_programs(
   return programs
 
 
-def verify_and_accept(config, kept, params, slots, tree, q, longest: int, width: int):
+def verify_and_accept(
+  config, kept, params, rotations, slots, tree, q, longest: int, width: int
+):
   """One pass of the target over the trees, and the tokens that follow from it.
 
   Args:
+    rotations: of positions 0, 1, ..., see `target.Target.with_taps`
     q: f32[B J V], what the children of each node were drawn from, for verification by
       rejection; None for the tokens of plain decoding
   Returns:
@@ -277,6 +283,7 @@ def verify_and_accept(config, kept, params, slots, tree, q, longest: int, width:
     positions,
     mask,
     at,
+    rotations,
   )
   logits = target.Target(config).apply(
     {"params": params}, features, method=target.Target.logits
