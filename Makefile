@@ -28,7 +28,7 @@ quickstart: venv ## the default RL run on this machine's devices, into runs/quic
 
 test: venv ## the whole test suite, on the CPU as 8 devices
 	@echo 'Test suite on the CPU: some minutes, less when its programs are compiled already.'
-	@$(BIN)/python -m pytest $(or $(ARGS),tests)
+	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile $(or $(ARGS),tests)
 
 lint: $(STAMP) ## ruff
 	@$(BIN)/ruff check . $(ARGS)

@@ -144,35 +144,38 @@ def make_chunk(
   is_chain, longest = width == 1, room.longest
   is_ngram = strategy.source == strategy_lib.NGRAM
 
-  def guess(draft, slots, state, depth):
-    """The tree, what `absorb` needs of the state, and q for rejection."""
-    if is_ngram:
-      tree = ngram.propose(state, slots.pending, depth, size)
-      q = jax.nn.one_hot(jnp.roll(tree.tokens, -1, 1), config.vocab_size)
-      return tree, state, q if verification == REJECTION else None
+  # Three ways to guess: the tree, what `absorb` needs of the state, and q for rejection.
+
+  def look_up(draft, slots, state, depth):
+    tree = ngram.propose(state, slots.pending, depth, size)
+    if verification != REJECTION:
+      return tree, state, None
+    return tree, state, jax.nn.one_hot(jnp.roll(tree.tokens, -1, 1), config.vocab_size)
+
+  def couple(draft, slots, state, depth):
     contest = draft_lib.likeliest if verification == LIKELIEST else sampling_lib.contest
+    if not is_chain:
+      args = (draft, state, slots, depth, width, size, room.drafter, contest)
+      return *draft_lib.draft_tree(*args), None
     best = lambda *args: sampling_lib.argmax(contest(*args))[:, None]
-    drawn = lambda logits, sampling, position: rejection.draw_candidates(
+    return draft_lib.draft_chain(draft, state, slots, depth, size, best)
+
+  def draw(draft, slots, state, depth):
+    candidates = lambda logits, sampling, position: rejection.draw_candidates(
       rejection.draft_distribution(logits, sampling), sampling, position, width
     )
-    if verification == REJECTION and not is_chain:
-      shape = tree_lib.fixed(strategy.depth, width, size)
-      args = (draft, state, slots, shape, room.drafter, drawn)
-      tree, cache, logits = draft_lib.draft_fixed(*args)
-    elif is_chain:
-      args = (draft, state, slots, depth, size)
-      if verification == REJECTION:
-        tree, cache, logits = draft_lib.draft_chain(*args, drawn, kept=True)
-      else:
-        tree, cache, logits = draft_lib.draft_chain(*args, best)
+    if is_chain:
+      args = (draft, state, slots, depth, size, candidates)
+      tree, cache, logits = draft_lib.draft_chain(*args, kept=True)
     else:
-      args = (draft, state, slots, depth, width, size, room.drafter, contest)
-      (tree, cache), logits = draft_lib.draft_tree(*args), None
-    if logits is None:
-      return tree, cache, None
+      shape = tree_lib.fixed(strategy.depth, width, size)
+      args = (draft, state, slots, shape, room.drafter, candidates)
+      tree, cache, logits = draft_lib.draft_fixed(*args)
     sampling = sampling_lib.repeat(slots.sampling, logits.shape[1])
     q = rejection.draft_distribution(logits.reshape(-1, config.vocab_size), sampling)
     return tree, cache, q.reshape(logits.shape)
+
+  guess = look_up if is_ngram else draw if verification == REJECTION else couple
 
   def absorb(state, output: verify.Output):
     """The state after an iteration."""
