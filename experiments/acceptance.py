@@ -1,5 +1,7 @@
 """How many drafted tokens stand, by strategy and way of verification."""
 
+import logging
+
 import rich.console
 import rich.table
 
@@ -46,6 +48,8 @@ def measure(
         "acceptance_rate_pos": scored.samples.acceptance_rate,
         "accuracy": float(scored.reward.mean()),
       }
+      length = scored.samples.mean_acceptance_length
+      logging.info("%s, %s: %.2f tokens per pass", verification, name, length)
   return found
 
 

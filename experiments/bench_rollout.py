@@ -303,13 +303,13 @@ def report_speculation(model, params, drafter, draft_params, mesh, config) -> di
 
 
 def report_acceptance(model, params, drafter, draft_params, mesh, config) -> dict:
-  sizes = config["rollout"] | {"buckets": (), "slots": 32}
+  sizes = config["rollout"] | {"buckets": (), "slots": 24}
   found = acceptance.measure(
     config | {"rollout": sizes},
     *(model, params, drafter, draft_params, mesh),
     strategies=_STRATEGIES.value,
     verifications=speculate.VERIFICATIONS,
-    prompts=64,
+    prompts=24,
     samples=2,
     seed=3,
   )
