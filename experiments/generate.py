@@ -38,7 +38,7 @@ _SAMPLES = flags.DEFINE_integer("samples", 1, "Responses per prompt.", lower_bou
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
 
 # Speculation pays while few requests are live.
-_AUTO = strategy_lib.ByLiveBatch(((4, strategy_lib.Strategy(5, 1, 6)),))
+_AUTO = strategy_lib.ByLiveBatch(((2, strategy_lib.Strategy(3, 1, 4)),))
 
 
 def main():

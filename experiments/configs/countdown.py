@@ -23,7 +23,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # Speculative decoding: a folder of `train_drafter` ("" for none), and which
       # strategy runs up to how many live requests per slice; see `strategy.parse`.
       drafter="",
-      strategies=((4, "5_1_6"),),
+      strategies=((2, "3_1_4"),),
       verification="coupled",  # no token changes; or "rejection"
       # "source" is a dotted name, called with the other entries
       prompts=dict(
