@@ -434,3 +434,34 @@ def test_a_chat_model_trains_on_prompt_files(home, chat, tmp_path):
   assert model.architecture == "Qwen2ForCausalLM"
   kept = transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")
   assert kept.chat_template
+
+
+def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
+  asked = tmp_path / "prompts.jsonl"
+  problems = countdown.Problems(split="held_out", size=3, four_share=0.0, seed=0)
+  asked.write_text("".join(json.dumps({"prompt": p["prompt"]}) + "\n" for p in problems))
+  answer = lambda strategy: succeed(
+    run(
+      *(home, "generate", *tiny_run(home), f"--model={home / 'policy'}"),
+      *(f"--prompts={asked}", f"--strategy={strategy}"),
+    )
+  )
+  plain, drafted = answer("off"), answer("ngram_4")
+  assert plain.stdout == drafted.stdout
+  records = [json.loads(line) for line in plain.stdout.splitlines()]
+  assert [r["index"] for r in records] == [0, 1, 2]
+  assert "tokens per pass" in drafted.stderr.splitlines()[-1]
+
+
+def test_speculation_is_checked_token_by_token(home):
+  result = succeed(
+    run(
+      *(home, "check_lossless", *tiny_run(home), "--strategies=ngram_4"),
+      *("--tokens=100", "--batch=8"),
+    )
+  )
+  found = json.loads(result.stdout.splitlines()[-1])
+  assert found["total_tokens"] >= 100
+  assert found["differing_tokens"] == 0
+  without = run(home, "check_lossless", *tiny_run(home))
+  assert "give --drafter" in error(without)
