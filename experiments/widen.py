@@ -66,7 +66,7 @@ def embed(small: dict, random: dict, times: int, parts: int = 1) -> dict:
       continue
     x = np.asarray(flat[path])
     if path.endswith("scale") and x.shape != shape:
-      x = x / np.sqrt(times)
+      x = x / times**0.5
     if path == "fc":
       split = np.split(x, parts)
       D = shape[0] // parts
