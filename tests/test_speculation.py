@@ -255,7 +255,7 @@ def default_task():
 
 @pytest.mark.parametrize("strategy", ["5_1_6", "3_4_16"])
 def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
-  """Some 40,000 tokens of the default task."""
+  """More than 30,000 tokens of the default task."""
   model, params, (drafter, draft_params), made, make, samples = default_task()
   always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.parse(strategy)),))
   drawn = make(drafter, always)(params, made, draft_params)
