@@ -39,7 +39,7 @@ def measure(
   for verification in verifications:
     found[verification] = {}
     for name in strategies:
-      always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.parse(name)),))
+      always = strategy_lib.always(strategy_lib.parse(name))
       run = config | {"verification": verification}
       sampler = setup.sampler(run, model, mesh, drafter, always)
       scored = sampler(params, records, samples, seed, 0, draft_params)

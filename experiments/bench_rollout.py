@@ -179,7 +179,7 @@ def speculation(model, params, drafter, draft_params, mesh, config) -> dict:
     plain = {slots: engine(slots) for slots in sorted({live, max(2 * live, 2)})}
     sides = {f"off, {slots} slots": (e, None) for slots, e in plain.items()}
     for name in _STRATEGIES.value:
-      always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.parse(name)),))
+      always = strategy_lib.always(strategy_lib.parse(name))
       sides[name] = engine(live, drafter, always), draft_params
     seconds, samples = {side: [] for side in sides}, {}
     for repeat in range(_REPEATS.value + 1):
@@ -211,7 +211,7 @@ def switch(model, params, drafter, draft_params, mesh) -> dict:
   """What it takes to switch speculation on, in plain steps: 8 live, cache 512."""
   n, bucket = 32, (8, 512)
   options = rollout.Options(max_length=bucket[1], max_prompt=32, slots=bucket[0], chunk=n)
-  always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.Strategy(5, 1, 6)),))
+  always = strategy_lib.always(strategy_lib.Strategy(5, 1, 6))
   plain = rollout.make(model, mesh, options)
   engine = rollout.make(model, mesh, options, drafter, always)
   fill, step = [], []

@@ -51,7 +51,7 @@ def main():
   if _STRATEGY.value == "auto":
     policy = _AUTO if _DRAFTER.value else None
   elif (strategy := strategy_lib.parse(_STRATEGY.value)) is not None:
-    policy = strategy_lib.ByLiveBatch(((10**9, strategy),))
+    policy = strategy_lib.always(strategy)
     if strategy.source == strategy_lib.MODEL and not _DRAFTER.value:
       raise ValueError(f"--strategy={_STRATEGY.value} needs a --drafter")
   if _DRAFTER.value and policy is not None:

@@ -63,12 +63,16 @@ class Rotation(NamedTuple):
     return Rotation(*(x.at[positions].get(mode="clip") for x in self))
 
 
-def rotation(config: config_lib.ModelConfig, positions: jax.Array) -> Rotation:
-  """Of tokens at positions i32[...].
+def rotation(
+  config: config_lib.ModelConfig, positions: jax.Array, table: Rotation | None = None
+) -> Rotation:
+  """Of tokens at positions i32[...]; from a table of all positions, if there is one.
 
   XLA fuses it into its uses, and computes it again for every layer and head. A loop is
   faster with a table made outside of it, `rotation(config, jnp.arange(S))`.
   """
+  if table is not None:
+    return table.at(positions)
   angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
   return Rotation(jnp.cos(angle), jnp.sin(angle))
 
@@ -108,17 +112,22 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   return out.reshape(B, T, N, H)
 
 
+def _blocks(length: int) -> list[tuple[int, int]]:
+  """(start, end) of the blocks of queries of a row."""
+  ends = [*range(_BLOCK, length, _BLOCK), length]
+  return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
 def attend_causal(q, k, v, mask) -> jax.Array:
   """`attend` where no query looks past its own index (S = T).
 
   Each block of queries is shown only the keys up to its end, which saves up to
   half the work of a long row.
   """
-  ends = [*range(_BLOCK, q.shape[1], _BLOCK), q.shape[1]]
   return jnp.concatenate(
     [
       attend(q[:, start:end], k[..., :end], v[:, :, :end], mask[:, start:end, :end])
-      for start, end in zip([0, *ends], ends, strict=False)
+      for start, end in _blocks(q.shape[1])
     ],
     1,
   )
@@ -206,9 +215,8 @@ class Attention(nn.Module):
         out += jnp.einsum("bkgt,bkth->btkgh", weights[..., end + j], v_j[:, :, start:end])
       return out
 
-    ends = [*range(_BLOCK, T, _BLOCK), T]
-    out = [block(*part) for part in zip([0, *ends], ends, strict=False)]
-    out = jnp.concatenate(out, 1).reshape(B, T, c.num_heads, c.head_dim)
+    out = jnp.concatenate([block(*ends) for ends in _blocks(T)], 1)
+    out = out.reshape(B, T, c.num_heads, c.head_dim)
     return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
 
   def __call__(self, x, by: Rotation, mask, layer_cache=None, slots=None):

@@ -85,10 +85,7 @@ class Target(nn.Module):
       if mask is None:
         S = tokens.shape[1] if cache is None else cache[0].length
         mask = cache_lib.visible(positions, S)
-      if rotations is None:
-        by = layers.rotation(c, positions)
-      else:
-        by = rotations.at(positions)
+      by = layers.rotation(c, positions, rotations)
       slots = positions if slots is None else slots
       x = self.embedding.astype(c.dtype)[tokens]
       new_cache, tapped = [], []

@@ -74,10 +74,7 @@ def loss(
   frozen = jax.lax.stop_gradient(target_params)
   features, states = jax.lax.stop_gradient((features, states))
   mask = packing.segment_mask(packed.segments, packed.positions)
-  if rotations is None:
-    by = layers.rotation(drafter.layer, packed.positions)
-  else:
-    by = rotations.at(packed.positions)
+  by = layers.rotation(drafter.layer, packed.positions, rotations)
   outputs = apply(
     *(frozen, states, packed.targets, by, mask, options.steps),
     method=drafter_lib.Drafter.unroll,

@@ -86,3 +86,8 @@ class ByLiveBatch:
   def choose(self, live: int) -> Strategy | None:
     ordered = sorted(self.steps, key=lambda step: step[0])
     return next((strategy for most, strategy in ordered if live <= most), None)
+
+
+def always(strategy: Strategy) -> ByLiveBatch:
+  """The same for every live batch."""
+  return ByLiveBatch(((10**9, strategy),))

@@ -89,8 +89,8 @@ class Shape:
     return max(self.rank) + 1
 
 
-# How often the first, second, ... child of a node is the one that stands, for the
-# choice of a tree's shape. Of drafters as good as one on the default task.
+# How often the first, second, ... child of a node is the one that stands: a guess, for
+# the choice of a tree's shape. It bears on acceptance, not on what is drawn.
 _STANDS = (0.75, 0.1, 0.04, 0.02, 0.01)
 
 
@@ -100,7 +100,7 @@ def fixed(depth: int, width: int, size: int) -> Shape:
 
   A child's chance of being accepted is its parent's times a factor of its rank alone;
   the nodes of the highest chances form a tree (Sequoia, Chen et al. 2024,
-  https://arxiv.org/abs/2402.12374, section 3.1, for independent positions).
+  https://arxiv.org/abs/2402.12374, whose chances are measured).
   """
   chance = [*_STANDS, *(_STANDS[-1] * 0.5**i for i in range(1, width))][:width]
   nodes = [(1.0, 0, ())]  # chance, order of making, ranks on the way
