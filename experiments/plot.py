@@ -3,20 +3,26 @@
     python -m experiments.plot --workdir=DIR
 
 writes, into DIR/figures: reward.png (reward and accuracy over steps),
-lengths.png (response lengths by outcome, early against late) and
-live_requests.png (how the batch drains within a rollout).
+lengths.png (response lengths by outcome, early against late),
+live_requests.png (how the batch drains within a rollout) and, of the last rollout,
+timeline.png (what every slice did) and rollout_trace.json (the same as a trace; it
+opens in https://ui.perfetto.dev).
 """
 
 from collections.abc import Mapping, Sequence
+import json
 import pathlib
 
 from absl import app
 from absl import flags
 import matplotlib as mpl
+from matplotlib import colors as mpl_colors
 from matplotlib import figure
+from matplotlib import patches
 from matplotlib import ticker
 import numpy as np
 
+from experiments import timeline
 from tlt_jax import metrics
 
 _STYLE = {
@@ -37,6 +43,9 @@ _STYLE = {
 }
 # Okabe-Ito, told apart by colour-blind readers.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"
+_SKY = "#56b4e9"
+_LANE = 0.84  # height of a lane of the timeline; they are 1 apart
+_COLUMNS = 2400  # that time is divided into there
 _OUTCOME_COLOR = dict(zip(metrics.OUTCOMES, (_GREEN, _ORANGE, _GREY), strict=True))
 
 
@@ -52,11 +61,14 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   rollouts = []
   if (workdir / "rollouts.jsonl").exists():
     rollouts = metrics.read(workdir / "rollouts.jsonl")
+  # A run of an earlier version has no chunks.
+  last = next((r for r in reversed(rollouts) if r.get("chunks")), None)
   written = []
   for name, plot, data in (
     ("reward.png", plot_reward, records),
     ("lengths.png", plot_lengths, rollouts),
     ("live_requests.png", plot_live_requests, rollouts),
+    ("timeline.png", plot_timeline, last),
   ):
     if not data:
       continue
@@ -64,6 +76,10 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
     with mpl.rc_context(_STYLE):
       plot(data).savefig(folder / name)
     written.append(folder / name)
+  if last:
+    path = folder / "rollout_trace.json"
+    path.write_text(json.dumps(timeline.trace(last), separators=(",", ":")))
+    written.append(path)
   return written
 
 
@@ -219,6 +235,121 @@ def plot_live_requests(rollouts: Sequence[Mapping], count: int = 3) -> figure.Fi
     title="tail: from the dot on, at most 1/8 of the requests live",
   )
   return fig
+
+
+def plot_timeline(rollout: Mapping) -> figure.Figure:
+  """What every slice of a rollout did, a lane each, and its live requests.
+
+  What is narrower than a pixel blends with its neighbours, by its share of the time.
+  """
+  slices, chunks = timeline.spans(rollout), rollout["chunks"]
+  end, count = chunks[-1]["end_s"], len(slices)
+  colors = _activity_colors(chunks)
+  height = min(0.6 * count, 3 + 0.065 * count)
+  fig = figure.Figure(figsize=(8, height + 1.7), layout="constrained")
+  ax = fig.subplots()
+  edges = np.linspace(0, end, _COLUMNS + 1)
+  share = np.stack([_shares(spans, list(colors), edges) for spans in slices])
+  for s, pixels in enumerate(share @ np.stack(list(colors.values()))):
+    lane = (0, end, s + _LANE / 2, s - _LANE / 2)
+    ax.imshow(pixels[None].clip(0, 1), extent=lane, aspect="auto")
+  handles = []
+  for (activity, color), mean in zip(colors.items(), share.mean((0, 1)), strict=True):
+    if mean:
+      label = f"{_activity_label(activity, rollout)} ({mean:.0%})"
+      edge = "#bbbbbb" if activity[0] == timeline.OUTSIDE else color
+      handles.append(patches.Patch(facecolor=color, edgecolor=edge, label=label))
+  handles.append(_plot_live_of_slices(ax, chunks))
+  _name_strategies(ax, chunks)
+  ax.set_title(f"What the slices did in the rollout of step {rollout['step']}", pad=16)
+  ax.set(xlabel="time since the rollout began (s)", ylabel="slice")
+  ax.set(xlim=(0, end), ylim=(count - 0.4, -0.6))
+  ax.grid(False)
+  ax.spines["left"].set_visible(False)
+  ax.tick_params(axis="y", length=0)
+  ax.yaxis.set_major_locator(_whole_numbers())
+  fig.legend(
+    handles=handles,
+    loc="outside lower center",
+    ncols=3,
+    title="in brackets: share of the slices' time",
+  )
+  return fig
+
+
+def _activity_colors(chunks: Sequence[Mapping]) -> dict[tuple[str, str], np.ndarray]:
+  """RGB of each kind of span and strategy, in the order of the legend."""
+  used = dict.fromkeys(c["strategy"] for c in chunks if c["strategy"] != "off")
+  shades = mpl.colormaps["YlGn"](np.linspace(0.3, 0.85, len(used)))
+  chosen = {(timeline.PLAIN, ""): _SKY}
+  for strategy, shade in zip(used, shades, strict=True):
+    chosen[timeline.SPECULATIVE, strategy] = _GREEN if len(used) == 1 else shade
+  chosen[timeline.TRAIN, ""] = _ORANGE
+  chosen[timeline.IDLE, ""] = "#dcdcdc"
+  chosen[timeline.OUTSIDE, ""] = "white"
+  return {activity: np.array(mpl_colors.to_rgb(c)) for activity, c in chosen.items()}
+
+
+def _shares(spans: Sequence, activities: Sequence, edges: np.ndarray) -> np.ndarray:
+  """Of each stretch between two edges, the share that went into each activity."""
+  ends = [0.0, *(span.end_s for span in spans)]
+  shares = []
+  for activity in activities:
+    took = [
+      span.end_s - span.start_s if (span.kind, span.strategy) == activity else 0.0
+      for span in spans
+    ]
+    until = np.interp(edges, ends, np.cumsum([0.0, *took]))
+    shares.append(np.diff(until) / np.diff(edges))
+  return np.stack(shares, axis=-1)
+
+
+def _activity_label(activity: tuple[str, str], rollout: Mapping) -> str:
+  """Its name in the legend; training of unknown length is drawn as idle time."""
+  kind, strategy = activity
+  trained = any(any(c["trained"]) for c in rollout["chunks"])
+  untimed = trained and not rollout["micro_batch_s"]
+  return {
+    timeline.PLAIN: "decoding plainly",
+    timeline.SPECULATIVE: f"speculating, {strategy}",
+    timeline.TRAIN: "training the drafter",
+    timeline.IDLE: "idle, or training (not timed)" if untimed else "idle",
+    timeline.OUTSIDE: "outside chunks",
+  }[kind]
+
+
+def _plot_live_of_slices(ax, chunks: Sequence[Mapping]):
+  """A step line in each lane; returns one, for the legend."""
+  live = np.array([c["live"] for c in chunks] + [[0] * len(chunks[0]["live"])])
+  time = [*(c["start_s"] for c in chunks), chunks[-1]["end_s"]]
+  most = max(1, live.max())
+  for s, of_slice in enumerate(live.T):
+    y = s + _LANE / 2 - 0.96 * _LANE * of_slice / most
+    y[1:][(of_slice[1:] == 0) & (of_slice[:-1] == 0)] = np.nan  # ends where it falls to 0
+    width = 1.0 if live.shape[1] <= 16 else 0.6
+    (line,) = ax.step(time, y, where="post", color="black", linewidth=width)
+  line.set_label(f"live requests ({most} fill a lane)")
+  return line
+
+
+def _name_strategies(ax, chunks: Sequence[Mapping]) -> None:
+  """Above the lanes, over each stretch of one strategy that is wide enough."""
+  first, end = 0, chunks[-1]["end_s"]
+  for i in range(1, len(chunks) + 1):
+    if i < len(chunks) and chunks[i]["strategy"] == chunks[first]["strategy"]:
+      continue
+    start, stop = chunks[first]["start_s"], chunks[i - 1]["end_s"]
+    strategy, first = chunks[first]["strategy"], i
+    if (stop - start) / end < 0.012 * (len(strategy) + 1):
+      continue
+    ax.annotate(
+      strategy,
+      (start, 1.0),
+      xycoords=ax.get_xaxis_transform(),
+      xytext=(0, 3),
+      textcoords="offset points",
+      fontsize=8.5,
+    )
 
 
 def main(argv) -> None:

@@ -20,11 +20,17 @@ import ml_collections
 from ml_collections import config_flags
 
 from tlt_jax import data
+from tlt_jax import metrics
 from tlt_jax.models import convert
+from tlt_jax.models import drafter as drafter_models
 from tlt_jax.models import drafter_files
+from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
 from tlt_jax.rl import sample
+from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import schedule
+from tlt_jax.spec_decode import spot
 from tlt_jax.spec_decode import strategy
 
 _COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
@@ -193,21 +199,64 @@ def load_drafter(config: dict, model, mesh):
   """The config's drafter, when it drafts, and its parameters; three times None if none."""
   if not config["drafter"]:
     return None, None, None
-  drafter, params = drafter_files.load(config["drafter"], model, mesh)
+  if config["drafter"] in drafter_models.KINDS:  # from scratch
+    drafter = drafter_models.of_target(model, config["drafter"])
+    params = drafter_models.init_params(drafter, jax.random.key(config["seed"]))
+  else:
+    drafter, params = drafter_files.load(config["drafter"], model, mesh)
   steps = tuple((most, strategy.parse(name)) for most, name in config["strategies"])
   return drafter, strategy.ByLiveBatch(steps), params
 
 
-def sampler(config: dict, model, mesh, drafter=None, policy=None) -> sample.Sampler:
+def spot_training(config: dict, model, mesh, drafter, params) -> spot.Spot | None:
+  """What trains the drafter in rollouts; None if there is none, or it stays as it is."""
+  section = dict(config["spot"])
+  if drafter is None or not section.pop("every"):
+    return None
+  loss, options = section.pop("loss"), section.pop("optimizer")
+  temperature = config["sampling"]["temperature"] or 1.0
+  return spot.make(
+    *(model, drafter, mesh, params),
+    optimizer=optimizer.make(**options),
+    length=_max_length(config),
+    loss=draft_loss.Loss(**loss, temperature=temperature),
+    options=spot.Options(**section),
+  )
+
+
+def decisions(workdir: pathlib.Path, other: str) -> Callable:
+  """step -> what the clock is to decide in its rollout, or what another run logged.
+
+  Steps that this run has done before, when it was killed, are done again alike.
+
+  Args:
+    other: a run's rollouts.jsonl to follow; "": only this run's own
+  Raises:
+    metrics.MetricError: there is no other file, or it is damaged
+  """
+  path = pathlib.Path(other or workdir / "rollouts.jsonl")
+  known = {}
+  if other or path.exists():
+    known = {r["step"]: r.get("decisions") for r in metrics.read(path)}
+  return lambda step: schedule.Decisions(known.get(step), strict=bool(other))
+
+
+def _max_length(config: dict) -> int:
+  return config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
+
+
+def sampler(
+  config: dict, model, mesh, drafter=None, policy=None, training=None
+) -> sample.Sampler:
   """What answers prompts and scores the answers, for `config`'s policy and task.
 
   Args:
-    drafter, policy: speculation, see `rollout.make`
+    drafter, policy, training: speculation, see `rollout.make`
   """
-  max_length = config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
-  options = rollout.Options(max_length=max_length, **config["rollout"])
+  options = rollout.Options(max_length=_max_length(config), **config["rollout"])
+  args = (drafter, policy, config["verification"], training)
   return sample.Sampler(
-    rollout=rollout.make(model, mesh, options, drafter, policy, config["verification"]),
+    rollout=rollout.make(model, mesh, options, *args),
     tokenizer=data.Tokenizer.load(config["policy"]),
     score=reward.make(config["reward"]),
     sampling=config["sampling"],

@@ -1,9 +1,9 @@
 """Reinforcement learning of a policy, straight down.
 
-Each step: (1) prompts, (2) a rollout of R responses each, (3) rewards and
-advantages, (4) policy updates, (5) the new policy goes to the rollout's layout,
-(6) metrics and, now and then, a checkpoint. Running the same --workdir again
-resumes.
+Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
+the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to
+the rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same
+--workdir again resumes.
 """
 
 import pathlib
@@ -20,6 +20,7 @@ from tlt_jax import checkpoint
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax.models import convert
+from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
@@ -27,6 +28,12 @@ from tlt_jax.rl import sample
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
+_SCHEDULE = flags.DEFINE_string(
+  "schedule",
+  "",
+  "A run's rollouts.jsonl; the drafter is trained as it was there. By default this "
+  "run's own, for steps that are done again after a crash.",
+)
 
 
 def main():
@@ -43,7 +50,8 @@ def main():
   reference = jax.tree.map(jnp.copy, params) if algorithm.uses_reference else None
   state = learner.init(params)
   drafter, speculation, draft_params = setup.load_drafter(config, model, mesh)
-  sampler = setup.sampler(config, model, mesh, drafter, speculation)
+  spot = setup.spot_training(config, model, mesh, drafter, draft_params)
+  sampler = setup.sampler(config, model, mesh, drafter, speculation, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   prompts = data.prompt_iterator(setup.build(config["prompts"]), P, config["seed"])
   held_out = list(setup.build(config["held_out"]))
@@ -51,9 +59,13 @@ def main():
   # Where it stands.
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step = 0
+  whole = lambda state: (state, spot.arrays() if spot else ())
   if checkpoints.latest() is not None:
-    step, state, saved = checkpoints.restore(learner.abstract_state())
+    step, (state, arrays), saved = checkpoints.restore(whole(learner.abstract_state()))
     prompts.set_state(saved["prompts"])
+    if spot:
+      spot.restore(arrays, saved["drafter"])
+  decisions = setup.decisions(workdir, _SCHEDULE.value)
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
@@ -79,7 +91,12 @@ def main():
       began = time.perf_counter()
       records = next(prompts)
       first = step * P * R
-      scored = sampler(policy, records, R, config["seed"], first, draft_params)
+      train = bool(spot) and step % config["spot"]["every"] == 0
+      scored = sampler(
+        *(policy, records, R, config["seed"], first, draft_params),
+        train=train,
+        decide=decisions(step) if train else None,
+      )
 
       updating = time.perf_counter()
       advantage = algorithm.advantages(jnp.asarray(scored.reward).reshape(P, R))
@@ -99,12 +116,15 @@ def main():
       writer.write_rollout(step, scored.record())
       step += 1
       last = step == config["steps"]
-      checkpoints.save(step, state, {"prompts": prompts.get_state()}, force=last)
+      saved = {"prompts": prompts.get_state(), "drafter": spot.data() if spot else None}
+      checkpoints.save(step, whole(state), saved, force=last)
       progress.update(step, record)
 
   progress.close()
   writer.close()
   setup.export(workdir / "policy", config["policy"], model, state.params)
+  if spot:
+    drafter_files.save(workdir / "drafter", drafter, spot.state.params)
   plot.plot_all(workdir)
   print(metrics_lib.summary_table(metrics_lib.read(workdir / "metrics.jsonl")))
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests import tiny
@@ -20,8 +21,10 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import layers
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import sampling
 from tlt_jax.spec_decode import speculate
+from tlt_jax.spec_decode import spot as spot_lib
 from tlt_jax.spec_decode import strategy as strategy_lib
 
 ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as KV
@@ -370,7 +373,7 @@ def speculative(name, mesh, verification=speculate.COUPLED):
   program = speculate.make_chunk(
     tiny.CONFIG, DRAFTER, mesh, 8, strategy, room, kept, verification
   )
-  return program, (params, draft_params, slots, state, n, n, seconds)
+  return program, (params, draft_params, slots, state, n, n, n, seconds)
 
 
 @functools.cache
@@ -441,6 +444,49 @@ def test_the_detector_sees_a_drafter_that_forgets_its_guesses(monkeypatch):
   program, args = speculative("chain", tiny.mesh(1))
   copies = large_copies(program.lower(*args).compile().as_text(), layer_size(1))
   assert len(copies) >= 2
+
+
+def fused(mesh):
+  """A chunk that drafts and trains, and what it takes."""
+  _, (params, draft_params, *args) = speculative("chain", mesh)
+  spot = spot_lib.make(
+    *(tiny.CONFIG, DRAFTER, mesh, draft_params),
+    optimizer=optax.adam(1e-3),
+    length=32,
+    loss=draft_loss.Loss(steps=2),
+    options=spot_lib.Options(rows=2, carried=1),
+  )
+  strategy = STRATEGIES["chain"]
+  made = spot_lib.make_programs(
+    spot.trainer, 8, [strategy], speculate.Room.of([strategy]), speculate.COUPLED
+  )
+  number = jax.ShapeDtypeStruct((), jnp.int32)
+  program = made["train_" + speculate.name(strategy, speculate.COUPLED)]
+  return program, (params, spot.state, spot.rows(), number, number, *args)
+
+
+def test_slices_train_without_waiting_for_each_other():
+  """Gradients are exchanged once, behind the loops; no cache is copied for it."""
+  mesh = tiny.mesh(2, 2)
+  program, args = fused(mesh)
+  text = program.lower(*args).compile().as_text()
+  assert across_slices(text, mesh) == []
+  assert large_copies(text, layer_size(2), in_entry=True) == []
+  exchanged = [
+    i
+    for body in computations(text).values()
+    for i in body
+    if i.opcode.startswith("all-reduce") and {0, 2} in map(set, device_groups(i))
+  ]
+  assert exchanged
+
+
+def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch):
+  """As they are where the parameters count as the same on every slice."""
+  mesh = tiny.mesh(2, 1)
+  program, args = fused(mesh)
+  monkeypatch.setattr(spot_lib, "_apart", lambda params: params)
+  assert across_slices(program.lower(*args).compile().as_text(), mesh)
 
 
 @pytest.mark.parametrize(

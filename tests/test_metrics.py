@@ -1,5 +1,6 @@
 """Metrics files across restarts, the terminal output, the figures."""
 
+import dataclasses
 import io
 import types
 
@@ -9,6 +10,22 @@ import pytest
 
 from experiments import plot
 from tlt_jax import metrics
+from tlt_jax.spec_decode import requests
+
+
+def chunk(start_s=0.0, **changes):
+  """Two slices for half a second; the second runs dry and trains."""
+  made = requests.Chunk(
+    start_s=start_s,
+    end_s=start_s + 0.5,
+    batch=4,
+    length=64,
+    strategy="3_1_4",
+    live=[4, 1],
+    steps=[8, np.int32(2)],
+    trained=[0, 3],
+  )
+  return dataclasses.asdict(dataclasses.replace(made, **changes))
 
 
 def rollout(lengths, outcome="solved"):
@@ -17,6 +34,9 @@ def rollout(lengths, outcome="solved"):
     "outcome": [outcome] * len(lengths),
     "live_time_s": [0.0, 0.5],
     "live_requests": [len(lengths), 0],
+    "chunks": [chunk(), chunk(0.5, strategy="off")],
+    "micro_batch_s": 0.1,
+    "decisions": [["tokens", 32], ["joins", 1]],
   }
 
 
@@ -85,18 +105,38 @@ def test_what_is_no_finite_number_is_refused_by_key(tmp_path, value):
   assert metrics.read(tmp_path / "metrics.jsonl") == []
 
 
+def test_a_rollout_comes_back_as_written(tmp_path):
+  """Its chunks have the fields of `requests.Chunk`, in Python numbers."""
+  writer = metrics.Writer(tmp_path)
+  writer.write_rollout(3, rollout([1, 2]))
+  writer.close()
+  (record,) = metrics.read(tmp_path / "rollouts.jsonl")
+  assert record == {"step": 3, **rollout([1, 2]), "length": [1, 2]}
+
+
 def test_a_malformed_rollout_is_refused(tmp_path):
-  """Keys, sizes, outcomes."""
+  """Keys, sizes, outcomes, times."""
   writer = metrics.Writer(tmp_path)
   good = rollout([1, 2])
+  missing = {k: v for k, v in chunk().items() if k != "trained"}
   for change, message in (
     ({"extra": []}, "has keys"),
     ({"length": [1]}, "1 values of 'length' but 2 of 'outcome'"),
     ({"outcome": ["solved", "lost"]}, "'lost' is none of"),
+    ({"micro_batch_s": -1.0}, "micro_batch_s is negative"),
+    ({"micro_batch_s": np.nan}, "metric 'micro_batch_s' is nan"),
+    ({"chunks": [missing]}, "chunk 0 has keys"),
+    ({"chunks": [chunk(), chunk(0.4)]}, "chunk 1: from 0.4 to 0.9 s"),
+    ({"chunks": [chunk(end_s=-1.0)]}, "chunk 0: from 0.0 to -1.0 s"),
+    ({"chunks": [chunk(steps=[8])]}, "chunk 0: 1 values of 'steps' for 2 slices"),
+    ({"chunks": [chunk(), chunk(0.5, live=[1] * 3)]}, "3 values of 'live' for 2 slices"),
+    ({"chunks": [chunk(live=[1, None])]}, "metric 'live' is None"),
+    ({"chunks": [chunk(strategy=None)]}, "strategy None is no string"),
   ):
     with pytest.raises(metrics.MetricError, match=message):
       writer.write_rollout(0, {**good, **change})
   writer.close()
+  assert metrics.read(tmp_path / "rollouts.jsonl") == []
 
 
 RECORD = {
@@ -149,7 +189,7 @@ def test_the_summary_compares_ends_and_shares_out_the_time():
   assert "reward mean" in metrics.summary_table(records[:1])
 
 
-def test_a_run_gives_three_figures(tmp_path):
+def test_a_run_gives_its_figures(tmp_path):
   """Long-tailed and short runs; without rollouts, one."""
   rng = np.random.default_rng(0)
   for steps in (1, 25):
@@ -161,8 +201,10 @@ def test_a_run_gives_three_figures(tmp_path):
       lengths = np.exp(rng.normal(4, 1, 64)).astype(int)
       writer.write_rollout(step, rollout(lengths, outcome))
     writer.close()
-    figures = plot.plot_all(workdir)
-    assert [f.name for f in figures] == ["reward.png", "lengths.png", "live_requests.png"]
+    *figures, trace = plot.plot_all(workdir)
+    names = ["reward.png", "lengths.png", "live_requests.png", "timeline.png"]
+    assert [f.name for f in figures] == names
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in figures)
+    assert trace.name == "rollout_trace.json"
     (workdir / "rollouts.jsonl").unlink()
     assert len(plot.plot_all(workdir)) == 1

@@ -98,7 +98,7 @@ def test_a_chunk_is_as_long_as_its_time_allows():
   for step_s, steps in ((0.01, 32), (0.9, 2), (30.0, 1)):
     schedule.costs.step_s[schedule.bucket] = step_s
     schedule.begin_chunk()
-    assert schedule.steps == steps
+    assert schedule.tokens == steps
     assert schedule.need([0]) == schedule.position[0] + steps
 
 
@@ -107,7 +107,7 @@ def test_costs_book_what_every_process_was_told():
   costs = schedule_lib.Costs({})
   costs.book(0.0)
   assert not costs.step_s
-  costs.last = Bucket(8, 16), 4, 20
+  costs.done(Bucket(8, 16), None, steps=4, tokens=20, longest=4, seconds=2.0)
   costs.book(2.0)
   assert costs.step_s == {Bucket(8, 16): 0.5} and (costs.seconds, costs.tokens) == (2, 20)
   assert costs.estimate(Bucket(2, 16), Bucket(8, 16)) == 0.125

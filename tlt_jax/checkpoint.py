@@ -129,9 +129,12 @@ class Checkpoints:
     state = jax.block_until_ready(restored["state"])
     return step, state, restored["data"]
 
-  def close(self) -> None:
-    """Waits for what is being written."""
+  def wait(self) -> None:
+    """Returns when nothing is being written any more."""
     self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    self.wait()
     self._manager.close()
 
 

@@ -20,7 +20,11 @@ import tensorboardX
 import tqdm
 
 OUTCOMES = ("solved", "wrong", "truncated")
-_ROLLOUT_KEYS = ("length", "outcome", "live_time_s", "live_requests")
+_ROLLOUT_LISTS = ("length", "outcome", "live_time_s", "live_requests")
+_ROLLOUT_KEYS = (*_ROLLOUT_LISTS, "chunks", "micro_batch_s", "decisions")
+# Of a chunk: one value each, and one value per slice.
+_CHUNK_KEYS = ("start_s", "end_s", "batch", "length", "strategy")
+_SLICE_KEYS = ("live", "steps", "trained")
 
 # Seconds of one step, and the label of each phase in the final table.
 _PHASES = {
@@ -88,15 +92,18 @@ class Writer:
         self._board.add_scalar(key, value, step)
     return record
 
-  def write_rollout(self, step: int, rollout: Mapping[str, Sequence]) -> None:
+  def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
     """Records one rollout for the figures.
 
     Args:
       step: its number
       rollout: `length` and `outcome` (of `OUTCOMES`) per response;
-        `live_requests` at `live_time_s` seconds into the rollout
+        `live_requests` at `live_time_s` seconds into the rollout; `chunks`, in
+        order, a dict each with the fields of `requests.Chunk`; `micro_batch_s`,
+        the seconds of one micro-batch of the drafter's training, 0 if unknown;
+        `decisions`, the `schedule.Decisions.log` that trains the drafter alike
     Raises:
-      MetricError: keys, sizes or outcomes are not these
+      MetricError: keys, sizes, outcomes or times are not these
     """
     if set(rollout) != set(_ROLLOUT_KEYS):
       raise MetricError(
@@ -111,11 +118,18 @@ class Writer:
     if unknown:
       raise MetricError(f"step {step}: outcome {unknown[0]!r} is none of {OUTCOMES}")
     record = {"step": int(step)}
-    for key in _ROLLOUT_KEYS:
+    for key in _ROLLOUT_LISTS:
       values = rollout[key]
       if key != "outcome":
         values = [_scalar(key, step, x) for x in values]
       record[key] = list(values)
+    record["chunks"] = _chunks(step, rollout["chunks"])
+    record["micro_batch_s"] = _scalar("micro_batch_s", step, rollout["micro_batch_s"])
+    if record["micro_batch_s"] < 0:
+      raise MetricError(f"step {step}: micro_batch_s is negative")
+    record["decisions"] = [
+      (name, _scalar(name, step, value)) for name, value in rollout["decisions"]
+    ]
     _append(self._rollouts, record)
 
   def close(self) -> None:
@@ -138,6 +152,45 @@ def _scalar(key: str, step: int, value) -> int | float:
       "by an empty count"
     )
   return number
+
+
+def _chunks(step: int, chunks: Sequence[Mapping]) -> list[dict]:
+  """The chunks of a rollout in Python numbers: one after the other, of one width."""
+  records, now = [], 0.0
+  for i, chunk in enumerate(chunks):
+    record = _chunk(step, f"step {step}, chunk {i}", chunk)
+    start, end = record["start_s"], record["end_s"]
+    if not now <= start <= end:
+      raise MetricError(
+        f"step {step}, chunk {i}: from {start} to {end} s, but chunks follow each "
+        f"other, and {now} s have passed"
+      )
+    now = end
+    records.append(record)
+    for key in _SLICE_KEYS:
+      if len(record[key]) != len(records[0]["live"]):
+        raise MetricError(
+          f"step {step}, chunk {i}: {len(record[key])} values of {key!r} for "
+          f"{len(records[0]['live'])} slices"
+        )
+  return records
+
+
+def _chunk(step: int, where: str, chunk: Mapping) -> dict:
+  """One of them; `where` is how a message names it."""
+  if set(chunk) != {*_CHUNK_KEYS, *_SLICE_KEYS}:
+    raise MetricError(
+      f"{where} has keys {(*_CHUNK_KEYS, *_SLICE_KEYS)}, not {tuple(chunk)}"
+    )
+  if not isinstance(chunk["strategy"], str):
+    raise MetricError(f"{where}: strategy {chunk['strategy']!r:.80} is no string")
+  record = {}
+  for key, value in chunk.items():
+    if key in _SLICE_KEYS:
+      record[key] = [_scalar(key, step, x) for x in value]
+    else:
+      record[key] = value if key == "strategy" else _scalar(key, step, value)
+  return record
 
 
 def _append(file, record: dict) -> None:

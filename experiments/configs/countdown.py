@@ -20,11 +20,24 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       steps=3 if smoke else 60,
       policy="experiments/policies/countdown",  # Hugging Face folder
       tensor_parallel=1,  # devices per slice; the other devices are slices
-      # Speculative decoding: a folder of `train_drafter` ("" for none), and which
-      # strategy runs up to how many live requests per slice; see `strategy.parse`.
+      # Speculative decoding: a folder of `train_drafter`, "eagle2" or "eagle3" for a
+      # new drafter, "" for none; and which strategy runs up to how many live requests
+      # per slice, see `strategy.parse`.
       drafter="",
       strategies=((2, "3_1_4"),),
       verification="coupled",  # no token changes; or "rejection"
+      # Idle slices train the drafter in every n-th rollout; 0: it stays as it is.
+      spot=dict(
+        every=1,
+        rows=16,  # training data per slice, each as long as the longest sequence
+        carried=8,  # of them that stay for the next rollout
+        chunk=256,  # tokens of a chunk in which a slice trains, at most
+        least=3,  # micro-batches that it should have time for
+        share=0.0,  # of a rollout's time that all slices train after it
+        first_s=0.0,  # seconds that they train after the first one, instead
+        loss=dict(steps=3, decay=0.8, distance="total_variation", regression=0.1),
+        optimizer=dict(name="adamw", learning_rate=2e-3, b2=0.99, weight_decay=0.0),
+      ),
       # "source" is a dotted name, called with the other entries
       prompts=dict(
         source="tlt_jax.rl.countdown.Problems",
@@ -74,6 +87,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         # What is trained. 128 responses a step say too little about 1.5M parameters:
         # Adam's noise in all of them costs more than they learn, in 6,000 less.
         only="norm|head",
+        factors=False,  # one factor of each of them instead of all entries
         updates=2,  # optimizer updates per step, each on its share of the prompts
         # (rows, length) of a micro-batch, by increasing length
         buckets=((8, 128),) if smoke else ((16, 256), (4, 512), (4, 1056)),

@@ -28,9 +28,20 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       seed=0,
       steps=2 if smoke else 200,
       policy="Qwen2.5-7B-Instruct",
-      drafter="",  # folder of `train_drafter`
+      drafter="",  # folder of `train_drafter`, or "eagle2", "eagle3": a new one
       strategies=((8, "5_1_6"),),
       verification="coupled",  # no token changes; or "rejection"
+      spot=dict(  # idle slices train the drafter, see configs/countdown.py
+        every=1,
+        rows=4,
+        carried=2,
+        chunk=256,
+        least=4,
+        share=0.0,
+        first_s=0.0,
+        loss=dict(steps=3, decay=0.8, distance="cross_entropy", regression=0.1),
+        optimizer=dict(name="adamw", learning_rate=1e-4, b2=0.95, weight_decay=0.0),
+      ),
       tensor_parallel=1 if smoke else 4,
       prompts=prompts,
       held_out=prompts | {"path": "test.jsonl"},

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 
-import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,13 +23,7 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.spec_decode import draft_loss
-
-
-@flax.struct.dataclass
-class State:
-  params: dict  # f32, laid out by axes.ROLLOUT
-  opt_state: optax.OptState
-  step: jax.Array  # i32[]
+from tlt_jax.spec_decode import spot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,35 +38,21 @@ class DraftLearner:
   buckets: tuple[packing.Bucket, ...]
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
-  def abstract_state(self) -> State:
+  def abstract_state(self) -> spot.State:
     """Shapes, dtypes and shardings of the state."""
-    abstract = drafter_lib.abstract_params(self.drafter)
-    shardings = axes.shardings(self.mesh, axes.ROLLOUT, abstract)
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    params = jax.tree.map(place, nn.meta.unbox(abstract), shardings)
-    replicated = axes.sharding(self.mesh)
-    opt_state = axes.like_params(
-      jax.eval_shape(self.optimizer.init, params), shardings, replicated
-    )
-    return State(params, opt_state, place(jnp.zeros((), jnp.int32), replicated))
+    return spot.abstract_state(self.drafter, self.optimizer, self.mesh)
 
-  def init(self, params) -> State:
+  def init(self, params) -> spot.State:
     """The state before the first update, from parameters of any layout."""
-    abstract = self.abstract_state()
-    # A copy: the state is donated, the drafter at hand may still be drafting.
-    put = lambda x, like: jax.device_put(jnp.array(x, like.dtype), like.sharding)
-    params = jax.tree.map(put, params, abstract.params)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract.opt_state)
-    opt_state = jax.jit(self.optimizer.init, out_shardings=shardings)(params)
-    return State(params, opt_state, put(jnp.int32(0), abstract.step))
+    return spot.init_state(self.drafter, self.optimizer, self.mesh, params)
 
   def train(
     self,
-    state: State,
+    state: spot.State,
     target_params,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
-  ) -> tuple[State, dict[str, float]]:
+  ) -> tuple[spot.State, dict[str, float]]:
     """One update on a batch of sequences; the state is donated.
 
     Returns:
@@ -136,13 +114,7 @@ class DraftLearner:
       add = lambda i, t, one=one: jax.tree.map(jnp.add, t, one(i))
       total = jax.lax.fori_loop(0, bucket.count, add, total)
     (value, metrics), grads = total
-    count = jnp.maximum(metrics.pop("tokens"), 1.0)
-    mean = lambda tree: jax.tree.map(lambda x: x / count, tree)
-    grads, metrics = mean(grads), mean(metrics)
-    updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-    metrics |= {"loss": value / count, "grad_norm": optax.tree.norm(grads)}
-    params = optax.apply_updates(state.params, updates)
-    return State(params, opt_state, state.step + 1), metrics
+    return spot.update(self.optimizer, state, value, metrics, grads)
 
 
 def make(

@@ -53,6 +53,9 @@ class Scored:
       "outcome": self.outcome,
       "live_time_s": [t for t, _ in timeline],
       "live_requests": [sum(live) for _, live in timeline],
+      "chunks": [dataclasses.asdict(chunk) for chunk in self.samples.chunks],
+      "micro_batch_s": self.samples.micro_batch_s,
+      "decisions": self.samples.decisions,
     }
 
   def metrics(self) -> dict[str, float]:
@@ -73,6 +76,7 @@ class Scored:
         f"rollout/acceptance_rate_pos_{k}": rate
         for k, rate in enumerate(self.samples.acceptance_rate, 1)
       },
+      **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/seconds_s": self.reward_s,
       "memory/rollout_bytes": self.samples.peak_bytes,
@@ -104,8 +108,13 @@ class Sampler:
     seed: int,
     first_request: int,
     draft_params=None,
+    **options,
   ) -> Scored:
-    """Responses to {"prompt", "answer"} records; params in `axes.ROLLOUT` layout."""
+    """Responses to {"prompt", "answer"} records; params in `axes.ROLLOUT` layout.
+
+    Args:
+      options: further arguments of the rollout (`train`, `decide`)
+    """
     system = self.system or None
     encode = self.tokenizer.encode
     prompts = [encode(r["prompt"], system=system, chat=self.chat) for r in records]
@@ -118,7 +127,7 @@ class Sampler:
       **self.sampling,
     )
     began = time.perf_counter()
-    samples = self.rollout(params, requests, draft_params)
+    samples = self.rollout(params, requests, draft_params, **options)
     sampled = time.perf_counter()
     if not np.isfinite(samples.logp).all():
       raise FloatingPointError(

@@ -32,6 +32,7 @@ class Keep:
 
   width: int  # E
   taps: tuple[int, ...] = ()  # layers; without any the states after the final norm
+  final: bool = False  # with taps: the states after the final norm too, behind them
 
 
 @flax.struct.dataclass
@@ -130,14 +131,20 @@ def slots_shardings(mesh, config, keep) -> Slots:
   return jax.tree.map(lambda x: x.sharding, shapes)
 
 
-def per_slice(mesh: Mesh, f, num_args: int, replicated: tuple[int, ...] = ()):
-  """Runs `f` once per slice on its rows; arguments in `replicated` are whole."""
-  rows, whole = PartitionSpec(axes.DATA), PartitionSpec()
+def per_slice(
+  mesh: Mesh, f, num_args: int, replicated: tuple[int, ...] = (), whole_out=None
+):
+  """Runs `f` once per slice on its rows; arguments in `replicated` are whole.
+
+  Args:
+    whole_out: bool for each result: whether it is the same on every slice
+  """
+  spec = lambda whole: PartitionSpec() if whole else PartitionSpec(axes.DATA)
   return jax.shard_map(
     f,
     mesh=mesh,
-    in_specs=tuple(whole if i in replicated else rows for i in range(num_args)),
-    out_specs=rows,
+    in_specs=tuple(spec(i in replicated) for i in range(num_args)),
+    out_specs=spec(False) if whole_out is None else tuple(map(spec, whole_out)),
     axis_names={axes.DATA},
   )
 
@@ -161,6 +168,8 @@ def forward(
   args = (tokens, positions, taps, mask, context.kv, slots, rotations)
   features, tapped, kv = run(*args)
   states = tapped if taps else features
+  if taps and keep.final:
+    states = jnp.concatenate([tapped, features.astype(tapped.dtype)], -1)
   kept = context.features
   if kept is not None:
     b = jnp.arange(tokens.shape[0])[:, None]
@@ -258,6 +267,15 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Kee
   back replicated, so that every process sees the same; so do the `seconds` that
   each process measured.
   """
+  return jax.jit(
+    per_slice(mesh, chunk(config, width, keep), 4, replicated=(0, 2)),
+    donate_argnums=1,
+    out_shardings=(slots_shardings(mesh, config, keep), axes.sharding(mesh)),
+  )
+
+
+def chunk(config: config_lib.ModelConfig, width: int, keep: Keep | None):
+  """What `make_chunk` runs on each slice."""
 
   def local(params, slots, n, seconds):
     emitted = nothing_emitted(slots, width, seconds)
@@ -287,11 +305,7 @@ def make_chunk(config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Kee
     start = (varying(jnp.int32(0)), slots, emitted)
     return jax.lax.while_loop(running, step, start)[1:]
 
-  return jax.jit(
-    per_slice(mesh, local, 4, replicated=(0, 2)),
-    donate_argnums=1,
-    out_shardings=(slots_shardings(mesh, config, keep), axes.sharding(mesh)),
-  )
+  return local
 
 
 def decode_step(config, keep, params, slots: Slots, rotations: layers.Rotation):

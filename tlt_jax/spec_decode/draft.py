@@ -55,6 +55,8 @@ class Draft:
     return self._module.apply({"params": self._params}, *args, method=method)
 
   def features(self, x):
+    """f[... E or more] -> f[... D]; what is kept for training only comes last."""
+    x = x[..., : self._module.config.feature_width]
     return self._apply(drafter_lib.Drafter.features, x)
 
   def keys_values(self, h, tokens, positions):

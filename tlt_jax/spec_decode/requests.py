@@ -110,6 +110,20 @@ def make_requests(
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """What a chunk did; seconds count from the rollout's start."""
+
+  start_s: float
+  end_s: float
+  batch: int  # of its bucket: slots per slice
+  length: int  # of its bucket: tokens that a step attends over
+  strategy: str  # "off" for plain decoding
+  live: list[int]  # per slice, requests at its start
+  steps: list[int]  # per slice, iterations
+  trained: list[int]  # per slice, micro-batches of the drafter's training
+
+
 @dataclasses.dataclass
 class Samples:
   """The responses, in the order of the requests."""
@@ -125,9 +139,33 @@ class Samples:
   accepted: np.ndarray | None = None  # i64[R]  speculative passes of more than r tokens
   computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
   peak_bytes: int = 0  # memory per device in the fullest chunk
+  chunks: list[Chunk] = dataclasses.field(default_factory=list)
+  decisions: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+  training: list[dict] | None = None  # of the drafter, per update: its means
+  training_s: float = 0.0  # that it went on after the last token
+  micro_batch_s: float = 0.0  # of it, measured alone
 
   def response(self, i: int) -> np.ndarray:
     return self.tokens[i, : self.length[i]]
+
+  @property
+  def harvested_s(self) -> float:
+    """Seconds of idle slices in which the drafter was trained."""
+    return self.micro_batch_s * sum(sum(chunk.trained) for chunk in self.chunks)
+
+  def training_metrics(self) -> dict[str, float]:
+    """`drafter/*` of the drafter's training, means over its updates; none without it."""
+    if self.training is None:
+      return {}
+    done = [m for m in self.training if m["updated"]]
+    names = sorted(set(done[0]) - {"updated"}) if done else []
+    return {
+      "rollout/harvested_s": self.harvested_s,
+      "drafter/training_s": self.training_s,
+      "drafter/updates": len(done),
+      "drafter/skipped": len(self.training) - len(done),
+      **{f"drafter/{k}": float(np.mean([m[k] for m in done])) for k in names},
+    }
 
   @property
   def useful_share(self) -> float:

@@ -24,11 +24,13 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import harvest as harvest_lib
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import schedule as schedule_lib
 from tlt_jax.spec_decode import speculate
+from tlt_jax.spec_decode import spot as spot_lib
 from tlt_jax.spec_decode import strategy as strategy_lib
 
 Options = schedule_lib.Options
@@ -39,35 +41,39 @@ ladder = schedule_lib.ladder
 class Rollout:
   """See `make`."""
 
-  def __init__(self, config, mesh, options, drafter, policy, verification):
+  def __init__(self, config, mesh, options, drafter, policy, verification, spot):
     self.config: config_lib.ModelConfig = config
     self.mesh: jax.sharding.Mesh = mesh
     self.options: Options = options
     self.drafter: drafter_lib.DrafterConfig | None = drafter
     self.policy: strategy_lib.Policy | None = policy
+    self.spot: spot_lib.Spot | None = spot
     self._program_of = functools.partial(speculate.name, verification=verification)
     self.pool = programs.Pool(options.budget)
     self._slices = mesh.shape[axes.DATA]
     self._stop_tokens = 1  # E, of the requests at hand
-    self._step_s = {}  # what `schedule.Costs` knows of each bucket
+    self._widest = max(b.batch for b in options.buckets)
+    self._step_s, self._step_tokens = {}, {}  # what `schedule.Costs` knows so far
     self._keep = decode.Keep(config.width) if options.features else None
     if drafter is not None:
-      self._keep = speculate.keep(drafter)
+      self._keep = speculate.keep(drafter, train=spot is not None)
+    width = options.chunk if spot is None else max(options.chunk, spot.options.chunk)
     self._programs = decode.make_programs(
-      config, mesh, options.chunk, self._keep, options.rebalance
+      config, mesh, width, self._keep, options.rebalance
     )
     # Slots for draft nodes behind the longest sequence; see `speculate`.
-    self._scratch = 0
+    self._scratch, self._longest = 0, 1
     self._memory = None  # of earlier responses, if n-grams are looked up in them
     if policy is not None:
       if any(s.source == strategy_lib.NGRAM for s in policy.strategies):
         self._memory = ngram.Memory(options.memory_tokens)
       room = speculate.Room.of(policy.strategies)
-      self._scratch = room.target
-      self._programs |= speculate.make_programs(
-        *(config, drafter, mesh, options.chunk, policy.strategies, room, self._keep),
-        verification,
-      )
+      self._scratch, self._longest = room.target, room.longest
+      args = (width, policy.strategies, room, self._keep, verification)
+      self._programs |= speculate.make_programs(config, drafter, mesh, *args)
+      if spot is not None:
+        fused = (spot.trainer, width, policy.strategies, room, verification)
+        self._programs |= spot_lib.make_programs(*fused)
 
   def __call__(
     self,
@@ -75,6 +81,8 @@ class Rollout:
     requests: requests_lib.Requests,
     draft_params=None,
     on_chunk: Callable[[float, list[int]], None] | None = None,
+    train: bool = False,
+    decide: schedule_lib.Decisions | None = None,
   ) -> requests_lib.Samples:
     """Runs all requests to their end.
 
@@ -83,23 +91,33 @@ class Rollout:
 
     Args:
       params: the target's, laid out by `axes.ROLLOUT`
-      draft_params: the drafter's, if there is one
+      draft_params: the drafter's, if there is one; with spot training they are its own
       on_chunk: told seconds since the start and live requests per slice
+      train: whether idle slices train the drafter (see `spot`)
+      decide: to follow the `Samples.decisions` of an earlier rollout, whose drafter was
+        trained alike
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
+      ValueError: the decisions to follow are of another rollout
     """
     self._check(requests)
+    if train and self.spot is None:
+      raise ValueError("this rollout has no spot training; see `make`")
     self._stop_tokens = requests.stop_tokens.shape[1]
     began = time.perf_counter()
-    costs = schedule_lib.Costs(self._step_s)
-    schedule = schedule_lib.Schedule.start(self.options, requests, self._slices, costs)
-    samples = self._empty_samples(schedule)
+    costs = schedule_lib.Costs(self._step_s, self._step_tokens)
+    args = (self.options, requests, self._slices, costs, decide)
+    schedule = schedule_lib.Schedule.start(*args)
+    samples, harvest = self._empty_samples(schedule), None
+    if train:
+      args = (self.spot, schedule, samples, self._run, self._place)
+      harvest = harvest_lib.Harvest(*args)
     slots = store = state = None
     while not schedule.done:
       if store is None:
         store = self._new_context(self.options.prompt_rows, self.options.max_prompt)
-      schedule.begin_chunk()
+      schedule.begin_chunk(self._longest, *(harvest.long_chunk() if harvest else ()))
       if schedule.bucket is None:
         slots = None
       admissions, changed = [], False
@@ -117,20 +135,20 @@ class Rollout:
           state = None
           held = programs.live_bytes() + self.pool.temp_bytes
           samples.peak_bytes = max(samples.peak_bytes, held)
-        strategy = None
-        if self.policy is not None:
-          strategy = self.policy.choose(int(max(schedule.live)))
+        if harvest and self._trains(bucket):
+          harvest.measure(params)
+        if self.spot is not None:
+          draft_params = self.spot.state.params
+        strategy = self._strategy(schedule)
         if strategy is None:
           state = None
-          slots, emitted = self._chunk(params, schedule, slots)
-        else:
-          if strategy.source == strategy_lib.NGRAM:
-            state = self._corpus(schedule, samples)
-          elif not isinstance(state, draft_lib.DraftState):
-            state = self._fill(params, draft_params, schedule, slots, samples)
-          slots, state, emitted = self._speculate(
-            params, draft_params, schedule, slots, state, strategy
-          )
+        elif strategy.source == strategy_lib.NGRAM:
+          state = self._corpus(schedule, samples)
+        elif not isinstance(state, draft_lib.DraftState):
+          state = self._fill(params, draft_params, schedule, slots, samples)
+        started, live = time.perf_counter() - began, schedule.live.tolist()
+        args = (params, draft_params, schedule, slots, state, strategy, harvest)
+        slots, state, emitted, trained = self._chunk(*args)
       except jax.errors.JaxRuntimeError as e:
         if not programs.is_out_of_memory(e):
           raise
@@ -142,11 +160,27 @@ class Rollout:
           *bucket,
         )
         continue
-      self._book(schedule, samples, emitted, slots)
-      seconds, live = time.perf_counter() - began, schedule.live.tolist()
-      samples.timeline.append((seconds, live))
+      finished = self._book(schedule, samples, emitted, slots)
+      if harvest:
+        harvest.store(bucket, slots, finished)
+      seconds = time.perf_counter() - began
+      samples.chunks.append(
+        requests_lib.Chunk(
+          *(started, seconds, *bucket),
+          strategy="off" if strategy is None else str(strategy),
+          live=live,
+          steps=emitted.steps.tolist(),
+          trained=trained,
+        )
+      )
+      samples.timeline.append((seconds, schedule.live.tolist()))
       if on_chunk:
-        on_chunk(seconds, live)
+        on_chunk(*samples.timeline[-1])
+    slots = store = state = None  # what trains now needs the room
+    if harvest:
+      harvest.finish(params, time.perf_counter() - began)
+    schedule.decide.finish()
+    samples.decisions = schedule.decide.log
     return samples
 
   def compile(self, params, stop_tokens: int, draft_params=None) -> None:
@@ -159,6 +193,9 @@ class Rollout:
       stop_tokens: E, stop tokens per request (`Requests.stop_tokens`)
     """
     o, self._stop_tokens = self.options, stop_tokens
+    if self.spot is not None:
+      draft_params = self.spot.state.params
+      self._get("train", (), params, self.spot.state, self.spot.rows(), np.int32(1))
     store = decode.abstract_context(
       self.mesh, self.config, o.prompt_rows, o.max_prompt, self._keep
     )
@@ -170,7 +207,8 @@ class Rollout:
       chosen = dataclasses.replace(o, buckets=(*ready, bucket))
       admits = schedule_lib.Schedule.start(chosen, _NO_REQUESTS, 1).admitting
       resizes = len(chosen.edges) * (2 if self._keep else 1)
-      total = 1 + len(chosen.buckets) + len(admits) + resizes
+      each = 1 if self.spot is None else 2  # the chunk, and what stores features
+      total = each * (1 + len(chosen.buckets)) - 1 + len(admits) + resizes
       if ready and not self.pool.has_room(total - len(self.pool)):
         logging.warning("no room for the programs of %d slots x %d tokens", *bucket)
         continue
@@ -180,7 +218,10 @@ class Rollout:
         self.mesh, self.config, bucket.batch, length, stop_tokens, self._keep
       )
       one, seconds = np.int32(1), self._abstract(1, np.float32)
-      self._get("chunk", bucket, params, slots, one, seconds)
+      self._compile_chunk(bucket, params, draft_params, None, (slots, one, seconds))
+      if self.spot is not None:
+        where = (row(bucket.batch),) * 3
+        self._get("store", bucket, self.spot.features, slots.context.features, *where)
       if self.policy is not None:
         self._compile_speculation(params, draft_params, chosen, bucket, slots)
       if bucket in admits:
@@ -195,6 +236,10 @@ class Rollout:
       if self._keep:
         self._get("resize_features", key, context.features, row(goal.batch), **to)
 
+  def _compile_chunk(self, bucket, params, draft_params, strategy, args):
+    program = self._chunk_program(strategy, bucket, params, draft_params, args)
+    self._get(program[0], bucket, *program[1])
+
   def _compile_speculation(self, params, draft_params, options, bucket, slots):
     """The programs of every strategy that may run in a bucket."""
     schedule = schedule_lib.Schedule.start(options, _NO_REQUESTS, 1)
@@ -208,7 +253,8 @@ class Rollout:
       length = bucket.length + self._scratch
       corpus = ngram.Corpus(rows.update(shape=(*rows.shape, length)), rows, rows)
     for s in sorted(by_ngram):
-      self._get(self._program_of(s), bucket, params, (), slots, corpus, one, one, seconds)
+      args = (slots, corpus, one, one, one, seconds)
+      self._compile_chunk(bucket, params, (), s, args)
     chosen -= by_ngram
     if chosen:
       features = slots.context.features
@@ -219,8 +265,8 @@ class Rollout:
       shardings = speculate.state_shardings(self.mesh, self.drafter)
       state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
       for s in sorted(chosen):
-        args = (params, draft_params, slots, state, one, one, seconds)
-        self._get(self._program_of(s), bucket, *args)
+        args = (slots, state, one, one, one, seconds)
+        self._compile_chunk(bucket, params, draft_params, s, args)
 
   def time_chunk(self, params, bucket: tuple[int, int]) -> float:
     """Seconds of one chunk with all slots of a bucket live, none finishing.
@@ -228,7 +274,7 @@ class Rollout:
     The caches are as full as a chunk leaves room for.
     """
     schedule, slots = self._full(bucket)
-    self._chunk(params, schedule, slots)
+    self._chunk(params, None, schedule, slots, None, None, None)
     return schedule.costs.chunk_s
 
   def time_fill(self, params, draft_params, bucket: tuple[int, int]) -> float:
@@ -257,10 +303,79 @@ class Rollout:
   def _run(self, name: str, key: tuple, *args, **static):
     return self._get(name, key, *args, **static)(*args)
 
-  def _chunk(self, params, schedule, slots) -> tuple[decode.Slots, decode.Emitted]:
-    """Runs a chunk; what it emitted comes back on the host."""
-    n = np.int32(schedule.steps)
-    return self._timed("chunk", schedule, None, params, slots, n)
+  def _trains(self, bucket: schedule_lib.Bucket) -> bool:
+    """Whether chunks of a bucket can train: where slots only drain, slices run dry."""
+    alike = all(b.batch == self._widest for b in self.options.buckets)
+    drains = bucket.batch < self._widest or alike
+    return self.spot is not None and self._slices > 1 and drains
+
+  def _strategy(self, schedule) -> strategy_lib.Strategy | None:
+    """How the next chunk decodes.
+
+    Plainly where requests were just admitted, few of them into all slots: the next
+    chunk has a smaller bucket, and only that one's programs speculate.
+    """
+    if self.policy is None:
+      return None
+    live, running = int(max(schedule.live)), schedule.owner[schedule.owner >= 0]
+    if schedule.choose(live, schedule.need(running)).batch < schedule.bucket.batch:
+      return None
+    return self.policy.choose(live)
+
+  def _chunk_program(self, strategy, bucket, params, draft_params, args, quota=(0, 1)):
+    """The program of a chunk in a bucket, and all its arguments.
+
+    Args:
+      args: of `decode.make_chunk` or `speculate.make_chunk`, without parameters
+      quota: most and expected of a fused one (see `spot.Trainer.fuse`)
+    """
+    name = "chunk" if strategy is None else self._program_of(strategy)
+    if self._trains(bucket):
+      quota = map(np.int32, quota)
+      return "train_" + name, (params, self.spot.state, self.spot.rows(), *quota, *args)
+    if strategy is None:
+      return name, (params, *args)
+    if strategy.source == strategy_lib.NGRAM:
+      draft_params = ()
+    return name, (params, draft_params, *args)
+
+  def _chunk(self, params, draft_params, schedule, slots, state, strategy, harvest):
+    """Runs a chunk, and books its time.
+
+    Returns:
+      the slots; the drafter's state; what was emitted, on the host; and the
+      micro-batches that each slice trained
+    """
+    costs, bucket = schedule.costs, schedule.bucket
+    steps, args = schedule.tokens, (slots,)
+    if strategy is not None:
+      within = lambda: schedule.steps_within(bucket, strategy)
+      steps = schedule.decide("steps", within)
+      args = (slots, state, np.int32(strategy.depth), np.int32(steps))
+    seconds = self._place(np.full((self._slices, 1), costs.chunk_s, np.float32))
+    args = (*args, np.int32(schedule.tokens), seconds)
+    trains, quota = self._trains(bucket), (0, 1)
+    if harvest and trains:
+      quota = harvest.quota(bucket, strategy, steps)
+    name, args = self._chunk_program(strategy, bucket, params, draft_params, args, quota)
+    self._get(name, bucket, *args)  # compiling is not timed
+    began = time.perf_counter()
+    out = self._run(name, bucket, *args)
+    new, trained, *out = out if trains else (None, None, *out)
+    *carried, emitted = out
+    emitted, trained = jax.device_get((emitted, trained))
+    took = time.perf_counter() - began
+    costs.book(float(emitted.seconds.max()))
+    steps, tokens = int(emitted.steps.max()), int(emitted.count.sum())
+    if trains:
+      self.spot.state = new
+    if harvest and trains:
+      decoding_s = steps * costs.seconds_of_step(bucket, strategy)
+      took = harvest.book(trained, decoding_s, took)
+    costs.done(bucket, strategy, steps, tokens, int(emitted.count.max()), took)
+    slots, state = (*carried, None)[:2]
+    trained = trained.micro_batches.tolist() if trains else [0] * self._slices
+    return slots, state, emitted, trained
 
   def _fill(self, params, draft_params, schedule, slots, samples):
     """The drafter's state for all slots, from the features that were kept."""
@@ -292,29 +407,6 @@ class Rollout:
     stacked = jax.tree.map(lambda *x: np.stack(x), *slices)
     return jax.tree.map(self._place, stacked)
 
-  def _speculate(self, params, draft_params, schedule, slots, state, strategy):
-    """As `_chunk`, with the drafter's state."""
-    n = np.int32(schedule.steps_within((schedule.bucket, strategy)))
-    if strategy.source == strategy_lib.NGRAM:
-      draft_params = ()
-    args = (params, draft_params, slots, state, np.int32(strategy.depth), n)
-    return self._timed(self._program_of(strategy), schedule, strategy, *args)
-
-  def _timed(self, name: str, schedule, strategy, *args):
-    """Runs a chunk, and books its time; its last result comes back on the host."""
-    costs = schedule.costs
-    seconds = self._place(np.full((self._slices, 1), costs.chunk_s, np.float32))
-    self._get(name, schedule.bucket, *args, seconds)  # compiling is not timed
-    began = time.perf_counter()
-    *state, emitted = self._run(name, schedule.bucket, *args, seconds)
-    emitted = jax.device_get(emitted)
-    costs.book(float(emitted.seconds.max()))
-    costs.chunk_s = time.perf_counter() - began
-    steps, tokens = int(emitted.steps.max()), int(emitted.count.sum())
-    key = schedule.bucket if strategy is None else (schedule.bucket, strategy)
-    costs.last = key, steps, tokens
-    return *state, emitted
-
   def _check(self, requests):
     o = self.options
     for i, prompt in enumerate(requests.prompts):
@@ -342,7 +434,7 @@ class Rollout:
       logp=zeros(np.float32),
       logp_filtered=zeros(np.float32),
       finish_reason=np.zeros(B, np.int32),
-      features=[None] * B if self._keep else None,
+      features=[None] * B if self.options.features else None,
       accepted=np.zeros(speculate.Room.of(self.policy.strategies).longest, np.int64)
       if self.policy
       else None,
@@ -441,9 +533,13 @@ class Rollout:
     args = (slots.context, store, self._place(row))
     return self._new_slots(schedule, self._run("admit", schedule.bucket, *args))
 
-  def _book(self, schedule, samples, emitted: decode.Emitted, slots) -> None:
-    """Books what a chunk drew, and frees the slots of what has finished."""
-    owner = schedule.owner.reshape(-1)
+  def _book(self, schedule, samples, emitted: decode.Emitted, slots) -> list[tuple]:
+    """Books what a chunk drew, and frees the slots of what has finished.
+
+    Returns:
+      (slice, slot, request) of these
+    """
+    owner, finished = schedule.owner.reshape(-1), []
     samples.computed_tokens += int(emitted.steps.sum()) * schedule.bucket.batch
     if emitted.accepted is None:
       samples.passes += int(emitted.count.sum())
@@ -465,8 +561,10 @@ class Rollout:
           kept = slots.context.features[slot, : schedule.position[i]]
           samples.features[i] = np.asarray(kept)
         owner[slot] = -1
+        finished.append((*divmod(int(slot), schedule.bucket.batch), int(i)))
         if self._memory is not None:
           self._memory.add(schedule.requests.prompt(i), samples.response(i))
+    return finished
 
 
 _NO_REQUESTS = requests_lib.make_requests([], max_tokens=1)
@@ -479,6 +577,7 @@ def make(
   drafter: drafter_lib.DrafterConfig | None = None,
   policy: strategy_lib.Policy | None = None,
   verification: str = speculate.COUPLED,
+  spot: spot_lib.Spot | None = None,
 ) -> Rollout:
   """A rollout function `(params, requests, draft_params) -> samples`.
 
@@ -488,6 +587,7 @@ def make(
     drafter, policy: for speculative decoding: what drafts, and how and when.
     verification: "coupled" or "likeliest", with which none of this changes a token, or
       "rejection", which keeps their distribution only; see `speculate`
+    spot: what trains the drafter meanwhile; its parameters are the drafter's then
   """
   if verification not in speculate.VERIFICATIONS:
     raise ValueError(
@@ -504,4 +604,8 @@ def make(
     raise ValueError(
       f"a chunk of {options.chunk} tokens has no room for a strategy of depth {deepest}"
     )
-  return Rollout(config, mesh, options, drafter, policy, verification)
+  if spot is not None and (drafter is None or spot.trainer.length < options.max_length):
+    raise ValueError(
+      f"spot training needs a drafter, and rows for {options.max_length} tokens"
+    )
+  return Rollout(config, mesh, options, drafter, policy, verification, spot)

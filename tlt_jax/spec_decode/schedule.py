@@ -5,9 +5,10 @@ decisions from the same replicated summaries. None of them changes a token.
 """
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
+import logging
 from typing import NamedTuple
 
 import numpy as np
@@ -120,24 +121,104 @@ class Costs:
   the longest time that any has measured.
   """
 
-  step_s: dict[Bucket, float]  # seconds of a decoding step, the last time
+  step_s: dict  # by bucket, or (bucket, strategy): seconds of a step, the last time
+  # Likewise, what the fullest slot drew per step.
+  step_tokens: dict = dataclasses.field(default_factory=dict)
   seconds: float = 0.0
   tokens: int = 0
   chunk_s: float = 0.0  # of the last chunk, as measured here
-  last: tuple[Bucket, int, int] | None = None  # its bucket, steps and tokens
+  last: tuple | None = None  # what `done` was told of it, but for the seconds
+
+  @staticmethod
+  def _key(bucket: Bucket, strategy):
+    return bucket if strategy is None else (bucket, strategy)
+
+  def done(self, bucket, strategy, steps, tokens, longest, seconds) -> None:
+    """A chunk ended here, in which the fullest slot drew `longest` tokens."""
+    self.last, self.chunk_s = (bucket, strategy, steps, tokens, longest), seconds
 
   def book(self, seconds: float) -> None:
     """Books the last chunk with the time that every process knows of."""
     if self.last is not None:
-      bucket, steps, tokens = self.last
-      self.step_s[bucket] = seconds / max(steps, 1)
+      bucket, strategy, steps, tokens, longest = self.last
+      key = self._key(bucket, strategy)
+      self.step_s[key] = seconds / max(steps, 1)
+      self.step_tokens[key] = longest / max(steps, 1)
       self.seconds += seconds
       self.tokens += tokens
+
+  def seconds_of_step(self, bucket, strategy) -> float:
+    """0 if unknown."""
+    return self.step_s.get(self._key(bucket, strategy), 0.0)
+
+  def tokens_of_step(self, bucket, strategy) -> float:
+    """Of the fullest slot; 1 if unknown."""
+    return max(self.step_tokens.get(self._key(bucket, strategy), 1.0), 1.0)
+
+  def seconds_of_token(self, bucket: Bucket) -> float:
+    """Of the fullest slot, with the strategy that runs in this bucket; 0 if unknown."""
+    strategy = self.last[1] if self.last and self.last[0] == bucket else None
+    return self.seconds_of_step(bucket, strategy) / self.tokens_of_step(bucket, strategy)
+
+  def expected_steps(self, bucket, strategy, most: int, tokens: int) -> int:
+    """Steps of a chunk that ends after `most` of them, or `tokens` in a slot."""
+    return int(min(most, np.ceil(tokens / self.tokens_of_step(bucket, strategy))))
 
   def estimate(self, bucket: Bucket, known: Bucket) -> float:
     """Seconds per step; if never seen, in proportion to a known bucket's slots."""
     share = bucket.batch / known.batch
     return self.step_s.get(bucket, self.step_s[known] * share)
+
+
+class Decisions:
+  """What a rollout decided by the clock, in order; another one can decide alike.
+
+  No decision changes a token. But they say on what data, and when, a drafter that is
+  trained meanwhile is trained. (Where several processes run, all must take the first
+  one's value here.)
+  """
+
+  def __init__(self, replay: Iterable[tuple[str, int]] | None = None, strict=True):
+    """Follows `replay`, another rollout's `log`, instead of the clock.
+
+    Args:
+      strict: whether it is an error if the log is of another rollout; else the clock
+        decides from there on
+    """
+    self.log: list[tuple[str, int]] = []
+    self._replay = None if replay is None else iter(replay)
+    self._strict = strict
+
+  def __call__(self, name: str, decide: Callable[[], int]) -> int:
+    """The decision of that name, now.
+
+    Raises:
+      ValueError: the log is of another rollout
+    """
+    value = None
+    if self._replay is not None:
+      logged, value = next(self._replay, ("nothing", 0))
+      if logged != name:
+        self._differs(logged, name)
+        value = None
+    value = int(decide()) if value is None else value
+    self.log.append((name, value))
+    return value
+
+  def finish(self) -> None:
+    """The rollout is over; so is what was replayed, or that is an error as well."""
+    if self._replay is not None and (left := next(self._replay, None)):
+      self._differs(left[0], "nothing")
+
+  def _differs(self, logged: str, name: str) -> None:
+    message = (
+      f"the schedule to replay has {logged!r} where {name!r} is decided (decision "
+      f"{len(self.log)}): it is of a run with other settings, prompts or weights"
+    )
+    if self._strict:
+      raise ValueError(message)
+    logging.warning("%s; the clock decides from here on", message)
+    self._replay = None
 
 
 class Admission(NamedTuple):
@@ -165,7 +246,8 @@ class Schedule:
   drawn: np.ndarray  # i32[B]  response tokens so far
   pending: np.ndarray  # i32[B]  each request's last known token
   costs: Costs
-  steps: int  # of the next chunk
+  tokens: int  # that a slot may draw in the next chunk
+  decide: Decisions
   excluded: set[Bucket] = dataclasses.field(default_factory=set)  # ran out of memory
   bucket: Bucket | None = None  # None while nothing runs
 
@@ -176,6 +258,7 @@ class Schedule:
     requests: requests_lib.Requests,
     slices: int,
     costs: Costs | None = None,
+    decide: Decisions | None = None,
   ):
     """All requests queued; a prompt and its responses stay on one slice."""
     queues = [collections.deque() for _ in range(slices)]
@@ -191,7 +274,8 @@ class Schedule:
       drawn=np.zeros(len(requests), np.int32),
       pending=requests.last_token.copy(),
       costs=costs or Costs({}),
-      steps=options.chunk,
+      tokens=options.chunk,
+      decide=decide or Decisions(),
     )
 
   @property
@@ -210,7 +294,7 @@ class Schedule:
 
   def need(self, requests) -> int:
     """Cache slots that these requests touch in one more chunk."""
-    end = np.minimum(self.position + self.steps, self.total)
+    end = np.minimum(self.position + self.tokens, self.total)
     return int(np.max(end[requests], initial=1))
 
   def admit(self) -> tuple[list[Admission], list[Prefill]]:
@@ -259,12 +343,16 @@ class Schedule:
       return False
     if self.bucket.batch < self.widest(self.bucket.length):
       return False  # has begun to drain
-    if self.bucket not in self.costs.step_s:
-      return True
     free = min(waiting, self.owner.size - len(running))
-    alone = self.costs.estimate(smallest, self.bucket)
-    added = self.costs.step_s[self.bucket] - alone
-    return added * self.costs.tokens <= free * self.costs.seconds
+
+    def cheap():
+      if self.bucket not in self.costs.step_s:
+        return True
+      alone = self.costs.estimate(smallest, self.bucket)
+      added = self.costs.step_s[self.bucket] - alone
+      return added * self.costs.tokens <= free * self.costs.seconds
+
+    return bool(self.decide("joins", cheap))
 
   def _store_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
     """The store's row for the next prompt of a slice, and whether it is new there."""
@@ -308,21 +396,37 @@ class Schedule:
     lengths = {b.length for b in self.options.buckets}
     return {self.choose(self.widest(S), S) for S in lengths if self.widest(S)}
 
-  def steps_within(self, program) -> int:
-    """How many steps of a program a chunk has time for; see `Costs.step_s`."""
-    step_s = self.costs.step_s.get(program)
-    within = self.options.chunk_s / step_s if step_s else self.options.chunk
-    return int(np.clip(within, 1, self.options.chunk))
+  def steps_within(self, bucket: Bucket, strategy) -> int:
+    """How many steps of a program a chunk has time for."""
+    step_s = self.costs.seconds_of_step(bucket, strategy)
+    within = self.options.chunk_s / step_s if step_s else self.tokens
+    return int(np.clip(within, 1, self.tokens))
 
-  def begin_chunk(self) -> None:
+  def _tokens_within(self, least: int, most: int, long_s: float) -> int:
+    """Tokens per slot that the next chunk has time for."""
+    wanted, token_s = self.options.chunk, self.costs.seconds_of_token(self.bucket)
+    if self.bucket is not None:  # no longer than what the cache has room for
+      running = self.owner[self.owner >= 0]
+      most = min(most, self.bucket.length - int(max(self.position[running])) - 1)
+    if token_s:
+      wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
+    return int(np.clip(wanted, least, max(most, self.options.chunk)))
+
+  def begin_chunk(self, least: int = 1, most: int = 0, long_s: float = 0.0) -> None:
     """Settles how long the next chunk is, and makes room for it.
 
     If memory does not suffice the youngest requests go back. They start over when
     there is room: their noise makes them draw the same.
+
+    Args:
+      least: tokens that a slot may draw in one step
+      most, long_s: more than `Options.chunk` tokens, up to `most`, if fewer would not
+        take that many seconds, and the cache has room
     """
     if not self.live.any():
       self.bucket = None
-    self.steps = self.steps_within(self.bucket)
+    tokens = lambda: self._tokens_within(least, most, long_s)
+    self.tokens = self.decide("tokens", tokens)
     while True:
       running = self.owner[self.owner >= 0]
       if self.choose(int(max(self.live)), self.need(running)) is not None:

@@ -62,9 +62,10 @@ class Room:
 _FILL_BLOCK = 256  # pairs per row and step of a fill
 
 
-def keep(drafter: drafter_lib.DrafterConfig) -> decode.Keep:
-  """What the target must keep for a drafter."""
-  return decode.Keep(drafter.feature_width, drafter.taps)
+def keep(drafter: drafter_lib.DrafterConfig, train: bool = False) -> decode.Keep:
+  """What the target must keep for a drafter to draft, or also to be trained."""
+  width, both = drafter.feature_width, train and bool(drafter.taps)
+  return decode.Keep(width + both * drafter.layer.width, drafter.taps, both)
 
 
 def state_shardings(mesh: Mesh, drafter: drafter_lib.DrafterConfig):
@@ -127,12 +128,12 @@ def make_chunk(
   kept: decode.Keep | None,
   verification: str,
 ):
-  """(params, draft params, slots, state, depth i32[], n i32[], seconds f32[slices])
-  -> slots, state, Emitted.
+  """(params, draft params, slots, state, depth i32[], n i32[], limit i32[],
+  seconds f32[slices]) -> slots, state, Emitted.
 
-  Up to n iterations, while every slot has room for what one may draw. Slots and
-  state are donated. The state is a `draft.DraftState`, or for n-grams the `Corpus`
-  (draft params are then empty).
+  Up to n iterations, while no slot can draw more than `limit` tokens by the next one.
+  Slots and state are donated. The state is a `draft.DraftState`, or for n-grams the
+  `Corpus` (draft params are then empty).
 
   Args:
     tokens: per slot that `Emitted` holds
@@ -140,6 +141,28 @@ def make_chunk(
     kept: what the slots' contexts keep of the target
     verification: one of `VERIFICATIONS`
   """
+  args = (config, drafter, tokens, strategy, room, kept, verification)
+  return jax.jit(
+    decode.per_slice(mesh, chunk(*args), 8, replicated=(0, 1, 4, 5, 6)),
+    donate_argnums=(2, 3),
+    out_shardings=(
+      decode.slots_shardings(mesh, config, kept),
+      chunk_state_shardings(mesh, drafter, strategy),
+      axes.sharding(mesh),
+    ),
+  )
+
+
+def chunk_state_shardings(mesh: Mesh, drafter, strategy: strategy_lib.Strategy):
+  """Of the state that a strategy's chunks hand on."""
+  if strategy.source == strategy_lib.NGRAM:
+    rows = axes.sharding(mesh, axes.DATA)
+    return ngram.Corpus(rows, rows, rows)
+  return state_shardings(mesh, drafter)
+
+
+def chunk(config, drafter, tokens: int, strategy, room, kept, verification: str):
+  """What `make_chunk` runs on each slice."""
   width, size = strategy.width, strategy.verify
   is_chain, longest = width == 1, room.longest
   is_ngram = strategy.source == strategy_lib.NGRAM
@@ -185,7 +208,7 @@ def make_chunk(
       cache=state, features=output.features, tokens=output.tokens, count=output.count
     )
 
-  def local(params, draft_params, slots, state, depth, n, seconds):
+  def local(params, draft_params, slots, state, depth, n, limit, seconds):
     emitted = decode.nothing_emitted(slots, tokens, seconds, longest)
     S = slots.context.kv[0].length
     rotations = layers.rotation(config, jnp.arange(S))
@@ -195,7 +218,7 @@ def make_chunk(
       i, slots, _, emitted = carry
       live = slots.remaining > 0
       fullest = jnp.max(jnp.where(live, emitted.count, 0))
-      return (i < n) & jnp.any(live) & (fullest + depth + 1 <= tokens)
+      return (i < n) & jnp.any(live) & (fullest + depth + 1 <= limit)
 
     def iteration(carry):
       i, slots, state, emitted = carry
@@ -221,20 +244,7 @@ def make_chunk(
     start = (decode.varying(jnp.int32(0)), slots, state, emitted)
     return jax.lax.while_loop(running, iteration, start)[1:]
 
-  if is_ngram:
-    rows = axes.sharding(mesh, axes.DATA)
-    state_out = ngram.Corpus(rows, rows, rows)
-  else:
-    state_out = state_shardings(mesh, drafter)
-  return jax.jit(
-    decode.per_slice(mesh, local, 7, replicated=(0, 1, 4, 5)),
-    donate_argnums=(2, 3),
-    out_shardings=(
-      decode.slots_shardings(mesh, config, kept),
-      state_out,
-      axes.sharding(mesh),
-    ),
-  )
+  return local
 
 
 def name(strategy: strategy_lib.Strategy, verification: str) -> str:
@@ -311,10 +321,10 @@ def verify_and_accept(
     path, accepted, tokens = rejection.verify(*args)
     path, tokens = pad(path), pad(tokens)
     scaled = sampling_lib.scale(flat, sampling).reshape(logits.shape)
-    chosen = lambda x: jnp.take_along_axis(
-      jnp.take_along_axis(x, path[..., None], 1), tokens[..., None], 2
-    )[..., 0]
-    logp, logp_filtered = chosen(jax.nn.log_softmax(scaled, -1)), jnp.log(chosen(p))
+    on_path = lambda x: jnp.take_along_axis(x, path[..., None], 1)
+    chosen = lambda x: jnp.take_along_axis(x, tokens[..., None], 2)[..., 0]
+    logp = chosen(jax.nn.log_softmax(on_path(scaled), -1))
+    logp_filtered = jnp.log(chosen(on_path(p)))
   live = slots.remaining > 0
   count, stopped = verify.cut(tokens, accepted + 1, slots.stop_tokens, slots.remaining)
   count = jnp.where(live, count, 0)

@@ -1,0 +1,184 @@
+"""What spot training brings and costs: idle time harvested, time that busy slices lose.
+
+    python -m experiments.bench_spot --drafter=experiments/drafters/countdown
+
+Pairs of rollouts of the same requests, interleaved, one of which trains the drafter in
+idle slices; the drafter starts from the same weights in each. Then, each alone: the
+time that checkpoints of the drafter take from a step, and packed rows against padded
+ones. Seconds are wall time, intervals 95% over pairs. The last line is JSON.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import tempfile
+import time
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import setup
+from experiments import timeline
+from tlt_jax import axes
+from tlt_jax import checkpoint
+from tlt_jax.models import convert
+from tlt_jax.spec_decode import spot as spot_lib
+
+_CONFIG = setup.config_flag("experiments/configs/countdown.py")
+_DRAFTER = flags.DEFINE_string("drafter", "eagle2", "Folder or kind of the drafter.")
+_PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of rollouts.", lower_bound=2)
+_PROMPTS = flags.DEFINE_integer("prompts", 4, "Prompts per rollout.")
+_RESPONSES = flags.DEFINE_integer("responses", 8, "Responses per prompt.")
+_STAMPS = flags.DEFINE_bool("stamps", False, "Let slices say themselves when they train.")
+
+
+class Stamps:
+  """When each slice begins and ends to train, as it says itself."""
+
+  def __init__(self):
+    self.seconds = 0.0  # of all slices together
+    self._began = {}
+
+  def __call__(self, which, s, mine, _):
+    if int(mine) == 0:
+      return
+    if which == "began":
+      self._began[int(s)] = time.perf_counter()
+    else:
+      self.seconds += time.perf_counter() - self._began.pop(int(s))
+
+  def watch(self, trainer: spot_lib.Trainer) -> spot_lib.Trainer:
+    """A trainer that tells; for that its loop waits for the host twice."""
+    stamps = self
+
+    class Watched(spot_lib.Trainer):
+      def accumulate(self, target_params, params, rows, most):
+        s = jax.lax.axis_index(axes.DATA)
+        tell = lambda which, x: jax.debug.callback(
+          functools.partial(stamps, which), s, most, x
+        )
+        tell("began", most)
+        total = super().accumulate(target_params, params, rows, most)
+        tell("ended", total[0][0])
+        return total
+
+    fields = ("config", "drafter", "mesh", "loss", "optimizer", "length")
+    return Watched(**{name: getattr(trainer, name) for name in fields})
+
+
+def idle_seconds(samples) -> float:
+  """What slices spent without a request, summed; what they trained is part of it."""
+  chunks = [dataclasses.asdict(chunk) for chunk in samples.chunks]
+  slices = timeline.spans({"chunks": chunks, "micro_batch_s": samples.micro_batch_s})
+  waits = (timeline.IDLE, timeline.TRAIN)
+  return sum(s.end_s - s.start_s for spans in slices for s in spans if s.kind in waits)
+
+
+def bounds(values) -> tuple[float, float]:
+  """Mean, and half the width of its 95% interval."""
+  values = np.asarray(values)
+  return float(values.mean()), float(1.96 * values.std(ddof=1) / np.sqrt(len(values)))
+
+
+def harvest(sampler, params, spot, problems, stamps) -> dict:
+  """Pairs of rollouts, with training and without."""
+  saved = jax.tree.map(jnp.copy, spot.state)
+  sides = {"off": [], "train": []}
+  harvested, idle, stamped, updates = [], [], [], []
+  for pair in range(_PAIRS.value + 1):
+    records = [next(problems) for _ in range(_PROMPTS.value)]
+    for side in sorted(sides, reverse=pair % 2):
+      spot.state = jax.tree.map(jnp.copy, saved)
+      stamps.seconds = 0.0
+      scored = sampler(
+        *(params, records, _RESPONSES.value, 0, pair * 10_000), train=side == "train"
+      )
+      if not pair:
+        continue  # fills the buffer, and warms up
+      sides[side].append(scored.rollout_s)
+      if side == "train":
+        harvested.append(scored.samples.harvested_s)
+        idle.append(idle_seconds(scored.samples))
+        stamped.append(stamps.seconds)
+        updates.append(len(scored.samples.training))
+    if pair:
+      off, train = (sides[side][-1] for side in ("off", "train"))
+      print(
+        f"pair {pair}: {off:.2f} s without, {train:.2f} s with training; idle "
+        f"{idle[-1]:.2f} s, harvested {harvested[-1]:.2f} s in {updates[-1]} updates",
+        flush=True,
+      )
+  off, train = (np.array(sides[side]) for side in ("off", "train"))
+  mean, half = bounds(train / off - 1)
+  found = {
+    "pairs": _PAIRS.value,
+    "idle_share": float(np.sum(idle) / (np.sum(train) * len(spot.buffer.rows))),
+    "harvested_share": float(np.sum(harvested) / np.sum(idle)),
+    "busy_overhead": mean,
+    "busy_overhead_half_width": half,
+    "updates": float(np.mean(updates)),
+  }
+  if _STAMPS.value:
+    found["stamped_over_harvested"] = float(np.sum(stamped) / np.sum(harvested))
+  print(
+    f"idle {found['idle_share']:.1%} of slice time, {found['harvested_share']:.1%} of "
+    f"that harvested; rollouts {100 * mean:+.1f}% +- {100 * half:.1f} longer"
+  )
+  return found
+
+
+def checkpoints(spot, params) -> dict:
+  """Seconds that a step loses: the drafter's own arrays, written behind it; or these
+  and the target's, that it drafts with, while the step waits."""
+  whole = {"drafter": spot.arrays(), "target": params}
+  seconds = {"selective": [], "full": []}
+  with tempfile.TemporaryDirectory() as folder:
+    with (
+      checkpoint.Checkpoints(f"{folder}/a") as ours,
+      checkpoint.Checkpoints(f"{folder}/b") as theirs,
+    ):
+      for step in range(1, 8):
+        began = time.perf_counter()
+        ours.save(step, spot.arrays(), spot.data())
+        saved = time.perf_counter()
+        ours.wait()
+        again = time.perf_counter()
+        theirs.save(step, whole, spot.data())
+        theirs.wait()
+        seconds["selective"].append(saved - began)
+        seconds["full"].append(time.perf_counter() - again)
+  ours, theirs = (float(np.median(seconds[name][1:])) for name in seconds)
+  print(f"checkpoint: {1e3 * ours:.0f} ms of a step, {1e3 * theirs:.0f} ms if it waits")
+  return {"selective_s": ours, "full_s": theirs, "ratio": theirs / ours}
+
+
+def main():
+  config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
+  config["drafter"] = _DRAFTER.value
+  config["spot"]["every"] = 1
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
+  drafter, policy, draft_params = setup.load_drafter(config, model, mesh)
+  spot = setup.spot_training(config, model, mesh, drafter, draft_params)
+  stamps = Stamps()
+  if _STAMPS.value:
+    spot.trainer = stamps.watch(spot.trainer)
+  sampler = setup.sampler(config, model, mesh, drafter, policy, spot)
+  sampler.compile(params)
+  problems = iter(setup.build(config["prompts"]))
+  found = harvest(sampler, params, spot, problems, stamps)
+  found["checkpoint"] = checkpoints(spot, params)
+  rows = [row for rows in spot.buffer.rows for row in rows if row.lengths]
+  # A row takes as long whatever it holds.
+  found["packing"] = sum(len(row.lengths) for row in rows) / len(rows)
+  print(f"packing: {found['packing']:.1f} sequences in a row, and as many times as fast")
+  found |= {"prompts": _PROMPTS.value, "responses": _RESPONSES.value}
+  found["drafter"] = _DRAFTER.value
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  setup.run(main)

@@ -1,0 +1,242 @@
+"""Idle slices train the drafter inside the rollout, and no token changes."""
+
+import functools
+import hashlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from tlt_jax.rl import grpo
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.spec_decode import buffer as buffer_lib
+from tlt_jax.spec_decode import compare
+from tlt_jax.spec_decode import draft_loss
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode import schedule as schedule_lib
+from tlt_jax.spec_decode import spot as spot_lib
+from tlt_jax.spec_decode import strategy as strategy_lib
+
+OPTIONS = rollout.Options(
+  max_length=96,
+  max_prompt=12,
+  slots=16,
+  chunk=8,
+  prompt_rows=8,
+  prefill_rows=8,
+  buckets=((4, 96),),
+)
+CHAIN = strategy_lib.Strategy(depth=3, width=1, verify=4)
+# Plain decoding first, chains for the last few requests.
+SWITCHES = strategy_lib.ByLiveBatch(((2, CHAIN),))
+
+
+def requests(seed=7, **options):
+  """Every other prompt has short responses: the slices that get these run dry early."""
+  limits = np.where(np.arange(24) // 3 % 2, np.linspace(5, 80, 24).astype(int), 6)
+  return tiny.requests(8, 3, max_tokens=limits, stop_tokens=[], seed=seed, **options)
+
+
+def make_spot(kind="eagle2", data=2, model=1, **options):
+  return spot_lib.make(
+    tiny.CONFIG,
+    tiny.DRAFTERS[kind],
+    tiny.mesh(data, model),
+    tiny.draft_params(kind, seed=5),
+    optimizer=optax.adam(1e-2),
+    length=96,
+    loss=draft_loss.Loss(steps=2),
+    options=spot_lib.Options(rows=4, carried=2, chunk=16, **options),
+  )
+
+
+@pytest.fixture(autouse=True)
+def two_micro_batches(monkeypatch):
+  """What a chunk has time for, whatever the clock says."""
+  monkeypatch.setattr(spot_lib.Spot, "micro_batches_within", lambda *_: 2)
+
+
+def make_engine(spot, kind="eagle2", data=2, model=1, policy=SWITCHES):
+  mesh = tiny.mesh(data, model)
+  return rollout.make(
+    tiny.CONFIG, mesh, OPTIONS, tiny.DRAFTERS[kind], policy, spot=spot
+  )
+
+
+@functools.cache
+def plain(seed=7):
+  engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
+  return engine(tiny.on(tiny.mesh(1)), requests(seed))
+
+
+def assert_same(seed, drawn):
+  made = requests(seed)
+  result = compare.compare(tiny.CONFIG, tiny.params(), made, plain(seed), drawn)
+  assert result.differing_tokens == 0, result.where
+  assert result.near_ties <= 1
+
+
+def flat(params):
+  return np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(params))])
+
+
+@pytest.mark.parametrize(
+  ("kind", "data", "model"), [("eagle2", 2, 1), ("eagle3", 2, 1), ("eagle2", 4, 2)]
+)
+def test_idle_slices_train_and_no_token_changes(kind, data, model):
+  """The loss falls over a few rollouts, on data that never left the devices."""
+  spot = make_spot(kind, data, model)
+  engine = make_engine(spot, kind, data, model)
+  before, losses = flat(spot.state.params), []
+  for seed in range(7, 11):
+    samples = engine(tiny.on(engine.mesh), requests(seed), train=True)
+    assert_same(seed, samples)
+    trained = np.sum([c.trained for c in samples.chunks], 0)
+    assert trained.sum() > 0 and samples.training
+    losses.append(np.mean([m["loss"] for m in samples.training]))
+  assert np.abs(flat(spot.state.params) - before).max() > 1e-3
+  assert losses[-1] < losses[0]
+  assert int(spot.state.skipped) == 0 and int(spot.state.step) > 4
+
+
+def test_a_schedule_that_is_followed_trains_the_same_drafter(monkeypatch):
+  """Bit for bit, whatever the clock would have said; a log of another run is noticed."""
+  first, again = make_spot(), make_spot()
+  logged = make_engine(first)(tiny.on(tiny.mesh(2)), requests(), train=True)
+  assert ("micro_batches", 2) in logged.decisions
+  monkeypatch.setattr(spot_lib.Spot, "micro_batches_within", lambda *_: 9)
+  engine = make_engine(again)
+  follow = lambda log, **options: engine(
+    tiny.on(engine.mesh),
+    requests(),
+    train=True,
+    decide=schedule_lib.Decisions(log, **options),
+  )
+  samples = follow(logged.decisions)
+  assert samples.decisions == logged.decisions
+  np.testing.assert_array_equal(flat(first.state.params), flat(again.state.params))
+  for wrong in (logged.decisions[:5], [*logged.decisions, ("more", 0)]):
+    with pytest.raises(ValueError, match="it is of a run with other settings"):
+      follow(wrong)
+  assert len(follow(logged.decisions[:5], strict=False).decisions) > 5
+
+
+def test_a_gradient_that_is_not_finite_skips_its_update():
+  """It is counted; tokens, drafter and the updates before it stay."""
+  spot = make_spot()
+  engine = make_engine(spot)
+  engine(tiny.on(engine.mesh), requests(), train=True)
+  before = flat(spot.state.params)
+  steps = int(spot.state.step)
+  poisoned = jax.tree.map(np.array, tiny.params())
+  spot.features = spot.features.at[:].set(np.nan)
+  keep, spot.add = spot.add, lambda *_: None  # nothing but what is poisoned
+  samples = engine(jax.device_put(poisoned), requests(8), train=True)
+  spot.add = keep
+  assert_same(8, samples)
+  assert int(spot.state.skipped) > 0 and int(spot.state.step) == steps
+  metrics = samples.training_metrics()
+  assert metrics["drafter/skipped"] > 0 and metrics["drafter/updates"] == 0
+  np.testing.assert_array_equal(flat(spot.state.params), before)
+
+
+def test_one_slice_trains_when_the_rollout_is_over():
+  """There is no idle slice that could; a logged schedule says here for how long."""
+  spot = make_spot(data=1, share=0.0)
+  engine = make_engine(spot, data=1)
+  args = (tiny.on(engine.mesh), requests())
+  decisions = engine(*args, train=True).decisions
+  assert decisions[-1] == ("more", 0) and int(spot.state.step) == 0
+  spot = make_spot(data=1, share=0.0)
+  more = [*decisions[:-1], ("more", 1), ("more", 1), ("more", 0)]
+  decide = schedule_lib.Decisions(more)
+  samples = make_engine(spot, data=1)(*args, train=True, decide=decide)
+  assert_same(7, samples)
+  assert int(spot.state.step) == len(samples.training) == 2
+  assert samples.harvested_s == 0 and samples.training_s > 0
+
+
+def test_thirty_steps_of_training_are_those_of_a_plain_run():
+  """Tokens, rewards and the policy, step by step, while the drafter learns beside.
+
+  A near-tie, which would part the runs, is counted; both then go on from the plain one.
+  """
+  mesh, spot = tiny.mesh(2), make_spot()
+  engines = rollout.make(tiny.CONFIG, mesh, OPTIONS), make_engine(spot)
+  algorithm = grpo.make()
+  learner = learner_lib.make(
+    *(tiny.CONFIG, algorithm, optax.adam(1e-3), mesh), buckets=((8, 128),)
+  )
+  copy = lambda: jax.tree.map(jnp.copy, tiny.params())  # a learner takes it over
+  states = [learner.init(copy()) for _ in engines]
+  ties, rewards = 0, []
+  for step in range(30):
+    made = requests(first_request=24 * step)
+    policies = [learner.to_rollout(state.params) for state in states]
+    drawn = [
+      engines[0](policies[0], made),
+      engines[1](policies[1], made, train=True),
+    ]
+    result = compare.compare(tiny.CONFIG, jax.device_get(policies[0]), made, *drawn)
+    assert result.differing_tokens == 0, result.where
+    ties += result.near_ties
+    if result.near_ties:
+      drawn[1] = drawn[0]
+    for i, samples in enumerate(drawn):
+      reward = [np.mean(samples.response(b) < 20) for b in range(len(made))]
+      advantage = algorithm.advantages(jnp.array(reward).reshape(8, 3))
+      batch = learner_lib.Batch(
+        prompts=[made.prompt(b) for b in range(len(made))],
+        responses=[samples.response(b) for b in range(len(made))],
+        advantage=np.asarray(advantage).reshape(-1),
+        temperature=made.temperature,
+      )
+      states[i], _ = learner.train(states[i], batch)
+    rewards.append(np.mean(reward))
+    assert hash_of(states[0]) == hash_of(states[1])
+  assert ties <= 2 and int(spot.state.step) > 30
+  assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.05  # the policy did move
+
+
+def hash_of(state) -> str:
+  digest = hashlib.sha256()
+  for x in jax.tree.leaves(jax.device_get(state)):
+    digest.update(np.ascontiguousarray(x))
+  return digest.hexdigest()
+
+
+def sequence(size):
+  return np.zeros(1, np.int32), np.arange(size, dtype=np.int32)
+
+
+def test_the_buffer_packs_and_makes_room_by_age_and_length():
+  """Two rows of ten places: sequences of n+1 tokens take n."""
+  buffer = buffer_lib.Buffer(slices=1, rows=2, length=10, carried=1)
+  assert buffer.add(0, *sequence(4)) == (0, 0)
+  assert buffer.add(0, *sequence(5)) == (0, 4)
+  assert buffer.add(0, *sequence(3)) == (1, 0)
+  assert buffer.arrays["segments"][0, 0].tolist() == [1] * 4 + [2] * 5 + [0]
+  assert buffer.arrays["positions"][0, 0].tolist() == [*range(4), *range(5), 0]
+  assert buffer.arrays["targets"][0, 0, 4:9].tolist() == [0, 1, 2, 3, 4]
+  assert buffer.add(0, *sequence(10)) == (1, 0)  # in place of the shorter one
+  assert buffer.evicted == 1
+  assert buffer.add(0, *sequence(2)) is None and buffer.evicted == 2
+  assert buffer.order()[0].tolist() == [1, 0]
+  buffer.begin_rollout()  # keeps the row of the longest
+  assert buffer.filled(0) == [1] and buffer.evicted == 4
+  assert buffer.add(0, *sequence(9)) == (0, 0)
+  assert buffer.add(0, *sequence(2)) == (1, 0)  # the older one goes, longer or not
+  assert buffer.evicted == 5
+
+
+def test_a_buffer_goes_on_from_its_saved_state():
+  buffer, again = (buffer_lib.Buffer(1, 2, 10, carried=1) for _ in range(2))
+  buffer.add(0, *sequence(4))
+  buffer.trained([3])
+  again.set_state(json.loads(json.dumps(buffer.state())), buffer.arrays)
+  assert again.state() == buffer.state()
+  assert again.add(0, *sequence(5)) == buffer.add(0, *sequence(5)) == (0, 4)

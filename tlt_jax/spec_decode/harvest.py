@@ -1,0 +1,139 @@
+"""One rollout's spot training, the host's side: how much, on what, and what it took.
+
+What depends on the clock goes through `schedule.Decisions`, so that it can be done
+again alike. The device's side, and what outlives a rollout, is `spot`.
+"""
+
+from collections.abc import Callable
+import time
+
+import jax
+import numpy as np
+
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import requests as requests_lib
+from tlt_jax.spec_decode import schedule as schedule_lib
+from tlt_jax.spec_decode import spot as spot_lib
+
+
+class Harvest:
+  """Spot training in one rollout."""
+
+  def __init__(
+    self,
+    spot: spot_lib.Spot,
+    schedule: schedule_lib.Schedule,
+    samples: requests_lib.Samples,
+    run: Callable,
+    place: Callable,
+  ):
+    """`run` and `place` are those of `rollout.Rollout`."""
+    self.spot, self.schedule, self.samples = spot, schedule, samples
+    self._run, self._place = run, place
+    samples.training = []
+    spot.begin_rollout()
+
+  @property
+  def ready(self) -> bool:
+    """Whether there is a slice to train, and something to train on."""
+    live = self.schedule.live
+    return any(self.spot.filled) and bool(live.any() and not live.all())
+
+  def long_chunk(self) -> tuple[int, float]:
+    """Tokens and seconds of a longer chunk than others, while slices can train."""
+    if any(self.schedule.queues) or not self.ready:
+      return 0, 0.0
+    options = self.spot.options
+    return options.chunk, options.least * self.spot.micro_batch_s
+
+  def measure(self, params) -> None:
+    """Times a micro-batch alone, the first time that a slice could train."""
+    spot = self.spot
+    if not self.ready or not self.schedule.decide(
+      "measures", lambda: not spot.micro_batch_s
+    ):
+      return
+    self._train(params, 1)  # the first time is slower
+    one, three = self._train(params, 1), self._train(params, 3)
+    spot.micro_batch_s = max((three - one) / 2, 1e-4)
+
+  def quota(self, bucket, strategy, steps: int) -> tuple[int, int]:
+    """Most micro-batches of a slice in the next chunk, and its expected steps.
+
+    Args:
+      steps: its most
+    """
+    schedule, costs = self.schedule, self.schedule.costs
+    running = schedule.owner[schedule.owner >= 0]
+    left = schedule.requests.max_tokens[running] - schedule.drawn[running]
+    tokens = min(schedule.tokens, int(max(left)))
+    expect = lambda: costs.expected_steps(bucket, strategy, steps, tokens)
+    expected = schedule.decide("expected", expect)
+    if not any(self.spot.filled):
+      return 0, expected
+    seconds = expected * costs.seconds_of_step(bucket, strategy)
+    within = self.spot.micro_batches_within
+    return schedule.decide("micro_batches", lambda: within(seconds)), expected
+
+  def book(self, trained: spot_lib.Trained, decoding_s: float, took: float) -> float:
+    """Books what a chunk trained; returns the seconds that decoding took of it.
+
+    Args:
+      decoding_s: what its steps took before, 0 if unknown
+      took: seconds of the whole chunk
+    """
+    self._add(trained)
+    if not trained.micro_batches.any() or not decoding_s:
+      return took
+    self.spot.adapt(took > 1.1 * decoding_s)
+    return min(took, 1.05 * decoding_s)
+
+  def store(self, bucket, slots: decode.Slots, finished: list[tuple]) -> None:
+    """Keeps the features of what has finished, as far as there is room.
+
+    Args:
+      finished: (slice, slot, request) each
+    """
+    schedule, samples, spot = self.schedule, self.samples, self.spot
+    where = np.zeros((3, *schedule.owner.shape), np.int32)
+    where[0] = -1
+    length = lambda f: schedule.position[f[2]]
+    # The longest first: then none makes room for one that follows.
+    for s, slot, i in sorted(finished, key=lambda f: (-length(f), f[2])):
+      place = spot.add(s, schedule.requests.prompt(i), samples.response(i))
+      if place is not None:
+        where[:, s, slot] = *place, schedule.position[i]
+    if (where[0] >= 0).any():
+      args = (spot.features, slots.context.features, *map(self._place, where))
+      spot.features = self._run("store", bucket, *args)
+
+  def finish(self, params, rollout_s: float) -> None:
+    """When the rollout is over: one slice alone trains for a share of its time."""
+    spot, began = self.spot, time.perf_counter()
+    share = spot.options.share if len(spot.filled) == 1 else 0.0
+    wanted = share * rollout_s
+    if not spot.rollouts:
+      wanted = max(wanted, spot.options.first_s)
+    spot.rollouts += 1
+    more = lambda: time.perf_counter() - began < wanted
+    while any(spot.filled) and self.schedule.decide("more", more):
+      self._train(params, 1)
+    self.samples.training_s = time.perf_counter() - began
+    self.samples.micro_batch_s = spot.micro_batch_s
+
+  def _train(self, params, most: int) -> float:
+    """All slices train; returns the seconds that it took."""
+    spot = self.spot
+    args = (params, spot.state, spot.rows(), np.int32(most))
+    began = time.perf_counter()
+    state, trained = self._run("train", (), *args)
+    trained = jax.device_get(trained)
+    seconds = time.perf_counter() - began
+    spot.state = state
+    self._add(trained)
+    return seconds
+
+  def _add(self, trained: spot_lib.Trained) -> None:
+    self.spot.count(trained.micro_batches)
+    if trained.micro_batches.any():
+      self.samples.training.append({k: float(v) for k, v in trained.metrics.items()})

@@ -1,0 +1,438 @@
+"""Spot training: a slice that has nothing left to decode trains the drafter.
+
+A fused chunk is one program: each slice decodes; one that runs dry goes on with
+micro-batches of its own finished sequences, from that moment to the chunk's expected
+end; then gradients are summed over the slices, and one guarded update follows, the same
+everywhere. The new drafter drafts from the next chunk on. It cannot change a token: what
+is drawn does not depend on the drafter (TLT, https://arxiv.org/abs/2511.16665, trains in
+a process group of its own, on weights that are copied back and forth).
+
+The parts, in order: the drafter's training state and its update; the rows of training
+data on the devices; the programs; and `Spot`, which is all of it for one run.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tlt_jax import axes
+from tlt_jax import packing
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import layers
+from tlt_jax.spec_decode import buffer as buffer_lib
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode import draft_loss
+from tlt_jax.spec_decode import speculate
+
+
+@flax.struct.dataclass
+class State:
+  """A drafter in training, the same on every slice."""
+
+  params: dict  # f32, laid out by axes.ROLLOUT
+  opt_state: optax.OptState
+  step: jax.Array  # i32[]  updates done
+  skipped: jax.Array  # i32[]  updates left out: their gradient was not finite
+
+
+def abstract_state(
+  drafter: drafter_lib.DrafterConfig, optimizer: optax.GradientTransformation, mesh
+) -> State:
+  """Shapes, dtypes and shardings of the state."""
+  abstract = drafter_lib.abstract_params(drafter)
+  shardings = axes.shardings(mesh, axes.ROLLOUT, abstract)
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  params = jax.tree.map(place, nn.meta.unbox(abstract), shardings)
+  replicated = axes.sharding(mesh)
+  opt_state = axes.like_params(
+    jax.eval_shape(optimizer.init, params), shardings, replicated
+  )
+  count = place(jnp.zeros((), jnp.int32), replicated)
+  return State(params, opt_state, count, count)
+
+
+def init_state(
+  drafter: drafter_lib.DrafterConfig,
+  optimizer: optax.GradientTransformation,
+  mesh,
+  params,
+) -> State:
+  """The state before the first update, from parameters of any layout."""
+  abstract = abstract_state(drafter, optimizer, mesh)
+  # A copy: the state is donated, the drafter at hand may still be drafting.
+  put = lambda x, like: jax.device_put(jnp.array(x, like.dtype), like.sharding)
+  params = jax.tree.map(put, params, abstract.params)
+  shardings = jax.tree.map(lambda x: x.sharding, abstract.opt_state)
+  opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+  zero = functools.partial(put, jnp.int32(0), abstract.step)
+  return State(params, opt_state, zero(), zero())
+
+
+def update(optimizer: optax.GradientTransformation, state: State, value, metrics, grads):
+  """One optimizer step by sums over tokens, as `draft_loss.loss` gives them.
+
+  Without a token nothing happens, nor where a sum is not finite (counted): a gradient
+  of zeros would move the parameters by their moments.
+
+  Returns:
+    the new state; loss, grad_norm and what else is in `metrics`, means over tokens; and
+    `updated`, 1.0 or 0.0
+  """
+  count = jnp.maximum(metrics["tokens"], 1.0)
+  mean = lambda tree: jax.tree.map(lambda x: x / count, tree)
+  grads, means = mean(grads), mean({k: v for k, v in metrics.items() if k != "tokens"})
+  norm = optax.tree.norm(grads)
+  finite = jnp.isfinite(value) & jnp.isfinite(norm)
+  useful = finite & (metrics["tokens"] > 0)
+
+  def step(state):
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return state.replace(params=params, opt_state=opt_state, step=state.step + 1)
+
+  def skip(state):
+    return state.replace(skipped=state.skipped + (~finite).astype(jnp.int32))
+
+  state = jax.lax.cond(useful, step, skip, state)
+  told = {"loss": value / count, "grad_norm": norm, "updated": useful.astype(jnp.float32)}
+  return state, {**means, **told}
+
+
+@flax.struct.dataclass
+class Rows:
+  """The training data of all slices, M rows each: what never leaves the devices."""
+
+  features: jax.Array  # f[M L E]  what the rollout kept of the target
+  targets: jax.Array  # i32[M L]  as in `packing.Packed`, from here on
+  positions: jax.Array  # i32[M L]
+  segments: jax.Array  # i32[M L]
+  mask: jax.Array  # i32[M L]
+  order: jax.Array  # i32[M]  rows of the slice, as they are trained on next
+  filled: jax.Array  # i32[slices]  how many hold anything; the first in `order`
+
+  def micro_batch(self, i) -> tuple[packing.Packed, jax.Array]:
+    """A slice's i-th row in their order, [1 L], and its features."""
+    row = self.order[i % jnp.maximum(self.filled[0], 1)]
+    of = lambda x: x[row][None]
+    targets, segments = of(self.targets), of(self.segments)
+    packed = packing.Packed(
+      tokens=targets,  # nobody reads it: the features stand for it
+      targets=targets,
+      positions=of(self.positions),
+      segments=segments,
+      sequence_idx=segments,
+      mask=of(self.mask) > 0,
+      count=jnp.int32(1),
+    )
+    return packed, of(self.features)
+
+
+@flax.struct.dataclass
+class Trained:
+  """What a fused chunk trained."""
+
+  micro_batches: jax.Array  # i32[slices]
+  metrics: dict  # of the update, f32[] each; zeros if there was none
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """How much is trained on, and when."""
+
+  rows: int = 16  # of training data per slice, each as long as the longest sequence
+  carried: int = 8  # of them that stay for the next rollout
+  chunk: int = 256  # tokens per slot of the chunks that train, at most
+  least: int = 3  # micro-batches that such a chunk should have time for
+  share: float = 0.05  # of a rollout's time that follows, with one slice only: it is
+  # never idle. With more they train when they are.
+  first_s: float = 0.0  # seconds that all slices train after the first rollout
+
+  def __post_init__(self):
+    if self.rows < 1 or not 0 <= self.carried <= self.rows:
+      raise ValueError(
+        f"a buffer has at least 1 row and carries 0 to all of them, not {self.rows} "
+        f"and {self.carried}"
+      )
+    if self.share < 0 or self.first_s < 0:
+      raise ValueError(f"share and first_s are not negative, got {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """The device side: what a micro-batch and an update are."""
+
+  config: config_lib.ModelConfig
+  drafter: drafter_lib.DrafterConfig
+  mesh: jax.sharding.Mesh
+  loss: draft_loss.Loss
+  optimizer: optax.GradientTransformation
+  length: int  # L of the rows
+
+  @property
+  def keep(self) -> decode.Keep:
+    return speculate.keep(self.drafter, train=True)
+
+  def accumulate(self, target_params, params, rows: Rows, most):
+    """Sums of value, metrics and gradients over `most` micro-batches of this slice."""
+    params = _apart(params)
+    rotations = layers.rotation(self.drafter.layer, jnp.arange(self.length))
+    E = self.drafter.feature_width
+
+    def loss(params, packed, kept):
+      states = kept[..., :E]
+      features = kept[..., E:] if self.drafter.taps else states
+      args = (params, target_params, packed, features, states, rotations)
+      return draft_loss.loss(self.loss, self.drafter, self.config, *args)
+
+    one = lambda i: jax.value_and_grad(loss, has_aux=True)(params, *rows.micro_batch(i))
+    zeros = jax.tree.map(
+      lambda x: decode.varying(jnp.zeros(x.shape, x.dtype)), jax.eval_shape(one, 0)
+    )
+    add = lambda i, total: jax.tree.map(jnp.add, total, one(i))
+    return jax.lax.fori_loop(0, most, add, zeros)
+
+  def train(self, target_params, state: State, rows: Rows, most, mine):
+    """Trains on `mine` micro-batches of this slice, sums, and updates.
+
+    Args:
+      most: i32[], the same on every slice; 0 leaves out the exchange as well
+      mine: i32[], this slice's, at most `most`
+    """
+
+    def run(state):
+      total = self.accumulate(target_params, state.params, rows, mine)
+      (value, metrics), grads = jax.lax.psum(total, axes.DATA)
+      return update(self.optimizer, state, value, metrics, grads)
+
+    def skip(state):
+      shapes = jax.eval_shape(run, state)[1]
+      return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    state, metrics = jax.lax.cond(most > 0, run, skip, state)
+    return state, Trained(mine[None], metrics)
+
+  def fuse(self, chunk: Callable, num_args: int, replicated, carried: tuple):
+    """A chunk's program in which slices that run dry train.
+
+    (target params, State, Rows, most i32[], expected i32[], ...) -> (State, Trained,
+    ...); what follows are the chunk's own arguments and results.
+
+    The state is not donated, so that it survives a program that runs out of memory.
+
+    Args:
+      chunk: (target params, draft params, ...) -> ..., Emitted, run on each slice
+      num_args: of it, without the parameters
+      replicated: which of these are whole
+      carried: shardings of its results but the last; the arguments that become them,
+        the first ones, are donated
+    """
+
+    def local(target_params, state, rows, most, expected, *args):
+      *rest, emitted = chunk(target_params, state.params, *args)
+      idle = ~jnp.any(emitted.remaining > 0) & (rows.filled[0] > 0)
+      left = jnp.maximum(expected - emitted.steps[0], 0)
+      mine = jnp.where(idle, most * left // jnp.maximum(expected, 1), 0)
+      state, trained = self.train(target_params, state, rows, most, mine)
+      return state, trained.micro_batches, trained.metrics, (*rest, emitted)
+
+    whole = (0, 1, 3, 4, *(i + 5 for i in replicated))
+    mapped = decode.per_slice(
+      self.mesh, local, 5 + num_args, whole, (True, False, True, False)
+    )
+
+    def run(*args):
+      state, micro_batches, metrics, rest = mapped(*args)
+      return state, Trained(micro_batches, metrics), *rest
+
+    return jax.jit(
+      run,
+      donate_argnums=tuple(range(5, 5 + len(carried))),
+      out_shardings=(
+        self.state_shardings,
+        axes.sharding(self.mesh),
+        *carried,
+        axes.sharding(self.mesh),
+      ),
+    )
+
+  def make_train(self):
+    """(target params, State, Rows, most i32[]) -> (State, Trained): all slices train."""
+
+    def local(target_params, state, rows, most):
+      mine = jnp.where(rows.filled[0] > 0, most, 0)
+      state, trained = self.train(target_params, state, rows, most, mine)
+      return state, trained.micro_batches, trained.metrics
+
+    mapped = decode.per_slice(self.mesh, local, 4, (0, 1, 3), (True, False, True))
+
+    def run(*args):
+      state, micro_batches, metrics = mapped(*args)
+      return state, Trained(micro_batches, metrics)
+
+    replicated = axes.sharding(self.mesh)
+    out = (self.state_shardings, replicated)
+    return jax.jit(run, out_shardings=out)
+
+  def make_store(self):
+    """(buffer f[M L E], features f[B S E], row, offset, length i32[B]) -> buffer.
+
+    Copies the features of slots into rows of the buffer (donated); row -1: none.
+    """
+
+    def local(kept, features, row, offset, length):
+      at = jnp.arange(features.shape[1])
+      inside = (at < length[:, None]) & (row >= 0)[:, None]
+      column = jnp.where(inside, offset[:, None] + at, kept.shape[1])
+      return kept.at[row[:, None], column].set(features, mode="drop")
+
+    over = axes.sharding(self.mesh, axes.DATA)
+    mapped = decode.per_slice(self.mesh, local, 5)
+    return jax.jit(mapped, donate_argnums=0, out_shardings=over)
+
+  @property
+  def state_shardings(self) -> State:
+    abstract = abstract_state(self.drafter, self.optimizer, self.mesh)
+    return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def _apart(params):
+  """Parameters as values that may differ between slices.
+
+  A gradient with respect to replicated ones is summed over the slices where it is made,
+  inside the loop; slices with other trip counts would never arrive there.
+  """
+  return jax.tree.map(decode.varying, params)
+
+
+def make_programs(trainer: Trainer, width: int, strategies, room, verification) -> dict:
+  """Every jitted function of spot training, by name.
+
+  "train_X" is the chunk "X" of `decode` or `speculate`, fused; for the arguments see
+  `speculate.make_programs`.
+  """
+  t, kept = trainer, trainer.keep
+  slots = decode.slots_shardings(t.mesh, t.config, kept)
+  plain = decode.chunk(t.config, width, kept)
+  without = lambda params, draft_params, *args: plain(params, *args)
+  programs = {
+    "train": t.make_train(),
+    "store": t.make_store(),
+    "train_chunk": t.fuse(without, 3, replicated=(1,), carried=(slots,)),
+  }
+  for s in strategies:
+    args = (t.config, t.drafter, width, s, room, kept, verification)
+    state = speculate.chunk_state_shardings(t.mesh, t.drafter, s)
+    programs["train_" + speculate.name(s, verification)] = t.fuse(
+      speculate.chunk(*args), 6, replicated=(2, 3, 4), carried=(slots, state)
+    )
+  return programs
+
+
+class Spot:
+  """The drafter's training through a run: its state, its data, what it took."""
+
+  def __init__(self, trainer: Trainer, options: Options, params):
+    """Starts from the drafter's `params`."""
+    self.trainer, self.options = trainer, options
+    t, slices = trainer, trainer.mesh.shape[axes.DATA]
+    self.state = init_state(t.drafter, t.optimizer, t.mesh, params)
+    self.buffer = buffer_lib.Buffer(slices, options.rows, t.length, options.carried)
+    shape = (slices * options.rows, t.length, t.keep.width)
+    self._sharding = axes.sharding(t.mesh, axes.DATA)
+    self.features = jnp.zeros(shape, t.config.dtype, device=self._sharding)
+    self.micro_batch_s = 0.0  # seconds of a micro-batch, measured alone; 0: not yet
+    self._slower = 1.0  # what chunks say of that, see `adapt`
+    self.rollouts = 0  # that it was trained in
+    self._placed = None
+
+  def arrays(self) -> dict:
+    """What a run goes on from: the drafter's own state, and the training data at hand.
+
+    Neither the target's embedding nor its head, which the drafter uses.
+    """
+    host = {name: self._place(x) for name, x in self.buffer.arrays.items()}
+    return {"state": self.state, "features": self.features, **host}
+
+  def data(self) -> dict:
+    """The rest of it, which JSON can hold."""
+    known = {"micro_batch_s": self.micro_batch_s, "rollouts": self.rollouts}
+    return {"buffer": self.buffer.state(), **known}
+
+  def restore(self, arrays: dict, data: dict) -> None:
+    """Goes on from what `arrays` and `data` gave."""
+    rows = (len(self.buffer.rows), -1, self.trainer.length)
+    host = {name: np.asarray(arrays[name]).reshape(rows) for name in self.buffer.arrays}
+    self.buffer.set_state(data["buffer"], host)
+    self.state, self.features = arrays["state"], arrays["features"]
+    self.micro_batch_s, self.rollouts = data["micro_batch_s"], data["rollouts"]
+    self._placed = None
+
+  def _place(self, x: np.ndarray) -> jax.Array:
+    """[slices, M, ...] on the host -> [slices * M, ...] over the slices."""
+    # A copy: on a CPU an array may share its memory with numpy's, which goes on changing.
+    return jax.device_put(x.reshape(-1, *x.shape[2:]).copy(), self._sharding)
+
+  @property
+  def filled(self) -> list[int]:
+    """Per slice, the rows that hold something."""
+    return [len(self.buffer.filled(s)) for s in range(len(self.buffer.rows))]
+
+  def rows(self) -> Rows:
+    """The training data as the programs take them."""
+    if self._placed is None:
+      order, filled = self.buffer.order(), np.array(self.filled, np.int32)
+      host = {**self.buffer.arrays, "order": order, "filled": filled}
+      self._placed = {name: self._place(x) for name, x in host.items()}
+    return Rows(features=self.features, **self._placed)
+
+  def begin_rollout(self) -> None:
+    self.buffer.begin_rollout()
+    self._placed = None
+
+  def add(self, s: int, prompt, response) -> buffer_lib.Place | None:
+    """Finds room for a sequence of slice `s`; see `Buffer.add`."""
+    self._placed = None
+    return self.buffer.add(s, prompt, response)
+
+  def count(self, micro_batches) -> None:
+    """Counts what each slice has trained on; other rows are next."""
+    if any(micro_batches):
+      self.buffer.trained(micro_batches)
+      self._placed = None
+
+  def micro_batches_within(self, seconds: float) -> int:
+    """How many micro-batches take that long."""
+    one = self.micro_batch_s * self._slower
+    return int(seconds / one) if one else 0
+
+  def adapt(self, too_long: bool) -> None:
+    """Learns from a chunk whether it had too much to train: it took longer for it."""
+    self._slower = float(np.clip(self._slower * (1.1 if too_long else 0.98), 0.8, 4.0))
+
+
+def make(
+  config: config_lib.ModelConfig,
+  drafter: drafter_lib.DrafterConfig,
+  mesh,
+  params,
+  *,
+  optimizer: optax.GradientTransformation,
+  length: int,
+  loss: draft_loss.Loss,
+  options: Options,
+) -> Spot:
+  """Spot training of a drafter, for `rollout.make`.
+
+  Args:
+    params: the drafter's, to start from
+    length: tokens of the longest sequence
+  """
+  return Spot(Trainer(config, drafter, mesh, loss, optimizer, length), options, params)
