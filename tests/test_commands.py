@@ -214,6 +214,47 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
 
 
+def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, tmp_path):
+  """The run is the plain one. Killed in the middle of steps, and following the schedule
+  of a run that was not, it ends with the same drafter, bit for bit."""
+  overrides = {
+    "drafter": "eagle2",
+    "strategies": "((9,'2_1_3'),)",
+    "spot.rows": 2,
+    "spot.carried": 1,
+    "spot.chunk": 16,
+    "spot.first_s": 0.5,
+  }
+  args = tiny_run(home, *overrides.items())
+  workdir = tmp_path / "whole"
+  succeed(run(home, "train", *args, f"--workdir={workdir}"))
+  assert responses(workdir) == responses(whole[0])
+  assert weights(workdir / "policy") == weights(whole[0] / "policy")
+  records = metrics.read(workdir / "metrics.jsonl")
+  assert sum(r.get("drafter/updates", 0) for r in records) > 2
+  assert (workdir / "figures" / "timeline.png").exists()
+
+  other, dice = tmp_path / "killed", random.Random(1)
+  args += [f"--workdir={other}", f"--schedule={workdir / 'rollouts.jsonl'}"]
+  for done in (1, 4, 6):
+    process = start(home, "train", *args)
+    for line in process.stderr:
+      if line.startswith(f"step {done}/"):
+        time.sleep(dice.choice((0.02, 0.1, 0.3)))
+        process.kill()
+        break
+    process.communicate()
+    assert process.returncode == -9, f"it ended before step {done} was seen"
+  succeed(run(home, "train", *args))
+  assert weights(other / "policy") == weights(workdir / "policy")
+  assert weights(other / "drafter") == weights(workdir / "drafter")
+  trained = lambda folder: [
+    [chunk["trained"] for chunk in r["chunks"]]
+    for r in metrics.read(folder / "rollouts.jsonl")
+  ]
+  assert trained(other) == trained(workdir)
+
+
 @pytest.mark.parametrize(
   "args, message",
   [
@@ -224,6 +265,8 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
     ("--config.steps=abc", "--config.steps=abc: invalid literal for int"),
     ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
     ("--config=experiments/configs/countdown.py:smok", "'smoke' or none, not 'smok'"),
+    ("--config.spot.evry=1", "mean --config.spot.every[?]"),
+    ("--schedule=none.jsonl", "none.jsonl: no such file"),
     ("--wrokdir=x", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
     ("workdir", "unexpected argument 'workdir'"),
   ],

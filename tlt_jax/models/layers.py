@@ -4,6 +4,7 @@ Every parameter is made with the names of its axes (`embed`, `heads`, ...);
 `tlt_jax.axes` says per phase which mesh axis a name is split along.
 """
 
+import itertools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 
 _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
-_BLOCK = 256  # queries that are shown the same keys
+_BLOCK = 512  # queries, about, that are shown the same keys; each is compiled apart
 
 
 def _param(module, name, init, shape, axes):
@@ -113,9 +114,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-  """(start, end) of the blocks of queries of a row."""
-  ends = [*range(_BLOCK, length, _BLOCK), length]
-  return list(zip([0, *ends[:-1]], ends, strict=True))
+  """(start, end) of the blocks of queries of a row, of about equal size."""
+  count = max(round(length / _BLOCK), 1)
+  ends = [length * i // count for i in range(count + 1)]
+  return list(itertools.pairwise(ends))
 
 
 def attend_causal(q, k, v, mask) -> jax.Array:

@@ -68,7 +68,6 @@ class Learner:
   updates: int
   remat: bool
   only: str
-  factors: bool
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_state(self) -> State:
@@ -77,13 +76,8 @@ class Learner:
     shardings = axes.shardings(self.mesh, axes.TRAIN, abstract)
     params = jax.tree.map(_placed, nn.meta.unbox(abstract), shardings)
     replicated = axes.sharding(self.mesh)
-    placed = self.trained(shardings)
-    if self.factors:
-      placed = jax.tree.map(lambda _: replicated, placed)
-    opt_state = jax.eval_shape(
-      lambda p: self.optimizer.init(self._variables(p)), params
-    )
-    opt_state = axes.like_params(opt_state, placed, replicated)
+    opt_state = jax.eval_shape(self.optimizer.init, self.trained(params))
+    opt_state = axes.like_params(opt_state, self.trained(shardings), replicated)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     return State(params, opt_state, step)
 
@@ -96,7 +90,7 @@ class Learner:
       abstract.params,
     )
     make = jax.jit(
-      lambda p: (self.optimizer.init(self._variables(p)), jnp.int32(0)),
+      lambda p: (self.optimizer.init(self.trained(p)), jnp.int32(0)),
       out_shardings=jax.tree.map(
         lambda x: x.sharding, (abstract.opt_state, abstract.step)
       ),
@@ -110,18 +104,6 @@ class Learner:
     if not chosen:
       raise ValueError(f"only={self.only!r} matches no parameter; there is {min(flat)}")
     return traverse_util.unflatten_dict(chosen, sep="/")
-
-  def _variables(self, params) -> dict:
-    """What an update changes: the trained parameters, or the log of a factor of each."""
-    trained = self.trained(params)
-    return jax.tree.map(lambda _: jnp.zeros(()), trained) if self.factors else trained
-
-  def _with(self, params, variables) -> dict:
-    """The parameters with such a change."""
-    if self.factors:
-      scale = lambda x, log_factor: x * jnp.exp(log_factor)
-      variables = jax.tree.map(scale, self.trained(params), variables)
-    return _merge(params, variables)
 
   @functools.cached_property
   def to_rollout(self):
@@ -270,8 +252,8 @@ class Learner:
     packed_tokens = jnp.maximum(packed_tokens, 1.0)
     rotations = self._rotations()
 
-    def loss(variables, batch, old, reference):
-      params = self._with(state.params, variables)
+    def loss(trained, batch, old, reference):
+      params = _merge(state.params, trained)
       logp, entropy = self._score(params, batch, sequences.temperature, rotations)
       on_policy = jax.lax.stop_gradient(logp)
       tokens = algorithm_lib.Tokens(
@@ -295,13 +277,13 @@ class Learner:
       }
       return share, metrics
 
-    variables = self._variables(state.params)
+    trained = self.trained(state.params)
     grad = jax.grad(loss, has_aux=True)
     pick = lambda x, b, i: None if x is None else x[b][i]
     total = None
     for b, bucket in enumerate(packed):
       share = lambda i, b=b, bucket=bucket: grad(
-        variables,
+        trained,
         bucket.micro_batch(i),
         pick(old_logp, b, i),
         pick(reference_logp, b, i),
@@ -314,9 +296,9 @@ class Learner:
         0, bucket.count, lambda i, t, share=share: jax.tree.map(jnp.add, t, share(i)), total
       )
     grads, metrics = total
-    updates, opt_state = self.optimizer.update(grads, state.opt_state, variables)
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
     metrics["policy/grad_norm"] = optax.tree.norm(grads)
-    params = self._with(state.params, optax.apply_updates(variables, updates))
+    params = _merge(state.params, optax.apply_updates(trained, updates))
     return State(params, opt_state, state.step + 1), metrics
 
 
@@ -339,7 +321,6 @@ def make(
   updates: int = 1,
   remat: bool = True,
   only: str = "",
-  factors: bool = False,
 ) -> Learner:
   """A learner for one model, algorithm, optimizer and mesh.
 
@@ -350,8 +331,6 @@ def make(
     remat: recompute layers in the backward pass
     only: regular expression; parameters whose path ("layer_0/mlp/up_proj") has no
       match stay as they are, and have no gradient and no moments
-    factors: train one factor of each array instead of all its entries; so few numbers
-      are learnt from few responses (cf. https://arxiv.org/abs/2602.04118)
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
-  return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat, only, factors)
+  return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat, only)

@@ -207,17 +207,21 @@ class Trainer:
       mine: i32[], this slice's, at most `most`
     """
 
+    slices = self.mesh.shape[axes.DATA]
+    here = jnp.arange(slices) == jax.lax.axis_index(axes.DATA)
+
     def run(state):
       total = self.accumulate(target_params, state.params, rows, mine)
-      (value, metrics), grads = jax.lax.psum(total, axes.DATA)
-      return update(self.optimizer, state, value, metrics, grads)
+      every = jnp.where(here, mine, 0)
+      ((value, metrics), grads), every = jax.lax.psum((total, every), axes.DATA)
+      state, metrics = update(self.optimizer, state, value, metrics, grads)
+      return state, Trained(every, metrics)
 
     def skip(state):
-      shapes = jax.eval_shape(run, state)[1]
-      return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+      zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+      return state, jax.tree.map(zeros, jax.eval_shape(run, state)[1])
 
-    state, metrics = jax.lax.cond(most > 0, run, skip, state)
-    return state, Trained(mine[None], metrics)
+    return jax.lax.cond(most > 0, run, skip, state)
 
   def fuse(self, chunk: Callable, num_args: int, replicated, carried: tuple):
     """A chunk's program in which slices that run dry train.
@@ -241,19 +245,17 @@ class Trainer:
       left = jnp.maximum(expected - emitted.steps[0], 0)
       mine = jnp.where(idle, most * left // jnp.maximum(expected, 1), 0)
       state, trained = self.train(target_params, state, rows, most, mine)
-      return state, trained.micro_batches, trained.metrics, (*rest, emitted)
+      # What was emitted is gathered after the gradients are summed, on every slice: two
+      # exchanges without an order can wait for each other, where threads are few (XLA's
+      # CPU devices). Hence a zero that only the update knows.
+      zero = jnp.minimum(state.step, 0)
+      emitted = jax.tree.map(lambda x: x + zero.astype(x.dtype), emitted)
+      return state, trained, *rest, emitted
 
     whole = (0, 1, 3, 4, *(i + 5 for i in replicated))
-    mapped = decode.per_slice(
-      self.mesh, local, 5 + num_args, whole, (True, False, True, False)
-    )
-
-    def run(*args):
-      state, micro_batches, metrics, rest = mapped(*args)
-      return state, Trained(micro_batches, metrics), *rest
-
+    out = (True, True, *(False for _ in carried), False)
     return jax.jit(
-      run,
+      decode.per_slice(self.mesh, local, 5 + num_args, whole, out),
       donate_argnums=tuple(range(5, 5 + len(carried))),
       out_shardings=(
         self.state_shardings,
@@ -268,18 +270,10 @@ class Trainer:
 
     def local(target_params, state, rows, most):
       mine = jnp.where(rows.filled[0] > 0, most, 0)
-      state, trained = self.train(target_params, state, rows, most, mine)
-      return state, trained.micro_batches, trained.metrics
+      return self.train(target_params, state, rows, most, mine)
 
-    mapped = decode.per_slice(self.mesh, local, 4, (0, 1, 3), (True, False, True))
-
-    def run(*args):
-      state, micro_batches, metrics = mapped(*args)
-      return state, Trained(micro_batches, metrics)
-
-    replicated = axes.sharding(self.mesh)
-    out = (self.state_shardings, replicated)
-    return jax.jit(run, out_shardings=out)
+    mapped = decode.per_slice(self.mesh, local, 4, (0, 1, 3), (True, True))
+    return jax.jit(mapped, out_shardings=(self.state_shardings, axes.sharding(self.mesh)))
 
   def make_store(self):
     """(buffer f[M L E], features f[B S E], row, offset, length i32[B]) -> buffer.
