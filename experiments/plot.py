@@ -25,7 +25,7 @@ import numpy as np
 from experiments import timeline
 from tlt_jax import metrics
 
-_STYLE = {
+STYLE = {
   "axes.grid": True,
   "axes.grid.axis": "y",
   "axes.axisbelow": True,
@@ -73,7 +73,7 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
     if not data:
       continue
     folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
       plot(data).savefig(folder / name)
     written.append(folder / name)
   if last:

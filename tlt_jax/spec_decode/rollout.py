@@ -243,9 +243,7 @@ class Rollout:
   def _compile_speculation(self, params, draft_params, options, bucket, slots):
     """The programs of every strategy that may run in a bucket."""
     schedule = schedule_lib.Schedule.start(options, _NO_REQUESTS, 1)
-    fits = lambda live: schedule.choose(live, bucket.length) == bucket
-    chosen = {self.policy.choose(n) for n in range(1, bucket.batch + 1) if fits(n)}
-    chosen.discard(None)
+    chosen = self._strategies(schedule, bucket)
     one, seconds = np.int32(1), self._abstract(1, np.float32)
     by_ngram = {s for s in chosen if s.source == strategy_lib.NGRAM}
     if by_ngram:
@@ -309,18 +307,22 @@ class Rollout:
     drains = bucket.batch < self._widest or alike
     return self.spot is not None and self._slices > 1 and drains
 
+  def _strategies(self, schedule, bucket) -> set[strategy_lib.Strategy]:
+    """What may run in a bucket: the choices for live batches that just fit it."""
+    fits = lambda live: schedule.choose(live, bucket.length) == bucket
+    chosen = {self.policy.choose(n) for n in range(1, bucket.batch + 1) if fits(n)}
+    return chosen - {None}
+
   def _strategy(self, schedule) -> strategy_lib.Strategy | None:
     """How the next chunk decodes.
 
-    Plainly where requests were just admitted, few of them into all slots: the next
-    chunk has a smaller bucket, and only that one's programs speculate.
+    Plainly where few requests have just been admitted into many slots, whose programs
+    may not speculate: the next chunk has a smaller bucket.
     """
     if self.policy is None:
       return None
-    live, running = int(max(schedule.live)), schedule.owner[schedule.owner >= 0]
-    if schedule.choose(live, schedule.need(running)).batch < schedule.bucket.batch:
-      return None
-    return self.policy.choose(live)
+    chosen = self.policy.choose(int(max(schedule.live)))
+    return chosen if chosen in self._strategies(schedule, schedule.bucket) else None
 
   def _chunk_program(self, strategy, bucket, params, draft_params, args, quota=(0, 1)):
     """The program of a chunk in a bucket, and all its arguments.

@@ -1,0 +1,134 @@
+"""What it is worth to train the drafter inside rollouts: online against frozen.
+
+    python -m experiments.sweep_drafter --workdir=runs/sweep --seeds=0 --steps=32
+
+One RL run for each seed, learning rate of the policy, and variant: the offline drafter
+frozen, the same trained on, a random one trained from scratch. The policy of all
+variants is the same, as no token depends on the drafter. Afterwards every drafter,
+frozen, drafts for the policy at the end of its run, on held-out prompts. Runs that are
+done are not done again, those that were killed go on. Writes sweep.csv and sweep.png;
+the first column is the variant.
+"""
+
+import csv
+import json
+import pathlib
+import subprocess
+import sys
+
+from absl import flags
+import matplotlib as mpl
+from matplotlib import figure
+
+from experiments import acceptance
+from experiments import plot
+from experiments import setup
+from tlt_jax import axes
+from tlt_jax import metrics
+from tlt_jax.models import convert
+from tlt_jax.models import drafter_files
+
+_CONFIG = setup.config_flag("experiments/configs/countdown.py")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/sweep", "Where everything goes.")
+_DRAFTER = flags.DEFINE_string(
+  "drafter", "experiments/drafters/countdown", "Folder of the offline drafter."
+)
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the runs.")
+_STEPS = flags.DEFINE_integer("steps", 32, "RL steps of a run.")
+_RATES = flags.DEFINE_list("rates", [], "Learning rates of the policy; default: one.")
+_STRATEGY = flags.DEFINE_string("strategy", "5_1_6", "Strategy that is measured.")
+_PROMPTS = flags.DEFINE_integer("prompts", 24, "Held-out prompts, two responses each.")
+
+# Drafter to start from ("": the offline one), and spot.every.
+VARIANTS = {
+  "offline, frozen": ("", 0),
+  "offline, online": ("", 1),
+  "random, online": ("eagle2", 1),
+}
+
+
+def train(workdir: pathlib.Path, seed: str, rate: str, drafter: str, every: int) -> None:
+  """One RL run to its end; nothing if it is there."""
+  if (workdir / "figures").exists():
+    return
+  own = [arg for arg in sys.argv[1:] if arg.startswith("--config")]
+  settings = {
+    "seed": seed,
+    "prompts.seed": seed,
+    "steps": _STEPS.value,
+    "drafter": drafter or _DRAFTER.value,
+    "spot.every": every,
+    "evaluation.every": 0,
+    "optimizer.learning_rate": rate,
+  }
+  args = [f"--config.{key}={value}" for key, value in settings.items()]
+  command = [sys.executable, "-m", "experiments.train", f"--workdir={workdir}"]
+  subprocess.run([*command, *own, *args], check=True)
+
+
+def measure(workdir: pathlib.Path, config: dict, drafter: str, mesh) -> float:
+  """Tokens per pass of a run's drafter for its last policy."""
+  folder = workdir / "drafter"
+  folder = folder if folder.exists() else drafter or _DRAFTER.value
+  config |= {"policy": str(workdir / "policy")}
+  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
+  found = acceptance.measure(
+    config,
+    *(model, params, *drafter_files.load(folder, model, mesh), mesh),
+    strategies=[_STRATEGY.value],
+    verifications=("coupled",),
+    prompts=_PROMPTS.value,
+    samples=2,
+    seed=2**30,
+  )
+  return found["coupled"][_STRATEGY.value]["mean_acceptance_length"]
+
+
+def draw(path: pathlib.Path, runs: dict[str, pathlib.Path]) -> None:
+  """Acceptance in training, by step, one line per run."""
+  with mpl.rc_context(plot.STYLE):
+    fig = figure.Figure(figsize=(7, 3.8), layout="constrained")
+    ax = fig.subplots()
+    for name, workdir in runs.items():
+      records = metrics.read(workdir / "metrics.jsonl")
+      points = [
+        (r["step"], r["rollout/acceptance_rate_pos_1"])
+        for r in records
+        if "rollout/acceptance_rate_pos_1" in r
+      ]
+      if points:
+        ax.plot(*zip(*points, strict=True), label=name, linewidth=1.4)
+    ax.set(
+      title="First drafted token accepted",
+      xlabel="RL step",
+      ylabel="share of speculative passes",
+    )
+    ax.legend()
+    fig.savefig(path)
+
+
+def main():
+  workdir = pathlib.Path(_WORKDIR.value)
+  config = setup.start(workdir, _CONFIG.value)
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  rates = _RATES.value or [str(config["optimizer"]["learning_rate"])]
+  rows, runs = [], {}
+  for rate in rates:
+    for seed in _SEEDS.value:
+      for name, (drafter, every) in VARIANTS.items():
+        folder = workdir / f"{name.replace(', ', '_')}_{rate}_{seed}"
+        train(folder, seed, rate, drafter, every)
+        length = measure(folder, dict(config), drafter, mesh)
+        rows.append((name, rate, seed, round(length, 3)))
+        runs[f"{name} ({rate}, seed {seed})"] = folder
+        print(f"{name}, learning rate {rate}, seed {seed}: {length:.2f} tokens per pass")
+  with (workdir / "sweep.csv").open("w") as f:
+    writer = csv.writer(f)
+    writer.writerow(("variant", "learning_rate", "seed", "mean_acceptance_length"))
+    writer.writerows(rows)
+  draw(workdir / "sweep.png", runs)
+  print(json.dumps({"strategy": _STRATEGY.value, "steps": _STEPS.value, "rows": rows}))
+
+
+if __name__ == "__main__":
+  setup.run(main)
