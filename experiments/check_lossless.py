@@ -46,6 +46,9 @@ class InTurn:
   def choose(self, live: int) -> strategy_lib.Strategy | None:
     return self.now
 
+  def arms(self, live: int) -> tuple[strategy_lib.Strategy, ...]:
+    return self.strategies
+
 
 def identical(a, b) -> int:
   """How many responses are the same in both."""

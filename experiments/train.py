@@ -38,6 +38,7 @@ _SCHEDULE = flags.DEFINE_string(
 
 def main():
   workdir = pathlib.Path(_WORKDIR.value)
+  decisions = setup.decisions(workdir, _SCHEDULE.value)
   config = setup.start(workdir, _CONFIG.value)
   mesh = axes.make_mesh(config["tensor_parallel"])
 
@@ -59,13 +60,13 @@ def main():
   # Where it stands.
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step = 0
-  whole = lambda state: (state, spot.arrays() if spot else ())
+  trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
   if checkpoints.latest() is not None:
-    step, (state, arrays), saved = checkpoints.restore(whole(learner.abstract_state()))
+    step, restored, saved = checkpoints.restore(trained(learner.abstract_state()))
+    state = restored["policy"]
     prompts.set_state(saved["prompts"])
     if spot:
-      spot.restore(arrays, saved["drafter"])
-  decisions = setup.decisions(workdir, _SCHEDULE.value)
+      spot.restore(restored["drafter"], saved["drafter"])
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
@@ -117,7 +118,7 @@ def main():
       step += 1
       last = step == config["steps"]
       saved = {"prompts": prompts.get_state(), "drafter": spot.data() if spot else None}
-      checkpoints.save(step, whole(state), saved, force=last)
+      checkpoints.save(step, trained(state), saved, force=last)
       progress.update(step, record)
 
   progress.close()

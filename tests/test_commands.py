@@ -388,7 +388,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(home, whole, t
   }
   args = [*tiny_run(home, *wild.items()), f"--workdir={workdir}"]
   message = error(run(home, "train", *args))
-  assert re.match(rf"step {STEPS + 1}: params/.* has no finite norm", message)
+  assert re.match(rf"step {STEPS + 1}: policy/params/.* has no finite norm", message)
   assert checkpointed(workdir) == [STEPS - 2, STEPS]
 
   args = [*tiny_run(home, ("steps", STEPS + 1)), f"--workdir={workdir}"]

@@ -46,6 +46,9 @@ class Chosen:
   def __init__(self):
     self.choose = None
 
+  def arms(self, live):
+    return self.strategies
+
 
 @functools.cache
 def engine(data=1, model=1, kind=None, verification="coupled"):
@@ -268,9 +271,14 @@ def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
 
 def test_features_are_kept_alike():
   """Features of a speculative rollout equal those of a plain one."""
-  made, _ = plain()
-  with_draft = speculate(made, always(TREE))
-  without = speculate(made, always(None))
+  made, policy = requests(), Chosen()
+  keep = dataclasses.replace(OPTIONS, features=True)
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), keep, DRAFTERS["eagle2"], policy)
+  drawn = []
+  for strategy in (TREE, None):
+    policy.choose = always(strategy)
+    drawn.append(run(tiny.on(tiny.mesh(1)), made, draft_params("eagle2")))
+  with_draft, without = drawn
   assert without.mean_acceptance_length == 1
   for a, b in zip(with_draft.features, without.features, strict=True):
     if a.shape == b.shape:

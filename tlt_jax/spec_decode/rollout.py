@@ -308,10 +308,10 @@ class Rollout:
     return self.spot is not None and self._slices > 1 and drains
 
   def _strategies(self, schedule, bucket) -> set[strategy_lib.Strategy]:
-    """What may run in a bucket: the choices for live batches that just fit it."""
+    """What may run in a bucket: what is chosen for live batches that just fit it."""
     fits = lambda live: schedule.choose(live, bucket.length) == bucket
-    chosen = {self.policy.choose(n) for n in range(1, bucket.batch + 1) if fits(n)}
-    return chosen - {None}
+    live = filter(fits, range(1, bucket.batch + 1))
+    return {arm for n in live for arm in self.policy.arms(n)} - {None}
 
   def _strategy(self, schedule) -> strategy_lib.Strategy | None:
     """How the next chunk decodes.

@@ -69,6 +69,9 @@ class Policy(Protocol):
   def choose(self, live: int) -> Strategy | None:
     """What the next chunk runs with, for the live requests of the fullest slice."""
 
+  def arms(self, live: int) -> tuple[Strategy | None, ...]:
+    """All that `choose` may return for so many; their programs are compiled ahead."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ByLiveBatch:
@@ -86,6 +89,9 @@ class ByLiveBatch:
   def choose(self, live: int) -> Strategy | None:
     ordered = sorted(self.steps, key=lambda step: step[0])
     return next((strategy for most, strategy in ordered if live <= most), None)
+
+  def arms(self, live: int) -> tuple[Strategy | None]:
+    return (self.choose(live),)
 
 
 def always(strategy: Strategy) -> ByLiveBatch:
