@@ -98,6 +98,18 @@ def run(home, command: str, *args) -> subprocess.CompletedProcess:
   return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
 
 
+def kill_after(home, step: int, seconds: float, *args) -> None:
+  """Starts a training, and kills it that long after it has told of a step."""
+  process = start(home, "train", *args)
+  for line in process.stderr:
+    if line.startswith(f"step {step}/"):
+      time.sleep(seconds)
+      process.kill()
+      break
+  process.communicate()
+  assert process.returncode == -9, f"it ended before step {step} was seen"
+
+
 def tiny_run(home, *overrides) -> list[str]:
   """Arguments of a Countdown run that is over in a second or two."""
   overrides = {
@@ -200,14 +212,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
   workdir, dice = tmp_path / "run", random.Random(0)
   args = [*tiny_run(home), f"--workdir={workdir}"]
   for done in (1, 4, 6, STEPS):
-    process = start(home, "train", *args)
-    for line in process.stderr:
-      if line.startswith(f"step {done}/"):
-        time.sleep(dice.choice((0.0, 0.01, 0.05)))
-        process.kill()
-        break
-    process.communicate()
-    assert process.returncode == -9, f"it ended before step {done} was seen"
+    kill_after(home, done, dice.choice((0.0, 0.01, 0.05)), *args)
   succeed(run(home, "train", *args))
   assert computed(workdir) == computed(whole[0])
   assert responses(workdir) == responses(whole[0])
@@ -237,14 +242,7 @@ def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, t
   other, dice = tmp_path / "killed", random.Random(1)
   args += [f"--workdir={other}", f"--schedule={workdir / 'rollouts.jsonl'}"]
   for done in (1, 4, 6):
-    process = start(home, "train", *args)
-    for line in process.stderr:
-      if line.startswith(f"step {done}/"):
-        time.sleep(dice.choice((0.02, 0.1, 0.3)))
-        process.kill()
-        break
-    process.communicate()
-    assert process.returncode == -9, f"it ended before step {done} was seen"
+    kill_after(home, done, dice.choice((0.02, 0.1, 0.3)), *args)
   succeed(run(home, "train", *args))
   assert weights(other / "policy") == weights(workdir / "policy")
   assert weights(other / "drafter") == weights(workdir / "drafter")

@@ -7,7 +7,7 @@ drafter's own, and a tree's shape is fixed beforehand.
 
 In a tree that grows, a node's score is the log-probability that the target draws it,
 as far as the drafter can tell: with noise known, what is uncertain is the drafter's own
-error, and the perturbed candidates are weighed by a softmax over `SCORE_TEMPERATURE`.
+error, and the perturbed candidates are weighed by a softmax.
 """
 
 import functools
@@ -22,8 +22,6 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
 from tlt_jax.spec_decode import sampling as sampling_lib
 from tlt_jax.spec_decode import tree as tree_lib
-
-SCORE_TEMPERATURE = 1.0
 
 
 @flax.struct.dataclass
@@ -200,7 +198,7 @@ def draft_tree(
   def candidates(h, sampling, position):
     """Scores f32[b W] and tokens i32[b W] of the top children of each row."""
     runners = contest(draft.logits(h), sampling, position)
-    score = jax.nn.log_softmax(runners / SCORE_TEMPERATURE, -1)
+    score = jax.nn.log_softmax(runners, -1)
     return jax.lax.top_k(score, W)
 
   score, token = candidates(h, slots.sampling, slots.position + 1)

@@ -52,7 +52,8 @@ class Rollout:
     self.pool = programs.Pool(options.budget)
     self._slices = mesh.shape[axes.DATA]
     self._stop_tokens = 1  # E, of the requests at hand
-    self._widest = max(b.batch for b in options.buckets)
+    batches = {b.batch for b in options.buckets}
+    self._drains_below = max(batches) if len(batches) > 1 else max(batches) + 1
     self._step_s, self._step_tokens = {}, {}  # what `schedule.Costs` knows so far
     self._keep = decode.Keep(config.width) if options.features else None
     if drafter is not None:
@@ -303,8 +304,7 @@ class Rollout:
 
   def _trains(self, bucket: schedule_lib.Bucket) -> bool:
     """Whether chunks of a bucket can train: where slots only drain, slices run dry."""
-    alike = all(b.batch == self._widest for b in self.options.buckets)
-    drains = bucket.batch < self._widest or alike
+    drains = bucket.batch < self._drains_below
     return self.spot is not None and self._slices > 1 and drains
 
   def _strategies(self, schedule, bucket) -> set[strategy_lib.Strategy]:
