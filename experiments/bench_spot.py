@@ -24,6 +24,7 @@ from experiments import setup
 from experiments import timeline
 from tlt_jax import axes
 from tlt_jax import checkpoint
+from tlt_jax import metrics
 from tlt_jax.models import convert
 from tlt_jax.spec_decode import spot as spot_lib
 
@@ -65,8 +66,8 @@ class Stamps:
         tell("ended", total[0][0])
         return total
 
-    fields = ("config", "drafter", "mesh", "loss", "optimizer", "length")
-    return Watched(**{name: getattr(trainer, name) for name in fields})
+    fields = dataclasses.fields(trainer)
+    return Watched(**{field.name: getattr(trainer, field.name) for field in fields})
 
 
 def idle_seconds(samples) -> float:
@@ -75,12 +76,6 @@ def idle_seconds(samples) -> float:
   slices = timeline.spans({"chunks": chunks, "micro_batch_s": samples.micro_batch_s})
   waits = (timeline.IDLE, timeline.TRAIN)
   return sum(s.end_s - s.start_s for spans in slices for s in spans if s.kind in waits)
-
-
-def bounds(values) -> tuple[float, float]:
-  """Mean, and half the width of its 95% interval."""
-  values = np.asarray(values)
-  return float(values.mean()), float(1.96 * values.std(ddof=1) / np.sqrt(len(values)))
 
 
 def harvest(sampler, params, spot, problems, stamps) -> dict:
@@ -112,7 +107,7 @@ def harvest(sampler, params, spot, problems, stamps) -> dict:
         flush=True,
       )
   off, train = (np.array(sides[side]) for side in ("off", "train"))
-  mean, half = bounds(train / off - 1)
+  mean, half = metrics.interval(train / off - 1)
   found = {
     "pairs": _PAIRS.value,
     "idle_share": float(np.sum(idle) / (np.sum(train) * len(spot.buffer.rows))),

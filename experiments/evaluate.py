@@ -18,6 +18,7 @@ import numpy as np
 
 from experiments import setup
 from tlt_jax import axes
+from tlt_jax import metrics
 from tlt_jax.models import convert
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
@@ -46,9 +47,7 @@ def answer(folder: str, config: dict, records, mesh) -> np.ndarray:
 
 def bounds(reward: np.ndarray) -> tuple[float, float]:
   """Mean of f32[B], and half the width of its 95% interval over prompts."""
-  per_prompt = reward.reshape(-1, _SAMPLES.value).mean(1)
-  half = 1.96 * per_prompt.std(ddof=1) / np.sqrt(len(per_prompt))
-  return float(per_prompt.mean()), float(half)
+  return metrics.interval(reward.reshape(-1, _SAMPLES.value).mean(1))
 
 
 def main():

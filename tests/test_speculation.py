@@ -22,15 +22,7 @@ from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode import strategy as strategy_lib
 
-OPTIONS = rollout.Options(
-  max_length=96,
-  max_prompt=12,
-  slots=32,
-  chunk=16,
-  prompt_rows=8,
-  prefill_rows=8,
-  buckets=((8, 96),),
-)
+OPTIONS = rollout.Options(**tiny.SIZES, slots=32, chunk=16, buckets=((8, 96),))
 CHAIN = strategy_lib.Strategy(depth=4, width=1, verify=9)
 TREE = strategy_lib.Strategy(depth=3, width=2, verify=7)
 TREES = ("3_4_16", "8_4_48")
@@ -260,8 +252,8 @@ def default_task():
 def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
   """More than 30,000 tokens of the default task."""
   model, params, (drafter, draft_params), made, make, samples = default_task()
-  always = strategy_lib.ByLiveBatch(((10**9, strategy_lib.parse(strategy)),))
-  drawn = make(drafter, always)(params, made, draft_params)
+  policy = strategy_lib.always(strategy_lib.parse(strategy))
+  drawn = make(drafter, policy)(params, made, draft_params)
   result = compare.compare(model, params, made, samples, drawn)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 3

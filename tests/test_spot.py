@@ -21,15 +21,7 @@ from tlt_jax.spec_decode import schedule as schedule_lib
 from tlt_jax.spec_decode import spot as spot_lib
 from tlt_jax.spec_decode import strategy as strategy_lib
 
-OPTIONS = rollout.Options(
-  max_length=96,
-  max_prompt=12,
-  slots=16,
-  chunk=8,
-  prompt_rows=8,
-  prefill_rows=8,
-  buckets=((4, 96),),
-)
+OPTIONS = rollout.Options(**tiny.SIZES, slots=16, chunk=8, buckets=((4, 96),))
 CHAIN = strategy_lib.Strategy(depth=3, width=1, verify=4)
 # Plain decoding first, chains for the last few requests.
 SWITCHES = strategy_lib.ByLiveBatch(((2, CHAIN),))
@@ -48,7 +40,7 @@ def make_spot(kind="eagle2", data=2, model=1, **options):
     tiny.mesh(data, model),
     tiny.draft_params(kind, seed=5),
     optimizer=optax.adam(1e-2),
-    length=96,
+    length=tiny.SIZES["max_length"],
     loss=draft_loss.Loss(steps=2),
     options=spot_lib.Options(rows=4, carried=2, chunk=16, **options),
   )
@@ -125,18 +117,16 @@ def test_a_schedule_that_is_followed_trains_the_same_drafter(monkeypatch):
   assert len(follow(logged.decisions[:5], strict=False).decisions) > 5
 
 
-def test_a_gradient_that_is_not_finite_skips_its_update():
+def test_a_gradient_that_is_not_finite_skips_its_update(monkeypatch):
   """It is counted; tokens, drafter and the updates before it stay."""
   spot = make_spot()
   engine = make_engine(spot)
   engine(tiny.on(engine.mesh), requests(), train=True)
   before = flat(spot.state.params)
   steps = int(spot.state.step)
-  poisoned = jax.tree.map(np.array, tiny.params())
   spot.features = spot.features.at[:].set(np.nan)
-  keep, spot.add = spot.add, lambda *_: None  # nothing but what is poisoned
-  samples = engine(jax.device_put(poisoned), requests(8), train=True)
-  spot.add = keep
+  monkeypatch.setattr(spot, "add", lambda *_: None)  # nothing but what is poisoned
+  samples = engine(tiny.on(engine.mesh), requests(8), train=True)
   assert_same(8, samples)
   assert int(spot.state.skipped) > 0 and int(spot.state.step) == steps
   metrics = samples.training_metrics()

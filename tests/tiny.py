@@ -24,6 +24,9 @@ CONFIG = config_lib.ModelConfig(
 )
 
 
+# Of a rollout, for `rollout.Options`.
+SIZES = dict(max_length=96, max_prompt=12, prompt_rows=8, prefill_rows=8)
+
 DRAFTERS = {
   "eagle2": drafter.of_target(CONFIG, "eagle2"),
   "eagle3": drafter.of_target(CONFIG, "eagle3", taps=(0, 1)),

@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 
+import numpy as np
 import rich.box
 import rich.console
 import rich.table
@@ -48,6 +49,13 @@ _QUANTITIES = (
 
 class MetricError(ValueError):
   """A metric that must not be recorded, or a metrics file that is damaged."""
+
+
+def interval(values) -> tuple[float, float]:
+  """Mean of f[N], and half the width of its 95% interval, by the normal distribution."""
+  values = np.asarray(values)
+  half = 1.96 * values.std(ddof=1) / np.sqrt(len(values))
+  return float(values.mean()), float(half)
 
 
 class Writer:

@@ -17,6 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+import numpy as np
 
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
@@ -147,6 +148,12 @@ def per_slice(
     out_specs=spec(False) if whole_out is None else tuple(map(spec, whole_out)),
     axis_names={axes.DATA},
   )
+
+
+def place(mesh: Mesh, x: np.ndarray) -> jax.Array:
+  """[slices, b, ...] on the host -> [slices * b, ...] over the slices."""
+  flat = x.reshape(-1, *x.shape[2:])
+  return jax.device_put(flat, axes.sharding(mesh, axes.DATA))
 
 
 def forward(

@@ -321,8 +321,9 @@ class Rollout:
     """
     if self.policy is None:
       return None
-    chosen = self.policy.choose(int(max(schedule.live)))
-    return chosen if chosen in self._strategies(schedule, schedule.bucket) else None
+    live, bucket = int(max(schedule.live)), schedule.bucket
+    chosen, fits = self.policy.choose(live), schedule.choose(live, bucket.length) == bucket
+    return chosen if fits or chosen in self._strategies(schedule, bucket) else None
 
   def _chunk_program(self, strategy, bucket, params, draft_params, args, quota=(0, 1)):
     """The program of a chunk in a bucket, and all its arguments.
@@ -447,9 +448,7 @@ class Rollout:
     return decode.init_context(self.mesh, self.config, rows, length, self._keep)
 
   def _place(self, x: np.ndarray) -> jax.Array:
-    """[slices, b, ...] on the host -> [slices * b, ...] over the slices."""
-    flat = x.reshape(-1, *x.shape[2:])
-    return jax.device_put(flat, axes.sharding(self.mesh, axes.DATA))
+    return decode.place(self.mesh, x)
 
   def _abstract(self, size: int, dtype) -> jax.ShapeDtypeStruct:
     """Shape of a [slices * size] array over the slices."""

@@ -340,8 +340,8 @@ class Spot:
     self.state = init_state(t.drafter, t.optimizer, t.mesh, params)
     self.buffer = buffer_lib.Buffer(slices, options.rows, t.length, options.carried)
     shape = (slices * options.rows, t.length, t.keep.width)
-    self._sharding = axes.sharding(t.mesh, axes.DATA)
-    self.features = jnp.zeros(shape, t.config.dtype, device=self._sharding)
+    over = axes.sharding(t.mesh, axes.DATA)
+    self.features = jnp.zeros(shape, t.config.dtype, device=over)
     self.micro_batch_s = 0.0  # seconds of a micro-batch, measured alone; 0: not yet
     self._slower = 1.0  # what chunks say of that, see `adapt`
     self.rollouts = 0  # that it was trained in
@@ -370,9 +370,8 @@ class Spot:
     self._placed = None
 
   def _place(self, x: np.ndarray) -> jax.Array:
-    """[slices, M, ...] on the host -> [slices * M, ...] over the slices."""
     # A copy: on a CPU an array may share its memory with numpy's, which goes on changing.
-    return jax.device_put(x.reshape(-1, *x.shape[2:]).copy(), self._sharding)
+    return decode.place(self.trainer.mesh, x.copy())
 
   @property
   def filled(self) -> list[int]:
