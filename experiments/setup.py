@@ -218,7 +218,7 @@ def spot_training(config: dict, model, mesh, drafter, params) -> spot.Spot | Non
   return spot.make(
     *(model, drafter, mesh, params),
     optimizer=optimizer.make(**options),
-    length=_max_length(config),
+    longest=_max_length(config),
     loss=draft_loss.Loss(**loss, temperature=temperature),
     options=spot.Options(**section),
   )

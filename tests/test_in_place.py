@@ -452,9 +452,9 @@ def fused(mesh):
   spot = spot_lib.make(
     *(tiny.CONFIG, DRAFTER, mesh, draft_params),
     optimizer=optax.adam(1e-3),
-    length=32,
+    longest=32,
     loss=draft_loss.Loss(steps=2),
-    options=spot_lib.Options(rows=2, carried=1),
+    options=spot_lib.Options(length=16, context=4, rows=2, carried=1),
   )
   strategy = STRATEGIES["chain"]
   made = spot_lib.make_programs(

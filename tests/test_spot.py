@@ -40,9 +40,11 @@ def make_spot(kind="eagle2", data=2, model=1, **options):
     tiny.mesh(data, model),
     tiny.draft_params(kind, seed=5),
     optimizer=optax.adam(1e-2),
-    length=tiny.SIZES["max_length"],
+    longest=tiny.SIZES["max_length"],
     loss=draft_loss.Loss(steps=2),
-    options=spot_lib.Options(rows=4, carried=2, chunk=16, **options),
+    options=spot_lib.Options(
+      **({"length": 32, "context": 4, "rows": 12, "carried": 6, "chunk": 16} | options)
+    ),
   )
 
 
@@ -125,7 +127,7 @@ def test_a_gradient_that_is_not_finite_skips_its_update(monkeypatch):
   before = flat(spot.state.params)
   steps = int(spot.state.step)
   spot.features = spot.features.at[:].set(np.nan)
-  monkeypatch.setattr(spot, "add", lambda *_: None)  # nothing but what is poisoned
+  monkeypatch.setattr(spot, "add", lambda *_: [])  # nothing but what is poisoned
   samples = engine(tiny.on(engine.mesh), requests(8), train=True)
   assert_same(8, samples)
   assert int(spot.state.skipped) > 0 and int(spot.state.step) == steps
@@ -205,28 +207,66 @@ def sequence(size):
 
 def test_the_buffer_packs_and_makes_room_by_age_and_length():
   """Two rows of ten places: sequences of n+1 tokens take n."""
-  buffer = buffer_lib.Buffer(slices=1, rows=2, length=10, carried=1)
-  assert buffer.add(0, *sequence(4)) == (0, 0)
-  assert buffer.add(0, *sequence(5)) == (0, 4)
-  assert buffer.add(0, *sequence(3)) == (1, 0)
+  buffer = buffer_lib.Buffer(slices=1, rows=2, length=10, carried=1, context=2)
+  assert buffer.add(0, *sequence(4)) == [(0, 0, 0, 4)]
+  assert buffer.add(0, *sequence(5)) == [(0, 4, 0, 5)]
+  assert buffer.add(0, *sequence(3)) == [(1, 0, 0, 3)]
   assert buffer.arrays["segments"][0, 0].tolist() == [1] * 4 + [2] * 5 + [0]
   assert buffer.arrays["positions"][0, 0].tolist() == [*range(4), *range(5), 0]
   assert buffer.arrays["targets"][0, 0, 4:9].tolist() == [0, 1, 2, 3, 4]
-  assert buffer.add(0, *sequence(10)) == (1, 0)  # in place of the shorter one
+  assert buffer.add(0, *sequence(10)) == [(1, 0, 0, 10)]  # in place of the shorter one
   assert buffer.evicted == 1
-  assert buffer.add(0, *sequence(2)) is None and buffer.evicted == 2
+  assert buffer.add(0, *sequence(2)) == [] and buffer.evicted == 2
   assert buffer.order()[0].tolist() == [1, 0]
   buffer.begin_rollout()  # keeps the row of the longest
   assert buffer.filled(0) == [1] and buffer.evicted == 4
-  assert buffer.add(0, *sequence(9)) == (0, 0)
-  assert buffer.add(0, *sequence(2)) == (1, 0)  # the older one goes, longer or not
+  assert buffer.add(0, *sequence(9)) == [(0, 0, 0, 9)]
+  assert buffer.add(0, *sequence(2)) == [(1, 0, 0, 2)]  # the older one goes, longer or not
   assert buffer.evicted == 5
 
 
+def test_long_sequences_are_cut_and_every_token_is_trained_on_once():
+  buffer = buffer_lib.Buffer(slices=1, rows=4, length=10, carried=1, context=3)
+  prompt, response = np.arange(3, dtype=np.int32), np.arange(3, 25, dtype=np.int32)
+  pieces = buffer.add(0, prompt, response)
+  assert pieces == [(0, 0, 0, 10), (1, 0, 7, 10), (2, 0, 14, 10)]
+  mask = buffer.arrays["mask"][0] > 0
+  assert np.sort(buffer.arrays["targets"][0][mask]).tolist() == response.tolist()
+  assert buffer.arrays["positions"][0, 1].tolist() == [*range(7, 17)]
+  # A piece only makes room for those of longer sequences, never for its own.
+  assert len(buffer.add(0, prompt, np.arange(40, dtype=np.int32))) == 4
+  assert buffer.evicted == 3 + 2
+
+
+def test_features_are_stored_where_their_pieces_are():
+  spot = make_spot(data=1, rows=3, carried=1)
+  sequences = [sequence(n)[1] for n in (70, 20)]
+  features = np.random.default_rng(0).normal(size=(2, 96, spot.trainer.keep.width))
+  store, pieces = spot.trainer.make_store(), [
+    spot.add(0, x[:1], x[1:]) for x in sequences
+  ]
+  assert [len(p) for p in pieces] == [3, 1]
+  for call in range(3):
+    now = [p[call] if call < len(p) else (0, 0, 0, 0) for p in pieces]
+    where = (spot._place(np.array(x, np.int32)[None]) for x in zip(*now, strict=True))
+    spot.features = store(spot.features, jnp.float32(features), *where)
+  for slot, of_slot in enumerate(pieces):
+    for row, offset, start, size in of_slot:
+      np.testing.assert_array_equal(
+        spot.features[row, offset : offset + size],
+        np.float32(features[slot, start : start + size]),
+      )
+
+
+def test_pieces_repeat_at_least_what_the_loss_unrolls():
+  with pytest.raises(ValueError, match=r"context \(1\) must be at least .* \(2\)"):
+    make_spot(context=1)
+
+
 def test_a_buffer_goes_on_from_its_saved_state():
-  buffer, again = (buffer_lib.Buffer(1, 2, 10, carried=1) for _ in range(2))
+  buffer, again = (buffer_lib.Buffer(1, 2, 10, carried=1, context=2) for _ in range(2))
   buffer.add(0, *sequence(4))
   buffer.trained([3])
   again.set_state(json.loads(json.dumps(buffer.state())), buffer.arrays)
   assert again.state() == buffer.state()
-  assert again.add(0, *sequence(5)) == buffer.add(0, *sequence(5)) == (0, 4)
+  assert again.add(0, *sequence(5)) == buffer.add(0, *sequence(5)) == [(0, 4, 0, 5)]

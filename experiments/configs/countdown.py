@@ -29,8 +29,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # Idle slices train the drafter in every n-th rollout; 0: it stays as it is.
       spot=dict(
         every=1,
-        rows=16,  # training data per slice, each as long as the longest sequence
-        carried=8,  # of them that stay for the next rollout
+        length=256,  # tokens of a row of training data, which is a micro-batch
+        context=32,  # of them that a piece of a longer sequence repeats, untrained
+        rows=64,  # per slice
+        carried=32,  # of them that stay for the next rollout
         chunk=256,  # tokens of a chunk in which a slice trains, at most
         least=3,  # micro-batches that it should have time for
         share=0.0,  # of a rollout's time that all slices train after it

@@ -6,6 +6,9 @@ slice's own; tokens and segments are here, the same on every process.
 Early in a rollout only short responses have finished; the long ones, which the tail
 consists of, are those of the rollout before (TLT's one-step offset). So at the start of
 a rollout the rows with the longest sequences stay, and make room one by one.
+
+A sequence longer than a row is cut. Each piece repeats a little of the one before, for
+the drafter to read, not to be trained on, so that every token is trained on once.
 """
 
 import dataclasses
@@ -14,25 +17,26 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Place(NamedTuple):
+class Piece(NamedTuple):
+  """Where tokens `start` to `start + size` of a sequence belong."""
+
   row: int  # of the slice's buffer
   offset: int  # in the row
+  start: int
+  size: int
 
 
 @dataclasses.dataclass
 class Row:
   """What one row holds."""
 
-  lengths: list[int] = dataclasses.field(default_factory=list)  # of its sequences
+  sizes: list[int] = dataclasses.field(default_factory=list)  # of its pieces
+  longest: int = 0  # tokens of the longest sequence that they are of
   old: bool = False  # of the rollout before
 
   @property
   def used(self) -> int:
-    return sum(self.lengths)
-
-  @property
-  def longest(self) -> int:
-    return max(self.lengths, default=0)
+    return sum(self.sizes)
 
 
 _ARRAYS = ("targets", "positions", "segments", "mask")
@@ -44,19 +48,23 @@ class Buffer:
   A sequence of T tokens takes T-1 places: its last token has no feature.
   """
 
-  def __init__(self, slices: int, rows: int, length: int, carried: int):
-    """`rows` M and their `length` L per slice; at most `carried` outlive a rollout."""
-    self.length, self.carried = length, carried
+  def __init__(self, slices: int, rows: int, length: int, carried: int, context: int):
+    """`rows` M and their `length` L per slice; at most `carried` outlive a rollout.
+
+    Args:
+      context: tokens that a piece repeats of the one before
+    """
+    self.length, self.carried, self.context = length, carried, context
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     shape = (slices, rows, length)
     self.arrays = {name: np.zeros(shape, np.int32) for name in _ARRAYS}
     self.cursor = [0] * slices  # how many rows each slice has trained on
-    self.evicted = 0  # sequences that had to go, or found no room
+    self.evicted = 0  # pieces that had to go, or found no room
 
   def filled(self, s: int) -> list[int]:
     """The rows of a slice that hold something, the longest sequences first."""
     rows = self.rows[s]
-    held = [i for i, row in enumerate(rows) if row.lengths]
+    held = [i for i, row in enumerate(rows) if row.sizes]
     return sorted(held, key=lambda i: (-rows[i].longest, i))
 
   def begin_rollout(self) -> None:
@@ -67,46 +75,60 @@ class Buffer:
       for row in rows:
         row.old = True
 
-  def add(self, s: int, prompt: np.ndarray, response: np.ndarray) -> Place | None:
+  def add(self, s: int, prompt: np.ndarray, response: np.ndarray) -> list[Piece]:
     """Finds room for a sequence, if need be at the cost of older or shorter ones.
 
     Returns:
-      where its features belong; None if it is shorter than all that is here
+      where its features belong; nothing of pieces for which there is no room, because
+      all that is here is of longer sequences
     """
-    size = len(prompt) + len(response) - 1
-    row = self._room(s, size)
-    if row is None:
-      self.evicted += 1
-      return None
-    offset = self.rows[s][row].used
-    self.rows[s][row].lengths.append(size)
-    here = (s, row, slice(offset, offset + size))
-    self.arrays["targets"][here] = np.concatenate([prompt, response])[1:]
-    self.arrays["positions"][here] = np.arange(size)
-    self.arrays["segments"][here] = len(self.rows[s][row].lengths)
-    self.arrays["mask"][here] = np.arange(size) >= len(prompt) - 1
-    return Place(row, offset)
+    targets = np.concatenate([prompt, response])[1:]
+    positions, pieces = np.arange(len(targets)), []
+    for start, stop in self._cut(len(targets)):
+      row = self._room(s, stop - start, len(targets))
+      if row is None:
+        self.evicted += 1
+        continue
+      held = self.rows[s][row]
+      piece = Piece(row, held.used, start, stop - start)
+      held.sizes.append(piece.size)
+      held.longest = max(held.longest, len(targets))
+      known = max(len(prompt) - 1, start + self.context if start else 0)
+      here = (s, row, slice(piece.offset, piece.offset + piece.size))
+      self.arrays["targets"][here] = targets[start:stop]
+      self.arrays["positions"][here] = positions[start:stop]
+      self.arrays["segments"][here] = len(held.sizes)
+      self.arrays["mask"][here] = positions[start:stop] >= known
+      pieces.append(piece)
+    return pieces
 
-  def _room(self, s: int, size: int) -> int | None:
+  def _cut(self, size: int) -> list[tuple[int, int]]:
+    """Where the pieces of a sequence start and stop."""
+    cuts = [(0, min(size, self.length))]
+    while cuts[-1][1] < size:
+      start = cuts[-1][1] - self.context
+      cuts.append((start, min(size, start + self.length)))
+    return cuts
+
+  def _room(self, s: int, size: int, sequence: int) -> int | None:
+    """A row for a piece of that size of a sequence of so many tokens."""
     rows = self.rows[s]
-    if size > self.length:
-      return None
     fits = lambda row: not row.old and row.used + size <= self.length
-    begun = [i for i, row in enumerate(rows) if row.lengths and fits(row)]
+    begun = [i for i, row in enumerate(rows) if row.sizes and fits(row)]
     if begun:
       return begun[0]
-    empty = [i for i, row in enumerate(rows) if not row.lengths]
+    empty = [i for i, row in enumerate(rows) if not row.sizes]
     if empty:
       rows[empty[0]].old = False
       return empty[0]
     least = min(range(len(rows)), key=lambda i: (not rows[i].old, rows[i].longest, i))
-    if not rows[least].old and rows[least].longest >= size:
+    if not rows[least].old and rows[least].longest >= sequence:
       return None
     self._clear(s, least)
     return least
 
   def _clear(self, s: int, row: int) -> None:
-    self.evicted += len(self.rows[s][row].lengths)
+    self.evicted += len(self.rows[s][row].sizes)
     self.rows[s][row] = Row()
     for x in self.arrays.values():
       x[s, row] = 0

@@ -95,15 +95,16 @@ class Harvest:
       finished: (slice, slot, request) each
     """
     schedule, samples, spot = self.schedule, self.samples, self.spot
-    where = np.zeros((3, *schedule.owner.shape), np.int32)
-    where[0] = -1
     length = lambda f: schedule.position[f[2]]
+    calls = []  # a piece per slot each: row, offset, start and size
     # The longest first: then none makes room for one that follows.
     for s, slot, i in sorted(finished, key=lambda f: (-length(f), f[2])):
-      place = spot.add(s, schedule.requests.prompt(i), samples.response(i))
-      if place is not None:
-        where[:, s, slot] = *place, schedule.position[i]
-    if (where[0] >= 0).any():
+      pieces = spot.add(s, schedule.requests.prompt(i), samples.response(i))
+      for call, piece in enumerate(pieces):
+        if call == len(calls):
+          calls.append(np.zeros((4, *schedule.owner.shape), np.int32))
+        calls[call][:, s, slot] = piece
+    for where in calls:
       args = (spot.features, slots.context.features, *map(self._place, where))
       spot.features = self._run("store", bucket, *args)
 

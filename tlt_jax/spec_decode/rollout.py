@@ -221,7 +221,7 @@ class Rollout:
       one, seconds = np.int32(1), self._abstract(1, np.float32)
       self._compile_chunk(bucket, params, draft_params, None, (slots, one, seconds))
       if self.spot is not None:
-        where = (row(bucket.batch),) * 3
+        where = (row(bucket.batch),) * 4
         self._get("store", bucket, self.spot.features, slots.context.features, *where)
       if self.policy is not None:
         self._compile_speculation(params, draft_params, chosen, bucket, slots)
@@ -605,8 +605,8 @@ def make(
     raise ValueError(
       f"a chunk of {options.chunk} tokens has no room for a strategy of depth {deepest}"
     )
-  if spot is not None and (drafter is None or spot.trainer.length < options.max_length):
+  if spot is not None and (drafter is None or spot.trainer.longest < options.max_length):
     raise ValueError(
-      f"spot training needs a drafter, and rows for {options.max_length} tokens"
+      f"spot training needs a drafter, and positions for {options.max_length} tokens"
     )
   return Rollout(config, mesh, options, drafter, policy, verification, spot)

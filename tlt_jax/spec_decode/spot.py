@@ -147,8 +147,10 @@ class Trained:
 class Options:
   """How much is trained on, and when."""
 
-  rows: int = 16  # of training data per slice, each as long as the longest sequence
-  carried: int = 8  # of them that stay for the next rollout
+  length: int = 256  # tokens of a row of training data, which is a micro-batch
+  context: int = 32  # of them that a piece of a longer sequence repeats, untrained
+  rows: int = 64  # per slice
+  carried: int = 32  # of them that stay for the next rollout
   chunk: int = 256  # tokens per slot of the chunks that train, at most
   least: int = 3  # micro-batches that such a chunk should have time for
   share: float = 0.05  # of a rollout's time that follows, with one slice only: it is
@@ -160,6 +162,11 @@ class Options:
       raise ValueError(
         f"a buffer has at least 1 row and carries 0 to all of them, not {self.rows} "
         f"and {self.carried}"
+      )
+    if not 1 <= self.context <= self.length // 2:
+      raise ValueError(
+        f"context is at least 1 and at most half of length, not {self.context} of "
+        f"{self.length}"
       )
     if self.share < 0 or self.first_s < 0:
       raise ValueError(f"share and first_s are not negative, got {self}")
@@ -175,6 +182,7 @@ class Trainer:
   loss: draft_loss.Loss
   optimizer: optax.GradientTransformation
   length: int  # L of the rows
+  longest: int  # tokens of the longest sequence
 
   @property
   def keep(self) -> decode.Keep:
@@ -183,7 +191,7 @@ class Trainer:
   def accumulate(self, target_params, params, rows: Rows, most):
     """Sums of value, metrics and gradients over `most` micro-batches of this slice."""
     params = _apart(params)
-    rotations = layers.rotation(self.drafter.layer, jnp.arange(self.length))
+    rotations = layers.rotation(self.drafter.layer, jnp.arange(self.longest))
     E = self.drafter.feature_width
 
     def loss(params, packed, kept):
@@ -276,19 +284,21 @@ class Trainer:
     return jax.jit(mapped, out_shardings=(self.state_shardings, axes.sharding(self.mesh)))
 
   def make_store(self):
-    """(buffer f[M L E], features f[B S E], row, offset, length i32[B]) -> buffer.
+    """(buffer f[M L E], features f[B S E], row, offset, start, size i32[B]) -> buffer.
 
-    Copies the features of slots into rows of the buffer (donated); row -1: none.
+    Copies a piece of each slot's features into rows of the buffer (donated); size 0:
+    none.
     """
 
-    def local(kept, features, row, offset, length):
-      at = jnp.arange(features.shape[1])
-      inside = (at < length[:, None]) & (row >= 0)[:, None]
-      column = jnp.where(inside, offset[:, None] + at, kept.shape[1])
-      return kept.at[row[:, None], column].set(features, mode="drop")
+    def local(kept, features, row, offset, start, size):
+      at = jnp.arange(kept.shape[1])
+      column = jnp.where(at < size[:, None], offset[:, None] + at, kept.shape[1])
+      pick = lambda x, first: x.at[first + at].get(mode="clip")
+      pieces = jax.vmap(pick)(features, start)
+      return kept.at[row[:, None], column].set(pieces, mode="drop")
 
     over = axes.sharding(self.mesh, axes.DATA)
-    mapped = decode.per_slice(self.mesh, local, 5)
+    mapped = decode.per_slice(self.mesh, local, 6)
     return jax.jit(mapped, donate_argnums=0, out_shardings=over)
 
   @property
@@ -338,7 +348,8 @@ class Spot:
     self.trainer, self.options = trainer, options
     t, slices = trainer, trainer.mesh.shape[axes.DATA]
     self.state = init_state(t.drafter, t.optimizer, t.mesh, params)
-    self.buffer = buffer_lib.Buffer(slices, options.rows, t.length, options.carried)
+    args = (options.rows, t.length, options.carried, options.context)
+    self.buffer = buffer_lib.Buffer(slices, *args)
     shape = (slices * options.rows, t.length, t.keep.width)
     over = axes.sharding(t.mesh, axes.DATA)
     self.features = jnp.zeros(shape, t.config.dtype, device=over)
@@ -390,7 +401,7 @@ class Spot:
     self.buffer.begin_rollout()
     self._placed = None
 
-  def add(self, s: int, prompt, response) -> buffer_lib.Place | None:
+  def add(self, s: int, prompt, response) -> list[buffer_lib.Piece]:
     """Finds room for a sequence of slice `s`; see `Buffer.add`."""
     self._placed = None
     return self.buffer.add(s, prompt, response)
@@ -418,7 +429,7 @@ def make(
   params,
   *,
   optimizer: optax.GradientTransformation,
-  length: int,
+  longest: int,
   loss: draft_loss.Loss,
   options: Options,
 ) -> Spot:
@@ -426,6 +437,15 @@ def make(
 
   Args:
     params: the drafter's, to start from
-    length: tokens of the longest sequence
+    longest: tokens of the longest sequence
+  Raises:
+    ValueError: pieces repeat less than the loss unrolls
   """
-  return Spot(Trainer(config, drafter, mesh, loss, optimizer, length), options, params)
+  length = min(options.length, longest)
+  if length < longest and options.context < loss.steps:
+    raise ValueError(
+      f"context ({options.context}) must be at least the drafting steps of the loss "
+      f"({loss.steps}): the first tokens of a piece have no earlier steps"
+    )
+  args = (loss, optimizer, length, longest)
+  return Spot(Trainer(config, drafter, mesh, *args), options, params)
