@@ -125,7 +125,7 @@ def main():
   writer.close()
   setup.export(workdir / "policy", config["policy"], model, state.params)
   if spot:
-    drafter_files.save(workdir / "drafter", drafter, spot.state.params)
+    drafter_files.save(workdir / "drafter", drafter, spot.params)
   plot.plot_all(workdir)
   print(metrics_lib.summary_table(metrics_lib.read(workdir / "metrics.jsonl")))
 

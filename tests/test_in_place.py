@@ -462,7 +462,8 @@ def fused(mesh):
   )
   number = jax.ShapeDtypeStruct((), jnp.int32)
   program = made["train_" + speculate.name(strategy, speculate.COUPLED)]
-  return program, (params, spot.state, spot.rows(), number, number, *args)
+  trained = (spot.state, spot.rows(), number, number)
+  return program, (params, spot.params, *trained, *args)
 
 
 def test_slices_train_without_waiting_for_each_other():

@@ -33,13 +33,13 @@ def requests(seed=7, **options):
   return tiny.requests(8, 3, max_tokens=limits, stop_tokens=[], seed=seed, **options)
 
 
-def make_spot(kind="eagle2", data=2, model=1, **options):
+def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
   return spot_lib.make(
     tiny.CONFIG,
     tiny.DRAFTERS[kind],
     tiny.mesh(data, model),
     tiny.draft_params(kind, seed=5),
-    optimizer=optax.adam(1e-2),
+    optimizer=optax.adam(learning_rate),
     longest=tiny.SIZES["max_length"],
     loss=draft_loss.Loss(steps=2),
     options=spot_lib.Options(
@@ -134,6 +134,32 @@ def test_a_gradient_that_is_not_finite_skips_its_update(monkeypatch):
   metrics = samples.training_metrics()
   assert metrics["drafter/skipped"] > 0 and metrics["drafter/updates"] == 0
   np.testing.assert_array_equal(flat(spot.state.params), before)
+
+
+@pytest.mark.parametrize(("learning_rate", "better"), [(3e-3, True), (3.0, False)])
+def test_a_drafter_is_published_if_it_is_no_worse_on_held_out_rows(learning_rate, better):
+  spot = make_spot(learning_rate=learning_rate, shadow=2)
+  engine = make_engine(spot)
+  before = flat(spot.params)
+  samples = engine(tiny.on(engine.mesh), requests(), train=True)
+  assert_same(7, samples)
+  assert samples.published == better
+  assert samples.training_metrics()["drafter/published"] == better
+  trained = flat(spot.state.params)
+  assert np.abs(trained - before).max() > 1e-3
+  np.testing.assert_array_equal(flat(spot.params), trained if better else before)
+  again = make_spot(shadow=2)
+  again.restore(spot.arrays(), json.loads(json.dumps(spot.data())))
+  np.testing.assert_array_equal(flat(again.params), flat(spot.params))
+
+
+def test_held_out_rows_are_not_trained_on():
+  buffer = buffer_lib.Buffer(1, 4, 10, carried=2, context=2, shadow=1)
+  rows = [buffer.add(0, *sequence(n))[0].row for n in (4, 5, 4, 5, 4, 5, 6, 7)]
+  assert rows == [1, 1, 2, 2, 3, 3, 1, 0]
+  assert 0 not in buffer.filled(0) and 0 not in buffer.order()[0, :3]
+  buffer.begin_rollout()
+  assert buffer.rows[0][0].sizes == [7]  # stays until others take its place
 
 
 def test_one_slice_trains_when_the_rollout_is_over():

@@ -33,6 +33,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         context=32,  # of them that a piece of a longer sequence repeats, untrained
         rows=64,  # per slice
         carried=32,  # of them that stay for the next rollout
+        shadow=0,  # of them that are held out, to judge whether what was trained drafts
         chunk=256,  # tokens of a chunk in which a slice trains, at most
         least=3,  # micro-batches that it should have time for
         share=0.0,  # of a rollout's time that all slices train after it

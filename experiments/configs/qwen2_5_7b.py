@@ -37,6 +37,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         context=256,
         rows=8,
         carried=4,
+        shadow=0,
         chunk=256,
         least=4,
         share=0.0,

@@ -9,6 +9,9 @@ a rollout the rows with the longest sequences stay, and make room one by one.
 
 A sequence longer than a row is cut. Each piece repeats a little of the one before, for
 the drafter to read, not to be trained on, so that every token is trained on once.
+
+The first rows of a slice may be kept apart, a held-out shadow of the data, for
+which every eighth sequence is taken: the drafter is judged on them, never trained.
 """
 
 import dataclasses
@@ -40,6 +43,7 @@ class Row:
 
 
 _ARRAYS = ("targets", "positions", "segments", "mask")
+_SHADOWED = 8  # one sequence in so many is held out
 
 
 class Buffer:
@@ -48,23 +52,34 @@ class Buffer:
   A sequence of T tokens takes T-1 places: its last token has no feature.
   """
 
-  def __init__(self, slices: int, rows: int, length: int, carried: int, context: int):
+  def __init__(
+    self,
+    slices: int,
+    rows: int,
+    length: int,
+    carried: int,
+    context: int,
+    shadow: int = 0,
+  ):
     """`rows` M and their `length` L per slice; at most `carried` outlive a rollout.
 
     Args:
       context: tokens that a piece repeats of the one before
+      shadow: rows that are not trained on
     """
     self.length, self.carried, self.context = length, carried, context
+    self.shadow = shadow
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     shape = (slices, rows, length)
     self.arrays = {name: np.zeros(shape, np.int32) for name in _ARRAYS}
     self.cursor = [0] * slices  # how many rows each slice has trained on
+    self.added = [0] * slices  # sequences that each slice was given
     self.evicted = 0  # pieces that had to go, or found no room
 
   def filled(self, s: int) -> list[int]:
-    """The rows of a slice that hold something, the longest sequences first."""
+    """The rows of a slice to train on, the longest sequences first."""
     rows = self.rows[s]
-    held = [i for i, row in enumerate(rows) if row.sizes]
+    held = [i for i, row in enumerate(rows) if row.sizes and i >= self.shadow]
     return sorted(held, key=lambda i: (-rows[i].longest, i))
 
   def begin_rollout(self) -> None:
@@ -84,8 +99,12 @@ class Buffer:
     """
     targets = np.concatenate([prompt, response])[1:]
     positions, pieces = np.arange(len(targets)), []
+    self.added[s] += 1
+    rows = range(self.shadow, len(self.rows[s]))
+    if self.shadow and self.added[s] % _SHADOWED == 0:
+      rows = range(self.shadow)
     for start, stop in self._cut(len(targets)):
-      row = self._room(s, stop - start, len(targets))
+      row = self._room(s, rows, stop - start, len(targets))
       if row is None:
         self.evicted += 1
         continue
@@ -110,18 +129,18 @@ class Buffer:
       cuts.append((start, min(size, start + self.length)))
     return cuts
 
-  def _room(self, s: int, size: int, sequence: int) -> int | None:
-    """A row for a piece of that size of a sequence of so many tokens."""
+  def _room(self, s: int, among: range, size: int, sequence: int) -> int | None:
+    """One of some rows, for a piece of that size of a sequence of so many tokens."""
     rows = self.rows[s]
     fits = lambda row: not row.old and row.used + size <= self.length
-    begun = [i for i, row in enumerate(rows) if row.sizes and fits(row)]
+    begun = [i for i in among if rows[i].sizes and fits(rows[i])]
     if begun:
       return begun[0]
-    empty = [i for i, row in enumerate(rows) if not row.sizes]
+    empty = [i for i in among if not rows[i].sizes]
     if empty:
       rows[empty[0]].old = False
       return empty[0]
-    least = min(range(len(rows)), key=lambda i: (not rows[i].old, rows[i].longest, i))
+    least = min(among, key=lambda i: (not rows[i].old, rows[i].longest, i))
     if not rows[least].old and rows[least].longest >= sequence:
       return None
     self._clear(s, least)
@@ -150,10 +169,12 @@ class Buffer:
   def state(self) -> dict:
     """What JSON can hold of it; the arrays are saved beside."""
     rows = [[dataclasses.asdict(row) for row in rows] for rows in self.rows]
-    return {"rows": rows, "cursor": list(self.cursor), "evicted": self.evicted}
+    counts = {"cursor": list(self.cursor), "added": list(self.added)}
+    return {"rows": rows, "evicted": self.evicted, **counts}
 
   def set_state(self, state: dict, arrays: dict[str, np.ndarray]) -> None:
     """Goes on from a saved state, of a buffer of the same shape."""
     self.rows = [[Row(**row) for row in rows] for rows in state["rows"]]
-    self.cursor, self.evicted = list(state["cursor"]), state["evicted"]
+    self.cursor, self.added = list(state["cursor"]), list(state["added"])
+    self.evicted = state["evicted"]
     self.arrays = {name: np.array(arrays[name], np.int32) for name in _ARRAYS}

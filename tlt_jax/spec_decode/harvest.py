@@ -109,7 +109,10 @@ class Harvest:
       spot.features = self._run("store", bucket, *args)
 
   def finish(self, params, rollout_s: float) -> None:
-    """When the rollout is over: one slice alone trains for a share of its time."""
+    """When the rollout is over: one slice alone trains for a share of its time.
+
+    And where there is held-out data it is asked whether what was trained may draft.
+    """
     spot, began = self.spot, time.perf_counter()
     share = spot.options.share if len(spot.filled) == 1 else 0.0
     wanted = share * rollout_s
@@ -119,6 +122,10 @@ class Harvest:
     more = lambda: time.perf_counter() - began < wanted
     while any(spot.filled) and self.schedule.decide("more", more):
       self._train(params, 1)
+    if spot.trainer.shadow and self.samples.training:
+      args = (params, spot.published, spot.state.params, spot.rows())
+      spot.published, better = self._run("judge", (), *args)
+      self.samples.published = bool(better)
     self.samples.training_s = time.perf_counter() - began
     self.samples.micro_batch_s = spot.micro_batch_s
 

@@ -143,6 +143,7 @@ class Samples:
   decisions: list[tuple[str, int]] = dataclasses.field(default_factory=list)
   training: list[dict] | None = None  # of the drafter, per update: its means
   training_s: float = 0.0  # that it went on after the last token
+  published: bool | None = None  # whether what was trained drafts; None: not asked
   micro_batch_s: float = 0.0  # of it, measured alone
 
   def response(self, i: int) -> np.ndarray:
@@ -159,7 +160,9 @@ class Samples:
       return {}
     done = [m for m in self.training if m["updated"]]
     names = sorted(set(done[0]) - {"updated"}) if done else []
+    asked = self.published is not None
     return {
+      **({"drafter/published": float(self.published)} if asked else {}),
       "rollout/harvested_s": self.harvested_s,
       "drafter/training_s": self.training_s,
       "drafter/updates": len(done),

@@ -139,7 +139,7 @@ class Rollout:
         if harvest and self._trains(bucket):
           harvest.measure(params)
         if self.spot is not None:
-          draft_params = self.spot.state.params
+          draft_params = self.spot.params
         strategy = self._strategy(schedule)
         if strategy is None:
           state = None
@@ -195,8 +195,10 @@ class Rollout:
     """
     o, self._stop_tokens = self.options, stop_tokens
     if self.spot is not None:
-      draft_params = self.spot.state.params
-      self._get("train", (), params, self.spot.state, self.spot.rows(), np.int32(1))
+      draft_params, rows = self.spot.params, self.spot.rows()
+      self._get("train", (), params, self.spot.state, rows, np.int32(1))
+      if self.spot.trainer.shadow:
+        self._get("judge", (), params, draft_params, self.spot.state.params, rows)
     store = decode.abstract_context(
       self.mesh, self.config, o.prompt_rows, o.max_prompt, self._keep
     )
@@ -335,7 +337,8 @@ class Rollout:
     name = "chunk" if strategy is None else self._program_of(strategy)
     if self._trains(bucket):
       quota = map(np.int32, quota)
-      return "train_" + name, (params, self.spot.state, self.spot.rows(), *quota, *args)
+      trained = (self.spot.state, self.spot.rows(), *quota)
+      return "train_" + name, (params, self.spot.params, *trained, *args)
     if strategy is None:
       return name, (params, *args)
     if strategy.source == strategy_lib.NGRAM:

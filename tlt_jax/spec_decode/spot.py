@@ -119,8 +119,11 @@ class Rows:
   filled: jax.Array  # i32[slices]  how many hold anything; the first in `order`
 
   def micro_batch(self, i) -> tuple[packing.Packed, jax.Array]:
-    """A slice's i-th row in their order, [1 L], and its features."""
-    row = self.order[i % jnp.maximum(self.filled[0], 1)]
+    """A slice's i-th row in their order, as `row` gives it."""
+    return self.row(self.order[i % jnp.maximum(self.filled[0], 1)])
+
+  def row(self, row) -> tuple[packing.Packed, jax.Array]:
+    """A row of the slice, [1 L], and its features."""
     of = lambda x: x[row][None]
     targets, segments = of(self.targets), of(self.segments)
     packed = packing.Packed(
@@ -151,6 +154,8 @@ class Options:
   context: int = 32  # of them that a piece of a longer sequence repeats, untrained
   rows: int = 64  # per slice
   carried: int = 32  # of them that stay for the next rollout
+  shadow: int = 0  # of them that are never trained on. If there are any, what was
+  # trained in a rollout drafts from then on if it is no worse on them than what drafts.
   chunk: int = 256  # tokens per slot of the chunks that train, at most
   least: int = 3  # micro-batches that such a chunk should have time for
   share: float = 0.05  # of a rollout's time that follows, with one slice only: it is
@@ -163,6 +168,8 @@ class Options:
         f"a buffer has at least 1 row and carries 0 to all of them, not {self.rows} "
         f"and {self.carried}"
       )
+    if not 0 <= self.shadow < self.rows:
+      raise ValueError(f"not all of {self.rows} rows can be held out ({self.shadow})")
     if not 1 <= self.context <= self.length // 2:
       raise ValueError(
         f"context is at least 1 and at most half of length, not {self.context} of "
@@ -183,14 +190,14 @@ class Trainer:
   optimizer: optax.GradientTransformation
   length: int  # L of the rows
   longest: int  # tokens of the longest sequence
+  shadow: int = 0  # rows that are not trained on, but judged by
 
   @property
   def keep(self) -> decode.Keep:
     return speculate.keep(self.drafter, train=True)
 
-  def accumulate(self, target_params, params, rows: Rows, most):
-    """Sums of value, metrics and gradients over `most` micro-batches of this slice."""
-    params = _apart(params)
+  def _loss(self, target_params) -> Callable:
+    """(draft params, packed, features) -> its sum over a micro-batch, sums of metrics."""
     rotations = layers.rotation(self.drafter.layer, jnp.arange(self.longest))
     E = self.drafter.feature_width
 
@@ -200,12 +207,13 @@ class Trainer:
       args = (params, target_params, packed, features, states, rotations)
       return draft_loss.loss(self.loss, self.drafter, self.config, *args)
 
+    return loss
+
+  def accumulate(self, target_params, params, rows: Rows, most):
+    """Sums of value, metrics and gradients over `most` micro-batches of this slice."""
+    params, loss = _apart(params), self._loss(target_params)
     one = lambda i: jax.value_and_grad(loss, has_aux=True)(params, *rows.micro_batch(i))
-    zeros = jax.tree.map(
-      lambda x: decode.varying(jnp.zeros(x.shape, x.dtype)), jax.eval_shape(one, 0)
-    )
-    add = lambda i, total: jax.tree.map(jnp.add, total, one(i))
-    return jax.lax.fori_loop(0, most, add, zeros)
+    return _sum(one, most)
 
   def train(self, target_params, state: State, rows: Rows, most, mine):
     """Trains on `mine` micro-batches of this slice, sums, and updates.
@@ -234,8 +242,8 @@ class Trainer:
   def fuse(self, chunk: Callable, num_args: int, replicated, carried: tuple):
     """A chunk's program in which slices that run dry train.
 
-    (target params, State, Rows, most i32[], expected i32[], ...) -> (State, Trained,
-    ...); what follows are the chunk's own arguments and results.
+    (target params, draft params, State, Rows, most i32[], expected i32[], ...) ->
+    (State, Trained, ...); what follows are the chunk's own arguments and results.
 
     The state is not donated, so that it survives a program that runs out of memory.
 
@@ -247,8 +255,8 @@ class Trainer:
         the first ones, are donated
     """
 
-    def local(target_params, state, rows, most, expected, *args):
-      *rest, emitted = chunk(target_params, state.params, *args)
+    def local(target_params, draft_params, state, rows, most, expected, *args):
+      *rest, emitted = chunk(target_params, draft_params, *args)
       idle = ~jnp.any(emitted.remaining > 0) & (rows.filled[0] > 0)
       left = jnp.maximum(expected - emitted.steps[0], 0)
       mine = jnp.where(idle, most * left // jnp.maximum(expected, 1), 0)
@@ -260,11 +268,11 @@ class Trainer:
       emitted = jax.tree.map(lambda x: x + zero.astype(x.dtype), emitted)
       return state, trained, *rest, emitted
 
-    whole = (0, 1, 3, 4, *(i + 5 for i in replicated))
+    whole = (0, 1, 2, 4, 5, *(i + 6 for i in replicated))
     out = (True, True, *(False for _ in carried), False)
     return jax.jit(
-      decode.per_slice(self.mesh, local, 5 + num_args, whole, out),
-      donate_argnums=tuple(range(5, 5 + len(carried))),
+      decode.per_slice(self.mesh, local, 6 + num_args, whole, out),
+      donate_argnums=tuple(range(6, 6 + len(carried))),
       out_shardings=(
         self.state_shardings,
         axes.sharding(self.mesh),
@@ -282,6 +290,24 @@ class Trainer:
 
     mapped = decode.per_slice(self.mesh, local, 4, (0, 1, 3), (True, True))
     return jax.jit(mapped, out_shardings=(self.state_shardings, axes.sharding(self.mesh)))
+
+  def make_judge(self):
+    """(target params, draft params, others, Rows) -> (the better ones, bool[]).
+
+    By the loss on the rows that are not trained on; the others must be no worse.
+    """
+
+    def local(target_params, params, others, rows):
+      loss = self._loss(target_params)
+      value = lambda params, i: loss(params, *rows.row(i))[0]
+      both = lambda i: jnp.stack([value(params, i), value(others, i)])
+      old, new = jax.lax.psum(_sum(both, self.shadow), axes.DATA)
+      better = jnp.isfinite(new) & ~(new > old)
+      return jax.tree.map(lambda a, b: jnp.where(better, b, a), params, others), better
+
+    shardings = (self.state_shardings.params, axes.sharding(self.mesh))
+    mapped = decode.per_slice(self.mesh, local, 4, (0, 1, 2), (True, True))
+    return jax.jit(mapped, out_shardings=shardings)
 
   def make_store(self):
     """(buffer f[M L E], features f[B S E], row, offset, start, size i32[B]) -> buffer.
@@ -316,6 +342,15 @@ def _apart(params):
   return jax.tree.map(decode.varying, params)
 
 
+def _sum(one: Callable, count):
+  """The sum of `one(i)`, a tree that varies between slices, for i < count."""
+  zeros = jax.tree.map(
+    lambda x: decode.varying(jnp.zeros(x.shape, x.dtype)), jax.eval_shape(one, 0)
+  )
+  add = lambda i, total: jax.tree.map(jnp.add, total, one(i))
+  return jax.lax.fori_loop(0, count, add, zeros)
+
+
 def make_programs(trainer: Trainer, width: int, strategies, room, verification) -> dict:
   """Every jitted function of spot training, by name.
 
@@ -328,6 +363,7 @@ def make_programs(trainer: Trainer, width: int, strategies, room, verification) 
   without = lambda params, draft_params, *args: plain(params, *args)
   programs = {
     "train": t.make_train(),
+    "judge": t.make_judge(),
     "store": t.make_store(),
     "train_chunk": t.fuse(without, 3, replicated=(1,), carried=(slots,)),
   }
@@ -348,7 +384,8 @@ class Spot:
     self.trainer, self.options = trainer, options
     t, slices = trainer, trainer.mesh.shape[axes.DATA]
     self.state = init_state(t.drafter, t.optimizer, t.mesh, params)
-    args = (options.rows, t.length, options.carried, options.context)
+    self.published = self.state.params if t.shadow else None
+    args = (options.rows, t.length, options.carried, options.context, t.shadow)
     self.buffer = buffer_lib.Buffer(slices, *args)
     shape = (slices * options.rows, t.length, t.keep.width)
     over = axes.sharding(t.mesh, axes.DATA)
@@ -358,13 +395,19 @@ class Spot:
     self.rollouts = 0  # that it was trained in
     self._placed = None
 
+  @property
+  def params(self):
+    """What drafts."""
+    return self.published if self.trainer.shadow else self.state.params
+
   def arrays(self) -> dict:
     """What a run goes on from: the drafter's own state, and the training data at hand.
 
     Neither the target's embedding nor its head, which the drafter uses.
     """
     host = {name: self._place(x) for name, x in self.buffer.arrays.items()}
-    return {"state": self.state, "features": self.features, **host}
+    published = {"published": self.published} if self.trainer.shadow else {}
+    return {"state": self.state, "features": self.features, **published, **host}
 
   def data(self) -> dict:
     """The rest of it, which JSON can hold."""
@@ -377,6 +420,7 @@ class Spot:
     host = {name: np.asarray(arrays[name]).reshape(rows) for name in self.buffer.arrays}
     self.buffer.set_state(data["buffer"], host)
     self.state, self.features = arrays["state"], arrays["features"]
+    self.published = arrays.get("published")
     self.micro_batch_s, self.rollouts = data["micro_batch_s"], data["rollouts"]
     self._placed = None
 
@@ -447,5 +491,5 @@ def make(
       f"context ({options.context}) must be at least the drafting steps of the loss "
       f"({loss.steps}): the first tokens of a piece have no earlier steps"
     )
-  args = (loss, optimizer, length, longest)
+  args = (loss, optimizer, length, longest, options.shadow)
   return Spot(Trainer(config, drafter, mesh, *args), options, params)
