@@ -1,6 +1,6 @@
 """What spot training brings and costs: idle time harvested, time that busy slices lose.
 
-    python -m experiments.bench_spot --drafter=experiments/drafters/countdown
+    python -m experiments.bench_spot [--drafter=eagle2]
 
 Pairs of rollouts of the same requests, interleaved, one of which trains the drafter in
 idle slices; the drafter starts from the same weights in each. Then, each alone: the
@@ -28,11 +28,9 @@ from tlt_jax import metrics
 from tlt_jax.models import convert
 from tlt_jax.spec_decode import spot as spot_lib
 
-_CONFIG = setup.config_flag("experiments/configs/countdown.py")
-_DRAFTER = flags.DEFINE_string("drafter", "eagle2", "Folder or kind of the drafter.")
+_CONFIG = setup.config_flag("experiments/configs/tail.py")
+_DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of rollouts.", lower_bound=2)
-_PROMPTS = flags.DEFINE_integer("prompts", 4, "Prompts per rollout.")
-_RESPONSES = flags.DEFINE_integer("responses", 8, "Responses per prompt.")
 _STAMPS = flags.DEFINE_bool("stamps", False, "Let slices say themselves when they train.")
 
 
@@ -78,18 +76,18 @@ def idle_seconds(samples) -> float:
   return sum(s.end_s - s.start_s for spans in slices for s in spans if s.kind in waits)
 
 
-def harvest(sampler, params, spot, problems, stamps) -> dict:
+def harvest(sampler, params, spot, problems, batch, stamps) -> dict:
   """Pairs of rollouts, with training and without."""
   saved = jax.tree.map(jnp.copy, spot.state)
   sides = {"off": [], "train": []}
   harvested, idle, stamped, updates = [], [], [], []
   for pair in range(_PAIRS.value + 1):
-    records = [next(problems) for _ in range(_PROMPTS.value)]
+    records = [next(problems) for _ in range(batch["prompts"])]
     for side in sorted(sides, reverse=pair % 2):
       spot.state = jax.tree.map(jnp.copy, saved)
       stamps.seconds = 0.0
       scored = sampler(
-        *(params, records, _RESPONSES.value, 0, pair * 10_000), train=side == "train"
+        *(params, records, batch["responses"], 0, pair * 10_000), train=side == "train"
       )
       if not pair:
         continue  # fills the buffer, and warms up
@@ -180,7 +178,7 @@ def packing(spot, padded, params) -> dict:
 
 def main():
   config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
-  config["drafter"] = _DRAFTER.value
+  config["drafter"] = _DRAFTER.value or config["drafter"]
   config["spot"]["every"] = 1
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
@@ -192,13 +190,12 @@ def main():
   sampler = setup.sampler(config, model, mesh, drafter, policy, spot)
   sampler.compile(params)
   problems = iter(setup.build(config["prompts"]))
-  found = harvest(sampler, params, spot, problems, stamps)
+  found = harvest(sampler, params, spot, problems, config["batch"], stamps)
   found["checkpoint"] = checkpoints(spot, params)
-  whole = {**config["spot"], "length": sampler.options.max_length, "rows": 1, "carried": 1}
+  whole = {**config["spot"], "length": spot.trainer.longest, "rows": 1, "carried": 1}
   padded = setup.spot_training(config | {"spot": whole}, model, mesh, drafter, draft_params)
   found["packing"] = packing(spot, padded, params)
-  found |= {"prompts": _PROMPTS.value, "responses": _RESPONSES.value}
-  found["drafter"] = _DRAFTER.value
+  found |= {"batch": dict(config["batch"]), "drafter": config["drafter"]}
   print(json.dumps(found))
 
 

@@ -197,15 +197,29 @@ def collectives(text: str) -> list[Instruction]:
   ]
 
 
+def is_across(i: Instruction, mesh) -> bool:
+  """Whether the devices of a collective are not all of one slice."""
+  tensor, groups = mesh.shape[axes.MODEL], device_groups(i)
+  return not groups or any(len({d // tensor for d in group}) > 1 for group in groups)
+
+
 def across_slices(text: str, mesh) -> list[str]:
-  """Collectives in loops whose devices are not all of one slice."""
-  tensor = mesh.shape[axes.MODEL]
+  """Collectives between slices in loops."""
   return [
     f"{i.name} {i.type} {device_groups(i)}"
     for i in collectives(text)
-    if not device_groups(i)
-    or any(len({d // tensor for d in group}) > 1 for group in device_groups(i))
+    if is_across(i, mesh)
   ]
+
+
+def before_loops(text: str, mesh) -> list[str]:
+  """Collectives between slices that a loop of the same computation comes after."""
+  found = []
+  for body in computations(text).values():
+    last = max((n for n, i in enumerate(body) if i.opcode == "while"), default=0)
+    exchanges = (i for i in body[:last] if i.opcode.removesuffix("-start") in COLLECTIVES)
+    found += [f"{i.name} {i.type}" for i in exchanges if is_across(i, mesh)]
+  return found
 
 
 KEEP = decode.Keep(tiny.CONFIG.width)
@@ -472,6 +486,7 @@ def test_slices_train_without_waiting_for_each_other():
   program, args = fused(mesh)
   text = program.lower(*args).compile().as_text()
   assert across_slices(text, mesh) == []
+  assert before_loops(text, mesh) == []
   assert large_copies(text, layer_size(2), in_entry=True) == []
   exchanged = [
     i
@@ -488,6 +503,14 @@ def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch)
   program, args = fused(mesh)
   monkeypatch.setattr(spot_lib, "_apart", lambda params: params)
   assert across_slices(program.lower(*args).compile().as_text(), mesh)
+
+
+def test_the_detector_sees_an_exchange_that_training_waits_for(monkeypatch):
+  """Slices that have run dry would wait there until the others have decoded."""
+  mesh = tiny.mesh(2, 1)
+  program, args = fused(mesh)
+  monkeypatch.setattr(spot_lib, "_after", lambda x, count: x)
+  assert before_loops(program.lower(*args).compile().as_text(), mesh)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # Idle slices train the drafter in every n-th rollout; 0: it stays as it is.
       spot=dict(
         every=1,
-        length=256,  # tokens of a row of training data, which is a micro-batch
+        length=128,  # tokens of a row of training data, which is a micro-batch
         context=32,  # of them that a piece of a longer sequence repeats, untrained
-        rows=64,  # per slice
-        carried=32,  # of them that stay for the next rollout
+        rows=128,  # per slice
+        carried=64,  # of them that stay for the next rollout
         shadow=0,  # of them that are held out, to judge whether what was trained drafts
-        chunk=256,  # tokens of a chunk in which a slice trains, at most
+        chunk=128,  # tokens of a chunk in which a slice trains, at most
         least=3,  # micro-batches that it should have time for
         share=0.0,  # of a rollout's time that all slices train after it
         first_s=0.0,  # seconds that they train after the first one, instead

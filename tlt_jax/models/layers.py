@@ -98,18 +98,18 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     f[B T N H]
   """
   B, T, N, H = q.shape
-  K, S = k.shape[1], k.shape[3]
-  q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
+  K, G = k.shape[1], N // k.shape[1]
+  q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
   q = q.reshape(B, K, -1, H)  # one matrix product per kv head
-  scores = jnp.einsum(
-    "bkqh,bkhs->bkqs", q, k, preferred_element_type=jnp.float32
-  ) * (H**-0.5)
-  scores = scores.reshape(B, K, N // K, T, S)
-  scores = jnp.where(mask[:, None, None], scores, _MASKED)
-  weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-  weights = weights.reshape(B, K, (N // K) * T, -1)
-  out = jnp.einsum("bkqs,bksh->bkqh", weights, v)
-  out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
+  scores = jnp.einsum("bkqh,bkhs->bkqs", q, k, preferred_element_type=jnp.float32)
+  scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
+  # A softmax whose sum divides at the end, H numbers of a query instead of S.
+  weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+  out = jnp.einsum(
+    "bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+  )
+  out = (out / jnp.sum(weights, -1, keepdims=True)).astype(v.dtype)
+  out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
   return out.reshape(B, T, N, H)
 
 

@@ -122,6 +122,8 @@ class Chunk:
   live: list[int]  # per slice, requests at its start
   steps: list[int]  # per slice, iterations
   trained: list[int]  # per slice, micro-batches of the drafter's training
+  tokens: int = 0  # drawn in all
+  passes: int = 0  # of the target over a live request that they took
 
 
 @dataclasses.dataclass

@@ -172,6 +172,8 @@ class Rollout:
           live=live,
           steps=emitted.steps.tolist(),
           trained=trained,
+          tokens=int(emitted.count.sum()),
+          passes=_passes(emitted),
         )
       )
       samples.timeline.append((seconds, schedule.live.tolist()))
@@ -545,10 +547,8 @@ class Rollout:
     """
     owner, finished = schedule.owner.reshape(-1), []
     samples.computed_tokens += int(emitted.steps.sum()) * schedule.bucket.batch
-    if emitted.accepted is None:
-      samples.passes += int(emitted.count.sum())
-    else:
-      samples.passes += int(emitted.accepted[:, 0].sum())
+    samples.passes += _passes(emitted)
+    if emitted.accepted is not None:
       samples.accepted += emitted.accepted.sum(0)
     for slot in np.flatnonzero(owner >= 0):
       i = owner[slot]
@@ -569,6 +569,12 @@ class Rollout:
         if self._memory is not None:
           self._memory.add(schedule.requests.prompt(i), samples.response(i))
     return finished
+
+
+def _passes(emitted: decode.Emitted) -> int:
+  """Of the target over live requests; each gives a token, or more where one drafts."""
+  drawn = emitted.count if emitted.accepted is None else emitted.accepted[:, 0]
+  return int(drawn.sum())
 
 
 _NO_REQUESTS = requests_lib.make_requests([], max_tokens=1)

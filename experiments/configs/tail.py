@@ -1,0 +1,24 @@
+"""A small rollout with a long tail: what the benchmarks of whole steps run.
+
+4 prompts x 8 responses on 2 slices, up to 1,024 tokens each, from the warm start in the
+repo with its drafter: after a second all but a few responses have ended. Everything that
+decides what is computed is here; see `configs/countdown.py` for what the entries mean.
+"""
+
+import ml_collections
+
+from experiments.configs import countdown
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  config = countdown.get_config(arg)
+  config.batch = dict(prompts=4, responses=8)
+  config.drafter = "experiments/drafters/countdown"
+  config.strategies = ((1, "3_1_4"), (4, "2_1_3"))
+  config.rollout.update(
+    slots=16,
+    buckets=((16, 256), (16, 512), (8, 512), (8, 1056), (4, 1056), (2, 1056)),
+    chunk=64,
+    budget=dict(programs=None, compile_s=None),
+  )
+  return config
