@@ -31,6 +31,7 @@ from tlt_jax.spec_decode import spot as spot_lib
 _CONFIG = setup.config_flag("experiments/configs/tail.py")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of rollouts.", lower_bound=2)
+_WARM_UP = 4  # pairs: every program runs once, the buffer fills
 _STAMPS = flags.DEFINE_bool("stamps", False, "Let slices say themselves when they train.")
 
 
@@ -76,28 +77,38 @@ def idle_seconds(samples) -> float:
   return sum(s.end_s - s.start_s for spans in slices for s in spans if s.kind in waits)
 
 
+def last_third(samples) -> float:
+  """Tokens per pass of the speculative chunks in the last third of the rollout's time."""
+  late = [c for c in samples.chunks if c.start_s > samples.chunks[-1].end_s * 2 / 3]
+  late = [c for c in late if c.strategy != "off"]
+  return sum(c.tokens for c in late) / max(sum(c.passes for c in late), 1)
+
+
 def harvest(sampler, params, spot, problems, batch, stamps) -> dict:
   """Pairs of rollouts, with training and without."""
   saved = jax.tree.map(jnp.copy, spot.state)
   sides = {"off": [], "train": []}
+  late = {"off": [], "train": []}
   harvested, idle, stamped, updates = [], [], [], []
-  for pair in range(_PAIRS.value + 1):
+  for pair in range(-_WARM_UP, _PAIRS.value + 1):
     records = [next(problems) for _ in range(batch["prompts"])]
     for side in sorted(sides, reverse=pair % 2):
       spot.state = jax.tree.map(jnp.copy, saved)
       stamps.seconds = 0.0
       scored = sampler(
-        *(params, records, batch["responses"], 0, pair * 10_000), train=side == "train"
+        *(params, records, batch["responses"], 0, (pair + _WARM_UP) * 10_000),
+        train=side == "train",
       )
-      if not pair:
-        continue  # fills the buffer, and warms up
+      if pair < 1:
+        continue
       sides[side].append(scored.rollout_s)
+      late[side].append(last_third(scored.samples))
       if side == "train":
         harvested.append(scored.samples.harvested_s)
         idle.append(idle_seconds(scored.samples))
         stamped.append(stamps.seconds)
         updates.append(len(scored.samples.training))
-    if pair:
+    if pair > 0:
       off, train = (sides[side][-1] for side in ("off", "train"))
       print(
         f"pair {pair}: {off:.2f} s without, {train:.2f} s with training; idle "
@@ -113,12 +124,20 @@ def harvest(sampler, params, spot, problems, batch, stamps) -> dict:
     "busy_overhead": mean,
     "busy_overhead_half_width": half,
     "updates": float(np.mean(updates)),
+    "last_third": {side: float(np.mean(found)) for side, found in late.items()},
   }
+  gain, gain_half = metrics.interval(np.subtract(late["train"], late["off"]))
+  found["last_third"] |= {"gain": gain, "gain_half_width": gain_half}
   if _STAMPS.value:
     found["stamped_over_harvested"] = float(np.sum(stamped) / np.sum(harvested))
   print(
     f"idle {found['idle_share']:.1%} of slice time, {found['harvested_share']:.1%} of "
     f"that harvested; rollouts {100 * mean:+.1f}% +- {100 * half:.1f} longer"
+  )
+  print(
+    "tokens per pass in the last third: {off:.2f} with the drafter of the start, "
+    "{train:.2f} trained meanwhile".format(**found["last_third"])
+    + f"; {gain:+.2f} +- {gain_half:.2f}"
   )
   return found
 
@@ -162,8 +181,8 @@ def seconds_of(spot, params, times: int = 7) -> float:
 def packing(spot, padded, params) -> dict:
   """Sequences per second in packed rows, and one to a row as long as the longest."""
   rows = [row for rows in spot.buffer.rows for row in rows if row.sizes]
-  held = spot.buffer.arrays
-  count = np.sum((held["segments"] > 0) & (held["positions"] == 0))
+  _, positions, segments, _ = np.moveaxis(spot.buffer.table, 2, 0)
+  count = np.sum((segments > 0) & (positions == 0))
   for s in range(len(padded.buffer.rows)):
     padded.add(s, np.zeros(1, np.int32), np.ones(padded.trainer.length, np.int32))
   packed_s, padded_s = seconds_of(spot, params), seconds_of(padded, params)

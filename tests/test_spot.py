@@ -157,7 +157,7 @@ def test_held_out_rows_are_not_trained_on():
   buffer = buffer_lib.Buffer(1, 4, 10, carried=2, context=2, shadow=1)
   rows = [buffer.add(0, *sequence(n))[0].row for n in (4, 5, 4, 5, 4, 5, 6, 7)]
   assert rows == [1, 1, 2, 2, 3, 3, 1, 0]
-  assert 0 not in buffer.filled(0) and 0 not in buffer.order()[0, :3]
+  assert 0 not in buffer.filled(0) and 0 not in buffer.order()[0, 1:4]
   buffer.begin_rollout()
   assert buffer.rows[0][0].sizes == [7]  # stays until others take its place
 
@@ -237,13 +237,14 @@ def test_the_buffer_packs_and_makes_room_by_age_and_length():
   assert buffer.add(0, *sequence(4)) == [(0, 0, 0, 4)]
   assert buffer.add(0, *sequence(5)) == [(0, 4, 0, 5)]
   assert buffer.add(0, *sequence(3)) == [(1, 0, 0, 3)]
-  assert buffer.arrays["segments"][0, 0].tolist() == [1] * 4 + [2] * 5 + [0]
-  assert buffer.arrays["positions"][0, 0].tolist() == [*range(4), *range(5), 0]
-  assert buffer.arrays["targets"][0, 0, 4:9].tolist() == [0, 1, 2, 3, 4]
+  targets, positions, segments, _ = buffer.table[0, 0]
+  assert segments.tolist() == [1] * 4 + [2] * 5 + [0]
+  assert positions.tolist() == [*range(4), *range(5), 0]
+  assert targets[4:9].tolist() == [0, 1, 2, 3, 4]
   assert buffer.add(0, *sequence(10)) == [(1, 0, 0, 10)]  # in place of the shorter one
   assert buffer.evicted == 1
   assert buffer.add(0, *sequence(2)) == [] and buffer.evicted == 2
-  assert buffer.order()[0].tolist() == [1, 0]
+  assert buffer.order()[0].tolist() == [2, 1, 0]
   buffer.begin_rollout()  # keeps the row of the longest
   assert buffer.filled(0) == [1] and buffer.evicted == 4
   assert buffer.add(0, *sequence(9)) == [(0, 0, 0, 9)]
@@ -256,9 +257,9 @@ def test_long_sequences_are_cut_and_every_token_is_trained_on_once():
   prompt, response = np.arange(3, dtype=np.int32), np.arange(3, 25, dtype=np.int32)
   pieces = buffer.add(0, prompt, response)
   assert pieces == [(0, 0, 0, 10), (1, 0, 7, 10), (2, 0, 14, 10)]
-  mask = buffer.arrays["mask"][0] > 0
-  assert np.sort(buffer.arrays["targets"][0][mask]).tolist() == response.tolist()
-  assert buffer.arrays["positions"][0, 1].tolist() == [*range(7, 17)]
+  targets, positions, _, mask = np.moveaxis(buffer.table[0], 1, 0)
+  assert np.sort(targets[mask > 0]).tolist() == response.tolist()
+  assert positions[1].tolist() == [*range(7, 17)]
   # A piece only makes room for those of longer sequences, never for its own.
   assert len(buffer.add(0, prompt, np.arange(40, dtype=np.int32))) == 4
   assert buffer.evicted == 3 + 2
@@ -272,10 +273,9 @@ def test_features_are_stored_where_their_pieces_are():
     spot.add(0, x[:1], x[1:]) for x in sequences
   ]
   assert [len(p) for p in pieces] == [3, 1]
-  for call in range(3):
-    now = [p[call] if call < len(p) else (0, 0, 0, 0) for p in pieces]
-    where = (spot._place(np.array(x, np.int32)[None]) for x in zip(*now, strict=True))
-    spot.features = store(spot.features, jnp.float32(features), *where)
+  where = np.array([(slot, *p) for slot, of in enumerate(pieces) for p in of], np.int32)
+  args = (jnp.float32(features), where, np.full(1, 4, np.int32))
+  spot.features = store(spot.features, *args)
   for slot, of_slot in enumerate(pieces):
     for row, offset, start, size in of_slot:
       np.testing.assert_array_equal(
@@ -293,6 +293,6 @@ def test_a_buffer_goes_on_from_its_saved_state():
   buffer, again = (buffer_lib.Buffer(1, 2, 10, carried=1, context=2) for _ in range(2))
   buffer.add(0, *sequence(4))
   buffer.trained([3])
-  again.set_state(json.loads(json.dumps(buffer.state())), buffer.arrays)
+  again.set_state(json.loads(json.dumps(buffer.state())), buffer.table)
   assert again.state() == buffer.state()
   assert again.add(0, *sequence(5)) == buffer.add(0, *sequence(5)) == [(0, 4, 0, 5)]

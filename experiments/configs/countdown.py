@@ -35,11 +35,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         carried=64,  # of them that stay for the next rollout
         shadow=0,  # of them that are held out, to judge whether what was trained drafts
         chunk=128,  # tokens of a chunk in which a slice trains, at most
-        least=3,  # micro-batches that it should have time for
+        least=6,  # micro-batches that it should have time for
         share=0.0,  # of a rollout's time that all slices train after it
         first_s=0.0,  # seconds that they train after the first one, instead
         loss=dict(steps=3, decay=0.8, distance="total_variation", regression=0.1),
-        optimizer=dict(name="adamw", learning_rate=2e-3, b2=0.99, weight_decay=0.0),
+        optimizer=dict(name="adamw", learning_rate=3e-4, b2=0.99, weight_decay=0.0),
       ),
       # "source" is a dotted name, called with the other entries
       prompts=dict(

@@ -42,12 +42,12 @@ class Row:
     return sum(self.sizes)
 
 
-_ARRAYS = ("targets", "positions", "segments", "mask")
+FIELDS = ("targets", "positions", "segments", "mask")  # of `Buffer.table`
 _SHADOWED = 8  # one sequence in so many is held out
 
 
 class Buffer:
-  """Packed rows of every slice: `arrays` i32[slices M L], as in `packing.Packed`.
+  """Packed rows of every slice: `table` i32[slices M 4 L], see `FIELDS` and `packing`.
 
   A sequence of T tokens takes T-1 places: its last token has no feature.
   """
@@ -70,8 +70,7 @@ class Buffer:
     self.length, self.carried, self.context = length, carried, context
     self.shadow = shadow
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
-    shape = (slices, rows, length)
-    self.arrays = {name: np.zeros(shape, np.int32) for name in _ARRAYS}
+    self.table = np.zeros((slices, rows, len(FIELDS), length), np.int32)
     self.cursor = [0] * slices  # how many rows each slice has trained on
     self.added = [0] * slices  # sequences that each slice was given
     self.evicted = 0  # pieces that had to go, or found no room
@@ -113,13 +112,15 @@ class Buffer:
       held.sizes.append(piece.size)
       held.longest = max(held.longest, len(targets))
       known = max(len(prompt) - 1, start + self.context if start else 0)
-      here = (s, row, slice(piece.offset, piece.offset + piece.size))
-      self.arrays["targets"][here] = targets[start:stop]
-      self.arrays["positions"][here] = positions[start:stop]
-      self.arrays["segments"][here] = len(held.sizes)
-      self.arrays["mask"][here] = positions[start:stop] >= known
+      here = self.table[s, row, :, piece.offset : piece.offset + piece.size]
+      at = positions[start:stop]
+      here[:] = targets[start:stop], at, np.full_like(at, len(held.sizes)), at >= known
       pieces.append(piece)
     return pieces
+
+  def most_pieces(self, size: int) -> int:
+    """How many a sequence of that size is cut into."""
+    return len(self._cut(size))
 
   def _cut(self, size: int) -> list[tuple[int, int]]:
     """Where the pieces of a sequence start and stop."""
@@ -149,16 +150,20 @@ class Buffer:
   def _clear(self, s: int, row: int) -> None:
     self.evicted += len(self.rows[s][row].sizes)
     self.rows[s][row] = Row()
-    for x in self.arrays.values():
-      x[s, row] = 0
+    self.table[s, row] = 0
+
+  @property
+  def holds_any(self) -> bool:
+    """Whether there is anything to train on."""
+    return any(row.sizes for rows in self.rows for row in rows[self.shadow :])
 
   def order(self) -> np.ndarray:
-    """i32[slices M]: the filled rows in the order in which each slice trains on them."""
-    order = np.zeros((len(self.rows), len(self.rows[0])), np.int32)
+    """i32[slices 1+M]: how many rows each slice trains on, and these in their order."""
+    order = np.zeros((len(self.rows), 1 + len(self.rows[0])), np.int32)
     for s in range(len(self.rows)):
       held = self.filled(s)
       start = self.cursor[s] % max(len(held), 1)
-      order[s, : len(held)] = held[start:] + held[:start]
+      order[s, : 1 + len(held)] = [len(held), *held[start:], *held[:start]]
     return order
 
   def trained(self, micro_batches) -> None:
@@ -167,14 +172,14 @@ class Buffer:
       self.cursor[s] += int(count)
 
   def state(self) -> dict:
-    """What JSON can hold of it; the arrays are saved beside."""
+    """What JSON can hold of it; the table is saved beside."""
     rows = [[dataclasses.asdict(row) for row in rows] for rows in self.rows]
     counts = {"cursor": list(self.cursor), "added": list(self.added)}
     return {"rows": rows, "evicted": self.evicted, **counts}
 
-  def set_state(self, state: dict, arrays: dict[str, np.ndarray]) -> None:
+  def set_state(self, state: dict, table: np.ndarray) -> None:
     """Goes on from a saved state, of a buffer of the same shape."""
     self.rows = [[Row(**row) for row in rows] for rows in state["rows"]]
     self.cursor, self.added = list(state["cursor"]), list(state["added"])
     self.evicted = state["evicted"]
-    self.arrays = {name: np.array(arrays[name], np.int32) for name in _ARRAYS}
+    self.table = np.array(table, np.int32)

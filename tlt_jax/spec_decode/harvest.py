@@ -37,7 +37,7 @@ class Harvest:
   def ready(self) -> bool:
     """Whether there is a slice to train, and something to train on."""
     live = self.schedule.live
-    return any(self.spot.filled) and bool(live.any() and not live.all())
+    return bool(live.any() and not live.all()) and self.spot.buffer.holds_any
 
   def long_chunk(self) -> tuple[int, float]:
     """Tokens and seconds of a longer chunk than others, while slices can train."""
@@ -69,7 +69,7 @@ class Harvest:
     tokens = min(schedule.tokens, int(max(left)))
     expect = lambda: costs.expected_steps(bucket, strategy, steps, tokens)
     expected = schedule.decide("expected", expect)
-    if not any(self.spot.filled):
+    if not self.spot.buffer.holds_any:
       return 0, expected
     seconds = expected * costs.seconds_of_step(bucket, strategy)
     within = self.spot.micro_batches_within
@@ -85,7 +85,7 @@ class Harvest:
     self._add(trained)
     if not trained.micro_batches.any() or not decoding_s:
       return took
-    self.spot.adapt(took > 1.1 * decoding_s)
+    self.spot.adapt(took > 1.15 * decoding_s)
     return min(took, 1.05 * decoding_s)
 
   def store(self, bucket, slots: decode.Slots, finished: list[tuple]) -> None:
@@ -96,16 +96,15 @@ class Harvest:
     """
     schedule, samples, spot = self.schedule, self.samples, self.spot
     length = lambda f: schedule.position[f[2]]
-    calls = []  # a piece per slot each: row, offset, start and size
+    slices, most = len(schedule.queues), spot.most_pieces(bucket)
+    pieces, count = np.zeros((slices, most, 5), np.int32), np.zeros((slices, 1), np.int32)
     # The longest first: then none makes room for one that follows.
     for s, slot, i in sorted(finished, key=lambda f: (-length(f), f[2])):
-      pieces = spot.add(s, schedule.requests.prompt(i), samples.response(i))
-      for call, piece in enumerate(pieces):
-        if call == len(calls):
-          calls.append(np.zeros((4, *schedule.owner.shape), np.int32))
-        calls[call][:, s, slot] = piece
-    for where in calls:
-      args = (spot.features, slots.context.features, *map(self._place, where))
+      for piece in spot.add(s, schedule.requests.prompt(i), samples.response(i)):
+        pieces[s, count[s, 0]] = slot, *piece
+        count[s] += 1
+    if count.any():
+      args = (spot.features, slots.context.features, *map(self._place, (pieces, count)))
       spot.features = self._run("store", bucket, *args)
 
   def finish(self, params, rollout_s: float) -> None:
@@ -114,13 +113,13 @@ class Harvest:
     And where there is held-out data it is asked whether what was trained may draft.
     """
     spot, began = self.spot, time.perf_counter()
-    share = spot.options.share if len(spot.filled) == 1 else 0.0
+    share = spot.options.share if len(self.schedule.queues) == 1 else 0.0
     wanted = share * rollout_s
     if not spot.rollouts:
       wanted = max(wanted, spot.options.first_s)
     spot.rollouts += 1
     more = lambda: time.perf_counter() - began < wanted
-    while any(spot.filled) and self.schedule.decide("more", more):
+    while spot.buffer.holds_any and self.schedule.decide("more", more):
       self._train(params, 1)
     if spot.trainer.shadow and self.samples.training:
       args = (params, spot.published, spot.state.params, spot.rows())

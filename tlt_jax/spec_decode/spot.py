@@ -111,31 +111,31 @@ class Rows:
   """The training data of all slices, M rows each: what never leaves the devices."""
 
   features: jax.Array  # f[M L E]  what the rollout kept of the target
-  targets: jax.Array  # i32[M L]  as in `packing.Packed`, from here on
-  positions: jax.Array  # i32[M L]
-  segments: jax.Array  # i32[M L]
-  mask: jax.Array  # i32[M L]
-  order: jax.Array  # i32[M]  rows of the slice, as they are trained on next
-  filled: jax.Array  # i32[slices]  how many hold anything; the first in `order`
+  table: jax.Array  # i32[M 4 L]  `buffer.FIELDS`
+  order: jax.Array  # i32[slices (1+M)]  how many are trained on, and these in order
+
+  @property
+  def filled(self) -> jax.Array:
+    """i32[]  rows of this slice that are trained on."""
+    return self.order[0]
 
   def micro_batch(self, i) -> tuple[packing.Packed, jax.Array]:
     """A slice's i-th row in their order, as `row` gives it."""
-    return self.row(self.order[i % jnp.maximum(self.filled[0], 1)])
+    return self.row(self.order[1 + i % jnp.maximum(self.filled, 1)])
 
   def row(self, row) -> tuple[packing.Packed, jax.Array]:
     """A row of the slice, [1 L], and its features."""
-    of = lambda x: x[row][None]
-    targets, segments = of(self.targets), of(self.segments)
+    targets, positions, segments, mask = self.table[row][:, None]
     packed = packing.Packed(
       tokens=targets,  # nobody reads it: the features stand for it
       targets=targets,
-      positions=of(self.positions),
+      positions=positions,
       segments=segments,
       sequence_idx=segments,
-      mask=of(self.mask) > 0,
+      mask=mask > 0,
       count=jnp.int32(1),
     )
-    return packed, of(self.features)
+    return packed, self.features[row][None]
 
 
 @flax.struct.dataclass
@@ -157,7 +157,7 @@ class Options:
   shadow: int = 0  # of them that are never trained on. If there are any, what was
   # trained in a rollout drafts from then on if it is no worse on them than what drafts.
   chunk: int = 128  # tokens per slot of the chunks that train, at most
-  least: int = 3  # micro-batches that such a chunk should have time for
+  least: int = 6  # micro-batches that such a chunk should have time for
   share: float = 0.05  # of a rollout's time that follows, with one slice only: it is
   # never idle. With more they train when they are.
   first_s: float = 0.0  # seconds that all slices train after the first rollout
@@ -219,27 +219,28 @@ class Trainer:
     """Trains on `mine` micro-batches of this slice, sums, and updates.
 
     Args:
-      most: i32[], the same on every slice; 0 leaves out the exchange as well
+      most: i32[], the same on every slice; 0 leaves out the counting as well
       mine: i32[], this slice's, at most `most`
     """
 
     slices = self.mesh.shape[axes.DATA]
     here = jnp.arange(slices) == jax.lax.axis_index(axes.DATA)
 
+    def exchange(state, total):
+      (value, metrics), grads = jax.lax.psum(total, axes.DATA)
+      return update(self.optimizer, state, value, metrics, grads)
+
     def run(state):
       total = self.accumulate(target_params, state.params, rows, mine)
-      # The counts are exchanged with what was trained, never before: a slice that waited
+      # The counts are exchanged after the training, never before: a slice that waited
       # for them would not train until all others have decoded.
       every = _after(jnp.where(here, mine, 0), total[0][1]["tokens"])
-      ((value, metrics), grads), every = jax.lax.psum((total, every), axes.DATA)
-      state, metrics = update(self.optimizer, state, value, metrics, grads)
+      every = jax.lax.psum(every, axes.DATA)
+      args = (jnp.any(every > 0), exchange, _skip(exchange), state, total)
+      state, metrics = jax.lax.cond(*args)
       return state, Trained(every, metrics)
 
-    def skip(state):
-      zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-      return state, jax.tree.map(zeros, jax.eval_shape(run, state)[1])
-
-    return jax.lax.cond(most > 0, run, skip, state)
+    return jax.lax.cond(most > 0, run, _skip(run), state)
 
   def fuse(self, chunk: Callable, num_args: int, replicated, carried: tuple):
     """A chunk's program in which slices that run dry train.
@@ -259,9 +260,10 @@ class Trainer:
 
     def local(target_params, draft_params, state, rows, most, expected, *args):
       *rest, emitted = chunk(target_params, draft_params, *args)
-      idle = ~jnp.any(emitted.remaining > 0) & (rows.filled[0] > 0)
+      idle = ~jnp.any(emitted.remaining > 0) & (rows.filled > 0)
       left = jnp.maximum(expected - emitted.steps[0], 0)
-      mine = jnp.where(idle, most * left // jnp.maximum(expected, 1), 0)
+      share = (2 * most * left + expected) // jnp.maximum(2 * expected, 1)  # rounded
+      mine = jnp.where(idle, jnp.minimum(share, most), 0)
       state, trained = self.train(target_params, state, rows, most, mine)
       # What was emitted is gathered after the gradients are summed, on every slice: two
       # exchanges without an order can wait for each other, where threads are few (XLA's
@@ -286,7 +288,7 @@ class Trainer:
     """(target params, State, Rows, most i32[]) -> (State, Trained): all slices train."""
 
     def local(target_params, state, rows, most):
-      mine = jnp.where(rows.filled[0] > 0, most, 0)
+      mine = jnp.where(rows.filled > 0, most, 0)
       return self.train(target_params, state, rows, most, mine)
 
     mapped = decode.per_slice(self.mesh, local, 4, (0, 1, 3), (True, True))
@@ -311,21 +313,25 @@ class Trainer:
     return jax.jit(mapped, out_shardings=shardings)
 
   def make_store(self):
-    """(buffer f[M L E], features f[B S E], row, offset, start, size i32[B]) -> buffer.
+    """(buffer f[M L E], features f[B S E], i32[P 5], count i32[slices]) -> buffer.
 
-    Copies a piece of each slot's features into rows of the buffer (donated); size 0:
-    none.
+    Copies pieces of the slots' features into the buffer (donated): slot, and where as in
+    `buffer.Piece`; the first `count` of P.
     """
 
-    def local(kept, features, row, offset, start, size):
+    def local(kept, features, pieces, count):
       at = jnp.arange(kept.shape[1])
-      column = jnp.where(at < size[:, None], offset[:, None] + at, kept.shape[1])
-      pick = lambda x, first: x.at[first + at].get(mode="clip")
-      pieces = jax.vmap(pick)(features, start)
-      return kept.at[row[:, None], column].set(pieces, mode="drop")
+
+      def put(i, kept):
+        slot, row, offset, start, size = pieces[i]
+        new = features[slot].at[at - offset + start].get(mode="clip")
+        inside = (at >= offset) & (at < offset + size)
+        return kept.at[row].set(jnp.where(inside[:, None], new, kept[row]))
+
+      return jax.lax.fori_loop(0, count[0], put, kept)
 
     over = axes.sharding(self.mesh, axes.DATA)
-    mapped = decode.per_slice(self.mesh, local, 6)
+    mapped = decode.per_slice(self.mesh, local, 4)
     return jax.jit(mapped, donate_argnums=0, out_shardings=over)
 
   @property
@@ -341,6 +347,16 @@ def _apart(params):
   inside the loop; slices with other trip counts would never arrive there.
   """
   return jax.tree.map(decode.varying, params)
+
+
+def _skip(step: Callable) -> Callable:
+  """(state, ...) -> the state, and zeros for what else `step` gives."""
+
+  def skip(state, *args):
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    return state, jax.tree.map(zeros, jax.eval_shape(step, state, *args)[1])
+
+  return skip
 
 
 def _after(x: jax.Array, count: jax.Array) -> jax.Array:
@@ -399,7 +415,7 @@ class Spot:
     self.micro_batch_s = 0.0  # seconds of a micro-batch, measured alone; 0: not yet
     self._slower = 1.0  # what chunks say of that, see `adapt`
     self.rollouts = 0  # that it was trained in
-    self._placed = None
+    self._table = self._order = None  # of the buffer, on the devices
 
   @property
   def params(self):
@@ -411,9 +427,9 @@ class Spot:
 
     Neither the target's embedding nor its head, which the drafter uses.
     """
-    host = {name: self._place(x) for name, x in self.buffer.arrays.items()}
     published = {"published": self.published} if self.trainer.shadow else {}
-    return {"state": self.state, "features": self.features, **published, **host}
+    rows = {"features": self.features, "table": self.rows().table}
+    return {"state": self.state, **published, **rows}
 
   def data(self) -> dict:
     """The rest of it, which JSON can hold."""
@@ -422,50 +438,55 @@ class Spot:
 
   def restore(self, arrays: dict, data: dict) -> None:
     """Goes on from what `arrays` and `data` gave."""
-    rows = (len(self.buffer.rows), -1, self.trainer.length)
-    host = {name: np.asarray(arrays[name]).reshape(rows) for name in self.buffer.arrays}
-    self.buffer.set_state(data["buffer"], host)
+    table = np.asarray(arrays["table"]).reshape(self.buffer.table.shape)
+    self.buffer.set_state(data["buffer"], table)
     self.state, self.features = arrays["state"], arrays["features"]
     self.published = arrays.get("published")
     self.micro_batch_s, self.rollouts = data["micro_batch_s"], data["rollouts"]
-    self._placed = None
+    self._table = self._order = None
 
   def _place(self, x: np.ndarray) -> jax.Array:
     # A copy: on a CPU an array may share its memory with numpy's, which goes on changing.
     return decode.place(self.trainer.mesh, x.copy())
 
-  @property
-  def filled(self) -> list[int]:
-    """Per slice, the rows that hold something."""
-    return [len(self.buffer.filled(s)) for s in range(len(self.buffer.rows))]
-
   def rows(self) -> Rows:
     """The training data as the programs take them."""
-    if self._placed is None:
-      order, filled = self.buffer.order(), np.array(self.filled, np.int32)
-      host = {**self.buffer.arrays, "order": order, "filled": filled}
-      self._placed = {name: self._place(x) for name, x in host.items()}
-    return Rows(features=self.features, **self._placed)
+    if self._table is None:
+      self._table = self._place(self.buffer.table)
+    if self._order is None:
+      self._order = self._place(self.buffer.order())
+    return Rows(self.features, self._table, self._order)
+
+  def one_row(self) -> Rows:
+    """The same in shape; every slice has one row, which holds nothing."""
+    order = np.zeros_like(self.buffer.order())
+    order[:, 0] = 1
+    table = self._place(np.zeros_like(self.buffer.table))
+    return Rows(self.features, table, self._place(order))
 
   def begin_rollout(self) -> None:
     self.buffer.begin_rollout()
-    self._placed = None
+    self._table = self._order = None
 
   def add(self, s: int, prompt, response) -> list[buffer_lib.Piece]:
     """Finds room for a sequence of slice `s`; see `Buffer.add`."""
-    self._placed = None
+    self._table = self._order = None
     return self.buffer.add(s, prompt, response)
+
+  def most_pieces(self, bucket) -> int:
+    """What the slots of a bucket can hold, if all are full."""
+    return bucket.batch * self.buffer.most_pieces(bucket.length)
 
   def count(self, micro_batches) -> None:
     """Counts what each slice has trained on; other rows are next."""
-    if any(micro_batches):
+    if np.any(micro_batches):
       self.buffer.trained(micro_batches)
-      self._placed = None
+      self._order = None
 
   def micro_batches_within(self, seconds: float) -> int:
-    """How many micro-batches take that long."""
+    """How many micro-batches take about that long."""
     one = self.micro_batch_s * self._slower
-    return int(seconds / one) if one else 0
+    return round(seconds / one) if one else 0
 
   def adapt(self, too_long: bool) -> None:
     """Learns from a chunk whether it had too much to train: it took longer for it.
