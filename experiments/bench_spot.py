@@ -183,8 +183,10 @@ def packing(spot, padded, params) -> dict:
   rows = [row for rows in spot.buffer.rows for row in rows if row.sizes]
   _, positions, segments, _ = np.moveaxis(spot.buffer.table, 2, 0)
   count = np.sum((segments > 0) & (positions == 0))
+  whole = np.zeros(1, np.int32), np.ones(padded.trainer.length, np.int32)
   for s in range(len(padded.buffer.rows)):
-    padded.add(s, np.zeros(1, np.int32), np.ones(padded.trainer.length, np.int32))
+    padded.add(s, *whole)
+    padded.add(s, *whole)  # of one alone XLA would compute the gradient only once
   packed_s, padded_s = seconds_of(spot, params), seconds_of(padded, params)
   packed = count / len(rows) / packed_s
   print(
@@ -211,7 +213,7 @@ def main():
   problems = iter(setup.build(config["prompts"]))
   found = harvest(sampler, params, spot, problems, config["batch"], stamps)
   found["checkpoint"] = checkpoints(spot, params)
-  whole = {**config["spot"], "length": spot.trainer.longest, "rows": 1, "carried": 1}
+  whole = {**config["spot"], "length": spot.trainer.longest, "rows": 2, "carried": 1}
   padded = setup.spot_training(config | {"spot": whole}, model, mesh, drafter, draft_params)
   found["packing"] = packing(spot, padded, params)
   found |= {"batch": dict(config["batch"]), "drafter": config["drafter"]}

@@ -30,6 +30,7 @@ class Harvest:
     """`run` and `place` are those of `rollout.Rollout`."""
     self.spot, self.schedule, self.samples = spot, schedule, samples
     self._run, self._place = run, place
+    self._expected = 0  # steps of the next chunk
     samples.training = []
     spot.begin_rollout()
 
@@ -68,24 +69,28 @@ class Harvest:
     left = schedule.requests.max_tokens[running] - schedule.drawn[running]
     tokens = min(schedule.tokens, int(max(left)))
     expect = lambda: costs.expected_steps(bucket, strategy, steps, tokens)
-    expected = schedule.decide("expected", expect)
+    expected = self._expected = schedule.decide("expected", expect)
     if not self.spot.buffer.holds_any:
       return 0, expected
     seconds = expected * costs.seconds_of_step(bucket, strategy)
     within = self.spot.micro_batches_within
     return schedule.decide("micro_batches", lambda: within(seconds)), expected
 
-  def book(self, trained: spot_lib.Trained, decoding_s: float, took: float) -> float:
+  def book(self, trained, steps: int, decoding_s: float, took: float) -> float:
     """Books what a chunk trained; returns the seconds that decoding took of it.
 
     Args:
-      decoding_s: what its steps took before, 0 if unknown
+      trained: `spot.Trained`
+      steps: of the busiest slice
+      decoding_s: what they took before, 0 if unknown
       took: seconds of the whole chunk
     """
     self._add(trained)
     if not trained.micro_batches.any() or not decoding_s:
       return took
-    self.spot.adapt(took > 1.15 * decoding_s)
+    # Where the busiest slice ended early the others had too much to train anyhow.
+    if steps >= 0.8 * self._expected:
+      self.spot.adapt(took > 1.15 * decoding_s)
     return min(took, 1.05 * decoding_s)
 
   def store(self, bucket, slots: decode.Slots, finished: list[tuple]) -> None:

@@ -53,8 +53,7 @@ class Rollout:
     self.pool = programs.Pool(options.budget)
     self._slices = mesh.shape[axes.DATA]
     self._stop_tokens = 1  # E, of the requests at hand
-    batches = {b.batch for b in options.buckets}
-    self._drains_below = max(batches) if len(batches) > 1 else max(batches) + 1
+    self._trains = spot is not None and self._slices > 1  # in chunks
     self._step_s, self._step_tokens = {}, {}  # what `schedule.Costs` knows so far
     self._keep = decode.Keep(config.width) if options.features else None
     if drafter is not None:
@@ -137,7 +136,7 @@ class Rollout:
           state = None
           held = programs.live_bytes() + self.pool.temp_bytes
           samples.peak_bytes = max(samples.peak_bytes, held)
-        if harvest and self._trains(bucket):
+        if harvest and self._trains:
           harvest.measure(params)
         if self.spot is not None:
           draft_params = self.spot.params
@@ -246,7 +245,7 @@ class Rollout:
   def _compile_chunk(self, bucket, params, draft_params, strategy, args):
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args)
     run = self._get(name, bucket, *args)
-    if self._trains(bucket) and isinstance(jax.tree.leaves(params)[0], jax.Array):
+    if self._trains and isinstance(jax.tree.leaves(params)[0], jax.Array):
       self._warm_up(run, args)
 
   def _warm_up(self, run, args):
@@ -327,11 +326,6 @@ class Rollout:
   def _run(self, name: str, key: tuple, *args, **static):
     return self._get(name, key, *args, **static)(*args)
 
-  def _trains(self, bucket: schedule_lib.Bucket) -> bool:
-    """Whether chunks of a bucket can train: where slots only drain, slices run dry."""
-    drains = bucket.batch < self._drains_below
-    return self.spot is not None and self._slices > 1 and drains
-
   def _strategies(self, schedule, bucket) -> set[strategy_lib.Strategy]:
     """What may run in a bucket: what is chosen for live batches that just fit it."""
     fits = lambda live: schedule.choose(live, bucket.length) == bucket
@@ -358,7 +352,7 @@ class Rollout:
       quota: most and expected of a fused one (see `spot.Trainer.fuse`)
     """
     name = "chunk" if strategy is None else self._program_of(strategy)
-    if self._trains(bucket):
+    if self._trains:
       quota = map(np.int32, quota)
       trained = (self.spot.state, self.spot.rows(), *quota)
       return "train_" + name, (params, self.spot.params, *trained, *args)
@@ -383,7 +377,7 @@ class Rollout:
       args = (slots, state, np.int32(strategy.depth), np.int32(steps))
     seconds = self._place(np.full((self._slices, 1), costs.chunk_s, np.float32))
     args = (*args, np.int32(schedule.tokens), seconds)
-    trains, quota = self._trains(bucket), (0, 1)
+    trains, quota = self._trains, (0, 1)
     if harvest and trains:
       quota = harvest.quota(bucket, strategy, steps)
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args, quota)
@@ -400,7 +394,7 @@ class Rollout:
       self.spot.state = new
     if harvest and trains:
       decoding_s = steps * costs.seconds_of_step(bucket, strategy)
-      took = harvest.book(trained, decoding_s, took)
+      took = harvest.book(trained, steps, decoding_s, took)
     costs.done(bucket, strategy, steps, tokens, int(emitted.count.max()), took)
     slots, state = (*carried, None)[:2]
     trained = trained.micro_batches.tolist() if trains else [0] * self._slices
