@@ -39,15 +39,18 @@ _RATES = flags.DEFINE_list("rates", [], "Learning rates of the policy; default: 
 _STRATEGY = flags.DEFINE_string("strategy", "5_1_6", "Strategy that is measured.")
 _PROMPTS = flags.DEFINE_integer("prompts", 24, "Held-out prompts, two responses each.")
 
-# Drafter to start from ("": the offline one), and spot.every.
+# Drafter to start from ("": the offline one), and settings of `spot`.
 VARIANTS = {
-  "offline, frozen": ("", 0),
-  "offline, online": ("", 1),
-  "random, online": ("eagle2", 1),
+  "offline, frozen": ("", {"every": 0}),
+  "offline, online": ("", {}),
+  "random, online": (
+    "eagle2",
+    {"first_s": 30, "optimizer.learning_rate": 2e-3, "optimizer.floor": 0.15},
+  ),
 }
 
 
-def train(workdir: pathlib.Path, seed: str, rate: str, drafter: str, every: int) -> None:
+def train(workdir: pathlib.Path, seed: str, rate: str, drafter: str, spot: dict) -> None:
   """One RL run to its end; nothing if it is there."""
   if (workdir / "figures").exists():
     return
@@ -57,9 +60,9 @@ def train(workdir: pathlib.Path, seed: str, rate: str, drafter: str, every: int)
     "prompts.seed": seed,
     "steps": _STEPS.value,
     "drafter": drafter or _DRAFTER.value,
-    "spot.every": every,
     "evaluation.every": 0,
     "optimizer.learning_rate": rate,
+    **{f"spot.{key}": value for key, value in spot.items()},
   }
   args = [f"--config.{key}={value}" for key, value in settings.items()]
   command = [sys.executable, "-m", "experiments.train", f"--workdir={workdir}"]
@@ -115,9 +118,9 @@ def main():
   rows, runs = [], {}
   for rate in rates:
     for seed in _SEEDS.value:
-      for name, (drafter, every) in VARIANTS.items():
+      for name, (drafter, spot) in VARIANTS.items():
         folder = workdir / f"{name.replace(', ', '_')}_{rate}_{seed}"
-        train(folder, seed, rate, drafter, every)
+        train(folder, seed, rate, drafter, spot)
         length = measure(folder, dict(config), drafter, mesh)
         rows.append((name, rate, seed, round(length, 3)))
         runs[f"{name} ({rate}, seed {seed})"] = folder

@@ -39,7 +39,14 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         share=0.0,  # of a rollout's time that all slices train after it
         first_s=0.0,  # seconds that they train after the first one, instead
         loss=dict(steps=3, decay=0.8, distance="total_variation", regression=0.1),
-        optimizer=dict(name="adamw", learning_rate=3e-4, b2=0.99, weight_decay=0.0),
+        optimizer=dict(
+          name="adamw",
+          learning_rate=3e-4,
+          total=1000,  # updates until it is `floor` of it; 1.0: it stays
+          floor=1.0,
+          b2=0.99,
+          weight_decay=0.0,
+        ),
       ),
       # "source" is a dotted name, called with the other entries
       prompts=dict(
@@ -64,12 +71,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_prompt=32,
         slots=64,  # per slice
         # (slots, tokens) of compiled programs; the largest is added
-        buckets=((64, 256), (64, 512), (24, 512), (24, 1056), (8, 1056)),
+        buckets=((64, 256), (64, 512), (32, 512), (32, 1056), (16, 1056), (8, 1056)),
         chunk=32,
         prompt_rows=8,
         prefill_rows=8,
         prefill_block=32,
-        budget=dict(programs=24, compile_s=120.0),
+        budget=dict(programs=48, compile_s=180.0),
       ),
       algorithm=dict(
         name="grpo",

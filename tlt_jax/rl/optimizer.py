@@ -29,6 +29,7 @@ def make(
   *,
   warmup: int = 0,
   total: int | None = None,
+  floor: float = 0.0,
   weight_decay: float = 0.0,
   max_grad_norm: float = 1.0,
   b1: float = 0.9,
@@ -40,13 +41,17 @@ def make(
     name: "adamw" or "muon" (https://arxiv.org/abs/2502.16982: updates scaled to
       the size of Adam's, so that one learning rate serves both)
     learning_rate: peak, reached after `warmup` updates
-    total: updates after which a cosine has brought it to zero; None keeps it
+    total: updates after which a cosine has brought it to `floor` of it, where it stays;
+      None keeps it
   """
   first = learning_rate / (warmup + 1)  # from the first update on, not zero
   if total is None:
     schedule = optax.linear_schedule(first, learning_rate, warmup)
   else:
-    schedule = optax.warmup_cosine_decay_schedule(first, learning_rate, warmup, total)
+    last = floor * learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(
+      first, learning_rate, warmup, total, last
+    )
   if name == "adamw":
     rule = optax.adamw(schedule, b1, b2, weight_decay=weight_decay)
   elif name == "muon":

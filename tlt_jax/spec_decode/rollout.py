@@ -228,11 +228,11 @@ class Rollout:
         pieces = row(self.spot.most_pieces(bucket))
         where = pieces.update(shape=(*pieces.shape, 5)), row(1)
         self._get("store", bucket, self.spot.features, slots.context.features, *where)
-      if self.policy is not None:
-        self._compile_speculation(params, draft_params, chosen, bucket, slots)
       if bucket in admits:
         self._get("admit", bucket, slots.context, store, row(bucket.batch))
     self.options = dataclasses.replace(o, buckets=tuple(ready))
+    for bucket in self.options.buckets if self.policy is not None else ():
+      self._compile_speculation(params, draft_params, bucket)
     for start, goal in self.options.edges:
       context = decode.abstract_context(
         self.mesh, self.config, start.batch, start.length + self._scratch, self._keep
@@ -265,10 +265,14 @@ class Rollout:
       run(params, draft_params, state, self.spot.one_row(), np.int32(1), np.int32(1), *rest)
     )
 
-  def _compile_speculation(self, params, draft_params, options, bucket, slots):
+  def _compile_speculation(self, params, draft_params, bucket):
     """The programs of every strategy that may run in a bucket."""
-    schedule = schedule_lib.Schedule.start(options, _NO_REQUESTS, 1)
+    schedule = schedule_lib.Schedule.start(self.options, _NO_REQUESTS, 1)
     chosen = self._strategies(schedule, bucket)
+    slots = decode.abstract_slots(
+      *(self.mesh, self.config, bucket.batch, bucket.length + self._scratch),
+      *(self._stop_tokens, self._keep),
+    )
     one, seconds = np.int32(1), self._abstract(1, np.float32)
     by_ngram = {s for s in chosen if s.source == strategy_lib.NGRAM}
     if by_ngram:
