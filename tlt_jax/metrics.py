@@ -24,7 +24,7 @@ OUTCOMES = ("solved", "wrong", "truncated")
 _ROLLOUT_LISTS = ("length", "outcome", "live_time_s", "live_requests")
 _ROLLOUT_KEYS = (*_ROLLOUT_LISTS, "chunks", "micro_batch_s", "decisions")
 # Of a chunk: one value each, and one value per slice.
-_CHUNK_KEYS = ("start_s", "end_s", "batch", "length", "strategy")
+_CHUNK_KEYS = ("start_s", "end_s", "batch", "length", "strategy", "tokens", "passes")
 _SLICE_KEYS = ("live", "steps", "trained")
 
 # Seconds of one step, and the label of each phase in the final table.

@@ -1,8 +1,10 @@
-"""A small rollout with a long tail: what the benchmarks of whole steps run.
+"""A small batch with a long tail, speculation and spot training on.
 
-4 prompts x 8 responses on 2 slices, up to 1,024 tokens each, from the warm start in the
-repo with its drafter: after a second all but a few responses have ended. Everything that
-decides what is computed is here; see `configs/countdown.py` for what the entries mean.
+    python -m experiments.train --config=experiments/configs/tail.py --workdir=runs/tail
+
+4 prompts x 8 responses, up to 1,024 tokens each, with the drafter in the repo: after a
+second all but a few responses have ended. `bench_spot` measures on it. The entries are
+those of `configs/countdown.py`.
 """
 
 import ml_collections
