@@ -43,11 +43,14 @@ class InTurn:
     self.strategies = tuple(strategies)
     self.now = None
 
-  def choose(self, live: int) -> strategy_lib.Strategy | None:
+  def choose(self, live: int, bucket) -> strategy_lib.Strategy | None:
     return self.now
 
-  def arms(self, live: int) -> tuple[strategy_lib.Strategy, ...]:
-    return self.strategies
+  def arms(self, live: int) -> tuple[strategy_lib.Strategy | None, ...]:
+    return None, *self.strategies
+
+  def observe(self, seen: strategy_lib.Observation) -> None:
+    pass
 
 
 def identical(a, b) -> int:

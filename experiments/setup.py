@@ -27,6 +27,7 @@ from tlt_jax.models import drafter_files
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
 from tlt_jax.rl import sample
+from tlt_jax.spec_decode import adaptive
 from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode import schedule
@@ -204,8 +205,22 @@ def load_drafter(config: dict, model, mesh):
     params = drafter_models.init_params(drafter, jax.random.key(config["seed"]))
   else:
     drafter, params = drafter_files.load(config["drafter"], model, mesh)
-  steps = tuple((most, strategy.parse(name)) for most, name in config["strategies"])
-  return drafter, strategy.ByLiveBatch(steps), params
+  return drafter, speculation(config), params
+
+
+def speculation(config: dict) -> strategy.Policy:
+  """Which strategy runs when: as the config says, or learnt where it names several."""
+  steps = config["strategies"]
+  if all(isinstance(names, str) for _, names in steps):
+    return strategy.ByLiveBatch([(most, strategy.parse(name)) for most, name in steps])
+  several = lambda names: (names,) if isinstance(names, str) else names
+  arms = [(most, [*map(strategy.parse, several(names))]) for most, names in steps]
+  if config["strategy_rule"] not in adaptive.RULES:
+    raise ValueError(
+      f"strategy_rule is one of {', '.join(adaptive.RULES)}, not "
+      f"{config['strategy_rule']!r}"
+    )
+  return adaptive.RULES[config["strategy_rule"]](arms)
 
 
 def spot_training(config: dict, model, mesh, drafter, params) -> spot.Spot | None:

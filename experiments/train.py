@@ -60,6 +60,7 @@ def main():
   # Where it stands.
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step = 0
+  learnt = lambda policy: policy.state() if hasattr(policy, "state") else None
   trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
   if checkpoints.latest() is not None:
     step, restored, saved = checkpoints.restore(trained(learner.abstract_state()))
@@ -67,6 +68,8 @@ def main():
     prompts.set_state(saved["prompts"])
     if spot:
       spot.restore(restored["drafter"], saved["drafter"])
+    if saved.get("speculation"):
+      speculation.restore(saved["speculation"])
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
@@ -117,7 +120,11 @@ def main():
       writer.write_rollout(step, scored.record())
       step += 1
       last = step == config["steps"]
-      saved = {"prompts": prompts.get_state(), "drafter": spot.data() if spot else None}
+      saved = {
+        "prompts": prompts.get_state(),
+        "drafter": spot.data() if spot else None,
+        "speculation": learnt(speculation),
+      }
       checkpoints.save(step, trained(state), saved, force=last)
       progress.update(step, record)
 

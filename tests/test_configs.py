@@ -60,7 +60,9 @@ def command(name: str) -> str:
 
 TRAIN = [name for name in NAMES if command(name) == "train"]
 MODELS = {  # what `policy` holds at full size
-  "countdown": config_lib.ModelConfig(**load("warm_start")["model"]),
+  **dict.fromkeys(
+    ("countdown", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
+  ),
   "qwen2_5_7b": config_lib.ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=152064,

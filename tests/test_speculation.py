@@ -36,10 +36,16 @@ class Chosen:
   strategies = (CHAIN, TREE, *map(strategy_lib.parse, TREES), strategy_lib.parse("ngram_4"))
 
   def __init__(self):
-    self.choose = None
+    self.rule = None
+
+  def choose(self, live, bucket):
+    return self.rule(live)
 
   def arms(self, live):
-    return self.strategies
+    return None, *self.strategies
+
+  def observe(self, seen):
+    pass
 
 
 @functools.cache
@@ -67,7 +73,7 @@ def plain(**options):
 
 def speculate(made, choose, kind="eagle2", data=1, model=1, verification="coupled"):
   run = engine(data, model, kind, verification)
-  run.policy.choose = choose
+  run.policy.rule = choose
   return run(tiny.on(tiny.mesh(data, model)), made, draft_params(kind))
 
 
@@ -268,7 +274,7 @@ def test_features_are_kept_alike():
   run = rollout.make(tiny.CONFIG, tiny.mesh(1), keep, DRAFTERS["eagle2"], policy)
   drawn = []
   for strategy in (TREE, None):
-    policy.choose = always(strategy)
+    policy.rule = always(strategy)
     drawn.append(run(tiny.on(tiny.mesh(1)), made, draft_params("eagle2")))
   with_draft, without = drawn
   assert without.mean_acceptance_length == 1

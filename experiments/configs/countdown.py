@@ -22,9 +22,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       tensor_parallel=1,  # devices per slice; the other devices are slices
       # Speculative decoding: a folder of `train_drafter`, "eagle2" or "eagle3" for a
       # new drafter, "" for none; and which strategy runs up to how many live requests
-      # per slice, see `strategy.parse`.
+      # per slice, see `strategy.parse`. Of several, ("off", "3_1_4"), the rule picks:
+      # "predictive" or "epsilon_greedy", see `adaptive`.
       drafter="",
       strategies=((2, "3_1_4"),),
+      strategy_rule="predictive",
       verification="coupled",  # no token changes; or "rejection"
       # Idle slices train the drafter in every n-th rollout; 0: it stays as it is.
       spot=dict(

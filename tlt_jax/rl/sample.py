@@ -76,6 +76,7 @@ class Scored:
         f"rollout/acceptance_rate_pos_{k}": rate
         for k, rate in enumerate(self.samples.acceptance_rate, 1)
       },
+      **{f"rollout/{name}_gain": gain for name, gain in self.samples.gain.items()},
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/seconds_s": self.reward_s,
@@ -98,6 +99,7 @@ class Sampler:
     """Makes every program of the rollout ready, and says what that took."""
     stop_tokens = len(self.tokenizer.stop_tokens) + 1
     self.rollout.compile(params, stop_tokens, draft_params)
+    self.rollout.measure(params, draft_params)
     logging.info("rollout: %s", self.rollout.pool.report())
 
   def __call__(

@@ -139,6 +139,8 @@ class Samples:
   timeline: list[tuple[float, list[int]]]  # seconds since the start, live per slice
   passes: int = 0  # of the target over live rows; each draws a token or more
   accepted: np.ndarray | None = None  # i64[R]  speculative passes of more than r tokens
+  # Speed-up where it speculated: "predicted" by the policy, and "realised".
+  gain: dict[str, float] = dataclasses.field(default_factory=dict)
   computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
   peak_bytes: int = 0  # memory per device in the fullest chunk
   chunks: list[Chunk] = dataclasses.field(default_factory=list)

@@ -65,6 +65,7 @@ class Rollout:
     # Slots for draft nodes behind the longest sequence; see `speculate`.
     self._scratch, self._longest = 0, 1
     self._memory = None  # of earlier responses, if n-grams are looked up in them
+    self._unseen: strategy_lib.Observation | None = None
     if policy is not None:
       if any(s.source == strategy_lib.NGRAM for s in policy.strategies):
         self._memory = ngram.Memory(options.memory_tokens)
@@ -108,13 +109,14 @@ class Rollout:
     self._stop_tokens = requests.stop_tokens.shape[1]
     began = time.perf_counter()
     costs = schedule_lib.Costs(self._step_s, self._step_tokens)
+    self._unseen = None  # the last chunk, until every process knows how long it took
     args = (self.options, requests, self._slices, costs, decide)
     schedule = schedule_lib.Schedule.start(*args)
     samples, harvest = self._empty_samples(schedule), None
     if train:
       args = (self.spot, schedule, samples, self._run, self._place)
       harvest = harvest_lib.Harvest(*args)
-    slots = store = state = None
+    slots, store, state, predicted = None, None, None, []
     while not schedule.done:
       if store is None:
         store = self._new_context(self.options.prompt_rows, self.options.max_prompt)
@@ -147,6 +149,8 @@ class Rollout:
           state = self._corpus(schedule, samples)
         elif not isinstance(state, draft_lib.DraftState):
           state = self._fill(params, draft_params, schedule, slots, samples)
+        if strategy is not None and hasattr(self.policy, "gain"):
+          predicted.append(self.policy.gain(bucket, strategy))
         started, live = time.perf_counter() - began, schedule.live.tolist()
         args = (params, draft_params, schedule, slots, state, strategy, harvest)
         slots, state, emitted, trained = self._chunk(*args)
@@ -184,7 +188,19 @@ class Rollout:
       harvest.finish(params, time.perf_counter() - began)
     schedule.decide.finish()
     samples.decisions = schedule.decide.log
+    if predicted:
+      samples.gain = {"predicted": float(np.mean(predicted)), **self._realised(samples)}
     return samples
+
+  def _realised(self, samples) -> dict[str, float]:
+    """{"realised": speed-up of the chunks that speculated}, by a plain step's time."""
+    plain_s = chunk_s = 0.0
+    for c in samples.chunks:
+      step_s = self.policy.step_s(schedule_lib.Bucket(c.batch, c.length), None)
+      if c.strategy != "off" and c.passes and step_s:
+        plain_s += c.tokens / (c.passes / max(c.steps)) * step_s
+        chunk_s += c.end_s - c.start_s
+    return {"realised": plain_s / chunk_s} if chunk_s else {}
 
   def compile(self, params, stop_tokens: int, draft_params=None) -> None:
     """Compiles every program a rollout of these options can need, ahead of time.
@@ -304,6 +320,32 @@ class Rollout:
     self._chunk(params, None, schedule, slots, None, None, None)
     return schedule.costs.chunk_s
 
+  def measure(self, params, draft_params=None) -> None:
+    """Tells a policy what the steps of its arms take, where it wants to know.
+
+    A short chunk for each arm and bucket; what is drawn meanwhile means nothing.
+    """
+    if not hasattr(self.policy, "measured"):
+      return
+    if self.spot is not None:
+      draft_params = self.spot.params
+    empty = schedule_lib.Schedule.start(self.options, _NO_REQUESTS, 1)
+    for bucket in self.options.buckets:
+      chosen = self._strategies(empty, bucket)
+      for strategy in (None, *sorted(chosen)) if chosen else ():
+        for _ in range(2):  # the first time is slower
+          schedule, slots = self._full(bucket)
+          samples, state = self._empty_samples(schedule), None
+          if strategy is not None and strategy.source == strategy_lib.NGRAM:
+            state = self._corpus(schedule, samples)
+          elif strategy is not None:
+            state = self._fill(params, draft_params, schedule, slots, samples)
+          args = (params, draft_params, schedule, slots, state, strategy, None)
+          *_, emitted, _ = self._chunk(*args)
+        steps = max(int(emitted.steps.max()), 1)
+        self.policy.measured(bucket, strategy, schedule.costs.chunk_s / steps)
+    self._unseen = None
+
   def time_fill(self, params, draft_params, bucket: tuple[int, int]) -> float:
     """Seconds that it takes to switch speculation on, in the same situation."""
     schedule, slots = self._full(bucket)
@@ -316,7 +358,11 @@ class Rollout:
 
   def _full(self, bucket):
     n, B = self.options.chunk, bucket[0] * self._slices
-    requests = requests_lib.make_requests([[1]] * B, max_tokens=bucket[1] - 1)
+    requests = requests_lib.make_requests(
+      [[1]] * B,
+      max_tokens=bucket[1] - 1,
+      stop_tokens=np.full((B, self._stop_tokens), -1, np.int32),
+    )
     schedule = schedule_lib.Schedule.start(self.options, requests, self._slices)
     schedule.drawn[:] = bucket[1] - 1 - n
     slots = self._fit(schedule, None, schedule_lib.Bucket(*bucket))
@@ -345,7 +391,10 @@ class Rollout:
     if self.policy is None:
       return None
     live, bucket = int(max(schedule.live)), schedule.bucket
-    chosen, fits = self.policy.choose(live), schedule.choose(live, bucket.length) == bucket
+    arms, fits = self.policy.arms(live), schedule.choose(live, bucket.length) == bucket
+    # What is learnt by the clock is a decision of the clock.
+    index = lambda: arms.index(self.policy.choose(live, bucket))
+    chosen = arms[schedule.decide("strategy", index) if len(arms) > 1 else 0]
     return chosen if fits or chosen in self._strategies(schedule, bucket) else None
 
   def _chunk_program(self, strategy, bucket, params, draft_params, args, quota=(0, 1)):
@@ -392,7 +441,10 @@ class Rollout:
     *carried, emitted = out
     emitted, trained = jax.device_get((emitted, trained))
     took = time.perf_counter() - began
-    costs.book(float(emitted.seconds.max()))
+    seconds = float(emitted.seconds.max())  # of the chunk before
+    costs.book(seconds)
+    if self.policy is not None and self._unseen is not None:
+      self.policy.observe(dataclasses.replace(self._unseen, seconds=seconds))
     steps, tokens = int(emitted.steps.max()), int(emitted.count.sum())
     if trains:
       self.spot.state = new
@@ -400,6 +452,10 @@ class Rollout:
       decoding_s = steps * costs.seconds_of_step(bucket, strategy)
       took = harvest.book(trained, steps, decoding_s, took)
     costs.done(bucket, strategy, steps, tokens, int(emitted.count.max()), took)
+    self._unseen = strategy_lib.Observation(
+      *(int(max(schedule.live)), bucket, strategy, steps, tokens, _passes(emitted)),
+      accepted=() if strategy is None else emitted.accepted.sum(0).tolist(),
+    )
     slots, state = (*carried, None)[:2]
     trained = trained.micro_batches.tolist() if trains else [0] * self._slices
     return slots, state, emitted, trained

@@ -8,7 +8,7 @@ changes a token.
 from collections.abc import Sequence
 import dataclasses
 import re
-from typing import Protocol
+from typing import Any, Protocol
 
 MODEL, NGRAM = "model", "ngram"  # a drafter with weights; lookup in known sequences
 
@@ -61,16 +61,38 @@ def parse(text: str) -> Strategy | None:
   return Strategy(*map(int, text.split("_")))
 
 
+def name(strategy: Strategy | None) -> str:
+  """What `parse` reads."""
+  return "off" if strategy is None else str(strategy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+  """What a chunk did, the same on every process."""
+
+  live: int  # requests of the fullest slice, at its start
+  bucket: Any  # `schedule.Bucket`
+  strategy: Strategy | None
+  steps: int  # iterations of the busiest slice
+  tokens: int  # drawn, over all slices
+  passes: int  # of the target over a live request
+  accepted: Sequence[int]  # passes that drew more than 0, 1, ... tokens; () if plain
+  seconds: float = 0.0
+
+
 class Policy(Protocol):
   """Chooses the strategy of each chunk, the same on every process."""
 
   strategies: tuple[Strategy, ...]  # all that it may choose
 
-  def choose(self, live: int) -> Strategy | None:
+  def choose(self, live: int, bucket) -> Strategy | None:
     """What the next chunk runs with, for the live requests of the fullest slice."""
 
   def arms(self, live: int) -> tuple[Strategy | None, ...]:
     """All that `choose` may return for so many; their programs are compiled ahead."""
+
+  def observe(self, seen: Observation) -> None:
+    """Told of every chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +108,15 @@ class ByLiveBatch:
   def strategies(self) -> tuple[Strategy, ...]:
     return tuple(dict.fromkeys(s for _, s in self.steps if s is not None))
 
-  def choose(self, live: int) -> Strategy | None:
+  def choose(self, live: int, bucket=None) -> Strategy | None:
     ordered = sorted(self.steps, key=lambda step: step[0])
     return next((strategy for most, strategy in ordered if live <= most), None)
 
   def arms(self, live: int) -> tuple[Strategy | None]:
     return (self.choose(live),)
+
+  def observe(self, seen: Observation) -> None:
+    """Nothing to learn."""
 
 
 def always(strategy: Strategy) -> ByLiveBatch:
