@@ -69,14 +69,6 @@ class Stamps:
     return Watched(**{field.name: getattr(trainer, field.name) for field in fields})
 
 
-def idle_seconds(samples) -> float:
-  """What slices spent without a request, summed; what they trained is part of it."""
-  chunks = [dataclasses.asdict(chunk) for chunk in samples.chunks]
-  slices = timeline.spans({"chunks": chunks, "micro_batch_s": samples.micro_batch_s})
-  waits = (timeline.IDLE, timeline.TRAIN)
-  return sum(s.end_s - s.start_s for spans in slices for s in spans if s.kind in waits)
-
-
 def last_third(samples) -> float:
   """Tokens per pass of the speculative chunks in the last third of the rollout's time."""
   late = [c for c in samples.chunks if c.start_s > samples.chunks[-1].end_s * 2 / 3]
@@ -105,7 +97,7 @@ def harvest(sampler, params, spot, problems, batch, stamps) -> dict:
       late[side].append(last_third(scored.samples))
       if side == "train":
         harvested.append(scored.samples.harvested_s)
-        idle.append(idle_seconds(scored.samples))
+        idle.append(timeline.idle_seconds(scored.samples))
         stamped.append(stamps.seconds)
         updates.append(len(scored.samples.training))
     if pair > 0:
