@@ -494,6 +494,22 @@ def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
   assert "tokens per pass" in drafted.stderr.splitlines()[-1]
 
 
+def test_whole_steps_are_compared_side_by_side(home):
+  arms = {"drafter": "", "strategies": "((9,('off','ngram_3')),)"}
+  result = succeed(
+    run(
+      *(home, "bench_step", *tiny_run(home, *arms.items())),
+      *("--sides=plain,ngram", "--steps=2", "--warm_up=1"),
+    )
+  )
+  found = json.loads(result.stdout.splitlines()[-1])
+  assert found["workload"]["batch"] == {"prompts": 4, "responses": 2}
+  default = found["targets"]["default"]
+  assert default["identical"] and default["steps"] == 2
+  assert default["sides"]["plain"]["speedup_step"] == 1
+  assert default["sides"]["ngram"]["mean_acceptance_length"] >= 1
+
+
 def test_speculation_is_checked_token_by_token(home):
   result = succeed(
     run(
