@@ -42,6 +42,9 @@ _WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: no second t
 _SIDES = flags.DEFINE_list("sides", ["plain", "tlt", "frozen", "ngram"], "To compare.")
 
 
+SIDES = {"plain", "tlt", "frozen", "ngram"}
+
+
 def settings(side: str, config: dict) -> dict:
   """The config of a side."""
   if side == "plain":
@@ -61,10 +64,7 @@ class Side:
     self.name, self.learner = name, learner
     self.state = learner.init(jax.tree.map(jnp.copy, params))
     self.policy = learner.to_rollout(self.state.params)
-    if name == "ngram":
-      drafter, draft_params, strategies = None, None, setup.speculation(own)
-    else:
-      drafter, strategies, draft_params = setup.load_drafter(own, model, mesh)
+    drafter, strategies, draft_params = setup.load_drafter(own, model, mesh)
     self.draft_params = draft_params
     self.spot = setup.spot_training(own, model, mesh, drafter, draft_params)
     self.sampler = setup.sampler(own, model, mesh, drafter, strategies, self.spot)
@@ -210,10 +210,12 @@ def report(name: str, found: dict) -> None:
 
 def workload(config: dict) -> dict:
   """What was pinned."""
-  weights = pathlib.Path(config["policy"], "model.safetensors").read_bytes()
+  weights = hashlib.sha256()
+  for file in sorted(pathlib.Path(config["policy"]).glob("*.safetensors")):
+    weights.update(file.read_bytes())
   return {
-    "policy": hashlib.sha256(weights).hexdigest(),
-    "seeds": [config["seed"], config["prompts"]["seed"]],
+    "policy": weights.hexdigest(),
+    "seeds": [config["seed"], config["prompts"].get("seed")],
     **{key: config[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
     "rollout": config["rollout"],
     "learner_buckets": config["learner"]["buckets"],
@@ -221,7 +223,10 @@ def workload(config: dict) -> dict:
 
 
 def main():
+  if _SIDES.value[:1] != ["plain"] or not set(_SIDES.value) <= SIDES:
+    raise ValueError(f"--sides starts with plain, and takes of {', '.join(sorted(SIDES))}")
   config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
+  pinned = workload(config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   targets = {"default": config}
   if _WIDE.value:
@@ -232,7 +237,7 @@ def main():
   for name, of in targets.items():
     found[name] = measure(of, mesh)
     report(name, found[name])
-  print(json.dumps({"workload": workload(config), "targets": found}))
+  print(json.dumps({"workload": pinned, "targets": found}))
 
 
 if __name__ == "__main__":

@@ -197,9 +197,9 @@ def read_config(path: str) -> dict:
 
 
 def load_drafter(config: dict, model, mesh):
-  """The config's drafter, when it drafts, and its parameters; three times None if none."""
+  """The config's drafter, what drafts when, and the drafter's parameters; None each."""
   if not config["drafter"]:
-    return None, None, None
+    return None, speculation(config), None
   if config["drafter"] in drafter_models.KINDS:  # from scratch
     drafter = drafter_models.of_target(model, config["drafter"])
     params = drafter_models.init_params(drafter, jax.random.key(config["seed"]))
@@ -208,13 +208,21 @@ def load_drafter(config: dict, model, mesh):
   return drafter, speculation(config), params
 
 
-def speculation(config: dict) -> strategy.Policy:
-  """Which strategy runs when: as the config says, or learnt where it names several."""
-  steps = config["strategies"]
-  if all(isinstance(names, str) for _, names in steps):
-    return strategy.ByLiveBatch([(most, strategy.parse(name)) for most, name in steps])
+def speculation(config: dict) -> strategy.Policy | None:
+  """Which strategy runs when: as the config says, or learnt where it names several.
+
+  Without a drafter only n-grams are left, or nothing.
+  """
   several = lambda names: (names,) if isinstance(names, str) else names
-  arms = [(most, [*map(strategy.parse, several(names))]) for most, names in steps]
+  able = lambda arm: arm is None or config["drafter"] or arm.source == strategy.NGRAM
+  arms = [
+    (most, [*filter(able, map(strategy.parse, several(names)))] or [None])
+    for most, names in config["strategies"]
+  ]
+  if all(arm is None for _, some in arms for arm in some):
+    return None
+  if all(len(some) == 1 for _, some in arms):
+    return strategy.ByLiveBatch([(most, arm) for most, (arm,) in arms])
   if config["strategy_rule"] not in adaptive.RULES:
     raise ValueError(
       f"strategy_rule is one of {', '.join(adaptive.RULES)}, not "

@@ -68,8 +68,8 @@ def main():
     prompts.set_state(saved["prompts"])
     if spot:
       spot.restore(restored["drafter"], saved["drafter"])
-    if saved.get("speculation"):
-      speculation.restore(saved["speculation"])
+    if hasattr(speculation, "restore"):
+      speculation.restore(saved.get("speculation"))
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)

@@ -145,9 +145,28 @@ def test_trees_are_judged_by_what_they_drew():
   assert policy.tokens_per_pass(TREE) == pytest.approx(1.875, abs=0.1)
 
 
-def test_an_empty_set_of_arms_is_an_error():
+def test_arms_that_make_no_sense_are_errors():
   with pytest.raises(ValueError, match="needs an arm"):
     adaptive.Predictive(((4, ()),))
+  with pytest.raises(ValueError, match="named twice"):
+    adaptive.Predictive(((4, (None, CHAIN)), (4, (LONG,))))
+
+
+def test_the_state_of_another_rule_is_left_alone():
+  greedy, predictive = adaptive.EpsilonGreedy(ARMS), adaptive.Predictive(ARMS)
+  before = predictive.state()
+  for state in (None, greedy.state()):
+    predictive.restore(state)
+  assert predictive.state() == before
+
+
+def test_long_after_it_was_useless_a_drafter_is_tried_again():
+  world = World(0.05, lambda arm, live: cost(arm, 1))
+  policy = predictive(world)
+  for _ in range(4000):
+    world.run(policy, 4)
+  world.stands = 0.9
+  assert [world.run(policy, 4) for _ in range(400)].count(LONG) > 100
 
 
 def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
@@ -164,7 +183,7 @@ def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
   drawn = engine(tiny.on(mesh), made, draft_params)
   result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
   assert result.differing_tokens == 0 and result.near_ties <= 1
-  assert any(name == "strategy" for name, _ in drawn.decisions)
+  assert any(name == "strategy of off, 2_1_3, 3_2_6" for name, _ in drawn.decisions)
   assert len(engine.pool) == programs
   again = engine(
     *(tiny.on(mesh), made, draft_params),

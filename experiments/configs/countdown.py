@@ -38,8 +38,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         shadow=0,  # of them that are held out, to judge whether what was trained drafts
         chunk=128,  # tokens of a chunk in which a slice trains, at most
         least=6,  # micro-batches that it should have time for
-        share=0.0,  # of a rollout's time that all slices train after it
-        first_s=0.0,  # seconds that they train after the first one, instead
+        share=0.0,  # of a rollout's time that a single slice, never idle, trains after it
+        first_s=0.0,  # seconds that all slices train after the first rollout
         loss=dict(steps=3, decay=0.8, distance="total_variation", regression=0.1),
         optimizer=dict(
           name="adamw",

@@ -1,7 +1,7 @@
 """Policies that learn which strategy is fastest, chunk by chunk.
 
-Both know several arms for every live batch, plain decoding among them, and see after a
-chunk how many tokens it drew in what time.
+Both know several arms for every live batch, plain decoding among them if it may be
+chosen, and see after a chunk how many tokens it drew in what time.
 
 `EpsilonGreedy` is the rule of TLT (https://arxiv.org/abs/2511.16665, section 4.2): each
 live batch is a bandit of its own, whose arms are tried.
@@ -13,8 +13,9 @@ stands, given those before it, is nearly the same at every live batch, so that e
 chunk that speculates teaches all arms.
 """
 
-import collections
 from collections.abc import Callable, Sequence
+import copy
+import logging
 import random
 
 import numpy as np
@@ -36,10 +37,13 @@ class ByLive:
   """
 
   def __init__(self, steps: Sequence[tuple[int, Sequence[Arm]]], window: int = 16):
-    self._steps = tuple(sorted((most, tuple(arms)) for most, arms in steps))
+    self._steps = tuple((most, tuple(arms)) for most, arms in steps)
+    self._steps = tuple(sorted(self._steps, key=lambda step: step[0]))
     self._window = window
     if any(not arms for _, arms in self._steps):
       raise ValueError("every live batch needs an arm, were it 'off'")
+    if len({most for most, _ in self._steps}) < len(self._steps):
+      raise ValueError(f"the arms of a live batch are named twice: {self._steps}")
 
   @property
   def strategies(self) -> tuple[strategy_lib.Strategy, ...]:
@@ -53,6 +57,19 @@ class ByLive:
     """The live batches that share their arms."""
     return next((most for most, _ in self._steps if live <= most), 0)
 
+  def state(self) -> dict:
+    """What a run goes on from; JSON can hold it."""
+    learnt = {name: getattr(self, name) for name in self._LEARNT}
+    return copy.deepcopy({"rule": type(self).__name__, **learnt})
+
+  def restore(self, state: dict | None) -> None:
+    """Goes on from what `state` gave; of another rule, or None: starts anew."""
+    if state is None or state["rule"] != type(self).__name__:
+      logging.info("what strategies are worth is learnt anew")
+      return
+    for name in self._LEARNT:
+      setattr(self, name, copy.deepcopy(state[name]))
+
 
 class EpsilonGreedy(ByLive):
   """A bandit per live batch: the best median rate of late, or sometimes any arm.
@@ -60,6 +77,8 @@ class EpsilonGreedy(ByLive):
   Args:
     epsilon: chance to try an arm at random
   """
+
+  _LEARNT = ("_count", "_rates")
 
   def __init__(self, steps, window: int = 16, epsilon: float = 0.1, seed: int = 0):
     super().__init__(steps, window)
@@ -91,25 +110,23 @@ class EpsilonGreedy(ByLive):
   def _key(self, live: int, arm: Arm) -> str:
     return f"{self._level(live)} {strategy_lib.name(arm)}"
 
-  def state(self) -> dict:
-    """What a run goes on from; JSON can hold it."""
-    return {"count": self._count, "rates": self._rates}
-
-  def restore(self, state: dict) -> None:
-    self._count, self._rates = state["count"], dict(state["rates"])
-
 
 class Predictive(ByLive):
   """The arm of the best predicted rate, by measured step times and acceptance.
 
-  An arm whose step time or acceptance is unknown is tried once. One that is out of use is
-  predicted from what others teach; it may be tried for what it loses against the best,
-  as far as that stays within a share of all time.
+  An arm whose step time or acceptance is unknown is tried until it is known. One that is
+  out of use is predicted from what others teach; it may be tried for what it loses
+  against the best, as far as that stays within a share of all time.
 
   Args:
     regret: share of the time that trying may cost
     margin: by how much another arm must be better than the last one
   """
+
+  _LEARNT = (
+    *("_step_s", "_stands", "_per_pass", "_last", "_unused", "_seen"),
+    *("_chunks", "_spent", "_lost"),
+  )
 
   def __init__(self, steps, window: int = 16, regret: float = 0.02, margin: float = 0.03):
     super().__init__(steps, window)
@@ -118,10 +135,12 @@ class Predictive(ByLive):
     self._stands: dict[str, list[list[float]]] = {}  # by source: of drafts, per depth
     self._per_pass: dict[str, list[float]] = {}  # by tree
     self._last: dict[str, str] = {}  # arm by level
-    self._idle: dict[str, int] = collections.defaultdict(int)  # chunks out of use
+    self._unused: dict[str, int] = {}  # chunks since an arm was chosen
+    self._seen: dict[str, int] = {}  # the last chunk of a source or tree
+    self._chunks = 0
     self._spent, self._lost = 0.0, 0.0  # seconds in all, and by trying
 
-  def choose(self, live: int, bucket=None) -> Arm:
+  def choose(self, live: int, bucket) -> Arm:
     arms = self.arms(live)
     if len(arms) == 1:
       return arms[0]
@@ -141,13 +160,13 @@ class Predictive(ByLive):
     """Another arm, if there is one whose turn it is and that costs little enough."""
     for arm in arms:
       key = f"{level} {strategy_lib.name(arm)}"
-      self._idle[key] = 0 if arm == best else self._idle[key] + 1
-      loss = 1 - rate[arm] / rate[best]  # of a chunk's time, as predicted
-      if arm != best and self._idle[key] > 4 * self._window / max(1 - loss, 0.1):
-        chunk_s = self._spent / max(sum(map(len, self._step_s.values())), 1)
-        if self._lost + loss * chunk_s <= self._regret * self._spent:
-          self._lost += max(loss, 0.0) * chunk_s
-          self._idle[key] = 0
+      self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
+      loss = max(1 - rate[arm] / rate[best], 0.0)  # of a chunk's time, as predicted
+      if arm != best and self._unused[key] > 4 * self._window / max(1 - loss, 0.1):
+        lost = loss * self._spent / max(self._chunks, 1)
+        if self._lost + lost <= self._regret * self._spent:
+          self._lost += lost
+          self._unused[key] = 0
           return (arm,)
     return None
 
@@ -174,8 +193,8 @@ class Predictive(ByLive):
     return 1.0 + float(np.sum(np.cumprod(stands)))
 
   def measured(self, bucket, arm: Arm, seconds: float) -> None:
-    """A step of an arm takes that long in a bucket; told before the first chunk."""
-    self._step_s.setdefault(self._key(bucket, arm), [seconds])
+    """A step of an arm takes that long in a bucket, on the machine at hand."""
+    self._step_s[self._key(bucket, arm)] = [seconds]
 
   def observe(self, seen: strategy_lib.Observation) -> None:
     if not seen.passes or not seen.steps or seen.seconds <= 0:
@@ -183,12 +202,17 @@ class Predictive(ByLive):
     times = self._step_s.setdefault(self._key(seen.bucket, seen.strategy), [])
     times.append(seen.seconds / seen.steps)
     del times[: -self._window]
-    self._spent += seen.seconds
+    self._chunks, self._spent = self._chunks + 1, self._spent + seen.seconds
     arm = seen.strategy
     if arm is None:
       return
+    what = str(arm) if arm.width > 1 else arm.source
+    if self._chunks - self._seen.get(what, self._chunks) > 2 * self._window:
+      # What was learnt so long ago is of another policy, or another drafter.
+      (self._per_pass if arm.width > 1 else self._stands).pop(what, None)
+    self._seen[what] = self._chunks
     if arm.width > 1:
-      of = self._per_pass.setdefault(str(arm), [])
+      of = self._per_pass.setdefault(what, [])
       of.append(seen.tokens / seen.passes)
       del of[: -self._window]
       return
@@ -207,16 +231,6 @@ class Predictive(ByLive):
 
   def _key(self, bucket, arm: Arm) -> str:
     return f"{'x'.join(map(str, bucket))} {strategy_lib.name(arm)}"
-
-  def state(self) -> dict:
-    """What a run goes on from; JSON can hold it."""
-    names = ("step_s", "stands", "per_pass", "last", "idle", "spent", "lost")
-    return {name: getattr(self, f"_{name}") for name in names}
-
-  def restore(self, state: dict) -> None:
-    for name, value in state.items():
-      setattr(self, f"_{name}", value)
-    self._idle = collections.defaultdict(int, state["idle"])
 
 
 RULES: dict[str, Callable] = {"predictive": Predictive, "epsilon_greedy": EpsilonGreedy}

@@ -10,6 +10,7 @@ its requests. Everything on the devices but the parameters is freed at the end.
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -188,6 +189,8 @@ class Rollout:
       harvest.finish(params, time.perf_counter() - began)
     schedule.decide.finish()
     samples.decisions = schedule.decide.log
+    if self.policy is not None and self._unseen is not None:  # the last chunk
+      self.policy.observe(dataclasses.replace(self._unseen, seconds=costs.chunk_s))
     if predicted:
       samples.gain = {"predicted": float(np.mean(predicted)), **self._realised(samples)}
     return samples
@@ -205,7 +208,8 @@ class Rollout:
   def compile(self, params, stop_tokens: int, draft_params=None) -> None:
     """Compiles every program a rollout of these options can need, ahead of time.
 
-    Buckets for which the budget is too small are left out; larger ones serve.
+    Buckets for which the budget is too small are left out; larger ones serve. Programs
+    that speculate in the others are beyond it.
 
     Args:
       params: the target's, or their shapes and shardings; draft_params likewise
@@ -261,8 +265,10 @@ class Rollout:
   def _compile_chunk(self, bucket, params, draft_params, strategy, args):
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args)
     run = self._get(name, bucket, *args)
-    if self._trains and isinstance(jax.tree.leaves(params)[0], jax.Array):
-      self._warm_up(run, args)
+    allowed = schedule_lib.Schedule.start(self.options, _NO_REQUESTS, 1).allowed(bucket)
+    if self._trains and allowed and isinstance(jax.tree.leaves(params)[0], jax.Array):
+      with _unless_out_of_memory(bucket):
+        self._warm_up(run, args)
 
   def _warm_up(self, run, args):
     """Runs a program that trains, on nothing: it changes nothing.
@@ -333,18 +339,23 @@ class Rollout:
     for bucket in self.options.buckets:
       chosen = self._strategies(empty, bucket)
       for strategy in (None, *sorted(chosen)) if chosen else ():
-        for _ in range(2):  # the first time is slower
-          schedule, slots = self._full(bucket)
-          samples, state = self._empty_samples(schedule), None
-          if strategy is not None and strategy.source == strategy_lib.NGRAM:
-            state = self._corpus(schedule, samples)
-          elif strategy is not None:
-            state = self._fill(params, draft_params, schedule, slots, samples)
-          args = (params, draft_params, schedule, slots, state, strategy, None)
-          *_, emitted, _ = self._chunk(*args)
-        steps = max(int(emitted.steps.max()), 1)
-        self.policy.measured(bucket, strategy, schedule.costs.chunk_s / steps)
+        with _unless_out_of_memory(bucket):
+          for _ in range(2):  # the first time is slower
+            seconds = self._time_step(params, draft_params, bucket, strategy)
+          self.policy.measured(bucket, strategy, seconds)
     self._unseen = None
+
+  def _time_step(self, params, draft_params, bucket, strategy) -> float:
+    """Seconds of a step, with all slots of a bucket live."""
+    schedule, slots = self._full(bucket)
+    samples, state = self._empty_samples(schedule), None
+    if strategy is not None and strategy.source == strategy_lib.NGRAM:
+      state = self._corpus(schedule, samples)
+    elif strategy is not None:
+      state = self._fill(params, draft_params, schedule, slots, samples)
+    args = (params, draft_params, schedule, slots, state, strategy, None)
+    *_, emitted, _ = self._chunk(*args)
+    return schedule.costs.chunk_s / max(int(emitted.steps.max()), 1)
 
   def time_fill(self, params, draft_params, bucket: tuple[int, int]) -> float:
     """Seconds that it takes to switch speculation on, in the same situation."""
@@ -392,9 +403,10 @@ class Rollout:
       return None
     live, bucket = int(max(schedule.live)), schedule.bucket
     arms, fits = self.policy.arms(live), schedule.choose(live, bucket.length) == bucket
-    # What is learnt by the clock is a decision of the clock.
+    # What is learnt by the clock is a decision of the clock; its name tells the arms.
     index = lambda: arms.index(self.policy.choose(live, bucket))
-    chosen = arms[schedule.decide("strategy", index) if len(arms) > 1 else 0]
+    named = "strategy of " + ", ".join(map(strategy_lib.name, arms))
+    chosen = arms[schedule.decide(named, index) if len(arms) > 1 else 0]
     return chosen if fits or chosen in self._strategies(schedule, bucket) else None
 
   def _chunk_program(self, strategy, bucket, params, draft_params, args, quota=(0, 1)):
@@ -644,6 +656,17 @@ class Rollout:
         if self._memory is not None:
           self._memory.add(schedule.requests.prompt(i), samples.response(i))
     return finished
+
+
+@contextlib.contextmanager
+def _unless_out_of_memory(bucket):
+  """Leaves out what does not fit; a rollout goes on with smaller buckets then."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as e:
+    if not programs.is_out_of_memory(e):
+      raise
+    logging.warning("no memory to try %d slots of %d tokens a slice", *bucket)
 
 
 def _passes(emitted: decode.Emitted) -> int:

@@ -3,7 +3,8 @@
 A fused chunk is one program: each slice decodes; one that runs dry goes on with
 micro-batches of its own finished sequences, from that moment to the chunk's expected
 end; then gradients are summed over the slices, and one guarded update follows, the same
-everywhere. The new drafter drafts from the next chunk on. It cannot change a token: what
+everywhere. The new drafter drafts from the next chunk on, or, where it must pass on
+held-out data (`Options.shadow`), from the next rollout on. It cannot change a token: what
 is drawn does not depend on the drafter (TLT, https://arxiv.org/abs/2511.16665, trains in
 a process group of its own, on weights that are copied back and forth).
 
