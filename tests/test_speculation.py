@@ -42,7 +42,8 @@ class Chosen:
     return self.rule(live)
 
   def arms(self, live):
-    return None, *self.strategies
+    of_any_depth = (dataclasses.replace(CHAIN, depth=d) for d in range(1, CHAIN.verify))
+    return None, *self.strategies, *of_any_depth
 
   def observe(self, seen):
     pass
