@@ -81,7 +81,7 @@ def step_seconds(model, params, mesh) -> dict[tuple[int, int], list[float]]:
       cells[batch, length] = rollout.make(model, mesh, options), []
   for _ in range(_REPEATS.value + 1):
     for (batch, length), (engine, seconds) in cells.items():
-      seconds.append(engine.time_chunk(params, (batch, length)) / n)
+      seconds.append(engine.time_step(params, (batch, length)))
   return {cell: seconds[1:] for cell, (_, seconds) in cells.items()}
 
 
@@ -216,7 +216,7 @@ def switch(model, params, drafter, draft_params, mesh) -> dict:
   engine = rollout.make(model, mesh, options, drafter, always)
   fill, step = [], []
   for _ in range(2 * _REPEATS.value + 1):
-    step.append(plain.time_chunk(params, bucket) / n)
+    step.append(plain.time_step(params, bucket))
     fill.append(engine.time_fill(params, draft_params, bucket))
   ratio = np.array(fill[1:]) / np.array(step[1:])
   return {

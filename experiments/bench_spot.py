@@ -196,8 +196,8 @@ def main():
   config["drafter"] = _DRAFTER.value or config["drafter"]
   config["spot"]["every"] = 1
   # The last of several arms, and always: the sides are to differ in nothing else.
-  last = lambda names: names if isinstance(names, str) else names[-1]
-  config["strategies"] = tuple((most, last(n)) for most, n in config["strategies"])
+  steps = config["strategies"]
+  config["strategies"] = tuple((most, setup.several(n)[-1]) for most, n in steps)
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
   drafter, policy, draft_params = setup.load_drafter(config, model, mesh)

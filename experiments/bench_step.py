@@ -39,10 +39,8 @@ _CONFIG = setup.config_flag("experiments/configs/tail.py")
 _STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.", lower_bound=1)
 _WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: no second target.")
-_SIDES = flags.DEFINE_list("sides", ["plain", "tlt", "frozen", "ngram"], "To compare.")
-
-
-SIDES = {"plain", "tlt", "frozen", "ngram"}
+SIDES = ("plain", "tlt", "frozen", "ngram")
+_SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare.")
 
 
 def settings(side: str, config: dict) -> dict:
@@ -147,14 +145,15 @@ def measure(config: dict, mesh) -> dict:
     if step >= _WARM_UP.value:
       line = "  ".join(f"{n} {s[-1]['rollout']:.2f} s" for n, s in seconds.items())
       print(f"step {step + 1 - _WARM_UP.value}: rollout {line}", flush=True)
-  return summary(config, seconds, samples, mesh) | {
+  return summary(seconds, samples) | {
     "identical": same,
     "near_ties": ties,
     "differing_tokens": differing,
   }
 
 
-def summary(config, seconds, samples, mesh) -> dict:
+def summary(seconds, samples) -> dict:
+  """What is reported of a target, from the seconds and samples of each side's steps."""
   of = lambda side, part: np.array([s[part] for s in seconds[side]])
   found = {
     "steps": _STEPS.value,
@@ -181,7 +180,7 @@ def summary(config, seconds, samples, mesh) -> dict:
   if "tlt" in seconds:
     found |= found["sides"]["tlt"]
     idle = sum(map(timeline.idle_seconds, samples["tlt"]))
-    found["idle_s"], found["harvested_s"] = idle, 0.0
+    found["idle_s"] = idle
     found["harvested_s"] = sum(s.harvested_s for s in samples["tlt"])
     found["harvested_share"] = found["harvested_s"] / idle if idle else 0.0
   if {"tlt", "frozen"} <= set(seconds):
@@ -223,8 +222,8 @@ def workload(config: dict) -> dict:
 
 
 def main():
-  if _SIDES.value[:1] != ["plain"] or not set(_SIDES.value) <= SIDES:
-    raise ValueError(f"--sides starts with plain, and takes of {', '.join(sorted(SIDES))}")
+  if _SIDES.value[:1] != ["plain"] or not set(_SIDES.value) <= set(SIDES):
+    raise ValueError(f"--sides starts with plain, and takes of {', '.join(SIDES)}")
   config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
   pinned = workload(config)
   mesh = axes.make_mesh(config["tensor_parallel"])

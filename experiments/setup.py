@@ -208,12 +208,16 @@ def load_drafter(config: dict, model, mesh):
   return drafter, speculation(config), params
 
 
+def several(names: str | Sequence[str]) -> Sequence[str]:
+  """The strategies that an entry of `config["strategies"]` names: one, or several."""
+  return (names,) if isinstance(names, str) else names
+
+
 def speculation(config: dict) -> strategy.Policy | None:
   """Which strategy runs when: as the config says, or learnt where it names several.
 
   Without a drafter only n-grams are left, or nothing.
   """
-  several = lambda names: (names,) if isinstance(names, str) else names
   able = lambda arm: arm is None or config["drafter"] or arm.source == strategy.NGRAM
   arms = [
     (most, [*filter(able, map(strategy.parse, several(names)))] or [None])

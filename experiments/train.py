@@ -25,6 +25,7 @@ from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
+from tlt_jax.spec_decode import adaptive
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
@@ -52,6 +53,7 @@ def main():
   state = learner.init(params)
   drafter, speculation, draft_params = setup.load_drafter(config, model, mesh)
   spot = setup.spot_training(config, model, mesh, drafter, draft_params)
+  learns = isinstance(speculation, adaptive.ByLive)
   sampler = setup.sampler(config, model, mesh, drafter, speculation, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   prompts = data.prompt_iterator(setup.build(config["prompts"]), P, config["seed"])
@@ -60,7 +62,6 @@ def main():
   # Where it stands.
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step = 0
-  learnt = lambda policy: policy.state() if hasattr(policy, "state") else None
   trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
   if checkpoints.latest() is not None:
     step, restored, saved = checkpoints.restore(trained(learner.abstract_state()))
@@ -68,7 +69,7 @@ def main():
     prompts.set_state(saved["prompts"])
     if spot:
       spot.restore(restored["drafter"], saved["drafter"])
-    if hasattr(speculation, "restore"):
+    if learns:
       speculation.restore(saved.get("speculation"))
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
@@ -123,7 +124,7 @@ def main():
       saved = {
         "prompts": prompts.get_state(),
         "drafter": spot.data() if spot else None,
-        "speculation": learnt(speculation),
+        "speculation": speculation.state() if learns else None,
       }
       checkpoints.save(step, trained(state), saved, force=last)
       progress.update(step, record)

@@ -24,7 +24,6 @@ from tlt_jax.spec_decode import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None
 
-
 _ENOUGH = 3  # chunks of a tree, before what it draws is believed
 
 
@@ -51,11 +50,14 @@ class ByLive:
     return tuple(dict.fromkeys(arm for arm in arms if arm is not None))
 
   def arms(self, live: int) -> tuple[Arm, ...]:
-    return next((arms for most, arms in self._steps if live <= most), (None,))
+    return self._step(live)[1]
 
-  def _level(self, live: int) -> int:
-    """The live batches that share their arms."""
-    return next((most for most, _ in self._steps if live <= most), 0)
+  def _key(self, live: int, arm: Arm) -> str:
+    """Of an arm, the same for all live batches that share their arms."""
+    return f"{self._step(live)[0]} {strategy_lib.name(arm)}"
+
+  def _step(self, live: int) -> tuple[int, tuple[Arm, ...]]:
+    return next((step for step in self._steps if live <= step[0]), (0, (None,)))
 
   def state(self) -> dict:
     """What a run goes on from; JSON can hold it."""
@@ -87,8 +89,6 @@ class EpsilonGreedy(ByLive):
 
   def choose(self, live: int, bucket=None) -> Arm:
     arms = self.arms(live)
-    if len(arms) == 1:
-      return arms[0]
     self._count += 1
     dice = random.Random(f"{self._seed} {self._count}")
     seen = {arm: self._rates.get(self._key(live, arm)) for arm in arms}
@@ -106,9 +106,6 @@ class EpsilonGreedy(ByLive):
       # Per live request: the batch shrinks while an arm is remembered.
       rates.append(seen.tokens / (seen.passes / max(seen.steps, 1)) / seen.seconds)
       del rates[: -self._window]
-
-  def _key(self, live: int, arm: Arm) -> str:
-    return f"{self._level(live)} {strategy_lib.name(arm)}"
 
 
 class Predictive(ByLive):
@@ -142,24 +139,21 @@ class Predictive(ByLive):
 
   def choose(self, live: int, bucket) -> Arm:
     arms = self.arms(live)
-    if len(arms) == 1:
-      return arms[0]
     new = [a for a in arms if not (self.step_s(bucket, a) and self.tokens_per_pass(a))]
     if new:
       return new[0]
     rate = {arm: self.tokens_per_pass(arm) / self.step_s(bucket, arm) for arm in arms}
-    best, level = max(arms, key=rate.get), str(self._level(live))
+    best, level = max(arms, key=rate.get), str(self._step(live)[0])
     last = next((a for a in arms if strategy_lib.name(a) == self._last.get(level)), best)
     if rate[best] < (1 + self._margin) * rate[last]:
       best = last  # to switch is not free either
     self._last[level] = strategy_lib.name(best)
-    tried = self._try(arms, best, rate, level)
-    return best if tried is None else tried[0]
+    return self._or_try(live, best, rate)
 
-  def _try(self, arms, best, rate, level) -> tuple[Arm] | None:
-    """Another arm, if there is one whose turn it is and that costs little enough."""
-    for arm in arms:
-      key = f"{level} {strategy_lib.name(arm)}"
+  def _or_try(self, live: int, best: Arm, rate: dict[Arm, float]) -> Arm:
+    """The best, or an arm whose turn it is, if it costs little enough to try."""
+    for arm in self.arms(live):
+      key = self._key(live, arm)
       self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
       loss = max(1 - rate[arm] / rate[best], 0.0)  # of a chunk's time, as predicted
       if arm != best and self._unused[key] > 4 * self._window / max(1 - loss, 0.1):
@@ -167,8 +161,8 @@ class Predictive(ByLive):
         if self._lost + lost <= self._regret * self._spent:
           self._lost += lost
           self._unused[key] = 0
-          return (arm,)
-    return None
+          return arm
+    return best
 
   def gain(self, bucket, arm: Arm) -> float:
     """The predicted rate over that of plain decoding; 1 where nothing is known."""
@@ -194,12 +188,12 @@ class Predictive(ByLive):
 
   def measured(self, bucket, arm: Arm, seconds: float) -> None:
     """A step of an arm takes that long in a bucket, on the machine at hand."""
-    self._step_s[self._key(bucket, arm)] = [seconds]
+    self._step_s[self._where(bucket, arm)] = [seconds]
 
   def observe(self, seen: strategy_lib.Observation) -> None:
     if not seen.passes or not seen.steps or seen.seconds <= 0:
       return
-    times = self._step_s.setdefault(self._key(seen.bucket, seen.strategy), [])
+    times = self._step_s.setdefault(self._where(seen.bucket, seen.strategy), [])
     times.append(seen.seconds / seen.steps)
     del times[: -self._window]
     self._chunks, self._spent = self._chunks + 1, self._spent + seen.seconds
@@ -226,10 +220,10 @@ class Predictive(ByLive):
 
   def step_s(self, bucket, arm: Arm) -> float | None:
     """Seconds of a step, None if unknown."""
-    times = self._step_s.get(self._key(bucket, arm))
+    times = self._step_s.get(self._where(bucket, arm))
     return float(np.median(times)) if times else None
 
-  def _key(self, bucket, arm: Arm) -> str:
+  def _where(self, bucket, arm: Arm) -> str:
     return f"{'x'.join(map(str, bucket))} {strategy_lib.name(arm)}"
 
 

@@ -137,7 +137,6 @@ class Samples:
   finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
   features: list[np.ndarray] | None  # f[prompt + length - 1, D] each, on request
   timeline: list[tuple[float, list[int]]]  # seconds since the start, live per slice
-  passes: int = 0  # of the target over live rows; each draws a token or more
   accepted: np.ndarray | None = None  # i64[R]  speculative passes of more than r tokens
   # Speed-up where it speculated: "predicted" by the policy, and "realised".
   gain: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -152,6 +151,11 @@ class Samples:
 
   def response(self, i: int) -> np.ndarray:
     return self.tokens[i, : self.length[i]]
+
+  @property
+  def passes(self) -> int:
+    """Of the target over live rows; each draws a token or more."""
+    return sum(chunk.passes for chunk in self.chunks)
 
   @property
   def harvested_s(self) -> float:

@@ -177,8 +177,8 @@ class Rollout:
           live=live,
           steps=emitted.steps.tolist(),
           trained=trained,
-          tokens=int(emitted.count.sum()),
-          passes=_passes(emitted),
+          tokens=self._unseen.tokens,
+          passes=self._unseen.passes,
         )
       )
       samples.timeline.append((seconds, schedule.live.tolist()))
@@ -265,8 +265,8 @@ class Rollout:
   def _compile_chunk(self, bucket, params, draft_params, strategy, args):
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args)
     run = self._get(name, bucket, *args)
-    allowed = schedule_lib.Schedule.start(self.options, _NO_REQUESTS, 1).allowed(bucket)
-    if self._trains and allowed and isinstance(jax.tree.leaves(params)[0], jax.Array):
+    exist = isinstance(jax.tree.leaves(params)[0], jax.Array)
+    if self._trains and exist and self.options.allows(bucket):
       with _unless_out_of_memory(bucket):
         self._warm_up(run, args)
 
@@ -317,14 +317,23 @@ class Rollout:
         args = (slots, state, one, one, one, seconds)
         self._compile_chunk(bucket, params, draft_params, s, args)
 
-  def time_chunk(self, params, bucket: tuple[int, int]) -> float:
-    """Seconds of one chunk with all slots of a bucket live, none finishing.
+  def time_step(
+    self, params, bucket: tuple[int, int], draft_params=None, strategy=None
+  ) -> float:
+    """Seconds of a step, over a chunk with all slots of a bucket live, none finishing.
 
     The caches are as full as a chunk leaves room for.
     """
     schedule, slots = self._full(bucket)
-    self._chunk(params, None, schedule, slots, None, None, None)
-    return schedule.costs.chunk_s
+    state = None
+    if strategy is not None and strategy.source == strategy_lib.NGRAM:
+      state = self._corpus(schedule, self._empty_samples(schedule))
+    elif strategy is not None:
+      args = (schedule, slots, self._empty_samples(schedule))
+      state = self._fill(params, draft_params, *args)
+    args = (params, draft_params, schedule, slots, state, strategy, None)
+    *_, emitted, _ = self._chunk(*args)
+    return schedule.costs.chunk_s / max(int(emitted.steps.max()), 1)
 
   def measure(self, params, draft_params=None) -> None:
     """Tells a policy what the steps of its arms take, where it wants to know.
@@ -341,21 +350,9 @@ class Rollout:
       for strategy in (None, *sorted(chosen)) if chosen else ():
         with _unless_out_of_memory(bucket):
           for _ in range(2):  # the first time is slower
-            seconds = self._time_step(params, draft_params, bucket, strategy)
+            seconds = self.time_step(params, bucket, draft_params, strategy)
           self.policy.measured(bucket, strategy, seconds)
     self._unseen = None
-
-  def _time_step(self, params, draft_params, bucket, strategy) -> float:
-    """Seconds of a step, with all slots of a bucket live."""
-    schedule, slots = self._full(bucket)
-    samples, state = self._empty_samples(schedule), None
-    if strategy is not None and strategy.source == strategy_lib.NGRAM:
-      state = self._corpus(schedule, samples)
-    elif strategy is not None:
-      state = self._fill(params, draft_params, schedule, slots, samples)
-    args = (params, draft_params, schedule, slots, state, strategy, None)
-    *_, emitted, _ = self._chunk(*args)
-    return schedule.costs.chunk_s / max(int(emitted.steps.max()), 1)
 
   def time_fill(self, params, draft_params, bucket: tuple[int, int]) -> float:
     """Seconds that it takes to switch speculation on, in the same situation."""
@@ -464,9 +461,11 @@ class Rollout:
       decoding_s = steps * costs.seconds_of_step(bucket, strategy)
       took = harvest.book(trained, steps, decoding_s, took)
     costs.done(bucket, strategy, steps, tokens, int(emitted.count.max()), took)
+    # A pass over a live request gives a token, or more where one drafts.
+    accepted = () if strategy is None else emitted.accepted.sum(0).tolist()
+    passes = tokens if strategy is None else accepted[0]
     self._unseen = strategy_lib.Observation(
-      *(int(max(schedule.live)), bucket, strategy, steps, tokens, _passes(emitted)),
-      accepted=() if strategy is None else emitted.accepted.sum(0).tolist(),
+      *(int(max(schedule.live)), bucket, strategy, steps, tokens, passes, accepted)
     )
     slots, state = (*carried, None)[:2]
     trained = trained.micro_batches.tolist() if trains else [0] * self._slices
@@ -634,7 +633,6 @@ class Rollout:
     """
     owner, finished = schedule.owner.reshape(-1), []
     samples.computed_tokens += int(emitted.steps.sum()) * schedule.bucket.batch
-    samples.passes += _passes(emitted)
     if emitted.accepted is not None:
       samples.accepted += emitted.accepted.sum(0)
     for slot in np.flatnonzero(owner >= 0):
@@ -667,12 +665,6 @@ def _unless_out_of_memory(bucket):
     if not programs.is_out_of_memory(e):
       raise
     logging.warning("no memory to try %d slots of %d tokens a slice", *bucket)
-
-
-def _passes(emitted: decode.Emitted) -> int:
-  """Of the target over live requests; each gives a token, or more where one drafts."""
-  drawn = emitted.count if emitted.accepted is None else emitted.accepted[:, 0]
-  return int(drawn.sum())
 
 
 _NO_REQUESTS = requests_lib.make_requests([], max_tokens=1)

@@ -81,6 +81,11 @@ class Options:
         f"({self.max_length})"
       )
 
+  def allows(self, bucket: Bucket) -> bool:
+    """Whether the memory budget has room for the KV of all its slots."""
+    budget = self.cache_tokens
+    return budget is None or bucket.batch * bucket.length <= budget
+
   def steps_from(self, bucket: Bucket) -> list[Bucket]:
     """The next buckets with fewer slots or more tokens: none lies in between."""
     later = [b for b in self.buckets if b != bucket and _follows(b, bucket)]
@@ -371,10 +376,7 @@ class Schedule:
     return rows[prompt], True
 
   def allowed(self, bucket: Bucket) -> bool:
-    budget = self.options.cache_tokens
-    return bucket not in self.excluded and (
-      budget is None or bucket.batch * bucket.length <= budget
-    )
+    return bucket not in self.excluded and self.options.allows(bucket)
 
   def choose(self, batch: int, length: int) -> Bucket | None:
     """The smallest allowed bucket for that many slots and cache tokens."""
