@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import setup
-from experiments import timeline
 from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import metrics
@@ -98,7 +97,7 @@ def harvest(sampler, params, spot, problems, batch, stamps) -> dict:
       late[side].append(last_third(scored.samples))
       if side == "train":
         harvested.append(scored.samples.harvested_s)
-        idle.append(timeline.idle_seconds(scored.samples))
+        idle.append(scored.samples.idle_s)
         stamped.append(stamps.seconds)
         updates.append(len(scored.samples.training))
     if pair > 0:

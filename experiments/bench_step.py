@@ -26,7 +26,6 @@ import rich.console
 import rich.table
 
 from experiments import setup
-from experiments import timeline
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import convert
@@ -77,7 +76,7 @@ class Side:
       train=self.spot is not None,
     )
     sampled = time.perf_counter()
-    advantage = algorithm.advantages(jnp.asarray(scored.reward).reshape(P, R))
+    advantage = algorithm.advantages(*scored.by_prompt(R))
     self.state, _ = self.learner.train(self.state, scored.batch(advantage))
     updated = time.perf_counter()
     self.policy = jax.block_until_ready(self.learner.to_rollout(self.state.params))
@@ -176,11 +175,15 @@ def summary(seconds, samples) -> dict:
       "speedup_step_range": whole["range"],
       "of_amdahl": whole["mean"] * ((1 - share) + share / rollout["mean"]),
       "mean_acceptance_length": drawn / sum(s.passes for s in samples[side]),
+      # Of a rollout: chunks, and steps of the busiest slices, which all others wait for.
+      "chunks": float(np.mean([len(s.chunks) for s in samples[side]])),
+      "target_passes": float(
+        np.mean([sum(max(c.steps) for c in s.chunks) for s in samples[side]])
+      ),
     }
   if "tlt" in seconds:
     found |= found["sides"]["tlt"]
-    idle = sum(map(timeline.idle_seconds, samples["tlt"]))
-    found["idle_s"] = idle
+    found["idle_s"] = idle = sum(s.idle_s for s in samples["tlt"])
     found["harvested_s"] = sum(s.harvested_s for s in samples["tlt"])
     found["harvested_share"] = found["harvested_s"] / idle if idle else 0.0
   if {"tlt", "frozen"} <= set(seconds):

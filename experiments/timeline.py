@@ -72,19 +72,6 @@ def spans(rollout: Mapping) -> list[list[Span]]:
   return slices
 
 
-def idle_seconds(samples) -> float:
-  """What slices spent without a request, summed; what they trained is part of it.
-
-  Args:
-    samples: `requests.Samples`
-  """
-  chunks = [dataclasses.asdict(chunk) for chunk in samples.chunks]
-  slices = spans({"chunks": chunks, "micro_batch_s": samples.micro_batch_s})
-  return sum(
-    s.end_s - s.start_s for found in slices for s in found if s.kind in (IDLE, TRAIN)
-  )
-
-
 def trace(rollout: Mapping) -> dict:
   """The rollout as a process, with a thread and a counter of live requests per slice.
 

@@ -104,7 +104,7 @@ def main():
       )
 
       updating = time.perf_counter()
-      advantage = algorithm.advantages(jnp.asarray(scored.reward).reshape(P, R))
+      advantage = algorithm.advantages(*scored.by_prompt(R))
       state, policy_metrics = learner.train(state, scored.batch(advantage), reference)
 
       syncing = time.perf_counter()

@@ -14,6 +14,7 @@ import pytest
 from tlt_jax import rl
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import grpo
+from tlt_jax.rl import grpo_gae
 
 
 def tokens(lengths, row_length=7, seed=0, **fields):
@@ -127,12 +128,60 @@ def test_grpo_advantages_compare_responses_of_one_prompt():
   """Rewards 0 0 1 1 and 2 2 2 6: means 0.5 and 3, deviations 0.5 and sqrt(3)."""
   rewards = jnp.array([[0.0, 0.0, 1.0, 1.0], [2.0, 2.0, 2.0, 6.0]])
   centred = [[-0.5, -0.5, 0.5, 0.5], [-1.0, -1.0, -1.0, 3.0]]
-  np.testing.assert_allclose(grpo.make(normalize_std=False).advantages(rewards), centred)
+  lengths = jnp.ones((2, 4), jnp.int32)
+  found = grpo.make(normalize_std=False).advantages(rewards, lengths)
+  np.testing.assert_allclose(found, centred)
   np.testing.assert_allclose(
-    grpo.make().advantages(rewards),
+    grpo.make().advantages(rewards, lengths),
     np.array(centred) / [[0.5], [np.sqrt(3.0)]],
     rtol=1e-5,
   )
+
+
+def by_hand(rewards, lengths, trace_decay, prior):
+  """GAE of the baseline that `grpo_gae` describes, a response and a token at a time."""
+  P, R = rewards.shape
+  everyone = [(p, r) for p in range(P) for r in range(R)]
+
+  def value(p, r, t):
+    others = [i for i in everyone if i != (p, r) and lengths[i] > t]
+    own = [rewards[i] for i in others if i[0] == p]
+    mean = np.mean([rewards[i] for i in others]) if others else 0.0
+    return (sum(own) + prior * mean) / (len(own) + prior)
+
+  found = np.zeros((P, R, 1 << int(lengths.max() - 1).bit_length()))
+  for p, r in everyone:
+    if len(set(rewards[p])) > 1:
+      n, after = lengths[p, r], 0.0
+      worth = [*(value(p, r, t) for t in range(n)), rewards[p, r]]
+      for t in reversed(range(n)):
+        after = worth[t + 1] - worth[t] + trace_decay * after
+        found[p, r, t] = after
+  return found
+
+
+@pytest.mark.parametrize("trace_decay", [0.0, 0.9, 1.0])
+def test_gae_compares_with_the_responses_that_are_still_running(trace_decay):
+  rng = np.random.default_rng(0)
+  rewards = rng.integers(0, 2, (4, 3)).astype(np.float32)
+  rewards[1] = 1.0
+  lengths = rng.integers(1, 12, (4, 3)).astype(np.int32)
+  found = grpo_gae.make(trace_decay=trace_decay, prior=2.0).advantages(rewards, lengths)
+  expected = by_hand(rewards, lengths, trace_decay, 2.0)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_gae_blames_what_is_worse_than_to_go_on():
+  """Of two, one ends well after a token; the other fails by not ending there as well."""
+  made = grpo_gae.make(trace_decay=0.5, prior=1.0)
+  found = made.advantages(np.array([[1.0, 0.0]]), np.array([[1, 2]]))
+  np.testing.assert_allclose(found, [[[1.0, 0.0], [-1.0, 0.0]]])
+
+
+@pytest.mark.parametrize("args", [dict(trace_decay=1.1), dict(prior=0)])
+def test_gae_options_out_of_range_are_errors(args):
+  with pytest.raises(ValueError, match=f"{list(args)[0]} must be"):
+    grpo_gae.make(**args)
 
 
 @pytest.mark.parametrize("args", [dict(kl_estimator="k4"), dict(aggregation="words")])
@@ -160,7 +209,7 @@ def algorithms():
 
 
 def test_the_scan_finds_the_algorithms():
-  assert {"grpo", "supervised"} <= set(algorithms())
+  assert {"grpo", "grpo_gae", "supervised"} <= set(algorithms())
 
 
 CONTRACT = [
@@ -168,6 +217,7 @@ CONTRACT = [
   ("grpo", (("aggregation", "sequence"), ("kl_coef", 0.1))),
   ("grpo", (("kl_estimator", "k1"), ("kl_coef", 1.0), ("normalize_std", False))),
   ("grpo", (("kl_estimator", "k2"), ("kl_coef", 0.01))),
+  ("grpo_gae", (("aggregation", "sequence"), ("kl_coef", 0.1), ("trace_decay", 0.5))),
 ]
 contract = pytest.mark.parametrize(("name", "args"), CONTRACT)
 LENGTHS = [1, 4, 3, 2, 5]
@@ -187,10 +237,11 @@ def test_everything_is_finite_when_all_rewards_are_equal(name, args):
   """Nothing to prefer, so nothing divided by a deviation of zero."""
   advantages = algorithm.make(name, **dict(args)).advantages
   for rewards in (np.zeros((3, 4)), np.ones((2, 1)), np.full((2, 8), 0.1)):
-    found = advantages(jnp.asarray(rewards, jnp.float32))
-    assert found.shape == rewards.shape and np.isfinite(found).all()
+    lengths = np.arange(rewards.size, dtype=np.int32).reshape(rewards.shape) % 3
+    found = advantages(jnp.asarray(rewards, jnp.float32), lengths)
+    assert found.shape[:2] == rewards.shape and np.isfinite(found).all()
   batch = tokens(LENGTHS)
-  batch = batch.replace(advantage=np.full_like(batch.logp, found[0, 0]))
+  batch = batch.replace(advantage=np.full_like(batch.logp, np.ravel(found)[0]))
   (share, metrics), gradient = loss_and_gradient(name, args)(batch)
   assert all(np.isfinite(x).all() for x in (share, gradient, *metrics.values()))
   assert share.shape == () and all(x.shape == () for x in metrics.values())
@@ -278,7 +329,7 @@ FORK = """
 from tlt_jax.rl import algorithm
 
 def make(scale=1.0):
-  return algorithm.Algorithm(lambda rewards: scale * rewards, lambda tokens: (scale, {}))
+  return algorithm.Algorithm(lambda r, lengths: scale * r, lambda tokens: (scale, {}))
 """
 
 
@@ -289,6 +340,6 @@ def test_a_dotted_name_reaches_another_package(tmp_path, monkeypatch):
   (package / "my_method.py").write_text(FORK)
   monkeypatch.syspath_prepend(tmp_path)
   made = algorithm.make("someones_fork.my_method", scale=3.0)
-  assert made.advantages(2.0) == 6.0
+  assert made.advantages(2.0, 1) == 6.0
   with pytest.raises(ValueError, match="no RL algorithm 'someones_fork.missing'"):
     algorithm.make("someones_fork.missing")

@@ -228,7 +228,7 @@ def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, t
     "spot.rows": 2,
     "spot.carried": 1,
     "spot.chunk": 16,
-    "spot.first_s": 0.5,
+    "spot.cold_s": 0.5,
   }
   args = tiny_run(home, *overrides.items())
   workdir = tmp_path / "whole"

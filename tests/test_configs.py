@@ -266,7 +266,7 @@ def test_the_full_learner_update_traces(full):
   state = learner.abstract_state()
   packed = tuple(abstract_packed(bucket, B) for bucket in learner.buckets)
   f32 = shape(B, dtype=jnp.float32)
-  sequences = learner_lib.Sequences(advantage=f32, length=shape(B), temperature=f32)
+  sequences = learner_lib.Sequences(shape(B, 1, dtype=jnp.float32), shape(B), shape(B), f32)
   logp = jax.eval_shape(learner.logprobs, state.params, packed, f32)
   assert [x.shape for x in logp] == [p.tokens.shape for p in packed]
   new, metrics = jax.eval_shape(learner.update, state, packed, sequences, logp, logp)

@@ -476,7 +476,7 @@ def fused(mesh):
   )
   number = jax.ShapeDtypeStruct((), jnp.int32)
   program = made["train_" + speculate.name(strategy, speculate.COUPLED)]
-  trained = (spot.state, spot.rows(), number, number)
+  trained = (spot.state, spot.pending, spot.rows(), number, number)
   return program, (params, spot.params, *trained, *args)
 
 

@@ -47,8 +47,9 @@ class Batch:
     advantage = rng.normal(size=NUM_SEQUENCES).astype(np.float32)
     advantage[::4] = 0.0
     self.sequences = learner.Sequences(
-      advantage=advantage,
+      advantage=advantage[:, None],
       length=np.array([len(r) for r in self.responses], np.int32),
+      prompt_length=np.array([len(p) for p in self.prompts], np.int32),
       temperature=temperature,
     )
     # Log-probabilities of two other policies, by sequence and position.
@@ -68,7 +69,8 @@ class Batch:
 
   def as_step(self) -> learner.Batch:
     seqs = self.sequences
-    return learner.Batch(self.prompts, self.responses, seqs.advantage, seqs.temperature)
+    advantage = seqs.advantage[:, 0]
+    return learner.Batch(self.prompts, self.responses, advantage, seqs.temperature)
 
 
 def logp_of_rows(params, tokens, temperature):
@@ -88,21 +90,31 @@ def on_policy_loss(params, tokens, mask, sequences):
 
   def loss(params):
     logp = logp_of_rows(params, tokens, sequences.temperature)
-    share = -jnp.sum(mask * sequences.advantage[:, None] * logp) / jnp.sum(mask)
+    share = -jnp.sum(mask * sequences.advantage * logp) / jnp.sum(mask)
     return share, logp
 
   (_, logp), gradient = jax.value_and_grad(loss, has_aux=True)(params)
   return logp, gradient
 
 
-def whole_sequences(batch):
-  """f32[B LONGEST] log-probabilities of targets, and the gradient, row by row."""
+def whole_sequences(batch, advantage=None):
+  """f32[B LONGEST] log-probabilities of targets, and the gradient, row by row.
+
+  Args:
+    advantage: f32[B T] of each response token; default: the sequences' own
+  """
   tokens = np.zeros((NUM_SEQUENCES, LONGEST + 1), np.int32)
   mask = np.zeros((NUM_SEQUENCES, LONGEST), bool)
   for b, (p, r) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
     tokens[b, : len(p) + len(r)] = np.concatenate([p, r])
     mask[b, len(p) - 1 : len(p) + len(r) - 1] = True
-  return on_policy_loss(params(), tokens, mask, batch.sequences)
+  sequences = batch.sequences
+  if advantage is not None:
+    by_position = np.zeros(mask.shape, np.float32)
+    for b, row in enumerate(mask):
+      by_position[b, row] = advantage[b, : row.sum()]
+    sequences = sequences.replace(advantage=by_position)
+  return on_policy_loss(params(), tokens, mask, sequences)
 
 
 @functools.cache
@@ -246,6 +258,18 @@ def test_every_batch_takes_one_program_to_the_gradient_of_its_response_tokens():
   assert not any(x.any() for x in jax.tree.leaves(difference(params(), state.params)))
   assert all(np.isfinite(x) for x in metrics.values())
   assert len(traces) == first and len(made.pool) == 1
+
+
+@pytest.mark.parametrize("size", [LONGEST, 64])
+def test_every_token_can_have_an_advantage_of_its_own(size):
+  """Of responses in any row; what follows a response does not count."""
+  by_token = np.random.default_rng(1).normal(size=(NUM_SEQUENCES, size))
+  by_token = by_token.astype(np.float32)
+  b, grpo = batch(), algorithm_lib.make("grpo")
+  made = make(2, 1, TWO_BUCKETS, grpo)
+  given = dataclasses.replace(b.as_step(), advantage=by_token)
+  state, _ = made.train(made.init(params()), given)
+  assert_close(difference(params(), state.params), whole_sequences(b, by_token)[1])
 
 
 def test_only_the_chosen_parameters_are_trained():

@@ -187,6 +187,13 @@ def test_the_summary_compares_ends_and_shares_out_the_time():
   assert "all steps 60.0 100%" in rows
   assert "\x1b" not in table
   assert "reward mean" in metrics.summary_table(records[:1])
+  assert "Speculation" not in table and "Spot training" not in table
+  for record in records:
+    record |= {"rollout/idle_s": 2.0, "rollout/harvested_s": 1.5, "drafter/updates": 7}
+  records[3] |= {"rollout/predicted_gain": 1.3, "rollout/saved_s": 9.0}
+  told = " ".join(metrics.summary_table(records).split())
+  assert "rollouts took 36.0 s, 9.0 s less than without it (1.25x)" in told
+  assert "idle for 12.0 s, and trained the drafter for 9.0 s of them: 42 updates" in told
 
 
 def test_a_run_gives_its_figures(tmp_path):

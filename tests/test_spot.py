@@ -15,6 +15,7 @@ from tlt_jax.rl import grpo
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode import buffer as buffer_lib
 from tlt_jax.spec_decode import compare
+from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode import schedule as schedule_lib
@@ -153,6 +154,49 @@ def test_a_drafter_is_published_if_it_is_no_worse_on_held_out_rows(learning_rate
   np.testing.assert_array_equal(flat(again.params), flat(spot.params))
 
 
+def test_an_update_can_wait_for_micro_batches_of_several_chunks():
+  """What chunks have summed is neither lost nor used twice; the rest is used at the end."""
+  spot = make_spot(per_update=5)
+  spot.micro_batch_s = 1e-3  # as if measured, which takes updates of its own
+  engine = make_engine(spot)
+  samples = engine(tiny.on(engine.mesh), requests(), train=True)
+  assert_same(7, samples)
+  trained = np.array([sum(c.trained) for c in samples.chunks])
+  updates, since = 0, 0
+  for n in trained:
+    since += n
+    if since >= 5:
+      updates, since = updates + 1, 0
+  assert 0 < updates < np.sum(trained > 0), trained
+  assert int(spot.state.step) == len(samples.training) == updates + 1
+  assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(spot.pending)))
+
+
+def test_gradients_of_several_chunks_make_the_update_of_one():
+  """Two programs of one micro-batch each sum to what one program of two does."""
+  states = []
+  for calls, per_update in ((1, 1), (2, 4)):
+    spot = make_spot()
+    for s in range(2):
+      for n in (20, 31):
+        spot.add(s, *sequence(n))
+    spot.features = jax.random.normal(jax.random.key(0), spot.features.shape)
+    t = spot.trainer
+    step = lambda target, state, pending, rows, mine, t=t, n=per_update: t.train(
+      target, state, pending, rows, jnp.int32(2), mine, n
+    )
+    run = decode.per_slice(t.mesh, step, 5, (0, 1, 4), (True, False, True))
+    state, pending, exchanged = spot.state, spot.pending, []
+    for _ in range(calls):
+      args = (tiny.on(t.mesh), state, pending, spot.rows(), jnp.int32(2 // calls))
+      state, pending, trained = jax.jit(run)(*args)
+      spot.count(jax.device_get(trained.micro_batches))
+      exchanged.append(bool(trained.exchanged))
+    assert exchanged == [False] * (calls - 1) + [True] and int(state.step) == 1
+    states.append(flat(state.params))
+  np.testing.assert_allclose(*states, atol=1e-5)
+
+
 def test_held_out_rows_are_not_trained_on():
   buffer = buffer_lib.Buffer(1, 4, 10, carried=2, context=2, shadow=1)
   rows = [buffer.add(0, *sequence(n))[0].row for n in (4, 5, 4, 5, 4, 5, 6, 7)]
@@ -206,7 +250,7 @@ def test_thirty_steps_of_training_are_those_of_a_plain_run():
       drawn[1] = drawn[0]
     for i, samples in enumerate(drawn):
       reward = [np.mean(samples.response(b) < 20) for b in range(len(made))]
-      advantage = algorithm.advantages(jnp.array(reward).reshape(8, 3))
+      advantage = algorithm.advantages(jnp.array(reward).reshape(8, 3), samples.length)
       batch = learner_lib.Batch(
         prompts=[made.prompt(b) for b in range(len(made))],
         responses=[samples.response(b) for b in range(len(made))],

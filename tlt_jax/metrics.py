@@ -343,7 +343,28 @@ def summary_table(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
     file=text, force_terminal=terminal, no_color=not terminal, width=80
   )
   console.print(ends, times)
+  if speculated := _speculated(records):
+    console.print(speculated)
   return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+
+
+def _speculated(records: Sequence[Mapping[str, float]]) -> str:
+  """What speculation and spot training brought; empty without either."""
+  total = lambda key: sum(r.get(key, 0.0) for r in records)
+  lines, saved, spent = [], total("rollout/saved_s"), total("rollout/seconds_s")
+  if any("rollout/predicted_gain" in r for r in records):
+    lines.append(
+      f"Speculation: rollouts took {spent:.1f} s, {saved:.1f} s less than without it "
+      f"({(spent + saved) / spent:.2f}x). That compares chunks that speculated with "
+      "what their tokens take in plain steps, timed in the same buckets of this run."
+    )
+  idle, harvested = total("rollout/idle_s"), total("rollout/harvested_s")
+  if any("drafter/updates" in r for r in records):
+    lines.append(
+      f"Spot training: slices were idle for {idle:.1f} s, and trained the drafter for "
+      f"{harvested:.1f} s of them: {total('drafter/updates'):.0f} updates."
+    )
+  return "\n".join(lines)
 
 
 def _mean(records: Sequence[Mapping[str, float]], key: str) -> float | None:

@@ -103,8 +103,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   q = q.reshape(B, K, -1, H)  # one matrix product per kv head
   scores = jnp.einsum("bkqh,bkhs->bkqs", q, k, preferred_element_type=jnp.float32)
   scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
-  # A softmax whose sum divides at the end, H numbers of a query instead of S.
-  weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+  # A softmax whose sum divides at the end, H numbers of a query instead of S. What is
+  # subtracted changes nothing but the range: it needs no gradient.
+  largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+  weights = jnp.exp(scores - largest)
   out = jnp.einsum(
     "bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
   )

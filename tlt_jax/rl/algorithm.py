@@ -28,7 +28,7 @@ class Tokens:
   old_logp: jax.Array  # f32[R L]  under the policy that sampled
   reference_logp: jax.Array  # f32[R L]  under the frozen reference
   mask: jax.Array  # bool[R L]  True where the target is a response token
-  advantage: jax.Array  # f32[R L]  of the sequence, at each of its tokens
+  advantage: jax.Array  # f32[R L]  of the target, or of its whole sequence
   length: jax.Array  # f32[R L]  response tokens of the sequence
   sequence_idx: jax.Array  # i32[R L]  in [0, num_sequences)
   total_tokens: jax.Array  # f32[]  response tokens in the whole batch
@@ -39,14 +39,15 @@ class Tokens:
 class Algorithm(NamedTuple):
   """What makes one policy-gradient method differ from another.
 
-  advantages: f32[P R] rewards -> f32[P R]
+  advantages: f32[P R] rewards, i32[P R] response lengths -> f32[P R], or f32[P R T] for
+    each token of a response, zero beyond it
   loss: Tokens -> (f32[] share of the loss, {"policy/name": f32[] share})
   uses_reference: whether the loss reads `reference_logp`
   skips_zero_advantage: whether a sequence of advantage 0 has no gradient at all, so
     that it need not be computed; it still counts in the totals
   """
 
-  advantages: Callable[[jax.Array], jax.Array]
+  advantages: Callable[[jax.Array, jax.Array], jax.Array]
   loss: Callable[[Tokens], tuple[jax.Array, dict[str, jax.Array]]]
   uses_reference: bool = False
   skips_zero_advantage: bool = False

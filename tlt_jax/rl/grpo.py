@@ -49,7 +49,8 @@ def make(
   if aggregation not in ("token", "sequence"):
     raise ValueError(f"aggregation must be 'token' or 'sequence', got {aggregation!r}")
 
-  def advantages(rewards):
+  def advantages(rewards, lengths):
+    del lengths
     centred = rewards - jnp.mean(rewards, 1, keepdims=True)
     if not normalize_std:
       return centred

@@ -41,8 +41,9 @@ class State:
 class Sequences:
   """What an update knows of each packed sequence; [B] in packing order."""
 
-  advantage: jax.Array  # f32[B]
+  advantage: jax.Array  # f32[B 1], or f32[B N] for each response token
   length: jax.Array  # i32[B]  response tokens
+  prompt_length: jax.Array  # i32[B]
   temperature: jax.Array  # f32[B]  at which it was sampled
 
 
@@ -52,7 +53,7 @@ class Batch:
 
   prompts: Sequence[np.ndarray]  # i32[...] per response
   responses: Sequence[np.ndarray]  # i32[...] per response
-  advantage: np.ndarray  # f32[B]
+  advantage: np.ndarray  # f32[B], or f32[B T] for each response token
   temperature: np.ndarray  # f32[B]
 
 
@@ -158,15 +159,20 @@ class Learner:
   def _pack(self, batch: Batch, share: np.ndarray):
     responses = [batch.responses[i] for i in share]
     skips = self.algorithm.skips_zero_advantage
+    advantage = batch.advantage[share].reshape(len(share), -1)
+    if batch.advantage.ndim > 1:  # of one size, whatever the longest response
+      size = self.buckets[-1].length
+      advantage = np.pad(advantage, ((0, 0), (0, size)))[:, :size]
     packed = packing.pack(
       [batch.prompts[i] for i in share],
       responses,
       self.buckets,
-      chosen=batch.advantage[share] != 0 if skips else None,
+      chosen=np.any(advantage != 0, 1) if skips else None,
     )
     sequences = Sequences(
-      advantage=batch.advantage[share],
+      advantage=advantage,
       length=np.array([len(r) for r in responses], np.int32),
+      prompt_length=np.array([len(batch.prompts[i]) for i in share], np.int32),
       temperature=batch.temperature[share],
     )
     return self.place(packed), jax.device_put(sequences, axes.sharding(self.mesh))
@@ -252,6 +258,11 @@ class Learner:
     packed_tokens = jnp.maximum(packed_tokens, 1.0)
     rotations = self._rotations()
 
+    def advantage(batch):
+      b, index = batch.sequence_idx, batch.positions
+      index = index + 1 - sequences.prompt_length[b]  # of the target in its response
+      return sequences.advantage[b, jnp.clip(index, 0, sequences.advantage.shape[1] - 1)]
+
     def loss(trained, batch, old, reference):
       params = _merge(state.params, trained)
       logp, entropy = self._score(params, batch, sequences.temperature, rotations)
@@ -262,7 +273,7 @@ class Learner:
         old_logp=on_policy if old is None else old,
         reference_logp=on_policy if reference is None else reference,
         mask=batch.mask,
-        advantage=sequences.advantage[batch.sequence_idx],
+        advantage=advantage(batch),
         length=sequences.length[batch.sequence_idx].astype(jnp.float32),
         sequence_idx=batch.sequence_idx,
         total_tokens=total_tokens,
@@ -334,3 +345,4 @@ def make(
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat, only)
+

@@ -35,13 +35,17 @@ class Scored:
       for r, c in zip(self.reward, cut, strict=True)
     ]
 
+  def by_prompt(self, R: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards f32[P R] and response lengths i32[P R], for an algorithm."""
+    return self.reward.reshape(-1, R), self.samples.length.reshape(-1, R)
+
   def batch(self, advantage: jax.Array) -> learner_lib.Batch:
-    """What the learner trains on, for advantages f32[P R]."""
+    """What the learner trains on, for advantages f32[P R] or f32[P R T]."""
     prompts = self.requests.prompts
     return learner_lib.Batch(
       prompts=[prompts[p] for p in self.requests.prompt_idx],
       responses=[self.samples.response(i) for i in range(len(self.requests))],
-      advantage=np.asarray(advantage).reshape(-1),
+      advantage=np.asarray(advantage).reshape(len(self.reward), *advantage.shape[2:]),
       temperature=self.requests.temperature,
     )
 
@@ -76,7 +80,7 @@ class Scored:
         f"rollout/acceptance_rate_pos_{k}": rate
         for k, rate in enumerate(self.samples.acceptance_rate, 1)
       },
-      **{f"rollout/{name}_gain": gain for name, gain in self.samples.gain.items()},
+      **{f"rollout/{name}": gain for name, gain in self.samples.gain.items()},
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/seconds_s": self.reward_s,

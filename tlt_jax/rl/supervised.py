@@ -10,4 +10,4 @@ def make() -> algorithm.Algorithm:
     nll = -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens
     return nll, {}
 
-  return algorithm.Algorithm(advantages=jnp.ones_like, loss=loss)
+  return algorithm.Algorithm(lambda rewards, lengths: jnp.ones_like(rewards), loss)

@@ -46,6 +46,12 @@ class Loss:
     if self.steps < 1:
       raise ValueError(f"steps must be at least 1, got {self.steps}")
 
+  @property
+  def metrics(self) -> list[str]:
+    """Names of what `loss` tells."""
+    by_step = [f"{x}_{k + 1}" for x in ("loss", "agreement") for k in range(self.steps)]
+    return ["tokens", *by_step]
+
 
 def loss(
   options: Loss,

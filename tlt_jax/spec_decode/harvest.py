@@ -120,9 +120,11 @@ class Harvest:
     spot, began = self.spot, time.perf_counter()
     share = spot.options.share if len(self.schedule.queues) == 1 else 0.0
     wanted = share * rollout_s
-    if not spot.rollouts:
-      wanted = max(wanted, spot.options.first_s)
+    if spot.rollouts < spot.options.cold_rollouts:
+      wanted = max(wanted, spot.options.cold_s)
     spot.rollouts += 1
+    if self.samples.training and spot.options.per_update > 1:
+      self._train(params, 1)  # with what no update has been made of
     more = lambda: time.perf_counter() - began < wanted
     while spot.buffer.holds_any and self.schedule.decide("more", more):
       self._train(params, 1)
@@ -136,16 +138,15 @@ class Harvest:
   def _train(self, params, most: int) -> float:
     """All slices train; returns the seconds that it took."""
     spot = self.spot
-    args = (params, spot.state, spot.rows(), np.int32(most))
+    args = (params, spot.state, spot.pending, spot.rows(), np.int32(most))
     began = time.perf_counter()
-    state, trained = self._run("train", (), *args)
+    spot.state, spot.pending, trained = self._run("train", (), *args)
     trained = jax.device_get(trained)
     seconds = time.perf_counter() - began
-    spot.state = state
     self._add(trained)
     return seconds
 
   def _add(self, trained: spot_lib.Trained) -> None:
     self.spot.count(trained.micro_batches)
-    if trained.micro_batches.any():
+    if trained.exchanged:
       self.samples.training.append({k: float(v) for k, v in trained.metrics.items()})

@@ -138,7 +138,8 @@ class Samples:
   features: list[np.ndarray] | None  # f[prompt + length - 1, D] each, on request
   timeline: list[tuple[float, list[int]]]  # seconds since the start, live per slice
   accepted: np.ndarray | None = None  # i64[R]  speculative passes of more than r tokens
-  # Speed-up where it speculated: "predicted" by the policy, and "realised".
+  # Where it speculated: "predicted_gain", the speed-up that the policy expected;
+  # "realised_gain"; and "saved_s", the seconds that this made of a difference.
   gain: dict[str, float] = dataclasses.field(default_factory=dict)
   computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
   peak_bytes: int = 0  # memory per device in the fullest chunk
@@ -197,10 +198,10 @@ class Samples:
 
   @property
   def idle_s(self) -> float:
-    """Seconds that slices spent without a request, summed over slices.
+    """Seconds of chunks in which slices had no request left, summed over slices.
 
-    Seen between chunks: a slice that runs dry within one counts from its end.
+    What they trained meanwhile is part of it. A chunk takes as long as its busiest slice,
+    so that a slice is idle for the share of that slice's steps which it did not do.
     """
-    times = [t for t, _ in self.timeline]
-    idle = [sum(n == 0 for n in live) for _, live in self.timeline]
-    return float(np.dot(np.diff(times), idle[:-1]))
+    idle = lambda chunk: sum(1 - n / max(*chunk.steps, 1) for n in chunk.steps)
+    return sum((chunk.end_s - chunk.start_s) * idle(chunk) for chunk in self.chunks)

@@ -192,18 +192,23 @@ class Rollout:
     if self.policy is not None and self._unseen is not None:  # the last chunk
       self.policy.observe(dataclasses.replace(self._unseen, seconds=costs.chunk_s))
     if predicted:
-      samples.gain = {"predicted": float(np.mean(predicted)), **self._realised(samples)}
+      samples.gain = {
+        "predicted_gain": float(np.mean(predicted)),
+        **self._realised(samples),
+      }
     return samples
 
   def _realised(self, samples) -> dict[str, float]:
-    """{"realised": speed-up of the chunks that speculated}, by a plain step's time."""
+    """What the chunks that speculated gained, by a plain step's time; see `Samples`."""
     plain_s = chunk_s = 0.0
     for c in samples.chunks:
       step_s = self.policy.step_s(schedule_lib.Bucket(c.batch, c.length), None)
       if c.strategy != "off" and c.passes and step_s:
         plain_s += c.tokens / (c.passes / max(c.steps)) * step_s
         chunk_s += c.end_s - c.start_s
-    return {"realised": plain_s / chunk_s} if chunk_s else {}
+    if not chunk_s:
+      return {}
+    return {"realised_gain": plain_s / chunk_s, "saved_s": plain_s - chunk_s}
 
   def compile(self, params, stop_tokens: int, draft_params=None) -> None:
     """Compiles every program a rollout of these options can need, ahead of time.
@@ -218,7 +223,8 @@ class Rollout:
     o, self._stop_tokens = self.options, stop_tokens
     if self.spot is not None:
       draft_params, rows = self.spot.params, self.spot.rows()
-      self._get("train", (), params, self.spot.state, rows, np.int32(1))
+      args = (params, self.spot.state, self.spot.pending, rows, np.int32(1))
+      self._get("train", (), *args)
       if self.spot.trainer.shadow:
         self._get("judge", (), params, draft_params, self.spot.state.params, rows)
     store = decode.abstract_context(
@@ -281,11 +287,10 @@ class Rollout:
       if isinstance(x, jax.ShapeDtypeStruct)
       else x
     )
-    params, draft_params, state, _, _, _, *rest = args
-    rest = jax.tree.map(zeros, rest)
-    jax.block_until_ready(
-      run(params, draft_params, state, self.spot.one_row(), np.int32(1), np.int32(1), *rest)
-    )
+    *trained, _, _, _ = args[:7]
+    rest = jax.tree.map(zeros, args[7:])
+    one = np.int32(1)
+    jax.block_until_ready(run(*trained, self.spot.one_row(), one, one, *rest))
 
   def _compile_speculation(self, params, draft_params, bucket):
     """The programs of every strategy that may run in a bucket."""
@@ -416,7 +421,7 @@ class Rollout:
     name = "chunk" if strategy is None else self._program_of(strategy)
     if self._trains:
       quota = map(np.int32, quota)
-      trained = (self.spot.state, self.spot.rows(), *quota)
+      trained = (self.spot.state, self.spot.pending, self.spot.rows(), *quota)
       return "train_" + name, (params, self.spot.params, *trained, *args)
     if strategy is None:
       return name, (params, *args)
@@ -446,7 +451,7 @@ class Rollout:
     self._get(name, bucket, *args)  # compiling is not timed
     began = time.perf_counter()
     out = self._run(name, bucket, *args)
-    new, trained, *out = out if trains else (None, None, *out)
+    new, trained, *out = (out[:2], *out[2:]) if trains else (None, None, *out)
     *carried, emitted = out
     emitted, trained = jax.device_get((emitted, trained))
     took = time.perf_counter() - began
@@ -456,7 +461,7 @@ class Rollout:
       self.policy.observe(dataclasses.replace(self._unseen, seconds=seconds))
     steps, tokens = int(emitted.steps.max()), int(emitted.count.sum())
     if trains:
-      self.spot.state = new
+      self.spot.state, self.spot.pending = new
     if harvest and trains:
       decoding_s = steps * costs.seconds_of_step(bucket, strategy)
       took = harvest.book(trained, steps, decoding_s, took)

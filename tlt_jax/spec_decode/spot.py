@@ -2,11 +2,12 @@
 
 A fused chunk is one program: each slice decodes; one that runs dry goes on with
 micro-batches of its own finished sequences, from that moment to the chunk's expected
-end; then gradients are summed over the slices, and one guarded update follows, the same
-everywhere. The new drafter drafts from the next chunk on, or, where it must pass on
-held-out data (`Options.shadow`), from the next rollout on. It cannot change a token: what
-is drawn does not depend on the drafter (TLT, https://arxiv.org/abs/2511.16665, trains in
-a process group of its own, on weights that are copied back and forth).
+end. Once there are enough of them (`Options.per_update`) gradients are summed over the
+slices, and one guarded update follows, the same everywhere. The new drafter drafts from
+the next chunk on, or, where it must pass on held-out data (`Options.shadow`), from the
+next rollout on. It cannot change a token: what is drawn does not depend on the drafter
+(TLT, https://arxiv.org/abs/2511.16665, trains in a process group of its own, on weights
+that are copied back and forth).
 
 The parts, in order: the drafter's training state and its update; the rows of training
 data on the devices; the programs; and `Spot`, which is all of it for one run.
@@ -140,10 +141,19 @@ class Rows:
 
 
 @flax.struct.dataclass
+class Pending:
+  """What slices have trained on since the last update, and not exchanged yet."""
+
+  micro_batches: jax.Array  # i32[slices]
+  total: tuple  # sums of value, metrics and gradients, f32[slices ...] each
+
+
+@flax.struct.dataclass
 class Trained:
   """What a fused chunk trained."""
 
   micro_batches: jax.Array  # i32[slices]
+  exchanged: jax.Array  # bool[]  whether gradients were summed over the slices
   metrics: dict  # of the update, f32[] each; zeros if there was none
 
 
@@ -159,9 +169,11 @@ class Options:
   # trained in a rollout drafts from then on if it is no worse on them than what drafts.
   chunk: int = 128  # tokens per slot of the chunks that train, at most
   least: int = 6  # micro-batches that such a chunk should have time for
+  per_update: int = 1  # micro-batches of all slices, at least, that make an update
   share: float = 0.05  # of a rollout's time that follows, with one slice only: it is
   # never idle. With more they train when they are.
-  first_s: float = 0.0  # seconds that all slices train after the first rollout
+  cold_s: float = 0.0  # seconds that all slices train after the first rollouts, for a
+  cold_rollouts: int = 1  # new drafter, and after how many of them
 
   def __post_init__(self):
     if self.rows < 1 or not 0 <= self.carried <= self.rows:
@@ -176,8 +188,10 @@ class Options:
         f"context is at least 1 and at most half of length, not {self.context} of "
         f"{self.length}"
       )
-    if self.share < 0 or self.first_s < 0:
-      raise ValueError(f"share and first_s are not negative, got {self}")
+    if self.per_update < 1:
+      raise ValueError(f"an update takes at least 1 micro-batch, not {self.per_update}")
+    if min(self.share, self.cold_s, self.cold_rollouts) < 0:
+      raise ValueError(f"share, cold_s and cold_rollouts are not negative, got {self}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +206,7 @@ class Trainer:
   length: int  # L of the rows
   longest: int  # tokens of the longest sequence
   shadow: int = 0  # rows that are not trained on, but judged by
+  per_update: int = 1  # micro-batches of all slices, at least, that make an update
 
   @property
   def keep(self) -> decode.Keep:
@@ -210,44 +225,53 @@ class Trainer:
 
     return loss
 
-  def accumulate(self, target_params, params, rows: Rows, most):
-    """Sums of value, metrics and gradients over `most` micro-batches of this slice."""
+  def accumulate(self, target_params, params, rows: Rows, most, total):
+    """Adds `most` micro-batches of this slice to sums of value, metrics and gradients."""
     params, loss = _apart(params), self._loss(target_params)
     one = lambda i: jax.value_and_grad(loss, has_aux=True)(params, *rows.micro_batch(i))
-    return _sum(one, most)
+    return _sum(one, most, total)
 
-  def train(self, target_params, state: State, rows: Rows, most, mine):
+  def train(self, target_params, state, pending, rows: Rows, most, mine, per_update):
     """Trains on `mine` micro-batches of this slice, sums, and updates.
 
     Args:
       most: i32[], the same on every slice; 0 leaves out the counting as well
       mine: i32[], this slice's, at most `most`
+      per_update: see `Options`
+    Returns:
+      State, Pending, Trained
     """
-
     slices = self.mesh.shape[axes.DATA]
     here = jnp.arange(slices) == jax.lax.axis_index(axes.DATA)
 
     def exchange(state, total):
       (value, metrics), grads = jax.lax.psum(total, axes.DATA)
-      return update(self.optimizer, state, value, metrics, grads)
+      state, metrics = update(self.optimizer, state, value, metrics, grads)
+      return state, jax.tree.map(decode.varying, _zeros(total)), metrics
 
-    def run(state):
-      total = self.accumulate(target_params, state.params, rows, mine)
+    def run(state, pending):
+      total = jax.tree.map(lambda x: x[0], pending.total)
+      total = self.accumulate(target_params, state.params, rows, mine, total)
       # The counts are exchanged after the training, never before: a slice that waited
       # for them would not train until all others have decoded.
-      every = _after(jnp.where(here, mine, 0), total[0][1]["tokens"])
-      every = jax.lax.psum(every, axes.DATA)
-      args = (jnp.any(every > 0), exchange, _skip(exchange), state, total)
-      state, metrics = jax.lax.cond(*args)
-      return state, Trained(every, metrics)
+      counts = jnp.stack([mine, pending.micro_batches[0] + mine])
+      counts = _after(jnp.where(here, counts[:, None], 0), total[0][1]["tokens"])
+      now, since = jax.lax.psum(counts, axes.DATA)
+      enough = jnp.sum(since) >= per_update
+      args = (enough, exchange, _skip(exchange), state, total)
+      state, total, metrics = jax.lax.cond(*args)
+      left = jnp.where(enough, 0, jnp.sum(jnp.where(here, since, 0)))
+      pending = Pending(left[None], jax.tree.map(lambda x: x[None], total))
+      return state, pending, Trained(now, enough, metrics)
 
-    return jax.lax.cond(most > 0, run, _skip(run), state)
+    return jax.lax.cond(most > 0, run, _skip(run), state, pending)
 
   def fuse(self, chunk: Callable, num_args: int, replicated, carried: tuple):
     """A chunk's program in which slices that run dry train.
 
-    (target params, draft params, State, Rows, most i32[], expected i32[], ...) ->
-    (State, Trained, ...); what follows are the chunk's own arguments and results.
+    (target params, draft params, State, Pending, Rows, most i32[], expected i32[], ...)
+    -> (State, Pending, Trained, ...); what follows are the chunk's own arguments and
+    results.
 
     The state is not donated, so that it survives a program that runs out of memory.
 
@@ -259,26 +283,28 @@ class Trainer:
         the first ones, are donated
     """
 
-    def local(target_params, draft_params, state, rows, most, expected, *args):
+    def local(target_params, draft_params, state, pending, rows, most, expected, *args):
       *rest, emitted = chunk(target_params, draft_params, *args)
       idle = ~jnp.any(emitted.remaining > 0) & (rows.filled > 0)
       left = jnp.maximum(expected - emitted.steps[0], 0)
       share = (2 * most * left + expected) // jnp.maximum(2 * expected, 1)  # rounded
       mine = jnp.where(idle, jnp.minimum(share, most), 0)
-      state, trained = self.train(target_params, state, rows, most, mine)
+      args = (state, pending, rows, most, mine, self.per_update)
+      state, pending, trained = self.train(target_params, *args)
       # What was emitted is gathered after the gradients are summed, on every slice: two
       # exchanges without an order can wait for each other, where threads are few (XLA's
       # CPU devices).
       emitted = jax.tree.map(lambda x: _after(x, state.step), emitted)
-      return state, trained, *rest, emitted
+      return state, pending, trained, *rest, emitted
 
-    whole = (0, 1, 2, 4, 5, *(i + 6 for i in replicated))
-    out = (True, True, *(False for _ in carried), False)
+    whole = (0, 1, 2, 5, 6, *(i + 7 for i in replicated))
+    out = (True, False, True, *(False for _ in carried), False)
     return jax.jit(
-      decode.per_slice(self.mesh, local, 6 + num_args, whole, out),
-      donate_argnums=tuple(range(6, 6 + len(carried))),
+      decode.per_slice(self.mesh, local, 7 + num_args, whole, out),
+      donate_argnums=tuple(range(7, 7 + len(carried))),
       out_shardings=(
         self.state_shardings,
+        self.pending_shardings,
         axes.sharding(self.mesh),
         *carried,
         axes.sharding(self.mesh),
@@ -286,14 +312,27 @@ class Trainer:
     )
 
   def make_train(self):
-    """(target params, State, Rows, most i32[]) -> (State, Trained): all slices train."""
+    """(target params, State, Pending, Rows, most i32[]) -> (State, Pending, Trained).
 
-    def local(target_params, state, rows, most):
+    All slices train, and an update follows.
+    """
+
+    def local(target_params, state, pending, rows, most):
       mine = jnp.where(rows.filled > 0, most, 0)
-      return self.train(target_params, state, rows, most, mine)
+      return self.train(target_params, state, pending, rows, most, mine, per_update=1)
 
-    mapped = decode.per_slice(self.mesh, local, 4, (0, 1, 3), (True, True))
-    return jax.jit(mapped, out_shardings=(self.state_shardings, axes.sharding(self.mesh)))
+    mapped = decode.per_slice(self.mesh, local, 5, (0, 1, 4), (True, False, True))
+    shardings = (self.state_shardings, self.pending_shardings, axes.sharding(self.mesh))
+    return jax.jit(mapped, out_shardings=shardings)
+
+  def init_pending(self) -> Pending:
+    """Nothing, on every slice."""
+    slices = self.mesh.shape[axes.DATA]
+    grads = abstract_state(self.drafter, self.optimizer, self.mesh).params
+    metrics = dict.fromkeys(self.loss.metrics, scalar := jnp.zeros((), jnp.float32))
+    zeros = lambda x, s: jnp.zeros((slices, *x.shape), x.dtype, device=s)
+    shapes = Pending(jnp.zeros((), jnp.int32), ((scalar, metrics), grads))
+    return jax.tree.map(zeros, shapes, self.pending_shardings)
 
   def make_judge(self):
     """(target params, draft params, others, Rows) -> (the better ones, bool[]).
@@ -305,7 +344,8 @@ class Trainer:
       loss = self._loss(target_params)
       value = lambda params, i: loss(params, *rows.row(i))[0]
       both = lambda i: jnp.stack([value(params, i), value(others, i)])
-      old, new = jax.lax.psum(_sum(both, self.shadow), axes.DATA)
+      zeros = decode.varying(jnp.zeros(2, jnp.float32))
+      old, new = jax.lax.psum(_sum(both, self.shadow, zeros), axes.DATA)
       better = jnp.isfinite(new) & ~(new > old)
       return jax.tree.map(lambda a, b: jnp.where(better, b, a), params, others), better
 
@@ -340,6 +380,14 @@ class Trainer:
     abstract = abstract_state(self.drafter, self.optimizer, self.mesh)
     return jax.tree.map(lambda x: x.sharding, abstract)
 
+  @property
+  def pending_shardings(self) -> Pending:
+    over = axes.sharding(self.mesh, axes.DATA)
+    grads = jax.tree.map(
+      lambda s: axes.sharding(self.mesh, axes.DATA, *s.spec), self.state_shardings.params
+    )
+    return Pending(over, ((over, dict.fromkeys(self.loss.metrics, over)), grads))
+
 
 def _apart(params):
   """Parameters as values that may differ between slices.
@@ -351,13 +399,8 @@ def _apart(params):
 
 
 def _skip(step: Callable) -> Callable:
-  """(state, ...) -> the state, and zeros for what else `step` gives."""
-
-  def skip(state, *args):
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-    return state, jax.tree.map(zeros, jax.eval_shape(step, state, *args)[1])
-
-  return skip
+  """(a, b) -> these, and zeros for the third that `step` gives."""
+  return lambda a, b: (a, b, _zeros(jax.eval_shape(step, a, b)[2]))
 
 
 def _after(x: jax.Array, count: jax.Array) -> jax.Array:
@@ -365,13 +408,14 @@ def _after(x: jax.Array, count: jax.Array) -> jax.Array:
   return x + jnp.minimum(count, 0).astype(x.dtype)
 
 
-def _sum(one: Callable, count):
-  """The sum of `one(i)`, a tree that varies between slices, for i < count."""
-  zeros = jax.tree.map(
-    lambda x: decode.varying(jnp.zeros(x.shape, x.dtype)), jax.eval_shape(one, 0)
-  )
+def _sum(one: Callable, count, start):
+  """`start`, a tree that varies between slices, plus `one(i)` for all i < count."""
   add = lambda i, total: jax.tree.map(jnp.add, total, one(i))
-  return jax.lax.fori_loop(0, count, add, zeros)
+  return jax.lax.fori_loop(0, count, add, start)
+
+
+def _zeros(shapes):
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def make_programs(trainer: Trainer, width: int, strategies, room, verification) -> dict:
@@ -412,6 +456,7 @@ class Spot:
     self.buffer = buffer_lib.Buffer(slices, *args)
     shape = (slices * options.rows, t.length, t.keep.width)
     over = axes.sharding(t.mesh, axes.DATA)
+    self.pending = t.init_pending()
     self.features = jnp.zeros(shape, t.config.dtype, device=over)
     self.micro_batch_s = 0.0  # seconds of a micro-batch, measured alone; 0: not yet
     self._slower = 1.0  # what chunks say of that, see `adapt`
@@ -523,5 +568,5 @@ def make(
       f"context ({options.context}) must be at least the drafting steps of the loss "
       f"({loss.steps}): the first tokens of a piece have no earlier steps"
     )
-  args = (loss, optimizer, length, longest, options.shadow)
+  args = (loss, optimizer, length, longest, options.shadow, options.per_update)
   return Spot(Trainer(config, drafter, mesh, *args), options, params)

@@ -1,0 +1,69 @@
+"""GRPO with credit for each token, by a baseline that knows how long a response is.
+
+Advantages are generalised advantage estimates (Schulman et al. 2016,
+https://arxiv.org/abs/1506.02438, equation 16, without discount). There is no critic to
+train: what a response is worth that still runs after t tokens is the mean reward of the
+prompt's other responses that did so as well, drawn towards that of the whole batch. A
+decision late in a response, such as to call its search finished, is thus compared with
+going on from there, and tokens long before it get little of its noise. The loss is
+GRPO's.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.rl import algorithm
+from tlt_jax.rl import grpo
+
+
+def make(
+  trace_decay: float = 0.97,
+  prior: float = 4.0,
+  clip_low: float = 0.2,
+  clip_high: float = 0.28,
+  kl_coef: float = 0.0,
+  kl_estimator: str = "k3",
+  aggregation: str = "token",
+) -> algorithm.Algorithm:
+  """GRPO with GAE.
+
+  Args:
+    trace_decay: lambda in [0, 1]; a token's advantage reaches back to those before it,
+      for 1 / (1 - lambda) tokens or so. 1 is REINFORCE with that baseline, unbiased;
+      less is as biased as the baseline is wrong, and less noisy.
+    prior: how many responses of its prompt the batch's mean counts for, above 0
+    clip_low, clip_high, kl_coef, kl_estimator, aggregation: of the loss, see `grpo.make`
+  """
+  if not 0 <= trace_decay <= 1:
+    raise ValueError(f"trace_decay must be within 0 and 1, got {trace_decay}")
+  if prior <= 0:
+    raise ValueError(f"prior must be above 0, got {prior}")
+  made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)
+
+  def advantages(rewards, lengths):
+    T = 1 << max(int(jnp.max(lengths)) - 1, 0).bit_length()
+    return _advantages(rewards, lengths, trace_decay, prior, T)
+
+  return made._replace(advantages=advantages)
+
+
+def _advantages(rewards, lengths, trace_decay, prior, T: int):
+  """f32[P R T], zero beyond a response and where a prompt's rewards are all the same."""
+  lengths, reward = lengths[..., None], jnp.asarray(rewards, jnp.float32)[..., None]
+  t = jnp.arange(T)
+  runs = (lengths > t).astype(jnp.float32)
+  # Sums over the prompt's, and the batch's, other responses of more than t tokens.
+  others = lambda x, axes: jnp.sum(x, axes, keepdims=True) - x
+  count, total = others(runs, 1), others(runs * reward, 1)
+  batch = others(runs * reward, (0, 1)) / jnp.maximum(others(runs, (0, 1)), 1)
+  value = (total + prior * batch) / (count + prior)
+  following = jnp.where(lengths > t + 1, jnp.roll(value, -1, -1), reward)
+  step = runs * (following - value)
+
+  def back(after, now):
+    return (now + trace_decay * after,) * 2
+
+  by_token = jnp.moveaxis(step, -1, 0)
+  _, found = jax.lax.scan(back, jnp.zeros(step.shape[:2]), by_token, reverse=True)
+  differ = jnp.max(reward, 1, keepdims=True) > jnp.min(reward, 1, keepdims=True)
+  return jnp.where(differ, runs * jnp.moveaxis(found, 0, -1), 0.0)
