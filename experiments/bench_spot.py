@@ -54,13 +54,13 @@ class Stamps:
     stamps = self
 
     class Watched(spot_lib.Trainer):
-      def accumulate(self, target_params, params, rows, most):
+      def accumulate(self, target_params, params, rows, most, total):
         s = jax.lax.axis_index(axes.DATA)
         tell = lambda which, x: jax.debug.callback(
           functools.partial(stamps, which), s, most, x
         )
         tell("began", most)
-        total = super().accumulate(target_params, params, rows, most)
+        total = super().accumulate(target_params, params, rows, most, total)
         tell("ended", total[0][0])
         return total
 

@@ -154,6 +154,20 @@ def test_a_drafter_is_published_if_it_is_no_worse_on_held_out_rows(learning_rate
   np.testing.assert_array_equal(flat(again.params), flat(spot.params))
 
 
+def test_slices_train_in_buckets_of_so_many_slots_only():
+  """Programs of wider ones are the plain ones, which compile sooner."""
+  spot = make_spot(slots=4)
+  engine = make_engine(spot)
+  samples = engine(tiny.on(engine.mesh), requests(), train=True)
+  assert_same(7, samples)
+  trained = {c.batch: 0 for c in samples.chunks}
+  for c in samples.chunks:
+    trained[c.batch] += sum(c.trained)
+  assert trained[4] > 0 and trained[16] == 0
+  report = engine.pool.report()
+  assert " 1 chunk, " in report and " 1 train_chunk)" in report
+
+
 def test_an_update_can_wait_for_micro_batches_of_several_chunks():
   """What chunks have summed is neither lost nor used twice; the rest is used at the end."""
   spot = make_spot(per_update=5)

@@ -24,8 +24,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # new drafter, "" for none; and which strategy runs up to how many live requests
       # per slice, see `strategy.parse`. Of several, ("off", "3_1_4"), the rule picks:
       # "predictive" or "epsilon_greedy", see `adaptive`.
-      drafter="",
-      strategies=((2, "3_1_4"),),
+      drafter="" if smoke else "experiments/drafters/countdown",
+      strategies=((2, ("off", "3_1_4")), (8, ("off", "2_1_3"))),
       strategy_rule="predictive",
       verification="coupled",  # no token changes; or "rejection"
       # Idle slices train the drafter in every n-th rollout; 0: it stays as it is.
@@ -36,6 +36,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         rows=128,  # per slice
         carried=64,  # of them that stay for the next rollout
         shadow=0,  # of them that are held out, to judge whether what was trained drafts
+        slots=8,  # of the widest bucket whose programs train (0: all do)
         chunk=128,  # tokens of a chunk in which a slice trains, at most
         least=6,  # micro-batches that it should have time for
         share=0.0,  # of a rollout's time that a single slice, never idle, trains after it

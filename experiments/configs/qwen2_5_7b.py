@@ -42,6 +42,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         chunk=256,
         least=4,
         share=0.0,
+        slots=0,
         cold_s=0.0,
         cold_rollouts=1,
         per_update=1,

@@ -15,8 +15,9 @@ from experiments.configs import countdown
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config = countdown.get_config(arg)
   config.batch = dict(prompts=4, responses=8)
-  config.drafter = "experiments/drafters/countdown"
+  config.drafter = "experiments/drafters/countdown"  # of `smoke` too
   config.strategies = ((2, ("off", "2_1_3", "3_1_4")), (4, ("off", "2_1_3")))
+  config.spot.slots = 0
   config.rollout.update(
     slots=16,
     buckets=((16, 256), (16, 512), (8, 512), (8, 1056), (4, 1056), (2, 1056)),

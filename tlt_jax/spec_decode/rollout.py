@@ -54,7 +54,6 @@ class Rollout:
     self.pool = programs.Pool(options.budget)
     self._slices = mesh.shape[axes.DATA]
     self._stop_tokens = 1  # E, of the requests at hand
-    self._trains = spot is not None and self._slices > 1  # in chunks
     self._step_s, self._step_tokens = {}, {}  # what `schedule.Costs` knows so far
     self._keep = decode.Keep(config.width) if options.features else None
     if drafter is not None:
@@ -121,7 +120,8 @@ class Rollout:
     while not schedule.done:
       if store is None:
         store = self._new_context(self.options.prompt_rows, self.options.max_prompt)
-      schedule.begin_chunk(self._longest, *(harvest.long_chunk() if harvest else ()))
+      trains = harvest is not None and self._trains(schedule.bucket)
+      schedule.begin_chunk(self._longest, *(harvest.long_chunk() if trains else ()))
       if schedule.bucket is None:
         slots = None
       admissions, changed = [], False
@@ -139,7 +139,7 @@ class Rollout:
           state = None
           held = programs.live_bytes() + self.pool.temp_bytes
           samples.peak_bytes = max(samples.peak_bytes, held)
-        if harvest and self._trains:
+        if harvest and self._trains(bucket):
           harvest.measure(params)
         if self.spot is not None:
           draft_params = self.spot.params
@@ -272,7 +272,7 @@ class Rollout:
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args)
     run = self._get(name, bucket, *args)
     exist = isinstance(jax.tree.leaves(params)[0], jax.Array)
-    if self._trains and exist and self.options.allows(bucket):
+    if self._trains(bucket) and exist and self.options.allows(bucket):
       with _unless_out_of_memory(bucket):
         self._warm_up(run, args)
 
@@ -389,6 +389,12 @@ class Rollout:
   def _run(self, name: str, key: tuple, *args, **static):
     return self._get(name, key, *args, **static)(*args)
 
+  def _trains(self, bucket: schedule_lib.Bucket | None) -> bool:
+    """Whether slices that run dry in chunks of a bucket train."""
+    if self.spot is None or self._slices == 1 or bucket is None:
+      return False
+    return bucket[0] <= (self.spot.options.slots or bucket[0])
+
   def _strategies(self, schedule, bucket) -> set[strategy_lib.Strategy]:
     """What may run in a bucket: what is chosen for live batches that just fit it."""
     fits = lambda live: schedule.choose(live, bucket.length) == bucket
@@ -419,7 +425,7 @@ class Rollout:
       quota: most and expected of a fused one (see `spot.Trainer.fuse`)
     """
     name = "chunk" if strategy is None else self._program_of(strategy)
-    if self._trains:
+    if self._trains(bucket):
       quota = map(np.int32, quota)
       trained = (self.spot.state, self.spot.pending, self.spot.rows(), *quota)
       return "train_" + name, (params, self.spot.params, *trained, *args)
@@ -444,7 +450,7 @@ class Rollout:
       args = (slots, state, np.int32(strategy.depth), np.int32(steps))
     seconds = self._place(np.full((self._slices, 1), costs.chunk_s, np.float32))
     args = (*args, np.int32(schedule.tokens), seconds)
-    trains, quota = self._trains, (0, 1)
+    trains, quota = self._trains(bucket), (0, 1)
     if harvest and trains:
       quota = harvest.quota(bucket, strategy, steps)
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args, quota)

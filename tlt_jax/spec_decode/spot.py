@@ -167,6 +167,7 @@ class Options:
   carried: int = 64  # of them that stay for the next rollout
   shadow: int = 0  # of them that are never trained on. If there are any, what was
   # trained in a rollout drafts from then on if it is no worse on them than what drafts.
+  slots: int = 0  # of the widest bucket in which slices train; 0: in every one
   chunk: int = 128  # tokens per slot of the chunks that train, at most
   least: int = 6  # micro-batches that such a chunk should have time for
   per_update: int = 1  # micro-batches of all slices, at least, that make an update
