@@ -499,7 +499,7 @@ def test_whole_steps_are_compared_side_by_side(home):
   result = succeed(
     run(
       *(home, "bench_step", *tiny_run(home, *arms.items())),
-      *("--sides=plain,ngram", "--steps=2", "--warm_up=1"),
+      *("--sides=plain,ngram,ngram_3", "--steps=2", "--warm_up=1"),
     )
   )
   found = json.loads(result.stdout.splitlines()[-1])
@@ -507,7 +507,8 @@ def test_whole_steps_are_compared_side_by_side(home):
   default = found["targets"]["default"]
   assert default["identical"] and default["steps"] == 2
   assert default["sides"]["plain"]["speedup_step"] == 1
-  assert default["sides"]["ngram"]["mean_acceptance_length"] >= 1
+  for side in ("ngram", "ngram_3"):
+    assert default["sides"][side]["mean_acceptance_length"] >= 1
 
 
 def test_speculation_is_checked_token_by_token(home):
