@@ -101,7 +101,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_grad_norm=1.0,
       ),
       learner=dict(
-        # What is trained; "" for everything. The later half costs two thirds of the time.
+        # What is trained: the later half; "" for everything.
         only="head|norm|layer_[4-7]",
         updates=1,  # optimizer updates per step, each on its share of the prompts
         # (rows, length) of a micro-batch, by increasing length
