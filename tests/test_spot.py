@@ -186,6 +186,17 @@ def test_an_update_can_wait_for_micro_batches_of_several_chunks():
   assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(spot.pending)))
 
 
+def test_what_is_too_little_for_an_update_does_not_outlive_its_rollout():
+  """A checkpoint between rollouts does not hold it."""
+  spot = make_spot(per_update=1000)
+  spot.micro_batch_s = 1e-3
+  engine = make_engine(spot)
+  samples = engine(tiny.on(engine.mesh), requests(), train=True)
+  assert 0 < sum(sum(c.trained) for c in samples.chunks) < 1000
+  assert int(spot.state.step) == len(samples.training) == 1
+  assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(spot.pending)))
+
+
 def test_gradients_of_several_chunks_make_the_update_of_one():
   """Two programs of one micro-batch each sum to what one program of two does."""
   states = []

@@ -123,7 +123,8 @@ class Harvest:
     if spot.rollouts < spot.options.cold_rollouts:
       wanted = max(wanted, spot.options.cold_s)
     spot.rollouts += 1
-    if self.samples.training and spot.options.per_update > 1:
+    trained = any(any(chunk.trained) for chunk in self.samples.chunks)
+    if trained and spot.options.per_update > 1:
       self._train(params, 1)  # with what no update has been made of
     more = lambda: time.perf_counter() - began < wanted
     while spot.buffer.holds_any and self.schedule.decide("more", more):
