@@ -7,10 +7,12 @@
 The sides train the same policy on the same prompts with the same seeds, step by step in
 turn: "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter
 as it is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts
-so wherever the config would choose. A side may only differ in time: tokens and the
-policy's parameters are compared at every step. With `--wide` a second target, the policy
-embedded in a larger one by `experiments.widen`. Ratios are geometric means over the
-steps, with the 95% interval. The last line is JSON.
+so wherever the config would choose. With "+rebalance" live requests move to slices that
+have fewer. A side may only differ in time: tokens and the policy's parameters are
+compared at every step. With `--wide` a second target, the policy embedded in a larger
+one by `experiments.widen`. `--lengths=log-normal` follows a trace instead of the policy's
+own stops. Ratios are geometric means over the steps, with the 95% interval, against the
+fastest plain side. The last line is JSON.
 """
 
 import collections
@@ -42,12 +44,19 @@ _CONFIG = setup.config_flag("experiments/configs/tail.py")
 _STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.", lower_bound=1)
 _WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: no second target.")
+_LENGTHS = flags.DEFINE_enum(
+  "lengths", "own", ["own", "log-normal"], "Of responses; the trace has a median of 100."
+)
 SIDES = ("plain", "tlt", "frozen", "ngram")
+_REBALANCE = "+rebalance"
 _SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare; plain first.")
 
 
 def settings(side: str, config: dict) -> dict:
   """The config of a side."""
+  if side.endswith(_REBALANCE):
+    config = config | {"rollout": config["rollout"] | {"rebalance": True}}
+    side = side.removesuffix(_REBALANCE)
   if side == "plain":
     return config | {"drafter": "", "strategies": ()}
   if side == "ngram":
@@ -77,9 +86,14 @@ class Side:
   def step(self, algorithm, records, config, step):
     """(seconds by part, what was sampled, hash of tokens and of the policy)."""
     P, R = config["batch"]["prompts"], config["batch"]["responses"]
+    lengths = None
+    if _LENGTHS.value == "log-normal":
+      drawn = np.random.default_rng([config["seed"], step]).lognormal(np.log(100), 1, P * R)
+      lengths = np.clip(drawn, 1, config["sampling"]["max_tokens"]).astype(np.int32)
     began = time.perf_counter()
     scored = self.sampler(
       *(self.policy, records, R, config["seed"], step * P * R, self.draft_params),
+      lengths=lengths,
       train=self.spot is not None,
     )
     sampled = time.perf_counter()
@@ -173,11 +187,13 @@ def summary(seconds, samples) -> dict:
     },
     "sides": {},
   }
-  share = float(of("plain", "rollout").sum() / of("plain", "step").sum())
-  found["rollout_share_plain"] = share
+  is_plain = lambda side: side.removesuffix(_REBALANCE) == "plain"
+  plain = min(filter(is_plain, seconds), key=lambda side: of(side, "rollout").sum())
+  share = float(of(plain, "rollout").sum() / of(plain, "step").sum())
+  found |= {"rollout_share_plain": share, "plain": plain}
   for side in seconds:
-    rollout = ratio(of("plain", "rollout"), of(side, "rollout"))
-    whole = ratio(of("plain", "step"), of(side, "step"))
+    rollout = ratio(of(plain, "rollout"), of(side, "rollout"))
+    whole = ratio(of(plain, "step"), of(side, "step"))
     drawn = sum(int(s.length.sum()) for s in samples[side])
     found["sides"][side] = {
       "speedup_rollout": rollout["mean"],
@@ -198,7 +214,8 @@ def summary(seconds, samples) -> dict:
     found["idle_s"] = idle = sum(s.idle_s for s in samples["tlt"])
     found["harvested_s"] = sum(s.harvested_s for s in samples["tlt"])
     found["harvested_share"] = found["harvested_s"] / idle if idle else 0.0
-  fixed = [by_bucket(samples[side]) for side in seconds if side not in SIDES[1:]]
+  is_fixed = lambda side: side not in SIDES[1:] and not side.endswith(_REBALANCE)
+  fixed = [by_bucket(samples[side]) for side in filter(is_fixed, seconds)]
   if len(fixed) > 1 and "frozen" in seconds:
     rule = by_bucket(samples["frozen"])
     best = sum(min(f[b] for f in fixed if b in f) for b in set().union(*fixed))
@@ -247,13 +264,14 @@ def workload(config: dict) -> dict:
     **{key: config[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
     "rollout": config["rollout"],
     "learner_buckets": config["learner"]["buckets"],
+    "lengths": _LENGTHS.value,
   }
 
 
 def main():
   if _SIDES.value[:1] != ["plain"]:
     raise ValueError(f"--sides starts with plain, not {_SIDES.value[:1]}")
-  for side in set(_SIDES.value) - set(SIDES):
+  for side in {side.removesuffix(_REBALANCE) for side in _SIDES.value} - set(SIDES):
     strategy.parse(side)
   config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
   pinned = workload(config)

@@ -145,6 +145,18 @@ def test_trees_are_judged_by_what_they_drew():
   assert policy.tokens_per_pass(TREE) == pytest.approx(1.875, abs=0.1)
 
 
+@pytest.mark.parametrize("rule", adaptive.RULES)
+def test_what_speculation_gains_is_predicted(rule):
+  world, policy = World(0.8, cost), adaptive.RULES[rule](ARMS)
+  assert policy.gain(2, BUCKET, CHAIN) == 1  # nothing is known yet
+  for _ in range(40):
+    world.run(policy, 2)
+  assert policy.step_s(BUCKET, None) == pytest.approx(cost(None, 2), rel=0.1)
+  for arm in (CHAIN, LONG):
+    gain = world.rate(arm, 2) / world.rate(None, 2)
+    assert policy.gain(2, BUCKET, arm) == pytest.approx(gain, rel=0.15)
+
+
 def test_arms_that_make_no_sense_are_errors():
   with pytest.raises(ValueError, match="needs an arm"):
     adaptive.Predictive(((4, ()),))

@@ -87,6 +87,16 @@ def leaves(section: dict, path=()) -> list[tuple[str, ...]]:
   return found
 
 
+@pytest.mark.parametrize("responses", [4, 32])
+def test_the_tail_has_as_many_responses_per_slice_as_asked(responses):
+  config = load("tail", str(responses))
+  prompts, slots = config["batch"]["prompts"], config["rollout"]["slots"]
+  assert slots == responses == prompts * config["batch"]["responses"] / 2
+  assert max(batch for batch, _ in config["rollout"]["buckets"]) == slots
+  with pytest.raises(ValueError, match="4 or more, not 2"):
+    load("tail", "2")
+
+
 @pytest.mark.parametrize("arg", ["", "smoke"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_builds_and_the_flag_locks_it(name, arg):

@@ -81,6 +81,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         prompt_rows=8,
         prefill_rows=8,
         prefill_block=32,
+        rebalance=False,  # move live requests to slices that have fewer
         budget=dict(programs=48, compile_s=180.0),
       ),
       algorithm=dict(

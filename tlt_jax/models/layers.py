@@ -185,7 +185,16 @@ class Attention(nn.Module):
   def attend_to(self, x, by: Rotation, mask, k, v, attend=attend):
     """f[B T D] attends to keys and values as `keys_values` gives them."""
     out = attend(self._queries(x, by), k.astype(x.dtype), v.astype(x.dtype), mask)
-    return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
+    return self._output(out)
+
+  def _output(self, out):
+    """f[B T N H] -> f[B T D].
+
+    As one plain product: of two contracted axes XLA's CPU backend makes a transposed copy
+    of the weights in every call.
+    """
+    w = self.o_proj.astype(out.dtype)
+    return out.reshape(*out.shape[:2], -1) @ w.reshape(-1, w.shape[-1])
 
   def attend_unrolled(self, x, by: Rotation, mask, drafted):
     """Step n of drafting from every position at once; see `drafter.Drafter.unroll`.
@@ -220,8 +229,7 @@ class Attention(nn.Module):
       return out
 
     out = jnp.concatenate([block(*ends) for ends in _blocks(T)], 1)
-    out = out.reshape(B, T, c.num_heads, c.head_dim)
-    return jnp.einsum("btnh,nhd->btd", out, self.o_proj.astype(x.dtype))
+    return self._output(out.reshape(B, T, c.num_heads, c.head_dim))
 
   def __call__(self, x, by: Rotation, mask, layer_cache=None, slots=None):
     """Attends.

@@ -114,23 +114,29 @@ class Sampler:
     seed: int,
     first_request: int,
     draft_params=None,
+    lengths: np.ndarray | None = None,
     **options,
   ) -> Scored:
     """Responses to {"prompt", "answer"} records; params in `axes.ROLLOUT` layout.
 
     Args:
+      lengths: i32[P * responses], to follow a trace: tokens of each response, none of
+        which stops before
       options: further arguments of the rollout (`train`, `decide`)
     """
     system = self.system or None
     encode = self.tokenizer.encode
     prompts = [encode(r["prompt"], system=system, chat=self.chat) for r in records]
+    sampling, stop_tokens = self.sampling, self.tokenizer.stop_tokens
+    if lengths is not None:
+      sampling, stop_tokens = sampling | {"max_tokens": lengths}, [-1] * len(stop_tokens)
     requests = requests_lib.make_requests(
       prompts,
       responses,
       seed=seed,
       first_request=first_request,
-      stop_tokens=self.tokenizer.stop_tokens,
-      **self.sampling,
+      stop_tokens=stop_tokens,
+      **sampling,
     )
     began = time.perf_counter()
     samples = self.rollout(params, requests, draft_params, **options)

@@ -39,6 +39,7 @@ class ByLive:
     self._steps = tuple((most, tuple(arms)) for most, arms in steps)
     self._steps = tuple(sorted(self._steps, key=lambda step: step[0]))
     self._window = window
+    self._step_s: dict[str, list[float]] = {}  # by bucket and arm
     if any(not arms for _, arms in self._steps):
       raise ValueError("every live batch needs an arm, were it 'off'")
     if len({most for most, _ in self._steps}) < len(self._steps):
@@ -51,6 +52,19 @@ class ByLive:
 
   def arms(self, live: int) -> tuple[Arm, ...]:
     return self._step(live)[1]
+
+  def step_s(self, bucket, arm: Arm) -> float | None:
+    """Seconds of a step, None if unknown."""
+    times = self._step_s.get(self._where(bucket, arm))
+    return float(np.median(times)) if times else None
+
+  def _book_step(self, seen: strategy_lib.Observation) -> None:
+    times = self._step_s.setdefault(self._where(seen.bucket, seen.strategy), [])
+    times.append(seen.seconds / seen.steps)
+    del times[: -self._window]
+
+  def _where(self, bucket, arm: Arm) -> str:
+    return f"{'x'.join(map(str, bucket))} {strategy_lib.name(arm)}"
 
   def _key(self, live: int, arm: Arm) -> str:
     """Of an arm, the same for all live batches that share their arms."""
@@ -80,7 +94,7 @@ class EpsilonGreedy(ByLive):
     epsilon: chance to try an arm at random
   """
 
-  _LEARNT = ("_count", "_rates")
+  _LEARNT = ("_count", "_rates", "_step_s")
 
   def __init__(self, steps, window: int = 16, epsilon: float = 0.1, seed: int = 0):
     super().__init__(steps, window)
@@ -99,12 +113,18 @@ class EpsilonGreedy(ByLive):
       return dice.choice(arms)
     return max(arms, key=lambda arm: float(np.median(seen[arm])))
 
+  def gain(self, live: int, bucket, arm: Arm) -> float:
+    """The median rate over that of plain decoding; 1 where nothing is known."""
+    rates, plain = (self._rates.get(self._key(live, a)) for a in (arm, None))
+    return float(np.median(rates) / np.median(plain)) if rates and plain else 1.0
+
   def observe(self, seen: strategy_lib.Observation) -> None:
-    if seen.passes and seen.seconds > 0:
+    if seen.passes and seen.steps and seen.seconds > 0:
+      self._book_step(seen)
       key = self._key(seen.live, seen.strategy)
       rates = self._rates.setdefault(key, [])
       # Per live request: the batch shrinks while an arm is remembered.
-      rates.append(seen.tokens / (seen.passes / max(seen.steps, 1)) / seen.seconds)
+      rates.append(seen.tokens / (seen.passes / seen.steps) / seen.seconds)
       del rates[: -self._window]
 
 
@@ -128,7 +148,6 @@ class Predictive(ByLive):
   def __init__(self, steps, window: int = 16, regret: float = 0.02, margin: float = 0.03):
     super().__init__(steps, window)
     self._regret, self._margin = regret, margin
-    self._step_s: dict[str, list[float]] = {}  # by bucket and arm
     self._stands: dict[str, list[list[float]]] = {}  # by source: of drafts, per depth
     self._per_pass: dict[str, list[float]] = {}  # by tree
     self._last: dict[str, str] = {}  # arm by level
@@ -164,7 +183,7 @@ class Predictive(ByLive):
           return arm
     return best
 
-  def gain(self, bucket, arm: Arm) -> float:
+  def gain(self, live: int, bucket, arm: Arm) -> float:
     """The predicted rate over that of plain decoding; 1 where nothing is known."""
     step_s, plain_s = self.step_s(bucket, arm), self.step_s(bucket, None)
     tokens = self.tokens_per_pass(arm)
@@ -193,9 +212,7 @@ class Predictive(ByLive):
   def observe(self, seen: strategy_lib.Observation) -> None:
     if not seen.passes or not seen.steps or seen.seconds <= 0:
       return
-    times = self._step_s.setdefault(self._where(seen.bucket, seen.strategy), [])
-    times.append(seen.seconds / seen.steps)
-    del times[: -self._window]
+    self._book_step(seen)
     self._chunks, self._spent = self._chunks + 1, self._spent + seen.seconds
     arm = seen.strategy
     if arm is None:
@@ -217,14 +234,6 @@ class Predictive(ByLive):
       if seen.accepted[k]:
         stands[k].append(seen.accepted[k + 1] / seen.accepted[k])
         del stands[k][: -self._window]
-
-  def step_s(self, bucket, arm: Arm) -> float | None:
-    """Seconds of a step, None if unknown."""
-    times = self._step_s.get(self._where(bucket, arm))
-    return float(np.median(times)) if times else None
-
-  def _where(self, bucket, arm: Arm) -> str:
-    return f"{'x'.join(map(str, bucket))} {strategy_lib.name(arm)}"
 
 
 RULES: dict[str, Callable] = {"predictive": Predictive, "epsilon_greedy": EpsilonGreedy}

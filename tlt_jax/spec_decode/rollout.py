@@ -151,7 +151,7 @@ class Rollout:
         elif not isinstance(state, draft_lib.DraftState):
           state = self._fill(params, draft_params, schedule, slots, samples)
         if strategy is not None and hasattr(self.policy, "gain"):
-          predicted.append(self.policy.gain(bucket, strategy))
+          predicted.append(self.policy.gain(int(max(schedule.live)), bucket, strategy))
         started, live = time.perf_counter() - began, schedule.live.tolist()
         args = (params, draft_params, schedule, slots, state, strategy, harvest)
         slots, state, emitted, trained = self._chunk(*args)
