@@ -16,6 +16,7 @@ fastest plain side. The last line is JSON.
 """
 
 import collections
+import gc
 import hashlib
 import json
 import pathlib
@@ -90,6 +91,7 @@ class Side:
     if _LENGTHS.value == "log-normal":
       drawn = np.random.default_rng([config["seed"], step]).lognormal(np.log(100), 1, P * R)
       lengths = np.clip(drawn, 1, config["sampling"]["max_tokens"]).astype(np.int32)
+    gc.collect()  # or it takes half a second of some side's step
     began = time.perf_counter()
     scored = self.sampler(
       *(self.policy, records, R, config["seed"], step * P * R, self.draft_params),
@@ -208,6 +210,10 @@ def summary(seconds, samples) -> dict:
       "target_passes": float(
         np.mean([sum(max(c.steps) for c in s.chunks) for s in samples[side]])
       ),
+      "seconds_by_bucket": {
+        f"{batch}x{length}": s / _STEPS.value
+        for (batch, length), s in sorted(by_bucket(samples[side]).items(), reverse=True)
+      },
     }
   if "tlt" in seconds:
     found |= found["sides"]["tlt"]

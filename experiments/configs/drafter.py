@@ -1,9 +1,14 @@
 """The drafter of the default policy: EAGLE-2, from scratch, on its own responses.
 
     python -m experiments.train_drafter --workdir=runs/drafter
+    python -m experiments.train_drafter --workdir=runs/drafter_2 \
+        --config.init=runs/drafter/drafter --config.seed=1 \
+        --config.responses.prompts=512 --config.steps=900 \
+        --config.optimizer.total=900 --config.optimizer.learning_rate=2e-3
 
-0.2M parameters (one layer of the policy's shape). The exported folder is what
-`experiments/drafters/countdown` holds. `:smoke` takes a minute and learns little.
+0.2M parameters (one layer of the policy's shape). What `experiments/drafters/countdown`
+holds was made so: the second run goes on with other responses. `:smoke` takes a minute
+and learns little.
 """
 
 import ml_collections

@@ -145,7 +145,7 @@ class Predictive(ByLive):
     *("_chunks", "_spent", "_lost"),
   )
 
-  def __init__(self, steps, window: int = 16, regret: float = 0.02, margin: float = 0.03):
+  def __init__(self, steps, window: int = 16, regret: float = 0.01, margin: float = 0.03):
     super().__init__(steps, window)
     self._regret, self._margin = regret, margin
     self._stands: dict[str, list[list[float]]] = {}  # by source: of drafts, per depth
@@ -174,8 +174,8 @@ class Predictive(ByLive):
     for arm in self.arms(live):
       key = self._key(live, arm)
       self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
-      loss = max(1 - rate[arm] / rate[best], 0.0)  # of a chunk's time, as predicted
-      if arm != best and self._unused[key] > 4 * self._window / max(1 - loss, 0.1):
+      loss = max(rate[best] / rate[arm] - 1, 0.0)  # in chunks: it takes longer to draw
+      if arm != best and self._unused[key] > 4 * self._window * min(1 + loss, 10):
         lost = loss * self._spent / max(self._chunks, 1)
         if self._lost + lost <= self._regret * self._spent:
           self._lost += lost

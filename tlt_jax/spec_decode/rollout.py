@@ -570,9 +570,13 @@ class Rollout:
       slots, key = None, (*schedule.bucket, *goal)
       length = goal.length + self._scratch
       for i in range(len(kv)):
+        # Not queued: only one layer is to exist twice; and where rows change slices,
+        # XLA's CPU devices can deadlock in collectives of several queued programs.
         kv[i] = self._run("resize", key, kv[i], row, length=length)
+        jax.block_until_ready(kv[i])
       if features is not None:
         features = self._run("resize_features", key, features, row, length=length)
+        jax.block_until_ready(features)
       schedule.bucket = goal
       slots = self._new_slots(schedule, decode.Context(tuple(kv), features))
     return slots
