@@ -93,8 +93,18 @@ def test_the_tail_has_as_many_responses_per_slice_as_asked(responses):
   prompts, slots = config["batch"]["prompts"], config["rollout"]["slots"]
   assert slots == responses == prompts * config["batch"]["responses"] / 2
   assert max(batch for batch, _ in config["rollout"]["buckets"]) == slots
-  with pytest.raises(ValueError, match="4 or more, not 2"):
-    load("tail", "2")
+  for wrong in ("2", "16,1000"):
+    with pytest.raises(ValueError, match=f"1,024 tokens or more, not '{wrong}'"):
+      load("tail", wrong)
+
+
+def test_the_tail_is_as_long_as_asked():
+  config = load("tail", "16,1536")
+  longest = 1536 + config["rollout"]["max_prompt"]
+  assert config["sampling"]["max_tokens"] == 1536
+  for buckets in (config["rollout"]["buckets"], config["learner"]["buckets"]):
+    assert max(length for _, length in buckets) == longest
+    assert len(set(map(tuple, buckets))) == len(buckets)
 
 
 @pytest.mark.parametrize("arg", ["", "smoke"])

@@ -4,9 +4,12 @@
 
 4 prompts x 8 responses, up to 1,024 tokens each, with the drafter in the repo: after a
 second all but a few responses have ended. `bench_step` and `bench_spot` measure on it.
-`:32` and the like is another number of responses per slice, where there are two slices.
+`:32` is another number of responses per slice, where there are two slices; `:16,1536`
+another limit of tokens too.
 The entries are those of `configs/countdown.py`.
 """
+
+import re
 
 import ml_collections
 
@@ -14,22 +17,31 @@ from experiments.configs import countdown
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  slots = int(arg) if arg.isdecimal() else 16
-  if slots < 4 or slots % 2:
-    raise ValueError(f"an even number of responses per slice, 4 or more, not {slots}")
-  config = countdown.get_config("" if arg.isdecimal() else arg)
+  numbers = re.fullmatch(r"(\d+)(?:,(\d+))?", arg)
+  slots, cap = (int(numbers[1]), int(numbers[2] or 1024)) if numbers else (16, 1024)
+  if slots < 4 or slots % 2 or cap < 1024:
+    raise ValueError(
+      "an even number of responses per slice, 4 or more, and a limit of 1,024 tokens or "
+      f"more, not {arg!r}"
+    )
+  config = countdown.get_config("" if numbers else arg)
   config.batch = dict(prompts=4, responses=slots // 2)
   config.drafter = "experiments/drafters/countdown"  # of `smoke` too
   config.strategies = ((4, ("off", "3_1_4", "8_1_9")), (16, ("off", "3_1_4")))
   halves = [slots >> i for i in range(1, slots.bit_length() - 1)]  # down to 2
+  longest = cap + config.rollout.max_prompt
   config.rollout.update(
     slots=slots,
     buckets=(
       *((slots, 256), (slots, 512)),
       *((batch, 512) for batch in halves[:2]),
       *((batch, 1056) for batch in halves),
+      *((batch, longest) for batch in halves[-2:] if cap > 1024),
     ),
     chunk=64,
     budget=dict(programs=None, compile_s=None),
   )
+  if cap > 1024:
+    config.sampling.max_tokens = cap
+    config.learner.buckets = (*config.learner.buckets, (2, longest))
   return config
