@@ -252,14 +252,14 @@ def test_the_full_decode_chunk_traces(full):
     **config["rollout"],
   )
   params = abstract_params(model, mesh, axes.ROLLOUT, model.dtype)
-  slots = decode.abstract_slots(mesh, model, o.slots, o.max_length, 2, None)
+  slots = decode.abstract_slots(mesh, model, o.slots, o.max_length, 2, None, None)
   chunk = decode.make_chunk(model, mesh, o.chunk, None)
   seconds = jax.ShapeDtypeStruct((mesh.shape[axes.DATA],), jnp.float32)
   after, emitted = jax.eval_shape(chunk, params, slots, jnp.int32(o.chunk), seconds)
   plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert plain(after) == plain(slots)
   B = o.slots * mesh.shape[axes.DATA]
-  assert slots.context.kv[0].k.shape == (
+  assert slots.kv[0].k.shape == (
     B,
     model.num_kv_heads,
     model.head_dim,
@@ -323,7 +323,7 @@ def test_seven_billion_parameters_fit_the_machine_they_are_meant_for():
   assert sum(x.size for x in jax.tree.leaves(state.params)) == 7_615_616_512
   assert per_device(state) == pytest.approx(12 * 7.6156 / 8, rel=0.01)
   rows, length = config["rollout"]["slots"], 1024 + config["sampling"]["max_tokens"]
-  store = decode.abstract_context(mesh, model, rows, length, False)
+  store = decode.abstract_cache(mesh, model, rows, length)
   weights = abstract_params(model, mesh, axes.ROLLOUT, jnp.bfloat16)
   reference = per_device(state.params)
   assert per_device((store, weights)) + per_device(state) + reference < 70

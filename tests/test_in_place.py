@@ -22,6 +22,7 @@ from tlt_jax.models import layers
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft as draft_lib
 from tlt_jax.spec_decode import draft_loss
+from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import sampling
 from tlt_jax.spec_decode import speculate
 from tlt_jax.spec_decode import spot as spot_lib
@@ -231,20 +232,16 @@ def arguments(mesh, keep: decode.Keep | None):
   B = ROWS * mesh.shape[axes.DATA]
   column = lambda dtype, *shape: jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows)
   i32, u32, f32 = jnp.int32, jnp.uint32, jnp.float32
-  context = jax.eval_shape(
-    lambda: decode.init_context(mesh, tiny.CONFIG, ROWS, LENGTH, keep)
-  )
+  sizes = features_lib.Sizes(ROWS * LENGTH // features_lib.PAGE, 4)
+  kept = keep and features_lib.abstract(mesh, keep.width, f32, ROWS, sizes)
   slots = decode.Slots(
     pending=column(i32),
     position=column(i32),
     remaining=column(i32),
     stop_tokens=column(i32, 2),
     sampling=sampling.Sampling(*map(column, (u32, u32, f32, i32, f32, f32))),
-    context=jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      context,
-      decode.context_shardings(mesh, tiny.CONFIG, keep),
-    ),
+    kv=decode.abstract_cache(mesh, tiny.CONFIG, ROWS, LENGTH),
+    features=kept,
   )
   seconds = jax.ShapeDtypeStruct((mesh.shape[axes.DATA],), f32, sharding=rows)
   return tiny.on(mesh), slots, jax.ShapeDtypeStruct((), i32), seconds
@@ -308,11 +305,11 @@ def scanned_chunk(params, slots, n, _):
     slots = slots.replace(pending=drawn.token, position=slots.position + 1)
     return i + 1, kv, slots
 
-  rest = slots.replace(context=None)
-  init = jnp.int32(0), stack(slots.context.kv), rest
+  rest = slots.replace(kv=None)
+  init = jnp.int32(0), stack(slots.kv), rest
   _, kv, rest = jax.lax.while_loop(lambda carry: carry[0] < n, step, init)
   unstacked = tuple(jax.tree.map(lambda x, i=i: x[i], kv) for i in range(len(names)))
-  return rest.replace(context=decode.Context(unstacked, None))
+  return rest.replace(kv=unstacked)
 
 
 def test_the_detector_sees_a_cache_that_is_scanned_over_layers():
@@ -341,8 +338,7 @@ def whole_chunk(mesh):
     def step(carry):
       i, slots = carry
       rows = axes.sharding(mesh, axes.DATA)
-      whole = jax.lax.with_sharding_constraint(slots.context.kv, rows)
-      slots = slots.replace(context=slots.context.replace(kv=whole))
+      slots = slots.replace(kv=jax.lax.with_sharding_constraint(slots.kv, rows))
       return i + 1, decode.decode_step(tiny.CONFIG, None, params, slots, rotations)[0]
 
     running = lambda carry: (carry[0] < n) & jnp.any(carry[1].remaining > 0)
@@ -378,8 +374,8 @@ def speculative(name, mesh, verification=speculate.COUPLED):
   strategy, kept = STRATEGIES[name], speculate.keep(DRAFTER)
   room = speculate.Room.of([strategy])
   params, slots, n, seconds = arguments(mesh, kept)
-  draft_params, features = tiny.draft_params("eagle2", 5), slots.context.features
-  following = features.update(shape=features.shape[:2], dtype=jnp.int32)
+  draft_params, features = tiny.draft_params("eagle2", 5), slots.features
+  following = slots.position.update(shape=(*slots.position.shape, LENGTH))
   fill = speculate.make_fill(DRAFTER, mesh, room)
   state = jax.eval_shape(fill, params, draft_params, features, following, slots.position)
   shardings = speculate.state_shardings(mesh, DRAFTER)

@@ -10,6 +10,7 @@ import pytest
 
 from tests import tiny
 from tlt_jax.spec_decode import compare
+from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
 
@@ -138,12 +139,23 @@ def test_tokens_do_not_depend_on_the_schedule(**options):
   assert_same(requests, samples, run(requests, 2, **options))
 
 
-def test_features_are_those_of_a_forward_pass():
+@pytest.mark.parametrize(
+  ("page", "options"),
+  [
+    (128, {}),
+    (8, dict(chunk=5)),
+    (8, dict(chunk=5, rebalance=True)),
+    (8, dict(chunk=5, cache_tokens=128)),
+  ],
+)
+def test_features_are_those_of_a_forward_pass(page, options, monkeypatch):
   """Kept features equal the hidden states of whole sequences, prompt included."""
   from tlt_jax.models import target
 
-  requests = tiny.requests(3, 2)
-  samples = run(requests, 2, features=True, buckets=((24, 16), (2, 64)))
+  monkeypatch.setattr(features_lib, "PAGE", page)
+  requests = tiny.requests(3, 4)
+  options = dict(buckets=((24, 16), (2, 64), (1, 96))) | options
+  samples = run(requests, 2, features=True, **options)
   for i in range(len(requests)):
     prompt = requests.prompts[requests.prompt_idx[i]]
     tokens = np.concatenate([prompt, samples.response(i)])[None, :-1]

@@ -17,6 +17,7 @@ from tlt_jax.spec_decode import buffer as buffer_lib
 from tlt_jax.spec_decode import compare
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft_loss
+from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode import schedule as schedule_lib
 from tlt_jax.spec_decode import spot as spot_lib
@@ -337,20 +338,20 @@ def test_long_sequences_are_cut_and_every_token_is_trained_on_once():
 def test_features_are_stored_where_their_pieces_are():
   spot = make_spot(data=1, rows=3, carried=1)
   sequences = [sequence(n)[1] for n in (70, 20)]
-  features = np.random.default_rng(0).normal(size=(2, 96, spot.trainer.keep.width))
-  store, pieces = spot.trainer.make_store(), [
-    spot.add(0, x[:1], x[1:]) for x in sequences
-  ]
-  assert [len(p) for p in pieces] == [3, 1]
-  where = np.array([(slot, *p) for slot, of in enumerate(pieces) for p in of], np.int32)
-  args = (jnp.float32(features), where, np.full(1, 4, np.int32))
-  spot.features = store(spot.features, *args)
-  for slot, of_slot in enumerate(pieces):
-    for row, offset, start, size in of_slot:
-      np.testing.assert_array_equal(
-        spot.features[row, offset : offset + size],
-        np.float32(features[slot, start : start + size]),
-      )
+  pages = features_lib.Pages(1, features_lib.Sizes(4, 2))
+  pages.assign(np.array([[7, 8]]), np.array([0] * 7 + [70, 20]))
+  shape = (4 * features_lib.PAGE, spot.trainer.keep.width)
+  features = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+  pieces = {i: spot.add(0, x[:1], x[1:]) for i, x in zip((7, 8), sequences, strict=True)}
+  assert [len(p) for p in pieces.values()] == [3, 1]
+  where = np.array([(*p, *pages[i][1]) for i, of in pieces.items() for p in of], np.int32)
+  args = (features, where, np.full(1, 4, np.int32))
+  spot.features = spot.trainer.make_store()(spot.features, *args)
+  for i, of_request in pieces.items():
+    for row, offset, start, size in of_request:
+      at = pages.where(i, 96)[start : start + size]
+      stored = spot.features[row, offset : offset + size]
+      np.testing.assert_array_equal(stored, features[at])
 
 
 def test_pieces_repeat_at_least_what_the_loss_unrolls():

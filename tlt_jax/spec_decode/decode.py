@@ -24,6 +24,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import sampling as sampling_lib
 
 
@@ -38,7 +39,7 @@ class Keep:
 
 @flax.struct.dataclass
 class Context:
-  """What the target has computed of some rows: KV, and features if kept."""
+  """What the target has computed of some prompts: KV, and features if kept."""
 
   kv: cache_lib.KVCache
   features: jax.Array | None  # f[B S E]
@@ -53,7 +54,8 @@ class Slots:
   remaining: jax.Array  # i32[B]  tokens that may still be drawn; 0 frees the slot
   stop_tokens: jax.Array  # i32[B E]
   sampling: sampling_lib.Sampling
-  context: Context
+  kv: cache_lib.KVCache
+  features: features_lib.Features | None
 
 
 @flax.struct.dataclass
@@ -72,38 +74,47 @@ class Emitted:
   accepted: jax.Array | None = None
 
 
-def context_shardings(mesh: Mesh, config: config_lib.ModelConfig, keep: Keep | None):
+def cache_shardings(mesh: Mesh, config: config_lib.ModelConfig) -> cache_lib.KVCache:
   """Rows over `data`, kv heads over `model` where they divide."""
   tensor = mesh.shape[axes.MODEL]
   heads = axes.MODEL if config.num_kv_heads % tensor == 0 else None
   layer = axes.sharding(mesh, axes.DATA, heads)
-  return Context(
-    kv=(cache_lib.LayerCache(layer, layer),) * config.num_layers,
-    features=axes.sharding(mesh, axes.DATA) if keep else None,
-  )
+  return (cache_lib.LayerCache(layer, layer),) * config.num_layers
 
 
-def abstract_context(mesh, config, rows: int, length: int, keep: Keep | None) -> Context:
-  """Shapes and shardings of a context of `rows` rows a slice."""
+def abstract_cache(mesh, config, rows: int, length: int) -> cache_lib.KVCache:
+  """Shapes and shardings of the KV of `rows` rows a slice."""
   B = rows * mesh.shape[axes.DATA]
-
-  def make():
-    kept = jnp.zeros((B, length, keep.width), config.dtype) if keep else None
-    return Context(cache_lib.init(config, B, length), kept)
-
-  return _abstract(jax.eval_shape(make), context_shardings(mesh, config, keep))
+  shapes = jax.eval_shape(lambda: cache_lib.init(config, B, length))
+  shardings = cache_shardings(mesh, config)
+  return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
 
 
-def init_context(mesh, config, rows: int, length: int, keep: Keep | None) -> Context:
-  """Empty context of `rows` rows a slice, array by array."""
+def abstract_store(mesh, config, rows: int, length: int, keep: Keep | None) -> Context:
+  """Shapes and shardings of a store of `rows` prompts a slice."""
+  kept = None
+  if keep:
+    shape = (rows * mesh.shape[axes.DATA], length, keep.width)
+    over = axes.sharding(mesh, axes.DATA)
+    kept = jax.ShapeDtypeStruct(shape, config.dtype, sharding=over)
+  return Context(abstract_cache(mesh, config, rows, length), kept)
+
+
+def zeros(abstract):
+  """Arrays of these shapes and shardings, one by one."""
   return jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-    abstract_context(mesh, config, rows, length, keep),
+    lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract
   )
 
 
 def abstract_slots(
-  mesh, config, batch: int, length: int, stop_tokens: int, keep: Keep | None
+  mesh,
+  config,
+  batch: int,
+  length: int,
+  stop_tokens: int,
+  keep: Keep | None,
+  sizes: features_lib.Sizes | None,
 ) -> Slots:
   """Shapes and shardings of `batch` slots a slice, E = `stop_tokens`."""
   B = batch * mesh.shape[axes.DATA]
@@ -111,6 +122,9 @@ def abstract_slots(
     jax.ShapeDtypeStruct((B,), dtype, sharding=axes.sharding(mesh, axes.DATA))
     for dtype in (jnp.int32, jnp.uint32, jnp.float32)
   )
+  kept = None
+  if keep:
+    kept = features_lib.abstract(mesh, keep.width, config.dtype, batch, sizes)
   return Slots(
     pending=i32,
     position=i32,
@@ -119,17 +133,17 @@ def abstract_slots(
     sampling=sampling_lib.Sampling(
       seed=u32, request=u32, temperature=f32, top_k=i32, top_p=f32, min_p=f32
     ),
-    context=abstract_context(mesh, config, batch, length, keep),
+    kv=abstract_cache(mesh, config, batch, length),
+    features=kept,
   )
 
 
-def _abstract(shapes, shardings):
-  return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+def _shardings(abstract):
+  return jax.tree.map(lambda x: x.sharding, abstract)
 
 
 def slots_shardings(mesh, config, keep) -> Slots:
-  shapes = abstract_slots(mesh, config, 1, 1, 1, keep)
-  return jax.tree.map(lambda x: x.sharding, shapes)
+  return _shardings(abstract_slots(mesh, config, 1, 1, 1, keep, features_lib.Sizes(1, 1)))
 
 
 def per_slice(
@@ -157,14 +171,14 @@ def place(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 
 def forward(
-  config, keep, params, context, tokens, positions, mask=None, slots=None, rotations=None
+  config, keep, params, kv, tokens, positions, mask=None, slots=None, rotations=None
 ):
-  """Runs the target over the context, and writes into it.
+  """Runs the target over the KV, and writes into it.
 
   Args:
     mask, slots, rotations: see `target.Target.with_taps`
   Returns:
-    features f[B T D], what is kept of them f[B T E], and the new context
+    features f[B T D], what is kept of them f[B T E], and the new KV
   """
   run = functools.partial(
     target.Target(config).apply,
@@ -172,17 +186,11 @@ def forward(
     method=target.Target.with_taps,
   )
   taps = keep.taps if keep else ()
-  args = (tokens, positions, taps, mask, context.kv, slots, rotations)
-  features, tapped, kv = run(*args)
+  features, tapped, kv = run(tokens, positions, taps, mask, kv, slots, rotations)
   states = tapped if taps else features
   if taps and keep.final:
     states = jnp.concatenate([tapped, features.astype(tapped.dtype)], -1)
-  kept = context.features
-  if kept is not None:
-    b = jnp.arange(tokens.shape[0])[:, None]
-    at = positions if slots is None else slots
-    kept = kept.at[b, at].set(states.astype(kept.dtype), mode="drop")
-  return features, states, Context(kv, kept)
+  return features, states, kv
 
 
 def make_prefill(config: config_lib.ModelConfig, mesh: Mesh, keep: Keep | None):
@@ -194,25 +202,30 @@ def make_prefill(config: config_lib.ModelConfig, mesh: Mesh, keep: Keep | None):
 
   def local(params, store, tokens, start, row):
     gathered = jax.tree.map(lambda x: x.at[row].get(mode="clip"), store)
-    positions = start[:, None] + jnp.arange(tokens.shape[1])
-    _, _, updated = forward(config, keep, params, gathered, tokens, positions)
+    at = start[:, None] + jnp.arange(tokens.shape[1])
+    _, states, kv = forward(config, keep, params, gathered.kv, tokens, at)
+    kept = gathered.features
+    if kept is not None:
+      b = jnp.arange(tokens.shape[0])[:, None]
+      kept = kept.at[b, at].set(states.astype(kept.dtype), mode="drop")
+    updated = Context(kv, kept)
     return jax.tree.map(lambda x, y: x.at[row].set(y, mode="drop"), store, updated)
 
   return jax.jit(
     per_slice(mesh, local, 5, replicated=(0,)),
     donate_argnums=1,
-    out_shardings=context_shardings(mesh, config, keep),
+    out_shardings=_shardings(abstract_store(mesh, config, 1, 1, keep)),
   )
 
 
 def make_admit(config: config_lib.ModelConfig, mesh: Mesh, keep: Keep | None):
-  """(context, store, row i32[B]) -> context.
+  """(kv, features, store, row i32[B]) -> kv, features.
 
-  Rows whose `row` is not negative take over that row of the prompt store; the
-  others stay as they are (donated).
+  Slots whose `row` is not negative take over that row of the prompt store; the others
+  stay as they are. KV and features are donated.
   """
 
-  def local(context, store, row):
+  def local(kv, features, store, row):
     taken = row >= 0
 
     def copy(old, stored, axis):
@@ -225,20 +238,21 @@ def make_admit(config: config_lib.ModelConfig, mesh: Mesh, keep: Keep | None):
         old, jnp.where(mask, prompt, head), 0, axis
       )
 
-    return Context(
-      kv=tuple(
-        jax.tree.map(copy, old, stored, cache_lib.SLOT_AXIS)
-        for old, stored in zip(context.kv, store.kv, strict=True)
-      ),
-      features=None
-      if store.features is None
-      else copy(context.features, store.features, 1),
+    kv = tuple(
+      jax.tree.map(copy, old, stored, cache_lib.SLOT_AXIS)
+      for old, stored in zip(kv, store.kv, strict=True)
     )
+    if features is not None:
+      nowhere = features.page.shape[1] * features_lib.PAGE
+      at = jnp.where(taken[:, None], jnp.arange(store.features.shape[1]), nowhere)
+      features = features.write(at, store.features[jnp.maximum(row, 0)])
+    return kv, features
 
+  slots = slots_shardings(mesh, config, keep)
   return jax.jit(
-    per_slice(mesh, local, 3),
-    donate_argnums=0,
-    out_shardings=context_shardings(mesh, config, keep),
+    per_slice(mesh, local, 4),
+    donate_argnums=(0, 1),
+    out_shardings=(slots.kv, slots.features),
   )
 
 
@@ -286,7 +300,7 @@ def chunk(config: config_lib.ModelConfig, width: int, keep: Keep | None):
 
   def local(params, slots, n, seconds):
     emitted = nothing_emitted(slots, width, seconds)
-    rotations = layers.rotation(config, jnp.arange(slots.context.kv[0].length))
+    rotations = layers.rotation(config, jnp.arange(slots.kv[0].length))
 
     def running(carry):
       i, slots, _ = carry
@@ -318,8 +332,8 @@ def chunk(config: config_lib.ModelConfig, width: int, keep: Keep | None):
 def decode_step(config, keep, params, slots: Slots, rotations: layers.Rotation):
   """Draws one token for each slot; free slots stand still."""
   tokens, positions = slots.pending[:, None], slots.position[:, None]
-  args = (config, keep, params, slots.context, tokens, positions)
-  features, _, context = forward(*args, rotations=rotations)
+  args = (config, keep, params, slots.kv, tokens, positions)
+  features, states, kv = forward(*args, rotations=rotations)
   logits = target.Target(config).apply(
     {"params": params}, features[:, 0], method=target.Target.logits
   )
@@ -331,18 +345,18 @@ def decode_step(config, keep, params, slots: Slots, rotations: layers.Rotation):
       pending=jnp.where(live, drawn.token, slots.pending),
       position=slots.position + live,
       remaining=jnp.where(live & ~stopped, slots.remaining - 1, 0),
-      context=context,
+      kv=kv,
+      features=slots.features and slots.features.write(positions, states),
     ),
     drawn,
   )
 
 
-def make_resize(mesh: Mesh, slot_axis, shardings, move: bool):
-  """(tree, row i32[b], length) -> the chosen rows of every array, cut or filled up.
+def make_resize(mesh: Mesh, shardings, move: bool):
+  """(layer, row i32[b], length) -> the chosen rows of a layer's KV, cut or filled up.
 
   Rows are counted over all slices; -1 takes any. Without `move` every row stays on
-  its slice, and the program has no communication. New slots are zero; `slot_axis`
-  tells, per array, which axis counts them.
+  its slice, and the program has no communication. New slots are zero.
   """
 
   def resized(x, axis, row, length):
@@ -353,15 +367,16 @@ def make_resize(mesh: Mesh, slot_axis, shardings, move: bool):
     pad[axis] = (0, length - x.shape[axis])
     return jnp.pad(x, pad)
 
-  def resize(tree, row, length):
-    def across(tree, row):
-      return jax.tree.map(lambda x, a: resized(x, a, row, length), tree, slot_axis)
+  def resize(layer, row, length):
+    def across(layer, row):
+      of = lambda x, axis: resized(x, axis, row, length)
+      return jax.tree.map(of, layer, cache_lib.SLOT_AXIS)
 
-    def local(tree, row):
-      start = jax.lax.axis_index(axes.DATA) * jax.tree.leaves(tree)[0].shape[0]
-      return across(tree, row - start)
+    def local(layer, row):
+      start = jax.lax.axis_index(axes.DATA) * layer.k.shape[0]
+      return across(layer, row - start)
 
-    return (across if move else per_slice(mesh, local, 2))(tree, row)
+    return (across if move else per_slice(mesh, local, 2))(layer, row)
 
   return jax.jit(resize, static_argnames="length", out_shardings=shardings)
 
@@ -370,13 +385,10 @@ def make_programs(
   config: config_lib.ModelConfig, mesh: Mesh, width: int, keep: Keep | None, move: bool
 ) -> dict:
   """Every jitted function of a rollout, by name; see `rollout`."""
-  shardings = context_shardings(mesh, config, keep)
-  programs = {
+  return {
     "prefill": make_prefill(config, mesh, keep),
     "admit": make_admit(config, mesh, keep),
     "chunk": make_chunk(config, mesh, width, keep),
-    "resize": make_resize(mesh, cache_lib.SLOT_AXIS, shardings.kv[0], move),
+    "resize": make_resize(mesh, cache_shardings(mesh, config)[0], move),
+    "move_features": features_lib.make_move(mesh),
   }
-  if keep:
-    programs["resize_features"] = make_resize(mesh, 1, shardings.features, move)
-  return programs

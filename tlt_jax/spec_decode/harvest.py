@@ -93,24 +93,22 @@ class Harvest:
       self.spot.adapt(took > 1.15 * decoding_s)
     return min(took, 1.05 * decoding_s)
 
-  def store(self, bucket, slots: decode.Slots, finished: list[tuple]) -> None:
-    """Keeps the features of what has finished, as far as there is room.
-
-    Args:
-      finished: (slice, slot, request) each
-    """
+  def store(self, slots: decode.Slots, finished: list[int]) -> None:
+    """Keeps the features of requests that have finished, as far as there is room."""
     schedule, samples, spot = self.schedule, self.samples, self.spot
-    length = lambda f: schedule.position[f[2]]
-    slices, most = len(schedule.queues), spot.most_pieces(bucket)
-    pieces, count = np.zeros((slices, most, 5), np.int32), np.zeros((slices, 1), np.int32)
+    options, pages, slices = schedule.options, schedule.pages, len(schedule.queues)
+    most = spot.most_pieces(options.slots, options.max_length)
+    pieces = np.zeros((slices, most, 4 + pages.sizes.most), np.int32)
+    count = np.zeros((slices, 1), np.int32)
     # The longest first: then none makes room for one that follows.
-    for s, slot, i in sorted(finished, key=lambda f: (-length(f), f[2])):
+    for i in sorted(finished, key=lambda i: (-schedule.position[i], i)):
+      s, of_request = pages[i]
       for piece in spot.add(s, schedule.requests.prompt(i), samples.response(i)):
-        pieces[s, count[s, 0]] = slot, *piece
+        pieces[s, count[s, 0]] = *piece, *of_request
         count[s] += 1
     if count.any():
-      args = (spot.features, slots.context.features, *map(self._place, (pieces, count)))
-      spot.features = self._run("store", bucket, *args)
+      args = (spot.features, slots.features.data, *map(self._place, (pieces, count)))
+      spot.features = self._run("store", (), *args)
 
   def finish(self, params, rollout_s: float) -> None:
     """When the rollout is over: one slice alone trains for a share of its time.

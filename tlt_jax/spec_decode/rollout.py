@@ -26,6 +26,7 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft as draft_lib
+from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import harvest as harvest_lib
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode import requests as requests_lib
@@ -119,7 +120,7 @@ class Rollout:
     slots, store, state, predicted = None, None, None, []
     while not schedule.done:
       if store is None:
-        store = self._new_context(self.options.prompt_rows, self.options.max_prompt)
+        store = self._new_store()
       trains = harvest is not None and self._trains(schedule.bucket)
       schedule.begin_chunk(self._longest, *(harvest.long_chunk() if trains else ()))
       if schedule.bucket is None:
@@ -135,6 +136,7 @@ class Rollout:
             break
           store = self._prefill(params, store, prefills, requests)
           slots = self._admit(schedule, slots, store, admissions)
+        slots = slots.replace(features=self._paged(schedule, slots.features))
         if changed:
           state = None
           held = programs.live_bytes() + self.pool.temp_bytes
@@ -168,7 +170,7 @@ class Rollout:
         continue
       finished = self._book(schedule, samples, emitted, slots)
       if harvest:
-        harvest.store(bucket, slots, finished)
+        harvest.store(slots, finished)
       seconds = time.perf_counter() - began
       samples.chunks.append(
         requests_lib.Chunk(
@@ -227,9 +229,7 @@ class Rollout:
       self._get("train", (), *args)
       if self.spot.trainer.shadow:
         self._get("judge", (), params, draft_params, self.spot.state.params, rows)
-    store = decode.abstract_context(
-      self.mesh, self.config, o.prompt_rows, o.max_prompt, self._keep
-    )
+    store = self._abstract_store()
     row = lambda b: self._abstract(b, np.int32)
     self._get("prefill", (), params, store, *self._abstract_prefill())
     ready = []
@@ -237,36 +237,34 @@ class Rollout:
     for bucket in sorted(o.buckets, key=lambda b: (b.length, b.batch), reverse=True):
       chosen = dataclasses.replace(o, buckets=(*ready, bucket))
       admits = schedule_lib.Schedule.start(chosen, _NO_REQUESTS, 1).admitting
-      resizes = len(chosen.edges) * (2 if self._keep else 1)
-      each = 1 if self.spot is None else 2  # the chunk, and what stores features
-      total = each * (1 + len(chosen.buckets)) - 1 + len(admits) + resizes
+      total = 1 + len(chosen.buckets) + len(admits) + len(chosen.edges)
       if ready and not self.pool.has_room(total - len(self.pool)):
         logging.warning("no room for the programs of %d slots x %d tokens", *bucket)
         continue
       ready.append(bucket)
-      length = bucket.length + self._scratch
-      slots = decode.abstract_slots(
-        self.mesh, self.config, bucket.batch, length, stop_tokens, self._keep
-      )
+      slots = self._abstract_slots(bucket)
       one, seconds = np.int32(1), self._abstract(1, np.float32)
       self._compile_chunk(bucket, params, draft_params, None, (slots, one, seconds))
-      if self.spot is not None:
-        pieces = row(self.spot.most_pieces(bucket))
-        where = pieces.update(shape=(*pieces.shape, 5)), row(1)
-        self._get("store", bucket, self.spot.features, slots.context.features, *where)
       if bucket in admits:
-        self._get("admit", bucket, slots.context, store, row(bucket.batch))
+        args = (slots.kv, slots.features, store, row(bucket.batch))
+        self._get("admit", bucket, *args)
     self.options = dataclasses.replace(o, buckets=tuple(ready))
     for bucket in self.options.buckets if self.policy is not None else ():
       self._compile_speculation(params, draft_params, bucket)
     for start, goal in self.options.edges:
-      context = decode.abstract_context(
-        self.mesh, self.config, start.batch, start.length + self._scratch, self._keep
-      )
-      key, to = (*start, *goal), dict(length=goal.length + self._scratch)
-      self._get("resize", key, context.kv[0], row(goal.batch), **to)
-      if self._keep:
-        self._get("resize_features", key, context.features, row(goal.batch), **to)
+      length = goal.length + self._scratch
+      args = (self._abstract_slots(start).kv[0], row(goal.batch))
+      self._get("resize", (*start, *goal), *args, length=length)
+    if self._keep is None:
+      return
+    data, sizes = slots.features.data, self.options.features_sizes
+    if self.spot is not None:
+      pieces = row(self.spot.most_pieces(o.slots, o.max_length))
+      pieces = pieces.update(shape=(*pieces.shape, 4 + sizes.most))
+      self._get("store", (), self.spot.features, data, pieces, row(1))
+    if o.rebalance and self._slices > 1:
+      of_one = np.zeros(sizes.most, np.int32)
+      self._get("move_features", (), data, of_one, of_one)
 
   def _compile_chunk(self, bucket, params, draft_params, strategy, args):
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args)
@@ -296,10 +294,7 @@ class Rollout:
     """The programs of every strategy that may run in a bucket."""
     schedule = schedule_lib.Schedule.start(self.options, _NO_REQUESTS, 1)
     chosen = self._strategies(schedule, bucket)
-    slots = decode.abstract_slots(
-      *(self.mesh, self.config, bucket.batch, bucket.length + self._scratch),
-      *(self._stop_tokens, self._keep),
-    )
+    slots = self._abstract_slots(bucket)
     one, seconds = np.int32(1), self._abstract(1, np.float32)
     by_ngram = {s for s in chosen if s.source == strategy_lib.NGRAM}
     if by_ngram:
@@ -311,9 +306,9 @@ class Rollout:
       self._compile_chunk(bucket, params, (), s, args)
     chosen -= by_ngram
     if chosen:
-      features = slots.context.features
-      following = features.update(shape=features.shape[:2], dtype=np.int32)
-      args = (params, draft_params, features, following, slots.position)
+      position = slots.position
+      following = position.update(shape=(*position.shape, slots.kv[0].length))
+      args = (params, draft_params, slots.features, following, position)
       self._get("fill", bucket, *args)
       state = jax.eval_shape(self._programs["fill"], *args)
       shardings = speculate.state_shardings(self.mesh, self.drafter)
@@ -350,7 +345,7 @@ class Rollout:
     if self.spot is not None:
       draft_params = self.spot.params
     empty = schedule_lib.Schedule.start(self.options, _NO_REQUESTS, 1)
-    for bucket in self.options.buckets:
+    for bucket in filter(self.options.allows, self.options.buckets):
       chosen = self._strategies(empty, bucket)
       for strategy in (None, *sorted(chosen)) if chosen else ():
         with _unless_out_of_memory(bucket):
@@ -380,7 +375,7 @@ class Rollout:
     schedule.drawn[:] = bucket[1] - 1 - n
     slots = self._fit(schedule, None, schedule_lib.Bucket(*bucket))
     schedule.owner = np.arange(B, dtype=np.int32).reshape(schedule.owner.shape)
-    return schedule, self._new_slots(schedule, slots.context)
+    return schedule, self._new_slots(schedule, slots.kv, slots.features)
 
   def _get(self, name: str, key: tuple, *args, **static):
     key = (*key, self._stop_tokens)
@@ -484,13 +479,12 @@ class Rollout:
 
   def _fill(self, params, draft_params, schedule, slots, samples):
     """The drafter's state for all slots, from the features that were kept."""
-    shape = (*schedule.owner.shape, slots.context.features.shape[1])
-    following = np.zeros(shape, np.int32)
+    following = np.zeros((*schedule.owner.shape, slots.kv[0].length), np.int32)
     for s, slot in zip(*np.nonzero(schedule.owner >= 0), strict=True):
       i = schedule.owner[s, slot]
       known = np.concatenate([schedule.requests.prompt(i), samples.response(i)])
       following[s, slot, : len(known) - 1] = known[1:]
-    args = (slots.context.features, self._place(following), slots.position)
+    args = (slots.features, self._place(following), slots.position)
     return self._run("fill", schedule.bucket, params, draft_params, *args)
 
   def _corpus(self, schedule, samples):
@@ -546,8 +540,18 @@ class Rollout:
       timeline=[(0.0, [min(len(q), self.options.slots) for q in schedule.queues])],
     )
 
-  def _new_context(self, rows: int, length: int) -> decode.Context:
-    return decode.init_context(self.mesh, self.config, rows, length, self._keep)
+  def _abstract_store(self) -> decode.Context:
+    rows, length = self.options.prompt_rows, self.options.max_prompt
+    return decode.abstract_store(self.mesh, self.config, rows, length, self._keep)
+
+  def _new_store(self) -> decode.Context:
+    return decode.zeros(self._abstract_store())
+
+  def _abstract_slots(self, bucket) -> decode.Slots:
+    return decode.abstract_slots(
+      *(self.mesh, self.config, bucket.batch, bucket.length + self._scratch),
+      *(self._stop_tokens, self._keep, self.options.features_sizes),
+    )
 
   def _place(self, x: np.ndarray) -> jax.Array:
     return decode.place(self.mesh, x)
@@ -562,11 +566,13 @@ class Rollout:
     if slots is None:
       schedule.bucket = bucket
       schedule.owner = np.full((self._slices, bucket.batch), -1, np.int32)
-      length = bucket.length + self._scratch
-      return self._new_slots(schedule, self._new_context(bucket.batch, length))
+      empty = self._abstract_slots(bucket)
+      if empty.features is not None:
+        schedule.pages = features_lib.Pages(self._slices, self.options.features_sizes)
+      return self._new_slots(schedule, *decode.zeros((empty.kv, empty.features)))
     for goal in self.options.path(schedule.bucket, bucket):
       row = self._place(schedule.move(goal.batch))
-      kv, features = list(slots.context.kv), slots.context.features
+      kv, features = list(slots.kv), slots.features
       slots, key = None, (*schedule.bucket, *goal)
       length = goal.length + self._scratch
       for i in range(len(kv)):
@@ -574,15 +580,23 @@ class Rollout:
         # XLA's CPU devices can deadlock in collectives of several queued programs.
         kv[i] = self._run("resize", key, kv[i], row, length=length)
         jax.block_until_ready(kv[i])
-      if features is not None:
-        features = self._run("resize_features", key, features, row, length=length)
-        jax.block_until_ready(features)
       schedule.bucket = goal
-      slots = self._new_slots(schedule, decode.Context(tuple(kv), features))
+      slots = self._new_slots(schedule, tuple(kv), features)
     return slots
 
-  def _new_slots(self, schedule, context: decode.Context) -> decode.Slots:
-    """The slots' requests as the host knows them, with their context."""
+  def _paged(self, schedule, features) -> features_lib.Features | None:
+    """Kept features with the pages that the requests in slots have from now on."""
+    if features is None:
+      return None
+    data = features.data
+    for source, goal in schedule.assign_pages():
+      data = self._run("move_features", (), data, source, goal)
+      jax.block_until_ready(data)  # not queued either
+    page = self._place(schedule.pages.table(schedule.owner))
+    return features_lib.Features(data, page)
+
+  def _new_slots(self, schedule, kv, features) -> decode.Slots:
+    """The slots' requests as the host knows them, with their KV and features."""
     r, free = schedule.requests, schedule.owner < 0
     of = lambda x: self._place(x[np.where(free, 0, schedule.owner)])
     left = (r.max_tokens - schedule.drawn).astype(np.int32)
@@ -596,7 +610,8 @@ class Rollout:
           f.name: of(getattr(r, f.name)) for f in dataclasses.fields(sampling_lib.Sampling)
         }
       ),
-      context=context,
+      kv=kv,
+      features=self._paged(schedule, features),
     )
 
   def _prefill_shape(self) -> tuple[int, int, int]:
@@ -637,15 +652,12 @@ class Rollout:
       slot = int(np.argmax(schedule.owner[a.slice] < 0))
       schedule.owner[a.slice, slot] = a.request
       row[a.slice, slot] = a.row
-    args = (slots.context, store, self._place(row))
-    return self._new_slots(schedule, self._run("admit", schedule.bucket, *args))
+    features = self._paged(schedule, slots.features)
+    args = (slots.kv, features, store, self._place(row))
+    return self._new_slots(schedule, *self._run("admit", schedule.bucket, *args))
 
-  def _book(self, schedule, samples, emitted: decode.Emitted, slots) -> list[tuple]:
-    """Books what a chunk drew, and frees the slots of what has finished.
-
-    Returns:
-      (slice, slot, request) of these
-    """
+  def _book(self, schedule, samples, emitted: decode.Emitted, slots) -> list[int]:
+    """Books what a chunk drew, frees the slots of the requests that finished: these."""
     owner, finished = schedule.owner.reshape(-1), []
     samples.computed_tokens += int(emitted.steps.sum()) * schedule.bucket.batch
     if emitted.accepted is not None:
@@ -662,10 +674,10 @@ class Rollout:
         stopped = samples.tokens[i, start + count - 1] in schedule.requests.stop_tokens[i]
         samples.finish_reason[i] = requests_lib.STOP if stopped else requests_lib.LENGTH
         if samples.features is not None:
-          kept = slots.context.features[slot, : schedule.position[i]]
-          samples.features[i] = np.asarray(kept)
+          where = schedule.pages.where(int(i), int(schedule.position[i]))
+          samples.features[i] = np.asarray(slots.features.data[where])
         owner[slot] = -1
-        finished.append((*divmod(int(slot), schedule.bucket.batch), int(i)))
+        finished.append(int(i))
         if self._memory is not None:
           self._memory.add(schedule.requests.prompt(i), samples.response(i))
     return finished

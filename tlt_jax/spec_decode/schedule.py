@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax import programs
+from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import requests as requests_lib
 
 
@@ -62,7 +63,9 @@ class Options:
   prompt_rows: int = 8  # prompts whose KV is kept at a time
   prefill_rows: int = 8  # prompts per prefill call
   prefill_block: int = 128  # prompt tokens per prefill call
-  cache_tokens: int | None = None  # memory budget: tokens of all slots' KV
+  # Memory budget: tokens of all slots' KV. Kept features have room for as many, or for
+  # `slots` of the longest sequences.
+  cache_tokens: int | None = None
   budget: programs.Budget = programs.Budget()  # of what is compiled ahead of time
   memory_tokens: int = 2**20  # of earlier responses, kept for n-gram drafts
   memory_rows: int = 16  # of them that are looked at in a chunk
@@ -85,6 +88,15 @@ class Options:
     """Whether the memory budget has room for the KV of all its slots."""
     budget = self.cache_tokens
     return budget is None or bucket.batch * bucket.length <= budget
+
+  @property
+  def features_sizes(self) -> features_lib.Sizes:
+    """Pages for whatever runs in a bucket that is allowed."""
+    most = features_lib.pages_for(self.max_length)
+    pages = self.slots * most
+    if self.cache_tokens is not None:  # each slot's last page may be nearly empty
+      pages = min(pages, self.cache_tokens // features_lib.PAGE + self.slots)
+    return features_lib.Sizes(pages, most)
 
   def steps_from(self, bucket: Bucket) -> list[Bucket]:
     """The next buckets with fewer slots or more tokens: none lies in between."""
@@ -255,6 +267,7 @@ class Schedule:
   decide: Decisions
   excluded: set[Bucket] = dataclasses.field(default_factory=set)  # ran out of memory
   bucket: Bucket | None = None  # None while nothing runs
+  pages: features_lib.Pages | None = None  # of what runs, where features are kept
 
   @classmethod
   def start(
@@ -299,8 +312,12 @@ class Schedule:
 
   def need(self, requests) -> int:
     """Cache slots that these requests touch in one more chunk."""
-    end = np.minimum(self.position + self.tokens, self.total)
-    return int(np.max(end[requests], initial=1))
+    return int(np.max(self._end[requests], initial=1))
+
+  @property
+  def _end(self) -> np.ndarray:
+    """i32[B]: tokens of each request after one more chunk, at most."""
+    return np.minimum(self.position + self.tokens, self.total)
 
   def admit(self) -> tuple[list[Admission], list[Prefill]]:
     """Takes requests off the queues, and says which prompts must be prefilled.
@@ -436,7 +453,8 @@ class Schedule:
       s = int(np.argmax(self.live))
       if self.live[s] <= 1:
         raise MemoryError(
-          f"no allowed bucket holds one request of {self.need(running)} tokens"
+          f"no allowed bucket holds one request of {self.need(running)} tokens; lower "
+          "slots, or set cache_tokens, which kept features follow"
         )
       slot = min(
         np.flatnonzero(self.owner[s] >= 0),
@@ -482,6 +500,10 @@ class Schedule:
     elif self.options.rebalance:
       batch = -(-len(running) // len(self.queues))
     return self.choose(batch, longer) or self.choose(batch, length)
+
+  def assign_pages(self) -> list[np.ndarray]:
+    """Pages for what the slots' requests may have after a chunk; see `Pages.assign`."""
+    return self.pages.assign(self.owner, self._end)
 
   def move(self, batch: int) -> np.ndarray:
     """Moves the live requests into `batch` slots per slice.

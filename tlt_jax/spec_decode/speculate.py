@@ -77,25 +77,23 @@ def state_shardings(mesh: Mesh, drafter: drafter_lib.DrafterConfig):
 
 
 def make_fill(drafter: drafter_lib.DrafterConfig, mesh: Mesh, room: Room):
-  """(params, draft params, features f[B S E], following i32[B S], position i32[B])
-  -> DraftState.
+  """(params, draft params, Features, following i32[B S], position i32[B]) -> DraftState.
 
   Fills the drafter's cache from kept features; only keys and values are computed.
   `following[b, t]` is the token after token t.
   """
 
   def local(params, draft_params, features, following, position):
-    B, S, _ = features.shape
+    B, S = following.shape
     draft = draft_lib.Draft(drafter, params, draft_params, S)
     cache = drafter_lib.init_cache(drafter, B, S + room.drafter)
     block = min(_FILL_BLOCK, S)
 
     def step(i, cache):
       start = jnp.minimum(i * block, S - block)
-      part = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, 1)
+      tokens = jax.lax.dynamic_slice_in_dim(following, start, block, 1)
       at = jnp.broadcast_to(start + jnp.arange(block), (B, block))
-      h = draft.features(part(features))
-      k, v = draft.keys_values(h, part(following), at)
+      k, v = draft.keys_values(draft.features(features.read(at)), tokens, at)
       put = lambda x, y, axis: jax.lax.dynamic_update_slice_in_dim(
         x, y.astype(x.dtype), start, axis
       )
@@ -107,7 +105,7 @@ def make_fill(drafter: drafter_lib.DrafterConfig, mesh: Mesh, room: Room):
     pad = lambda x: jnp.pad(x, ((0, 0), (0, room.longest - 1)) + ((0, 0),) * (x.ndim - 2))
     return draft_lib.DraftState(
       cache=cache,
-      features=pad(jnp.take_along_axis(features, last[..., None], 1)),
+      features=pad(features.read(last)),
       tokens=pad(jnp.take_along_axis(following, last, 1)),
       count=jnp.minimum(position, 1),
     )
@@ -210,7 +208,7 @@ def chunk(config, drafter, tokens: int, strategy, room, kept, verification: str)
 
   def local(params, draft_params, slots, state, depth, n, limit, seconds):
     emitted = decode.nothing_emitted(slots, tokens, seconds, longest)
-    S = slots.context.kv[0].length
+    S = slots.kv[0].length
     rotations = layers.rotation(config, jnp.arange(S))
     draft = None if is_ngram else draft_lib.Draft(drafter, params, draft_params, S)
 
@@ -278,8 +276,7 @@ def verify_and_accept(
   """
   B, J = tree.tokens.shape
   is_chain = width == 1
-  context = slots.context
-  S = context.kv[0].length
+  S = slots.kv[0].length
   positions = slots.position[:, None] + tree.depth
   at = slots.position[:, None] + jnp.arange(J)
   if is_chain:
@@ -287,17 +284,8 @@ def verify_and_accept(
   else:
     below = tree_lib.ancestors(tree.parent)
     mask = tree_lib.attention_mask(below, slots.position, S)
-  features, states, seen = decode.forward(
-    config,
-    kept,
-    params,
-    decode.Context(context.kv, None),
-    tree.tokens,
-    positions,
-    mask,
-    at,
-    rotations,
-  )
+  args = (config, kept, params, slots.kv, tree.tokens, positions, mask, at, rotations)
+  features, states, kv = decode.forward(*args)
   logits = target.Target(config).apply(
     {"params": params}, features, method=target.Target.logits
   )
@@ -332,13 +320,6 @@ def verify_and_accept(
 
   states = jnp.take_along_axis(states, path[..., None], 1)
   slot = slots.position[:, None] + jnp.arange(longest)
-  b = jnp.arange(B)[:, None]
-  kept_features = context.features
-  if kept_features is not None:
-    kept_features = kept_features.at[b, slot].set(
-      states.astype(kept_features.dtype), mode="drop"
-    )
-  kv = seen.kv
   if not is_chain:  # the accepted path moves to where a sequence has its tokens
     source = slots.position[:, None] + path
     kv = tuple(cache_lib.move(layer, source, slot) for layer in kv)
@@ -346,7 +327,8 @@ def verify_and_accept(
     pending=jnp.where(live, last, slots.pending),
     position=slots.position + count,
     remaining=jnp.where(live & ~stopped, slots.remaining - count, 0),
-    context=decode.Context(kv, kept_features),
+    kv=kv,
+    features=slots.features and slots.features.write(slot, states),
   )
   return new, verify.Output(
     tokens=tokens, logp=logp, logp_filtered=logp_filtered, features=states, count=count

@@ -32,6 +32,7 @@ from tlt_jax.models import layers
 from tlt_jax.spec_decode import buffer as buffer_lib
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode import draft_loss
+from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import speculate
 
 
@@ -355,18 +356,19 @@ class Trainer:
     return jax.jit(mapped, out_shardings=shardings)
 
   def make_store(self):
-    """(buffer f[M L E], features f[B S E], i32[P 5], count i32[slices]) -> buffer.
+    """(buffer f[M L E], features f[N E], i32[p 4+P], count i32[slices]) -> buffer.
 
-    Copies pieces of the slots' features into the buffer (donated): slot, and where as in
-    `buffer.Piece`; the first `count` of P.
+    Copies pieces of sequences into the buffer (donated): where as in `buffer.Piece`, and
+    the pages of the sequence's features (`features.Pages`); the first `count` of p.
     """
 
-    def local(kept, features, pieces, count):
+    def local(kept, data, pieces, count):
       at = jnp.arange(kept.shape[1])
 
       def put(i, kept):
-        slot, row, offset, start, size = pieces[i]
-        new = features[slot].at[at - offset + start].get(mode="clip")
+        row, offset, start, size = pieces[i, :4]
+        of = features_lib.Features(data, pieces[i, None, 4:])
+        new = of.read((at - offset + start)[None])[0]
         inside = (at >= offset) & (at < offset + size)
         return kept.at[row].set(jnp.where(inside[:, None], new, kept[row]))
 
@@ -520,9 +522,9 @@ class Spot:
     self._table = self._order = None
     return self.buffer.add(s, prompt, response)
 
-  def most_pieces(self, bucket) -> int:
-    """What the slots of a bucket can hold, if all are full."""
-    return bucket.batch * self.buffer.most_pieces(bucket.length)
+  def most_pieces(self, slots: int, length: int) -> int:
+    """What so many slots can hold, if all are full."""
+    return slots * self.buffer.most_pieces(length)
 
   def count(self, micro_batches) -> None:
     """Counts what each slice has trained on; other rows are next."""
