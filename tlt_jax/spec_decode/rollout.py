@@ -223,21 +223,27 @@ class Rollout:
       stop_tokens: E, stop tokens per request (`Requests.stop_tokens`)
     """
     o, self._stop_tokens = self.options, stop_tokens
+    store, row = self._abstract_store(), lambda b: self._abstract(b, np.int32)
+    self._get("prefill", (), params, store, *self._abstract_prefill())
+    features = self._abstract_slots(o.buckets[0]).features
+    if features is not None and o.rebalance and self._slices > 1:
+      of_one = np.zeros(o.features_sizes.most, np.int32)
+      self._get("move_features", (), features.data, of_one, of_one)
     if self.spot is not None:
       draft_params, rows = self.spot.params, self.spot.rows()
       args = (params, self.spot.state, self.spot.pending, rows, np.int32(1))
       self._get("train", (), *args)
       if self.spot.trainer.shadow:
         self._get("judge", (), params, draft_params, self.spot.state.params, rows)
-    store = self._abstract_store()
-    row = lambda b: self._abstract(b, np.int32)
-    self._get("prefill", (), params, store, *self._abstract_prefill())
-    ready = []
+      pieces = row(self.spot.most_pieces(o.slots, o.max_length))
+      pieces = pieces.update(shape=(*pieces.shape, 4 + o.features_sizes.most))
+      self._get("store", (), self.spot.features, features.data, pieces, row(1))
+    ready, whatever = [], len(self.pool)  # programs, whatever the bucket
     # The largest first: it can stand in for every other.
     for bucket in sorted(o.buckets, key=lambda b: (b.length, b.batch), reverse=True):
       chosen = dataclasses.replace(o, buckets=(*ready, bucket))
       admits = schedule_lib.Schedule.start(chosen, _NO_REQUESTS, 1).admitting
-      total = 1 + len(chosen.buckets) + len(admits) + len(chosen.edges)
+      total = whatever + len(chosen.buckets) + len(admits) + len(chosen.edges)
       if ready and not self.pool.has_room(total - len(self.pool)):
         logging.warning("no room for the programs of %d slots x %d tokens", *bucket)
         continue
@@ -255,16 +261,6 @@ class Rollout:
       length = goal.length + self._scratch
       args = (self._abstract_slots(start).kv[0], row(goal.batch))
       self._get("resize", (*start, *goal), *args, length=length)
-    if self._keep is None:
-      return
-    data, sizes = slots.features.data, self.options.features_sizes
-    if self.spot is not None:
-      pieces = row(self.spot.most_pieces(o.slots, o.max_length))
-      pieces = pieces.update(shape=(*pieces.shape, 4 + sizes.most))
-      self._get("store", (), self.spot.features, data, pieces, row(1))
-    if o.rebalance and self._slices > 1:
-      of_one = np.zeros(sizes.most, np.int32)
-      self._get("move_features", (), data, of_one, of_one)
 
   def _compile_chunk(self, bucket, params, draft_params, strategy, args):
     name, args = self._chunk_program(strategy, bucket, params, draft_params, args)
