@@ -156,13 +156,18 @@ def test_features_are_those_of_a_forward_pass(page, options, monkeypatch):
   requests = tiny.requests(3, 4)
   options = dict(buckets=((24, 16), (2, 64), (1, 96))) | options
   samples = run(requests, 2, features=True, **options)
-  for i in range(len(requests)):
-    prompt = requests.prompts[requests.prompt_idx[i]]
-    tokens = np.concatenate([prompt, samples.response(i)])[None, :-1]
-    features, _ = target.Target(tiny.CONFIG).apply(
-      {"params": tiny.params()}, tokens, np.arange(tokens.shape[1])[None]
+  tokens = np.zeros((len(requests), OPTIONS.max_length), np.int32)
+  for i, row in enumerate(tokens):
+    known = np.concatenate([requests.prompt(i), samples.response(i)])
+    row[: len(known)] = known
+  at = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+  run_target = jax.jit(target.Target(tiny.CONFIG).apply)
+  features, _ = run_target({"params": tiny.params()}, tokens, at)
+  for i, kept in enumerate(samples.features):
+    assert len(kept) == requests.total_length[i] - requests.max_tokens[i] + (
+      samples.length[i] - 1
     )
-    np.testing.assert_allclose(samples.features[i], features[0], atol=1e-5)
+    np.testing.assert_allclose(kept, features[i, : len(kept)], atol=1e-5)
 
 
 def test_a_prompt_is_prefilled_once():

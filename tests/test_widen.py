@@ -1,58 +1,56 @@
-"""The larger policy of benchmarks is the smaller one, and so is its drafter."""
+"""The larger policy of benchmarks computes what the smaller one does; so its drafter."""
 
-import dataclasses
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import widen
-from tests import tiny
+from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import drafter_files
 from tlt_jax.models import layers
 from tlt_jax.models import target
 
-TIMES = 3
-TOKENS = jnp.arange(12)[None] * 5
-POSITIONS = jnp.arange(12)[None]
+ROOT = pathlib.Path(__file__).parents[1]
+POLICY, DRAFTER = "experiments/policies/countdown", "experiments/drafters/countdown"
+TIMES, T = 2, 12
 
 
-def run_target(config, params):
-  features, _ = target.Target(config).apply({"params": params}, TOKENS, POSITIONS)
-  logits = target.Target(config).apply(
-    {"params": params}, features, method=target.Target.logits
-  )
-  return features, logits
+def run(policy, drafter):
+  """Features and logits of the policy, and of the drafter that reads these features."""
+  config, params = convert.load_hf(policy)
+  tokens, at = jnp.arange(T)[None], jnp.arange(T)[None]
+
+  @jax.jit
+  def run_target(params):
+    model = target.Target(config)
+    features, _ = model.apply({"params": params}, tokens, at)
+    apply = dict(method=target.Target.logits)
+    return features, model.apply({"params": params}, features, **apply)
+
+  features, logits = run_target(params)
+  drafter_config, draft_params = drafter_files.load(drafter, config)
+
+  @jax.jit
+  def run_drafter(params, draft_params, features):
+    drafter = drafter_lib.Drafter(drafter_config)
+    by, mask = layers.rotation(config, at), jnp.tril(jnp.ones((1, T, T), bool))
+    of = {"params": draft_params}
+    h, _ = drafter.apply(of, params, features, tokens, by, mask)
+    return h, drafter.apply(of, params, h, method=drafter_lib.Drafter.logits)
+
+  return features, logits, *run_drafter(params, draft_params, features)
 
 
-def run_drafter(config, params, target_params, features):
-  module = drafter_lib.Drafter(config)
-  mask = jnp.tril(jnp.ones((1, 12, 12), bool))
-  by = layers.rotation(config.layer, POSITIONS)
-  h, _ = module.apply({"params": params}, target_params, features, TOKENS, by, mask)
-  logits = module.apply(
-    {"params": params}, target_params, h, method=drafter_lib.Drafter.logits
-  )
-  return h, logits
-
-
-def test_larger_models_compute_the_same():
-  small, params = tiny.CONFIG, tiny.params()
-  model = widen.larger(small, small.num_layers + 1, TIMES)
-  wide = widen.embed(params, target.init_params(model, jax.random.key(1)), TIMES)
-  features, logits = run_target(small, params)
-  wide_features, wide_logits = run_target(model, wide)
-  assert wide_features.shape[-1] == TIMES * small.width
-  np.testing.assert_allclose(wide_features[..., : small.width], features, atol=1e-4)
-  np.testing.assert_array_equal(wide_features[..., small.width :], 0)
-  np.testing.assert_allclose(wide_logits, logits, atol=1e-3)
-
-  drafter, draft_params = tiny.DRAFTERS["eagle2"], tiny.draft_params("eagle2", 1)
-  one = dataclasses.replace(drafter, layer=widen.padded(drafter.layer, TIMES))
-  random = drafter_lib.init_params(one, jax.random.key(2))
-  wide_params = widen.embed(draft_params, random, TIMES, parts=2)
-  assert wide_params["mlp"]["up_proj"].shape[-1] == drafter.layer.mlp_width
-  h, logits = run_drafter(drafter, draft_params, params, features)
-  wide_h, wide_logits = run_drafter(one, wide_params, wide, wide_features)
-  np.testing.assert_allclose(wide_h[..., : small.width], h, atol=1e-4)
-  np.testing.assert_allclose(wide_logits, logits, atol=1e-3)
+def test_larger_models_compute_the_same(tmp_path):
+  widen = [sys.executable, "-m", "experiments.widen", f"--times={TIMES}", "--layers=9"]
+  subprocess.run([*widen, f"--workdir={tmp_path}"], cwd=ROOT, check=True)
+  small = run(ROOT / POLICY, ROOT / DRAFTER)
+  wide = run(tmp_path / "policy", tmp_path / "drafter")
+  for a, b in zip(small, wide, strict=True):
+    assert b.shape[-1] in (a.shape[-1], TIMES * a.shape[-1])
+    np.testing.assert_allclose(b[..., : a.shape[-1]], a, rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(b[..., a.shape[-1] :], 0)
