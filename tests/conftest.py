@@ -29,8 +29,11 @@ def pytest_configure(config):
     os.environ["JAX_PLATFORMS"] = "cpu"
     # With programs queued ahead, devices that outnumber the cores can deadlock.
     os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
-    flag = f"--xla_force_host_platform_device_count={_NUM_DEVICES}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    flags = [
+      f"--xla_force_host_platform_device_count={_NUM_DEVICES}",
+      "--xla_llvm_disable_expensive_passes=true",  # what runs seconds compiles longer
+    ]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 
 def pytest_collection_modifyitems(config, items):
