@@ -136,11 +136,12 @@ class Rollout:
             break
           store = self._prefill(params, store, prefills, requests)
           slots = self._admit(schedule, slots, store, admissions)
-        slots = slots.replace(features=self._paged(schedule, slots.features))
         if changed:
           state = None
           held = programs.live_bytes() + self.pool.temp_bytes
           samples.peak_bytes = max(samples.peak_bytes, held)
+        else:  # new slots have them already
+          slots = slots.replace(features=self._paged(schedule, slots.features))
         if harvest and self._trains(bucket):
           harvest.measure(params)
         if self.spot is not None:
