@@ -41,7 +41,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     chunk=64,
     budget=dict(programs=None, compile_s=None),
   )
+  # Fewer rows for few responses: an empty row costs as much as a full one.
+  packed = tuple((rows // 2, length) for rows, length in config.learner.buckets)
   if cap > 1024:
     config.sampling.max_tokens = cap
-    config.learner.buckets = (*config.learner.buckets, (2, longest))
+    packed = (*packed, (2, longest))
+  config.learner.buckets = packed
   return config
