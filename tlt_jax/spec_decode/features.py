@@ -105,9 +105,9 @@ class Pages:
     return s, row
 
   def where(self, request: int, tokens: int) -> np.ndarray:
-    """i32[tokens]: where its first tokens are, counted over all slices."""
+    """i32[n]: where its first tokens are, up to the end of a page; over all slices."""
     s, row = self[request]
-    at = np.arange(tokens)
+    at = np.arange(pages_for(tokens) * PAGE)
     return (s * self.sizes.pages + row[at // PAGE]) * PAGE + at % PAGE
 
   def assign(self, owner: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:

@@ -671,8 +671,9 @@ class Rollout:
         stopped = samples.tokens[i, start + count - 1] in schedule.requests.stop_tokens[i]
         samples.finish_reason[i] = requests_lib.STOP if stopped else requests_lib.LENGTH
         if samples.features is not None:
-          where = schedule.pages.where(int(i), int(schedule.position[i]))
-          samples.features[i] = np.asarray(slots.features.data[where])
+          known = int(schedule.position[i])
+          where = schedule.pages.where(int(i), known)  # whole pages: of few shapes
+          samples.features[i] = np.asarray(slots.features.data[where])[:known]
         owner[slot] = -1
         finished.append(int(i))
         if self._memory is not None:

@@ -214,23 +214,27 @@ class Trainer:
   def keep(self) -> decode.Keep:
     return speculate.keep(self.drafter, train=True)
 
-  def _loss(self, target_params) -> Callable:
-    """(draft params, packed, features) -> its sum over a micro-batch, sums of metrics."""
-    rotations = layers.rotation(self.drafter.layer, jnp.arange(self.longest))
+  def _rotations(self) -> layers.Rotation:
+    """Of all positions, for the loops over micro-batches."""
+    return layers.rotation(self.drafter.layer, jnp.arange(self.longest))
+
+  def _loss(self, params, target_params, rotations, packed, kept):
+    """Its sum over a micro-batch, and sums of metrics."""
     E = self.drafter.feature_width
+    states = kept[..., :E]
+    features = kept[..., E:] if self.drafter.taps else states
+    args = (params, target_params, packed, features, states, rotations)
+    return draft_loss.loss(self.loss, self.drafter, self.config, *args)
 
-    def loss(params, packed, kept):
-      states = kept[..., :E]
-      features = kept[..., E:] if self.drafter.taps else states
-      args = (params, target_params, packed, features, states, rotations)
-      return draft_loss.loss(self.loss, self.drafter, self.config, *args)
-
-    return loss
+  @functools.cached_property
+  def _value_and_grad(self) -> Callable:
+    """Of `_loss`. Jitted, so that it is traced once for all the programs that train."""
+    return jax.jit(jax.value_and_grad(self._loss, has_aux=True))
 
   def accumulate(self, target_params, params, rows: Rows, most, total):
     """Adds `most` micro-batches of this slice to sums of value, metrics and gradients."""
-    params, loss = _apart(params), self._loss(target_params)
-    one = lambda i: jax.value_and_grad(loss, has_aux=True)(params, *rows.micro_batch(i))
+    args = (_apart(params), target_params, self._rotations())
+    one = lambda i: self._value_and_grad(*args, *rows.micro_batch(i))
     return _sum(one, most, total)
 
   def train(self, target_params, state, pending, rows: Rows, most, mine, per_update):
@@ -343,8 +347,8 @@ class Trainer:
     """
 
     def local(target_params, params, others, rows):
-      loss = self._loss(target_params)
-      value = lambda params, i: loss(params, *rows.row(i))[0]
+      args = (target_params, self._rotations())
+      value = lambda params, i: self._loss(params, *args, *rows.row(i))[0]
       both = lambda i: jnp.stack([value(params, i), value(others, i)])
       zeros = decode.varying(jnp.zeros(2, jnp.float32))
       old, new = jax.lax.psum(_sum(both, self.shadow, zeros), axes.DATA)
