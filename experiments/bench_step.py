@@ -48,6 +48,9 @@ _WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: no second t
 _LENGTHS = flags.DEFINE_enum(
   "lengths", "own", ["own", "log-normal"], "Of responses; the trace has a median of 100."
 )
+_SLICES = flags.DEFINE_integer(
+  "slices", 2, "On a CPU; of more than it has cores only counts mean anything.", 1
+)
 SIDES = ("plain", "tlt", "frozen", "ngram")
 _REBALANCE = "+rebalance"
 _SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare; plain first.")
@@ -279,7 +282,8 @@ def main():
     raise ValueError(f"--sides starts with plain, not {_SIDES.value[:1]}")
   for side in {side.removesuffix(_REBALANCE) for side in _SIDES.value} - set(SIDES):
     strategy.parse(side)
-  config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
+  folder = pathlib.Path(tempfile.mkdtemp())
+  config = setup.start(folder, _CONFIG.value, cpu_slices=_SLICES.value)
   pinned = workload(config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   targets = {"default": config}
