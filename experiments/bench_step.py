@@ -49,7 +49,8 @@ _LENGTHS = flags.DEFINE_enum(
   "lengths", "own", ["own", "log-normal"], "Of responses; the trace has a median of 100."
 )
 _SLICES = flags.DEFINE_integer(
-  "slices", 2, "On a CPU; of more than it has cores only counts mean anything.", 1
+  *("slices", 2, "On a CPU; of more than it has cores only counts mean anything."),
+  lower_bound=1,
 )
 SIDES = ("plain", "tlt", "frozen", "ngram")
 _REBALANCE = "+rebalance"
@@ -282,8 +283,8 @@ def main():
     raise ValueError(f"--sides starts with plain, not {_SIDES.value[:1]}")
   for side in {side.removesuffix(_REBALANCE) for side in _SIDES.value} - set(SIDES):
     strategy.parse(side)
-  folder = pathlib.Path(tempfile.mkdtemp())
-  config = setup.start(folder, _CONFIG.value, cpu_slices=_SLICES.value)
+  workdir = pathlib.Path(tempfile.mkdtemp())
+  config = setup.start(workdir, _CONFIG.value, cpu_slices=_SLICES.value)
   pinned = workload(config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   targets = {"default": config}
