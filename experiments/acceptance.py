@@ -6,7 +6,7 @@ import rich.console
 import rich.table
 
 from experiments import setup
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 def measure(

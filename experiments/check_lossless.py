@@ -23,8 +23,8 @@ import numpy as np
 from experiments import setup
 from tlt_jax import axes
 from tlt_jax.models import convert
-from tlt_jax.spec_decode import compare
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder; default: the config's.")

@@ -23,8 +23,8 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
-from tlt_jax.spec_decode import requests as requests_lib
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=True)

@@ -27,12 +27,12 @@ from tlt_jax.models import drafter_files
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
 from tlt_jax.rl import sample
-from tlt_jax.spec_decode import adaptive
-from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode import schedule
-from tlt_jax.spec_decode import spot
-from tlt_jax.spec_decode import strategy
+from tlt_jax.spec_decode.rollout import schedule
+from tlt_jax.spec_decode.speculation import adaptive
+from tlt_jax.spec_decode.speculation import strategy
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import spot
 
 _COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
 _TOKENIZER_FILES = (

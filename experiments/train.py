@@ -25,7 +25,7 @@ from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
-from tlt_jax.spec_decode import adaptive
+from tlt_jax.spec_decode.speculation import adaptive
 
 _CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")

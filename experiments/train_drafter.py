@@ -22,9 +22,9 @@ from tlt_jax import checkpoint
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
-from tlt_jax.rl import draft_learner
 from tlt_jax.rl import optimizer
-from tlt_jax.spec_decode import draft_loss
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import offline as draft_learner
 
 _CONFIG = setup.config_flag("experiments/configs/drafter.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")

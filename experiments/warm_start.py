@@ -19,10 +19,10 @@ from tlt_jax import checkpoint
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import target
-from tlt_jax.rl import countdown
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import supervised
+from tlt_jax.tasks import countdown
 
 _CONFIG = setup.config_flag("experiments/configs/warm_start.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/warm_start", "Where everything goes.")

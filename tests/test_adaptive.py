@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tlt_jax.spec_decode import adaptive
-from tlt_jax.spec_decode import compare
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode import schedule as schedule_lib
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import adaptive
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 CHAIN, LONG, TREE = map(strategy_lib.parse, ("2_1_3", "5_1_6", "3_2_6"))
 ARMS = ((4, (None, CHAIN, LONG)), (16, (None, CHAIN)))

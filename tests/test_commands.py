@@ -27,7 +27,7 @@ from tlt_jax import metrics
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import target
-from tlt_jax.rl import countdown
+from tlt_jax.tasks import countdown
 
 ROOT = pathlib.Path(__file__).parents[1]
 COUNTDOWN = dataclasses.replace(tiny.CONFIG, vocab_size=24)
@@ -281,8 +281,8 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
   [
     ({"tensor_parallel": 3}, "over 3 devices does not divide the 2 devices"),
     ({"algorithm.name": "grpoo"}, "no RL algorithm 'grpoo'"),
-    ({"reward": "tlt_jax.rl.countdown.scor"}, "did you mean 'score'"),
-    ({"prompts.source": "tlt_jax.rl.countdown.Problem"}, "cannot be imported.*Problem"),
+    ({"reward": "tlt_jax.tasks.countdown.scor"}, "did you mean 'score'"),
+    ({"prompts.source": "tlt_jax.tasks.countdown.Problem"}, "cannot be imported.*Problem"),
     ({"prompts.split": "trian"}, "split must be 'train' or 'held_out', got 'trian'"),
     ({"policy": "nowhere"}, "nowhere: no such folder; download"),
     ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
@@ -498,7 +498,7 @@ def test_whole_steps_are_compared_side_by_side(home):
   arms = {"drafter": "", "strategies": "((9,('off','ngram_3')),)"}
   result = succeed(
     run(
-      *(home, "bench_step", *tiny_run(home, *arms.items())),
+      *(home, "bench.step", *tiny_run(home, *arms.items())),
       *("--sides=plain,plain+rebalance,ngram,ngram_3", "--lengths=log-normal"),
       *("--steps=2", "--warm_up=1"),
     )

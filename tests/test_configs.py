@@ -26,15 +26,15 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import draft_learner
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
 from tlt_jax.rl import supervised
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import draft_loss
-from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import offline as draft_learner
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "configs"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tlt_jax import data
-from tlt_jax.rl import countdown
+from tlt_jax.tasks import countdown
 
 PROMPT = "14 12 11>22:"
 SOLVED = "14+12=26,26-11=15;14-12=2,11+2=13;11*2=22!\n"

@@ -19,14 +19,14 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import layers
 from tlt_jax.models import target
-from tlt_jax.rl import draft_learner
 from tlt_jax.rl import optimizer
-from tlt_jax.spec_decode import compare
-from tlt_jax.spec_decode import draft as draft_lib
-from tlt_jax.spec_decode import draft_loss
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode import sampling as sampling_lib
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import offline as draft_learner
 
 VOCAB = tuple(range(1, 64, 2))
 CONFIGS = tiny.DRAFTERS | {

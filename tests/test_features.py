@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from tlt_jax import axes
-from tlt_jax.spec_decode import features as features_lib
+from tlt_jax.spec_decode.decoding import pages as features_lib
 
 SLICES, BATCH, WIDTH = 2, 3, 4
 SIZES = features_lib.Sizes(pages=9, most=3)  # all slots at their longest

@@ -19,14 +19,14 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import layers
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import draft as draft_lib
-from tlt_jax.spec_decode import draft_loss
-from tlt_jax.spec_decode import features as features_lib
-from tlt_jax.spec_decode import sampling
-from tlt_jax.spec_decode import speculate
-from tlt_jax.spec_decode import spot as spot_lib
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import sampling
+from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import speculate
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as KV
 ENTRY = "ENTRY"

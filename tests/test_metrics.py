@@ -10,7 +10,7 @@ import pytest
 
 from experiments import plot
 from tlt_jax import metrics
-from tlt_jax.spec_decode import requests
+from tlt_jax.spec_decode.decoding import requests
 
 
 def chunk(start_s=0.0, **changes):

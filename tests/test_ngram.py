@@ -8,9 +8,9 @@ import pytest
 
 from tests import tiny
 from tlt_jax import axes
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode import verify
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.speculation import ngram
+from tlt_jax.spec_decode.speculation import verify
 
 _propose = jax.jit(ngram.propose, static_argnames="size")
 _append = jax.jit(ngram.append)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tlt_jax.spec_decode import noise
+from tlt_jax import noise
 
 AXES = ("seed", "request", "position", "token")
 EULER = 0.5772156649

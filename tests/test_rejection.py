@@ -16,12 +16,12 @@ from scipy import stats
 
 from tests import test_sampling
 from tests import tiny
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode import rejection
-from tlt_jax.spec_decode import sampling
-from tlt_jax.spec_decode import tree as tree_lib
-from tlt_jax.spec_decode import verify
+from tlt_jax import noise
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import sampling
+from tlt_jax.spec_decode.speculation import rejection
+from tlt_jax.spec_decode.speculation import tree as tree_lib
+from tlt_jax.spec_decode.speculation import verify
 
 V, LENGTH, DRAWS, START = 5, 3, 200_000, 40
 OFF = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

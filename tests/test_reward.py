@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.rl import countdown
-from tlt_jax.rl import gsm8k
 from tlt_jax.rl import reward
+from tlt_jax.tasks import countdown
+from tlt_jax.tasks import gsm8k
 
 GSM8K = pathlib.Path(__file__).parents[1] / "../shared/data/gsm8k/test.jsonl"
 
 
 def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
   """In this package and in the user's."""
-  assert reward.make("tlt_jax.rl.countdown.score") is countdown.score
+  assert reward.make("tlt_jax.tasks.countdown.score") is countdown.score
   (tmp_path / "mine_reward.py").write_text(
     "def length(prompt, response, answer):\n  return len(response)\n"
     "def two(prompt, response):\n  return 0\n"
@@ -36,10 +36,10 @@ def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
   "path, message",
   [
     ("score", "package.module.function"),
-    ("tlt_jax.rl.countdown.scores", "no function 'scores'; did you mean 'score'"),
-    ("tlt_jax.rl.countdwon.score", "no module .*; did you mean 'countdown'"),
-    ("tlt_jacks.rl.countdown.score", "did you mean 'tlt_jax'"),
-    ("tlt_jax.rl.countdown.STOP", "no function 'STOP'"),
+    ("tlt_jax.tasks.countdown.scores", "no function 'scores'; did you mean 'score'"),
+    ("tlt_jax.tasks.countdwon.score", "no module .*; did you mean 'countdown'"),
+    ("tlt_jacks.tasks.countdown.score", "did you mean 'tlt_jax'"),
+    ("tlt_jax.tasks.countdown.STOP", "no function 'STOP'"),
   ],
 )
 def test_a_mistyped_path_names_the_nearest(path, message):

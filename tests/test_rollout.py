@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tlt_jax.spec_decode import compare
-from tlt_jax.spec_decode import features as features_lib
-from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import compare
 
 OPTIONS = rollout.Options(
   max_length=64, max_prompt=12, slots=24, chunk=8, prompt_rows=4, prefill_rows=4

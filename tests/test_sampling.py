@@ -16,8 +16,8 @@ from scipy import stats
 
 from tests import tiny
 from tlt_jax import axes
-from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode import sampling
+from tlt_jax import noise
+from tlt_jax.spec_decode.decoding import sampling
 
 OFF = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 CASES = {

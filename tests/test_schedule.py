@@ -5,9 +5,9 @@ import pytest
 
 from tests import tiny
 from tlt_jax import programs
-from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode import schedule as schedule_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 
 Bucket = schedule_lib.Bucket
 LADDER = ((8, 16), (8, 32), (4, 32), (4, 64), (2, 64))

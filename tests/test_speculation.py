@@ -16,11 +16,11 @@ from tlt_jax import data
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.models import target
-from tlt_jax.spec_decode import compare
-from tlt_jax.spec_decode import draft as draft_lib
-from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 OPTIONS = rollout.Options(**tiny.SIZES, slots=32, chunk=16, buckets=((8, 96),))
 CHAIN = strategy_lib.Strategy(depth=4, width=1, verify=9)

@@ -13,15 +13,15 @@ import pytest
 from tests import tiny
 from tlt_jax.rl import grpo
 from tlt_jax.rl import learner as learner_lib
-from tlt_jax.spec_decode import buffer as buffer_lib
-from tlt_jax.spec_decode import compare
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import draft_loss
-from tlt_jax.spec_decode import features as features_lib
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode import schedule as schedule_lib
-from tlt_jax.spec_decode import spot as spot_lib
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import buffer as buffer_lib
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 OPTIONS = rollout.Options(**tiny.SIZES, slots=16, chunk=8, buckets=((4, 96),))
 CHAIN = strategy_lib.Strategy(depth=3, width=1, verify=4)

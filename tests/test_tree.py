@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.spec_decode import tree
+from tlt_jax.spec_decode.speculation import tree
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def run(policy, drafter):
 
 
 def test_larger_models_compute_the_same(tmp_path):
-  widen = [sys.executable, "-m", "experiments.widen", f"--times={TIMES}", "--layers=9"]
+  widen = [sys.executable, "-m", "experiments.bench.widen", "--layers=9"]
+  widen.append(f"--times={TIMES}")
   subprocess.run([*widen, f"--workdir={tmp_path}"], cwd=ROOT, check=True)
   small = run(ROOT / POLICY, ROOT / DRAFTER)
   wide = run(tmp_path / "policy", tmp_path / "drafter")

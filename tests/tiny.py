@@ -9,7 +9,7 @@ from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
 from tlt_jax.models import target
-from tlt_jax.spec_decode import requests as requests_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
 
 CONFIG = config_lib.ModelConfig(
   architecture="Qwen3ForCausalLM",

@@ -55,21 +55,21 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       # "source" is a dotted name, called with the other entries
       prompts=dict(
-        source="tlt_jax.rl.countdown.Problems",
+        source="tlt_jax.tasks.countdown.Problems",
         split="train",
         size=10**9,
         four_share=0.125,
         seed=0,
       ),
       held_out=dict(
-        source="tlt_jax.rl.countdown.Problems",
+        source="tlt_jax.tasks.countdown.Problems",
         split="held_out",
         size=4 if smoke else 64,
         four_share=0.125,
         seed=0,
       ),
       chat=dict(apply=False, system=""),  # wrap prompts in the chat template
-      reward="tlt_jax.rl.countdown.score",
+      reward="tlt_jax.tasks.countdown.score",
       batch=dict(prompts=4 if smoke else 32, responses=2 if smoke else 8),
       sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens),
       rollout=dict(

@@ -1,6 +1,6 @@
 """Rewards: a verifier is any function `score(prompt, response, answer) -> float`.
 
-`make("tlt_jax.rl.countdown.score")` finds one by its dotted path, in this
+`make("tlt_jax.tasks.countdown.score")` finds one by its dotted path, in this
 package or in the user's own; `score_all` runs it over a batch. Whatever goes
 wrong inside a verifier is reported with its name and the sample it failed on.
 """

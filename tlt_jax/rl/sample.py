@@ -11,8 +11,8 @@ import numpy as np
 from tlt_jax import data
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import reward as reward_lib
-from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
 
 
 @dataclasses.dataclass(frozen=True)

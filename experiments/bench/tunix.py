@@ -2,7 +2,7 @@
 
     python3 -m venv /tmp/scratch
     /tmp/scratch/bin/pip install google-tunix==0.1.7
-    /tmp/scratch/bin/python -m experiments.compare_tunix [--slices=2]
+    /tmp/scratch/bin/python -m experiments.bench.tunix [--slices=2]
 
 Run from the root of the checkout. tunix is no dependency of ours, but brings all that
 our side needs; its later versions demand the TPU build of jax. Tried with jax 0.10.2
@@ -40,8 +40,8 @@ from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import target
-from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import requests as requests_lib
 
 try:
   from tunix.generate import sampler as tunix_sampler

@@ -1,6 +1,6 @@
 """Embeds a policy, and its drafter, in a larger one that computes the same.
 
-    python -m experiments.widen --drafter=DIR --workdir=runs/wide
+    python -m experiments.bench.widen --drafter=DIR --workdir=runs/wide
 
 The default policy is so small that a step costs what its operations cost to start. The
 larger one costs what its weights cost to read, as real models do, and still answers the

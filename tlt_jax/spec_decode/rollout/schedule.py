@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax import programs
-from tlt_jax.spec_decode import features as features_lib
-from tlt_jax.spec_decode import requests as requests_lib
+from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
 
 
 class Bucket(NamedTuple):

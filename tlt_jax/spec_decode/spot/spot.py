@@ -29,11 +29,11 @@ from tlt_jax import packing
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
-from tlt_jax.spec_decode import buffer as buffer_lib
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import draft_loss
-from tlt_jax.spec_decode import features as features_lib
-from tlt_jax.spec_decode import speculate
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.speculation import speculate
+from tlt_jax.spec_decode.spot import buffer as buffer_lib
+from tlt_jax.spec_decode.spot import loss as draft_loss
 
 
 @flax.struct.dataclass

@@ -20,8 +20,8 @@ import numpy as np
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
-from tlt_jax.spec_decode import sampling as sampling_lib
-from tlt_jax.spec_decode import tree as tree_lib
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 
 @flax.struct.dataclass

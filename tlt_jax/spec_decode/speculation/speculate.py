@@ -28,14 +28,14 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import draft as draft_lib
-from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode import rejection
-from tlt_jax.spec_decode import sampling as sampling_lib
-from tlt_jax.spec_decode import strategy as strategy_lib
-from tlt_jax.spec_decode import tree as tree_lib
-from tlt_jax.spec_decode import verify
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
+from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import ngram
+from tlt_jax.spec_decode.speculation import rejection
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
+from tlt_jax.spec_decode.speculation import verify
 
 COUPLED, LIKELIEST, REJECTION = VERIFICATIONS = ("coupled", "likeliest", "rejection")
 

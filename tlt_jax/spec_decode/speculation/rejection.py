@@ -30,9 +30,9 @@ and what is drafted again is drafted with the same noise.
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode import sampling as sampling_lib
-from tlt_jax.spec_decode import tree as tree_lib
+from tlt_jax import noise
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 _CHILDREN, _STANDS, _BONUS = 1, 2, 3  # what noise is for
 

@@ -1,6 +1,6 @@
 """What it is worth to train the drafter inside rollouts: online against frozen.
 
-    python -m experiments.sweep_drafter --workdir=runs/sweep --seeds=0 --steps=32
+    python -m experiments.bench.sweep_drafter --workdir=runs/sweep --seeds=0 --steps=32
 
 One RL run for each seed, learning rate of the policy, and variant: the offline drafter
 frozen, the same trained on, a random one trained from scratch. The policy of all

@@ -24,8 +24,8 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
-from tlt_jax.spec_decode import features as features_lib
-from tlt_jax.spec_decode import sampling as sampling_lib
+from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 
 
 @dataclasses.dataclass(frozen=True)

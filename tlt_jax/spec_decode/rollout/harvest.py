@@ -10,10 +10,10 @@ import time
 import jax
 import numpy as np
 
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import requests as requests_lib
-from tlt_jax.spec_decode import schedule as schedule_lib
-from tlt_jax.spec_decode import spot as spot_lib
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 
 class Harvest:

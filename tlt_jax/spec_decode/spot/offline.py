@@ -22,8 +22,8 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
-from tlt_jax.spec_decode import draft_loss
-from tlt_jax.spec_decode import spot
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import spot
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.spec_decode import tree as tree_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 
 @flax.struct.dataclass

@@ -17,8 +17,8 @@ import numpy as np
 
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import target
-from tlt_jax.spec_decode import requests as requests_lib
-from tlt_jax.spec_decode import sampling as sampling_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 
 TOLERANCE = 1e-4  # float32
 

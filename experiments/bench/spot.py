@@ -1,6 +1,6 @@
 """What spot training brings and costs: idle time harvested, time that busy slices lose.
 
-    python -m experiments.bench_spot [--drafter=eagle2]
+    python -m experiments.bench.spot [--drafter=eagle2]
 
 Pairs of rollouts of the same requests, interleaved, one of which trains the drafter in
 idle slices; the drafter starts from the same weights in each. Then, each alone: the
@@ -25,7 +25,7 @@ from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import metrics
 from tlt_jax.models import convert
-from tlt_jax.spec_decode import spot as spot_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _CONFIG = setup.config_flag("experiments/configs/tail.py")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")

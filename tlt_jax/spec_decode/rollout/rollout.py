@@ -24,17 +24,17 @@ from tlt_jax import axes
 from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode import draft as draft_lib
-from tlt_jax.spec_decode import features as features_lib
-from tlt_jax.spec_decode import harvest as harvest_lib
-from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode import requests as requests_lib
-from tlt_jax.spec_decode import sampling as sampling_lib
-from tlt_jax.spec_decode import schedule as schedule_lib
-from tlt_jax.spec_decode import speculate
-from tlt_jax.spec_decode import spot as spot_lib
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
+from tlt_jax.spec_decode.rollout import harvest as harvest_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import ngram
+from tlt_jax.spec_decode.speculation import speculate
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 Options = schedule_lib.Options
 grid = schedule_lib.grid

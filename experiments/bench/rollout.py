@@ -1,7 +1,7 @@
 """Speed of the rollout: what a step costs, and what the schedule makes of it.
 
-    python -m experiments.bench_rollout [--slices=1]
-    python -m experiments.bench_rollout --only=speculation --drafter=DIR
+    python -m experiments.bench.rollout [--slices=1]
+    python -m experiments.bench.rollout --only=speculation --drafter=DIR
 
 Tables: seconds per decoding step by live batch and by real length; useful tokens per
 second of whole rollouts, scheduled against a static batch, on lengths drawn beforehand;
@@ -28,11 +28,11 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
-from tlt_jax.spec_decode import compare
-from tlt_jax.spec_decode import requests as requests_lib
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode import speculate
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import speculate
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 TABLES = ("steps", "traces", "speculation", "acceptance", "switch")
 

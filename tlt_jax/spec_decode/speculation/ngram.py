@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax.spec_decode import tree as tree_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 # Tokens before a position that are compared. On Countdown 4, 8 and 12 give an
 # acceptance length of 2.60, 2.78 and 2.79 at depth 7, with eight earlier responses.

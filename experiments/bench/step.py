@@ -1,8 +1,9 @@
 """Whole RL steps: what speculation and spot training bring, against plain decoding.
 
-    python -m experiments.bench_step
-    python -m experiments.widen --config=experiments/configs/tail.py --workdir=runs/wide
-    python -m experiments.bench_step --wide=runs/wide
+    python -m experiments.bench.step
+    python -m experiments.bench.widen --config=experiments/configs/tail.py \\
+        --workdir=runs/wide
+    python -m experiments.bench.step --wide=runs/wide
 
 The sides train the same policy on the same prompts with the same seeds, step by step in
 turn: "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter
@@ -10,9 +11,9 @@ as it is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_
 so wherever the config would choose. With "+rebalance" live requests move to slices that
 have fewer. A side may only differ in time: tokens and the policy's parameters are
 compared at every step. With `--wide` a second target, the policy embedded in a larger
-one by `experiments.widen`. `--lengths=log-normal` follows a trace instead of the policy's
-own stops. Ratios are geometric means over the steps, with the 95% interval, against the
-fastest plain side. The last line is JSON.
+one by `experiments.bench.widen`. `--lengths=log-normal` follows a trace instead of the
+policy's own stops. Ratios are geometric means over the steps, with the 95% interval, against
+the fastest plain side. The last line is JSON.
 """
 
 import collections
@@ -38,8 +39,8 @@ from tlt_jax.models import convert
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
-from tlt_jax.spec_decode import compare
-from tlt_jax.spec_decode import strategy
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import strategy
 
 _CONFIG = setup.config_flag("experiments/configs/tail.py")
 _STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)

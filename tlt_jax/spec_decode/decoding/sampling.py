@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.spec_decode import noise
+from tlt_jax import noise
 
 
 @flax.struct.dataclass

@@ -20,7 +20,7 @@ import random
 
 import numpy as np
 
-from tlt_jax.spec_decode import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None
 
