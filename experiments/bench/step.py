@@ -12,8 +12,8 @@ so wherever the config would choose. With "+rebalance" live requests move to sli
 have fewer. A side may only differ in time: tokens and the policy's parameters are
 compared at every step. With `--wide` a second target, the policy embedded in a larger
 one by `experiments.bench.widen`. `--lengths=log-normal` follows a trace instead of the
-policy's own stops. Ratios are geometric means over the steps, with the 95% interval, against
-the fastest plain side. The last line is JSON.
+policy's own stops. Ratios are geometric means over the steps, with the 95% interval,
+against the fastest plain side. The last line is JSON.
 """
 
 import collections
