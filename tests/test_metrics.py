@@ -48,6 +48,21 @@ def write_run(workdir, steps, resume_step=0):
   writer.close()
 
 
+@pytest.mark.parametrize(
+  "values, mean, half",
+  [
+    # s = sqrt(5/3), t(0.975, 3) = 3.182446: 3.182446 * 1.290994 / 2
+    ([1, 2, 3, 4], 2.5, 2.054260),
+    # s = sqrt(82.5/9), t(0.975, 9) = 2.262157: 2.262157 * 3.027650 / sqrt(10)
+    (range(1, 11), 5.5, 2.165852),
+    ([0.5, 0.5, 0.5], 0.5, 0.0),
+  ],
+)
+def test_intervals_are_students(values, mean, half):
+  """Hand numbers for 4 and for 10 values; equal values leave no width."""
+  np.testing.assert_allclose(metrics.interval(list(values)), (mean, half), atol=1e-5)
+
+
 def test_records_come_back_as_written(tmp_path):
   """Scalars of every kind; one JSON object per line, and TensorBoard events."""
   writer = metrics.Writer(tmp_path)
