@@ -196,14 +196,30 @@ class Attention(nn.Module):
     w = self.o_proj.astype(out.dtype)
     return out.reshape(*out.shape[:2], -1) @ w.reshape(-1, w.shape[-1])
 
-  def attend_unrolled(self, x, by: Rotation, mask, drafted):
-    """Step n of drafting from every position at once; see `drafter.Drafter.unroll`.
+  def attend_unrolled(
+    self,
+    x: jax.Array,
+    by: Rotation,
+    mask: jax.Array,
+    drafted: list[tuple[jax.Array, jax.Array]],
+  ) -> jax.Array:
+    """Attends in step n of drafting from every position at once: f[B T D].
+
+    Position t began n steps ago, at t-n: it sees what step 0 knew up to there, and what
+    each later step j made of position t-n+j. Worked row, of which step position 4 sees
+    each position at n = 2, where one sequence fills the row:
+
+        position     0  1  2  3  4
+        of step      0  0  0  1  2
+
+    What leads there: rolled by n, row t of `mask` is what t-n may see (far, step 0), and
+    the keys of step j, rolled by n-j, have at t those of t-n+j (one each).
 
     Args:
       x: f[B T D]  of step n
-      mask: bool[B T T]  causal
-      drafted: keys and values of steps 0..n, as `keys_values` gives them. Position t
-        attends to those of step 0 up to t-n, and of each later step j to t-n+j.
+      by: of the positions
+      mask: bool[B T T]  causal, within a sequence
+      drafted: keys and values of steps 0..n, as `keys_values` gives them
     """
     c, n = self.config, len(drafted) - 1
     B, T, _ = x.shape
