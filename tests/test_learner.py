@@ -354,6 +354,27 @@ def test_supervised_training_lowers_the_loss_and_splits_the_state(name, rate):
   )
 
 
+@pytest.mark.parametrize("only", ["", "head$", "mlp|embedding"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_lie_like_their_parameters(name, only):
+  """Of parameters that are trained, by either rule of Muon; all else is everywhere."""
+  made = learner.make(
+    CONFIG, GRPO, optimizer.make(name, 1e-3), tiny.mesh(2, 2), PACKED, only=only
+  )
+  state = made.abstract_state()
+  keys = lambda path: tuple(getattr(k, "key", None) for k in path)
+  params = {
+    keys(path): x for path, x in jax.tree.leaves_with_path(made.trained(state.params))
+  }
+  of_moments = []
+  for path, x in jax.tree.leaves_with_path(state.opt_state):
+    found = [p for p in params if keys(path)[-len(p) :] == p]
+    spec = params[found[0]].sharding.spec if found else axes.sharding(made.mesh).spec
+    assert x.sharding.spec == spec, path
+    of_moments += found
+  assert set(of_moments) == set(params)
+
+
 def test_a_kv_head_that_does_not_divide_stays_whole():
   """Two kv heads over eight devices."""
   parts, c = shard_shapes(make(1, 8).init(params()).params), CONFIG

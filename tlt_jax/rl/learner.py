@@ -12,13 +12,13 @@ import functools
 import re
 
 from flax import traverse_util
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax import programs
@@ -74,12 +74,9 @@ class Learner:
   def abstract_state(self) -> State:
     """Shapes, dtypes and shardings of the state."""
     abstract = target.abstract_params(self.config)
-    shardings = axes.shardings(self.mesh, axes.TRAIN, abstract)
-    params = jax.tree.map(_placed, nn.meta.unbox(abstract), shardings)
-    replicated = axes.sharding(self.mesh)
-    opt_state = jax.eval_shape(self.optimizer.init, self.trained(params))
-    opt_state = axes.like_params(opt_state, self.trained(shardings), replicated)
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    params = axes.with_shardings(self.mesh, axes.TRAIN, abstract)
+    opt_state = axes.abstract_opt_state(self.optimizer, self.mesh, self.trained(params))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(self.mesh))
     return State(params, opt_state, step)
 
   def init(self, params) -> State:
@@ -299,22 +296,12 @@ class Learner:
         pick(old_logp, b, i),
         pick(reference_logp, b, i),
       )
-      if total is None:
-        total = jax.tree.map(
-          lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(share, 0)
-        )
-      total = jax.lax.fori_loop(
-        0, bucket.count, lambda i, t, share=share: jax.tree.map(jnp.add, t, share(i)), total
-      )
+      total = accumulate.sum_over(bucket.count, share, total)
     grads, metrics = total
     updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
     metrics["policy/grad_norm"] = optax.tree.norm(grads)
     params = _merge(state.params, optax.apply_updates(trained, updates))
     return State(params, opt_state, state.step + 1), metrics
-
-
-def _placed(x, sharding):
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _merge(params, part):
