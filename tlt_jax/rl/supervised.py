@@ -6,6 +6,8 @@ from tlt_jax.rl import algorithm
 
 
 def make() -> algorithm.Algorithm:
+  """Makes the algorithm: the loss is the mean of -log p over response tokens."""
+
   def loss(tokens: algorithm.Tokens):
     nll = -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens
     return nll, {}
