@@ -94,7 +94,8 @@ def _placed(x, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def like_params(opt_state, param_shardings, replicated):
   """Places each moment of an abstract optimizer state like its parameter.
 
-  Its parameter is the one whose path ends the moment's own; the rest is replicated.
+  A moment belongs to the parameter whose path ends its own; the rest is replicated.
+  `abstract_opt_state` finds the same by optax's own means.
   """
   by_path = dict(jax.tree_util.tree_leaves_with_path(param_shardings))
 

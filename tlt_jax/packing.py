@@ -121,7 +121,14 @@ def pack(
 
 
 def _pack_bucket(prompts, responses, sizes, members, bucket: Bucket) -> Packed:
-  """Fills the rows of one bucket with sequences `members`, of `sizes` tokens."""
+  """Fills the rows of one bucket.
+
+  Args:
+    prompts, responses: of all sequences
+    sizes: tokens of each sequence
+    members: index of the sequences that belong in this bucket
+    bucket: shape of a micro-batch
+  """
   rows, T = bucket.rows, bucket.length
   members_by_row = _first_fit_decreasing(members, sizes, T)
   M = -(-len(sizes) // rows)

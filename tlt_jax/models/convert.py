@@ -108,7 +108,15 @@ def load_hf(
 
 
 def _place(stored, layout: hf_tensors.Layout, shape, sharding, dtype) -> jax.Array:
-  """Moves one tensor from the file to its devices."""
+  """Moves one tensor from the file to its devices.
+
+  Args:
+    stored: lazy, see `hf_folder.open_tensors`
+    layout: of the tensor
+    shape: of ours
+    sharding: of ours; None: the default device
+    dtype: of ours; None: as stored
+  """
   blocks = {}  # replicas share one read
 
   def block(index):
@@ -123,7 +131,14 @@ def _place(stored, layout: hf_tensors.Layout, shape, sharding, dtype) -> jax.Arr
 
 
 def _check_tensors(path, stored, layouts, shapes, tied: bool) -> None:
-  """Raises unless the files hold exactly the tensors of the model."""
+  """Raises unless the files hold exactly the tensors of the model.
+
+  Args:
+    path: of the folder, for the error
+    stored: lazy tensors by their name
+    layouts, shapes: of our tensors, by path in our tree
+    tied: whether the head is the embedding
+  """
   expected = {layout.name for layout in layouts.values()}
   missing = [name for name in sorted(expected) if name not in stored]
   if missing:

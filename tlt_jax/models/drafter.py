@@ -161,9 +161,12 @@ class Drafter(nn.Module):
   def keys_values(
     self, target_params: dict, h: jax.Array, tokens: jax.Array, by: layers.Rotation
   ) -> tuple[jax.Array, jax.Array]:
-    """Keys f[B K H T] and values f[B K T H] of pairs, for the arguments see the class.
+    """Computes keys f[B K H T] and values f[B K T H] of pairs.
 
     They are all that later pairs need of a pair: neither attention nor MLP has to run.
+
+    Args:
+      target_params, h, tokens, by: see the class
     """
     with self._precision():
       x, _ = self._inputs(target_params, h, tokens)
@@ -290,7 +293,7 @@ class Drafter(nn.Module):
     )
 
   def _inputs(self, target_params, h, tokens):
-    """What attention reads, f[B T *], and the residual stream, f[B T D]."""
+    """Makes what attention reads, f[B T *], and the residual stream, f[B T D]."""
     chex.assert_shape(h, (*tokens.shape, self.config.layer.width))
     embedding = jax.lax.stop_gradient(target_params["embedding"])
     e = embedding.astype(h.dtype)[tokens]

@@ -21,7 +21,15 @@ _BLOCK = 512  # queries, about, that are shown the same keys; each is compiled a
 
 
 def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
-  """Makes a parameter of that shape whose axes have these logical names."""
+  """Makes a parameter of a module.
+
+  Args:
+    module: whose it is
+    name: there
+    init: (key, shape) -> its values
+    shape: of it
+    axes: the logical name of each axis
+  """
   return module.param(name, nn.with_logical_partitioning(init, axes), shape)
 
 
@@ -181,7 +189,7 @@ class Attention(nn.Module):
     return y
 
   def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
-    """What a cache holds of tokens f[B T *]: keys f[B K H T] and values f[B K T H]."""
+    """Computes what a cache holds of f[B T *]: keys f[B K H T], values f[B K T H]."""
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)

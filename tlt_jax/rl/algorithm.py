@@ -38,7 +38,7 @@ class Tokens:
 
 
 class Algorithm(NamedTuple):
-  """What makes one policy-gradient method differ from another.
+  """The parts in which one policy-gradient method differs from another.
 
   advantages: rewards f32[P R], response lengths i32[P R] -> f32[P R], or f32[P R T] for
     each token of a response, zero beyond it

@@ -57,14 +57,14 @@ def make(
   if aggregation not in ("token", "sequence"):
     raise ValueError(f"aggregation must be 'token' or 'sequence', got {aggregation!r}")
 
-  def advantages(rewards, lengths):
+  def advantages(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
     del lengths
     centred = rewards - jnp.mean(rewards, 1, keepdims=True)
     if not normalize_std:
       return centred
     return centred / (jnp.std(rewards, 1, keepdims=True) + 1e-6)
 
-  def loss(tokens: algorithm.Tokens):
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
     per_token = tokens.mask / tokens.packed_tokens
     weight = _weight(tokens, aggregation)
     ratio = jnp.exp(jnp.where(tokens.mask, tokens.logp - tokens.old_logp, 0.0))

@@ -43,7 +43,7 @@ def make(
     raise ValueError(f"prior must be above 0, got {prior}")
   made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)
 
-  def advantages(rewards, lengths):
+  def advantages(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
     T = 1 << max(int(jnp.max(lengths)) - 1, 0).bit_length()
     return _advantages(rewards, lengths, trace_decay, prior, T)
 

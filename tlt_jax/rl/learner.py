@@ -42,7 +42,7 @@ class State:
 
 @flax.struct.dataclass
 class Sequences:
-  """What an update knows of each packed sequence; B in packing order."""
+  """The facts of each packed sequence that an update needs; B in packing order."""
 
   advantage: jax.Array  # f32[B 1], or f32[B T] for each response token
   length: jax.Array  # i32[B]  response tokens
@@ -145,8 +145,8 @@ class Learner:
     old = score(state.params) if self.updates > 1 else [None] * len(shares)
     fixed = [None] * len(shares) if reference is None else score(reference)
     every = []
-    for (buckets, sequences), *logp in zip(packed, old, fixed, strict=True):
-      state, metrics = update_one(state, buckets, sequences, *logp)
+    for (buckets, sequences), logp, fixed_logp in zip(packed, old, fixed, strict=True):
+      state, metrics = update_one(state, buckets, sequences, logp, fixed_logp)
       every.append(metrics)
     every = jax.device_get(every)
     metrics = {k: float(np.mean([m[k] for m in every])) for k in every[0]}
@@ -332,7 +332,7 @@ def _count_tokens(
 
 
 def _advantage(batch: packing.Packed, sequences: Sequences) -> jax.Array:
-  """Of each target, or of its sequence: f32[rows T].
+  """The advantage of each target, or of its sequence: f32[rows T].
 
   Worked row, prompt a b and response x y z: the target of position 1 is x, the first
   response token; positions 1 2 3 have its advantages 0 1 2.

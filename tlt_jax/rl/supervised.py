@@ -1,5 +1,6 @@
 """Plain supervised training as an `Algorithm`: maximum likelihood of responses."""
 
+import jax
 import jax.numpy as jnp
 
 from tlt_jax.rl import algorithm
@@ -8,7 +9,7 @@ from tlt_jax.rl import algorithm
 def make() -> algorithm.Algorithm:
   """Makes the algorithm: the loss is the mean of -log p over response tokens."""
 
-  def loss(tokens: algorithm.Tokens):
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict]:
     nll = -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens
     return nll, {}
 

@@ -16,7 +16,7 @@ import jax
 
 
 class Kind(NamedTuple):
-  """What makes one kind of drafter differ from another.
+  """The parts in which one kind of drafter differs from another.
 
   The functions run inside a `drafter.Drafter`, their first argument, like methods of it;
   a config is a `drafter.DrafterConfig`.

@@ -35,7 +35,7 @@ def _inputs(
 
 
 def _taps(num_layers: int) -> tuple[int, ...]:
-  """What enters layers 2, L/2 and L-3: the authors' choice."""
+  """The layers before layers 2, L/2 and L-3, which is the authors' choice."""
   before = (1, num_layers // 2 - 1, num_layers - 4)
   return tuple(sorted({min(max(i, 0), num_layers - 1) for i in before}))
 

@@ -18,7 +18,7 @@ from tlt_jax import noise
 
 @flax.struct.dataclass
 class Sampling:
-  """How each request is sampled; arrays, so that no value is compiled in."""
+  """The sampling parameters of each request; arrays, so that none is compiled in."""
 
   seed: jax.Array  # u32[B]
   request: jax.Array  # u32[B]  unique over the whole run

@@ -61,7 +61,7 @@ def ancestors(parent: jax.Array) -> jax.Array:
 
 
 def attention_mask(tree_mask: jax.Array, start: jax.Array, length: int) -> jax.Array:
-  """What J nodes, in cache slots from `start` on, see of a cache: bool[B J S].
+  """The mask over a cache whose slots from `start` on hold J nodes: bool[B J S].
 
   Worked rows, start = 3, S = 8, of nodes 1 and 3 of the tree above:  11111000
                                                                       11111010

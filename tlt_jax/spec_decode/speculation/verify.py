@@ -34,7 +34,7 @@ from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 @flax.struct.dataclass
 class Output:
-  """What one pass of the target gives; row b holds `count[b]` tokens, at most A."""
+  """The tokens that one pass of the target gives: `count[b]` in row b, at most A."""
 
   tokens: jax.Array  # i32[B A]
   logp: jax.Array  # f32[B A]
