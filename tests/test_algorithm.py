@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import typing
 
 import jax
@@ -20,10 +21,10 @@ from tlt_jax.rl import grpo_gae
 def tokens(lengths, row_length=7, seed=0, **fields):
   """One sequence per row with a prompt token before and padding behind; random values."""
   rng = np.random.default_rng(seed)
-  R, L = len(lengths), row_length
-  column = np.arange(L)
+  rows, T = len(lengths), row_length
+  column = np.arange(T)
   lengths = np.asarray(lengths)
-  normal = lambda size=(R, L): rng.normal(size=size).astype(np.float32)
+  normal = lambda size=(rows, T): rng.normal(size=size).astype(np.float32)
   logp = -np.abs(normal())
   made = dict(
     logp=logp,
@@ -31,12 +32,12 @@ def tokens(lengths, row_length=7, seed=0, **fields):
     old_logp=logp + 0.3 * normal(),
     reference_logp=logp + 0.3 * normal(),
     mask=(column >= 1) & (column <= lengths[:, None]),
-    advantage=np.broadcast_to(normal((R, 1)), (R, L)),
-    length=np.broadcast_to(lengths[:, None], (R, L)).astype(np.float32),
-    sequence_idx=np.broadcast_to(np.arange(R)[:, None], (R, L)).astype(np.int32),
+    advantage=np.broadcast_to(normal((rows, 1)), (rows, T)),
+    length=np.broadcast_to(lengths[:, None], (rows, T)).astype(np.float32),
+    sequence_idx=np.broadcast_to(np.arange(rows)[:, None], (rows, T)).astype(np.int32),
     total_tokens=np.float32(lengths.sum()),
     packed_tokens=np.float32(lengths.sum()),
-    total_sequences=np.float32(R),
+    total_sequences=np.float32(rows),
   )
   return algorithm.Tokens(**{**made, **fields})
 
@@ -225,7 +226,7 @@ LENGTHS = [1, 4, 3, 2, 5]
 
 @functools.cache
 def loss_and_gradient(name, args):
-  """Tokens -> (share, metrics), gradient f32[R L]; compiled, as a learner would."""
+  """Tokens -> (share, metrics), gradient f32[rows T]; compiled, as a learner would."""
   loss = algorithm.make(name, **dict(args)).loss
   run = lambda logp, batch: loss(batch.replace(logp=logp))
   both = jax.jit(jax.value_and_grad(run, has_aux=True))
@@ -340,6 +341,23 @@ def test_a_dotted_name_reaches_another_package(tmp_path, monkeypatch):
   (package / "my_method.py").write_text(FORK)
   monkeypatch.syspath_prepend(tmp_path)
   made = algorithm.make("someones_fork.my_method", scale=3.0)
-  assert made.advantages(2.0, 1) == 6.0
+  rewards, lengths = np.full((1, 2), 2.0), np.ones((1, 2), np.int32)
+  np.testing.assert_array_equal(made.advantages(rewards, lengths), [[6.0, 6.0]])
   with pytest.raises(ValueError, match="no RL algorithm 'someones_fork.missing'"):
     algorithm.make("someones_fork.missing")
+
+
+@pytest.mark.parametrize(
+  ("rewards", "lengths", "match"),
+  [((2, 3), (3, 2), "equal_shape"), ((6,), (6,), "rank"), ((2, 3), (2, 3), "(3, 2)")],
+)
+def test_arrays_of_a_wrong_shape_are_named(rewards, lengths, match, monkeypatch):
+  """What is given to an algorithm, and what a new one returns."""
+  transposed = lambda rewards, lengths: rewards.T
+  broken = lambda: algorithm.Algorithm(transposed, lambda tokens: (tokens.logp, {}))
+  monkeypatch.setattr(grpo, "make", broken)
+  made = algorithm.make("grpo")
+  with pytest.raises(AssertionError, match=re.escape(match)):
+    made.advantages(np.ones(rewards, np.float32), np.ones(lengths, np.int32))
+  with pytest.raises(AssertionError, match="shape"):
+    made.loss(tokens([1, 2]))

@@ -29,8 +29,10 @@ from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 
 VOCAB = tuple(range(1, 64, 2))
+TRAINED = ("eagle2", "eagle3", "vocab")
 CONFIGS = tiny.DRAFTERS | {
-  "vocab": dataclasses.replace(tiny.DRAFTERS["eagle3"], vocab=VOCAB)
+  "vocab": dataclasses.replace(tiny.DRAFTERS["eagle3"], vocab=VOCAB),
+  "mtp": drafter_lib.of_target(tiny.CONFIG, "tests.drafter_mtp", taps=(0, 1)),
 }
 
 
@@ -101,6 +103,12 @@ def sequences(count=48, seed=0):
   return prompts, [samples.response(i) for i in range(count)]
 
 
+def speculative(kind, mesh, options, strategy):
+  """A rollout in which a drafter drafts by the same strategy all the time."""
+  always = strategy_lib.always(strategy)
+  return rollout.make(tiny.CONFIG, mesh, options, CONFIGS[kind], always)
+
+
 def learner(kind, data=1, **loss):
   return draft_learner.make(
     tiny.CONFIG,
@@ -112,7 +120,7 @@ def learner(kind, data=1, **loss):
   )
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("distance", draft_loss.DISTANCES)
 def test_training_raises_agreement_and_acceptance(kind, distance):
   """Each drafting step agrees more with the target; a rollout accepts more drafts."""
@@ -124,9 +132,8 @@ def test_training_raises_agreement_and_acceptance(kind, distance):
   for k in (1, 2, 3):
     name = f"drafter/agreement_{k}"
     assert history[-1][name] > history[0][name] + 0.05, name
-  always = strategy_lib.ByLiveBatch(((99, strategy_lib.Strategy(3, 1, 4)),))
   options = rollout.Options(max_length=40, max_prompt=12, slots=48, chunk=16)
-  run = rollout.make(tiny.CONFIG, tiny.mesh(1), options, CONFIGS[kind], always)
+  run = speculative(kind, tiny.mesh(1), options, strategy_lib.Strategy(3, 1, 4))
   requests = tiny.requests(8, 4, max_tokens=24, stop_tokens=[3], seed=5)
   lengths = [
     run(tiny.params(), requests, p).mean_acceptance_length
@@ -197,7 +204,7 @@ def test_settings_that_make_no_sense_are_refused():
   with pytest.raises(ValueError, match="cross_entropy, total_variation"):
     draft_loss.Loss(distance="l2")
   for kind, vocab, message in (
-    ("eagle2", VOCAB, "only eagle3 drafters have a vocab of their own, not eagle2"),
+    ("eagle2", VOCAB, "eagle2 drafters have no vocab of their own"),
     ("eagle3", (1, 1), "must increase, each once"),
     ("eagle3", (2, 1), "must increase, each once"),
     ("eagle3", (1, 64), "holds 64; the target has tokens 0 to 63"),
@@ -384,7 +391,7 @@ def test_config_and_tables_of_a_draft_vocabulary_must_fit(tmp_path):
   with pytest.raises(convert.CheckpointError, match="d2t has shape .*json says None"):
     drafter_files.load(folder, tiny.CONFIG)
   change(folder, draft_vocab_size=32, kind="eagle2", taps=[])
-  with pytest.raises(convert.CheckpointError, match="only eagle3 drafters have a vocab"):
+  with pytest.raises(convert.CheckpointError, match="eagle2 drafters have no vocab"):
     drafter_files.load(folder, tiny.CONFIG)
   drafter_files.save(folder, CONFIGS["eagle3"], params("eagle3"))
   config = folder / "config.json"
@@ -399,9 +406,8 @@ def test_a_draft_vocabulary_changes_no_token():
   mesh = tiny.mesh(2, 2)
   options = rollout.Options(max_length=40, max_prompt=12, slots=16, chunk=8)
   made = tiny.requests(4, 4, max_tokens=24, top_k=3)
-  always = strategy_lib.ByLiveBatch(((99, strategy_lib.Strategy(3, 4, 12)),))
   plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
-  run = rollout.make(tiny.CONFIG, mesh, options, CONFIGS["vocab"], always)
+  run = speculative("vocab", mesh, options, strategy_lib.Strategy(3, 4, 12))
   drawn = run(tiny.on(mesh), made, params("vocab"))
   result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
   assert result.differing_tokens == 0, result.where

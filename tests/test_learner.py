@@ -130,7 +130,7 @@ def make(data=1, model=1, buckets=PACKED, algorithm=GRPO, **options):
 
 
 def scattered(packed, table):
-  """Values by sequence and position -> f32[M R L] per bucket."""
+  """Values by sequence and position -> f32[M rows T] per bucket."""
   return tuple(table[p.sequence_idx, p.positions] for p in packed)
 
 
@@ -142,7 +142,8 @@ def step(made, packed, batch):
   """(gradient, metrics) of one update, off policy and with a reference."""
   policies = [scattered(packed, x) for x in (batch.old, batch.reference)]
   state = made.init(params())
-  after, metrics = made.update(state, made.place(packed), batch.sequences, *policies)
+  packed = packing.place(packed, made.mesh)
+  after, metrics = made.update(state, packed, batch.sequences, *policies)
   assert after.step == 1
   return difference(params(), after.params), jax.device_get(metrics)
 
@@ -160,7 +161,8 @@ def test_log_probabilities_are_those_of_unpacked_sequences():
   """At each sequence's own temperature; greedy ones count at temperature 1."""
   packed = batch().pack(TWO_BUCKETS)
   made = make(buckets=TWO_BUCKETS)
-  found = made.logprobs(params(), made.place(packed), batch().sequences.temperature)
+  temperature = batch().sequences.temperature
+  found = made.logprobs(params(), packing.place(packed, made.mesh), temperature)
   expected = whole_sequences(batch())[0]
   assert max(p.segments.max() for p in packed) > 2
   for p, logp in zip(packed, found, strict=True):
@@ -173,11 +175,11 @@ def test_a_sequence_does_not_see_its_neighbours():
   """Another sequence in the same row is exchanged: not a bit changes elsewhere."""
   packed = batch().pack(TWO_BUCKETS)
   made, temperature = make(buckets=TWO_BUCKETS), batch().sequences.temperature
-  before = made.logprobs(params(), made.place(packed), temperature)
+  before = made.logprobs(params(), packing.place(packed, made.mesh), temperature)
   changed = [
     p.replace(tokens=np.where(p.segments % 2 == 1, 63 - p.tokens, p.tokens)) for p in packed
   ]
-  after = made.logprobs(params(), made.place(changed), temperature)
+  after = made.logprobs(params(), packing.place(changed, made.mesh), temperature)
   for p, x, y in zip(packed, before, after, strict=True):
     even = (p.segments > 0) & (p.segments % 2 == 0)
     np.testing.assert_array_equal(x[even], y[even])
@@ -210,7 +212,7 @@ def test_a_step_of_two_updates_keeps_the_policy_that_sampled():
 
   by_hand, every = made.init(params()), []
   place = lambda x: jax.device_put(x, axes.sharding(made.mesh))
-  halves = [(made.place(p), place(s)) for p, s in batch().halves(PACKED)]
+  halves = [(packing.place(p, made.mesh), place(s)) for p, s in batch().halves(PACKED)]
   logprobs, update = (made.pool.get(name, (6,), None) for name in ("logprobs", "update"))
   score = lambda params: [logprobs(params, p, s.temperature) for p, s in halves]
   for (p, s), old, fixed in zip(halves, score(by_hand.params), score(other), strict=True):
@@ -275,7 +277,7 @@ def test_every_token_can_have_an_advantage_of_its_own(size):
 def test_only_the_chosen_parameters_are_trained():
   """The others stay, bit for bit; the gradient of the chosen is what it was."""
   packed = batch().pack(PACKED)
-  every, _ = step(make(), make().place(packed), batch())
+  every, _ = step(make(), packing.place(packed, make().mesh), batch())
   made = make(only="norm|head$")
   gradient, _ = step(made, packed, batch())
   for path, x in jax.tree_util.tree_leaves_with_path(gradient):
@@ -352,6 +354,27 @@ def test_supervised_training_lowers_the_loss_and_splits_the_state(name, rate):
     state,
     made.abstract_state(),
   )
+
+
+@pytest.mark.parametrize("only", ["", "head$", "mlp|embedding"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_lie_like_their_parameters(name, only):
+  """Of parameters that are trained, by either rule of Muon; all else is everywhere."""
+  made = learner.make(
+    CONFIG, GRPO, optimizer.make(name, 1e-3), tiny.mesh(2, 2), PACKED, only=only
+  )
+  state = made.abstract_state()
+  keys = lambda path: tuple(getattr(k, "key", None) for k in path)
+  params = {
+    keys(path): x for path, x in jax.tree.leaves_with_path(made.trained(state.params))
+  }
+  of_moments = []
+  for path, x in jax.tree.leaves_with_path(state.opt_state):
+    found = [p for p in params if keys(path)[-len(p) :] == p]
+    spec = params[found[0]].sharding.spec if found else axes.sharding(made.mesh).spec
+    assert x.sharding.spec == spec, path
+    of_moments += found
+  assert set(of_moments) == set(params)
 
 
 def test_a_kv_head_that_does_not_divide_stays_whole():

@@ -24,7 +24,7 @@ from tlt_jax.spec_decode.speculation import tree as tree_lib
 from tlt_jax.spec_decode.speculation import verify
 
 V, LENGTH, DRAWS, START = 5, 3, 200_000, 40
-OFF = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+OFF = test_sampling.OFF
 CASES = {
   "plain": {},
   "filtered": dict(temperature=0.8, top_k=4, top_p=0.9, min_p=0.05),
@@ -40,19 +40,10 @@ TARGET = _rng.normal(0, 1.0, (V, V)).astype(np.float32)  # logits after each tok
 DRAFT = (TARGET + _rng.normal(0, 0.8, (V, V))).astype(np.float32)
 
 
-def make(cases, rows, seed=1) -> sampling.Sampling:
+def make(cases, rows) -> sampling.Sampling:
   """Row i is sampled as case i modulo their number; each is a request of its own."""
   settings = [{**OFF, **CASES[case]} for case in cases]
-  case = np.arange(rows) % len(cases)
-  column = lambda name, dtype: np.array([s[name] for s in settings], dtype)[case]
-  return sampling.Sampling(
-    seed=np.full(rows, seed, np.uint32),
-    request=np.arange(rows, dtype=np.uint32),
-    temperature=column("temperature", np.float32),
-    top_k=column("top_k", np.int32),
-    top_p=column("top_p", np.float32),
-    min_p=column("min_p", np.float32),
-  )
+  return test_sampling.parameters_of(settings, np.arange(rows))
 
 
 def tables(cases):

@@ -54,20 +54,26 @@ def exact(logits, temperature, top_k, top_p, min_p):
   return p / p.sum()
 
 
-def make(cases, rows, seed=1):
-  """`Sampling` in which row i is sampled as case i modulo their number, and positions."""
-  i = np.arange(rows)
-  settings = [{**OFF, **CASES[case]} for case in cases]
-  column = lambda name: np.array([s[name] for s in settings])[i % len(settings)]
-  made = sampling.Sampling(
+def parameters_of(settings, request, seed=1) -> sampling.Sampling:
+  """Of rows for these requests; row i is sampled by the settings i modulo their number."""
+  rows = len(request)
+  turn = np.arange(rows) % len(settings)
+  column = lambda name: np.array([s[name] for s in settings])[turn]
+  return sampling.Sampling(
     seed=np.full(rows, seed, np.uint32),
-    request=(i // 64).astype(np.uint32),
+    request=request.astype(np.uint32),
     temperature=column("temperature").astype(np.float32),
     top_k=column("top_k").astype(np.int32),
     top_p=column("top_p").astype(np.float32),
     min_p=column("min_p").astype(np.float32),
   )
-  return made, (i % 64).astype(np.int32)
+
+
+def make(cases, rows, seed=1):
+  """`Sampling` in which row i is sampled as case i modulo their number, and positions."""
+  i = np.arange(rows)
+  settings = [{**OFF, **CASES[case]} for case in cases]
+  return parameters_of(settings, i // 64, seed), (i % 64).astype(np.int32)
 
 
 def draw(logits, parameters, position) -> sampling.Draw:

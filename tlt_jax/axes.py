@@ -5,11 +5,13 @@ rollout, FSDP shards in training), `model` is tensor parallelism within a slice.
 One parameter tree, resharded by rule when the phase changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import optax
 
 DATA, MODEL = "data", "model"
 
@@ -19,8 +21,8 @@ ROLLOUT: Rules = {"vocab": MODEL, "heads": MODEL, "kv": MODEL, "mlp": MODEL}
 TRAIN: Rules = {**ROLLOUT, "embed": DATA}
 
 
-def make_mesh(model: int = 1, devices=None) -> Mesh:
-  """A (data, model) mesh over all devices, `model` neighbours to a slice."""
+def make_mesh(model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A (data, model) mesh over all devices (by default), `model` neighbours to a slice."""
   devices = jax.devices() if devices is None else devices
   if model < 1 or len(devices) % model:
     raise ValueError(
@@ -33,38 +35,67 @@ def make_mesh(model: int = 1, devices=None) -> Mesh:
   )
 
 
-def sharding(mesh: Mesh, *spec) -> NamedSharding:
+def sharding(mesh: Mesh, *spec: str | None) -> NamedSharding:
+  """A sharding by the mesh axis of each dimension; dimensions not named are whole."""
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def shardings(mesh: Mesh, rules: Rules, abstract_params):
+def shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
   """A NamedSharding for each parameter of a tree made by `abstract_params`.
 
-  An axis that its mesh axis does not divide (2 kv heads over 4 devices) stays
-  whole.
+  An axis that its mesh axis does not divide (2 kv heads over 4 devices) stays whole,
+  which flax's `logical_to_mesh_sharding` would split all the same.
   """
 
-  def one(param):
+  def of_param(param):
     if not isinstance(param, nn.LogicallyPartitioned):
       return sharding(mesh)
-    axes = (rules.get(name) for name in param.names)
-    return sharding(
-      mesh,
-      *(
-        axis if axis and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(axes, param.value.shape, strict=True)
-      ),
-    )
+    named = zip(map(rules.get, param.names), param.value.shape, strict=True)
+    divides = lambda axis, size: axis is not None and size % mesh.shape[axis] == 0
+    return sharding(mesh, *(axis if divides(axis, n) else None for axis, n in named))
 
   return jax.tree.map(
-    one, abstract_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+    of_param, abstract_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
   )
+
+
+def with_shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
+  """Shapes, dtypes and shardings of a tree made by `abstract_params`."""
+  params = nn.meta.unbox(abstract_params)
+  return jax.tree.map(_placed, params, shardings(mesh, rules, abstract_params))
+
+
+def abstract_opt_state(
+  optimizer: optax.GradientTransformation, mesh: Mesh, params: Any
+) -> optax.OptState:
+  """Shapes, dtypes and shardings of an optimizer's state, from those of its parameters.
+
+  A moment lies like its parameter; counters are on every device.
+  """
+
+  def of_moment(moment, param):  # a MaskedNode is a parameter of another optimizer
+    is_absent = isinstance(moment, optax.MaskedNode)
+    return moment if is_absent else _placed(moment, param.sharding)
+
+  return optax.tree_map_params(
+    optimizer,
+    of_moment,
+    jax.eval_shape(optimizer.init, params),
+    params,
+    transform_non_params=lambda x: _placed(x, sharding(mesh)),
+    is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+  )
+
+
+def _placed(x, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def like_params(opt_state, param_shardings, replicated):
   """Places each moment of an abstract optimizer state like its parameter.
 
-  Its parameter is the one whose path ends the moment's own; the rest is replicated.
+  A moment belongs to the parameter whose path ends its own; the rest is replicated.
+  `abstract_opt_state` finds the same by optax's own means.
   """
   by_path = dict(jax.tree_util.tree_leaves_with_path(param_shardings))
 

@@ -9,6 +9,7 @@ files, so that damage is seen and named before anything is read.
 import json
 import logging
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-  """The checkpoints of one run: an array tree plus small JSON data per step.
+  """Keeps the checkpoints of one run: an array tree plus small JSON data per step.
 
   Leaving a `with` block waits for what is being written, after an error too:
   the interpreter's own exit would cut it off.
@@ -48,7 +49,7 @@ class Checkpoints:
       ),
     )
 
-  def __enter__(self):
+  def __enter__(self) -> "Checkpoints":
     return self
 
   def __exit__(self, *_):
@@ -58,7 +59,7 @@ class Checkpoints:
     """The last complete step, None if there is none."""
     return self._manager.latest_step()
 
-  def save(self, step: int, state, data: dict, force: bool = False) -> None:
+  def save(self, step: int, state: Any, data: dict, force: bool = False) -> None:
     """Starts saving; arrays are copied before it returns, written behind it.
 
     Args:
@@ -95,9 +96,11 @@ class Checkpoints:
         sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
         (folder / _SIZES).write_text(json.dumps(sizes))
 
-  def restore(self, abstract_state) -> tuple[int, object, dict]:
-    """The latest (step, state, data).
+  def restore(self, abstract_state: Any) -> tuple[int, Any, dict]:
+    """Reads the latest (step, state, data).
 
+    Args:
+      abstract_state: shapes, dtypes and shardings of the state
     Raises:
       CheckpointError: damaged, or of another shape than `abstract_state`
     """
@@ -134,12 +137,13 @@ class Checkpoints:
     self._manager.wait_until_finished()
 
   def close(self) -> None:
+    """Waits for what is being written, and lets go of the folder."""
     self.wait()
     self._manager.close()
 
 
 @jax.jit
-def _finite(state):
+def _finite(state: Any) -> Any:
   """Whether each array's norm is finite, in float32: values stay below 1e19.
 
   One program: many small ones, each with a sum over the devices, can deadlock on CPUs.
@@ -149,10 +153,12 @@ def _finite(state):
 
 
 def _name(path) -> str:
+  """The name of a leaf, its keys joined by slashes."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _check_sizes(folder: pathlib.Path) -> None:
+  """Raises if a file is shorter or longer than when it was written."""
   if not (folder / _SIZES).is_file():
     return
   for name, size in json.loads((folder / _SIZES).read_text()).items():
@@ -163,7 +169,7 @@ def _check_sizes(folder: pathlib.Path) -> None:
 
 
 def _first_difference(found, expected) -> str | None:
-  """What one tree has and the other has not, or has in another shape."""
+  """Names a leaf that one tree has and the other has not, or has in another shape."""
   trees = (found, expected)
   found, expected = (
     {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)}
@@ -177,7 +183,7 @@ def _first_difference(found, expected) -> str | None:
 
 
 def _reason(e: BaseException) -> str:
-  """The first line of the error that the others follow from."""
+  """The first line of the error that caused all others."""
   while e.__cause__ is not None:
     e = e.__cause__
   lines = str(e).strip().splitlines()

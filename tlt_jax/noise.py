@@ -3,10 +3,15 @@
 Sampling is `argmax(logits / T + noise)`. Because the noise is a counter-based
 hash, a request's tokens depend on the target and the seed alone: not on the
 batch, the slot, the number of devices, or on speculation (Daliri, Musco & Suresh
-2024, https://arxiv.org/abs/2408.07978). The noise of any block or shard of the
-vocabulary can be computed on its own.
+2024, https://arxiv.org/abs/2408.07978).
+
+Why not `jax.random`: it draws whole arrays, while here the noise of one token is a
+function of its id, so that each vocabulary shard, and each block of a kernel, computes
+its own. And it costs more: of 1.2 million tokens on a CPU 20 ms by threefry, whose noise
+must be drawn in its high-range mode (see `gumbel`), against 2.8 ms.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +28,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def row_key(seed: jax.Array, request: jax.Array, position: jax.Array) -> jax.Array:
-  """The 64-bit key of one position of one request: u32[..., 2].
+  """The 64-bit key of one position of one request: u32[... 2].
 
   Args:
     seed, request: u32[...]
@@ -39,17 +44,17 @@ def row_key(seed: jax.Array, request: jax.Array, position: jax.Array) -> jax.Arr
 
 
 def gumbel(key: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Standard Gumbel noise of each token.
+  """Standard Gumbel noise of each token: f32[... n].
 
   64 hash bits per token: a uniform of 24 bits would cut the noise at 16.6,
   which shows in a vocabulary of 150,000 tokens.
 
   Args:
     key: u32[... 2]  from `row_key`
-    tokens: i32[V']  token ids, all of the vocabulary or some
-  Returns:
-    f32[... V']
+    tokens: i32[n]  token ids, all of the vocabulary or some
   """
+  chex.assert_axis_dimension(key, -1, 2)
+  chex.assert_rank(tokens, 1)
   ids = tokens.astype(jnp.uint32)
   high = _mix(_mix(ids ^ key[..., None, 0]) + key[..., None, 1])
   low = _mix(high ^ jnp.uint32(0xB7E15162))

@@ -14,6 +14,7 @@ length 8:
 from collections.abc import Sequence
 import dataclasses
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -31,45 +32,50 @@ class Bucket:
 
 
 def over_slices(buckets: Sequence[tuple[int, int]], slices: int) -> tuple[Bucket, ...]:
-  """Buckets of (rows, length), their rows rounded up to a multiple of the slices."""
-  return tuple(Bucket(-(-R // slices) * slices, L) for R, L in buckets)
+  """Makes buckets of (rows, length); rows are rounded up to a multiple of the slices."""
+  return tuple(Bucket(-(-rows // slices) * slices, length) for rows, length in buckets)
 
 
 @flax.struct.dataclass
 class Packed:
-  """Micro-batches [M R L] of one bucket; only the first `count` hold anything.
+  """Micro-batches [M rows T] of one bucket; only the first `count` hold anything.
 
   M depends on the number of sequences alone, so that the same program serves
   every step.
   """
 
-  tokens: jax.Array  # i32[M R L]
-  targets: jax.Array  # i32[M R L]  the next token of the same sequence
-  positions: jax.Array  # i32[M R L]  within the sequence
-  segments: jax.Array  # i32[M R L]  0 is padding
-  sequence_idx: jax.Array  # i32[M R L]  into the packed list; 0 at padding
-  mask: jax.Array  # bool[M R L]  targets that belong to a response
+  tokens: jax.Array  # i32[M rows T]
+  targets: jax.Array  # i32[M rows T]  the next token of the same sequence
+  positions: jax.Array  # i32[M rows T]  within the sequence
+  segments: jax.Array  # i32[M rows T]  0 is padding
+  sequence_idx: jax.Array  # i32[M rows T]  into the packed list; 0 at padding
+  mask: jax.Array  # bool[M rows T]  targets that belong to a response
   count: jax.Array  # i32[]
 
   def micro_batch(self, i: jax.Array) -> "Packed":
-    """The i-th one, [R L]."""
-    fields = {
-      f.name: getattr(self, f.name)[i]
-      for f in dataclasses.fields(self)
-      if f.name != "count"
-    }
-    return Packed(count=jnp.int32(1), **fields)
+    """The i-th micro-batch, arrays [rows T]."""
+    arrays = jax.tree.map(lambda x: x[i] if x.ndim else x, self)
+    return arrays.replace(count=jnp.int32(1))
 
 
 def place(packed: Sequence[Packed], mesh: jax.sharding.Mesh) -> tuple[Packed, ...]:
   """Moves packed micro-batches to the devices, rows over `data`."""
   rows, whole = axes.sharding(mesh, None, axes.DATA), axes.sharding(mesh)
-  put = lambda x: jax.device_put(x, rows if x.ndim else whole)
-  return jax.tree.map(put, tuple(packed))
+  return jax.tree.map(
+    lambda x: jax.device_put(x, rows if x.ndim else whole), tuple(packed)
+  )
 
 
 def segment_mask(segments: jax.Array, positions: jax.Array) -> jax.Array:
-  """Causal within a segment: bool[R L L]; padding sees only padding."""
+  """Causal within a segment; padding sees only padding.
+
+  Args:
+    segments, positions: i32[rows T]  see `Packed`
+  Returns:
+    bool[rows T T], True where the token of the first T may look
+  """
+  chex.assert_rank(segments, 2)
+  chex.assert_equal_shape([segments, positions])
   same = segments[:, :, None] == segments[:, None, :]
   return same & (positions[:, :, None] >= positions[:, None, :])
 
@@ -93,6 +99,9 @@ def pack(
   Raises:
     ValueError: a sequence is longer than the longest bucket
   """
+  if chosen is not None:
+    chex.assert_shape(chosen, (len(responses),))
+    chex.assert_type(chosen, bool)
   by_bucket: list[list[int]] = [[] for _ in buckets]
   sizes = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
   for i, size in enumerate(sizes):
@@ -111,26 +120,22 @@ def pack(
   ]
 
 
-def _pack_bucket(prompts, responses, sizes, members, bucket) -> Packed:
-  rows: list[list[int]] = []
-  room: list[int] = []
-  for i in sorted(members, key=lambda i: (-sizes[i], i)):
-    row = next((r for r, free in enumerate(room) if free >= sizes[i]), None)
-    if row is None:
-      rows.append([])
-      room.append(bucket.length)
-      row = len(rows) - 1
-    rows[row].append(i)
-    room[row] -= sizes[i]
+def _pack_bucket(prompts, responses, sizes, members, bucket: Bucket) -> Packed:
+  """Fills the rows of one bucket.
 
-  R, L = bucket.rows, bucket.length
-  M = -(-len(sizes) // R)
-  fields = {
-    name: np.zeros((M * R, L), np.int32)
-    for name in ("tokens", "targets", "positions", "segments", "sequence_idx")
-  }
-  mask = np.zeros((M * R, L), bool)
-  for row, members_of_row in enumerate(rows):
+  Args:
+    prompts, responses: of all sequences
+    sizes: tokens of each sequence
+    members: index of the sequences that belong in this bucket
+    bucket: shape of a micro-batch
+  """
+  rows, T = bucket.rows, bucket.length
+  members_by_row = _first_fit_decreasing(members, sizes, T)
+  M = -(-len(sizes) // rows)
+  integers = ("tokens", "targets", "positions", "segments", "sequence_idx")
+  fields = {name: np.zeros((M * rows, T), np.int32) for name in integers}
+  fields["mask"] = np.zeros((M * rows, T), bool)
+  for row, members_of_row in enumerate(members_by_row):
     start = 0
     for segment, i in enumerate(members_of_row, 1):
       tokens = np.concatenate([prompts[i], responses[i]])
@@ -140,11 +145,24 @@ def _pack_bucket(prompts, responses, sizes, members, bucket) -> Packed:
       fields["positions"][row, start:stop] = np.arange(len(tokens))
       fields["segments"][row, start:stop] = segment
       fields["sequence_idx"][row, start:stop] = i
-      mask[row, start + len(prompts[i]) - 1 : stop - 1] = True
+      fields["mask"][row, start + len(prompts[i]) - 1 : stop - 1] = True
       start = stop
-  shaped = {name: x.reshape(M, R, L) for name, x in fields.items()}
-  return Packed(
-    mask=mask.reshape(M, R, L),
-    count=np.int32(-(-len(rows) // R)),
-    **shaped,
-  )
+  shaped = {name: x.reshape(M, rows, T) for name, x in fields.items()}
+  return Packed(count=np.int32(-(-len(members_by_row) // rows)), **shaped)
+
+
+def _first_fit_decreasing(
+  members: Sequence[int], sizes: Sequence[int], length: int
+) -> list[list[int]]:
+  """Shares members out over rows: longest first, into the first row with room."""
+  rows: list[list[int]] = []
+  room: list[int] = []
+  for i in sorted(members, key=lambda i: (-sizes[i], i)):
+    row = next((r for r, free in enumerate(room) if free >= sizes[i]), None)
+    if row is None:
+      rows.append([])
+      room.append(length)
+      row = len(rows) - 1
+    rows[row].append(i)
+    room[row] -= sizes[i]
+  return rows

@@ -52,8 +52,3 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f"RoPE needs an even head_dim, got {self.head_dim}")
-
-  @property
-  def group_size(self) -> int:
-    """G, the query heads that share one key/value head."""
-    return self.num_heads // self.num_kv_heads

@@ -2,7 +2,8 @@
 
 Arrays carry their place in the parameter tree as name. The embedding is the target's
 and not in it, nor is the head, unless the drafter has its own; a folder says which
-shape of target it is for.
+shape of target it is for. `kind` in `config.json` is the name of the kind's module, as
+`drafters.find` takes it.
 
 A vocabulary of the drafter's own is stored as in published EAGLE-3 files: its size in
 `config.json` (`draft_vocab_size`, else null), its tokens beside the weights. Token i of
@@ -12,7 +13,6 @@ the drafter is token i + d2t[i] of the target; t2d marks these among all of the 
 import dataclasses
 import json
 import pathlib
-import shutil
 
 from flax import traverse_util
 import flax.linen as nn
@@ -24,16 +24,14 @@ import safetensors.numpy
 
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
 from tlt_jax.models import drafter
+from tlt_jax.models import hf_folder
+
+_TENSORS = "model.safetensors"
 
 
-def save(path, config: drafter.DrafterConfig, params) -> None:
-  """Writes the folder, whole or not at all; see `convert.save_hf`."""
-  path = pathlib.Path(path)
-  partial = path / convert.PARTIAL
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
+def save(path: str | pathlib.Path, config: drafter.DrafterConfig, params: dict) -> None:
+  """Writes the folder, whole or not at all; see `hf_folder.replacing`."""
   flat = traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")
   flat = {name: np.asarray(x) for name, x in flat.items()}
   raw = dataclasses.asdict(config)
@@ -43,56 +41,43 @@ def save(path, config: drafter.DrafterConfig, params) -> None:
     t2d = np.zeros(config.layer.vocab_size, bool)
     t2d[vocab] = True
     flat |= {"d2t": vocab - np.arange(len(vocab)), "t2d": t2d}
-  safetensors.numpy.save_file(flat, partial / "model.safetensors")
-  convert.write_json(partial / "config.json", raw)
-  convert.publish(path, partial)
+  with hf_folder.replacing(pathlib.Path(path)) as folder:
+    safetensors.numpy.save_file(flat, folder / _TENSORS)
+    hf_folder.write_json(folder / hf_folder.CONFIG, raw)
 
 
-def load(path, target_config: config_lib.ModelConfig, mesh=None, rules=axes.ROLLOUT):
+def load(
+  path: str | pathlib.Path,
+  target_config: config_lib.ModelConfig,
+  mesh: jax.sharding.Mesh | None = None,
+  rules: axes.Rules = axes.ROLLOUT,
+) -> tuple[drafter.DrafterConfig, dict]:
   """Reads a folder.
 
   Args:
+    path: the folder
     target_config: of the target it is to draft for
     mesh, rules: where to; one device without a mesh
   Returns:
     DrafterConfig and parameters
   Raises:
-    convert.CheckpointError: the folder is missing, damaged, or for another target
+    hf_folder.CheckpointError: the folder is missing, damaged, or for another target
   """
   path = pathlib.Path(path)
   config, draft_vocab_size = _load_config(path)
-  for name in ("vocab_size", "width"):
-    have, want = getattr(config.layer, name), getattr(target_config, name)
-    if have != want:
-      raise convert.CheckpointError(
-        f"{path}: this drafter is for a target of {name} {have}, not {want}; train one "
-        "with experiments.train_drafter"
-      )
-  if config.taps and max(config.taps) >= target_config.num_layers:
-    raise convert.CheckpointError(
-      f"{path}: this drafter reads layer {max(config.taps)} of the target, which has "
-      f"{target_config.num_layers} layers"
-    )
+  _check_target(path, config, target_config)
   try:
-    stored = safetensors.numpy.load_file(path / "model.safetensors")
+    stored = safetensors.numpy.load_file(path / _TENSORS)
   except (OSError, safetensors.SafetensorError) as e:
-    raise convert.CheckpointError(f"{path}: model.safetensors cannot be read: {e}") from e
+    raise hf_folder.CheckpointError(f"{path}: model.safetensors cannot be read: {e}") from e
   if draft_vocab_size is not None:
     try:
       vocab = _take_vocab(stored, draft_vocab_size, config.layer.vocab_size)
       config = dataclasses.replace(config, vocab=vocab)
     except ValueError as e:
-      raise convert.CheckpointError(f"{path}: {e}") from e
+      raise hf_folder.CheckpointError(f"{path}: {e}") from e
   abstract = drafter.abstract_params(config)
-  flat = traverse_util.flatten_dict(nn.meta.unbox(abstract), sep="/")
-  shapes = {name: tuple(x.shape) for name, x in flat.items()}
-  found = {name: tuple(x.shape) for name, x in stored.items()}
-  if shapes != found:
-    wrong = sorted(n for n in shapes | found if shapes.get(n) != found.get(n))[0]
-    raise convert.CheckpointError(
-      f"{path}: {wrong} has shape {found.get(wrong)}, config.json says "
-      f"{shapes.get(wrong)}"
-    )
+  _check_shapes(path, abstract, stored)
   params = traverse_util.unflatten_dict(
     {name: jnp.asarray(x) for name, x in stored.items()}, sep="/"
   )
@@ -101,8 +86,41 @@ def load(path, target_config: config_lib.ModelConfig, mesh=None, rules=axes.ROLL
   return config, params
 
 
+def _check_target(
+  path: pathlib.Path,
+  config: drafter.DrafterConfig,
+  target_config: config_lib.ModelConfig,
+) -> None:
+  """Raises if the drafter is for a target of another shape."""
+  for name in ("vocab_size", "width"):
+    have, want = getattr(config.layer, name), getattr(target_config, name)
+    if have != want:
+      raise hf_folder.CheckpointError(
+        f"{path}: this drafter is for a target of {name} {have}, not {want}; train one "
+        "with experiments.train_drafter"
+      )
+  if config.taps and max(config.taps) >= target_config.num_layers:
+    raise hf_folder.CheckpointError(
+      f"{path}: this drafter reads layer {max(config.taps)} of the target, which has "
+      f"{target_config.num_layers} layers"
+    )
+
+
+def _check_shapes(path: pathlib.Path, abstract: dict, stored: dict) -> None:
+  """Raises unless the file holds exactly the arrays of the drafter."""
+  flat = traverse_util.flatten_dict(nn.meta.unbox(abstract), sep="/")
+  shapes = {name: tuple(x.shape) for name, x in flat.items()}
+  found = {name: tuple(x.shape) for name, x in stored.items()}
+  if shapes != found:
+    wrong = sorted(n for n in shapes | found if shapes.get(n) != found.get(n))[0]
+    raise hf_folder.CheckpointError(
+      f"{path}: {wrong} has shape {found.get(wrong)}, config.json says "
+      f"{shapes.get(wrong)}"
+    )
+
+
 def _take_vocab(stored: dict, size: int, target_size: int) -> tuple[int, ...]:
-  """A drafter's own vocabulary, out of its tables; ValueError if they are damaged."""
+  """Takes a drafter's own vocabulary out of its tables; ValueError if damaged."""
   d2t, t2d = stored.pop("d2t", None), stored.pop("t2d", None)
   for name, table, shape in (("d2t", d2t, (size,)), ("t2d", t2d, (target_size,))):
     have = None if table is None else table.shape
@@ -118,9 +136,9 @@ def _take_vocab(stored: dict, size: int, target_size: int) -> tuple[int, ...]:
 
 
 def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]:
-  """The drafter without its vocabulary, and the size of that."""
+  """Reads the drafter without its vocabulary, and the size of that."""
   try:
-    raw = json.loads((path / "config.json").read_text())
+    raw = json.loads((path / hf_folder.CONFIG).read_text())
     layer = dict(raw.pop("layer"))
     if layer.get("rope_scaling") is not None:
       layer["rope_scaling"] = config_lib.RopeScaling(**layer["rope_scaling"])
@@ -129,6 +147,6 @@ def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]
     layer = config_lib.ModelConfig(**layer)
     return drafter.DrafterConfig(layer=layer, vocab=(), **raw), size
   except OSError as e:
-    raise convert.CheckpointError(f"{path}: no drafter there: {e}") from e
+    raise hf_folder.CheckpointError(f"{path}: no drafter there: {e}") from e
   except (ValueError, KeyError, TypeError) as e:
-    raise convert.CheckpointError(f"{path}: config.json is not a drafter's: {e}") from e
+    raise hf_folder.CheckpointError(f"{path}: config.json is not a drafter's: {e}") from e

@@ -4,9 +4,11 @@ Every parameter is made with the names of its axes (`embed`, `heads`, ...);
 `tlt_jax.axes` says per phase which mesh axis a name is split along.
 """
 
+from collections.abc import Callable
 import itertools
 from typing import NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,16 @@ _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
 _BLOCK = 512  # queries, about, that are shown the same keys; each is compiled apart
 
 
-def _param(module, name, init, shape, axes):
+def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
+  """Makes a parameter of a module.
+
+  Args:
+    module: whose it is
+    name: there
+    init: (key, shape) -> its values
+    shape: of it
+    axes: the logical name of each axis
+  """
   return module.param(name, nn.with_logical_partitioning(init, axes), shape)
 
 
@@ -39,7 +50,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
-  """Angular frequency of each rotated pair, f32[H/2]."""
+  """The angular frequency of each rotated pair: f32[H/2]."""
   H = config.head_dim
   freq = config.rope_theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
   scaling = config.rope_scaling
@@ -54,23 +65,28 @@ def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
 
 
 class Rotation(NamedTuple):
-  """What RoPE multiplies with, for every layer and head; each f32[... H/2]."""
+  """The factors of RoPE, the same for every layer and head."""
 
-  cos: jax.Array
-  sin: jax.Array
+  cos: jax.Array  # f32[... H/2]
+  sin: jax.Array  # f32[... H/2]
 
   def at(self, positions: jax.Array) -> "Rotation":
-    """Of tokens at positions i32[B T], from that of positions 0, 1, ..."""
+    """Picks those of tokens at positions i32[B T], if self is of positions 0, 1, ..."""
     return Rotation(*(x.at[positions].get(mode="clip") for x in self))
 
 
 def rotation(
   config: config_lib.ModelConfig, positions: jax.Array, table: Rotation | None = None
 ) -> Rotation:
-  """Of tokens at positions i32[...]; from a table of all positions, if there is one.
+  """The rotation of tokens at some positions.
 
   XLA fuses it into its uses, and computes it again for every layer and head. A loop is
   faster with a table made outside of it, `rotation(config, jnp.arange(S))`.
+
+  Args:
+    config: of the model
+    positions: i32[...]
+    table: the rotation of positions 0, 1, ..., to pick from
   """
   if table is not None:
     return table.at(positions)
@@ -79,7 +95,7 @@ def rotation(
 
 
 def apply_rope(x: jax.Array, by: Rotation) -> jax.Array:
-  """Rotates [B T N H]; pairs are (h, h + H/2)."""
+  """Rotates f[B T N H]; pairs are (h, h + H/2)."""
   cos, sin = by.cos[:, :, None], by.sin[:, :, None]
   x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
   y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
@@ -116,17 +132,22 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-  """(start, end) of the blocks of queries of a row, of about equal size."""
+  """Cuts a row into blocks of queries of about equal size: (start, end) of each."""
   count = max(round(length / _BLOCK), 1)
   ends = [length * i // count for i in range(count + 1)]
   return list(itertools.pairwise(ends))
 
 
-def attend_causal(q, k, v, mask) -> jax.Array:
-  """`attend` where no query looks past its own index (S = T).
+def attend_causal(
+  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+) -> jax.Array:
+  """Does what `attend` does, where no query looks past its own index (S = T).
 
   Each block of queries is shown only the keys up to its end, which saves up to
   half the work of a long row.
+
+  Args:
+    q, k, v, mask: as of `attend`
   """
   return jnp.concatenate(
     [
@@ -138,15 +159,12 @@ def attend_causal(q, k, v, mask) -> jax.Array:
 
 
 class Attention(nn.Module):
-  """Causal self-attention with RoPE over its own tokens or over a KV cache.
-
-  `input_width` is the width of what is projected to q, k and v, if not D.
-  """
+  """Causal self-attention with RoPE over its own tokens or over a KV cache."""
 
   config: config_lib.ModelConfig
-  input_width: int | None = None
+  input_width: int | None = None  # of what is projected to q, k and v, if not D
 
-  def setup(self):
+  def setup(self) -> None:
     c = self.config
     D, N, K, H = c.width, c.num_heads, c.num_kv_heads, c.head_dim
     init, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
@@ -162,33 +180,51 @@ class Attention(nn.Module):
       self.k_norm = RMSNorm(c.norm_eps, "head")
     self.o_proj = _param(self, "o_proj", init, (N, H, D), ("heads", "head", "embed"))
 
-  def _project(self, name, x):
+  def _project(self, name: str, x: jax.Array) -> jax.Array:
+    """Projects f[B T *] to the heads of q, k or v: f[B T heads H]."""
     w = getattr(self, f"{name}_proj")
     y = jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype))
     if self.config.qkv_bias:
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y
 
-  def keys_values(self, x, by: Rotation):
-    """What a cache holds of f[B T D]: keys f[B K H T] and values f[B K T H]."""
+  def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
+    """Computes what a cache holds of f[B T *]: keys f[B K H T], values f[B K T H]."""
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)
     return apply_rope(k, by).transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
-  def _queries(self, x, by):
+  def _queries(self, x: jax.Array, by: Rotation) -> jax.Array:
+    """The queries of tokens f[B T *]: f[B T N H]."""
     q = self._project("q", x)
     if self.config.qk_norm:
       q = self.q_norm(q)
     return apply_rope(q, by)
 
-  def attend_to(self, x, by: Rotation, mask, k, v, attend=attend):
-    """f[B T D] attends to keys and values as `keys_values` gives them."""
-    out = attend(self._queries(x, by), k.astype(x.dtype), v.astype(x.dtype), mask)
+  def attend_to(
+    self,
+    x: jax.Array,
+    by: Rotation,
+    mask: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    function: Callable[..., jax.Array] = attend,
+  ) -> jax.Array:
+    """Attends to keys and values that are there: f[B T D].
+
+    Args:
+      x: f[B T *]
+      by: of the tokens' positions
+      mask: bool[B T S]
+      k, v: as `keys_values` gives them
+      function: `attend` or `attend_causal`
+    """
+    out = function(self._queries(x, by), k.astype(x.dtype), v.astype(x.dtype), mask)
     return self._output(out)
 
-  def _output(self, out):
-    """f[B T N H] -> f[B T D].
+  def _output(self, out: jax.Array) -> jax.Array:
+    """Projects f[B T N H] to f[B T D].
 
     As one plain product: of two contracted axes XLA's CPU backend makes a transposed copy
     of the weights in every call.
@@ -196,25 +232,42 @@ class Attention(nn.Module):
     w = self.o_proj.astype(out.dtype)
     return out.reshape(*out.shape[:2], -1) @ w.reshape(-1, w.shape[-1])
 
-  def attend_unrolled(self, x, by: Rotation, mask, drafted):
-    """Step n of drafting from every position at once; see `drafter.Drafter.unroll`.
+  def attend_unrolled(
+    self,
+    x: jax.Array,
+    by: Rotation,
+    mask: jax.Array,
+    drafted: list[tuple[jax.Array, jax.Array]],
+  ) -> jax.Array:
+    """Attends in step n of drafting from every position at once: f[B T D].
+
+    Position t began n steps ago, at t-n: it sees what step 0 knew up to there, and what
+    each later step j made of position t-n+j. Worked row, of which step position 4 sees
+    each position at n = 2, where one sequence fills the row:
+
+        position     0  1  2  3  4
+        of step      0  0  0  1  2
+
+    What leads there: rolled by n, row t of `mask` is what t-n may see (far, step 0), and
+    the keys of step j, rolled by n-j, have at t those of t-n+j (one each).
 
     Args:
-      x: f[B T D]  of step n
-      mask: bool[B T T]  causal
-      drafted: keys and values of steps 0..n, as `keys_values` gives them. Position t
-        attends to those of step 0 up to t-n, and of each later step j to t-n+j.
+      x: f[B T *]  of step n
+      by: of the positions
+      mask: bool[B T T]  causal, within a sequence
+      drafted: keys and values of steps 0..n, as `keys_values` gives them
     """
     c, n = self.config, len(drafted) - 1
     B, T, _ = x.shape
+    chex.assert_shape(mask, (B, T, T))
     q = self._queries(x, by).reshape(B, T, c.num_kv_heads, -1, c.head_dim)
     k, v = drafted[0]
     far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]  # row t shows t-n's
     moved = lambda x, j, axis: jnp.roll(x, n - j, axis)
     later = [(moved(k, j, 3), moved(v, j, 2)) for j, (k, v) in enumerate(drafted)][1:]
 
-    def block(start, end):
-      """Queries start..end-1; none looks past its own index."""
+    def attend_block(start: int, end: int) -> jax.Array:
+      """Attends for queries start..end-1, none of which looks past its own index."""
       far_scores = jnp.einsum("btkgh,bkhs->bkgts", q[:, start:end], k[..., :end])
       shown = far[:, None, None, start:end, :end]
       scores = [jnp.where(shown, far_scores, _MASKED)]
@@ -228,14 +281,21 @@ class Attention(nn.Module):
         out += jnp.einsum("bkgt,bkth->btkgh", weights[..., end + j], v_j[:, :, start:end])
       return out
 
-    out = jnp.concatenate([block(*ends) for ends in _blocks(T)], 1)
+    out = jnp.concatenate([attend_block(start, end) for start, end in _blocks(T)], 1)
     return self._output(out.reshape(B, T, c.num_heads, c.head_dim))
 
-  def __call__(self, x, by: Rotation, mask, layer_cache=None, slots=None):
-    """Attends.
+  def __call__(
+    self,
+    x: jax.Array,
+    by: Rotation,
+    mask: jax.Array,
+    layer_cache: cache_lib.LayerCache | None = None,
+    slots: jax.Array | None = None,
+  ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
+    """Attends to its own tokens, or writes them to a cache and attends to that.
 
     Args:
-      x: f[B T D]
+      x: f[B T *]
       by: of the tokens' positions
       mask: bool[B T S]  S = T without a cache, else the cache's length
       layer_cache: this layer's keys and values, updated in place under jit
@@ -257,7 +317,7 @@ class MLP(nn.Module):
   config: config_lib.ModelConfig
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     D, F = self.config.width, self.config.mlp_width
     init = nn.initializers.normal(0.02)
     gate = _param(self, "gate_proj", init, (D, F), ("embed", "mlp"))
@@ -273,7 +333,15 @@ class Block(nn.Module):
   config: config_lib.ModelConfig
 
   @nn.compact
-  def __call__(self, x, by: Rotation, mask, layer_cache=None, slots=None):
+  def __call__(
+    self,
+    x: jax.Array,
+    by: Rotation,
+    mask: jax.Array,
+    layer_cache: cache_lib.LayerCache | None = None,
+    slots: jax.Array | None = None,
+  ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
+    """Runs the layer; arguments and results are those of `Attention.__call__`."""
     eps = self.config.norm_eps
     y, layer_cache = Attention(self.config, name="attention")(
       RMSNorm(eps, name="input_norm")(x), by, mask, layer_cache, slots

@@ -4,6 +4,9 @@
 features to the vocabulary, so that a prefill never pays for the head.
 """
 
+from collections.abc import Sequence
+
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,21 +17,17 @@ from tlt_jax.models import layers
 
 
 def matmul_precision(dtype: str) -> str:
-  """float32 means float32: accelerators round its products unless told not to."""
+  """The precision of products: accelerators round those of float32 unless told not to."""
   return "highest" if dtype == "float32" else "default"
 
 
 class Target(nn.Module):
-  """A decoder: tokens -> features -> logits.
-
-  `remat` recomputes each layer in the backward pass instead of keeping its
-  activations.
-  """
+  """A decoder: tokens -> features -> logits."""
 
   config: config_lib.ModelConfig
-  remat: bool = False
+  remat: bool = False  # recompute layers in the backward pass, keep no activations
 
-  def setup(self):
+  def setup(self) -> None:
     c = self.config
     init = nn.initializers.normal(0.02)
     self.embedding = self.param(
@@ -70,17 +69,29 @@ class Target(nn.Module):
     return features, cache
 
   def with_taps(
-    self, tokens, positions, taps, mask=None, cache=None, slots=None, rotations=None
-  ):
-    """As `__call__`, with hidden states from inside.
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    taps: Sequence[int],
+    mask: jax.Array | None = None,
+    cache: cache_lib.KVCache | None = None,
+    slots: jax.Array | None = None,
+    rotations: layers.Rotation | None = None,
+  ) -> tuple[jax.Array, jax.Array | None, cache_lib.KVCache | None]:
+    """Runs the decoder, and also gives hidden states from inside.
 
     Args:
+      tokens, positions, mask, cache, slots: as of `__call__`
       taps: layers (from 0), after which the residual stream is returned as well
       rotations: `layers.rotation` of positions 0, 1, ..., where it is at hand
     Returns:
       features f[B T D]; f[B T len(taps)*D], None without taps; and the cache
     """
     c = self.config
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape([tokens, positions])
+    if mask is not None:
+      chex.assert_shape(mask, (*tokens.shape, None))
     with jax.default_matmul_precision(matmul_precision(c.dtype)):
       if mask is None:
         S = tokens.shape[1] if cache is None else cache[0].length
@@ -99,20 +110,31 @@ class Target(nn.Module):
       return self.final_norm(x), tapped, None if cache is None else tuple(new_cache)
 
   def logits(self, features: jax.Array) -> jax.Array:
-    """f[... D] -> f32[... V]."""
+    """Turns features into logits: f[... D] -> f32[... V]."""
+    chex.assert_axis_dimension(features, -1, self.config.width)
     w = self.embedding.T if self.config.tie_embeddings else self.head
     with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
       return jnp.dot(
         features, w.astype(features.dtype), preferred_element_type=jnp.float32
       )
 
-  def features_and_logits(self, tokens, positions, mask=None, cache=None):
-    """Both at once: f[B T D], f32[B T V] and the cache."""
+  def features_and_logits(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array | None = None,
+    cache: cache_lib.KVCache | None = None,
+  ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache | None]:
+    """Runs decoder and head: features f[B T D], logits f32[B T V] and the cache.
+
+    Args:
+      tokens, positions, mask, cache: as of `__call__`
+    """
     features, cache = self(tokens, positions, mask, cache)
     return features, self.logits(features), cache
 
 
-def abstract_params(config: config_lib.ModelConfig):
+def abstract_params(config: config_lib.ModelConfig) -> dict:
   """Shapes and logical axes of every parameter, without making one."""
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   init = lambda t: Target(config).init(
@@ -121,7 +143,7 @@ def abstract_params(config: config_lib.ModelConfig):
   return jax.eval_shape(init, tokens)["params"]
 
 
-def init_params(config: config_lib.ModelConfig, key: jax.Array):
+def init_params(config: config_lib.ModelConfig, key: jax.Array) -> dict:
   """Random float32 parameters (normal, std 0.02; norms one; biases zero).
 
   The two projections that write into the residual stream are scaled down by

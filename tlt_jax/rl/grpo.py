@@ -1,12 +1,20 @@
 """GRPO: advantages relative to the other responses of the same prompt.
 
-Shao et al. 2024 (https://arxiv.org/abs/2402.03300), equations 3 and 4, with the
-separate lower and upper clip ranges and the token-level mean of DAPO
-(https://arxiv.org/abs/2503.14476). `aggregation="sequence"` is GRPO's own mean
-over responses of each one's mean over tokens. Without division by the standard
-deviation it is the advantage of Dr. GRPO (https://arxiv.org/abs/2503.20783).
+Shao et al. 2024 (https://arxiv.org/abs/2402.03300), equation 3, with the k3 estimator of
+the KL of equation 4 and the advantages of section 4.1.2 (outcome supervision).
+
+Departures from the paper, as the defaults are:
+- The clip range is wider above than below, and the loss is a mean over the tokens of all
+  responses, as in DAPO (https://arxiv.org/abs/2503.14476). `aggregation="sequence"` is
+  GRPO's own mean over responses of each one's mean over tokens.
+- No KL to a reference (`kl_coef=0`), as in DAPO.
+- Log-probabilities of the policy that sampled are computed by the learner, not by the
+  sampler, so that both sides of the ratio are rounded alike.
+- 1e-6 is added to the deviation that advantages are divided by. Without the division
+  (`normalize_std=False`) they are those of Dr. GRPO (https://arxiv.org/abs/2503.20783).
 """
 
+import jax
 import jax.numpy as jnp
 
 from tlt_jax.rl import algorithm
@@ -29,7 +37,7 @@ def make(
   aggregation: str = "token",
   normalize_std: bool = True,
 ) -> algorithm.Algorithm:
-  """GRPO.
+  """Makes GRPO.
 
   Args:
     clip_low, clip_high: the ratio to the sampling policy counts within
@@ -49,20 +57,16 @@ def make(
   if aggregation not in ("token", "sequence"):
     raise ValueError(f"aggregation must be 'token' or 'sequence', got {aggregation!r}")
 
-  def advantages(rewards, lengths):
+  def advantages(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
     del lengths
     centred = rewards - jnp.mean(rewards, 1, keepdims=True)
     if not normalize_std:
       return centred
     return centred / (jnp.std(rewards, 1, keepdims=True) + 1e-6)
 
-  def loss(tokens: algorithm.Tokens):
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
     per_token = tokens.mask / tokens.packed_tokens
-    if aggregation == "token":
-      weight = tokens.mask / tokens.total_tokens
-    else:
-      # Padding counts as sequence 0, which may be without a response token.
-      weight = tokens.mask / (jnp.maximum(tokens.length, 1) * tokens.total_sequences)
+    weight = _weight(tokens, aggregation)
     ratio = jnp.exp(jnp.where(tokens.mask, tokens.logp - tokens.old_logp, 0.0))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     gain = jnp.minimum(ratio * tokens.advantage, clipped * tokens.advantage)
@@ -83,3 +87,11 @@ def make(
     uses_reference=bool(kl_coef),
     skips_zero_advantage=not kl_coef,
   )
+
+
+def _weight(tokens: algorithm.Tokens, aggregation: str) -> jax.Array:
+  """The weight of each token in the loss, f32[rows T]; over the whole batch it is 1."""
+  if aggregation == "token":
+    return tokens.mask / tokens.total_tokens
+  # Padding counts as sequence 0, which may be without a response token.
+  return tokens.mask / (jnp.maximum(tokens.length, 1) * tokens.total_sequences)

@@ -1,12 +1,15 @@
 """GRPO with credit for each token, by a baseline that knows how long a response is.
 
 Advantages are generalised advantage estimates (Schulman et al. 2016,
-https://arxiv.org/abs/1506.02438, equation 16, without discount). There is no critic to
-train: what a response is worth that still runs after t tokens is the mean reward of the
-prompt's other responses that did so as well, drawn towards that of the whole batch. A
-decision late in a response, such as to call its search finished, is thus compared with
-going on from there, and tokens long before it get little of its noise. The loss is
-GRPO's.
+https://arxiv.org/abs/1506.02438, equation 16). The value of a response that still runs
+after t tokens is the mean reward of the prompt's other responses that did so as well,
+drawn towards that of the whole batch. A decision late in a response, such as to call its
+search finished, is thus compared with going on from there, and tokens long before it get
+little of its noise. The loss is GRPO's.
+
+Departures from the paper: there is no critic to train, but that baseline, and no discount
+(gamma = 1), as the only reward comes at the end. From GRPO: advantages are of tokens, and
+not divided by a deviation.
 """
 
 import jax
@@ -25,7 +28,7 @@ def make(
   kl_estimator: str = "k3",
   aggregation: str = "token",
 ) -> algorithm.Algorithm:
-  """GRPO with GAE.
+  """Makes GRPO with GAE.
 
   Args:
     trace_decay: lambda in [0, 1]; a token's advantage reaches back to those before it,
@@ -40,15 +43,24 @@ def make(
     raise ValueError(f"prior must be above 0, got {prior}")
   made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)
 
-  def advantages(rewards, lengths):
+  def advantages(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
     T = 1 << max(int(jnp.max(lengths)) - 1, 0).bit_length()
     return _advantages(rewards, lengths, trace_decay, prior, T)
 
   return made._replace(advantages=advantages)
 
 
-def _advantages(rewards, lengths, trace_decay, prior, T: int):
-  """f32[P R T], zero beyond a response and where a prompt's rewards are all the same."""
+def _advantages(rewards, lengths, trace_decay: float, prior: float, T: int) -> jax.Array:
+  """Estimates the advantage of each token.
+
+  Args:
+    rewards: f32[P R]
+    lengths: i32[P R]  of responses, at most T
+    trace_decay, prior: see `make`
+    T: a power of two, so that few shapes are compiled
+  Returns:
+    f32[P R T], zero beyond a response and where a prompt's rewards are all the same
+  """
   lengths, reward = lengths[..., None], jnp.asarray(rewards, jnp.float32)[..., None]
   t = jnp.arange(T)
   runs = (lengths > t).astype(jnp.float32)
@@ -60,10 +72,12 @@ def _advantages(rewards, lengths, trace_decay, prior, T: int):
   following = jnp.where(lengths > t + 1, jnp.roll(value, -1, -1), reward)
   step = runs * (following - value)
 
-  def back(after, now):
-    return (now + trace_decay * after,) * 2
+  def discounted_sum(after, now):
+    total = now + trace_decay * after
+    return total, total
 
   by_token = jnp.moveaxis(step, -1, 0)
-  _, found = jax.lax.scan(back, jnp.zeros(step.shape[:2]), by_token, reverse=True)
+  zeros = jnp.zeros(step.shape[:2])
+  _, found = jax.lax.scan(discounted_sum, zeros, by_token, reverse=True)
   differ = jnp.max(reward, 1, keepdims=True) > jnp.min(reward, 1, keepdims=True)
   return jnp.where(differ, runs * jnp.moveaxis(found, 0, -1), 0.0)

@@ -6,19 +6,20 @@ step follows. Parameters are split by `axes.TRAIN` (FSDP over `data`, tensor
 parallel over `model`), rows of a micro-batch over `data`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import re
 
+import chex
 from flax import traverse_util
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax import programs
@@ -32,6 +33,8 @@ _LOGIT_CHUNK = 1024  # tokens of a row whose f32 logits exist at a time
 
 @flax.struct.dataclass
 class State:
+  """A policy in training."""
+
   params: dict  # f32, laid out by axes.TRAIN
   opt_state: optax.OptState
   step: jax.Array  # i32[]  optimizer updates done
@@ -39,9 +42,9 @@ class State:
 
 @flax.struct.dataclass
 class Sequences:
-  """What an update knows of each packed sequence; [B] in packing order."""
+  """The facts of each packed sequence that an update needs; B in packing order."""
 
-  advantage: jax.Array  # f32[B 1], or f32[B N] for each response token
+  advantage: jax.Array  # f32[B 1], or f32[B T] for each response token
   length: jax.Array  # i32[B]  response tokens
   prompt_length: jax.Array  # i32[B]
   temperature: jax.Array  # f32[B]  at which it was sampled
@@ -59,7 +62,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """See `make`."""
+  """Updates a policy on batches of responses; its fields are explained in `make`."""
 
   config: config_lib.ModelConfig
   algorithm: algorithm_lib.Algorithm
@@ -74,15 +77,12 @@ class Learner:
   def abstract_state(self) -> State:
     """Shapes, dtypes and shardings of the state."""
     abstract = target.abstract_params(self.config)
-    shardings = axes.shardings(self.mesh, axes.TRAIN, abstract)
-    params = jax.tree.map(_placed, nn.meta.unbox(abstract), shardings)
-    replicated = axes.sharding(self.mesh)
-    opt_state = jax.eval_shape(self.optimizer.init, self.trained(params))
-    opt_state = axes.like_params(opt_state, self.trained(shardings), replicated)
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    params = axes.with_shardings(self.mesh, axes.TRAIN, abstract)
+    opt_state = axes.abstract_opt_state(self.optimizer, self.mesh, self.trained(params))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(self.mesh))
     return State(params, opt_state, step)
 
-  def init(self, params) -> State:
+  def init(self, params: dict) -> State:
     """The state before the first update; takes over `params`, of any layout."""
     abstract = self.abstract_state()
     params = jax.tree.map(
@@ -90,16 +90,16 @@ class Learner:
       params,
       abstract.params,
     )
-    make = jax.jit(
-      lambda p: (self.optimizer.init(self.trained(p)), jnp.int32(0)),
-      out_shardings=jax.tree.map(
-        lambda x: x.sharding, (abstract.opt_state, abstract.step)
-      ),
+    rest = (abstract.opt_state, abstract.step)
+    init_rest = jax.jit(
+      lambda params: (self.optimizer.init(self.trained(params)), jnp.int32(0)),
+      out_shardings=jax.tree.map(lambda x: x.sharding, rest),
     )
-    return State(params, *make(params))
+    opt_state, step = init_rest(params)
+    return State(params, opt_state, step)
 
-  def trained(self, params) -> dict:
-    """The part of a parameter tree that is trained."""
+  def trained(self, params: dict) -> dict:
+    """The part of a parameter tree whose paths `only` finds: what is trained."""
     flat = traverse_util.flatten_dict(params, sep="/")
     chosen = {path: x for path, x in flat.items() if re.search(self.only, path)}
     if not chosen:
@@ -107,130 +107,196 @@ class Learner:
     return traverse_util.unflatten_dict(chosen, sep="/")
 
   @functools.cached_property
-  def to_rollout(self):
-    """params -> a copy in the rollout's layout and dtype: the weight sync."""
+  def to_rollout(self) -> Callable[[dict], dict]:
+    """Copies parameters into the rollout's layout and dtype: the weight sync."""
     abstract = target.abstract_params(self.config)
     cast = lambda params: jax.tree.map(lambda x: x.astype(self.config.dtype), params)
     return jax.jit(
       cast, out_shardings=axes.shardings(self.mesh, axes.ROLLOUT, abstract)
     )
 
-  def train(self, state: State, batch: Batch, reference=None) -> tuple[State, dict]:
-    """`updates` optimizer steps, each on its share of the responses.
+  def train(
+    self, state: State, batch: Batch, reference: dict | None = None
+  ) -> tuple[State, dict[str, float]]:
+    """Takes `updates` optimizer steps, each on its share of the responses.
 
     Log-probabilities under the sampling policy are computed here, by the program
     that also computes the gradient's, before the first update.
 
     Args:
+      state: the policy; donated
+      batch: B responses, B a multiple of `updates`
       reference: parameters of the reference policy in `axes.TRAIN` layout, if the
         algorithm uses one
     Returns:
-      the new state (the old one is donated); `policy/*` as floats, averaged over
-      the updates, and the phase's peak memory per device
+      the new state; `policy/*` as floats, averaged over the updates, and the phase's
+      peak memory per device
     """
-    if len(batch.responses) % self.updates:
-      raise ValueError(
-        f"{len(batch.responses)} responses cannot be shared out over {self.updates} "
-        "updates per step"
-      )
+    self._check(batch)
     shares = np.split(np.arange(len(batch.responses)), self.updates)
     packed = [self._pack(batch, share) for share in shares]
-    key = (len(shares[0]),)
+    score_one = functools.partial(self._run, "logprobs", self.logprobs, len(shares[0]))
+    update_one = functools.partial(self._run, "update", self.update, len(shares[0]))
 
     def score(params):
-      args = [(params, buckets, seqs.temperature) for buckets, seqs in packed]
-      run = self.pool.get("logprobs", key, self.logprobs, *args[0])
-      return [run(*a) for a in args]
+      return [score_one(params, buckets, known.temperature) for buckets, known in packed]
 
     # With one update the sampling policy is the one that is trained.
     old = score(state.params) if self.updates > 1 else [None] * len(shares)
     fixed = [None] * len(shares) if reference is None else score(reference)
     every = []
-    for (buckets, sequences), *logp in zip(packed, old, fixed, strict=True):
-      args = (state, buckets, sequences, *logp)
-      run = self.pool.get("update", key, self.update, *args)
-      state, metrics = run(*args)
+    for (buckets, sequences), logp, fixed_logp in zip(packed, old, fixed, strict=True):
+      state, metrics = update_one(state, buckets, sequences, logp, fixed_logp)
       every.append(metrics)
     every = jax.device_get(every)
     metrics = {k: float(np.mean([m[k] for m in every])) for k in every[0]}
     metrics["memory/policy_bytes"] = programs.live_bytes() + self.pool.temp_bytes
     return state, metrics
 
+  def _check(self, batch: Batch) -> None:
+    """Raises unless the batch's arrays belong together and can be shared out."""
+    B = len(batch.responses)
+    if B % self.updates:
+      raise ValueError(
+        f"{B} responses cannot be shared out over {self.updates} updates per step"
+      )
+    chex.assert_equal(len(batch.prompts), B)
+    chex.assert_rank(batch.advantage, {1, 2})
+    chex.assert_axis_dimension(batch.advantage, 0, B)
+    chex.assert_shape(batch.temperature, (B,))
+
+  def _run(self, name: str, jitted, count: int, *args):
+    """Runs a program on `count` sequences, compiled if it is the first for so many."""
+    return self.pool.get(name, (count,), jitted, *args)(*args)
+
   def _pack(self, batch: Batch, share: np.ndarray):
+    """Packs the responses of one update: `Packed` per bucket, and their `Sequences`."""
+    prompts = [batch.prompts[i] for i in share]
     responses = [batch.responses[i] for i in share]
-    skips = self.algorithm.skips_zero_advantage
     advantage = batch.advantage[share].reshape(len(share), -1)
     if batch.advantage.ndim > 1:  # of one size, whatever the longest response
       size = self.buckets[-1].length
       advantage = np.pad(advantage, ((0, 0), (0, size)))[:, :size]
-    packed = packing.pack(
-      [batch.prompts[i] for i in share],
-      responses,
-      self.buckets,
-      chosen=np.any(advantage != 0, 1) if skips else None,
-    )
+    skips = self.algorithm.skips_zero_advantage
+    chosen = np.any(advantage != 0, 1) if skips else None
+    packed = packing.pack(prompts, responses, self.buckets, chosen)
     sequences = Sequences(
       advantage=advantage,
       length=np.array([len(r) for r in responses], np.int32),
-      prompt_length=np.array([len(batch.prompts[i]) for i in share], np.int32),
+      prompt_length=np.array([len(p) for p in prompts], np.int32),
       temperature=batch.temperature[share],
     )
-    return self.place(packed), jax.device_put(sequences, axes.sharding(self.mesh))
-
-  def place(self, packed: Sequence[packing.Packed]) -> tuple[packing.Packed, ...]:
-    """Moves packed micro-batches to the devices, rows over `data`."""
-    return packing.place(packed, self.mesh)
+    whole = axes.sharding(self.mesh)
+    return packing.place(packed, self.mesh), jax.device_put(sequences, whole)
 
   @functools.cached_property
-  def logprobs(self):
-    """(params, packed buckets, temperature f32[B]) -> f32[M R L] per bucket."""
+  def logprobs(self) -> Callable[..., tuple[jax.Array, ...]]:
+    """Scores packed responses, as a jitted function.
+
+    Args:
+      params: of the policy
+      packed: `Packed` per bucket
+      temperature: f32[B]
+    Returns:
+      f32[M rows T] per bucket, the log-probabilities of the targets
+    """
 
     def run(params, packed, temperature):
       rotations = self._rotations()
 
-      def one(bucket):
-        def body(i, out):
+      def score(bucket):
+        def score_one(i, out):
           batch = bucket.micro_batch(i)
           return out.at[i].set(self._score(params, batch, temperature, rotations)[0])
 
-        return jax.lax.fori_loop(
-          0, bucket.count, body, jnp.zeros(bucket.tokens.shape, jnp.float32)
-        )
+        zeros = jnp.zeros(bucket.tokens.shape, jnp.float32)
+        return jax.lax.fori_loop(0, bucket.count, score_one, zeros)
 
-      return tuple(one(bucket) for bucket in packed)
+      return tuple(score(bucket) for bucket in packed)
 
     return jax.jit(run)
 
   @functools.cached_property
-  def update(self):
-    """One optimizer step on a whole batch.
+  def update(self) -> Callable[..., tuple[State, dict]]:
+    """Takes one optimizer step on a whole batch, as a jitted function.
 
-    (state, packed buckets, sequences, old_logp, reference_logp) -> (state,
-    metrics); the log-probabilities are what `logprobs` returned, or None for
-    "as sampled by this very policy". The state is donated.
+    Args:
+      state: donated
+      packed: `Packed` per bucket
+      sequences: what is known of them
+      old_logp, reference_logp: what `logprobs` returned for the policy that sampled and
+        for the reference; None: as sampled by this very policy
+    Returns:
+      the new state and metrics
     """
-    return jax.jit(
-      self._update,
-      donate_argnums=0,
-      out_shardings=(
-        jax.tree.map(lambda x: x.sharding, self.abstract_state()),
-        None,
-      ),
-    )
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+    return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
-  def _rotations(self) -> layers.Rotation:
-    """Of all positions, for the loops over micro-batches."""
-    return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
+  def _update(self, state, packed, sequences, old_logp=None, reference_logp=None):
+    """See `update`."""
+    total_tokens, packed_tokens = _count_tokens(packed, sequences)
+    rotations = self._rotations()
+    trained = self.trained(state.params)
+
+    def loss(trained, batch, old, reference):
+      params = _merge(state.params, trained)
+      logp, entropy = self._score(params, batch, sequences.temperature, rotations)
+      on_policy = jax.lax.stop_gradient(logp)
+      tokens = algorithm_lib.Tokens(
+        logp=logp,
+        entropy=entropy,
+        old_logp=on_policy if old is None else old,
+        reference_logp=on_policy if reference is None else reference,
+        mask=batch.mask,
+        advantage=_advantage(batch, sequences),
+        length=sequences.length[batch.sequence_idx].astype(jnp.float32),
+        sequence_idx=batch.sequence_idx,
+        total_tokens=total_tokens,
+        packed_tokens=packed_tokens,
+        total_sequences=jnp.float32(sequences.length.shape[0]),
+      )
+      share, metrics = self.algorithm.loss(tokens)
+      metrics = {
+        "policy/loss": share,
+        "policy/entropy": jnp.sum(entropy * batch.mask) / packed_tokens,
+        **metrics,
+      }
+      return share, metrics
+
+    gradient_of = jax.grad(loss, has_aux=True)
+
+    def gradient(b: int, i: jax.Array):
+      """The gradient of micro-batch i of bucket b, and its metrics."""
+      batch = packed[b].micro_batch(i)
+      old = None if old_logp is None else old_logp[b][i]
+      reference = None if reference_logp is None else reference_logp[b][i]
+      return gradient_of(trained, batch, old, reference)
+
+    total = None
+    for b, bucket in enumerate(packed):
+      total = accumulate.sum_over(bucket.count, functools.partial(gradient, b), total)
+    grads, metrics = total
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
+    metrics["policy/grad_norm"] = optax.tree.norm(grads)
+    params = _merge(state.params, optax.apply_updates(trained, updates))
+    return State(params, opt_state, state.step + 1), metrics
 
   def _score(self, params, batch: packing.Packed, temperature, rotations):
-    """Log-probability of the targets and entropy, f32[R L] each."""
+    """Scores a micro-batch, a part of its rows at a time.
+
+    Args:
+      params: of the policy
+      batch: arrays [rows T]
+      temperature: f32[B]  of each sequence
+      rotations: of all positions
+    Returns:
+      log-probability of the targets and entropy of their distribution, f32[rows T] each
+    """
     model = target.Target(self.config, remat=self.remat)
-    rows = functools.partial(
-      jax.lax.with_sharding_constraint, shardings=axes.sharding(self.mesh, axes.DATA)
-    )
+    by_rows = axes.sharding(self.mesh, axes.DATA)
     features, _, _ = model.apply(
       {"params": params},
-      rows(batch.tokens),
+      jax.lax.with_sharding_constraint(batch.tokens, by_rows),
       batch.positions,
       taps=(),
       mask=packing.segment_mask(batch.segments, batch.positions),
@@ -246,79 +312,38 @@ class Learner:
       entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
       return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy
 
-    chunks = [
-      head(*(x[:, i : i + _LOGIT_CHUNK] for x in (features, batch.targets, temperature)))
-      for i in range(0, features.shape[1], _LOGIT_CHUNK)
-    ]
-    return tuple(jnp.concatenate(x, 1) for x in zip(*chunks, strict=True))
+    starts = range(0, features.shape[1], _LOGIT_CHUNK)
+    parts = [slice(start, start + _LOGIT_CHUNK) for start in starts]
+    scored = [head(features[:, p], batch.targets[:, p], temperature[:, p]) for p in parts]
+    return tuple(jnp.concatenate(x, 1) for x in zip(*scored, strict=True))
 
-  def _update(self, state, packed, sequences, old_logp=None, reference_logp=None):
-    total_tokens = jnp.sum(sequences.length).astype(jnp.float32)
-    packed_tokens = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
-    packed_tokens = jnp.maximum(packed_tokens, 1.0)
-    rotations = self._rotations()
-
-    def advantage(batch):
-      b, index = batch.sequence_idx, batch.positions
-      index = index + 1 - sequences.prompt_length[b]  # of the target in its response
-      return sequences.advantage[b, jnp.clip(index, 0, sequences.advantage.shape[1] - 1)]
-
-    def loss(trained, batch, old, reference):
-      params = _merge(state.params, trained)
-      logp, entropy = self._score(params, batch, sequences.temperature, rotations)
-      on_policy = jax.lax.stop_gradient(logp)
-      tokens = algorithm_lib.Tokens(
-        logp=logp,
-        entropy=entropy,
-        old_logp=on_policy if old is None else old,
-        reference_logp=on_policy if reference is None else reference,
-        mask=batch.mask,
-        advantage=advantage(batch),
-        length=sequences.length[batch.sequence_idx].astype(jnp.float32),
-        sequence_idx=batch.sequence_idx,
-        total_tokens=total_tokens,
-        packed_tokens=packed_tokens,
-        total_sequences=jnp.float32(sequences.length.shape[0]),
-      )
-      share, metrics = self.algorithm.loss(tokens)
-      metrics = {
-        "policy/loss": share,
-        "policy/entropy": jnp.sum(entropy * batch.mask) / packed_tokens,
-        **metrics,
-      }
-      return share, metrics
-
-    trained = self.trained(state.params)
-    grad = jax.grad(loss, has_aux=True)
-    pick = lambda x, b, i: None if x is None else x[b][i]
-    total = None
-    for b, bucket in enumerate(packed):
-      share = lambda i, b=b, bucket=bucket: grad(
-        trained,
-        bucket.micro_batch(i),
-        pick(old_logp, b, i),
-        pick(reference_logp, b, i),
-      )
-      if total is None:
-        total = jax.tree.map(
-          lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(share, 0)
-        )
-      total = jax.lax.fori_loop(
-        0, bucket.count, lambda i, t, share=share: jax.tree.map(jnp.add, t, share(i)), total
-      )
-    grads, metrics = total
-    updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
-    metrics["policy/grad_norm"] = optax.tree.norm(grads)
-    params = _merge(state.params, optax.apply_updates(trained, updates))
-    return State(params, opt_state, state.step + 1), metrics
+  def _rotations(self) -> layers.Rotation:
+    """RoPE's tables of all positions, made outside the loops over micro-batches."""
+    return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
 
 
-def _placed(x, sharding):
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def _count_tokens(
+  packed: Sequence[packing.Packed], sequences: Sequences
+) -> tuple[jax.Array, jax.Array]:
+  """Response tokens of the whole batch, and those of them that are packed: f32[] each."""
+  total = jnp.sum(sequences.length).astype(jnp.float32)
+  seen = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
+  return total, jnp.maximum(seen, 1.0)
 
 
-def _merge(params, part):
-  """`params` with what is in `part` in its place."""
+def _advantage(batch: packing.Packed, sequences: Sequences) -> jax.Array:
+  """The advantage of each target, or of its sequence: f32[rows T].
+
+  Worked row, prompt a b and response x y z: the target of position 1 is x, the first
+  response token; positions 1 2 3 have its advantages 0 1 2.
+  """
+  index = batch.positions + 1 - sequences.prompt_length[batch.sequence_idx]
+  last = sequences.advantage.shape[1] - 1
+  return sequences.advantage[batch.sequence_idx, jnp.clip(index, 0, last)]
+
+
+def _merge(params: dict, part: dict) -> dict:
+  """Puts a part of a parameter tree in its place: `params`, and `part` where it is."""
   flat = lambda tree: traverse_util.flatten_dict(tree, sep="/")
   return traverse_util.unflatten_dict(flat(params) | flat(part), sep="/")
 
@@ -336,6 +361,10 @@ def make(
   """A learner for one model, algorithm, optimizer and mesh.
 
   Args:
+    config: of the policy
+    algorithm: advantages and loss
+    optimizer: of what is trained
+    mesh: (data, model)
     buckets: (rows, length) of micro-batches, by increasing length; rows are split
       over the slices, and rounded up so that they can be
     updates: optimizer updates per batch
@@ -344,5 +373,14 @@ def make(
       match stay as they are, and have no gradient and no moments
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
-  return Learner(config, algorithm, optimizer, mesh, buckets, updates, remat, only)
+  return Learner(
+    config=config,
+    algorithm=algorithm,
+    optimizer=optimizer,
+    mesh=mesh,
+    buckets=buckets,
+    updates=updates,
+    remat=remat,
+    only=only,
+  )
 

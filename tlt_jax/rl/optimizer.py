@@ -12,15 +12,16 @@ _MUON_AXES = {  # (reduced, output) axes of the kernels that are not matrices
 
 
 def _muon_axes(params):
-  """Muon for the kernels inside the layers, Adam for everything else."""
+  """Picks Muon for the kernels inside the layers, Adam (None) for everything else."""
 
-  def one(path, x):
+  def axes_of(path, x):
     name = path[-1].key
     if len(path) == 1 or x.ndim < 2:  # embedding, head, norms, biases
       return None
-    return optax.contrib.MuonDimensionNumbers(*_MUON_AXES.get(name, (0, 1)))
+    reduced, output = _MUON_AXES.get(name, (0, 1))
+    return optax.contrib.MuonDimensionNumbers(reduced, output)
 
-  return jax.tree_util.tree_map_with_path(one, params)
+  return jax.tree_util.tree_map_with_path(axes_of, params)
 
 
 def make(
@@ -35,14 +36,19 @@ def make(
   b1: float = 0.9,
   b2: float = 0.95,
 ) -> optax.GradientTransformation:
-  """AdamW or Muon behind global-norm clipping.
+  """Makes AdamW or Muon, behind global-norm clipping.
 
   Args:
     name: "adamw" or "muon" (https://arxiv.org/abs/2502.16982: updates scaled to
       the size of Adam's, so that one learning rate serves both)
     learning_rate: peak, reached after `warmup` updates
+    warmup: updates in which it rises, the first of them not from zero
     total: updates after which a cosine has brought it to `floor` of it, where it stays;
       None keeps it
+    floor: share of the peak that is left at the end
+    weight_decay: decoupled, times the learning rate
+    max_grad_norm: a gradient of a larger global norm is scaled down to it
+    b1, b2: decay of Adam's moments; b2 also of Muon's momentum
   """
   first = learning_rate / (warmup + 1)  # from the first update on, not zero
   if total is None:

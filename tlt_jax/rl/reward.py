@@ -11,6 +11,7 @@ import importlib
 import inspect
 import numbers
 import pkgutil
+import types
 
 import numpy as np
 
@@ -22,7 +23,7 @@ class RewardError(ValueError):
 
 
 def make(path: str) -> Score:
-  """The function at `package.module.function`.
+  """Finds the function at `package.module.function`.
 
   Raises:
     RewardError: no such module or function (names the nearest), a module that
@@ -48,7 +49,8 @@ def make(path: str) -> Score:
   return score
 
 
-def _import(path: str, module_name: str):
+def _import(path: str, module_name: str) -> types.ModuleType:
+  """Imports a module; an error says whether the path is wrong or the module."""
   try:
     return importlib.import_module(module_name)
   except ModuleNotFoundError as e:
@@ -66,7 +68,7 @@ def _import(path: str, module_name: str):
 
 
 def _modules(package: str) -> list[str]:
-  """What may follow `package.` in an import; top-level names for ""."""
+  """The names that may follow `package.` in an import; top-level names for ""."""
   if not package:
     return [m.name for m in pkgutil.iter_modules()]
   folders = vars(importlib.import_module(package)).get("__path__", [])
@@ -81,7 +83,7 @@ def _nearest(name: str, known: list[str]) -> str:
 def score_all(
   score: Score, prompts: Sequence, responses: Sequence[str], answers: Sequence
 ) -> np.ndarray:
-  """The reward of every sample, each a finite number.
+  """Scores every sample; each reward is a finite number.
 
   Args:
     score: a verifier

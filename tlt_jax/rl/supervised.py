@@ -1,12 +1,15 @@
 """Plain supervised training as an `Algorithm`: maximum likelihood of responses."""
 
+import jax
 import jax.numpy as jnp
 
 from tlt_jax.rl import algorithm
 
 
 def make() -> algorithm.Algorithm:
-  def loss(tokens: algorithm.Tokens):
+  """Makes the algorithm: the loss is the mean of -log p over response tokens."""
+
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict]:
     nll = -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens
     return nll, {}
 

@@ -15,8 +15,12 @@ import functools
 import hashlib
 import random
 import re
+from typing import TYPE_CHECKING
 
 import reasoning_gym
+
+if TYPE_CHECKING:
+  import transformers
 
 CHARACTERS = "0123456789+-*/=|,;!> :\n"
 STOP = "\n"
@@ -25,7 +29,7 @@ _MAX_INTERMEDIATE = 400  # the written search skips results above this
 
 
 def _held_out(numbers: list[int], target: int) -> bool:
-  """One problem in 16, whatever the order of its numbers."""
+  """Whether a problem is held out: one in 16 is, whatever the order of its numbers."""
   name = f"{sorted(numbers)}>{target}".encode()
   return hashlib.sha256(name).digest()[0] < 16
 
@@ -85,12 +89,13 @@ class Problems:
 
 
 def _parse(prompt: str) -> tuple[list[int], int]:
+  """Reads numbers and target."""
   numbers, target = prompt.rstrip(":").split(">")
   return [int(n) for n in numbers.split()], int(target)
 
 
 def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
-  """All (step as text, result, numbers left); no negatives, no fractions."""
+  """Lists all (step as text, result, numbers left); no negatives, no fractions."""
   moves = {}
   for i in range(len(numbers)):
     for j in range(i):
@@ -109,14 +114,20 @@ def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
 
 
 def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None:
-  """A depth-first search in random order, as a response ending in `STOP`.
+  """Writes a depth-first search in random order, as a response ending in `STOP`.
 
-  None if it finds nothing, or not within `max_length` characters.
+  Args:
+    prompt: see the top of this file
+    rng: of the order
+    max_length: of the response, in characters
+  Returns:
+    None if the search finds nothing, or not within `max_length`
   """
   numbers, target = _parse(prompt)
   text, length = [], 0
 
-  def search(numbers) -> bool:
+  def search(numbers: list[int]) -> bool:
+    """Goes on from these numbers; whether it ends in the target."""
     nonlocal length
     moves = _moves(numbers)
     rng.shuffle(moves)
@@ -136,16 +147,23 @@ def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None
 
 
 def _is_right(a: int, op: str, b: int, result: int) -> bool:
+  """Whether `a op b` is `result`."""
   if op == "/":
     return b != 0 and a == b * result
   return result == {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
 def answer_expression(numbers: list[int], response: str) -> str | None:
-  """The expression that the steps leading to `!` amount to, if they are legal.
+  """The expression that the steps leading to `!` amount to, None if one is not legal.
 
   A step may only use numbers that are left, and its result must be right.
   Whether the expression hits the target is the verifier's business.
+
+  Worked row, numbers 14 12 11: the steps before `!`, backwards, nearest of each depth
+  first, are 11*2=22 (one number is left) and 14-12=2 (two are); what was tried between
+  them does not count:
+
+      14+12=26,26-11=15;14-12=2,2+11=13;11*2=22!   ->   (11*(14-12))
   """
   if not response.endswith("!" + STOP):
     return None
@@ -188,10 +206,10 @@ def score(prompt: str, response: str, answer: str) -> float:
   return float(_verifier().score_answer(expression, entry) == 1.0)
 
 
-def tokenizer():
-  """One token per character; id 0 pads, and `STOP` ends a response.
+def tokenizer() -> "transformers.PreTrainedTokenizerFast":
+  """Makes the tokenizer that is saved next to a policy: a token per character.
 
-  A `transformers.PreTrainedTokenizerFast`, to be saved next to a policy.
+  Id 0 pads, and `STOP` ends a response.
   """
   import tokenizers  # here, because both take seconds to import
   import transformers

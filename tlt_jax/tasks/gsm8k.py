@@ -43,7 +43,7 @@ _EXPRESSION = re.compile(
 _MAX_LENGTH = 64  # of a final answer, in characters
 
 
-def score(prompt, response: str, answer) -> float:
+def score(prompt: object, response: str, answer: object) -> float:
   """1.0 if the response's final answer equals the gold number, else 0.0.
 
   Args:
@@ -91,7 +91,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _clean(text: str) -> str:
-  """Without currency, spacing and markup; the text of \\text{...} stays."""
+  """Drops currency, spacing and markup; the text of \\text{...} stays."""
   text = text.replace("{,}", ",").replace("\\%", "%").replace("\u2212", "-")
   return _ORNAMENT.sub("", _TEXT.sub(r" \1 ", text))
 
@@ -115,6 +115,7 @@ def _plain_number(text: str) -> fractions.Fraction | None:
 
 @functools.cache
 def _math_verify():
+  """Imports the library."""
   import math_verify  # brings sympy, most of a second
 
   # It warns that it runs without timeouts; see the top of this file.
@@ -124,6 +125,7 @@ def _math_verify():
 
 
 def _math_verify_equal(gold: fractions.Fraction, text: str) -> bool:
+  """Whether math-verify finds the text equal to the gold number."""
   text = _clean(text).rpartition("=")[2].strip().rstrip(".")
   if (
     len(text) > _MAX_LENGTH

@@ -1,4 +1,4 @@
-"""Draws tokens: temperature, top-k, top-p and min-p, then argmax under noise.
+"""Draws tokens: temperature, top-k, top-p and min-p, then argmax under Gumbel noise.
 
 The filters act in the order of Hugging Face's processors: temperature, top-k,
 top-p on what top-k left (renormalised), min-p. Each keeps a prefix of the
@@ -8,6 +8,7 @@ is one threshold per row.
 
 from typing import NamedTuple
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from tlt_jax import noise
 
 @flax.struct.dataclass
 class Sampling:
-  """How each request is sampled; arrays, so that no value is compiled in."""
+  """The sampling parameters of each request; arrays, so that none is compiled in."""
 
   seed: jax.Array  # u32[B]
   request: jax.Array  # u32[B]  unique over the whole run
@@ -28,7 +29,7 @@ class Sampling:
 
 
 class Draw(NamedTuple):
-  """One drawn token per row."""
+  """One drawn token per row, and how likely and how certain it was."""
 
   token: jax.Array  # i32[B]
   logp: jax.Array  # f32[B]  log_softmax(logits / T), before filters; T=1 if T=0
@@ -37,16 +38,20 @@ class Draw(NamedTuple):
 
 
 def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
-  """f32[B V] logits over temperature; as they are at temperature 0."""
+  """Divides logits f32[B V] by each row's temperature; by 1 at temperature 0."""
   t = sampling.temperature
   return logits / jnp.where(t > 0, t, 1.0)[:, None]
 
 
 def num_kept(ordered: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-  """How many of the top tokens the filters leave.
+  """Counts the top tokens that the filters leave.
+
+  Worked row, top_p = 0.65 of p = 0.5 0.3 0.2: the mass before each is 0 0.5 0.8, so that
+  two are kept; the bound would have to move by 0.15 to keep one more or less.
 
   Args:
     ordered: f32[B V]  scaled logits, descending
+    sampling: of each row
   Returns:
     i32[B] in [1, V]; and f32[B], how little a filter's bound would have to move
     (in logits or in probability) to keep one token more or less
@@ -77,9 +82,15 @@ def num_kept(ordered: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arr
 
 
 def threshold(scaled: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-  """f32[B]: tokens with a smaller scaled logit are filtered out; and the slack.
+  """The least scaled logit that the filters leave, and the slack of `num_kept`.
 
   The vocabulary is sorted only if some row filters.
+
+  Args:
+    scaled: f32[B V]
+    sampling: of each row
+  Returns:
+    f32[B], -inf where nothing filters; and f32[B]
   """
 
   def cut(scaled):
@@ -96,7 +107,7 @@ def threshold(scaled: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arr
 
 
 def argmax(x: jax.Array) -> jax.Array:
-  """The first index of the maximum of f32[B V], by two plain reductions.
+  """The first index i32[B] of the maximum of f32[B V], by two plain reductions.
 
   XLA's own argmax reduces pairs, which its CPU backend does not vectorise: four
   times slower here, a quarter of a decoding step.
@@ -108,12 +119,19 @@ def argmax(x: jax.Array) -> jax.Array:
 
 
 def repeat(sampling: Sampling, count: int) -> Sampling:
-  """Each row `count` times: B -> B * count rows, a row's side by side."""
+  """Repeats each row `count` times: B -> B * count rows, a row's side by side."""
   return jax.tree.map(lambda x: jnp.repeat(x, count, 0), sampling)
 
 
 def contest(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
-  """What `draw` takes the argmax of: f32[B V], -inf where a filter cuts."""
+  """The perturbed logits whose argmax `draw` takes: f32[B V], -inf where filtered out.
+
+  Args:
+    logits: f32[B V]
+    sampling: of each row
+    position: i32[B]  index in the sequence of the token that is drawn
+  """
+  _check_rows(logits, position)
   scaled = scale(logits, sampling)
   cut, _ = threshold(scaled, sampling)
   return jnp.where(
@@ -121,21 +139,30 @@ def contest(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.A
   )
 
 
+def _check_rows(logits: jax.Array, position: jax.Array) -> None:
+  chex.assert_rank(logits, 2)
+  chex.assert_shape(position, (logits.shape[0],))
+  chex.assert_type([logits, position], [float, int])
+
+
 def _perturb(scaled, sampling, position):
+  """Adds each row's noise, where it is drawn at all: f32[B V]."""
   key = noise.row_key(sampling.seed, sampling.request, position)
   g = noise.gumbel(key, jnp.arange(scaled.shape[-1]))
   return scaled + jnp.where((sampling.temperature > 0)[:, None], g, 0.0)
 
 
 def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
-  """The token of each row at `position`.
+  """Draws the token of each row at `position`.
 
   A pure function of the row's own logits, sampling parameters and position.
 
   Args:
     logits: f32[B V]
+    sampling: of each row
     position: i32[B]  index in the sequence of the token that is drawn
   """
+  _check_rows(logits, position)
   scaled = scale(logits, sampling)
   cut, slack = threshold(scaled, sampling)
   kept = scaled >= cut[:, None]

@@ -6,8 +6,8 @@ all of these; what follows the longest match is the draft (prompt lookup, Saxena
 https://github.com/apoorvumang/prompt-lookup-decoding; over earlier responses too,
 SuffixDecoding, Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).
 
-First the device's side: a `Corpus`, `propose` a chain from it, `append` what was
-accepted. Then the host's: `Memory`, bounded, from which `rows_for` picks what to
+First the device's side: `propose` drafts a chain from a `Corpus`, `append` takes in what
+was accepted. Then the host's: `Memory`, bounded, from which `rows_for` picks what to
 upload.
 
 Departures from the papers: no suffix tree, but a comparison with every position, in one
@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 import itertools
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ _BEFORE, _UNKNOWN = -2, -1  # no token, and not each other
 
 @flax.struct.dataclass
 class Corpus:
-  """Known sequences of one slice. Rows 0..B-1 are the slots' own, prompt included.
+  """The known sequences of a slice; rows 0..B-1 are the slots' own, prompt included.
 
   A slot's own row ends in its pending token: its length is position + 1.
   """
@@ -47,13 +48,14 @@ class Corpus:
 
 
 def match_length(corpus: Corpus, batch: int) -> jax.Array:
-  """How many tokens up to each position agree with the end of each slot's own row.
+  """Counts the tokens up to each position that agree with the end of each slot's row.
 
   Worked row, own row 7 8 9 7 8, LONGEST_MATCH >= 2:    7 8 9 7 8
                                                         0 2 0 0 0
   The last position counts nothing: it has no token behind it to propose.
 
   Args:
+    corpus: the slots' own rows first
     batch: B
   Returns:
     i32[B C S], at most LONGEST_MATCH; 0 where nothing known follows, or a row is of
@@ -75,13 +77,16 @@ def match_length(corpus: Corpus, batch: int) -> jax.Array:
   return jnp.where(related[..., None] & follows, found, 0)
 
 
-def propose(corpus: Corpus, pending: jax.Array, depth, size: int) -> tree_lib.Tree:
+def propose(
+  corpus: Corpus, pending: jax.Array, depth: jax.Array, size: int
+) -> tree_lib.Tree:
   """Guesses up to `depth` <= size - 1 tokens in a row, fewer where fewer are known.
 
   The longest match counts; among equals one in the slot's own row, else in the first
   row that has one; in that row the latest.
 
   Args:
+    corpus: C rows, of which B are the slots' own
     pending: i32[B]  each slot's last known token
     depth: i32[]  read at run time
     size: J, nodes of the tree
@@ -89,6 +94,8 @@ def propose(corpus: Corpus, pending: jax.Array, depth, size: int) -> tree_lib.Tr
     ValueError: more tokens in the corpus than an i32 can rank
   """
   (B,), (C, S) = pending.shape, corpus.tokens.shape
+  chex.assert_shape([corpus.length, corpus.group], (C,))
+  chex.assert_type([corpus.tokens, pending], int)
   if (LONGEST_MATCH + 1) * (C + 1) * S >= 2**31:
     raise ValueError(f"a corpus of {C} rows of {S} tokens is too large to look up")
   # One integer ranks a position: match length, then row, then how late it is.
@@ -113,11 +120,14 @@ def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
   """Takes what the slots drew into their own rows.
 
   Args:
-    tokens: i32[B R], `count` i32[B] of them valid
+    corpus: the slots' own rows first
+    tokens: i32[B A]
+    count: i32[B]  of them valid
   """
-  (B, R), S = tokens.shape, corpus.tokens.shape[1]
-  r = jnp.arange(R)
-  at = jnp.where(r < count[:, None], corpus.length[:B, None] + r, S)
+  (B, A), S = tokens.shape, corpus.tokens.shape[1]
+  chex.assert_shape(count, (B,))
+  a = jnp.arange(A)
+  at = jnp.where(a < count[:, None], corpus.length[:B, None] + a, S)
   b = jnp.arange(B)[:, None]
   return corpus.replace(
     tokens=corpus.tokens.at[b, at].set(tokens, mode="drop"),
@@ -125,11 +135,15 @@ def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
   )
 
 
-def make_rows(sequences: Iterable[tuple[int, np.ndarray]], count: int, length: int):
-  """A `Corpus` on the host, C = `count` and S = `length`.
+def make_rows(
+  sequences: Iterable[tuple[int, np.ndarray]], count: int, length: int
+) -> Corpus:
+  """Makes a `Corpus` on the host.
 
   Args:
     sequences: (group, tokens i32[...]) of the first rows; the others stay empty
+    count: C
+    length: S; what exceeds it is not held
   """
   rows = Corpus(
     tokens=np.zeros((count, length), np.int32),
@@ -144,7 +158,7 @@ def make_rows(sequences: Iterable[tuple[int, np.ndarray]], count: int, length: i
 
 
 class Memory:
-  """The latest responses per prompt, over rollouts; the oldest are forgotten.
+  """Remembers the latest responses per prompt, over rollouts; forgets the oldest.
 
   A response that comes again is kept once, as the latest. What is held follows from
   the order of the calls alone.
@@ -162,7 +176,7 @@ class Memory:
     self._by_age: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
 
   def __len__(self) -> int:
-    """Responses held."""
+    """The number of responses held."""
     return len(self._by_age)
 
   def add(self, prompt: np.ndarray, response: np.ndarray) -> None:
@@ -191,18 +205,19 @@ class Memory:
     self.evicted += 1
 
   def responses(self, prompt: np.ndarray) -> list[np.ndarray]:
-    """What is held for a prompt, the latest first."""
+    """The responses held for a prompt, the latest first."""
     held = self._responses.get(_to_bytes(prompt), {})
     return [np.frombuffer(value, np.int32) for value in reversed(held)]
 
   def rows_for(self, prompts: Mapping[int, np.ndarray], count: int, length: int) -> Corpus:
-    """The `count` rows to upload for a slice's live prompts.
+    """Picks the `count` rows to upload for a slice's live prompts.
 
     The prompts take turns, each with its latest response that is left, until the
     rows are full. A row begins with as much of the prompt as a match can span.
 
     Args:
       prompts: tokens i32[...] by group
+      count: C
       length: S; what is longer is cut
     """
     held = {group: self.responses(prompt) for group, prompt in prompts.items()}
@@ -216,7 +231,7 @@ class Memory:
     return make_rows(itertools.islice(turns, count), count, length)
 
   def get_state(self) -> dict[str, np.ndarray]:
-    """All that is held, as arrays whose shapes depend on the capacity alone.
+    """Gives all that is held, as arrays whose shapes depend on the capacity alone.
 
     Sequences lie end to end: every prompt, then the responses, the oldest first.
     """
@@ -239,7 +254,7 @@ class Memory:
     return state
 
   def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Holds what a memory of the same capacity held at its `get_state`."""
+    """Takes over what a memory of the same capacity gave as its `get_state`."""
     if state["tokens"].shape != (self.capacity,):
       raise ValueError(
         f"the state is of a memory of {len(state['tokens'])} tokens, this one has "

@@ -14,6 +14,7 @@ node j's parent is j-1.
 import dataclasses
 import functools
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 
 @flax.struct.dataclass
 class Tree:
-  """J nodes per row."""
+  """A draft tree of J nodes for each row."""
 
   tokens: jax.Array  # i32[B J]
   parent: jax.Array  # i32[B J]  a smaller index; node 0's is 0
@@ -31,14 +32,27 @@ class Tree:
 
 
 def chain(tokens: jax.Array, depth: jax.Array) -> Tree:
-  """Tokens i32[B J] in a row; those deeper than i32[] or i32[B] `depth` not valid."""
+  """Makes a tree of nodes in a row.
+
+  Args:
+    tokens: i32[B J]
+    depth: i32[] or i32[B]; deeper nodes are not valid
+  """
   index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   valid = index <= jnp.broadcast_to(depth, tokens.shape[:1])[:, None]
   return Tree(tokens, jnp.maximum(index - 1, 0), index, valid)
 
 
 def ancestors(parent: jax.Array) -> jax.Array:
-  """bool[B J J]: node i descends from node j, or is it."""
+  """Which node i descends from which node j, or is it: parent i32[B J] -> bool[B J J].
+
+  Worked rows, of the tree above:  10000
+                                   11000
+                                   10100
+                                   11010
+                                   11001
+  """
+  chex.assert_rank(parent, 2)
   J = parent.shape[1]
   reach = jnp.eye(J, dtype=bool) | jax.nn.one_hot(parent, J, dtype=bool)
   for _ in range(max(J - 1, 1).bit_length()):  # each round doubles the distance
@@ -47,18 +61,22 @@ def ancestors(parent: jax.Array) -> jax.Array:
 
 
 def attention_mask(tree_mask: jax.Array, start: jax.Array, length: int) -> jax.Array:
-  """What J nodes, in cache slots from `start` on, see of a cache: bool[B J S].
+  """The mask over a cache whose slots from `start` on hold J nodes: bool[B J S].
+
+  Worked rows, start = 3, S = 8, of nodes 1 and 3 of the tree above:  11111000
+                                                                      11111010
 
   Args:
-    tree_mask: bool[B J M]  what they see of the M slots from `start` on
+    tree_mask: bool[B J n]  what they see of the n slots from `start` on
     start: i32[B]  they see every slot before it
-    length: S; needs start + M <= S, what does not fit must not count
+    length: S; needs start + n <= S, what does not fit must not count
   """
-  rows = tree_mask.shape[1]
-  base = jnp.arange(length) < start[:, None, None]
-  base = jnp.broadcast_to(base, (start.shape[0], rows, length))
-  put = lambda row, tree, at: jax.lax.dynamic_update_slice(row, tree, (0, at))
-  return jax.vmap(put)(base, tree_mask, start)
+  B, J, _ = tree_mask.shape
+  chex.assert_shape(start, (B,))
+  before = jnp.arange(length) < start[:, None, None]
+  before = jnp.broadcast_to(before, (B, J, length))
+  write = lambda row, mask, at: jax.lax.dynamic_update_slice(row, mask, (0, at))
+  return jax.vmap(write)(before, tree_mask, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +89,14 @@ class Shape:
 
   @property
   def levels(self) -> list[np.ndarray]:
-    """The nodes that have children, in order, by depth."""
+    """The nodes that have children: an array in order for each depth."""
     inner = np.array(sorted(set(self.parent)))
     depth = np.array(self.depth)[inner]
     return [inner[depth == d] for d in np.unique(depth)]
 
   @property
   def ancestors(self) -> np.ndarray:
-    """bool[J J]: node i descends from node j, or is it."""
+    """Which node i descends from which node j, or is it: bool[J J]."""
     found = np.eye(len(self.parent), dtype=bool)
     for node, parent in enumerate(self.parent):
       found[node] |= found[parent]
@@ -86,6 +104,7 @@ class Shape:
 
   @property
   def width(self) -> int:
+    """W, the most children of a node."""
     return max(self.rank) + 1
 
 
@@ -100,7 +119,16 @@ def fixed(depth: int, width: int, size: int) -> Shape:
 
   A child's chance of being accepted is its parent's times a factor of its rank alone;
   the nodes of the highest chances form a tree (Sequoia, Chen et al. 2024,
-  https://arxiv.org/abs/2402.12374, whose chances are measured).
+  https://arxiv.org/abs/2402.12374).
+
+  Departures from the paper: the factors are guessed, not measured; and the best nodes are
+  picked one by one, where the paper has a dynamic program (for the same tree, as no
+  chance is above that of the parent or of an elder sibling).
+
+  Args:
+    depth: most nodes below the root on a path
+    width: W, most children of a node
+    size: J, most nodes, the root included
   """
   chance = [*_STANDS, *(_STANDS[-1] * 0.5**i for i in range(1, width))][:width]
   nodes = [(1.0, 0, ())]  # chance, order of making, ranks on the way

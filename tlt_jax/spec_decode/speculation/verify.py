@@ -4,9 +4,27 @@ The target draws its own token at every node of the draft tree, with that positi
 noise, whatever was drafted. From the root on, the walk goes to the child that holds
 the token drawn at its parent, until there is none: the tokens drawn on the way are
 the output, token for token that of plain decoding. (Daliri, Musco & Suresh 2024,
-https://arxiv.org/abs/2408.07978, analyse the chain.)
+https://arxiv.org/abs/2408.07978, draw by Gumbel noise that drafter and target share.)
+
+Worked row, a tree and the tokens that the target draws after each node, path 0 1 4 and
+output b c d, of which d is the bonus:
+
+    node    0  1  2  3  4        0
+    token   a  b  x  y  c       / \\
+    parent  .  0  0  1  1      1   2
+    drawn   b  c  .  .  d     / \\
+                             3   4
+
+Departures from the paper:
+- Trees, where it analyses chains: the nodes of one depth share the noise of their
+  position.
+- The noise that target and drafter share is a hash of (seed, request, position, token),
+  see `noise`. It is that of plain decoding as well, which draws the same tokens.
+- Whether a drafter uses it at all is its own affair: it makes more of its guesses stand,
+  and changes no token.
 """
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -16,42 +34,53 @@ from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 @flax.struct.dataclass
 class Output:
-  """What an iteration draws; row b holds `count[b]` tokens."""
+  """The tokens that one pass of the target gives: `count[b]` in row b, at most A."""
 
-  tokens: jax.Array  # i32[B R]
-  logp: jax.Array  # f32[B R]
-  logp_filtered: jax.Array  # f32[B R]
-  features: jax.Array  # f[B R E]  of the token before each
+  tokens: jax.Array  # i32[B A]
+  logp: jax.Array  # f32[B A]
+  logp_filtered: jax.Array  # f32[B A]
+  features: jax.Array  # f[B A E]  of the token before each
   count: jax.Array  # i32[B]
 
 
 def walk_chain(
-  tree: tree_lib.Tree, drawn: jax.Array, longest: int
+  tree: tree_lib.Tree, drawn: jax.Array, path_length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """`walk` for a chain."""
+  """Finds the accepted path of a chain: `walk`, in one comparison.
+
+  Args:
+    tree: a chain of J nodes
+    drawn: i32[B J]  the target's token after each node
+    path_length: A, most nodes of a path, the root included
+  Returns:
+    as `walk`, but for what is beyond the path's end
+  """
+  chex.assert_equal_shape([drawn, tree.tokens])
   agrees = (tree.tokens[:, 1:] == drawn[:, :-1]) & tree.valid[:, 1:]
   accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), 1), 1)
-  path = jnp.broadcast_to(jnp.arange(longest), (drawn.shape[0], longest))
+  path = jnp.broadcast_to(jnp.arange(path_length), (drawn.shape[0], path_length))
   return path, accepted
 
 
 def walk(
-  tree: tree_lib.Tree, drawn: jax.Array, longest: int
+  tree: tree_lib.Tree, drawn: jax.Array, path_length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """The accepted path.
+  """Finds the accepted path of a tree.
 
   Args:
+    tree: of J nodes
     drawn: i32[B J]  the target's token after each node
-    longest: R, most nodes that a path has, the root included
+    path_length: A, most nodes of a path, the root included
   Returns:
-    path i32[B R], nodes from the root on (beyond its end: the last one again), and
+    path i32[B A], nodes from the root on (beyond its end: the last one again), and
     how many drafted nodes are on it, i32[B]
   """
+  chex.assert_equal_shape([drawn, tree.tokens])
   B = drawn.shape[0]
   rows = jnp.arange(B)
   now, accepted = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32)
   path = [now]
-  for _ in range(longest - 1):
+  for _ in range(path_length - 1):
     child = (tree.parent == now[:, None]) & tree.valid & (tree.depth > 0)
     child &= tree.tokens == drawn[rows, now][:, None]
     found = jnp.any(child, 1)
@@ -67,15 +96,18 @@ def cut(
   """Ends an accepted run at the first stop token and at the limit.
 
   Args:
-    tokens: i32[B R]  the output, `count` i32[B] of it valid
-    stop_tokens: i32[B E]
+    tokens: i32[B A]  the output
+    count: i32[B]  of them valid
+    stop_tokens: i32[B stops]
     remaining: i32[B]  tokens that may still be drawn
   Returns:
     how many tokens are left, i32[B], and whether the last of them is a stop token
   """
-  R = tokens.shape[1]
+  B, A = tokens.shape
+  chex.assert_shape([count, remaining], (B,))
+  chex.assert_shape(stop_tokens, (B, None))
   is_stop = jnp.any(tokens[:, :, None] == stop_tokens[:, None], -1)
-  is_stop &= jnp.arange(R) < count[:, None]
-  first = jnp.min(jnp.where(is_stop, jnp.arange(R), R), 1)
+  is_stop &= jnp.arange(A) < count[:, None]
+  first = jnp.min(jnp.where(is_stop, jnp.arange(A), A), 1)
   kept = jnp.minimum(jnp.minimum(count, first + 1), remaining)
   return kept, (first < kept)

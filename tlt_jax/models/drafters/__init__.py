@@ -1,0 +1,76 @@
+"""In what drafters differ: a file per kind, found by its name.
+
+A kind is a module that holds `KIND`, a `Kind`. "eagle3" is `drafters/eagle3.py`; a name
+with a dot is imported as it stands, so that a kind may live in any package. What they
+share is `tlt_jax.models.drafter`; a new kind edits neither that nor any other file.
+"""
+
+from collections.abc import Callable
+import importlib
+import importlib.util
+import pkgutil
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+
+
+class Kind(NamedTuple):
+  """The parts in which one kind of drafter differs from another.
+
+  The functions run inside a `drafter.Drafter`, their first argument, like methods of it;
+  a config is a `drafter.DrafterConfig`.
+
+  inputs: (drafter, embedding f[B T D], h f[B T D]) -> what attention reads, f[B T *], and
+    the residual stream, f[B T D]
+  setup: (drafter) makes, as attributes, the modules and parameters of this kind alone
+  feature: (drafter, f[B T E]) -> f[B T D], what stands for the target's features
+  before_head: (drafter, h f[... D]) -> f[... D], what the head reads
+  fc_width: (config) -> inputs of the projection `drafter.apply_fc`; None: it has none
+  attention_width: (config) -> width of what attention reads; None: D
+  customary_taps: (L) -> target layers, from 0, after which drafters of this kind
+    usually read; None: this kind reads the state after the target's final norm
+  own_vocab: whether it may predict a part of the target's tokens, by a head of its own
+  predicts_features: whether its output is the target's next feature, so that training
+    may compare the two
+  """
+
+  inputs: Callable[[nn.Module, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+  setup: Callable[[nn.Module], None] = lambda drafter: None
+  feature: Callable[[nn.Module, jax.Array], jax.Array] = lambda drafter, x: x
+  before_head: Callable[[nn.Module, jax.Array], jax.Array] = lambda drafter, h: h
+  fc_width: Callable[..., int] | None = None
+  attention_width: Callable[..., int] | None = None
+  customary_taps: Callable[[int], tuple[int, ...]] | None = None
+  own_vocab: bool = False
+  predicts_features: bool = False
+
+
+def find(name: str) -> Kind:
+  """The kind of that name.
+
+  Raises:
+    ValueError: no such module, or one without a `KIND`
+  """
+  try:
+    return importlib.import_module(_module(name)).KIND
+  except (ImportError, AttributeError) as e:
+    known = ", ".join(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    raise ValueError(
+      f"no drafter kind {name!r} ({e}); there are {known}, and package.module of any "
+      "module with a KIND"
+    ) from e
+
+
+def is_kind(name: str) -> bool:
+  """Whether there is a module of that name; else it may be a drafter's folder."""
+  if not all(part.isidentifier() for part in name.split(".")):
+    return False
+  try:
+    return importlib.util.find_spec(_module(name)) is not None
+  except ModuleNotFoundError:  # the package that should hold it
+    return False
+
+
+def _module(name: str) -> str:
+  return name if "." in name else f"{__name__}.{name}"

@@ -1,0 +1,143 @@
+"""The folder of a checkpoint: config.json and safetensors files, in and out.
+
+Opening reads headers only; a tensor is read when it is sliced. Writing happens aside, in
+a folder that then takes the checkpoint's place, config.json last: a save that is killed
+leaves the earlier checkpoint, or none, but never a mixture that loads.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import safetensors
+
+CONFIG = "config.json"
+_SINGLE, _SHARD = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PARTIAL = ".partial"  # folder of a save that is not complete yet
+
+
+class CheckpointError(ValueError):
+  """A checkpoint that cannot be read or written; names the cause and the remedy."""
+
+
+def read_json(file: pathlib.Path) -> dict:
+  """Reads a JSON object; an error names the file."""
+  try:
+    raw = json.loads(file.read_text())
+  except ValueError as e:
+    raise CheckpointError(f"{file} is not JSON ({e}); download it again") from e
+  if not isinstance(raw, dict):
+    raise CheckpointError(f"{file} holds no JSON object; download it again")
+  return raw
+
+
+def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+  """Lazy tensors by name, over all files of a checkpoint; `stack` closes the files."""
+  index, names = path / _INDEX, None
+  if (path / _SINGLE).is_file():
+    files = [_SINGLE]
+  elif index.is_file():
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+      raise CheckpointError(f"{index} has no weight_map; download it again")
+    files = sorted(set(names.values()))
+  else:
+    pickled = sorted(file.name for file in path.glob("*.bin"))
+    raise CheckpointError(
+      f"{path} holds {pickled[0]} but no safetensors, and pickles are never loaded; "
+      "convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+      if pickled
+      else f"{path} holds neither {_SINGLE} nor {_INDEX}; download it completely"
+    )
+  tensors = {}
+  for file in files:
+    opened = _open_file(path / file, stack)
+    tensors |= {name: opened.get_slice(name) for name in opened.keys()}
+    for name in (name for name, holder in (names or {}).items() if holder == file):
+      if name not in tensors:
+        raise CheckpointError(
+          f"{path / file} lacks tensor {name}, which {_INDEX} promises; download both again"
+        )
+  return tensors
+
+
+def _open_file(file: pathlib.Path, stack: contextlib.ExitStack):
+  """A safetensors file whose header fits its length."""
+  if not file.is_file():
+    raise CheckpointError(f"{file}, named in {_INDEX}, is missing; download it")
+  try:
+    return stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+  except (safetensors.SafetensorError, OSError) as e:
+    raise CheckpointError(
+      f"{file} is damaged or truncated ({e}); download it again (a git-lfs pointer "
+      "is not the file itself)"
+    ) from e
+
+
+def split(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+  """File -> tensors in it: in order, as many as fit, at least one.
+
+  Args:
+    sizes: bytes of each tensor
+    max_bytes: of a file
+  """
+  files, room = [[]], max_bytes
+  for name, size in sizes.items():
+    if files[-1] and size > room:
+      files.append([])
+      room = max_bytes
+    files[-1].append(name)
+    room -= size
+  if len(files) == 1:
+    return {_SINGLE: files[0]}
+  return {_SHARD.format(i, len(files)): names for i, names in enumerate(files, 1)}
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives an empty folder to write to; it replaces the checkpoint, if nothing is raised.
+
+  Other files in `path` stay.
+  """
+  partial = path / _PARTIAL
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  yield partial
+  _publish(path, partial)
+
+
+def _publish(path: pathlib.Path, partial: pathlib.Path) -> None:
+  """Replaces a checkpoint by the complete one in `partial`.
+
+  Without config.json nothing loads, so it goes first and comes back last.
+  """
+  (path / CONFIG).unlink(missing_ok=True)
+  for stale in (path / _SINGLE, path / _INDEX, *path.glob("model-*-of-*.safetensors")):
+    stale.unlink(missing_ok=True)
+  files = [file for file in partial.iterdir() if file.name != CONFIG]
+  for file in (*files, partial / CONFIG):
+    shutil.copymode(partial / CONFIG, file)  # safetensors makes files private
+    os.replace(file, path / file.name)
+  partial.rmdir()
+
+
+def write_json(file: pathlib.Path, raw: dict) -> None:
+  """Writes a JSON object, indented."""
+  file.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def write_index(folder: pathlib.Path, weight_map: dict[str, str], size: int) -> None:
+  """Writes which file holds which tensor, where there are several.
+
+  Args:
+    folder: where to
+    weight_map: tensor -> file
+    size: bytes of all tensors
+  """
+  metadata = {"total_size": size}
+  write_json(folder / _INDEX, {"metadata": metadata, "weight_map": weight_map})
