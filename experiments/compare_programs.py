@@ -1,4 +1,4 @@
-"""Whether two revisions compile the plain rollout programs to the same thing.
+"""Tells whether two revisions compile the plain rollout programs to the same thing.
 
     python -m experiments.compare_programs --base=632d119 [--head=HEAD]
 
@@ -26,7 +26,7 @@ import tempfile
 
 from absl import flags
 
-from experiments import setup
+from experiments import launch
 
 _BASE = flags.DEFINE_string("base", None, "Revision to compare with.", required=True)
 _HEAD = flags.DEFINE_string("head", None, "Revision; default: the files as they are.")
@@ -204,4 +204,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 import json
 import pathlib
 
-from absl import app
 from absl import flags
 import matplotlib as mpl
 from matplotlib import colors as mpl_colors
@@ -22,6 +21,7 @@ from matplotlib import patches
 from matplotlib import ticker
 import numpy as np
 
+from experiments import launch
 from experiments import timeline
 from tlt_jax import metrics
 
@@ -352,17 +352,11 @@ def _name_strategies(ax, chunks: Sequence[Mapping]) -> None:
     )
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected argument {argv[1]!r}")
-  try:
-    written = plot_all(flags.FLAGS.workdir)
-  except metrics.MetricError as e:
-    raise SystemExit(str(e)) from e
-  for path in written:
+def main():
+  for path in plot_all(flags.FLAGS.workdir):
     print(path)
 
 
 if __name__ == "__main__":
   flags.DEFINE_string("workdir", None, "folder of a run", required=True)
-  app.run(main)
+  launch.run(main)

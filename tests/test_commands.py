@@ -224,7 +224,7 @@ def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, t
   of a run that was not, it ends with the same drafter, bit for bit."""
   overrides = {
     "drafter": "eagle2",
-    "strategies": "((9,'2_1_3'),)",
+    "strategies": "up to 9 live: 2_1_3",
     "spot.rows": 2,
     "spot.carried": 1,
     "spot.chunk": 16,
@@ -256,14 +256,14 @@ def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, t
 @pytest.mark.parametrize(
   "args, message",
   [
-    ("--config.optimizer.lr_rate=1", "mean --config.optimizer.learning_rate[?]"),
-    ("--config.algorithm.clip_hgh=1", "mean --config.algorithm.clip_high[?]"),
-    ("--config.learning_rate=1", "mean --config.optimizer.learning_rate[?]"),
-    ("--noconfig.chat.aply", "mean --config.chat.apply[?]"),
+    ("--config.optimizer.lr_rate=1", "did you mean 'optimizer.learning_rate'"),
+    ("--config.algorithm.clip_hgh=1", "did you mean 'algorithm.clip_high'"),
+    ("--config.learning_rate=1", "did you mean 'optimizer.learning_rate'"),
+    ("--noconfig.chat.aply", "did you mean 'chat.apply'"),
     ("--config.steps=abc", "--config.steps=abc: invalid literal for int"),
     ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
     ("--config=experiments/configs/countdown.py:smok", "'smoke' or none, not 'smok'"),
-    ("--config.spot.evry=1", "mean --config.spot.every[?]"),
+    ("--config.spot.evry=1", "did you mean 'spot.every'"),
     ("--schedule=none.jsonl", "none.jsonl: no such file"),
     ("--wrokdir=x", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
     ("workdir", "unexpected argument 'workdir'"),
@@ -282,7 +282,7 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
     ({"tensor_parallel": 3}, "over 3 devices does not divide the 2 devices"),
     ({"algorithm.name": "grpoo"}, "no RL algorithm 'grpoo'"),
     ({"reward": "tlt_jax.tasks.countdown.scor"}, "did you mean 'score'"),
-    ({"prompts.source": "tlt_jax.tasks.countdown.Problem"}, "cannot be imported.*Problem"),
+    ({"prompts.source": "tlt_jax.tasks.countdown.Problem"}, "did you mean 'Problems'"),
     ({"prompts.split": "trian"}, "split must be 'train' or 'held_out', got 'trian'"),
     ({"policy": "nowhere"}, "nowhere: no such folder; download"),
     ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
@@ -495,7 +495,7 @@ def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
 
 
 def test_whole_steps_are_compared_side_by_side(home):
-  arms = {"drafter": "", "strategies": "((9,('off','ngram_3')),)"}
+  arms = {"drafter": "", "strategies": "up to 9 live: off or ngram_3"}
   result = succeed(
     run(
       *(home, "bench.step", *tiny_run(home, *arms.items())),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import setup
+from experiments import launch
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
@@ -33,6 +33,7 @@ from tlt_jax.rl import supervised
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.speculation import rules
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 
@@ -112,14 +113,13 @@ def test_the_tail_is_as_long_as_asked():
 def test_a_config_builds_and_the_flag_locks_it(name, arg):
   """And says in its docstring which command it is for; `:smoke` has the same keys."""
   path = FOLDER / f"{name}.py"
-  flag = setup.config_flag(f"{path}:{arg}" if arg else str(path))
-  try:
-    assert flag.default.is_locked
-    assert leaves(flag.default.to_dict()) == leaves(load(name))
-    with pytest.raises(AttributeError, match="locked"):
-      flag.default.learning_rat = 1
-  finally:
-    flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
+  launch.config_flag("config", f"{path}:{arg}" if arg else str(path), argv=["command"])
+  made = flags.FLAGS["config"].default
+  flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
+  assert made.is_locked
+  assert leaves(made.to_dict()) == leaves(load(name))
+  with pytest.raises(AttributeError, match="locked"):
+    made.learning_rat = 1
   assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
 
 
@@ -127,7 +127,7 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
   read = set()
-  for source in (f"{command(name)}.py", "setup.py"):
+  for source in (f"{command(name)}.py", "from_config.py"):
     tree = ast.parse((ROOT / "experiments" / source).read_text())
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
     for node in ast.walk(tree):
@@ -193,6 +193,8 @@ def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
       door(**config[section], typo=1)
   if "reward" in config:
     assert callable(reward.make(config["reward"]))
+    selector = rules.make(config["strategies"], config["strategy_rule"], has_drafter=True)
+    assert selector is not None
 
 
 @pytest.mark.parametrize("arg", ["", "smoke"])

@@ -25,7 +25,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # per slice, see `strategy.parse`. Of several, ("off", "3_1_4"), the rule picks:
       # "predictive" or "epsilon_greedy", see `adaptive`.
       drafter="" if smoke else "experiments/drafters/countdown",
-      strategies=((2, ("off", "3_1_4")), (8, ("off", "2_1_3"))),
+      strategies="up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3",
       strategy_rule="predictive",
       verification="coupled",  # no token changes; or "rejection"
       # Idle slices train the drafter in every n-th rollout; 0: it stays as it is.

@@ -23,9 +23,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       seed=0,
       steps=4 if smoke else 1200,
       sequences=16 if smoke else 8,  # per step: many small updates learn faster
-      # the run whose policy, prompts and sampling are used; with its own overrides
-      run="experiments/configs/countdown.py" + (":smoke" if smoke else ""),
-      policy="",  # Hugging Face folder; empty: the run's
       init="",  # a drafter's folder to start from; empty: from scratch
       responses=dict(prompts=8 if smoke else 256, samples=2 if smoke else 8),
       # An eagle3 drafter may predict only the most frequent tokens of the responses;
