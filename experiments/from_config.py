@@ -58,9 +58,9 @@ def load_drafter(
   if config["drafter"] not in drafter_lib.KINDS:
     return drafter_files.load(config["drafter"], model, mesh)
   drafter = drafter_lib.of_target(model, config["drafter"])
-  params = drafter_lib.init_params(drafter, jax.random.key(config["seed"]))
-  abstract = drafter_lib.abstract_params(drafter)
-  return drafter, jax.device_put(params, axes.shardings(mesh, axes.ROLLOUT, abstract))
+  layout = axes.shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
+  init = jax.jit(lambda key: drafter_lib.init_params(drafter, key), out_shardings=layout)
+  return drafter, init(jax.random.key(config["seed"]))
 
 
 def selector(config: dict) -> strategy.Policy | None:

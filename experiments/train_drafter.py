@@ -83,7 +83,8 @@ def first_drafter(models: from_config.Models, config: dict, sequences):
     tokens = [response for _, response in sequences]
     shape["vocab"] = drafter_lib.most_frequent(tokens, models.model.vocab_size, size)
   drafter = drafter_lib.of_target(models.model, **shape)
-  return drafter, drafter_lib.init_params(drafter, jax.random.key(config["seed"]))
+  init = jax.jit(lambda key: drafter_lib.init_params(drafter, key))
+  return drafter, init(jax.random.key(config["seed"]))
 
 
 def train(

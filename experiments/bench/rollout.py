@@ -99,13 +99,14 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   The requests are those of a first rollout whose responses got long enough, so that
   all of them run all the time.
   """
-  n, slices = _TOKENS.value, models.mesh.shape[axes.DATA]
+  n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
+  prompts = min(4 * max(lives) * slices, 128)  # some end before
   tokenizer = data.Tokenizer.load(config["policy"])
   chat = config["chat"]
   requests = requests_lib.make_requests(
     sample.encode(
       tokenizer,
-      data.source(**config["held_out"] | {"size": 128}),
+      data.source(**config["held_out"] | {"size": prompts}),
       chat=chat["apply"],
       system=chat["system"],
     ),
@@ -127,7 +128,7 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   first = engine()(models.params, requests)
   long = np.flatnonzero(first.length == n)
   result = {}
-  for live in (b for b in numbers(_LIVE) if b * slices <= len(long)):
+  for live in (b for b in lives if b * slices <= len(long)):
     chosen = requests.subset(long[: live * slices])
     # One row costs more than two where XLA has a slow matrix-vector product.
     paddings = sorted({live, max(2 * live, 2)})

@@ -265,7 +265,9 @@ def main(config):
   sampler.compile(models.params)
   found = harvest(config, sampler, models.params, spot, stamps)
   found["checkpoint"] = checkpoints(spot, models.params)
-  whole = {"length": spot.trainer.longest, "rows": 2, "carried": 1}
+  longest = spot.trainer.longest
+  context = min(config["spot"]["context"], longest // 2)
+  whole = {"length": longest, "context": context, "rows": 2, "carried": 1}
   padded = make(config | {"spot": config["spot"] | whole})
   found["packing"] = packing(spot, padded, models.params)
   found |= {"batch": dict(config["batch"]), "drafter": config["drafter"]}

@@ -90,7 +90,10 @@ def settings(side: str, config: dict) -> dict:
     levels = [level._replace(arms=arms) for level in levels]
     return config | {"drafter": "", "strategies": rules.write(levels)}
   if side not in SIDES:
-    levels = [levels[-1]._replace(arms=(strategy.parse(side),))]
+    arm = strategy.parse(side)
+    levels = [levels[-1]._replace(arms=(arm,))]
+    if arm is not None and arm.source == strategy.NGRAM:
+      config = config | {"drafter": ""}
   return config | {
     "strategies": rules.write(levels),
     "spot": config["spot"] | {"every": 1 if side == "tlt" else 0},
@@ -362,10 +365,7 @@ def wide(config: dict) -> dict:
     if not folder.exists():
       partial = folder.with_suffix(".partial")
       shutil.rmtree(partial, ignore_errors=True)
-      layers = max(widen.LAYERS, convert.load_config(config["policy"]).num_layers)
-      widen.widen(
-        config["policy"], drafter if has_folder else None, partial, layers, widen.TIMES
-      )
+      widen.widen(config["policy"], drafter if has_folder else None, partial)
       partial.rename(folder)
   if has_folder:
     drafter = str(folder / "drafter")

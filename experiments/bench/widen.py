@@ -34,7 +34,7 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import target
 
-LAYERS, TIMES = 12, 3  # of the larger policy, and its width over the policy's
+TIMES = 3  # width of the larger policy over the policy's
 
 
 def larger(
@@ -91,18 +91,23 @@ def embed(small: dict, random: dict, times: int, parts: int = 1) -> dict:
 
 def logits(config: config_lib.ModelConfig, params) -> jax.Array:
   """f32[1 32 V] after some tokens."""
-  at = jnp.arange(32)[None]
-  apply = functools.partial(target.Target(config).apply, {"params": params})
-  features, _ = apply(at % config.vocab_size, at)
-  return apply(features, method=target.Target.logits)
+
+  @jax.jit
+  def run(params):
+    at = jnp.arange(32)[None]
+    apply = functools.partial(target.Target(config).apply, {"params": params})
+    features, _ = apply(at % config.vocab_size, at)
+    return apply(features, method=target.Target.logits)
+
+  return run(params)
 
 
 def widen(
   policy: str | pathlib.Path,
   drafter: str | pathlib.Path | None,
   folder: pathlib.Path,
-  layers: int,
-  times: int,
+  layers: int | None = None,
+  times: int = TIMES,
 ) -> None:
   """Writes the larger policy to `folder`/policy, and its drafter to `folder`/drafter.
 
@@ -110,15 +115,16 @@ def widen(
     policy: folder of the smaller one
     drafter: folder of its drafter, if it has one
     folder: where to
-    layers: of the larger policy
+    layers: of the larger policy; None: half as many again
     times: its width over the smaller one's
   Raises:
     ValueError: the two policies would not compute the same, or the drafter is of another
       kind than EAGLE-2
   """
   small, params = convert.load_hf(policy)
-  model = larger(small, layers, times)
-  wide = embed(params, target.init_params(model, jax.random.key(0)), times)
+  model = larger(small, layers or -(-small.num_layers * 3 // 2), times)
+  init = jax.jit(lambda key: target.init_params(model, key))
+  wide = embed(params, init(jax.random.key(0)), times)
   apart = float(jnp.max(jnp.abs(logits(small, params) - logits(model, wide))))
   logging.info("logits of the two differ by at most %.1e", apart)
   if apart > 1e-3:
@@ -131,7 +137,8 @@ def widen(
     if config.kind != "eagle2":
       raise ValueError(f"{drafter}: only an eagle2 drafter can be embedded")
     one = dataclasses.replace(config, layer=padded(config.layer, times))
-    random = drafter_lib.init_params(one, jax.random.key(0))
+    init = jax.jit(lambda key: drafter_lib.init_params(one, key))
+    random = init(jax.random.key(0))
     drafter_files.save(folder / "drafter", one, embed(params, random, times, parts=2))
     logging.info("exported its drafter to %s", folder / "drafter")
 
@@ -147,6 +154,8 @@ def main(config):
 if __name__ == "__main__":  # other benchmarks, with flags of their own, use this file
   flags.DEFINE_string("drafter", "", "Folder; default: the config's, if any.")
   flags.DEFINE_string("workdir", "runs/wide", "Gets policy/ and drafter/.")
-  flags.DEFINE_integer("layers", LAYERS, "Of the larger policy.", lower_bound=1)
+  flags.DEFINE_integer(
+    "layers", None, "Of the larger policy; default: half as many again.", lower_bound=1
+  )
   flags.DEFINE_integer("times", TIMES, "Its width over the policy's.", lower_bound=1)
   launch.run(main, config="experiments/configs/countdown.py")
