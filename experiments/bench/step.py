@@ -259,7 +259,7 @@ def summary(
   trained = [side for side in seconds if bare(side) == "tlt"]
   shown = (trained or [*seconds][1:] or [plain])[0]
   found = {
-    "steps": _STEPS.value,
+    "steps": len(seconds[plain]),
     "seconds": {
       side: {part: float(np.mean(of(side, part))) for part in parts[0]}
       for side, parts in seconds.items()
@@ -295,7 +295,7 @@ def work(samples: Sequence[requests_lib.Samples]) -> dict:
     "harvested_share": harvested / idle if idle else 0.0,
     "busy_overhead": None,
     "seconds_by_bucket": {
-      f"{batch}x{length}": s / _STEPS.value for (batch, length), s in by_bucket
+      f"{batch}x{length}": s / len(samples) for (batch, length), s in by_bucket
     },
   }
 
