@@ -19,7 +19,7 @@ def measure(
   samples: int,
   seed: int,
 ) -> dict:
-  """Acceptance on held-out prompts, every request drafted for alike.
+  """Measures acceptance on held-out prompts, every request drafted for alike.
 
   Args:
     config: of a run, for its prompts, sampling and rollout

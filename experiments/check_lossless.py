@@ -59,7 +59,7 @@ class InTurn:
 
 
 def identical(a: requests_lib.Samples, b: requests_lib.Samples) -> int:
-  """How many responses are the same in both."""
+  """Counts the responses that are the same in both."""
   alike = (a.tokens == b.tokens).all(1) & (a.length == b.length)
   return int(np.sum(alike))
 

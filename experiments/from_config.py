@@ -35,7 +35,7 @@ class Models:
 
 
 def load_models(config: dict, dtype: str | None = None) -> Models:
-  """The config's policy and drafter, on this machine's devices.
+  """Loads the config's policy and drafter onto this machine's devices.
 
   Args:
     config: of a run
@@ -64,7 +64,7 @@ def load_drafter(
 
 
 def selector(config: dict) -> strategy.Policy | None:
-  """What chooses strategies; None if only plain decoding is left."""
+  """The selector of strategies; None if only plain decoding is left."""
   return rules.make(
     strategies=config["strategies"],
     rule=config["strategy_rule"],
@@ -79,7 +79,7 @@ def spot_training(
   drafter: drafter_lib.DrafterConfig | None,
   draft_params,
 ) -> spot_lib.Spot | None:
-  """What trains the drafter in rollouts; None if there is none, or it stays as it is.
+  """The drafter's training in rollouts; None if there is none, or it stays as it is.
 
   Args:
     config: of a run
@@ -117,7 +117,7 @@ def sampler(
   selector: strategy.Policy | None = None,
   spot: spot_lib.Spot | None = None,
 ) -> sample.Sampler:
-  """What answers prompts and scores the answers, for the config's task.
+  """The sampler of the config's task, which answers prompts and scores the answers.
 
   Args:
     config: of a run; the tokenizer is that of its policy's folder

@@ -48,7 +48,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.
 
 
 def selector(config: dict) -> strategy_lib.Policy | None:
-  """What `--strategy` asks for; None is plain decoding."""
+  """The selector that `--strategy` asks for; None is plain decoding."""
   if _STRATEGY.value == "auto":
     return from_config.selector(config)
   strategy = strategy_lib.parse(_STRATEGY.value)

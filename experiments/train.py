@@ -1,4 +1,4 @@
-"""Reinforcement learning of a policy, straight down.
+"""Trains a policy by reinforcement learning, straight down.
 
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
 the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to

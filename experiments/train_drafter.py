@@ -2,7 +2,8 @@
 
     python -m experiments.train_drafter --run=experiments/configs/qwen2_5_7b.py \\
         --run.policy=/models/Qwen2.5-7B-Instruct --run.prompts.path=train.jsonl \\
-        --run.held_out.path=test.jsonl --workdir=runs/drafter
+        --run.held_out.path=test.jsonl --workdir=runs/drafter \\
+        "--config.learner.buckets=((4,1280),(1,5120))"
 
 `--run` is the config of the RL run that the drafter is for, whose policy, prompts and
 sampling are used; `--config` is that of the training. The policy answers prompts once;
@@ -139,6 +140,12 @@ def train(
 
 def main(config, run):
   workdir = pathlib.Path(_WORKDIR.value)
+  longest, room = from_config.max_length(run), config["learner"]["buckets"][-1][1]
+  if longest > room:
+    raise ValueError(
+      f"sequences of this run may have {longest} tokens, the longest of "
+      f"--config.learner.buckets {room}"
+    )
   launch.start(workdir, config | {"run": run})
   models = from_config.load_models(run | {"drafter": ""})
   path = workdir / "responses.npz"

@@ -11,6 +11,8 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 from absl import flags
 import jax
@@ -329,3 +331,15 @@ def test_seven_billion_parameters_fit_the_machine_they_are_meant_for():
   weights = abstract_params(model, mesh, axes.ROLLOUT, jnp.bfloat16)
   reference = per_device(state.params)
   assert per_device((store, weights)) + per_device(state) + reference < 70
+
+
+def test_importing_a_command_reads_neither_the_command_line_nor_a_config():
+  """Both are up to `launch.run`; a test or a notebook may import any command."""
+  source = """
+import sys
+sys.argv = ["train", "--config=nowhere.py", "--config.no_such_key=1"]
+from absl import flags
+from experiments import train
+assert "config" not in flags.FLAGS
+"""
+  subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True)

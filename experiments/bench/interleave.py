@@ -50,10 +50,10 @@ def turns(
 
 
 def seconds(measured: Sequence[Mapping[Side, Timed]]) -> dict[Side, np.ndarray]:
-  """f64[turns] of each side."""
+  """The seconds of each side, f64[turns]."""
   return {side: np.array([m[side].seconds for m in measured]) for side in measured[0]}
 
 
 def results(measured: Sequence[Mapping[Side, Timed]]) -> dict[Side, list]:
-  """What each side returned, turn by turn."""
+  """Returns what each side returned, turn by turn."""
   return {side: [m[side].result for m in measured] for side in measured[0]}

@@ -10,7 +10,7 @@ rollouts, scheduled against a static batch, on lengths drawn beforehand; "accept
 tokens per pass of the target by strategy and way of verification; "switch", what
 switching speculation on costs. Without a drafter n-grams are looked up. Sides take turns
 in one process; ratios are medians over the repetitions, with their range. The last line
-is JSON. The default takes about XX minutes on two CPU cores.
+is JSON.
 """
 
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ _COUNTED = ("total_tokens", "differing_tokens", "near_ties")
 
 
 def numbers(flag: flags.FlagHolder) -> list[int]:
-  """A list flag as whole numbers."""
+  """Reads a list flag as whole numbers."""
   try:
     return [int(text) for text in flag.value]
   except ValueError as e:
@@ -78,7 +78,7 @@ def ratio(above: np.ndarray, below: np.ndarray) -> dict:
 
 
 def counts(compared: compare.Comparison) -> dict[str, int]:
-  """What a comparison token by token found."""
+  """The counts of a comparison token by token."""
   return {name: getattr(compared, name) for name in _COUNTED}
 
 
@@ -89,12 +89,12 @@ def totals(found: Iterable[dict]) -> dict[str, int]:
 
 
 def strategies(models: from_config.Models) -> list[str]:
-  """The strategies to compare."""
+  """Names the strategies to compare: those asked for, or the usual ones."""
   return _STRATEGIES.value or list(WITHOUT if models.drafter is None else WITH_DRAFTER)
 
 
 def measure_speculation(config: dict, models: from_config.Models) -> dict:
-  """Plain decoding against every strategy, by live batch per slice.
+  """Measures plain decoding against every strategy, by live batch per slice.
 
   The requests are those of a first rollout whose responses got long enough, so that
   all of them run all the time.
@@ -182,7 +182,7 @@ def compare_sides(
 
 
 def speculation(config: dict, models: from_config.Models) -> dict:
-  """The table of speculation, and what of it is printed as JSON."""
+  """Prints the table of speculation; returns its part of the last line."""
   result = measure_speculation(config, models)
   names = strategies(models)
   cell = lambda arm: f"{arm['speedup']:.2f}x {arm['mean_acceptance_length']:.2f}"
@@ -209,7 +209,7 @@ def speculation(config: dict, models: from_config.Models) -> dict:
 
 
 def steps(config: dict, models: from_config.Models) -> dict:
-  """Seconds of one decoding step by live batch per slice and cache length."""
+  """Prints the table of step times; returns its part of the last line."""
   lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
   engines = {
     (batch, length): rollout.make(
@@ -255,7 +255,7 @@ def trace(name: str, count: int) -> np.ndarray:
 
 
 def measure_trace(lengths: np.ndarray, config: dict, models: from_config.Models) -> dict:
-  """Whole rollouts of responses of these lengths: scheduled, against a static batch."""
+  """Measures rollouts of such lengths, scheduled and in a static batch."""
   cap = int(lengths.max())
   requests = requests_lib.make_requests(
     [np.arange(1, 17)] * len(lengths), max_tokens=lengths, seed=1
@@ -296,7 +296,7 @@ def measure_trace(lengths: np.ndarray, config: dict, models: from_config.Models)
 def in_groups(
   engine: rollout.Rollout, params, requests: requests_lib.Requests, size: int
 ) -> requests_lib.Samples:
-  """What a static batch does: `size` requests at a time, until the last one ends."""
+  """Rolls out as a static batch does, `size` requests at a time until the last ends."""
   groups = np.array_split(np.arange(len(requests)), range(size, len(requests), size))
   parts = [engine(params, requests.subset(group)) for group in groups]
   T = max(p.tokens.shape[1] for p in parts)
@@ -310,7 +310,7 @@ def in_groups(
 
 
 def traces(config: dict, models: from_config.Models) -> dict:
-  """The table of schedules, and what of it is printed as JSON."""
+  """Prints the table of schedules; returns its part of the last line."""
   result = {
     name: measure_trace(trace(name, _REQUESTS.value), config, models)
     for name in ("geometric", "log-normal")
@@ -335,7 +335,7 @@ def traces(config: dict, models: from_config.Models) -> dict:
 
 
 def accepted(config: dict, models: from_config.Models) -> dict:
-  """Tokens per pass of the target, by strategy and way of verification."""
+  """Prints the table of acceptance; returns its part of the last line."""
   found = acceptance.measure(
     config | {"rollout": config["rollout"] | {"buckets": (), "slots": 24}},
     models,
@@ -350,7 +350,7 @@ def accepted(config: dict, models: from_config.Models) -> dict:
 
 
 def switch(config: dict, models: from_config.Models) -> dict:
-  """What it takes to switch speculation on, in plain steps: 8 live, cache 512."""
+  """Prints what switching speculation on costs, with 8 live requests and cache 512."""
   if models.drafter is None:
     raise ValueError("without a drafter there is nothing to switch on: give --drafter")
   slots, length = bucket = (8, 512)

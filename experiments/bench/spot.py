@@ -40,7 +40,7 @@ _WARM_UP = 4  # pairs: every program runs once, the buffer fills
 
 
 class Stamps:
-  """When each slice begins and ends to train, as it says itself."""
+  """Stamps of the host's clock, whenever a slice begins or ends to train."""
 
   def __init__(self):
     self.seconds = 0.0  # of all slices together
@@ -55,7 +55,7 @@ class Stamps:
       self.seconds += time.perf_counter() - self._began.pop(int(s))
 
   def watch(self, trainer: spot_lib.Trainer) -> spot_lib.Trainer:
-    """A trainer that tells; for that its loop waits for the host twice."""
+    """Returns a trainer that tells; for that its loop waits for the host twice."""
     stamps = self
 
     class Watched(spot_lib.Trainer):
@@ -88,7 +88,7 @@ def harvest(
   spot: spot_lib.Spot,
   stamps: Stamps,
 ) -> dict:
-  """Pairs of rollouts of the same requests, with training and without.
+  """Runs pairs of rollouts of the same requests, with training and without.
 
   Args:
     config: of a run, for its prompts
@@ -132,7 +132,7 @@ def harvest(
 
 
 def summary(pairs: list[dict], slices: int) -> dict:
-  """What the pairs tell, printed and returned.
+  """Prints and returns what the pairs tell.
 
   Args:
     pairs: what was scored, and the stamped seconds, by "off" and "train"
@@ -173,7 +173,7 @@ def summary(pairs: list[dict], slices: int) -> dict:
 
 
 def checkpoints(spot: spot_lib.Spot, params) -> dict:
-  """Seconds that a step loses to checkpoints of the drafter.
+  """Measures the seconds that a step loses to checkpoints of the drafter.
 
   Of its own arrays, written behind the step; or of these and the target's, that it
   drafts with, while the step waits.
@@ -204,7 +204,7 @@ def checkpoints(spot: spot_lib.Spot, params) -> dict:
 
 
 def micro_batch_s(spot: spot_lib.Spot, params) -> float:
-  """Seconds of a micro-batch of each slice at once: of three, less those of one."""
+  """Measures a micro-batch of each slice at once: three, less one, over two."""
   train, rows = spot.trainer.make_train(), spot.rows()
 
   def run(most: int) -> None:
@@ -216,7 +216,7 @@ def micro_batch_s(spot: spot_lib.Spot, params) -> float:
 
 
 def packing(spot: spot_lib.Spot, padded: spot_lib.Spot, params) -> dict:
-  """Sequences per second in packed rows, and one to a row as long as the longest."""
+  """Measures sequences per second, packed, and one to a row as long as the longest."""
   rows = [row for rows in spot.buffer.rows for row in rows if row.sizes]
   _, positions, segments, _ = np.moveaxis(spot.buffer.table, 2, 0)
   count = np.sum((segments > 0) & (positions == 0))

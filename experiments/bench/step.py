@@ -130,7 +130,7 @@ class Side:
   def step(
     self, step: int, records: Sequence[dict]
   ) -> tuple[dict[str, float], sample.Scored, str]:
-    """An RL step: seconds by part, what was sampled, hash of tokens and of the policy."""
+    """Does an RL step: seconds by part, samples, hash of tokens and of the policy."""
     config = self.config
     P, R = config["batch"]["prompts"], config["batch"]["responses"]
     lengths = None
@@ -185,7 +185,7 @@ def ratio(above, below) -> dict:
 
 
 def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
-  """All sides on one target."""
+  """Trains all sides on one target, step by step in turn."""
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
   learner = learner_lib.make(
     model,
@@ -232,7 +232,12 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
 def summary(
   seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]
 ) -> dict:
-  """What is reported of a target, from the seconds and samples of each side's steps."""
+  """Sums a target up.
+
+  Args:
+    seconds: of each side, by step and part
+    samples: of each side, by step
+  """
   of = lambda side, part: np.array([s[part] for s in seconds[side]])
   plain = min(
     (side for side in seconds if bare(side) == "plain"),
@@ -281,7 +286,7 @@ def summary(
 
 
 def work(samples: Sequence[requests_lib.Samples]) -> dict:
-  """What a side's rollouts did, beside the time they took; `busy_overhead` is not known."""
+  """Counts what a side's rollouts did; `busy_overhead` takes another side to know."""
   idle, harvested = sum(s.idle_s for s in samples), sum(s.harvested_s for s in samples)
   drawn = sum(int(s.length.sum()) for s in samples)
   by_bucket = sorted(seconds_by_bucket(samples).items(), reverse=True)
@@ -303,7 +308,7 @@ def work(samples: Sequence[requests_lib.Samples]) -> dict:
 def seconds_by_bucket(
   samples: Sequence[requests_lib.Samples],
 ) -> dict[tuple[int, int], float]:
-  """Seconds of chunks, by bucket: the best side in each would be the best in hindsight."""
+  """Adds up the chunks' seconds by bucket; the least of each would be hindsight's."""
   seconds = collections.Counter()
   for s in samples:
     for chunk in s.chunks:
@@ -342,7 +347,7 @@ def weights_digest(folder: str | pathlib.Path) -> str:
 
 
 def workload(config: dict) -> dict:
-  """What was pinned."""
+  """Describes what was pinned."""
   return {
     "policy": weights_digest(config["policy"]),
     "seeds": [config["seed"], config["prompts"].get("seed")],
@@ -354,7 +359,7 @@ def workload(config: dict) -> dict:
 
 
 def wide(config: dict) -> dict:
-  """The config with a larger policy, and its drafter; made if they are not there yet."""
+  """Returns the config with a wide policy and drafter, which it makes if need be."""
   drafter = config["drafter"]
   has_folder = bool(drafter) and drafter not in drafter_lib.KINDS
   folder = pathlib.Path(_WIDE.value)

@@ -50,7 +50,7 @@ _VARIANTS = flags.DEFINE_list("variants", list(VARIANTS), "Which to run.")
 
 
 def train(workdir: pathlib.Path, config: dict) -> None:
-  """One RL run to its end; nothing if it is there.
+  """Takes an RL run to its end, unless it is there.
 
   Args:
     workdir: of the run
@@ -65,7 +65,7 @@ def train(workdir: pathlib.Path, config: dict) -> None:
 
 
 def measure(config: dict, workdir: pathlib.Path, drafter: str) -> float:
-  """Tokens per pass of a run's drafter, or of the one given, for its last policy."""
+  """Measures tokens per pass of a run's drafter, or the one given, for its last policy."""
   own = workdir / "drafter"
   config = config | {
     "policy": str(workdir / "policy"),
@@ -84,7 +84,7 @@ def measure(config: dict, workdir: pathlib.Path, drafter: str) -> float:
 
 
 def draw(path: pathlib.Path, runs: dict[str, pathlib.Path]) -> None:
-  """Acceptance in training, by step, one line per run."""
+  """Draws acceptance in training, by step, one line per run."""
   with mpl.rc_context(plot.STYLE):
     fig = figure.Figure(figsize=(7, 3.8), layout="constrained")
     ax = fig.subplots()

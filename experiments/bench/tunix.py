@@ -83,7 +83,7 @@ class Workload:
 
 
 class Tokenizer:
-  """What tunix asks of a tokenizer, for prompts that are token ids already.
+  """A tokenizer for tunix whose prompts are token ids already.
 
   No id is special: a sampled pad id would be masked out of tunix's attention.
   """
@@ -240,7 +240,7 @@ def check_same_model(tunix: Tunix, params, mesh) -> None:
 
 
 def run(workload: Workload, tunix: Tunix, params, mesh) -> dict:
-  """Both sides on one workload."""
+  """Runs both sides on one workload."""
   engine = rollout.make(MODEL, mesh, workload.options)
 
   def ours(repeat: int) -> None:
