@@ -121,9 +121,9 @@ DRAFTING = {
   "drafter": "eagle2",
   "strategies": "up to 9 live: 2_1_3",
   "spot.rows": 2,
-  "spot.carried": 1,
-  "spot.chunk": 16,
-  "spot.cold_s": 0.5,
+  "spot.carried_rows": 1,
+  "spot.chunk_tokens": 16,
+  "spot.warm_up_s": 0.5,
   "spot.loss.steps": 1,
 }
 

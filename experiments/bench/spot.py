@@ -266,8 +266,12 @@ def main(config):
   found = harvest(config, sampler, models.params, spot, stamps)
   found["checkpoint"] = checkpoints(spot, models.params)
   longest = spot.trainer.longest
-  context = min(config["spot"]["context"], longest // 2)
-  whole = {"length": longest, "context": context, "rows": 2, "carried": 1}
+  whole = {
+    "row_tokens": longest,
+    "context_tokens": min(config["spot"]["context_tokens"], longest // 2),
+    "rows": 2,
+    "carried_rows": 1,
+  }
   padded = make(config | {"spot": config["spot"] | whole})
   found["packing"] = packing(spot, padded, models.params)
   found |= {"batch": dict(config["batch"]), "drafter": config["drafter"]}

@@ -38,13 +38,13 @@ _STRATEGY = flags.DEFINE_string("strategy", "5_1_6", "Strategy that is measured.
 _PROMPTS = flags.DEFINE_integer("prompts", 24, "Held-out prompts, two responses each.")
 
 # Hardly a slice of the default run is ever idle: all train a while after each rollout.
-AFTERWARDS = {"rows": 512, "carried": 256, "cold_rollouts": 1000}
+AFTERWARDS = {"rows": 512, "carried_rows": 256, "warm_up_rollouts": 1000}
 NEW = {"optimizer.learning_rate": 2e-3, "optimizer.floor": 0.1, "optimizer.total": 8000}
 # Drafter to start from ("": the offline one), and settings of `spot`.
 VARIANTS = {
   "offline_frozen": ("", {"every": 0}),
-  "offline_online": ("", {**AFTERWARDS, "cold_s": 3}),
-  "random_online": ("eagle2", {**AFTERWARDS, **NEW, "cold_s": 12}),
+  "offline_online": ("", {**AFTERWARDS, "warm_up_s": 3}),
+  "random_online": ("eagle2", {**AFTERWARDS, **NEW, "warm_up_s": 12}),
 }
 _VARIANTS = flags.DEFINE_list("variants", list(VARIANTS), "Which to run.")
 
