@@ -1,68 +1,79 @@
-"""How many drafted tokens stand, by strategy and way of verification."""
+"""Measures how many drafted tokens stand, by strategy and way of verification."""
 
+from collections.abc import Sequence
 import logging
 
-import rich.console
-import rich.table
-
-from experiments import setup
+from experiments import from_config
+from experiments import tables
+from tlt_jax import data
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 def measure(
   config: dict,
-  model,
-  params,
-  drafter,
-  draft_params,
-  mesh,
+  models: from_config.Models,
   *,
-  strategies,
-  verifications,
+  strategies: Sequence[str],
+  verifications: Sequence[str],
   prompts: int,
   samples: int,
   seed: int,
 ) -> dict:
-  """Acceptance on held-out prompts, every request drafted for alike.
+  """Measures acceptance on held-out prompts, every request drafted for alike.
 
   Args:
     config: of a run, for its prompts, sampling and rollout
+    models: its policy, and the drafter
     strategies: as `strategy.parse` reads them
     verifications: of `speculate.VERIFICATIONS`
+    prompts: how many at most
+    samples: responses per prompt
+    seed: of the noise
   Returns:
     {verification: {strategy: {"mean_acceptance_length", "acceptance_rate_pos",
     "accuracy"}}}; the first is tokens per target pass and request, the second the
     chance of a draft to stand given that all before it do
   """
-  records = list(setup.build(config["held_out"] | {"size": prompts}))
+  records = list(data.source(**config["held_out"] | {"size": prompts}))
   found = {}
   for verification in verifications:
     found[verification] = {}
     for name in strategies:
-      always = strategy_lib.always(strategy_lib.parse(name))
-      run = config | {"verification": verification}
-      sampler = setup.sampler(run, model, mesh, drafter, always)
-      scored = sampler(params, records, samples, seed, 0, draft_params)
+      sampler = from_config.sampler(
+        config | {"verification": verification},
+        models.model,
+        models.mesh,
+        drafter=models.drafter,
+        selector=strategy_lib.always(strategy_lib.parse(name)),
+      )
+      scored = sampler(
+        models.params, records, samples, seed=seed, draft_params=models.draft_params
+      )
+      length = scored.samples.mean_acceptance_length
       found[verification][name] = {
-        "mean_acceptance_length": scored.samples.mean_acceptance_length,
+        "mean_acceptance_length": length,
         "acceptance_rate_pos": scored.samples.acceptance_rate,
         "accuracy": float(scored.reward.mean()),
       }
-      length = scored.samples.mean_acceptance_length
       logging.info("%s, %s: %.2f tokens per pass", verification, name, length)
   return found
 
 
 def report(found: dict) -> None:
   """Prints what `measure` returned."""
-  table = rich.table.Table(
-    *("verification", "strategy", "tokens per pass", "accepted, by position", "accuracy"),
-    title="Acceptance on held-out prompts",
-    title_justify="left",
+  rows = [
+    (
+      verification,
+      strategy,
+      f"{r['mean_acceptance_length']:.2f}",
+      " ".join(f"{rate:.2f}" for rate in r["acceptance_rate_pos"]),
+      f"{100 * r['accuracy']:.0f}%",
+    )
+    for verification, by_strategy in found.items()
+    for strategy, r in by_strategy.items()
+  ]
+  tables.show(
+    "Acceptance on held-out prompts",
+    ["verification", "strategy", "tokens per pass", "accepted, by position", "accuracy"],
+    rows,
   )
-  for verification, by_strategy in found.items():
-    for name, r in by_strategy.items():
-      rates = " ".join(f"{x:.2f}" for x in r["acceptance_rate_pos"])
-      length, accuracy = r["mean_acceptance_length"], r["accuracy"]
-      table.add_row(verification, name, f"{length:.2f}", rates, f"{100 * accuracy:.0f}%")
-  rich.console.Console(width=100).print(table)

@@ -2,14 +2,16 @@
 
     python -m experiments.check_lossless --drafter=DIR --tokens=1000000
 
-Responses to the config's held-out prompts are drawn plainly and with each strategy in
-turn, the same requests with the same noise. At a first difference the margin of the
-draw tells a near-tie, which rounding decides, from a bug (`spec_decode.compare`).
-`--dtype=bfloat16` rounds so coarsely that this says little: what is reported then is
-the share of identical responses, beside that of plain rollouts in smaller batches.
-The last line is JSON; the exit status is 1 if tokens differ in float32.
+Responses to the config's held-out prompts, which are asked again when there are no more,
+are drawn plainly and with each strategy in turn, the same requests with the same noise.
+At a first difference the margin of the draw tells a near-tie, which rounding decides,
+from a bug (`spec_decode.rollout.compare`). `--dtype=bfloat16` rounds so coarsely that
+this says little: what is reported then is the share of identical responses, beside that
+of plain rollouts in smaller batches. The last line is JSON; the exit status is 1 if
+tokens differ in float32.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import logging
@@ -20,14 +22,15 @@ import tempfile
 from absl import flags
 import numpy as np
 
-from experiments import setup
-from tlt_jax import axes
-from tlt_jax.models import convert
+from experiments import from_config
+from experiments import launch
+from tlt_jax import data
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-_CONFIG = setup.config_flag("experiments/configs/countdown.py")
-_DRAFTER = flags.DEFINE_string("drafter", "", "Folder; default: the config's.")
+_DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _TOKENS = flags.DEFINE_integer("tokens", 100_000, "To compare, at least.", lower_bound=1)
 _STRATEGIES = flags.DEFINE_list(
   "strategies", ["5_1_6", "8_1_9", "3_4_16", "ngram_5"], "In turn, a batch each."
@@ -35,11 +38,13 @@ _STRATEGIES = flags.DEFINE_list(
 _BATCH = flags.DEFINE_integer("batch", 128, "Responses at a time.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the policy.")
 
+_COUNTED = ("total_tokens", "differing_tokens", "near_ties")
+
 
 class InTurn:
-  """The strategy that is set, for every live batch."""
+  """A selector of the strategy that is set, for every live batch."""
 
-  def __init__(self, strategies):
+  def __init__(self, strategies: Sequence[strategy_lib.Strategy]):
     self.strategies = tuple(strategies)
     self.now = None
 
@@ -50,59 +55,73 @@ class InTurn:
     return None, *self.strategies
 
   def observe(self, seen: strategy_lib.Observation) -> None:
-    pass
+    """Has nothing to learn."""
 
 
-def identical(a, b) -> int:
-  """How many responses are the same in both."""
+def identical(a: requests_lib.Samples, b: requests_lib.Samples) -> int:
+  """Counts the responses that are the same in both."""
   alike = (a.tokens == b.tokens).all(1) & (a.length == b.length)
   return int(np.sum(alike))
 
 
-def main():
-  config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
+def main(config):
+  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
   config["drafter"] = _DRAFTER.value or config["drafter"]
   strategies = [strategy_lib.parse(name) for name in _STRATEGIES.value]
+  if None in strategies:
+    raise ValueError("--strategies takes what speculates; plain decoding runs anyway")
   if not config["drafter"] and any(s.source == strategy_lib.MODEL for s in strategies):
     raise ValueError("nothing to speculate with: give --drafter, or n-grams only")
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT, _DTYPE.value)
-  model = dataclasses.replace(model, dtype=_DTYPE.value)
-  drafter, _, draft_params = setup.load_drafter(config, model, mesh)
-  policy = InTurn(strategies)
-  plain = setup.sampler(config, model, mesh)
-  speculative = setup.sampler(config, model, mesh, drafter, policy)
-  fewer = {**config["rollout"], "slots": max(config["rollout"]["slots"] // 8, 1)}
-  other = setup.sampler(config | {"rollout": fewer | {"buckets": ()}}, model, mesh)
+  if all(s.source == strategy_lib.NGRAM for s in strategies):
+    config["drafter"] = ""
+  models = from_config.load_models(config, _DTYPE.value)
+  selector = InTurn(strategies)
+  fewer = max(config["rollout"]["slots"] // 8, 1)
+  smaller = config["rollout"] | {"slots": fewer, "buckets": ()}
+  plain, in_smaller_batches = (
+    from_config.sampler(config | {"rollout": sizes}, models.model, models.mesh)
+    for sizes in (config["rollout"], smaller)
+  )
+  speculative = from_config.sampler(
+    config, models.model, models.mesh, models.drafter, selector
+  )
+  records = data.source(**config["held_out"] | {"size": 10**9})
 
-  records = setup.build(config["held_out"] | {"size": 10**9})
-  names = ("total_tokens", "differing_tokens", "near_ties")
-  found = {str(s): dict.fromkeys(names, 0) for s in strategies}
+  def draw(sampler: sample.Sampler, first: int, draft_params=None) -> sample.Scored:
+    asked = [records[i % len(records)] for i in range(first, first + _BATCH.value)]
+    return sampler(
+      models.params,
+      asked,
+      1,
+      seed=config["seed"],
+      first_request=first,
+      draft_params=draft_params,
+    )
+
+  found = {str(s): dict.fromkeys(_COUNTED, 0) for s in strategies}
   count = {"responses": 0, "identical": 0, "identical_in_smaller_batches": 0}
-  batch = 0
   while sum(f["total_tokens"] for f in found.values()) < _TOKENS.value:
-    asked = [records[batch * _BATCH.value + i] for i in range(_BATCH.value)]
-    args = (asked, 1, config["seed"], batch * _BATCH.value)
-    policy.now = strategies[batch % len(strategies)]
-    a, b = plain(params, *args), speculative(params, *args, draft_params)
+    first = count["responses"]
+    selector.now = strategies[first // _BATCH.value % len(strategies)]
+    a, b = draw(plain, first), draw(speculative, first, models.draft_params)
     if _DTYPE.value == "bfloat16":
-      smaller = other(params, *args).samples
-      count["identical_in_smaller_batches"] += identical(a.samples, smaller)
-      total = dict(total_tokens=int(a.samples.length.sum()))
+      again = draw(in_smaller_batches, first)
+      count["identical_in_smaller_batches"] += identical(a.samples, again.samples)
+      total = {"total_tokens": int(a.samples.length.sum())}
     else:
-      result = compare.compare(model, params, a.requests, a.samples, b.samples)
+      result = compare.compare(
+        models.model, models.params, a.requests, a.samples, b.samples
+      )
       total = dataclasses.asdict(result)
       for i, t, margin in result.where:
-        i += batch * _BATCH.value
-        logging.info("request %d, token %d: margin %.1e", i, t, margin)
-    count["responses"] += len(asked)
+        logging.info("request %d, token %d: margin %.1e", first + i, t, margin)
+    count["responses"] += _BATCH.value
     count["identical"] += identical(a.samples, b.samples)
-    sums = found[str(policy.now)]
+    sums = found[str(selector.now)]
     for name in sums:
       sums[name] += total.get(name, 0)
-    batch += 1
-    logging.info("%s: %s; %s", policy.now, sums, count)
-  totals = {name: sum(f[name] for f in found.values()) for name in names}
+    logging.info("%s: %s; %s", selector.now, sums, count)
+  totals = {name: sum(f[name] for f in found.values()) for name in _COUNTED}
   if _DTYPE.value == "bfloat16":
     share = lambda name: count[name] / count["responses"]
     totals = {
@@ -117,4 +136,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/countdown.py")

@@ -1,4 +1,4 @@
-"""Whether two revisions compile the plain rollout programs to the same thing.
+"""Tells whether two revisions compile the plain rollout programs to the same thing.
 
     python -m experiments.compare_programs --base=632d119 [--head=HEAD]
 
@@ -11,6 +11,7 @@ First the normal form of a program's text, then what a revision compiles, then t
 comparison.
 """
 
+from collections.abc import Sequence
 import difflib
 import inspect
 import io
@@ -26,10 +27,11 @@ import tempfile
 
 from absl import flags
 
-from experiments import setup
+from experiments import launch
 
 _BASE = flags.DEFINE_string("base", None, "Revision to compare with.", required=True)
 _HEAD = flags.DEFINE_string("head", None, "Revision; default: the files as they are.")
+_ONLY = flags.DEFINE_list("only", [], "Programs, such as prefill or chunk; default: all.")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SHOWN = 8  # lines of a difference
@@ -84,10 +86,14 @@ def difference(base: str, head: str) -> list[str]:
   return [line for line in itertools.islice(lines, 2, None) if line[0] in "+-"]
 
 
-def write_programs(folder: str) -> None:
+def write_programs(folder: str, *only: str) -> None:
   """Compiles the plain programs of the code on the path, and writes their texts.
 
   Its source runs by itself, in a process that sees one revision and not this one.
+
+  Args:
+    folder: where to
+    only: names of programs; all without one
   """
   import pathlib
 
@@ -130,6 +136,8 @@ def write_programs(folder: str) -> None:
     get = run.pool.get
 
     def get_and_write(name, key, *args, **static):
+      if only and name not in only:
+        return None  # nobody runs it
       compiled = get(name, key, *args, **static)
       # Some revisions end the bucket with the number of stop tokens.
       bucket = [str(size) for size in key[: len(key) // 2 * 2]]
@@ -144,16 +152,19 @@ def write_programs(folder: str) -> None:
   compile_all("features", features=True, rebalance=True)
 
 
-def compiled_by(tree: pathlib.Path) -> dict[str, str]:
+def compiled_by(tree: pathlib.Path, only: Sequence[str] = ()) -> dict[str, str]:
   """The normal form of each plain program of the code in a folder.
 
+  Args:
+    tree: the folder
+    only: names of programs; all without one
   Raises:
     ValueError: the code there cannot make them
   """
-  source = f"{inspect.getsource(write_programs)}\nimport sys\nwrite_programs(sys.argv[1])"
+  source = f"{inspect.getsource(write_programs)}\nimport sys\nwrite_programs(*sys.argv[1:])"
   env = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
   with tempfile.TemporaryDirectory() as folder:
-    command = [sys.executable, "-c", source, folder]
+    command = [sys.executable, "-c", source, folder, *only]
     result = subprocess.run(command, cwd=tree, env=env, stderr=subprocess.PIPE, text=True)
     if result.returncode:
       lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
@@ -162,7 +173,7 @@ def compiled_by(tree: pathlib.Path) -> dict[str, str]:
     return {file.stem: normalised(file.read_text()) for file in files}
 
 
-def compiled_at(revision: str) -> dict[str, str]:
+def compiled_at(revision: str, only: Sequence[str] = ()) -> dict[str, str]:
   """As `compiled_by`, for a revision of this repository."""
   archive = ["git", "-C", str(_ROOT), "archive", f"{revision}^{{commit}}", "tlt_jax"]
   result = subprocess.run(archive, capture_output=True)
@@ -171,7 +182,7 @@ def compiled_at(revision: str) -> dict[str, str]:
   with tempfile.TemporaryDirectory() as folder:
     tarfile.open(fileobj=io.BytesIO(result.stdout)).extractall(folder, filter="data")
     try:
-      return compiled_by(pathlib.Path(folder).resolve())
+      return compiled_by(pathlib.Path(folder).resolve(), only)
     except ValueError as e:
       raise ValueError(f"{revision}: {e}") from e
 
@@ -183,9 +194,12 @@ def compare(base: dict[str, str], head: dict[str, str]) -> dict[str, list[str]]:
 
 
 def main():
-  base = compiled_at(_BASE.value)
-  head = compiled_at(_HEAD.value) if _HEAD.value else compiled_by(_ROOT)
+  only = _ONLY.value
+  base = compiled_at(_BASE.value, only)
+  head = compiled_at(_HEAD.value, only) if _HEAD.value else compiled_by(_ROOT, only)
   found = compare(base, head)
+  if not found:
+    raise ValueError(f"there is no plain program called {' or '.join(only)}")
   for name, lines in found.items():
     verdict = f"differs in {len(lines)} lines" if lines else "identical"
     print(f"{name:<36}{len(head.get(name, '').splitlines()):>6} lines  {verdict}")
@@ -204,4 +218,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main)

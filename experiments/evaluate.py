@@ -1,4 +1,4 @@
-"""Accuracy of policies on held-out prompts, alone or paired with another's.
+"""Measures the accuracy of policies on held-out prompts, alone or paired with another's.
 
     python -m experiments.evaluate --model=runs/countdown/policy \\
         --baseline=experiments/policies/countdown
@@ -9,6 +9,7 @@ observation). The last line is JSON.
 """
 
 import collections
+from collections.abc import Sequence
 import json
 import pathlib
 import tempfile
@@ -16,24 +17,25 @@ import tempfile
 from absl import flags
 import numpy as np
 
-from experiments import setup
-from tlt_jax import axes
+from experiments import from_config
+from experiments import launch
+from tlt_jax import data
 from tlt_jax import metrics
-from tlt_jax.models import convert
 
-_CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _MODEL = flags.DEFINE_list("model", None, "Hugging Face folders.", required=True)
 _BASELINE = flags.DEFINE_string("baseline", None, "Folder to compare with.")
-_PROMPTS = flags.DEFINE_integer("prompts", 500, "Held-out prompts.", lower_bound=2)
+_PROMPTS = flags.DEFINE_integer(
+  "prompts", 500, "Held-out prompts; all of a file that has fewer.", lower_bound=2
+)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bound=1)
 
 
-def answer(folder: str, config: dict, records, mesh) -> np.ndarray:
+def answer(folder: str, config: dict, records: Sequence[dict]) -> np.ndarray:
   """Rewards f32[B] of the policy in `folder`; prints what it did."""
-  model, params = convert.load_hf(folder, mesh, axes.ROLLOUT)
-  sampler = setup.sampler(config | {"policy": folder}, model, mesh)
-  seed = config["seed"] + 2**30
-  scored = sampler(params, records, _SAMPLES.value, seed, first_request=0)
+  config = config | {"policy": folder, "drafter": ""}
+  models = from_config.load_models(config)
+  sampler = from_config.sampler(config, models.model, models.mesh)
+  scored = sampler(models.params, records, _SAMPLES.value, seed=config["seed"] + 2**30)
   p = np.percentile(scored.samples.length, [50, 90, 99])
   mean, half = bounds(scored.reward)
   print(
@@ -50,16 +52,17 @@ def bounds(reward: np.ndarray) -> tuple[float, float]:
   return metrics.interval(reward.reshape(-1, _SAMPLES.value).mean(1))
 
 
-def main():
-  config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  records = list(setup.build(config["held_out"] | {"size": _PROMPTS.value}))
+def main(config):
+  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  records = list(data.source(**config["held_out"] | {"size": _PROMPTS.value}))
+  if len(records) < 2:
+    raise ValueError("an interval over prompts takes two of them; there is one")
   baseline = None
   if _BASELINE.value:
-    baseline = answer(_BASELINE.value, config, records, mesh)
-  result = {"models": {}, "prompts": _PROMPTS.value, "samples": _SAMPLES.value}
+    baseline = answer(_BASELINE.value, config, records)
+  result = {"models": {}, "prompts": len(records), "samples": _SAMPLES.value}
   for folder in _MODEL.value:
-    reward = answer(folder, config, records, mesh)
+    reward = answer(folder, config, records)
     accuracy, half = bounds(reward)
     found = {"accuracy": accuracy, "accuracy_half_width": half}
     if baseline is not None:
@@ -73,4 +76,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/countdown.py")

@@ -2,15 +2,17 @@
 
     python -m experiments.generate --model=DIR --prompts=FILE.jsonl \\
         [--drafter=DIR] [--strategy=auto|off|DEPTH_WIDTH_VERIFY|ngram_DEPTH] \\
-        [--output=FILE.jsonl]
+        [--max_tokens=N] [--output=FILE.jsonl]
 
 One JSON line per response: the prompt's index, the prompt and the response, its
 length and why it ended. The tokens are the same with and without a drafter, for every
-strategy. How requests are sampled is the config's (`--config.sampling.temperature=0`).
+strategy; `auto` runs what the config's `strategies` say. The sizes of the rollout follow
+from the prompts and the model; how requests are sampled is the config's
+(`--config.sampling.temperature=0`), as are the slots, at most (`--config.rollout.slots`).
 """
 
+from collections.abc import Sequence
 import contextlib
-import dataclasses
 import json
 import pathlib
 import sys
@@ -18,15 +20,16 @@ import tempfile
 
 from absl import flags
 
-from experiments import setup
+from experiments import from_config
+from experiments import launch
 from tlt_jax import axes
 from tlt_jax import data
-from tlt_jax.models import convert
-from tlt_jax.models import drafter_files
+from tlt_jax.models import config as config_lib
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-_CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=True)
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of `train_drafter`.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.", required=True)
@@ -35,53 +38,97 @@ _STRATEGY = flags.DEFINE_string(
   "strategy", "auto", "auto, off, DEPTH_WIDTH_VERIFY (5_1_6), or ngram_DEPTH."
 )
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Responses per prompt.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer(
+  "max_tokens",
+  None,
+  "Of a response; default: the config's, as far as the model's context allows.",
+  lower_bound=1,
+)
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
 
-# Speculation pays while few requests are live.
-_AUTO = strategy_lib.ByLiveBatch(((2, strategy_lib.Strategy(3, 1, 4)),))
 
-
-def main():
-  config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
-  config["policy"] = _MODEL.value
-  records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(_MODEL.value, mesh, axes.ROLLOUT)
-  drafter = draft_params = policy = None
+def selector(config: dict) -> strategy_lib.Policy | None:
+  """The selector that `--strategy` asks for; None is plain decoding."""
   if _STRATEGY.value == "auto":
-    policy = _AUTO if _DRAFTER.value else None
-  elif (strategy := strategy_lib.parse(_STRATEGY.value)) is not None:
-    policy = strategy_lib.always(strategy)
-    if strategy.source == strategy_lib.MODEL and not _DRAFTER.value:
-      raise ValueError(f"--strategy={_STRATEGY.value} needs a --drafter")
-  if _DRAFTER.value and policy is not None:
-    drafter, draft_params = drafter_files.load(_DRAFTER.value, model, mesh)
-  sampler = setup.sampler(config, model, mesh, drafter, policy)
-  sampler = dataclasses.replace(sampler, score=lambda *_: 0.0)  # nobody asks
-  scored = sampler(
-    params,
-    list(records),
-    _SAMPLES.value,
-    config["seed"],
-    first_request=0,
-    draft_params=draft_params,
+    return from_config.selector(config)
+  strategy = strategy_lib.parse(_STRATEGY.value)
+  if strategy is None:
+    return None
+  if strategy.source == strategy_lib.MODEL and not config["drafter"]:
+    raise ValueError(f"--strategy={_STRATEGY.value} needs a --drafter")
+  return strategy_lib.always(strategy)
+
+
+def fitted(
+  config: dict, model: config_lib.ModelConfig, slices: int, prompts: Sequence
+) -> dict:
+  """The config with a rollout of the sizes that these prompts need.
+
+  Args:
+    config: of a run
+    model: whose context is the limit
+    slices: that the requests are shared out over
+    prompts: i32[T] each
+  Raises:
+    ValueError: a prompt, or a response of `--max_tokens`, exceeds the model's context
+  """
+  longest = max(map(len, prompts))
+  room = model.max_position - longest
+  max_tokens = _MAX_TOKENS.value or min(config["sampling"]["max_tokens"], room)
+  if max_tokens > room or room < 1:
+    raise ValueError(
+      f"a prompt of {longest} tokens leaves {max(room, 0)} of the model's context of "
+      f"{model.max_position} tokens for a response"
+    )
+  # Powers of two: other prompts find most programs compiled already.
+  up = lambda n: 1 << max(n - 1, 1).bit_length()
+  block = min(up(longest), 256)
+  max_prompt = -(-longest // block) * block
+  slots = up(-(-len(prompts) * _SAMPLES.value // slices))
+  slots = min(slots, config["rollout"]["slots"])
+  sizes = {
+    "max_prompt": max_prompt,
+    "prefill_block": block,
+    "slots": slots,
+    "buckets": rollout.ladder(slots, max_prompt + max_tokens),
+  }
+  return config | {
+    "rollout": config["rollout"] | sizes,
+    "sampling": config["sampling"] | {"max_tokens": max_tokens},
+  }
+
+
+def main(config):
+  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
+  records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
+  chosen = selector(config)
+  if chosen is None:
+    config["drafter"] = ""
+  models = from_config.load_models(config)
+  prompts = sample.encode(
+    data.Tokenizer.load(_MODEL.value),
+    records,
+    chat=config["chat"]["apply"],
+    system=config["chat"]["system"],
   )
-  samples = scored.samples
+  config = fitted(config, models.model, models.mesh.shape[axes.DATA], prompts)
+  sampler = from_config.sampler(
+    config, models.model, models.mesh, models.drafter, chosen
+  )
+  scored = sampler(
+    models.params,
+    records,
+    _SAMPLES.value,
+    seed=config["seed"],
+    draft_params=models.draft_params,
+  )
   with contextlib.ExitStack() as stack:
     out = sys.stdout
     if _OUTPUT.value:
       out = stack.enter_context(open(_OUTPUT.value, "w"))
-    for i, text in enumerate(scored.text):
-      p = int(scored.requests.prompt_idx[i])
-      stopped = samples.finish_reason[i] == requests_lib.STOP
-      record = {
-        "index": p,
-        "prompt": records[p]["prompt"],
-        "response": text,
-        "length": int(samples.length[i]),
-        "finish_reason": "stop" if stopped else "length",
-      }
-      print(json.dumps(record, ensure_ascii=False), file=out)
+    write(scored, records, out)
+  samples = scored.samples
   print(
     f"{samples.length.sum()} tokens in {scored.rollout_s:.1f} s, "
     f"{samples.mean_acceptance_length:.2f} tokens per pass of the target",
@@ -89,5 +136,20 @@ def main():
   )
 
 
+def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
+  """Writes a JSON line per response to the file object `out`."""
+  for i, text in enumerate(scored.text):
+    p = int(scored.requests.prompt_idx[i])
+    stopped = scored.samples.finish_reason[i] == requests_lib.STOP
+    record = {
+      "index": p,
+      "prompt": records[p]["prompt"],
+      "response": text,
+      "length": int(scored.samples.length[i]),
+      "finish_reason": "stop" if stopped else "length",
+    }
+    print(json.dumps(record, ensure_ascii=False), file=out)
+
+
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/countdown.py")

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 import json
 import pathlib
 
-from absl import app
 from absl import flags
 import matplotlib as mpl
 from matplotlib import colors as mpl_colors
@@ -22,6 +21,7 @@ from matplotlib import patches
 from matplotlib import ticker
 import numpy as np
 
+from experiments import launch
 from experiments import timeline
 from tlt_jax import metrics
 
@@ -84,7 +84,7 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
 
 
 def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
-  """Reward mean of every step, its running mean, and evaluation accuracy."""
+  """Draws the reward of every step, its running mean, and evaluation accuracy."""
   fig = figure.Figure(figsize=(6, 3.6), layout="constrained")
   ax = fig.subplots()
   steps = np.array([r["step"] for r in records if "reward/mean" in r])
@@ -140,7 +140,7 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def plot_lengths(rollouts: Sequence[Mapping]) -> figure.Figure:
-  """Response lengths by outcome, the first fifth of the steps above the last."""
+  """Draws response lengths by outcome, the first fifth of the steps above the last."""
   count = max(1, len(rollouts) // 5)
   parts = [rollouts[:count], rollouts[-count:]] if len(rollouts) > 1 else [rollouts]
   lengths = np.concatenate([np.asarray(r["length"]) for part in parts for r in part])
@@ -201,7 +201,7 @@ def _plot_lengths_of(ax, part: Sequence[Mapping], edges: np.ndarray) -> None:
 
 
 def plot_live_requests(rollouts: Sequence[Mapping], count: int = 3) -> figure.Figure:
-  """Live requests over the time of a rollout, for `count` steps of the run."""
+  """Draws live requests over the time of a rollout, for `count` steps of the run."""
   chosen = np.unique(np.linspace(0, len(rollouts) - 1, count).round().astype(int))
   colors = mpl.colormaps["viridis"](np.linspace(0.8, 0.1, len(chosen)))
   fig = figure.Figure(figsize=(7, 4), layout="constrained")
@@ -238,7 +238,7 @@ def plot_live_requests(rollouts: Sequence[Mapping], count: int = 3) -> figure.Fi
 
 
 def plot_timeline(rollout: Mapping) -> figure.Figure:
-  """What every slice of a rollout did, a lane each, and its live requests.
+  """Draws what every slice of a rollout did, a lane each, and its live requests.
 
   What is narrower than a pixel blends with its neighbours, by its share of the time.
   """
@@ -305,7 +305,7 @@ def _shares(spans: Sequence, activities: Sequence, edges: np.ndarray) -> np.ndar
 
 
 def _activity_label(activity: tuple[str, str], rollout: Mapping) -> str:
-  """Its name in the legend; training of unknown length is drawn as idle time."""
+  """Names an activity in the legend; training of unknown length is drawn as idle time."""
   kind, strategy = activity
   trained = any(any(c["trained"]) for c in rollout["chunks"])
   untimed = trained and not rollout["micro_batch_s"]
@@ -319,7 +319,7 @@ def _activity_label(activity: tuple[str, str], rollout: Mapping) -> str:
 
 
 def _plot_live_of_slices(ax, chunks: Sequence[Mapping]):
-  """A step line in each lane; returns one, for the legend."""
+  """Draws a step line in each lane; returns one, for the legend."""
   live = np.array([c["live"] for c in chunks] + [[0] * len(chunks[0]["live"])])
   time = [*(c["start_s"] for c in chunks), chunks[-1]["end_s"]]
   most = max(1, live.max())
@@ -333,7 +333,7 @@ def _plot_live_of_slices(ax, chunks: Sequence[Mapping]):
 
 
 def _name_strategies(ax, chunks: Sequence[Mapping]) -> None:
-  """Above the lanes, over each stretch of one strategy that is wide enough."""
+  """Writes strategies above the lanes, over each stretch that is wide enough."""
   first, end = 0, chunks[-1]["end_s"]
   for i in range(1, len(chunks) + 1):
     if i < len(chunks) and chunks[i]["strategy"] == chunks[first]["strategy"]:
@@ -352,17 +352,11 @@ def _name_strategies(ax, chunks: Sequence[Mapping]) -> None:
     )
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected argument {argv[1]!r}")
-  try:
-    written = plot_all(flags.FLAGS.workdir)
-  except metrics.MetricError as e:
-    raise SystemExit(str(e)) from e
-  for path in written:
+def main():
+  for path in plot_all(flags.FLAGS.workdir):
     print(path)
 
 
 if __name__ == "__main__":
   flags.DEFINE_string("workdir", None, "folder of a run", required=True)
-  app.run(main)
+  launch.run(main)

@@ -1,4 +1,4 @@
-"""What every slice did during a rollout, as spans of time and as a trace.
+"""Tells what every slice did in a rollout, as spans of time and as a trace.
 
 `trace` is in the Trace Event Format: a file of it opens in https://ui.perfetto.dev
 (Open trace file) and in chrome://tracing. All of it is made from one record of
@@ -17,7 +17,7 @@ OUTSIDE = "outside chunks"  # the host, prefills, moves to another bucket, compi
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-  """What a slice did without a break; seconds count from the rollout's start."""
+  """A time that a slice spent on one thing; seconds count from the rollout's start."""
 
   start_s: float
   end_s: float

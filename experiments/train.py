@@ -1,4 +1,4 @@
-"""Reinforcement learning of a policy, straight down.
+"""Trains a policy by reinforcement learning, straight down.
 
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
 the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to
@@ -13,8 +13,9 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 
+from experiments import from_config
+from experiments import launch
 from experiments import plot
-from experiments import setup
 from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import data
@@ -27,20 +28,20 @@ from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.speculation import adaptive
 
-_CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
 _SCHEDULE = flags.DEFINE_string(
   "schedule",
   "",
-  "A run's rollouts.jsonl; the drafter is trained as it was there. By default this "
-  "run's own, for steps that are done again after a crash.",
+  "A run's rollouts.jsonl, to train the drafter as it was there; default: this run's "
+  "own, for steps that are done again after a crash.",
 )
 
 
-def main():
+def main(config):
   workdir = pathlib.Path(_WORKDIR.value)
-  decisions = setup.decisions(workdir, _SCHEDULE.value)
-  config = setup.start(workdir, _CONFIG.value)
+  logged = _SCHEDULE.value or workdir / "rollouts.jsonl"
+  decisions = sample.replay(logged, strict=bool(_SCHEDULE.value))
+  launch.start(workdir, config)
   mesh = axes.make_mesh(config["tensor_parallel"])
 
   # What is trained, on what, and how.
@@ -51,13 +52,15 @@ def main():
   )
   reference = jax.tree.map(jnp.copy, params) if algorithm.uses_reference else None
   state = learner.init(params)
-  drafter, speculation, draft_params = setup.load_drafter(config, model, mesh)
-  spot = setup.spot_training(config, model, mesh, drafter, draft_params)
-  learns = isinstance(speculation, adaptive.ByLive)
-  sampler = setup.sampler(config, model, mesh, drafter, speculation, spot)
+  drafter, draft_params = from_config.load_drafter(config, model, mesh)
+  selector = from_config.selector(config)
+  spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+  draft_params = None if spot else draft_params  # spot training has them from here on
+  learns = isinstance(selector, adaptive.ByLive)
+  sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  prompts = data.prompt_iterator(setup.build(config["prompts"]), P, config["seed"])
-  held_out = list(setup.build(config["held_out"]))
+  prompts = data.prompt_iterator(data.source(**config["prompts"]), P, config["seed"])
+  held_out = list(data.source(**config["held_out"]))
 
   # Where it stands.
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
@@ -70,7 +73,7 @@ def main():
     if spot:
       spot.restore(restored["drafter"], saved["drafter"])
     if learns:
-      speculation.restore(saved.get("speculation"))
+      selector.restore(saved.get("speculation"))
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
@@ -85,9 +88,9 @@ def main():
           sampler,
           policy,
           held_out,
-          config["evaluation"]["samples"],
-          config["seed"],
-          draft_params,
+          samples=config["evaluation"]["samples"],
+          seed=config["seed"],
+          draft_params=draft_params,
         )
       if step == config["steps"]:
         writer.write(step, metrics)
@@ -95,10 +98,14 @@ def main():
 
       began = time.perf_counter()
       records = next(prompts)
-      first = step * P * R
       train = bool(spot) and step % config["spot"]["every"] == 0
       scored = sampler(
-        *(policy, records, R, config["seed"], first, draft_params),
+        policy,
+        records,
+        R,
+        seed=config["seed"],
+        first_request=step * P * R,
+        draft_params=draft_params,
         train=train,
         decide=decisions(step) if train else None,
       )
@@ -124,14 +131,15 @@ def main():
       saved = {
         "prompts": prompts.get_state(),
         "drafter": spot.data() if spot else None,
-        "speculation": speculation.state() if learns else None,
+        "speculation": selector.state() if learns else None,
       }
       checkpoints.save(step, trained(state), saved, force=last)
       progress.update(step, record)
 
   progress.close()
   writer.close()
-  setup.export(workdir / "policy", config["policy"], model, state.params)
+  convert.save_hf(workdir / "policy", model, state.params)
+  data.copy_tokenizer(config["policy"], workdir / "policy")
   if spot:
     drafter_files.save(workdir / "drafter", drafter, spot.params)
   plot.plot_all(workdir)
@@ -139,4 +147,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/countdown.py")

@@ -1,9 +1,16 @@
 """Trains a drafter offline, on responses of its policy.
 
-The policy answers prompts once; the drafter then learns from these sequences, in
-another order each time through. At the end the share of accepted drafts is measured on
-held-out prompts. Running the same --workdir again resumes. The result is a folder
-that rollouts take as their drafter.
+    python -m experiments.train_drafter --run=experiments/configs/qwen2_5_7b.py \\
+        --run.policy=/models/Qwen2.5-7B-Instruct --run.prompts.path=train.jsonl \\
+        --run.held_out.path=test.jsonl --workdir=runs/drafter \\
+        "--config.learner.buckets=((4,1280),(1,5120))"
+
+`--run` is the config of the RL run that the drafter is for, whose policy, prompts and
+sampling are used; `--config` is that of the training. The policy answers prompts once;
+the drafter then learns from these sequences, in another order each time through. At the
+end the share of accepted drafts is measured on held-out prompts. Running the same
+--workdir again resumes. The result is a folder that rollouts take as their drafter. The
+last line is JSON.
 """
 
 import json
@@ -16,30 +23,38 @@ import jax
 import numpy as np
 
 from experiments import acceptance
-from experiments import setup
-from tlt_jax import axes
+from experiments import from_config
+from experiments import launch
 from tlt_jax import checkpoint
-from tlt_jax.models import convert
+from tlt_jax import data
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.spot import loss as draft_loss
-from tlt_jax.spec_decode.spot import offline as draft_learner
+from tlt_jax.spec_decode.spot import offline
 
-_CONFIG = setup.config_flag("experiments/configs/drafter.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
 
 _SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
 
 
-def answer(sampler, params, records, samples: int, seed: int) -> list[tuple]:
-  """(prompt, response) token ids of each response."""
-  scored = sampler(params, records, samples, seed, first_request=0)
-  prompts = [scored.requests.prompts[p] for p in scored.requests.prompt_idx]
-  return [(p, scored.samples.response(i)) for i, p in enumerate(prompts)]
+def responses_of(
+  models: from_config.Models, config: dict, run: dict
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """(prompt, response) token ids of each response of the policy."""
+  wanted = config["responses"]
+  sampler = from_config.sampler(run, models.model, models.mesh)
+  scored = sampler(
+    models.params,
+    list(data.source(**run["prompts"] | {"size": wanted["prompts"]})),
+    wanted["samples"],
+    seed=config["seed"] + _SEED,
+  )
+  prompts = [scored.requests.prompt(i) for i in range(len(scored.requests))]
+  return [(prompt, scored.samples.response(i)) for i, prompt in enumerate(prompts)]
 
 
-def store(path: pathlib.Path, sequences: list[tuple]) -> None:
+def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) -> None:
   """Keeps sequences as two flat arrays and their lengths."""
   flat = {
     name: np.concatenate([s[i] for s in sequences])
@@ -51,7 +66,8 @@ def store(path: pathlib.Path, sequences: list[tuple]) -> None:
   partial.replace(path)
 
 
-def load(path: pathlib.Path) -> list[tuple]:
+def load(path: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
+  """The sequences that `store` kept."""
   with np.load(path, allow_pickle=False) as stored:
     ends = np.cumsum(stored["sizes"], 0)[:-1]
     names = ("prompts", "responses")
@@ -59,47 +75,43 @@ def load(path: pathlib.Path) -> list[tuple]:
   return list(zip(*parts, strict=True))
 
 
-def main():
-  workdir = pathlib.Path(_WORKDIR.value)
-  config = setup.start(workdir, _CONFIG.value)
-  run = setup.read_config(config["run"])
-  run["policy"] = config["policy"] or run["policy"]
-  mesh = axes.make_mesh(run["tensor_parallel"])
-  model, policy = convert.load_hf(run["policy"], mesh, axes.ROLLOUT)
-
-  path = workdir / "responses.npz"
-  if not path.exists():
-    wanted = config["responses"]
-    records = setup.build(run["prompts"] | {"size": wanted["prompts"]})
-    seed = config["seed"] + _SEED
-    sampler = setup.sampler(run, model, mesh)
-    store(path, answer(sampler, policy, list(records), wanted["samples"], seed))
-  sequences = load(path)
-
+def first_drafter(models: from_config.Models, config: dict, sequences):
+  """The drafter before its training, and its parameters."""
+  if config["init"]:
+    return drafter_files.load(config["init"], models.model)
   shape = dict(config["drafter"])
   if size := shape.pop("vocab_size"):
     tokens = [response for _, response in sequences]
-    shape["vocab"] = drafter_lib.most_frequent(tokens, model.vocab_size, size)
-  drafter = drafter_lib.of_target(model, **shape)
-  params = drafter_lib.init_params(drafter, jax.random.key(config["seed"]))
-  if config["init"]:
-    drafter, params = drafter_files.load(config["init"], model)
-  learner = draft_learner.make(
-    model,
-    drafter,
-    draft_loss.Loss(**config["loss"], temperature=run["sampling"]["temperature"] or 1.0),
-    optimizer.make(**config["optimizer"]),
-    mesh,
-    **config["learner"],
-  )
-  state = learner.init(params)
+    shape["vocab"] = drafter_lib.most_frequent(tokens, models.model.vocab_size, size)
+  drafter = drafter_lib.of_target(models.model, **shape)
+  init = jax.jit(lambda key: drafter_lib.init_params(drafter, key))
+  return drafter, init(jax.random.key(config["seed"]))
+
+
+def train(
+  learner: offline.DraftLearner,
+  params,
+  models: from_config.Models,
+  config: dict,
+  sequences: list[tuple[np.ndarray, np.ndarray]],
+  workdir: pathlib.Path,
+):
+  """Trains to the last step, from the latest checkpoint; returns the parameters.
+
+  Args:
+    learner: of the drafter
+    params: the drafter's, before the first step
+    models: the policy
+    config: of the training
+    sequences: (prompt, response) token ids
+    workdir: for checkpoints/ and metrics.jsonl
+  """
+  state, step = learner.init(params), 0
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
-  step = 0
   if checkpoints.latest() is not None:
     step, state, _ = checkpoints.restore(learner.abstract_state())
   n = min(config["sequences"], len(sequences))
   per_epoch = len(sequences) // n
-
   began, tokens = time.time(), 0
   with checkpoints:
     while step < config["steps"]:
@@ -107,7 +119,7 @@ def main():
       order = order.permutation(len(sequences))
       chosen = [sequences[i] for i in order[step % per_epoch * n :][:n]]
       prompts, responses = zip(*chosen, strict=True)
-      state, metrics = learner.train(state, policy, prompts, responses)
+      state, metrics = learner.train(state, models.params, prompts, responses)
       if not np.isfinite(metrics["drafter/loss"]):
         raise FloatingPointError(f"the drafter's loss is not finite at step {step}")
       step += 1
@@ -115,23 +127,50 @@ def main():
       with (workdir / "metrics.jsonl").open("a") as f:
         f.write(json.dumps({"step": step} | metrics) + "\n")
       if step % 20 == 0 or step == config["steps"]:
-        agreement = [
-          metrics[f"drafter/agreement_{k + 1}"] for k in range(learner.loss.steps)
-        ]
+        depths = range(1, learner.loss.steps + 1)
+        agreement = " ".join(f"{metrics[f'drafter/agreement_{k}']:.2f}" for k in depths)
+        rate = tokens / (time.time() - began)
         logging.info(
-          "step %d/%d  loss %.4f  agreement %s  %.0f tokens/s",
-          *(step, config["steps"], metrics["drafter/loss"]),
-          " ".join(f"{x:.2f}" for x in agreement),
-          tokens / (time.time() - began),
+          f"step {step}/{config['steps']}  loss {metrics['drafter/loss']:.4f}  "
+          f"agreement {agreement}  {rate:.0f} tokens/s"
         )
       checkpoints.save(step, state, {}, force=step == config["steps"])
+  return state.params
 
-  drafter_files.save(workdir / "drafter", drafter, state.params)
+
+def main(config, run):
+  workdir = pathlib.Path(_WORKDIR.value)
+  longest, room = from_config.max_length(run), config["learner"]["buckets"][-1][1]
+  if longest > room:
+    raise ValueError(
+      f"sequences of this run may have {longest} tokens, the longest of "
+      f"--config.learner.buckets {room}"
+    )
+  launch.start(workdir, config | {"run": run})
+  models = from_config.load_models(run | {"drafter": ""})
+  path = workdir / "responses.npz"
+  if not path.exists():
+    store(path, responses_of(models, config, run))
+  sequences = load(path)
+
+  drafter, params = first_drafter(models, config, sequences)
+  temperature = run["sampling"]["temperature"] or 1.0
+  learner = offline.make(
+    models.model,
+    drafter,
+    draft_loss.Loss(**config["loss"], temperature=temperature),
+    optimizer.make(**config["optimizer"]),
+    models.mesh,
+    **config["learner"],
+  )
+  params = train(learner, params, models, config, sequences, workdir)
+  drafter_files.save(workdir / "drafter", drafter, params)
   logging.info("exported the drafter to %s", workdir / "drafter")
+
   measured = config["evaluation"]
   found = acceptance.measure(
     run,
-    *(model, policy, drafter, state.params, mesh),
+    from_config.Models(models.mesh, models.model, models.params, drafter, params),
     strategies=measured["strategies"],
     verifications=("coupled",),
     prompts=measured["prompts"],
@@ -143,4 +182,8 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(
+    main,
+    config="experiments/configs/drafter.py",
+    run="experiments/configs/countdown.py",
+  )

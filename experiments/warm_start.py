@@ -4,6 +4,7 @@ Running the same --workdir again resumes. The result is a Hugging Face folder
 (safetensors, config, tokenizer) that `experiments.train` starts from.
 """
 
+from collections.abc import Iterator
 import logging
 import pathlib
 import random
@@ -13,9 +14,10 @@ from absl import flags
 import jax
 import numpy as np
 
-from experiments import setup
+from experiments import launch
 from tlt_jax import axes
 from tlt_jax import checkpoint
+from tlt_jax import data
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import target
@@ -24,15 +26,28 @@ from tlt_jax.rl import optimizer
 from tlt_jax.rl import supervised
 from tlt_jax.tasks import countdown
 
-_CONFIG = setup.config_flag("experiments/configs/warm_start.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/warm_start", "Where everything goes.")
 
 
-def batches(problems, tokenizer, sequences: int, max_response: int, start: int):
-  """Yields (next problem index, prompts, responses) for ever.
+def batches(
+  problems: countdown.Problems,
+  tokenizer,
+  *,
+  sequences: int,
+  max_response: int,
+  start: int,
+) -> Iterator[tuple[int, list[np.ndarray], list[np.ndarray]]]:
+  """Yields (index of the next problem, prompts, responses) for ever.
 
   Problem i is searched with its own random order, so that a batch depends on
   `start` alone. Searches that get too long are tried four times, then skipped.
+
+  Args:
+    problems: to search
+    tokenizer: of transformers, for Countdown's characters
+    sequences: of a batch
+    max_response: characters of a search, at most
+    start: index of the first problem
   """
   i = start
   while True:
@@ -50,9 +65,9 @@ def batches(problems, tokenizer, sequences: int, max_response: int, start: int):
     yield i, prompts, responses
 
 
-def main():
+def main(config):
   workdir = pathlib.Path(_WORKDIR.value)
-  config = setup.start(workdir, _CONFIG.value)
+  launch.start(workdir, config)
   model = config_lib.ModelConfig(**config["model"])
   rule = optimizer.make(**config["optimizer"])
   learner = learner_lib.make(
@@ -60,21 +75,24 @@ def main():
   )
   state = learner.init(target.init_params(model, jax.random.key(config["seed"])))
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
-  step, data = 0, {"next": 0}
+  step, saved = 0, {"next": 0}
   if checkpoints.latest() is not None:
-    step, state, data = checkpoints.restore(learner.abstract_state())
+    step, state, saved = checkpoints.restore(learner.abstract_state())
 
   tokenizer = countdown.tokenizer()
   problems = countdown.Problems("train", 10**9, **config["problems"])
-  stream = setup.prefetch(
-    batches(
-      problems, tokenizer, config["sequences"], config["max_response"], data["next"]
-    )
+  made = batches(
+    problems,
+    tokenizer,
+    sequences=config["sequences"],
+    max_response=config["max_response"],
+    start=saved["next"],
   )
+  stream = data.prefetch(made)
   began, tokens = time.time(), 0
   with checkpoints:  # what is being written is finished, whatever happens
     while step < config["steps"]:
-      data["next"], prompts, responses = next(stream)
+      saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
       batch = learner_lib.Batch(prompts, responses, advantage=ones, temperature=ones)
       state, metrics = learner.train(state, batch)
@@ -84,11 +102,11 @@ def main():
       step += 1
       tokens += sum(map(len, responses))
       if step % 10 == 0 or step == config["steps"]:
+        rate = tokens / (time.time() - began)
         logging.info(
-          "step %d/%d  loss %.4f  %.0f tokens/s",
-          *(step, config["steps"], loss, tokens / (time.time() - began)),
+          "step %d/%d  loss %.4f  %.0f tokens/s", step, config["steps"], loss, rate
         )
-      checkpoints.save(step, state, data, force=step == config["steps"])
+      checkpoints.save(step, state, saved, force=step == config["steps"])
 
   folder = pathlib.Path(config["export"] or workdir / "policy")
   convert.save_hf(folder, model, state.params)
@@ -97,4 +115,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/warm_start.py")

@@ -4,34 +4,27 @@ Each test starts real processes; a tiny random policy and small sizes keep them
 short, and all share one cache of compiled programs.
 """
 
-import dataclasses
 import json
-import os
 import pathlib
 import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 import transformers
 
-from tests import tiny
+from tests import commands
 from tlt_jax import metrics
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
-from tlt_jax.models import target
+from tlt_jax.models import drafter_files
 from tlt_jax.tasks import countdown
 
-ROOT = pathlib.Path(__file__).parents[1]
-COUNTDOWN = dataclasses.replace(tiny.CONFIG, vocab_size=24)
-STEPS = 8
+STEPS = commands.STEPS
 KEYS = {  # of a step's record, whatever the algorithm
   "step",
   "step/seconds_s",
@@ -50,57 +43,14 @@ KEYS = {  # of a step's record, whatever the algorithm
   "reward/mean",
   "weight_sync/seconds_s",
 }
-VERIFIER = '''
-def digits(prompt, response, answer):
-  """Share of digits, so that a random policy has something to learn from."""
-  return sum(c.isdigit() for c in response) / max(1, len(response))
-'''
-
-
-def write_policy(folder: pathlib.Path, model=COUNTDOWN, params=None) -> pathlib.Path:
-  """A random policy with the tokenizer of Countdown."""
-  if params is None:
-    params = target.init_params(model, jax.random.key(0))
-  convert.save_hf(folder, model, params)
-  countdown.tokenizer().save_pretrained(folder)
-  return folder
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory) -> pathlib.Path:
-  """What a user brings along: a policy, and a reward of their own."""
-  folder = tmp_path_factory.mktemp("commands")
-  write_policy(folder / "policy")
-  (folder / "user_rewards.py").write_text(VERIFIER)
-  return folder
-
-
-def start(home, command: str, *args) -> subprocess.Popen:
-  path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
-  return subprocess.Popen(
-    [sys.executable, "-m", f"experiments.{command}", *map(str, args)],
-    cwd=ROOT,
-    env=os.environ | {"PYTHONPATH": path},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def run(home, command: str, *args) -> subprocess.CompletedProcess:
-  """Runs a command to its end."""
-  with start(home, command, *args) as process:
-    try:
-      stdout, stderr = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-      process.kill()
-      raise
-  return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+home, chat = commands.home, commands.chat
+run, succeed, error = commands.run, commands.succeed, commands.error
+tiny_run = commands.tiny_run
 
 
 def kill_after(home, step: int, seconds: float, *args) -> None:
   """Starts a training, and kills it that long after it has told of a step."""
-  process = start(home, "train", *args)
+  process = commands.start(home, "train", *args)
   for line in process.stderr:
     if line.startswith(f"step {step}/"):
       time.sleep(seconds)
@@ -108,39 +58,6 @@ def kill_after(home, step: int, seconds: float, *args) -> None:
       break
   process.communicate()
   assert process.returncode == -9, f"it ended before step {step} was seen"
-
-
-def tiny_run(home, *overrides) -> list[str]:
-  """Arguments of a Countdown run that is over in a second or two."""
-  overrides = {
-    "policy": home / "policy",
-    "steps": STEPS,
-    "reward": "user_rewards.digits",
-    "sampling.max_tokens": 24,
-    "rollout.slots": 4,
-    "rollout.buckets": "()",
-    "rollout.chunk": 8,
-    "learner.buckets": "((2,64),)",
-    "checkpoint.every": 2,
-  } | dict(overrides)
-  config = "--config=experiments/configs/countdown.py:smoke"
-  return [config, *(f"--config.{key}={value}" for key, value in overrides.items())]
-
-
-def succeed(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
-  assert result.returncode == 0, result.stderr
-  assert "Traceback" not in result.stderr
-  return result
-
-
-def error(result: subprocess.CompletedProcess) -> str:
-  """The one line that says what went wrong, after nothing but the usual log."""
-  assert result.returncode == 1, result.stderr
-  *log, last = result.stderr.strip().splitlines()
-  usual = re.compile(r"\d\d:\d\d:\d\d |step \d+/\d+ ")
-  assert [line for line in log if not usual.match(line)] == []
-  assert last.startswith("error: ")
-  return last.removeprefix("error: ")
 
 
 def computed(workdir) -> list[dict]:
@@ -188,7 +105,7 @@ def test_a_run_leaves_what_it_promises(home, whole):
   for name in ("reward", "lengths", "live_requests"):
     assert (workdir / "figures" / f"{name}.png").stat().st_size > 5_000
   model, params = convert.load_hf(workdir / "policy")
-  assert model == COUNTDOWN
+  assert model == commands.COUNTDOWN
   assert not np.array_equal(params["head"], convert.load_hf(home / "policy")[1]["head"])
   assert (workdir / "policy" / "tokenizer.json").is_file()
   assert result.stderr.count("\nstep ") == STEPS
@@ -222,15 +139,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
 def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, tmp_path):
   """The run is the plain one. Killed in the middle of steps, and following the schedule
   of a run that was not, it ends with the same drafter, bit for bit."""
-  overrides = {
-    "drafter": "eagle2",
-    "strategies": "((9,'2_1_3'),)",
-    "spot.rows": 2,
-    "spot.carried": 1,
-    "spot.chunk": 16,
-    "spot.cold_s": 0.5,
-  }
-  args = tiny_run(home, *overrides.items())
+  args = tiny_run(home, *commands.DRAFTING.items())
   workdir = tmp_path / "whole"
   succeed(run(home, "train", *args, f"--workdir={workdir}"))
   assert responses(workdir) == responses(whole[0])
@@ -256,14 +165,14 @@ def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, t
 @pytest.mark.parametrize(
   "args, message",
   [
-    ("--config.optimizer.lr_rate=1", "mean --config.optimizer.learning_rate[?]"),
-    ("--config.algorithm.clip_hgh=1", "mean --config.algorithm.clip_high[?]"),
-    ("--config.learning_rate=1", "mean --config.optimizer.learning_rate[?]"),
-    ("--noconfig.chat.aply", "mean --config.chat.apply[?]"),
+    ("--config.optimizer.lr_rate=1", "did you mean 'optimizer.learning_rate'"),
+    ("--config.algorithm.clip_hgh=1", "did you mean 'algorithm.clip_high'"),
+    ("--config.learning_rate=1", "did you mean 'optimizer.learning_rate'"),
+    ("--noconfig.chat.aply", "did you mean 'chat.apply'"),
     ("--config.steps=abc", "--config.steps=abc: invalid literal for int"),
     ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
     ("--config=experiments/configs/countdown.py:smok", "'smoke' or none, not 'smok'"),
-    ("--config.spot.evry=1", "mean --config.spot.every[?]"),
+    ("--config.spot.evry=1", "did you mean 'spot.every'"),
     ("--schedule=none.jsonl", "none.jsonl: no such file"),
     ("--wrokdir=x", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
     ("workdir", "unexpected argument 'workdir'"),
@@ -282,7 +191,7 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
     ({"tensor_parallel": 3}, "over 3 devices does not divide the 2 devices"),
     ({"algorithm.name": "grpoo"}, "no RL algorithm 'grpoo'"),
     ({"reward": "tlt_jax.tasks.countdown.scor"}, "did you mean 'score'"),
-    ({"prompts.source": "tlt_jax.tasks.countdown.Problem"}, "cannot be imported.*Problem"),
+    ({"prompts.source": "tlt_jax.tasks.countdown.Problem"}, "did you mean 'Problems'"),
     ({"prompts.split": "trian"}, "split must be 'train' or 'held_out', got 'trian'"),
     ({"policy": "nowhere"}, "nowhere: no such folder; download"),
     ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
@@ -347,9 +256,9 @@ def test_a_damaged_checkpoint_names_its_remedy_and_the_remedy_works(home, whole,
 def test_resuming_with_another_model_ends_in_one_line(home, whole, tmp_path):
   """Which does not advise to delete a checkpoint that is good."""
   workdir = shutil.copytree(whole[0], tmp_path / "run")
-  policy = write_policy(
+  policy = commands.write_policy(
     tmp_path / "policy",
-    config_lib.ModelConfig(**{**vars(COUNTDOWN), "mlp_width": 64}),
+    config_lib.ModelConfig(**{**vars(commands.COUNTDOWN), "mlp_width": 64}),
   )
   args = [*tiny_run(home, ("policy", policy)), f"--workdir={workdir}"]
   message = error(run(home, "train", *args))
@@ -361,9 +270,9 @@ def test_resuming_with_another_model_ends_in_one_line(home, whole, tmp_path):
 
 def test_a_policy_with_nan_stops_before_anything_is_saved(home, tmp_path):
   """The first rollout says so."""
-  params = target.init_params(COUNTDOWN, jax.random.key(0))
+  params = commands.init(commands.COUNTDOWN)
   params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].set(jnp.nan)
-  policy = write_policy(tmp_path / "policy", params=params)
+  policy = commands.write_policy(tmp_path / "policy", params=params)
   workdir = tmp_path / "run"
   args = [*tiny_run(home, ("policy", policy)), f"--workdir={workdir}"]
   message = error(run(home, "train", *args))
@@ -411,63 +320,27 @@ def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
 
 def test_two_policies_are_compared_on_the_same_prompts(home, whole):
   """A policy compared with itself gains nothing, whatever the noise."""
-  args = [*tiny_run(home), f"--model={whole[0] / 'policy'}", "--prompts=6", "--samples=2"]
-  lines = succeed(run(home, "evaluate", *args)).stdout.splitlines()
-  report = json.loads(lines[-1])
+  policy = whole[0] / "policy"
+  args = [f"--model={policy}", f"--baseline={policy}", "--prompts=6", "--samples=2"]
+  report = commands.found(home, "evaluate", *tiny_run(home), *args)
   assert (report["prompts"], report["samples"]) == (6, 2)
-  (alone,) = report["models"].values()
-  assert 0 < alone["accuracy"] < 1
-  args.append(f"--baseline={whole[0] / 'policy'}")
-  report = json.loads(succeed(run(home, "evaluate", *args)).stdout.splitlines()[-1])
   (both,) = report["models"].values()
-  assert both["accuracy"] == report["baseline_accuracy"] == alone["accuracy"]
+  assert 0 < both["accuracy"] == report["baseline_accuracy"] < 1
   assert both["gain"] == both["gain_half_width"] == 0
 
 
-@pytest.fixture(scope="session")
-def chat(home) -> list[str]:
-  """Arguments of a chat run: prompt files, a chat template, the GSM8K reward."""
-  folder = home / "chat_policy"
-  letters = {chr(i): i for i in range(32, 127)} | {"\n": 0}
-  special = {"<|im_start|>": 1, "<|im_end|>": 2}
-  inner = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel(letters | special, unk_token=" ")
-  )
-  inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(
-    tokenizers.Regex(r"[\s\S]"), "isolated"
-  )
-  inner.decoder = tokenizers.decoders.Fuse()
-  tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=inner,
-    eos_token="<|im_end|>",
-    additional_special_tokens=["<|im_start|>"],
-  )
-  tokenizer.chat_template = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endfor %}<|im_start|>assistant\n"
-  )
-  model = config_lib.ModelConfig(
-    **{**vars(tiny.CONFIG), "architecture": "Qwen2ForCausalLM", "vocab_size": 128},
-  )
-  model = config_lib.ModelConfig(**{**vars(model), "qkv_bias": True, "qk_norm": False})
-  convert.save_hf(folder, model, target.init_params(model, jax.random.key(0)))
-  tokenizer.save_pretrained(folder)
-  for name, count in (("train", 5), ("test", 3)):
-    rows = [{"question": f"{i}+1?", "answer": f"So #### {i + 1}"} for i in range(count)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (home / f"{name}.jsonl").write_text(text)
-  return [
-    "--config=experiments/configs/qwen2_5_7b.py:smoke",
-    f"--config.policy={folder}",
-    f"--config.prompts.path={home / 'train.jsonl'}",
-    f"--config.held_out.path={home / 'test.jsonl'}",
-  ]
+def test_a_policy_is_evaluated_on_a_file_of_prompts(home, chat):
+  """All of them, where there are fewer than it asks for."""
+  args = [f"--model={home / 'chat_policy'}", "--samples=2"]
+  report = commands.found(home, "evaluate", *chat, *args)
+  assert (report["prompts"], report["samples"]) == (3, 2)
+  (alone,) = report["models"].values()
+  assert alone["accuracy"] == 0
 
 
 def test_a_chat_model_trains_on_prompt_files(home, chat, tmp_path):
   """The documented command of the 7B config, on a tiny model and shorter prompts."""
-  args = ["--config.rollout.max_prompt=192", "--config.learner.buckets=((2,208),)"]
-  succeed(run(home, "train", *chat, *args, f"--workdir={tmp_path}"))
+  succeed(run(home, "train", *chat, f"--workdir={tmp_path}"))
   records = metrics.read(tmp_path / "metrics.jsonl")
   assert [r["step"] for r in records] == [0, 1, 2]
   assert KEYS <= records[0].keys()
@@ -477,15 +350,48 @@ def test_a_chat_model_trains_on_prompt_files(home, chat, tmp_path):
   assert kept.chat_template
 
 
+@pytest.fixture(scope="session")
+def trained(home, chat) -> tuple[pathlib.Path, dict]:
+  """The folder of a drafter that was trained on a file of prompts, and what was found."""
+  sizes = {
+    "steps": 2,
+    "drafter.kind": "eagle3",
+    "drafter.vocab_size": 16,
+    "loss.steps": 2,
+    "learner.buckets": "((2,208),)",
+    "evaluation.strategies": "('2_1_3',)",
+  }
+  config = ["--config=experiments/configs/drafter.py:smoke"]
+  config += [f"--config.{key}={value}" for key, value in sizes.items()]
+  run_of = [arg.replace("--config", "--run") for arg in chat]
+  args = [*config, *run_of, f"--workdir={home / 'drafter'}"]
+  found = commands.found(home, "train_drafter", *args)
+  return home / "drafter" / "drafter", found
+
+
+def test_a_drafter_is_trained_on_a_file_of_prompts(home, trained):
+  """Of its policy's responses to them; acceptance is measured on the held-out file."""
+  folder, found = trained
+  (measured,) = found["coupled"].values()
+  assert measured["mean_acceptance_length"] >= 1
+  records = metrics.read(folder.parent / "metrics.jsonl")
+  assert [r["step"] for r in records] == [1, 2]
+  drafter, _ = drafter_files.load(folder, convert.load_config(home / "chat_policy"))
+  assert drafter.kind == "eagle3" and len(drafter.vocab) == 16
+  config = json.loads((folder.parent / "config.json").read_text())
+  assert config["run"]["prompts"]["path"] == str(home / "train.jsonl")
+  too_long = "--run=experiments/configs/qwen2_5_7b.py"
+  message = error(run(home, "train_drafter", too_long, f"--workdir={home / 'other'}"))
+  assert "may have 5120 tokens, the longest of --config.learner.buckets 1056" in message
+
+
 def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
   asked = tmp_path / "prompts.jsonl"
   problems = countdown.Problems(split="held_out", size=3, four_share=0.0, seed=0)
   asked.write_text("".join(json.dumps({"prompt": p["prompt"]}) + "\n" for p in problems))
+  args = [*tiny_run(home), f"--model={home / 'policy'}", f"--prompts={asked}"]
   answer = lambda strategy: succeed(
-    run(
-      *(home, "generate", *tiny_run(home), f"--model={home / 'policy'}"),
-      *(f"--prompts={asked}", f"--strategy={strategy}"),
-    )
+    run(home, "generate", *args, f"--strategy={strategy}")
   )
   plain, drafted = answer("off"), answer("ngram_4")
   assert plain.stdout == drafted.stdout
@@ -494,34 +400,18 @@ def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
   assert "tokens per pass" in drafted.stderr.splitlines()[-1]
 
 
-def test_whole_steps_are_compared_side_by_side(home):
-  arms = {"drafter": "", "strategies": "((9,('off','ngram_3')),)"}
-  result = succeed(
-    run(
-      *(home, "bench.step", *tiny_run(home, *arms.items())),
-      *("--sides=plain,plain+rebalance,ngram,ngram_3", "--lengths=log-normal"),
-      *("--steps=2", "--warm_up=1"),
-    )
+def test_any_model_answers_any_file_without_a_config(home, trained, tmp_path):
+  """Whose prompts are longer than those of the default run, by the default strategies."""
+  prompts = ["x" * 300, [{"role": "user", "content": "1+1?"}]]
+  (tmp_path / "prompts.jsonl").write_text(
+    "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
   )
-  found = json.loads(result.stdout.splitlines()[-1])
-  assert found["workload"]["batch"] == {"prompts": 4, "responses": 2}
-  default = found["targets"]["default"]
-  assert default["identical"] and default["steps"] == 2
-  assert default["plain"] in ("plain", "plain+rebalance")  # the faster one
-  assert default["sides"][default["plain"]]["speedup_step"] == 1
-  for side in ("ngram", "ngram_3"):
-    assert default["sides"][side]["mean_acceptance_length"] >= 1
-
-
-def test_speculation_is_checked_token_by_token(home):
-  result = succeed(
-    run(
-      *(home, "check_lossless", *tiny_run(home), "--strategies=ngram_4"),
-      *("--tokens=100", "--batch=8"),
-    )
-  )
-  found = json.loads(result.stdout.splitlines()[-1])
-  assert found["total_tokens"] >= 100
-  assert found["differing_tokens"] == 0
-  without = run(home, "check_lossless", *tiny_run(home))
-  assert "give --drafter" in error(without)
+  args = [f"--model={home / 'chat_policy'}", f"--prompts={tmp_path / 'prompts.jsonl'}"]
+  more = ["--max_tokens=12", f"--drafter={trained[0]}", f"--output={tmp_path / 'out'}"]
+  result = succeed(run(home, "generate", *args, *more))
+  assert "tokens per pass" in result.stderr
+  records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+  assert [r["prompt"] for r in records] == prompts
+  assert all(0 < r["length"] <= 12 for r in records)
+  message = error(run(home, "generate", *args, "--max_tokens=4000"))
+  assert "a prompt of 300 tokens leaves 3796 of the model's context of 4096" in message

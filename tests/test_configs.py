@@ -11,13 +11,15 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 from absl import flags
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import setup
+from experiments import launch
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
@@ -33,6 +35,7 @@ from tlt_jax.rl import supervised
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.speculation import rules
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 
@@ -112,14 +115,13 @@ def test_the_tail_is_as_long_as_asked():
 def test_a_config_builds_and_the_flag_locks_it(name, arg):
   """And says in its docstring which command it is for; `:smoke` has the same keys."""
   path = FOLDER / f"{name}.py"
-  flag = setup.config_flag(f"{path}:{arg}" if arg else str(path))
-  try:
-    assert flag.default.is_locked
-    assert leaves(flag.default.to_dict()) == leaves(load(name))
-    with pytest.raises(AttributeError, match="locked"):
-      flag.default.learning_rat = 1
-  finally:
-    flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
+  launch.config_flag("config", f"{path}:{arg}" if arg else str(path), argv=["command"])
+  made = flags.FLAGS["config"].default
+  flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
+  assert made.is_locked
+  assert leaves(made.to_dict()) == leaves(load(name))
+  with pytest.raises(AttributeError, match="locked"):
+    made.learning_rat = 1
   assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
 
 
@@ -127,7 +129,7 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
   read = set()
-  for source in (f"{command(name)}.py", "setup.py"):
+  for source in (f"{command(name)}.py", "from_config.py"):
     tree = ast.parse((ROOT / "experiments" / source).read_text())
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
     for node in ast.walk(tree):
@@ -193,6 +195,8 @@ def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
       door(**config[section], typo=1)
   if "reward" in config:
     assert callable(reward.make(config["reward"]))
+    selector = rules.make(config["strategies"], config["strategy_rule"], has_drafter=True)
+    assert selector is not None
 
 
 @pytest.mark.parametrize("arg", ["", "smoke"])
@@ -327,3 +331,15 @@ def test_seven_billion_parameters_fit_the_machine_they_are_meant_for():
   weights = abstract_params(model, mesh, axes.ROLLOUT, jnp.bfloat16)
   reference = per_device(state.params)
   assert per_device((store, weights)) + per_device(state) + reference < 70
+
+
+def test_importing_a_command_reads_neither_the_command_line_nor_a_config():
+  """Both are up to `launch.run`; a test or a notebook may import any command."""
+  source = """
+import sys
+sys.argv = ["train", "--config=nowhere.py", "--config.no_such_key=1"]
+from absl import flags
+from experiments import train
+assert "config" not in flags.FLAGS
+"""
+  subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True)

@@ -186,3 +186,42 @@ def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
   (tmp_path / "tokenizer.json").write_text("{")
   with pytest.raises(data.DataError, match="cannot be read"):
     data.Tokenizer.load(tmp_path)
+
+
+def test_a_source_is_called_by_its_dotted_name(tmp_path):
+  """With its options; `size` asks for the first so many records, were there enough."""
+  rows = [{"q": f"{i}?", "a": str(i)} for i in range(3)]
+  path = write_jsonl(tmp_path / "x.jsonl", rows)
+  spec = dict(
+    source="tlt_jax.data.load_prompts", path=path, prompt_field="q", answer_field="a"
+  )
+  first = {"prompt": "0?", "answer": "0"}
+  assert data.source(**spec)[0] == first and len(data.source(**spec)) == 3
+  assert data.source(**spec, size=1) == [first]
+  assert data.source(**spec, size=10) == data.source(**spec)
+  with pytest.raises(data.DataError, match="at least 1 is wanted, not 0"):
+    data.source(**spec, size=0)
+  with pytest.raises(data.DataError, match="load_promts'.*did you mean 'load_prompts'"):
+    data.source(source="tlt_jax.data.load_promts")
+  with pytest.raises(data.DataError, match="load_prompts': .*unexpected keyword.*'pth'"):
+    data.source(source="tlt_jax.data.load_prompts", pth=path)
+
+
+def test_items_are_made_ahead_in_the_same_order():
+  """Nothing before the first is asked for; what fails is raised."""
+  made = []
+  items = data.prefetch(made.append(i) or i for i in range(4))
+  assert made == []
+  assert next(items) == 0
+  assert list(items) == [1, 2, 3] == made[1:]
+  failing = data.prefetch(1 // i for i in (1, 0))
+  with pytest.raises(ZeroDivisionError):
+    list(failing)
+
+
+def test_a_tokenizer_is_copied_without_the_model(folder, tmp_path):
+  (folder / "model.safetensors").write_text("large")
+  data.copy_tokenizer(folder, tmp_path)
+  names = {path.name for path in tmp_path.iterdir()}
+  assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+  assert data.Tokenizer.load(tmp_path).stop_tokens == (1, 18)

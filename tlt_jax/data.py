@@ -1,33 +1,69 @@
-"""Prompts in, text out: prompt files, batches of prompts, the tokenizer.
+"""Prompts in, text out: sources of prompts, batches of prompts, the tokenizer.
 
-`load_prompts` reads a whole file and checks every record, so that what is wrong
-with it is said before the run starts. `prompt_iterator` turns any random-access
-source into an endless, resumable stream of batches. `Tokenizer` goes from a
-prompt to tokens and from a response's tokens back to text.
+`source` calls what makes prompts by its name. `load_prompts` is one such: it reads a
+whole file and checks every record, so that what is wrong with it is said before the run
+starts. `prompt_iterator` turns any random-access source into an endless, resumable
+stream of batches. `Tokenizer` goes from a prompt to tokens and from a response's tokens
+back to text.
 """
 
-from collections.abc import Sequence
-import difflib
+from collections.abc import Iterable, Iterator, Sequence
+import concurrent.futures
 import json
 import os
 import pathlib
+import shutil
+from typing import Any, TypeVar
 
 import grain
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tlt_jax import named
+
+_TOKENIZER_FILES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "chat_template.jinja",
+  "generation_config.json",
+)
+_END = object()
+Item = TypeVar("Item")
+
 
 class DataError(ValueError):
   """Data that cannot be used; the message names the place and the remedy."""
+
+
+def source(source: str, **options: Any) -> Sequence[dict]:
+  """The records that `package.module.name(**options)` returns, by index.
+
+  Args:
+    source: dotted name of a function or class, `load_prompts` or a task's
+    options: its arguments; every source takes `size`, the most records that are wanted
+  Raises:
+    DataError: there is nothing of that name, or it takes other arguments
+  """
+  try:
+    make = named.load(source)
+  except named.NameNotFound as e:
+    raise DataError(f"source {source!r}: {e}") from e
+  try:
+    return make(**options)
+  except TypeError as e:
+    raise DataError(f"source {source!r}: {e}") from e
 
 
 def load_prompts(
   path: str | pathlib.Path,
   prompt_field: str = "prompt",
   answer_field: str | None = "answer",
+  size: int | None = None,
 ) -> Sequence[dict]:
-  """Every record of a .jsonl or .parquet file, checked, in file order.
+  """The records of a .jsonl or .parquet file, every one checked, in file order.
 
   A prompt is a string or a list of chat messages ({"role", "content"}); it and
   the answer are kept as they are. Blank lines do not count.
@@ -36,11 +72,14 @@ def load_prompts(
     path: file of records
     prompt_field, answer_field: their names in the file; with no answer field
       every answer is ""
+    size: only the first so many are returned; all if there are fewer, or for None
   Returns:
     records {"prompt", "answer"}
   Raises:
     DataError: no such file, another format, a broken or incomplete record
   """
+  if size is not None and size < 1:
+    raise DataError(f"of a file of prompts at least 1 is wanted, not {size}")
   path = pathlib.Path(path)
   readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
   if path.suffix not in readers:
@@ -63,7 +102,7 @@ def load_prompts(
     records.append({"prompt": record[prompt_field], "answer": answer})
   if not records:
     raise DataError(f"{path}: holds no records")
-  return records
+  return records[:size]
 
 
 def _read_jsonl(path):
@@ -97,9 +136,8 @@ def _read_parquet(path):
 
 
 def _no_field(place: str, field: str, record: dict) -> str:
-  near = difflib.get_close_matches(field, record, n=1)
-  hint = f"; did you mean {near[0]!r}?" if near else ""
-  return f"{place}: no field {field!r}; there are {', '.join(record)}{hint}"
+  there = ", ".join(record)
+  return f"{place}: no field {field!r}; there are {there}" + named.nearest(field, record)
 
 
 def _prompt_problem(prompt) -> str | None:
@@ -150,6 +188,23 @@ def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.Data
   return iter(
     batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
   )
+
+
+def prefetch(items: Iterable[Item]) -> Iterator[Item]:
+  """The same items, the next one being made in a background thread."""
+  iterator = iter(items)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    following = pool.submit(next, iterator, _END)
+    while (item := following.result()) is not _END:
+      following = pool.submit(next, iterator, _END)
+      yield item
+
+
+def copy_tokenizer(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
+  """Copies a model folder's tokenizer, chat template and the like to another one."""
+  for path in pathlib.Path(source).iterdir():
+    if path.name in _TOKENIZER_FILES:
+      shutil.copyfile(path, pathlib.Path(folder) / path.name)
 
 
 class Tokenizer:

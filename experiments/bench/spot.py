@@ -1,4 +1,4 @@
-"""What spot training brings and costs: idle time harvested, time that busy slices lose.
+"""Measures what spot training brings and costs: idle time harvested, busy time lost.
 
     python -m experiments.bench.spot [--drafter=eagle2]
 
@@ -20,22 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import setup
+from experiments import from_config
+from experiments import launch
+from experiments.bench import interleave
 from tlt_jax import axes
 from tlt_jax import checkpoint
+from tlt_jax import data
 from tlt_jax import metrics
-from tlt_jax.models import convert
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.speculation import rules
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
-_CONFIG = setup.config_flag("experiments/configs/tail.py")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of rollouts.", lower_bound=2)
-_WARM_UP = 4  # pairs: every program runs once, the buffer fills
 _STAMPS = flags.DEFINE_bool("stamps", False, "Let slices say themselves when they train.")
+
+_WARM_UP = 4  # pairs: every program runs once, the buffer fills
 
 
 class Stamps:
-  """When each slice begins and ends to train, as it says itself."""
+  """Stamps of the host's clock, whenever a slice begins or ends to train."""
 
   def __init__(self):
     self.seconds = 0.0  # of all slices together
@@ -50,7 +55,7 @@ class Stamps:
       self.seconds += time.perf_counter() - self._began.pop(int(s))
 
   def watch(self, trainer: spot_lib.Trainer) -> spot_lib.Trainer:
-    """A trainer that tells; for that its loop waits for the host twice."""
+    """Returns a trainer that tells; for that its loop waits for the host twice."""
     stamps = self
 
     class Watched(spot_lib.Trainer):
@@ -68,7 +73,7 @@ class Stamps:
     return Watched(**{field.name: getattr(trainer, field.name) for field in fields})
 
 
-def last_third(samples) -> float:
+def last_third(samples: requests_lib.Samples) -> float:
   """Tokens per pass of the speculative chunks in the last third of the rollout's time."""
   late = [c for c in samples.chunks if c.start_s > samples.chunks[-1].end_s * 2 / 3]
   late = [c for c in late if c.strategy != "off"]
@@ -76,103 +81,142 @@ def last_third(samples) -> float:
   return sum(c.tokens for c in late) / passes if passes else np.nan
 
 
-def harvest(sampler, params, spot, problems, batch, stamps) -> dict:
-  """Pairs of rollouts, with training and without."""
+def harvest(
+  config: dict,
+  sampler: sample.Sampler,
+  params,
+  spot: spot_lib.Spot,
+  stamps: Stamps,
+) -> dict:
+  """Runs pairs of rollouts of the same requests, with training and without.
+
+  Args:
+    config: of a run, for its prompts
+    sampler: whose rollouts train the drafter
+    params: the policy's
+    spot: the drafter's training; starts from the same state in every rollout
+    stamps: what slices say themselves, if they do
+  """
   saved = jax.tree.map(jnp.copy, spot.state)
-  sides = {"off": [], "train": []}
-  late = {"off": [], "train": []}
-  harvested, idle, stamped, updates = [], [], [], []
-  for pair in range(1 - _WARM_UP, _PAIRS.value + 1):
-    records = [next(problems) for _ in range(batch["prompts"])]
-    for side in sorted(sides, reverse=pair % 2):
-      spot.state = jax.tree.map(jnp.copy, saved)
-      stamps.seconds = 0.0
-      scored = sampler(
-        *(params, records, batch["responses"], 0, (pair + _WARM_UP) * 10_000),
-        train=side == "train",
-      )
-      if pair < 1:
-        continue
-      sides[side].append(scored.rollout_s)
-      late[side].append(last_third(scored.samples))
-      if side == "train":
-        harvested.append(scored.samples.harvested_s)
-        idle.append(scored.samples.idle_s)
-        stamped.append(stamps.seconds)
-        updates.append(len(scored.samples.training))
-    if pair > 0:
-      off, train = (sides[side][-1] for side in ("off", "train"))
-      print(
-        f"pair {pair}: {off:.2f} s without, {train:.2f} s with training; idle "
-        f"{idle[-1]:.2f} s, harvested {harvested[-1]:.2f} s in {updates[-1]} updates",
-        flush=True,
-      )
-  off, train = (np.array(sides[side]) for side in ("off", "train"))
+  problems = data.source(**config["prompts"])
+  P, R = config["batch"]["prompts"], config["batch"]["responses"]
+
+  def rollout(turn: int, train: bool) -> tuple[sample.Scored, float]:
+    spot.state = jax.tree.map(jnp.copy, saved)
+    stamps.seconds = 0.0
+    scored = sampler(
+      params,
+      [problems[i % len(problems)] for i in range(turn * P, (turn + 1) * P)],
+      R,
+      seed=0,
+      first_request=turn * P * R,
+      train=train,
+    )
+    return scored, stamps.seconds
+
+  sides = {
+    "off": functools.partial(rollout, train=False),
+    "train": functools.partial(rollout, train=True),
+  }
+  pairs = []
+  for found in interleave.turns(sides, _PAIRS.value, _WARM_UP):
+    pairs.append({side: timed.result for side, timed in found.items()})
+    (off, _), (trained, _) = pairs[-1]["off"], pairs[-1]["train"]
+    print(
+      f"pair {len(pairs)}: {off.rollout_s:.2f} s without, {trained.rollout_s:.2f} s with "
+      f"training; idle {trained.samples.idle_s:.2f} s, harvested "
+      f"{trained.samples.harvested_s:.2f} s in {len(trained.samples.training)} updates",
+      flush=True,
+    )
+  return summary(pairs, slices=len(spot.buffer.rows))
+
+
+def summary(pairs: list[dict], slices: int) -> dict:
+  """Prints and returns what the pairs tell.
+
+  Args:
+    pairs: what was scored, and the stamped seconds, by "off" and "train"
+    slices: that a rollout runs on
+  """
+  scored = {side: [pair[side][0] for pair in pairs] for side in ("off", "train")}
+  off, train = (np.array([s.rollout_s for s in scored[side]]) for side in scored)
+  late = {side: [last_third(s.samples) for s in scored[side]] for side in scored}
+  trained = [s.samples for s in scored["train"]]
+  idle, harvested = sum(s.idle_s for s in trained), sum(s.harvested_s for s in trained)
   mean, half = metrics.interval(train / off - 1)
+  both = np.subtract(late["train"], late["off"])
+  both = both[np.isfinite(both)]
   found = {
-    "pairs": _PAIRS.value,
-    "idle_share": float(np.sum(idle) / (np.sum(train) * len(spot.buffer.rows))),
-    "harvested_share": float(np.sum(harvested) / np.sum(idle)),
+    "pairs": len(pairs),
+    "idle_share": float(idle / (np.sum(train) * slices)),
+    "harvested_share": float(harvested / idle) if idle else 0.0,
     "busy_overhead": mean,
     "busy_overhead_half_width": half,
-    "updates": float(np.mean(updates)),
-    "last_third": {side: float(np.nanmean(found)) for side, found in late.items()},
+    "updates": float(np.mean([len(s.training) for s in trained])),
   }
-  both = np.subtract(late["train"], late["off"])
-  gain, gain_half = metrics.interval(both[np.isfinite(both)])
-  found["last_third"] |= {"gain": gain, "gain_half_width": gain_half}
-  if _STAMPS.value:
-    found["stamped_over_harvested"] = float(np.sum(stamped) / np.sum(harvested))
   print(
     f"idle {found['idle_share']:.1%} of slice time, {found['harvested_share']:.1%} of "
     f"that harvested; rollouts {100 * mean:+.1f}% +- {100 * half:.1f} longer"
   )
-  print(
-    "tokens per pass in the last third: {off:.2f} with the drafter of the start, "
-    "{train:.2f} trained meanwhile".format(**found["last_third"])
-    + f"; {gain:+.2f} +- {gain_half:.2f}"
-  )
+  if len(both) > 1:  # else the last third of the time is decoded plainly
+    gain, half = metrics.interval(both)
+    means = {side: float(np.nanmean(tokens)) for side, tokens in late.items()}
+    found["last_third"] = means | {"gain": gain, "gain_half_width": half}
+    print(
+      f"tokens per pass in the last third: {means['off']:.2f} with the drafter of the "
+      f"start, {means['train']:.2f} trained meanwhile; {gain:+.2f} +- {half:.2f}"
+    )
+  if _STAMPS.value and harvested:
+    stamped = sum(pair["train"][1] for pair in pairs)
+    found["stamped_over_harvested"] = float(stamped / harvested)
   return found
 
 
-def checkpoints(spot, params) -> dict:
-  """Seconds that a step loses: the drafter's own arrays, written behind it; or these
-  and the target's, that it drafts with, while the step waits."""
+def checkpoints(spot: spot_lib.Spot, params) -> dict:
+  """Measures the seconds that a step loses to checkpoints of the drafter.
+
+  Of its own arrays, written behind the step; or of these and the target's, that it
+  drafts with, while the step waits.
+  """
   whole = {"drafter": spot.arrays(), "target": params}
-  seconds = {"selective": [], "full": []}
   with tempfile.TemporaryDirectory() as folder:
     with (
       checkpoint.Checkpoints(f"{folder}/a") as ours,
       checkpoint.Checkpoints(f"{folder}/b") as theirs,
     ):
-      for step in range(1, 8):
-        began = time.perf_counter()
-        ours.save(step, spot.arrays(), spot.data())
-        saved = time.perf_counter()
+
+      def selective(turn: int) -> float:
+        saved = interleave.timed(ours.save, turn + 1, spot.arrays(), spot.data())
         ours.wait()
-        again = time.perf_counter()
-        theirs.save(step, whole, spot.data())
+        return saved.seconds
+
+      def full(turn: int) -> float:
+        began = time.perf_counter()
+        theirs.save(turn + 1, whole, spot.data())
         theirs.wait()
-        seconds["selective"].append(saved - began)
-        seconds["full"].append(time.perf_counter() - again)
-  ours, theirs = (float(np.median(seconds[name][1:])) for name in seconds)
+        return time.perf_counter() - began
+
+      sides = {"selective": selective, "full": full}
+      seconds = interleave.results(list(interleave.turns(sides, repeats=6)))
+  ours, theirs = (float(np.median(seconds[side])) for side in sides)
   print(f"checkpoint: {1e3 * ours:.0f} ms of a step, {1e3 * theirs:.0f} ms if it waits")
   return {"selective_s": ours, "full_s": theirs, "ratio": theirs / ours}
 
 
-def seconds_of(spot, params, times: int = 7) -> float:
-  """Of a micro-batch of each slice at once, the median."""
-  train, state, rows, taken = spot.trainer.make_train(), spot.state, spot.rows(), []
-  for _ in range(times + 1):
-    for most in (1, 3):
-      began = time.perf_counter()
-      state, _ = jax.block_until_ready(train(params, state, rows, np.int32(most)))
-      taken.append(time.perf_counter() - began)
-  return float(np.median(np.subtract(taken[3::2], taken[2::2]))) / 2
+def micro_batch_s(spot: spot_lib.Spot, params) -> float:
+  """Measures a micro-batch of each slice at once: three, less one, over two."""
+  train, rows = spot.trainer.make_train(), spot.rows()
+
+  def run(most: int) -> None:
+    jax.block_until_ready(train(params, spot.state, spot.pending, rows, np.int32(most)))
+
+  sides = {most: lambda _, most=most: run(most) for most in (1, 3)}
+  seconds = interleave.seconds(list(interleave.turns(sides, repeats=7)))
+  return float(np.median(seconds[3] - seconds[1])) / 2
 
 
-def packing(spot, padded, params) -> dict:
-  """Sequences per second in packed rows, and one to a row as long as the longest."""
+def packing(spot: spot_lib.Spot, padded: spot_lib.Spot, params) -> dict:
+  """Measures sequences per second, packed, and one to a row as long as the longest."""
   rows = [row for rows in spot.buffer.rows for row in rows if row.sizes]
   _, positions, segments, _ = np.moveaxis(spot.buffer.table, 2, 0)
   count = np.sum((segments > 0) & (positions == 0))
@@ -180,8 +224,8 @@ def packing(spot, padded, params) -> dict:
   for s in range(len(padded.buffer.rows)):
     padded.add(s, *whole)
     padded.add(s, *whole)  # of one alone XLA would compute the gradient only once
-  packed_s, padded_s = seconds_of(spot, params), seconds_of(padded, params)
-  packed = count / len(rows) / packed_s
+  packed_s, padded_s = micro_batch_s(spot, params), micro_batch_s(padded, params)
+  packed = count / max(len(rows), 1) / packed_s
   print(
     f"packing: {packed:.1f} sequences per second and slice, padded {1 / padded_s:.1f}; "
     f"a row of {spot.trainer.length} takes {packed_s:.3f} s, of "
@@ -190,31 +234,49 @@ def packing(spot, padded, params) -> dict:
   return {"packed": packed, "padded": 1 / padded_s, "ratio": packed * padded_s}
 
 
-def main():
-  config = setup.start(pathlib.Path(tempfile.mkdtemp()), _CONFIG.value)
+def main(config):
+  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
   config["drafter"] = _DRAFTER.value or config["drafter"]
+  if not config["drafter"]:
+    raise ValueError("there is no drafter to train: give --drafter")
   config["spot"]["every"] = 1
   # The last of several arms, and always: the sides are to differ in nothing else.
-  steps = config["strategies"]
-  config["strategies"] = tuple((most, setup.several(n)[-1]) for most, n in steps)
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
-  drafter, policy, draft_params = setup.load_drafter(config, model, mesh)
-  spot = setup.spot_training(config, model, mesh, drafter, draft_params)
-  stamps = Stamps()
+  levels = rules.parse(config["strategies"])
+  config["strategies"] = rules.write(lvl._replace(arms=lvl.arms[-1:]) for lvl in levels)
+  models = from_config.load_models(config)
+  make = functools.partial(
+    from_config.spot_training,
+    model=models.model,
+    mesh=models.mesh,
+    drafter=models.drafter,
+    draft_params=models.draft_params,
+  )
+  spot, stamps = make(config), Stamps()
   if _STAMPS.value:
     spot.trainer = stamps.watch(spot.trainer)
-  sampler = setup.sampler(config, model, mesh, drafter, policy, spot)
-  sampler.compile(params)
-  problems = iter(setup.build(config["prompts"]))
-  found = harvest(sampler, params, spot, problems, config["batch"], stamps)
-  found["checkpoint"] = checkpoints(spot, params)
-  whole = {**config["spot"], "length": spot.trainer.longest, "rows": 2, "carried": 1}
-  padded = setup.spot_training(config | {"spot": whole}, model, mesh, drafter, draft_params)
-  found["packing"] = packing(spot, padded, params)
+  sampler = from_config.sampler(
+    config,
+    models.model,
+    models.mesh,
+    drafter=models.drafter,
+    selector=from_config.selector(config),
+    spot=spot,
+  )
+  sampler.compile(models.params)
+  found = harvest(config, sampler, models.params, spot, stamps)
+  found["checkpoint"] = checkpoints(spot, models.params)
+  longest = spot.trainer.longest
+  whole = {
+    "row_tokens": longest,
+    "context_tokens": min(config["spot"]["context_tokens"], longest // 2),
+    "rows": 2,
+    "carried_rows": 1,
+  }
+  padded = make(config | {"spot": config["spot"] | whole})
+  found["packing"] = packing(spot, padded, models.params)
   found |= {"batch": dict(config["batch"]), "drafter": config["drafter"]}
   print(json.dumps(found))
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/tail.py")

@@ -1,96 +1,137 @@
-"""Whole RL steps: what speculation and spot training bring, against plain decoding.
+"""Measures whole RL steps: what speculation and spot training bring to plain decoding.
 
     python -m experiments.bench.step
-    python -m experiments.bench.widen --config=experiments/configs/tail.py \\
-        --workdir=runs/wide
-    python -m experiments.bench.step --wide=runs/wide
+    python -m experiments.bench.step --targets=wide --steps=6 \\
+        --sides=plain,plain+rebalance,tlt+rebalance,frozen+rebalance
 
 The sides train the same policy on the same prompts with the same seeds, step by step in
 turn: "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter
 as it is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts
 so wherever the config would choose. With "+rebalance" live requests move to slices that
 have fewer. A side may only differ in time: tokens and the policy's parameters are
-compared at every step. With `--wide` a second target, the policy embedded in a larger
-one by `experiments.bench.widen`. `--lengths=log-normal` follows a trace instead of the
-policy's own stops. Ratios are geometric means over the steps, with the 95% interval,
-against the fastest plain side. The last line is JSON.
+compared at every step.
+
+The target "default" is the config's policy; "wide" is that policy embedded in a larger
+one (`experiments.bench.widen`), which is made when it is first asked for and kept in the
+workdir. `--lengths=log-normal` follows a trace instead of the policy's own stops. Ratios
+are geometric means over the steps, with the 95% interval, against the fastest plain
+side. The last line is JSON: by target what was found of each side and, on top, of the
+first that trains its drafter (else the second side).
 """
 
 import collections
+from collections.abc import Sequence
 import gc
 import hashlib
 import json
 import pathlib
-import tempfile
+import shutil
 import time
 
 from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.table
 
-from experiments import setup
+from experiments import from_config
+from experiments import launch
+from experiments import tables
+from experiments.bench import interleave
+from experiments.bench import widen
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax.models import convert
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import rules
 from tlt_jax.spec_decode.speculation import strategy
 
-_CONFIG = setup.config_flag("experiments/configs/tail.py")
+SIDES = ("plain", "tlt", "frozen", "ngram")
+TARGETS = ("default", "wide")
+_REBALANCE = "+rebalance"
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/bench_step", "Keeps the wide target.")
 _STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.", lower_bound=1)
-_WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: no second target.")
+_SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare; plain first.")
+_TARGETS = flags.DEFINE_list("targets", list(TARGETS), "Of default and wide.")
+_WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: made in the workdir.")
 _LENGTHS = flags.DEFINE_enum(
   "lengths", "own", ["own", "log-normal"], "Of responses; the trace has a median of 100."
 )
 _SLICES = flags.DEFINE_integer(
-  *("slices", 2, "On a CPU; of more than it has cores only counts mean anything."),
+  "slices",
+  2,
+  "On a CPU; of more than it has cores only counts mean anything.",
   lower_bound=1,
 )
-SIDES = ("plain", "tlt", "frozen", "ngram")
-_REBALANCE = "+rebalance"
-_SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare; plain first.")
+
+
+def bare(side: str) -> str:
+  """The name of a side without its suffix."""
+  return side.removesuffix(_REBALANCE)
 
 
 def settings(side: str, config: dict) -> dict:
   """The config of a side."""
   if side.endswith(_REBALANCE):
     config = config | {"rollout": config["rollout"] | {"rebalance": True}}
-    side = side.removesuffix(_REBALANCE)
+  side, levels = bare(side), rules.parse(config["strategies"])
   if side == "plain":
-    return config | {"drafter": "", "strategies": ()}
+    return config | {"drafter": "", "strategies": ""}
   if side == "ngram":
-    steps = tuple((most, ("off", "ngram_3", "ngram_5")) for most, _ in config["strategies"])
-    return config | {"drafter": "", "strategies": steps}
+    arms = tuple(map(strategy.parse, ("off", "ngram_3", "ngram_5")))
+    levels = [level._replace(arms=arms) for level in levels]
+    return config | {"drafter": "", "strategies": rules.write(levels)}
   if side not in SIDES:
-    most = max(most for most, _ in config["strategies"])
-    config = config | {"strategies": ((most, side),)}
-  every = 1 if side == "tlt" else 0
-  return config | {"spot": config["spot"] | {"every": every}}
+    arm = strategy.parse(side)
+    levels = [levels[-1]._replace(arms=(arm,))]
+    if arm is not None and arm.source == strategy.NGRAM:
+      config = config | {"drafter": ""}
+  return config | {
+    "strategies": rules.write(levels),
+    "spot": config["spot"] | {"every": 1 if side == "tlt" else 0},
+  }
 
 
 class Side:
   """One way to roll out, and the policy that it trains."""
 
-  def __init__(self, name, config, model, mesh, learner, params):
-    own = settings(name, config)
-    self.name, self.learner = name, learner
-    self.state = learner.init(jax.tree.map(jnp.copy, params))
-    self.policy = learner.to_rollout(self.state.params)
-    drafter, strategies, draft_params = setup.load_drafter(own, model, mesh)
-    self.draft_params = draft_params
-    self.spot = setup.spot_training(own, model, mesh, drafter, draft_params)
-    self.sampler = setup.sampler(own, model, mesh, drafter, strategies, self.spot)
-    self.sampler.compile(self.policy, draft_params)
+  def __init__(self, name: str, config: dict, learner: learner_lib.Learner, params):
+    """Makes everything ready.
 
-  def step(self, algorithm, records, config, step):
-    """(seconds by part, what was sampled, hash of tokens and of the policy)."""
+    Args:
+      name: of the side
+      config: of the run
+      learner: the same for all sides
+      params: the policy's, to start from
+    """
+    config, model, mesh = settings(name, config), learner.config, learner.mesh
+    self.config, self.learner = config, learner
+    self.go_on_from(learner.init(jax.tree.map(jnp.copy, params)))
+    drafter, draft_params = from_config.load_drafter(config, model, mesh)
+    self.spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+    self.draft_params = None if self.spot else draft_params
+    chosen = from_config.selector(config)
+    self.sampler = from_config.sampler(config, model, mesh, drafter, chosen, self.spot)
+    self.sampler.compile(self.policy, self.draft_params)
+
+  def go_on_from(self, state: learner_lib.State) -> None:
+    """Takes over a policy and its optimizer."""
+    self.state = state
+    self.policy = jax.block_until_ready(self.learner.to_rollout(state.params))
+
+  def step(
+    self, step: int, records: Sequence[dict]
+  ) -> tuple[dict[str, float], sample.Scored, str]:
+    """Does an RL step: seconds by part, samples, hash of tokens and of the policy."""
+    config = self.config
     P, R = config["batch"]["prompts"], config["batch"]["responses"]
     lengths = None
     if _LENGTHS.value == "log-normal":
@@ -99,15 +140,20 @@ class Side:
     gc.collect()  # or it takes half a second of some side's step
     began = time.perf_counter()
     scored = self.sampler(
-      *(self.policy, records, R, config["seed"], step * P * R, self.draft_params),
+      self.policy,
+      records,
+      R,
+      seed=config["seed"],
+      first_request=step * P * R,
+      draft_params=self.draft_params,
       lengths=lengths,
       train=self.spot is not None,
     )
     sampled = time.perf_counter()
-    advantage = algorithm.advantages(*scored.by_prompt(R))
+    advantage = self.learner.algorithm.advantages(*scored.by_prompt(R))
     self.state, _ = self.learner.train(self.state, scored.batch(advantage))
     updated = time.perf_counter()
-    self.policy = jax.block_until_ready(self.learner.to_rollout(self.state.params))
+    self.go_on_from(self.state)
     done = time.perf_counter()
     seconds = {
       "rollout": scored.rollout_s,
@@ -120,6 +166,7 @@ class Side:
 
 
 def digest(tree) -> str:
+  """A hash of all arrays."""
   found = hashlib.sha256()
   for x in jax.tree.leaves(jax.device_get(tree)):
     found.update(np.ascontiguousarray(x))
@@ -137,42 +184,41 @@ def ratio(above, below) -> dict:
   }
 
 
-def measure(config: dict, mesh) -> dict:
-  """All sides on one target."""
+def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
+  """Trains all sides on one target, step by step in turn."""
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config["algorithm"])
   learner = learner_lib.make(
-    *(model, algorithm, optimizer.make(**config["optimizer"]), mesh), **config["learner"]
+    model,
+    algorithm_lib.make(**config["algorithm"]),
+    optimizer.make(**config["optimizer"]),
+    mesh,
+    **config["learner"],
   )
-  sides = [Side(name, config, model, mesh, learner, params) for name in _SIDES.value]
+  sides = {name: Side(name, config, learner, params) for name in _SIDES.value}
+  plain = sides["plain"]
   prompts = data.prompt_iterator(
-    setup.build(config["prompts"]), config["batch"]["prompts"], config["seed"]
+    data.source(**config["prompts"]), config["batch"]["prompts"], config["seed"]
   )
-  seconds = {side.name: [] for side in sides}
-  samples = {side.name: [] for side in sides}
+  seconds = {name: [] for name in sides}
+  samples = {name: [] for name in sides}
   same, ties, differing = True, 0, 0
   for step in range(_WARM_UP.value + _STEPS.value):
-    records = next(prompts)
-    first = step % len(sides)
-    before = jax.device_get(sides[0].policy)
+    records, before = next(prompts), jax.device_get(plain.policy)
     hashes, drawn = {}, {}
-    for side in sides[first:] + sides[:first]:
-      took, scored, hashes[side.name] = side.step(algorithm, records, config, step)
-      drawn[side.name] = scored
+    for name in interleave.in_turn(list(sides), step):
+      took, drawn[name], hashes[name] = sides[name].step(step, records)
       if step >= _WARM_UP.value:
-        seconds[side.name].append(took)
-        samples[side.name].append(scored.samples)
+        seconds[name].append(took)
+        samples[name].append(drawn[name].samples)
     if len(set(hashes.values())) > 1:
-      same = False
-      reference = drawn[sides[0].name]
-      for side in sides[1:]:
+      same, expected = False, drawn["plain"]
+      for name, side in sides.items():
         result = compare.compare(
-          *(model, before, reference.requests),
-          *(reference.samples, drawn[side.name].samples),
+          model, before, expected.requests, expected.samples, drawn[name].samples
         )
         ties, differing = ties + result.near_ties, differing + result.differing_tokens
-        side.state = jax.tree.map(jnp.copy, sides[0].state)  # go on alike
-        side.policy = side.learner.to_rollout(side.state.params)
+        if side is not plain:
+          side.go_on_from(jax.tree.map(jnp.copy, plain.state))
     if step >= _WARM_UP.value:
       line = "  ".join(f"{n} {s[-1]['rollout']:.2f} s" for n, s in seconds.items())
       print(f"step {step + 1 - _WARM_UP.value}: rollout {line}", flush=True)
@@ -183,62 +229,86 @@ def measure(config: dict, mesh) -> dict:
   }
 
 
-def summary(seconds, samples) -> dict:
-  """What is reported of a target, from the seconds and samples of each side's steps."""
+def summary(
+  seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]
+) -> dict:
+  """Sums a target up.
+
+  Args:
+    seconds: of each side, by step and part
+    samples: of each side, by step
+  """
   of = lambda side, part: np.array([s[part] for s in seconds[side]])
-  found = {
-    "steps": _STEPS.value,
-    "seconds": {
-      side: {part: float(np.mean(of(side, part))) for part in parts[0]}
-      for side, parts in seconds.items()
-    },
-    "sides": {},
-  }
-  is_plain = lambda side: side.removesuffix(_REBALANCE) == "plain"
-  plain = min(filter(is_plain, seconds), key=lambda side: of(side, "rollout").sum())
+  plain = min(
+    (side for side in seconds if bare(side) == "plain"),
+    key=lambda side: of(side, "rollout").sum(),
+  )
   share = float(of(plain, "rollout").sum() / of(plain, "step").sum())
-  found |= {"rollout_share_plain": share, "plain": plain}
+  sides = {}
   for side in seconds:
     rollout = ratio(of(plain, "rollout"), of(side, "rollout"))
     whole = ratio(of(plain, "step"), of(side, "step"))
-    drawn = sum(int(s.length.sum()) for s in samples[side])
-    found["sides"][side] = {
+    sides[side] = {
       "speedup_rollout": rollout["mean"],
       "speedup_rollout_interval": rollout["interval"],
       "speedup_rollout_range": rollout["range"],
       "speedup_step": whole["mean"],
       "speedup_step_range": whole["range"],
       "of_amdahl": whole["mean"] * ((1 - share) + share / rollout["mean"]),
-      "mean_acceptance_length": drawn / sum(s.passes for s in samples[side]),
-      # Of a rollout: chunks, and steps of the busiest slices, which all others wait for.
-      "chunks": float(np.mean([len(s.chunks) for s in samples[side]])),
-      "target_passes": float(
-        np.mean([sum(max(c.steps) for c in s.chunks) for s in samples[side]])
-      ),
-      "seconds_by_bucket": {
-        f"{batch}x{length}": s / _STEPS.value
-        for (batch, length), s in sorted(by_bucket(samples[side]).items(), reverse=True)
-      },
+      **work(samples[side]),
     }
-  if "tlt" in seconds:
-    found |= found["sides"]["tlt"]
-    found["idle_s"] = idle = sum(s.idle_s for s in samples["tlt"])
-    found["harvested_s"] = sum(s.harvested_s for s in samples["tlt"])
-    found["harvested_share"] = found["harvested_s"] / idle if idle else 0.0
-  is_fixed = lambda side: side not in SIDES[1:] and not side.endswith(_REBALANCE)
-  fixed = [by_bucket(samples[side]) for side in filter(is_fixed, seconds)]
+    frozen = "frozen" + side.removeprefix("tlt")
+    if bare(side) == "tlt" and frozen in seconds:
+      lost = ratio(of(side, "rollout"), of(frozen, "rollout"))
+      sides[side]["busy_overhead"] = lost["mean"] - 1
+  trained = [side for side in seconds if bare(side) == "tlt"]
+  shown = (trained or [*seconds][1:] or [plain])[0]
+  found = {
+    "steps": len(seconds[plain]),
+    "seconds": {
+      side: {part: float(np.mean(of(side, part))) for part in parts[0]}
+      for side, parts in seconds.items()
+    },
+    "sides": sides,
+    "rollout_share_plain": share,
+    "plain": plain,
+    "shown": shown,
+    **sides[shown],
+  }
+  fixed = [side for side in seconds if side not in SIDES[1:] and side == bare(side)]
   if len(fixed) > 1 and "frozen" in seconds:
-    rule = by_bucket(samples["frozen"])
-    best = sum(min(f[b] for f in fixed if b in f) for b in set().union(*fixed))
-    found["over_hindsight"] = sum(rule.values()) / best
-  if {"tlt", "frozen"} <= set(seconds):
-    lost = ratio(of("tlt", "rollout"), of("frozen", "rollout"))
-    found["busy_overhead"] = lost["mean"] - 1
+    by_side = [seconds_by_bucket(samples[side]) for side in fixed]
+    buckets = set().union(*by_side)
+    best = sum(min(s[b] for s in by_side if b in s) for b in buckets)
+    rule = sum(seconds_by_bucket(samples["frozen"]).values())
+    found["over_hindsight"] = rule / best
   return found
 
 
-def by_bucket(samples) -> dict[tuple[int, int], float]:
-  """Seconds of chunks, by bucket: the best side in each would be the best in hindsight."""
+def work(samples: Sequence[requests_lib.Samples]) -> dict:
+  """Counts what a side's rollouts did; `busy_overhead` takes another side to know."""
+  idle, harvested = sum(s.idle_s for s in samples), sum(s.harvested_s for s in samples)
+  drawn = sum(int(s.length.sum()) for s in samples)
+  by_bucket = sorted(seconds_by_bucket(samples).items(), reverse=True)
+  return {
+    "mean_acceptance_length": drawn / sum(s.passes for s in samples),
+    # Of a rollout: chunks, and steps of the busiest slices, which all others wait for.
+    "chunks": float(np.mean([len(s.chunks) for s in samples])),
+    "target_passes": float(np.mean([sum(max(c.steps) for c in s.chunks) for s in samples])),
+    "idle_s": idle,
+    "harvested_s": harvested,
+    "harvested_share": harvested / idle if idle else 0.0,
+    "busy_overhead": None,
+    "seconds_by_bucket": {
+      f"{batch}x{length}": s / len(samples) for (batch, length), s in by_bucket
+    },
+  }
+
+
+def seconds_by_bucket(
+  samples: Sequence[requests_lib.Samples],
+) -> dict[tuple[int, int], float]:
+  """Adds up the chunks' seconds by bucket; the least of each would be hindsight's."""
   seconds = collections.Counter()
   for s in samples:
     for chunk in s.chunks:
@@ -247,30 +317,39 @@ def by_bucket(samples) -> dict[tuple[int, int], float]:
 
 
 def report(name: str, found: dict) -> None:
-  drawn = rich.table.Table(
-    *("side", "rollout, s", "update, s", "step, s", "rollout", "step", "tokens per pass"),
-    title=f"{name} target: plain spends {found['rollout_share_plain']:.0%} in rollouts",
-    title_justify="left",
-  )
+  """Prints the table of a target."""
+  rows = []
   for side, s in found["seconds"].items():
     r = found["sides"][side]
     low, high = r["speedup_rollout_interval"]
-    drawn.add_row(
-      *(side, *(f"{s[part]:.2f}" for part in ("rollout", "update", "step"))),
-      f"{r['speedup_rollout']:.2f}x ({low:.2f}-{high:.2f})",
-      f"{r['speedup_step']:.2f}x",
-      f"{r['mean_acceptance_length']:.2f}",
+    rows.append(
+      [
+        side,
+        *(f"{s[part]:.2f}" for part in ("rollout", "update", "step")),
+        f"{r['speedup_rollout']:.2f}x ({low:.2f}-{high:.2f})",
+        f"{r['speedup_step']:.2f}x",
+        f"{r['mean_acceptance_length']:.2f}",
+      ]
     )
-  rich.console.Console(width=100).print(drawn)
+  tables.show(
+    f"{name} target: plain spends {found['rollout_share_plain']:.0%} in rollouts",
+    ["side", "rollout, s", "update, s", "step, s", "rollout", "step", "tokens per pass"],
+    rows,
+  )
+
+
+def weights_digest(folder: str | pathlib.Path) -> str:
+  """A hash of a model folder's weights."""
+  weights = hashlib.sha256()
+  for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+    weights.update(file.read_bytes())
+  return weights.hexdigest()
 
 
 def workload(config: dict) -> dict:
-  """What was pinned."""
-  weights = hashlib.sha256()
-  for file in sorted(pathlib.Path(config["policy"]).glob("*.safetensors")):
-    weights.update(file.read_bytes())
+  """Describes what was pinned."""
   return {
-    "policy": weights.hexdigest(),
+    "policy": weights_digest(config["policy"]),
     "seeds": [config["seed"], config["prompts"].get("seed")],
     **{key: config[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
     "rollout": config["rollout"],
@@ -279,26 +358,51 @@ def workload(config: dict) -> dict:
   }
 
 
-def main():
+def wide(config: dict) -> dict:
+  """Returns the config with a wide policy and drafter, which it makes if need be."""
+  drafter = config["drafter"]
+  has_folder = bool(drafter) and drafter not in drafter_lib.KINDS
+  folder = pathlib.Path(_WIDE.value)
+  if not _WIDE.value:
+    name = "wide_" + weights_digest(config["policy"])[:8]
+    name += "_" + weights_digest(drafter)[:8] if has_folder else ""
+    folder = pathlib.Path(_WORKDIR.value) / name
+    if not folder.exists():
+      partial = folder.with_suffix(".partial")
+      shutil.rmtree(partial, ignore_errors=True)
+      widen.widen(config["policy"], drafter if has_folder else None, partial)
+      partial.rename(folder)
+  if has_folder:
+    drafter = str(folder / "drafter")
+  return config | {"policy": str(folder / "policy"), "drafter": drafter}
+
+
+def check_flags(config: dict) -> None:
+  """Says what is wrong with them before anything is loaded."""
+  sides = {bare(side) for side in _SIDES.value}
   if _SIDES.value[:1] != ["plain"]:
     raise ValueError(f"--sides starts with plain, not {_SIDES.value[:1]}")
-  for side in {side.removesuffix(_REBALANCE) for side in _SIDES.value} - set(SIDES):
+  for side in sides - set(SIDES):
     strategy.parse(side)
-  workdir = pathlib.Path(tempfile.mkdtemp())
-  config = setup.start(workdir, _CONFIG.value, cpu_slices=_SLICES.value)
-  pinned = workload(config)
+  if unknown := set(_TARGETS.value) - set(TARGETS):
+    raise ValueError(f"no target {min(unknown)!r}; there are {', '.join(TARGETS)}")
+  if not config["drafter"] and (drafting := sides & {"tlt", "frozen"}):
+    raise ValueError(
+      f"nothing drafts on side {min(drafting)!r}: the config has no drafter; give "
+      "--config.drafter=DIR (or eagle2, a new one), or --sides=plain,ngram"
+    )
+
+
+def main(config):
+  check_flags(config)
+  launch.start(pathlib.Path(_WORKDIR.value), config, cpu_slices=_SLICES.value)
   mesh = axes.make_mesh(config["tensor_parallel"])
-  targets = {"default": config}
-  if _WIDE.value:
-    folder = pathlib.Path(_WIDE.value)
-    own = {"policy": str(folder / "policy"), "drafter": str(folder / "drafter")}
-    targets["wide"] = config | own
   found = {}
-  for name, of in targets.items():
-    found[name] = measure(of, mesh)
+  for name in _TARGETS.value:
+    found[name] = measure(wide(config) if name == "wide" else config, mesh)
     report(name, found[name])
-  print(json.dumps({"workload": pinned, "targets": found}))
+  print(json.dumps({"workload": workload(config), "targets": found}))
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/tail.py")

@@ -1,4 +1,4 @@
-"""What it is worth to train the drafter inside rollouts: online against frozen.
+"""Measures what it is worth to train the drafter inside rollouts: online or frozen.
 
     python -m experiments.bench.sweep_drafter --workdir=runs/sweep --seeds=0 --steps=32
 
@@ -7,10 +7,11 @@ frozen, the same trained on, a random one trained from scratch. The policy of al
 variants is the same, as no token depends on the drafter. Afterwards every drafter,
 frozen, drafts for the policy at the end of its run, on held-out prompts. Runs that are
 done are not done again, those that were killed go on. Writes sweep.csv and sweep.png;
-the first column is the variant.
+the first column is the variant. `--config=FILE` and overrides are passed on to the runs.
 """
 
 import csv
+import itertools
 import json
 import pathlib
 import subprocess
@@ -21,17 +22,14 @@ import matplotlib as mpl
 from matplotlib import figure
 
 from experiments import acceptance
+from experiments import from_config
+from experiments import launch
 from experiments import plot
-from experiments import setup
-from tlt_jax import axes
 from tlt_jax import metrics
-from tlt_jax.models import convert
-from tlt_jax.models import drafter_files
 
-_CONFIG = setup.config_flag("experiments/configs/countdown.py")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/sweep", "Where everything goes.")
 _DRAFTER = flags.DEFINE_string(
-  "drafter", "experiments/drafters/countdown", "Folder of the offline drafter."
+  "drafter", "", "Folder of the offline drafter; default: the config's."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the runs.")
 _STEPS = flags.DEFINE_integer("steps", 32, "RL steps of a run.")
@@ -40,45 +38,42 @@ _STRATEGY = flags.DEFINE_string("strategy", "5_1_6", "Strategy that is measured.
 _PROMPTS = flags.DEFINE_integer("prompts", 24, "Held-out prompts, two responses each.")
 
 # Hardly a slice of the default run is ever idle: all train a while after each rollout.
-AFTERWARDS = {"rows": 512, "carried": 256, "cold_rollouts": 1000}
+AFTERWARDS = {"rows": 512, "carried_rows": 256, "warm_up_rollouts": 1000}
 NEW = {"optimizer.learning_rate": 2e-3, "optimizer.floor": 0.1, "optimizer.total": 8000}
 # Drafter to start from ("": the offline one), and settings of `spot`.
 VARIANTS = {
   "offline_frozen": ("", {"every": 0}),
-  "offline_online": ("", {**AFTERWARDS, "cold_s": 3}),
-  "random_online": ("eagle2", {**AFTERWARDS, **NEW, "cold_s": 12}),
+  "offline_online": ("", {**AFTERWARDS, "warm_up_s": 3}),
+  "random_online": ("eagle2", {**AFTERWARDS, **NEW, "warm_up_s": 12}),
 }
 _VARIANTS = flags.DEFINE_list("variants", list(VARIANTS), "Which to run.")
 
 
-def train(workdir: pathlib.Path, seed: str, rate: str, drafter: str, spot: dict) -> None:
-  """One RL run to its end; nothing if it is there."""
+def train(workdir: pathlib.Path, config: dict) -> None:
+  """Takes an RL run to its end, unless it is there.
+
+  Args:
+    workdir: of the run
+    config: dotted keys of the config, and what is set
+  """
   if (workdir / "figures").exists():
     return
-  own = [arg for arg in sys.argv[1:] if arg.startswith("--config")]
-  settings = {
-    "seed": seed,
-    "prompts.seed": seed,
-    "steps": _STEPS.value,
-    "drafter": drafter or _DRAFTER.value,
-    "evaluation.every": 0,
-    "optimizer.learning_rate": rate,
-    **{f"spot.{key}": value for key, value in spot.items()},
-  }
-  args = [f"--config.{key}={value}" for key, value in settings.items()]
+  given = [arg for arg in sys.argv[1:] if arg.startswith(("--config", "--noconfig"))]
+  settings = [f"--config.{key}={value}" for key, value in config.items()]
   command = [sys.executable, "-m", "experiments.train", f"--workdir={workdir}"]
-  subprocess.run([*command, *own, *args], check=True)
+  subprocess.run([*command, *given, *settings], check=True)
 
 
-def measure(workdir: pathlib.Path, config: dict, drafter: str, mesh) -> float:
-  """Tokens per pass of a run's drafter for its last policy."""
-  folder = workdir / "drafter"
-  folder = folder if folder.exists() else drafter or _DRAFTER.value
-  config |= {"policy": str(workdir / "policy")}
-  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
+def measure(config: dict, workdir: pathlib.Path, drafter: str) -> float:
+  """Measures tokens per pass of a run's drafter, or the one given, for its last policy."""
+  own = workdir / "drafter"
+  config = config | {
+    "policy": str(workdir / "policy"),
+    "drafter": str(own) if own.exists() else drafter,
+  }
   found = acceptance.measure(
     config,
-    *(model, params, *drafter_files.load(folder, model, mesh), mesh),
+    from_config.load_models(config),
     strategies=[_STRATEGY.value],
     verifications=("coupled",),
     prompts=_PROMPTS.value,
@@ -89,7 +84,7 @@ def measure(workdir: pathlib.Path, config: dict, drafter: str, mesh) -> float:
 
 
 def draw(path: pathlib.Path, runs: dict[str, pathlib.Path]) -> None:
-  """Acceptance in training, by step, one line per run."""
+  """Draws acceptance in training, by step, one line per run."""
   with mpl.rc_context(plot.STYLE):
     fig = figure.Figure(figsize=(7, 3.8), layout="constrained")
     ax = fig.subplots()
@@ -111,24 +106,35 @@ def draw(path: pathlib.Path, runs: dict[str, pathlib.Path]) -> None:
     fig.savefig(path)
 
 
-def main():
+def main(config):
   if unknown := set(_VARIANTS.value) - set(VARIANTS):
     raise ValueError(f"--variants takes of {', '.join(VARIANTS)}, not {sorted(unknown)[0]}")
   workdir = pathlib.Path(_WORKDIR.value)
-  config = setup.start(workdir, _CONFIG.value)
-  mesh = axes.make_mesh(config["tensor_parallel"])
+  launch.start(workdir, config)
+  offline = _DRAFTER.value or config["drafter"]
+  if not offline:
+    raise ValueError("there is no offline drafter to start from: give --drafter")
   rates = _RATES.value or [str(config["optimizer"]["learning_rate"])]
   rows, runs = [], {}
-  for rate in rates:
-    for seed in _SEEDS.value:
-      for name in _VARIANTS.value:
-        drafter, spot = VARIANTS[name]
-        folder = workdir / f"{name}_{rate}_{seed}"
-        train(folder, seed, rate, drafter, spot)
-        length = measure(folder, dict(config), drafter, mesh)
-        rows.append((name, rate, seed, round(length, 3)))
-        runs[f"{name} ({rate}, seed {seed})"] = folder
-        print(f"{name}, learning rate {rate}, seed {seed}: {length:.2f} tokens per pass")
+  for rate, seed, name in itertools.product(rates, _SEEDS.value, _VARIANTS.value):
+    drafter, spot = VARIANTS[name]
+    folder = workdir / f"{name}_{rate}_{seed}"
+    settings = {
+      "seed": seed,
+      "prompts.seed": seed,
+      "steps": _STEPS.value,
+      "drafter": drafter or offline,
+      "evaluation.every": 0,
+      "optimizer.learning_rate": rate,
+      **{f"spot.{key}": value for key, value in spot.items()},
+    }
+    if "seed" not in config["prompts"]:  # a file has its order from `seed`
+      del settings["prompts.seed"]
+    train(folder, settings)
+    length = measure(config, folder, drafter or offline)
+    rows.append((name, rate, seed, round(length, 3)))
+    runs[f"{name} ({rate}, seed {seed})"] = folder
+    print(f"{name}, learning rate {rate}, seed {seed}: {length:.2f} tokens per pass")
   with (workdir / "sweep.csv").open("w") as f:
     writer = csv.writer(f)
     writer.writerow(("variant", "learning_rate", "seed", "mean_acceptance_length"))
@@ -138,4 +144,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main, config="experiments/configs/countdown.py")

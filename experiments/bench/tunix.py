@@ -1,4 +1,4 @@
-"""Our rollout against the vanilla sampler of google-tunix, on the same weights.
+"""Compares our rollout with the vanilla sampler of google-tunix, on the same weights.
 
     python3 -m venv /tmp/scratch
     /tmp/scratch/bin/pip install google-tunix==0.1.7
@@ -21,21 +21,19 @@ runs on device 0 with the threads of all cores; --slices=2 splits the CPU into t
 devices for our side, so compare with the faster tunix of both settings.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import json
 import os
 import tempfile
-import time
 
 from absl import flags
 import jax
 import numpy as np
-import rich.console
-import rich.table
 
-from experiments import setup
+from experiments import launch
+from experiments import tables
+from experiments.bench import interleave
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
@@ -85,7 +83,7 @@ class Workload:
 
 
 class Tokenizer:
-  """What tunix asks of a tokenizer, for prompts that are token ids already.
+  """A tokenizer for tunix whose prompts are token ids already.
 
   No id is special: a sampled pad id would be masked out of tunix's attention.
   """
@@ -241,23 +239,8 @@ def check_same_model(tunix: Tunix, params, mesh) -> None:
   print(f"greedy: both sides draw the same {len(drawn)} tokens, {distinct} distinct")
 
 
-def measure(sides: dict[str, Callable[[int], None]]) -> dict[str, list[float]]:
-  """Seconds of each repetition, the sides taking turns.
-
-  A round before the first compiles what each needs.
-  """
-  seconds = {side: [] for side in sides}
-  for repeat in range(_REPEATS.value + 1):
-    for side, run in sides.items():
-      began = time.perf_counter()
-      run(repeat)
-      if repeat:
-        seconds[side].append(time.perf_counter() - began)
-  return seconds
-
-
 def run(workload: Workload, tunix: Tunix, params, mesh) -> dict:
-  """Both sides on one workload."""
+  """Runs both sides on one workload."""
   engine = rollout.make(MODEL, mesh, workload.options)
 
   def ours(repeat: int) -> None:
@@ -269,16 +252,17 @@ def run(workload: Workload, tunix: Tunix, params, mesh) -> dict:
     drawn = tunix(workload.requests, batch, 1000 * repeat)
     np.testing.assert_array_equal([*map(len, drawn)], workload.requests.max_tokens)
 
-  sides = {n: functools.partial(theirs, batch=n) for n in workload.tunix_batches}
-  seconds = measure({"ours": ours, **sides})
+  batches = {n: functools.partial(theirs, batch=n) for n in workload.tunix_batches}
+  sides = {"ours": ours, **batches}
+  seconds = interleave.seconds(list(interleave.turns(sides, _REPEATS.value)))
   best = min(workload.tunix_batches, key=lambda batch: np.median(seconds[batch]))
-  a, b = np.array(seconds["ours"]), np.array(seconds[best])
+  a, b = seconds["ours"], seconds[best]
   ratio = b / a
   return {
     "ours_s": [float(np.median(a)), float(a.min()), float(a.max())],
     "tunix_s": [float(np.median(b)), float(b.min()), float(b.max())],
     "tunix_batch": best,
-    "tunix_s_by_batch": {str(n): float(np.median(seconds[n])) for n in sides},
+    "tunix_s_by_batch": {str(n): float(np.median(seconds[n])) for n in batches},
     "ours_tokens_per_s": workload.tokens / float(np.median(a)),
     "tunix_tokens_per_s": workload.tokens / float(np.median(b)),
     "ratio": float(np.median(ratio)),
@@ -286,29 +270,34 @@ def run(workload: Workload, tunix: Tunix, params, mesh) -> dict:
   }
 
 
-def print_table(results: dict) -> None:
-  columns = ["workload", "ours, s", "tunix, s", "its batch", "tokens/s", "tunix", "ratio"]
-  table = rich.table.Table(
-    *columns, title="Medians (ranges); useful tokens only", title_justify="left"
-  )
+def report(results: dict) -> None:
+  """Prints the table."""
   spread = lambda x, digits: f"{x[0]:.{digits}f} ({x[1]:.{digits}f}-{x[2]:.{digits}f})"
-  for name, r in results.items():
-    table.add_row(
-      name,
-      spread(r["ours_s"], 3),
-      spread(r["tunix_s"], 3),
-      str(r["tunix_batch"]),
-      f"{r['ours_tokens_per_s']:.0f}",
-      f"{r['tunix_tokens_per_s']:.0f}",
-      spread([r["ratio"], *r["ratio_range"]], 2),
-    )
-  rich.console.Console(width=120).print(table)
+  tables.show(
+    "Medians (ranges); useful tokens only",
+    ["workload", "ours, s", "tunix, s", "its batch", "tokens/s", "tunix", "ratio"],
+    [
+      [
+        name,
+        spread(r["ours_s"], 3),
+        spread(r["tunix_s"], 3),
+        str(r["tunix_batch"]),
+        f"{r['ours_tokens_per_s']:.0f}",
+        f"{r['tunix_tokens_per_s']:.0f}",
+        spread([r["ratio"], *r["ratio_range"]], 2),
+      ]
+      for name, r in results.items()
+    ],
+  )
 
 
 def main():
   if tunix_sampler is None:
-    raise ValueError("tunix is not installed; the head of this file says how")
-  setup.keep_freed_memory()  # as our commands do; both sides are faster for it
+    raise ValueError(
+      "tunix is not installed: python3 -m venv /tmp/scratch && /tmp/scratch/bin/pip "
+      "install google-tunix==0.1.7, then run this with /tmp/scratch/bin/python"
+    )
+  launch.keep_freed_memory()  # as our commands do; both sides are faster for it
   jax.config.update("jax_num_cpu_devices", _SLICES.value)
   chosen = workloads(_SLICES.value)
   names = [w.name for w in chosen]
@@ -328,7 +317,7 @@ def main():
       for w in chosen
       if not _ONLY.value or w.name in _ONLY.value
     }
-  print_table(results)
+  report(results)
   print(
     json.dumps(
       {
@@ -343,4 +332,4 @@ def main():
 
 
 if __name__ == "__main__":
-  setup.run(main)
+  launch.run(main)

@@ -16,6 +16,7 @@ are. It costs a 23rd of a pass of the larger policy then, as the drafters of mod
 """
 
 import dataclasses
+import functools
 import logging
 import pathlib
 
@@ -25,22 +26,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import setup
+from experiments import launch
+from tlt_jax import data
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import target
 
-_CONFIG = setup.config_flag("experiments/configs/countdown.py")
-_DRAFTER = flags.DEFINE_string("drafter", "", "Folder; default: the config's, if any.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/wide", "Gets policy/ and drafter/.")
-_LAYERS = flags.DEFINE_integer("layers", 12, "Of the larger policy.", lower_bound=1)
-_TIMES = flags.DEFINE_integer("times", 3, "Its width over the policy's.", lower_bound=1)
+TIMES = 3  # width of the larger policy over the policy's
 
 
-def larger(config: config_lib.ModelConfig, layers: int, times: int):
-  """The larger shape."""
+def larger(
+  config: config_lib.ModelConfig, layers: int, times: int
+) -> config_lib.ModelConfig:
+  """The larger policy's shape."""
   if layers < config.num_layers:
     raise ValueError(f"{layers} layers cannot hold the policy's {config.num_layers}")
   return dataclasses.replace(
@@ -52,7 +52,7 @@ def larger(config: config_lib.ModelConfig, layers: int, times: int):
   )
 
 
-def padded(config: config_lib.ModelConfig, times: int):
+def padded(config: config_lib.ModelConfig, times: int) -> config_lib.ModelConfig:
   """The shape with wider hidden states, and heads and an MLP as they are."""
   return dataclasses.replace(
     config,
@@ -65,6 +65,9 @@ def embed(small: dict, random: dict, times: int, parts: int = 1) -> dict:
   """Parameters of the larger model, from the smaller's and random ones of its shape.
 
   Args:
+    small: the smaller model's
+    random: of the larger model
+    times: its width over the smaller one's
     parts: inputs of width D that lie side by side in a drafter's "fc"
   """
   flat = traverse_util.flatten_dict(small, sep="/")
@@ -86,34 +89,73 @@ def embed(small: dict, random: dict, times: int, parts: int = 1) -> dict:
   return traverse_util.unflatten_dict(found, sep="/")
 
 
-def main():
-  workdir = pathlib.Path(_WORKDIR.value)
-  config = setup.start(workdir, _CONFIG.value)
-  folder, times = _DRAFTER.value or config["drafter"], _TIMES.value
-  small, params = convert.load_hf(config["policy"])
-  model = larger(small, _LAYERS.value, times)
-  random = target.init_params(model, jax.random.key(0))
-  wide = embed(params, random, times)
-  tokens = jnp.arange(32)[None] % model.vocab_size
-  logits = [
-    target.Target(c).apply({"params": p}, features, method=target.Target.logits)
-    for c, p in ((small, params), (model, wide))
-    for features, _ in [target.Target(c).apply({"params": p}, tokens, jnp.arange(32)[None])]
-  ]
-  apart = float(jnp.max(jnp.abs(logits[0] - logits[1])))
+def logits(config: config_lib.ModelConfig, params) -> jax.Array:
+  """f32[1 32 V] after some tokens."""
+
+  @jax.jit
+  def run(params):
+    at = jnp.arange(32)[None]
+    apply = functools.partial(target.Target(config).apply, {"params": params})
+    features, _ = apply(at % config.vocab_size, at)
+    return apply(features, method=target.Target.logits)
+
+  return run(params)
+
+
+def widen(
+  policy: str | pathlib.Path,
+  drafter: str | pathlib.Path | None,
+  folder: pathlib.Path,
+  layers: int | None = None,
+  times: int = TIMES,
+) -> None:
+  """Writes the larger policy to `folder`/policy, and its drafter to `folder`/drafter.
+
+  Args:
+    policy: folder of the smaller one
+    drafter: folder of its drafter, if it has one
+    folder: where to
+    layers: of the larger policy; None: half as many again
+    times: its width over the smaller one's
+  Raises:
+    ValueError: the two policies would not compute the same, or the drafter is of another
+      kind than EAGLE-2
+  """
+  small, params = convert.load_hf(policy)
+  model = larger(small, layers or -(-small.num_layers * 3 // 2), times)
+  init = jax.jit(lambda key: target.init_params(model, key))
+  wide = embed(params, init(jax.random.key(0)), times)
+  apart = float(jnp.max(jnp.abs(logits(small, params) - logits(model, wide))))
   logging.info("logits of the two differ by at most %.1e", apart)
   if apart > 1e-3:
     raise ValueError(f"the larger policy's logits differ by {apart:.1e} from the policy's")
-  setup.export(workdir / "policy", config["policy"], model, wide)
-  if folder:
-    drafter, params = drafter_files.load(folder, small)
-    if drafter.kind != "eagle2":
-      raise ValueError(f"{folder}: only an eagle2 drafter can be embedded")
-    one = dataclasses.replace(drafter, layer=padded(drafter.layer, times))
-    random = drafter_lib.init_params(one, jax.random.key(0))
-    drafter_files.save(workdir / "drafter", one, embed(params, random, times, parts=2))
-    logging.info("exported its drafter to %s", workdir / "drafter")
+  convert.save_hf(folder / "policy", model, wide)
+  data.copy_tokenizer(policy, folder / "policy")
+  logging.info("exported the policy to %s", folder / "policy")
+  if drafter:
+    config, params = drafter_files.load(drafter, small)
+    if config.kind != "eagle2":
+      raise ValueError(f"{drafter}: only an eagle2 drafter can be embedded")
+    one = dataclasses.replace(config, layer=padded(config.layer, times))
+    init = jax.jit(lambda key: drafter_lib.init_params(one, key))
+    random = init(jax.random.key(0))
+    drafter_files.save(folder / "drafter", one, embed(params, random, times, parts=2))
+    logging.info("exported its drafter to %s", folder / "drafter")
 
 
-if __name__ == "__main__":
-  setup.run(main)
+def main(config):
+  given = flags.FLAGS
+  folder = pathlib.Path(given.workdir)
+  launch.start(folder, config)
+  drafter = given.drafter or config["drafter"]
+  widen(config["policy"], drafter, folder, given.layers, given.times)
+
+
+if __name__ == "__main__":  # other benchmarks, with flags of their own, use this file
+  flags.DEFINE_string("drafter", "", "Folder; default: the config's, if any.")
+  flags.DEFINE_string("workdir", "runs/wide", "Gets policy/ and drafter/.")
+  flags.DEFINE_integer(
+    "layers", None, "Of the larger policy; default: half as many again.", lower_bound=1
+  )
+  flags.DEFINE_integer("times", TIMES, "Its width over the policy's.", lower_bound=1)
+  launch.run(main, config="experiments/configs/countdown.py")

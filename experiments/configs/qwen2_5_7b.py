@@ -6,8 +6,9 @@
         --config.held_out.path=gsm8k_test.jsonl --workdir=runs/gsm8k
 
 The files hold one {"question", "answer"} object per line. Made for 8 accelerators
-of 80 GB (2 slices of 4); shapes are checked on every test run, speed has not been
-measured. `:smoke` shrinks every size for a tiny model on a CPU.
+of 80 GB (2 slices of 4); shapes are checked on every test run, speed and accuracy have
+not been measured. `:smoke` shrinks every size for a tiny model on a CPU. The entries are
+those of `configs/countdown.py`.
 """
 
 import ml_collections
@@ -23,29 +24,31 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     prompt_field="question",
     answer_field="answer",
   )
+  max_prompt, max_tokens = 1024, 16 if smoke else 4096
+  longest = max_prompt + max_tokens
   return ml_collections.ConfigDict(
     dict(
       seed=0,
       steps=2 if smoke else 200,
       policy="Qwen2.5-7B-Instruct",
-      drafter="",  # folder of `train_drafter`, or "eagle2", "eagle3": a new one
-      strategies=((4, ("off", "5_1_6")), (16, ("off", "3_1_4"))),
+      drafter="",
+      strategies="up to 4 live: off or 5_1_6; up to 16 live: off or 3_1_4",
       strategy_rule="predictive",
-      verification="coupled",  # no token changes; or "rejection"
-      spot=dict(  # idle slices train the drafter, see configs/countdown.py
+      verification="coupled",
+      spot=dict(
         every=1,
-        length=2048,
-        context=256,
+        row_tokens=2048,
+        context_tokens=256,
         rows=8,
-        carried=4,
-        shadow=0,
-        chunk=256,
-        least=4,
-        share=0.0,
-        slots=0,
-        cold_s=0.0,
-        cold_rollouts=1,
-        per_update=1,
+        carried_rows=4,
+        held_out_rows=0,
+        chunk_tokens=256,
+        min_micro_batches=4,
+        after_rollout_share=0.0,
+        max_batch=0,
+        warm_up_s=0.0,
+        warm_up_rollouts=1,
+        micro_batches_per_update=1,
         loss=dict(steps=3, decay=0.8, distance="cross_entropy", regression=0.1),
         optimizer=dict(name="adamw", learning_rate=1e-4, b2=0.95, weight_decay=0.0),
       ),
@@ -58,16 +61,17 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       reward="tlt_jax.tasks.gsm8k.score",
       batch=dict(prompts=2 if smoke else 64, responses=2 if smoke else 8),
-      sampling=dict(
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=16 if smoke else 4096
-      ),
+      sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens),
       rollout=dict(
-        max_prompt=1024,
+        max_prompt=max_prompt,
         slots=4 if smoke else 256,
-        # (slots, tokens) of compiled programs: the fewer run, the longer they are
+        # The fewer run, the longer they are.
         buckets=()
         if smoke
-        else ((256, 1024), (256, 2048), (128, 2048), (32, 2048), (32, 5120), (8, 5120)),
+        else (
+          *((256, 1024), (256, 2048), (128, 2048), (32, 2048)),
+          *((32, longest), (8, longest)),
+        ),
         chunk=8 if smoke else 64,
         prompt_rows=4 if smoke else 16,
         prefill_rows=4,
@@ -83,7 +87,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       learner=dict(
         updates=1 if smoke else 2,
-        buckets=((2, 1040),) if smoke else ((8, 1280), (4, 5120)),
+        buckets=((2, longest),) if smoke else ((8, 1280), (4, longest)),
         remat=True,
       ),
       evaluation=dict(every=20, samples=1),

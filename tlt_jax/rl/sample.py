@@ -1,18 +1,26 @@
-"""From prompts to scored responses: tokenize, roll out, decode, reward."""
+"""From prompts to scored responses: tokenize, roll out, decode, reward.
 
-from collections.abc import Sequence
+`make` gives the `Sampler` that does it, `Scored` is what it returns, and `replay` reads
+back what the clock decided in a run's rollouts, as `Scored.record` kept it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
+import pathlib
 import time
+from typing import Any
 
 import jax
 import numpy as np
 
 from tlt_jax import data
+from tlt_jax import metrics
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import reward as reward_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +98,12 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-  """Answers prompts with a policy and scores the answers."""
+  """Answers prompts with a policy and scores the answers; see `make`."""
 
   rollout: rollout_lib.Rollout
   tokenizer: data.Tokenizer
   score: reward_lib.Score
-  sampling: dict  # temperature, top_k, top_p, min_p, max_tokens
+  sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
   chat: bool = False  # wrap plain prompts in the chat template
   system: str = ""  # system message of that template
 
@@ -111,23 +119,30 @@ class Sampler:
     params,
     records: Sequence[dict],
     responses: int,
+    *,
     seed: int,
-    first_request: int,
+    first_request: int = 0,
     draft_params=None,
     lengths: np.ndarray | None = None,
-    **options,
+    **options: Any,
   ) -> Scored:
-    """Responses to {"prompt", "answer"} records; params in `axes.ROLLOUT` layout.
+    """Answers and scores.
 
     Args:
-      lengths: i32[P * responses], to follow a trace: tokens of each response, none of
-        which stops before
+      params: the policy's, in the layout `axes.ROLLOUT`
+      records: P prompts, {"prompt", "answer"} each
+      responses: R, per prompt
+      seed: of the noise
+      first_request: number of the first response in the run; the rest count up from it
+      draft_params: the drafter's, if one drafts and is not trained meanwhile
+      lengths: i32[P * R], to follow a trace: tokens of each response, none of which
+        stops before
       options: further arguments of the rollout (`train`, `decide`)
+    Raises:
+      FloatingPointError: the policy's log-probabilities are not finite
     """
-    system = self.system or None
-    encode = self.tokenizer.encode
-    prompts = [encode(r["prompt"], system=system, chat=self.chat) for r in records]
-    sampling, stop_tokens = self.sampling, self.tokenizer.stop_tokens
+    prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
+    sampling, stop_tokens = dict(self.sampling), self.tokenizer.stop_tokens
     if lengths is not None:
       sampling, stop_tokens = sampling | {"max_tokens": lengths}, [-1] * len(stop_tokens)
     requests = requests_lib.make_requests(
@@ -149,11 +164,81 @@ class Sampler:
     text = [self.tokenizer.decode(samples.response(i)) for i in range(len(requests))]
     asked = [records[p] for p in requests.prompt_idx]
     reward = reward_lib.score_all(
-      self.score, [r["prompt"] for r in asked], text, [r["answer"] for r in asked]
+      self.score,
+      prompts=[r["prompt"] for r in asked],
+      responses=text,
+      answers=[r["answer"] for r in asked],
     )
     return Scored(
-      requests, samples, text, reward, sampled - began, time.perf_counter() - sampled
+      requests=requests,
+      samples=samples,
+      text=text,
+      reward=reward,
+      rollout_s=sampled - began,
+      reward_s=time.perf_counter() - sampled,
     )
+
+
+def make(
+  rollout: rollout_lib.Rollout,
+  *,
+  policy: str | pathlib.Path,
+  reward: str,
+  sampling: Mapping[str, Any],
+  chat: Mapping[str, Any],
+) -> Sampler:
+  """A sampler around a rollout.
+
+  Args:
+    policy: the folder whose tokenizer it uses
+    reward: dotted name of a verifier; "": every response is worth 0
+    sampling: temperature, top_k, top_p, min_p and max_tokens of every request
+    chat: {"apply": whether plain prompts are wrapped in the chat template, "system": the
+      system message of that template, or ""}
+  """
+  return Sampler(
+    rollout=rollout,
+    tokenizer=data.Tokenizer.load(policy),
+    score=reward_lib.make(reward) if reward else _nothing,
+    sampling=sampling,
+    chat=chat["apply"],
+    system=chat["system"],
+  )
+
+
+def _nothing(prompt, response: str, answer) -> float:
+  """The reward of a response that nobody judges."""
+  del prompt, response, answer
+  return 0.0
+
+
+def encode(
+  tokenizer: data.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
+) -> list[np.ndarray]:
+  """The prompts of records as token ids i32[...]; see `Tokenizer.encode`."""
+  return [
+    tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records
+  ]
+
+
+def replay(
+  path: str | pathlib.Path, strict: bool
+) -> Callable[[int], schedule.Decisions]:
+  """Reads what the clock decided in a run's rollouts, for one that decides alike.
+
+  Args:
+    path: the run's rollouts.jsonl
+    strict: whether it is an error if the file is missing or a rollout differs; else the
+      clock decides from there on
+  Returns:
+    step -> what is decided in its rollout
+  Raises:
+    metrics.MetricError: the file is missing or damaged
+  """
+  known = {}
+  if strict or pathlib.Path(path).exists():
+    known = {r["step"]: r.get("decisions") for r in metrics.read(path)}
+  return lambda step: schedule.Decisions(known.get(step), strict=strict)
 
 
 _EVALUATION = 1 << 31  # added to the seed: no evaluation shares noise with a step
@@ -167,8 +252,18 @@ def evaluate(
   seed: int,
   draft_params=None,
 ) -> dict[str, float]:
-  """Accuracy on held-out records; every call draws with the same noise."""
-  scored = sampler(params, records, samples, seed + _EVALUATION, 0, draft_params)
+  """Accuracy on held-out records; every call draws with the same noise.
+
+  Args:
+    params: the policy's, in the layout `axes.ROLLOUT`
+    records: {"prompt", "answer"} each
+    samples: responses per prompt
+    seed: the run's
+    draft_params: the drafter's, if one drafts and is not trained in rollouts
+  """
+  scored = sampler(
+    params, records, samples, seed=seed + _EVALUATION, draft_params=draft_params
+  )
   return {
     "eval/accuracy": float(scored.reward.mean()),
     "eval/length_mean": float(scored.samples.length.mean()),

@@ -1,0 +1,143 @@
+"""Makes what a run's config describes: models, selector, spot training, sampler.
+
+The library takes plain arguments. Which entries of a config they are is known here, and
+in `train.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from tlt_jax import axes
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import drafter_files
+from tlt_jax.rl import optimizer
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.speculation import rules
+from tlt_jax.spec_decode.speculation import strategy
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+  """A policy and, if there is one, its drafter, in the layout of rollouts."""
+
+  mesh: jax.sharding.Mesh
+  model: config_lib.ModelConfig  # the policy's
+  params: Any  # the policy's
+  drafter: drafter_lib.DrafterConfig | None = None
+  draft_params: Any = None
+
+
+def load_models(config: dict, dtype: str | None = None) -> Models:
+  """Loads the config's policy and drafter onto this machine's devices.
+
+  Args:
+    config: of a run
+    dtype: of the policy's weights and of what it computes; None: its folder's
+  """
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT, dtype)
+  if dtype is not None:
+    model = dataclasses.replace(model, dtype=dtype)
+  drafter, draft_params = load_drafter(config, model, mesh)
+  return Models(mesh, model, params, drafter, draft_params)
+
+
+def load_drafter(
+  config: dict, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh
+) -> tuple[drafter_lib.DrafterConfig | None, Any]:
+  """The config's drafter and its parameters, of a folder or new; None if it has none."""
+  if not config["drafter"]:
+    return None, None
+  if config["drafter"] not in drafter_lib.KINDS:
+    return drafter_files.load(config["drafter"], model, mesh)
+  drafter = drafter_lib.of_target(model, config["drafter"])
+  layout = axes.shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
+  init = jax.jit(lambda key: drafter_lib.init_params(drafter, key), out_shardings=layout)
+  return drafter, init(jax.random.key(config["seed"]))
+
+
+def selector(config: dict) -> strategy.Policy | None:
+  """The selector of strategies; None if only plain decoding is left."""
+  return rules.make(
+    strategies=config["strategies"],
+    rule=config["strategy_rule"],
+    has_drafter=bool(config["drafter"]),
+  )
+
+
+def spot_training(
+  config: dict,
+  model: config_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  drafter: drafter_lib.DrafterConfig | None,
+  draft_params,
+) -> spot_lib.Spot | None:
+  """The drafter's training in rollouts; None if there is none, or it stays as it is.
+
+  Args:
+    config: of a run
+    model: the policy's
+    mesh: of the run
+    drafter, draft_params: of `load_drafter`
+  """
+  section = dict(config["spot"])
+  if drafter is None or not section.pop("every"):
+    return None
+  loss, options = section.pop("loss"), section.pop("optimizer")
+  temperature = config["sampling"]["temperature"] or 1.0
+  return spot_lib.make(
+    model,
+    drafter,
+    mesh,
+    draft_params,
+    optimizer=optimizer.make(**options),
+    longest=max_length(config),
+    loss=draft_loss.Loss(**loss, temperature=temperature),
+    options=spot_lib.Options(**section),
+  )
+
+
+def max_length(config: dict) -> int:
+  """Tokens of the longest sequence."""
+  return config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
+
+
+def sampler(
+  config: dict,
+  model: config_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  drafter: drafter_lib.DrafterConfig | None = None,
+  selector: strategy.Policy | None = None,
+  spot: spot_lib.Spot | None = None,
+) -> sample.Sampler:
+  """The sampler of the config's task, which answers prompts and scores the answers.
+
+  Args:
+    config: of a run; the tokenizer is that of its policy's folder
+    model: the policy's
+    mesh: of the run
+    drafter, selector, spot: speculation, see `rollout.make`
+  """
+  engine = rollout.make(
+    model,
+    mesh,
+    rollout.Options(max_length=max_length(config), **config["rollout"]),
+    drafter=drafter,
+    policy=selector,
+    verification=config["verification"],
+    spot=spot,
+  )
+  return sample.make(
+    engine,
+    policy=config["policy"],
+    reward=config["reward"],
+    sampling=config["sampling"],
+    chat=config["chat"],
+  )

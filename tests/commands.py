@@ -1,0 +1,174 @@
+"""Commands as a user runs them, as processes; tiny random policies keep them short.
+
+All share one cache of compiled programs. A test file that uses the fixtures says so:
+`home = commands.home`.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+import tokenizers
+import transformers
+
+from tests import tiny
+from tlt_jax.models import convert
+from tlt_jax.models import target
+from tlt_jax.tasks import countdown
+
+ROOT = pathlib.Path(__file__).parents[1]
+COUNTDOWN = dataclasses.replace(tiny.CONFIG, vocab_size=24, num_layers=1)
+STEPS = 8
+VERIFIER = '''
+def digits(prompt, response, answer):
+  """Share of digits, so that a random policy has something to learn from."""
+  return sum(c.isdigit() for c in response) / max(1, len(response))
+'''
+
+
+def init(model):
+  """Random parameters."""
+  return jax.jit(lambda key: target.init_params(model, key))(jax.random.key(0))
+
+
+def write_policy(folder: pathlib.Path, model=COUNTDOWN, params=None) -> pathlib.Path:
+  """A random policy with the tokenizer of Countdown."""
+  if params is None:
+    params = init(model)
+  convert.save_hf(folder, model, params)
+  countdown.tokenizer().save_pretrained(folder)
+  return folder
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory) -> pathlib.Path:
+  """What a user brings along: a policy, and a reward of their own."""
+  folder = tmp_path_factory.mktemp("commands")
+  write_policy(folder / "policy")
+  (folder / "user_rewards.py").write_text(VERIFIER)
+  return folder
+
+
+def start(home: pathlib.Path, command: str, *args) -> subprocess.Popen:
+  path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
+  return subprocess.Popen(
+    [sys.executable, "-m", f"experiments.{command}", *map(str, args)],
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": path},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def run(home: pathlib.Path, command: str, *args) -> subprocess.CompletedProcess:
+  """Runs a command to its end."""
+  with start(home, command, *args) as process:
+    try:
+      stdout, stderr = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      raise
+  return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+def succeed(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+  assert result.returncode == 0, result.stderr
+  assert "Traceback" not in result.stderr
+  return result
+
+
+def found(home: pathlib.Path, command: str, *args) -> dict:
+  """The JSON of a command's last line."""
+  return json.loads(succeed(run(home, command, *args)).stdout.splitlines()[-1])
+
+
+def error(result: subprocess.CompletedProcess) -> str:
+  """The one line that says what went wrong, after nothing but the usual log."""
+  assert result.returncode == 1, result.stderr
+  *log, last = result.stderr.strip().splitlines()
+  usual = re.compile(r"\d\d:\d\d:\d\d |step \d+/\d+ ")
+  assert [line for line in log if not usual.match(line)] == []
+  assert last.startswith("error: ")
+  return last.removeprefix("error: ")
+
+
+def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
+  """Arguments of a Countdown run that is over in a second or two."""
+  overrides = {
+    "policy": home / "policy",
+    "steps": STEPS,
+    "reward": "user_rewards.digits",
+    "sampling.max_tokens": 24,
+    "rollout.slots": 4,
+    "rollout.buckets": "()",
+    "rollout.chunk": 8,
+    "learner.buckets": "((2,64),)",
+    "checkpoint.every": 2,
+  } | dict(overrides)
+  config = f"--{flag}=experiments/configs/countdown.py:smoke"
+  return [config, *(f"--{flag}.{key}={value}" for key, value in overrides.items())]
+
+
+# A new drafter, and its training in idle slices, of a tiny run.
+DRAFTING = {
+  "drafter": "eagle2",
+  "strategies": "up to 9 live: 2_1_3",
+  "spot.rows": 2,
+  "spot.carried_rows": 1,
+  "spot.chunk_tokens": 16,
+  "spot.warm_up_s": 0.5,
+  "spot.loss.steps": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def chat(home) -> list[str]:
+  """Arguments of a chat run: prompt files, a chat template, the GSM8K reward."""
+  folder = home / "chat_policy"
+  letters = {chr(i): i for i in range(32, 127)} | {"\n": 0}
+  special = {"<|im_start|>": 1, "<|im_end|>": 2}
+  inner = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(letters | special, unk_token=" ")
+  )
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(r"[\s\S]"), "isolated"
+  )
+  inner.decoder = tokenizers.decoders.Fuse()
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=inner,
+    eos_token="<|im_end|>",
+    additional_special_tokens=["<|im_start|>"],
+  )
+  tokenizer.chat_template = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+  )
+  model = dataclasses.replace(
+    tiny.CONFIG,
+    architecture="Qwen2ForCausalLM",
+    vocab_size=128,
+    num_layers=1,
+    qkv_bias=True,
+    qk_norm=False,
+  )
+  convert.save_hf(folder, model, init(model))
+  tokenizer.save_pretrained(folder)
+  for name, count in (("train", 5), ("test", 3)):
+    rows = [{"question": f"{i}+1?", "answer": f"So #### {i + 1}"} for i in range(count)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (home / f"{name}.jsonl").write_text(text)
+  return [
+    "--config=experiments/configs/qwen2_5_7b.py:smoke",
+    f"--config.policy={folder}",
+    f"--config.prompts.path={home / 'train.jsonl'}",
+    f"--config.held_out.path={home / 'test.jsonl'}",
+    "--config.rollout.max_prompt=192",
+    "--config.learner.buckets=((2,208),)",
+  ]

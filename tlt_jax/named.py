@@ -1,0 +1,60 @@
+"""Things that users call by name: the nearest known one, and dotted names imported.
+
+An algorithm, a reward, a source of prompts or a strategy rule is named in a config. Who
+gets a name wrong is told in one line which one was probably meant.
+"""
+
+from collections.abc import Iterable
+import difflib
+import importlib
+import pkgutil
+import types
+from typing import Any
+
+
+class NameNotFound(ValueError):
+  """A dotted name that leads nowhere; the message says from where on."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+  """The end of an error message: "; did you mean 'x'?", or "" if nothing is near."""
+  near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+  return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def load(path: str) -> Any:
+  """What `package.module.name` stands for, its module imported if need be.
+
+  Raises:
+    NameNotFound: no such module, or nothing of that name in it (with the nearest), or a
+      module that fails while it is imported
+  """
+  module_name, _, name = path.rpartition(".")
+  if not module_name:
+    raise NameNotFound(f"{path!r} is not of the form package.module.name")
+  module = _import(module_name)
+  if not hasattr(module, name):
+    public = [known for known in vars(module) if not known.startswith("_")]
+    raise NameNotFound(f"module {module_name} has no {name!r}" + nearest(name, public))
+  return getattr(module, name)
+
+
+def _import(name: str) -> types.ModuleType:
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as e:
+    # Only if the path itself leads nowhere, not an import inside the module.
+    if e.name is None or not f"{name}.".startswith(f"{e.name}."):
+      raise NameNotFound(f"importing {name} failed: {e}") from e
+    parent, _, last = e.name.rpartition(".")
+    raise NameNotFound(f"no module {e.name!r}" + nearest(last, _modules(parent))) from e
+  except Exception as e:
+    raise NameNotFound(f"importing {name} failed: {type(e).__name__}: {e}") from e
+
+
+def _modules(package: str) -> list[str]:
+  """What may follow `package.` in an import; top-level names for ""."""
+  if not package:
+    return [m.name for m in pkgutil.iter_modules()]
+  folders = vars(importlib.import_module(package)).get("__path__", [])
+  return [m.name for m in pkgutil.iter_modules(folders)]

@@ -1,0 +1,87 @@
+"""Makes the selector of strategies from what a config says about it.
+
+Strategies are written "up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3": for how
+many live requests of the fullest slice, which ways to decode. Where one way is named it
+runs; where several are, a rule learns which of them is fastest. Above the last number
+plain decoding runs.
+"""
+
+from collections.abc import Iterable
+import re
+from typing import NamedTuple
+
+from tlt_jax import named
+from tlt_jax.spec_decode.speculation import adaptive
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+_LEVEL = re.compile(r"up to (\d+) live: (\S+(?: or \S+)*)")
+
+
+class Level(NamedTuple):
+  """The strategies that may run while at most so many requests are live."""
+
+  most: int
+  arms: tuple[strategy_lib.Strategy | None, ...]
+
+  def __str__(self) -> str:
+    return f"up to {self.most} live: " + " or ".join(map(strategy_lib.name, self.arms))
+
+
+def parse(text: str) -> tuple[Level, ...]:
+  """Reads levels, by increasing number; "" has none.
+
+  Raises:
+    ValueError: the text reads otherwise, or names a number twice
+  """
+  levels = []
+  for part in filter(None, map(str.strip, text.split(";"))):
+    match = _LEVEL.fullmatch(part)
+    if match is None:
+      raise ValueError(
+        "strategies read like 'up to 2 live: off or 3_1_4; up to 8 live: 2_1_3', not "
+        f"{part!r}"
+      )
+    arms = tuple(map(strategy_lib.parse, match[2].split(" or ")))
+    levels.append(Level(int(match[1]), arms))
+  if len({level.most for level in levels}) < len(levels):
+    raise ValueError(f"a number of live requests is named twice: {text!r}")
+  return tuple(sorted(levels, key=lambda level: level.most))
+
+
+def write(levels: Iterable[Level]) -> str:
+  """Writes levels as `parse` reads them."""
+  return "; ".join(map(str, levels))
+
+
+def make(strategies: str, rule: str, has_drafter: bool) -> strategy_lib.Policy | None:
+  """Makes the selector, or none if only plain decoding is left.
+
+  Args:
+    strategies: see the top of this file
+    rule: how it is learnt which of several is fastest: "predictive", "epsilon_greedy",
+      or the dotted name of a function of one's own that takes the levels
+    has_drafter: whether a drafter can draft; otherwise only n-grams can
+  Raises:
+    ValueError: unreadable strategies, or no such rule
+  """
+  able = lambda arm: arm is None or has_drafter or arm.source == strategy_lib.NGRAM
+  levels = [
+    Level(most, tuple(filter(able, arms)) or (None,)) for most, arms in parse(strategies)
+  ]
+  if all(arm is None for level in levels for arm in level.arms):
+    return None
+  if all(len(level.arms) == 1 for level in levels):
+    return strategy_lib.ByLiveBatch([(most, arm) for most, (arm,) in levels])
+  return _learning(rule)(levels)
+
+
+def _learning(rule: str):
+  if rule in adaptive.RULES:
+    return adaptive.RULES[rule]
+  if "." in rule:
+    return named.load(rule)
+  known = ", ".join(adaptive.RULES)
+  raise ValueError(
+    f"no strategy rule {rule!r}; there are {known}, and any function by its dotted name"
+    + named.nearest(rule, adaptive.RULES)
+  )
