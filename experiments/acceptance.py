@@ -6,6 +6,7 @@ import logging
 from experiments import from_config
 from experiments import tables
 from tlt_jax import data
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
@@ -44,7 +45,7 @@ def measure(
         models.model,
         models.mesh,
         drafter=models.drafter,
-        selector=strategy_lib.always(strategy_lib.parse(name)),
+        selector=selector_lib.always(strategy_lib.parse(name)),
       )
       scored = sampler(
         models.params, records, samples, seed=seed, draft_params=models.draft_params

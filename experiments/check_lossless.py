@@ -26,8 +26,9 @@ from experiments import from_config
 from experiments import launch
 from tlt_jax import data
 from tlt_jax.rl import sample
-from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
@@ -41,24 +42,23 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the 
 _COUNTED = ("total_tokens", "differing_tokens", "near_ties")
 
 
-class InTurn:
+class InTurn(selector_lib.Selector):
   """A selector of the strategy that is set, for every live batch."""
 
   def __init__(self, strategies: Sequence[strategy_lib.Strategy]):
-    self.strategies = tuple(strategies)
-    self.now = None
+    """Knows them all; none is set."""
+    self._strategies = tuple(strategies)
+    self.now: selector_lib.Arm = None
 
-  def choose(self, live: int, bucket) -> strategy_lib.Strategy | None:
+  @property
+  def strategies(self) -> tuple[strategy_lib.Strategy, ...]:
+    return self._strategies
+
+  def choose(self, live: int, step_s: selector_lib.StepSeconds) -> selector_lib.Arm:
     return self.now
 
-  def arms(self, live: int) -> tuple[strategy_lib.Strategy | None, ...]:
-    return None, *self.strategies
 
-  def observe(self, seen: strategy_lib.Observation) -> None:
-    """Has nothing to learn."""
-
-
-def identical(a: requests_lib.Samples, b: requests_lib.Samples) -> int:
+def identical(a: samples_lib.Samples, b: samples_lib.Samples) -> int:
   """Counts the responses that are the same in both."""
   alike = (a.tokens == b.tokens).all(1) & (a.length == b.length)
   return int(np.sum(alike))

@@ -204,7 +204,7 @@ def main():
     verdict = f"differs in {len(lines)} lines" if lines else "identical"
     print(f"{name:<36}{len(head.get(name, '').splitlines()):>6} lines  {verdict}")
     for line in lines[:_SHOWN]:
-      print(f"    {line}")
+      print(f"    {line[:160]}")
   differing = {name: len(lines) for name, lines in found.items() if lines}
   result = {
     "base": _BASE.value,

@@ -14,11 +14,12 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import drafters
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode.speculation import rules
-from tlt_jax.spec_decode.speculation import strategy
+from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -55,7 +56,7 @@ def load_drafter(
   """The config's drafter and its parameters, of a folder or new; None if it has none."""
   if not config["drafter"]:
     return None, None
-  if config["drafter"] not in drafter_lib.KINDS:
+  if not drafters.is_kind(config["drafter"]):
     return drafter_files.load(config["drafter"], model, mesh)
   drafter = drafter_lib.of_target(model, config["drafter"])
   layout = axes.shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
@@ -63,9 +64,9 @@ def load_drafter(
   return drafter, init(jax.random.key(config["seed"]))
 
 
-def selector(config: dict) -> strategy.Policy | None:
+def selector(config: dict) -> selector_lib.Selector | None:
   """The selector of strategies; None if only plain decoding is left."""
-  return rules.make(
+  return levels.make(
     strategies=config["strategies"],
     rule=config["strategy_rule"],
     has_drafter=bool(config["drafter"]),
@@ -114,7 +115,7 @@ def sampler(
   model: config_lib.ModelConfig,
   mesh: jax.sharding.Mesh,
   drafter: drafter_lib.DrafterConfig | None = None,
-  selector: strategy.Policy | None = None,
+  selector: selector_lib.Selector | None = None,
   spot: spot_lib.Spot | None = None,
 ) -> sample.Sampler:
   """The sampler of the config's task, which answers prompts and scores the answers.
@@ -130,7 +131,7 @@ def sampler(
     mesh,
     rollout.Options(max_length=max_length(config), **config["rollout"]),
     drafter=drafter,
-    policy=selector,
+    selector=selector,
     verification=config["verification"],
     spot=spot,
   )

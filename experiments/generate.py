@@ -27,7 +27,8 @@ from tlt_jax import data
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=True)
@@ -47,7 +48,7 @@ _MAX_TOKENS = flags.DEFINE_integer(
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
 
 
-def selector(config: dict) -> strategy_lib.Policy | None:
+def selector(config: dict) -> selector_lib.Selector | None:
   """The selector that `--strategy` asks for; None is plain decoding."""
   if _STRATEGY.value == "auto":
     return from_config.selector(config)
@@ -56,7 +57,7 @@ def selector(config: dict) -> strategy_lib.Policy | None:
     return None
   if strategy.source == strategy_lib.MODEL and not config["drafter"]:
     raise ValueError(f"--strategy={_STRATEGY.value} needs a --drafter")
-  return strategy_lib.always(strategy)
+  return selector_lib.always(strategy)
 
 
 def fitted(
@@ -140,7 +141,7 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
   """Writes a JSON line per response to the file object `out`."""
   for i, text in enumerate(scored.text):
     p = int(scored.requests.prompt_idx[i])
-    stopped = scored.samples.finish_reason[i] == requests_lib.STOP
+    stopped = scored.samples.finish_reason[i] == samples_lib.STOP
     record = {
       "index": p,
       "prompt": records[p]["prompt"],

@@ -36,7 +36,7 @@ def split(chunk: Mapping, micro_batch_s: float, index: int = 0) -> list[list[Spa
   0.8 s, trains for 0.9 s and idles for 0.3 s.
 
   Args:
-    chunk: the fields of `requests.Chunk`
+    chunk: the fields of `samples.ChunkRecord`
     micro_batch_s: seconds of one micro-batch of the drafter, 0 if unknown
     index: of the chunk, noted in the spans
   """

@@ -26,7 +26,6 @@ from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
-from tlt_jax.spec_decode.speculation import adaptive
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
 _SCHEDULE = flags.DEFINE_string(
@@ -56,7 +55,6 @@ def main(config):
   selector = from_config.selector(config)
   spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
   draft_params = None if spot else draft_params  # spot training has them from here on
-  learns = isinstance(selector, adaptive.ByLive)
   sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   prompts = data.prompt_iterator(data.source(**config["prompts"]), P, config["seed"])
@@ -72,8 +70,7 @@ def main(config):
     prompts.set_state(saved["prompts"])
     if spot:
       spot.restore(restored["drafter"], saved["drafter"])
-    if learns:
-      selector.restore(saved.get("speculation"))
+    sampler.rollout.restore(saved["rollout"])
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
@@ -131,7 +128,7 @@ def main(config):
       saved = {
         "prompts": prompts.get_state(),
         "drafter": spot.data() if spot else None,
-        "speculation": selector.state() if learns else None,
+        "rollout": sampler.rollout.state(),
       }
       checkpoints.save(step, trained(state), saved, force=last)
       progress.update(step, record)

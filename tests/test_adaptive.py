@@ -8,25 +8,37 @@ import pytest
 
 from tests import tiny
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import compare
-from tlt_jax.spec_decode.rollout import schedule as schedule_lib
-from tlt_jax.spec_decode.speculation import adaptive
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation.rules import epsilon_greedy
+from tlt_jax.spec_decode.speculation.rules import predictive as predictive_lib
 
 CHAIN, LONG, TREE = map(strategy_lib.parse, ("2_1_3", "5_1_6", "3_2_6"))
 ARMS = ((4, (None, CHAIN, LONG)), (16, (None, CHAIN)))
-BUCKET = schedule_lib.Bucket(4, 64)
+BUCKET = options_lib.Bucket(4, 64)
 STEPS = 40
+RULES = {
+  "predictive": predictive_lib.Predictive,
+  "epsilon_greedy": epsilon_greedy.EpsilonGreedy,
+}
 
 
 class World:
-  """Chunks whose time and acceptance are known: what a policy is up against."""
+  """Chunks whose time and acceptance are known: what a selector is up against."""
 
   def __init__(self, stands, cost, noise=0.05, seed=0):
     self.stands, self.cost, self.noise = stands, cost, noise
     self.dice = random.Random(seed)
     self.seconds = self.tokens = 0.0
     self.by_live = {}  # live: [tokens of a request, seconds]
+    self.clock = clock_lib.Clock()
+
+  def step_s(self, arm):
+    """Seconds of a step, as far as they are known."""
+    return self.clock.step_s(BUCKET, arm)
 
   def rate(self, arm, live):
     """Tokens per second of a request."""
@@ -34,20 +46,27 @@ class World:
     per_pass = 1 + sum(self.stands**k for k in range(1, depth + 1))
     return per_pass / self.cost(arm, live)
 
-  def run(self, policy, live):
-    arm = policy.choose(live, BUCKET)
+  def run(self, selector, live):
+    arm = selector.choose(live, self.step_s)
     passes = STEPS * live
     accepted = [passes]
     for _ in range(arm.depth if arm else 0):
       accepted.append(sum(self.dice.random() < self.stands for _ in range(accepted[-1])))
     tokens = sum(accepted)
     step_s = self.cost(arm, live) * self.dice.lognormvariate(0, self.noise)
-    seen = strategy_lib.Observation(
-      *(live, BUCKET, arm, STEPS, tokens, passes),
+    book = dict(steps=STEPS, tokens=tokens, longest=STEPS, seconds=STEPS * step_s)
+    self.clock.book(BUCKET, arm, **book)
+    seen = selector_lib.Observation(
+      live=live,
+      bucket=BUCKET,
+      strategy=arm,
+      steps=STEPS,
+      tokens=tokens,
+      passes=passes,
       accepted=() if arm is None else [*accepted, 0, 0],
       seconds=STEPS * step_s,
     )
-    policy.observe(seen)
+    selector.observe(seen)
     self.seconds += seen.seconds
     self.tokens += tokens / live
     here = self.by_live.setdefault(live, [0.0, 0.0])
@@ -61,48 +80,48 @@ def cost(arm, live):
 
 
 def predictive(world, arms=ARMS, lives=(1, 2, 4, 8)):
-  policy = adaptive.Predictive(arms)
+  selector = predictive_lib.Predictive(arms)
   for live in lives:
-    for arm in policy.arms(live):
-      policy.measured(BUCKET, arm, world.cost(arm, 4))
-  return policy
+    for arm in selector.arms(live):
+      world.clock.measured(BUCKET, arm, world.cost(arm, 4))
+  return selector
 
 
 def test_of_equal_buckets_the_best_arm_is_found():
   for stands, best in ((0.9, LONG), (0.75, CHAIN), (0.2, None)):
     world = World(stands, lambda arm, live: cost(arm, 1))
-    policy = predictive(world)
-    chosen = [world.run(policy, 2) for _ in range(40)]
+    selector = predictive(world)
+    chosen = [world.run(selector, 2) for _ in range(40)]
     assert max(ARMS[0][1], key=lambda arm: world.rate(arm, 2)) == best
     assert chosen[-20:].count(best) >= 19
 
 
 def test_speculation_goes_off_and_on_again_with_acceptance():
   world = World(0.9, lambda arm, live: cost(arm, 1))
-  policy = predictive(world)
-  assert [world.run(policy, 4) for _ in range(30)][-1] == LONG
+  selector = predictive(world)
+  assert [world.run(selector, 4) for _ in range(30)][-1] == LONG
   world.stands = 0.05
-  assert [world.run(policy, 4) for _ in range(60)][-1] is None
+  assert [world.run(selector, 4) for _ in range(60)][-1] is None
   world.stands = 0.9
-  assert [world.run(policy, 4) for _ in range(1500)].count(LONG) > 300
+  assert [world.run(selector, 4) for _ in range(1500)].count(LONG) > 300
 
 
 def test_what_one_live_batch_teaches_serves_another():
   world = World(0.05, lambda arm, live: cost(arm, 1))
-  policy = predictive(world)
+  selector = predictive(world)
   for _ in range(40):
-    world.run(policy, 2)
-  assert policy.choose(8, BUCKET) is None
+    world.run(selector, 2)
+  assert selector.choose(8, world.step_s) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_drafter_that_is_always_wrong_costs_little(seed):
   """Within the budget of regret: 2% of the time, and what the first chunks teach."""
   world = World(0.0, cost, seed=seed)
-  policy = predictive(world)
+  selector = predictive(world)
   for chunk in range(2000):
     live = (8, 4, 2, 1)[chunk // 10 % 4]
-    world.run(policy, live)
+    world.run(selector, live)
   assert world.seconds < 1.03 * world.tokens * cost(None, 1)
 
 
@@ -110,62 +129,62 @@ def test_a_drafter_that_is_always_wrong_costs_little(seed):
 def test_the_best_fixed_strategy_in_hindsight_is_hardly_better(stands):
   lives = [(8, 4, 2, 1)[chunk // 10 % 4] for chunk in range(600)]
   world = World(stands, lambda arm, live: cost(arm, 1))
-  policy = adaptive.Predictive(ARMS)  # nothing measured beforehand
+  selector = predictive_lib.Predictive(ARMS)  # nothing measured beforehand
   for live in lives:
-    world.run(policy, live)
+    world.run(selector, live)
   for live, (tokens, seconds) in world.by_live.items():
-    best = max(world.rate(arm, live) for arm in policy.arms(live))
+    best = max(world.rate(arm, live) for arm in selector.arms(live))
     assert tokens / seconds > 0.9 * best, live
 
 
 def test_epsilon_greedy_tries_every_arm_and_then_mostly_the_best():
   world = World(0.9, lambda arm, live: cost(arm, 1))
-  policy = adaptive.EpsilonGreedy(ARMS, epsilon=0.1)
-  chosen = [world.run(policy, 4) for _ in range(200)]
+  selector = epsilon_greedy.EpsilonGreedy(ARMS, epsilon=0.1)
+  chosen = [world.run(selector, 4) for _ in range(200)]
   assert set(chosen[:3]) == {None, CHAIN, LONG}
   assert 160 <= chosen.count(LONG) < 200
 
 
-@pytest.mark.parametrize("rule", adaptive.RULES)
-def test_a_policy_goes_on_from_its_state(rule):
-  policies = [adaptive.RULES[rule](ARMS) for _ in range(2)]
+@pytest.mark.parametrize("rule", RULES)
+def test_a_selector_goes_on_from_its_state(rule):
+  selectors = [RULES[rule](ARMS) for _ in range(2)]
   world = World(0.8, cost)
   for _ in range(30):
-    world.run(policies[0], 4)
-  policies[1].restore(json.loads(json.dumps(policies[0].state())))
-  worlds = [World(0.8, cost, seed=3) for _ in policies]
-  after = [[w.run(p, 4) for _ in range(30)] for w, p in zip(worlds, policies, strict=True)]
+    world.run(selectors[0], 4)
+  selectors[1].restore(json.loads(json.dumps(selectors[0].state())))
+  worlds = [World(0.8, cost, seed=3) for _ in selectors]
+  after = [[w.run(p, 4) for _ in range(30)] for w, p in zip(worlds, selectors, strict=True)]
   assert after[0] == after[1]
 
 
 def test_trees_are_judged_by_what_they_drew():
   world = World(0.5, lambda arm, live: cost(arm, 1))
-  policy = adaptive.Predictive(((4, (None, TREE)),))
-  assert {world.run(policy, 2) for _ in range(40)} == {None, TREE}
-  assert policy.tokens_per_pass(TREE) == pytest.approx(1.875, abs=0.1)
+  selector = predictive_lib.Predictive(((4, (None, TREE)),))
+  assert {world.run(selector, 2) for _ in range(40)} == {None, TREE}
+  assert selector.tokens_per_pass(TREE) == pytest.approx(1.875, abs=0.1)
 
 
-@pytest.mark.parametrize("rule", adaptive.RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_what_speculation_gains_is_predicted(rule):
-  world, policy = World(0.8, cost), adaptive.RULES[rule](ARMS)
-  assert policy.gain(2, BUCKET, CHAIN) == 1  # nothing is known yet
+  world, selector = World(0.8, cost), RULES[rule](ARMS)
+  assert selector.gain(2, CHAIN, world.step_s) == 1  # nothing is known yet
   for _ in range(40):
-    world.run(policy, 2)
-  assert policy.step_s(BUCKET, None) == pytest.approx(cost(None, 2), rel=0.1)
+    world.run(selector, 2)
+  assert world.step_s(None) == pytest.approx(cost(None, 2), rel=0.1)
   for arm in (CHAIN, LONG):
     gain = world.rate(arm, 2) / world.rate(None, 2)
-    assert policy.gain(2, BUCKET, arm) == pytest.approx(gain, rel=0.15)
+    assert selector.gain(2, arm, world.step_s) == pytest.approx(gain, rel=0.15)
 
 
 def test_arms_that_make_no_sense_are_errors():
   with pytest.raises(ValueError, match="needs an arm"):
-    adaptive.Predictive(((4, ()),))
+    predictive_lib.Predictive(((4, ()),))
   with pytest.raises(ValueError, match="named twice"):
-    adaptive.Predictive(((4, (None, CHAIN)), (4, (LONG,))))
+    predictive_lib.Predictive(((4, (None, CHAIN)), (4, (LONG,))))
 
 
 def test_the_state_of_another_rule_is_left_alone():
-  greedy, predictive = adaptive.EpsilonGreedy(ARMS), adaptive.Predictive(ARMS)
+  greedy, predictive = epsilon_greedy.EpsilonGreedy(ARMS), predictive_lib.Predictive(ARMS)
   before = predictive.state()
   for state in (None, greedy.state()):
     predictive.restore(state)
@@ -174,23 +193,23 @@ def test_the_state_of_another_rule_is_left_alone():
 
 def test_long_after_it_was_useless_a_drafter_is_tried_again():
   world = World(0.05, lambda arm, live: cost(arm, 1))
-  policy = predictive(world)
+  selector = predictive(world)
   for _ in range(4000):
-    world.run(policy, 4)
+    world.run(selector, 4)
   world.stands = 0.9
-  assert [world.run(policy, 4) for _ in range(400)].count(LONG) > 100
+  assert [world.run(selector, 4) for _ in range(400)].count(LONG) > 100
 
 
 def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
   options = rollout.Options(**tiny.SIZES, slots=8, chunk=8, buckets=((4, 96),))
   mesh = tiny.mesh(1)
-  policy = adaptive.Predictive(((4, (None, CHAIN, TREE)), (8, (None, CHAIN))))
-  engine = rollout.make(tiny.CONFIG, mesh, options, tiny.DRAFTERS["eagle2"], policy)
+  selector = predictive_lib.Predictive(((4, (None, CHAIN, TREE)), (8, (None, CHAIN))))
+  engine = rollout.make(tiny.CONFIG, mesh, options, tiny.DRAFTERS["eagle2"], selector)
   made = tiny.requests(4, 3, max_tokens=np.linspace(10, 70, 12).astype(int))
   draft_params = tiny.draft_params("eagle2", seed=5)
   engine.compile(tiny.on(mesh), made.stop_tokens.shape[1], draft_params)
   programs = len(engine.pool)
-  engine.measure(tiny.on(mesh), draft_params)
+  engine.measure(tiny.on(mesh), made.stop_tokens.shape[1], draft_params)
   plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
   drawn = engine(tiny.on(mesh), made, draft_params)
   result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
@@ -199,6 +218,6 @@ def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
   assert len(engine.pool) == programs
   again = engine(
     *(tiny.on(mesh), made, draft_params),
-    decide=schedule_lib.Decisions(drawn.decisions),
+    decide=clock_lib.Decisions(drawn.decisions),
   )
   assert [c.strategy for c in again.chunks] == [c.strategy for c in drawn.chunks]

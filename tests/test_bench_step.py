@@ -5,13 +5,13 @@ import pytest
 
 from experiments import launch
 from experiments.bench import step
-from tlt_jax.spec_decode.decoding import requests as requests_lib
-from tlt_jax.spec_decode.speculation import rules
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.speculation import levels
 
 
-def samples(seconds: float, passes: int, trained: int = 0) -> requests_lib.Samples:
+def samples(seconds: float, passes: int, trained: int = 0) -> samples_lib.Samples:
   """A rollout of 12 tokens on two slices in one chunk; the second idles half of it."""
-  chunk = requests_lib.Chunk(
+  chunk = samples_lib.ChunkRecord(
     start_s=0.0,
     end_s=seconds,
     batch=4,
@@ -23,7 +23,7 @@ def samples(seconds: float, passes: int, trained: int = 0) -> requests_lib.Sampl
     tokens=12,
     passes=passes,
   )
-  return requests_lib.Samples(
+  return samples_lib.Samples(
     tokens=np.zeros((2, 8), np.int32),
     length=np.array([8, 4]),
     logp=np.zeros((2, 8)),
@@ -101,7 +101,7 @@ def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains,
   config = launch.read_config("experiments/configs/tail.py")
   own = step.settings(side + suffix, config)
   expected = strategies.format("off or ngram_3 or ngram_5")
-  assert rules.parse(own["strategies"]) == rules.parse(expected)
+  assert levels.parse(own["strategies"]) == levels.parse(expected)
   assert bool(own["drafter"]) == drafts
   assert (drafts and own["spot"]["every"] > 0) == trains
   assert own["rollout"]["rebalance"] == bool(suffix)

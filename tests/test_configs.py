@@ -33,9 +33,11 @@ from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
 from tlt_jax.rl import supervised
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import requests as requests_lib
-from tlt_jax.spec_decode.speculation import rules
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 
@@ -195,7 +197,7 @@ def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
       door(**config[section], typo=1)
   if "reward" in config:
     assert callable(reward.make(config["reward"]))
-    selector = rules.make(config["strategies"], config["strategy_rule"], has_drafter=True)
+    selector = levels.make(config["strategies"], config["strategy_rule"], has_drafter=True)
     assert selector is not None
 
 
@@ -256,12 +258,20 @@ def test_the_full_decode_chunk_traces(full):
     **config["rollout"],
   )
   params = abstract_params(model, mesh, axes.ROLLOUT, model.dtype)
-  slots = decode.abstract_slots(mesh, model, o.slots, o.max_length, 2, None, None)
+  slots = slots_lib.abstract_slots(
+    mesh,
+    model,
+    batch=o.slots,
+    length=o.max_length,
+    stops=2,
+    layout=None,
+    sizes=o.page_sizes,
+  )
   chunk = decode.make_chunk(model, mesh, o.chunk, None)
-  seconds = jax.ShapeDtypeStruct((mesh.shape[axes.DATA],), jnp.float32)
-  after, emitted = jax.eval_shape(chunk, params, slots, jnp.int32(o.chunk), seconds)
+  weights, limits = chunk_lib.Weights(params), chunk_lib.Limits(jnp.int32(o.chunk))
+  done = jax.eval_shape(chunk, weights, slots, None, limits, None)
   plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-  assert plain(after) == plain(slots)
+  assert plain(done.slots) == plain(slots)
   B = o.slots * mesh.shape[axes.DATA]
   assert slots.kv[0].k.shape == (
     B,
@@ -269,7 +279,7 @@ def test_the_full_decode_chunk_traces(full):
     model.head_dim,
     o.max_length,
   )
-  assert emitted.tokens.shape == (B, o.chunk)
+  assert done.emitted.tokens.shape == (B, o.chunk)
 
 
 def test_the_full_learner_update_traces(full):
@@ -327,7 +337,7 @@ def test_seven_billion_parameters_fit_the_machine_they_are_meant_for():
   assert sum(x.size for x in jax.tree.leaves(state.params)) == 7_615_616_512
   assert per_device(state) == pytest.approx(12 * 7.6156 / 8, rel=0.01)
   rows, length = config["rollout"]["slots"], 1024 + config["sampling"]["max_tokens"]
-  store = decode.abstract_cache(mesh, model, rows, length)
+  store = slots_lib.abstract_cache(mesh, model, rows, length)
   weights = abstract_params(model, mesh, axes.ROLLOUT, jnp.bfloat16)
   reference = per_device(state.params)
   assert per_device((store, weights)) + per_device(state) + reference < 70

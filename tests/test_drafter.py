@@ -21,9 +21,11 @@ from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
@@ -32,7 +34,7 @@ VOCAB = tuple(range(1, 64, 2))
 TRAINED = ("eagle2", "eagle3", "vocab")
 CONFIGS = tiny.DRAFTERS | {
   "vocab": dataclasses.replace(tiny.DRAFTERS["eagle3"], vocab=VOCAB),
-  "mtp": drafter_lib.of_target(tiny.CONFIG, "tests.drafter_mtp", taps=(0, 1)),
+  "mtp": drafter_lib.of_target(tiny.CONFIG, "tests.extensions.mtp", taps=(0, 1)),
 }
 
 
@@ -105,7 +107,7 @@ def sequences(count=48, seed=0):
 
 def speculative(kind, mesh, options, strategy):
   """A rollout in which a drafter drafts by the same strategy all the time."""
-  always = strategy_lib.always(strategy)
+  always = selector_lib.always(strategy)
   return rollout.make(tiny.CONFIG, mesh, options, CONFIGS[kind], always)
 
 
@@ -170,7 +172,8 @@ def test_the_target_gets_no_gradient():
   features = jax.random.normal(jax.random.key(0), shape)
 
   def loss(frozen):
-    args = (params("eagle2"), frozen, packed, features, features)
+    kept = features_lib.Kept(features, features)
+    args = (params("eagle2"), frozen, packed, kept)
     return draft_loss.loss(draft_loss.Loss(), CONFIGS["eagle2"], tiny.CONFIG, *args)[0]
 
   for x in jax.tree.leaves(jax.grad(loss)(tiny.params())):
@@ -289,11 +292,11 @@ def random_batch(scale):
 
 @pytest.mark.parametrize("distance", draft_loss.DISTANCES)
 def test_what_is_outside_a_draft_vocabulary_counts_as_documented(distance):
-  """The loss, summed up by hand: f64[R L V] with q = 0 outside."""
+  """The loss, summed up by hand: f64[rows T V] with q = 0 outside."""
   packed, features, states = random_batch(1.0)
   options = draft_loss.Loss(steps=2, distance=distance, temperature=0.8)
   frozen, ids = tiny.params(), list(VOCAB)
-  args = (params("vocab"), frozen, packed, features, states)
+  args = (params("vocab"), frozen, packed, features_lib.Kept(states, features))
   total, metrics = draft_loss.loss(options, CONFIGS["vocab"], tiny.CONFIG, *args)
 
   def softmax(x):
@@ -334,7 +337,7 @@ def test_gradients_are_finite_where_the_target_wants_no_drafted_token(distance):
   options = draft_loss.Loss(steps=2, distance=distance)
 
   def loss(own):
-    args = (own, tiny.params(), packed, features, states)
+    args = (own, tiny.params(), packed, features_lib.Kept(states, features))
     return draft_loss.loss(options, CONFIGS["vocab"], tiny.CONFIG, *args)[0]
 
   grads = jax.jit(jax.grad(loss))(params("vocab"))

@@ -7,14 +7,15 @@ import numpy as np
 import optax
 import pytest
 
-from tests import drafter_mtp
 from tests import test_drafter
 from tests import tiny
+from tests.extensions import mtp
 from tlt_jax import packing
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafters
 from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
@@ -36,11 +37,12 @@ def updated(params, count: int):
     packing.segment_mask(batch.segments, batch.positions),
     method=target.Target.with_taps,
   )
+  kept = features_lib.Kept(drafter_input=tapped, final=features)
   options, optimizer = draft_loss.Loss(steps=2), optax.adam(1e-2)
 
   def loss(params):
     return draft_loss.loss(
-      options, MTP, tiny.CONFIG, params, tiny.params(), batch, features, tapped
+      options, MTP, tiny.CONFIG, params, tiny.params(), batch, kept
     )
 
   @jax.jit
@@ -58,7 +60,7 @@ def updated(params, count: int):
 
 def test_a_new_kind_is_one_file_that_trains_and_drafts():
   """A kind of somebody else's, found by its dotted name; no token depends on it."""
-  assert len(pathlib.Path(drafter_mtp.__file__).read_text().splitlines()) <= 60
+  assert len(pathlib.Path(mtp.__file__).read_text().splitlines()) <= 60
   losses, params = updated(drafter_lib.init_params(MTP, jax.random.key(1)), 8)
   assert losses[-1] < 0.9 * losses[0]
 
@@ -74,7 +76,7 @@ def test_a_new_kind_is_one_file_that_trains_and_drafts():
 
 
 def test_names_of_kinds_are_told_from_folders():
-  for name in ("eagle2", "eagle3", "tests.drafter_mtp"):
+  for name in ("eagle2", "eagle3", "tests.extensions.mtp"):
     assert drafters.is_kind(name)
   for name in ("experiments/drafters/countdown", "eagle4", "runs.d", "../eagle2", ""):
     assert not drafters.is_kind(name)
@@ -83,8 +85,8 @@ def test_names_of_kinds_are_told_from_folders():
 @pytest.mark.parametrize(
   ("kind", "fields", "message"),
   [
-    ("eagle4", {}, "no drafter kind 'eagle4' .*; there are eagle2, eagle3, and"),
-    ("tests.tiny", {}, "no drafter kind 'tests.tiny' .*has no attribute 'KIND'"),
+    ("eagle4", {}, "no drafter kind 'eagle4': .* has eagle2, eagle3, and"),
+    ("tests.tiny", {}, "no drafter kind 'tests.tiny': .* has no 'KIND'"),
     ("eagle2", dict(taps=(1,)), r"eagle2 drafters read no taps, not \(1,\) either"),
     ("eagle3", dict(taps=()), "eagle3 drafters need taps"),
     ("eagle2", dict(vocab=(1, 2)), "eagle2 drafters have no vocab of their own"),

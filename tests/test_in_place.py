@@ -17,16 +17,24 @@ import pytest
 
 from tests import tiny
 from tlt_jax import axes
+from tlt_jax import programs
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import layers
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
-from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import sampling
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import speculate
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import fused as fused_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as KV
 ENTRY = "ENTRY"
@@ -223,38 +231,32 @@ def before_loops(text: str, mesh) -> list[str]:
   return found
 
 
-KEEP = decode.Keep(tiny.CONFIG.width)
+LAYOUT = features_lib.Layout(tiny.CONFIG.width)
 
 
-def arguments(mesh, keep: decode.Keep | None):
-  """What a chunk takes, as shapes and shardings."""
-  rows = axes.sharding(mesh, axes.DATA)
-  B = ROWS * mesh.shape[axes.DATA]
-  column = lambda dtype, *shape: jax.ShapeDtypeStruct((B, *shape), dtype, sharding=rows)
-  i32, u32, f32 = jnp.int32, jnp.uint32, jnp.float32
-  sizes = features_lib.Sizes(ROWS * LENGTH // features_lib.PAGE, 4)
-  kept = keep and features_lib.abstract(mesh, keep.width, f32, ROWS, sizes)
-  slots = decode.Slots(
-    pending=column(i32),
-    position=column(i32),
-    remaining=column(i32),
-    stop_tokens=column(i32, 2),
-    sampling=sampling.Sampling(*map(column, (u32, u32, f32, i32, f32, f32))),
-    kv=decode.abstract_cache(mesh, tiny.CONFIG, ROWS, LENGTH),
-    features=kept,
+def arguments(mesh, layout: features_lib.Layout | None):
+  """What a plain chunk takes, as shapes and shardings."""
+  slots = slots_lib.abstract_slots(
+    mesh,
+    tiny.CONFIG,
+    batch=ROWS,
+    length=LENGTH,
+    stops=2,
+    layout=layout,
+    sizes=pages_lib.Sizes(ROWS * LENGTH // pages_lib.PAGE, 4),
   )
-  seconds = jax.ShapeDtypeStruct((mesh.shape[axes.DATA],), f32, sharding=rows)
-  return tiny.on(mesh), slots, jax.ShapeDtypeStruct((), i32), seconds
+  limits = chunk_lib.Limits(jax.ShapeDtypeStruct((), jnp.int32))
+  return chunk_lib.Weights(tiny.on(mesh)), slots, None, limits, None
 
 
-def compiled(program, mesh, keep=None):
-  return program.lower(*arguments(mesh, keep)).compile()
+def compiled(program, mesh, layout=None):
+  return program.lower(*arguments(mesh, layout)).compile()
 
 
 @functools.cache
-def chunk(data, model, keep):
+def chunk(data, model, layout):
   mesh = tiny.mesh(data, model)
-  return compiled(decode.make_chunk(tiny.CONFIG, mesh, 8, keep), mesh, keep)
+  return compiled(decode.make_chunk(tiny.CONFIG, mesh, 8, layout), mesh, layout)
 
 
 def layer_size(model: int) -> int:
@@ -262,10 +264,10 @@ def layer_size(model: int) -> int:
   return ROWS * tiny.CONFIG.num_kv_heads // model * LENGTH * tiny.CONFIG.head_dim
 
 
-@pytest.mark.parametrize(("data", "model", "keep"), [(1, 1, None), (2, 2, KEEP)])
-def test_the_loop_copies_no_layer_of_the_cache(data, model, keep):
+@pytest.mark.parametrize(("data", "model", "layout"), [(1, 1, None), (2, 2, LAYOUT)])
+def test_the_loop_copies_no_layer_of_the_cache(data, model, layout):
   """Nor are the donated buffers copied before it, or fresh ones made for the result."""
-  program, size = chunk(data, model, keep), layer_size(model)
+  program, size = chunk(data, model, layout), layer_size(model)
   assert large_copies(program.as_text(), size, in_entry=True) == []
   assert unaliased(program.as_text(), size) == []
   assert program.memory_analysis().temp_size_in_bytes < 4 * size
@@ -281,9 +283,9 @@ def test_the_detector_sees_a_cache_that_is_not_donated():
   assert len(large_copies(text, layer_size(1), in_entry=True)) >= caches
 
 
-def scanned_chunk(params, slots, n, _):
+def scanned_chunk(weights, slots, draft_state, limits, training):
   """The loop with layers under `lax.scan`, the cache among its inputs and outputs."""
-  config = tiny.CONFIG
+  config, params = tiny.CONFIG, weights.target
   names = [f"layer_{i}" for i in range(config.num_layers)]
   stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
   blocks = stack([params[name] for name in names])
@@ -307,7 +309,7 @@ def scanned_chunk(params, slots, n, _):
 
   rest = slots.replace(kv=None)
   init = jnp.int32(0), stack(slots.kv), rest
-  _, kv, rest = jax.lax.while_loop(lambda carry: carry[0] < n, step, init)
+  _, kv, rest = jax.lax.while_loop(lambda carry: carry[0] < limits.tokens, step, init)
   unstacked = tuple(jax.tree.map(lambda x, i=i: x[i], kv) for i in range(len(names)))
   return rest.replace(kv=unstacked)
 
@@ -323,7 +325,7 @@ def test_the_detector_sees_a_cache_that_is_scanned_over_layers():
 
 def test_slices_do_not_wait_for_each_other_in_the_loop():
   """No collective over `data`; over `model`, none as large as a layer of the cache."""
-  text = chunk(2, 2, KEEP).as_text()
+  text = chunk(2, 2, LAYOUT).as_text()
   assert across_slices(text, tiny.mesh(2, 2)) == []
   assert collectives(text)  # tensor parallelism is there, and seen
   assert max(i.num_elements for i in collectives(text)) < layer_size(2) / 8
@@ -332,16 +334,20 @@ def test_slices_do_not_wait_for_each_other_in_the_loop():
 def whole_chunk(mesh):
   """One loop over the whole batch, left to the compiler, that asks for whole caches."""
 
-  def run(params, slots, n, _):
+  def run(weights, slots, draft_state, limits, training):
     rotations = layers.rotation(tiny.CONFIG, jnp.arange(LENGTH))
 
     def step(carry):
       i, slots = carry
       rows = axes.sharding(mesh, axes.DATA)
       slots = slots.replace(kv=jax.lax.with_sharding_constraint(slots.kv, rows))
-      return i + 1, decode.decode_step(tiny.CONFIG, None, params, slots, rotations)[0]
+      params = weights.target
+      slots, _ = decode.decode_step(tiny.CONFIG, None, params, slots, rotations)
+      return i + 1, slots
 
-    running = lambda carry: (carry[0] < n) & jnp.any(carry[1].remaining > 0)
+    running = lambda carry: (carry[0] < limits.tokens) & jnp.any(
+      carry[1].remaining > 0
+    )
     return jax.lax.while_loop(running, step, (jnp.int32(0), slots))[1]
 
   shardings = jax.tree.map(lambda x: x.sharding, arguments(mesh, None)[1])
@@ -369,21 +375,39 @@ TABLES = 2 * 4 * LENGTH * tiny.CONFIG.head_dim
 CACHES = 2 * tiny.CONFIG.num_layers + 2 + 1
 
 
-def speculative(name, mesh, verification=speculate.COUPLED):
-  """A chunk that drafts, and what it takes."""
-  strategy, kept = STRATEGIES[name], speculate.keep(DRAFTER)
-  room = speculate.Room.of([strategy])
-  params, slots, n, seconds = arguments(mesh, kept)
-  draft_params, features = tiny.draft_params("eagle2", 5), slots.features
-  following = slots.position.update(shape=(*slots.position.shape, LENGTH))
-  fill = speculate.make_fill(DRAFTER, mesh, room)
-  state = jax.eval_shape(fill, params, draft_params, features, following, slots.position)
-  shardings = speculate.state_shardings(mesh, DRAFTER)
-  state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
-  program = speculate.make_chunk(
-    tiny.CONFIG, DRAFTER, mesh, 8, strategy, room, kept, verification
+def source_of(name, mesh, verification=source_lib.COUPLED):
+  """The drafter as a source of drafts."""
+  setting = source_lib.Setting(
+    config=tiny.CONFIG,
+    mesh=mesh,
+    pool=programs.Pool(),
+    room=strategy_lib.Room.of([STRATEGIES[name]]),
+    strategies=(STRATEGIES[name],),
+    verification=verification,
+    drafter=DRAFTER,
+    layout=features_lib.of_drafter(DRAFTER),
   )
-  return program, (params, draft_params, slots, state, n, n, n, seconds)
+  return source_lib.make("model", setting)
+
+
+def speculative_arguments(source, mesh):
+  """What a chunk that drafts takes."""
+  weights, slots, *_ = arguments(mesh, source.setting.layout)
+  weights = weights.replace(draft=tiny.draft_params("eagle2", 5))
+  state = source.ready((), weights, slots)
+  one = jax.ShapeDtypeStruct((), jnp.int32)
+  return weights, slots, state, chunk_lib.Limits(one, one, one), None
+
+
+def speculative(name, mesh, verification=source_lib.COUPLED):
+  """A chunk that drafts, and what it takes."""
+  source = source_of(name, mesh, verification)
+  layout = source.setting.layout
+  slots = slots_lib.slots_shardings(mesh, tiny.CONFIG, layout)
+  run = speculate.decode(source, STRATEGIES[name], tokens=8)
+  shardings = chunk_lib.Done(slots, source.state_shardings, None)
+  program = chunk_lib.make(mesh, chunk_lib.without_training(run), shardings)
+  return program, speculative_arguments(source, mesh)
 
 
 @functools.cache
@@ -394,7 +418,7 @@ def speculative_chunk(name, data, model, verification):
 
 @pytest.mark.parametrize(
   ("data", "model", "verification"),
-  [(1, 1, speculate.COUPLED), (2, 2, speculate.COUPLED), (1, 1, speculate.REJECTION)],
+  [(1, 1, source_lib.COUPLED), (2, 2, source_lib.COUPLED), (1, 1, source_lib.REJECTION)],
 )
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_speculation_copies_no_cache(name, data, model, verification):
@@ -408,7 +432,7 @@ def test_speculation_copies_no_cache(name, data, model, verification):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_slices_speculate_without_waiting_for_each_other(name):
-  text = speculative_chunk(name, 2, 2, speculate.COUPLED).as_text()
+  text = speculative_chunk(name, 2, 2, source_lib.COUPLED).as_text()
   assert across_slices(text, tiny.mesh(2, 2)) == []
   assert collectives(text)
   assert max(i.num_elements for i in collectives(text)) < layer_size(2) / 8
@@ -458,22 +482,21 @@ def test_the_detector_sees_a_drafter_that_forgets_its_guesses(monkeypatch):
 
 def fused(mesh):
   """A chunk that drafts and trains, and what it takes."""
-  _, (params, draft_params, *args) = speculative("chain", mesh)
+  source = source_of("chain", mesh)
+  weights, slots, state, limits, _ = speculative_arguments(source, mesh)
   spot = spot_lib.make(
-    *(tiny.CONFIG, DRAFTER, mesh, draft_params),
+    *(tiny.CONFIG, DRAFTER, mesh, weights.draft),
     optimizer=optax.adam(1e-3),
     longest=32,
     loss=draft_loss.Loss(steps=2),
-    options=spot_lib.Options(length=16, context=4, rows=2, carried=1),
+    options=spot_lib.Options(row_tokens=16, context_tokens=4, rows=2, carried_rows=1),
   )
-  strategy = STRATEGIES["chain"]
-  made = spot_lib.make_programs(
-    spot.trainer, 8, [strategy], speculate.Room.of([strategy]), speculate.COUPLED
-  )
-  number = jax.ShapeDtypeStruct((), jnp.int32)
-  program = made["train_" + speculate.name(strategy, speculate.COUPLED)]
-  trained = (spot.state, spot.pending, spot.rows(), number, number)
-  return program, (params, spot.params, *trained, *args)
+  run = speculate.decode(source, STRATEGIES["chain"], tokens=8)
+  over = slots_lib.slots_shardings(mesh, tiny.CONFIG, source.setting.layout)
+  shardings = chunk_lib.Done(over, source.state_shardings, None)
+  program = fused_lib.make(spot.trainer, run, shardings, per_update=1)
+  training = spot.training(most=1, expected=1)
+  return program, (weights.replace(draft=spot.params), slots, state, limits, training)
 
 
 def test_slices_train_without_waiting_for_each_other():
@@ -497,7 +520,7 @@ def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch)
   """As they are where the parameters count as the same on every slice."""
   mesh = tiny.mesh(2, 1)
   program, args = fused(mesh)
-  monkeypatch.setattr(spot_lib, "_apart", lambda params: params)
+  monkeypatch.setattr(trainer_lib, "apart", lambda params: params)
   assert across_slices(program.lower(*args).compile().as_text(), mesh)
 
 
@@ -505,7 +528,7 @@ def test_the_detector_sees_an_exchange_that_training_waits_for(monkeypatch):
   """Slices that have run dry would wait there until the others have decoded."""
   mesh = tiny.mesh(2, 1)
   program, args = fused(mesh)
-  monkeypatch.setattr(spot_lib, "_after", lambda x, count: x)
+  monkeypatch.setattr(slices, "after", lambda x, count: x)
   assert before_loops(program.lower(*args).compile().as_text(), mesh)
 
 

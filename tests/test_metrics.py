@@ -10,12 +10,12 @@ import pytest
 
 from experiments import plot
 from tlt_jax import metrics
-from tlt_jax.spec_decode.decoding import requests
+from tlt_jax.spec_decode.decoding import samples
 
 
 def chunk(start_s=0.0, **changes):
   """Two slices for half a second; the second runs dry and trains."""
-  made = requests.Chunk(
+  made = samples.ChunkRecord(
     start_s=start_s,
     end_s=start_s + 0.5,
     batch=4,
@@ -121,7 +121,7 @@ def test_what_is_no_finite_number_is_refused_by_key(tmp_path, value):
 
 
 def test_a_rollout_comes_back_as_written(tmp_path):
-  """Its chunks have the fields of `requests.Chunk`, in Python numbers."""
+  """Its chunks have the fields of `samples.ChunkRecord`, in Python numbers."""
   writer = metrics.Writer(tmp_path)
   writer.write_rollout(3, rollout([1, 2]))
   writer.close()

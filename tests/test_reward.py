@@ -35,11 +35,11 @@ def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "path, message",
   [
-    ("score", "package.module.function"),
-    ("tlt_jax.tasks.countdown.scores", "no function 'scores'; did you mean 'score'"),
+    ("score", "package.module.name"),
+    ("tlt_jax.tasks.countdown.scores", "has no 'scores'; did you mean 'score'"),
     ("tlt_jax.tasks.countdwon.score", "no module .*; did you mean 'countdown'"),
     ("tlt_jacks.tasks.countdown.score", "did you mean 'tlt_jax'"),
-    ("tlt_jax.tasks.countdown.STOP", "no function 'STOP'"),
+    ("tlt_jax.tasks.countdown.STOP", "STOP is no function"),
   ],
 )
 def test_a_mistyped_path_names_the_nearest(path, message):

@@ -12,6 +12,7 @@ from tests import tiny
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as features_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
 
 OPTIONS = rollout.Options(
@@ -56,11 +57,11 @@ def test_rollout_draws_what_an_uncached_forward_pass_draws():
   for i in range(len(requests)):
     response = samples.response(i)
     assert 3 not in response[:-1]
-    if samples.finish_reason[i] == requests_lib.STOP:
+    if samples.finish_reason[i] == samples_lib.STOP:
       assert response[-1] == 3
     else:
       assert len(response) == requests.max_tokens[i]
-  assert set(samples.finish_reason) == {requests_lib.STOP, requests_lib.LENGTH}
+  assert set(samples.finish_reason) == {samples_lib.STOP, samples_lib.LENGTH}
 
 
 @pytest.mark.parametrize(
@@ -174,15 +175,16 @@ def test_a_prompt_is_prefilled_once():
   """Eight responses of one prompt cost one row of one prefill."""
   engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
   prefilled = []
-  inner = engine._prefill
+  inner = engine.parts.programs.run
 
-  def counted(params, store, prefills, requests):
-    prefilled.extend(prefills)
-    return inner(params, store, prefills, requests)
+  def counted(name, key, *args, **static):
+    if name == "prefill":
+      prefilled.append(int(np.sum(np.asarray(args[-1]) < OPTIONS.prompt_rows)))
+    return inner(name, key, *args, **static)
 
-  engine._prefill = counted
+  engine.parts.programs.run = counted
   engine(tiny.params(), tiny.requests(1, 8))
-  assert len(prefilled) == 1
+  assert prefilled == [1]
 
 
 def test_rebalancing_moves_requests_and_changes_no_token():
@@ -207,15 +209,15 @@ def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog):
   requests, samples = reference()
   options = dict(buckets=rollout.grid((4, 8, 24), (16, 32, 64)))
   engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
-  inner, refused = engine._run, []
+  inner, refused = engine.parts.chunks.program, []
 
-  def limited(name, key, *args, **static):
-    if name == "chunk" and key.batch * key.length > 8 * 32:
+  def limited(key, *args):
+    if key[0] * key[1] > 8 * 32:
       refused.append(key)
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
-    return inner(name, key, *args, **static)
+    return inner(key, *args)
 
-  engine._run = limited
+  engine.parts.chunks.program = limited
   assert_same(requests, samples, engine(tiny.on(tiny.mesh(2)), requests))
   assert refused and len(set(refused)) == len(refused)
   assert "out of memory" in caplog.text
@@ -224,10 +226,10 @@ def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog):
 def test_out_of_memory_in_the_smallest_bucket_says_so():
   engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
 
-  def never(name, key, *args, **static):
+  def never(*args, **static):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
 
-  engine._run = never
+  engine.parts.programs.run = never
   with pytest.raises(MemoryError, match="no allowed bucket"):
     engine(tiny.params(), tiny.requests(1, 1))
 

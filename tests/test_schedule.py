@@ -7,36 +7,40 @@ from tests import tiny
 from tlt_jax import programs
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 
-Bucket = schedule_lib.Bucket
+Bucket = options_lib.Bucket
 LADDER = ((8, 16), (8, 32), (4, 32), (4, 64), (2, 64))
 
 
 def options(**changes):
   sizes = dict(max_length=64, max_prompt=8, slots=8, buckets=LADDER, chunk=4)
-  return schedule_lib.Options(**{**sizes, **changes})
+  return options_lib.Options(**{**sizes, **changes})
 
 
-def start(count=20, costs=None, **changes):
+def start(count=20, clock=None, **changes):
   """`count` requests for one slice, of one prompt token and 63 others each."""
   made = requests_lib.make_requests([[1]] * count, max_tokens=63)
-  return schedule_lib.Schedule.start(options(**changes), made, 1, costs)
+  clock = clock or clock_lib.Clock()
+  running = running_lib.Running(made, slices=1)
+  return schedule_lib.Schedule(options(**changes), running, clock, clock_lib.Decisions())
 
 
 def admit_all(schedule):
   """Fills the slots as a rollout does."""
   schedule.begin_chunk()
-  admissions, _ = schedule.admit()
-  schedule.bucket = schedule.fit(admissions)
-  schedule.owner = np.full((1, schedule.bucket.batch), -1, np.int32)
-  for slot, admission in enumerate(admissions):
-    schedule.owner[0, slot] = admission.request
-  return admissions
+  plan = schedule.plan()
+  schedule.running.open(plan.bucket, None)
+  for admission in plan.admissions:
+    schedule.running.seat(admission.slice, admission.request)
+  return plan.admissions
 
 
 def test_the_ladder_halves_the_slots_for_twice_the_tokens():
-  rungs = schedule_lib.ladder(16, 512, 128)
+  rungs = options_lib.ladder(16, 512, 128)
   assert rungs == ((16, 128), (16, 256), (8, 256), (8, 512), (4, 512), (2, 512))
   kv = [b.batch * b.length for b in rungs]
   assert max(kv) <= 2 * min(kv[:4])
@@ -65,30 +69,39 @@ def test_the_smallest_bucket_that_holds_what_runs_is_chosen():
   assert schedule.choose(9, 10) is None
 
 
+def spent(seconds, tokens):
+  """A clock that has seen chunks of so many seconds and tokens."""
+  clock = clock_lib.Clock()
+  book = dict(steps=10, tokens=tokens, longest=10, seconds=seconds)
+  clock.book(Bucket(4, 32), None, **book)
+  return clock
+
+
 @pytest.mark.parametrize(("step_s", "joins"), [(0.7, True), (0.9, False)])
 def test_requests_join_when_their_tokens_are_no_dearer_than_tokens_were(step_s, joins):
   """Six of eight slots are free. Alone, two requests take a step of 0.2 s, and a token
   has cost 0.1 s so far: six more tokens may cost 0.6 s."""
-  costs = schedule_lib.Costs({}, seconds=10.0, tokens=100)
-  schedule = start(costs=costs)
+  clock = spent(seconds=10.0, tokens=100)
+  schedule = start(clock=clock)
   assert len(admit_all(schedule)) == 8
-  schedule.owner[0, 2:] = -1
+  schedule.running.owner[0, 2:] = -1
   schedule.options = options(buckets=((8, 16), (2, 16)))
-  costs.step_s |= {Bucket(8, 16): step_s, Bucket(2, 16): 0.2}
+  clock.measured(Bucket(8, 16), None, step_s)
+  clock.measured(Bucket(2, 16), None, 0.2)
   assert schedule.joins() == joins
 
 
 def test_what_has_begun_to_drain_drains():
   """Below the widest bucket nobody joins, until all are done."""
-  costs = schedule_lib.Costs({}, seconds=10.0, tokens=100)
-  schedule = start(costs=costs)
+  schedule = start(clock=spent(seconds=10.0, tokens=100))
   admit_all(schedule)
-  schedule.owner = schedule.owner[:, :2]
-  schedule.bucket = Bucket(2, 64)
-  assert not schedule.joins() and schedule.admit() == ([], [])
-  schedule.owner[:] = -1
+  running = schedule.running
+  running.move(Bucket(2, 64))
+  running.owner[:] = running.owner[:, :2]
+  assert not schedule.joins() and schedule.plan().admissions == []
+  running.owner[:] = -1
   schedule.begin_chunk()
-  assert schedule.bucket is None and schedule.joins()
+  assert running.bucket is None and schedule.joins()
 
 
 def test_a_chunk_is_as_long_as_its_time_allows():
@@ -96,21 +109,23 @@ def test_a_chunk_is_as_long_as_its_time_allows():
   schedule = start(chunk=32)
   admit_all(schedule)
   for step_s, steps in ((0.01, 32), (0.9, 2), (30.0, 1)):
-    schedule.costs.step_s[schedule.bucket] = step_s
+    schedule.clock.measured(schedule.running.bucket, None, step_s)
     schedule.begin_chunk()
     assert schedule.tokens == steps
-    assert schedule.need([0]) == schedule.position[0] + steps
+    assert schedule.need([0]) == schedule.running.position[0] + steps
 
 
-def test_costs_book_what_every_process_was_told():
-  """A chunk's own measurement is told with the next one."""
-  costs = schedule_lib.Costs({})
-  costs.book(0.0)
-  assert not costs.step_s
-  costs.done(Bucket(8, 16), None, steps=4, tokens=20, longest=4, seconds=2.0)
-  costs.book(2.0)
-  assert costs.step_s == {Bucket(8, 16): 0.5} and (costs.seconds, costs.tokens) == (2, 20)
-  assert costs.estimate(Bucket(2, 16), Bucket(8, 16)) == 0.125
+def test_the_clock_books_chunks():
+  """Steps are the median of late; an unknown bucket is guessed from a known one."""
+  clock = clock_lib.Clock()
+  assert clock.step_s(Bucket(8, 16), None) == 0
+  for seconds in (2.0, 2.4, 60.0):
+    clock.book(Bucket(8, 16), None, steps=4, tokens=20, longest=4, seconds=seconds)
+  assert clock.step_s(Bucket(8, 16), None) == pytest.approx(0.6)
+  assert (clock.seconds, clock.tokens) == (pytest.approx(64.4), 60)
+  assert clock.estimate(Bucket(2, 16), Bucket(8, 16)) == pytest.approx(0.15)
+  clock.begin_rollout()
+  assert clock.step_s(Bucket(8, 16), None) == pytest.approx(0.6) and clock.tokens == 0
 
 
 def test_the_budget_leaves_buckets_out(caplog):

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import itertools
+import json
 
 import jax
 import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import setup
+from experiments import launch
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import data
@@ -20,6 +21,7 @@ from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 OPTIONS = rollout.Options(**tiny.SIZES, slots=32, chunk=16, buckets=((8, 96),))
@@ -30,7 +32,7 @@ DRAFTERS = tiny.DRAFTERS
 draft_params = functools.partial(tiny.draft_params, seed=5)
 
 
-class Chosen:
+class Chosen(selector_lib.Selector):
   """Lets the test say what runs; one engine, and its programs, serve many tests."""
 
   strategies = (CHAIN, TREE, *map(strategy_lib.parse, TREES), strategy_lib.parse("ngram_4"))
@@ -38,22 +40,19 @@ class Chosen:
   def __init__(self):
     self.rule = None
 
-  def choose(self, live, bucket):
+  def choose(self, live, step_s):
     return self.rule(live)
 
   def arms(self, live):
     of_any_depth = (dataclasses.replace(CHAIN, depth=d) for d in range(1, CHAIN.verify))
     return None, *self.strategies, *of_any_depth
 
-  def observe(self, seen):
-    pass
-
 
 @functools.cache
 def engine(data=1, model=1, kind=None, verification="coupled"):
-  drafter, policy = (DRAFTERS[kind], Chosen()) if kind else (None, None)
+  drafter, selector = (DRAFTERS[kind], Chosen()) if kind else (None, None)
   mesh = tiny.mesh(data, model)
-  return rollout.make(tiny.CONFIG, mesh, OPTIONS, drafter, policy, verification)
+  return rollout.make(tiny.CONFIG, mesh, OPTIONS, drafter, selector, verification)
 
 
 def always(strategy):
@@ -74,7 +73,7 @@ def plain(**options):
 
 def speculate(made, choose, kind="eagle2", data=1, model=1, verification="coupled"):
   run = engine(data, model, kind, verification)
-  run.policy.rule = choose
+  run.selector.rule = choose
   return run(tiny.on(tiny.mesh(data, model)), made, draft_params(kind))
 
 
@@ -91,8 +90,8 @@ def assert_same(made, a, b):
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_a_chain_of_any_depth_draws_the_same(depth):
   made, samples = plain()
-  policy = always(dataclasses.replace(CHAIN, depth=depth))
-  assert_same(made, samples, speculate(made, policy))
+  strategy = dataclasses.replace(CHAIN, depth=depth)
+  assert_same(made, samples, speculate(made, always(strategy)))
 
 
 @pytest.mark.parametrize(
@@ -144,8 +143,8 @@ def test_speculation_switches_on_and_off_at_any_chunk(kind):
 
 def test_small_live_batches_speculate_and_large_ones_do_not():
   made, samples = plain()
-  policy = strategy_lib.ByLiveBatch(((4, TREE), (16, CHAIN)))
-  drawn = speculate(made, policy.choose)
+  selector = selector_lib.ByLiveBatch(((4, TREE), (16, CHAIN)))
+  drawn = speculate(made, selector.choose)
   assert_same(made, samples, drawn)
   assert drawn.mean_acceptance_length > 1
 
@@ -158,9 +157,9 @@ def test_a_drafter_that_is_always_wrong_changes_no_token(monkeypatch):
     jax.numpy.full(h.shape[:-1], rarest), tiny.CONFIG.vocab_size
   )
   monkeypatch.setattr(draft_lib.Draft, "logits", logits)
-  policy = strategy_lib.ByLiveBatch(((99, CHAIN),))
+  selector = selector_lib.ByLiveBatch(((99, CHAIN),))
   drafter = DRAFTERS["eagle2"]
-  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, drafter, policy)
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, drafter, selector)
   drawn = run(tiny.on(tiny.mesh(1)), made, draft_params("eagle2"))
   assert_same(made, samples, drawn)
   assert drawn.mean_acceptance_length < 1.05
@@ -169,13 +168,16 @@ def test_a_drafter_that_is_always_wrong_changes_no_token(monkeypatch):
 def test_n_grams_draw_the_same_and_learn_from_siblings():
   """Without any drafter; a second epoch over the same prompts accepts more."""
   made, samples = plain()
-  policy = strategy_lib.ByLiveBatch(((99, strategy_lib.parse("ngram_4")),))
-  run = rollout.make(tiny.CONFIG, tiny.mesh(2), OPTIONS, None, policy)
+  selector = selector_lib.ByLiveBatch(((99, strategy_lib.parse("ngram_4")),))
+  run = rollout.make(tiny.CONFIG, tiny.mesh(2), OPTIONS, None, selector)
   first = run(tiny.on(tiny.mesh(2)), made)
   assert_same(made, samples, first)
   again = run(tiny.on(tiny.mesh(2)), made)
   assert_same(made, samples, again)
   assert again.mean_acceptance_length > first.mean_acceptance_length > 1
+  resumed = rollout.make(tiny.CONFIG, tiny.mesh(2), OPTIONS, None, selector)
+  resumed.restore(json.loads(json.dumps(run.state())))
+  assert resumed.state() == run.state()
 
 
 @pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
@@ -238,12 +240,12 @@ def test_rejection_keeps_the_distribution(strategy):
 @functools.cache
 def default_task():
   """The default policy and its drafter, 256 responses and what plain decoding draws."""
-  run = setup.read_config("experiments/configs/countdown.py")
+  run = launch.read_config("experiments/configs/countdown.py")
   mesh = tiny.mesh(2)
   model, params = convert.load_hf(run["policy"], mesh, axes.ROLLOUT)
   drafter = drafter_files.load("experiments/drafters/countdown", model, mesh)
   tokenizer = data.Tokenizer.load(run["policy"])
-  records = setup.build(run["held_out"] | {"size": 128})
+  records = data.source(**run["held_out"] | {"size": 128})
   made = requests_lib.make_requests(
     [tokenizer.encode(r["prompt"]) for r in records],
     responses=2,
@@ -259,8 +261,8 @@ def default_task():
 def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
   """More than 30,000 tokens of the default task."""
   model, params, (drafter, draft_params), made, make, samples = default_task()
-  policy = strategy_lib.always(strategy_lib.parse(strategy))
-  drawn = make(drafter, policy)(params, made, draft_params)
+  selector = selector_lib.always(strategy_lib.parse(strategy))
+  drawn = make(drafter, selector)(params, made, draft_params)
   result = compare.compare(model, params, made, samples, drawn)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 3
@@ -270,12 +272,12 @@ def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
 
 def test_features_are_kept_alike():
   """Features of a speculative rollout equal those of a plain one."""
-  made, policy = requests(), Chosen()
+  made, selector = requests(), Chosen()
   keep = dataclasses.replace(OPTIONS, features=True)
-  run = rollout.make(tiny.CONFIG, tiny.mesh(1), keep, DRAFTERS["eagle2"], policy)
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), keep, DRAFTERS["eagle2"], selector)
   drawn = []
   for strategy in (TREE, None):
-    policy.rule = always(strategy)
+    selector.rule = always(strategy)
     drawn.append(run(tiny.on(tiny.mesh(1)), made, draft_params("eagle2")))
   with_draft, without = drawn
   assert without.mean_acceptance_length == 1
@@ -286,8 +288,8 @@ def test_features_are_kept_alike():
 
 def test_nothing_compiles_after_compiling_ahead():
   """`compile` covers the programs of speculation."""
-  policy = strategy_lib.ByLiveBatch(((4, TREE), (16, CHAIN)))
-  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, DRAFTERS["eagle2"], policy)
+  selector = selector_lib.ByLiveBatch(((4, TREE), (16, CHAIN)))
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, DRAFTERS["eagle2"], selector)
   made, params = requests(), tiny.on(tiny.mesh(1))
   run.compile(params, made.stop_tokens.shape[1], draft_params("eagle2"))
   count = len(run.pool)
@@ -298,7 +300,7 @@ def test_nothing_compiles_after_compiling_ahead():
 def test_strategies_that_make_no_sense_are_refused():
   make = lambda drafter, strategy: rollout.make(
     *(tiny.CONFIG, tiny.mesh(1), OPTIONS, drafter),
-    strategy_lib.ByLiveBatch(((9, strategy),)),
+    selector_lib.ByLiveBatch(((9, strategy),)),
   )
   with pytest.raises(ValueError, match="pass over 6 nodes"):
     strategy_lib.Strategy(5, 1, 5)
@@ -308,5 +310,5 @@ def test_strategies_that_make_no_sense_are_refused():
     make(DRAFTERS["eagle2"], strategy_lib.Strategy(20, 1, 21))
   with pytest.raises(ValueError, match="strategy 4_1_9 needs a drafter"):
     make(None, CHAIN)
-  with pytest.raises(ValueError, match="needs a policy"):
+  with pytest.raises(ValueError, match="needs a selector"):
     rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, DRAFTERS["eagle2"])

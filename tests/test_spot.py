@@ -14,25 +14,37 @@ from tests import tiny
 from tlt_jax.rl import grpo
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import compare
-from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 OPTIONS = rollout.Options(**tiny.SIZES, slots=16, chunk=8, buckets=((4, 96),))
 CHAIN = strategy_lib.Strategy(depth=3, width=1, verify=4)
 # Plain decoding first, chains for the last few requests.
-SWITCHES = strategy_lib.ByLiveBatch(((2, CHAIN),))
+SWITCHES = selector_lib.ByLiveBatch(((2, CHAIN),))
 
 
 def requests(seed=7, **options):
   """Every other prompt has short responses: the slices that get these run dry early."""
   limits = np.where(np.arange(24) // 3 % 2, np.linspace(5, 80, 24).astype(int), 6)
   return tiny.requests(8, 3, max_tokens=limits, stop_tokens=[], seed=seed, **options)
+
+
+SIZES = {
+  "row_tokens": 32,
+  "context_tokens": 4,
+  "rows": 12,
+  "carried_rows": 6,
+  "chunk_tokens": 16,
+}
 
 
 def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
@@ -45,7 +57,7 @@ def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
     longest=tiny.SIZES["max_length"],
     loss=draft_loss.Loss(steps=2),
     options=spot_lib.Options(
-      **({"length": 32, "context": 4, "rows": 12, "carried": 6, "chunk": 16} | options)
+      **(SIZES | options)
     ),
   )
 
@@ -53,13 +65,13 @@ def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
 @pytest.fixture(autouse=True)
 def two_micro_batches(monkeypatch):
   """What a chunk has time for, whatever the clock says."""
-  monkeypatch.setattr(spot_lib.Spot, "micro_batches_within", lambda *_: 2)
+  monkeypatch.setattr(clock_lib.Clock, "micro_batches_within", lambda *_: 2)
 
 
-def make_engine(spot, kind="eagle2", data=2, model=1, policy=SWITCHES):
+def make_engine(spot, kind="eagle2", data=2, model=1, selector=SWITCHES):
   mesh = tiny.mesh(data, model)
   return rollout.make(
-    tiny.CONFIG, mesh, OPTIONS, tiny.DRAFTERS[kind], policy, spot=spot
+    tiny.CONFIG, mesh, OPTIONS, tiny.DRAFTERS[kind], selector, spot=spot
   )
 
 
@@ -67,6 +79,11 @@ def make_engine(spot, kind="eagle2", data=2, model=1, policy=SWITCHES):
 def plain(seed=7):
   engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
   return engine(tiny.on(tiny.mesh(1)), requests(seed))
+
+
+def nothing_pending(spot):
+  pending = jax.device_get(spot.training(0).pending)
+  return not any(np.any(x) for x in jax.tree.leaves(pending))
 
 
 def assert_same(seed, drawn):
@@ -104,13 +121,13 @@ def test_a_schedule_that_is_followed_trains_the_same_drafter(monkeypatch):
   first, again = make_spot(), make_spot()
   logged = make_engine(first)(tiny.on(tiny.mesh(2)), requests(), train=True)
   assert ("micro_batches", 2) in logged.decisions
-  monkeypatch.setattr(spot_lib.Spot, "micro_batches_within", lambda *_: 9)
+  monkeypatch.setattr(clock_lib.Clock, "micro_batches_within", lambda *_: 9)
   engine = make_engine(again)
   follow = lambda log, **options: engine(
     tiny.on(engine.mesh),
     requests(),
     train=True,
-    decide=schedule_lib.Decisions(log, **options),
+    decide=clock_lib.Decisions(log, **options),
   )
   samples = follow(logged.decisions)
   assert samples.decisions == logged.decisions
@@ -128,8 +145,8 @@ def test_a_gradient_that_is_not_finite_skips_its_update(monkeypatch):
   engine(tiny.on(engine.mesh), requests(), train=True)
   before = flat(spot.state.params)
   steps = int(spot.state.step)
-  spot.features = spot.features.at[:].set(np.nan)
-  monkeypatch.setattr(spot, "add", lambda *_: [])  # nothing but what is poisoned
+  spot.take_features(spot.features.at[:].set(np.nan))
+  monkeypatch.setattr(spot.buffer, "add", lambda *_: [])  # nothing but what is poisoned
   samples = engine(tiny.on(engine.mesh), requests(8), train=True)
   assert_same(8, samples)
   assert int(spot.state.skipped) > 0 and int(spot.state.step) == steps
@@ -140,7 +157,7 @@ def test_a_gradient_that_is_not_finite_skips_its_update(monkeypatch):
 
 @pytest.mark.parametrize(("learning_rate", "better"), [(3e-3, True), (3.0, False)])
 def test_a_drafter_is_published_if_it_is_no_worse_on_held_out_rows(learning_rate, better):
-  spot = make_spot(learning_rate=learning_rate, shadow=2)
+  spot = make_spot(learning_rate=learning_rate, held_out_rows=2)
   engine = make_engine(spot)
   before = flat(spot.params)
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
@@ -150,14 +167,14 @@ def test_a_drafter_is_published_if_it_is_no_worse_on_held_out_rows(learning_rate
   trained = flat(spot.state.params)
   assert np.abs(trained - before).max() > 1e-3
   np.testing.assert_array_equal(flat(spot.params), trained if better else before)
-  again = make_spot(shadow=2)
+  again = make_spot(held_out_rows=2)
   again.restore(spot.arrays(), json.loads(json.dumps(spot.data())))
   np.testing.assert_array_equal(flat(again.params), flat(spot.params))
 
 
 def test_slices_train_in_buckets_of_so_many_slots_only():
   """Programs of wider ones are the plain ones, which compile sooner."""
-  spot = make_spot(slots=4)
+  spot = make_spot(max_batch=4)
   engine = make_engine(spot)
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
   assert_same(7, samples)
@@ -166,14 +183,14 @@ def test_slices_train_in_buckets_of_so_many_slots_only():
     trained[c.batch] += sum(c.trained)
   assert trained[4] > 0 and trained[16] == 0
   report = engine.pool.report()
-  assert " 1 chunk, " in report and " 1 train_chunk)" in report
+  assert " 1 chunk, " in report and " 1 chunk+training, " in report
 
 
 def test_an_update_can_wait_for_micro_batches_of_several_chunks():
   """What chunks have summed is neither lost nor used twice; the rest is used at the end."""
-  spot = make_spot(per_update=5)
-  spot.micro_batch_s = 1e-3  # as if measured, which takes updates of its own
+  spot = make_spot(micro_batches_per_update=5)
   engine = make_engine(spot)
+  engine.parts.clock.micro_batch_s = 1e-3  # as if measured, which takes updates of its own
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
   assert_same(7, samples)
   trained = np.array([sum(c.trained) for c in samples.chunks])
@@ -184,18 +201,18 @@ def test_an_update_can_wait_for_micro_batches_of_several_chunks():
       updates, since = updates + 1, 0
   assert 0 < updates < np.sum(trained > 0), trained
   assert int(spot.state.step) == len(samples.training) == updates + 1
-  assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(spot.pending)))
+  assert nothing_pending(spot)
 
 
 def test_what_is_too_little_for_an_update_does_not_outlive_its_rollout():
   """A checkpoint between rollouts does not hold it."""
-  spot = make_spot(per_update=1000)
-  spot.micro_batch_s = 1e-3
+  spot = make_spot(micro_batches_per_update=1000)
   engine = make_engine(spot)
+  engine.parts.clock.micro_batch_s = 1e-3
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
   assert 0 < sum(sum(c.trained) for c in samples.chunks) < 1000
   assert int(spot.state.step) == len(samples.training) == 1
-  assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(spot.pending)))
+  assert nothing_pending(spot)
 
 
 def test_gradients_of_several_chunks_make_the_update_of_one():
@@ -205,26 +222,29 @@ def test_gradients_of_several_chunks_make_the_update_of_one():
     spot = make_spot()
     for s in range(2):
       for n in (20, 31):
-        spot.add(s, *sequence(n))
-    spot.features = jax.random.normal(jax.random.key(0), spot.features.shape)
+        spot.buffer.add(s, *sequence(n))
+    spot.take_features(jax.random.normal(jax.random.key(0), spot.features.shape))
     t = spot.trainer
-    step = lambda target, state, pending, rows, mine, t=t, n=per_update: t.train(
-      target, state, pending, rows, jnp.int32(2), mine, n
-    )
-    run = decode.per_slice(t.mesh, step, 5, (0, 1, 4), (True, False, True))
-    state, pending, exchanged = spot.state, spot.pending, []
+
+    def step(target_params, training, t=t, n=per_update):
+      sums = t.accumulate(target_params, training, training.most)
+      return t.exchange_and_update(training, sums, training.most, n)
+
+    specs = (slices.WHOLE, trainer_lib.TRAINING_SPECS)
+    run = jax.jit(slices.per_slice(t.mesh, step, specs, trainer_lib.TRAINED_SPECS))
+    exchanged = []
     for _ in range(calls):
-      args = (tiny.on(t.mesh), state, pending, spot.rows(), jnp.int32(2 // calls))
-      state, pending, trained = jax.jit(run)(*args)
-      spot.count(jax.device_get(trained.micro_batches))
+      trained = run(tiny.on(t.mesh), spot.training(2 // calls))
+      spot.take(trainer_lib.on_host(trained))
       exchanged.append(bool(trained.exchanged))
+    state = spot.state
     assert exchanged == [False] * (calls - 1) + [True] and int(state.step) == 1
     states.append(flat(state.params))
   np.testing.assert_allclose(*states, atol=1e-5)
 
 
 def test_held_out_rows_are_not_trained_on():
-  buffer = buffer_lib.Buffer(1, 4, 10, carried=2, context=2, shadow=1)
+  buffer = buffer_lib.Buffer(1, 4, 10, carried=2, context=2, held_out=1)
   rows = [buffer.add(0, *sequence(n))[0].row for n in (4, 5, 4, 5, 4, 5, 6, 7)]
   assert rows == [1, 1, 2, 2, 3, 3, 1, 0]
   assert 0 not in buffer.filled(0) and 0 not in buffer.order()[0, 1:4]
@@ -234,14 +254,14 @@ def test_held_out_rows_are_not_trained_on():
 
 def test_one_slice_trains_when_the_rollout_is_over():
   """There is no idle slice that could; a logged schedule says here for how long."""
-  spot = make_spot(data=1, share=0.0)
+  spot = make_spot(data=1, after_rollout_share=0.0)
   engine = make_engine(spot, data=1)
   args = (tiny.on(engine.mesh), requests())
   decisions = engine(*args, train=True).decisions
   assert decisions[-1] == ("more", 0) and int(spot.state.step) == 0
-  spot = make_spot(data=1, share=0.0)
+  spot = make_spot(data=1, after_rollout_share=0.0)
   more = [*decisions[:-1], ("more", 1), ("more", 1), ("more", 0)]
-  decide = schedule_lib.Decisions(more)
+  decide = clock_lib.Decisions(more)
   samples = make_engine(spot, data=1)(*args, train=True, decide=decide)
   assert_same(7, samples)
   assert int(spot.state.step) == len(samples.training) == 2
@@ -336,17 +356,18 @@ def test_long_sequences_are_cut_and_every_token_is_trained_on_once():
 
 
 def test_features_are_stored_where_their_pieces_are():
-  spot = make_spot(data=1, rows=3, carried=1)
+  spot = make_spot(data=1, rows=3, carried_rows=1)
   sequences = [sequence(n)[1] for n in (70, 20)]
   pages = features_lib.Pages(1, features_lib.Sizes(4, 2))
   pages.assign(np.array([[7, 8]]), np.array([0] * 7 + [70, 20]))
-  shape = (4 * features_lib.PAGE, spot.trainer.keep.width)
+  shape = (4 * features_lib.PAGE, spot.trainer.layout.size)
   features = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-  pieces = {i: spot.add(0, x[:1], x[1:]) for i, x in zip((7, 8), sequences, strict=True)}
+  add = lambda x: spot.buffer.add(0, x[:1], x[1:])
+  pieces = {i: add(x) for i, x in zip((7, 8), sequences, strict=True)}
   assert [len(p) for p in pieces.values()] == [3, 1]
   where = np.array([(*p, *pages[i][1]) for i, of in pieces.items() for p in of], np.int32)
-  args = (features, where, np.full(1, 4, np.int32))
-  spot.features = spot.trainer.make_store()(spot.features, *args)
+  store = rows_lib.make_store(spot.trainer.mesh)
+  spot.take_features(store(spot.features, features, where, np.full(1, 4, np.int32)))
   for i, of_request in pieces.items():
     for row, offset, start, size in of_request:
       at = pages.where(i, 96)[start : start + size]
@@ -355,8 +376,8 @@ def test_features_are_stored_where_their_pieces_are():
 
 
 def test_pieces_repeat_at_least_what_the_loss_unrolls():
-  with pytest.raises(ValueError, match=r"context \(1\) must be at least .* \(2\)"):
-    make_spot(context=1)
+  with pytest.raises(ValueError, match=r"context_tokens \(1\) must be at least .* \(2\)"):
+    make_spot(context_tokens=1)
 
 
 def test_a_buffer_goes_on_from_its_saved_state():

@@ -89,19 +89,3 @@ def abstract_opt_state(
 
 def _placed(x, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def like_params(opt_state, param_shardings, replicated):
-  """Places each moment of an abstract optimizer state like its parameter.
-
-  A moment belongs to the parameter whose path ends its own; the rest is replicated.
-  `abstract_opt_state` finds the same by optax's own means.
-  """
-  by_path = dict(jax.tree_util.tree_leaves_with_path(param_shardings))
-
-  def one(path, x):
-    suffixes = (path[i:] for i in range(len(path)))
-    found = next((by_path[s] for s in suffixes if s in by_path), replicated)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=found)
-
-  return jax.tree_util.tree_map_with_path(one, opt_state)

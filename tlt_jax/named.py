@@ -39,6 +39,27 @@ def load(path: str) -> Any:
   return getattr(module, name)
 
 
+def module(name: str, package: str, attribute: str) -> types.ModuleType:
+  """The module that users name: one of a package, or, with a dot, anybody's own.
+
+  Args:
+    name: "grpo" of `package`, or "my_package.my_module"
+    package: where names without a dot belong
+    attribute: what it must hold, such as "make"
+  Raises:
+    NameNotFound: no such module, or nothing of that name in it
+  """
+  if "." not in name and name not in (known := _modules(package)):
+    raise NameNotFound(
+      f"{package} has {', '.join(sorted(known))}, and modules of one's own have dotted "
+      "names" + nearest(name, known)
+    )
+  found = _import(name if "." in name else f"{package}.{name}")
+  if not hasattr(found, attribute):
+    raise NameNotFound(f"module {found.__name__} has no {attribute!r}")
+  return found
+
+
 def _import(name: str) -> types.ModuleType:
   try:
     return importlib.import_module(name)

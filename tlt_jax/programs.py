@@ -19,7 +19,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-  """What may be compiled ahead of time; None is no limit."""
+  """Limits of what is compiled ahead of time; None is no limit."""
 
   programs: int | None = None
   compile_s: float | None = None
@@ -30,6 +30,7 @@ class Pool:
   """Compiled programs by (name, bucket)."""
 
   def __init__(self, budget: Budget = Budget()):
+    """Starts empty; `budget` is for `has_room`."""
     self.budget = budget
     self._programs: dict[tuple, Program] = {}
 
@@ -43,8 +44,21 @@ class Pool:
       and within(self.temp_bytes, self.budget.scratch_bytes)
     )
 
-  def get(self, name: str, bucket: tuple, jitted, *args, **static) -> Callable:
-    """The program of a bucket, compiled for `args` (abstract or not) if it is new."""
+  def run(self, name: str, bucket: tuple, jitted: Callable, *args, **static):
+    """Runs the program of that name and bucket on `args`; see `get`."""
+    return self.get(name, bucket, jitted, *args, **static)(*args)
+
+  def get(
+    self, name: str, bucket: tuple, jitted: Callable, *args, **static
+  ) -> Callable:
+    """The program of a bucket, compiled for `args` if it is new.
+
+    Args:
+      name, bucket: of the program; with them, `jitted` and all shapes must be given
+      jitted: what is compiled
+      args: arrays, or their shapes and shardings
+      static: further arguments, which the program does not take any more
+    """
     key = (name, *bucket)
     if key not in self._programs:
       began = time.perf_counter()
@@ -61,6 +75,7 @@ class Pool:
 
   @property
   def seconds(self) -> float:
+    """Seconds that it took to make them ready."""
     return sum(p.seconds for p in self._programs.values())
 
   @property

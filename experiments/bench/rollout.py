@@ -32,7 +32,9 @@ from tlt_jax import data
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import speculate
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
@@ -122,7 +124,7 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
     options = rollout.Options(**sizes | ({"slots": slots} if slots else {}))
     if strategy == "off":
       return rollout.make(models.model, models.mesh, options)
-    always = strategy_lib.always(strategy_lib.parse(strategy))
+    always = selector_lib.always(strategy_lib.parse(strategy))
     return rollout.make(models.model, models.mesh, options, models.drafter, always)
 
   first = engine()(models.params, requests)
@@ -295,7 +297,7 @@ def measure_trace(lengths: np.ndarray, config: dict, models: from_config.Models)
 
 def in_groups(
   engine: rollout.Rollout, params, requests: requests_lib.Requests, size: int
-) -> requests_lib.Samples:
+) -> samples_lib.Samples:
   """Rolls out as a static batch does, `size` requests at a time until the last ends."""
   groups = np.array_split(np.arange(len(requests)), range(size, len(requests), size))
   parts = [engine(params, requests.subset(group)) for group in groups]
@@ -355,12 +357,15 @@ def switch(config: dict, models: from_config.Models) -> dict:
     raise ValueError("without a drafter there is nothing to switch on: give --drafter")
   slots, length = bucket = (8, 512)
   options = rollout.Options(max_length=length, max_prompt=32, slots=slots, chunk=32)
-  always = strategy_lib.always(strategy_lib.Strategy(5, 1, 6))
+  chain = strategy_lib.Strategy(5, 1, 6)
+  always = selector_lib.always(chain)
   plain = rollout.make(models.model, models.mesh, options)
   engine = rollout.make(models.model, models.mesh, options, models.drafter, always)
   sides = {
     "step": lambda _: plain.time_step(models.params, bucket),
-    "fill": lambda _: engine.time_fill(models.params, models.draft_params, bucket),
+    "fill": lambda _: engine.time_switch(
+      models.params, bucket, models.draft_params, chain
+    ),
   }
   measured = interleave.results(list(interleave.turns(sides, 2 * _REPEATS.value)))
   ratio = np.array(measured["fill"]) / np.array(measured["step"])

@@ -17,7 +17,6 @@ import time
 
 from absl import flags
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import from_config
@@ -28,9 +27,10 @@ from tlt_jax import checkpoint
 from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax.rl import sample
-from tlt_jax.spec_decode.decoding import requests as requests_lib
-from tlt_jax.spec_decode.speculation import rules
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of rollouts.", lower_bound=2)
@@ -54,26 +54,26 @@ class Stamps:
     else:
       self.seconds += time.perf_counter() - self._began.pop(int(s))
 
-  def watch(self, trainer: spot_lib.Trainer) -> spot_lib.Trainer:
+  def watch(self, trainer: trainer_lib.Trainer) -> trainer_lib.Trainer:
     """Returns a trainer that tells; for that its loop waits for the host twice."""
     stamps = self
 
-    class Watched(spot_lib.Trainer):
-      def accumulate(self, target_params, params, rows, most, total):
+    class Watched(trainer_lib.Trainer):
+      def accumulate(self, target_params, training, count):
         s = jax.lax.axis_index(axes.DATA)
         tell = lambda which, x: jax.debug.callback(
-          functools.partial(stamps, which), s, most, x
+          functools.partial(stamps, which), s, count, x
         )
-        tell("began", most)
-        total = super().accumulate(target_params, params, rows, most, total)
-        tell("ended", total[0][0])
-        return total
+        tell("began", count)
+        sums = super().accumulate(target_params, training, count)
+        tell("ended", sums.loss)
+        return sums
 
     fields = dataclasses.fields(trainer)
     return Watched(**{field.name: getattr(trainer, field.name) for field in fields})
 
 
-def last_third(samples: requests_lib.Samples) -> float:
+def last_third(samples: samples_lib.Samples) -> float:
   """Tokens per pass of the speculative chunks in the last third of the rollout's time."""
   late = [c for c in samples.chunks if c.start_s > samples.chunks[-1].end_s * 2 / 3]
   late = [c for c in late if c.strategy != "off"]
@@ -97,12 +97,12 @@ def harvest(
     spot: the drafter's training; starts from the same state in every rollout
     stamps: what slices say themselves, if they do
   """
-  saved = jax.tree.map(jnp.copy, spot.state)
+  saved = spot.state
   problems = data.source(**config["prompts"])
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
 
   def rollout(turn: int, train: bool) -> tuple[sample.Scored, float]:
-    spot.state = jax.tree.map(jnp.copy, saved)
+    spot.restart(saved)
     stamps.seconds = 0.0
     scored = sampler(
       params,
@@ -205,10 +205,10 @@ def checkpoints(spot: spot_lib.Spot, params) -> dict:
 
 def micro_batch_s(spot: spot_lib.Spot, params) -> float:
   """Measures a micro-batch of each slice at once: three, less one, over two."""
-  train, rows = spot.trainer.make_train(), spot.rows()
+  train = spot.trainer.make_train()
 
   def run(most: int) -> None:
-    jax.block_until_ready(train(params, spot.state, spot.pending, rows, np.int32(most)))
+    jax.block_until_ready(train(params, spot.training(most)))
 
   sides = {most: lambda _, most=most: run(most) for most in (1, 3)}
   seconds = interleave.seconds(list(interleave.turns(sides, repeats=7)))
@@ -220,16 +220,16 @@ def packing(spot: spot_lib.Spot, padded: spot_lib.Spot, params) -> dict:
   rows = [row for rows in spot.buffer.rows for row in rows if row.sizes]
   _, positions, segments, _ = np.moveaxis(spot.buffer.table, 2, 0)
   count = np.sum((segments > 0) & (positions == 0))
-  whole = np.zeros(1, np.int32), np.ones(padded.trainer.length, np.int32)
+  whole = np.zeros(1, np.int32), np.ones(padded.row_tokens, np.int32)
   for s in range(len(padded.buffer.rows)):
-    padded.add(s, *whole)
-    padded.add(s, *whole)  # of one alone XLA would compute the gradient only once
+    padded.buffer.add(s, *whole)
+    padded.buffer.add(s, *whole)  # of one alone XLA would compute the gradient only once
   packed_s, padded_s = micro_batch_s(spot, params), micro_batch_s(padded, params)
   packed = count / max(len(rows), 1) / packed_s
   print(
     f"packing: {packed:.1f} sequences per second and slice, padded {1 / padded_s:.1f}; "
-    f"a row of {spot.trainer.length} takes {packed_s:.3f} s, of "
-    f"{padded.trainer.length} {padded_s:.3f} s"
+    f"a row of {spot.row_tokens} takes {packed_s:.3f} s, of "
+    f"{padded.row_tokens} {padded_s:.3f} s"
   )
   return {"packed": packed, "padded": 1 / padded_s, "ratio": packed * padded_s}
 
@@ -241,8 +241,8 @@ def main(config):
     raise ValueError("there is no drafter to train: give --drafter")
   config["spot"]["every"] = 1
   # The last of several arms, and always: the sides are to differ in nothing else.
-  levels = rules.parse(config["strategies"])
-  config["strategies"] = rules.write(lvl._replace(arms=lvl.arms[-1:]) for lvl in levels)
+  known = levels.parse(config["strategies"])
+  config["strategies"] = levels.write(lvl._replace(arms=lvl.arms[-1:]) for lvl in known)
   models = from_config.load_models(config)
   make = functools.partial(
     from_config.spot_training,

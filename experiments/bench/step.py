@@ -42,14 +42,14 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax.models import convert
-from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import drafters
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
-from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
-from tlt_jax.spec_decode.speculation import rules
+from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
 
 SIDES = ("plain", "tlt", "frozen", "ngram")
@@ -82,20 +82,20 @@ def settings(side: str, config: dict) -> dict:
   """The config of a side."""
   if side.endswith(_REBALANCE):
     config = config | {"rollout": config["rollout"] | {"rebalance": True}}
-  side, levels = bare(side), rules.parse(config["strategies"])
+  side, known = bare(side), levels.parse(config["strategies"])
   if side == "plain":
     return config | {"drafter": "", "strategies": ""}
   if side == "ngram":
     arms = tuple(map(strategy.parse, ("off", "ngram_3", "ngram_5")))
-    levels = [level._replace(arms=arms) for level in levels]
-    return config | {"drafter": "", "strategies": rules.write(levels)}
+    known = [level._replace(arms=arms) for level in known]
+    return config | {"drafter": "", "strategies": levels.write(known)}
   if side not in SIDES:
     arm = strategy.parse(side)
-    levels = [levels[-1]._replace(arms=(arm,))]
+    known = [known[-1]._replace(arms=(arm,))]
     if arm is not None and arm.source == strategy.NGRAM:
       config = config | {"drafter": ""}
   return config | {
-    "strategies": rules.write(levels),
+    "strategies": levels.write(known),
     "spot": config["spot"] | {"every": 1 if side == "tlt" else 0},
   }
 
@@ -285,7 +285,7 @@ def summary(
   return found
 
 
-def work(samples: Sequence[requests_lib.Samples]) -> dict:
+def work(samples: Sequence[samples_lib.Samples]) -> dict:
   """Counts what a side's rollouts did; `busy_overhead` takes another side to know."""
   idle, harvested = sum(s.idle_s for s in samples), sum(s.harvested_s for s in samples)
   drawn = sum(int(s.length.sum()) for s in samples)
@@ -306,7 +306,7 @@ def work(samples: Sequence[requests_lib.Samples]) -> dict:
 
 
 def seconds_by_bucket(
-  samples: Sequence[requests_lib.Samples],
+  samples: Sequence[samples_lib.Samples],
 ) -> dict[tuple[int, int], float]:
   """Adds up the chunks' seconds by bucket; the least of each would be hindsight's."""
   seconds = collections.Counter()
@@ -361,7 +361,7 @@ def workload(config: dict) -> dict:
 def wide(config: dict) -> dict:
   """Returns the config with a wide policy and drafter, which it makes if need be."""
   drafter = config["drafter"]
-  has_folder = bool(drafter) and drafter not in drafter_lib.KINDS
+  has_folder = bool(drafter) and not drafters.is_kind(drafter)
   folder = pathlib.Path(_WIDE.value)
   if not _WIDE.value:
     name = "wide_" + weights_digest(config["policy"])[:8]

@@ -7,13 +7,14 @@ model.
 """
 
 from collections.abc import Callable
-import importlib
 import inspect
 from typing import NamedTuple
 
 import chex
 import flax.struct
 import jax
+
+from tlt_jax import named
 
 
 @flax.struct.dataclass
@@ -62,19 +63,18 @@ def make(name: str, **args) -> Algorithm:
   Raises:
     ValueError: no such module, or an argument that it does not have
   """
-  path = name if "." in name else f"tlt_jax.rl.{name}"
   try:
-    module = importlib.import_module(path)
-    factory = module.make
-  except (ImportError, AttributeError) as e:
+    module = named.module(name, __package__, "make")
+  except named.NameNotFound as e:
     raise ValueError(f"no RL algorithm {name!r}: {e}") from e
-  known = inspect.signature(factory).parameters
+  known = inspect.signature(module.make).parameters
   unknown = sorted(set(args) - set(known))
   if unknown:
     raise ValueError(
-      f"{path}.make has no argument {unknown[0]!r}; it takes {', '.join(known)}"
+      f"{module.__name__}.make has no argument {unknown[0]!r}; it takes "
+      f"{', '.join(known)}" + named.nearest(unknown[0], known)
     )
-  return _checked(factory(**args))
+  return _checked(module.make(**args))
 
 
 def _checked(made: Algorithm) -> Algorithm:

@@ -6,14 +6,12 @@ wrong inside a verifier is reported with its name and the sample it failed on.
 """
 
 from collections.abc import Callable, Sequence
-import difflib
-import importlib
 import inspect
 import numbers
-import pkgutil
-import types
 
 import numpy as np
+
+from tlt_jax import named
 
 Score = Callable[[object, str, object], float]
 
@@ -29,17 +27,13 @@ def make(path: str) -> Score:
     RewardError: no such module or function (names the nearest), a module that
       fails on import, or a function that does not take the three arguments
   """
-  module_name, _, name = path.rpartition(".")
-  if not module_name:
-    raise RewardError(f"reward {path!r} is not of the form package.module.function")
-  module = _import(path, module_name)
-  score = getattr(module, name, None)
+  try:
+    score = named.load(path)
+  except named.NameNotFound as e:
+    raise RewardError(f"reward {path!r}: {e}") from e
+  name = path.rpartition(".")[2]
   if not callable(score):
-    functions = [n for n, x in vars(module).items() if inspect.isfunction(x)]
-    raise RewardError(
-      f"reward {path!r}: module {module_name} has no function {name!r}"
-      + _nearest(name, functions)
-    )
+    raise RewardError(f"reward {path!r}: {name} is no function")
   try:
     inspect.signature(score).bind("prompt", "response", "answer")
   except TypeError as e:
@@ -47,37 +41,6 @@ def make(path: str) -> Score:
       f"reward {path!r} cannot be called as {name}(prompt, response, answer): {e}"
     ) from e
   return score
-
-
-def _import(path: str, module_name: str) -> types.ModuleType:
-  """Imports a module; an error says whether the path is wrong or the module."""
-  try:
-    return importlib.import_module(module_name)
-  except ModuleNotFoundError as e:
-    # Only if the path itself leads nowhere, not an import inside the module.
-    if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
-      raise RewardError(f"reward {path!r}: importing {module_name} failed: {e}") from e
-    parent, _, name = e.name.rpartition(".")
-    raise RewardError(
-      f"reward {path!r}: no module {e.name!r}" + _nearest(name, _modules(parent))
-    ) from e
-  except Exception as e:
-    raise RewardError(
-      f"reward {path!r}: importing {module_name} failed: {type(e).__name__}: {e}"
-    ) from e
-
-
-def _modules(package: str) -> list[str]:
-  """The names that may follow `package.` in an import; top-level names for ""."""
-  if not package:
-    return [m.name for m in pkgutil.iter_modules()]
-  folders = vars(importlib.import_module(package)).get("__path__", [])
-  return [m.name for m in pkgutil.iter_modules(folders)]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-  near = difflib.get_close_matches(name, known, n=1)
-  return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def score_all(

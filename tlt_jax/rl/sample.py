@@ -20,7 +20,8 @@ from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import reward as reward_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
-from tlt_jax.spec_decode.rollout import schedule
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Scored:
   """P x R responses with their rewards; the responses of a prompt side by side."""
 
   requests: requests_lib.Requests
-  samples: requests_lib.Samples
+  samples: samples_lib.Samples
   text: list[str]  # B responses
   reward: np.ndarray  # f32[B]
   rollout_s: float
@@ -37,7 +38,7 @@ class Scored:
   @property
   def outcome(self) -> list[str]:
     """Per response: solved, wrong, or truncated (not solved, and out of tokens)."""
-    cut = self.samples.finish_reason == requests_lib.LENGTH
+    cut = self.samples.finish_reason == samples_lib.LENGTH
     return [
       "solved" if r >= 1 else "truncated" if c else "wrong"
       for r, c in zip(self.reward, cut, strict=True)
@@ -111,7 +112,7 @@ class Sampler:
     """Makes every program of the rollout ready, and says what that took."""
     stop_tokens = len(self.tokenizer.stop_tokens) + 1
     self.rollout.compile(params, stop_tokens, draft_params)
-    self.rollout.measure(params, draft_params)
+    self.rollout.measure(params, stop_tokens, draft_params)
     logging.info("rollout: %s", self.rollout.pool.report())
 
   def __call__(
@@ -142,16 +143,9 @@ class Sampler:
       FloatingPointError: the policy's log-probabilities are not finite
     """
     prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
-    sampling, stop_tokens = dict(self.sampling), self.tokenizer.stop_tokens
-    if lengths is not None:
-      sampling, stop_tokens = sampling | {"max_tokens": lengths}, [-1] * len(stop_tokens)
+    noise = {"seed": seed, "first_request": first_request}
     requests = requests_lib.make_requests(
-      prompts,
-      responses,
-      seed=seed,
-      first_request=first_request,
-      stop_tokens=stop_tokens,
-      **sampling,
+      prompts, responses, **noise, **self._limits(lengths)
     )
     began = time.perf_counter()
     samples = self.rollout(params, requests, draft_params, **options)
@@ -177,6 +171,13 @@ class Sampler:
       rollout_s=sampled - began,
       reward_s=time.perf_counter() - sampled,
     )
+
+  def _limits(self, lengths: np.ndarray | None) -> dict[str, Any]:
+    """How requests are sampled and when they stop; see `make_requests`."""
+    sampling, stop_tokens = dict(self.sampling), self.tokenizer.stop_tokens
+    if lengths is None:
+      return sampling | {"stop_tokens": stop_tokens}
+    return sampling | {"stop_tokens": [-1] * len(stop_tokens), "max_tokens": lengths}
 
 
 def make(
@@ -223,7 +224,7 @@ def encode(
 
 def replay(
   path: str | pathlib.Path, strict: bool
-) -> Callable[[int], schedule.Decisions]:
+) -> Callable[[int], clock.Decisions]:
   """Reads what the clock decided in a run's rollouts, for one that decides alike.
 
   Args:
@@ -238,7 +239,7 @@ def replay(
   known = {}
   if strict or pathlib.Path(path).exists():
     known = {r["step"]: r.get("decisions") for r in metrics.read(path)}
-  return lambda step: schedule.Decisions(known.get(step), strict=strict)
+  return lambda step: clock.Decisions(known.get(step), strict=strict)
 
 
 _EVALUATION = 1 << 31  # added to the seed: no evaluation shares noise with a step

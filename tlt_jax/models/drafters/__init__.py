@@ -6,13 +6,12 @@ share is `tlt_jax.models.drafter`; a new kind edits neither that nor any other f
 """
 
 from collections.abc import Callable
-import importlib
-import importlib.util
-import pkgutil
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax
+
+from tlt_jax import named
 
 
 class Kind(NamedTuple):
@@ -53,24 +52,17 @@ def find(name: str) -> Kind:
     ValueError: no such module, or one without a `KIND`
   """
   try:
-    return importlib.import_module(_module(name)).KIND
-  except (ImportError, AttributeError) as e:
-    known = ", ".join(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-    raise ValueError(
-      f"no drafter kind {name!r} ({e}); there are {known}, and package.module of any "
-      "module with a KIND"
-    ) from e
+    return named.module(name, __name__, "KIND").KIND
+  except named.NameNotFound as e:
+    raise ValueError(f"no drafter kind {name!r}: {e}") from e
 
 
 def is_kind(name: str) -> bool:
-  """Whether there is a module of that name; else it may be a drafter's folder."""
+  """Whether there is a kind of that name; else it may be a drafter's folder."""
   if not all(part.isidentifier() for part in name.split(".")):
     return False
   try:
-    return importlib.util.find_spec(_module(name)) is not None
-  except ModuleNotFoundError:  # the package that should hold it
+    find(name)
+  except ValueError:
     return False
-
-
-def _module(name: str) -> str:
-  return name if "." in name else f"{__name__}.{name}"
+  return True

@@ -6,15 +6,17 @@ buffer serves the programs of all buckets. Paged like KV in vLLM (Kwon et al. 20
 https://arxiv.org/abs/2309.06180); which page is whose is the host's to know.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 import numpy as np
 
 from tlt_jax import axes
+from tlt_jax.spec_decode.decoding import slices
 
 PAGE = 128  # tokens
 
@@ -23,27 +25,29 @@ class Sizes(NamedTuple):
   """How many pages there are, the same on all slices."""
 
   pages: int  # of a slice
-  most: int  # P, of a request
+  most: int  # of a request
 
 
 def pages_for(tokens: int) -> int:
+  """How many pages so many tokens take."""
   return -(-tokens // PAGE)
 
 
 @flax.struct.dataclass
 class Features:
-  """The features of the requests in slots; a slice's N tokens are `Sizes.pages` pages."""
+  """The features of the requests in slots; a slice has `Sizes.pages` pages of PAGE rows."""
 
-  data: jax.Array  # f[N E]
-  page: jax.Array  # i32[B P]  of slot b's tokens from p * PAGE on; N / PAGE if it has none
+  data: jax.Array  # f[pages*PAGE E]
+  # i32[B most]  where slot b has its tokens from p * PAGE on; `Sizes.pages`: nowhere
+  page: jax.Array
 
   def read(self, position: jax.Array) -> jax.Array:
     """i32[B T], positions in the slots' sequences -> f[B T E]; anything without a page."""
     return self.data.at[self._where(position)].get(mode="clip")
 
-  def write(self, position: jax.Array, states: jax.Array) -> "Features":
+  def write(self, position: jax.Array, features: jax.Array) -> "Features":
     """With f[B T E] at these positions; nothing happens where there is no page."""
-    new = states.astype(self.data.dtype)
+    new = features.astype(self.data.dtype)
     return self.replace(data=self.data.at[self._where(position)].set(new, mode="drop"))
 
   def _where(self, position):
@@ -53,20 +57,22 @@ class Features:
     return page * PAGE + position % PAGE
 
 
-def abstract(mesh: Mesh, width: int, dtype, batch: int, sizes: Sizes) -> Features:
-  """Shapes and shardings for `batch` slots a slice, E = `width`."""
-  rows, slices = axes.sharding(mesh, axes.DATA), mesh.shape[axes.DATA]
-  shape = lambda rows_of, columns, dtype: jax.ShapeDtypeStruct(
-    (slices * rows_of, columns), dtype, sharding=rows
-  )
+def abstract(mesh: Mesh, size: int, dtype, batch: int, sizes: Sizes) -> Features:
+  """Shapes and shardings of features.
+
+  Args:
+    size: E, numbers per token
+    batch: slots per slice
+    sizes: of the pages
+  """
   return Features(
-    data=shape(sizes.pages * PAGE, width, dtype),
-    page=shape(batch, sizes.most, jnp.int32),
+    data=slices.abstract(mesh, sizes.pages * PAGE, dtype, size),
+    page=slices.abstract(mesh, batch, jnp.int32, sizes.most),
   )
 
 
-def make_move(mesh: Mesh):
-  """(data f[N E], source i32[m], goal i32[m]) -> data, with pages copied across slices.
+def make_move(mesh: Mesh) -> Callable:
+  """(data f[pages*PAGE E], source i32[m], goal i32[m]) -> data, pages copied across slices.
 
   Pages are counted over all slices; where `goal` is -1 nothing is copied. Data is donated.
   """
@@ -82,15 +88,17 @@ def make_move(mesh: Mesh):
     goal = jnp.where(goal >= 0, goal, n)  # others' lie beyond either end
     return paged.at[goal].set(read, mode="drop").reshape(data.shape)
 
-  whole, rows = PartitionSpec(), PartitionSpec(axes.DATA)
-  specs = dict(in_specs=(rows, whole, whole), out_specs=rows)
-  mapped = jax.shard_map(local, mesh=mesh, axis_names={axes.DATA}, **specs)
+  into = (slices.ROWS, slices.WHOLE, slices.WHOLE)
+  mapped = slices.per_slice(mesh, local, into, slices.ROWS)
   over = axes.sharding(mesh, axes.DATA)
   return jax.jit(mapped, donate_argnums=0, out_shardings=over)
 
 
 class Pages:
-  """Which pages each running request has. Host arithmetic, the same on every process."""
+  """Which pages each running request has. Host arithmetic, the same on every process.
+
+  A request that is no longer in a slot keeps its pages until the next `assign`.
+  """
 
   def __init__(self, slices: int, sizes: Sizes):
     self.sizes = sizes
@@ -114,10 +122,10 @@ class Pages:
     """Gives the requests in slots the pages of their first tokens; others lose theirs.
 
     Args:
-      owner: i32[slices, batch]  request in each slot, -1 if free
+      owner: i32[slices batch]  request in each slot, -1 if free
       tokens: i32[B]  of every request
     Returns:
-      what to copy, for each request that changed its slice: i32[2, P], pages and where
+      what to copy, for each request that changed its slice: i32[2 most], pages and where
       they go, counted over all slices, -1 behind them
     """
     lives = {int(i): s for s, row in enumerate(owner) for i in row if i >= 0}
@@ -142,7 +150,7 @@ class Pages:
     return moves
 
   def table(self, owner: np.ndarray) -> np.ndarray:
-    """i32[slices, batch, P]: `Features.page`."""
+    """i32[slices batch most]: `Features.page`."""
     table = np.full((*owner.shape, self.sizes.most), self.sizes.pages, np.int32)
     for place in zip(*np.nonzero(owner >= 0), strict=True):
       table[place] = self[int(owner[place])][1]

@@ -127,9 +127,7 @@ def contest(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.A
   """The perturbed logits whose argmax `draw` takes: f32[B V], -inf where filtered out.
 
   Args:
-    logits: f32[B V]
-    sampling: of each row
-    position: i32[B]  index in the sequence of the token that is drawn
+    logits, sampling, position: as for `draw`
   """
   _check_rows(logits, position)
   scaled = scale(logits, sampling)

@@ -1,7 +1,7 @@
-"""Rollouts: requests in, responses out; `make` is where to begin."""
+"""Rollouts: requests in, responses out; `make` is where to begin, `loop` tells the rest."""
 
-from tlt_jax.spec_decode.rollout.rollout import Options as Options
+from tlt_jax.spec_decode.rollout.make import make as make
+from tlt_jax.spec_decode.rollout.options import Options as Options
+from tlt_jax.spec_decode.rollout.options import grid as grid
+from tlt_jax.spec_decode.rollout.options import ladder as ladder
 from tlt_jax.spec_decode.rollout.rollout import Rollout as Rollout
-from tlt_jax.spec_decode.rollout.rollout import grid as grid
-from tlt_jax.spec_decode.rollout.rollout import ladder as ladder
-from tlt_jax.spec_decode.rollout.rollout import make as make

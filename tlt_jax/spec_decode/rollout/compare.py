@@ -18,6 +18,7 @@ import numpy as np
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import target
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 
 TOLERANCE = 1e-4  # float32
@@ -25,6 +26,8 @@ TOLERANCE = 1e-4  # float32
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
+  """The outcome of a comparison."""
+
   total_tokens: int  # compared, up to the first difference of each row
   differing_tokens: int  # first differences that are no near-ties
   near_ties: int
@@ -35,13 +38,17 @@ def redraw(
   config: config_lib.ModelConfig,
   params,
   requests: requests_lib.Requests,
-  samples: requests_lib.Samples,
+  samples: samples_lib.Samples,
 ) -> sampling_lib.Draw:
-  """What plain sampling draws after each prefix of the given responses.
+  """Draws, by plain sampling, after each prefix of the given responses.
 
   One forward pass without a cache over each whole sequence, which shares no code
   with a rollout's loop but the model and `sampling.draw`.
 
+  Args:
+    config, params: of the target
+    requests: with their noise
+    samples: the responses
   Returns:
     Draw of numpy arrays [B T]
   """
@@ -82,11 +89,17 @@ def compare(
   config: config_lib.ModelConfig,
   params,
   requests: requests_lib.Requests,
-  a: requests_lib.Samples,
-  b: requests_lib.Samples,
+  a: samples_lib.Samples,
+  b: samples_lib.Samples,
   tolerance: float = TOLERANCE,
 ) -> Comparison:
-  """Compares the responses of `a` and `b` token by token."""
+  """Compares the responses of `a` and `b` token by token.
+
+  Args:
+    config, params: of the target
+    requests: that both answer
+    tolerance: margin of a draw under which a difference is a near-tie
+  """
   total, where = 0, []
   for i in range(len(requests)):
     x, y = a.response(i), b.response(i)

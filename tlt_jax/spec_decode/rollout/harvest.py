@@ -1,19 +1,21 @@
 """One rollout's spot training, the host's side: how much, on what, and what it took.
 
-What depends on the clock goes through `schedule.Decisions`, so that it can be done
-again alike. The device's side, and what outlives a rollout, is `spot`.
+What depends on the clock goes through `clock.Decisions`, so that it can be done again
+alike. The device's side, and what outlives a rollout, is `spot`.
 """
 
-from collections.abc import Callable
 import time
 
-import jax
 import numpy as np
 
-from tlt_jax.spec_decode.decoding import decode
-from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.rollout import batch as batch_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 
 class Harvest:
@@ -22,22 +24,28 @@ class Harvest:
   def __init__(
     self,
     spot: spot_lib.Spot,
+    batch: batch_lib.Batch,
     schedule: schedule_lib.Schedule,
-    samples: requests_lib.Samples,
-    run: Callable,
-    place: Callable,
+    samples: samples_lib.Samples,
   ):
-    """`run` and `place` are those of `rollout.Rollout`."""
-    self.spot, self.schedule, self.samples = spot, schedule, samples
-    self._run, self._place = run, place
+    """Begins a rollout.
+
+    Args:
+      spot: what is trained, and on what
+      batch, schedule: of the rollout
+      samples: where the account goes
+    """
+    self.spot, self.batch, self.samples = spot, batch, samples
+    self.schedule, self.clock, self.decide = schedule, schedule.clock, schedule.decide
+    self._programs = batch.programs
     self._expected = 0  # steps of the next chunk
     samples.training = []
-    spot.begin_rollout()
+    spot.buffer.begin_rollout()
 
   @property
   def ready(self) -> bool:
     """Whether there is a slice to train, and something to train on."""
-    live = self.schedule.live
+    live = self.batch.running.live
     return bool(live.any() and not live.all()) and self.spot.buffer.holds_any
 
   def long_chunk(self) -> tuple[int, float]:
@@ -45,107 +53,118 @@ class Harvest:
     if any(self.schedule.queues) or not self.ready:
       return 0, 0.0
     options = self.spot.options
-    return options.chunk, options.least * self.spot.micro_batch_s
+    return options.chunk_tokens, options.min_micro_batches * self.clock.micro_batch_s
 
   def measure(self, params) -> None:
     """Times a micro-batch alone, the first time that a slice could train."""
-    spot = self.spot
-    if not self.ready or not self.schedule.decide(
-      "measures", lambda: not spot.micro_batch_s
-    ):
+    unknown = lambda: not self.clock.micro_batch_s
+    if not self.ready or not self.decide("measures", unknown):
       return
     self._train(params, 1)  # the first time is slower
     one, three = self._train(params, 1), self._train(params, 3)
-    spot.micro_batch_s = max((three - one) / 2, 1e-4)
+    self.clock.micro_batch_s = max((three - one) / 2, 1e-4)
 
-  def quota(self, bucket, strategy, steps: int) -> tuple[int, int]:
-    """Most micro-batches of a slice in the next chunk, and its expected steps.
+  def training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training:
+    """The training that the next chunk may do.
 
     Args:
+      arm: with which it decodes
       steps: its most
     """
-    schedule, costs = self.schedule, self.schedule.costs
-    running = schedule.owner[schedule.owner >= 0]
-    left = schedule.requests.max_tokens[running] - schedule.drawn[running]
-    tokens = min(schedule.tokens, int(max(left)))
-    expect = lambda: costs.expected_steps(bucket, strategy, steps, tokens)
-    expected = self._expected = schedule.decide("expected", expect)
+    running = self.batch.running
+    left = running.requests.max_tokens[running.seated] - running.drawn[running.seated]
+    tokens = min(self.schedule.tokens, int(max(left)))
+    expect = lambda: self.clock.expected_steps(running.bucket, arm, steps, tokens)
+    self._expected = self.decide("expected", expect)
     if not self.spot.buffer.holds_any:
-      return 0, expected
-    seconds = expected * costs.seconds_of_step(bucket, strategy)
-    within = self.spot.micro_batches_within
-    return schedule.decide("micro_batches", lambda: within(seconds)), expected
+      return self.spot.training(0, self._expected)
+    seconds = self._expected * self.clock.step_s(running.bucket, arm)
+    within = lambda: self.clock.micro_batches_within(seconds)
+    return self.spot.training(self.decide("micro_batches", within), self._expected)
 
-  def book(self, trained, steps: int, decoding_s: float, took: float) -> float:
-    """Books what a chunk trained; returns the seconds that decoding took of it.
+  def book(
+    self, trained: trainer_lib.Trained, steps: int, decoding_s: float, took: float
+  ) -> float:
+    """Books what a chunk trained.
 
     Args:
-      trained: `spot.Trained`
+      trained: by the chunk, on the host but for state and pending
       steps: of the busiest slice
       decoding_s: what they took before, 0 if unknown
       took: seconds of the whole chunk
+    Returns:
+      the seconds of it that decoding took
     """
-    self._add(trained)
+    self._take(trained)
     if not trained.micro_batches.any() or not decoding_s:
       return took
     # Where the busiest slice ended early the others had too much to train anyhow.
     if steps >= 0.8 * self._expected:
-      self.spot.adapt(took > 1.15 * decoding_s)
+      self.clock.adapt(took > 1.15 * decoding_s)
     return min(took, 1.05 * decoding_s)
 
-  def store(self, slots: decode.Slots, finished: list[int]) -> None:
-    """Keeps the features of requests that have finished, as far as there is room."""
-    schedule, samples, spot = self.schedule, self.samples, self.spot
-    options, pages, slices = schedule.options, schedule.pages, len(schedule.queues)
+  def store(self, ended: list[running_lib.Ended]) -> None:
+    """Keeps the features of requests that have ended, as far as there is room.
+
+    Their pages are still theirs: others get them with the next chunk.
+    """
+    running, spot = self.batch.running, self.spot
+    options = self.schedule.options
     most = spot.most_pieces(options.slots, options.max_length)
-    pieces = np.zeros((slices, most, 4 + pages.sizes.most), np.int32)
-    count = np.zeros((slices, 1), np.int32)
+    num_slices = len(running.owner)
+    pieces = np.zeros((num_slices, most, 4 + running.pages.sizes.most), np.int32)
+    count = np.zeros((num_slices, 1), np.int32)
     # The longest first: then none makes room for one that follows.
-    for i in sorted(finished, key=lambda i: (-schedule.position[i], i)):
-      s, of_request = pages[i]
-      for piece in spot.add(s, schedule.requests.prompt(i), samples.response(i)):
-        pieces[s, count[s, 0]] = *piece, *of_request
-        count[s] += 1
+    for e in sorted(ended, key=lambda e: (-running.position[e.request], e.request)):
+      prompt = running.requests.prompt(e.request)
+      for piece in spot.buffer.add(e.slice, prompt, self.samples.response(e.request)):
+        pieces[e.slice, count[e.slice, 0]] = *piece, *e.pages
+        count[e.slice] += 1
     if count.any():
-      args = (spot.features, slots.features.data, *map(self._place, (pieces, count)))
-      spot.features = self._run("store", (), *args)
+      mesh = self._programs.shapes.mesh
+      placed = [slices.place(mesh, x) for x in (pieces, count)]
+      data = self.batch.slots.features.data
+      spot.take_features(
+        self._programs.run("store", (), spot.features, data, *placed)
+      )
 
   def finish(self, params, rollout_s: float) -> None:
-    """When the rollout is over: one slice alone trains for a share of its time.
+    """Ends the rollout: one slice alone trains for a share of its time.
 
     And where there is held-out data it is asked whether what was trained may draft.
     """
     spot, began = self.spot, time.perf_counter()
-    share = spot.options.share if len(self.schedule.queues) == 1 else 0.0
-    wanted = share * rollout_s
-    if spot.rollouts < spot.options.cold_rollouts:
-      wanted = max(wanted, spot.options.cold_s)
+    options = spot.options
+    alone = len(self.schedule.queues) == 1
+    wanted = options.after_rollout_share * rollout_s if alone else 0.0
+    if spot.rollouts < options.warm_up_rollouts:
+      wanted = max(wanted, options.warm_up_s)
     spot.rollouts += 1
     trained = any(any(chunk.trained) for chunk in self.samples.chunks)
-    if trained and spot.options.per_update > 1:
+    if trained and options.micro_batches_per_update > 1:
       self._train(params, 1)  # with what no update has been made of
     more = lambda: time.perf_counter() - began < wanted
-    while spot.buffer.holds_any and self.schedule.decide("more", more):
+    while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, 1)
-    if spot.trainer.shadow and self.samples.training:
-      args = (params, spot.published, spot.state.params, spot.rows())
-      spot.published, better = self._run("judge", (), *args)
+    if options.held_out_rows and self.samples.training:
+      published, better = self._programs.run(
+        "judge", (), params, spot.params, spot.state.params, spot.rows()
+      )
+      spot.publish(published)
       self.samples.published = bool(better)
     self.samples.training_s = time.perf_counter() - began
-    self.samples.micro_batch_s = spot.micro_batch_s
+    self.samples.micro_batch_s = self.clock.micro_batch_s
 
   def _train(self, params, most: int) -> float:
-    """All slices train; returns the seconds that it took."""
-    spot = self.spot
-    args = (params, spot.state, spot.pending, spot.rows(), np.int32(most))
+    """Trains on all slices; returns the seconds that it took."""
     began = time.perf_counter()
-    spot.state, spot.pending, trained = self._run("train", (), *args)
-    trained = jax.device_get(trained)
+    training = self.spot.training(most)
+    trained = trainer_lib.on_host(self._programs.run("train", (), params, training))
     seconds = time.perf_counter() - began
-    self._add(trained)
+    self._take(trained)
     return seconds
 
-  def _add(self, trained: spot_lib.Trained) -> None:
-    self.spot.count(trained.micro_batches)
+  def _take(self, trained: trainer_lib.Trained) -> None:
+    self.spot.take(trained)
     if trained.exchanged:
       self.samples.training.append({k: float(v) for k, v in trained.metrics.items()})

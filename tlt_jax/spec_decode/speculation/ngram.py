@@ -16,6 +16,7 @@ equal matches with the request's own noise gave 2 to 3% longer acceptance on Cou
 nothing where few responses are known.)
 """
 
+import base64
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 import itertools
@@ -230,46 +231,20 @@ class Memory:
     )
     return make_rows(itertools.islice(turns, count), count, length)
 
-  def get_state(self) -> dict[str, np.ndarray]:
-    """Gives all that is held, as arrays whose shapes depend on the capacity alone.
+  def state(self) -> dict:
+    """All that is held, for a checkpoint; JSON can hold it."""
+    text = lambda sequence: base64.b64encode(sequence).decode()
+    pairs = [[text(key), text(value)] for key, value in self._by_age]
+    return {"evicted": self.evicted, "responses": pairs}
 
-    Sequences lie end to end: every prompt, then the responses, the oldest first.
-    """
-    state = {
-      "tokens": np.zeros(self.capacity, np.int32),
-      "length": np.zeros(self.capacity, np.int32),  # at a sequence's first token
-      "prompt": np.full(self.capacity, -1, np.int32),  # there, of a response: which
-      "evicted": np.array(self.evicted, np.int64),
-    }
-    prompts = dict.fromkeys(key for key, _ in self._by_age)
-    index = {key: i for i, key in enumerate(prompts)}
-    sequences = [(-1, key) for key in index]
-    sequences += [(index[key], value) for key, value in self._by_age]
-    at = 0
-    for prompt, sequence in sequences:
-      n = _size(sequence)
-      state["tokens"][at : at + n] = np.frombuffer(sequence, np.int32)
-      state["length"][at], state["prompt"][at] = n, prompt
-      at += n
-    return state
-
-  def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Takes over what a memory of the same capacity gave as its `get_state`."""
-    if state["tokens"].shape != (self.capacity,):
-      raise ValueError(
-        f"the state is of a memory of {len(state['tokens'])} tokens, this one has "
-        f"{self.capacity}"
-      )
+  def restore(self, state: dict) -> None:
+    """Takes over what another memory gave as its `state`, as far as there is room."""
     self._responses.clear()
     self._by_age.clear()
-    self.tokens, prompts = 0, []
-    for at in np.flatnonzero(state["length"]):
-      sequence = state["tokens"][at : at + state["length"][at]]
-      if state["prompt"][at] < 0:
-        prompts.append(sequence)
-      else:
-        self.add(prompts[state["prompt"][at]], sequence)
-    self.evicted = int(state["evicted"])
+    self.tokens = 0
+    for pair in state["responses"]:
+      self.add(*(np.frombuffer(base64.b64decode(text), np.int32) for text in pair))
+    self.evicted = state["evicted"]
 
 
 def _to_bytes(tokens) -> bytes:

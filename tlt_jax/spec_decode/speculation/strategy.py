@@ -1,14 +1,13 @@
-"""Speculation strategies, and which one a chunk runs with.
+"""Speculation strategies: how far to guess, and by which source.
 
 A strategy is `(depth, width, verify)`: drafting steps, children per node, and nodes
 per verification pass, the root included. `None` is plain decoding. None of them
-changes a token.
+changes a token. Which one a chunk runs with is a `selector`'s to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 import dataclasses
 import re
-from typing import Any, Protocol
 
 MODEL, NGRAM = "model", "ngram"  # a drafter with weights; lookup in known sequences
 
@@ -24,13 +23,9 @@ class Strategy:
   depth: int
   width: int
   verify: int
-  source: str = MODEL  # what drafts
+  source: str = MODEL  # of drafts; see `source.make`
 
   def __post_init__(self):
-    if self.source not in (MODEL, NGRAM):
-      raise ValueError(f"a strategy's source is {MODEL} or {NGRAM}, not {self.source!r}")
-    if self.source == NGRAM and self.width > 1:
-      raise ValueError(f"{self}: n-grams draft chains only")
     if self.depth < 1 or self.width < 1:
       raise ValueError(f"{self}: depth and width must be at least 1")
     if self.verify <= self.depth:
@@ -40,85 +35,62 @@ class Strategy:
 
   @property
   def longest(self) -> int:
-    """The deepest strategy that its program can run."""
+    """The depth of the deepest strategy that its program can run."""
     return self.verify - 1 if self.width == 1 else self.depth
 
   def __str__(self) -> str:
     shape = f"{self.depth}_{self.width}_{self.verify}"
-    return shape if self.source == MODEL else f"{self.source}_{self.depth}"
+    if self.source == MODEL:
+      return shape
+    is_full_chain = self.width == 1 and self.verify == self.depth + 1
+    return f"{self.source}_{self.depth if is_full_chain else shape}"
+
+
+_TEXT = re.compile(r"(?:([A-Za-z_][\w.]*?)_)?(\d+)(?:_(\d+)_(\d+))?")
 
 
 def parse(text: str) -> Strategy | None:
-  """'5_1_6', 'ngram_5' or 'off'."""
+  """Reads '5_1_6', 'ngram_5', 'my_package.my_source_5' or 'off'.
+
+  With one number a chain that is verified whole. Without a source the drafter.
+
+  Raises:
+    ValueError: nothing of the kind
+  """
   if text == "off":
     return None
-  if m := re.fullmatch(r"ngram_(\d+)", text):
-    return Strategy(int(m[1]), 1, int(m[1]) + 1, NGRAM)
-  if not re.fullmatch(r"\d+_\d+_\d+", text):
+  match = _TEXT.fullmatch(text)
+  if not match or not (match[1] or match[3]):
     raise ValueError(
-      f"a strategy reads DEPTH_WIDTH_VERIFY, ngram_DEPTH or off, not {text!r}"
+      "a strategy reads DEPTH_WIDTH_VERIFY, SOURCE_DEPTH (ngram_5), "
+      f"SOURCE_DEPTH_WIDTH_VERIFY or off, not {text!r}"
     )
-  return Strategy(*map(int, text.split("_")))
+  depth = int(match[2])
+  width, verify = (int(match[3]), int(match[4])) if match[3] else (1, depth + 1)
+  return Strategy(depth, width, verify, match[1] or MODEL)
 
 
 def name(strategy: Strategy | None) -> str:
-  """What `parse` reads."""
+  """The text that `parse` reads."""
   return "off" if strategy is None else str(strategy)
 
 
 @dataclasses.dataclass(frozen=True)
-class Observation:
-  """What a chunk did, the same on every process."""
+class Room:
+  """The space that strategies need; the same for all, so that they share the caches."""
 
-  live: int  # requests of the fullest slice, at its start
-  bucket: Any  # `schedule.Bucket`
-  strategy: Strategy | None
-  steps: int  # iterations of the busiest slice
-  tokens: int  # drawn, over all slices
-  passes: int  # of the target over a live request
-  accepted: Sequence[int]  # passes that drew more than 0, 1, ... tokens; () if plain
-  seconds: float = 0.0
+  longest: int = 1  # A, tokens that one pass of the target may give
+  target: int = 0  # cache slots behind the longest sequence: the nodes of a tree
+  drafter: int = 0  # behind the longest pair: nodes of a tree that have children
 
-
-class Policy(Protocol):
-  """Chooses the strategy of each chunk, the same on every process."""
-
-  strategies: tuple[Strategy, ...]  # all that it may choose
-
-  def choose(self, live: int, bucket) -> Strategy | None:
-    """What the next chunk runs with, for the live requests of the fullest slice."""
-
-  def arms(self, live: int) -> tuple[Strategy | None, ...]:
-    """All that `choose` may return for so many; their programs are compiled ahead."""
-
-  def observe(self, seen: Observation) -> None:
-    """Told of every chunk."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ByLiveBatch:
-  """The strategy of the first (most live requests, strategy) that covers a batch.
-
-  Plain decoding above the last.
-  """
-
-  steps: Sequence[tuple[int, Strategy | None]]
-
-  @property
-  def strategies(self) -> tuple[Strategy, ...]:
-    return tuple(dict.fromkeys(s for _, s in self.steps if s is not None))
-
-  def choose(self, live: int, bucket=None) -> Strategy | None:
-    ordered = sorted(self.steps, key=lambda step: step[0])
-    return next((strategy for most, strategy in ordered if live <= most), None)
-
-  def arms(self, live: int) -> tuple[Strategy | None]:
-    return (self.choose(live),)
-
-  def observe(self, seen: Observation) -> None:
-    """Nothing to learn."""
-
-
-def always(strategy: Strategy) -> ByLiveBatch:
-  """The same for every live batch."""
-  return ByLiveBatch(((10**9, strategy),))
+  @classmethod
+  def of(cls, strategies: Iterable[Strategy]) -> "Room":
+    """The room that is enough for all of them."""
+    strategies = tuple(strategies)
+    trees = [s for s in strategies if s.width > 1]
+    nodes = max((s.verify for s in trees), default=0)
+    return cls(
+      longest=1 + max((s.longest for s in strategies), default=0),
+      target=nodes,
+      drafter=max([nodes, *(s.width * (s.depth - 1) for s in trees)]),
+    )

@@ -10,8 +10,11 @@ a rollout the rows with the longest sequences stay, and make room one by one.
 A sequence longer than a row is cut. Each piece repeats a little of the one before, for
 the drafter to read, not to be trained on, so that every token is trained on once.
 
-The first rows of a slice may be kept apart, a held-out shadow of the data, for
-which every eighth sequence is taken: the drafter is judged on them, never trained.
+The first rows of a slice may be held out; every eighth sequence goes there. The drafter
+is judged on them, never trained.
+
+Departure from TLT (https://arxiv.org/abs/2511.16665): sequences longer than a row are cut
+into pieces; the paper packs whole ones.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ import numpy as np
 
 
 class Piece(NamedTuple):
-  """Where tokens `start` to `start + size` of a sequence belong."""
+  """The place of tokens `start` to `start + size` of a sequence."""
 
   row: int  # of the slice's buffer
   offset: int  # in the row
@@ -31,7 +34,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass
 class Row:
-  """What one row holds."""
+  """The contents of a row."""
 
   sizes: list[int] = dataclasses.field(default_factory=list)  # of its pieces
   longest: int = 0  # tokens of the longest sequence that they are of
@@ -39,15 +42,16 @@ class Row:
 
   @property
   def used(self) -> int:
+    """Tokens in it."""
     return sum(self.sizes)
 
 
 FIELDS = ("targets", "positions", "segments", "mask")  # of `Buffer.table`
-_SHADOWED = 8  # one sequence in so many is held out
+_HELD_OUT = 8  # one sequence in so many is held out
 
 
 class Buffer:
-  """Packed rows of every slice: `table` i32[slices M 4 L], see `FIELDS` and `packing`.
+  """Packed rows of every slice: `table` i32[slices m 4 T], see `FIELDS` and `packing`.
 
   A sequence of T tokens takes T-1 places: its last token has no feature.
   """
@@ -59,30 +63,36 @@ class Buffer:
     length: int,
     carried: int,
     context: int,
-    shadow: int = 0,
+    held_out: int = 0,
   ):
-    """`rows` M and their `length` L per slice; at most `carried` outlive a rollout.
+    """Makes room for rows.
 
     Args:
+      slices: of the rollout, each with a buffer of its own
+      rows: m, per slice
+      length: T, tokens of a row
+      carried: rows that may outlive a rollout
       context: tokens that a piece repeats of the one before
-      shadow: rows that are not trained on
+      held_out: rows that are not trained on
     """
     self.length, self.carried, self.context = length, carried, context
-    self.shadow = shadow
+    self.held_out = held_out
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     self.table = np.zeros((slices, rows, len(FIELDS), length), np.int32)
     self.cursor = [0] * slices  # how many rows each slice has trained on
     self.added = [0] * slices  # sequences that each slice was given
     self.evicted = 0  # pieces that had to go, or found no room
+    self.version = 0  # grows with every change of what is here or comes next
 
   def filled(self, s: int) -> list[int]:
     """The rows of a slice to train on, the longest sequences first."""
     rows = self.rows[s]
-    held = [i for i, row in enumerate(rows) if row.sizes and i >= self.shadow]
+    held = [i for i, row in enumerate(rows) if row.sizes and i >= self.held_out]
     return sorted(held, key=lambda i: (-rows[i].longest, i))
 
   def begin_rollout(self) -> None:
-    """What is here is old from now on; only the rows of the longest sequences stay."""
+    """Makes what is here old; only the rows of the longest sequences stay."""
+    self.version += 1
     for s, rows in enumerate(self.rows):
       for i in self.filled(s)[self.carried :]:
         self._clear(s, i)
@@ -92,6 +102,9 @@ class Buffer:
   def add(self, s: int, prompt: np.ndarray, response: np.ndarray) -> list[Piece]:
     """Finds room for a sequence, if need be at the cost of older or shorter ones.
 
+    Args:
+      s: the slice
+      prompt, response: i32[...]
     Returns:
       where its features belong; nothing of pieces for which there is no room, because
       all that is here is of longer sequences
@@ -99,9 +112,10 @@ class Buffer:
     targets = np.concatenate([prompt, response])[1:]
     positions, pieces = np.arange(len(targets)), []
     self.added[s] += 1
-    rows = range(self.shadow, len(self.rows[s]))
-    if self.shadow and self.added[s] % _SHADOWED == 0:
-      rows = range(self.shadow)
+    self.version += 1
+    rows = range(self.held_out, len(self.rows[s]))
+    if self.held_out and self.added[s] % _HELD_OUT == 0:
+      rows = range(self.held_out)
     for start, stop in self._cut(len(targets)):
       row = self._room(s, rows, stop - start, len(targets))
       if row is None:
@@ -119,11 +133,15 @@ class Buffer:
     return pieces
 
   def most_pieces(self, size: int) -> int:
-    """How many a sequence of that size is cut into."""
+    """How many pieces a sequence of that size is cut into."""
     return len(self._cut(size))
 
   def _cut(self, size: int) -> list[tuple[int, int]]:
-    """Where the pieces of a sequence start and stop."""
+    """Where the pieces of a sequence start and stop.
+
+    Worked rows, length 8 and context 2:  size 7   (0, 7)
+                                          size 12  (0, 8) (6, 12)
+    """
     cuts = [(0, min(size, self.length))]
     while cuts[-1][1] < size:
       start = cuts[-1][1] - self.context
@@ -131,7 +149,7 @@ class Buffer:
     return cuts
 
   def _room(self, s: int, among: range, size: int, sequence: int) -> int | None:
-    """One of some rows, for a piece of that size of a sequence of so many tokens."""
+    """The row for a piece of that size, of a sequence of so many tokens; None: no room."""
     rows = self.rows[s]
     fits = lambda row: not row.old and row.used + size <= self.length
     begun = [i for i in among if rows[i].sizes and fits(rows[i])]
@@ -155,10 +173,10 @@ class Buffer:
   @property
   def holds_any(self) -> bool:
     """Whether there is anything to train on."""
-    return any(row.sizes for rows in self.rows for row in rows[self.shadow :])
+    return any(row.sizes for rows in self.rows for row in rows[self.held_out :])
 
   def order(self) -> np.ndarray:
-    """i32[slices 1+M]: how many rows each slice trains on, and these in their order."""
+    """i32[slices 1+m]: how many rows each slice trains on, and these in their order."""
     order = np.zeros((len(self.rows), 1 + len(self.rows[0])), np.int32)
     for s in range(len(self.rows)):
       held = self.filled(s)
@@ -166,13 +184,14 @@ class Buffer:
       order[s, : 1 + len(held)] = [len(held), *held[start:], *held[:start]]
     return order
 
-  def trained(self, micro_batches) -> None:
+  def trained(self, micro_batches: np.ndarray) -> None:
     """Counts what each slice has trained on."""
+    self.version += bool(np.any(micro_batches))
     for s, count in enumerate(micro_batches):
       self.cursor[s] += int(count)
 
   def state(self) -> dict:
-    """What JSON can hold of it; the table is saved beside."""
+    """The part of its state that JSON can hold; the table is saved beside."""
     rows = [[dataclasses.asdict(row) for row in rows] for rows in self.rows]
     counts = {"cursor": list(self.cursor), "added": list(self.added)}
     return {"rows": rows, "evicted": self.evicted, **counts}
@@ -183,3 +202,4 @@ class Buffer:
     self.cursor, self.added = list(state["cursor"]), list(state["added"])
     self.evicted = state["evicted"]
     self.table = np.array(table, np.int32)
+    self.version += 1

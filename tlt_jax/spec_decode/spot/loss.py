@@ -16,7 +16,9 @@ likeliest token it lacks, as in the code of EAGLE-3 (https://arxiv.org/abs/2503.
 """
 
 import dataclasses
+import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,18 +28,19 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.spec_decode.decoding import features as features_lib
 
 DISTANCES = ("cross_entropy", "total_variation")
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-  """What the drafter is trained for."""
+  """The objective of a drafter's training."""
 
   steps: int = 5  # drafting steps that are unrolled
   decay: float = 0.8  # weight of each step over that of the one before
   distance: str = "cross_entropy"  # or "total_variation"
-  regression: float = 0.1  # weight of the feature loss; eagle2 only
+  regression: float = 0.1  # weight of the feature loss, where features are predicted
   temperature: float = 1.0  # of the distributions
 
   def __post_init__(self):
@@ -48,7 +51,7 @@ class Loss:
 
   @property
   def metrics(self) -> list[str]:
-    """Names of what `loss` tells."""
+    """The names of what `loss` tells."""
     by_step = [f"{x}_{k + 1}" for x in ("loss", "agreement") for k in range(self.steps)]
     return ["tokens", *by_step]
 
@@ -60,41 +63,36 @@ def loss(
   draft_params,
   target_params,
   packed: packing.Packed,
-  features: jax.Array,
-  states: jax.Array,
+  kept: features_lib.Kept,
   rotations: layers.Rotation | None = None,
-):
-  """Summed over the tokens of one micro-batch, to be divided by their count.
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """The loss of one micro-batch, a sum over tokens, to be divided by their count.
 
   Args:
-    packed: [R L]; every arrays' rows are independent
-    features: f[R L D]  the target's after its final norm
-    states: f[R L E]  what the drafter reads of it
+    options: what is trained for
+    drafter, draft_params: what is trained
+    config, target_params: of the target, which stays as it is
+    packed: [rows T]; all arrays' rows are independent
+    kept: of the target's states, final f[rows T D] and what the drafter reads
     rotations: of positions 0, 1, ..., where they are at hand
   Returns:
     the sum, and {"tokens", "loss_k", "agreement_k"} as sums as well; agreement is
     1 - total variation, the chance of acceptance of an optimal coupling
   """
+  chex.assert_rank(packed.tokens, 2)
+  chex.assert_shape(kept.final, (*packed.tokens.shape, config.width))
+  chex.assert_equal_shape_prefix((packed.tokens, kept.drafter_input), 2)
   module = drafter_lib.Drafter(drafter)
-  apply = lambda *args, method: module.apply({"params": draft_params}, *args, method=method)
+  apply = functools.partial(module.apply, {"params": draft_params})
   frozen = jax.lax.stop_gradient(target_params)
-  features, states = jax.lax.stop_gradient((features, states))
+  drafter_input, final = jax.lax.stop_gradient(kept)
   mask = packing.segment_mask(packed.segments, packed.positions)
   by = layers.rotation(drafter.layer, packed.positions, rotations)
-  outputs = apply(
-    *(frozen, states, packed.targets, by, mask, options.steps),
-    method=drafter_lib.Drafter.unroll,
-  )
-  ahead = lambda x: jnp.roll(x, -1, 1)
-  logits = target.Target(config).apply(
-    {"params": frozen}, features, method=target.Target.logits
-  )
-  p = jax.nn.softmax(ahead(logits) / options.temperature, -1)
-  goal, outside = p, 0.0
-  if drafter.vocab:
-    p, goal, outside = _within(p, drafter)
+  unroll = functools.partial(apply, method=drafter_lib.Drafter.unroll)
+  outputs = unroll(frozen, drafter_input, packed.targets, by, mask, options.steps)
+  p, goal, outside = _target_distributions(options, drafter, config, frozen, final)
   # Pair t is trained where token t+2 is a response token of the same sequence.
-  inside = ahead(packed.mask) & (ahead(packed.positions) > 0)
+  inside = _ahead(packed.mask) & (_ahead(packed.positions) > 0)
   metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
   total = 0.0
   for k, h in enumerate(outputs):
@@ -107,14 +105,33 @@ def loss(
     else:
       distance = variation
     share = jnp.sum(distance * valid)
-    if drafter.kind == "eagle2" and options.regression:
-      error = jnp.abs(h - ahead(features)).astype(jnp.float32)
-      smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5)
+    if drafter.predicts_features and options.regression:
+      error = jnp.abs(h - _ahead(final)).astype(jnp.float32)
+      smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5)  # smooth L1
       share += options.regression * jnp.sum(jnp.mean(smooth, -1) * valid)
     total += options.decay**k * share
     metrics[f"loss_{k + 1}"] = share
     metrics[f"agreement_{k + 1}"] = jnp.sum((1 - variation) * valid)
   return total, metrics
+
+
+def _ahead(x: jax.Array) -> jax.Array:
+  """At every place of [rows T ...] what stands at the next one."""
+  return jnp.roll(x, -1, 1)
+
+
+def _target_distributions(options, drafter, config, target_params, final):
+  """The target's p after the next token, as `_within` gives it.
+
+  Args:
+    options, drafter, config, target_params: see `loss`
+    final: f[rows T D]
+  """
+  logits = target.Target(config).apply(
+    {"params": target_params}, final, method=target.Target.logits
+  )
+  p = jax.nn.softmax(_ahead(logits) / options.temperature, -1)
+  return _within(p, drafter) if drafter.vocab else (p, p, 0.0)
 
 
 def _within(p: jax.Array, drafter: drafter_lib.DrafterConfig):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax import programs
@@ -22,47 +23,51 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
-from tlt_jax.spec_decode.spot import loss as draft_loss
-from tlt_jax.spec_decode.spot import spot
+from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.spot import loss as loss_lib
+from tlt_jax.spec_decode.spot import state as state_lib
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftLearner:
-  """See `make`."""
+  """Trains a drafter, update by update; see `make`."""
 
   config: config_lib.ModelConfig
   drafter: drafter_lib.DrafterConfig
-  loss: draft_loss.Loss
+  loss: loss_lib.Loss
   optimizer: optax.GradientTransformation
   mesh: jax.sharding.Mesh
   buckets: tuple[packing.Bucket, ...]
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
-  def abstract_state(self) -> spot.State:
+  def abstract_state(self) -> state_lib.State:
     """Shapes, dtypes and shardings of the state."""
-    return spot.abstract_state(self.drafter, self.optimizer, self.mesh)
+    return state_lib.abstract_state(self.drafter, self.optimizer, self.mesh)
 
-  def init(self, params) -> spot.State:
+  def init(self, params) -> state_lib.State:
     """The state before the first update, from parameters of any layout."""
-    return spot.init_state(self.drafter, self.optimizer, self.mesh, params)
+    return state_lib.init_state(self.drafter, self.optimizer, self.mesh, params)
 
   def train(
     self,
-    state: spot.State,
+    state: state_lib.State,
     target_params,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
-  ) -> tuple[spot.State, dict[str, float]]:
-    """One update on a batch of sequences; the state is donated.
+  ) -> tuple[state_lib.State, dict[str, float]]:
+    """Makes one update on a batch of sequences; the state is donated.
 
+    Args:
+      target_params: of the target, laid out by `axes.ROLLOUT`
+      prompts, responses: i32[...] each, one pair per sequence
     Returns:
       the new state, and `drafter/*`: loss, and per drafting step k loss_k and
       agreement_k, means over response tokens
     """
     packed = packing.pack(prompts, responses, self.buckets)
-    args = (state, target_params, packing.place(packed, self.mesh))
-    run = self.pool.get("update", (len(prompts),), self.update, *args)
-    state, metrics = run(*args)
+    placed = packing.place(packed, self.mesh)
+    key = (len(prompts),)
+    state, metrics = self.pool.run("update", key, self.update, state, target_params, placed)
     return state, {f"drafter/{k}": float(v) for k, v in jax.device_get(metrics).items()}
 
   @functools.cached_property
@@ -72,55 +77,52 @@ class DraftLearner:
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
   def _update(self, state, target_params, packed):
-    model = target.Target(self.config)
-    taps = self.drafter.taps
     positions = jnp.arange(self.buckets[-1].length)  # tables of them, for the loops
     rotations = layers.rotation(self.config, positions)
     draft_rotations = layers.rotation(self.drafter.layer, positions)
+    layout = features_lib.of_drafter(self.drafter, train=True)
 
     def loss(params, batch):
-      batch = jax.tree.map(
-        lambda x: jax.lax.with_sharding_constraint(x, axes.sharding(self.mesh, axes.DATA))
-        if x.ndim
-        else x,
-        batch,
-      )
-      mask = packing.segment_mask(batch.segments, batch.positions)
-      features, tapped, _ = model.apply(
+      batch = jax.tree.map(self._over_slices, batch)
+      final, tapped, _ = target.Target(self.config).apply(
         {"params": target_params},
-        *(batch.tokens, batch.positions, taps, mask),
+        batch.tokens,
+        batch.positions,
+        layout.taps,
+        packing.segment_mask(batch.segments, batch.positions),
         rotations=rotations,
         method=target.Target.with_taps,
       )
-      return draft_loss.loss(
+      return loss_lib.loss(
         self.loss,
         self.drafter,
         self.config,
         params,
         target_params,
         batch,
-        features,
-        tapped if taps else features,
+        layout.split(layout.join(tapped, final)),
         draft_rotations,
       )
 
     grad = jax.value_and_grad(loss, has_aux=True)
     total = None
     for bucket in packed:
-      one = lambda i, bucket=bucket: grad(state.params, bucket.micro_batch(i))
-      if total is None:
-        shapes = jax.eval_shape(one, 0)
-        total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-      add = lambda i, t, one=one: jax.tree.map(jnp.add, t, one(i))
-      total = jax.lax.fori_loop(0, bucket.count, add, total)
+      micro_batch = lambda i, bucket=bucket: grad(state.params, bucket.micro_batch(i))
+      total = accumulate.sum_over(bucket.count, micro_batch, total)
     (value, metrics), grads = total
-    return spot.update(self.optimizer, state, value, metrics, grads)
+    return state_lib.update(self.optimizer, state, value, metrics, grads)
+
+  def _over_slices(self, x):
+    """Splits an array by rows over the slices."""
+    if not x.ndim:
+      return x
+    return jax.lax.with_sharding_constraint(x, axes.sharding(self.mesh, axes.DATA))
 
 
 def make(
   config: config_lib.ModelConfig,
   drafter: drafter_lib.DrafterConfig,
-  loss: draft_loss.Loss,
+  loss: loss_lib.Loss,
   optimizer: optax.GradientTransformation,
   mesh: jax.sharding.Mesh,
   buckets: Sequence[tuple[int, int]],
@@ -128,6 +130,9 @@ def make(
   """A learner for one target, drafter, loss, optimizer and mesh.
 
   Args:
+    config: of the target
+    drafter, loss, optimizer: what is trained, for what, and how
+    mesh: whose slices share the rows of a micro-batch
     buckets: (rows, length) of micro-batches, by increasing length; rows are rounded
       up to a multiple of the slices
   """

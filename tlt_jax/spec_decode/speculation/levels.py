@@ -1,4 +1,4 @@
-"""Makes the selector of strategies from what a config says about it.
+"""Levels: which strategies may run at how many live requests, as configs write it.
 
 Strategies are written "up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3": for how
 many live requests of the fullest slice, which ways to decode. Where one way is named it
@@ -10,8 +10,7 @@ from collections.abc import Iterable
 import re
 from typing import NamedTuple
 
-from tlt_jax import named
-from tlt_jax.spec_decode.speculation import adaptive
+from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _LEVEL = re.compile(r"up to (\d+) live: (\S+(?: or \S+)*)")
@@ -53,35 +52,18 @@ def write(levels: Iterable[Level]) -> str:
   return "; ".join(map(str, levels))
 
 
-def make(strategies: str, rule: str, has_drafter: bool) -> strategy_lib.Policy | None:
+def make(strategies: str, rule: str, has_drafter: bool) -> selector.Selector | None:
   """Makes the selector, or none if only plain decoding is left.
 
   Args:
     strategies: see the top of this file
-    rule: how it is learnt which of several is fastest: "predictive", "epsilon_greedy",
-      or the dotted name of a function of one's own that takes the levels
-    has_drafter: whether a drafter can draft; otherwise only n-grams can
+    rule: how it is learnt which of several is fastest; see `selector.make`
+    has_drafter: whether a drafter can draft; otherwise only sources without weights can
   Raises:
     ValueError: unreadable strategies, or no such rule
   """
-  able = lambda arm: arm is None or has_drafter or arm.source == strategy_lib.NGRAM
+  able = lambda arm: arm is None or has_drafter or arm.source != strategy_lib.MODEL
   levels = [
     Level(most, tuple(filter(able, arms)) or (None,)) for most, arms in parse(strategies)
   ]
-  if all(arm is None for level in levels for arm in level.arms):
-    return None
-  if all(len(level.arms) == 1 for level in levels):
-    return strategy_lib.ByLiveBatch([(most, arm) for most, (arm,) in levels])
-  return _learning(rule)(levels)
-
-
-def _learning(rule: str):
-  if rule in adaptive.RULES:
-    return adaptive.RULES[rule]
-  if "." in rule:
-    return named.load(rule)
-  known = ", ".join(adaptive.RULES)
-  raise ValueError(
-    f"no strategy rule {rule!r}; there are {known}, and any function by its dotted name"
-    + named.nearest(rule, adaptive.RULES)
-  )
+  return selector.make(levels, rule)

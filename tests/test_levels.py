@@ -1,0 +1,80 @@
+"""Selectors, as configs describe them."""
+
+import pytest
+
+from tlt_jax.spec_decode.speculation import levels as levels_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation.rules import epsilon_greedy
+from tlt_jax.spec_decode.speculation.rules import predictive
+
+RULES = {
+  "predictive": predictive.Predictive,
+  "epsilon_greedy": epsilon_greedy.EpsilonGreedy,
+}
+CHAIN, NGRAM = strategy_lib.parse("3_1_4"), strategy_lib.parse("ngram_5")
+
+
+def test_levels_are_read_in_any_order_and_written_as_they_are_read():
+  text = "up to 2 live: off or 3_1_4; up to 8 live: ngram_5"
+  levels = levels_lib.parse(text)
+  assert levels == ((2, (None, CHAIN)), (8, (NGRAM,)))
+  assert levels_lib.write(levels) == text
+  assert levels_lib.parse("up to 8 live: ngram_5;  up to 2 live: off or 3_1_4; ") == levels
+  assert levels_lib.parse("") == ()
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    ("up to 2: 3_1_4", "read like 'up to 2 live: .*, not 'up to 2: 3_1_4'"),
+    ("3_1_4", "not '3_1_4'"),
+    ("up to 2 live: 3_1_4, off", "not 'up to 2 live: 3_1_4, off'"),
+    ("up to 2 live: 5x1", "DEPTH_WIDTH_VERIFY, SOURCE_DEPTH .* not '5x1'"),
+    ("up to 2 live: off; up to 2 live: 3_1_4", "named twice"),
+  ],
+)
+def test_levels_that_cannot_be_read_are_quoted(text, message):
+  with pytest.raises(ValueError, match=message):
+    levels_lib.parse(text)
+
+
+def test_one_way_for_each_number_is_fixed():
+  text = "up to 8 live: ngram_5; up to 2 live: 3_1_4"
+  selector = levels_lib.make(text, "predictive", True)
+  chosen = [selector.choose(live) for live in (1, 2, 3, 8, 9)]
+  assert chosen == [CHAIN, CHAIN, NGRAM, NGRAM, None]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_of_several_ways_a_rule_learns_the_fastest(rule):
+  selector = levels_lib.make("up to 2 live: off or 3_1_4; up to 8 live: off", rule, True)
+  assert isinstance(selector, RULES[rule])
+  assert selector.arms(2) == (None, CHAIN)
+  assert selector.arms(8) == selector.arms(9) == (None,)
+
+
+def test_without_a_drafter_n_grams_are_left_or_nothing():
+  selector = levels_lib.make("up to 2 live: 3_1_4 or ngram_5", "predictive", False)
+  assert selector.strategies == (NGRAM,)
+  assert levels_lib.make("up to 2 live: off or 3_1_4", "predictive", False) is None
+  assert levels_lib.make("", "predictive", True) is None
+
+
+def test_a_rule_of_ones_own_is_called_by_its_module():
+  rule = "tests.extensions.in_turn"
+  selector = levels_lib.make("up to 2 live: off or 3_1_4", rule, True)
+  assert isinstance(selector, selector_lib.Selector)
+  assert [selector.choose(1, None) for _ in range(3)] == [None, CHAIN, None]
+
+
+@pytest.mark.parametrize(
+  "rule, message",
+  [
+    ("predictve", "no strategy rule 'predictve': .* did you mean 'predictive'"),
+    ("tests.extensions.in_trun", "did you mean 'in_turn'"),
+  ],
+)
+def test_a_rule_that_does_not_exist_is_told_with_the_nearest(rule, message):
+  with pytest.raises(ValueError, match=message):
+    levels_lib.make("up to 2 live: off or 3_1_4", rule, True)

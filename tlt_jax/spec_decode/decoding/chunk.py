@@ -1,0 +1,96 @@
+"""The one signature of every chunk program: plain, speculative, and fused with training.
+
+A chunk is a bounded number of decoding iterations in one jitted program; the host looks
+only between chunks. Whatever decodes in it,
+
+    (weights, slots, draft_state, limits, training) -> Done
+
+with None for what a chunk does not have.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from tlt_jax import axes
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+
+
+@flax.struct.dataclass
+class Weights:
+  """Parameters, laid out by `axes.ROLLOUT`; equal on every slice."""
+
+  target: Any
+  draft: Any = None  # the drafter's; None: nothing drafts, or not by a model
+
+
+@flax.struct.dataclass
+class Limits:
+  """How far a chunk goes; equal on every slice, read at run time."""
+
+  tokens: jax.Array  # i32[]  that a slot may draw
+  steps: jax.Array | None = None  # i32[]  iterations, in a chunk that speculates
+  depth: jax.Array | None = None  # i32[]  drafting steps of each iteration
+
+
+@flax.struct.dataclass
+class Done:
+  """The results of a chunk."""
+
+  slots: slots_lib.Slots
+  draft_state: Any  # what the source of drafts goes on with
+  emitted: slots_lib.Emitted  # the same on every process
+  training: Any = None  # of a fused chunk: `fused.Trained`
+
+
+# (weights, slots, draft_state, limits) -> (slots, draft_state, emitted), on one slice.
+Decode = Callable[
+  [Weights, slots_lib.Slots, Any, Limits], tuple[slots_lib.Slots, Any, slots_lib.Emitted]
+]
+
+
+def without_training(decode: Decode) -> Callable[..., Done]:
+  """The chunk of one slice that decodes and nothing else."""
+
+  def run(weights, slots, draft_state, limits, training) -> Done:
+    del training  # None
+    return Done(*decode(weights, slots, draft_state, limits))
+
+  return run
+
+
+def make(
+  mesh: Mesh,
+  run: Callable[..., Done],
+  shardings: Done,
+  training: tuple[Any, Any] = (PartitionSpec(), PartitionSpec()),
+) -> Callable[..., Done]:
+  """Jits a chunk; slots and the drafts' state are donated.
+
+  What was emitted comes back replicated, so that every process sees the same.
+
+  Args:
+    run: the chunk of one slice, (weights, slots, draft_state, limits, training) -> Done
+    shardings: of its results; those of `emitted` follow
+    training: partition specs of the training that goes in, and of what comes out
+  """
+  before, behind = training
+  mapped = slices.per_slice(
+    mesh,
+    run,
+    in_specs=(slices.WHOLE, slices.ROWS, slices.ROWS, slices.WHOLE, before),
+    out_specs=Done(slices.ROWS, slices.ROWS, slices.ROWS, behind),
+  )
+
+  def chunk(weights, slots, draft_state, limits, training):
+    return mapped(weights, slots, draft_state, limits, training)
+
+  return jax.jit(
+    chunk,
+    donate_argnames=("slots", "draft_state"),
+    out_shardings=shardings.replace(emitted=axes.sharding(mesh)),
+  )

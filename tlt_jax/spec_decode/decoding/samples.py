@@ -1,0 +1,159 @@
+"""Samples: what comes out of a rollout. Host arrays, in request order."""
+
+import dataclasses
+
+import numpy as np
+
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+
+STOP, LENGTH = 0, 1  # finish reasons: a stop token was drawn, or the limit met
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkRecord:
+  """An account of a chunk; seconds count from the rollout's start."""
+
+  start_s: float
+  end_s: float
+  batch: int  # of its bucket: slots per slice
+  length: int  # of its bucket: tokens that a step attends over
+  strategy: str  # "off" for plain decoding
+  live: list[int]  # per slice, requests at its start
+  steps: list[int]  # per slice, iterations
+  trained: list[int]  # per slice, micro-batches of the drafter's training
+  tokens: int = 0  # drawn in all
+  passes: int = 0  # of the target over a live request that they took
+
+
+@dataclasses.dataclass
+class Samples:
+  """The responses, in the order of the requests."""
+
+  tokens: np.ndarray  # i32[B T]  the response; 0 beyond its length
+  length: np.ndarray  # i32[B]
+  logp: np.ndarray  # f32[B T]  under logits / T, before filters
+  logp_filtered: np.ndarray  # f32[B T]  of the distribution drawn from
+  finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
+  features: list[np.ndarray] | None = None  # f[prompt + length - 1, E] each, on request
+  # (seconds since the start, live requests per slice) after each chunk
+  timeline: list[tuple[float, list[int]]] = dataclasses.field(default_factory=list)
+  accepted: np.ndarray | None = None  # i64[A]  speculative passes of more than a tokens
+  # Where it speculated: "predicted_gain", the speed-up that the selector expected;
+  # "realised_gain"; and "saved_s", the seconds that this made of a difference.
+  gain: dict[str, float] = dataclasses.field(default_factory=dict)
+  computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
+  peak_bytes: int = 0  # memory per device in the fullest chunk
+  chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
+  decisions: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+  training: list[dict] | None = None  # of the drafter, per update: its means
+  training_s: float = 0.0  # that it went on after the last token
+  published: bool | None = None  # whether what was trained drafts; None: not asked
+  micro_batch_s: float = 0.0  # of it, measured alone
+
+  def response(self, i: int) -> np.ndarray:
+    """The tokens of a response that has ended, i32[...]."""
+    return self.tokens[i, : self.length[i]]
+
+  def extend(self, i: int, start: int, emitted: slots_lib.Emitted, row: int) -> None:
+    """Takes what a chunk drew for request `i`, from its token `start` on.
+
+    Args:
+      emitted: of the chunk, on the host
+      row: of the request in it
+    """
+    count = int(emitted.count[row])
+    self.tokens[i, start : start + count] = emitted.tokens[row, :count]
+    self.logp[i, start : start + count] = emitted.logp[row, :count]
+    self.logp_filtered[i, start : start + count] = emitted.logp_filtered[row, :count]
+
+  def end(self, i: int, length: int, stop_tokens: np.ndarray) -> None:
+    """Ends response `i` at so many tokens."""
+    self.length[i] = length
+    stopped = self.tokens[i, length - 1] in stop_tokens
+    self.finish_reason[i] = STOP if stopped else LENGTH
+
+  def note(self, chunk: ChunkRecord, live: np.ndarray) -> None:
+    """Takes the account of a chunk, and the requests i32[slices] that live after it."""
+    self.chunks.append(chunk)
+    self.timeline.append((chunk.end_s, live.tolist()))
+
+  def count_chunk(self, emitted: slots_lib.Emitted, batch: int) -> None:
+    """Counts the work of a chunk with `batch` slots a slice."""
+    self.computed_tokens += int(emitted.steps.sum()) * batch
+    if emitted.accepted is not None:
+      self.accepted += emitted.accepted.sum(0)
+
+  @property
+  def passes(self) -> int:
+    """Passes of the target over live rows; each draws a token or more."""
+    return sum(chunk.passes for chunk in self.chunks)
+
+  @property
+  def harvested_s(self) -> float:
+    """Seconds of idle slices in which the drafter was trained."""
+    return self.micro_batch_s * sum(sum(chunk.trained) for chunk in self.chunks)
+
+  def training_metrics(self) -> dict[str, float]:
+    """`drafter/*` of the drafter's training, means over its updates; none without it."""
+    if self.training is None:
+      return {}
+    done = [m for m in self.training if m["updated"]]
+    names = sorted(set(done[0]) - {"updated"}) if done else []
+    asked = self.published is not None
+    return {
+      **({"drafter/published": float(self.published)} if asked else {}),
+      "rollout/harvested_s": self.harvested_s,
+      "drafter/training_s": self.training_s,
+      "drafter/updates": len(done),
+      "drafter/skipped": len(self.training) - len(done),
+      **{f"drafter/{k}": float(np.mean([m[k] for m in done])) for k in names},
+    }
+
+  @property
+  def useful_share(self) -> float:
+    """Drawn tokens over all that the slots' iterations could have drawn."""
+    return float(self.length.sum()) / max(self.computed_tokens, 1)
+
+  @property
+  def mean_acceptance_length(self) -> float:
+    """Tokens drawn per pass of the target; 1 without speculation."""
+    return float(self.length.sum()) / max(self.passes, 1)
+
+  @property
+  def acceptance_rate(self) -> list[float]:
+    """Share of speculative passes whose k-th drafted token was accepted, k = 1.."""
+    if self.accepted is None or not self.accepted[0]:
+      return []
+    return (self.accepted[1:] / self.accepted[0]).tolist()
+
+  @property
+  def idle_s(self) -> float:
+    """Seconds of chunks in which slices had no request left, summed over slices.
+
+    What they trained meanwhile is part of it. A chunk takes as long as its busiest slice,
+    so that a slice is idle for the share of that slice's steps which it did not do.
+    """
+    idle = lambda chunk: sum(1 - n / max(*chunk.steps, 1) for n in chunk.steps)
+    return sum((chunk.end_s - chunk.start_s) * idle(chunk) for chunk in self.chunks)
+
+
+def empty(
+  requests: requests_lib.Requests, *, most: int | None = None, features: bool = False
+) -> Samples:
+  """Samples of responses that have not begun.
+
+  Args:
+    most: A of `Samples.accepted`, where it may speculate
+    features: whether the target's are to be returned
+  """
+  B, T = len(requests), int(max(requests.max_tokens, default=0))
+  return Samples(
+    tokens=np.zeros((B, T), np.int32),
+    length=np.zeros(B, np.int32),
+    logp=np.zeros((B, T), np.float32),
+    logp_filtered=np.zeros((B, T), np.float32),
+    finish_reason=np.zeros(B, np.int32),
+    features=[None] * B if features else None,
+    accepted=None if most is None else np.zeros(most, np.int64),
+  )

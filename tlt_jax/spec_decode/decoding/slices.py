@@ -1,0 +1,74 @@
+"""Running a function once per slice, and arrays that may differ between slices.
+
+Every device program of a rollout is manual over `data`: a slice works on its own rows,
+and one with nothing left to do leaves its loop at once, whatever its neighbours do.
+Tensor parallelism inside a slice is left to the compiler.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+
+from tlt_jax import axes
+
+# How an argument or a result lies: split by rows over the slices, or whole on each.
+ROWS, WHOLE = PartitionSpec(axes.DATA), PartitionSpec()
+
+
+def per_slice(mesh: Mesh, f: Callable, in_specs, out_specs) -> Callable:
+  """Maps `f` over the slices.
+
+  Args:
+    f: runs on the rows of one slice
+    in_specs: a pytree prefix of its arguments, of `ROWS` and `WHOLE`
+    out_specs: likewise of its results; what is `WHOLE` must be equal on every slice
+  """
+  return jax.shard_map(
+    f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axes.DATA}
+  )
+
+
+def place(mesh: Mesh, x: np.ndarray) -> jax.Array:
+  """Puts [slices, b, ...] of the host on the devices as [slices * b, ...]."""
+  flat = x.reshape(-1, *x.shape[2:])
+  return jax.device_put(flat, axes.sharding(mesh, axes.DATA))
+
+
+def abstract(mesh: Mesh, rows: int, dtype, *shape: int) -> jax.ShapeDtypeStruct:
+  """Describes an array of `rows` rows a slice, [slices * rows, *shape]."""
+  B = rows * mesh.shape[axes.DATA]
+  over = axes.sharding(mesh, axes.DATA)
+  return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=over)
+
+
+def zeros(abstract):
+  """Makes arrays of these shapes and shardings, one by one; arrays stay as they are."""
+
+  def make(x):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jnp.zeros(x.shape, x.dtype, device=x.sharding)
+    return x
+
+  return jax.tree.map(make, abstract)
+
+
+def shardings(abstract):
+  """The shardings of a tree of shapes."""
+  return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def varying(x: jax.Array) -> jax.Array:
+  """Marks a value that is equal on every slice as one that may differ from now on."""
+  return jax.lax.pcast(x, axes.DATA, to="varying")
+
+
+def after(x: jax.Array, count: jax.Array) -> jax.Array:
+  """`x`, in a program that computes `count` first.
+
+  The compiler orders collectives by their operands alone. `count`, which is never
+  negative, becomes one of them: min(count, 0) is 0, but XLA does not know that.
+  """
+  return x + jnp.minimum(count, 0).astype(x.dtype)

@@ -1,0 +1,172 @@
+"""Chunks: their programs, how far one goes, the call, and what came of it."""
+
+from collections.abc import Callable
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tlt_jax import programs as pool_lib
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.rollout import batch as batch_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import speculate
+from tlt_jax.spec_decode.spot import fused
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+
+class Way(NamedTuple):
+  """A way to decode a chunk."""
+
+  arm: clock_lib.Arm  # the strategy; None: plain decoding
+  source: source_lib.Source | None  # of its drafts
+  weights: chunk_lib.Weights  # that are read
+
+  @property
+  def name(self) -> str:
+    """The name of the program, without training."""
+    if self.source is None:
+      return "chunk"
+    return f"speculate_{self.source.program(self.arm)}"
+
+
+class Ran(NamedTuple):
+  """A chunk that has run."""
+
+  emitted: slots_lib.Emitted  # on the host
+  draft_state: Any
+  trained: trainer_lib.Trained | None  # on the host but for state and pending
+  seconds: float  # that it took
+
+  @property
+  def steps(self) -> int:
+    """Iterations of the busiest slice."""
+    return int(self.emitted.steps.max())
+
+  @property
+  def tokens(self) -> int:
+    """Tokens that all slots drew."""
+    return int(self.emitted.count.sum())
+
+  @property
+  def accepted(self) -> list[int]:
+    """Passes that drew more than 0, 1, ... tokens; none without speculation."""
+    by_slice = self.emitted.accepted
+    return [] if by_slice is None else by_slice.sum(0).tolist()
+
+  @property
+  def passes(self) -> int:
+    """Passes of the target over a live request; each gives a token, or more if drafted."""
+    return self.accepted[0] if self.accepted else self.tokens
+
+
+def limits(
+  schedule: schedule_lib.Schedule, arm: clock_lib.Arm
+) -> tuple[chunk_lib.Limits, int]:
+  """How far the next chunk goes, and the steps that this is at most.
+
+  Args:
+    arm: with which it decodes
+  """
+  tokens = np.int32(schedule.tokens)
+  if arm is None:
+    return chunk_lib.Limits(tokens), schedule.tokens
+  within = lambda: schedule.steps_within(schedule.running.bucket, arm)
+  steps = schedule.decide("steps", within)
+  return chunk_lib.Limits(tokens, np.int32(steps), np.int32(arm.depth)), steps
+
+
+class Chunks:
+  """Makes the programs of chunks, one per way to decode and bucket, and runs them."""
+
+  def __init__(
+    self,
+    shapes: programs_lib.Shapes,
+    pool: pool_lib.Pool,
+    trainer: trainer_lib.Trainer | None,
+    *,
+    tokens: int,
+    per_update: int,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      shapes: of all arrays
+      pool: gets the compiled programs
+      trainer: of the drafter, where idle slices train it
+      tokens: per slot that a chunk may draw, at most
+      per_update: micro-batches of all slices, at least, that make an update
+    """
+    self._shapes, self._pool, self._trainer = shapes, pool, trainer
+    self._tokens, self._per_update = tokens, per_update
+    self._jitted: dict[tuple[str, bool], Callable] = {}
+
+  def program(
+    self,
+    key: tuple,
+    way: Way,
+    slots: slots_lib.Slots,
+    draft_state: Any,
+    limits: chunk_lib.Limits,
+    training: trainer_lib.Training | None,
+  ) -> Callable[[], chunk_lib.Done]:
+    """A chunk that is compiled and has only to be called.
+
+    Args:
+      key: of the bucket
+      way: how it decodes
+      slots, draft_state, limits, training: see `decoding.chunk`
+    """
+    name, trains = way.name, training is not None
+    if (name, trains) not in self._jitted:
+      self._jitted[name, trains] = self._make(way, trains)
+    jitted = self._jitted[name, trains]
+    args = (way.weights, slots, draft_state, limits, training)
+    name = f"{name}+training" if trains else name
+    program = self._pool.get(name, key, jitted, *args)
+    return lambda: program(*args)
+
+  def _make(self, way: Way, trains: bool) -> Callable:
+    """The jitted chunk that decodes so."""
+    s = self._shapes
+    slots = slots_lib.slots_shardings(s.mesh, s.config, s.layout)
+    if way.source is None:
+      run = decode.decode(s.config, self._tokens, s.layout)
+      shardings = chunk_lib.Done(slots, None, None)
+    else:
+      run = speculate.decode(way.source, way.arm, self._tokens)
+      shardings = chunk_lib.Done(slots, way.source.state_shardings, None)
+    if trains:
+      return fused.make(self._trainer, run, shardings, self._per_update)
+    return chunk_lib.make(s.mesh, chunk_lib.without_training(run), shardings)
+
+  def run(
+    self,
+    batch: batch_lib.Batch,
+    way: Way,
+    draft_state: Any,
+    limits: chunk_lib.Limits,
+    training: trainer_lib.Training | None,
+  ) -> Ran:
+    """Runs a chunk on a batch, whose slots are then those behind it.
+
+    Args:
+      batch: what decodes
+      way: how
+      draft_state: what its source goes on from; it is donated
+      limits: how far it goes
+      training: for slices that run dry; None: the program does not train
+    """
+    program = self.program(batch.key, way, batch.slots, draft_state, limits, training)
+    began = time.perf_counter()  # compiling is not timed
+    done = program()
+    batch.slots = done.slots
+    trained = done.training and trainer_lib.on_host(done.training)
+    emitted = jax.device_get(done.emitted)
+    return Ran(emitted, done.draft_state, trained, time.perf_counter() - began)

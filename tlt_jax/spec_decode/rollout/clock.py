@@ -1,0 +1,166 @@
+"""The clock of a rollout: what steps take, and the decisions that follow from it.
+
+`Clock` is the one ledger of time: of steps, by bucket and strategy, and of micro-batches.
+What it says differs from machine to machine and from process to process. So whatever is
+decided by it, or by a rule that learns from it, goes through `Decisions`: nowhere else
+must several processes agree, and a rollout can be decided alike again.
+"""
+
+from collections.abc import Callable, Iterable
+import logging
+
+import numpy as np
+
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+Arm = strategy_lib.Strategy | None  # None: plain decoding
+
+_WINDOW = 16  # chunks that are remembered of each bucket and strategy
+
+
+class Clock:
+  """The seconds that steps and micro-batches take on the machine at hand."""
+
+  def __init__(self):
+    """Knows nothing; `measured` and `book` tell it."""
+    self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
+    self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
+    self.micro_batch_s = 0.0  # of a micro-batch, measured alone; 0: not yet
+    self._slower = 1.0  # what chunks say of that, see `adapt`
+    self.begin_rollout()
+
+  def begin_rollout(self) -> None:
+    """Starts the sums over a rollout anew."""
+    self.seconds = 0.0  # of chunks so far
+    self.tokens = 0  # that were drawn in them
+    self._last: tuple[options_lib.Bucket, Arm] | None = None
+
+  def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
+    """Books a step that was timed on its own, instead of what was known."""
+    self._step_s[bucket, arm] = [seconds]
+
+  def book(
+    self,
+    bucket: options_lib.Bucket,
+    arm: Arm,
+    *,
+    steps: int,
+    tokens: int,
+    longest: int,
+    seconds: float,
+  ) -> None:
+    """Books a chunk.
+
+    Args:
+      bucket, arm: how it ran
+      steps: of the busiest slice
+      tokens: that all slots drew
+      longest: tokens that the fullest slot drew
+      seconds: that decoding took
+    """
+    self._last = bucket, arm
+    times = self._step_s.setdefault((bucket, arm), [])
+    times.append(seconds / max(steps, 1))
+    del times[:-_WINDOW]
+    self._step_tokens[bucket, arm] = longest / max(steps, 1)
+    self.seconds += seconds
+    self.tokens += tokens
+
+  def step_s(self, bucket: options_lib.Bucket, arm: Arm) -> float:
+    """Seconds of a step, the median of late; 0 if unknown."""
+    times = self._step_s.get((bucket, arm))
+    return float(np.median(times)) if times else 0.0
+
+  def tokens_of_step(self, bucket: options_lib.Bucket, arm: Arm) -> float:
+    """Tokens that the fullest slot draws in a step; 1 if unknown."""
+    return max(self._step_tokens.get((bucket, arm), 1.0), 1.0)
+
+  def token_s(self, bucket: options_lib.Bucket | None) -> float:
+    """Seconds of a token of the fullest slot, as the bucket runs now; 0 if unknown."""
+    arm = self._last[1] if self._last and self._last[0] == bucket else None
+    return self.step_s(bucket, arm) / self.tokens_of_step(bucket, arm)
+
+  def expected_steps(
+    self, bucket: options_lib.Bucket, arm: Arm, most: int, tokens: int
+  ) -> int:
+    """Steps of a chunk.
+
+    Args:
+      bucket, arm: how it runs
+      most, tokens: it ends after so many steps, or tokens in a slot
+    """
+    return int(min(most, np.ceil(tokens / self.tokens_of_step(bucket, arm))))
+
+  def estimate(self, bucket: options_lib.Bucket, known: options_lib.Bucket) -> float:
+    """Seconds of a plain step; if never seen, in proportion to a known bucket's slots."""
+    return self.step_s(bucket, None) or (
+      self.step_s(known, None) * bucket.batch / known.batch
+    )
+
+  def micro_batches_within(self, seconds: float) -> int:
+    """How many micro-batches take about that long."""
+    one = self.micro_batch_s * self._slower
+    return round(seconds / one) if one else 0
+
+  def adapt(self, too_long: bool) -> None:
+    """Learns from a chunk whether it had too much to train: it took longer for it.
+
+    Settles where a third of the chunks does, as many as do for other reasons.
+    """
+    factor = 1.04 if too_long else 0.98
+    self._slower = float(np.clip(self._slower * factor, 0.8, 2.0))
+
+
+class Decisions:
+  """The decisions of a rollout by the clock, in order; another one can decide alike.
+
+  No decision changes a token. But they say on what data, and when, a drafter that is
+  trained meanwhile is trained. (Where several processes run, all must take the first
+  one's value in `__call__`; nothing else depends on the clock.)
+  """
+
+  def __init__(
+    self, replay: Iterable[tuple[str, int]] | None = None, strict: bool = True
+  ):
+    """Follows `replay`, another rollout's `log`, instead of the clock.
+
+    Args:
+      replay: (name, value) of each decision; None: the clock decides
+      strict: whether it is an error if the log is of another rollout; else the clock
+        decides from there on
+    """
+    self.log: list[tuple[str, int]] = []
+    self._replay = None if replay is None else iter(replay)
+    self._strict = strict
+
+  def __call__(self, name: str, decide: Callable[[], int]) -> int:
+    """The decision of that name, now.
+
+    Raises:
+      ValueError: the log is of another rollout
+    """
+    value = None
+    if self._replay is not None:
+      logged, value = next(self._replay, ("nothing", 0))
+      if logged != name:
+        self._differs(logged, name)
+        value = None
+    value = int(decide()) if value is None else value
+    self.log.append((name, value))
+    return value
+
+  def finish(self) -> None:
+    """Ends the rollout; that something is left to replay is an error as well."""
+    if self._replay is not None and (left := next(self._replay, None)):
+      self._differs(left[0], "nothing")
+
+  def _differs(self, logged: str, name: str) -> None:
+    message = (
+      f"the schedule to replay has {logged!r} where {name!r} is decided (decision "
+      f"{len(self.log)}): it is of a run with other settings, prompts or weights"
+    )
+    if self._strict:
+      raise ValueError(message)
+    logging.warning("%s; the clock decides from here on", message)
+    self._replay = None

@@ -1,0 +1,174 @@
+"""Drafting in a rollout: which source drafts in a chunk, and from what state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tlt_jax import programs as pool_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import batch as batch_lib
+from tlt_jax.spec_decode.rollout import chunks
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+Strategy = strategy_lib.Strategy
+
+
+def make_sources(
+  selector: selector_lib.Selector | None,
+  shapes: programs_lib.Shapes,
+  pool: pool_lib.Pool,
+  verification: str,
+  drafter: drafter_lib.DrafterConfig | None,
+) -> dict[str, source_lib.Source]:
+  """The sources of all strategies of a selector, by name.
+
+  Args:
+    shapes, pool: of the rollout, for programs of their own
+    verification: one of `source.VERIFICATIONS`
+    drafter: for sources that need one
+  """
+  strategies = selector.strategies if selector else ()
+  sources = {}
+  for name in dict.fromkeys(s.source for s in strategies):
+    setting = source_lib.Setting(
+      config=shapes.config,
+      mesh=shapes.mesh,
+      pool=pool,
+      room=shapes.room,
+      strategies=tuple(s for s in strategies if s.source == name),
+      verification=verification,
+      drafter=drafter,
+      layout=shapes.layout,
+      memory_tokens=shapes.options.memory_tokens,
+      memory_rows=shapes.options.memory_rows,
+    )
+    sources[name] = source_lib.make(name, setting)
+  return sources
+
+
+class Drafting:
+  """Who drafts: the selector and its sources."""
+
+  def __init__(
+    self,
+    selector: selector_lib.Selector | None,
+    sources: Mapping[str, source_lib.Source],
+    clock: clock_lib.Clock,
+  ):
+    """Drafts as the selector says; None: never."""
+    self.selector, self.sources, self.clock = selector, sources, clock
+
+  def way(self, strategy: Strategy | None, weights: chunk_lib.Weights) -> chunks.Way:
+    """How a chunk of that strategy decodes.
+
+    Args:
+      weights: of the target, and of the drafter if there is one
+    """
+    source = None if strategy is None else self.sources[strategy.source]
+    if source is None or not source.reads_drafter:
+      weights = weights.replace(draft=None)
+    return chunks.Way(strategy, source, weights)
+
+  def step_s(self, bucket: options_lib.Bucket) -> Callable[[Strategy | None], float]:
+    """Seconds of a step in a bucket by strategy, for selectors."""
+    return lambda strategy: self.clock.step_s(bucket, strategy)
+
+  def in_bucket(
+    self, schedule: schedule_lib.Schedule, bucket: options_lib.Bucket
+  ) -> set[Strategy]:
+    """The strategies that may run in a bucket: those for live batches that just fit it."""
+    if self.selector is None:
+      return set()
+    fits = lambda live: schedule.choose(live, bucket.length) == bucket
+    live = filter(fits, range(1, bucket.batch + 1))
+    return {arm for n in live for arm in self.selector.arms(n)} - {None}
+
+  def choose(self, schedule: schedule_lib.Schedule) -> Strategy | None:
+    """How the next chunk decodes.
+
+    Plainly where few requests have just been admitted into many slots, whose programs
+    may not speculate: the next chunk has a smaller bucket.
+    """
+    if self.selector is None:
+      return None
+    live, bucket = int(max(schedule.running.live)), schedule.running.bucket
+    arms, fits = self.selector.arms(live), schedule.choose(live, bucket.length) == bucket
+    # What is learnt by the clock is a decision of the clock; its name tells the arms.
+    index = lambda: arms.index(self.selector.choose(live, self.step_s(bucket)))
+    named = "strategy of " + ", ".join(map(strategy_lib.name, arms))
+    chosen = arms[schedule.decide(named, index) if len(arms) > 1 else 0]
+    return chosen if fits or chosen in self.in_bucket(schedule, bucket) else None
+
+  def gain(
+    self, strategy: Strategy | None, live: int, bucket: options_lib.Bucket
+  ) -> float | None:
+    """The speed-up that the selector expects of a strategy; None: it has no idea."""
+    if strategy is None:
+      return None
+    return self.selector.gain(live, strategy, self.step_s(bucket))
+
+  def gains(
+    self, predicted: list[float | None], samples: samples_lib.Samples
+  ) -> dict[str, float]:
+    """The gains of speculation, predicted and realised; see `Samples.gain`."""
+    predicted = [gain for gain in predicted if gain is not None]
+    if not predicted:
+      return {}
+    return {"predicted_gain": float(np.mean(predicted)), **self._realised(samples)}
+
+  def _realised(self, samples: samples_lib.Samples) -> dict[str, float]:
+    """The gain of the chunks that speculated, by a plain step's time."""
+    plain_s = chunk_s = 0.0
+    for c in samples.chunks:
+      step_s = self.clock.step_s(options_lib.Bucket(c.batch, c.length), None)
+      if c.strategy != "off" and c.passes and step_s:
+        plain_s += c.tokens / (c.passes / max(c.steps)) * step_s
+        chunk_s += c.end_s - c.start_s
+    if not chunk_s:
+      return {}
+    return {"realised_gain": plain_s / chunk_s, "saved_s": plain_s - chunk_s}
+
+
+class DraftState:
+  """The state of the source that drafts, through a rollout."""
+
+  def __init__(self):
+    """Starts without any."""
+    self._source: source_lib.Source | None = None
+    self._state = None
+
+  def reset(self) -> None:
+    """Forgets the state: the slots are others now."""
+    self._source = self._state = None
+
+  def take(
+    self, way: chunks.Way, batch: batch_lib.Batch, samples: samples_lib.Samples
+  ) -> Any:
+    """The state for the next chunk, which may donate it; `give` gets what comes out.
+
+    Args:
+      way: how the chunk decodes
+      batch: whose requests it drafts for
+      samples: with what they have drawn
+    """
+    source = way.source
+    kept = source is not None and source.keeps_state and source is self._source
+    state = self._state if kept else None
+    self._source, self._state = source, None
+    if source is not None and not kept:
+      running = batch.running.progress(samples)
+      state = source.prepare(batch.key, way.weights, batch.slots, running)
+    return state
+
+  def give(self, state: Any) -> None:
+    """Keeps what a chunk has left."""
+    self._state = state

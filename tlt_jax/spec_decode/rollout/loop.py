@@ -1,0 +1,252 @@
+"""The loop of a rollout: requests in, responses out, through slots that are kept busy.
+
+The host looks only between chunks. It admits requests from each slice's queue into free
+slots, fits the slots into the smallest compiled bucket that holds what runs, chooses how
+the next chunk drafts, runs it, books what it drew, and harvests what ended for the
+drafter's training. What it decides follows from replicated values and from
+`clock.Decisions`.
+
+A prompt is prefilled once, into a bounded store, and its KV copied to the slots of its
+requests. Everything on the devices but the parameters is freed at the end.
+"""
+
+import logging
+import time
+
+import jax
+import numpy as np
+
+from tlt_jax import programs as pool_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import batch as batch_lib
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import drafting as drafting_lib
+from tlt_jax.spec_decode.rollout import harvest as harvest_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import parts as parts_lib
+from tlt_jax.spec_decode.rollout import running as running_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+
+class Loop:
+  """One rollout, from its first request to the last."""
+
+  def __init__(
+    self,
+    parts: parts_lib.Parts,
+    options: options_lib.Options,
+    params,
+    draft_params,
+    requests: requests_lib.Requests,
+    *,
+    train: bool,
+    decide: clock_lib.Decisions,
+  ):
+    """Queues all requests; `run` does the rest.
+
+    Args:
+      parts, options: of the rollout
+      params, draft_params: of the target, and of the drafter if nothing trains it
+      requests: what is to be answered
+      train: whether idle slices train the drafter
+      decide: where decisions are made
+    """
+    self._began = time.perf_counter()
+    self.parts, self.options = parts, options
+    self.params, self.draft_params = params, draft_params
+    parts.clock.begin_rollout()
+    self.batch = batch_lib.Batch(parts.programs, options, requests)
+    self.running = self.batch.running
+    self.schedule = schedule_lib.Schedule(options, self.running, parts.clock, decide)
+    self.samples = self._empty(requests)
+    self.harvest: harvest_lib.Harvest | None = None
+    if train:
+      self.harvest = harvest_lib.Harvest(
+        parts.spot, self.batch, self.schedule, self.samples
+      )
+    self.draft_state = drafting_lib.DraftState()
+    self.gains: list[float | None] = []  # that the selector expected, per chunk
+
+  @property
+  def elapsed_s(self) -> float:
+    """Seconds since the start."""
+    return time.perf_counter() - self._began
+
+  def run(self) -> samples_lib.Samples:
+    """Runs all requests to their end; see `Rollout.__call__`."""
+    while not self.schedule.done:
+      self.schedule.begin_chunk(self.parts.shapes.room.longest, *self._longer())
+      try:
+        self._admit_and_fit()
+        way = self._choose()
+        start_s, bucket, live = self.elapsed_s, self.running.bucket, self.running.live
+        ran = self._run_chunk(way)
+      except jax.errors.JaxRuntimeError as error:
+        self._go_on_with_less(error)
+        continue
+      self._book(way.arm, int(max(live)), ran)
+      ended = self.running.advance(ran.emitted, self.samples)
+      self._keep(ended)
+      record = _record(bucket, way.arm, live, ran, start_s, self.elapsed_s)
+      self.samples.note(record, self.running.live)
+      ran = way = None  # nothing here holds on to the devices' memory
+    self._finish()
+    return self.samples
+
+  def _empty(self, requests: requests_lib.Requests) -> samples_lib.Samples:
+    """The samples of a rollout that has not begun."""
+    most = self.parts.shapes.room.longest if self.parts.drafting.selector else None
+    samples = samples_lib.empty(requests, most=most, features=self.options.features)
+    waiting = [min(len(q), self.options.slots) for q in self.schedule.queues]
+    samples.timeline.append((0.0, waiting))
+    return samples
+
+  def _longer(self) -> tuple[int, float]:
+    """Tokens and seconds of a longer chunk, where slices can train in it."""
+    if self.harvest and self.parts.trains(self.running.bucket):
+      return self.harvest.long_chunk()
+    return 0, 0.0
+
+  def _admit_and_fit(self) -> None:
+    """Seats requests until no more can be, in the smallest bucket that holds them."""
+    changed, plan = False, None
+    while plan is None or plan.admissions:
+      plan = self.schedule.plan()
+      changed |= self.batch.follow(plan, self.params, self.schedule.tokens)
+    if changed:
+      self.draft_state.reset()
+      held = pool_lib.live_bytes() + self.parts.programs.pool.temp_bytes
+      self.samples.peak_bytes = max(self.samples.peak_bytes, held)
+    else:  # new slots have their pages already
+      self.batch.extend(self.schedule.tokens)
+
+  def _choose(self) -> chunks_lib.Way:
+    """How the next chunk decodes."""
+    bucket, live = self.running.bucket, int(max(self.running.live))
+    if self.harvest and self.parts.trains(bucket):
+      self.harvest.measure(self.params)
+    arm = self.parts.drafting.choose(self.schedule)
+    self.gains.append(self.parts.drafting.gain(arm, live, bucket))
+    weights = self.parts.weights(self.params, self.draft_params)
+    return self.parts.drafting.way(arm, weights)
+
+  def _run_chunk(self, way: chunks_lib.Way) -> chunks_lib.Ran:
+    """Runs the next chunk."""
+    state = self.draft_state.take(way, self.batch, self.samples)
+    limits, steps = chunks_lib.limits(self.schedule, way.arm)
+    training = self._training(way.arm, steps)
+    ran = self.parts.chunks.run(self.batch, way, state, limits, training)
+    self.draft_state.give(ran.draft_state)
+    return ran
+
+  def _training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training | None:
+    """The training that the next chunk may do; None: its program does not train."""
+    if not self.parts.trains(self.running.bucket):
+      return None
+    if self.harvest is None:
+      return self.parts.spot.training(most=0, expected=1)
+    return self.harvest.training(arm, steps)
+
+  def _book(self, arm: clock_lib.Arm, live: int, ran: chunks_lib.Ran) -> None:
+    """Tells the clock, the trainer and the selector of a chunk.
+
+    Args:
+      arm, live: how it ran, and for how many requests of the fullest slice
+      ran: what came of it
+    """
+    bucket, clock, seconds = self.running.bucket, self.parts.clock, ran.seconds
+    if self.harvest and ran.trained is not None:
+      decoding_s = ran.steps * clock.step_s(bucket, arm)
+      seconds = self.harvest.book(ran.trained, ran.steps, decoding_s, ran.seconds)
+    longest = int(ran.emitted.count.max())
+    clock.book(
+      bucket,
+      arm,
+      steps=ran.steps,
+      tokens=ran.tokens,
+      longest=longest,
+      seconds=seconds,
+    )
+    if self.parts.drafting.selector is None:
+      return
+    seen = selector_lib.Observation(
+      live=live,
+      bucket=bucket,
+      strategy=arm,
+      steps=ran.steps,
+      tokens=ran.tokens,
+      passes=ran.passes,
+      accepted=ran.accepted,
+      seconds=seconds,
+    )
+    self.parts.drafting.selector.observe(seen)
+
+  def _keep(self, ended: list[running_lib.Ended]) -> None:
+    """Hands what ended to whoever goes on with it: features, sources, the trainer."""
+    requests, samples = self.running.requests, self.samples
+    for e in ended:
+      if samples.features is not None:
+        samples.features[e.request] = self.batch.features_of(e.request)
+      for source in self.parts.drafting.sources.values():
+        source.finished(requests.prompt(e.request), samples.response(e.request))
+    if self.harvest:
+      self.harvest.store(ended)
+
+  def _go_on_with_less(self, error: Exception) -> None:
+    """Sends what runs back to the queues, for smaller buckets; raises other errors."""
+    if not pool_lib.is_out_of_memory(error):
+      raise error
+    self.draft_state.reset()
+    self.batch.drop()
+    logging.warning(
+      "out of memory with %d slots of %d tokens a slice; going on with less, "
+      "no request is lost",
+      *self.schedule.out_of_memory(),
+    )
+
+  def _finish(self) -> None:
+    """Frees the devices, trains what is left to train, and sums up."""
+    self.draft_state.reset()
+    self.batch.drop()  # what trains now needs the room
+    if self.harvest:
+      self.harvest.finish(self.params, self.elapsed_s)
+    self.schedule.decide.finish()
+    self.samples.decisions = self.schedule.decide.log
+    self.samples.gain = self.parts.drafting.gains(self.gains, self.samples)
+
+
+def _record(
+  bucket: options_lib.Bucket,
+  arm: clock_lib.Arm,
+  live: np.ndarray,
+  ran: chunks_lib.Ran,
+  start_s: float,
+  end_s: float,
+) -> samples_lib.ChunkRecord:
+  """The account of a chunk.
+
+  Args:
+    bucket, arm: how it ran
+    live: i32[slices]  requests at its start
+    ran: what came of it
+    start_s, end_s: since the rollout's start
+  """
+  nothing = [0] * len(live)
+  trained = nothing if ran.trained is None else ran.trained.micro_batches.tolist()
+  return samples_lib.ChunkRecord(
+    start_s=start_s,
+    end_s=end_s,
+    batch=bucket.batch,
+    length=bucket.length,
+    strategy=strategy_lib.name(arm),
+    live=live.tolist(),
+    steps=ran.emitted.steps.tolist(),
+    trained=trained,
+    tokens=ran.tokens,
+    passes=ran.passes,
+  )

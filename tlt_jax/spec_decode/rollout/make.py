@@ -1,0 +1,85 @@
+"""Making a rollout from a model, a drafter and options."""
+
+import jax
+
+from tlt_jax import programs as pool_lib
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import drafting as drafting_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import parts as parts_lib
+from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import rollout
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+
+def make(
+  config: config_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  options: options_lib.Options,
+  drafter: drafter_lib.DrafterConfig | None = None,
+  selector: selector_lib.Selector | None = None,
+  verification: str = source_lib.COUPLED,
+  spot: spot_lib.Spot | None = None,
+) -> rollout.Rollout:
+  """A rollout function `(params, requests, draft_params) -> samples`.
+
+  Programs are compiled by its `compile`, or when a bucket is first used.
+
+  Args:
+    config: of the target
+    mesh: its axis `data` counts the slices
+    options: sizes
+    drafter, selector: for speculative decoding: what drafts, and how and when. Without
+      a drafter n-grams can, or sources of one's own.
+    verification: "coupled" or "likeliest", with which none of this changes a token, or
+      "rejection", which keeps their distribution only; see `speculate`
+    spot: what trains the drafter meanwhile; its parameters are the drafter's then
+  Raises:
+    ValueError: these do not go together
+  """
+  strategies = selector.strategies if selector is not None else ()
+  _check(options, strategies, drafter, selector, verification, spot)
+  layout = features_lib.Layout(config.width) if options.features else None
+  if drafter is not None:
+    layout = features_lib.of_drafter(drafter, train=spot is not None)
+  room = strategy_lib.Room.of(strategies)
+  shapes = programs_lib.Shapes(config, mesh, options, layout, room)
+  pool = pool_lib.Pool(options.budget)
+  spot_options = spot.options if spot else spot_lib.Options()
+  trainer = spot and spot.trainer
+  programs = programs_lib.Programs(shapes, pool, trainer, spot_options.held_out_rows)
+  chunks = chunks_lib.Chunks(
+    shapes,
+    pool,
+    trainer,
+    tokens=max(options.chunk, spot_options.chunk_tokens if spot else 0),
+    per_update=spot_options.micro_batches_per_update,
+  )
+  sources = drafting_lib.make_sources(selector, shapes, pool, verification, drafter)
+  drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
+  return rollout.Rollout(parts_lib.Parts(programs, chunks, drafting, spot))
+
+
+def _check(options, strategies, drafter, selector, verification: str, spot) -> None:
+  """Raises if these do not go together; see `make`."""
+  if verification not in source_lib.VERIFICATIONS:
+    known = ", ".join(source_lib.VERIFICATIONS)
+    raise ValueError(f"verification is one of {known}, not {verification!r}")
+  if drafter is not None and selector is None:
+    raise ValueError("a drafter needs a selector that says when it drafts")
+  deepest = max((s.depth for s in strategies), default=0)
+  if deepest + 1 > options.chunk:
+    raise ValueError(
+      f"a chunk of {options.chunk} tokens has no room for a strategy of depth {deepest}"
+    )
+  if spot is not None and (drafter is None or spot.trainer.longest < options.max_length):
+    raise ValueError(
+      f"spot training needs a drafter, and positions for {options.max_length} tokens"
+    )

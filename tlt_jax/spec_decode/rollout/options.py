@@ -1,0 +1,121 @@
+"""The sizes of a rollout: buckets of its programs, memory, chunks."""
+
+from collections.abc import Iterable
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+from tlt_jax import programs
+from tlt_jax.spec_decode.decoding import pages as pages_lib
+
+
+class Bucket(NamedTuple):
+  """The shape of a compiled program, per slice."""
+
+  batch: int  # slots
+  length: int  # tokens that a step attends over
+
+
+def grid(batches: Iterable[int], lengths: Iterable[int]) -> tuple[Bucket, ...]:
+  """Buckets of every pair: more programs, and none larger than what runs needs."""
+  return tuple(itertools.starmap(Bucket, itertools.product(batches, lengths)))
+
+
+def ladder(slots: int, length: int, shortest: int = 128) -> tuple[Bucket, ...]:
+  """Buckets of half the slots for twice the tokens, from `shortest` tokens up.
+
+  Few programs. As requests end, those that still run get long; the KV takes about as
+  much memory on every rung.
+  """
+  rungs, S = [], min(shortest, length)
+  while S < length:
+    rungs += [Bucket(slots, S), Bucket(slots, min(2 * S, length))]
+    S, slots = min(2 * S, length), max(slots // 2, 2)
+  while slots > 2:
+    rungs.append(Bucket(slots, S))
+    slots //= 2
+  return tuple(dict.fromkeys([*rungs, Bucket(slots, S)]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Sizes of a rollout; none of them changes a token.
+
+  Counts are per slice. The largest bucket is added if it is missing; buckets that
+  exceed it are dropped.
+  """
+
+  max_length: int  # tokens of the longest sequence, prompt included
+  max_prompt: int  # tokens of the longest prompt
+  slots: int  # requests that run at a time
+  buckets: tuple[tuple[int, int], ...] = ()  # (slots, tokens) of compiled programs
+  chunk: int = 64  # tokens per slot between two looks of the host
+  chunk_s: float = 2.0  # ... or fewer, so that a chunk takes about that long
+  prompt_rows: int = 8  # prompts whose KV is kept at a time
+  prefill_rows: int = 8  # prompts per prefill call
+  prefill_block: int = 128  # prompt tokens per prefill call
+  # Memory budget: tokens of all slots' KV. Kept features have room for as many, or for
+  # `slots` of the longest sequences.
+  cache_tokens: int | None = None
+  budget: programs.Budget = programs.Budget()  # of what is compiled ahead of time
+  memory_tokens: int = 2**20  # of earlier responses, kept for n-gram drafts
+  memory_rows: int = 16  # of them that are looked at in a chunk
+  rebalance: bool = False  # move live requests to other slices
+  features: bool = False  # keep and return the target's features
+
+  def __post_init__(self):
+    top = Bucket(self.slots, self.max_length)
+    below = {Bucket(*b) for b in self.buckets if b[0] <= top.batch and b[1] <= top.length}
+    object.__setattr__(self, "buckets", tuple(sorted(below | {top}, key=_size)))
+    if not isinstance(self.budget, programs.Budget):
+      object.__setattr__(self, "budget", programs.Budget(**self.budget))
+    if self.cache_tokens is not None and self.cache_tokens < self.max_length:
+      raise ValueError(
+        f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "
+        f"({self.max_length})"
+      )
+
+  def allows(self, bucket: Bucket) -> bool:
+    """Whether the memory budget has room for the KV of all its slots."""
+    budget = self.cache_tokens
+    return budget is None or bucket.batch * bucket.length <= budget
+
+  @property
+  def page_sizes(self) -> pages_lib.Sizes:
+    """Pages of features for whatever runs in a bucket that is allowed."""
+    most = pages_lib.pages_for(self.max_length)
+    pages = self.slots * most
+    if self.cache_tokens is not None:  # each slot's last page may be nearly empty
+      pages = min(pages, self.cache_tokens // pages_lib.PAGE + self.slots)
+    return pages_lib.Sizes(pages, most)
+
+  def steps_from(self, bucket: Bucket) -> list[Bucket]:
+    """The next buckets with fewer slots or more tokens: none lies in between."""
+    later = [b for b in self.buckets if b != bucket and _follows(b, bucket)]
+    between = lambda b: any(c != b and _follows(b, c) for c in later)
+    return [b for b in later if not between(b)]
+
+  @property
+  def edges(self) -> list[tuple[Bucket, Bucket]]:
+    """Every resize that a draining rollout can need."""
+    return [(a, b) for a in self.buckets for b in self.steps_from(a)]
+
+  def path(self, start: Bucket, goal: Bucket) -> list[Bucket]:
+    """Resizes that lead from one bucket to another, each of them a program.
+
+    Fewer slots, more tokens: through the buckets between, so that few programs are
+    enough. Anything else, which is rare, in one step.
+    """
+    path = [start]
+    while path[-1] != goal:
+      steps = [b for b in self.steps_from(path[-1]) if _follows(goal, b)]
+      path.append(min(steps, key=_size) if _follows(goal, path[-1]) else goal)
+    return path[1:]
+
+
+def _size(bucket: Bucket) -> tuple[int, int]:
+  return bucket.batch * bucket.length, bucket.length
+
+
+def _follows(b: Bucket, a: Bucket) -> bool:
+  return b.batch <= a.batch and b.length >= a.length

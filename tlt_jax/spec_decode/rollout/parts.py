@@ -1,0 +1,52 @@
+"""The parts of a rollout that outlive a single call."""
+
+import dataclasses
+
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import drafting as drafting_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """The programs on the devices, the sources of drafts, and the drafter's training."""
+
+  programs: programs_lib.Programs
+  chunks: chunks_lib.Chunks
+  drafting: drafting_lib.Drafting
+  spot: spot_lib.Spot | None
+
+  @property
+  def shapes(self) -> programs_lib.Shapes:
+    """The arrays on the devices."""
+    return self.programs.shapes
+
+  @property
+  def clock(self) -> clock_lib.Clock:
+    """The ledger of time."""
+    return self.drafting.clock
+
+  def weights(self, params, draft_params) -> chunk_lib.Weights:
+    """All weights; the drafter's are the trainer's, where there is one.
+
+    Raises:
+      ValueError: the drafter's are given twice
+    """
+    if self.spot is not None:
+      if draft_params is not None:
+        raise ValueError(
+          "spot training has the drafter's parameters: start it from these, and give "
+          "none to the rollout"
+        )
+      draft_params = self.spot.params
+    return chunk_lib.Weights(params, draft_params)
+
+  def trains(self, bucket: options_lib.Bucket | None) -> bool:
+    """Whether slices that run dry in chunks of a bucket train."""
+    if self.spot is None or bucket is None:
+      return False
+    return self.spot.trains_in(bucket.batch)

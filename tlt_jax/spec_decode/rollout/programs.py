@@ -1,0 +1,115 @@
+"""The device programs of a rollout but its chunks, and the shapes that they take."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from tlt_jax import axes
+from tlt_jax import programs
+from tlt_jax.models import config as config_lib
+from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.decoding import pages as pages_lib
+from tlt_jax.spec_decode.decoding import prompts
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import rows as rows_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+  """The arrays of a rollout on the devices, as shapes and shardings."""
+
+  config: config_lib.ModelConfig
+  mesh: jax.sharding.Mesh
+  options: options_lib.Options
+  layout: features_lib.Layout | None  # of the features that are kept
+  room: strategy_lib.Room
+
+  @property
+  def slices(self) -> int:
+    """The slices of the mesh."""
+    return self.mesh.shape[axes.DATA]
+
+  def length(self, bucket: options_lib.Bucket) -> int:
+    """Cache slots of a row: room for the nodes of a tree lies behind the sequence."""
+    return bucket.length + self.room.target
+
+  def slots(self, bucket: options_lib.Bucket, stops: int) -> slots_lib.Slots:
+    """Slots of a bucket, for `stops` stop tokens per request."""
+    return slots_lib.abstract_slots(
+      self.mesh,
+      self.config,
+      batch=bucket.batch,
+      length=self.length(bucket),
+      stops=stops,
+      layout=self.layout,
+      sizes=self.options.page_sizes,
+    )
+
+  def store(self) -> slots_lib.PromptStore:
+    """The prompt store."""
+    rows, length = self.options.prompt_rows, self.options.max_prompt
+    return slots_lib.abstract_store(self.mesh, self.config, rows, length, self.layout)
+
+  def rows(self, count: int, *shape: int) -> jax.ShapeDtypeStruct:
+    """Integers, `count` rows a slice."""
+    return slices.abstract(self.mesh, count, np.int32, *shape)
+
+  @property
+  def prefill_block(self) -> int:
+    """Tokens of a prompt that are computed at a time."""
+    return min(self.options.prefill_block, self.options.max_prompt)
+
+
+class Programs:
+  """Runs device programs by name; each is compiled once per bucket."""
+
+  def __init__(
+    self,
+    shapes: Shapes,
+    pool: programs.Pool,
+    trainer: trainer_lib.Trainer | None,
+    held_out_rows: int = 0,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      shapes: of all arrays
+      pool: gets the compiled programs
+      trainer: of the drafter, where idle slices train it
+      held_out_rows: of training data, that a drafter is judged on
+    """
+    self.shapes, self.pool = shapes, pool
+    config, mesh, layout = shapes.config, shapes.mesh, shapes.layout
+    self._jitted = {
+      "prefill": prompts.make_prefill(config, mesh, layout),
+      "admit": prompts.make_admit(config, mesh, layout),
+      "resize": decode.make_resize(mesh, config, shapes.options.rebalance),
+      "move_features": pages_lib.make_move(mesh),
+    }
+    if trainer is not None:
+      self._jitted |= {
+        "train": trainer.make_train(),
+        "judge": trainer.make_judge(held_out_rows),
+        "store": rows_lib.make_store(mesh),
+      }
+
+  def run(self, name: str, key: tuple, *args, **static):
+    """Runs a program other than a chunk.
+
+    Args:
+      name: "prefill", "admit" (see `prompts`), "resize" (`decode`), "move_features"
+        (`pages`), "train", "judge" (`trainer`), "store" (`rows`)
+      key: of the bucket
+      args, static: what the program takes
+    """
+    return self.pool.run(name, key, self._jitted[name], *args, **static)
+
+  def compile(self, name: str, key: tuple, *args, **static) -> None:
+    """Compiles what `run` runs for arguments of these shapes."""
+    self.pool.get(name, key, self._jitted[name], *args, **static)

@@ -1,0 +1,229 @@
+"""Getting a rollout ready: programs are compiled, tried once, and their steps timed."""
+
+import contextlib
+import dataclasses
+import logging
+import time
+
+import jax
+import numpy as np
+
+from tlt_jax import programs as pool_lib
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.rollout import batch as batch_lib
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import drafting as drafting_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import parts as parts_lib
+from tlt_jax.spec_decode.rollout import running as running_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+
+
+class Ready:
+  """Compiles the programs of a rollout, and measures what they take."""
+
+  def __init__(self, parts: parts_lib.Parts):
+    """Takes the parts of a rollout."""
+    self._parts, self._shapes = parts, parts.shapes
+    self._programs, self._chunks = parts.programs, parts.chunks
+    self._drafting, self._spot = parts.drafting, parts.spot
+
+  def compile(
+    self, weights: chunk_lib.Weights, stops: int, options: options_lib.Options
+  ) -> options_lib.Options:
+    """Compiles every program that a rollout of these options can need.
+
+    Args:
+      weights: of target and drafter, or their shapes and shardings
+      stops: stop tokens per request
+    Returns:
+      the options with the buckets that are ready: those for which the budget is too
+      small are left out, larger ones serve. Programs that speculate in the others are
+      beyond it.
+    """
+    self._compile_shared(weights)
+    ready, shared = [], len(self._programs.pool)
+    # The largest first: it can stand in for every other.
+    for bucket in sorted(options.buckets, key=lambda b: (b.length, b.batch), reverse=True):
+      chosen = dataclasses.replace(options, buckets=(*ready, bucket))
+      admits = _nothing_queued(chosen).admitting
+      total = shared + len(chosen.buckets) + len(admits) + len(chosen.edges)
+      if ready and not self._programs.pool.has_room(total - len(self._programs.pool)):
+        logging.warning("no room for the programs of %d slots x %d tokens", *bucket)
+        continue
+      ready.append(bucket)
+      self._compile_chunk(None, bucket, stops, weights)
+      if bucket in admits:
+        self._compile_admit(bucket, stops)
+    options = dataclasses.replace(options, buckets=tuple(ready))
+    for bucket in options.buckets:
+      for arm in sorted(self._drafting.in_bucket(_nothing_queued(options), bucket)):
+        self._compile_chunk(arm, bucket, stops, weights)
+    for start, goal in options.edges:
+      layer = self._shapes.slots(start, stops).kv[0]
+      row, length = self._shapes.rows(goal.batch), self._shapes.length(goal)
+      self._programs.compile("resize", (*start, *goal), layer, row, length=length)
+    return options
+
+  def _compile_shared(self, weights) -> None:
+    """The programs that serve every bucket."""
+    compile, shapes, spot = self._programs.compile, self._shapes, self._spot
+    o, store = shapes.options, shapes.store()
+    row = shapes.rows(o.prefill_rows)
+    tokens = shapes.rows(o.prefill_rows, shapes.prefill_block)
+    compile("prefill", (), weights.target, store, tokens, row, row)
+    features = shapes.slots(o.buckets[0], stops=1).features
+    if features is not None and o.rebalance and shapes.slices > 1:
+      pages = np.zeros(o.page_sizes.most, np.int32)
+      compile("move_features", (), features.data, pages, pages)
+    if spot is not None:
+      compile("train", (), weights.target, spot.training(most=1))
+      if spot.options.held_out_rows:
+        others = spot.state.params
+        compile("judge", (), weights.target, spot.params, others, spot.rows())
+      most = spot.most_pieces(o.slots, o.max_length)
+      pieces = shapes.rows(most, 4 + o.page_sizes.most)
+      compile("store", (), spot.features, features.data, pieces, shapes.rows(1))
+
+  def _compile_admit(self, bucket, stops: int) -> None:
+    slots, store = self._shapes.slots(bucket, stops), self._shapes.store()
+    row = self._shapes.rows(bucket.batch)
+    self._programs.compile("admit", bucket, slots.kv, slots.features, store, row)
+
+  def _compile_chunk(self, arm, bucket, stops: int, weights) -> None:
+    """The chunk of a strategy in a bucket; where slices train in it, it is tried too."""
+    key, slots = (*bucket, stops), self._shapes.slots(bucket, stops)
+    way = self._drafting.way(arm, weights)
+    one, state = np.int32(1), None
+    limits = chunk_lib.Limits(one)
+    if way.source is not None:
+      state = way.source.ready(key, way.weights, slots)
+      limits = chunk_lib.Limits(one, one, one)
+    training = None
+    if self._parts.trains(bucket):
+      training = self._spot.training(most=1, expected=1)
+    self._chunks.program(key, way, slots, state, limits, training)
+    exist = isinstance(jax.tree.leaves(weights.target)[0], jax.Array)
+    if training is not None and exist and self._shapes.options.allows(bucket):
+      # The first time that a slice trains takes 0.2 s longer on XLA's CPU, per program;
+      # the slices that decode would wait. On nothing it changes nothing.
+      with _unless_out_of_memory(bucket):
+        slots, state = slices.zeros((slots, state))
+        nothing = self._spot.on_nothing()
+        trial = self._chunks.program(key, way, slots, state, limits, nothing)
+        jax.block_until_ready(trial())
+
+  def measure(
+    self, weights: chunk_lib.Weights, stops: int, options: options_lib.Options
+  ) -> None:
+    """Tells the clock what steps take, if the selector wants to know.
+
+    A short chunk for each strategy and bucket; what is drawn meanwhile means nothing.
+
+    Args:
+      weights: of target and drafter
+      stops: stop tokens per request
+      options: whose buckets are measured
+    """
+    selector = self._drafting.selector
+    if selector is None or not selector.wants_step_seconds:
+      return
+    for bucket in filter(options.allows, options.buckets):
+      arms = sorted(self._drafting.in_bucket(_nothing_queued(options), bucket))
+      for arm in (None, *arms) if arms else ():
+        with _unless_out_of_memory(bucket):
+          for _ in range(2):  # the first time is slower
+            seconds = self.time_step(weights, bucket, arm, stops)
+          self._parts.clock.measured(bucket, arm, seconds)
+
+  def time_step(
+    self,
+    weights: chunk_lib.Weights,
+    bucket: options_lib.Bucket,
+    arm: clock_lib.Arm,
+    stops: int,
+  ) -> float:
+    """Seconds of a step, over a chunk with all slots of a bucket live, none ending.
+
+    The caches are as full as a chunk leaves room for.
+
+    Args:
+      weights: of target and drafter
+      arm: how the chunk decodes
+      stops: stop tokens per request
+    """
+    batch, schedule = self._full(bucket, stops)
+    way = self._drafting.way(arm, weights)
+    samples = samples_lib.empty(batch.running.requests)
+    state = drafting_lib.DraftState().take(way, batch, samples)
+    limits, _ = chunks_lib.limits(schedule, arm)
+    training = None
+    if self._parts.trains(bucket):
+      training = self._spot.training(most=0, expected=1)
+    ran = self._chunks.run(batch, way, state, limits, training)
+    return ran.seconds / max(ran.steps, 1)
+
+  def time_switch(
+    self,
+    weights: chunk_lib.Weights,
+    bucket: options_lib.Bucket,
+    arm: clock_lib.Arm,
+    stops: int,
+  ) -> float:
+    """Seconds that it takes to switch a strategy on, in the same situation.
+
+    Args:
+      weights: of target and drafter
+      arm: the strategy
+      stops: stop tokens per request
+    """
+    batch, _ = self._full(bucket, stops)
+    way = self._drafting.way(arm, weights)
+    running = batch.running.progress(samples_lib.empty(batch.running.requests))
+    prepare = lambda: way.source.prepare(batch.key, way.weights, batch.slots, running)
+    jax.block_until_ready(prepare())  # compiling is not timed
+    began = time.perf_counter()
+    jax.block_until_ready(prepare())
+    return time.perf_counter() - began
+
+  def _full(self, bucket, stops: int):
+    """A batch with all slots of a bucket live, and its schedule."""
+    options, length = self._shapes.options, bucket.length
+    B = bucket.batch * self._shapes.slices
+    requests = requests_lib.make_requests(
+      [[1]] * B, max_tokens=length - 1, stop_tokens=np.full((B, stops), -1, np.int32)
+    )
+    batch = batch_lib.Batch(self._programs, options, requests)
+    schedule = _schedule(options, batch.running)
+    batch.running.drawn[:] = length - 1 - options.chunk
+    batch.fit(bucket, schedule.tokens)
+    batch.seat_all(schedule.tokens)
+    return batch, schedule
+
+
+def _schedule(options, running) -> schedule_lib.Schedule:
+  """A schedule that no clock decides."""
+  return schedule_lib.Schedule(
+    options, running, clock_lib.Clock(), clock_lib.Decisions()
+  )
+
+
+def _nothing_queued(options: options_lib.Options) -> schedule_lib.Schedule:
+  """A schedule to be asked which buckets serve what."""
+  nothing = requests_lib.make_requests([], max_tokens=1)
+  return _schedule(options, running_lib.Running(nothing, slices=1))
+
+
+@contextlib.contextmanager
+def _unless_out_of_memory(bucket: options_lib.Bucket):
+  """Leaves out what does not fit; a rollout goes on with smaller buckets then."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as e:
+    if not pool_lib.is_out_of_memory(e):
+      raise
+    logging.warning("no memory to try %d slots of %d tokens a slice", *bucket)

@@ -1,0 +1,240 @@
+"""Drafting trees by a drafter with weights.
+
+The children of a node are the top candidates of (draft logits / T + the noise of their
+position). Where verification is by rejection, children are drawn with noise of the
+drafter's own, and a tree's shape is fixed beforehand.
+
+In a tree that grows, a node's score is the log-probability that the target draws it,
+as far as the drafter can tell: with noise known, what is uncertain is the drafter's own
+error, and the perturbed candidates are weighed by a softmax.
+
+Departures from EAGLE-2 (https://arxiv.org/abs/2406.16858): the children of a node are
+the top tokens under the target's own noise, not the likeliest ones, and scores follow
+(with `draft.likeliest` they are EAGLE-2's). The tree's depth is read at run time.
+"""
+
+from collections.abc import Callable
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
+
+
+@flax.struct.dataclass
+class Nodes:
+  """Candidates for a tree, n per row, in any order.
+
+  Worked row, two children per node: the root's children are made first, then those of
+  the best two of every level. `parent` is the number of a node, not its place.
+
+      number  0   1   2   3   4   5
+      parent  -1  -1  0   0   1   1
+      depth   1   1   2   2   2   2
+  """
+
+  score: jax.Array  # f32[B n]  -inf: none
+  token: jax.Array  # i32[B n]
+  number: jax.Array  # i32[B n]  in order of their making
+  parent: jax.Array  # i32[B n]  its number; -1: the root
+  depth: jax.Array  # i32[B n]
+
+
+def _best(nodes: Nodes, count: int) -> tuple[Nodes, jax.Array]:
+  """Picks the `count` of highest score, earlier ones first among equals; and their index.
+
+  As a child's score is never above its parent's, the best are closed under it.
+  """
+  _, index = jax.lax.top_k(nodes.score, count)
+  return jax.tree.map(lambda x: jnp.take_along_axis(x, index, 1), nodes), index
+
+
+def draft_tree(
+  draft: draft_lib.Draft,
+  state: draft_lib.DraftState,
+  slots: slots_lib.Slots,
+  depth: jax.Array,
+  *,
+  width: int,
+  size: int,
+  scratch: int,
+  contest: Callable,
+) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
+  """Grows a tree level by level, and keeps the best `size` - 1 nodes.
+
+  At each level the `width` best nodes get `width` children each (EAGLE-2, section
+  4.1, with the scores of the head of this file).
+
+  Args:
+    draft, state, slots: as for `draft.draft_chain`
+    depth: i32[]  levels, read at run time; the cache must have `width` slots for
+      each level but the last beyond the longest position
+    width: W
+    size: J
+    scratch: slots behind each row's last pair that may be used, >= width * (depth-1)
+    contest: (logits f32[B V], sampling, position i32[B]) -> f32[B V], whose top are
+      the children of a node
+  Returns:
+    the tree, and the drafter's cache
+  """
+  h, cache = draft_lib.extend(draft, state, slots.pending, slots.position)
+  B, W = h.shape[0], width
+  every = sampling_lib.repeat(slots.sampling, W)
+
+  candidates = functools.partial(_top_children, draft, contest, W)
+  score, token = candidates(h, slots.sampling, slots.position + 1)
+  first = _first_level(score, token.astype(jnp.int32))
+  join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
+  kept, _ = _best(join(first, _no_nodes(B, size - 1)), size - 1)
+  beams_h = jnp.repeat(h[:, None], W, 1)
+  # What each beam sees of the scratch slots: its ancestors there, and itself.
+  seen = jnp.broadcast_to(first.depth[..., None] < 0, (B, W, scratch))
+
+  def grow(d, carry):
+    beams, beams_h, seen, cache, kept = carry
+    slot = (d - 1) * W + jnp.arange(W)
+    seen = seen | (jnp.arange(scratch) == slot[:, None])
+    mask = tree_lib.attention_mask(seen, slots.position, cache.length)
+    pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, W))
+    at = slots.position[:, None] + slot
+    out, cache = draft.step(beams_h, beams.token, pair, mask, cache, at)
+    following = jnp.repeat(slots.position + d + 1, W)
+    score, token = candidates(out.reshape(B * W, -1), every, following)
+    children = _children(beams, score.reshape(B, W, W), token.reshape(B, W, W), d)
+    kept, _ = _best(join(kept, children), size - 1)
+    beams, index = _best(children, W)
+    parents = lambda x: jnp.take_along_axis(x, (index // W)[..., None], 1)
+    return beams, parents(out), parents(seen), cache, kept
+
+  start = (first, beams_h, seen, cache, kept)
+  *_, cache, kept = jax.lax.fori_loop(1, depth, grow, start)
+  return _assemble(kept, slots.pending), cache
+
+
+def _top_children(draft, contest, width: int, h, sampling, position):
+  """Scores f32[b W] and tokens i32[b W] of the top children of nodes f[b D].
+
+  Args:
+    draft: the drafter
+    contest, width: see `draft_tree`
+    h: f[b D]  its hidden states at the nodes
+    sampling: of each node's slot
+    position: i32[b]  of the children
+  """
+  runners = contest(draft.logits(h), sampling, position)
+  return jax.lax.top_k(jax.nn.log_softmax(runners, -1), width)
+
+
+def _first_level(score: jax.Array, token: jax.Array) -> Nodes:
+  """The root's children, of f32[B W] and i32[B W]."""
+  zero = jnp.zeros_like(token)
+  return Nodes(
+    score=score,
+    token=token,
+    number=zero + jnp.arange(token.shape[1], dtype=jnp.int32),
+    parent=zero - 1,
+    depth=zero + 1,
+  )
+
+
+def _no_nodes(B: int, count: int) -> Nodes:
+  """So many nodes that lose against any other."""
+  names = ("token", "number", "parent", "depth")
+  largest = jnp.iinfo(jnp.int32).max
+  return Nodes(
+    score=jnp.full((B, count), -jnp.inf),
+    **{name: jnp.full((B, count), largest, jnp.int32) for name in names},
+  )
+
+
+def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
+  """The children of W nodes of a level.
+
+  Args:
+    beams: [B W], at i32[] `depth`
+    score, token: f32[B W W] and i32[B W W], of each node's children, given the node
+  """
+  B, W, _ = score.shape
+  number = W + (depth - 1) * W * W + jnp.arange(W * W, dtype=jnp.int32)
+  return Nodes(
+    score=(beams.score[..., None] + score).reshape(B, -1),
+    token=token.reshape(B, -1).astype(jnp.int32),
+    number=jnp.broadcast_to(number, (B, W * W)),
+    parent=jnp.repeat(beams.number, W, 1),
+    depth=jnp.full((B, W * W), depth + 1, jnp.int32),
+  )
+
+
+def draft_fixed(
+  draft: draft_lib.Draft,
+  state: draft_lib.DraftState,
+  slots: slots_lib.Slots,
+  shape: tree_lib.Shape,
+  scratch: int,
+  candidates: Callable,
+) -> tuple[tree_lib.Tree, cache_lib.LayerCache, jax.Array]:
+  """Draws the tokens of a tree whose shape is given, J nodes.
+
+  Args:
+    draft, state, slots: as for `draft.draft_chain`
+    shape: of the tree
+    scratch: slots behind each row's last pair that may be used, >= J - 1
+    candidates: as for `draft.draft_chain`, in their order
+  Returns:
+    the tree; the drafter's cache; and f32[B J V], its logits after each node that has
+    a child
+  """
+  h, cache = draft_lib.extend(draft, state, slots.pending, slots.position)
+  B, J = h.shape[0], len(shape.parent)
+  parent, rank, depth = map(np.array, (shape.parent, shape.rank, shape.depth))
+  below = np.pad(shape.ancestors[:, 1:], ((0, 0), (0, scratch - J + 1)))
+  hidden = jnp.zeros((B, J, h.shape[-1]), h.dtype).at[:, 0].set(h)
+  tokens = jnp.zeros((B, J), jnp.int32).at[:, 0].set(slots.pending)
+  every = jnp.zeros((B, J, jax.eval_shape(draft.logits, h).shape[-1]))
+  for level in shape.levels:
+    n, d = len(level), int(depth[level[0]])
+    if d > 0:
+      seen = jnp.broadcast_to(below[level], (B, n, scratch))
+      pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, n))
+      at = slots.position[:, None] + (level - 1)
+      mask = tree_lib.attention_mask(seen, slots.position, cache.length)
+      above = hidden[:, parent[level]]
+      out, cache = draft.step(above, tokens[:, level], pair, mask, cache, at)
+      hidden = hidden.at[:, level].set(out)
+    logits = draft.logits(hidden[:, level])
+    drawn = candidates(
+      logits.reshape(B * n, -1),
+      sampling_lib.repeat(slots.sampling, n),
+      jnp.repeat(slots.position + 1 + d, n),
+    ).reshape(B, n, -1)
+    children = np.flatnonzero(np.isin(parent, level) & (depth == d + 1))
+    of = np.searchsorted(level, parent[children])
+    tokens = tokens.at[:, children].set(drawn[:, of, rank[children]])
+    every = every.at[:, level].set(logits)
+  whole = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B, J))
+  tree = tree_lib.Tree(tokens, whole(parent), whole(depth), jnp.ones((B, J), bool))
+  return tree, cache, every
+
+
+def _assemble(nodes: Nodes, pending) -> tree_lib.Tree:
+  """The tree of chosen nodes: in order of making, so that parents come first."""
+  order = jnp.argsort(jnp.where(nodes.score > -jnp.inf, nodes.number, 2**30), 1)
+  nodes = jax.tree.map(lambda x: jnp.take_along_axis(x, order, 1), nodes)
+  is_parent = nodes.parent[:, :, None] == nodes.number[:, None]
+  parent = jnp.where(jnp.any(is_parent, -1), jnp.argmax(is_parent, -1) + 1, 0)
+  valid = nodes.score > -jnp.inf
+  root = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
+  tokens = root(jnp.where(valid, nodes.token, 0), 0).at[:, 0].set(pending)
+  return tree_lib.Tree(
+    tokens=tokens,
+    parent=root(jnp.where(valid, parent, 0).astype(jnp.int32), 0),
+    depth=root(jnp.where(valid, nodes.depth, 0), 0),
+    valid=root(valid, True),
+  )

@@ -1,0 +1,125 @@
+"""A rule that tries little: rates are predicted from step times and acceptance.
+
+The rate of an arm is the tokens that a pass draws over the time of a step, and both are
+known apart: a step takes as long whatever is accepted, so that its time can be measured
+beforehand; and the chance that the k-th drafted token stands, given those before it, is
+nearly the same at every live batch, so that every chunk that speculates teaches all
+arms. (TLT tries every arm of every live batch instead, see `epsilon_greedy`.)
+"""
+
+import numpy as np
+
+from tlt_jax.spec_decode.speculation import arms as arms_lib
+from tlt_jax.spec_decode.speculation import selector
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+_ENOUGH = 3  # chunks of a tree, before what it draws is believed
+
+
+class Predictive(arms_lib.Arms):
+  """Chooses the arm of the best predicted rate.
+
+  An arm whose step time or acceptance is unknown is tried until it is known. One that is
+  out of use is predicted from what others teach; it may be tried for what it loses
+  against the best, as far as that stays within a share of all time.
+  """
+
+  wants_step_seconds = True
+  learnt = (
+    *("_stands", "_per_pass", "_last", "_unused", "_seen"),
+    *("_chunks", "_spent", "_lost"),
+  )
+
+  def __init__(self, steps, window: int = 16, regret: float = 0.01, margin: float = 0.03):
+    """Knows nothing of the arms.
+
+    Args:
+      steps, window: see `arms.Arms`
+      regret: share of the time that trying may cost
+      margin: by how much another arm must be better than the last one
+    """
+    super().__init__(steps, window)
+    self._regret, self._margin = regret, margin
+    self._stands: dict[str, list[list[float]]] = {}  # by source: of drafts, per depth
+    self._per_pass: dict[str, list[float]] = {}  # by tree
+    self._last: dict[str, str] = {}  # arm by step
+    self._unused: dict[str, int] = {}  # chunks since an arm was chosen
+    self._seen: dict[str, int] = {}  # the last chunk of a source or tree
+    self._chunks = 0
+    self._spent, self._lost = 0.0, 0.0  # seconds in all, and by trying
+
+  def choose(self, live: int, step_s: selector.StepSeconds) -> selector.Arm:
+    arms = self.arms(live)
+    new = [a for a in arms if not (step_s(a) and self.tokens_per_pass(a))]
+    if new:
+      return new[0]
+    rate = {arm: self.tokens_per_pass(arm) / step_s(arm) for arm in arms}
+    best, step = max(arms, key=rate.get), str(self.step(live)[0])
+    last = next((a for a in arms if strategy_lib.name(a) == self._last.get(step)), best)
+    if rate[best] < (1 + self._margin) * rate[last]:
+      best = last  # to switch is not free either
+    self._last[step] = strategy_lib.name(best)
+    return self._or_try(live, best, rate)
+
+  def _or_try(self, live: int, best, rate: dict) -> selector.Arm:
+    """The best, or an arm whose turn it is, if it costs little enough to try."""
+    for arm in self.arms(live):
+      key = self.key(live, arm)
+      self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
+      loss = max(rate[best] / rate[arm] - 1, 0.0)  # in chunks: it takes longer to draw
+      if arm != best and self._unused[key] > 4 * self._window * min(1 + loss, 10):
+        lost = loss * self._spent / max(self._chunks, 1)
+        if self._lost + lost <= self._regret * self._spent:
+          self._lost += lost
+          self._unused[key] = 0
+          return arm
+    return best
+
+  def gain(self, live: int, arm: selector.Arm, step_s: selector.StepSeconds) -> float:
+    """The predicted rate over that of plain decoding; 1 where nothing is known."""
+    tokens, arm_s, plain_s = self.tokens_per_pass(arm), step_s(arm), step_s(None)
+    return tokens * plain_s / arm_s if tokens and arm_s and plain_s else 1.0
+
+  def tokens_per_pass(self, arm: selector.Arm) -> float | None:
+    """The tokens that an arm is expected to draw; None if unknown.
+
+    A draft deeper than any that was seen stands as often as the deepest of them.
+    """
+    if arm is None:
+      return 1.0
+    if arm.width > 1:
+      own = self._per_pass.get(str(arm))
+      return float(np.mean(own)) if own and len(own) >= _ENOUGH else None
+    stands = [np.mean(x) for x in self._stands.get(arm.source, []) if x]
+    if not stands:
+      return None
+    stands = (stands + [stands[-1]] * arm.depth)[: arm.depth]
+    return 1.0 + float(np.sum(np.cumprod(stands)))
+
+  def observe(self, seen: selector.Observation) -> None:
+    if not seen.passes or not seen.steps or seen.seconds <= 0:
+      return
+    self._chunks, self._spent = self._chunks + 1, self._spent + seen.seconds
+    arm = seen.strategy
+    if arm is None:
+      return
+    what = str(arm) if arm.width > 1 else arm.source
+    if self._chunks - self._seen.get(what, self._chunks) > 2 * self._window:
+      # What was learnt so long ago is of another policy, or another drafter.
+      (self._per_pass if arm.width > 1 else self._stands).pop(what, None)
+    self._seen[what] = self._chunks
+    if arm.width > 1:
+      drawn = self._per_pass.setdefault(what, [])
+      drawn.append(seen.tokens / seen.passes)
+      del drawn[: -self._window]
+      return
+    stands = self._stands.setdefault(arm.source, [])
+    for k in range(min(arm.depth, len(seen.accepted) - 1)):
+      if len(stands) <= k:
+        stands.append([])
+      if seen.accepted[k]:
+        stands[k].append(seen.accepted[k + 1] / seen.accepted[k])
+        del stands[k][: -self._window]
+
+
+make = Predictive

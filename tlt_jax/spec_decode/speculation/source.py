@@ -1,0 +1,162 @@
+"""Sources of drafts: what guesses the target's next tokens.
+
+`make("ngram", setting)` imports `tlt_jax.spec_decode.speculation.sources.ngram` and
+calls its `make(setting)`. A name with a dot is imported as it stands, so that a source
+may live in any package; a strategy names it ("my_package.my_source_5"). Whatever a
+source guesses, no token changes: verification draws the target's own.
+
+A source has two sides. On the host it prepares, before a chunk, a *state*: arrays that
+the chunk takes over. On the devices, once per slice, it proposes a tree of guesses in
+each iteration, and takes in what was accepted of them.
+"""
+
+from collections import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tlt_jax import named
+from tlt_jax import programs
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
+from tlt_jax.spec_decode.speculation import verify
+
+COUPLED, LIKELIEST, REJECTION = VERIFICATIONS = ("coupled", "likeliest", "rejection")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """The rollout that a source drafts for."""
+
+  config: config_lib.ModelConfig  # of the target
+  mesh: jax.sharding.Mesh
+  pool: programs.Pool  # for programs of its own
+  room: strategy_lib.Room
+  strategies: tuple[strategy_lib.Strategy, ...]  # those that name this source
+  verification: str = COUPLED  # one of VERIFICATIONS, see `speculate`
+  drafter: drafter_lib.DrafterConfig | None = None
+  layout: features_lib.Layout | None = None  # of the features that are kept
+  memory_tokens: int = 0  # of earlier responses that may be remembered
+  memory_rows: int = 0  # of them that a chunk may look at
+
+
+class Progress(NamedTuple):
+  """A running request, as far as it has got."""
+
+  prompt_idx: int  # equal for the responses to one prompt
+  prompt: np.ndarray  # i32[...]
+  response: np.ndarray  # i32[...]  the last one is pending
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """i32[...]: prompt and response."""
+    return np.concatenate([self.prompt, self.response])
+
+
+# Per slice and slot the request that runs there; None: the slot is free.
+Running = abc.Sequence[abc.Sequence[Progress | None]]
+
+
+class Proposal(NamedTuple):
+  """The guesses of an iteration."""
+
+  tree: tree_lib.Tree
+  state: Any  # for `absorb`
+  # f32[B J V], what the children of each node were drawn from, for verification by
+  # rejection; None: they were not drawn, but follow from what is known
+  q: jax.Array | None = None
+
+
+Propose = abc.Callable[[slots_lib.Slots, Any, jax.Array], Proposal]  # slots, state, depth
+Absorb = abc.Callable[[Any, verify.Output], Any]
+
+
+class Source:
+  """A source of drafts; what a subclass need not override does nothing."""
+
+  reads_drafter = False  # whether `bind` needs the drafter's weights
+  keeps_state = False  # whether the state of a chunk serves the next one
+  state_shardings: Any = None  # of the state
+
+  def __init__(self, setting: Setting):
+    self.setting = setting
+
+  def program(self, strategy: strategy_lib.Strategy) -> str:
+    """The name of the program that runs a strategy; equal names share a program.
+
+    The depth is read at run time, so that it need not be in the name.
+    """
+    return f"{strategy.source}_{strategy.width}_{strategy.verify}"
+
+  def ready(self, key: tuple, weights: chunk_lib.Weights, slots: slots_lib.Slots) -> Any:
+    """Compiles what `prepare` runs.
+
+    Args:
+      key: of the programs of a bucket
+      weights, slots: shapes and shardings
+    Returns:
+      shapes and shardings of the state
+    """
+    return None
+
+  def prepare(
+    self,
+    key: tuple,
+    weights: chunk_lib.Weights,
+    slots: slots_lib.Slots,
+    running: Running,
+  ) -> Any:
+    """Makes the state of the next chunk.
+
+    Args:
+      key: of the programs of a bucket
+      weights: of the target, and of the drafter if `reads_drafter`
+      slots: the running requests on the devices
+      running: the same on the host
+    """
+    return None
+
+  def bind(
+    self, strategy: strategy_lib.Strategy, weights: chunk_lib.Weights, length: int
+  ) -> tuple[Propose, Absorb]:
+    """Gives what proposes and absorbs in a chunk of one slice; outside the loop.
+
+    Args:
+      strategy: whose width and nodes are compiled in
+      weights: of the chunk
+      length: S, a bound of all positions
+    Returns:
+      (slots, state, depth i32[]) -> Proposal; and (state of the proposal, what stands)
+      -> the next state
+    """
+    raise NotImplementedError
+
+  def finished(self, prompt: np.ndarray, response: np.ndarray) -> None:
+    """Learns from every request that has ended, i32[...] each."""
+
+  def state(self) -> dict:
+    """Its knowledge, for a checkpoint; JSON can hold it."""
+    return {}
+
+  def restore(self, state: dict) -> None:
+    """Goes on from what `state` gave."""
+
+
+def make(name: str, setting: Setting) -> Source:
+  """The source of that name.
+
+  Raises:
+    ValueError: no such module, or it cannot draft in this setting
+  """
+  try:
+    found = named.module(name, f"{__package__}.sources", "make")
+  except named.NameNotFound as e:
+    raise ValueError(f"no source of drafts {name!r}: {e}") from e
+  return found.make(setting)

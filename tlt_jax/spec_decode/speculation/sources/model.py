@@ -1,0 +1,176 @@
+"""Drafts by a drafter with weights: one decoder layer that reads the target's features.
+
+An iteration's accepted tokens go into the drafter's cache with the target's own
+features; see `draft`. Switching speculation on needs no pass of the target: the
+drafter's cache is filled from the features that were kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax import axes
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import sampling as sampling_lib
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import draft_tree
+from tlt_jax.spec_decode.speculation import rejection
+from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
+
+_FILL_BLOCK = 256  # pairs per row and step of a fill
+
+
+class Model(source_lib.Source):
+  """Drafts with a drafter, coupled to the target by its noise or drawn apart from it."""
+
+  reads_drafter = True
+  keeps_state = True
+
+  def __init__(self, setting: source_lib.Setting):
+    super().__init__(setting)
+    if setting.drafter is None:
+      raise ValueError(f"strategy {setting.strategies[0]} needs a drafter")
+    self.state_shardings = _state_shardings(setting.mesh, setting.drafter)
+
+  def program(self, strategy):
+    if self.setting.verification == source_lib.REJECTION and strategy.width > 1:
+      # The tree's shape is fixed beforehand, its depth included.
+      shape = f"{strategy.depth}_{strategy.width}_{strategy.verify}"
+      return f"{strategy.source}_{shape}"
+    return super().program(strategy)
+
+  @functools.cached_property
+  def _fill(self):
+    """(weights, Features, following i32[B S], position i32[B]) -> DraftState.
+
+    Fills the drafter's cache from kept features; only keys and values are computed.
+    `following[b, t]` is the token after token t.
+    """
+    setting = self.setting
+    room = setting.room
+
+    def fill(weights, features, following, position):
+      B, S = following.shape
+      draft = self._draft(weights, S)
+      cache = drafter_lib.init_cache(setting.drafter, B, S + room.drafter)
+      block = min(_FILL_BLOCK, S)
+
+      def step(i, cache):
+        start = jnp.minimum(i * block, S - block)
+        tokens = jax.lax.dynamic_slice_in_dim(following, start, block, 1)
+        at = jnp.broadcast_to(start + jnp.arange(block), (B, block))
+        k, v = draft.keys_values(draft.features(features.read(at)), tokens, at)
+        put = lambda x, y, axis: jax.lax.dynamic_update_slice_in_dim(
+          x, y.astype(x.dtype), start, axis
+        )
+        return cache_lib.LayerCache(put(cache.k, k, 3), put(cache.v, v, 2))
+
+      blocks = -(-jnp.max(position) // block)
+      cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(slices.varying, cache))
+      last = jnp.maximum(position - 1, 0)[:, None]
+      more = (0, room.longest - 1)
+      pad = lambda x: jnp.pad(x, ((0, 0), more) + ((0, 0),) * (x.ndim - 2))
+      return draft_lib.DraftState(
+        cache=cache,
+        features=pad(features.read(last)),
+        tokens=pad(jnp.take_along_axis(following, last, 1)),
+        count=jnp.minimum(position, 1),
+      )
+
+    rows = slices.ROWS
+    mapped = slices.per_slice(setting.mesh, fill, (slices.WHOLE, rows, rows, rows), rows)
+    return jax.jit(mapped, out_shardings=self.state_shardings)
+
+  def ready(self, key, weights, slots):
+    following = slots.position.update(shape=(*slots.position.shape, slots.length))
+    args = (weights, slots.features, following, slots.position)
+    self.setting.pool.get("fill", key, self._fill, *args)
+    state = jax.eval_shape(self._fill, *args)
+    return jax.tree.map(lambda x, s: x.update(sharding=s), state, self.state_shardings)
+
+  def prepare(self, key, weights, slots, running):
+    following = np.zeros((len(running), len(running[0]), slots.length), np.int32)
+    for s, row in enumerate(running):
+      for slot, request in enumerate(row):
+        if request is not None:
+          known = request.tokens
+          following[s, slot, : len(known) - 1] = known[1:]
+    following = slices.place(self.setting.mesh, following)
+    args = (weights, slots.features, following, slots.position)
+    return self.setting.pool.run("fill", key, self._fill, *args)
+
+  def _draft(self, weights, length: int) -> draft_lib.Draft:
+    s = self.setting
+    return draft_lib.Draft(s.drafter, s.layout, weights.target, weights.draft, length)
+
+  def bind(self, strategy, weights, length):
+    draft = self._draft(weights, length)
+    rejects = self.setting.verification == source_lib.REJECTION
+    guess = self._draw if rejects else self._couple
+
+    def propose(slots, state, depth):
+      return source_lib.Proposal(*guess(draft, strategy, slots, state, depth))
+
+    def absorb(cache, output):
+      return draft_lib.DraftState(
+        cache=cache, features=output.features, tokens=output.tokens, count=output.count
+      )
+
+    return propose, absorb
+
+  def _couple(self, draft, strategy, slots, state, depth):
+    """The tree of the tokens that win the contest; the cache; nothing for q."""
+    likeliest = self.setting.verification == source_lib.LIKELIEST
+    contest = draft_lib.likeliest if likeliest else sampling_lib.contest
+    if strategy.width > 1:
+      tree, cache = draft_tree.draft_tree(
+        draft,
+        state,
+        slots,
+        depth,
+        width=strategy.width,
+        size=strategy.verify,
+        scratch=self.setting.room.drafter,
+        contest=contest,
+      )
+      return tree, cache, None
+    best = lambda *args: sampling_lib.argmax(contest(*args))[:, None]
+    return draft_lib.draft_chain(draft, state, slots, depth, strategy.verify, best)
+
+  def _draw(self, draft, strategy, slots, state, depth):
+    """The tree of tokens drawn with noise of the drafter's own; the cache; and q."""
+    width, size = strategy.width, strategy.verify
+    candidates = lambda logits, sampling, position: rejection.draw_candidates(
+      rejection.draft_distribution(logits, sampling), sampling, position, width
+    )
+    if width == 1:
+      tree, cache, logits = draft_lib.draft_chain(
+        draft, state, slots, depth, size, candidates, kept=True
+      )
+    else:
+      shape = tree_lib.fixed(strategy.depth, width, size)
+      tree, cache, logits = draft_tree.draft_fixed(
+        draft, state, slots, shape, self.setting.room.drafter, candidates
+      )
+    sampling = sampling_lib.repeat(slots.sampling, logits.shape[1])
+    flat = logits.reshape(-1, logits.shape[-1])
+    q = rejection.draft_distribution(flat, sampling)
+    return tree, cache, q.reshape(logits.shape)
+
+
+def _state_shardings(mesh, drafter) -> draft_lib.DraftState:
+  """Rows over `data`, kv heads over `model` where they divide."""
+  tensor = mesh.shape[axes.MODEL]
+  heads = axes.MODEL if drafter.layer.num_kv_heads % tensor == 0 else None
+  layer, rows = axes.sharding(mesh, axes.DATA, heads), axes.sharding(mesh, axes.DATA)
+  return draft_lib.DraftState(cache_lib.LayerCache(layer, layer), rows, rows, rows)
+
+
+def make(setting: source_lib.Setting) -> Model:
+  """See `source.make`."""
+  return Model(setting)

@@ -1,0 +1,72 @@
+"""The rows of training data on the devices; which sequence is where is `buffer`'s."""
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tlt_jax import axes
+from tlt_jax import packing
+from tlt_jax.spec_decode.decoding import pages as pages_lib
+from tlt_jax.spec_decode.decoding import slices
+
+
+@flax.struct.dataclass
+class Rows:
+  """The training data of all slices, what never leaves the devices.
+
+  A slice has m rows of T tokens each; a row is a micro-batch.
+  """
+
+  features: jax.Array  # f[m T E]  what the rollout kept of the target
+  table: jax.Array  # i32[m 4 T]  `buffer.FIELDS`
+  order: jax.Array  # i32[slices (1+m)]  how many are trained on, and these in order
+
+  @property
+  def filled(self) -> jax.Array:
+    """How many rows of this slice are trained on, i32[]."""
+    return self.order[0]
+
+  def micro_batch(self, i: jax.Array) -> tuple[packing.Packed, jax.Array]:
+    """A slice's i-th row in their order, as `row` gives it."""
+    return self.row(self.order[1 + i % jnp.maximum(self.filled, 1)])
+
+  def row(self, row: jax.Array) -> tuple[packing.Packed, jax.Array]:
+    """A row of the slice as a micro-batch [1 T], and its features f[1 T E]."""
+    targets, positions, segments, mask = self.table[row][:, None]
+    packed = packing.Packed(
+      tokens=targets,  # nobody reads it: the features stand for it
+      targets=targets,
+      positions=positions,
+      segments=segments,
+      sequence_idx=segments,
+      mask=mask > 0,
+      count=jnp.int32(1),
+    )
+    return packed, self.features[row][None]
+
+
+def make_store(mesh: Mesh) -> Callable:
+  """(rows f[m T E], features f[n E], i32[p 4+pages], count i32[slices]) -> rows.
+
+  Copies pieces of sequences into the rows (donated): where as in `buffer.Piece`, and
+  the pages of the sequence's features (`pages.Pages`); the first `count` of p.
+  """
+
+  def store(kept, data, pieces, count):
+    at = jnp.arange(kept.shape[1])
+
+    def put(i, kept):
+      row, offset, start, size = pieces[i, :4]
+      sequence = pages_lib.Features(data, pieces[i, None, 4:])
+      new = sequence.read((at - offset + start)[None])[0]
+      inside = (at >= offset) & (at < offset + size)
+      return kept.at[row].set(jnp.where(inside[:, None], new, kept[row]))
+
+    return jax.lax.fori_loop(0, count[0], put, kept)
+
+  mapped = slices.per_slice(mesh, store, slices.ROWS, slices.ROWS)
+  over = axes.sharding(mesh, axes.DATA)
+  return jax.jit(mapped, donate_argnums=0, out_shardings=over)
