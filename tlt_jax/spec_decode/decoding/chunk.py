@@ -44,7 +44,7 @@ class Done:
   slots: slots_lib.Slots
   draft_state: Any  # what the source of drafts goes on with
   emitted: slots_lib.Emitted  # the same on every process
-  training: Any = None  # of a fused chunk: `fused.Trained`
+  training: Any = None  # of a fused chunk: `trainer.Trained`
 
 
 # (weights, slots, draft_state, limits) -> (slots, draft_state, emitted), on one slice.
