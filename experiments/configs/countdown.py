@@ -34,7 +34,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       tensor_parallel=1,  # devices per slice; the other devices are slices
       # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
       drafter="" if smoke else "experiments/drafters/countdown",
-      # Ways to decode by live requests per slice, see spec_decode.speculation.rules.
+      # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
       strategies="up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3",
       strategy_rule="predictive",
       verification="coupled",  # see spec_decode.rollout.make
