@@ -235,10 +235,10 @@ def test_a_draft_vocabulary_restricts_the_head():
   frozen, ids = tiny.params(), list(VOCAB)
   h = jax.random.normal(jax.random.key(0), (3, 5, tiny.CONFIG.width))
   shared = {k: v for k, v in params("vocab").items() if k != "head"}
-  whole = draft_lib.Draft(CONFIGS["eagle3"], frozen, shared, 16)
-  part = draft_lib.Draft(
-    CONFIGS["vocab"], frozen, shared | {"head": frozen["head"][:, ids]}, 16
-  )
+  layout = features_lib.of_drafter(CONFIGS["vocab"])
+  own_head = shared | {"head": frozen["head"][:, ids]}
+  whole = draft_lib.Draft(CONFIGS["eagle3"], layout, frozen, shared, 16)
+  part = draft_lib.Draft(CONFIGS["vocab"], layout, frozen, own_head, 16)
   made = np.asarray(part.logits(h))
   assert made.shape == (3, 5, tiny.CONFIG.vocab_size)
   np.testing.assert_allclose(made[..., ids], whole.logits(h)[..., ids], rtol=1e-5)
@@ -252,7 +252,8 @@ def test_a_chain_stays_within_the_draft_vocabulary():
   """Whatever noise and filters say; at temperature 0 too."""
   B, J, drafter = 64, 5, CONFIGS["vocab"]
   pending = jnp.arange(B)
-  draft = draft_lib.Draft(drafter, tiny.params(), params("vocab"), 16)
+  layout = features_lib.of_drafter(drafter)
+  draft = draft_lib.Draft(drafter, layout, tiny.params(), params("vocab"), 16)
   state = draft_lib.DraftState(
     cache=drafter_lib.init_cache(drafter, B, 16),
     features=jax.random.normal(jax.random.key(0), (B, 1, drafter.feature_width)),

@@ -17,8 +17,8 @@ from scipy import stats
 from tests import test_sampling
 from tests import tiny
 from tlt_jax import noise
-from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import sampling
+from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.speculation import rejection
 from tlt_jax.spec_decode.speculation import tree as tree_lib
 from tlt_jax.spec_decode.speculation import verify
@@ -405,5 +405,5 @@ def test_a_loop_over_sharded_rows_draws_the_same():
     step = functools.partial(iteration, parameters)
     return jax.lax.while_loop(running, step, begin(parameters))[2]
 
-  split = jax.jit(decode.per_slice(tiny.mesh(4, 2), local, 1))(parameters)
+  split = jax.jit(slices.per_slice(tiny.mesh(4, 2), local, slices.ROWS, slices.ROWS))(parameters)
   np.testing.assert_array_equal(split, mixed("tree")[0][: len(split)])
