@@ -405,5 +405,6 @@ def test_a_loop_over_sharded_rows_draws_the_same():
     step = functools.partial(iteration, parameters)
     return jax.lax.while_loop(running, step, begin(parameters))[2]
 
-  split = jax.jit(slices.per_slice(tiny.mesh(4, 2), local, slices.ROWS, slices.ROWS))(parameters)
+  mapped = slices.per_slice(tiny.mesh(4, 2), local, slices.ROWS, slices.ROWS)
+  split = jax.jit(mapped)(parameters)
   np.testing.assert_array_equal(split, mixed("tree")[0][: len(split)])
