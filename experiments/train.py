@@ -70,7 +70,7 @@ def main(config):
     prompts.set_state(saved["prompts"])
     if spot:
       spot.restore(restored["drafter"], saved["drafter"])
-    sampler.rollout.restore(saved["rollout"])
+    sampler.rollout.restore(saved.get("rollout"))
   writer = metrics_lib.Writer(workdir, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)

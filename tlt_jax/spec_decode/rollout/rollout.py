@@ -148,8 +148,10 @@ class Rollout:
       "micro_batch_s": self.parts.clock.micro_batch_s,
     }
 
-  def restore(self, state: dict) -> None:
-    """Goes on from what `state` gave."""
+  def restore(self, state: dict | None) -> None:
+    """Goes on from what `state` gave; None, of a run that kept none: learns anew."""
+    if state is None:
+      return
     if self.selector:
       self.selector.restore(state["selector"])
     for name, source in self.parts.drafting.sources.items():
