@@ -41,3 +41,13 @@ def test_a_journey_is_short_and_does_not_come_back_again_and_again(title):
   assert 10 <= len(steps) - 1 <= 16
   entered = [file for i, (file, _) in enumerate(steps) if not i or steps[i - 1][0] != file]
   assert max(collections.Counter(entered).values()) <= 2
+
+
+@pytest.mark.parametrize("name", ["repeat", "in_turn"])
+def test_the_extensions_that_are_tested_are_those_of_the_document(name):
+  """Character for character; `test_extensions` runs them."""
+  text = (DOCS / "extending.md").read_text()
+  code = re.search(rf"```python\n# my_package/{name}\.py\n(.*?)```", text, re.DOTALL)[1]
+  tested = pathlib.Path(__file__).parent / "extensions" / f"{name}.py"
+  assert code == tested.read_text()
+  assert len(code.splitlines()) <= 60

@@ -1,4 +1,4 @@
-"""A rule that takes the arms in turn, as a user's own package would have it."""
+"""A rule that takes the arms in turn."""
 
 from tlt_jax.spec_decode.speculation import arms
 

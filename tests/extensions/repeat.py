@@ -1,4 +1,4 @@
-"""A source of drafts that repeats the last token, as a user's own package would have it."""
+"""A source of drafts that repeats the last token."""
 
 import jax.numpy as jnp
 
