@@ -129,9 +129,10 @@ def main(config):
     if _OUTPUT.value:
       out = stack.enter_context(open(_OUTPUT.value, "w"))
     write(scored, records, out)
-  samples = scored.samples
+  samples, compile_s = scored.samples, sampler.rollout.pool.seconds
   print(
-    f"{samples.length.sum()} tokens in {scored.rollout_s:.1f} s, "
+    f"{samples.length.sum()} tokens in {scored.rollout_s - compile_s:.1f} s, and "
+    f"{compile_s:.1f} s to make programs ready; "
     f"{samples.mean_acceptance_length:.2f} tokens per pass of the target",
     file=sys.stderr,
   )
