@@ -26,7 +26,7 @@ def measure(
     config: of a run, for its prompts, sampling and rollout
     models: its policy, and the drafter
     strategies: as `strategy.parse` reads them
-    verifications: of `speculate.VERIFICATIONS`
+    verifications: of `source.VERIFICATIONS`
     prompts: how many at most
     samples: responses per prompt
     seed: of the noise

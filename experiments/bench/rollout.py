@@ -35,7 +35,7 @@ from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import speculate
+from tlt_jax.spec_decode.speculation import source
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
@@ -342,7 +342,7 @@ def accepted(config: dict, models: from_config.Models) -> dict:
     config | {"rollout": config["rollout"] | {"buckets": (), "slots": 24}},
     models,
     strategies=strategies(models),
-    verifications=speculate.VERIFICATIONS,
+    verifications=source.VERIFICATIONS,
     prompts=24,
     samples=2,
     seed=3,

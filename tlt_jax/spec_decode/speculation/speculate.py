@@ -36,11 +36,6 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.speculation import tree as tree_lib
 from tlt_jax.spec_decode.speculation import verify
 
-COUPLED = source_lib.COUPLED
-LIKELIEST = source_lib.LIKELIEST
-REJECTION = source_lib.REJECTION
-VERIFICATIONS = source_lib.VERIFICATIONS
-
 
 def decode(
   source: source_lib.Source, strategy: strategy_lib.Strategy, tokens: int

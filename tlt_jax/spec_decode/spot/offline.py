@@ -24,6 +24,7 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import state as state_lib
 
@@ -73,7 +74,7 @@ class DraftLearner:
   @functools.cached_property
   def update(self):
     """(state, target params, packed buckets) -> (state, metrics)."""
-    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+    shardings = slices.shardings(self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
   def _update(self, state, target_params, packed):

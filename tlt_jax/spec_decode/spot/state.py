@@ -8,6 +8,7 @@ import optax
 
 from tlt_jax import axes
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import slices
 
 
 @flax.struct.dataclass
@@ -49,7 +50,7 @@ def init_state(
   # A copy: the state is donated, the drafter at hand may still be drafting.
   put = lambda x, like: jax.device_put(jnp.array(x, like.dtype), like.sharding)
   params = jax.tree.map(put, params, abstract.params)
-  shardings = jax.tree.map(lambda x: x.sharding, abstract.opt_state)
+  shardings = slices.shardings(abstract.opt_state)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
   zero = lambda: put(jnp.int32(0), abstract.step)
   return State(params, opt_state, zero(), zero())

@@ -237,7 +237,7 @@ class Trainer:
   def trained_shardings(self) -> Trained:
     """The shardings of what programs that train give back."""
     abstract = state_lib.abstract_state(self.drafter, self.optimizer, self.mesh)
-    state = jax.tree.map(lambda x: x.sharding, abstract)
+    state = slices.shardings(abstract)
     over, whole = axes.sharding(self.mesh, axes.DATA), axes.sharding(self.mesh)
     grads = jax.tree.map(
       lambda s: axes.sharding(self.mesh, axes.DATA, *s.spec), state.params
