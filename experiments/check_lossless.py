@@ -15,14 +15,13 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import logging
-import pathlib
 import sys
-import tempfile
 
 from absl import flags
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from tlt_jax import data
 from tlt_jax.rl import sample
@@ -65,7 +64,7 @@ def identical(a: samples_lib.Samples, b: samples_lib.Samples) -> int:
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  launch.start()
   config["drafter"] = _DRAFTER.value or config["drafter"]
   strategies = [strategy_lib.parse(name) for name in _STRATEGIES.value]
   if None in strategies:
@@ -136,4 +135,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

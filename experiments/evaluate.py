@@ -11,13 +11,12 @@ observation). The last line is JSON.
 import collections
 from collections.abc import Sequence
 import json
-import pathlib
-import tempfile
 
 from absl import flags
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from tlt_jax import data
 from tlt_jax import metrics
@@ -53,7 +52,7 @@ def bounds(reward: np.ndarray) -> tuple[float, float]:
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  launch.start()
   records = list(data.source(**config["held_out"] | {"size": _PROMPTS.value}))
   if len(records) < 2:
     raise ValueError("an interval over prompts takes two of them; there is one")
@@ -76,4 +75,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

@@ -14,13 +14,12 @@ from the prompts and the model; how requests are sampled is the config's
 from collections.abc import Sequence
 import contextlib
 import json
-import pathlib
 import sys
-import tempfile
 
 from absl import flags
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from tlt_jax import axes
 from tlt_jax import data
@@ -100,7 +99,7 @@ def fitted(
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  launch.start()
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
   records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
   chosen = selector(config)
@@ -154,4 +153,4 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

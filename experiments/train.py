@@ -3,10 +3,10 @@
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
 the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to
 the rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same
---workdir again resumes.
+--workdir again resumes, with the same settings (more `steps` are fine); with others,
+--fork=NEW_WORKDIR goes on in another folder.
 """
 
-import pathlib
 import time
 
 from absl import flags
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments import plot
+from experiments import workdirs
 from tlt_jax import axes
-from tlt_jax import checkpoint
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax.models import convert
@@ -28,6 +29,7 @@ from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
+_FORK = flags.DEFINE_string("fork", "", workdirs.FORK)
 _SCHEDULE = flags.DEFINE_string(
   "schedule",
   "",
@@ -37,10 +39,10 @@ _SCHEDULE = flags.DEFINE_string(
 
 
 def main(config):
-  workdir = pathlib.Path(_WORKDIR.value)
+  launch.start()
+  workdir, checkpoints = workdirs.open(_WORKDIR.value, config, _FORK.value)
   logged = _SCHEDULE.value or workdir / "rollouts.jsonl"
   decisions = sample.replay(logged, strict=bool(_SCHEDULE.value))
-  launch.start(workdir, config)
   mesh = axes.make_mesh(config["tensor_parallel"])
 
   # What is trained, on what, and how.
@@ -61,7 +63,6 @@ def main(config):
   held_out = list(data.source(**config["held_out"]))
 
   # Where it stands.
-  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step = 0
   trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
   if checkpoints.latest() is not None:
@@ -71,10 +72,11 @@ def main(config):
     if spot:
       spot.restore(restored["drafter"], saved["drafter"])
     sampler.rollout.restore(saved.get("rollout"))
-  writer = metrics_lib.Writer(workdir, resume_step=step)
-  progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
   sampler.compile(policy, draft_params)
+  workdirs.record(workdir, config)
+  writer = metrics_lib.Writer(workdir, resume_step=step)
+  progress = metrics_lib.Progress(config["steps"], step)
 
   with checkpoints:  # what is being written is finished, whatever happens
     while True:
@@ -144,4 +146,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

@@ -24,7 +24,9 @@ import numpy as np
 
 from experiments import acceptance
 from experiments import from_config
+from experiments import keys
 from experiments import launch
+from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import data
 from tlt_jax.models import drafter as drafter_lib
@@ -35,6 +37,7 @@ from tlt_jax.spec_decode.spot import offline
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
 
+_RESPONSES = "responses.npz"
 _SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
 
 
@@ -95,6 +98,7 @@ def train(
   config: dict,
   sequences: list[tuple[np.ndarray, np.ndarray]],
   workdir: pathlib.Path,
+  checkpoints: checkpoint.Checkpoints,
 ):
   """Trains to the last step, from the latest checkpoint; returns the parameters.
 
@@ -104,10 +108,10 @@ def train(
     models: the policy
     config: of the training
     sequences: (prompt, response) token ids
-    workdir: for checkpoints/ and metrics.jsonl
+    workdir: for metrics.jsonl
+    checkpoints: of the run
   """
   state, step = learner.init(params), 0
-  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   if checkpoints.latest() is not None:
     step, state, _ = checkpoints.restore(learner.abstract_state())
   n = min(config["sequences"], len(sequences))
@@ -139,17 +143,19 @@ def train(
 
 
 def main(config, run):
-  workdir = pathlib.Path(_WORKDIR.value)
   longest, room = from_config.max_length(run), config["learner"]["buckets"][-1][1]
   if longest > room:
     raise ValueError(
       f"sequences of this run may have {longest} tokens, the longest of "
       f"--config.learner.buckets {room}"
     )
-  launch.start(workdir, config | {"run": run})
+  launch.start()
+  whole = config | {"run": run}
+  workdir, checkpoints = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
   models = from_config.load_models(run | {"drafter": ""})
-  path = workdir / "responses.npz"
+  path = workdir / _RESPONSES
   if not path.exists():
+    workdirs.record(workdir, whole)
     store(path, responses_of(models, config, run))
   sequences = load(path)
 
@@ -163,7 +169,8 @@ def main(config, run):
     models.mesh,
     **config["learner"],
   )
-  params = train(learner, params, models, config, sequences, workdir)
+  workdirs.record(workdir, whole)
+  params = train(learner, params, models, config, sequences, workdir, checkpoints)
   drafter_files.save(workdir / "drafter", drafter, params)
   logging.info("exported the drafter to %s", workdir / "drafter")
 
@@ -184,6 +191,6 @@ def main(config, run):
 if __name__ == "__main__":
   launch.run(
     main,
-    config="experiments/configs/drafter.py",
-    run="experiments/configs/countdown.py",
+    config=("drafter", keys.DRAFTER),
+    run=("countdown", keys.RUN),
   )

@@ -7,7 +7,7 @@ stream of batches. `Tokenizer` goes from a prompt to tokens and from a response'
 back to text.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
 import json
 import os
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tlt_jax import named
+from tlt_jax import ranges
 
 _TOKENIZER_FILES = (
   "tokenizer.json",
@@ -48,12 +49,20 @@ def source(source: str, **options: Any) -> Sequence[dict]:
     DataError: there is nothing of that name, or it takes other arguments
   """
   try:
-    make = named.load(source)
-  except named.NameNotFound as e:
-    raise DataError(f"source {source!r}: {e}") from e
-  try:
-    return make(**options)
+    return find(source)(**options)
   except TypeError as e:
+    raise DataError(f"source {source!r}: {e}") from e
+
+
+def find(source: str) -> Callable[..., Sequence[dict]]:
+  """The function or class of that dotted name, which makes prompts.
+
+  Raises:
+    DataError: there is nothing of that name
+  """
+  try:
+    return named.load(source)
+  except named.NameNotFound as e:
     raise DataError(f"source {source!r}: {e}") from e
 
 
@@ -61,7 +70,7 @@ def load_prompts(
   path: str | pathlib.Path,
   prompt_field: str = "prompt",
   answer_field: str | None = "answer",
-  size: int | None = None,
+  size: ranges.Large | None = None,
 ) -> Sequence[dict]:
   """The records of a .jsonl or .parquet file, every one checked, in file order.
 

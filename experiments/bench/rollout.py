@@ -24,8 +24,10 @@ import numpy as np
 
 from experiments import acceptance
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments import tables
+from experiments import workdirs
 from experiments.bench import interleave
 from tlt_jax import axes
 from tlt_jax import data
@@ -395,7 +397,8 @@ TABLES = {
 def main(config):
   if unknown := set(_ONLY.value) - set(TABLES):
     raise ValueError(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
-  launch.start(pathlib.Path(_WORKDIR.value), config, _SLICES.value)
+  launch.start(_SLICES.value)
+  workdirs.record(pathlib.Path(_WORKDIR.value), config)
   config["drafter"] = _DRAFTER.value or config["drafter"]
   models = from_config.load_models(config)
   found = {
@@ -412,4 +415,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

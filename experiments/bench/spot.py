@@ -11,7 +11,6 @@ ones. Seconds are wall time, intervals 95% over pairs. The last line is JSON.
 import dataclasses
 import functools
 import json
-import pathlib
 import tempfile
 import time
 
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments.bench import interleave
 from tlt_jax import axes
@@ -235,7 +235,7 @@ def packing(spot: spot_lib.Spot, padded: spot_lib.Spot, params) -> dict:
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  launch.start()
   config["drafter"] = _DRAFTER.value or config["drafter"]
   if not config["drafter"]:
     raise ValueError("there is no drafter to train: give --drafter")
@@ -279,4 +279,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/tail.py")
+  launch.run(main, config=("tail", keys.RUN))

@@ -34,8 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments import tables
+from experiments import workdirs
 from experiments.bench import interleave
 from experiments.bench import widen
 from tlt_jax import axes
@@ -395,7 +397,8 @@ def check_flags(config: dict) -> None:
 
 def main(config):
   check_flags(config)
-  launch.start(pathlib.Path(_WORKDIR.value), config, cpu_slices=_SLICES.value)
+  launch.start(_SLICES.value)
+  workdirs.record(pathlib.Path(_WORKDIR.value), config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   found = {}
   for name in _TARGETS.value:
@@ -405,4 +408,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/tail.py")
+  launch.run(main, config=("tail", keys.RUN))

@@ -23,8 +23,10 @@ from matplotlib import figure
 
 from experiments import acceptance
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments import plot
+from experiments import workdirs
 from tlt_jax import metrics
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/sweep", "Where everything goes.")
@@ -110,7 +112,8 @@ def main(config):
   if unknown := set(_VARIANTS.value) - set(VARIANTS):
     raise ValueError(f"--variants takes of {', '.join(VARIANTS)}, not {sorted(unknown)[0]}")
   workdir = pathlib.Path(_WORKDIR.value)
-  launch.start(workdir, config)
+  launch.start()
+  workdirs.record(workdir, config)
   offline = _DRAFTER.value or config["drafter"]
   if not offline:
     raise ValueError("there is no offline drafter to start from: give --drafter")
@@ -144,4 +147,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))
