@@ -40,7 +40,7 @@ _SCHEDULE = flags.DEFINE_string(
 
 def main(config):
   launch.start()
-  workdir, checkpoints = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  workdir, checkpoints, anew = workdirs.open(_WORKDIR.value, config, _FORK.value)
   logged = _SCHEDULE.value or workdir / "rollouts.jsonl"
   decisions = sample.replay(logged, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])
@@ -66,10 +66,11 @@ def main(config):
   step = 0
   trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
   if checkpoints.latest() is not None:
-    step, restored, saved = checkpoints.restore(trained(learner.abstract_state()))
+    like = trained(learner.abstract_state())
+    step, restored, saved = checkpoints.restore(like, without=anew)
     state = restored["policy"]
     prompts.set_state(saved["prompts"])
-    if spot:
+    if "drafter" in restored:
       spot.restore(restored["drafter"], saved["drafter"])
     sampler.rollout.restore(saved.get("rollout"))
   policy = learner.to_rollout(state.params)

@@ -151,7 +151,7 @@ def main(config, run):
     )
   launch.start()
   whole = config | {"run": run}
-  workdir, checkpoints = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
+  workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
   models = from_config.load_models(run | {"drafter": ""})
   path = workdir / _RESPONSES
   if not path.exists():
