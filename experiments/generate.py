@@ -102,12 +102,14 @@ def main(config):
   launch.start()
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
   records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
+  records = [record | {"index": i} for i, record in enumerate(records)]
+  records = from_config.usable(config, records, _PROMPTS.value, max_prompt=None)
   chosen = selector(config)
   if chosen is None:
     config["drafter"] = ""
   models = from_config.load_models(config)
   prompts = sample.encode(
-    data.Tokenizer.load(_MODEL.value),
+    from_config.tokenizer(_MODEL.value),
     records,
     chat=config["chat"]["apply"],
     system=config["chat"]["system"],
@@ -143,7 +145,7 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
     p = int(scored.requests.prompt_idx[i])
     stopped = scored.samples.finish_reason[i] == samples_lib.STOP
     record = {
-      "index": p,
+      "index": records[p]["index"],
       "prompt": records[p]["prompt"],
       "response": text,
       "length": int(scored.samples.length[i]),

@@ -44,6 +44,8 @@ def main(config):
   logged = _SCHEDULE.value or workdir / "rollouts.jsonl"
   decisions = sample.replay(logged, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])
+  asked = from_config.prompts(config, config["prompts"])
+  held_out = from_config.prompts(config, config["held_out"])
 
   # What is trained, on what, and how.
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
@@ -59,8 +61,7 @@ def main(config):
   draft_params = None if spot else draft_params  # spot training has them from here on
   sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  prompts = data.prompt_iterator(data.source(**config["prompts"]), P, config["seed"])
-  held_out = list(data.source(**config["held_out"]))
+  prompts = data.prompt_iterator(asked, P, config["seed"])
 
   # Where it stands.
   step = 0

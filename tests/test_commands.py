@@ -194,7 +194,7 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
     ({"prompts.split": "trian"}, "split must be 'train' or 'held_out', got 'trian'"),
     ({"policy": "nowhere"}, "nowhere: no such folder; download"),
     ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
-    ({"rollout.max_prompt": 4}, "prompt 0 has .* tokens, .* at most 4; raise max_prompt"),
+    ({"rollout.max_prompt": 4}, "record 0: the prompt has .*max_prompt is 4; raise"),
     ({"rollout.slots": 0}, "--config.rollout.slots=0: takes a whole number from 1"),
     ({"steps": -3}, "--config.steps=-3: takes a whole number from 0"),
   ],
@@ -433,15 +433,18 @@ def test_a_drafter_is_trained_on_a_file_of_prompts(home, trained):
 def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
   asked = tmp_path / "prompts.jsonl"
   problems = countdown.Problems(split="held_out", size=3, four_share=0.0, seed=0)
-  asked.write_text("".join(json.dumps({"prompt": p["prompt"]}) + "\n" for p in problems))
-  args = [*tiny_run(home), f"--model={home / 'policy'}", f"--prompts={asked}"]
+  prompts = [problems[0]["prompt"], "1é2>3:", *(problems[i]["prompt"] for i in (1, 2))]
+  asked.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+  dropping = ("unusable_prompts.unknown_characters", "drop")
+  args = [*tiny_run(home, dropping), f"--model={home / 'policy'}", f"--prompts={asked}"]
   answer = lambda strategy: succeed(
     run(home, "generate", *args, f"--strategy={strategy}")
   )
   plain, drafted = answer("off"), answer("ngram_4")
   assert plain.stdout == drafted.stdout
   records = [json.loads(line) for line in plain.stdout.splitlines()]
-  assert [r["index"] for r in records] == [0, 1, 2]
+  assert [r["index"] for r in records] == [0, 2, 3]
+  assert f"{asked}: of 4 prompts 1 dropped (unknown characters)" in plain.stderr
   assert "tokens per pass" in drafted.stderr.splitlines()[-1]
 
 

@@ -30,7 +30,6 @@ from experiments import tables
 from experiments import workdirs
 from experiments.bench import interleave
 from tlt_jax import axes
-from tlt_jax import data
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -105,12 +104,12 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   """
   n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
   prompts = min(4 * max(lives) * slices, 128)  # some end before
-  tokenizer = data.Tokenizer.load(config["policy"])
+  tokenizer = from_config.tokenizer(config["policy"])
   chat = config["chat"]
   requests = requests_lib.make_requests(
     sample.encode(
       tokenizer,
-      data.source(**config["held_out"] | {"size": prompts}),
+      from_config.prompts(config, config["held_out"] | {"size": prompts}),
       chat=chat["apply"],
       system=chat["system"],
     ),
@@ -345,7 +344,7 @@ def accepted(config: dict, models: from_config.Models) -> dict:
     models,
     strategies=strategies(models),
     verifications=source.VERIFICATIONS,
-    prompts=24,
+    records=from_config.prompts(config, config["held_out"] | {"size": 24}),
     samples=2,
     seed=3,
   )
