@@ -2,6 +2,8 @@
 
 import dataclasses
 
+DTYPES = ("float32", "bfloat16", "float16")  # that we compute in
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
