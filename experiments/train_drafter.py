@@ -27,6 +27,7 @@ from experiments import acceptance
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import responses
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax.models import drafter as drafter_lib
@@ -54,27 +55,6 @@ def responses_of(
   )
   prompts = [scored.requests.prompt(i) for i in range(len(scored.requests))]
   return [(prompt, scored.samples.response(i)) for i, prompt in enumerate(prompts)]
-
-
-def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) -> None:
-  """Keeps sequences as two flat arrays and their lengths."""
-  flat = {
-    name: np.concatenate([s[i] for s in sequences])
-    for i, name in enumerate(("prompts", "responses"))
-  }
-  sizes = np.array([(len(p), len(r)) for p, r in sequences])
-  partial = path.with_suffix(".tmp.npz")
-  np.savez(partial, sizes=sizes, **flat)
-  partial.replace(path)
-
-
-def load(path: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
-  """The sequences that `store` kept."""
-  with np.load(path, allow_pickle=False) as stored:
-    ends = np.cumsum(stored["sizes"], 0)[:-1]
-    names = ("prompts", "responses")
-    parts = [np.split(stored[name], ends[:, i]) for i, name in enumerate(names)]
-  return list(zip(*parts, strict=True))
 
 
 def first_drafter(models: from_config.Models, config: dict, sequences):
@@ -158,8 +138,8 @@ def main(config, run):
   path = workdir / _RESPONSES
   if not path.exists():
     workdirs.record(workdir, whole)
-    store(path, responses_of(models, config, run, asked))
-  sequences = load(path)
+    responses.store(path, responses_of(models, config, run, asked))
+  sequences = responses.load(path, models.model.vocab_size)
 
   drafter, params = first_drafter(models, config, sequences)
   temperature = run["sampling"]["temperature"] or 1.0

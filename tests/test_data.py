@@ -46,8 +46,8 @@ def test_jsonl_and_parquet_give_the_same_records(tmp_path):
   "content, message",
   [
     ("", "holds no records"),
-    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2: not JSON"),
-    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3: holds a list"),
+    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2 is not JSON"),
+    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3 holds no JSON object but a list"),
     ('{"promt": "a", "answer": 1}', "no field 'prompt'.*did you mean 'promt'"),
     ('{"prompt": "a", "gold": 1}', "no field 'answer'; there are prompt, gold"),
     ('{"prompt": " ", "answer": 1}', "line 1: field 'prompt' is empty"),
@@ -191,7 +191,7 @@ def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
   with pytest.raises(data.DataError, match="no chat template"):
     plain.encode(MESSAGES)
   (tmp_path / "tokenizer.json").write_text("{")
-  with pytest.raises(data.DataError, match="cannot be read"):
+  with pytest.raises(data.DataError, match="tokenizer.json is not JSON"):
     data.Tokenizer.load(tmp_path)
 
 

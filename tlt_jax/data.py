@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tlt_jax import json_objects
 from tlt_jax import named
 from tlt_jax import ranges
 
@@ -123,27 +124,24 @@ def _read_jsonl(path):
       continue
     place = f"{path}, line {number}"
     try:
-      record = json.loads(line)
+      record = json_objects.parse(line)
     except ValueError as e:
-      raise DataError(
-        f"{place}: not JSON ({e}); a .jsonl file has one object per line"
-      ) from e
-    if not isinstance(record, dict):
-      raise DataError(
-        f"{place}: holds a {type(record).__name__}; "
-        "a .jsonl file has one object per line"
-      )
+      raise DataError(f"{place} {e}; a .jsonl file has one object per line") from e
     yield place, record
 
 
 def _read_parquet(path):
   try:
     rows = pq.read_table(path).to_pylist()
-  except (pa.ArrowException, OSError) as e:
-    reason = str(e).splitlines()[0]
-    raise DataError(f"{path}: not a readable Parquet file ({reason})") from e
+  except (pa.ArrowException, OSError, ValueError, ArithmeticError) as e:
+    raise DataError(f"{path}: not a readable Parquet file ({_reason(e)})") from e
   for number, row in enumerate(rows):
     yield f"{path}, row {number}", row
+
+
+def _reason(e: Exception) -> str:
+  """The first line of what somebody else's exception says."""
+  return (str(e).strip() or type(e).__name__).splitlines()[0][:250]
 
 
 def _no_field(place: str, field: str, record: dict) -> str:
@@ -249,7 +247,7 @@ class Tokenizer:
     generation_config.json names.
 
     Raises:
-      DataError: no tokenizer.json, or one that cannot be read
+      DataError: no tokenizer.json, or a file that cannot be read
     """
     folder = pathlib.Path(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -258,12 +256,17 @@ class Tokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes two seconds, and only text needs it
 
+    files = _read_tokenizer_files(folder)
+    stop = _stop_tokens(folder, files.get("generation_config.json", {}))
     try:
-      tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-      stop = set(_generation_stop_tokens(folder / "generation_config.json"))
+      tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+      )
     except Exception as e:  # a damaged file raises whatever its parser raises
-      reason = (str(e).strip() or type(e).__name__).splitlines()[0][:300]
-      raise DataError(f"{folder}: tokenizer files cannot be read ({reason})") from e
+      raise DataError(
+        f"{folder}: {', '.join(files)} cannot be read as a tokenizer ({_reason(e)}); copy "
+        "the model's own there"
+      ) from e
     if tokenizer.eos_token_id is not None:
       stop.add(tokenizer.eos_token_id)
     return cls(tokenizer, tuple(sorted(stop)))
@@ -364,20 +367,28 @@ class Tokenizer:
     return bool(rare) and self._unknown_id not in rare
 
   def _chat(self, messages: list[dict]) -> str:
+    where = f"{self._tokenizer.name_or_path} (chat_template.jinja, tokenizer_config.json)"
     if self._tokenizer.chat_template is None:
       raise DataError(
-        "the tokenizer has no chat template, so it cannot encode messages; use "
+        f"{where}: the tokenizer has no chat template, so it cannot encode messages; use "
         "plain text prompts, or a chat model's tokenizer files"
       )
-    import jinja2
-
     try:
-      return self._tokenizer.apply_chat_template(
+      text = self._tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
       )
-    except jinja2.TemplateError as e:
+    except Exception as e:  # a template raises what any program may
       roles = [message["role"] for message in messages]
-      raise DataError(f"the chat template refuses messages {roles}: {e}") from e
+      raise DataError(
+        f"{where}: the chat template refuses messages {roles!s:.100}: {_reason(e)}"
+      ) from e
+    last = messages[-1]
+    if last["role"] == "user" and last["content"].strip() not in text:
+      raise DataError(
+        f"{where}: the chat template leaves out what the user says; copy the model's own "
+        "there"
+      )
+    return text
 
   def decode(self, ids) -> str:
     """A response's text, without markup such as end-of-text and padding.
@@ -390,8 +401,32 @@ class Tokenizer:
     )
 
 
-def _generation_stop_tokens(path: pathlib.Path) -> list[int]:
-  if not path.is_file():
-    return []
-  stop = json.loads(path.read_text()).get("eos_token_id")
-  return [] if stop is None else [stop] if isinstance(stop, int) else stop
+def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
+  """What the tokenizer files of a folder hold, by name: those that are there.
+
+  All of them, also those that transformers passes over: runs copy them when they end.
+  """
+  contents = {}
+  for name in _TOKENIZER_FILES:
+    path = folder / name
+    if not path.exists():
+      continue
+    content = path.read_bytes()
+    try:
+      is_json = path.suffix == ".json"
+      contents[name] = json_objects.parse(content) if is_json else content.decode()
+    except ValueError as e:
+      raise DataError(f"{path} {e}; copy the model's own there") from e
+  return contents
+
+
+def _stop_tokens(folder: pathlib.Path, generation_config: dict) -> set[int]:
+  """The end-of-text tokens that generation_config.json names."""
+  stop = generation_config.get("eos_token_id")
+  stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+  if not all(type(i) is int and 0 <= i < 2**31 for i in stop):
+    raise DataError(
+      f"{folder / 'generation_config.json'}: eos_token_id={stop!r:.60} are not ids of "
+      "tokens; copy the model's own there"
+    )
+  return set(stop)
