@@ -152,6 +152,15 @@ def test_every_key_is_read(name):
     assert any(keys == path[: len(keys)] for keys in read), f"{path} is read by nobody"
 
 
+def test_every_number_on_a_command_line_has_a_least_value():
+  """The flags of commands, beside the configs."""
+  for path in (ROOT / "experiments").rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+      if called in ("flags.DEFINE_integer", "flags.DEFINE_float"):
+        assert "lower_bound" in {k.arg for k in node.keywords}, (path, node.lineno)
+
+
 def doors(config: dict, mesh) -> dict:
   """Section -> the call that takes all of it."""
   model = tiny.CONFIG

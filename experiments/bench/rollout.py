@@ -41,7 +41,9 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
-_SLICES = flags.DEFINE_integer("slices", 2, "Devices that a CPU is shown as.")
+_SLICES = flags.DEFINE_integer(
+  "slices", 2, "Devices that a CPU is shown as.", lower_bound=1
+)
 _ONLY = flags.DEFINE_list("only", ["speculation"], "Tables, see above.")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _STRATEGIES = flags.DEFINE_list(
@@ -55,7 +57,9 @@ _LIVE = flags.DEFINE_list(
 _LENGTHS = flags.DEFINE_list(
   "lengths", ["160", "512", "1024", "4096"], "Of the cache, for steps."
 )
-_TOKENS = flags.DEFINE_integer("tokens", 192, "Per request, for speculation.")
+_TOKENS = flags.DEFINE_integer(
+  "tokens", 192, "Per request, for speculation.", lower_bound=1
+)
 _REQUESTS = flags.DEFINE_integer("requests", 128, "In a length trace.", lower_bound=1)
 
 WITH_DRAFTER = ("3_1_4", "5_1_6", "8_1_9", "4_2_8")

@@ -35,10 +35,12 @@ _DRAFTER = flags.DEFINE_string(
   "drafter", "", "Folder of the offline drafter; default: the config's."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the runs.")
-_STEPS = flags.DEFINE_integer("steps", 32, "RL steps of a run.")
+_STEPS = flags.DEFINE_integer("steps", 32, "RL steps of a run.", lower_bound=1)
 _RATES = flags.DEFINE_list("rates", [], "Learning rates of the policy; default: one.")
 _STRATEGY = flags.DEFINE_string("strategy", "5_1_6", "Strategy that is measured.")
-_PROMPTS = flags.DEFINE_integer("prompts", 24, "Held-out prompts, two responses each.")
+_PROMPTS = flags.DEFINE_integer(
+  "prompts", 24, "Held-out prompts, two responses each.", lower_bound=2
+)
 
 # Hardly a slice of the default run is ever idle: all train a while after each rollout.
 AFTERWARDS = {"rows": 512, "carried_rows": 256, "warm_up_rollouts": 1000}
