@@ -65,7 +65,11 @@ def run(main: Callable[..., None], **configs: tuple[str, declarations.Section]) 
     except jax.errors.JaxRuntimeError as e:
       if os.environ.get("TLT_TRACEBACK") or not programs.is_out_of_memory(e):
         raise
-      sys.exit(_one_line(e))
+      told = str(e).splitlines()[0][:200]
+      sys.exit(
+        f"error: a device's memory is full ({told}); smaller: --config.rollout.slots, "
+        "--config.learner.buckets, --config.spot.rows, --config.sampling.max_tokens"
+      )
 
   app.run(guarded, flags_parser=parse)
 

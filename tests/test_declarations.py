@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from absl.testing import flagsaver
 import annotated_types
+import jax
 import pytest
 
 from experiments import declarations
@@ -140,6 +141,21 @@ def test_a_config_file_is_one_or_is_refused(monkeypatch, tmp_path):
     assert message in line and line.startswith("error: --config"), line
   path.write_bytes(b"\x00\xff\x89PNG")
   assert exit_line(monkeypatch, f"--config={path}").startswith(start)
+
+
+def test_a_full_device_is_told_in_one_line(monkeypatch):
+  """With what makes a run smaller; any other failure of a program is a bug, and shown."""
+  told = {"RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes": SystemExit}
+  for text, kind in (told | {"INTERNAL: broken": jax.errors.JaxRuntimeError}).items():
+
+    def fail(config, text=text):
+      raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with flagsaver.flagsaver(), pytest.raises(kind) as e:
+      launch.run(fail, config=("countdown", keys.RUN))
+    if kind is SystemExit:
+      assert "memory is full" in e.value.code and "\n" not in e.value.code
 
 
 MODULE = '''
