@@ -7,6 +7,8 @@ import time
 
 import jax
 
+from tlt_jax import ranges
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -21,9 +23,9 @@ class Program:
 class Budget:
   """Limits of what is compiled ahead of time; None is no limit."""
 
-  programs: int | None = None
-  compile_s: float | None = None
-  scratch_bytes: int | None = None  # of the hungriest program, per device
+  programs: ranges.Count | None = None  # in all
+  compile_s: ranges.NotNegative | None = None  # seconds to make them ready
+  scratch_bytes: ranges.Large | None = None  # of the hungriest program, per device
 
 
 class Pool:

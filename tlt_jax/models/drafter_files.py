@@ -13,6 +13,7 @@ the drafter is token i + d2t[i] of the target; t2d marks these among all of the 
 import contextlib
 import dataclasses
 import pathlib
+import typing
 from typing import Any
 
 from flax import traverse_util
@@ -175,10 +176,11 @@ def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]
 def _make(cls: type, raw: dict, **made: Any) -> Any:
   """An instance of a dataclass with the fields in `raw`, each of its type, and `made`."""
   fields = {field.name: field for field in dataclasses.fields(cls)}
+  types = typing.get_type_hints(cls)  # without ranges
   for name, value in raw.items():
     if name not in fields or name in made:
       raise ValueError(f"key {name!r:.60} is unknown")
-    json_fields.check(name, value, fields[name].type)
+    json_fields.check(name, value, types[name])
   for name, field in fields.items():
     if field.default is dataclasses.MISSING and name not in raw | made:
       raise ValueError(f"{name!r} is missing")

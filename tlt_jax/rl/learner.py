@@ -23,6 +23,7 @@ from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax import programs
+from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
@@ -353,8 +354,8 @@ def make(
   algorithm: algorithm_lib.Algorithm,
   optimizer: optax.GradientTransformation,
   mesh: jax.sharding.Mesh,
-  buckets: Sequence[tuple[int, int]],
-  updates: int = 1,
+  buckets: Sequence[tuple[ranges.Count, ranges.Tokens]],
+  updates: ranges.Count = 1,
   remat: bool = True,
   only: str = "",
 ) -> Learner:

@@ -183,7 +183,7 @@ class Sampler:
 def make(
   rollout: rollout_lib.Rollout,
   *,
-  policy: str | pathlib.Path,
+  tokenizer: data.Tokenizer,
   reward: str,
   sampling: Mapping[str, Any],
   chat: Mapping[str, Any],
@@ -191,7 +191,7 @@ def make(
   """A sampler around a rollout.
 
   Args:
-    policy: the folder whose tokenizer it uses
+    tokenizer: the policy's
     reward: dotted name of a verifier; "": every response is worth 0
     sampling: temperature, top_k, top_p, min_p and max_tokens of every request
     chat: {"apply": whether plain prompts are wrapped in the chat template, "system": the
@@ -199,7 +199,7 @@ def make(
   """
   return Sampler(
     rollout=rollout,
-    tokenizer=data.Tokenizer.load(policy),
+    tokenizer=tokenizer,
     score=reward_lib.make(reward) if reward else _nothing,
     sampling=sampling,
     chat=chat["apply"],
