@@ -12,6 +12,7 @@ opens in https://ui.perfetto.dev).
 from collections.abc import Callable, Mapping, Sequence
 import json
 import pathlib
+import sys
 
 from absl import flags
 import matplotlib as mpl
@@ -61,6 +62,7 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   records = metrics.read(of_steps)
   if not records:
     raise metrics.MetricError(f"{of_steps}: holds no step yet")
+  _check_numbers(of_steps, records)
   rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
   # A run of an earlier version has no chunks.
   last = next((r for r in reversed(rollouts) if r.get("chunks")), None)
@@ -83,6 +85,16 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
       ) from e
     written.append(folder / name)
   return written
+
+
+def _check_numbers(path: pathlib.Path, records: Sequence[Mapping]) -> None:
+  """Raises if a metric is none: what is no number would be drawn as a category."""
+  for record in records:
+    for key, value in record.items():
+      if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise metrics.MetricError(
+          f"{path}: {key} of step {record['step']} is {value!r:.60}, no finite number"
+        )
 
 
 def _write(path: pathlib.Path, draw: Callable, data) -> None:

@@ -101,8 +101,8 @@ def _check_target(
       )
   if config.taps and max(config.taps) >= target_config.num_layers:
     raise hf_folder.CheckpointError(
-      f"{path}: this drafter reads layer {max(config.taps)} of the target, which has "
-      f"{target_config.num_layers} layers"
+      f"{path}: this drafter reads layer {max(config.taps)} of the target (taps), which "
+      f"has {target_config.num_layers} layers"
     )
 
 
@@ -158,6 +158,7 @@ def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]
     layer = dict(json_fields.check("layer", raw.pop("layer", None), dict))
     scaling = layer.pop("rope_scaling", None)
     if scaling is not None:
+      json_fields.check("rope_scaling", scaling, dict)
       scaling = _make(config_lib.RopeScaling, scaling)
     layer = _make(config_lib.ModelConfig, layer, rope_scaling=scaling)
     _check_layer(layer)

@@ -109,12 +109,12 @@ def _parse_rope_scaling(rope: dict) -> config_lib.RopeScaling | None:
     raise hf_folder.CheckpointError(
       "RoPE parameters per layer type are not supported; use a model with one RoPE"
     )
-  kind = rope.get("rope_type") or rope.get("type") or "default"
+  kind = _get(rope, "rope_type", str, _get(rope, "type", str, "default"))
   if kind == "default":
     return None
   if kind != "llama3":
     raise hf_folder.CheckpointError(
-      f"rope_type {kind!s:.60} is not supported (supported: default, llama3); use a model "
+      f"rope_type {kind:.60} is not supported (supported: default, llama3); use a model "
       "without it, or, where its authors call it optional, remove rope_scaling"
     )
   theirs = {"original_max_position": "original_max_position_embeddings"}

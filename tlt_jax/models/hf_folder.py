@@ -64,6 +64,8 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
   for file, names in promised.items():
     opened = _open_file(file, stack)
     found = {name: opened.get_slice(name) for name in opened.keys()}
+    if not found:
+      raise CheckpointError(f"{file} holds no tensors; download it again")
     tensors.lazy.update(found)
     tensors.file.update(dict.fromkeys(found, file))
     for name in names:
