@@ -24,6 +24,7 @@ import numpy as np
 from experiments import launch
 from experiments import timeline
 from tlt_jax import metrics
+from tlt_jax import writing
 
 STYLE = {
   "axes.grid": True,
@@ -73,12 +74,13 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
     if not data:
       continue
     folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE), writing.to(folder / name):
       plot(data).savefig(folder / name)
     written.append(folder / name)
   if last:
     path = folder / "rollout_trace.json"
-    path.write_text(json.dumps(timeline.trace(last), separators=(",", ":")))
+    with writing.to(path):
+      path.write_text(json.dumps(timeline.trace(last), separators=(",", ":")))
     written.append(path)
   return written
 

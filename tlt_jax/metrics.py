@@ -20,8 +20,10 @@ import rich.box
 import rich.console
 import rich.table
 from scipy import special
-import tensorboardX
 import tqdm
+
+from tlt_jax import tensorboard
+from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
 _ROLLOUT_LISTS = ("length", "outcome", "live_time_s", "live_requests")
@@ -88,9 +90,7 @@ class Writer:
     workdir.mkdir(parents=True, exist_ok=True)
     self._metrics = _open_at(workdir / "metrics.jsonl", resume_step)
     self._rollouts = _open_at(workdir / "rollouts.jsonl", resume_step)
-    self._board = tensorboardX.SummaryWriter(
-      str(workdir / "tensorboard"), purge_step=resume_step, flush_secs=10
-    )
+    self._board = tensorboard.Board(workdir / "tensorboard", resume_step)
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
     """Records one step; on disk when it returns.
@@ -107,9 +107,7 @@ class Writer:
     for key, value in metrics.items():
       record[key] = _scalar(key, step, value)
     _append(self._metrics, record)
-    for key, value in record.items():
-      if key != "step":
-        self._board.add_scalar(key, value, step)
+    self._board.write(step, {key: x for key, x in record.items() if key != "step"})
     return record
 
   def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
@@ -216,8 +214,9 @@ def _chunk(step: int, where: str, chunk: Mapping) -> dict:
 
 def _append(file: TextIO, record: dict) -> None:
   """Writes one line, on disk when it returns."""
-  file.write(json.dumps(record) + "\n")
-  file.flush()
+  with writing.to(file.name):
+    file.write(json.dumps(record) + "\n")
+    file.flush()
 
 
 def _open_at(path: pathlib.Path, resume_step: int) -> TextIO:
@@ -228,7 +227,7 @@ def _open_at(path: pathlib.Path, resume_step: int) -> TextIO:
     kept_text = "".join(json.dumps(r) + "\n" for r in kept)
     if kept_text != text:
       new = path.with_name(path.name + ".new")
-      with new.open("w") as file:
+      with writing.to(new), new.open("w") as file:
         file.write(kept_text)
         file.flush()
         os.fsync(file.fileno())

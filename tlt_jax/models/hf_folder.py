@@ -15,6 +15,8 @@ from typing import Any
 
 import safetensors
 
+from tlt_jax import writing
+
 CONFIG = "config.json"
 _SINGLE, _SHARD = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -106,9 +108,10 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """
   partial = path / _PARTIAL
   shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  yield partial
-  _publish(path, partial)
+  with writing.to(path):
+    partial.mkdir(parents=True)
+    yield partial
+    _publish(path, partial)
 
 
 def _publish(path: pathlib.Path, partial: pathlib.Path) -> None:
