@@ -21,6 +21,7 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from experiments import declarations
+from experiments import logs
 from tlt_jax import named
 from tlt_jax import programs
 
@@ -166,17 +167,7 @@ def start(cpu_slices: int = 2) -> None:
   On a machine with CPUs only, JAX shows `cpu_slices` devices; must therefore run
   before anything touches a device.
   """
-  logging.basicConfig(
-    level=logging.INFO,
-    format="%(asctime)s %(message)s",
-    datefmt="%H:%M:%S",
-    stream=sys.stderr,
-    force=True,
-  )
-  for name in ("absl", "jax", "orbax"):
-    logging.getLogger(name).setLevel(logging.WARNING)
-  # A read that fails in orbax is raised, and would be logged again by each task.
-  logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+  logs.start()
   keep_freed_memory()
   jax.config.update("jax_num_cpu_devices", cpu_slices)
   # Queued ahead, programs of one CPU device can take all places in its queue while

@@ -25,6 +25,7 @@ import numpy as np
 from experiments import launch
 from experiments import timeline
 from tlt_jax import metrics
+from tlt_jax import writing
 
 STYLE = {
   "axes.grid": True,
@@ -99,7 +100,7 @@ def _check_numbers(path: pathlib.Path, records: Sequence[Mapping]) -> None:
 
 def _write(path: pathlib.Path, draw: Callable, data) -> None:
   """Writes a figure, or what else `draw` makes of the data."""
-  with mpl.rc_context(STYLE):
+  with mpl.rc_context(STYLE), writing.to(path):
     drawn = draw(data)
     if isinstance(drawn, figure.Figure):
       drawn.savefig(path)

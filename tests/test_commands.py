@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import transformers
 
+from experiments import check_resume
 from tests import commands
 from tlt_jax import metrics
 from tlt_jax.models import convert
@@ -124,41 +125,23 @@ def test_running_a_finished_run_again_changes_nothing(home, whole, tmp_path):
 
 
 def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_path):
-  """Just after steps, while a checkpoint is being written, during the export."""
-  workdir, dice = tmp_path / "run", random.Random(0)
-  args = [*tiny_run(home), f"--workdir={workdir}"]
-  for done in (1, 4, 6, STEPS):
-    kill_after(home, done, dice.choice((0.0, 0.01, 0.05)), *args)
-  succeed(run(home, "train", *args))
-  assert computed(workdir) == computed(whole[0])
-  assert responses(workdir) == responses(whole[0])
-  assert weights(workdir / "policy") == weights(whole[0] / "policy")
-
-
-def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, tmp_path):
-  """The run is the plain one. Killed in the middle of steps, and following the schedule
-  of a run that was not, it ends with the same drafter, bit for bit."""
+  """Just after steps, in the middle of them, while a checkpoint is being written, during
+  the export. A drafter trains in it, which changes nothing of the plain run; following
+  the schedule of a run that was not killed, it ends with the same drafter too."""
   args = tiny_run(home, *commands.DRAFTING.items())
-  workdir = tmp_path / "whole"
+  workdir, other = tmp_path / "whole", tmp_path / "killed"
   succeed(run(home, "train", *args, f"--workdir={workdir}"))
   assert responses(workdir) == responses(whole[0])
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
-  records = metrics.read(workdir / "metrics.jsonl")
-  assert sum(r.get("drafter/updates", 0) for r in records) > 2
+  assert check_resume.updates(workdir) > 2
   assert (workdir / "figures" / "timeline.png").exists()
 
-  other, dice = tmp_path / "killed", random.Random(1)
+  dice = random.Random(0)
   args += [f"--workdir={other}", f"--schedule={workdir / 'rollouts.jsonl'}"]
-  for done in (1, 4, 6):
-    kill_after(home, done, dice.choice((0.02, 0.1, 0.3)), *args)
+  for done in (1, 3, 4, 6, STEPS):
+    kill_after(home, done, dice.choice((0.0, 0.01, 0.05, 0.2)), *args)
   succeed(run(home, "train", *args))
-  assert weights(other / "policy") == weights(workdir / "policy")
-  assert weights(other / "drafter") == weights(workdir / "drafter")
-  trained = lambda folder: [
-    [chunk["trained"] for chunk in r["chunks"]]
-    for r in metrics.read(folder / "rollouts.jsonl")
-  ]
-  assert trained(other) == trained(workdir)
+  assert check_resume.outcome(other) == check_resume.outcome(workdir)
 
 
 @pytest.mark.parametrize(

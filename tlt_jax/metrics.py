@@ -20,10 +20,11 @@ import rich.box
 import rich.console
 import rich.table
 from scipy import special
-import tensorboardX
 import tqdm
 
 from tlt_jax import json_objects
+from tlt_jax import tensorboard
+from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
 _ROLLOUT_LISTS = ("length", "outcome", "live_time_s", "live_requests")
@@ -95,9 +96,7 @@ class Writer:
       _open_at(path, [r for r in records if r["step"] < resume_step])
       for path, records in zip(paths, found, strict=True)
     )
-    self._board = tensorboardX.SummaryWriter(
-      str(workdir / "tensorboard"), purge_step=resume_step, flush_secs=10
-    )
+    self._board = tensorboard.Board(workdir / "tensorboard", resume_step)
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
     """Records one step; on disk when it returns.
@@ -114,9 +113,7 @@ class Writer:
     for key, value in metrics.items():
       record[key] = _scalar(key, step, value)
     _append(self._metrics, record)
-    for key, value in record.items():
-      if key != "step":
-        self._board.add_scalar(key, value, step)
+    self._board.write(step, {key: x for key, x in record.items() if key != "step"})
     return record
 
   def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
@@ -223,8 +220,9 @@ def _chunk(step: int, where: str, chunk: Mapping) -> dict:
 
 def _append(file: TextIO, record: dict) -> None:
   """Writes one line, on disk when it returns."""
-  file.write(json.dumps(record) + "\n")
-  file.flush()
+  with writing.to(file.name):
+    file.write(json.dumps(record) + "\n")
+    file.flush()
 
 
 def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
@@ -232,7 +230,7 @@ def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
   content = "".join(json.dumps(record) + "\n" for record in kept).encode()
   if path.exists() and content != path.read_bytes():
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
+    with writing.to(new), new.open("wb") as file:
       file.write(content)
       file.flush()
       os.fsync(file.fileno())
