@@ -139,6 +139,7 @@ def sampler(
     engine,
     policy=config["policy"],
     reward=config["reward"],
+    solved_at=config["solved_at"],
     sampling=config["sampling"],
     chat=config["chat"],
   )

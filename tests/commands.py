@@ -105,6 +105,7 @@ def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
     "policy": home / "policy",
     "steps": STEPS,
     "reward": "user_rewards.digits",
+    "solved_at": 0.4,
     "sampling.max_tokens": 24,
     "rollout.slots": 4,
     "rollout.buckets": "()",

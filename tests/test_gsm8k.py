@@ -312,8 +312,8 @@ def test_gold_solutions_score_against_themselves_only():
   shifted = [str(float(g) + 1) for g in golds]
   prompts = [""] * len(answers)
   for texts in (answers, [rf"\boxed{{{g}}}" for g in golds], [f"So {g}." for g in golds]):
-    assert reward.score_all(gsm8k.score, prompts, texts, answers).min() == 1.0
-    assert reward.score_all(gsm8k.score, prompts, texts, shifted).max() == 0.0
+    assert reward.score_all(gsm8k.score, prompts, texts, answers)[0].min() == 1.0
+    assert reward.score_all(gsm8k.score, prompts, texts, shifted)[0].max() == 0.0
 
 
 PIECES = st.sampled_from(

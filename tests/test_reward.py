@@ -18,7 +18,8 @@ def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
   (tmp_path / "broken_reward.py").write_text("import not_there_at_all\n")
   monkeypatch.syspath_prepend(tmp_path)
   score = reward.make("mine_reward.length")
-  np.testing.assert_array_equal(reward.score_all(score, "ab", ["x", "yz"], "cd"), [1, 2])
+  rewards, _ = reward.score_all(score, "ab", ["x", "yz"], "cd")
+  np.testing.assert_array_equal(rewards, [1, 2])
   with pytest.raises(reward.RewardError, match="cannot be called as two"):
     reward.make("mine_reward.two")
   with pytest.raises(reward.RewardError, match="failed: No module named 'not_there"):
@@ -44,7 +45,7 @@ def test_a_mistyped_path_names_the_nearest(path, message):
 def constant(value):
   def score(prompt, response, answer):
     del prompt, answer
-    if isinstance(value, Exception) and response == "b":
+    if isinstance(value, BaseException) and response == "b":
       raise value
     return value if response == "b" else 0
 
@@ -54,18 +55,50 @@ def constant(value):
 def test_every_kind_of_number_is_a_reward():
   """Python's, numpy's and JAX's."""
   for value in (True, 1, 1.0, np.float32(1), np.int64(1), jnp.float32(1)):
-    rewards = reward.score_all(constant(value), "pp", ["a", "b"], "xx")
-    assert rewards.dtype == np.float32
+    rewards, solved = reward.score_all(constant(value), "pp", ["a", "b"], "xx")
+    assert rewards.dtype == np.float32 and solved.dtype == bool
     np.testing.assert_array_equal(rewards, [0, 1])
+    np.testing.assert_array_equal(solved, [False, True])
 
 
 @pytest.mark.parametrize(
-  "value", [np.nan, np.inf, 1e39, None, "1.0", [1.0], jnp.ones(2), jnp.float32(np.nan)]
+  "value",
+  [
+    *(np.nan, np.inf, 1e39, None, "1.0", [1.0], jnp.ones(2), jnp.float32(np.nan)),
+    *((), (1.0,), (1.0, True, 0), [1.0, True], (1.0, 1), (1.0, None), (1.0, "yes")),
+    *((np.nan, True), (None, True), (True, 0.5), ((1.0, True), True), (1.0, np.ones(2))),
+  ],
 )
-def test_a_result_that_is_no_finite_number_names_the_sample(value):
-  """And the function."""
+def test_a_result_that_is_no_finite_number_or_pair_names_the_sample(value):
+  """And the function. A pair is a number and a bool."""
   with pytest.raises(reward.RewardError, match=r"constant\S*score.*sample 1.*finite"):
     reward.score_all(constant(value), "pp", ["a", "b"], "xx")
+
+
+def test_a_response_is_solved_at_a_threshold():
+  """Of rewards that are no 0 and 1."""
+  for solved_at, expected in ((1.0, False), (0.5, True), (0.75, False), (-1.0, True)):
+    rewards, solved = reward.score_all(constant(0.5), "p", "b", "x", solved_at=solved_at)
+    assert (rewards.tolist(), solved.tolist()) == ([0.5], [expected])
+
+
+def test_a_verifier_may_say_itself_what_is_solved():
+  """Whatever the threshold; numpy's and JAX's bools too."""
+  for said in (True, np.True_, jnp.bool_(True)):
+    rewards, solved = reward.score_all(constant((0.25, said)), "pp", ["b", "a"], "xx")
+    assert (rewards.tolist(), solved.tolist()) == ([0.25, 0.0], [True, False])
+  _, solved = reward.score_all(constant((2.0, False)), "p", "b", "x")
+  assert solved.tolist() == [False]
+
+
+@pytest.mark.parametrize("leaves", [SystemExit(0), SystemExit("done"), GeneratorExit()])
+def test_a_verifier_that_would_end_the_run_is_an_error(leaves):
+  """`sys.exit()` in a reward would end training with status 0, and nothing saved."""
+  name = type(leaves).__name__
+  with pytest.raises(reward.RewardError, match=f"score failed on sample 1: {name}"):
+    reward.score_all(constant(leaves), "pp", ["a", "b"], "xx")
+  with pytest.raises(KeyboardInterrupt):
+    reward.score_all(constant(KeyboardInterrupt()), "pp", ["a", "b"], "xx")
 
 
 def test_a_verifier_that_fails_names_the_sample():
