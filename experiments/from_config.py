@@ -204,6 +204,7 @@ def sampler(
     engine,
     tokenizer=tokenizer(config["policy"]),
     reward=config["reward"],
+    solved_at=config["solved_at"],
     sampling=config["sampling"],
     chat=config["chat"],
   )

@@ -41,6 +41,7 @@ KEYS = {  # of a step's record, whatever the algorithm
   "policy/clip_frac",
   "policy/entropy",
   "reward/mean",
+  "reward/solved",
   "weight_sync/seconds_s",
 }
 home, chat = commands.home, commands.chat
@@ -97,7 +98,12 @@ def test_a_run_leaves_what_it_promises(home, whole):
   assert [r["step"] for r in records] == [*range(STEPS + 1)]
   for record in records[:-1]:
     assert KEYS <= record.keys()
-  assert "eval/accuracy" in records[0] and "eval/accuracy" in records[-1]
+  for key in ("eval/accuracy", "eval/reward_mean"):
+    assert key in records[0] and key in records[-1]
+  outcomes = [o for r in metrics.read(workdir / "rollouts.jsonl") for o in r["outcome"]]
+  solved = np.mean([r["reward/solved"] for r in records[:-1]])
+  assert outcomes.count("solved") / len(outcomes) == pytest.approx(solved)
+  assert 0 < solved < 1  # of rewards that are all below 1
   config = json.loads((workdir / "config.json").read_text())
   assert config["steps"] == STEPS and config["reward"] == "user_rewards.digits"
   assert checkpointed(workdir) == [STEPS - 2, STEPS]
@@ -354,6 +360,7 @@ def test_two_policies_are_compared_on_the_same_prompts(home, whole):
   assert (report["prompts"], report["samples"]) == (6, 2)
   (both,) = report["models"].values()
   assert 0 < both["accuracy"] == report["baseline_accuracy"] < 1
+  assert 0 < both["reward_mean"] != both["accuracy"]  # a share of digits
   assert both["gain"] == both["gain_half_width"] == 0
 
 

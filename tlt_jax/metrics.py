@@ -44,6 +44,7 @@ _PHASES = {
 # Rows of the final table: label, key, format.
 _QUANTITIES = (
   ("reward mean", "reward/mean", ".3f"),
+  ("solved", "reward/solved", ".3f"),
   ("response length, mean", "rollout/length_mean", ".0f"),
   ("response length, p50", "rollout/length_p50", ".0f"),
   ("response length, p99", "rollout/length_p99", ".0f"),
@@ -272,7 +273,7 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> dict:
 class Progress:
   """Shows how far the run is: a bar on a terminal, else one line per step.
 
-      step 12/60  reward 0.61  length 143/1024  rollout 3.1 s  update 2.0 s
+      step 12/60  reward 0.61  solved 50%  length 143/1024  rollout 3.1 s  update 2.0 s
 
   Args:
     total: steps of the whole run
@@ -309,7 +310,8 @@ def _progress_parts(record: Mapping[str, float]) -> list[str]:
   """Formats those metrics of a step that fit on its line."""
   templates = (
     "reward {reward/mean:.2f}",
-    "eval {eval/accuracy:.2f}",
+    "solved {reward/solved:.0%}",
+    "eval {eval/accuracy:.0%}",
     "length {rollout/length_mean:.0f}/{rollout/length_max:.0f}",
     "accepted {rollout/mean_acceptance_length:.2f}",
     "rollout {rollout/seconds_s:.1f} s",
@@ -345,9 +347,9 @@ def summary_table(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
     first, last = _mean(records[:k], key), _mean(records[-k:], key)
     if first is not None and last is not None:
       ends.add_row(label, format(first, form), format(last, form))
-  accuracy = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
-  if accuracy:
-    ends.add_row("eval accuracy (one)", f"{accuracy[0]:.3f}", f"{accuracy[-1]:.3f}")
+  for label, key in (("accuracy", "eval/accuracy"), ("reward", "eval/reward_mean")):
+    if found := [f"{r[key]:.3f}" for r in records if key in r]:
+      ends.add_row(f"eval {label} (one)", found[0], found[-1])
 
   times = rich.table.Table(box=rich.box.SIMPLE_HEAD)
   times.add_column("phase")
