@@ -121,8 +121,7 @@ def _read_jsonl(path):
       ) from e
     if not isinstance(record, dict):
       raise DataError(
-        f"{place}: holds a {type(record).__name__}; "
-        "a .jsonl file has one object per line"
+        f"{place}: holds a {type(record).__name__}; a .jsonl file has one object per line"
       )
     yield place, record
 

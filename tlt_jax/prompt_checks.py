@@ -1,4 +1,4 @@
-"""Which prompts a run can use: none that is too long, or has characters nobody knows.
+"""Which prompts a run can use: short enough, of characters that the tokenizer knows.
 
 `usable` is the way in: a source of records in, those that can be used out, or an error
 that names the first that cannot. A file, and any other source of up to 2**17 records, is
@@ -147,9 +147,9 @@ def _settled(
     prompt, done = _settle(record["prompt"], rules, encoded)
   except data.DataError as e:
     raise data.DataError(f"{record.get('place') or f'{name}, record {i}'}: {e}") from e
-  if prompt is None or not done:
-    return (None if prompt is None else record), done
-  return record | {"prompt": prompt}, done
+  if prompt is None:
+    return None, done
+  return (record | {"prompt": prompt} if done else record), done
 
 
 def _settle(
@@ -185,11 +185,12 @@ def _settle(
       return None, ["dropped (too long)"]
     prompt = _shortened(prompt, len(pieces.ids), rules)
     done.append("cut (too long)")
-  if not pieces.ids or (done and not (_last_text(prompt) or "").strip()):
+  last = _last_text(prompt)
+  if not pieces.ids or (done and last is not None and not last.strip()):
     if unusable.unknown_characters == "refuse":
       raise data.DataError(
-        "nothing is left of the prompt in tokens; correct it, or set "
-        "unusable_prompts.unknown_characters to drop"
+        "nothing is left of the prompt in tokens; correct it, raise rollout.max_prompt, "
+        "or set unusable_prompts.unknown_characters to drop"
       )
     return None, ["dropped (nothing left)"]
   return prompt, done
