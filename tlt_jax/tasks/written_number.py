@@ -116,26 +116,27 @@ _LEADING_MINUS = re.compile(r"^([(\[* ]*)(?:- ?|(?:negative|minus) )(?=[0-9.\\(]
 # What may stand around the only number: letters, and some punctuation.
 _BEFORE = re.compile(rf"(?:[{_LETTER}\s:,.(\[*'\"]|(?<=[a-z])-(?=[a-z]))*+")
 _AFTER = re.compile(
-  rf" ?+%?+°?+ ?+(?:[-/,]?+ ?+\(?+[{_LETTER}][{_LETTER}° ,;:'\"()/.%-]*+)?+[.,;)\]\" ]*+"
+  rf" ?+%?+°?+ ?+(?:[-/,]?+ ?+\(?+[{_LETTER}][{_LETTER}° ,;:&'\"()/.%-]*+)?+[.,;)\]\" ]*+"
 )
 # Words that make the number next to them another number, or none.
-_NEGATION = r"\b(?:(?:can)?not|never|neither|nor|no|wrong|incorrect)\b|n't\b"
 _NUMBER_WORDS = (
-  r"\b(?:(?:twen|thir|for|fif|six|seven|eigh|nine)ty|one|two|three|four|five|six|seven"
+  r"(?:(?:twen|thir|for|fif|six|seven|eigh|nine)ty|one|two|three|four|five|six|seven"
   r"|eight|nine|ten|eleven|twelve|zero|hundred|thousand|[mb]illion|dozen)\b(?!-)"
 )
 _CHANGED_BEFORE = re.compile(
-  rf"{_NEGATION}|{_NUMBER_WORDS}|\b(?:th[ae]n|least|most|up to|over|under|above|below"
-  r"|almost|nearly|between|from|half|twice|thrice|double|triple|times|minus|negative|plus"
-  r"|square|squared|cubed?|root|or|either)\b"
-  r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|percent|%)s? of\b",
+  rf"\b(?:(?:can)?not|never|neither|nor|no|wrong|incorrect)\b|n't\b|\b{_NUMBER_WORDS}"
+  r"|\b(?:th[ae]n|least|most|up to|over|under|above|below|almost|nearly|between|from|half"
+  r"|twice|thrice|double|triple|times|minus|negative|plus|square|squared|cubed?|root|or"
+  r"|either)\b|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|percent|%)s? of\b",
   re.I,
 )
 _CHANGED_AFTER = re.compile(
-  rf"{_NEGATION}|{_NUMBER_WORDS}|\b(?:or|plus|minus|point|below|squared|cubed|factorial"
-  r"|halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths)\b(?!-)"
-  r"|\bhalf\b(?!-)|\ba (?:third|quarter)\b"
-  r"|^ ?[exyzn]\b|^ ?(?-i:[MBT])\b",
+  r"(?:\bnot|n't) (?:the |a )?(?:final )?(?:answer|correct|right|true|result|solution)\b"
+  r"|\b(?:wrong|incorrect|or|plus|minus|point|below|squared|cubed|factorial|halves|thirds)\b"
+  r"|\b(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths\b(?!-)"
+  r"|\bhalf\b(?!-)|\ba (?:third|quarter)\b|^ ?[exyzn]\b|^ ?(?-i:[MBT])\b(?!&)"
+  # 5 and thirty, 5 hours thirty minutes; but not 5 in thirty days.
+  rf"|(?:^|\b(?:and|hours?|minutes?|dollars?|pounds?|feet),?) ?{_NUMBER_WORDS}",
   re.I,
 )
 
@@ -151,7 +152,7 @@ _CONTINUED = re.compile(
   r"[ })]*[\^¹²³⁰-⁹?]| ?(?:[+!]=|\+|[-*/] ?[(\\]|\\(?!text|end)[a-z])|_"
 )
 _WORDS_BEFORE = re.compile(rf"(?:[{_LETTER}'%]++ ?){{0,3}}$")
-_WORDS_AFTER = re.compile(rf"(?: ?[{_LETTER}'-]++){{0,3}}")
+_WORDS_AFTER = re.compile(rf"(?: ?[{_LETTER}'&-]++){{0,5}}")
 _WINDOW = 60  # characters that are looked at on each side
 
 _UNIT = re.compile(rf"(?:(?<=[0-9)}}]) ?[%°]? ?[{_LETTER}][{_LETTER} ]*+)?\.?$")
