@@ -15,16 +15,14 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import logging
-import pathlib
 import sys
-import tempfile
 
 from absl import flags
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
-from tlt_jax import data
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -65,7 +63,7 @@ def identical(a: samples_lib.Samples, b: samples_lib.Samples) -> int:
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  launch.start()
   config["drafter"] = _DRAFTER.value or config["drafter"]
   strategies = [strategy_lib.parse(name) for name in _STRATEGIES.value]
   if None in strategies:
@@ -74,6 +72,7 @@ def main(config):
     raise ValueError("nothing to speculate with: give --drafter, or n-grams only")
   if all(s.source == strategy_lib.NGRAM for s in strategies):
     config["drafter"] = ""
+  records = from_config.prompts(config, config["held_out"] | {"size": 10**9})
   models = from_config.load_models(config, _DTYPE.value)
   selector = InTurn(strategies)
   fewer = max(config["rollout"]["slots"] // 8, 1)
@@ -85,7 +84,6 @@ def main(config):
   speculative = from_config.sampler(
     config, models.model, models.mesh, models.drafter, selector
   )
-  records = data.source(**config["held_out"] | {"size": 10**9})
 
   def draw(sampler: sample.Sampler, first: int, draft_params=None) -> sample.Scored:
     asked = [records[i % len(records)] for i in range(first, first + _BATCH.value)]
@@ -136,4 +134,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

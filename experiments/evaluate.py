@@ -12,15 +12,13 @@ beside it where rewards are more than that. The last line is JSON.
 import collections
 from collections.abc import Sequence
 import json
-import pathlib
-import tempfile
 
 from absl import flags
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
-from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax.rl import sample
 
@@ -58,8 +56,16 @@ def bounds(values: np.ndarray) -> tuple[float, float]:
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
-  records = list(data.source(**config["held_out"] | {"size": _PROMPTS.value}))
+  launch.start()
+  folders = [*_MODEL.value, *([_BASELINE.value] if _BASELINE.value else [])]
+  source = config["held_out"] | {"size": _PROMPTS.value}
+  usable = [from_config.prompts(config | {"policy": f}, source) for f in folders]
+  records = usable[0]
+  if any(others != records for others in usable):
+    raise ValueError(
+      "the policies cannot be asked the same prompts: their tokenizers differ, and "
+      "unusable_prompts drops or cuts for one of them what another can use"
+    )
   if len(records) < 2:
     raise ValueError("an interval over prompts takes two of them; there is one")
   baseline = None
@@ -82,4 +88,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

@@ -14,13 +14,12 @@ from the prompts and the model; how requests are sampled is the config's
 from collections.abc import Sequence
 import contextlib
 import json
-import pathlib
 import sys
-import tempfile
 
 from absl import flags
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from tlt_jax import axes
 from tlt_jax import data
@@ -100,15 +99,17 @@ def fitted(
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  launch.start()
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
   records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
+  records = [record | {"index": i} for i, record in enumerate(records)]
+  records = from_config.usable(config, records, _PROMPTS.value, max_prompt=None)
   chosen = selector(config)
   if chosen is None:
     config["drafter"] = ""
   models = from_config.load_models(config)
   prompts = sample.encode(
-    data.Tokenizer.load(_MODEL.value),
+    from_config.tokenizer(_MODEL.value),
     records,
     chat=config["chat"]["apply"],
     system=config["chat"]["system"],
@@ -144,7 +145,7 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
     p = int(scored.requests.prompt_idx[i])
     stopped = scored.samples.finish_reason[i] == samples_lib.STOP
     record = {
-      "index": p,
+      "index": records[p]["index"],
       "prompt": records[p]["prompt"],
       "response": text,
       "length": int(scored.samples.length[i]),
@@ -154,4 +155,4 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

@@ -1,14 +1,13 @@
 """Starts a command: flags and configs, errors in one line, devices, logging.
 
-A command ends with `launch.run(main, config=FILE)`. That defines `--config`, parses the
-command line and calls `main(config)`, which begins with `launch.start(workdir, config)`.
-Nothing happens before `run`: any command can be imported.
+A command ends with `launch.run(main, config=("countdown", keys.RUN))`. That defines
+`--config`, parses the command line, checks the config and calls `main(config)`, which
+begins with `launch.start()`. Nothing happens before `run`: any command can be imported.
 """
 
 from collections.abc import Callable, Sequence
 import ctypes
-import itertools
-import json
+import importlib.util
 import logging
 import os
 import pathlib
@@ -17,29 +16,39 @@ import sys
 from absl import app
 from absl import flags
 import jax
+import ml_collections
+from ml_collections import config_dict
 from ml_collections import config_flags
 
+from experiments import declarations
+from experiments import logs
 from tlt_jax import named
+from tlt_jax import programs
 
+CONFIGS = pathlib.Path(__file__).parent / "configs"
 _COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
+_HELP = ("help", "helpshort", "helpfull", "?")
 
 
-def run(main: Callable[..., None], **configs: str) -> None:
+def run(main: Callable[..., None], **configs: tuple[str, declarations.Section]) -> None:
   """Runs a command; what a user can mend ends in one line and exit status 1.
+
+  Modules of the current folder can be named in a config, as those that are installed.
 
   Args:
     main: called with the configs, as plain dicts and tuples, by the names of their flags
-    configs: flag name -> default file. Each is given as `--name=FILE.py[:arg]`, with
-      overrides `--name.a.b=value`; a key that does not exist is an error that names the
-      nearest one.
+    configs: flag name -> (default file in `configs/`, its keys). A config is given as
+      `--name=FILE.py[:arg]`, with overrides `--name.a.b=value`; see `config_flag`
   """
+  if os.getcwd() not in sys.path:
+    sys.path.insert(0, os.getcwd())
 
   def parse(argv):
     try:
-      for name, default in configs.items():
-        config_flag(name, default, argv)
+      for name, (default, section) in configs.items():
+        argv = config_flag(name, str(CONFIGS / f"{default}.py"), section, argv)
       return flags.FLAGS(argv)
-    except flags.Error as e:
+    except (flags.Error, declarations.ConfigError) as e:
       sys.exit(_one_line(e))
 
   def guarded(argv):
@@ -47,95 +56,118 @@ def run(main: Callable[..., None], **configs: str) -> None:
       sys.exit(f"error: unexpected argument {argv[1]!r}; flags start with --")
     given = {name: flags.FLAGS[name].value.to_dict() for name in configs}
     try:
+      for name, (_, section) in configs.items():
+        declarations.check(section, given[name], name)
       main(**given)
     except (ValueError, FloatingPointError, MemoryError, OSError) as e:
       if os.environ.get("TLT_TRACEBACK"):
         raise
       sys.exit(_one_line(e))
+    except jax.errors.JaxRuntimeError as e:
+      if os.environ.get("TLT_TRACEBACK") or not programs.is_out_of_memory(e):
+        raise
+      told = str(e).splitlines()[0][:200]
+      sys.exit(
+        f"error: a device's memory is full ({told}); smaller: --config.rollout.slots, "
+        "--config.learner.buckets, --config.spot.rows, --config.sampling.max_tokens"
+      )
 
   app.run(guarded, flags_parser=parse)
 
 
 def _one_line(e: Exception) -> str:
-  return "error: " + " ".join(str(e).split())
+  return "error: " + (" ".join(str(e).split()) or type(e).__name__)
 
 
-def config_flag(name: str, default: str, argv: Sequence[str]) -> None:
-  """Defines `--name=FILE.py[:arg]` with overrides `--name.a.b=value`, locked.
+def config_flag(
+  name: str, default: str, section: declarations.Section, argv: Sequence[str]
+) -> list[str]:
+  """Defines the overrides `--name.a.b=value` of the config that the command line names.
+
+  An algorithm or a source of prompts that is chosen there starts from its own defaults:
+  `--config.algorithm.name=my_package.my_algorithm --config.algorithm.scale=2`.
 
   Args:
-    name: of the flag
-    default: its file
-    argv: the command line, in which its file or the key of an override may be missing;
-      that ends the command in one line
+    name: of the flag, which becomes the locked config
+    default: its file, where the command line names none
+    section: the keys it may have
+    argv: the command line
+  Returns:
+    the command line without the file, for the flags that are left
+  Raises:
+    ConfigError: a file that is none, a key that does not exist, with the nearest
   """
-  path, given, overrides = default, False, []
-  for arg, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+  path, overrides, rest = default, {}, []
+  args = list(argv)
+  while args:
+    arg = args.pop(0)
     before, equals, value = arg.partition("=")
     flag, _, key = before.lstrip("-").partition(".")
     if not arg.startswith("-") or flag.removeprefix("no") != name:
-      continue
-    if key:
-      overrides.append(key)
+      rest.append(arg)
+    elif key:
+      rest.append(arg)
+      overrides[key] = value if equals else "".join(args[:1])
     else:
-      path, given = value if equals else following, True
-  if overrides or given:
-    _check_overrides(name, path, overrides)
+      path = value if equals else "".join(args[:1])
+      args = args if equals else args[1:]
+  try:
+    config = read_config(path)
+  except declarations.ConfigError as e:
+    raise declarations.ConfigError(f"--{name}={path}: {e}") from e
+  declarations.fill_in(section, config, overrides, flag=name)
+  rows = list(declarations.rows(section, config))
+  known = [key for key, _, _ in rows]
+  for key in overrides:
+    if key not in known:
+      hint = named.nearest(key, known) or f"; see {path}"
+      raise declarations.ConfigError(f"--{name}.{key}: the config has no such key{hint}")
   help_string = f"Config file, FILE.py[:ARG]; its entries are set by --{name}.KEY=VALUE."
-  config_flags.DEFINE_config_file(name, default, help_string, lock_config=True)
+  if any(arg.lstrip("-") in _HELP for arg in argv):
+    help_string += "".join(
+      f"\n--{name}.{key}={value!r}: {declarations.describe(declared)}"
+      for key, value, declared in rows
+    )
+  config = ml_collections.ConfigDict(config)
+  for key, value, declared in rows:
+    if value is None:
+      kind = declarations.plain_type(declared.type)
+      config.update_from_flattened_dict({key: config_dict.placeholder(kind)})
+  config_flags.DEFINE_config_dict(name, config, help_string, sys_argv=rest)
+  flags.FLAGS[name].default_as_str = repr(path)
   # `--help` shows the flags of the command's own file.
   flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
-
-
-def _check_overrides(name: str, path: str, overrides: Sequence[str]) -> None:
-  """Exits naming the nearest key, where ml_collections would show a traceback."""
-  if not pathlib.Path(path.partition(":")[0]).is_file():
-    sys.exit(f"error: --{name}={path}: no such file (in folder {pathlib.Path.cwd()})")
-  try:
-    keys = _keys(read_config(path))
-  except flags.Error as e:  # its message is a whole traceback
-    sys.exit(f"error: --{name}={path}: {str(e).splitlines()[-1]}")
-  for key in overrides:
-    if key not in keys:
-      hint = named.nearest(key, keys) or f"; see {path}"
-      sys.exit(f"error: --{name}.{key}: the config has no such key{hint}")
-
-
-def _keys(section: dict, prefix: str = "") -> list[str]:
-  """The dotted name of every section and value."""
-  keys = []
-  for name, value in section.items():
-    keys.append(prefix + name)
-    if isinstance(value, dict):
-      keys += _keys(value, f"{prefix}{name}.")
-  return keys
+  return rest
 
 
 def read_config(path: str) -> dict:
-  """The config that `FILE.py[:arg]` names, as plain dicts and tuples."""
-  loaded = config_flags.DEFINE_config_file(
-    "config", path, flag_values=flags.FlagValues(), sys_argv=[]
-  )
-  return loaded.default.to_dict()
+  """The config that `FILE.py[:arg]` names, as plain dicts and tuples.
+
+  Raises:
+    ConfigError: no such file, or one that gives no config
+  """
+  file, _, arg = path.partition(":")
+  if not pathlib.Path(file).is_file():
+    raise declarations.ConfigError(f"no such file (in folder {pathlib.Path.cwd()})")
+  spec = importlib.util.spec_from_file_location("config", file)
+  if spec is None:
+    raise declarations.ConfigError("a config is a Python file, FILE.py")
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    made = module.get_config(*filter(None, [arg]))
+    return ml_collections.ConfigDict(made).to_dict()
+  except (Exception, SystemExit) as e:  # whatever the file does
+    raise declarations.ConfigError(f"{type(e).__name__}: {e}") from e
 
 
-def start(workdir: pathlib.Path, config: dict, cpu_slices: int = 2) -> None:
-  """Sets up devices and logging, and writes `workdir/config.json`.
+def start(cpu_slices: int = 2) -> None:
+  """Sets up devices and logging.
 
   On a machine with CPUs only, JAX shows `cpu_slices` devices; must therefore run
   before anything touches a device.
   """
-  logging.basicConfig(
-    level=logging.INFO,
-    format="%(asctime)s %(message)s",
-    datefmt="%H:%M:%S",
-    stream=sys.stderr,
-    force=True,
-  )
-  for name in ("absl", "jax", "orbax"):
-    logging.getLogger(name).setLevel(logging.WARNING)
-  # A read that fails in orbax is raised, and would be logged again by each task.
-  logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+  logs.start()
   keep_freed_memory()
   jax.config.update("jax_num_cpu_devices", cpu_slices)
   # Queued ahead, programs of one CPU device can take all places in its queue while
@@ -144,11 +176,6 @@ def start(workdir: pathlib.Path, config: dict, cpu_slices: int = 2) -> None:
   if not jax.config.jax_compilation_cache_dir:  # the second start compiles nothing
     jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  workdir.mkdir(parents=True, exist_ok=True)
-  path = workdir / "config.json"
-  partial = path.with_suffix(".tmp")
-  partial.write_text(json.dumps(config, indent=2) + "\n")
-  os.replace(partial, path)
   devices = jax.devices()
   logging.info("%d x %s", len(devices), devices[0].device_kind)
 

@@ -3,21 +3,21 @@
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
 the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to
 the rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same
---workdir again resumes.
+--workdir again resumes, with the same settings (more `steps` are fine); with others,
+--fork=NEW_WORKDIR goes on in another folder.
 """
 
-import pathlib
 import time
 
 from absl import flags
 import jax
-import jax.numpy as jnp
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments import plot
+from experiments import workdirs
 from tlt_jax import axes
-from tlt_jax import checkpoint
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax.models import convert
@@ -28,6 +28,7 @@ from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
+_FORK = flags.DEFINE_string("fork", "", workdirs.FORK)
 _SCHEDULE = flags.DEFINE_string(
   "schedule",
   "",
@@ -37,11 +38,13 @@ _SCHEDULE = flags.DEFINE_string(
 
 
 def main(config):
-  workdir = pathlib.Path(_WORKDIR.value)
+  launch.start()
+  workdir, checkpoints, anew = workdirs.open(_WORKDIR.value, config, _FORK.value)
   logged = _SCHEDULE.value or workdir / "rollouts.jsonl"
   decisions = sample.replay(logged, strict=bool(_SCHEDULE.value))
-  launch.start(workdir, config)
   mesh = axes.make_mesh(config["tensor_parallel"])
+  asked = from_config.prompts(config, config["prompts"])
+  held_out = from_config.prompts(config, config["held_out"])
 
   # What is trained, on what, and how.
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
@@ -49,7 +52,7 @@ def main(config):
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
   )
-  reference = jax.tree.map(jnp.copy, params) if algorithm.uses_reference else None
+  reference = from_config.reference(algorithm, params)
   state = learner.init(params)
   drafter, draft_params = from_config.load_drafter(config, model, mesh)
   selector = from_config.selector(config)
@@ -57,24 +60,24 @@ def main(config):
   draft_params = None if spot else draft_params  # spot training has them from here on
   sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  prompts = data.prompt_iterator(data.source(**config["prompts"]), P, config["seed"])
-  held_out = list(data.source(**config["held_out"]))
+  prompts = data.prompt_iterator(asked, P, config["seed"])
 
   # Where it stands.
-  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step = 0
   trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
   if checkpoints.latest() is not None:
-    step, restored, saved = checkpoints.restore(trained(learner.abstract_state()))
+    like = trained(learner.abstract_state())
+    step, restored, saved = checkpoints.restore(like, without=anew)
     state = restored["policy"]
     prompts.set_state(saved["prompts"])
-    if spot:
+    if "drafter" in restored:
       spot.restore(restored["drafter"], saved["drafter"])
     sampler.rollout.restore(saved.get("rollout"))
-  writer = metrics_lib.Writer(workdir, resume_step=step)
-  progress = metrics_lib.Progress(config["steps"], step)
   policy = learner.to_rollout(state.params)
   sampler.compile(policy, draft_params)
+  workdirs.record(workdir, config)
+  writer = metrics_lib.Writer(workdir, resume_step=step)
+  progress = metrics_lib.Progress(config["steps"], step)
 
   with checkpoints:  # what is being written is finished, whatever happens
     while True:
@@ -144,4 +147,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

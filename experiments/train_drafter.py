@@ -13,6 +13,7 @@ end the share of accepted drafts is measured on held-out prompts. Running the sa
 last line is JSON.
 """
 
+from collections.abc import Sequence
 import json
 import logging
 import pathlib
@@ -24,9 +25,11 @@ import numpy as np
 
 from experiments import acceptance
 from experiments import from_config
+from experiments import keys
 from experiments import launch
+from experiments import responses
+from experiments import workdirs
 from tlt_jax import checkpoint
-from tlt_jax import data
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import optimizer
@@ -35,44 +38,23 @@ from tlt_jax.spec_decode.spot import offline
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
 
+_RESPONSES = "responses.npz"
 _SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
 
 
 def responses_of(
-  models: from_config.Models, config: dict, run: dict
+  models: from_config.Models, config: dict, run: dict, records: Sequence[dict]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """(prompt, response) token ids of each response of the policy."""
-  wanted = config["responses"]
+  """(prompt, response) token ids of each response of the policy to the records."""
   sampler = from_config.sampler(run, models.model, models.mesh)
   scored = sampler(
     models.params,
-    list(data.source(**run["prompts"] | {"size": wanted["prompts"]})),
-    wanted["samples"],
+    records,
+    config["responses"]["samples"],
     seed=config["seed"] + _SEED,
   )
   prompts = [scored.requests.prompt(i) for i in range(len(scored.requests))]
   return [(prompt, scored.samples.response(i)) for i, prompt in enumerate(prompts)]
-
-
-def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) -> None:
-  """Keeps sequences as two flat arrays and their lengths."""
-  flat = {
-    name: np.concatenate([s[i] for s in sequences])
-    for i, name in enumerate(("prompts", "responses"))
-  }
-  sizes = np.array([(len(p), len(r)) for p, r in sequences])
-  partial = path.with_suffix(".tmp.npz")
-  np.savez(partial, sizes=sizes, **flat)
-  partial.replace(path)
-
-
-def load(path: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
-  """The sequences that `store` kept."""
-  with np.load(path, allow_pickle=False) as stored:
-    ends = np.cumsum(stored["sizes"], 0)[:-1]
-    names = ("prompts", "responses")
-    parts = [np.split(stored[name], ends[:, i]) for i, name in enumerate(names)]
-  return list(zip(*parts, strict=True))
 
 
 def first_drafter(models: from_config.Models, config: dict, sequences):
@@ -95,6 +77,7 @@ def train(
   config: dict,
   sequences: list[tuple[np.ndarray, np.ndarray]],
   workdir: pathlib.Path,
+  checkpoints: checkpoint.Checkpoints,
 ):
   """Trains to the last step, from the latest checkpoint; returns the parameters.
 
@@ -104,10 +87,10 @@ def train(
     models: the policy
     config: of the training
     sequences: (prompt, response) token ids
-    workdir: for checkpoints/ and metrics.jsonl
+    workdir: for metrics.jsonl
+    checkpoints: of the run
   """
   state, step = learner.init(params), 0
-  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   if checkpoints.latest() is not None:
     step, state, _ = checkpoints.restore(learner.abstract_state())
   n = min(config["sequences"], len(sequences))
@@ -139,19 +122,24 @@ def train(
 
 
 def main(config, run):
-  workdir = pathlib.Path(_WORKDIR.value)
   longest, room = from_config.max_length(run), config["learner"]["buckets"][-1][1]
   if longest > room:
     raise ValueError(
       f"sequences of this run may have {longest} tokens, the longest of "
       f"--config.learner.buckets {room}"
     )
-  launch.start(workdir, config | {"run": run})
+  launch.start()
+  whole = config | {"run": run}
+  workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
+  wanted, measured = config["responses"], config["evaluation"]
+  asked = from_config.prompts(run, run["prompts"] | {"size": wanted["prompts"]})
+  held_out = from_config.prompts(run, run["held_out"] | {"size": measured["prompts"]})
   models = from_config.load_models(run | {"drafter": ""})
-  path = workdir / "responses.npz"
+  path = workdir / _RESPONSES
   if not path.exists():
-    store(path, responses_of(models, config, run))
-  sequences = load(path)
+    workdirs.record(workdir, whole)
+    responses.store(path, responses_of(models, config, run, asked))
+  sequences = responses.load(path, models.model.vocab_size)
 
   drafter, params = first_drafter(models, config, sequences)
   temperature = run["sampling"]["temperature"] or 1.0
@@ -163,17 +151,17 @@ def main(config, run):
     models.mesh,
     **config["learner"],
   )
-  params = train(learner, params, models, config, sequences, workdir)
+  workdirs.record(workdir, whole)
+  params = train(learner, params, models, config, sequences, workdir, checkpoints)
   drafter_files.save(workdir / "drafter", drafter, params)
   logging.info("exported the drafter to %s", workdir / "drafter")
 
-  measured = config["evaluation"]
   found = acceptance.measure(
     run,
     from_config.Models(models.mesh, models.model, models.params, drafter, params),
     strategies=measured["strategies"],
     verifications=("coupled",),
-    prompts=measured["prompts"],
+    records=held_out,
     samples=measured["samples"],
     seed=config["seed"] + _SEED,
   )
@@ -184,6 +172,6 @@ def main(config, run):
 if __name__ == "__main__":
   launch.run(
     main,
-    config="experiments/configs/drafter.py",
-    run="experiments/configs/countdown.py",
+    config=("drafter", keys.DRAFTER),
+    run=("countdown", keys.RUN),
   )

@@ -14,9 +14,10 @@ from absl import flags
 import jax
 import numpy as np
 
+from experiments import keys
 from experiments import launch
+from experiments import workdirs
 from tlt_jax import axes
-from tlt_jax import checkpoint
 from tlt_jax import data
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
@@ -27,6 +28,7 @@ from tlt_jax.rl import supervised
 from tlt_jax.tasks import countdown
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/warm_start", "Where everything goes.")
+_FORK = flags.DEFINE_string("fork", "", workdirs.FORK)
 
 
 def batches(
@@ -66,15 +68,14 @@ def batches(
 
 
 def main(config):
-  workdir = pathlib.Path(_WORKDIR.value)
-  launch.start(workdir, config)
+  launch.start()
+  workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, config, _FORK.value)
   model = config_lib.ModelConfig(**config["model"])
   rule = optimizer.make(**config["optimizer"])
   learner = learner_lib.make(
     model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
   )
   state = learner.init(target.init_params(model, jax.random.key(config["seed"])))
-  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", **config["checkpoint"])
   step, saved = 0, {"next": 0}
   if checkpoints.latest() is not None:
     step, state, saved = checkpoints.restore(learner.abstract_state())
@@ -89,6 +90,7 @@ def main(config):
     start=saved["next"],
   )
   stream = data.prefetch(made)
+  workdirs.record(workdir, config)
   began, tokens = time.time(), 0
   with checkpoints:  # what is being written is finished, whatever happens
     while step < config["steps"]:
@@ -115,4 +117,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/warm_start.py")
+  launch.run(main, config=("warm_start", keys.WARM_START))

@@ -1,12 +1,18 @@
 """Checkpoints: what is saved comes back, half of it never does."""
 
 import functools
+import json
+import pathlib
+import random
+import re
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from tests import tiny
@@ -49,6 +55,14 @@ def saved(folder, steps, **options) -> checkpoint.Checkpoints:
 
 def steps(folder) -> list[int]:
   return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Checkpoints of steps 1 and 2; to be copied."""
+  folder = tmp_path_factory.mktemp("checkpoints") / "whole"
+  saved(folder, [1, 2]).close()
+  return folder
 
 
 def test_a_state_comes_back_bit_for_bit_in_any_layout(tmp_path):
@@ -101,26 +115,27 @@ def test_a_half_written_step_is_ignored_and_swept_away(tmp_path):
   run = checkpoint.Checkpoints(tmp_path)
   assert run.latest() == 1
   assert run.restore(abstract(state(1)))[0] == 1
-  assert not half.exists()
   run.save(2, state(2), {})
   run.close()
+  assert not half.exists()
   assert steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("damage", ["cut in half", "missing"])
-def test_no_damaged_file_is_restored_as_if_it_were_whole(tmp_path, damage):
+@pytest.mark.parametrize("kind", ["cut in half", "a bit flipped", "missing"])
+def test_no_damaged_file_is_restored_as_if_it_were_whole(whole, tmp_path, kind):
   """File by file: an error that names folder and remedy, or the right arrays."""
-  saved(tmp_path / "whole", [1, 2]).close()
   like, folder, named = abstract(state(2)), tmp_path / "run", 0
-  whole = tmp_path / "whole" / "2"
-  for file in sorted(path for path in whole.rglob("*") if path.is_file()):
+  for file in sorted(path for path in (whole / "2").rglob("*") if path.is_file()):
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(tmp_path / "whole", folder)
-    broken = folder / "2" / file.relative_to(whole)
+    shutil.copytree(whole, folder)
+    broken = folder / file.relative_to(whole)
     content = broken.read_bytes()
     broken.unlink()
-    if damage == "cut in half":
-      broken.write_bytes(content[: len(content) // 2])
+    half = len(content) // 2
+    if kind == "cut in half":
+      broken.write_bytes(content[:half])
+    elif kind == "a bit flipped":
+      broken.write_bytes(content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :])
     run = checkpoint.Checkpoints(folder)
     try:
       step, restored, _ = run.restore(like)
@@ -134,14 +149,15 @@ def test_no_damaged_file_is_restored_as_if_it_were_whole(tmp_path, damage):
       assert step == 2
       assert_equal(restored, state(2))
     run.close()
-  assert named > 5  # all that holds data
+  files = json.loads((whole / "2" / "checksums.json").read_text())["files"]
+  assert named >= len(files)  # the list itself may be told, too
 
 
 def test_an_error_does_not_cut_off_what_is_being_written(tmp_path):
   """Leaving the `with` block waits."""
   with pytest.raises(ZeroDivisionError), checkpoint.Checkpoints(tmp_path) as run:
     run.save(1, state(1), {})
-    run.latest() / 0
+    raise ZeroDivisionError
   assert steps(tmp_path) == [1]
 
 
@@ -194,3 +210,213 @@ def test_a_diverged_state_is_not_saved(tmp_path):
   run = checkpoint.Checkpoints(tmp_path)
   assert run.latest() == 1
   assert_equal(run.restore(abstract(state(1)))[1], state(1))
+
+
+def damage(folder: pathlib.Path, dice: random.Random) -> str:
+  """Does one thing to something in `folder` that no run does; says what."""
+  paths = sorted(folder.rglob("*"))
+  files = [path for path in paths if path.is_file()]
+  file, other = dice.sample(files, 2)
+  content = bytearray(file.read_bytes())
+  at = dice.randrange(len(content)) if content else 0
+  match dice.randrange(9):
+    case 0 if content:
+      content[at] ^= 1 << dice.randrange(8)
+      file.write_bytes(content)
+      return f"flipped a bit of {file}"
+    case 1 if content:
+      content[at] = (content[at] + dice.randrange(1, 256)) % 256
+      file.write_bytes(content)
+      return f"changed a byte of {file}"
+    case 2:
+      file.write_bytes(content[:at])
+      return f"truncated {file} to {at} bytes"
+    case 3:
+      file.unlink()
+      return f"deleted {file}"
+    case 4:
+      content = file.read_bytes()
+      file.write_bytes(other.read_bytes())
+      other.write_bytes(content)
+      return f"swapped {file} and {other}"
+    case 5:
+      file.write_bytes(content + dice.randbytes(dice.randrange(1, 100)))
+      return f"appended to {file}"
+    case 6:
+      path = dice.choice([path for path in paths if path.is_dir()])
+      shutil.rmtree(path)
+      return f"deleted {path}"
+    case 7:
+      file.unlink()
+      file.mkdir()
+      return f"made {file} a folder"
+  path = dice.choice([*folder.glob("*/data/metadata"), *folder.glob("*/*.json")])
+  path.write_bytes(b"")
+  return f"emptied {path}"
+
+
+def follow(error: checkpoint.CheckpointError, folder: pathlib.Path) -> int | None:
+  """Does what the error advises; returns the step it promises to go on from."""
+  found = re.fullmatch(
+    rf"checkpoint {folder}/(\d+) is damaged \(.+\)(, and so (is|are) ([\d, ]+))?; delete "
+    r"(that folder|those folders) to (start again|go on from step (\d+))",
+    str(error),
+  )
+  assert found, error
+  for step in [found[1], *(found[4] or "").split(", ")]:
+    if step:
+      path = folder / step
+      path.unlink() if path.is_file() else shutil.rmtree(path)
+  return int(found[7]) if found[7] else None
+
+
+def restored_step(folder: pathlib.Path) -> int | None:
+  """The step that is restored, None for none; it is as it was saved."""
+  with checkpoint.Checkpoints(folder) as run:
+    if run.latest() is None:
+      return None
+    step, state_, data = run.restore(abstract(state(1)))
+  assert data == {"next": step}
+  assert_equal(state_, state(step))
+  return step
+
+
+def test_no_damage_is_restored_or_left_without_a_way_out(whole, tmp_path):
+  """200 times one to three of nine kinds: an error whose advice helps, or what was
+  saved, bit for bit."""
+  told = 0
+  for seed in range(200):
+    dice = random.Random(seed)
+    folder = shutil.copytree(whole, tmp_path / str(seed))
+    done = []
+    for _ in range(dice.choice((1, 1, 2, 3))):
+      if len([path for path in folder.rglob("*") if path.is_file()]) > 1:
+        done.append(damage(folder, dice))
+    try:
+      restored_step(folder)
+    except checkpoint.CheckpointError as e:
+      told, promised = told + 1, follow(e, folder)
+      assert restored_step(folder) == promised, (seed, done)
+    except Exception as e:
+      raise AssertionError(f"seed {seed}: {done}") from e
+    shutil.rmtree(folder)
+  assert 50 < told < 150
+
+
+@pytest.mark.parametrize(
+  "change, reason",
+  [
+    (lambda step: shutil.rmtree(step / "state"), "state/.* has 0 of"),
+    (lambda step: (step / "checksums.json").unlink(), "checksums.json: No such file"),
+    (lambda step: (step / "checksums.json").write_text("[]"), "json makes no sense"),
+    (lambda step: [shutil.rmtree(step), step.mkdir()], "checksums.json: No such file"),
+    (lambda step: [shutil.rmtree(step), step.write_text("")], "json: Not a directory"),
+  ],
+)
+def test_whatever_has_a_steps_name_is_damaged_unless_it_is_whole(
+  whole, tmp_path, change, reason
+):
+  folder = shutil.copytree(whole, tmp_path / "run")
+  change(folder / "2")
+  with checkpoint.Checkpoints(folder) as run:
+    assert run.latest() == 2
+    with pytest.raises(checkpoint.CheckpointError, match=f"2 is damaged .*{reason}") as e:
+      run.data()
+  assert follow(e.value, folder) == restored_step(folder) == 1
+
+
+def test_the_advice_is_to_delete_all_that_is_damaged(tmp_path):
+  """The older ones are checked too, as far back as it takes."""
+  saved(tmp_path, [1, 2, 3, 4], keep=4).close()
+  for step in (2, 3, 4):
+    (tmp_path / str(step) / "data" / "metadata").write_text("{}")
+  with pytest.raises(checkpoint.CheckpointError, match=r"\), and so are 3, 2; del") as e:
+    restored_step(tmp_path)
+  assert follow(e.value, tmp_path) == restored_step(tmp_path) == 1
+
+
+def test_steps_that_changed_places_are_told(whole, tmp_path):
+  """Each is whole, but not the step that it is named for."""
+  folder = shutil.copytree(whole, tmp_path / "run")
+  (folder / "1").rename(folder / "x")
+  (folder / "2").rename(folder / "1")
+  (folder / "x").rename(folder / "2")
+  with pytest.raises(checkpoint.CheckpointError, match="is of step 1.*, and so is 1;"):
+    restored_step(folder)
+
+
+def test_the_data_are_read_alone_and_the_files_checked_once(whole, tmp_path, monkeypatch):
+  """So that settings are compared before a model is loaded."""
+  folder = shutil.copytree(whole, tmp_path / "run")
+  sums, read = checkpoint._sums, []
+  monkeypatch.setattr(checkpoint, "_sums", lambda paths: read.extend(paths) or sums(paths))
+  with checkpoint.Checkpoints(folder) as run:
+    assert run.data() == (2, {"next": 2})
+    assert read
+    read.clear()
+    assert run.restore(abstract(state(2)))[0] == 2
+    assert not read
+  (folder / "2" / "state" / "_METADATA").write_bytes(b"")
+  with checkpoint.Checkpoints(folder) as run:
+    with pytest.raises(checkpoint.CheckpointError, match="2 is damaged .*_METADATA has 0"):
+      run.data()
+
+
+def test_a_folder_without_checkpoints_is_left_as_it_is(tmp_path):
+  """Not even made."""
+  with checkpoint.Checkpoints(tmp_path / "none" / "here") as run:
+    assert run.latest() is None
+    with pytest.raises(checkpoint.CheckpointError, match="holds no checkpoint"):
+      run.data()
+  assert not (tmp_path / "none").exists()
+  with checkpoint.Checkpoints(tmp_path / "none" / "here") as run:
+    run.save(1, state(1), {"next": 1})
+  assert restored_step(tmp_path / "none" / "here") == 1
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+  """A file, and a link to itself."""
+  (tmp_path / "file").write_text("")
+  (tmp_path / "loop").symlink_to("loop")
+  for name in ("file", "loop"):
+    with pytest.raises(checkpoint.CheckpointError, match=f"{tmp_path / name} cannot be"):
+      checkpoint.Checkpoints(tmp_path / name)
+
+
+@pytest.mark.parametrize("killed", ["before its list", "before its name"])
+def test_a_step_has_its_list_before_its_name(whole, tmp_path, monkeypatch, killed):
+  """So that there is no moment at which a kill leaves a step without one."""
+  folder = shutil.copytree(whole, tmp_path / "run")
+
+  async def cut(self):
+    if self.get_final().name == "3":
+      raise KeyError("killed")
+    await rename(self)
+
+  rename = ocp.path.atomicity.AtomicRenameTemporaryPath.finalize
+  if killed == "before its list":
+    monkeypatch.setattr(checkpoint._Listed, "finalize", cut)
+  else:
+    monkeypatch.setattr(ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize", cut)
+  with pytest.raises(KeyError), checkpoint.Checkpoints(folder) as run:
+    run.save(3, state(3), {"next": 3})
+  monkeypatch.undo()
+  (half,) = folder.glob("3.*")
+  assert (half / "checksums.json").exists() == (killed == "before its name")
+  assert restored_step(folder) == 2
+  with checkpoint.Checkpoints(folder) as run:
+    run.save(3, state(3), {"next": 3})
+  assert not half.exists()
+
+
+def test_training_goes_on_while_checksums_are_computed(tmp_path, monkeypatch):
+  """`save` returns before, and until they are there no step is."""
+  write, go_on = checkpoint._write_list, threading.Event()
+  monkeypatch.setattr(
+    checkpoint, "_write_list", lambda *args: go_on.wait() and write(*args)
+  )
+  with checkpoint.Checkpoints(tmp_path) as run:
+    run.save(1, state(1), {"next": 1})
+    assert run.latest() is None
+    go_on.set()
+  assert restored_step(tmp_path) == 1

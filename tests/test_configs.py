@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments import declarations
+from experiments import keys
 from experiments import launch
 from tests import tiny
 from tlt_jax import axes
@@ -63,6 +65,7 @@ def command(name: str) -> str:
   return COMMAND.search(module(name).__doc__)[1]
 
 
+KEYS = {"train": keys.RUN, "train_drafter": keys.DRAFTER, "warm_start": keys.WARM_START}
 TRAIN = [name for name in NAMES if command(name) == "train"]
 MODELS = {  # what `policy` holds at full size
   **dict.fromkeys(
@@ -116,12 +119,15 @@ def test_the_tail_is_as_long_as_asked():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_builds_and_the_flag_locks_it(name, arg):
   """And says in its docstring which command it is for; `:smoke` has the same keys."""
-  path = FOLDER / f"{name}.py"
-  launch.config_flag("config", f"{path}:{arg}" if arg else str(path), argv=["command"])
+  path, section = FOLDER / f"{name}.py", KEYS[command(name)]
+  given = f"--config={path}:{arg}" if arg else f"--config={path}"
+  assert launch.config_flag("config", "", section, ["command", given]) == ["command"]
   made = flags.FLAGS["config"].default
   flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
   assert made.is_locked
-  assert leaves(made.to_dict()) == leaves(load(name))
+  declarations.check(section, made.to_dict())
+  assert set(leaves(load(name))) <= set(leaves(made.to_dict()))
+  assert leaves(load(name, arg)) == leaves(load(name))
   with pytest.raises(AttributeError, match="locked"):
     made.learning_rat = 1
   assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
@@ -131,7 +137,7 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
   read = set()
-  for source in (f"{command(name)}.py", "from_config.py"):
+  for source in (f"{command(name)}.py", "from_config.py", "workdirs.py"):
     tree = ast.parse((ROOT / "experiments" / source).read_text())
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
     for node in ast.walk(tree):
@@ -144,6 +150,15 @@ def test_every_key_is_read(name):
         read.add(tuple(keys))
   for path in leaves(load(name)):
     assert any(keys == path[: len(keys)] for keys in read), f"{path} is read by nobody"
+
+
+def test_every_number_on_a_command_line_has_a_least_value():
+  """The flags of commands, beside the configs."""
+  for path in (ROOT / "experiments").rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+      if called in ("flags.DEFINE_integer", "flags.DEFINE_float"):
+        assert "lower_bound" in {k.arg for k in node.keywords}, (path, node.lineno)
 
 
 def doors(config: dict, mesh) -> dict:

@@ -13,6 +13,10 @@ from tlt_jax import data
 MESSAGES = [{"role": "user", "content": "1+1?"}]
 
 
+def without_places(records):
+  return [{"prompt": r["prompt"], "answer": r["answer"]} for r in records]
+
+
 def write_jsonl(path, records):
   path.write_text("".join(json.dumps(r) + "\n" for r in records))
   return path
@@ -24,14 +28,17 @@ def test_jsonl_and_parquet_give_the_same_records(tmp_path):
   expected = [{"prompt": "a\u2028b", "answer": "1"}, {"prompt": "c", "answer": "2"}]
   path = tmp_path / "x.jsonl"
   path.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
-  assert data.load_prompts(path, "q", "a") == expected
-  pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
-  assert data.load_prompts(tmp_path / "x.parquet", "q", "a") == expected
+  table = tmp_path / "x.parquet"
+  pq.write_table(pa.Table.from_pylist(rows), table)
+  for file, places in ((path, ("line 1", "line 3")), (table, ("row 0", "row 1"))):
+    found = data.load_prompts(file, "q", "a")
+    assert without_places(found) == expected
+    assert [r["place"] for r in found] == [f"{file}, {place}" for place in places]
 
   chat = [{"prompt": MESSAGES, "answer": "2"}]
-  assert data.load_prompts(write_jsonl(path, chat)) == chat
-  pq.write_table(pa.Table.from_pylist(chat), tmp_path / "x.parquet")
-  assert data.load_prompts(tmp_path / "x.parquet") == chat
+  assert without_places(data.load_prompts(write_jsonl(path, chat))) == chat
+  pq.write_table(pa.Table.from_pylist(chat), table)
+  assert without_places(data.load_prompts(table)) == chat
   assert data.load_prompts(path, answer_field=None)[0]["answer"] == ""
 
 
@@ -39,8 +46,8 @@ def test_jsonl_and_parquet_give_the_same_records(tmp_path):
   "content, message",
   [
     ("", "holds no records"),
-    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2: not JSON"),
-    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3: holds a list"),
+    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2 is not JSON"),
+    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3 holds no JSON object but a list"),
     ('{"promt": "a", "answer": 1}', "no field 'prompt'.*did you mean 'promt'"),
     ('{"prompt": "a", "gold": 1}', "no field 'answer'; there are prompt, gold"),
     ('{"prompt": " ", "answer": 1}', "line 1: field 'prompt' is empty"),
@@ -184,7 +191,7 @@ def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
   with pytest.raises(data.DataError, match="no chat template"):
     plain.encode(MESSAGES)
   (tmp_path / "tokenizer.json").write_text("{")
-  with pytest.raises(data.DataError, match="cannot be read"):
+  with pytest.raises(data.DataError, match="tokenizer.json is not JSON"):
     data.Tokenizer.load(tmp_path)
 
 
@@ -195,7 +202,7 @@ def test_a_source_is_called_by_its_dotted_name(tmp_path):
   spec = dict(
     source="tlt_jax.data.load_prompts", path=path, prompt_field="q", answer_field="a"
   )
-  first = {"prompt": "0?", "answer": "0"}
+  first = {"prompt": "0?", "answer": "0", "place": f"{path}, line 1"}
   assert data.source(**spec)[0] == first and len(data.source(**spec)) == 3
   assert data.source(**spec, size=1) == [first]
   assert data.source(**spec, size=10) == data.source(**spec)

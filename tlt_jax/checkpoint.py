@@ -1,25 +1,47 @@
-"""Checkpoints: atomic, asynchronous, the latest few kept (orbax).
+"""Checkpoints: atomic, asynchronous, checked, the latest few kept (orbax).
 
-A step's folder appears under its final name only when it is complete, so a
-killed run leaves nothing half-written behind. Shapes, dtypes and shardings of
-what is restored come from the abstract state. Each folder lists the sizes of its
-files, so that damage is seen and named before anything is read.
+A step's folder lists its files with their checksums, and appears under its final name,
+a number, only with that list in it: a killed run leaves nothing half-written behind.
+Nothing is restored before all of the list is found to be true. Shapes, dtypes and
+shardings of what is restored come from the abstract state.
 """
 
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+import contextlib
+import functools
+import hashlib
 import json
 import logging
 import pathlib
+import re
+import shutil
 from typing import Any
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-_SIZES = "sizes.json"  # in a step's folder: its files and their bytes
+from tlt_jax import writing
+
+_LIST = "checksums.json"  # in a step's folder: {"step", "files": {name: [bytes, sha256]}}
+_STATE, _DATA = "state", "data"  # the folders in it
 
 
 class CheckpointError(ValueError):
   """A checkpoint that cannot be read; the message names it and the remedy."""
+
+
+class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+  """The folder that a step is written to; it gets its list, then its final name."""
+
+  async def finalize(self):
+    """Runs in the thread that writes. `state` and `data` are finalized likewise."""
+    if _is_step(self.get_final().name):
+      await asyncio.to_thread(_write_list, self.get(), int(self.get_final().name))
+    await super().finalize()
 
 
 class Checkpoints:
@@ -30,22 +52,39 @@ class Checkpoints:
   """
 
   def __init__(self, folder: str | pathlib.Path, keep: int = 2, every: int = 1):
-    """Opens (and creates) `folder`; keeps the latest `keep`, one per `every` steps."""
+    """Opens `folder`, which the first `save` creates.
+
+    Args:
+      folder: of the run's checkpoints
+      keep: how many are kept, the latest ones
+      every: steps between two checkpoints
+    Raises:
+      CheckpointError: `folder` is a file, or may not be read
+    """
     if keep < 1 or every < 1:
       raise ValueError(f"checkpoints need keep >= 1 and every >= 1, got {keep}, {every}")
     self.folder = pathlib.Path(folder).absolute()
-    self._manager = ocp.CheckpointManager(
+    self._keep, self._every = keep, every
+    self._whole: int | None = None  # the step whose files were found to be whole
+    _steps(self.folder)
+
+  @functools.cached_property
+  def _manager(self) -> ocp.CheckpointManager:
+    """What writes; it sweeps half-written steps away as it starts, at the first save."""
+    return ocp.CheckpointManager(
       self.folder,
       item_handlers={
-        "state": ocp.StandardCheckpointHandler(),
-        "data": ocp.JsonCheckpointHandler(),
+        _STATE: ocp.StandardCheckpointHandler(),
+        _DATA: ocp.JsonCheckpointHandler(),
       },
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        save_interval_steps=every,
+        max_to_keep=self._keep,
+        save_interval_steps=self._every,
+        create=False,
         cleanup_tmp_directories=True,
         enable_async_checkpointing=True,
-        async_options=ocp.AsyncOptions(post_finalization_callback=self._list_sizes),
+        temporary_path_class=_Listed,
+        lightweight_initialize=True,  # it would read files that nothing has checked
       ),
     )
 
@@ -57,7 +96,7 @@ class Checkpoints:
 
   def latest(self) -> int | None:
     """The last complete step, None if there is none."""
-    return self._manager.latest_step()
+    return latest(self.folder)
 
   def save(self, step: int, state: Any, data: dict, force: bool = False) -> None:
     """Starts saving; arrays are copied before it returns, written behind it.
@@ -71,57 +110,81 @@ class Checkpoints:
       FloatingPointError: an array has no finite norm; nothing is saved, so that the
         latest checkpoint stays one to go on from
     """
-    if step == self.latest() or not (force or self._manager.should_save(step)):
+    saved = step == self._manager.latest_step()
+    if saved or not (force or self._manager.should_save(step)):
       return
     finite = jax.device_get(_finite(state))
     bad = [_name(path) for path, ok in jax.tree.leaves_with_path(finite) if not ok]
     if bad:
+      self.wait()
       raise FloatingPointError(
         f"step {step}: {bad[0]} has no finite norm, the run has diverged; the last "
         f"checkpoint in {self.folder} is of step {self.latest()}"
       )
-    self._manager.save(
-      step,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
-      ),
-      force=force,
+    args = ocp.args.Composite(
+      state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
     )
+    with self._room_for_it():
+      self._manager.save(step, args=args, force=force)
 
-  def _list_sizes(self) -> None:
-    """Completes what was just written; only that has no list of its files yet."""
-    for folder in self.folder.iterdir():
-      if folder.is_dir() and not (folder / _SIZES).exists():
-        files = (path for path in folder.glob("*/**/*") if path.is_file())
-        sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-        (folder / _SIZES).write_text(json.dumps(sizes))
+  @contextlib.contextmanager
+  def _room_for_it(self) -> Iterator[None]:
+    """Tells a full disk, of the checkpoint before too: it is written behind."""
+    try:
+      yield
+    except Exception as e:
+      reason = writing.full_disk(e)
+      if reason is None:
+        raise
+      step = self.latest()
+      there = "starts from the beginning" if step is None else f"goes on from step {step}"
+      raise OSError(
+        f"a checkpoint in {self.folder} cannot be written ({reason}); {writing.REMEDY}: "
+        f"it {there}"
+      ) from e
 
-  def restore(self, abstract_state: Any) -> tuple[int, Any, dict]:
-    """Reads the latest (step, state, data).
+  def data(self) -> tuple[int, dict]:
+    """Reads step and JSON data of the latest checkpoint, after checking all its files.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged
+    """
+    step = self.latest()
+    if step is None or step != self._whole:
+      self._whole = step = checked(self.folder)
+    handler = ocp.JsonCheckpointHandler()
+    return step, handler.restore(epath.Path(self.folder / str(step) / _DATA))
+
+  def restore(
+    self, abstract_state: Any, without: Sequence[str] = ()
+  ) -> tuple[int, Any, dict]:
+    """Reads the latest (step, state, data), after checking all its files.
 
     Args:
       abstract_state: shapes, dtypes and shardings of the state
+      without: keys of a state that is a dict; what the checkpoint has there is left
     Raises:
-      CheckpointError: damaged, or of another shape than `abstract_state`
+      CheckpointError: there is none, or it is damaged, or of another shape than
+        `abstract_state`
     """
-    step = self.latest()
+    step, data = self.data()
     folder = self.folder / str(step)
+    handler, path = ocp.PyTreeCheckpointHandler(), epath.Path(folder / _STATE)
+    kept = lambda tree: {k: x for k, x in tree.items() if k not in without}
+    wanted = kept(abstract_state) if without else abstract_state
     try:
-      _check_sizes(folder)
-      found = self._manager.item_metadata(step)["state"]
-      difference = _first_difference(found, abstract_state)
+      found = ocp.StandardCheckpointHandler().metadata(path)
+      difference = _first_difference(kept(found) if without else found, wanted)
       if not difference:
-        restored = self._manager.restore(
-          step,
-          args=ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
-          ),
+        args = ocp.args.PyTreeRestore(
+          wanted,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+          partial_restore=bool(without),
         )
+        state = jax.block_until_ready(handler.restore(path, args=args))
     except Exception as e:  # orbax and tensorstore raise many kinds
-      older = [s for s in self._manager.all_steps() if s != step]
-      where = f"to go on from step {max(older)}" if older else "to start again"
       raise CheckpointError(
-        f"checkpoint {folder} is damaged ({_reason(e)}); delete that folder {where}"
+        f"checkpoint {folder} is whole, but cannot be restored here: {_reason(e)}"
       ) from e
     if difference:
       raise CheckpointError(
@@ -129,17 +192,58 @@ class Checkpoints:
         "to the policy and optimizer it was made with, or use another workdir"
       )
     logging.info("restored %s", folder)
-    state = jax.block_until_ready(restored["state"])
-    return step, state, restored["data"]
+    return step, state, data
 
   def wait(self) -> None:
     """Returns when nothing is being written any more."""
-    self._manager.wait_until_finished()
+    if "_manager" in vars(self):
+      with self._room_for_it():
+        self._manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits for what is being written, and lets go of the folder."""
     self.wait()
-    self._manager.close()
+    if "_manager" in vars(self):
+      self._manager.close()
+
+
+def latest(folder: str | pathlib.Path) -> int | None:
+  """The last step in a folder of checkpoints, None if there is none."""
+  return max(_steps(pathlib.Path(folder)), default=None)
+
+
+def checked(folder: str | pathlib.Path) -> int:
+  """The last step in a folder of checkpoints, all of whose files are as written.
+
+  Raises:
+    CheckpointError: there is none, or it is damaged; names the last one that is not
+  """
+  folder = pathlib.Path(folder)
+  steps = _steps(folder)
+  if not steps:
+    raise CheckpointError(f"{folder} holds no checkpoint")
+  last = steps.pop()
+  damage = _damage(folder / str(last), last)
+  if not damage:
+    return last
+  bad = []
+  while steps and _damage(folder / str(steps[-1]), steps[-1]):
+    bad.append(str(steps.pop()))
+  also = f", and so {'are' if len(bad) > 1 else 'is'} {', '.join(bad)}" if bad else ""
+  raise CheckpointError(
+    f"checkpoint {folder / str(last)} is damaged ({damage}){also}; delete "
+    f"{'those folders' if bad else 'that folder'} to "
+    + (f"go on from step {steps[-1]}" if steps else "start again")
+  )
+
+
+def copy(step: int, folder: str | pathlib.Path, to: str | pathlib.Path) -> None:
+  """Copies the checkpoint of a step to another folder, whole or not at all."""
+  source, target = (pathlib.Path(f) / str(step) for f in (folder, to))
+  partial = target.with_name(f"{step}.orbax-checkpoint-tmp")  # swept away if it stays
+  shutil.rmtree(partial, ignore_errors=True)
+  shutil.copytree(source, partial)
+  partial.replace(target)
 
 
 @jax.jit
@@ -157,15 +261,74 @@ def _name(path) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _check_sizes(folder: pathlib.Path) -> None:
-  """Raises if a file is shorter or longer than when it was written."""
-  if not (folder / _SIZES).is_file():
-    return
-  for name, size in json.loads((folder / _SIZES).read_text()).items():
-    path = folder / name
+def _steps(folder: pathlib.Path) -> list[int]:
+  """The steps in a folder, in order; whether they are whole is another question."""
+  try:
+    names = [path.name for path in folder.iterdir()]
+  except FileNotFoundError:
+    return []
+  except OSError as e:
+    raise CheckpointError(
+      f"checkpoints folder {folder} cannot be read ({e.strerror}); make it a folder that "
+      "can be read, or use another workdir"
+    ) from e
+  return sorted(int(name) for name in names if _is_step(name))
+
+
+def _is_step(name: str) -> bool:
+  return bool(re.fullmatch("0|[1-9][0-9]*", name))
+
+
+def _sums(paths: list[pathlib.Path]) -> list[str]:
+  """The SHA-256 of each file; in threads, 1.4 GB/s each."""
+
+  def sha256(path):
+    with path.open("rb") as file:
+      return hashlib.file_digest(file, "sha256").hexdigest()
+
+  with futures.ThreadPoolExecutor() as threads:
+    return list(threads.map(sha256, paths))
+
+
+def _write_list(folder: pathlib.Path, step: int) -> None:
+  """Lists all that is restored: the files beside the list are orbax's own notes."""
+  paths = sorted(path for path in pathlib.Path(folder).glob("*/**/*") if path.is_file())
+  files = {
+    str(path.relative_to(folder)): [path.stat().st_size, checksum]
+    for path, checksum in zip(paths, _sums(paths), strict=True)
+  }
+  (folder / _LIST).write_text(json.dumps({"step": step, "files": files}))
+
+
+def _damage(folder: pathlib.Path, step: int) -> str | None:
+  """What is not as it was written, None if everything is."""
+  try:
+    listed = json.loads((folder / _LIST).read_bytes())
+    if listed["step"] != step:
+      return f"its {_LIST} is of step {listed['step']}"
+    return _first_damaged(folder, listed["files"])
+  except PermissionError as e:
+    raise CheckpointError(
+      f"checkpoint {folder} may not be read ({e.filename}); allow it, or use another "
+      "workdir"
+    ) from e
+  except OSError as e:
+    return f"{pathlib.Path(e.filename or _LIST).name}: {e.strerror}"
+  except (ValueError, LookupError, TypeError, AttributeError):
+    return f"its {_LIST} makes no sense"
+
+
+def _first_damaged(folder: pathlib.Path, files: dict) -> str | None:
+  """Names the first file of the list that is not what the list says of it."""
+  paths = [folder / name for name in files]
+  for path, (name, (size, _)) in zip(paths, files.items(), strict=True):
     found = path.stat().st_size if path.is_file() else 0
     if found != size:
-      raise ValueError(f"{name} has {found} of {size} bytes")
+      return f"{name} has {found} of {size} bytes"
+  for found, (name, (_, checksum)) in zip(_sums(paths), files.items(), strict=True):
+    if found != checksum:
+      return f"{name} differs from its checksum"
+  return None
 
 
 def _first_difference(found, expected) -> str | None:

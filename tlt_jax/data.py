@@ -4,23 +4,27 @@
 whole file and checks every record, so that what is wrong with it is said before the run
 starts. `prompt_iterator` turns any random-access source into an endless, resumable
 stream of batches. `Tokenizer` goes from a prompt to tokens and from a response's tokens
-back to text.
+back to text. Which prompts a run can use is decided in `prompt_checks`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
 import shutil
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grain
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tlt_jax import json_objects
 from tlt_jax import named
+from tlt_jax import ranges
+from tlt_jax import writing
 
 _TOKENIZER_FILES = (
   "tokenizer.json",
@@ -48,12 +52,20 @@ def source(source: str, **options: Any) -> Sequence[dict]:
     DataError: there is nothing of that name, or it takes other arguments
   """
   try:
-    make = named.load(source)
-  except named.NameNotFound as e:
-    raise DataError(f"source {source!r}: {e}") from e
-  try:
-    return make(**options)
+    return find(source)(**options)
   except TypeError as e:
+    raise DataError(f"source {source!r}: {e}") from e
+
+
+def find(source: str) -> Callable[..., Sequence[dict]]:
+  """The function or class of that dotted name, which makes prompts.
+
+  Raises:
+    DataError: there is nothing of that name
+  """
+  try:
+    return named.load(source)
+  except named.NameNotFound as e:
     raise DataError(f"source {source!r}: {e}") from e
 
 
@@ -61,12 +73,13 @@ def load_prompts(
   path: str | pathlib.Path,
   prompt_field: str = "prompt",
   answer_field: str | None = "answer",
-  size: int | None = None,
+  size: ranges.Large | None = None,
 ) -> Sequence[dict]:
   """The records of a .jsonl or .parquet file, every one checked, in file order.
 
   A prompt is a string or a list of chat messages ({"role", "content"}); it and
-  the answer are kept as they are. Blank lines do not count.
+  the answer are kept as they are. Blank lines do not count. The place is for
+  messages: "train.jsonl, line 17".
 
   Args:
     path: file of records
@@ -74,7 +87,7 @@ def load_prompts(
       every answer is ""
     size: only the first so many are returned; all if there are fewer, or for None
   Returns:
-    records {"prompt", "answer"}
+    records {"prompt", "answer", "place"}
   Raises:
     DataError: no such file, another format, a broken or incomplete record
   """
@@ -94,12 +107,12 @@ def load_prompts(
   for place, record in readers[path.suffix](path):
     for field in fields:
       if field not in record:
-        raise DataError(_no_field(f"{path}, {place}", field, record))
+        raise DataError(_no_field(place, field, record))
     problem = _prompt_problem(record[prompt_field])
     if problem:
-      raise DataError(f"{path}, {place}: field {prompt_field!r} {problem}")
+      raise DataError(f"{place}: field {prompt_field!r} {problem}")
     answer = "" if answer_field is None else record[answer_field]
-    records.append({"prompt": record[prompt_field], "answer": answer})
+    records.append({"prompt": record[prompt_field], "answer": answer, "place": place})
   if not records:
     raise DataError(f"{path}: holds no records")
   return records[:size]
@@ -110,29 +123,26 @@ def _read_jsonl(path):
   for number, line in enumerate(path.read_bytes().splitlines(), 1):
     if not line.strip():
       continue
-    place = f"line {number}"
+    place = f"{path}, line {number}"
     try:
-      record = json.loads(line)
+      record = json_objects.parse(line)
     except ValueError as e:
-      raise DataError(
-        f"{path}, {place}: not JSON ({e}); a .jsonl file has one object per line"
-      ) from e
-    if not isinstance(record, dict):
-      raise DataError(
-        f"{path}, {place}: holds a {type(record).__name__}; "
-        "a .jsonl file has one object per line"
-      )
+      raise DataError(f"{place} {e}; a .jsonl file has one object per line") from e
     yield place, record
 
 
 def _read_parquet(path):
   try:
     rows = pq.read_table(path).to_pylist()
-  except (pa.ArrowException, OSError) as e:
-    reason = str(e).splitlines()[0]
-    raise DataError(f"{path}: not a readable Parquet file ({reason})") from e
+  except (pa.ArrowException, OSError, ValueError, ArithmeticError) as e:
+    raise DataError(f"{path}: not a readable Parquet file ({_reason(e)})") from e
   for number, row in enumerate(rows):
-    yield f"row {number}", row
+    yield f"{path}, row {number}", row
+
+
+def _reason(e: Exception) -> str:
+  """The first line of what somebody else's exception says."""
+  return (str(e).strip() or type(e).__name__).splitlines()[0][:250]
 
 
 def _no_field(place: str, field: str, record: dict) -> str:
@@ -204,7 +214,15 @@ def copy_tokenizer(source: str | pathlib.Path, folder: str | pathlib.Path) -> No
   """Copies a model folder's tokenizer, chat template and the like to another one."""
   for path in pathlib.Path(source).iterdir():
     if path.name in _TOKENIZER_FILES:
-      shutil.copyfile(path, pathlib.Path(folder) / path.name)
+      with writing.to(pathlib.Path(folder) / path.name):
+        shutil.copyfile(path, pathlib.Path(folder) / path.name)
+
+
+class Pieces(NamedTuple):
+  """A text in tokens."""
+
+  ids: list[int]  # T tokens
+  spans: list[tuple[int, int]]  # of each, where its characters begin and end
 
 
 class Tokenizer:
@@ -213,7 +231,7 @@ class Tokenizer:
   def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
     """Wraps `tokenizer`; `load` is the usual way here."""
     self.stop_tokens = stop_tokens
-    self.vocab_size = len(tokenizer)
+    self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its ids are below
     self._tokenizer = tokenizer
     special = {
       i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -231,7 +249,7 @@ class Tokenizer:
     generation_config.json names.
 
     Raises:
-      DataError: no tokenizer.json, or one that cannot be read
+      DataError: no tokenizer.json, or a file that cannot be read
     """
     folder = pathlib.Path(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -240,12 +258,17 @@ class Tokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes two seconds, and only text needs it
 
+    files = _read_tokenizer_files(folder)
+    stop = _stop_tokens(folder, files.get("generation_config.json", {}))
     try:
-      tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-      stop = set(_generation_stop_tokens(folder / "generation_config.json"))
+      tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+      )
     except Exception as e:  # a damaged file raises whatever its parser raises
-      reason = (str(e).strip() or type(e).__name__).splitlines()[0][:300]
-      raise DataError(f"{folder}: tokenizer files cannot be read ({reason})") from e
+      raise DataError(
+        f"{folder}: {', '.join(files)} cannot be read as a tokenizer ({_reason(e)}); copy "
+        "the model's own there"
+      ) from e
     if tokenizer.eos_token_id is not None:
       stop.add(tokenizer.eos_token_id)
     return cls(tokenizer, tuple(sorted(stop)))
@@ -260,42 +283,114 @@ class Tokenizer:
     then opens the assistant's turn.
 
     Args:
+      prompt, system, chat: see `text`
+    Returns:
+      i32[T]
+    Raises:
+      DataError: see `text`
+    """
+    text = self.text(prompt, system, chat)
+    return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+  def text(
+    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+  ) -> str:
+    """The text that `encode` encodes.
+
+    Args:
       prompt: text or messages
       system: system message of a chat; one that the messages bring wins
       chat: treat a string as a chat
-    Returns:
-      i32[T]
     Raises:
       DataError: a chat without a template, or one that the template refuses
     """
     if isinstance(prompt, str) and not chat:
       if system is not None:
         raise DataError("a system message needs a chat: set chat, or use messages")
-      text = prompt
-    else:
-      messages = prompt
-      if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-      if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-      text = self._chat(messages)
-    return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+      return prompt
+    messages = prompt
+    if isinstance(prompt, str):
+      messages = [{"role": "user", "content": prompt}]
+    if system is not None and messages[0]["role"] != "system":
+      messages = [{"role": "system", "content": system}, *messages]
+    return self._chat(messages)
+
+  def pieces(self, texts: Sequence[str]) -> list[Pieces]:
+    """Texts in tokens, all at once; without special tokens, as in `encode`.
+
+    Raises:
+      DataError: it has no token for what it does not know
+    """
+    options = dict(add_special_tokens=False, return_offsets_mapping=True)
+    try:
+      found = self._tokenizer(list(texts), return_attention_mask=False, **options)
+    except Exception as e:  # of the library's Rust part, without a class of its own
+      raise DataError(f"the tokenizer cannot encode this ({e})") from e
+    return [*map(Pieces, found["input_ids"], found["offset_mapping"])]
+
+  def unknown(self, text: str, pieces: Pieces) -> list[tuple[int, int]]:
+    """Where a text has characters that the tokenizer does not know.
+
+    They become its token for the unknown, or, if there is none, nothing.
+
+    Args:
+      text: as encoded
+      pieces: of it
+    """
+    if self._knows_all:
+      return []
+    if self._unknown_id is None:
+      known = {i for start, end in pieces.spans for i in range(start, end)}
+      lost = [i for i, c in enumerate(text) if i not in known and not c.isspace()]
+      # A character that normalising joins with its neighbour is known by itself.
+      return [(i, i + 1) for i in lost if not self.pieces([text[i]])[0].ids]
+    own_text = self._tokenizer.convert_ids_to_tokens(self._unknown_id)
+    return [
+      span
+      for i, span in zip(pieces.ids, pieces.spans, strict=True)
+      if i == self._unknown_id and text[slice(*span)] != own_text
+    ]
+
+  @functools.cached_property
+  def _unknown_id(self) -> int | None:
+    """The token of what it does not know; None: there is none."""
+    inner = self._tokenizer.backend_tokenizer
+    model = json.loads(inner.to_str())["model"]  # "unk_id" can be read nowhere else
+    token = model.get("unk_token")
+    return model.get("unk_id") if token is None else inner.token_to_id(token)
+
+  @functools.cached_property
+  def _knows_all(self) -> bool:
+    """Whether no character is unknown, because what is rare is encoded as bytes."""
+    try:
+      rare = self.pieces(["\U000f0000"])[0].ids  # a character that nobody has assigned
+    except DataError:
+      return False
+    return bool(rare) and self._unknown_id not in rare
 
   def _chat(self, messages: list[dict]) -> str:
+    where = f"{self._tokenizer.name_or_path} (chat_template.jinja, tokenizer_config.json)"
     if self._tokenizer.chat_template is None:
       raise DataError(
-        "the tokenizer has no chat template, so it cannot encode messages; use "
+        f"{where}: the tokenizer has no chat template, so it cannot encode messages; use "
         "plain text prompts, or a chat model's tokenizer files"
       )
-    import jinja2
-
     try:
-      return self._tokenizer.apply_chat_template(
+      text = self._tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
       )
-    except jinja2.TemplateError as e:
+    except Exception as e:  # a template raises what any program may
       roles = [message["role"] for message in messages]
-      raise DataError(f"the chat template refuses messages {roles}: {e}") from e
+      raise DataError(
+        f"{where}: the chat template refuses messages {roles!s:.100}: {_reason(e)}"
+      ) from e
+    last = messages[-1]
+    if last["role"] == "user" and last["content"].strip() not in text:
+      raise DataError(
+        f"{where}: the chat template leaves out what the user says; copy the model's own "
+        "there"
+      )
+    return text
 
   def decode(self, ids) -> str:
     """A response's text, without markup such as end-of-text and padding.
@@ -308,8 +403,32 @@ class Tokenizer:
     )
 
 
-def _generation_stop_tokens(path: pathlib.Path) -> list[int]:
-  if not path.is_file():
-    return []
-  stop = json.loads(path.read_text()).get("eos_token_id")
-  return [] if stop is None else [stop] if isinstance(stop, int) else stop
+def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
+  """What the tokenizer files of a folder hold, by name: those that are there.
+
+  All of them, also those that transformers passes over: runs copy them when they end.
+  """
+  contents = {}
+  for name in _TOKENIZER_FILES:
+    path = folder / name
+    if not path.exists():
+      continue
+    content = path.read_bytes()
+    try:
+      is_json = path.suffix == ".json"
+      contents[name] = json_objects.parse(content) if is_json else content.decode()
+    except ValueError as e:
+      raise DataError(f"{path} {e}; copy the model's own there") from e
+  return contents
+
+
+def _stop_tokens(folder: pathlib.Path, generation_config: dict) -> set[int]:
+  """The end-of-text tokens that generation_config.json names."""
+  stop = generation_config.get("eos_token_id")
+  stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+  if not all(type(i) is int and 0 <= i < 2**31 for i in stop):
+    raise DataError(
+      f"{folder / 'generation_config.json'}: eos_token_id={stop!r:.60} are not ids of "
+      "tokens; copy the model's own there"
+    )
+  return set(stop)

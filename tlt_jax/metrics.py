@@ -20,8 +20,11 @@ import rich.box
 import rich.console
 import rich.table
 from scipy import special
-import tensorboardX
 import tqdm
+
+from tlt_jax import json_objects
+from tlt_jax import tensorboard
+from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
 _ROLLOUT_LISTS = ("length", "outcome", "live_time_s", "live_requests")
@@ -29,6 +32,7 @@ _ROLLOUT_KEYS = (*_ROLLOUT_LISTS, "chunks", "micro_batch_s", "decisions")
 # The fields of a chunk that hold one value, and those that hold one per slice.
 _CHUNK_KEYS = ("start_s", "end_s", "batch", "length", "strategy", "tokens", "passes")
 _SLICE_KEYS = ("live", "steps", "trained")
+_BEGINNING = b'{"step": '  # of every record
 
 # Seconds of one step, and the label of each phase in the final table.
 _PHASES = {
@@ -87,11 +91,13 @@ class Writer:
   def __init__(self, workdir: str | pathlib.Path, resume_step: int = 0):
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    self._metrics = _open_at(workdir / "metrics.jsonl", resume_step)
-    self._rollouts = _open_at(workdir / "rollouts.jsonl", resume_step)
-    self._board = tensorboardX.SummaryWriter(
-      str(workdir / "tensorboard"), purge_step=resume_step, flush_secs=10
+    paths = [workdir / "metrics.jsonl", workdir / "rollouts.jsonl"]
+    found = [read(path) if path.exists() else [] for path in paths]  # before any change
+    self._metrics, self._rollouts = (
+      _open_at(path, [r for r in records if r["step"] < resume_step])
+      for path, records in zip(paths, found, strict=True)
     )
+    self._board = tensorboard.Board(workdir / "tensorboard", resume_step)
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
     """Records one step; on disk when it returns.
@@ -108,9 +114,7 @@ class Writer:
     for key, value in metrics.items():
       record[key] = _scalar(key, step, value)
     _append(self._metrics, record)
-    for key, value in record.items():
-      if key != "step":
-        self._board.add_scalar(key, value, step)
+    self._board.write(step, {key: x for key, x in record.items() if key != "step"})
     return record
 
   def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
@@ -217,23 +221,21 @@ def _chunk(step: int, where: str, chunk: Mapping) -> dict:
 
 def _append(file: TextIO, record: dict) -> None:
   """Writes one line, on disk when it returns."""
-  file.write(json.dumps(record) + "\n")
-  file.flush()
+  with writing.to(file.name):
+    file.write(json.dumps(record) + "\n")
+    file.flush()
 
 
-def _open_at(path: pathlib.Path, resume_step: int) -> TextIO:
-  """Opens a file for appending, after dropping its records of steps >= resume_step."""
-  if path.exists():
-    text = path.read_text()
-    kept = [r for r in _parse(path, text) if r["step"] < resume_step]
-    kept_text = "".join(json.dumps(r) + "\n" for r in kept)
-    if kept_text != text:
-      new = path.with_name(path.name + ".new")
-      with new.open("w") as file:
-        file.write(kept_text)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(new, path)
+def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
+  """Opens a file for appending, after dropping its records but for those to keep."""
+  content = "".join(json.dumps(record) + "\n" for record in kept).encode()
+  if path.exists() and content != path.read_bytes():
+    new = path.with_name(path.name + ".new")
+    with writing.to(new), new.open("wb") as file:
+      file.write(content)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(new, path)
   return path.open("a")
 
 
@@ -244,27 +246,28 @@ def read(path: str | pathlib.Path) -> list[dict]:
     MetricError: no such file, or damaged before its last line
   """
   path = pathlib.Path(path)
-  if not path.is_file():
+  if not path.exists():
     raise MetricError(f"{path}: no such file; a run writes it in its workdir")
-  return _parse(path, path.read_text())
-
-
-def _parse(path: pathlib.Path, text: str) -> list[dict]:
-  """Parses a record per line; `path` is for error messages."""
-  records = []
-  lines = text.split("\n")
-  for number, line in enumerate(lines, 1):
-    try:
-      record = json.loads(line)
-      record["step"]
-    except (ValueError, TypeError, KeyError) as e:
-      if number == len(lines):  # what follows the last newline
-        break
-      raise MetricError(
-        f"{path}, line {number}: not a record of a step; delete that line"
-      ) from e
-    records.append(record)
+  *lines, rest = path.read_bytes().split(b"\n")
+  records = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
+  try:
+    records += [_parse(path, len(lines) + 1, rest)] if rest else []
+  except MetricError:
+    if not rest.startswith(_BEGINNING[: len(rest)]):  # not what a killed run leaves
+      raise
   return records
+
+
+def _parse(path: pathlib.Path, number: int, line: bytes) -> dict:
+  """The record that a line holds; `path` and `number` are for error messages."""
+  try:
+    record = json_objects.parse(line)
+  except ValueError as e:
+    raise MetricError(f"{path}, line {number} {e}; delete that line") from e
+  step = record.get("step")
+  if type(step) is not int or step < 0:
+    raise MetricError(f"{path}, line {number}: not a record of a step; delete that line")
+  return record
 
 
 class Progress:

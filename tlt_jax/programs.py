@@ -7,6 +7,8 @@ import time
 
 import jax
 
+from tlt_jax import ranges
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -21,9 +23,9 @@ class Program:
 class Budget:
   """Limits of what is compiled ahead of time; None is no limit."""
 
-  programs: int | None = None
-  compile_s: float | None = None
-  scratch_bytes: int | None = None  # of the hungriest program, per device
+  programs: ranges.Count | None = None  # in all
+  compile_s: ranges.NotNegative | None = None  # seconds to make them ready
+  scratch_bytes: ranges.Large | None = None  # of the hungriest program, per device
 
 
 class Pool:
@@ -72,6 +74,10 @@ class Pool:
 
   def __len__(self) -> int:
     return len(self._programs)
+
+  def __contains__(self, key: tuple) -> bool:
+    """Whether the program (name, *bucket) is compiled."""
+    return key in self._programs
 
   @property
   def seconds(self) -> float:

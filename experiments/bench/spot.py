@@ -8,10 +8,10 @@ time that checkpoints of the drafter take from a step, and packed rows against p
 ones. Seconds are wall time, intervals 95% over pairs. The last line is JSON.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
-import pathlib
 import tempfile
 import time
 
@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments.bench import interleave
 from tlt_jax import axes
 from tlt_jax import checkpoint
-from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -83,6 +83,7 @@ def last_third(samples: samples_lib.Samples) -> float:
 
 def harvest(
   config: dict,
+  problems: Sequence[dict],
   sampler: sample.Sampler,
   params,
   spot: spot_lib.Spot,
@@ -91,14 +92,14 @@ def harvest(
   """Runs pairs of rollouts of the same requests, with training and without.
 
   Args:
-    config: of a run, for its prompts
+    config: of a run, for its batch
+    problems: whose first ones are asked
     sampler: whose rollouts train the drafter
     params: the policy's
     spot: the drafter's training; starts from the same state in every rollout
     stamps: what slices say themselves, if they do
   """
   saved = spot.state
-  problems = data.source(**config["prompts"])
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
 
   def rollout(turn: int, train: bool) -> tuple[sample.Scored, float]:
@@ -235,7 +236,7 @@ def packing(spot: spot_lib.Spot, padded: spot_lib.Spot, params) -> dict:
 
 
 def main(config):
-  launch.start(pathlib.Path(tempfile.mkdtemp()), config)
+  launch.start()
   config["drafter"] = _DRAFTER.value or config["drafter"]
   if not config["drafter"]:
     raise ValueError("there is no drafter to train: give --drafter")
@@ -243,6 +244,7 @@ def main(config):
   # The last of several arms, and always: the sides are to differ in nothing else.
   known = levels.parse(config["strategies"])
   config["strategies"] = levels.write(lvl._replace(arms=lvl.arms[-1:]) for lvl in known)
+  problems = from_config.prompts(config, config["prompts"])
   models = from_config.load_models(config)
   make = functools.partial(
     from_config.spot_training,
@@ -263,7 +265,7 @@ def main(config):
     spot=spot,
   )
   sampler.compile(models.params)
-  found = harvest(config, sampler, models.params, spot, stamps)
+  found = harvest(config, problems, sampler, models.params, spot, stamps)
   found["checkpoint"] = checkpoints(spot, models.params)
   longest = spot.trainer.longest
   whole = {
@@ -279,4 +281,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/tail.py")
+  launch.run(main, config=("tail", keys.RUN))

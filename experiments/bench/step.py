@@ -34,8 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import from_config
+from experiments import keys
 from experiments import launch
 from experiments import tables
+from experiments import workdirs
 from experiments.bench import interleave
 from experiments.bench import widen
 from tlt_jax import axes
@@ -186,6 +188,8 @@ def ratio(above, below) -> dict:
 
 def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   """Trains all sides on one target, step by step in turn."""
+  asked = from_config.prompts(config, config["prompts"])
+  prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
   learner = learner_lib.make(
     model,
@@ -196,9 +200,6 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   )
   sides = {name: Side(name, config, learner, params) for name in _SIDES.value}
   plain = sides["plain"]
-  prompts = data.prompt_iterator(
-    data.source(**config["prompts"]), config["batch"]["prompts"], config["seed"]
-  )
   seconds = {name: [] for name in sides}
   samples = {name: [] for name in sides}
   same, ties, differing = True, 0, 0
@@ -395,7 +396,8 @@ def check_flags(config: dict) -> None:
 
 def main(config):
   check_flags(config)
-  launch.start(pathlib.Path(_WORKDIR.value), config, cpu_slices=_SLICES.value)
+  launch.start(_SLICES.value)
+  workdirs.record(pathlib.Path(_WORKDIR.value), config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   found = {}
   for name in _TARGETS.value:
@@ -405,4 +407,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config="experiments/configs/tail.py")
+  launch.run(main, config=("tail", keys.RUN))

@@ -26,7 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import keys
 from experiments import launch
+from experiments import workdirs
 from tlt_jax import data
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
@@ -146,7 +148,8 @@ def widen(
 def main(config):
   given = flags.FLAGS
   folder = pathlib.Path(given.workdir)
-  launch.start(folder, config)
+  launch.start()
+  workdirs.record(folder, config)
   drafter = given.drafter or config["drafter"]
   widen(config["policy"], drafter, folder, given.layers, given.times)
 
@@ -158,4 +161,4 @@ if __name__ == "__main__":  # other benchmarks, with flags of their own, use thi
     "layers", None, "Of the larger policy; default: half as many again.", lower_bound=1
   )
   flags.DEFINE_integer("times", TIMES, "Its width over the policy's.", lower_bound=1)
-  launch.run(main, config="experiments/configs/countdown.py")
+  launch.run(main, config=("countdown", keys.RUN))

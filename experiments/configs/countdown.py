@@ -10,8 +10,14 @@ three seeds). `:smoke` finishes in a minute on a CPU.
 What the entries of a section mean stands where they are declared: behind "see".
 """
 
+import pathlib
+
 import ml_collections
 
+POLICY, DRAFTER = (
+  str(pathlib.Path(__file__).parents[1] / folder / "countdown")
+  for folder in ("policies", "drafters")
+)
 MAX_PROMPT, MAX_TOKENS = 32, 1024  # of a prompt, and of a response
 
 
@@ -30,10 +36,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     dict(
       seed=0,
       steps=3 if smoke else 26,
-      policy="experiments/policies/countdown",  # Hugging Face folder
+      policy=POLICY,  # Hugging Face folder
       tensor_parallel=1,  # devices per slice; the other devices are slices
       # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
-      drafter="" if smoke else "experiments/drafters/countdown",
+      drafter="" if smoke else DRAFTER,
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
       strategies="up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3",
       strategy_rule="predictive",
@@ -66,6 +72,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       prompts=problems | dict(split="train", size=10**9),
       held_out=problems | dict(split="held_out", size=4 if smoke else 64),
+      # What is done with them: refuse, drop or cut, see prompt_checks.Unusable.
+      unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
       chat=dict(apply=False, system=""),  # see rl.sample.make
       reward="tlt_jax.tasks.countdown.score",
       solved_at=1.0,  # the least reward of a solved response, see rl.sample.make

@@ -27,7 +27,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
   config = countdown.get_config("" if numbers else arg)
   config.batch = dict(prompts=4, responses=slots // 2)
-  config.drafter = "experiments/drafters/countdown"  # of `smoke` too
+  config.drafter = countdown.DRAFTER  # of `smoke` too
   config.strategies = "up to 4 live: off or 3_1_4 or 8_1_9; up to 16 live: off or 3_1_4"
   halves = [slots >> i for i in range(1, slots.bit_length() - 1)]  # down to 2
   longest = cap + countdown.MAX_PROMPT

@@ -2,6 +2,10 @@
 
 import dataclasses
 
+from tlt_jax import ranges
+
+DTYPES = ("float32", "bfloat16", "float16")  # that we compute in
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -28,20 +32,20 @@ class ModelConfig:
   """
 
   architecture: str  # the Hugging Face class, e.g. 'Qwen3ForCausalLM'
-  vocab_size: int  # V
-  width: int  # D
-  mlp_width: int  # F
-  num_layers: int  # L
-  num_heads: int  # N
-  num_kv_heads: int  # K
-  head_dim: int  # H
-  rope_theta: float = 10_000.0
+  vocab_size: ranges.Count  # V, tokens that it knows
+  width: ranges.Count  # D, of the residual stream
+  mlp_width: ranges.Count  # F, inside the MLP
+  num_layers: ranges.Count  # L, decoder layers
+  num_heads: ranges.Count  # N, of queries
+  num_kv_heads: ranges.Count  # K, of keys and values
+  head_dim: ranges.Count  # H, of each head
+  rope_theta: ranges.Base = 10_000.0  # base of the rotary frequencies
   rope_scaling: RopeScaling | None = None
-  norm_eps: float = 1e-6
-  max_position: int = 4096
-  qkv_bias: bool = False
-  qk_norm: bool = False
-  tie_embeddings: bool = False
+  norm_eps: ranges.Share = 1e-6  # added to the mean square in RMSNorm
+  max_position: ranges.Tokens = 4096  # tokens of the longest sequence
+  qkv_bias: bool = False  # whether q, k and v have a bias
+  qk_norm: bool = False  # whether q and k are normalised per head
+  tie_embeddings: bool = False  # whether the embedding is the output head too
   dtype: str = "float32"  # of the computation; parameters keep their own
 
   def __post_init__(self):

@@ -63,18 +63,27 @@ def make(name: str, **args) -> Algorithm:
   Raises:
     ValueError: no such module, or an argument that it does not have
   """
-  try:
-    module = named.module(name, __package__, "make")
-  except named.NameNotFound as e:
-    raise ValueError(f"no RL algorithm {name!r}: {e}") from e
-  known = inspect.signature(module.make).parameters
+  found = find(name)
+  known = inspect.signature(found).parameters
   unknown = sorted(set(args) - set(known))
   if unknown:
     raise ValueError(
-      f"{module.__name__}.make has no argument {unknown[0]!r}; it takes "
+      f"{found.__module__}.make has no argument {unknown[0]!r}; it takes "
       f"{', '.join(known)}" + named.nearest(unknown[0], known)
     )
-  return _checked(module.make(**args))
+  return _checked(found(**args))
+
+
+def find(name: str) -> Callable[..., Algorithm]:
+  """The `make` of the module of that name.
+
+  Raises:
+    ValueError: no such module, or nothing of that name in it
+  """
+  try:
+    return named.module(name, __package__, "make").make
+  except named.NameNotFound as e:
+    raise ValueError(f"no RL algorithm {name!r}: {e}") from e
 
 
 def _checked(made: Algorithm) -> Algorithm:

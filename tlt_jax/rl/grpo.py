@@ -17,6 +17,7 @@ Departures from the paper, as the defaults are:
 import jax
 import jax.numpy as jnp
 
+from tlt_jax import ranges
 from tlt_jax.rl import algorithm
 
 # Estimators of KL(policy || other) from a sampled token, by d = log other - log
@@ -30,9 +31,9 @@ _KL = {
 
 
 def make(
-  clip_low: float = 0.2,
-  clip_high: float = 0.28,
-  kl_coef: float = 0.0,
+  clip_low: ranges.Share = 0.2,
+  clip_high: ranges.NotNegative = 0.28,
+  kl_coef: ranges.NotNegative = 0.0,
   kl_estimator: str = "k3",
   aggregation: str = "token",
   normalize_std: bool = True,

@@ -15,16 +15,17 @@ not divided by a deviation.
 import jax
 import jax.numpy as jnp
 
+from tlt_jax import ranges
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import grpo
 
 
 def make(
-  trace_decay: float = 0.97,
-  prior: float = 4.0,
-  clip_low: float = 0.2,
-  clip_high: float = 0.28,
-  kl_coef: float = 0.0,
+  trace_decay: ranges.Share = 0.97,
+  prior: ranges.Positive = 4.0,
+  clip_low: ranges.Share = 0.2,
+  clip_high: ranges.NotNegative = 0.28,
+  kl_coef: ranges.NotNegative = 0.0,
   kl_estimator: str = "k3",
   aggregation: str = "token",
 ) -> algorithm.Algorithm:

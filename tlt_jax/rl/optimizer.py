@@ -3,6 +3,8 @@
 import jax
 import optax
 
+from tlt_jax import ranges
+
 _MUON_AXES = {  # (reduced, output) axes of the kernels that are not matrices
   "q_proj": (0, (1, 2)),
   "k_proj": (0, (1, 2)),
@@ -26,15 +28,15 @@ def _muon_axes(params):
 
 def make(
   name: str,
-  learning_rate: float,
+  learning_rate: ranges.NotNegative,
   *,
-  warmup: int = 0,
-  total: int | None = None,
-  floor: float = 0.0,
-  weight_decay: float = 0.0,
-  max_grad_norm: float = 1.0,
-  b1: float = 0.9,
-  b2: float = 0.95,
+  warmup: ranges.StepsOrZero = 0,
+  total: ranges.Steps | None = None,
+  floor: ranges.Share = 0.0,
+  weight_decay: ranges.NotNegative = 0.0,
+  max_grad_norm: ranges.Positive = 1.0,
+  b1: ranges.ShareBelowOne = 0.9,
+  b2: ranges.ShareBelowOne = 0.95,
 ) -> optax.GradientTransformation:
   """Makes AdamW or Muon, behind global-norm clipping.
 
@@ -49,7 +51,11 @@ def make(
     weight_decay: decoupled, times the learning rate
     max_grad_norm: a gradient of a larger global norm is scaled down to it
     b1, b2: decay of Adam's moments; b2 also of Muon's momentum
+  Raises:
+    ValueError: another name, or no update is left after the warm-up
   """
+  if total is not None and total <= warmup:
+    raise ValueError(f"optimizer: total ({total}) must exceed warmup ({warmup})")
   first = learning_rate / (warmup + 1)  # from the first update on, not zero
   if total is None:
     schedule = optax.linear_schedule(first, learning_rate, warmup)

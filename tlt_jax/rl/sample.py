@@ -188,7 +188,7 @@ class Sampler:
 def make(
   rollout: rollout_lib.Rollout,
   *,
-  policy: str | pathlib.Path,
+  tokenizer: data.Tokenizer,
   reward: str,
   solved_at: float,
   sampling: Mapping[str, Any],
@@ -197,7 +197,7 @@ def make(
   """A sampler around a rollout.
 
   Args:
-    policy: the folder whose tokenizer it uses
+    tokenizer: the policy's
     reward: dotted name of a verifier; "": every response is worth 0
     solved_at: the least reward of a response that counts as solved, where the verifier
       does not say itself whether it is
@@ -207,7 +207,7 @@ def make(
   """
   return Sampler(
     rollout=rollout,
-    tokenizer=data.Tokenizer.load(policy),
+    tokenizer=tokenizer,
     score=reward_lib.make(reward) if reward else _nothing,
     solved_at=solved_at,
     sampling=sampling,
@@ -241,14 +241,36 @@ def replay(
     strict: whether it is an error if the file is missing or a rollout differs; else the
       clock decides from there on
   Returns:
-    step -> what is decided in its rollout
+    step -> what is decided in its rollout; strict, it raises MetricError for a step that
+    the file does not have
   Raises:
     metrics.MetricError: the file is missing or damaged
   """
   known = {}
   if strict or pathlib.Path(path).exists():
-    known = {r["step"]: r.get("decisions") for r in metrics.read(path)}
-  return lambda step: clock.Decisions(known.get(step), strict=strict)
+    known = {r["step"]: _decisions(path, r) for r in metrics.read(path)}
+
+  def decisions(step):
+    logged = known.get(step)
+    if strict and logged is None:
+      raise metrics.MetricError(f"{path}: nothing was decided there in step {step}")
+    return clock.Decisions(logged, strict=strict, source=f"{path}, step {step},")
+
+  return decisions
+
+
+def _decisions(path: str | pathlib.Path, rollout: Mapping[str, Any]) -> list | None:
+  """What was decided in a rollout as it was logged; None if it was not."""
+  decisions = rollout.get("decisions")
+  if decisions is None:
+    return None
+  match = lambda entry: isinstance(entry, list) and [*map(type, entry)] == [str, int]
+  if not isinstance(decisions, list) or not all(map(match, decisions)):
+    raise metrics.MetricError(
+      f"{path}: the decisions of step {rollout['step']} are not (name, number) each; "
+      "give the rollouts.jsonl of a run"
+    )
+  return decisions
 
 
 _EVALUATION = 1 << 31  # added to the seed: no evaluation shares noise with a step

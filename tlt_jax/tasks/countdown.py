@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import reasoning_gym
 
+from tlt_jax import ranges
+
 if TYPE_CHECKING:
   import transformers
 
@@ -47,7 +49,13 @@ class Problems:
     seed: another seed, another sequence of problems
   """
 
-  def __init__(self, split: str, size: int, four_share: float = 0.25, seed: int = 0):
+  def __init__(
+    self,
+    split: str,
+    size: ranges.Large,
+    four_share: ranges.Share = 0.25,
+    seed: ranges.Seed = 0,
+  ):
     if split not in ("train", "held_out"):
       raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
     if not 0 <= four_share <= 1:

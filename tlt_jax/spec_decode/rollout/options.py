@@ -6,6 +6,7 @@ import itertools
 from typing import NamedTuple
 
 from tlt_jax import programs
+from tlt_jax import ranges
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 
 
@@ -45,21 +46,22 @@ class Options:
   exceed it are dropped.
   """
 
-  max_length: int  # tokens of the longest sequence, prompt included
-  max_prompt: int  # tokens of the longest prompt
-  slots: int  # requests that run at a time
-  buckets: tuple[tuple[int, int], ...] = ()  # (slots, tokens) of compiled programs
-  chunk: int = 64  # tokens per slot between two looks of the host
-  chunk_s: float = 2.0  # ... or fewer, so that a chunk takes about that long
-  prompt_rows: int = 8  # prompts whose KV is kept at a time
-  prefill_rows: int = 8  # prompts per prefill call
-  prefill_block: int = 128  # prompt tokens per prefill call
+  max_length: ranges.Tokens  # tokens of the longest sequence, prompt included
+  max_prompt: ranges.Tokens  # tokens of the longest prompt
+  slots: ranges.Count  # requests that run at a time
+  # (slots, tokens) of compiled programs.
+  buckets: tuple[tuple[ranges.Count, ranges.Tokens], ...] = ()
+  chunk: ranges.Count = 64  # tokens per slot between two looks of the host
+  chunk_s: ranges.Positive = 2.0  # seconds of a chunk, about: it may have fewer tokens
+  prompt_rows: ranges.Count = 8  # prompts whose KV is kept at a time
+  prefill_rows: ranges.Count = 8  # prompts per prefill call
+  prefill_block: ranges.Tokens = 128  # prompt tokens per prefill call
   # Memory budget: tokens of all slots' KV. Kept features have room for as many, or for
   # `slots` of the longest sequences.
-  cache_tokens: int | None = None
+  cache_tokens: ranges.Large | None = None
   budget: programs.Budget = programs.Budget()  # of what is compiled ahead of time
-  memory_tokens: int = 2**20  # of earlier responses, kept for n-gram drafts
-  memory_rows: int = 16  # of them that are looked at in a chunk
+  memory_tokens: ranges.Large = 2**20  # of earlier responses, kept for n-gram drafts
+  memory_rows: ranges.Count = 16  # of them that are looked at in a chunk
   rebalance: bool = False  # move live requests to other slices
   features: bool = False  # keep and return the target's features
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import packing
+from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
@@ -37,11 +38,12 @@ DISTANCES = ("cross_entropy", "total_variation")
 class Loss:
   """The objective of a drafter's training."""
 
-  steps: int = 5  # drafting steps that are unrolled
-  decay: float = 0.8  # weight of each step over that of the one before
-  distance: str = "cross_entropy"  # or "total_variation"
-  regression: float = 0.1  # weight of the feature loss, where features are predicted
-  temperature: float = 1.0  # of the distributions
+  steps: ranges.Count = 5  # drafting steps that are unrolled
+  decay: ranges.ShareAboveZero = 0.8  # weight of each step over that of the one before
+  distance: str = "cross_entropy"  # or "total_variation", between the distributions
+  # Weight of the feature loss, where features are predicted.
+  regression: ranges.NotNegative = 0.1
+  temperature: ranges.Positive = 1.0  # of the distributions
 
   def __post_init__(self):
     if self.distance not in DISTANCES:

@@ -19,6 +19,7 @@ from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax import programs
+from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
@@ -126,7 +127,7 @@ def make(
   loss: loss_lib.Loss,
   optimizer: optax.GradientTransformation,
   mesh: jax.sharding.Mesh,
-  buckets: Sequence[tuple[int, int]],
+  buckets: Sequence[tuple[ranges.Count, ranges.Tokens]],
 ) -> DraftLearner:
   """A learner for one target, drafter, loss, optimizer and mesh.
 

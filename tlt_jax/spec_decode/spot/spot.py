@@ -19,6 +19,8 @@ import numpy as np
 import optax
 
 from tlt_jax import axes
+from tlt_jax import memory
+from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import slices
@@ -33,23 +35,25 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 class Options:
   """How much is trained on, and when. Rows are per slice."""
 
-  row_tokens: int = 128  # of a row of training data, which is a micro-batch
-  context_tokens: int = 32  # of them that a piece of a longer sequence repeats, untrained
-  rows: int = 128
-  carried_rows: int = 64  # rows that stay for the next rollout
+  row_tokens: ranges.Tokens = 128  # of a row of training data, which is a micro-batch
+  # Tokens of a row that a piece of a longer sequence repeats, untrained.
+  context_tokens: ranges.Tokens = 32
+  rows: ranges.Count = 128  # that are kept to train on
+  carried_rows: ranges.CountOrZero = 64  # rows that stay for the next rollout
   # Rows that are never trained on. If there are any, what was trained in a rollout
   # drafts from then on if it is no worse on them than what drafts.
-  held_out_rows: int = 0
-  max_batch: int = 0  # slots of the widest bucket in which slices train; 0: in every one
-  chunk_tokens: int = 128  # per slot, of the chunks that train, at most
-  min_micro_batches: int = 6  # that such a chunk should have time for
-  micro_batches_per_update: int = 1  # of all slices, at least
+  held_out_rows: ranges.CountOrZero = 0
+  # Slots of the widest bucket in which slices train; 0: in every one.
+  max_batch: ranges.CountOrZero = 0
+  chunk_tokens: ranges.Tokens = 128  # per slot, of the chunks that train, at most
+  min_micro_batches: ranges.Count = 6  # that such a chunk should have time for
+  micro_batches_per_update: ranges.Count = 1  # of all slices, at least
   # Share of a rollout's time for which a single slice, which is never idle, trains
   # after it.
-  after_rollout_share: float = 0.05
+  after_rollout_share: ranges.NotNegative = 0.05
   # A new drafter: seconds that all slices train after each of the first rollouts.
-  warm_up_s: float = 0.0
-  warm_up_rollouts: int = 1
+  warm_up_s: ranges.NotNegative = 0.0
+  warm_up_rollouts: ranges.CountOrZero = 1  # how many of these there are
 
   def __post_init__(self):
     if self.rows < 1 or not 0 <= self.carried_rows <= self.rows:
@@ -99,6 +103,9 @@ class Spot:
     self._pending = t.init_pending()
     features = slices.abstract(
       t.mesh, options.rows, t.config.dtype, self.row_tokens, t.layout.size
+    )
+    memory.announce(
+      "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
     )
     self._features = slices.zeros(features)
     self._placed: tuple | None = None  # the buffer's version, table and order

@@ -1,0 +1,232 @@
+"""Every key of every config has a type, a range and a meaning, and is held to them."""
+
+import math
+import sys
+import typing
+from typing import Annotated, Literal
+
+from absl.testing import flagsaver
+import annotated_types
+import jax
+import pytest
+
+from experiments import declarations
+from experiments import keys
+from experiments import launch
+from tests import commands
+from tests import test_configs as configs
+
+DEFAULTS = {"countdown": keys.RUN, "drafter": keys.DRAFTER, "warm_start": keys.WARM_START}
+
+
+def filled(name: str, **overrides: str) -> dict:
+  config = configs.load(name)
+  declarations.fill_in(DEFAULTS[name], config, overrides)
+  return config
+
+
+ENTRIES = [
+  (name, key, declared)
+  for name, section in DEFAULTS.items()
+  for key, _, declared in declarations.rows(section, filled(name))
+]
+NAMES = [f"{name}:{key}" for name, key, _ in ENTRIES]
+
+
+def plain(annotation) -> tuple[type, annotated_types.Interval | None]:
+  """(type, range) of an annotation, of an optional one without None."""
+  if typing.get_origin(annotation) is Annotated:
+    return annotation.__origin__, annotation.__metadata__[0]
+  args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
+  is_union = typing.get_origin(annotation) not in (None, Literal, tuple) and len(args) == 1
+  return plain(args[0]) if is_union else (annotation, None)
+
+
+def wrong(annotation) -> list:
+  """Values of a wrong type, below and above the range, and zero where it is neither."""
+  kind, limits = plain(annotation)
+  found = [object(), {"a": 1}]
+  if kind in (int, float):
+    found += ["1", True, None, [1], 10**30, -(10**30), math.nan, math.inf]
+    found += [1.5] if kind is int else []
+    found += [limits.ge - 1] if limits.ge is not None else [limits.gt]
+    found += [limits.le + 1] if limits.le is not None else [limits.lt]
+    found += [0] if limits.ge is not None and limits.ge > 0 else []
+  elif kind is str:
+    found += [1, True, ("a",)]
+  elif kind is bool:
+    found += [0, "yes"]
+  else:
+    found += [1, "x", ((1,),), ((0, 0),), (1, 2)]
+  if type(None) in typing.get_args(annotation):
+    found = [value for value in found if value is not None]
+  return found
+
+
+def put(config: dict, key: str, value) -> None:
+  *path, last = key.split(".")
+  for name in path:
+    config = config[name]
+  config[last] = value
+
+
+@pytest.mark.parametrize(("name", "key", "declared"), ENTRIES, ids=NAMES)
+def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_key(name, key, declared):
+  """Of another type, below and above its range, zero, huge, not a number."""
+  for value in wrong(declared.type):
+    config = filled(name)
+    put(config, key, value)
+    with pytest.raises(declarations.ConfigError) as e:
+      declarations.check(DEFAULTS[name], config)
+    assert str(e.value).startswith(f"--config.{key}=") and "\n" not in str(e.value)
+  config = filled(name)
+  put(config, f"{key}_", 1)
+  with pytest.raises(declarations.ConfigError, match=rf"--config\.{key}_: .*no such key"):
+    declarations.check(DEFAULTS[name], config)
+
+
+@pytest.mark.parametrize(("name", "key", "declared"), ENTRIES, ids=NAMES)
+def test_every_key_says_what_it_is(name, key, declared):
+  """Numbers have a range, and all of them a meaning of their own."""
+  kind, limits = plain(declared.type)
+  assert kind not in (int, float) or limits is not None
+  assert len(declared.meaning) > 3
+  assert declared.meaning in declarations.describe(declared)
+
+
+def never(**_):
+  raise AssertionError("the command ran")
+
+
+def exit_line(monkeypatch, *args: str) -> str:
+  """What a command says as it ends before it begins."""
+  monkeypatch.setattr(sys, "argv", ["train", *args])
+  with flagsaver.flagsaver(), pytest.raises(SystemExit) as e:
+    launch.run(never, config=("countdown", keys.RUN))
+  assert "\n" not in str(e.value.code)
+  return e.value.code
+
+
+NUMBERS = [
+  key
+  for name, key, declared in ENTRIES
+  if name == "countdown" and plain(declared.type)[0] in (int, float)
+]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_the_command_line_is_held_to_them_too(monkeypatch, key):
+  for value in ("x", "1e30", "-1", str(10**30), ""):
+    line = exit_line(monkeypatch, f"--config.{key}={value}")
+    assert line.startswith("error: ") and f"config.{key}=" in line
+
+
+def test_a_config_file_is_one_or_is_refused(monkeypatch, tmp_path):
+  """By its name, and by what is wrong with it."""
+  path = tmp_path / "mine.py"
+  start = f"error: --config={path}: "
+  assert exit_line(monkeypatch, f"--config={path}").startswith(start + "no such file")
+  assert "no such file" in exit_line(monkeypatch, f"--config={tmp_path}")
+  for text, message in (
+    ("", "has no attribute 'get_config'"),
+    ("def get_config(", "SyntaxError"),
+    ("def get_config(arg='')\n  return 1", "SyntaxError"),
+    ("def get_config(arg=''): return 1", "int"),
+    ("import sys; sys.exit()", "SystemExit"),
+    ("def get_config(arg=''): raise RuntimeError('two\\nlines')", "two lines"),
+    ("def get_config(arg=''): return dict(steps=1)", "is missing"),
+  ):
+    path.write_text(text)
+    line = exit_line(monkeypatch, f"--config={path}")
+    assert message in line and line.startswith("error: --config"), line
+  path.write_bytes(b"\x00\xff\x89PNG")
+  assert exit_line(monkeypatch, f"--config={path}").startswith(start)
+
+
+def test_a_full_device_is_told_in_one_line(monkeypatch):
+  """With what makes a run smaller; any other failure of a program is a bug, and shown."""
+  told = {"RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes": SystemExit}
+  for text, kind in (told | {"INTERNAL: broken": jax.errors.JaxRuntimeError}).items():
+
+    def fail(config, text=text):
+      raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with flagsaver.flagsaver(), pytest.raises(kind) as e:
+      launch.run(fail, config=("countdown", keys.RUN))
+    if kind is SystemExit:
+      assert "memory is full" in e.value.code and "\n" not in e.value.code
+
+
+MODULE = '''
+from tlt_jax import ranges
+
+
+def make(scale: ranges.Share = 0.5, *, table: tuple[float, ...] = (), free=3, must: int):
+  """Makes nothing.
+
+  Args:
+    scale: of it,
+      in two lines
+    table, free: the rest
+  Returns:
+    nothing
+  """
+'''
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> str:
+  """A module that is not of this project."""
+  (tmp_path / "not_ours.py").write_text(MODULE)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  (tmp_path / "below").mkdir()
+  (tmp_path / "below" / "inner.py").write_text(MODULE)
+  return "below.inner"
+
+
+def test_what_is_chosen_starts_from_its_own_defaults(package):
+  """With the entries of the command line, and none of the one it replaces."""
+  config = filled("countdown", **{"algorithm.name": package})
+  own = {"name": package, "scale": 0.5, "table": (), "free": 3}
+  assert config["algorithm"] == own
+  with pytest.raises(declarations.ConfigError, match="algorithm.must is missing"):
+    declarations.check(keys.RUN, config)
+  overrides = {"algorithm.name": package, "algorithm.must": "3"}
+  config = filled("countdown", **overrides)
+  assert config["algorithm"] == own | {"must": None}
+  config["algorithm"] |= {"must": 3, "table": [1.0, 2], "free": object()}
+  declarations.check(keys.RUN, config)
+  for key, value in (("scale", 2), ("table", (1, "x")), ("must", 0.5)):
+    put(config, f"algorithm.{key}", value)
+    with pytest.raises(declarations.ConfigError, match=rf"--config\.algorithm\.{key}="):
+      declarations.check(keys.RUN, config)
+    config["algorithm"] |= {"scale": 1, "table": (), "must": 3}
+  same = filled("countdown", **{"algorithm.name": "grpo_gae"})
+  assert same == filled("countdown")
+
+
+def test_the_command_line_may_set_what_is_chosen(monkeypatch, package):
+  chosen = [f"--config.algorithm.name={package}", "--config.algorithm.must=7"]
+  given = {}
+  monkeypatch.setattr(sys, "argv", ["train", *chosen, "--config.algorithm.scale=0.25"])
+  with flagsaver.flagsaver(), pytest.raises(SystemExit):
+    launch.run(lambda config: given.update(config), config=("countdown", keys.RUN))
+  own = {"name": package, "scale": 0.25, "table": (), "free": 3, "must": 7}
+  assert given["algorithm"] == own
+  line = exit_line(monkeypatch, *chosen, "--config.algorithm.scal=1")
+  assert line.endswith("did you mean 'algorithm.scale'?")
+  line = exit_line(monkeypatch, *chosen, "--config.algorithm.scale=2")
+  assert "algorithm.scale=2" in line and "from 0 to 1 (of it, in two lines)" in line
+  line = exit_line(monkeypatch, "--config.prompts.source=below.inner.mak")
+  assert "--config.prompts.source='below.inner.mak'" in line and "'make'" in line
+
+
+def test_help_tells_every_key(tmp_path):
+  """With its value, type, range and meaning."""
+  told = " ".join(commands.run(tmp_path, "train", "--help").stdout.split())
+  assert "--config.rollout.slots=64: a whole number from 1 to 1,048,576" in told
+  for name, key, declared in ENTRIES:
+    if name == "countdown":
+      assert f"--config.{key}=" in told
+      assert " ".join(declared.meaning.split()) in told
