@@ -52,7 +52,7 @@ def measure(
       found[verification][name] = {
         "mean_acceptance_length": length,
         "acceptance_rate_pos": scored.samples.acceptance_rate,
-        "accuracy": float(scored.reward.mean()),
+        "accuracy": float(scored.solved.mean()),
       }
       logging.info("%s, %s: %.2f tokens per pass", verification, name, length)
   return found

@@ -10,15 +10,18 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tlt_jax import axes
 from tlt_jax import data
+from tlt_jax import memory
 from tlt_jax import prompt_checks
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
+from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
@@ -102,6 +105,14 @@ def load_models(config: dict, dtype: str | None = None) -> Models:
     model = dataclasses.replace(model, dtype=dtype)
   drafter, draft_params = load_drafter(config, model, mesh)
   return Models(mesh, model, params, drafter, draft_params)
+
+
+def reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:
+  """A copy of the policy before it is trained; None if the algorithm uses none."""
+  if not algorithm.uses_reference:
+    return None
+  memory.announce("the reference policy", params, smaller="algorithm.kl_coef=0, policy")
+  return jax.tree.map(jnp.copy, params)
 
 
 def load_drafter(
@@ -193,6 +204,7 @@ def sampler(
     engine,
     tokenizer=tokenizer(config["policy"]),
     reward=config["reward"],
+    solved_at=config["solved_at"],
     sampling=config["sampling"],
     chat=config["chat"],
   )

@@ -21,6 +21,7 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from experiments import declarations
+from experiments import logs
 from tlt_jax import named
 from tlt_jax import programs
 
@@ -65,7 +66,11 @@ def run(main: Callable[..., None], **configs: tuple[str, declarations.Section]) 
     except jax.errors.JaxRuntimeError as e:
       if os.environ.get("TLT_TRACEBACK") or not programs.is_out_of_memory(e):
         raise
-      sys.exit(_one_line(e))
+      told = str(e).splitlines()[0][:200]
+      sys.exit(
+        f"error: a device's memory is full ({told}); smaller: --config.rollout.slots, "
+        "--config.learner.buckets, --config.spot.rows, --config.sampling.max_tokens"
+      )
 
   app.run(guarded, flags_parser=parse)
 
@@ -162,17 +167,7 @@ def start(cpu_slices: int = 2) -> None:
   On a machine with CPUs only, JAX shows `cpu_slices` devices; must therefore run
   before anything touches a device.
   """
-  logging.basicConfig(
-    level=logging.INFO,
-    format="%(asctime)s %(message)s",
-    datefmt="%H:%M:%S",
-    stream=sys.stderr,
-    force=True,
-  )
-  for name in ("absl", "jax", "orbax"):
-    logging.getLogger(name).setLevel(logging.WARNING)
-  # A read that fails in orbax is raised, and would be logged again by each task.
-  logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+  logs.start()
   keep_freed_memory()
   jax.config.update("jax_num_cpu_devices", cpu_slices)
   # Queued ahead, programs of one CPU device can take all places in its queue while

@@ -25,6 +25,7 @@ import numpy as np
 from experiments import launch
 from experiments import timeline
 from tlt_jax import metrics
+from tlt_jax import writing
 
 STYLE = {
   "axes.grid": True,
@@ -99,7 +100,7 @@ def _check_numbers(path: pathlib.Path, records: Sequence[Mapping]) -> None:
 
 def _write(path: pathlib.Path, draw: Callable, data) -> None:
   """Writes a figure, or what else `draw` makes of the data."""
-  with mpl.rc_context(STYLE):
+  with mpl.rc_context(STYLE), writing.to(path):
     drawn = draw(data)
     if isinstance(drawn, figure.Figure):
       drawn.savefig(path)
@@ -108,7 +109,9 @@ def _write(path: pathlib.Path, draw: Callable, data) -> None:
 
 
 def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
-  """Draws the reward of every step, its running mean, and evaluation accuracy."""
+  """Draws the reward of every step, its running mean, the share of solved responses if
+  that is another, and evaluation accuracy.
+  """
   fig = figure.Figure(figsize=(6, 3.6), layout="constrained")
   ax = fig.subplots()
   steps = np.array([r["step"] for r in records if "reward/mean" in r])
@@ -133,6 +136,13 @@ def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
       linewidth=1.8,
       label=f"its mean over {2 * window + 1} steps",
     )
+  judged = [r for r in records if "reward/solved" in r]
+  solved = [(r["step"], r["reward/solved"]) for r in judged]
+  if all(r["reward/solved"] == r["reward/mean"] for r in judged):
+    solved = []  # the same curve
+  if solved:
+    label = "solved responses of a step"
+    ax.plot(*zip(*solved, strict=True), color=_GREEN, linewidth=1.2, label=label)
   evals = [(r["step"], r["eval/accuracy"]) for r in records if "eval/accuracy" in r]
   if evals:
     ax.plot(
@@ -144,7 +154,7 @@ def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
       label="accuracy on held-out problems",
     )
   ax.set(title="Reward and accuracy", xlabel="RL step", ylabel="mean over responses")
-  values = np.concatenate([reward, [accuracy for _, accuracy in evals]])
+  values = np.concatenate([reward, [share for _, share in solved + evals]])
   if len(values) and 0 <= values.min() and values.max() <= 1:
     ax.set_ylim(0, 1)
   ax.xaxis.set_major_locator(_whole_numbers())

@@ -11,7 +11,6 @@ import time
 
 from absl import flags
 import jax
-import jax.numpy as jnp
 
 from experiments import from_config
 from experiments import keys
@@ -53,7 +52,7 @@ def main(config):
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
   )
-  reference = jax.tree.map(jnp.copy, params) if algorithm.uses_reference else None
+  reference = from_config.reference(algorithm, params)
   state = learner.init(params)
   drafter, draft_params = from_config.load_drafter(config, model, mesh)
   selector = from_config.selector(config)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from tlt_jax import checkpoint
 from tlt_jax import json_objects
 from tlt_jax import metrics
+from tlt_jax import writing
 
 FORK = "Go on in this folder, from --workdir's latest checkpoint, with other settings."
 FREE = ("steps", "evaluation", "checkpoint")  # what a resumed run may change
@@ -105,7 +106,8 @@ def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
   """Writes `workdir/config.json`, at once or not at all."""
   workdir.mkdir(parents=True, exist_ok=True)
   partial = workdir / f"{_CONFIG}.new"
-  partial.write_text(json.dumps(config, indent=2) + "\n")
+  with writing.to(workdir / _CONFIG):
+    partial.write_text(json.dumps(config, indent=2) + "\n")
   os.replace(partial, workdir / _CONFIG)
 
 

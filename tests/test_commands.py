@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import transformers
 
+from experiments import check_resume
 from tests import commands
+from tests import test_full_disk
 from tlt_jax import metrics
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
@@ -40,6 +42,7 @@ KEYS = {  # of a step's record, whatever the algorithm
   "policy/clip_frac",
   "policy/entropy",
   "reward/mean",
+  "reward/solved",
   "weight_sync/seconds_s",
 }
 home, chat = commands.home, commands.chat
@@ -96,7 +99,12 @@ def test_a_run_leaves_what_it_promises(home, whole):
   assert [r["step"] for r in records] == [*range(STEPS + 1)]
   for record in records[:-1]:
     assert KEYS <= record.keys()
-  assert "eval/accuracy" in records[0] and "eval/accuracy" in records[-1]
+  for key in ("eval/accuracy", "eval/reward_mean"):
+    assert key in records[0] and key in records[-1]
+  outcomes = [o for r in metrics.read(workdir / "rollouts.jsonl") for o in r["outcome"]]
+  solved = np.mean([r["reward/solved"] for r in records[:-1]])
+  assert outcomes.count("solved") / len(outcomes) == pytest.approx(solved)
+  assert 0 < solved < 1  # of rewards that are all below 1
   config = json.loads((workdir / "config.json").read_text())
   assert config["steps"] == STEPS and config["reward"] == "user_rewards.digits"
   assert checkpointed(workdir) == [STEPS - 2, STEPS]
@@ -124,41 +132,42 @@ def test_running_a_finished_run_again_changes_nothing(home, whole, tmp_path):
 
 
 def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_path):
-  """Just after steps, while a checkpoint is being written, during the export."""
-  workdir, dice = tmp_path / "run", random.Random(0)
-  args = [*tiny_run(home), f"--workdir={workdir}"]
-  for done in (1, 4, 6, STEPS):
-    kill_after(home, done, dice.choice((0.0, 0.01, 0.05)), *args)
-  succeed(run(home, "train", *args))
-  assert computed(workdir) == computed(whole[0])
-  assert responses(workdir) == responses(whole[0])
-  assert weights(workdir / "policy") == weights(whole[0] / "policy")
-
-
-def test_a_drafter_that_trains_changes_nothing_and_survives_kills(home, whole, tmp_path):
-  """The run is the plain one. Killed in the middle of steps, and following the schedule
-  of a run that was not, it ends with the same drafter, bit for bit."""
+  """Just after steps, in the middle of them, while a checkpoint is being written, during
+  the export. A drafter trains in it, which changes nothing of the plain run; following
+  the schedule of a run that was not killed, it ends with the same drafter too."""
   args = tiny_run(home, *commands.DRAFTING.items())
-  workdir = tmp_path / "whole"
+  workdir, other = tmp_path / "whole", tmp_path / "killed"
   succeed(run(home, "train", *args, f"--workdir={workdir}"))
   assert responses(workdir) == responses(whole[0])
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
-  records = metrics.read(workdir / "metrics.jsonl")
-  assert sum(r.get("drafter/updates", 0) for r in records) > 2
+  assert check_resume.updates(workdir) > 2
   assert (workdir / "figures" / "timeline.png").exists()
 
-  other, dice = tmp_path / "killed", random.Random(1)
+  dice = random.Random(0)
   args += [f"--workdir={other}", f"--schedule={workdir / 'rollouts.jsonl'}"]
-  for done in (1, 4, 6):
-    kill_after(home, done, dice.choice((0.02, 0.1, 0.3)), *args)
+  for done in (1, 3, 4, 6, STEPS):
+    kill_after(home, done, dice.choice((0.0, 0.01, 0.05, 0.2)), *args)
   succeed(run(home, "train", *args))
-  assert weights(other / "policy") == weights(workdir / "policy")
-  assert weights(other / "drafter") == weights(workdir / "drafter")
-  trained = lambda folder: [
-    [chunk["trained"] for chunk in r["chunks"]]
-    for r in metrics.read(folder / "rollouts.jsonl")
-  ]
-  assert trained(other) == trained(workdir)
+  assert check_resume.outcome(other) == check_resume.outcome(workdir)
+
+
+def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_path):
+  """Of a checkpoint, the exported policy, a figure; after that it ends the same."""
+  args = [*tiny_run(home), f"--workdir={tmp_path}"]
+  for size, what in (
+    (20_000, f"a checkpoint in {tmp_path}/checkpoints"),
+    (46_000, f"{tmp_path}/policy"),
+    (60_000, f"{tmp_path}/figures/lengths.png"),
+  ):
+    with test_full_disk.room(size):
+      process = commands.start(home, "train", *args)
+    stdout, stderr = process.communicate(timeout=300)
+    result = subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+    assert re.match(f"{what} {test_full_disk.REASON}", error(result))
+  succeed(run(home, "train", *args))
+  assert computed(tmp_path) == computed(whole[0])
+  assert responses(tmp_path) == responses(whole[0])
+  assert weights(tmp_path / "policy") == weights(whole[0] / "policy")
 
 
 @pytest.mark.parametrize(
@@ -371,6 +380,7 @@ def test_two_policies_are_compared_on_the_same_prompts(home, whole):
   assert (report["prompts"], report["samples"]) == (6, 2)
   (both,) = report["models"].values()
   assert 0 < both["accuracy"] == report["baseline_accuracy"] < 1
+  assert 0 < both["reward_mean"] != both["accuracy"]  # a share of digits
   assert both["gain"] == both["gain_half_width"] == 0
 
 

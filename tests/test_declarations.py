@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from absl.testing import flagsaver
 import annotated_types
+import jax
 import pytest
 
 from experiments import declarations
@@ -142,11 +143,28 @@ def test_a_config_file_is_one_or_is_refused(monkeypatch, tmp_path):
   assert exit_line(monkeypatch, f"--config={path}").startswith(start)
 
 
+def test_a_full_device_is_told_in_one_line(monkeypatch):
+  """With what makes a run smaller; any other failure of a program is a bug, and shown."""
+  told = {"RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes": SystemExit}
+  for text, kind in (told | {"INTERNAL: broken": jax.errors.JaxRuntimeError}).items():
+
+    def fail(config, text=text):
+      raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with flagsaver.flagsaver(), pytest.raises(kind) as e:
+      launch.run(fail, config=("countdown", keys.RUN))
+    if kind is SystemExit:
+      assert "memory is full" in e.value.code and "\n" not in e.value.code
+
+
 MODULE = '''
 from tlt_jax import ranges
 
 
-def make(scale: ranges.Share = 0.5, *, table: tuple[float, ...] = (), free=3, must: int):
+def make(
+  scale: ranges.Share = 0.5, *rest, table: tuple[float, ...] = (), free=3, must: int, **more
+):
   """Makes nothing.
 
   Args:
@@ -188,6 +206,17 @@ def test_what_is_chosen_starts_from_its_own_defaults(package):
     config["algorithm"] |= {"scale": 1, "table": (), "must": 3}
   same = filled("countdown", **{"algorithm.name": "grpo_gae"})
   assert same == filled("countdown")
+
+
+def test_annotations_that_cannot_be_read_are_none(tmp_path, monkeypatch):
+  (tmp_path / "below").mkdir()
+  (tmp_path / "below" / "hidden.py").write_text("def make(x: 'Nobody' = 1): pass")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, "below", raising=False)
+  config = filled("countdown", **{"algorithm.name": "below.hidden"})
+  assert config["algorithm"] == {"name": "below.hidden", "x": 1}
+  config["algorithm"]["x"] = "anything"
+  declarations.check(keys.RUN, config)
 
 
 def test_the_command_line_may_set_what_is_chosen(monkeypatch, package):

@@ -7,8 +7,9 @@ shardings of what is restored come from the abstract state.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,6 +23,8 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+
+from tlt_jax import writing
 
 _LIST = "checksums.json"  # in a step's folder: {"step", "files": {name: [bytes, sha256]}}
 _STATE, _DATA = "state", "data"  # the folders in it
@@ -118,13 +121,27 @@ class Checkpoints:
         f"step {step}: {bad[0]} has no finite norm, the run has diverged; the last "
         f"checkpoint in {self.folder} is of step {self.latest()}"
       )
-    self._manager.save(
-      step,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
-      ),
-      force=force,
+    args = ocp.args.Composite(
+      state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
     )
+    with self._room_for_it():
+      self._manager.save(step, args=args, force=force)
+
+  @contextlib.contextmanager
+  def _room_for_it(self) -> Iterator[None]:
+    """Tells a full disk, of the checkpoint before too: it is written behind."""
+    try:
+      yield
+    except Exception as e:
+      reason = writing.full_disk(e)
+      if reason is None:
+        raise
+      step = self.latest()
+      there = "starts from the beginning" if step is None else f"goes on from step {step}"
+      raise OSError(
+        f"a checkpoint in {self.folder} cannot be written ({reason}); {writing.REMEDY}: "
+        f"it {there}"
+      ) from e
 
   def data(self) -> tuple[int, dict]:
     """Reads step and JSON data of the latest checkpoint, after checking all its files.
@@ -180,7 +197,8 @@ class Checkpoints:
   def wait(self) -> None:
     """Returns when nothing is being written any more."""
     if "_manager" in vars(self):
-      self._manager.wait_until_finished()
+      with self._room_for_it():
+        self._manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits for what is being written, and lets go of the folder."""

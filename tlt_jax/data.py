@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from tlt_jax import json_objects
 from tlt_jax import named
 from tlt_jax import ranges
+from tlt_jax import writing
 
 _TOKENIZER_FILES = (
   "tokenizer.json",
@@ -213,7 +214,8 @@ def copy_tokenizer(source: str | pathlib.Path, folder: str | pathlib.Path) -> No
   """Copies a model folder's tokenizer, chat template and the like to another one."""
   for path in pathlib.Path(source).iterdir():
     if path.name in _TOKENIZER_FILES:
-      shutil.copyfile(path, pathlib.Path(folder) / path.name)
+      with writing.to(pathlib.Path(folder) / path.name):
+        shutil.copyfile(path, pathlib.Path(folder) / path.name)
 
 
 class Pieces(NamedTuple):

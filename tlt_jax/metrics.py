@@ -20,10 +20,11 @@ import rich.box
 import rich.console
 import rich.table
 from scipy import special
-import tensorboardX
 import tqdm
 
 from tlt_jax import json_objects
+from tlt_jax import tensorboard
+from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
 _ROLLOUT_LISTS = ("length", "outcome", "live_time_s", "live_requests")
@@ -43,6 +44,7 @@ _PHASES = {
 # Rows of the final table: label, key, format.
 _QUANTITIES = (
   ("reward mean", "reward/mean", ".3f"),
+  ("solved", "reward/solved", ".3f"),
   ("response length, mean", "rollout/length_mean", ".0f"),
   ("response length, p50", "rollout/length_p50", ".0f"),
   ("response length, p99", "rollout/length_p99", ".0f"),
@@ -95,9 +97,7 @@ class Writer:
       _open_at(path, [r for r in records if r["step"] < resume_step])
       for path, records in zip(paths, found, strict=True)
     )
-    self._board = tensorboardX.SummaryWriter(
-      str(workdir / "tensorboard"), purge_step=resume_step, flush_secs=10
-    )
+    self._board = tensorboard.Board(workdir / "tensorboard", resume_step)
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
     """Records one step; on disk when it returns.
@@ -114,9 +114,7 @@ class Writer:
     for key, value in metrics.items():
       record[key] = _scalar(key, step, value)
     _append(self._metrics, record)
-    for key, value in record.items():
-      if key != "step":
-        self._board.add_scalar(key, value, step)
+    self._board.write(step, {key: x for key, x in record.items() if key != "step"})
     return record
 
   def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
@@ -223,8 +221,9 @@ def _chunk(step: int, where: str, chunk: Mapping) -> dict:
 
 def _append(file: TextIO, record: dict) -> None:
   """Writes one line, on disk when it returns."""
-  file.write(json.dumps(record) + "\n")
-  file.flush()
+  with writing.to(file.name):
+    file.write(json.dumps(record) + "\n")
+    file.flush()
 
 
 def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
@@ -232,7 +231,7 @@ def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
   content = "".join(json.dumps(record) + "\n" for record in kept).encode()
   if path.exists() and content != path.read_bytes():
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
+    with writing.to(new), new.open("wb") as file:
       file.write(content)
       file.flush()
       os.fsync(file.fileno())
@@ -274,7 +273,7 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> dict:
 class Progress:
   """Shows how far the run is: a bar on a terminal, else one line per step.
 
-      step 12/60  reward 0.61  length 143/1024  rollout 3.1 s  update 2.0 s
+      step 12/60  reward 0.61  solved 50%  length 143/1024  rollout 3.1 s  update 2.0 s
 
   Args:
     total: steps of the whole run
@@ -311,7 +310,8 @@ def _progress_parts(record: Mapping[str, float]) -> list[str]:
   """Formats those metrics of a step that fit on its line."""
   templates = (
     "reward {reward/mean:.2f}",
-    "eval {eval/accuracy:.2f}",
+    "solved {reward/solved:.0%}",
+    "eval {eval/accuracy:.0%}",
     "length {rollout/length_mean:.0f}/{rollout/length_max:.0f}",
     "accepted {rollout/mean_acceptance_length:.2f}",
     "rollout {rollout/seconds_s:.1f} s",
@@ -347,9 +347,9 @@ def summary_table(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
     first, last = _mean(records[:k], key), _mean(records[-k:], key)
     if first is not None and last is not None:
       ends.add_row(label, format(first, form), format(last, form))
-  accuracy = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
-  if accuracy:
-    ends.add_row("eval accuracy (one)", f"{accuracy[0]:.3f}", f"{accuracy[-1]:.3f}")
+  for label, key in (("accuracy", "eval/accuracy"), ("reward", "eval/reward_mean")):
+    if found := [f"{r[key]:.3f}" for r in records if key in r]:
+      ends.add_row(f"eval {label} (one)", found[0], found[-1])
 
   times = rich.table.Table(box=rich.box.SIMPLE_HEAD)
   times.add_column("phase")

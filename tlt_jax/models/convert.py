@@ -18,6 +18,7 @@ import numpy as np
 import safetensors.numpy
 
 from tlt_jax import axes as axes_lib
+from tlt_jax import memory
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf_config
 from tlt_jax.models import hf_folder
@@ -27,6 +28,7 @@ from tlt_jax.models import target
 CheckpointError = hf_folder.CheckpointError
 
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer of old exports
+_STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _flat(params) -> dict:
@@ -104,6 +106,15 @@ def load_hf(
       rules = axes_lib.ROLLOUT if rules is None else rules
       tree = axes_lib.shardings(mesh, rules, abstract)
       shardings = traverse_util.flatten_dict(tree, sep="/")
+    dtypes = {
+      name: dtype or _STORED_DTYPES[stored.lazy[layout.name].get_dtype()]
+      for name, layout in layouts.items()
+    }
+    memory.announce(
+      f"the weights of {path} ({', '.join(sorted(set(dtypes.values())))})",
+      [jax.ShapeDtypeStruct(shapes[n], dtypes[n], sharding=shardings[n]) for n in shapes],
+      smaller="policy, tensor_parallel",
+    )
     params = {
       name: _place(stored.lazy[layout.name], layout, shapes[name], shardings[name], dtype)
       for name, layout in layouts.items()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import safetensors
 
 from tlt_jax import json_objects
+from tlt_jax import writing
 
 CONFIG = "config.json"
 FLOATS = ("F32", "F16", "BF16")  # what weights may be stored as
@@ -133,9 +134,10 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """
   partial = path / _PARTIAL
   shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  yield partial
-  _publish(path, partial)
+  with writing.to(path):
+    partial.mkdir(parents=True)
+    yield partial
+    _publish(path, partial)
 
 
 def _publish(path: pathlib.Path, partial: pathlib.Path) -> None:

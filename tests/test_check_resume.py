@@ -1,0 +1,42 @@
+"""The command that kills runs: what it compares, and that it runs."""
+
+import json
+import shutil
+
+from experiments import check_resume
+from tests import commands
+from tlt_jax import metrics
+
+home = commands.home
+
+
+def test_a_killed_run_is_compared_with_a_whole_one(home, tmp_path):
+  """And what is compared is all but seconds and memory."""
+  args = commands.tiny_run(home, *commands.DRAFTING.items())
+  more = ["--steps=2", "--kills=1", f"--workdir={tmp_path}"]
+  found = commands.found(home, "check_resume", *args, *more)
+  assert found["kills"] == 1
+  assert found["differing"] == []
+  assert len(found["updates"]) == found["runs"] + 1
+  assert min(found["updates"]) > 0
+
+  first = tmp_path / "first"
+  whole = check_resume.outcome(first)
+  assert check_resume.outcome(tmp_path / "killed_0") == whole
+  for file, change, differs in (
+    ("metrics", lambda r: r | {"step/seconds_s": 99.0, "memory/x": 1}, []),
+    ("metrics", lambda r: r | {"policy/loss": 99.0}, ["metrics"]),
+    ("rollouts", lambda r: r | {"outcome": []}, ["responses"]),
+    ("rollouts", lambda r: r | {"chunks": []}, ["trained"]),
+  ):
+    other = shutil.copytree(first, tmp_path / "other", dirs_exist_ok=True)
+    records = [change(r) for r in metrics.read(first / f"{file}.jsonl")]
+    (other / f"{file}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    ended = check_resume.outcome(other)
+    assert [name for name in whole if ended[name] != whole[name]] == differs
+
+
+def test_a_run_without_training_in_idle_slices_is_no_test(home):
+  """Nothing would be said about the drafter."""
+  message = commands.error(commands.run(home, "check_resume", *commands.tiny_run(home)))
+  assert "no drafter trains: set --config.drafter" in message
