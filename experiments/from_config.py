@@ -16,6 +16,7 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
 from tlt_jax import prompt_checks
+from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
@@ -43,13 +44,13 @@ class Models:
 
 
 @functools.cache
-def tokenizer(policy: str) -> data.Tokenizer:
+def tokenizer(policy: str) -> tokenization.Tokenizer:
   """The tokenizer of a policy's folder, which a command loads once.
 
   Raises:
     DataError: it has tokens that the model does not have
   """
-  model, loaded = convert.load_config(policy), data.Tokenizer.load(policy)
+  model, loaded = convert.load_config(policy), tokenization.Tokenizer.load(policy)
   if loaded.vocab_size > model.vocab_size:
     raise data.DataError(
       f"{policy}: tokenizer.json has tokens up to {loaded.vocab_size - 1:,}, the model in "

@@ -156,6 +156,8 @@ def read_config(path: str) -> dict:
   try:
     spec.loader.exec_module(module)
     made = module.get_config(*filter(None, [arg]))
+    if not isinstance(made, ml_collections.ConfigDict | dict):
+      raise TypeError(f"get_config gives a {type(made).__name__}, not a ConfigDict")
     return ml_collections.ConfigDict(made).to_dict()
   except (Exception, SystemExit) as e:  # whatever the file does
     raise declarations.ConfigError(f"{type(e).__name__}: {e}") from e

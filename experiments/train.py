@@ -3,8 +3,7 @@
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
 the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to
 the rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same
---workdir again resumes, with the same settings (more `steps` are fine); with others,
---fork=NEW_WORKDIR goes on in another folder.
+--workdir again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
 import time
@@ -20,6 +19,7 @@ from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
+from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -139,7 +139,7 @@ def main(config):
   progress.close()
   writer.close()
   convert.save_hf(workdir / "policy", model, state.params)
-  data.copy_tokenizer(config["policy"], workdir / "policy")
+  tokenization.copy_files(config["policy"], workdir / "policy")
   if spot:
     drafter_files.save(workdir / "drafter", drafter, spot.params)
   plot.plot_all(workdir)

@@ -29,6 +29,7 @@ from tests import test_metrics
 from tests import tiny
 from tlt_jax import data
 from tlt_jax import metrics
+from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter
 from tlt_jax.models import drafter_files
@@ -56,7 +57,7 @@ class Kind:
 
 def read_tokenizer(folder):
   """As a command does that then encodes a chat and decodes the answer."""
-  tokenizer = data.Tokenizer.load(folder)
+  tokenizer = tokenization.Tokenizer.load(folder)
   ids = tokenizer.encode([{"role": "user", "content": "1+1?"}], system="Count.")
   assert all(isinstance(i, int) and 0 <= i < 2**31 for i in tokenizer.stop_tokens)
   return tokenizer.decode(ids)

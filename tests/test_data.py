@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 from tlt_jax import data
+from tlt_jax import tokenization
 
 MESSAGES = [{"role": "user", "content": "1+1?"}]
 
@@ -152,7 +153,7 @@ def folder(tmp_path_factory):
 
 def test_text_round_trips_without_markup_but_with_a_stop_character(folder):
   """Padding and chat markup go; the newline that ends a response stays."""
-  tokenizer = data.Tokenizer.load(folder)
+  tokenizer = tokenization.Tokenizer.load(folder)
   ids = tokenizer.encode("1+1=2!\n")
   assert ids.dtype == np.int32 and ids.shape == (7,)
   assert tokenizer.decode([1, *ids, 0, 0]) == "1+1=2!\n"
@@ -163,7 +164,7 @@ def test_text_round_trips_without_markup_but_with_a_stop_character(folder):
 
 def test_a_chat_goes_through_the_template(folder):
   """Its markup becomes single tokens, and the assistant's turn is open."""
-  tokenizer = data.Tokenizer.load(folder)
+  tokenizer = tokenization.Tokenizer.load(folder)
   asked = tokenizer.encode(MESSAGES)
   assert asked[-1] == 1
   assert tokenizer.decode(asked) == "u:1+1?\n"
@@ -176,23 +177,23 @@ def test_a_chat_goes_through_the_template(folder):
 
 def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
   """No tokenizer, a broken one, no template, a template that refuses."""
-  tokenizer = data.Tokenizer.load(folder)
+  tokenizer = tokenization.Tokenizer.load(folder)
   with pytest.raises(data.DataError, match="needs a chat"):
     tokenizer.encode("1", system="2")
   with pytest.raises(data.DataError, match="refuses messages.*no tools"):
     tokenizer.encode([{"role": "tool", "content": "1"}])
   with pytest.raises(data.DataError, match="no tokenizer.json"):
-    data.Tokenizer.load(tmp_path)
+    tokenization.Tokenizer.load(tmp_path)
   (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
   config = {"tokenizer_class": "PreTrainedTokenizerFast"}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-  plain = data.Tokenizer.load(tmp_path)
+  plain = tokenization.Tokenizer.load(tmp_path)
   assert plain.stop_tokens == ()
   with pytest.raises(data.DataError, match="no chat template"):
     plain.encode(MESSAGES)
   (tmp_path / "tokenizer.json").write_text("{")
   with pytest.raises(data.DataError, match="tokenizer.json is not JSON"):
-    data.Tokenizer.load(tmp_path)
+    tokenization.Tokenizer.load(tmp_path)
 
 
 def test_a_source_is_called_by_its_dotted_name(tmp_path):
@@ -228,7 +229,7 @@ def test_items_are_made_ahead_in_the_same_order():
 
 def test_a_tokenizer_is_copied_without_the_model(folder, tmp_path):
   (folder / "model.safetensors").write_text("large")
-  data.copy_tokenizer(folder, tmp_path)
+  tokenization.copy_files(folder, tmp_path)
   names = {path.name for path in tmp_path.iterdir()}
   assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-  assert data.Tokenizer.load(tmp_path).stop_tokens == (1, 18)
+  assert tokenization.Tokenizer.load(tmp_path).stop_tokens == (1, 18)

@@ -16,6 +16,7 @@ from experiments import from_config
 from tests import commands
 from tlt_jax import data
 from tlt_jax import prompt_checks
+from tlt_jax import tokenization
 
 home = commands.home
 TEMPLATE = (
@@ -40,10 +41,10 @@ def vocabulary(first: str) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> data.Tokenizer:
+def tokenizer() -> tokenization.Tokenizer:
   """A token per character; what it does not know becomes padding."""
   model = tokenizers.models.WordLevel(vocabulary("<pad>"), unk_token="<pad>")
-  return data.Tokenizer(wrapped(model), ())
+  return tokenization.Tokenizer(wrapped(model), ())
 
 
 def chat(text: str) -> list[dict]:
@@ -207,7 +208,7 @@ def test_a_prompt_is_cut_until_it_fits_whatever_the_tokens_of_what_is_left():
   inner = tokenizers.Tokenizer(model)
   fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
   rules = prompt_checks.Rules(
-    data.Tokenizer(fast, ()), prompt_checks.Unusable("cut", "cut"), max_prompt=3
+    tokenization.Tokenizer(fast, ()), prompt_checks.Unusable("cut", "cut"), max_prompt=3
   )
   [record] = prompt_checks.usable([{"prompt": "aabcacabc", "answer": ""}], "x", rules)
   assert record["prompt"] == "acabc"
@@ -233,7 +234,7 @@ def test_every_kind_of_tokenizer_tells_what_it_does_not_know(kind):
     trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=letters, show_progress=False)
     inner.train_from_iterator(["1 2"], trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
-  rules = prompt_checks.Rules(data.Tokenizer(fast, ()))
+  rules = prompt_checks.Rules(tokenization.Tokenizer(fast, ()))
   known = [{"prompt": "1+ 2?", "answer": ""}]
   assert prompt_checks.usable(known, "x", rules) == known
   asked = [*known, {"prompt": "1é+\N{PILE OF POO}", "answer": ""}]

@@ -14,6 +14,7 @@ import logging
 from typing import Literal
 
 from tlt_jax import data
+from tlt_jax import tokenization
 
 _WHOLE = 2**13  # records of the longest source, but for files, that is checked whole
 _SOME = 1000  # of a longer one at the start; and that one draw looks at
@@ -45,13 +46,13 @@ class Unusable:
 class Rules:
   """Which prompts can be used, and what is done with the others."""
 
-  tokenizer: data.Tokenizer
+  tokenizer: tokenization.Tokenizer
   unusable: Unusable = Unusable()
   max_prompt: int | None = None  # tokens; None: any number
   chat: bool = False  # see `Tokenizer.text`, as for `system`
   system: str | None = None
 
-  def encode(self, prompts: Sequence[Prompt]) -> list[tuple[str, data.Pieces]]:
+  def encode(self, prompts: Sequence[Prompt]) -> list[tuple[str, tokenization.Pieces]]:
     """Of each prompt the text that the model continues, and its tokens."""
     texts = [self.tokenizer.text(p, system=self.system, chat=self.chat) for p in prompts]
     return list(zip(texts, self.tokenizer.pieces(texts), strict=True))
@@ -199,7 +200,7 @@ def _settle(
   return prompt, done
 
 
-def _unknown(text: str, pieces: data.Pieces, rules: Rules, most: int = 5) -> str:
+def _unknown(text: str, pieces: tokenization.Pieces, rules: Rules, most: int = 5) -> str:
   """Names the unknown characters of a text, each of them once; "" if there are none."""
   spans = rules.tokenizer.unknown(text, pieces)
   found = list(dict.fromkeys(text[start:end] for start, end in spans))
@@ -207,7 +208,7 @@ def _unknown(text: str, pieces: data.Pieces, rules: Rules, most: int = 5) -> str
   return ", ".join(map(repr, found[:most])) + more
 
 
-def _without_unknown(prompt: Prompt, tokenizer: data.Tokenizer) -> Prompt:
+def _without_unknown(prompt: Prompt, tokenizer: tokenization.Tokenizer) -> Prompt:
   """A prompt without the characters that the tokenizer does not know."""
   if not isinstance(prompt, str):
     clean = lambda message: _without_unknown(message["content"], tokenizer)

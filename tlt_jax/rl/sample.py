@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tlt_jax import data
 from tlt_jax import metrics
+from tlt_jax import tokenization
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import reward as reward_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
@@ -104,7 +104,7 @@ class Sampler:
   """Answers prompts with a policy and scores the answers; see `make`."""
 
   rollout: rollout_lib.Rollout
-  tokenizer: data.Tokenizer
+  tokenizer: tokenization.Tokenizer
   score: reward_lib.Score
   solved_at: float  # the least reward of a solved response, see `reward.score_all`
   sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
@@ -188,7 +188,7 @@ class Sampler:
 def make(
   rollout: rollout_lib.Rollout,
   *,
-  tokenizer: data.Tokenizer,
+  tokenizer: tokenization.Tokenizer,
   reward: str,
   solved_at: float,
   sampling: Mapping[str, Any],
@@ -223,7 +223,7 @@ def _nothing(prompt, response: str, answer) -> tuple[float, bool]:
 
 
 def encode(
-  tokenizer: data.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
+  tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
 ) -> list[np.ndarray]:
   """The prompts of records as token ids i32[...]; see `Tokenizer.encode`."""
   return [
