@@ -68,7 +68,9 @@ RUN = {
     "system": Key(str, "the system message of that template; '' for none"),
   },
   "reward": Key(str, "package.module.function that scores a response"),
-  "solved_at": Key(ranges.Number, "least reward of a solved response; see rl.sample.make"),
+  "solved_at": Key(
+    ranges.NotNegative, "least reward of a solved response, if the reward does not say"
+  ),
   "batch": {
     "prompts": Key(ranges.Count, "of a step"),
     "responses": Key(ranges.Count, "of each prompt"),

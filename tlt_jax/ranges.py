@@ -25,5 +25,4 @@ ShareAboveZero = Annotated[float, Interval(gt=0, le=1)]
 ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Base = Annotated[float, Interval(ge=1, le=1e9)]  # of rotary frequencies
-Number = Annotated[float, Interval(ge=-1e6, le=1e6)]
 NotNegative = Annotated[float, Interval(ge=0, le=1e6)]
