@@ -69,7 +69,7 @@ RUN = {
   },
   "reward": Key(str, "package.module.function that scores a response"),
   "solved_at": Key(
-    ranges.NotNegative, "least reward of a solved response, if the reward does not say"
+    ranges.Real, "least reward of a solved response, where the function does not say"
   ),
   "batch": {
     "prompts": Key(ranges.Count, "of a step"),

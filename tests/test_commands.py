@@ -19,6 +19,7 @@ import transformers
 
 from experiments import check_resume
 from tests import commands
+from tests import test_full_disk
 from tlt_jax import metrics
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
@@ -148,6 +149,25 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
     kill_after(home, done, dice.choice((0.0, 0.01, 0.05, 0.2)), *args)
   succeed(run(home, "train", *args))
   assert check_resume.outcome(other) == check_resume.outcome(workdir)
+
+
+def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_path):
+  """Of a checkpoint, the exported policy, a figure; after that it ends the same."""
+  args = [*tiny_run(home), f"--workdir={tmp_path}"]
+  for size, what in (
+    (20_000, f"a checkpoint in {tmp_path}/checkpoints"),
+    (46_000, f"{tmp_path}/policy"),
+    (60_000, f"{tmp_path}/figures/lengths.png"),
+  ):
+    with test_full_disk.room(size):
+      process = commands.start(home, "train", *args)
+    stdout, stderr = process.communicate(timeout=300)
+    result = subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+    assert re.match(f"{what} {test_full_disk.REASON}", error(result))
+  succeed(run(home, "train", *args))
+  assert computed(tmp_path) == computed(whole[0])
+  assert responses(tmp_path) == responses(whole[0])
+  assert weights(tmp_path / "policy") == weights(whole[0] / "policy")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import packing
+from tlt_jax import prompt_checks
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
@@ -192,6 +193,7 @@ def doors(config: dict, mesh) -> dict:
   return {
     "prompts": build,
     "held_out": build,
+    "unusable_prompts": prompt_checks.Unusable,
     "sampling": lambda **section: requests_lib.make_requests([[1, 2]], **section),
     "rollout": lambda **section: rollout.Options(max_length=length, **section),
     "algorithm": algorithm_lib.make,

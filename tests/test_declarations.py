@@ -162,7 +162,9 @@ MODULE = '''
 from tlt_jax import ranges
 
 
-def make(scale: ranges.Share = 0.5, *, table: tuple[float, ...] = (), free=3, must: int):
+def make(
+  scale: ranges.Share = 0.5, *rest, table: tuple[float, ...] = (), free=3, must: int, **more
+):
   """Makes nothing.
 
   Args:
@@ -204,6 +206,17 @@ def test_what_is_chosen_starts_from_its_own_defaults(package):
     config["algorithm"] |= {"scale": 1, "table": (), "must": 3}
   same = filled("countdown", **{"algorithm.name": "grpo_gae"})
   assert same == filled("countdown")
+
+
+def test_annotations_that_cannot_be_read_are_none(tmp_path, monkeypatch):
+  (tmp_path / "below").mkdir()
+  (tmp_path / "below" / "hidden.py").write_text("def make(x: 'Nobody' = 1): pass")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, "below", raising=False)
+  config = filled("countdown", **{"algorithm.name": "below.hidden"})
+  assert config["algorithm"] == {"name": "below.hidden", "x": 1}
+  config["algorithm"]["x"] = "anything"
+  declarations.check(keys.RUN, config)
 
 
 def test_the_command_line_may_set_what_is_chosen(monkeypatch, package):

@@ -141,7 +141,7 @@ def test_a_long_source_is_checked_at_its_start_and_when_it_is_drawn(tokenizer):
   records = [{"prompt": USABLE, "answer": i} for i in range(1500)]
   for i in (1200, 1201):
     records[i] = {"prompt": "é", "answer": i}
-  source = Made(records, 2**17 + 1)
+  source = Made(records, 2**13 + 1)
   rules = lambda does: prompt_checks.Rules(
     tokenizer, prompt_checks.Unusable(unknown_characters=does), max_prompt=8
   )

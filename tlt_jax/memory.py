@@ -80,8 +80,8 @@ def bytes_by_device(arrays: Any) -> dict[jax.Device, int]:
 
 def _room(devices) -> tuple[Room, bool]:
   """The memory of the fullest of these devices, and whether they share it."""
-  own = [device.memory_stats() for device in devices]
-  if not all(own):
+  own = [device.memory_stats() or {} for device in devices]
+  if not all("bytes_limit" in stats for stats in own):
     return machine(), True
   limits = [(stats["bytes_limit"], stats["bytes_in_use"]) for stats in own]
   return min(Room(limit - used, limit) for limit, used in limits), False

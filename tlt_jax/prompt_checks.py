@@ -1,7 +1,7 @@
-"""Which prompts a run can use: none that is too long, or has characters nobody knows.
+"""Which prompts a run can use: short enough, of characters that the tokenizer knows.
 
 `usable` is the way in: a source of records in, those that can be used out, or an error
-that names the first that cannot. A file, and any other source of up to 2**17 records, is
+that names the first that cannot. A file, and any other source of up to 2**13 records, is
 checked whole; of a longer one, whose records are made when they are asked for, the first
 1,000, and each of the others when it is drawn. What becomes of a prompt depends on the
 prompt alone, so that a run that is resumed draws the same ones.
@@ -15,7 +15,7 @@ from typing import Literal
 
 from tlt_jax import data
 
-_WHOLE = 2**17  # records of the longest source that is checked whole
+_WHOLE = 2**13  # records of the longest source, but for files, that is checked whole
 _SOME = 1000  # of a longer one at the start; and that one draw looks at
 _AT_ONCE = 1024  # that are tokenized together
 
@@ -150,9 +150,9 @@ def _settled(
     prompt, done = _settle(record["prompt"], rules, encoded)
   except data.DataError as e:
     raise data.DataError(f"{record.get('place') or f'{name}, record {i}'}: {e}") from e
-  if prompt is None or not done:
-    return (None if prompt is None else record), done
-  return record | {"prompt": prompt}, done
+  if prompt is None:
+    return None, done
+  return (record | {"prompt": prompt} if done else record), done
 
 
 def _settle(
@@ -188,11 +188,12 @@ def _settle(
       return None, ["dropped (too long)"]
     prompt = _shortened(prompt, len(pieces.ids), rules)
     done.append("cut (too long)")
-  if not pieces.ids or (done and not (_last_text(prompt) or "").strip()):
+  last = _last_text(prompt)
+  if not pieces.ids or (done and last is not None and not last.strip()):
     if unusable.unknown_characters == "refuse":
       raise data.DataError(
-        "nothing is left of the prompt in tokens; correct it, or set "
-        "unusable_prompts.unknown_characters to drop"
+        "nothing is left of the prompt in tokens; correct it, raise rollout.max_prompt, "
+        "or set unusable_prompts.unknown_characters to drop"
       )
     return None, ["dropped (nothing left)"]
   return prompt, done

@@ -72,7 +72,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       prompts=problems | dict(split="train", size=10**9),
       held_out=problems | dict(split="held_out", size=4 if smoke else 64),
-      # What is done with them: refuse, drop or cut, see prompt_checks.Unusable.
+      # What is done with such prompts: refuse, drop or cut; see prompt_checks.Unusable.
       unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
       chat=dict(apply=False, system=""),  # see rl.sample.make
       reward="tlt_jax.tasks.countdown.score",
