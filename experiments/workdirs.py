@@ -14,6 +14,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from tlt_jax import checkpoint
+from tlt_jax import json_objects
 from tlt_jax import metrics
 from tlt_jax import writing
 
@@ -87,10 +88,17 @@ def _left_behind(folder: pathlib.Path, config: Mapping, step: int) -> tuple[str,
   path = folder / _ORIGIN
   if not path.exists():
     return ()
-  origin = json.loads(path.read_text())
-  if origin["step"] != step:  # a checkpoint of its own
+  try:
+    origin = json_objects.parse(path.read_bytes())
+    first, before = origin["step"], dict(origin["config"])
+  except (OSError, LookupError, TypeError, ValueError) as e:
+    raise WorkdirError(
+      f"{path} says what this folder was forked from, and cannot be read ({e!r:.200}); "
+      "fork again, to another folder"
+    ) from e
+  if first != step:  # a checkpoint of its own
     return ()
-  changed = {key.split(".")[0] for key, _, _ in _changes(origin["config"], config)}
+  changed = {key.split(".")[0] for key, _, _ in _changes(before, config)}
   return ("drafter",) if changed & {"drafter", "spot"} else ()
 
 
@@ -107,15 +115,12 @@ def _read(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
   """Reads `workdir/config.json`."""
   path = workdir / _CONFIG
   try:
-    config = json.loads(path.read_text())
-    if not isinstance(config, dict):
-      raise ValueError("it is no object")
+    return json_objects.parse(path.read_bytes())
   except (OSError, ValueError) as e:
     raise WorkdirError(
       f"{path} holds the settings that this folder was made with, and cannot be read "
       f"({e}): {ways_out}"
     ) from e
-  return config
 
 
 def _changes(old: Mapping, new: Mapping, prefix: str = "") -> Iterator[tuple]:

@@ -23,6 +23,7 @@ import pytest
 
 from experiments import plot
 from experiments import responses
+from experiments import workdirs
 from tests import commands
 from tests import test_metrics
 from tests import tiny
@@ -36,6 +37,7 @@ from tlt_jax.rl import sample
 home = commands.home
 chat = commands.chat
 MODEL = commands.COUNTDOWN
+SETTINGS = {"steps": 4, "seed": 0, "spot": {"every": 1}, "checkpoint": {"every": 1}}
 ROOM = 4 << 30  # bytes that a reader may ask for on top of what is there
 
 
@@ -72,6 +74,15 @@ def replay(folder):
       again = decisions(step)
       for name in ("tokens", "joins"):
         again(name, lambda: 1)
+
+
+def open_workdir(folder):
+  """As a command does that goes on from responses in there."""
+  try:
+    workdirs.open(folder, SETTINGS, holds=["metrics.jsonl"])
+  except workdirs.WorkdirError as e:
+    other = f"{folder} was made with other settings: "
+    raise ValueError(str(e).replace(other, f"{folder / 'config.json'}: ")) from e
 
 
 def read_responses(folder):
@@ -112,6 +123,8 @@ KINDS = {
     ("Writer", "run", "metrics.jsonl", reopen, CUT | {"missing", "empty"}),
     ("Writer", "run", "rollouts.jsonl", reopen, CUT | {"missing", "empty"}),
     ("replay", "run", "rollouts.jsonl", replay, ()),
+    ("workdir", "workdir", "config.json", open_workdir, ()),
+    ("workdir", "workdir", "forked_from.json", open_workdir, ["missing"]),
     ("responses", "sequences", "responses.npz", read_responses, ()),
   )
 }
@@ -143,6 +156,10 @@ def originals(tmp_path_factory, chat) -> pathlib.Path:
   (folder / "prompts" / "some.jsonl").write_text(lines)
   pq.write_table(pa.Table.from_pylist(rows), folder / "prompts" / "some.parquet")
   test_metrics.write_run(folder / "run", range(3))
+  shutil.copytree(folder / "run", folder / "workdir")
+  workdirs.record(folder / "workdir", SETTINGS)
+  origin = {"workdir": "before", "step": 0, "config": SETTINGS | {"seed": 1}}
+  (folder / "workdir" / "forked_from.json").write_text(json.dumps(origin))
   (folder / "sequences").mkdir()
   sequences = [(np.arange(3 + i), np.arange(2 + i)) for i in range(4)]
   responses.store(folder / "sequences" / "responses.npz", sequences)
