@@ -146,11 +146,12 @@ def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping[str, Any]) -> pa
   origin = _read(old, "no fork can start from it")
   record(new, config)
   origin = {"workdir": str(old.resolve()), "step": step, "config": origin}
-  (new / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-  for name in ("metrics.jsonl", "rollouts.jsonl"):
-    if (old / name).is_file():
-      kept = [r for r in metrics.read(old / name) if r["step"] < step]
-      (new / name).write_text("".join(json.dumps(r) + "\n" for r in kept))
-  checkpoint.copy(step, old / _CHECKPOINTS, new / _CHECKPOINTS)
+  with writing.to(new):
+    (new / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+      if (old / name).is_file():
+        kept = [r for r in metrics.read(old / name) if r["step"] < step]
+        (new / name).write_text("".join(json.dumps(r) + "\n" for r in kept))
+    checkpoint.copy(step, old / _CHECKPOINTS, new / _CHECKPOINTS)
   logging.info("weights and place in the data are those of step %d of %s", step, old)
   return new
