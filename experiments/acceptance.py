@@ -5,7 +5,6 @@ import logging
 
 from experiments import from_config
 from experiments import tables
-from tlt_jax import data
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
@@ -16,18 +15,18 @@ def measure(
   *,
   strategies: Sequence[str],
   verifications: Sequence[str],
-  prompts: int,
+  records: Sequence[dict],
   samples: int,
   seed: int,
 ) -> dict:
-  """Measures acceptance on held-out prompts, every request drafted for alike.
+  """Measures acceptance on prompts, every request drafted for alike.
 
   Args:
-    config: of a run, for its prompts, sampling and rollout
+    config: of a run, for its sampling and rollout
     models: its policy, and the drafter
     strategies: as `strategy.parse` reads them
     verifications: of `source.VERIFICATIONS`
-    prompts: how many at most
+    records: the prompts, held-out ones
     samples: responses per prompt
     seed: of the noise
   Returns:
@@ -35,7 +34,6 @@ def measure(
     "accuracy"}}}; the first is tokens per target pass and request, the second the
     chance of a draft to stand given that all before it do
   """
-  records = list(data.source(**config["held_out"] | {"size": prompts}))
   found = {}
   for verification in verifications:
     found[verification] = {}
@@ -54,7 +52,7 @@ def measure(
       found[verification][name] = {
         "mean_acceptance_length": length,
         "acceptance_rate_pos": scored.samples.acceptance_rate,
-        "accuracy": float(scored.reward.mean()),
+        "accuracy": float(scored.solved.mean()),
       }
       logging.info("%s, %s: %.2f tokens per pass", verification, name, length)
   return found

@@ -23,7 +23,6 @@ import numpy as np
 from experiments import from_config
 from experiments import keys
 from experiments import launch
-from tlt_jax import data
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -73,6 +72,7 @@ def main(config):
     raise ValueError("nothing to speculate with: give --drafter, or n-grams only")
   if all(s.source == strategy_lib.NGRAM for s in strategies):
     config["drafter"] = ""
+  records = from_config.prompts(config, config["held_out"] | {"size": 10**9})
   models = from_config.load_models(config, _DTYPE.value)
   selector = InTurn(strategies)
   fewer = max(config["rollout"]["slots"] // 8, 1)
@@ -84,7 +84,6 @@ def main(config):
   speculative = from_config.sampler(
     config, models.model, models.mesh, models.drafter, selector
   )
-  records = data.source(**config["held_out"] | {"size": 10**9})
 
   def draw(sampler: sample.Sampler, first: int, draft_params=None) -> sample.Scored:
     asked = [records[i % len(records)] for i in range(first, first + _BATCH.value)]

@@ -32,7 +32,7 @@ from tlt_jax import metrics
 _KILLS = flags.DEFINE_integer("kills", 40, "In all.", lower_bound=1)
 _PER_RUN = flags.DEFINE_integer("kills_per_run", 5, "Before it may end.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 8, "Of each run.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the moments of the kills.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the moments of the kills.", lower_bound=0)
 _WORKDIR = flags.DEFINE_string("workdir", "", "For the runs; default: a temporary one.")
 
 _MEASURED = re.compile(r".*_s|memory/.*")  # what clock and memory allocator say

@@ -25,6 +25,7 @@ import pydantic
 
 from tlt_jax import named
 
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 REQUIRED = inspect.Parameter.empty  # the default of a key that has none
 
 
@@ -63,13 +64,16 @@ def of(declared: Callable, without: tuple[str, ...] = ()) -> dict[str, Key | Sec
     without: parameters that do not come from a config
   """
   function = declared.__init__ if inspect.isclass(declared) else declared
-  hints = typing.get_type_hints(function, include_extras=True)
+  try:
+    hints = typing.get_type_hints(function, include_extras=True)
+  except (NameError, TypeError):  # of a fork, with names that only type checkers see
+    hints = {}
   meanings = _of_args(inspect.getdoc(declared)) | _of_args(inspect.getdoc(function))
   if dataclasses.is_dataclass(declared):
     meanings |= _of_comments(declared)
   keys = {}
   for name, parameter in inspect.signature(declared).parameters.items():
-    if name in without or parameter.kind == parameter.VAR_KEYWORD:
+    if name in without or parameter.kind in _MANY:
       continue
     annotation = hints.get(name, Any)
     if dataclasses.is_dataclass(annotation):

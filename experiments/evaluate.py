@@ -5,7 +5,8 @@
 
 All policies answer the same prompts under the same noise; several are separated by
 commas. Intervals are 95%, over prompts (a prompt's samples count as one
-observation). The last line is JSON.
+observation). Accuracy is the share of responses that are solved; the mean reward stands
+beside it where rewards are more than that. The last line is JSON.
 """
 
 import collections
@@ -18,8 +19,8 @@ import numpy as np
 from experiments import from_config
 from experiments import keys
 from experiments import launch
-from tlt_jax import data
 from tlt_jax import metrics
+from tlt_jax.rl import sample
 
 _MODEL = flags.DEFINE_list("model", None, "Hugging Face folders.", required=True)
 _BASELINE = flags.DEFINE_string("baseline", None, "Folder to compare with.")
@@ -29,31 +30,42 @@ _PROMPTS = flags.DEFINE_integer(
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bound=1)
 
 
-def answer(folder: str, config: dict, records: Sequence[dict]) -> np.ndarray:
-  """Rewards f32[B] of the policy in `folder`; prints what it did."""
+def answer(folder: str, config: dict, records: Sequence[dict]) -> sample.Scored:
+  """The scored responses of the policy in `folder`; prints what it did."""
   config = config | {"policy": folder, "drafter": ""}
   models = from_config.load_models(config)
   sampler = from_config.sampler(config, models.model, models.mesh)
   scored = sampler(models.params, records, _SAMPLES.value, seed=config["seed"] + 2**30)
   p = np.percentile(scored.samples.length, [50, 90, 99])
-  mean, half = bounds(scored.reward)
+  mean, half = bounds(scored.solved)
+  reward = ""
+  if (scored.reward != scored.solved).any():
+    reward = "mean reward {:.3f} +- {:.3f}  ".format(*bounds(scored.reward))
   print(
-    f"{folder}\n  accuracy {100 * mean:.1f}% +- {100 * half:.1f}  "
+    f"{folder}\n  accuracy {100 * mean:.1f}% +- {100 * half:.1f}  {reward}"
     f"{dict(collections.Counter(scored.outcome))}  in {scored.rollout_s:.0f} s\n"
     f"  length p50 {p[0]:.0f}  p90 {p[1]:.0f}  p99 {p[2]:.0f}  p99/p50 {p[2] / p[0]:.1f}",
     flush=True,
   )
-  return scored.reward
+  return scored
 
 
-def bounds(reward: np.ndarray) -> tuple[float, float]:
-  """Mean of f32[B], and half the width of its 95% interval over prompts."""
-  return metrics.interval(reward.reshape(-1, _SAMPLES.value).mean(1))
+def bounds(values: np.ndarray) -> tuple[float, float]:
+  """Mean of [B], and half the width of its 95% interval over prompts."""
+  return metrics.interval(values.reshape(-1, _SAMPLES.value).mean(1))
 
 
 def main(config):
   launch.start()
-  records = list(data.source(**config["held_out"] | {"size": _PROMPTS.value}))
+  folders = [*_MODEL.value, *([_BASELINE.value] if _BASELINE.value else [])]
+  source = config["held_out"] | {"size": _PROMPTS.value}
+  usable = [from_config.prompts(config | {"policy": f}, source) for f in folders]
+  records = usable[0]
+  if any(others != records for others in usable):
+    raise ValueError(
+      "the policies cannot be asked the same prompts: their tokenizers differ, and "
+      "unusable_prompts drops or cuts for one of them what another can use"
+    )
   if len(records) < 2:
     raise ValueError("an interval over prompts takes two of them; there is one")
   baseline = None
@@ -61,16 +73,17 @@ def main(config):
     baseline = answer(_BASELINE.value, config, records)
   result = {"models": {}, "prompts": len(records), "samples": _SAMPLES.value}
   for folder in _MODEL.value:
-    reward = answer(folder, config, records)
-    accuracy, half = bounds(reward)
+    scored = answer(folder, config, records)
+    accuracy, half = bounds(scored.solved)
     found = {"accuracy": accuracy, "accuracy_half_width": half}
+    found["reward_mean"], found["reward_half_width"] = bounds(scored.reward)
     if baseline is not None:
-      gain, half = bounds(reward - baseline)
+      gain, half = bounds(scored.solved.astype(int) - baseline.solved)
       print(f"  paired gain {100 * gain:+.1f} points, 95% within +- {100 * half:.1f}")
       found |= {"gain": gain, "gain_half_width": half}
     result["models"][folder] = found
   if baseline is not None:
-    result["baseline_accuracy"] = bounds(baseline)[0]
+    result["baseline_accuracy"] = bounds(baseline.solved)[0]
   print(json.dumps(result))
 
 

@@ -1,20 +1,28 @@
-"""Makes what a run's config describes: models, selector, spot training, sampler.
+"""Makes what a run's config describes: prompts, models, spot training, sampler.
 
 The library takes plain arguments. Which entries of a config they are is known here, and
 in `train.py`.
 """
 
+from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tlt_jax import axes
+from tlt_jax import data
+from tlt_jax import memory
+from tlt_jax import prompt_checks
+from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
+from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
@@ -35,6 +43,56 @@ class Models:
   draft_params: Any = None
 
 
+@functools.cache
+def tokenizer(policy: str) -> tokenization.Tokenizer:
+  """The tokenizer of a policy's folder, which a command loads once.
+
+  Raises:
+    DataError: it has tokens that the model does not have
+  """
+  model, loaded = convert.load_config(policy), tokenization.Tokenizer.load(policy)
+  if loaded.vocab_size > model.vocab_size:
+    raise data.DataError(
+      f"{policy}: tokenizer.json has tokens up to {loaded.vocab_size - 1:,}, the model in "
+      f"config.json has {model.vocab_size:,}; use the model's own tokenizer files"
+    )
+  return loaded
+
+
+def prompts(config: dict, source: dict) -> Sequence[dict]:
+  """The records of a source that the config's policy can be asked.
+
+  Args:
+    config: of a run
+    source: its section `prompts` or `held_out`
+  Raises:
+    DataError: there is no such source, or a prompt in it is refused
+  """
+  name = str(source.get("path") or source["source"])
+  return usable(config, data.source(**source), name, config["rollout"]["max_prompt"])
+
+
+def usable(
+  config: dict, records: Sequence[dict], name: str, max_prompt: int | None
+) -> Sequence[dict]:
+  """The records that the config's policy can be asked; see `prompt_checks.usable`.
+
+  Args:
+    config: of a run
+    records: by index
+    name: of their source
+    max_prompt: tokens of a prompt, at most; None: any number
+  """
+  rules = prompt_checks.Rules(
+    tokenizer(config["policy"]),
+    prompt_checks.Unusable(**config["unusable_prompts"]),
+    max_prompt=max_prompt,
+    chat=config["chat"]["apply"],
+    system=config["chat"]["system"] or None,
+  )
+  return prompt_checks.usable(records, name, rules)
+
+
 def load_models(config: dict, dtype: str | None = None) -> Models:
   """Loads the config's policy and drafter onto this machine's devices.
 
@@ -48,6 +106,14 @@ def load_models(config: dict, dtype: str | None = None) -> Models:
     model = dataclasses.replace(model, dtype=dtype)
   drafter, draft_params = load_drafter(config, model, mesh)
   return Models(mesh, model, params, drafter, draft_params)
+
+
+def reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:
+  """A copy of the policy before it is trained; None if the algorithm uses none."""
+  if not algorithm.uses_reference:
+    return None
+  memory.announce("the reference policy", params, smaller="algorithm.kl_coef=0, policy")
+  return jax.tree.map(jnp.copy, params)
 
 
 def load_drafter(
@@ -137,8 +203,9 @@ def sampler(
   )
   return sample.make(
     engine,
-    policy=config["policy"],
+    tokenizer=tokenizer(config["policy"]),
     reward=config["reward"],
+    solved_at=config["solved_at"],
     sampling=config["sampling"],
     chat=config["chat"],
   )

@@ -12,7 +12,6 @@ from the prompts and the model; how requests are sampled is the config's
 """
 
 from collections.abc import Sequence
-import contextlib
 import json
 import sys
 
@@ -23,6 +22,7 @@ from experiments import keys
 from experiments import launch
 from tlt_jax import axes
 from tlt_jax import data
+from tlt_jax import writing
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
@@ -100,14 +100,18 @@ def fitted(
 
 def main(config):
   launch.start()
+  if _OUTPUT.value:
+    open(_OUTPUT.value, "a").close()  # what cannot be written is told before the work
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
   records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
+  records = [record | {"index": i} for i, record in enumerate(records)]
+  records = from_config.usable(config, records, _PROMPTS.value, max_prompt=None)
   chosen = selector(config)
   if chosen is None:
     config["drafter"] = ""
   models = from_config.load_models(config)
   prompts = sample.encode(
-    data.Tokenizer.load(_MODEL.value),
+    from_config.tokenizer(_MODEL.value),
     records,
     chat=config["chat"]["apply"],
     system=config["chat"]["system"],
@@ -123,11 +127,11 @@ def main(config):
     seed=config["seed"],
     draft_params=models.draft_params,
   )
-  with contextlib.ExitStack() as stack:
-    out = sys.stdout
-    if _OUTPUT.value:
-      out = stack.enter_context(open(_OUTPUT.value, "w"))
-    write(scored, records, out)
+  if _OUTPUT.value:
+    with writing.to(_OUTPUT.value), open(_OUTPUT.value, "w") as out:
+      write(scored, records, out)
+  else:
+    write(scored, records, sys.stdout)
   samples, compile_s = scored.samples, sampler.rollout.pool.seconds
   print(
     f"{samples.length.sum()} tokens in {scored.rollout_s - compile_s:.1f} s, and "
@@ -143,7 +147,7 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
     p = int(scored.requests.prompt_idx[i])
     stopped = scored.samples.finish_reason[i] == samples_lib.STOP
     record = {
-      "index": p,
+      "index": records[p]["index"],
       "prompt": records[p]["prompt"],
       "response": text,
       "length": int(scored.samples.length[i]),

@@ -12,6 +12,7 @@ from experiments.declarations import Key
 from experiments.declarations import of
 from tlt_jax import data
 from tlt_jax import programs
+from tlt_jax import prompt_checks
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import algorithm
@@ -61,11 +62,15 @@ RUN = {
   },
   "prompts": _SOURCE,
   "held_out": _SOURCE,
+  "unusable_prompts": of(prompt_checks.Unusable),
   "chat": {
     "apply": Key(bool, "whether plain prompts are wrapped in the chat template"),
     "system": Key(str, "the system message of that template; '' for none"),
   },
   "reward": Key(str, "package.module.function that scores a response"),
+  "solved_at": Key(
+    ranges.Real, "least reward of a solved response, where the function does not say"
+  ),
   "batch": {
     "prompts": Key(ranges.Count, "of a step"),
     "responses": Key(ranges.Count, "of each prompt"),

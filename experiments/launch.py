@@ -66,7 +66,11 @@ def run(main: Callable[..., None], **configs: tuple[str, declarations.Section]) 
     except jax.errors.JaxRuntimeError as e:
       if os.environ.get("TLT_TRACEBACK") or not programs.is_out_of_memory(e):
         raise
-      sys.exit(_one_line(e))
+      told = str(e).splitlines()[0][:200]
+      sys.exit(
+        f"error: a device's memory is full ({told}); smaller: --config.rollout.slots, "
+        "--config.learner.buckets, --config.spot.rows, --config.sampling.max_tokens"
+      )
 
   app.run(guarded, flags_parser=parse)
 
@@ -152,6 +156,8 @@ def read_config(path: str) -> dict:
   try:
     spec.loader.exec_module(module)
     made = module.get_config(*filter(None, [arg]))
+    if not isinstance(made, ml_collections.ConfigDict | dict):
+      raise TypeError(f"get_config gives a {type(made).__name__}, not a ConfigDict")
     return ml_collections.ConfigDict(made).to_dict()
   except (Exception, SystemExit) as e:  # whatever the file does
     raise declarations.ConfigError(f"{type(e).__name__}: {e}") from e

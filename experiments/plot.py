@@ -9,9 +9,10 @@ timeline.png (what every slice did) and rollout_trace.json (the same as a trace;
 opens in https://ui.perfetto.dev).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import pathlib
+import sys
 
 from absl import flags
 import matplotlib as mpl
@@ -54,39 +55,63 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   """Draws what the run has data for; returns the files written.
 
   Raises:
-    metrics.MetricError: the run has no metrics.jsonl, or a damaged one
+    metrics.MetricError: the run has no metrics.jsonl, or a damaged file
   """
   workdir = pathlib.Path(workdir)
   folder = workdir / "figures"
-  records = metrics.read(workdir / "metrics.jsonl")
-  rollouts = []
-  if (workdir / "rollouts.jsonl").exists():
-    rollouts = metrics.read(workdir / "rollouts.jsonl")
+  of_steps, of_rollouts = workdir / "metrics.jsonl", workdir / "rollouts.jsonl"
+  records = metrics.read(of_steps)
+  if not records:
+    raise metrics.MetricError(f"{of_steps}: holds no step yet")
+  _check_numbers(of_steps, records)
+  rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
   # A run of an earlier version has no chunks.
   last = next((r for r in reversed(rollouts) if r.get("chunks")), None)
   written = []
-  for name, plot, data in (
-    ("reward.png", plot_reward, records),
-    ("lengths.png", plot_lengths, rollouts),
-    ("live_requests.png", plot_live_requests, rollouts),
-    ("timeline.png", plot_timeline, last),
+  for name, draw, data, file in (
+    ("reward.png", plot_reward, records, of_steps),
+    ("lengths.png", plot_lengths, rollouts, of_rollouts),
+    ("live_requests.png", plot_live_requests, rollouts, of_rollouts),
+    ("timeline.png", plot_timeline, last, of_rollouts),
+    ("rollout_trace.json", timeline.trace, last, of_rollouts),
   ):
     if not data:
       continue
     folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(STYLE), writing.to(folder / name):
-      plot(data).savefig(folder / name)
+    try:
+      _write(folder / name, draw, data)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as e:
+      raise metrics.MetricError(
+        f"{file}: {name} cannot be drawn, its records are not those of a run ({e!r:.200})"
+      ) from e
     written.append(folder / name)
-  if last:
-    path = folder / "rollout_trace.json"
-    with writing.to(path):
-      path.write_text(json.dumps(timeline.trace(last), separators=(",", ":")))
-    written.append(path)
   return written
 
 
+def _check_numbers(path: pathlib.Path, records: Sequence[Mapping]) -> None:
+  """Raises if a metric is none: what is no number would be drawn as a category."""
+  for record in records:
+    for key, value in record.items():
+      if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise metrics.MetricError(
+          f"{path}: {key} of step {record['step']} is {value!r:.60}, no finite number"
+        )
+
+
+def _write(path: pathlib.Path, draw: Callable, data) -> None:
+  """Writes a figure, or what else `draw` makes of the data."""
+  with mpl.rc_context(STYLE), writing.to(path):
+    drawn = draw(data)
+    if isinstance(drawn, figure.Figure):
+      drawn.savefig(path)
+    else:
+      path.write_text(json.dumps(drawn, separators=(",", ":")))
+
+
 def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
-  """Draws the reward of every step, its running mean, and evaluation accuracy."""
+  """Draws the reward of every step, its running mean, the share of solved responses if
+  that is another, and evaluation accuracy.
+  """
   fig = figure.Figure(figsize=(6, 3.6), layout="constrained")
   ax = fig.subplots()
   steps = np.array([r["step"] for r in records if "reward/mean" in r])
@@ -111,6 +136,13 @@ def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
       linewidth=1.8,
       label=f"its mean over {2 * window + 1} steps",
     )
+  judged = [r for r in records if "reward/solved" in r]
+  solved = [(r["step"], r["reward/solved"]) for r in judged]
+  if all(r["reward/solved"] == r["reward/mean"] for r in judged):
+    solved = []  # the same curve
+  if solved:
+    label = "solved responses of a step"
+    ax.plot(*zip(*solved, strict=True), color=_GREEN, linewidth=1.2, label=label)
   evals = [(r["step"], r["eval/accuracy"]) for r in records if "eval/accuracy" in r]
   if evals:
     ax.plot(
@@ -122,7 +154,7 @@ def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
       label="accuracy on held-out problems",
     )
   ax.set(title="Reward and accuracy", xlabel="RL step", ylabel="mean over responses")
-  values = np.concatenate([reward, [accuracy for _, accuracy in evals]])
+  values = np.concatenate([reward, [share for _, share in solved + evals]])
   if len(values) and 0 <= values.min() and values.max() <= 1:
     ax.set_ylim(0, 1)
   ax.xaxis.set_major_locator(_whole_numbers())

@@ -3,15 +3,13 @@
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
 the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to
 the rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same
---workdir again resumes, with the same settings (more `steps` are fine); with others,
---fork=NEW_WORKDIR goes on in another folder.
+--workdir again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
 import time
 
 from absl import flags
 import jax
-import jax.numpy as jnp
 
 from experiments import from_config
 from experiments import keys
@@ -21,6 +19,7 @@ from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
+from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -40,10 +39,12 @@ _SCHEDULE = flags.DEFINE_string(
 
 def main(config):
   launch.start()
-  workdir, checkpoints = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  workdir, checkpoints, anew = workdirs.open(_WORKDIR.value, config, _FORK.value)
   logged = _SCHEDULE.value or workdir / "rollouts.jsonl"
   decisions = sample.replay(logged, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])
+  asked = from_config.prompts(config, config["prompts"])
+  held_out = from_config.prompts(config, config["held_out"])
 
   # What is trained, on what, and how.
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
@@ -51,7 +52,7 @@ def main(config):
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
   )
-  reference = jax.tree.map(jnp.copy, params) if algorithm.uses_reference else None
+  reference = from_config.reference(algorithm, params)
   state = learner.init(params)
   drafter, draft_params = from_config.load_drafter(config, model, mesh)
   selector = from_config.selector(config)
@@ -59,17 +60,17 @@ def main(config):
   draft_params = None if spot else draft_params  # spot training has them from here on
   sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  prompts = data.prompt_iterator(data.source(**config["prompts"]), P, config["seed"])
-  held_out = list(data.source(**config["held_out"]))
+  prompts = data.prompt_iterator(asked, P, config["seed"])
 
   # Where it stands.
   step = 0
   trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
   if checkpoints.latest() is not None:
-    step, restored, saved = checkpoints.restore(trained(learner.abstract_state()))
+    like = trained(learner.abstract_state())
+    step, restored, saved = checkpoints.restore(like, without=anew)
     state = restored["policy"]
     prompts.set_state(saved["prompts"])
-    if spot:
+    if "drafter" in restored:
       spot.restore(restored["drafter"], saved["drafter"])
     sampler.rollout.restore(saved.get("rollout"))
   policy = learner.to_rollout(state.params)
@@ -138,7 +139,7 @@ def main(config):
   progress.close()
   writer.close()
   convert.save_hf(workdir / "policy", model, state.params)
-  data.copy_tokenizer(config["policy"], workdir / "policy")
+  tokenization.copy_files(config["policy"], workdir / "policy")
   if spot:
     drafter_files.save(workdir / "drafter", drafter, spot.params)
   plot.plot_all(workdir)

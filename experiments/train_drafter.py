@@ -13,6 +13,7 @@ end the share of accepted drafts is measured on held-out prompts. Running the sa
 last line is JSON.
 """
 
+from collections.abc import Sequence
 import json
 import logging
 import pathlib
@@ -26,9 +27,9 @@ from experiments import acceptance
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import responses
 from experiments import workdirs
 from tlt_jax import checkpoint
-from tlt_jax import data
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import optimizer
@@ -42,40 +43,18 @@ _SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
 
 
 def responses_of(
-  models: from_config.Models, config: dict, run: dict
+  models: from_config.Models, config: dict, run: dict, records: Sequence[dict]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """(prompt, response) token ids of each response of the policy."""
-  wanted = config["responses"]
+  """(prompt, response) token ids of each response of the policy to the records."""
   sampler = from_config.sampler(run, models.model, models.mesh)
   scored = sampler(
     models.params,
-    list(data.source(**run["prompts"] | {"size": wanted["prompts"]})),
-    wanted["samples"],
+    records,
+    config["responses"]["samples"],
     seed=config["seed"] + _SEED,
   )
   prompts = [scored.requests.prompt(i) for i in range(len(scored.requests))]
   return [(prompt, scored.samples.response(i)) for i, prompt in enumerate(prompts)]
-
-
-def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) -> None:
-  """Keeps sequences as two flat arrays and their lengths."""
-  flat = {
-    name: np.concatenate([s[i] for s in sequences])
-    for i, name in enumerate(("prompts", "responses"))
-  }
-  sizes = np.array([(len(p), len(r)) for p, r in sequences])
-  partial = path.with_suffix(".tmp.npz")
-  np.savez(partial, sizes=sizes, **flat)
-  partial.replace(path)
-
-
-def load(path: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
-  """The sequences that `store` kept."""
-  with np.load(path, allow_pickle=False) as stored:
-    ends = np.cumsum(stored["sizes"], 0)[:-1]
-    names = ("prompts", "responses")
-    parts = [np.split(stored[name], ends[:, i]) for i, name in enumerate(names)]
-  return list(zip(*parts, strict=True))
 
 
 def first_drafter(models: from_config.Models, config: dict, sequences):
@@ -151,13 +130,16 @@ def main(config, run):
     )
   launch.start()
   whole = config | {"run": run}
-  workdir, checkpoints = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
+  workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
+  wanted, measured = config["responses"], config["evaluation"]
+  asked = from_config.prompts(run, run["prompts"] | {"size": wanted["prompts"]})
+  held_out = from_config.prompts(run, run["held_out"] | {"size": measured["prompts"]})
   models = from_config.load_models(run | {"drafter": ""})
   path = workdir / _RESPONSES
   if not path.exists():
     workdirs.record(workdir, whole)
-    store(path, responses_of(models, config, run))
-  sequences = load(path)
+    responses.store(path, responses_of(models, config, run, asked))
+  sequences = responses.load(path, models.model.vocab_size)
 
   drafter, params = first_drafter(models, config, sequences)
   temperature = run["sampling"]["temperature"] or 1.0
@@ -174,13 +156,12 @@ def main(config, run):
   drafter_files.save(workdir / "drafter", drafter, params)
   logging.info("exported the drafter to %s", workdir / "drafter")
 
-  measured = config["evaluation"]
   found = acceptance.measure(
     run,
     from_config.Models(models.mesh, models.model, models.params, drafter, params),
     strategies=measured["strategies"],
     verifications=("coupled",),
-    prompts=measured["prompts"],
+    records=held_out,
     samples=measured["samples"],
     seed=config["seed"] + _SEED,
   )

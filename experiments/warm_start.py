@@ -69,7 +69,7 @@ def batches(
 
 def main(config):
   launch.start()
-  workdir, checkpoints = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, config, _FORK.value)
   model = config_lib.ModelConfig(**config["model"])
   rule = optimizer.make(**config["optimizer"])
   learner = learner_lib.make(

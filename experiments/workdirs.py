@@ -8,51 +8,59 @@ else would mix two experiments in one folder: it is refused, or taken to another
 
 from collections.abc import Iterator, Mapping, Sequence
 import json
+import logging
 import os
 import pathlib
-import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt_jax import checkpoint
+from tlt_jax import json_objects
 from tlt_jax import metrics
 from tlt_jax import writing
 
 FORK = "Go on in this folder, from --workdir's latest checkpoint, with other settings."
 FREE = ("steps", "evaluation", "checkpoint")  # what a resumed run may change
 _CONFIG, _CHECKPOINTS = "config.json", "checkpoints"
+_ORIGIN = "forked_from.json"  # workdir, step and config that a fork started from
 
 
 class WorkdirError(ValueError):
   """A workdir that a run cannot go on in; the message names the remedy."""
 
 
+class Workdir(NamedTuple):
+  """The folder of a run."""
+
+  path: pathlib.Path
+  checkpoints: checkpoint.Checkpoints
+  left_behind: tuple[str, ...] = ()  # of the checkpoint's state, which a fork makes anew
+
+
 def open(
-  workdir: str,
+  path: str,
   config: Mapping[str, Any],
   fork: str | None = None,
   holds: Sequence[str] = (),
-) -> tuple[pathlib.Path, checkpoint.Checkpoints]:
+) -> Workdir:
   """Opens a run's folder, a new one or one to go on in; changes nothing in it.
 
   Args:
-    workdir: the folder
+    path: the folder
     config: of the run, with a section "checkpoint" and an entry "steps"
-    fork: another folder, where the run goes on from the latest checkpoint of `workdir`;
-      "" for none, None for a command that cannot
+    fork: another folder, where the run goes on from the latest checkpoint of `path`; ""
+      for none, None for a command that cannot
     holds: files of the folder that depend on the config, as checkpoints do
-  Returns:
-    the folder that the run writes to, its checkpoints
   Raises:
     WorkdirError: the checkpoints were made with other settings, or are of later steps
     CheckpointError: the latest one is damaged
   """
-  folder = pathlib.Path(workdir)
+  folder = pathlib.Path(path)
   if fork:
     folder = _fork(folder, pathlib.Path(fork), config)
   checkpoints = checkpoint.Checkpoints(folder / _CHECKPOINTS, **config["checkpoint"])
   is_new = checkpoints.latest() is None
   if is_new and not any((folder / name).exists() for name in holds):
-    return folder, checkpoints
+    return Workdir(folder, checkpoints)
   ways_out = "go back to them, or take another --workdir"
   if fork is not None:
     ways_out += ", or go on with the new ones in another folder: --fork=NEW_WORKDIR"
@@ -72,7 +80,26 @@ def open(
       f"--config.steps={config['steps']}: {folder} has done {done} steps already; ask for "
       "as many or more, or take another --workdir"
     )
-  return folder, checkpoints
+  return Workdir(folder, checkpoints, _left_behind(folder, config, done))
+
+
+def _left_behind(folder: pathlib.Path, config: Mapping, step: int) -> tuple[str, ...]:
+  """The parts of a fork's first checkpoint that its settings make anew: the drafter."""
+  path = folder / _ORIGIN
+  if not path.exists():
+    return ()
+  try:
+    origin = json_objects.parse(path.read_bytes())
+    first, before = origin["step"], dict(origin["config"])
+  except (OSError, LookupError, TypeError, ValueError) as e:
+    raise WorkdirError(
+      f"{path} says what this folder was forked from, and cannot be read ({e!r:.200}); "
+      "fork again, to another folder"
+    ) from e
+  if first != step:  # a checkpoint of its own
+    return ()
+  changed = {key.split(".")[0] for key, _, _ in _changes(before, config)}
+  return ("drafter",) if changed & {"drafter", "spot"} else ()
 
 
 def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
@@ -88,15 +115,12 @@ def _read(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
   """Reads `workdir/config.json`."""
   path = workdir / _CONFIG
   try:
-    config = json.loads(path.read_text())
-    if not isinstance(config, dict):
-      raise ValueError("it is no object")
+    return json_objects.parse(path.read_bytes())
   except (OSError, ValueError) as e:
     raise WorkdirError(
       f"{path} holds the settings that this folder was made with, and cannot be read "
       f"({e}): {ways_out}"
     ) from e
-  return config
 
 
 def _changes(old: Mapping, new: Mapping, prefix: str = "") -> Iterator[tuple]:
@@ -116,20 +140,17 @@ def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping[str, Any]) -> pa
   """
   if new.resolve() == old.resolve():
     raise WorkdirError(f"--fork={new} is the workdir itself; name another folder")
-  if checkpoint.latest_step(new / _CHECKPOINTS) is not None:
+  if checkpoint.latest(new / _CHECKPOINTS) is not None:
     return new
-  step = checkpoint.latest_step(old / _CHECKPOINTS)
-  if step is None:
-    raise WorkdirError(f"{old} has no checkpoint that --fork={new} could start from")
+  step = checkpoint.checked(old / _CHECKPOINTS)
+  origin = _read(old, "no fork can start from it")
   record(new, config)
+  origin = {"workdir": str(old.resolve()), "step": step, "config": origin}
+  (new / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
   for name in ("metrics.jsonl", "rollouts.jsonl"):
     if (old / name).is_file():
       kept = [r for r in metrics.read(old / name) if r["step"] < step]
       (new / name).write_text("".join(json.dumps(r) + "\n" for r in kept))
-  source, target = (folder / _CHECKPOINTS / str(step) for folder in (old, new))
-  checkpoint.verify(source)
-  partial = target.with_name(f"{step}.orbax-checkpoint-tmp-fork")
-  shutil.rmtree(partial, ignore_errors=True)
-  shutil.copytree(source, partial)
-  os.replace(partial, target)
+  checkpoint.copy(step, old / _CHECKPOINTS, new / _CHECKPOINTS)
+  logging.info("weights and place in the data are those of step %d of %s", step, old)
   return new

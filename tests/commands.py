@@ -105,6 +105,8 @@ def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
     "policy": home / "policy",
     "steps": STEPS,
     "reward": "user_rewards.digits",
+    "prompts.size": 64,  # the first 1,000 of a longer source would be checked
+    "solved_at": 0.4,
     "sampling.max_tokens": 24,
     "rollout.slots": 4,
     "rollout.buckets": "()",

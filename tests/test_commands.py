@@ -21,7 +21,6 @@ from experiments import check_resume
 from tests import commands
 from tests import test_full_disk
 from tlt_jax import metrics
-from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.tasks import countdown
@@ -43,6 +42,7 @@ KEYS = {  # of a step's record, whatever the algorithm
   "policy/clip_frac",
   "policy/entropy",
   "reward/mean",
+  "reward/solved",
   "weight_sync/seconds_s",
 }
 home, chat = commands.home, commands.chat
@@ -99,7 +99,12 @@ def test_a_run_leaves_what_it_promises(home, whole):
   assert [r["step"] for r in records] == [*range(STEPS + 1)]
   for record in records[:-1]:
     assert KEYS <= record.keys()
-  assert "eval/accuracy" in records[0] and "eval/accuracy" in records[-1]
+  for key in ("eval/accuracy", "eval/reward_mean"):
+    assert key in records[0] and key in records[-1]
+  outcomes = [o for r in metrics.read(workdir / "rollouts.jsonl") for o in r["outcome"]]
+  solved = np.mean([r["reward/solved"] for r in records[:-1]])
+  assert outcomes.count("solved") / len(outcomes) == pytest.approx(solved)
+  assert 0 < solved < 1  # of rewards that are all below 1
   config = json.loads((workdir / "config.json").read_text())
   assert config["steps"] == STEPS and config["reward"] == "user_rewards.digits"
   assert checkpointed(workdir) == [STEPS - 2, STEPS]
@@ -194,8 +199,9 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
     ({"prompts.split": "trian"}, "split must be 'train' or 'held_out', got 'trian'"),
     ({"policy": "nowhere"}, "nowhere: no such folder; download"),
     ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
-    ({"rollout.max_prompt": 4}, "prompt 0 has .* tokens, .* at most 4; raise max_prompt"),
-    ({"checkpoint.every": 0}, "keep >= 1 and every >= 1, got 2, 0"),
+    ({"rollout.max_prompt": 4}, "record 0: the prompt has .*max_prompt is 4; raise"),
+    ({"rollout.slots": 0}, "--config.rollout.slots=0: takes a whole number from 1"),
+    ({"steps": -3}, "--config.steps=-3: takes a whole number from 0"),
   ],
 )
 def test_a_wrong_value_ends_in_one_line(home, tmp_path, overrides, message):
@@ -252,19 +258,67 @@ def test_a_damaged_checkpoint_names_its_remedy_and_the_remedy_works(home, whole,
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
 
 
-def test_resuming_with_another_model_ends_in_one_line(home, whole, tmp_path):
-  """Which does not advise to delete a checkpoint that is good."""
+def contents(folder: pathlib.Path) -> dict[pathlib.Path, bytes]:
+  """All files of a folder."""
+  return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_finished_run_is_safe_from_other_settings(home, whole, tmp_path):
+  """What a resumed run may not change is refused by name, and nothing is written."""
   workdir = shutil.copytree(whole[0], tmp_path / "run")
-  policy = commands.write_policy(
-    tmp_path / "policy",
-    config_lib.ModelConfig(**{**vars(commands.COUNTDOWN), "mlp_width": 64}),
-  )
-  args = [*tiny_run(home, ("policy", policy)), f"--workdir={workdir}"]
-  message = error(run(home, "train", *args))
-  assert "belongs to another configuration" in message
-  assert "(48, 32) there, (64, 32) here" in message
-  assert "delete" not in message
-  assert checkpointed(workdir) == [STEPS - 2, STEPS]
+  other = shutil.copytree(home / "policy", tmp_path / "policy")
+  before = contents(workdir)
+  for overrides, message in (
+    ({"steps": 4}, rf"--config.steps=4: {workdir} has done {STEPS} steps already"),
+    ({"policy": other}, rf'policy was "{home / "policy"}" and is "{other}" now'),
+    (
+      {"batch.responses": 4, "seed": 1},
+      r"batch.responses was 2 and is 4 now; seed was 0 and is 1 now; go back to them",
+    ),
+  ):
+    args = [*tiny_run(home, *overrides.items()), f"--workdir={workdir}"]
+    message_found = error(run(home, "train", *args))
+    assert re.search(message, message_found), message_found
+    assert contents(workdir) == before
+  (workdir / "config.json").write_text("{")
+  message = error(run(home, "train", *tiny_run(home), f"--workdir={workdir}"))
+  assert "config.json holds the settings" in message and "--fork=NEW_WORKDIR" in message
+
+
+def test_a_run_may_become_longer(home, whole, tmp_path):
+  """And be evaluated and saved at other steps; config.json says what ran last."""
+  workdir = shutil.copytree(whole[0], tmp_path / "run")
+  more = {"steps": STEPS + 2, "evaluation.every": 1, "checkpoint.every": 1}
+  args = [*tiny_run(home, *more.items()), f"--workdir={workdir}"]
+  succeed(run(home, "train", *args))
+  records = computed(workdir)
+  evaluated = {key for key in records[0] if key.startswith("eval/")}
+  plain = lambda r: {key: x for key, x in r.items() if key not in evaluated}
+  assert [plain(r) for r in records[:STEPS]] == [plain(r) for r in computed(whole[0])[:-1]]
+  assert all("eval/accuracy" in r for r in records[STEPS:])
+  assert checkpointed(workdir) == [STEPS + 1, STEPS + 2]
+  assert json.loads((workdir / "config.json").read_text())["steps"] == STEPS + 2
+
+
+def test_a_fork_goes_on_elsewhere_with_other_settings(home, whole, tmp_path):
+  """Killed and run again too; what it starts from stays as it is."""
+  before = contents(whole[0])
+  changes = {"batch.responses": 4, "steps": STEPS + 4} | commands.DRAFTING
+  args = [*tiny_run(home, *changes.items()), f"--workdir={whole[0]}"]
+  kill_after(home, STEPS + 3, 0.05, *args, f"--fork={tmp_path / 'fork'}")
+  succeed(run(home, "train", *args, f"--fork={tmp_path / 'fork'}"))
+  assert contents(whole[0]) == before
+  assert computed(tmp_path / "fork")[:STEPS] == computed(whole[0])[:STEPS]
+  counts = [len(lengths) for _, lengths, _ in responses(tmp_path / "fork")]
+  assert counts == [8] * STEPS + [16] * 4
+  assert (tmp_path / "fork" / "drafter").is_dir()
+  plain = {"batch.responses": 4, "steps": STEPS + 4, "spot.every": 0}
+  args = [*tiny_run(home, *plain.items()), f"--workdir={tmp_path / 'fork'}"]
+  assert "drafter was" in error(run(home, "train", *args))
+  succeed(run(home, "train", *args, f"--fork={tmp_path / 'again'}"))
+  assert weights(tmp_path / "again" / "policy") == weights(tmp_path / "fork" / "policy")
+  message = error(run(home, "train", *args, f"--fork={tmp_path / 'fork'}"))
+  assert "is the workdir itself" in message
 
 
 def test_a_policy_with_nan_stops_before_anything_is_saved(home, tmp_path):
@@ -281,27 +335,24 @@ def test_a_policy_with_nan_stops_before_anything_is_saved(home, tmp_path):
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(home, whole, tmp_path):
-  """With a sane learning rate it goes on from there.
-
-  With one update per step the metrics are fine and the policy no longer is.
-  """
-  workdir = shutil.copytree(whole[0], tmp_path / "run")
+  """And with sane settings it goes on from where that one started."""
   wild = {
     "steps": STEPS + 4,
-    "optimizer.learning_rate": 1e30,
-    "learner.updates": 1,
+    "optimizer.learning_rate": 1e6,
+    "optimizer.weight_decay": 1e6,
     "checkpoint.every": 1,
   }
-  args = [*tiny_run(home, *wild.items()), f"--workdir={workdir}"]
+  fork = tmp_path / "fork"
+  args = [*tiny_run(home, *wild.items()), f"--workdir={whole[0]}", f"--fork={fork}"]
   message = error(run(home, "train", *args))
-  assert re.match(rf"step {STEPS + 1}: policy/params/.* has no finite norm", message)
-  assert checkpointed(workdir) == [STEPS - 2, STEPS]
+  assert re.match(rf"step {STEPS + 1}: .* the run has diverged", message)
+  assert checkpointed(fork) == [STEPS, STEPS + 1]
 
-  args = [*tiny_run(home, ("steps", STEPS + 1)), f"--workdir={workdir}"]
-  result = succeed(run(home, "train", *args))
-  assert f"restored {workdir / 'checkpoints' / str(STEPS)}" in result.stderr
-  assert computed(workdir)[:STEPS] == computed(whole[0])[:STEPS]
-  assert checkpointed(workdir) == [STEPS, STEPS + 1]
+  args = [*tiny_run(home, ("steps", STEPS + 1)), f"--workdir={whole[0]}"]
+  result = succeed(run(home, "train", *args, f"--fork={tmp_path / 'sane'}"))
+  assert f"restored {tmp_path / 'sane' / 'checkpoints' / str(STEPS)}" in result.stderr
+  assert computed(tmp_path / "sane")[:STEPS] == computed(whole[0])[:STEPS]
+  assert checkpointed(tmp_path / "sane") == [STEPS, STEPS + 1]
 
 
 def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
@@ -325,6 +376,7 @@ def test_two_policies_are_compared_on_the_same_prompts(home, whole):
   assert (report["prompts"], report["samples"]) == (6, 2)
   (both,) = report["models"].values()
   assert 0 < both["accuracy"] == report["baseline_accuracy"] < 1
+  assert 0 < both["reward_mean"] != both["accuracy"]  # a share of digits
   assert both["gain"] == both["gain_half_width"] == 0
 
 
@@ -387,15 +439,18 @@ def test_a_drafter_is_trained_on_a_file_of_prompts(home, trained):
 def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
   asked = tmp_path / "prompts.jsonl"
   problems = countdown.Problems(split="held_out", size=3, four_share=0.0, seed=0)
-  asked.write_text("".join(json.dumps({"prompt": p["prompt"]}) + "\n" for p in problems))
-  args = [*tiny_run(home), f"--model={home / 'policy'}", f"--prompts={asked}"]
+  prompts = [problems[0]["prompt"], "1é2>3:", *(problems[i]["prompt"] for i in (1, 2))]
+  asked.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+  dropping = ("unusable_prompts.unknown_characters", "drop")
+  args = [*tiny_run(home, dropping), f"--model={home / 'policy'}", f"--prompts={asked}"]
   answer = lambda strategy: succeed(
     run(home, "generate", *args, f"--strategy={strategy}")
   )
   plain, drafted = answer("off"), answer("ngram_4")
   assert plain.stdout == drafted.stdout
   records = [json.loads(line) for line in plain.stdout.splitlines()]
-  assert [r["index"] for r in records] == [0, 1, 2]
+  assert [r["index"] for r in records] == [0, 2, 3]
+  assert f"{asked}: of 4 prompts 1 dropped (unknown characters)" in plain.stderr
   assert "tokens per pass" in drafted.stderr.splitlines()[-1]
 
 

@@ -26,6 +26,7 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import packing
+from tlt_jax import prompt_checks
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
@@ -152,6 +153,15 @@ def test_every_key_is_read(name):
     assert any(keys == path[: len(keys)] for keys in read), f"{path} is read by nobody"
 
 
+def test_every_number_on_a_command_line_has_a_least_value():
+  """The flags of commands, beside the configs."""
+  for path in (ROOT / "experiments").rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+      if called in ("flags.DEFINE_integer", "flags.DEFINE_float"):
+        assert "lower_bound" in {k.arg for k in node.keywords}, (path, node.lineno)
+
+
 def doors(config: dict, mesh) -> dict:
   """Section -> the call that takes all of it."""
   model = tiny.CONFIG
@@ -183,6 +193,7 @@ def doors(config: dict, mesh) -> dict:
   return {
     "prompts": build,
     "held_out": build,
+    "unusable_prompts": prompt_checks.Unusable,
     "sampling": lambda **section: requests_lib.make_requests([[1, 2]], **section),
     "rollout": lambda **section: rollout.Options(max_length=length, **section),
     "algorithm": algorithm_lib.make,

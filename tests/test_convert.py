@@ -364,8 +364,8 @@ UNSUPPORTED = [
   ("llama3", dict(quantization_config={"bits": 4}), "quantization_config="),
   ("llama3", dict(dtype="float8_e4m3fn"), "dtype float8_e4m3fn"),
   ("llama3", dict(hidden_size=None), "'hidden_size' is missing"),
-  ("llama3", dict(num_attention_heads=0), "makes no model"),
-  ("llama3", dict(hidden_size="16", head_dim=None), "makes no model"),
+  ("llama3", dict(num_attention_heads=0), "num_attention_heads=0 is not"),
+  ("llama3", dict(hidden_size="16", head_dim=None), "hidden_size='16' is not"),
   ("llama3", dict(num_key_value_heads=3), "must be a multiple"),
   ("llama3", dict(head_dim=7), "even head_dim"),
 ]

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from tlt_jax import data
+from tlt_jax import tokenization
 from tlt_jax.tasks import countdown
 
 PROMPT = "14 12 11>22:"
@@ -226,7 +226,7 @@ def test_options_that_make_no_sense_are_errors(options, message):
 def test_the_tokenizer_survives_being_saved_next_to_a_policy(tmp_path):
   """Every character a token of its own, spaces and the stop included."""
   countdown.tokenizer().save_pretrained(tmp_path)
-  tokenizer = data.Tokenizer.load(tmp_path)
+  tokenizer = tokenization.Tokenizer.load(tmp_path)
   assert tokenizer.vocab_size == len(countdown.CHARACTERS) + 1
   for text in (PROMPT, SOLVED, countdown.CHARACTERS, " 1  2 > :", *searches()[0]):
     tokens = tokenizer.encode(text)

@@ -9,8 +9,13 @@ import pytest
 import tokenizers
 
 from tlt_jax import data
+from tlt_jax import tokenization
 
 MESSAGES = [{"role": "user", "content": "1+1?"}]
+
+
+def without_places(records):
+  return [{"prompt": r["prompt"], "answer": r["answer"]} for r in records]
 
 
 def write_jsonl(path, records):
@@ -24,14 +29,17 @@ def test_jsonl_and_parquet_give_the_same_records(tmp_path):
   expected = [{"prompt": "a\u2028b", "answer": "1"}, {"prompt": "c", "answer": "2"}]
   path = tmp_path / "x.jsonl"
   path.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
-  assert data.load_prompts(path, "q", "a") == expected
-  pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
-  assert data.load_prompts(tmp_path / "x.parquet", "q", "a") == expected
+  table = tmp_path / "x.parquet"
+  pq.write_table(pa.Table.from_pylist(rows), table)
+  for file, places in ((path, ("line 1", "line 3")), (table, ("row 0", "row 1"))):
+    found = data.load_prompts(file, "q", "a")
+    assert without_places(found) == expected
+    assert [r["place"] for r in found] == [f"{file}, {place}" for place in places]
 
   chat = [{"prompt": MESSAGES, "answer": "2"}]
-  assert data.load_prompts(write_jsonl(path, chat)) == chat
-  pq.write_table(pa.Table.from_pylist(chat), tmp_path / "x.parquet")
-  assert data.load_prompts(tmp_path / "x.parquet") == chat
+  assert without_places(data.load_prompts(write_jsonl(path, chat))) == chat
+  pq.write_table(pa.Table.from_pylist(chat), table)
+  assert without_places(data.load_prompts(table)) == chat
   assert data.load_prompts(path, answer_field=None)[0]["answer"] == ""
 
 
@@ -39,8 +47,8 @@ def test_jsonl_and_parquet_give_the_same_records(tmp_path):
   "content, message",
   [
     ("", "holds no records"),
-    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2: not JSON"),
-    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3: holds a list"),
+    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2 is not JSON"),
+    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3 holds no JSON object but a list"),
     ('{"promt": "a", "answer": 1}', "no field 'prompt'.*did you mean 'promt'"),
     ('{"prompt": "a", "gold": 1}', "no field 'answer'; there are prompt, gold"),
     ('{"prompt": " ", "answer": 1}', "line 1: field 'prompt' is empty"),
@@ -145,7 +153,7 @@ def folder(tmp_path_factory):
 
 def test_text_round_trips_without_markup_but_with_a_stop_character(folder):
   """Padding and chat markup go; the newline that ends a response stays."""
-  tokenizer = data.Tokenizer.load(folder)
+  tokenizer = tokenization.Tokenizer.load(folder)
   ids = tokenizer.encode("1+1=2!\n")
   assert ids.dtype == np.int32 and ids.shape == (7,)
   assert tokenizer.decode([1, *ids, 0, 0]) == "1+1=2!\n"
@@ -156,7 +164,7 @@ def test_text_round_trips_without_markup_but_with_a_stop_character(folder):
 
 def test_a_chat_goes_through_the_template(folder):
   """Its markup becomes single tokens, and the assistant's turn is open."""
-  tokenizer = data.Tokenizer.load(folder)
+  tokenizer = tokenization.Tokenizer.load(folder)
   asked = tokenizer.encode(MESSAGES)
   assert asked[-1] == 1
   assert tokenizer.decode(asked) == "u:1+1?\n"
@@ -169,23 +177,23 @@ def test_a_chat_goes_through_the_template(folder):
 
 def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
   """No tokenizer, a broken one, no template, a template that refuses."""
-  tokenizer = data.Tokenizer.load(folder)
+  tokenizer = tokenization.Tokenizer.load(folder)
   with pytest.raises(data.DataError, match="needs a chat"):
     tokenizer.encode("1", system="2")
   with pytest.raises(data.DataError, match="refuses messages.*no tools"):
     tokenizer.encode([{"role": "tool", "content": "1"}])
   with pytest.raises(data.DataError, match="no tokenizer.json"):
-    data.Tokenizer.load(tmp_path)
+    tokenization.Tokenizer.load(tmp_path)
   (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
   config = {"tokenizer_class": "PreTrainedTokenizerFast"}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-  plain = data.Tokenizer.load(tmp_path)
+  plain = tokenization.Tokenizer.load(tmp_path)
   assert plain.stop_tokens == ()
   with pytest.raises(data.DataError, match="no chat template"):
     plain.encode(MESSAGES)
   (tmp_path / "tokenizer.json").write_text("{")
-  with pytest.raises(data.DataError, match="cannot be read"):
-    data.Tokenizer.load(tmp_path)
+  with pytest.raises(data.DataError, match="tokenizer.json is not JSON"):
+    tokenization.Tokenizer.load(tmp_path)
 
 
 def test_a_source_is_called_by_its_dotted_name(tmp_path):
@@ -195,7 +203,7 @@ def test_a_source_is_called_by_its_dotted_name(tmp_path):
   spec = dict(
     source="tlt_jax.data.load_prompts", path=path, prompt_field="q", answer_field="a"
   )
-  first = {"prompt": "0?", "answer": "0"}
+  first = {"prompt": "0?", "answer": "0", "place": f"{path}, line 1"}
   assert data.source(**spec)[0] == first and len(data.source(**spec)) == 3
   assert data.source(**spec, size=1) == [first]
   assert data.source(**spec, size=10) == data.source(**spec)
@@ -221,7 +229,7 @@ def test_items_are_made_ahead_in_the_same_order():
 
 def test_a_tokenizer_is_copied_without_the_model(folder, tmp_path):
   (folder / "model.safetensors").write_text("large")
-  data.copy_tokenizer(folder, tmp_path)
+  tokenization.copy_files(folder, tmp_path)
   names = {path.name for path in tmp_path.iterdir()}
   assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-  assert data.Tokenizer.load(tmp_path).stop_tokens == (1, 18)
+  assert tokenization.Tokenizer.load(tmp_path).stop_tokens == (1, 18)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from absl.testing import flagsaver
 import annotated_types
+import jax
 import pytest
 
 from experiments import declarations
@@ -115,7 +116,8 @@ NUMBERS = [
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_the_command_line_is_held_to_them_too(monkeypatch, key):
-  for value in ("x", "1e30", "-1", str(10**30), ""):
+  negative = "-1e30" if key == "solved_at" else "-1"  # rewards may be negative
+  for value in ("x", "1e30", negative, str(10**30), ""):
     line = exit_line(monkeypatch, f"--config.{key}={value}")
     assert line.startswith("error: ") and f"config.{key}=" in line
 
@@ -130,7 +132,8 @@ def test_a_config_file_is_one_or_is_refused(monkeypatch, tmp_path):
     ("", "has no attribute 'get_config'"),
     ("def get_config(", "SyntaxError"),
     ("def get_config(arg='')\n  return 1", "SyntaxError"),
-    ("def get_config(arg=''): return 1", "int"),
+    ("def get_config(arg=''): return 1", "gives a int, not a ConfigDict"),
+    ("def get_config(arg=''): pass", "gives a NoneType, not a ConfigDict"),
     ("import sys; sys.exit()", "SystemExit"),
     ("def get_config(arg=''): raise RuntimeError('two\\nlines')", "two lines"),
     ("def get_config(arg=''): return dict(steps=1)", "is missing"),
@@ -142,11 +145,28 @@ def test_a_config_file_is_one_or_is_refused(monkeypatch, tmp_path):
   assert exit_line(monkeypatch, f"--config={path}").startswith(start)
 
 
+def test_a_full_device_is_told_in_one_line(monkeypatch):
+  """With what makes a run smaller; any other failure of a program is a bug, and shown."""
+  told = {"RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes": SystemExit}
+  for text, kind in (told | {"INTERNAL: broken": jax.errors.JaxRuntimeError}).items():
+
+    def fail(config, text=text):
+      raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with flagsaver.flagsaver(), pytest.raises(kind) as e:
+      launch.run(fail, config=("countdown", keys.RUN))
+    if kind is SystemExit:
+      assert "memory is full" in e.value.code and "\n" not in e.value.code
+
+
 MODULE = '''
 from tlt_jax import ranges
 
 
-def make(scale: ranges.Share = 0.5, *, table: tuple[float, ...] = (), free=3, must: int):
+def make(
+  scale: ranges.Share = 0.5, *rest, table: tuple[float, ...] = (), free=3, must: int, **more
+):
   """Makes nothing.
 
   Args:
@@ -188,6 +208,17 @@ def test_what_is_chosen_starts_from_its_own_defaults(package):
     config["algorithm"] |= {"scale": 1, "table": (), "must": 3}
   same = filled("countdown", **{"algorithm.name": "grpo_gae"})
   assert same == filled("countdown")
+
+
+def test_annotations_that_cannot_be_read_are_none(tmp_path, monkeypatch):
+  (tmp_path / "below").mkdir()
+  (tmp_path / "below" / "hidden.py").write_text("def make(x: 'Nobody' = 1): pass")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, "below", raising=False)
+  config = filled("countdown", **{"algorithm.name": "below.hidden"})
+  assert config["algorithm"] == {"name": "below.hidden", "x": 1}
+  config["algorithm"]["x"] = "anything"
+  declarations.check(keys.RUN, config)
 
 
 def test_the_command_line_may_set_what_is_chosen(monkeypatch, package):

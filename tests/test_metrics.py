@@ -157,6 +157,7 @@ def test_a_malformed_rollout_is_refused(tmp_path):
 RECORD = {
   "step": 11,
   "reward/mean": 0.61,
+  "reward/solved": 0.5,
   "rollout/length_mean": 143.2,
   "rollout/length_max": 1024,
   "rollout/seconds_s": 3.1,
@@ -169,7 +170,7 @@ def test_progress_is_a_plain_line_off_the_terminal_and_a_bar_on_it():
   stream = io.StringIO()
   metrics.Progress(60, stream=stream).update(12, RECORD)
   assert stream.getvalue() == (
-    "step 12/60  reward 0.61  length 143/1024  rollout 3.1 s  update 2.0 s\n"
+    "step 12/60  reward 0.61  solved 50%  length 143/1024  rollout 3.1 s  update 2.0 s\n"
   )
   terminal = io.StringIO()
   terminal.isatty = types.MethodType(lambda self: True, terminal)
@@ -193,10 +194,12 @@ def test_the_summary_compares_ends_and_shares_out_the_time():
   ]
   records[0]["eval/accuracy"] = 0.25
   records[4]["eval/accuracy"] = 0.75
+  records[4]["eval/reward_mean"] = 1.5
   table = metrics.summary_table(records, k=2)
   rows = {" ".join(line.split()) for line in table.splitlines()}
   assert "reward mean 0.050 0.450" in rows
   assert "eval accuracy (one) 0.250 0.750" in rows
+  assert "eval reward (one) 1.500 1.500" in rows
   assert "rollout 36.0 60%" in rows
   assert "other 6.0 10%" in rows
   assert "all steps 60.0 100%" in rows
@@ -209,6 +212,17 @@ def test_the_summary_compares_ends_and_shares_out_the_time():
   told = " ".join(metrics.summary_table(records).split())
   assert "rollouts took 36.0 s, 9.0 s less than without it (1.25x)" in told
   assert "idle for 12.0 s, and trained the drafter for 9.0 s of them: 42 updates" in told
+
+
+def test_the_share_of_solved_responses_is_drawn_where_it_is_not_the_reward():
+  """A reward of 0 and 1 would give the same curve twice."""
+
+  def labels(solved):
+    steps = [{"step": i, "reward/mean": 0.5, "reward/solved": solved} for i in range(3)]
+    return [line.get_label() for line in plot.plot_reward(steps).axes[0].lines]
+
+  assert labels(0.5) == ["reward mean of a step"]
+  assert labels(0.25) == ["reward mean of a step", "solved responses of a step"]
 
 
 def test_a_run_gives_its_figures(tmp_path):

@@ -30,6 +30,7 @@ def test_a_name_that_leads_nowhere_is_told_with_the_nearest(path, message):
   [
     ("import a_module_that_nobody_has", "failed: No module named 'a_module_that"),
     ("1 / 0", "importing broken failed: ZeroDivisionError: division by zero"),
+    ("import sys; sys.exit(0)", "importing broken failed: SystemExit: 0"),
   ],
 )
 def test_a_module_that_fails_is_not_taken_for_a_missing_one(

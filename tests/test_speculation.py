@@ -14,6 +14,7 @@ from experiments import launch
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import data
+from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.models import target
@@ -244,7 +245,7 @@ def default_task():
   mesh = tiny.mesh(2)
   model, params = convert.load_hf(run["policy"], mesh, axes.ROLLOUT)
   drafter = drafter_files.load("experiments/drafters/countdown", model, mesh)
-  tokenizer = data.Tokenizer.load(run["policy"])
+  tokenizer = tokenization.Tokenizer.load(run["policy"])
   records = data.source(**run["held_out"] | {"size": 128})
   made = requests_lib.make_requests(
     [tokenizer.encode(r["prompt"]) for r in records],

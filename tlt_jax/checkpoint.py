@@ -7,14 +7,16 @@ shardings of what is restored come from the abstract state.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import pathlib
 import re
+import shutil
 from typing import Any
 
 from etils import epath
@@ -62,17 +64,22 @@ class Checkpoints:
     if keep < 1 or every < 1:
       raise ValueError(f"checkpoints need keep >= 1 and every >= 1, got {keep}, {every}")
     self.folder = pathlib.Path(folder).absolute()
+    self._keep, self._every = keep, every
     self._whole: int | None = None  # the step whose files were found to be whole
-    self._steps()
-    self._manager = ocp.CheckpointManager(
+    _steps(self.folder)
+
+  @functools.cached_property
+  def _manager(self) -> ocp.CheckpointManager:
+    """What writes; it sweeps half-written steps away as it starts, at the first save."""
+    return ocp.CheckpointManager(
       self.folder,
       item_handlers={
         _STATE: ocp.StandardCheckpointHandler(),
         _DATA: ocp.JsonCheckpointHandler(),
       },
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        save_interval_steps=every,
+        max_to_keep=self._keep,
+        save_interval_steps=self._every,
         create=False,
         cleanup_tmp_directories=True,
         enable_async_checkpointing=True,
@@ -87,22 +94,9 @@ class Checkpoints:
   def __exit__(self, *_):
     self.close()
 
-  def _steps(self) -> list[int]:
-    """The steps on disk, in order; whether they are whole is another question."""
-    try:
-      names = [path.name for path in self.folder.iterdir()]
-    except FileNotFoundError:
-      return []
-    except OSError as e:
-      raise CheckpointError(
-        f"checkpoints folder {self.folder} cannot be read ({e.strerror}); make it a "
-        "folder that can be read, or use another workdir"
-      ) from e
-    return sorted(int(name) for name in names if _is_step(name))
-
   def latest(self) -> int | None:
     """The last complete step, None if there is none."""
-    return max(self._steps(), default=None)
+    return latest(self.folder)
 
   def save(self, step: int, state: Any, data: dict, force: bool = False) -> None:
     """Starts saving; arrays are copied before it returns, written behind it.
@@ -155,27 +149,39 @@ class Checkpoints:
     Raises:
       CheckpointError: there is none, or it is damaged
     """
-    step = self._checked()
+    step = self.latest()
+    if step is None or step != self._whole:
+      self._whole = step = checked(self.folder)
     handler = ocp.JsonCheckpointHandler()
     return step, handler.restore(epath.Path(self.folder / str(step) / _DATA))
 
-  def restore(self, abstract_state: Any) -> tuple[int, Any, dict]:
+  def restore(
+    self, abstract_state: Any, without: Sequence[str] = ()
+  ) -> tuple[int, Any, dict]:
     """Reads the latest (step, state, data), after checking all its files.
 
     Args:
       abstract_state: shapes, dtypes and shardings of the state
+      without: keys of a state that is a dict; what the checkpoint has there is left
     Raises:
       CheckpointError: there is none, or it is damaged, or of another shape than
         `abstract_state`
     """
     step, data = self.data()
     folder = self.folder / str(step)
-    handler, path = ocp.StandardCheckpointHandler(), epath.Path(folder / _STATE)
+    handler, path = ocp.PyTreeCheckpointHandler(), epath.Path(folder / _STATE)
+    kept = lambda tree: {k: x for k, x in tree.items() if k not in without}
+    wanted = kept(abstract_state) if without else abstract_state
     try:
-      difference = _first_difference(handler.metadata(path), abstract_state)
+      found = ocp.StandardCheckpointHandler().metadata(path)
+      difference = _first_difference(kept(found) if without else found, wanted)
       if not difference:
-        state = handler.restore(path, args=ocp.args.StandardRestore(abstract_state))
-        state = jax.block_until_ready(state)
+        args = ocp.args.PyTreeRestore(
+          wanted,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+          partial_restore=bool(without),
+        )
+        state = jax.block_until_ready(handler.restore(path, args=args))
     except Exception as e:  # orbax and tensorstore raise many kinds
       raise CheckpointError(
         f"checkpoint {folder} is whole, but cannot be restored here: {_reason(e)}"
@@ -188,35 +194,56 @@ class Checkpoints:
     logging.info("restored %s", folder)
     return step, state, data
 
-  def _checked(self) -> int:
-    """The latest step, all of whose files are as they were written."""
-    steps = self._steps()
-    if not steps:
-      raise CheckpointError(f"{self.folder} holds no checkpoint")
-    latest = steps.pop()
-    damage = latest != self._whole and _damage(self.folder / str(latest), latest)
-    if not damage:
-      self._whole = latest
-      return latest
-    bad = []
-    while steps and _damage(self.folder / str(steps[-1]), steps[-1]):
-      bad.append(str(steps.pop()))
-    also = f", and so {'are' if len(bad) > 1 else 'is'} {', '.join(bad)}" if bad else ""
-    raise CheckpointError(
-      f"checkpoint {self.folder / str(latest)} is damaged ({damage}){also}; delete "
-      f"{'those folders' if bad else 'that folder'} to "
-      + (f"go on from step {steps[-1]}" if steps else "start again")
-    )
-
   def wait(self) -> None:
     """Returns when nothing is being written any more."""
-    with self._room_for_it():
-      self._manager.wait_until_finished()
+    if "_manager" in vars(self):
+      with self._room_for_it():
+        self._manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits for what is being written, and lets go of the folder."""
     self.wait()
-    self._manager.close()
+    if "_manager" in vars(self):
+      self._manager.close()
+
+
+def latest(folder: str | pathlib.Path) -> int | None:
+  """The last step in a folder of checkpoints, None if there is none."""
+  return max(_steps(pathlib.Path(folder)), default=None)
+
+
+def checked(folder: str | pathlib.Path) -> int:
+  """The last step in a folder of checkpoints, all of whose files are as written.
+
+  Raises:
+    CheckpointError: there is none, or it is damaged; names the last one that is not
+  """
+  folder = pathlib.Path(folder)
+  steps = _steps(folder)
+  if not steps:
+    raise CheckpointError(f"{folder} holds no checkpoint")
+  last = steps.pop()
+  damage = _damage(folder / str(last), last)
+  if not damage:
+    return last
+  bad = []
+  while steps and _damage(folder / str(steps[-1]), steps[-1]):
+    bad.append(str(steps.pop()))
+  also = f", and so {'are' if len(bad) > 1 else 'is'} {', '.join(bad)}" if bad else ""
+  raise CheckpointError(
+    f"checkpoint {folder / str(last)} is damaged ({damage}){also}; delete "
+    f"{'those folders' if bad else 'that folder'} to "
+    + (f"go on from step {steps[-1]}" if steps else "start again")
+  )
+
+
+def copy(step: int, folder: str | pathlib.Path, to: str | pathlib.Path) -> None:
+  """Copies the checkpoint of a step to another folder, whole or not at all."""
+  source, target = (pathlib.Path(f) / str(step) for f in (folder, to))
+  partial = target.with_name(f"{step}.orbax-checkpoint-tmp")  # swept away if it stays
+  shutil.rmtree(partial, ignore_errors=True)
+  shutil.copytree(source, partial)
+  partial.replace(target)
 
 
 @jax.jit
@@ -232,6 +259,20 @@ def _finite(state: Any) -> Any:
 def _name(path) -> str:
   """The name of a leaf, its keys joined by slashes."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+  """The steps in a folder, in order; whether they are whole is another question."""
+  try:
+    names = [path.name for path in folder.iterdir()]
+  except FileNotFoundError:
+    return []
+  except OSError as e:
+    raise CheckpointError(
+      f"checkpoints folder {folder} cannot be read ({e.strerror}); make it a folder that "
+      "can be read, or use another workdir"
+    ) from e
+  return sorted(int(name) for name in names if _is_step(name))
 
 
 def _is_step(name: str) -> bool:

@@ -1,37 +1,24 @@
-"""Prompts in, text out: sources of prompts, batches of prompts, the tokenizer.
+"""Prompts: their sources, and batches of them.
 
 `source` calls what makes prompts by its name. `load_prompts` is one such: it reads a
 whole file and checks every record, so that what is wrong with it is said before the run
 starts. `prompt_iterator` turns any random-access source into an endless, resumable
-stream of batches. `Tokenizer` goes from a prompt to tokens and from a response's tokens
-back to text.
+stream of batches. Which prompts a run can use is decided in `prompt_checks`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
-import json
-import os
 import pathlib
-import shutil
 from typing import Any, TypeVar
 
 import grain
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tlt_jax import json_objects
 from tlt_jax import named
 from tlt_jax import ranges
-from tlt_jax import writing
 
-_TOKENIZER_FILES = (
-  "tokenizer.json",
-  "tokenizer_config.json",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "chat_template.jinja",
-  "generation_config.json",
-)
 _END = object()
 Item = TypeVar("Item")
 
@@ -76,7 +63,8 @@ def load_prompts(
   """The records of a .jsonl or .parquet file, every one checked, in file order.
 
   A prompt is a string or a list of chat messages ({"role", "content"}); it and
-  the answer are kept as they are. Blank lines do not count.
+  the answer are kept as they are. Blank lines do not count. The place is for
+  messages: "train.jsonl, line 17".
 
   Args:
     path: file of records
@@ -84,7 +72,7 @@ def load_prompts(
       every answer is ""
     size: only the first so many are returned; all if there are fewer, or for None
   Returns:
-    records {"prompt", "answer"}
+    records {"prompt", "answer", "place"}
   Raises:
     DataError: no such file, another format, a broken or incomplete record
   """
@@ -104,12 +92,12 @@ def load_prompts(
   for place, record in readers[path.suffix](path):
     for field in fields:
       if field not in record:
-        raise DataError(_no_field(f"{path}, {place}", field, record))
+        raise DataError(_no_field(place, field, record))
     problem = _prompt_problem(record[prompt_field])
     if problem:
-      raise DataError(f"{path}, {place}: field {prompt_field!r} {problem}")
+      raise DataError(f"{place}: field {prompt_field!r} {problem}")
     answer = "" if answer_field is None else record[answer_field]
-    records.append({"prompt": record[prompt_field], "answer": answer})
+    records.append({"prompt": record[prompt_field], "answer": answer, "place": place})
   if not records:
     raise DataError(f"{path}: holds no records")
   return records[:size]
@@ -120,29 +108,26 @@ def _read_jsonl(path):
   for number, line in enumerate(path.read_bytes().splitlines(), 1):
     if not line.strip():
       continue
-    place = f"line {number}"
+    place = f"{path}, line {number}"
     try:
-      record = json.loads(line)
+      record = json_objects.parse(line)
     except ValueError as e:
-      raise DataError(
-        f"{path}, {place}: not JSON ({e}); a .jsonl file has one object per line"
-      ) from e
-    if not isinstance(record, dict):
-      raise DataError(
-        f"{path}, {place}: holds a {type(record).__name__}; "
-        "a .jsonl file has one object per line"
-      )
+      raise DataError(f"{place} {e}; a .jsonl file has one object per line") from e
     yield place, record
 
 
 def _read_parquet(path):
   try:
     rows = pq.read_table(path).to_pylist()
-  except (pa.ArrowException, OSError) as e:
-    reason = str(e).splitlines()[0]
-    raise DataError(f"{path}: not a readable Parquet file ({reason})") from e
+  except (pa.ArrowException, OSError, ValueError, ArithmeticError) as e:
+    raise DataError(f"{path}: not a readable Parquet file ({reason(e)})") from e
   for number, row in enumerate(rows):
-    yield f"row {number}", row
+    yield f"{path}, row {number}", row
+
+
+def reason(e: Exception) -> str:
+  """The first line of what somebody else's exception says."""
+  return (str(e).strip() or type(e).__name__).splitlines()[0][:250]
 
 
 def _no_field(place: str, field: str, record: dict) -> str:
@@ -208,119 +193,3 @@ def prefetch(items: Iterable[Item]) -> Iterator[Item]:
     while (item := following.result()) is not _END:
       following = pool.submit(next, iterator, _END)
       yield item
-
-
-def copy_tokenizer(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
-  """Copies a model folder's tokenizer, chat template and the like to another one."""
-  for path in pathlib.Path(source).iterdir():
-    if path.name in _TOKENIZER_FILES:
-      with writing.to(pathlib.Path(folder) / path.name):
-        shutil.copyfile(path, pathlib.Path(folder) / path.name)
-
-
-class Tokenizer:
-  """A Hugging Face tokenizer, for prompts in and responses out."""
-
-  def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
-    """Wraps `tokenizer`; `load` is the usual way here."""
-    self.stop_tokens = stop_tokens
-    self.vocab_size = len(tokenizer)
-    self._tokenizer = tokenizer
-    special = {
-      i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
-    special |= {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
-    # A special token of one character is text: a character-level model stops at
-    # "\n", and its verifier wants to see that it did.
-    self._hidden = {i for i, text in special.items() if len(text) > 1}
-
-  @classmethod
-  def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
-    """The tokenizer of a model folder; nothing is fetched.
-
-    `stop_tokens` are its end-of-text token and those that
-    generation_config.json names.
-
-    Raises:
-      DataError: no tokenizer.json, or one that cannot be read
-    """
-    folder = pathlib.Path(folder)
-    if not (folder / "tokenizer.json").is_file():
-      raise DataError(f"{folder}: no tokenizer.json; copy the model's own there")
-    # Says that PyTorch is missing, which is as it should be.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers  # takes two seconds, and only text needs it
-
-    try:
-      tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-      stop = set(_generation_stop_tokens(folder / "generation_config.json"))
-    except Exception as e:  # a damaged file raises whatever its parser raises
-      reason = (str(e).strip() or type(e).__name__).splitlines()[0][:300]
-      raise DataError(f"{folder}: tokenizer files cannot be read ({reason})") from e
-    if tokenizer.eos_token_id is not None:
-      stop.add(tokenizer.eos_token_id)
-    return cls(tokenizer, tuple(sorted(stop)))
-
-  def encode(
-    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
-  ) -> np.ndarray:
-    """The tokens that the model continues.
-
-    A string is encoded as it stands, without special tokens; with `chat` it is
-    the user's message. Messages go through the model's chat template, which
-    then opens the assistant's turn.
-
-    Args:
-      prompt: text or messages
-      system: system message of a chat; one that the messages bring wins
-      chat: treat a string as a chat
-    Returns:
-      i32[T]
-    Raises:
-      DataError: a chat without a template, or one that the template refuses
-    """
-    if isinstance(prompt, str) and not chat:
-      if system is not None:
-        raise DataError("a system message needs a chat: set chat, or use messages")
-      text = prompt
-    else:
-      messages = prompt
-      if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-      if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-      text = self._chat(messages)
-    return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
-
-  def _chat(self, messages: list[dict]) -> str:
-    if self._tokenizer.chat_template is None:
-      raise DataError(
-        "the tokenizer has no chat template, so it cannot encode messages; use "
-        "plain text prompts, or a chat model's tokenizer files"
-      )
-    import jinja2
-
-    try:
-      return self._tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-      )
-    except jinja2.TemplateError as e:
-      roles = [message["role"] for message in messages]
-      raise DataError(f"the chat template refuses messages {roles}: {e}") from e
-
-  def decode(self, ids) -> str:
-    """A response's text, without markup such as end-of-text and padding.
-
-    Special tokens of a single character are text and stay.
-    """
-    kept = [i for i in map(int, ids) if i not in self._hidden]
-    return self._tokenizer.decode(
-      kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-
-
-def _generation_stop_tokens(path: pathlib.Path) -> list[int]:
-  if not path.is_file():
-    return []
-  stop = json.loads(path.read_text()).get("eos_token_id")
-  return [] if stop is None else [stop] if isinstance(stop, int) else stop

@@ -22,6 +22,7 @@ import rich.table
 from scipy import special
 import tqdm
 
+from tlt_jax import json_objects
 from tlt_jax import tensorboard
 from tlt_jax import writing
 
@@ -31,6 +32,7 @@ _ROLLOUT_KEYS = (*_ROLLOUT_LISTS, "chunks", "micro_batch_s", "decisions")
 # The fields of a chunk that hold one value, and those that hold one per slice.
 _CHUNK_KEYS = ("start_s", "end_s", "batch", "length", "strategy", "tokens", "passes")
 _SLICE_KEYS = ("live", "steps", "trained")
+_BEGINNING = b'{"step": '  # of every record
 
 # Seconds of one step, and the label of each phase in the final table.
 _PHASES = {
@@ -42,6 +44,7 @@ _PHASES = {
 # Rows of the final table: label, key, format.
 _QUANTITIES = (
   ("reward mean", "reward/mean", ".3f"),
+  ("solved", "reward/solved", ".3f"),
   ("response length, mean", "rollout/length_mean", ".0f"),
   ("response length, p50", "rollout/length_p50", ".0f"),
   ("response length, p99", "rollout/length_p99", ".0f"),
@@ -88,8 +91,12 @@ class Writer:
   def __init__(self, workdir: str | pathlib.Path, resume_step: int = 0):
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    self._metrics = _open_at(workdir / "metrics.jsonl", resume_step)
-    self._rollouts = _open_at(workdir / "rollouts.jsonl", resume_step)
+    paths = [workdir / "metrics.jsonl", workdir / "rollouts.jsonl"]
+    found = [read(path) if path.exists() else [] for path in paths]  # before any change
+    self._metrics, self._rollouts = (
+      _open_at(path, [r for r in records if r["step"] < resume_step])
+      for path, records in zip(paths, found, strict=True)
+    )
     self._board = tensorboard.Board(workdir / "tensorboard", resume_step)
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
@@ -219,19 +226,16 @@ def _append(file: TextIO, record: dict) -> None:
     file.flush()
 
 
-def _open_at(path: pathlib.Path, resume_step: int) -> TextIO:
-  """Opens a file for appending, after dropping its records of steps >= resume_step."""
-  if path.exists():
-    text = path.read_text()
-    kept = [r for r in _parse(path, text) if r["step"] < resume_step]
-    kept_text = "".join(json.dumps(r) + "\n" for r in kept)
-    if kept_text != text:
-      new = path.with_name(path.name + ".new")
-      with writing.to(new), new.open("w") as file:
-        file.write(kept_text)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(new, path)
+def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
+  """Opens a file for appending, after dropping its records but for those to keep."""
+  content = "".join(json.dumps(record) + "\n" for record in kept).encode()
+  if path.exists() and content != path.read_bytes():
+    new = path.with_name(path.name + ".new")
+    with writing.to(new), new.open("wb") as file:
+      file.write(content)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(new, path)
   return path.open("a")
 
 
@@ -242,33 +246,34 @@ def read(path: str | pathlib.Path) -> list[dict]:
     MetricError: no such file, or damaged before its last line
   """
   path = pathlib.Path(path)
-  if not path.is_file():
+  if not path.exists():
     raise MetricError(f"{path}: no such file; a run writes it in its workdir")
-  return _parse(path, path.read_text())
-
-
-def _parse(path: pathlib.Path, text: str) -> list[dict]:
-  """Parses a record per line; `path` is for error messages."""
-  records = []
-  lines = text.split("\n")
-  for number, line in enumerate(lines, 1):
-    try:
-      record = json.loads(line)
-      record["step"]
-    except (ValueError, TypeError, KeyError) as e:
-      if number == len(lines):  # what follows the last newline
-        break
-      raise MetricError(
-        f"{path}, line {number}: not a record of a step; delete that line"
-      ) from e
-    records.append(record)
+  *lines, rest = path.read_bytes().split(b"\n")
+  records = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
+  try:
+    records += [_parse(path, len(lines) + 1, rest)] if rest else []
+  except MetricError:
+    if not rest.startswith(_BEGINNING[: len(rest)]):  # not what a killed run leaves
+      raise
   return records
+
+
+def _parse(path: pathlib.Path, number: int, line: bytes) -> dict:
+  """The record that a line holds; `path` and `number` are for error messages."""
+  try:
+    record = json_objects.parse(line)
+  except ValueError as e:
+    raise MetricError(f"{path}, line {number} {e}; delete that line") from e
+  step = record.get("step")
+  if type(step) is not int or step < 0:
+    raise MetricError(f"{path}, line {number}: not a record of a step; delete that line")
+  return record
 
 
 class Progress:
   """Shows how far the run is: a bar on a terminal, else one line per step.
 
-      step 12/60  reward 0.61  length 143/1024  rollout 3.1 s  update 2.0 s
+      step 12/60  reward 0.61  solved 50%  length 143/1024  rollout 3.1 s  update 2.0 s
 
   Args:
     total: steps of the whole run
@@ -305,7 +310,8 @@ def _progress_parts(record: Mapping[str, float]) -> list[str]:
   """Formats those metrics of a step that fit on its line."""
   templates = (
     "reward {reward/mean:.2f}",
-    "eval {eval/accuracy:.2f}",
+    "solved {reward/solved:.0%}",
+    "eval {eval/accuracy:.0%}",
     "length {rollout/length_mean:.0f}/{rollout/length_max:.0f}",
     "accepted {rollout/mean_acceptance_length:.2f}",
     "rollout {rollout/seconds_s:.1f} s",
@@ -341,9 +347,9 @@ def summary_table(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
     first, last = _mean(records[:k], key), _mean(records[-k:], key)
     if first is not None and last is not None:
       ends.add_row(label, format(first, form), format(last, form))
-  accuracy = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
-  if accuracy:
-    ends.add_row("eval accuracy (one)", f"{accuracy[0]:.3f}", f"{accuracy[-1]:.3f}")
+  for label, key in (("accuracy", "eval/accuracy"), ("reward", "eval/reward_mean")):
+    if found := [f"{r[key]:.3f}" for r in records if key in r]:
+      ends.add_row(f"eval {label} (one)", found[0], found[-1])
 
   times = rich.table.Table(box=rich.box.SIMPLE_HEAD)
   times.add_column("phase")

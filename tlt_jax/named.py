@@ -69,7 +69,7 @@ def _import(name: str) -> types.ModuleType:
       raise NameNotFound(f"importing {name} failed: {e}") from e
     parent, _, last = e.name.rpartition(".")
     raise NameNotFound(f"no module {e.name!r}" + nearest(last, _modules(parent))) from e
-  except Exception as e:
+  except (Exception, SystemExit) as e:
     raise NameNotFound(f"importing {name} failed: {type(e).__name__}: {e}") from e
 
 

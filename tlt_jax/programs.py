@@ -75,6 +75,10 @@ class Pool:
   def __len__(self) -> int:
     return len(self._programs)
 
+  def __contains__(self, key: tuple) -> bool:
+    """Whether the program (name, *bucket) is compiled."""
+    return key in self._programs
+
   @property
   def seconds(self) -> float:
     """Seconds that it took to make them ready."""

@@ -23,6 +23,7 @@ Seed = Annotated[int, Interval(ge=0, lt=2**31)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 ShareAboveZero = Annotated[float, Interval(gt=0, le=1)]
 ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
+Real = Annotated[float, Interval(ge=-1e6, le=1e6)]
 Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Base = Annotated[float, Interval(ge=1, le=1e9)]  # of rotary frequencies
 NotNegative = Annotated[float, Interval(ge=0, le=1e6)]

@@ -30,7 +30,6 @@ from experiments import tables
 from experiments import workdirs
 from experiments.bench import interleave
 from tlt_jax import axes
-from tlt_jax import data
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -42,7 +41,9 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
-_SLICES = flags.DEFINE_integer("slices", 2, "Devices that a CPU is shown as.")
+_SLICES = flags.DEFINE_integer(
+  "slices", 2, "Devices that a CPU is shown as.", lower_bound=1
+)
 _ONLY = flags.DEFINE_list("only", ["speculation"], "Tables, see above.")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _STRATEGIES = flags.DEFINE_list(
@@ -56,7 +57,9 @@ _LIVE = flags.DEFINE_list(
 _LENGTHS = flags.DEFINE_list(
   "lengths", ["160", "512", "1024", "4096"], "Of the cache, for steps."
 )
-_TOKENS = flags.DEFINE_integer("tokens", 192, "Per request, for speculation.")
+_TOKENS = flags.DEFINE_integer(
+  "tokens", 192, "Per request, for speculation.", lower_bound=1
+)
 _REQUESTS = flags.DEFINE_integer("requests", 128, "In a length trace.", lower_bound=1)
 
 WITH_DRAFTER = ("3_1_4", "5_1_6", "8_1_9", "4_2_8")
@@ -105,12 +108,12 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   """
   n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
   prompts = min(4 * max(lives) * slices, 128)  # some end before
-  tokenizer = data.Tokenizer.load(config["policy"])
+  tokenizer = from_config.tokenizer(config["policy"])
   chat = config["chat"]
   requests = requests_lib.make_requests(
     sample.encode(
       tokenizer,
-      data.source(**config["held_out"] | {"size": prompts}),
+      from_config.prompts(config, config["held_out"] | {"size": prompts}),
       chat=chat["apply"],
       system=chat["system"],
     ),
@@ -345,7 +348,7 @@ def accepted(config: dict, models: from_config.Models) -> dict:
     models,
     strategies=strategies(models),
     verifications=source.VERIFICATIONS,
-    prompts=24,
+    records=from_config.prompts(config, config["held_out"] | {"size": 24}),
     samples=2,
     seed=3,
   )

@@ -8,6 +8,7 @@ time that checkpoints of the drafter take from a step, and packed rows against p
 ones. Seconds are wall time, intervals 95% over pairs. The last line is JSON.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
@@ -24,7 +25,6 @@ from experiments import launch
 from experiments.bench import interleave
 from tlt_jax import axes
 from tlt_jax import checkpoint
-from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -83,6 +83,7 @@ def last_third(samples: samples_lib.Samples) -> float:
 
 def harvest(
   config: dict,
+  problems: Sequence[dict],
   sampler: sample.Sampler,
   params,
   spot: spot_lib.Spot,
@@ -91,14 +92,14 @@ def harvest(
   """Runs pairs of rollouts of the same requests, with training and without.
 
   Args:
-    config: of a run, for its prompts
+    config: of a run, for its batch
+    problems: whose first ones are asked
     sampler: whose rollouts train the drafter
     params: the policy's
     spot: the drafter's training; starts from the same state in every rollout
     stamps: what slices say themselves, if they do
   """
   saved = spot.state
-  problems = data.source(**config["prompts"])
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
 
   def rollout(turn: int, train: bool) -> tuple[sample.Scored, float]:
@@ -243,6 +244,7 @@ def main(config):
   # The last of several arms, and always: the sides are to differ in nothing else.
   known = levels.parse(config["strategies"])
   config["strategies"] = levels.write(lvl._replace(arms=lvl.arms[-1:]) for lvl in known)
+  problems = from_config.prompts(config, config["prompts"])
   models = from_config.load_models(config)
   make = functools.partial(
     from_config.spot_training,
@@ -263,7 +265,7 @@ def main(config):
     spot=spot,
   )
   sampler.compile(models.params)
-  found = harvest(config, sampler, models.params, spot, stamps)
+  found = harvest(config, problems, sampler, models.params, spot, stamps)
   found["checkpoint"] = checkpoints(spot, models.params)
   longest = spot.trainer.longest
   whole = {

@@ -188,6 +188,8 @@ def ratio(above, below) -> dict:
 
 def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   """Trains all sides on one target, step by step in turn."""
+  asked = from_config.prompts(config, config["prompts"])
+  prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
   learner = learner_lib.make(
     model,
@@ -198,9 +200,6 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   )
   sides = {name: Side(name, config, learner, params) for name in _SIDES.value}
   plain = sides["plain"]
-  prompts = data.prompt_iterator(
-    data.source(**config["prompts"]), config["batch"]["prompts"], config["seed"]
-  )
   seconds = {name: [] for name in sides}
   samples = {name: [] for name in sides}
   same, ties, differing = True, 0, 0

@@ -10,6 +10,7 @@ done are not done again, those that were killed go on. Writes sweep.csv and swee
 the first column is the variant. `--config=FILE` and overrides are passed on to the runs.
 """
 
+from collections.abc import Sequence
 import csv
 import itertools
 import json
@@ -34,10 +35,12 @@ _DRAFTER = flags.DEFINE_string(
   "drafter", "", "Folder of the offline drafter; default: the config's."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the runs.")
-_STEPS = flags.DEFINE_integer("steps", 32, "RL steps of a run.")
+_STEPS = flags.DEFINE_integer("steps", 32, "RL steps of a run.", lower_bound=1)
 _RATES = flags.DEFINE_list("rates", [], "Learning rates of the policy; default: one.")
 _STRATEGY = flags.DEFINE_string("strategy", "5_1_6", "Strategy that is measured.")
-_PROMPTS = flags.DEFINE_integer("prompts", 24, "Held-out prompts, two responses each.")
+_PROMPTS = flags.DEFINE_integer(
+  "prompts", 24, "Held-out prompts, two responses each.", lower_bound=2
+)
 
 # Hardly a slice of the default run is ever idle: all train a while after each rollout.
 AFTERWARDS = {"rows": 512, "carried_rows": 256, "warm_up_rollouts": 1000}
@@ -66,8 +69,17 @@ def train(workdir: pathlib.Path, config: dict) -> None:
   subprocess.run([*command, *given, *settings], check=True)
 
 
-def measure(config: dict, workdir: pathlib.Path, drafter: str) -> float:
-  """Measures tokens per pass of a run's drafter, or the one given, for its last policy."""
+def measure(
+  config: dict, workdir: pathlib.Path, drafter: str, records: Sequence[dict]
+) -> float:
+  """Measures tokens per pass of a run's drafter, or the one given, for its last policy.
+
+  Args:
+    config: of the run
+    workdir: of the run
+    drafter: folder of the one given
+    records: the prompts that are asked
+  """
   own = workdir / "drafter"
   config = config | {
     "policy": str(workdir / "policy"),
@@ -78,7 +90,7 @@ def measure(config: dict, workdir: pathlib.Path, drafter: str) -> float:
     from_config.load_models(config),
     strategies=[_STRATEGY.value],
     verifications=("coupled",),
-    prompts=_PROMPTS.value,
+    records=records,
     samples=2,
     seed=2**30,
   )
@@ -117,6 +129,7 @@ def main(config):
   offline = _DRAFTER.value or config["drafter"]
   if not offline:
     raise ValueError("there is no offline drafter to start from: give --drafter")
+  asked = from_config.prompts(config, config["held_out"] | {"size": _PROMPTS.value})
   rates = _RATES.value or [str(config["optimizer"]["learning_rate"])]
   rows, runs = [], {}
   for rate, seed, name in itertools.product(rates, _SEEDS.value, _VARIANTS.value):
@@ -134,7 +147,7 @@ def main(config):
     if "seed" not in config["prompts"]:  # a file has its order from `seed`
       del settings["prompts.seed"]
     train(folder, settings)
-    length = measure(config, folder, drafter or offline)
+    length = measure(config, folder, drafter or offline, asked)
     rows.append((name, rate, seed, round(length, 3)))
     runs[f"{name} ({rate}, seed {seed})"] = folder
     print(f"{name}, learning rate {rate}, seed {seed}: {length:.2f} tokens per pass")

@@ -72,8 +72,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       prompts=problems | dict(split="train", size=10**9),
       held_out=problems | dict(split="held_out", size=4 if smoke else 64),
+      # What is done with such prompts: refuse, drop or cut; see prompt_checks.Unusable.
+      unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
       chat=dict(apply=False, system=""),  # see rl.sample.make
       reward="tlt_jax.tasks.countdown.score",
+      solved_at=1.0,  # the least reward of a solved response, see rl.sample.make
       batch=dict(prompts=4 if smoke else 32, responses=2 if smoke else 8),
       sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens),
       # See spec_decode.rollout.Options.

@@ -55,11 +55,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       tensor_parallel=1 if smoke else 4,
       prompts=prompts,
       held_out=prompts | {"path": "test.jsonl"},
+      unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
       chat=dict(
         apply=True,
         system="Reason step by step, and put your final answer within \\boxed{}.",
       ),
       reward="tlt_jax.tasks.gsm8k.score",
+      solved_at=1.0,
       batch=dict(prompts=2 if smoke else 64, responses=2 if smoke else 8),
       sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens),
       rollout=dict(

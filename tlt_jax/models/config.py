@@ -4,6 +4,8 @@ import dataclasses
 
 from tlt_jax import ranges
 
+DTYPES = ("float32", "bfloat16", "float16")  # that we compute in
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:

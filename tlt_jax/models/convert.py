@@ -18,6 +18,7 @@ import numpy as np
 import safetensors.numpy
 
 from tlt_jax import axes as axes_lib
+from tlt_jax import memory
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf_config
 from tlt_jax.models import hf_folder
@@ -27,7 +28,7 @@ from tlt_jax.models import target
 CheckpointError = hf_folder.CheckpointError
 
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer of old exports
-_STORED_DTYPES = ("F32", "F16", "BF16")
+_STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _flat(params) -> dict:
@@ -48,7 +49,7 @@ def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
       f"{path}: no such folder; download the model first (hf download MODEL "
       f"--local-dir {path})"
     )
-  if not (path / hf_folder.CONFIG).is_file():
+  if not (path / hf_folder.CONFIG).exists():
     raise CheckpointError(
       f"{path / hf_folder.CONFIG} is missing; give the folder that holds config.json and "
       "the safetensors files, and download it completely"
@@ -58,7 +59,7 @@ def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
     return hf_config.parse(raw)
   except CheckpointError as e:
     raise CheckpointError(f"{path / hf_folder.CONFIG}: {e}") from e
-  except (TypeError, ValueError, ZeroDivisionError) as e:
+  except ValueError as e:
     raise CheckpointError(
       f"{path / hf_folder.CONFIG} makes no model ({e}); restore the original"
     ) from e
@@ -88,20 +89,34 @@ def load_hf(
   """
   path = pathlib.Path(path)
   config = load_config(path)
-  abstract = target.abstract_params(config)
-  shapes = {name: spec.shape for name, spec in _flat(abstract).items()}
-  table = hf_tensors.layouts(config)
-  layouts = {name: table[name] for name in shapes}
-  shardings = dict.fromkeys(shapes)
-  if mesh is not None:
-    rules = axes_lib.ROLLOUT if rules is None else rules
-    tree = axes_lib.shardings(mesh, rules, abstract)
-    shardings = traverse_util.flatten_dict(tree, sep="/")
   with contextlib.ExitStack() as stack:
     stored = hf_folder.open_tensors(path, stack)
+    if config.num_layers > len(stored.lazy):  # before as many are described
+      raise CheckpointError(
+        f"{path / hf_folder.CONFIG}: num_hidden_layers={config.num_layers}, but there are "
+        f"{len(stored.lazy)} tensors; restore the original config.json"
+      )
+    abstract = target.abstract_params(config)
+    shapes = {name: spec.shape for name, spec in _flat(abstract).items()}
+    table = hf_tensors.layouts(config)
+    layouts = {name: table[name] for name in shapes}
     _check_tensors(path, stored, layouts, shapes, config.tie_embeddings)
+    shardings = dict.fromkeys(shapes)
+    if mesh is not None:
+      rules = axes_lib.ROLLOUT if rules is None else rules
+      tree = axes_lib.shardings(mesh, rules, abstract)
+      shardings = traverse_util.flatten_dict(tree, sep="/")
+    dtypes = {
+      name: dtype or _STORED_DTYPES[stored.lazy[layout.name].get_dtype()]
+      for name, layout in layouts.items()
+    }
+    memory.announce(
+      f"the weights of {path} ({', '.join(sorted(set(dtypes.values())))})",
+      [jax.ShapeDtypeStruct(shapes[n], dtypes[n], sharding=shardings[n]) for n in shapes],
+      smaller="policy, tensor_parallel",
+    )
     params = {
-      name: _place(stored[layout.name], layout, shapes[name], shardings[name], dtype)
+      name: _place(stored.lazy[layout.name], layout, shapes[name], shardings[name], dtype)
       for name, layout in layouts.items()
     }
   return config, traverse_util.unflatten_dict(params, sep="/")
@@ -135,60 +150,66 @@ def _check_tensors(path, stored, layouts, shapes, tied: bool) -> None:
 
   Args:
     path: of the folder, for the error
-    stored: lazy tensors by their name
+    stored: `hf_folder.Tensors`
     layouts, shapes: of our tensors, by path in our tree
     tied: whether the head is the embedding
   """
+  files = sorted(set(stored.file.values()))
   expected = {layout.name for layout in layouts.values()}
-  missing = [name for name in sorted(expected) if name not in stored]
+  missing = [name for name in sorted(expected) if name not in stored.lazy]
   if missing:
     raise CheckpointError(
-      f"{path} lacks {_names(missing)}; download it completely, or correct config.json"
+      f"{files[0] if len(files) == 1 else path} lacks {_names(missing)}; download it "
+      "completely, or correct config.json"
     )
-  extra = [name for name in sorted(stored) if name not in expected]
+  extra = [name for name in sorted(stored.lazy) if name not in expected]
   extra = [name for name in extra if not _HARMLESS.fullmatch(name)]
   if tied and "lm_head.weight" in extra:
     extra.remove("lm_head.weight")
-    _check_tied(path, stored)
   if extra:
     raise CheckpointError(
-      f"{path} holds {_names(extra)}, which the model in config.json does not have; "
-      "correct config.json, or use a supported model"
+      f"{stored.file[extra[0]]} holds {_names(extra)}, which the model in config.json "
+      "does not have; correct config.json, or use a supported model"
     )
   for name, layout in layouts.items():
-    tensor = stored[layout.name]
+    tensor, file = stored.lazy[layout.name], stored.file[layout.name]
     found, shape = tuple(tensor.get_shape()), layout.stored_shape(shapes[name])
     if found != shape:
       raise CheckpointError(
-        f"{path}: tensor {layout.name} has shape {found}, config.json implies "
+        f"{file}: tensor {layout.name} has shape {found!s:.100}, config.json implies "
         f"{shape}; the two do not belong together"
       )
-    if tensor.get_dtype() not in _STORED_DTYPES:
+    if tensor.get_dtype() not in hf_folder.FLOATS:
       raise CheckpointError(
-        f"{path}: tensor {layout.name} is stored as {tensor.get_dtype()}, not as one "
-        f"of {', '.join(_STORED_DTYPES)}; use an unquantised checkpoint"
+        f"{file}: tensor {layout.name} is stored as {tensor.get_dtype()}, not as one "
+        f"of {', '.join(hf_folder.FLOATS)}; use an unquantised checkpoint"
       )
+  if tied and "lm_head.weight" in stored.lazy:
+    _check_tied(stored)
 
 
-def _check_tied(path, stored, rows: int = 4096) -> None:
+def _check_tied(stored, rows: int = 4096) -> None:
   """Raises on a stored head that tying to the embedding would lose."""
-  head, embedding = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
-  size = head.get_shape()[0]
-  same = head.get_shape() == embedding.get_shape() and all(
+  names = ("lm_head.weight", "model.embed_tokens.weight")
+  head, embedding = (stored.lazy[name] for name in names)
+  size = embedding.get_shape()[0]
+  what = lambda tensor: (tensor.get_shape(), tensor.get_dtype())
+  same = what(head) == what(embedding) and all(
     np.array_equal(head[i : min(i + rows, size)], embedding[i : min(i + rows, size)])
     for i in range(0, size, rows)
   )
   if not same:
     raise CheckpointError(
-      f"{path}: config.json ties the head to the embedding, but lm_head.weight "
-      "differs from model.embed_tokens.weight; set tie_word_embeddings to false"
+      f"{stored.file[names[0]]}: config.json ties the head to the embedding, but "
+      f"{names[0]} differs from {names[1]}; set tie_word_embeddings to false"
     )
 
 
 def _names(names: list[str], limit: int = 3) -> str:
   """Says 'tensor a', or 'tensors a, b, c and 7 more'."""
   rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-  return f"tensor{'s' if names[1:] else ''} {', '.join(names[:limit])}{rest}"
+  listed = ", ".join(name[:80] for name in names[:limit])
+  return f"tensor{'s' if names[1:] else ''} {listed}{rest}"
 
 
 def save_hf(

@@ -5,9 +5,11 @@ key that would change the outputs, `unparse` on every field that would be lost.
 """
 
 import dataclasses
+from typing import Any
 
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf_folder
+from tlt_jax.models import json_fields
 
 # What a family fixes, and its defaults for keys that its config.json may lack.
 _FAMILIES = {
@@ -29,60 +31,76 @@ _NEUTRAL = {
   "partial_rotary_factor": (1,),
   "quantization_config": (),
 }
-_COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse(raw: dict) -> config_lib.ModelConfig:
   """Turns the content of config.json into a ModelConfig.
 
   Raises:
-    CheckpointError: it describes what we would compute differently
-    TypeError, ValueError, ZeroDivisionError: it makes no model
+    CheckpointError: it describes what we would compute differently, or no model
+    ValueError: it makes no model
   """
-  names = raw.get("architectures") or ["(none)"]
-  if names[0] not in _FAMILIES:
-    raise hf_folder.CheckpointError(
-      f"architecture {names[0]} is not supported; supported: {', '.join(_FAMILIES)}"
-    )
-  family = _FAMILIES[names[0]]
-  rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
+  architecture = _architecture(raw)
+  family = _FAMILIES[architecture]
+  rope = {**_get(raw, "rope_parameters", dict, {}), **_get(raw, "rope_scaling", dict, {})}
   _refuse_unsupported(raw, rope, family)
-
-  def need(key):
-    if raw.get(key) is None:
-      raise hf_folder.CheckpointError(
-        f"'{key}' is missing; restore the original config.json"
-      )
-    return raw[key]
-
-  def default(key, value):
-    return value if raw.get(key) is None else raw[key]
-
-  width, num_heads = need("hidden_size"), need("num_attention_heads")
-  dtype = str(default("dtype", default("torch_dtype", "float32")))
+  dtype = _get(raw, "dtype", str, _get(raw, "torch_dtype", str, "float32"))
   dtype = dtype.removeprefix("torch.")
-  if dtype not in _COMPUTE_DTYPES:
+  if dtype not in config_lib.DTYPES:
     raise hf_folder.CheckpointError(
-      f"dtype {dtype} is not supported; set one of {', '.join(_COMPUTE_DTYPES)}"
+      f"dtype {dtype:.60} is not supported; set one of {', '.join(config_lib.DTYPES)}"
     )
+  width, num_heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
+  num_kv_heads = _get(raw, "num_key_value_heads", int, num_heads)
+  if num_heads % num_kv_heads:
+    raise hf_folder.CheckpointError(
+      f"num_attention_heads={num_heads} must be a multiple of "
+      f"num_key_value_heads={num_kv_heads}; restore the original config.json"
+    )
+  theta = _get(rope, "rope_theta", float, _get(raw, "rope_theta", float, 10_000.0))
   return config_lib.ModelConfig(
-    architecture=names[0],
-    vocab_size=need("vocab_size"),
+    architecture=architecture,
+    vocab_size=_need(raw, "vocab_size"),
     width=width,
-    mlp_width=need("intermediate_size"),
-    num_layers=need("num_hidden_layers"),
+    mlp_width=_need(raw, "intermediate_size"),
+    num_layers=_need(raw, "num_hidden_layers"),
     num_heads=num_heads,
-    num_kv_heads=default("num_key_value_heads", num_heads),
-    head_dim=default("head_dim", family["head_dim"] or width // num_heads),
-    rope_theta=float(rope.get("rope_theta") or default("rope_theta", 10_000.0)),
+    num_kv_heads=num_kv_heads,
+    head_dim=_get(raw, "head_dim", int, family["head_dim"] or width // num_heads),
+    rope_theta=float(theta),
     rope_scaling=_parse_rope_scaling(rope),
-    norm_eps=default("rms_norm_eps", 1e-6),
-    max_position=default("max_position_embeddings", family["max_position"]),
+    norm_eps=_get(raw, "rms_norm_eps", float, 1e-6),
+    max_position=_get(raw, "max_position_embeddings", int, family["max_position"]),
     qkv_bias=family["qkv_bias"],
     qk_norm=family["qk_norm"],
-    tie_embeddings=default("tie_word_embeddings", False),
+    tie_embeddings=_get(raw, "tie_word_embeddings", bool, False),
     dtype=dtype,
   )
+
+
+def _get(raw: dict, key: str, kind: type, default: Any = None) -> Any:
+  """The value of a key, of its kind; the default where it is missing or null."""
+  if raw.get(key) is None:
+    return default
+  return json_fields.check(key, raw[key], kind)
+
+
+def _need(raw: dict, key: str, kind: type = int) -> Any:
+  """The value of a key that must be there, of its kind."""
+  if raw.get(key) is None:
+    raise hf_folder.CheckpointError(f"'{key}' is missing; restore the original config.json")
+  return json_fields.check(key, raw[key], kind)
+
+
+def _architecture(raw: dict) -> str:
+  """The first of `architectures`, if it is supported."""
+  names = _get(raw, "architectures", list) or ["(none)"]
+  if names[0] not in list(_FAMILIES):
+    raise hf_folder.CheckpointError(
+      f"architecture {names[0]!s:.60} is not supported (architectures); supported: "
+      f"{', '.join(_FAMILIES)}"
+    )
+  return names[0]
 
 
 def _parse_rope_scaling(rope: dict) -> config_lib.RopeScaling | None:
@@ -91,22 +109,31 @@ def _parse_rope_scaling(rope: dict) -> config_lib.RopeScaling | None:
     raise hf_folder.CheckpointError(
       "RoPE parameters per layer type are not supported; use a model with one RoPE"
     )
-  kind = rope.get("rope_type") or rope.get("type") or "default"
+  kind = _get(rope, "rope_type", str, _get(rope, "type", str, "default"))
   if kind == "default":
     return None
   if kind != "llama3":
     raise hf_folder.CheckpointError(
-      f"rope_type {kind} is not supported (supported: default, llama3); use a model "
+      f"rope_type {kind:.60} is not supported (supported: default, llama3); use a model "
       "without it, or, where its authors call it optional, remove rope_scaling"
     )
   theirs = {"original_max_position": "original_max_position_embeddings"}
-  fields = [field.name for field in dataclasses.fields(config_lib.RopeScaling)]
-  missing = [theirs.get(f, f) for f in fields if rope.get(theirs.get(f, f)) is None]
+  fields = dataclasses.fields(config_lib.RopeScaling)
+  missing = [theirs.get(f.name, f.name) for f in fields]
+  missing = [key for key in missing if rope.get(key) is None]
   if missing:
     raise hf_folder.CheckpointError(
       f"rope_type llama3 lacks {', '.join(missing)}; restore the original config.json"
     )
-  return config_lib.RopeScaling(**{f: rope[theirs.get(f, f)] for f in fields})
+  scaling = config_lib.RopeScaling(
+    **{f.name: _need(rope, theirs.get(f.name, f.name), f.type) for f in fields}
+  )
+  if scaling.low_freq_factor >= scaling.high_freq_factor:
+    raise hf_folder.CheckpointError(
+      f"low_freq_factor={scaling.low_freq_factor} must be below high_freq_factor="
+      f"{scaling.high_freq_factor}; restore the original config.json"
+    )
+  return scaling
 
 
 def _refuse_unsupported(raw: dict, rope: dict, family: dict) -> None:
@@ -120,13 +147,17 @@ def _refuse_unsupported(raw: dict, rope: dict, family: dict) -> None:
           f"{key}={value!s:.60} is not supported and would change the outputs; use a model "
           "without it"
         )
-  if raw.get("layer_types") is not None:
-    sliding = any(kind != "full_attention" for kind in raw["layer_types"])
+  layer_types = _get(raw, "layer_types", list)
+  if layer_types is not None:
+    sliding = any(kind != "full_attention" for kind in layer_types)
   else:
     sliding = (
-      raw.get("use_sliding_window", False)
+      _get(raw, "use_sliding_window", bool, False)
       and raw.get("sliding_window", 4096) is not None
-      and raw.get("num_hidden_layers", 0) > raw.get("max_window_layers", 28)
+      and (
+        raw.get("max_window_layers") == 0
+        or _need(raw, "num_hidden_layers") > _get(raw, "max_window_layers", int, 28)
+      )
     )
   if sliding:
     raise hf_folder.CheckpointError(

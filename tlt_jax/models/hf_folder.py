@@ -10,16 +10,20 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 
+from tlt_jax import json_objects
 from tlt_jax import writing
 
 CONFIG = "config.json"
+FLOATS = ("F32", "F16", "BF16")  # what weights may be stored as
 _SINGLE, _SHARD = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SAFETENSORS = re.compile(r"[^/\0]{1,200}\.safetensors")
 _PARTIAL = ".partial"  # folder of a save that is not complete yet
 
 
@@ -29,25 +33,26 @@ class CheckpointError(ValueError):
 
 def read_json(file: pathlib.Path) -> dict:
   """Reads a JSON object; an error names the file."""
+  content = file.read_bytes()
   try:
-    raw = json.loads(file.read_text())
+    return json_objects.parse(content)
   except ValueError as e:
-    raise CheckpointError(f"{file} is not JSON ({e}); download it again") from e
-  if not isinstance(raw, dict):
-    raise CheckpointError(f"{file} holds no JSON object; download it again")
-  return raw
+    raise CheckpointError(f"{file} {e}; download it again") from e
 
 
-def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-  """Lazy tensors by name, over all files of a checkpoint; `stack` closes the files."""
-  index, names = path / _INDEX, None
-  if (path / _SINGLE).is_file():
-    files = [_SINGLE]
-  elif index.is_file():
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict):
-      raise CheckpointError(f"{index} has no weight_map; download it again")
-    files = sorted(set(names.values()))
+class Tensors(NamedTuple):
+  """What the safetensors files of a folder hold, by name."""
+
+  lazy: dict[str, Any]  # tensors, read when they are sliced
+  file: dict[str, pathlib.Path]  # that holds them
+
+
+def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
+  """Opens all files of a checkpoint; `stack` closes them."""
+  if (path / _SINGLE).exists():
+    promised = {path / _SINGLE: ()}
+  elif (path / _INDEX).exists():
+    promised = _read_index(path)
   else:
     pickled = sorted(file.name for file in path.glob("*.bin"))
     raise CheckpointError(
@@ -56,27 +61,48 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, A
       if pickled
       else f"{path} holds neither {_SINGLE} nor {_INDEX}; download it completely"
     )
-  tensors = {}
-  for file in files:
-    opened = _open_file(path / file, stack)
-    tensors |= {name: opened.get_slice(name) for name in opened.keys()}
-    for name in (name for name, holder in (names or {}).items() if holder == file):
-      if name not in tensors:
+  tensors = Tensors({}, {})
+  for file, names in promised.items():
+    opened = _open_file(file, stack)
+    found = {name: opened.get_slice(name) for name in opened.keys()}
+    if not found:
+      raise CheckpointError(f"{file} holds no tensors; download it again")
+    tensors.lazy.update(found)
+    tensors.file.update(dict.fromkeys(found, file))
+    for name in names:
+      if name not in found:
         raise CheckpointError(
-          f"{path / file} lacks tensor {name}, which {_INDEX} promises; download both again"
+          f"{file} lacks tensor {name:.100}, which {_INDEX} promises; download both again"
         )
   return tensors
 
 
+def _read_index(path: pathlib.Path) -> dict[pathlib.Path, list[str]]:
+  """The files that an index names, and the tensors that it promises in each."""
+  index = path / _INDEX
+  holders = read_json(index).get("weight_map")
+  if not isinstance(holders, dict) or not holders:
+    raise CheckpointError(f"{index} has no weight_map; download it again")
+  promised = {}
+  for name, file in holders.items():
+    if not isinstance(file, str) or not _SAFETENSORS.fullmatch(file):
+      raise CheckpointError(
+        f"{index}: weight_map names {file!r:.60}, which is no safetensors file of that "
+        "folder; download it again"
+      )
+    promised.setdefault(path / file, []).append(name)
+  return dict(sorted(promised.items()))
+
+
 def _open_file(file: pathlib.Path, stack: contextlib.ExitStack):
   """A safetensors file whose header fits its length."""
-  if not file.is_file():
+  if not file.exists():
     raise CheckpointError(f"{file}, named in {_INDEX}, is missing; download it")
   try:
     return stack.enter_context(safetensors.safe_open(file, framework="numpy"))
   except (safetensors.SafetensorError, OSError) as e:
     raise CheckpointError(
-      f"{file} is damaged or truncated ({e}); download it again (a git-lfs pointer "
+      f"{file} is damaged or truncated ({e!s:.200}); download it again (a git-lfs pointer "
       "is not the file itself)"
     ) from e
 

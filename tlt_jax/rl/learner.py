@@ -21,6 +21,7 @@ import optax
 
 from tlt_jax import accumulate
 from tlt_jax import axes
+from tlt_jax import memory
 from tlt_jax import packing
 from tlt_jax import programs
 from tlt_jax import ranges
@@ -86,6 +87,7 @@ class Learner:
   def init(self, params: dict) -> State:
     """The state before the first update; takes over `params`, of any layout."""
     abstract = self.abstract_state()
+    memory.announce("the learner's moments", abstract.opt_state, "learner.only, policy")
     params = jax.tree.map(
       lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding),
       params,
@@ -111,10 +113,12 @@ class Learner:
   def to_rollout(self) -> Callable[[dict], dict]:
     """Copies parameters into the rollout's layout and dtype: the weight sync."""
     abstract = target.abstract_params(self.config)
-    cast = lambda params: jax.tree.map(lambda x: x.astype(self.config.dtype), params)
-    return jax.jit(
-      cast, out_shardings=axes.shardings(self.mesh, axes.ROLLOUT, abstract)
-    )
+    made = axes.with_shardings(self.mesh, axes.ROLLOUT, abstract)
+    dtype, shardings = self.config.dtype, jax.tree.map(lambda x: x.sharding, made)
+    made = jax.tree.map(lambda x: x.update(dtype=dtype), made)
+    memory.announce(f"the policy of rollouts ({dtype})", made, "policy, tensor_parallel")
+    cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
+    return jax.jit(cast, out_shardings=shardings)
 
   def train(
     self, state: State, batch: Batch, reference: dict | None = None
@@ -168,6 +172,8 @@ class Learner:
 
   def _run(self, name: str, jitted, count: int, *args):
     """Runs a program on `count` sequences, compiled if it is the first for so many."""
+    if (name, count) not in self.pool:
+      memory.announce_programs(f"the learner's {name}", beside=self.abstract_state())
     return self.pool.get(name, (count,), jitted, *args)(*args)
 
   def _pack(self, batch: Batch, share: np.ndarray):

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tlt_jax import data
 from tlt_jax import metrics
+from tlt_jax import tokenization
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import reward as reward_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
@@ -32,6 +32,7 @@ class Scored:
   samples: samples_lib.Samples
   text: list[str]  # B responses
   reward: np.ndarray  # f32[B]
+  solved: np.ndarray  # bool[B]
   rollout_s: float
   reward_s: float
 
@@ -40,8 +41,8 @@ class Scored:
     """Per response: solved, wrong, or truncated (not solved, and out of tokens)."""
     cut = self.samples.finish_reason == samples_lib.LENGTH
     return [
-      "solved" if r >= 1 else "truncated" if c else "wrong"
-      for r, c in zip(self.reward, cut, strict=True)
+      "solved" if s else "truncated" if c else "wrong"
+      for s, c in zip(self.solved, cut, strict=True)
     ]
 
   def by_prompt(self, R: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +93,7 @@ class Scored:
       **{f"rollout/{name}": gain for name, gain in self.samples.gain.items()},
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
+      "reward/solved": float(self.solved.mean()),
       "reward/seconds_s": self.reward_s,
       "memory/rollout_bytes": self.samples.peak_bytes,
     }
@@ -102,8 +104,9 @@ class Sampler:
   """Answers prompts with a policy and scores the answers; see `make`."""
 
   rollout: rollout_lib.Rollout
-  tokenizer: data.Tokenizer
+  tokenizer: tokenization.Tokenizer
   score: reward_lib.Score
+  solved_at: float  # the least reward of a solved response, see `reward.score_all`
   sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
   chat: bool = False  # wrap plain prompts in the chat template
   system: str = ""  # system message of that template
@@ -157,17 +160,19 @@ class Sampler:
       )
     text = [self.tokenizer.decode(samples.response(i)) for i in range(len(requests))]
     asked = [records[p] for p in requests.prompt_idx]
-    reward = reward_lib.score_all(
+    reward, solved = reward_lib.score_all(
       self.score,
       prompts=[r["prompt"] for r in asked],
       responses=text,
       answers=[r["answer"] for r in asked],
+      solved_at=self.solved_at,
     )
     return Scored(
       requests=requests,
       samples=samples,
       text=text,
       reward=reward,
+      solved=solved,
       rollout_s=sampled - began,
       reward_s=time.perf_counter() - sampled,
     )
@@ -183,38 +188,42 @@ class Sampler:
 def make(
   rollout: rollout_lib.Rollout,
   *,
-  policy: str | pathlib.Path,
+  tokenizer: tokenization.Tokenizer,
   reward: str,
+  solved_at: float,
   sampling: Mapping[str, Any],
   chat: Mapping[str, Any],
 ) -> Sampler:
   """A sampler around a rollout.
 
   Args:
-    policy: the folder whose tokenizer it uses
+    tokenizer: the policy's
     reward: dotted name of a verifier; "": every response is worth 0
+    solved_at: the least reward of a response that counts as solved, where the verifier
+      does not say itself whether it is
     sampling: temperature, top_k, top_p, min_p and max_tokens of every request
     chat: {"apply": whether plain prompts are wrapped in the chat template, "system": the
       system message of that template, or ""}
   """
   return Sampler(
     rollout=rollout,
-    tokenizer=data.Tokenizer.load(policy),
+    tokenizer=tokenizer,
     score=reward_lib.make(reward) if reward else _nothing,
+    solved_at=solved_at,
     sampling=sampling,
     chat=chat["apply"],
     system=chat["system"],
   )
 
 
-def _nothing(prompt, response: str, answer) -> float:
+def _nothing(prompt, response: str, answer) -> tuple[float, bool]:
   """The reward of a response that nobody judges."""
   del prompt, response, answer
-  return 0.0
+  return 0.0, False
 
 
 def encode(
-  tokenizer: data.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
+  tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
 ) -> list[np.ndarray]:
   """The prompts of records as token ids i32[...]; see `Tokenizer.encode`."""
   return [
@@ -232,14 +241,36 @@ def replay(
     strict: whether it is an error if the file is missing or a rollout differs; else the
       clock decides from there on
   Returns:
-    step -> what is decided in its rollout
+    step -> what is decided in its rollout; strict, it raises MetricError for a step that
+    the file does not have
   Raises:
     metrics.MetricError: the file is missing or damaged
   """
   known = {}
   if strict or pathlib.Path(path).exists():
-    known = {r["step"]: r.get("decisions") for r in metrics.read(path)}
-  return lambda step: clock.Decisions(known.get(step), strict=strict)
+    known = {r["step"]: _decisions(path, r) for r in metrics.read(path)}
+
+  def decisions(step):
+    logged = known.get(step)
+    if strict and logged is None:
+      raise metrics.MetricError(f"{path}: nothing was decided there in step {step}")
+    return clock.Decisions(logged, strict=strict, source=f"{path}, step {step},")
+
+  return decisions
+
+
+def _decisions(path: str | pathlib.Path, rollout: Mapping[str, Any]) -> list | None:
+  """What was decided in a rollout as it was logged; None if it was not."""
+  decisions = rollout.get("decisions")
+  if decisions is None:
+    return None
+  match = lambda entry: isinstance(entry, list) and [*map(type, entry)] == [str, int]
+  if not isinstance(decisions, list) or not all(map(match, decisions)):
+    raise metrics.MetricError(
+      f"{path}: the decisions of step {rollout['step']} are not (name, number) each; "
+      "give the rollouts.jsonl of a run"
+    )
+  return decisions
 
 
 _EVALUATION = 1 << 31  # added to the seed: no evaluation shares noise with a step
@@ -253,7 +284,7 @@ def evaluate(
   seed: int,
   draft_params=None,
 ) -> dict[str, float]:
-  """Accuracy on held-out records; every call draws with the same noise.
+  """Measures accuracy and reward on held-out records, with the same noise every time.
 
   Args:
     params: the policy's, in the layout `axes.ROLLOUT`
@@ -266,7 +297,8 @@ def evaluate(
     params, records, samples, seed=seed + _EVALUATION, draft_params=draft_params
   )
   return {
-    "eval/accuracy": float(scored.reward.mean()),
+    "eval/accuracy": float(scored.solved.mean()),
+    "eval/reward_mean": float(scored.reward.mean()),
     "eval/length_mean": float(scored.samples.length.mean()),
     "eval/seconds_s": scored.rollout_s + scored.reward_s,
   }

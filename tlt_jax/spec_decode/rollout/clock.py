@@ -121,7 +121,10 @@ class Decisions:
   """
 
   def __init__(
-    self, replay: Iterable[tuple[str, int]] | None = None, strict: bool = True
+    self,
+    replay: Iterable[tuple[str, int]] | None = None,
+    strict: bool = True,
+    source: str = "the schedule to replay",
   ):
     """Follows `replay`, another rollout's `log`, instead of the clock.
 
@@ -129,10 +132,12 @@ class Decisions:
       replay: (name, value) of each decision; None: the clock decides
       strict: whether it is an error if the log is of another rollout; else the clock
         decides from there on
+      source: of `replay`, for messages
     """
     self.log: list[tuple[str, int]] = []
     self._replay = None if replay is None else iter(replay)
     self._strict = strict
+    self._source = source
 
   def __call__(self, name: str, decide: Callable[[], int]) -> int:
     """The decision of that name, now.
@@ -157,7 +162,7 @@ class Decisions:
 
   def _differs(self, logged: str, name: str) -> None:
     message = (
-      f"the schedule to replay has {logged!r} where {name!r} is decided (decision "
+      f"{self._source} has {logged!r} where {name!r} is decided (decision "
       f"{len(self.log)}): it is of a run with other settings, prompts or weights"
     )
     if self._strict:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from tlt_jax import memory
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -29,6 +30,7 @@ class Rollout:
     # What was asked for; from `compile` on, the buckets that are ready.
     self.options: options_lib.Options = parts.shapes.options
     self._ready = ready.Ready(parts)
+    self._announced = False  # whether the log tells what is allocated
 
   def __call__(
     self,
@@ -57,6 +59,7 @@ class Rollout:
         missing, or given twice
     """
     self._check(requests, draft_params, train)
+    self._announce(requests.stop_tokens.shape[1])
     return loop.Loop(
       self.parts,
       self.options,
@@ -78,6 +81,9 @@ class Rollout:
       stop_tokens: per request (the second dimension of `Requests.stop_tokens`)
     """
     weights = self.parts.weights(params, draft_params)
+    self._announce(stop_tokens)
+    what = f"the rollout's programs (buckets: {len(self.options.buckets)})"
+    memory.announce_programs(what, beside=(params, draft_params))
     self.options = self._ready.compile(weights, stop_tokens, self.options)
 
   def measure(self, params, stop_tokens: int, draft_params=None) -> None:
@@ -158,6 +164,21 @@ class Rollout:
       if name in state["sources"]:
         source.restore(state["sources"][name])
     self.parts.clock.micro_batch_s = state["micro_batch_s"]
+
+  def _announce(self, stop_tokens: int) -> None:
+    """Logs, once, what a rollout allocates at most."""
+    if self._announced:
+      return
+    self._announced = True
+    shapes, options = self.parts.shapes, self.options
+    buckets = list(filter(options.allows, options.buckets)) or options.buckets[:1]
+    each = [shapes.slots(bucket, stop_tokens) for bucket in buckets]
+    most = lambda slots: max(memory.bytes_by_device(slots).values())
+    memory.announce(
+      "the KV cache and kept features of the largest bucket",
+      (max(each, key=most), shapes.store()),
+      smaller="rollout.slots, rollout.cache_tokens, sampling.max_tokens",
+    )
 
   def _check(self, requests: requests_lib.Requests, draft_params, train: bool) -> None:
     """Raises for what cannot be run."""

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from tlt_jax import axes
+from tlt_jax import memory
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -102,6 +103,9 @@ class Spot:
     self._pending = t.init_pending()
     features = slices.abstract(
       t.mesh, options.rows, t.config.dtype, self.row_tokens, t.layout.size
+    )
+    memory.announce(
+      "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
     )
     self._features = slices.zeros(features)
     self._placed: tuple | None = None  # the buffer's version, table and order

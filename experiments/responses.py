@@ -1,0 +1,53 @@
+"""Responses of a policy in a file, for a drafter that is trained on them."""
+
+import pathlib
+
+import numpy as np
+
+_NAMES = ("prompts", "responses")
+_REMEDY = "delete it, and the policy answers the prompts again"
+
+
+def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) -> None:
+  """Keeps (prompt, response) token ids as two flat arrays and their lengths."""
+  flat = {name: np.concatenate([s[i] for s in sequences]) for i, name in enumerate(_NAMES)}
+  sizes = np.array([(len(p), len(r)) for p, r in sequences])
+  partial = path.with_suffix(".tmp.npz")
+  np.savez(partial, sizes=sizes, **flat)
+  partial.replace(path)
+
+
+def load(path: pathlib.Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Reads the sequences that `store` kept.
+
+  Args:
+    path: the file
+    vocab_size: of the policy
+  Raises:
+    ValueError: it is damaged, or of a policy with other tokens
+  """
+  with path.open("rb") as file:
+    try:
+      with np.load(file, allow_pickle=False) as stored:
+        sizes, *flat = (stored[name] for name in ("sizes", *_NAMES))
+    except Exception as e:  # zipfile, zlib and numpy each raise their own
+      raise ValueError(f"{path} is damaged ({e!s:.200}); {_REMEDY}") from e
+  _check(path, sizes, flat, vocab_size)
+  ends = np.cumsum(sizes, 0)[:-1]
+  parts = [np.split(ids, ends[:, i]) for i, ids in enumerate(flat)]
+  return list(zip(*parts, strict=True))
+
+
+def _check(
+  path: pathlib.Path, sizes: np.ndarray, flat: list[np.ndarray], vocab_size: int
+) -> None:
+  """Raises ValueError unless the arrays are sequences of the policy's tokens."""
+  whole = all(np.issubdtype(x.dtype, np.integer) for x in (sizes, *flat))
+  if not whole or sizes.ndim != 2 or not len(sizes) or sizes.min() < 0:
+    raise ValueError(f"{path} is damaged (sizes are none); {_REMEDY}")
+  if [(x.ndim, len(x)) for x in flat] != [(1, n) for n in sizes.sum(0)]:
+    raise ValueError(f"{path} is damaged (sizes and tokens do not fit); {_REMEDY}")
+  for id in [i for x in flat for i in x[(x < 0) | (x >= vocab_size)][:1]]:
+    raise ValueError(
+      f"{path} has token {id}, the policy has 0 to {vocab_size - 1}; {_REMEDY}"
+    )

@@ -1,0 +1,85 @@
+"""A fork outside the checkout, made and run as docs/extending.md says, to the letter."""
+
+import os
+import pathlib
+import re
+import subprocess
+import textwrap
+
+import pytest
+
+from tests import commands
+from tlt_jax import metrics
+
+TEXT = (commands.ROOT / "docs" / "extending.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
+COMMANDS = [
+  textwrap.dedent(block)
+  for block in re.findall(r"(?:^    .*\n)+", TEXT, re.MULTILINE)
+  if "experiments.train" in block
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+  """A folder with the files of the document, and nothing else."""
+  folder = tmp_path_factory.mktemp("outside")
+  for name, text in FILES.items():
+    path = folder / "my_fork" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# {name}\n{text}")
+  return folder
+
+
+def bash(folder: pathlib.Path, script: str) -> subprocess.CompletedProcess:
+  """Runs a script of the document, in which `TLT` is known."""
+  known = {k: x for k, x in os.environ.items() if k != "PYTHONPATH"}
+  return subprocess.run(
+    ["bash", "-e", "-c", script],
+    cwd=folder,
+    env=known | {"TLT": str(commands.ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+def test_the_document_has_an_algorithm_a_reward_and_a_task():
+  assert {"my_config.py", "my_package/rloo.py", "my_package/parity.py"} <= FILES.keys()
+  assert "def score(" in FILES["my_package/parity.py"]
+  assert len(COMMANDS) == 2
+
+
+def test_its_commands_run(folder):
+  """With a config of one's own, and with names on the command line."""
+  first, second = COMMANDS
+  commands.succeed(bash(folder, first))
+  start = "cd my_fork; export PYTHONPATH=$TLT\n"
+  commands.succeed(bash(folder, start + second))
+  runs = folder / "my_fork" / "runs"
+  for name in ("mine", "rloo"):
+    *steps, last = metrics.read(runs / name / "metrics.jsonl")
+    assert [r["step"] for r in steps] == [0, 1, 2]
+    assert (runs / name / "policy" / "model.safetensors").is_file()
+    rollouts = metrics.read(runs / name / "rollouts.jsonl")
+    outcomes = [o for r in rollouts for o in r["outcome"]]
+    assert "solved" in outcomes
+    assert 0 <= last["eval/accuracy"] <= 1 and "eval/reward_mean" in last
+    solved = sum(o == "solved" for o in rollouts[0]["outcome"])
+    assert steps[0]["reward/solved"] == pytest.approx(solved / len(rollouts[0]["outcome"]))
+
+
+def test_its_mistakes_are_told_in_one_line(folder):
+  """Of the fork's own arguments, by their names."""
+  start = "cd my_fork; export PYTHONPATH=$TLT\n"
+  command = COMMANDS[0].splitlines()[-2:]
+  train = start + "\n".join(command)
+  for more, message in (
+    ("--config.algorithm.scale=-1", "algorithm.scale=-1.0: takes a number above 0"),
+    ("--config.algorithm.scael=1", "did you mean 'algorithm.scale'"),
+    ("--config.algorithm.name=my_package.rlo", "no module 'my_package.rlo'"),
+    ("--config.reward=my_package.parity.scor", "did you mean 'score'"),
+  ):
+    result = bash(folder, f"{train} {more} --workdir=runs/wrong")
+    assert message in commands.error(result)
+    assert not (folder / "my_fork" / "runs" / "wrong").exists()

@@ -1,0 +1,140 @@
+"""A function in a process of its own: its results, its limits, and its end."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tlt_jax import worker
+
+SOURCE = """
+import os, sys, time
+
+def echo(value):
+  print("printed")  # must not be taken for the reply
+  return value
+
+def spin(value):
+  while value:
+    pass
+
+def big(value):
+  return value and len(str(value ** 10**9))  # within one call of C code
+
+def sleep(value):
+  time.sleep(value)
+
+def leave(value):
+  if value:
+    sys.exit(0)
+
+def fail(value):
+  raise KeyError("k")
+
+def pid(value):
+  return os.getpid()
+"""
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+  """Makes workers whose functions only this test can import, and ends them."""
+  (tmp_path / "own_functions.py").write_text(SOURCE)
+  monkeypatch.syspath_prepend(tmp_path)
+  workers = []
+
+  def make(name, **options):
+    workers.append(worker.Worker(f"own_functions.{name}", **{"cpu_s": 0.05} | options))
+    return workers[-1]
+
+  yield make
+  for each in workers:
+    each.close()
+
+
+def test_arguments_and_results_go_both_ways(made):
+  """Of modules on the parent's path, whatever they print."""
+  echo = made("echo")
+  for value in (1.5, "ä\\n\n", None, [1, {"a": True}], "x" * 200000):
+    assert echo(value) == value
+
+
+@pytest.mark.parametrize("name, value", [("spin", 1), ("big", 7)])
+def test_who_takes_too_much_cpu_time_is_stopped(made, name, value):
+  """In Python and in C; the next call gets another process, and its full time."""
+  slow = made(name)
+  slow(0)
+  before = resource.getrusage(resource.RUSAGE_CHILDREN)
+  start_up_s = 5.0  # of CPU time, far more than a start takes
+  with pytest.raises(worker.Stopped):
+    slow(value)
+  after = resource.getrusage(resource.RUSAGE_CHILDREN)
+  assert after.ru_utime - before.ru_utime < start_up_s
+  assert slow(0) in (None, 0)
+
+
+def test_who_waits_for_ever_is_stopped_by_the_clock(made):
+  sleep = made("sleep", wall_s=0.2)
+  with pytest.raises(worker.Stopped):
+    sleep(1000)
+  assert sleep(0) is None
+
+
+def test_a_process_that_ends_within_a_call_stops_it(made):
+  leave = made("leave")
+  with pytest.raises(worker.Stopped):
+    leave(1)
+  assert leave(0) is None
+
+
+def test_a_process_that_was_killed_meanwhile_is_replaced(made):
+  pid = made("pid")
+  first = pid(0)
+  os.kill(first, signal.SIGKILL)
+  while pid._process.poll() is None:
+    time.sleep(0.01)
+  assert pid(0) != first
+
+
+def test_errors_are_told(made):
+  """Of the function, and of a name that leads nowhere."""
+  with pytest.raises(worker.WorkerError, match="own_functions.fail failed: KeyError"):
+    made("fail")(0)
+  with pytest.raises(worker.WorkerError, match="cannot be called: .*has no 'ecko'"):
+    made("ecko")(0)
+  with pytest.raises(worker.WorkerError, match="cannot be called: no module 'nowhere'"):
+    worker.Worker("nowhere.f", cpu_s=0.05)(0)
+
+
+def test_an_interrupted_call_leaves_no_reply_for_the_next(made, monkeypatch):
+  echo = made("echo")
+  echo(0)
+
+  def interrupted():
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(echo._process.stdout, "readline", interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    echo(1)
+  assert echo(2) == 2
+
+
+PARENT = """
+import os, signal
+from tlt_jax import worker
+pid = worker.Worker("os.getpid", cpu_s=0.05)
+pid()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_ends_with_its_parent():
+  """Even if that is killed. The worker shares its stderr, which ends with the last."""
+  process = subprocess.run(
+    [sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=120
+  )
+  assert process.returncode == -signal.SIGKILL, process.stderr

@@ -1,0 +1,120 @@
+"""What is about to be allocated, in the log, before it is.
+
+A process that runs out of the machine's memory is killed without a word. The last line
+of its log then says what it was about to allocate, how much was free, and which entries
+of the config make it smaller. What a GPU or a TPU has is its own; the devices of a CPU
+share the machine's memory, or what a cgroup leaves of it.
+"""
+
+import collections
+from collections.abc import Iterator
+import logging
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import psutil
+
+LEAST_BYTES = 64 * 2**20  # on a device; less is not worth a line
+
+_CGROUPS = pathlib.Path("/sys/fs/cgroup")
+_OWN_CGROUPS = pathlib.Path("/proc/self/cgroup")
+_PAGE_CACHE = ("total_inactive_file", "inactive_file")  # used, but given up at once
+
+
+class Room(NamedTuple):
+  """The memory that may be used, in bytes."""
+
+  free: int
+  total: int
+
+  def __str__(self) -> str:
+    return f"{_text(self.free)} of {_text(self.total)} free"
+
+
+def announce(what: str, arrays: Any, smaller: str) -> None:
+  """Logs what is about to be allocated; warns if it is more than is free.
+
+  Args:
+    what: the arrays are
+    arrays: a tree of shapes with shardings, of what does not exist yet
+    smaller: the entries of the config that make it smaller
+  """
+  held = bytes_by_device(arrays)
+  most = max(held.values(), default=0)
+  if most < LEAST_BYTES:
+    return
+  room, shared = _room(held)
+  each = f"on each of {len(held)} devices " if len(held) > 1 else ""
+  line = f"allocating {_text(most)} {each}for {what}; {room}"
+  if (sum(held.values()) if shared else most) > room.free:
+    logging.warning("%s: this will probably be killed; smaller: %s", line, smaller)
+  else:
+    logging.info("%s", line)
+
+
+def announce_programs(what: str, beside: Any) -> None:
+  """Logs that programs are about to be compiled, if they run beside large arrays.
+
+  Args:
+    what: of the programs
+    beside: a tree of shapes with shardings, of what they take
+  """
+  held = bytes_by_device(beside)
+  if max(held.values(), default=0) >= LEAST_BYTES:
+    room, _ = _room(held)
+    logging.info("compiling %s, whose scratch memory is not known yet; %s", what, room)
+
+
+def bytes_by_device(arrays: Any) -> dict[jax.Device, int]:
+  """Bytes that a tree of arrays, or of shapes with shardings, takes on each device."""
+  held = collections.Counter()
+  for x in jax.tree.leaves(arrays):
+    sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    size = math.prod(sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+    held.update(dict.fromkeys(sharding.addressable_devices, size))
+  return dict(held)
+
+
+def _room(devices) -> tuple[Room, bool]:
+  """The memory of the fullest of these devices, and whether they share it."""
+  own = [device.memory_stats() or {} for device in devices]
+  if not all("bytes_limit" in stats for stats in own):
+    return machine(), True
+  limits = [(stats["bytes_limit"], stats["bytes_in_use"]) for stats in own]
+  return min(Room(limit - used, limit) for limit, used in limits), False
+
+
+def machine() -> Room:
+  """The machine's memory, or that of a cgroup of this process which has less left."""
+  memory = psutil.virtual_memory()
+  return min([Room(memory.available, memory.total), *_cgroups()])
+
+
+def _cgroups() -> Iterator[Room]:
+  """What the cgroups of this process, and those around them, allow it."""
+  try:
+    lines = _OWN_CGROUPS.read_text().splitlines()
+  except OSError:  # not Linux
+    return
+  for _, controllers, path in (line.split(":", 2) for line in lines):
+    top, names = _CGROUPS, ("memory.max", "memory.current")
+    if controllers == "memory":  # cgroups of version 1
+      top, names = top / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    elif controllers:
+      continue
+    folder = top / path.lstrip("/")
+    for around in (folder, *folder.parents):
+      try:
+        limit, used = (int((around / name).read_text()) for name in names)
+        stat = dict(s.split() for s in (around / "memory.stat").read_text().splitlines())
+      except (OSError, ValueError):  # no such folder, or "max": without a limit
+        continue
+      cache = next((int(stat[name]) for name in _PAGE_CACHE if name in stat), 0)
+      yield Room(limit - used + cache, limit)
+
+
+def _text(size: int) -> str:
+  return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

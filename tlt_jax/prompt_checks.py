@@ -1,0 +1,254 @@
+"""Which prompts a run can use: short enough, of characters that the tokenizer knows.
+
+`usable` is the way in: a source of records in, those that can be used out, or an error
+that names the first that cannot. A file, and any other source of up to 2**13 records, is
+checked whole; of a longer one, whose records are made when they are asked for, the first
+1,000, and each of the others when it is drawn. What becomes of a prompt depends on the
+prompt alone, so that a run that is resumed draws the same ones.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+import dataclasses
+import logging
+from typing import Literal
+
+from tlt_jax import data
+from tlt_jax import tokenization
+
+_WHOLE = 2**13  # records of the longest source, but for files, that is checked whole
+_SOME = 1000  # of a longer one at the start; and that one draw looks at
+_AT_ONCE = 1024  # that are tokenized together
+
+Prompt = str | list[dict]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unusable:
+  """What is done with prompts that cannot be used as they are.
+
+  "refuse": it is an error. "drop": the record is left out. "cut": only the last tokens
+  are kept, of a chat those of the user's last message; unknown characters are left out.
+  """
+
+  # Prompts of more tokens than the rollout takes.
+  too_long: Literal["refuse", "drop", "cut"] = "refuse"
+  # Prompts with characters that the tokenizer does not know.
+  unknown_characters: Literal["refuse", "drop", "cut"] = "refuse"
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if value not in ("refuse", "drop", "cut"):
+        raise ValueError(f"unusable_prompts.{name} is refuse, drop or cut, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """Which prompts can be used, and what is done with the others."""
+
+  tokenizer: tokenization.Tokenizer
+  unusable: Unusable = Unusable()
+  max_prompt: int | None = None  # tokens; None: any number
+  chat: bool = False  # see `Tokenizer.text`, as for `system`
+  system: str | None = None
+
+  def encode(self, prompts: Sequence[Prompt]) -> list[tuple[str, tokenization.Pieces]]:
+    """Of each prompt the text that the model continues, and its tokens."""
+    texts = [self.tokenizer.text(p, system=self.system, chat=self.chat) for p in prompts]
+    return list(zip(texts, self.tokenizer.pieces(texts), strict=True))
+
+
+def usable(source: Sequence[dict], name: str, rules: Rules) -> Sequence[dict]:
+  """The records that can be used; what became of the others is logged.
+
+  Args:
+    source: records, by index
+    name: of the source; for messages, where a record has no "place"
+    rules: what can be used
+  Returns:
+    a list; for a source that is not checked whole a sequence of its length, in which the
+    next usable record stands for one that is dropped
+  Raises:
+    DataError: a prompt is refused, or none is left
+  """
+  whole = isinstance(source, list) or len(source) <= _WHOLE
+  count = len(source) if whole else _SOME
+  kept = _check([source[i] for i in range(count)], name, rules)
+  return kept if whole else _Drawn(source, name, rules)
+
+
+class _Drawn(Sequence):
+  """The records of a long source, each of them checked when it is drawn."""
+
+  def __init__(self, source: Sequence[dict], name: str, rules: Rules):
+    """Checks nothing yet."""
+    self._source, self._name, self._rules = source, name, rules
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, i: int) -> dict:
+    """Record i, or the next that can be used."""
+    for j in range(i, i + _SOME):
+      j %= len(self)
+      record, _ = _settled(self._source[j], self._name, j, self._rules)
+      if record is not None:
+        return record
+    raise data.DataError(
+      f"{self._name}: none of the {_SOME:,} prompts from record {i} on can be used"
+    )
+
+
+def _check(records: list[dict], name: str, rules: Rules) -> list[dict]:
+  """The usable ones of some records; see `usable`."""
+  kept, refused, counts = [], [], collections.Counter()
+  for i, (record, encoded) in enumerate(_encoded(records, rules)):
+    try:
+      record, done = _settled(record, name, i, rules, encoded)
+    except data.DataError as e:
+      refused.append(str(e))
+      continue
+    counts.update(done)
+    if record is not None:
+      kept.append(record)
+  if refused:
+    count = f" (the first of {len(refused):,} unusable prompts)" if refused[1:] else ""
+    raise data.DataError(refused[0] + count)
+  if counts:
+    done = ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items()))
+    logging.info("%s: of %s prompts %s", name, f"{len(records):,}", done)
+  if not kept:
+    raise data.DataError(
+      f"{name}: none of {len(records):,} prompts is left; raise rollout.max_prompt, or "
+      "use prompts that the tokenizer knows"
+    )
+  return kept
+
+
+def _encoded(records: list[dict], rules: Rules) -> Iterator[tuple[dict, tuple | None]]:
+  """Records with what `Rules.encode` gives; None where one of many cannot be encoded."""
+  for start in range(0, len(records), _AT_ONCE):
+    some = records[start : start + _AT_ONCE]
+    try:
+      encoded = rules.encode([record["prompt"] for record in some])
+    except data.DataError:
+      encoded = [None] * len(some)
+    yield from zip(some, encoded, strict=True)
+
+
+def _settled(
+  record: dict, name: str, i: int, rules: Rules, encoded: tuple | None = None
+) -> tuple[dict | None, list[str]]:
+  """A record as it is used, None if it is dropped, and what was done to it.
+
+  Args:
+    name, i: of its source, and its index there
+    encoded: its text and tokens, where they are known already
+  Raises:
+    DataError: it is refused; the message names its place
+  """
+  try:
+    prompt, done = _settle(record["prompt"], rules, encoded)
+  except data.DataError as e:
+    raise data.DataError(f"{record.get('place') or f'{name}, record {i}'}: {e}") from e
+  if prompt is None:
+    return None, done
+  return (record | {"prompt": prompt} if done else record), done
+
+
+def _settle(
+  prompt: Prompt, rules: Rules, encoded: tuple | None
+) -> tuple[Prompt | None, list[str]]:
+  """A prompt as it is used, None if it is dropped, and what was done; see `_settled`."""
+  unusable, limit, done = rules.unusable, rules.max_prompt, []
+  text, pieces = encoded or rules.encode([prompt])[0]
+  unknown = _unknown(text, pieces, rules)
+  if unknown:
+    if unusable.unknown_characters == "refuse":
+      raise data.DataError(
+        f"the tokenizer does not know {unknown}; correct the prompt, or set "
+        "unusable_prompts.unknown_characters to drop or cut"
+      )
+    if unusable.unknown_characters == "drop":
+      return None, ["dropped (unknown characters)"]
+    prompt = _without_unknown(prompt, rules.tokenizer)
+    done.append("cut (unknown characters)")
+    text, pieces = rules.encode([prompt])[0]
+    if unknown := _unknown(text, pieces, rules):
+      raise data.DataError(
+        f"the tokenizer does not know {unknown} of the chat template or the system "
+        "message; change chat.system, or use the model's own tokenizer files"
+      )
+  if limit is not None and len(pieces.ids) > limit:
+    if unusable.too_long == "refuse":
+      raise data.DataError(
+        f"the prompt has {len(pieces.ids):,} tokens, rollout.max_prompt is {limit:,}; "
+        "raise it, or set unusable_prompts.too_long to drop or cut"
+      )
+    if unusable.too_long == "drop":
+      return None, ["dropped (too long)"]
+    prompt = _shortened(prompt, len(pieces.ids), rules)
+    done.append("cut (too long)")
+  last = _last_text(prompt)
+  if not pieces.ids or (done and last is not None and not last.strip()):
+    if unusable.unknown_characters == "refuse":
+      raise data.DataError(
+        "nothing is left of the prompt in tokens; correct it, raise rollout.max_prompt, "
+        "or set unusable_prompts.unknown_characters to drop"
+      )
+    return None, ["dropped (nothing left)"]
+  return prompt, done
+
+
+def _unknown(text: str, pieces: tokenization.Pieces, rules: Rules, most: int = 5) -> str:
+  """Names the unknown characters of a text, each of them once; "" if there are none."""
+  spans = rules.tokenizer.unknown(text, pieces)
+  found = list(dict.fromkeys(text[start:end] for start, end in spans))
+  more = f" and {len(found) - most} more" if len(found) > most else ""
+  return ", ".join(map(repr, found[:most])) + more
+
+
+def _without_unknown(prompt: Prompt, tokenizer: tokenization.Tokenizer) -> Prompt:
+  """A prompt without the characters that the tokenizer does not know."""
+  if not isinstance(prompt, str):
+    clean = lambda message: _without_unknown(message["content"], tokenizer)
+    return [message | {"content": clean(message)} for message in prompt]
+  for start, end in reversed(tokenizer.unknown(prompt, *tokenizer.pieces([prompt]))):
+    prompt = prompt[:start] + prompt[end:]
+  return prompt
+
+
+def _shortened(prompt: Prompt, size: int, rules: Rules) -> Prompt:
+  """A prompt of `size` tokens with so much less at the start of the text that it fits.
+
+  Of a chat the user's last message is shortened, the template stays whole.
+  """
+  while (over := size - rules.max_prompt) > 0:
+    text = _last_text(prompt)
+    if not text:
+      raise data.DataError(
+        f"{size:,} tokens are left of the prompt without the user's last message, "
+        f"rollout.max_prompt is {rules.max_prompt:,}; raise it"
+      )
+    # Not always enough: what is left can take more tokens than it did.
+    starts = [start for start, _ in rules.tokenizer.pieces([text])[0].spans]
+    first = starts[over] if over < len(starts) else len(text)
+    prompt = _with_last_text(prompt, text[max(first, 1) :])
+    size = len(rules.encode([prompt])[0][1].ids)
+  return prompt
+
+
+def _last_text(prompt: Prompt) -> str | None:
+  """A plain prompt, or the user's last message; None if there is none."""
+  if isinstance(prompt, str):
+    return prompt
+  said = [message["content"] for message in prompt if message["role"] == "user"]
+  return said[-1] if said else None
+
+
+def _with_last_text(prompt: Prompt, text: str) -> Prompt:
+  """A prompt in which another text stands for that of `_last_text`."""
+  if isinstance(prompt, str):
+    return text
+  last = max(i for i, message in enumerate(prompt) if message["role"] == "user")
+  return [*prompt[:last], prompt[last] | {"content": text}, *prompt[last + 1 :]]

@@ -1,0 +1,248 @@
+"""The tokenizer of a model folder: from a prompt to tokens, from tokens back to text."""
+
+from collections.abc import Sequence
+import functools
+import json
+import os
+import pathlib
+import shutil
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tlt_jax import data
+from tlt_jax import json_objects
+from tlt_jax import writing
+
+_FILES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "chat_template.jinja",
+  "generation_config.json",
+)
+
+
+def copy_files(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
+  """Copies a model folder's tokenizer, chat template and the like to another one."""
+  for path in pathlib.Path(source).iterdir():
+    if path.name in _FILES:
+      with writing.to(pathlib.Path(folder) / path.name):
+        shutil.copyfile(path, pathlib.Path(folder) / path.name)
+
+
+class Pieces(NamedTuple):
+  """A text in tokens."""
+
+  ids: list[int]  # T tokens
+  spans: list[tuple[int, int]]  # of each, where its characters begin and end
+
+
+class Tokenizer:
+  """A Hugging Face tokenizer, for prompts in and responses out."""
+
+  def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
+    """Wraps `tokenizer`; `load` is the usual way here."""
+    self.stop_tokens = stop_tokens
+    self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its ids are below
+    self._tokenizer = tokenizer
+    special = {
+      i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    special |= {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
+    # A special token of one character is text: a character-level model stops at
+    # "\n", and its verifier wants to see that it did.
+    self._hidden = {i for i, text in special.items() if len(text) > 1}
+
+  @classmethod
+  def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
+    """The tokenizer of a model folder; nothing is fetched.
+
+    `stop_tokens` are its end-of-text token and those that
+    generation_config.json names.
+
+    Raises:
+      data.DataError: no tokenizer.json, or a file that cannot be read
+    """
+    folder = pathlib.Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+      raise data.DataError(f"{folder}: no tokenizer.json; copy the model's own there")
+    # Says that PyTorch is missing, which is as it should be.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers  # takes two seconds, and only text needs it
+
+    files = _read_tokenizer_files(folder)
+    stop = _stop_tokens(folder, files.get("generation_config.json", {}))
+    try:
+      tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+      )
+    except Exception as e:  # a damaged file raises whatever its parser raises
+      raise data.DataError(
+        f"{folder}: {', '.join(files)} cannot be read as a tokenizer ({data.reason(e)}); "
+        "copy the model's own there"
+      ) from e
+    if tokenizer.eos_token_id is not None:
+      stop.add(tokenizer.eos_token_id)
+    return cls(tokenizer, tuple(sorted(stop)))
+
+  def encode(
+    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+  ) -> np.ndarray:
+    """The tokens that the model continues.
+
+    A string is encoded as it stands, without special tokens; with `chat` it is
+    the user's message. Messages go through the model's chat template, which
+    then opens the assistant's turn.
+
+    Args:
+      prompt, system, chat: see `text`
+    Returns:
+      i32[T]
+    Raises:
+      data.DataError: see `text`
+    """
+    text = self.text(prompt, system, chat)
+    return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+  def text(
+    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+  ) -> str:
+    """The text that `encode` encodes.
+
+    Args:
+      prompt: text or messages
+      system: system message of a chat; one that the messages bring wins
+      chat: treat a string as a chat
+    Raises:
+      data.DataError: a chat without a template, or one that the template refuses
+    """
+    if isinstance(prompt, str) and not chat:
+      if system is not None:
+        raise data.DataError("a system message needs a chat: set chat, or use messages")
+      return prompt
+    messages = prompt
+    if isinstance(prompt, str):
+      messages = [{"role": "user", "content": prompt}]
+    if system is not None and messages[0]["role"] != "system":
+      messages = [{"role": "system", "content": system}, *messages]
+    return self._chat(messages)
+
+  def pieces(self, texts: Sequence[str]) -> list[Pieces]:
+    """Texts in tokens, all at once; without special tokens, as in `encode`.
+
+    Raises:
+      data.DataError: it has no token for what it does not know
+    """
+    options = dict(add_special_tokens=False, return_offsets_mapping=True)
+    try:
+      found = self._tokenizer(list(texts), return_attention_mask=False, **options)
+    except Exception as e:  # of the library's Rust part, without a class of its own
+      raise data.DataError(f"the tokenizer cannot encode this ({e})") from e
+    return [*map(Pieces, found["input_ids"], found["offset_mapping"])]
+
+  def unknown(self, text: str, pieces: Pieces) -> list[tuple[int, int]]:
+    """Where a text has characters that the tokenizer does not know.
+
+    They become its token for the unknown, or, if there is none, nothing.
+
+    Args:
+      text: as encoded
+      pieces: of it
+    """
+    if self._knows_all:
+      return []
+    if self._unknown_id is None:
+      known = {i for start, end in pieces.spans for i in range(start, end)}
+      lost = [i for i, c in enumerate(text) if i not in known and not c.isspace()]
+      # A character that normalising joins with its neighbour is known by itself.
+      return [(i, i + 1) for i in lost if not self.pieces([text[i]])[0].ids]
+    own_text = self._tokenizer.convert_ids_to_tokens(self._unknown_id)
+    return [
+      span
+      for i, span in zip(pieces.ids, pieces.spans, strict=True)
+      if i == self._unknown_id and text[slice(*span)] != own_text
+    ]
+
+  @functools.cached_property
+  def _unknown_id(self) -> int | None:
+    """The token of what it does not know; None: there is none."""
+    inner = self._tokenizer.backend_tokenizer
+    model = json.loads(inner.to_str())["model"]  # "unk_id" can be read nowhere else
+    token = model.get("unk_token")
+    return model.get("unk_id") if token is None else inner.token_to_id(token)
+
+  @functools.cached_property
+  def _knows_all(self) -> bool:
+    """Whether no character is unknown, because what is rare is encoded as bytes."""
+    try:
+      rare = self.pieces(["\U000f0000"])[0].ids  # a character that nobody has assigned
+    except data.DataError:
+      return False
+    return bool(rare) and self._unknown_id not in rare
+
+  def _chat(self, messages: list[dict]) -> str:
+    where = f"{self._tokenizer.name_or_path} (chat_template.jinja, tokenizer_config.json)"
+    if self._tokenizer.chat_template is None:
+      raise data.DataError(
+        f"{where}: the tokenizer has no chat template, so it cannot encode messages; use "
+        "plain text prompts, or a chat model's tokenizer files"
+      )
+    try:
+      text = self._tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+      )
+    except Exception as e:  # a template raises what any program may
+      roles = [message["role"] for message in messages]
+      raise data.DataError(
+        f"{where}: the chat template refuses messages {roles!s:.100}: {data.reason(e)}"
+      ) from e
+    last = messages[-1]
+    if last["role"] == "user" and last["content"].strip() not in text:
+      raise data.DataError(
+        f"{where}: the chat template leaves out what the user says; copy the model's own "
+        "there"
+      )
+    return text
+
+  def decode(self, ids) -> str:
+    """A response's text, without markup such as end-of-text and padding.
+
+    Special tokens of a single character are text and stay.
+    """
+    kept = [i for i in map(int, ids) if i not in self._hidden]
+    return self._tokenizer.decode(
+      kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
+  """What the tokenizer files of a folder hold, by name: those that are there.
+
+  All of them, also those that transformers passes over: runs copy them when they end.
+  """
+  contents = {}
+  for name in _FILES:
+    path = folder / name
+    if not path.exists():
+      continue
+    content = path.read_bytes()
+    try:
+      is_json = path.suffix == ".json"
+      contents[name] = json_objects.parse(content) if is_json else content.decode()
+    except ValueError as e:
+      raise data.DataError(f"{path} {e}; copy the model's own there") from e
+  return contents
+
+
+def _stop_tokens(folder: pathlib.Path, generation_config: dict) -> set[int]:
+  """The end-of-text tokens that generation_config.json names."""
+  stop = generation_config.get("eos_token_id")
+  stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+  if not all(type(i) is int and 0 <= i < 2**31 for i in stop):
+    raise data.DataError(
+      f"{folder / 'generation_config.json'}: eos_token_id={stop!r:.60} are not ids of "
+      "tokens; copy the model's own there"
+    )
+  return set(stop)
