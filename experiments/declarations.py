@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import inspect
 import io
+import json
 import re
 import textwrap
 import tokenize
@@ -39,6 +40,7 @@ class Key(NamedTuple):
   type: Any  # an annotation, with its range
   meaning: str = ""
   default: Any = REQUIRED
+  find: Callable[[Any], Any] | None = None  # raises ValueError for what does not exist
 
 
 class Chosen(NamedTuple):
@@ -154,10 +156,19 @@ def fill_in(
         continue
       if not isinstance(key, Key | Chosen):
         values[name] = {}
-      elif isinstance(key, Key) and key.default is not REQUIRED:
+      elif isinstance(key, Key) and _is_json(key.default):
         values[name] = key.default
       elif dotted(name) in overrides:
         values[name] = None
+
+
+def _is_json(default: Any) -> bool:
+  """Whether a config can hold a default; any other is left to the function."""
+  try:
+    json.dumps(default)
+  except (TypeError, ValueError):
+    return False
+  return True
 
 
 def check(section: Section, config: Mapping, flag: str = "config") -> None:
@@ -177,9 +188,16 @@ def check(section: Section, config: Mapping, flag: str = "config") -> None:
         )
     for name, key in keys.items():
       if name not in values:
+        if isinstance(key, Key) and key.default is not REQUIRED:
+          continue
         raise ConfigError(f"{where}{name} is missing; it takes {describe(key)}")
       if isinstance(key, Key) and not _holds(key.type, values[name]):
         raise ConfigError(f"{where}{name}={values[name]!r:.60}: takes {describe(key)}")
+      if isinstance(key, Key) and key.find is not None:
+        try:
+          key.find(values[name])
+        except ValueError as e:
+          raise ConfigError(f"{where}{name}={values[name]!r:.60}: {e}") from e
       if not isinstance(key, Key) and not isinstance(values[name], Mapping):
         raise ConfigError(f"{where}{name}={values[name]!r:.60}: takes a section")
 

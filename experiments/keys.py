@@ -18,7 +18,10 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import learner
 from tlt_jax.rl import optimizer
+from tlt_jax.rl import reward
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import source
 from tlt_jax.spec_decode.spot import loss
 from tlt_jax.spec_decode.spot import offline
@@ -45,9 +48,13 @@ RUN = {
   "drafter": Key(
     str, "folder of train_drafter; 'eagle2' or 'eagle3' for a new drafter; '' for none"
   ),
-  "strategies": Key(str, "ways to decode by live requests per slice, see the README"),
+  "strategies": Key(
+    str, "ways to decode by live requests per slice, see the README", find=levels.parse
+  ),
   "strategy_rule": Key(
-    str, "what chooses among them: predictive, epsilon_greedy, or a module of your own"
+    str,
+    "what chooses among them: predictive, epsilon_greedy, or a module of your own",
+    find=selector.find,
   ),
   "verification": Key(
     Literal[source.VERIFICATIONS], "of drafts; rejection keeps only the distribution"
@@ -67,7 +74,7 @@ RUN = {
     "apply": Key(bool, "whether plain prompts are wrapped in the chat template"),
     "system": Key(str, "the system message of that template; '' for none"),
   },
-  "reward": Key(str, "package.module.function that scores a response"),
+  "reward": Key(str, "package.module.function that scores a response", find=reward.make),
   "solved_at": Key(
     ranges.Real, "least reward of a solved response, where the function does not say"
   ),

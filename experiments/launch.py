@@ -12,9 +12,11 @@ import logging
 import os
 import pathlib
 import sys
+import typing
 
 from absl import app
 from absl import flags
+from flax import traverse_util
 import jax
 import ml_collections
 from ml_collections import config_dict
@@ -68,8 +70,8 @@ def run(main: Callable[..., None], **configs: tuple[str, declarations.Section]) 
         raise
       told = str(e).splitlines()[0][:200]
       sys.exit(
-        f"error: a device's memory is full ({told}); smaller: --config.rollout.slots, "
-        "--config.learner.buckets, --config.spot.rows, --config.sampling.max_tokens"
+        f"error: a device's memory is full ({told}); smaller values of rollout.slots, "
+        "sampling.max_tokens, learner.buckets or spot.rows of the config need less"
       )
 
   app.run(guarded, flags_parser=parse)
@@ -128,11 +130,17 @@ def config_flag(
       f"\n--{name}.{key}={value!r}: {declarations.describe(declared)}"
       for key, value, declared in rows
     )
-  config = ml_collections.ConfigDict(config)
+  typed = {}  # ml_collections reads a text as the type of the value that it replaces
   for key, value, declared in rows:
-    if value is None:
-      kind = declarations.plain_type(declared.type)
-      config.update_from_flattened_dict({key: config_dict.placeholder(kind)})
+    kind = declarations.plain_type(declared.type)
+    none = f"--{name}.{key}=None"
+    if none in rest and type(None) in typing.get_args(declared.type):
+      rest = [arg for arg in rest if arg != none]
+      value = None
+    if type(value) is int and kind is float:
+      value = float(value)
+    typed[tuple(key.split("."))] = config_dict.placeholder(kind) if value is None else value
+  config = ml_collections.ConfigDict(traverse_util.unflatten_dict(typed))
   config_flags.DEFINE_config_dict(name, config, help_string, sys_argv=rest)
   flags.FLAGS[name].default_as_str = repr(path)
   # `--help` shows the flags of the command's own file.

@@ -39,9 +39,8 @@ _SCHEDULE = flags.DEFINE_string(
 
 def main(config):
   launch.start()
-  workdir, checkpoints, anew = workdirs.open(_WORKDIR.value, config, _FORK.value)
-  logged = _SCHEDULE.value or workdir / "rollouts.jsonl"
-  decisions = sample.replay(logged, strict=bool(_SCHEDULE.value))
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])
   asked = from_config.prompts(config, config["prompts"])
   held_out = from_config.prompts(config, config["held_out"])
@@ -65,9 +64,9 @@ def main(config):
   # Where it stands.
   step = 0
   trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
-  if checkpoints.latest() is not None:
+  if run.start is not None:
     like = trained(learner.abstract_state())
-    step, restored, saved = checkpoints.restore(like, without=anew)
+    step, restored, saved = run.start.restore(like, without=run.not_restored)
     state = restored["policy"]
     prompts.set_state(saved["prompts"])
     if "drafter" in restored:
@@ -75,11 +74,11 @@ def main(config):
     sampler.rollout.restore(saved.get("rollout"))
   policy = learner.to_rollout(state.params)
   sampler.compile(policy, draft_params)
-  workdirs.record(workdir, config)
-  writer = metrics_lib.Writer(workdir, resume_step=step)
+  run.begin(step)
+  writer = metrics_lib.Writer(run.path, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
 
-  with checkpoints:  # what is being written is finished, whatever happens
+  with run.checkpoints as checkpoints:  # what is being written is finished
     while True:
       metrics = {}
       every = config["evaluation"]["every"]
@@ -138,12 +137,12 @@ def main(config):
 
   progress.close()
   writer.close()
-  convert.save_hf(workdir / "policy", model, state.params)
-  tokenization.copy_files(config["policy"], workdir / "policy")
+  convert.save_hf(run.path / "policy", model, state.params)
+  tokenization.copy_files(config["policy"], run.path / "policy")
   if spot:
-    drafter_files.save(workdir / "drafter", drafter, spot.params)
-  plot.plot_all(workdir)
-  print(metrics_lib.summary_table(metrics_lib.read(workdir / "metrics.jsonl")))
+    drafter_files.save(run.path / "drafter", drafter, spot.params)
+  plot.plot_all(run.path)
+  print(metrics_lib.summary_table(metrics_lib.read(run.path / "metrics.jsonl")))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,9 @@ def main(config, run):
     )
   launch.start()
   whole = config | {"run": run}
-  workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
+  holds = {_RESPONSES: ("run", "seed", "responses")}
+  opened = workdirs.open(_WORKDIR.value, whole, holds=holds)
+  workdir, checkpoints = opened.path, opened.checkpoints
   wanted, measured = config["responses"], config["evaluation"]
   asked = from_config.prompts(run, run["prompts"] | {"size": wanted["prompts"]})
   held_out = from_config.prompts(run, run["held_out"] | {"size": measured["prompts"]})

@@ -69,7 +69,7 @@ def batches(
 
 def main(config):
   launch.start()
-  workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
   model = config_lib.ModelConfig(**config["model"])
   rule = optimizer.make(**config["optimizer"])
   learner = learner_lib.make(
@@ -77,8 +77,8 @@ def main(config):
   )
   state = learner.init(target.init_params(model, jax.random.key(config["seed"])))
   step, saved = 0, {"next": 0}
-  if checkpoints.latest() is not None:
-    step, state, saved = checkpoints.restore(learner.abstract_state())
+  if run.start is not None:
+    step, state, saved = run.start.restore(learner.abstract_state())
 
   tokenizer = countdown.tokenizer()
   problems = countdown.Problems("train", 10**9, **config["problems"])
@@ -90,9 +90,9 @@ def main(config):
     start=saved["next"],
   )
   stream = data.prefetch(made)
-  workdirs.record(workdir, config)
+  run.begin(step)
   began, tokens = time.time(), 0
-  with checkpoints:  # what is being written is finished, whatever happens
+  with run.checkpoints as checkpoints:  # what is being written is finished
     while step < config["steps"]:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
@@ -110,7 +110,7 @@ def main(config):
         )
       checkpoints.save(step, state, saved, force=step == config["steps"])
 
-  folder = pathlib.Path(config["export"] or workdir / "policy")
+  folder = pathlib.Path(config["export"] or run.path / "policy")
   convert.save_hf(folder, model, state.params)
   tokenizer.save_pretrained(folder)
   logging.info("exported the policy to %s", folder)

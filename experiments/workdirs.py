@@ -1,17 +1,18 @@
-"""The folder of a run: what its checkpoints were made with, and who may go on from them.
+"""The folder of a run: what its checkpoints were made with, and when it may be resumed.
 
 `config.json` in a workdir is the config that its checkpoints were made with. A run that
 resumes may change how long it is, when it evaluates and when it saves (`FREE`). Anything
-else would mix two experiments in one folder: it is refused, or taken to another folder
-(`--fork`), which starts from a copy of the latest checkpoint.
+else would mix two experiments in one folder: it is refused, or goes on in another folder
+(`--fork`), from the latest checkpoint of the first. Such a folder says in
+`forked_from.json` where it began.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+import dataclasses
 import json
-import logging
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlt_jax import checkpoint
 from tlt_jax import json_objects
@@ -20,86 +21,98 @@ from tlt_jax import writing
 
 FORK = "Go on in this folder, from --workdir's latest checkpoint, with other settings."
 FREE = ("steps", "evaluation", "checkpoint")  # what a resumed run may change
-_CONFIG, _CHECKPOINTS = "config.json", "checkpoints"
-_ORIGIN = "forked_from.json"  # workdir, step and config that a fork started from
+_CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
+# Where one of these differs, a fork does not go on with the drafter's training.
+_OF_THE_DRAFTER = (
+  "drafter.",
+  "spot.",
+  "tensor_parallel.",
+  "rollout.max_prompt.",
+  "sampling.max_tokens.",
+)
 
 
 class WorkdirError(ValueError):
   """A workdir that a run cannot go on in; the message names the remedy."""
 
 
-class Workdir(NamedTuple):
-  """The folder of a run."""
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+  """The folder of a run, open."""
 
   path: pathlib.Path
-  checkpoints: checkpoint.Checkpoints
-  left_behind: tuple[str, ...] = ()  # of the checkpoint's state, which a fork makes anew
+  config: Mapping[str, Any]  # of the run
+  checkpoints: checkpoint.Checkpoints  # that it writes
+  start: checkpoint.Checkpoints | None = None  # whose latest it goes on from
+  forked_from: pathlib.Path | None = None  # where these are another run's
+  not_restored: tuple[str, ...] = ()  # parts of that checkpoint that a fork makes anew
+  log: pathlib.Path | None = None  # the decisions of its own rollouts, if it had any
+
+  def begin(self, step: int) -> None:
+    """Writes config.json and, of a fork, where it began and the records before.
+
+    Args:
+      step: that the run goes on from
+    """
+    if self.forked_from is not None:
+      self.path.mkdir(parents=True, exist_ok=True)
+      origin = {"workdir": str(self.forked_from.resolve()), "step": step}
+      with writing.to(self.path):
+        (self.path / _ORIGIN).write_text(json.dumps(origin) + "\n")
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+          if (self.forked_from / name).is_file():
+            records = metrics.read(self.forked_from / name)
+            lines = [json.dumps(r) + "\n" for r in records if r["step"] < step]
+            (self.path / name).write_text("".join(lines))
+    record(self.path, self.config)
 
 
 def open(
   path: str,
   config: Mapping[str, Any],
   fork: str | None = None,
-  holds: Sequence[str] = (),
+  holds: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Workdir:
-  """Opens a run's folder, a new one or one to go on in; changes nothing in it.
+  """Opens a run's folder, a new one or one to go on in; changes nothing on disk.
 
   Args:
     path: the folder
     config: of the run, with a section "checkpoint" and an entry "steps"
     fork: another folder, where the run goes on from the latest checkpoint of `path`; ""
       for none, None for a command that cannot
-    holds: files of the folder that depend on the config, as checkpoints do
+    holds: file of the folder -> keys of the config that it depends on, beside checkpoints
   Raises:
-    WorkdirError: the checkpoints were made with other settings, or are of later steps
+    WorkdirError: the checkpoints were made with other settings, or are of later steps;
+      a fork's folder is not its own
     CheckpointError: the latest one is damaged
   """
   folder = pathlib.Path(path)
+  origin = _origin(folder)
+  if origin is not None and checkpoint.latest(folder / _CHECKPOINTS) is None and not fork:
+    folder, fork = origin, str(folder)  # a fork that was killed before it saved anything
   if fork:
-    folder = _fork(folder, pathlib.Path(fork), config)
-  checkpoints = checkpoint.Checkpoints(folder / _CHECKPOINTS, **config["checkpoint"])
-  is_new = checkpoints.latest() is None
-  if is_new and not any((folder / name).exists() for name in holds):
-    return Workdir(folder, checkpoints)
-  ways_out = "go back to them, or take another --workdir"
+    new = pathlib.Path(fork)
+    _check_target(folder, new)
+    if checkpoint.latest(new / _CHECKPOINTS) is None:
+      return _fork(folder, new, config)
+    folder = new
+  checkpoints = _checkpoints(folder, config)
+  ways_out = "use those settings again, or start afresh in another --workdir"
   if fork is not None:
-    ways_out += ", or go on with the new ones in another folder: --fork=NEW_WORKDIR"
-  changed = [
-    f"{key} was {json.dumps(old)} and is {json.dumps(new)} now"
-    for key, old, new in _changes(_read(folder, ways_out), config)
-    if key.removeprefix("run.").split(".")[0] not in FREE
-  ]
-  if changed:
-    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-    raise WorkdirError(
-      f"{folder} was made with other settings: {'; '.join(changed[:5])}{more}; {ways_out}"
+    ways_out = (
+      "use those settings again, start afresh in another --workdir, or go on from its "
+      "latest checkpoint with the new settings: --fork=NEW_WORKDIR"
     )
-  done = 0 if is_new else checkpoints.data()[0]
-  if done > config["steps"]:
-    raise WorkdirError(
-      f"--config.steps={config['steps']}: {folder} has done {done} steps already; ask for "
-      "as many or more, or take another --workdir"
-    )
-  return Workdir(folder, checkpoints, _left_behind(folder, config, done))
-
-
-def _left_behind(folder: pathlib.Path, config: Mapping, step: int) -> tuple[str, ...]:
-  """The parts of a fork's first checkpoint that its settings make anew: the drafter."""
-  path = folder / _ORIGIN
-  if not path.exists():
-    return ()
-  try:
-    origin = json_objects.parse(path.read_bytes())
-    first, before = origin["step"], dict(origin["config"])
-  except (OSError, LookupError, TypeError, ValueError) as e:
-    raise WorkdirError(
-      f"{path} says what this folder was forked from, and cannot be read ({e!r:.200}); "
-      "fork again, to another folder"
-    ) from e
-  if first != step:  # a checkpoint of its own
-    return ()
-  changed = {key.split(".")[0] for key, _, _ in _changes(before, config)}
-  return ("drafter",) if changed & {"drafter", "spot"} else ()
+  if checkpoints.latest() is None:
+    bound = {k for f, keys in (holds or {}).items() if (folder / f).exists() for k in keys}
+    if bound:
+      _check_settings(folder, config, ways_out, lambda key: key.split(".")[0] in bound)
+    return Workdir(folder, config, checkpoints, log=_own_log(folder, config))
+  is_free = lambda key: key.removeprefix("run.").split(".")[0] in FREE
+  _check_settings(folder, config, ways_out, lambda key: not is_free(key))
+  _check_steps(checkpoints, config)
+  log = folder / "rollouts.jsonl"
+  return Workdir(folder, config, checkpoints, start=checkpoints, log=log)
 
 
 def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
@@ -111,6 +124,86 @@ def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
   os.replace(partial, workdir / _CONFIG)
 
 
+def _checkpoints(folder: pathlib.Path, config: Mapping) -> checkpoint.Checkpoints:
+  return checkpoint.Checkpoints(folder / _CHECKPOINTS, **config["checkpoint"])
+
+
+def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping[str, Any]) -> Workdir:
+  """A run in a new folder that goes on from the latest checkpoint of another."""
+  start = _checkpoints(old, config)
+  _check_steps(start, config)
+  changes = _changes(_read(old, "no fork can start from there"), config)
+  anew = any(f"{key}.".startswith(_OF_THE_DRAFTER) for key, _, _ in changes)
+  return Workdir(
+    new,
+    config,
+    _checkpoints(new, config),
+    start=start,
+    forked_from=old,
+    not_restored=("drafter",) if anew else (),
+    log=_own_log(new, config),
+  )
+
+
+def _check_target(old: pathlib.Path, new: pathlib.Path) -> None:
+  """Raises if a fork cannot have this folder: it is another run's."""
+  if new.resolve() == old.resolve():
+    raise WorkdirError(f"--fork={new} is the workdir itself; name another folder")
+  if new.exists() and not new.is_dir():
+    raise WorkdirError(f"--fork={new} is a file; name another folder")
+  if new.is_dir() and any(new.iterdir()) and _origin(new) != old.resolve():
+    raise WorkdirError(
+      f"--fork={new} holds something else than a fork of {old}; name a new folder"
+    )
+
+
+def _check_steps(checkpoints: checkpoint.Checkpoints, config: Mapping[str, Any]) -> None:
+  """Raises if a run has done more steps than it is asked for."""
+  done, _ = checkpoints.data()
+  if done > config["steps"]:
+    raise WorkdirError(
+      f"--config.steps={config['steps']}: {checkpoints.folder.parent} has done {done} "
+      "steps already; ask for as many or more, or take another --workdir"
+    )
+
+
+def _check_settings(folder: pathlib.Path, config: Mapping, ways_out: str, counts) -> None:
+  """Raises if a config differs from a folder's in a key that counts."""
+  changed = [
+    f"{key} was {_shown(old)} and is {_shown(new)} now"
+    for key, old, new in _changes(_read(folder, ways_out), config)
+    if counts(key)
+  ]
+  if changed:
+    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+    raise WorkdirError(
+      f"{folder} was made with other settings: {'; '.join(changed[:5])}{more}; {ways_out}"
+    )
+
+
+def _own_log(folder: pathlib.Path, config: Mapping) -> pathlib.Path | None:
+  """The log of a run that was killed before its first checkpoint, if it is this one."""
+  try:
+    is_same = not list(_changes(_read(folder, ""), config))
+  except WorkdirError:
+    return None
+  return folder / "rollouts.jsonl" if is_same else None
+
+
+def _origin(folder: pathlib.Path) -> pathlib.Path | None:
+  """The workdir that a folder was forked from, None if it was not."""
+  path = folder / _ORIGIN
+  if not path.exists():
+    return None
+  try:
+    return pathlib.Path(json_objects.parse(path.read_bytes())["workdir"])
+  except (OSError, LookupError, TypeError, ValueError) as e:
+    raise WorkdirError(
+      f"{path} says what this folder was forked from, and cannot be read ({e!r:.200}); "
+      "fork again, to another folder"
+    ) from e
+
+
 def _read(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
   """Reads `workdir/config.json`."""
   path = workdir / _CONFIG
@@ -119,39 +212,22 @@ def _read(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
   except (OSError, ValueError) as e:
     raise WorkdirError(
       f"{path} holds the settings that this folder was made with, and cannot be read "
-      f"({e}): {ways_out}"
+      f"({e}); restore it: {ways_out}"
     ) from e
+
+
+_ABSENT = object()
 
 
 def _changes(old: Mapping, new: Mapping, prefix: str = "") -> Iterator[tuple]:
   """Yields (dotted key, old value, new value) of every difference between configs."""
   for name in sorted(old.keys() | new.keys()):
-    key, a, b = prefix + name, old.get(name, "absent"), new.get(name, "absent")
+    key, a, b = prefix + name, old.get(name, _ABSENT), new.get(name, _ABSENT)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
       yield from _changes(a, b, f"{key}.")
-    elif json.loads(json.dumps(b)) != a:  # as the file has it: lists for tuples
+    elif b is _ABSENT or json.loads(json.dumps(b)) != a:  # as the file has it
       yield key, a, b
 
 
-def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
-  """Copies the latest checkpoint and the records up to it; returns the new folder.
-
-  The checkpoint comes last: a fork that has one is complete, and only goes on.
-  """
-  if new.resolve() == old.resolve():
-    raise WorkdirError(f"--fork={new} is the workdir itself; name another folder")
-  if checkpoint.latest(new / _CHECKPOINTS) is not None:
-    return new
-  step = checkpoint.checked(old / _CHECKPOINTS)
-  origin = _read(old, "no fork can start from it")
-  record(new, config)
-  origin = {"workdir": str(old.resolve()), "step": step, "config": origin}
-  with writing.to(new):
-    (new / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-      if (old / name).is_file():
-        kept = [r for r in metrics.read(old / name) if r["step"] < step]
-        (new / name).write_text("".join(json.dumps(r) + "\n" for r in kept))
-    checkpoint.copy(step, old / _CHECKPOINTS, new / _CHECKPOINTS)
-  logging.info("weights and place in the data are those of step %d of %s", step, old)
-  return new
+def _shown(value: Any) -> str:
+  return "not there" if value is _ABSENT else json.dumps(value)

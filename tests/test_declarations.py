@@ -229,12 +229,58 @@ def test_the_command_line_may_set_what_is_chosen(monkeypatch, package):
     launch.run(lambda config: given.update(config), config=("countdown", keys.RUN))
   own = {"name": package, "scale": 0.25, "table": (), "free": 3, "must": 7}
   assert given["algorithm"] == own
+  line = exit_line(monkeypatch, "--config.reward=tlt_jax.tasks.gsm8k.scor")
+  assert "--config.reward='tlt_jax.tasks.gsm8k.scor': " in line and "'score'" in line
+  assert "--config.strategies='off': " in exit_line(monkeypatch, "--config.strategies=off")
+  assert "'predictive'" in exit_line(monkeypatch, "--config.strategy_rule=predictve")
   line = exit_line(monkeypatch, *chosen, "--config.algorithm.scal=1")
   assert line.endswith("did you mean 'algorithm.scale'?")
   line = exit_line(monkeypatch, *chosen, "--config.algorithm.scale=2")
   assert "algorithm.scale=2" in line and "from 0 to 1 (of it, in two lines)" in line
   line = exit_line(monkeypatch, "--config.prompts.source=below.inner.mak")
   assert "--config.prompts.source='below.inner.mak'" in line and "'make'" in line
+
+
+def given(monkeypatch, *args: str) -> dict:
+  """The config that a command is called with."""
+  taken = {}
+  monkeypatch.setattr(sys, "argv", ["train", *args])
+  with flagsaver.flagsaver(), pytest.raises(SystemExit):
+    launch.run(lambda config: taken.update(config), config=("countdown", keys.RUN))
+  return taken
+
+
+def test_a_value_is_read_as_what_its_key_is(monkeypatch, tmp_path):
+  """Not as what stands in the config file: a whole number there, or a number for None."""
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "from experiments.configs import countdown\n"
+    "def get_config(arg=''):\n"
+    "  config = countdown.get_config(arg)\n"
+    "  config.algorithm = dict(name='grpo', kl_coef=0)\n"
+    "  return config\n"
+  )
+  taken = given(
+    monkeypatch,
+    f"--config={path}",
+    "--config.algorithm.kl_coef=0.25",
+    "--config.optimizer.total=None",
+    "--config.rollout.cache_tokens=5000",
+    "--config.rollout.budget.programs=None",
+  )
+  assert taken["algorithm"]["kl_coef"] == 0.25
+  assert taken["optimizer"]["total"] is None
+  assert taken["rollout"]["cache_tokens"] == 5000
+  assert taken["rollout"]["budget"]["programs"] is None
+
+
+def test_a_default_that_no_config_can_hold_stays_with_its_function(monkeypatch, tmp_path):
+  (tmp_path / "apart").mkdir()
+  (tmp_path / "apart" / "odd.py").write_text("def make(x: float = 0.5, y=object()): ...")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = filled("countdown", **{"algorithm.name": "apart.odd"})
+  assert config["algorithm"] == {"name": "apart.odd", "x": 0.5}
+  declarations.check(keys.RUN, config)
 
 
 def test_help_tells_every_key(tmp_path):

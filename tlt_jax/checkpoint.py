@@ -16,7 +16,6 @@ import json
 import logging
 import pathlib
 import re
-import shutil
 from typing import Any
 
 from etils import epath
@@ -235,15 +234,6 @@ def checked(folder: str | pathlib.Path) -> int:
     f"{'those folders' if bad else 'that folder'} to "
     + (f"go on from step {steps[-1]}" if steps else "start again")
   )
-
-
-def copy(step: int, folder: str | pathlib.Path, to: str | pathlib.Path) -> None:
-  """Copies the checkpoint of a step to another folder, whole or not at all."""
-  source, target = (pathlib.Path(f) / str(step) for f in (folder, to))
-  partial = target.with_name(f"{step}.orbax-checkpoint-tmp")  # swept away if it stays
-  shutil.rmtree(partial, ignore_errors=True)
-  shutil.copytree(source, partial)
-  partial.replace(target)
 
 
 @jax.jit

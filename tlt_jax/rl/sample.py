@@ -232,12 +232,12 @@ def encode(
 
 
 def replay(
-  path: str | pathlib.Path, strict: bool
+  path: str | pathlib.Path | None, strict: bool
 ) -> Callable[[int], clock.Decisions]:
   """Reads what the clock decided in a run's rollouts, for one that decides alike.
 
   Args:
-    path: the run's rollouts.jsonl
+    path: the run's rollouts.jsonl; None: there is none
     strict: whether it is an error if the file is missing or a rollout differs; else the
       clock decides from there on
   Returns:
@@ -247,7 +247,7 @@ def replay(
     metrics.MetricError: the file is missing or damaged
   """
   known = {}
-  if strict or pathlib.Path(path).exists():
+  if strict or (path and pathlib.Path(path).exists()):
     known = {r["step"]: _decisions(path, r) for r in metrics.read(path)}
 
   def decisions(step):

@@ -111,8 +111,16 @@ def make(steps: Sequence[tuple[int, Sequence[Arm]]], rule: str) -> Selector | No
     return None
   if all(len(arms) == 1 for _, arms in steps):
     return ByLiveBatch(tuple((most, arm) for most, (arm,) in steps))
+  return find(rule)(steps)
+
+
+def find(rule: str) -> Callable[..., Selector]:
+  """The `make` of the rule of that name.
+
+  Raises:
+    ValueError: no such rule
+  """
   try:
-    found = named.module(rule, f"{__package__}.rules", "make")
+    return named.module(rule, f"{__package__}.rules", "make").make
   except named.NameNotFound as e:
     raise ValueError(f"no strategy rule {rule!r}: {e}") from e
-  return found.make(steps)
