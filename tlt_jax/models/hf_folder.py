@@ -5,15 +5,17 @@ a folder that then takes the checkpoint's place, config.json last: a save that i
 leaves the earlier checkpoint, or none, but never a mixture that loads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
 import shutil
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors
 
 from tlt_jax import json_objects
@@ -24,7 +26,7 @@ FLOATS = ("F32", "F16", "BF16")  # what weights may be stored as
 _SINGLE, _SHARD = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAFETENSORS = re.compile(r"[^/\0]{1,200}\.safetensors")
-_PARTIAL = ".partial"  # folder of a save that is not complete yet
+PARTIAL = ".partial"  # folder of a save that is not complete yet
 
 
 class CheckpointError(ValueError):
@@ -130,13 +132,18 @@ def split(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """Gives an empty folder to write to; it replaces the checkpoint, if nothing is raised.
 
-  Other files in `path` stay.
+  Other files in `path` stay. If something is raised, what was written is removed: it may
+  have filled the disk.
   """
-  partial = path / _PARTIAL
+  partial = path / PARTIAL
   shutil.rmtree(partial, ignore_errors=True)
   with writing.to(path):
     partial.mkdir(parents=True)
-    yield partial
+    try:
+      yield partial
+    except BaseException:
+      shutil.rmtree(partial, ignore_errors=True)
+      raise
     _publish(path, partial)
 
 
@@ -158,6 +165,33 @@ def _publish(path: pathlib.Path, partial: pathlib.Path) -> None:
 def write_json(file: pathlib.Path, raw: dict) -> None:
   """Writes a JSON object, indented."""
   file.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def write_float32(
+  folder: pathlib.Path,
+  shapes: Mapping[str, tuple[int, ...]],
+  tensors: Iterable[np.ndarray],
+) -> None:
+  """Writes model.safetensors with one tensor in memory at a time.
+
+  The library takes all tensors at once. The format is a header, after its length, and
+  the tensors one after another: https://github.com/huggingface/safetensors#format
+
+  Args:
+    folder: where to
+    shapes: by name
+    tensors: f32 each, in the order of `shapes`
+  """
+  header, end = {"__metadata__": {"format": "pt"}}, 0
+  for name, shape in shapes.items():
+    start, end = end, end + 4 * math.prod(shape)
+    header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+  with open(folder / _SINGLE, "wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+      file.write(np.ascontiguousarray(tensor, "<f4"))
 
 
 def write_index(folder: pathlib.Path, weight_map: dict[str, str], size: int) -> None:

