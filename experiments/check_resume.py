@@ -27,7 +27,7 @@ from absl import flags
 from experiments import keys
 from experiments import launch
 from experiments import logs
-from tlt_jax import metrics
+from experiments import outcomes
 
 _KILLS = flags.DEFINE_integer("kills", 40, "In all.", lower_bound=1)
 _PER_RUN = flags.DEFINE_integer("kills_per_run", 5, "Before it may end.", lower_bound=1)
@@ -35,37 +35,9 @@ _STEPS = flags.DEFINE_integer("steps", 8, "Of each run.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the moments of the kills.", lower_bound=0)
 _WORKDIR = flags.DEFINE_string("workdir", "", "For the runs; default: a temporary one.")
 
-_MEASURED = re.compile(r".*_s|memory/.*")  # what clock and memory allocator say
-
 
 class ResumeError(ValueError):
   """A run that does not end, or in which no drafter trains."""
-
-
-def outcome(workdir: pathlib.Path) -> dict[str, object]:
-  """What a run must end with, whatever happened to it on the way.
-
-  Args:
-    workdir: of a run that trained its drafter
-  """
-  records = metrics.read(workdir / "metrics.jsonl")
-  rollouts = metrics.read(workdir / "rollouts.jsonl")
-  return {
-    "policy": (workdir / "policy" / "model.safetensors").read_bytes(),
-    "drafter": (workdir / "drafter" / "model.safetensors").read_bytes(),
-    "metrics": [
-      {key: x for key, x in record.items() if not _MEASURED.fullmatch(key)}
-      for record in records
-    ],
-    "responses": [(r["step"], r["length"], r["outcome"]) for r in rollouts],
-    "trained": [[chunk["trained"] for chunk in r["chunks"]] for r in rollouts],
-  }
-
-
-def updates(workdir: pathlib.Path) -> int:
-  """How often the drafter was updated in a run."""
-  records = metrics.read(workdir / "metrics.jsonl")
-  return sum(int(r.get("drafter/updates", 0)) for r in records)
 
 
 def train(args: Sequence[str], seconds: float | None = None) -> bool:
@@ -107,9 +79,9 @@ def main(config):
   began = time.perf_counter()
   train([*given, f"--workdir={first}"])
   whole_s = time.perf_counter() - began
-  expected, dice = outcome(first), random.Random(_SEED.value)
+  expected, dice = outcomes.of(first), random.Random(_SEED.value)
   found = {"kills": 0, "runs": 0, "finished_before_the_kill": 0}
-  found |= {"updates": [updates(first)], "differing": []}
+  found |= {"updates": [outcomes.updates(first)], "differing": []}
   while found["kills"] < _KILLS.value:
     workdir, kills = folder / f"killed_{found['runs']}", 0
     args = [*given, f"--workdir={workdir}", f"--schedule={first / 'rollouts.jsonl'}"]
@@ -125,8 +97,8 @@ def main(config):
       train(args)
     found["kills"] += kills
     found["runs"] += 1
-    found["updates"].append(updates(workdir))
-    ended = outcome(workdir)
+    found["updates"].append(outcomes.updates(workdir))
+    ended = outcomes.of(workdir)
     different = [name for name in expected if ended[name] != expected[name]]
     found["differing"] += [f"{workdir.name}/{name}" for name in different]
     logging.info("%d of %d kills, %s", found["kills"], _KILLS.value, different or "equal")

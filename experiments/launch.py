@@ -141,7 +141,7 @@ def config_flag(
       value = float(value)
     typed[tuple(key.split("."))] = config_dict.placeholder(kind) if value is None else value
   config = ml_collections.ConfigDict(traverse_util.unflatten_dict(typed))
-  config_flags.DEFINE_config_dict(name, config, help_string, sys_argv=rest)
+  config_flags.DEFINE_config_dict(name, config, help_string, flags.FLAGS, sys_argv=rest)
   flags.FLAGS[name].default_as_str = repr(path)
   # `--help` shows the flags of the command's own file.
   flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])

@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from experiments import check_resume
+from experiments import outcomes
 from tests import commands
 from tlt_jax import metrics
 
@@ -21,8 +21,8 @@ def test_a_killed_run_is_compared_with_a_whole_one(home, tmp_path):
   assert min(found["updates"]) > 0
 
   first = tmp_path / "first"
-  whole = check_resume.outcome(first)
-  assert check_resume.outcome(tmp_path / "killed_0") == whole
+  whole = outcomes.of(first)
+  assert outcomes.of(tmp_path / "killed_0") == whole
   for file, change, differs in (
     ("metrics", lambda r: r | {"step/seconds_s": 99.0, "memory/x": 1}, []),
     ("metrics", lambda r: r | {"policy/loss": 99.0}, ["metrics"]),
@@ -32,7 +32,7 @@ def test_a_killed_run_is_compared_with_a_whole_one(home, tmp_path):
     other = shutil.copytree(first, tmp_path / "other", dirs_exist_ok=True)
     records = [change(r) for r in metrics.read(first / f"{file}.jsonl")]
     (other / f"{file}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    ended = check_resume.outcome(other)
+    ended = outcomes.of(other)
     assert [name for name in whole if ended[name] != whole[name]] == differs
 
 

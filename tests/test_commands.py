@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import transformers
 
-from experiments import check_resume
+from experiments import outcomes
 from tests import commands
 from tests import test_full_disk
 from tlt_jax import metrics
@@ -140,7 +140,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
   succeed(run(home, "train", *args, f"--workdir={workdir}"))
   assert responses(workdir) == responses(whole[0])
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
-  assert check_resume.updates(workdir) > 2
+  assert outcomes.updates(workdir) > 2
   assert (workdir / "figures" / "timeline.png").exists()
 
   dice = random.Random(0)
@@ -148,7 +148,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
   for done in (1, 3, 4, 6, STEPS):
     kill_after(home, done, dice.choice((0.0, 0.01, 0.05, 0.2)), *args)
   succeed(run(home, "train", *args))
-  assert check_resume.outcome(other) == check_resume.outcome(workdir)
+  assert outcomes.of(other) == outcomes.of(workdir)
 
 
 def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_path):

@@ -5,7 +5,8 @@ import sys
 import typing
 from typing import Annotated, Literal
 
-from absl.testing import flagsaver
+from absl import app
+from absl import flags
 import annotated_types
 import jax
 import pytest
@@ -94,14 +95,21 @@ def test_every_key_says_what_it_is(name, key, declared):
   assert declared.meaning in declarations.describe(declared)
 
 
+def no_flags(monkeypatch) -> None:
+  """Forgets all flags; other tests import commands, and some of theirs must be given."""
+  monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+  app.FLAGS.mark_as_parsed()  # its own, which it looks at
+
+
 def never(**_):
   raise AssertionError("the command ran")
 
 
 def exit_line(monkeypatch, *args: str) -> str:
   """What a command says as it ends before it begins."""
+  no_flags(monkeypatch)
   monkeypatch.setattr(sys, "argv", ["train", *args])
-  with flagsaver.flagsaver(), pytest.raises(SystemExit) as e:
+  with pytest.raises(SystemExit) as e:
     launch.run(never, config=("countdown", keys.RUN))
   assert "\n" not in str(e.value.code)
   return e.value.code
@@ -153,8 +161,9 @@ def test_a_full_device_is_told_in_one_line(monkeypatch):
     def fail(config, text=text):
       raise jax.errors.JaxRuntimeError(text)
 
+    no_flags(monkeypatch)
     monkeypatch.setattr(sys, "argv", ["train"])
-    with flagsaver.flagsaver(), pytest.raises(kind) as e:
+    with pytest.raises(kind) as e:
       launch.run(fail, config=("countdown", keys.RUN))
     if kind is SystemExit:
       assert "memory is full" in e.value.code and "\n" not in e.value.code
@@ -223,12 +232,9 @@ def test_annotations_that_cannot_be_read_are_none(tmp_path, monkeypatch):
 
 def test_the_command_line_may_set_what_is_chosen(monkeypatch, package):
   chosen = [f"--config.algorithm.name={package}", "--config.algorithm.must=7"]
-  given = {}
-  monkeypatch.setattr(sys, "argv", ["train", *chosen, "--config.algorithm.scale=0.25"])
-  with flagsaver.flagsaver(), pytest.raises(SystemExit):
-    launch.run(lambda config: given.update(config), config=("countdown", keys.RUN))
+  taken = given(monkeypatch, *chosen, "--config.algorithm.scale=0.25")
   own = {"name": package, "scale": 0.25, "table": (), "free": 3, "must": 7}
-  assert given["algorithm"] == own
+  assert taken["algorithm"] == own
   line = exit_line(monkeypatch, "--config.reward=tlt_jax.tasks.gsm8k.scor")
   assert "--config.reward='tlt_jax.tasks.gsm8k.scor': " in line and "'score'" in line
   assert "--config.strategies='off': " in exit_line(monkeypatch, "--config.strategies=off")
@@ -244,8 +250,9 @@ def test_the_command_line_may_set_what_is_chosen(monkeypatch, package):
 def given(monkeypatch, *args: str) -> dict:
   """The config that a command is called with."""
   taken = {}
+  no_flags(monkeypatch)
   monkeypatch.setattr(sys, "argv", ["train", *args])
-  with flagsaver.flagsaver(), pytest.raises(SystemExit):
+  with pytest.raises(SystemExit):
     launch.run(lambda config: taken.update(config), config=("countdown", keys.RUN))
   return taken
 

@@ -29,7 +29,7 @@ import numpy as np
 from experiments import keys
 from experiments import launch
 from experiments import workdirs
-from tlt_jax import data
+from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
@@ -132,7 +132,7 @@ def widen(
   if apart > 1e-3:
     raise ValueError(f"the larger policy's logits differ by {apart:.1e} from the policy's")
   convert.save_hf(folder / "policy", model, wide)
-  data.copy_tokenizer(policy, folder / "policy")
+  tokenization.copy_files(policy, folder / "policy")
   logging.info("exported the policy to %s", folder / "policy")
   if drafter:
     config, params = drafter_files.load(drafter, small)
