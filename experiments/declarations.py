@@ -21,10 +21,8 @@ import types
 import typing
 from typing import Any, NamedTuple
 
-import annotated_types
-import pydantic
-
 from tlt_jax import named
+from tlt_jax import ranges
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 REQUIRED = inspect.Parameter.empty  # the default of a key that has none
@@ -191,7 +189,7 @@ def check(section: Section, config: Mapping, flag: str = "config") -> None:
         if isinstance(key, Key) and key.default is not REQUIRED:
           continue
         raise ConfigError(f"{where}{name} is missing; it takes {describe(key)}")
-      if isinstance(key, Key) and not _holds(key.type, values[name]):
+      if isinstance(key, Key) and not ranges.holds(key.type, values[name]):
         raise ConfigError(f"{where}{name}={values[name]!r:.60}: takes {describe(key)}")
       if isinstance(key, Key) and key.find is not None:
         try:
@@ -233,17 +231,6 @@ def _keys_of(known, values, path: tuple, flag: str = "config") -> Section:
     raise ConfigError(f"{key}={values[known.by]!r:.60}: {e}") from e
 
 
-def _holds(annotation: Any, value: Any) -> bool:
-  """Whether a value is of a type, and within its range."""
-  if annotation is Any or annotation is REQUIRED:
-    return True
-  try:
-    pydantic.TypeAdapter(annotation).validate_python(_tuples(value), strict=True)
-  except pydantic.ValidationError:
-    return False
-  return True
-
-
 def plain_type(annotation: Any) -> type:
   """The type that text on the command line is read as: the first that is not None."""
   args = typing.get_args(annotation)
@@ -253,50 +240,8 @@ def plain_type(annotation: Any) -> type:
   return plain if plain in (int, float, str, bool, tuple) else object
 
 
-def _tuples(value: Any) -> Any:
-  """Lists as tuples: a config may use either."""
-  return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
-
-
 def describe(key: Key) -> str:
   """What an entry is, in words: its type and range, and its meaning."""
-  words = _words(key.type) if isinstance(key, Key) else "a section"
+  words = ranges.words(key.type) if isinstance(key, Key) else "a section"
   meaning = key.meaning if isinstance(key, Key | Chosen) else ""
   return f"{words} ({meaning})" if meaning else words
-
-
-_WORDS = {
-  int: "a whole number",
-  float: "a number",
-  str: "a text",
-  bool: "True or False",
-  type(None): "None",
-  Any: "anything",
-}
-
-
-def _words(annotation: Any) -> str:
-  """A type in words."""
-  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-  if origin is typing.Annotated:
-    limits = [_limits(x) for x in args[1:] if isinstance(x, annotated_types.Interval)]
-    return " ".join([_words(args[0]), *limits])
-  if origin in (typing.Union, types.UnionType):
-    return " or ".join(map(_words, args))
-  if origin is typing.Literal:
-    return "one of " + ", ".join(map(repr, args))
-  if args and args[-1] is ...:
-    return f"a tuple, each entry {_words(args[0])}"
-  if origin is tuple:
-    return "(" + ", ".join(map(_words, args)) + ")"
-  if args:  # another sequence
-    return f"a tuple, each entry {_words(args[0])}"
-  return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
-
-
-def _limits(x: annotated_types.Interval) -> str:
-  """A range in words, "from 1 to 1,048,576"."""
-  number = lambda n: f"{n:,.0f}" if n == int(n) else f"{n:g}"
-  low = f"from {number(x.ge)}" if x.ge is not None else f"above {number(x.gt)}"
-  high = f"to {number(x.le)}" if x.le is not None else f"below {number(x.lt)}"
-  return f"{low} {high}"

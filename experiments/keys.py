@@ -27,41 +27,54 @@ from tlt_jax.spec_decode.spot import loss
 from tlt_jax.spec_decode.spot import offline
 from tlt_jax.spec_decode.spot import spot
 
-_SEED = Key(ranges.Seed, "of all noise")
-_STEPS = Key(ranges.StepsOrZero, "of the whole run; a resumed run may go further")
+_SEED = Key(ranges.Seed, "seed of sampling, initialisation and data order")
+_STEPS = Key(ranges.StepsOrZero, "steps of the whole run; a resumed run may ask for more")
+_SEQUENCES = Key(ranges.Count, "sequences per step")
 _SOURCE = Chosen(
-  "source", "package.module.name of what makes prompts; its arguments follow", data.find
+  "source",
+  "package.module.name of a function or class that makes prompts; its arguments follow",
+  data.find,
 )
 _OPTIMIZER = of(optimizer.make)
 _LEARNER = of(learner.make, without=("config", "algorithm", "optimizer", "mesh"))
 _LOSS = of(loss.Loss, without=("temperature",))
 _CHECKPOINT = {
-  "every": Key(ranges.Count, "steps from one to the next; the last has one too"),
-  "keep": Key(ranges.Count, "latest ones that stay"),
+  "every": Key(ranges.Steps, "steps between checkpoints; the last step always has one"),
+  "keep": Key(ranges.Count, "number of the latest checkpoints that are kept"),
 }
 
 RUN = {
   "seed": _SEED,
   "steps": _STEPS,
-  "policy": Key(str, "Hugging Face folder of the model that is trained"),
-  "tensor_parallel": Key(ranges.Count, "devices per slice; the other devices are slices"),
+  "policy": Key(str, "folder of the model that is trained, in Hugging Face's format"),
+  "tensor_parallel": Key(
+    ranges.Count,
+    "devices that share one copy of the model (a slice); divides the number of devices",
+  ),
   "drafter": Key(
-    str, "folder of train_drafter; 'eagle2' or 'eagle3' for a new drafter; '' for none"
+    str,
+    "drafter folder written by train_drafter, 'eagle2' or 'eagle3' for a new one, '' for "
+    "none",
   ),
   "strategies": Key(
-    str, "ways to decode by live requests per slice, see the README", find=levels.parse
+    str,
+    "which decoding strategies to use at how many live requests per slice, see the README",
+    find=levels.parse,
   ),
   "strategy_rule": Key(
     str,
-    "what chooses among them: predictive, epsilon_greedy, or a module of your own",
+    "how one of several strategies is chosen: predictive, epsilon_greedy, or a module of "
+    "your own",
     find=selector.find,
   ),
   "verification": Key(
-    Literal[source.VERIFICATIONS], "of drafts; rejection keeps only the distribution"
+    Literal[source.VERIFICATIONS],
+    "how drafts are accepted: 'coupled' and 'likeliest' keep every token that decoding "
+    "without drafts would draw, 'rejection' only the distribution",
   ),
   "spot": {
     "every": Key(
-      ranges.CountOrZero, "in every n-th rollout idle slices train the drafter; 0: never"
+      ranges.StepsOrZero, "steps between rollouts in which the drafter trains; 0: none"
     ),
     **of(spot.Options),
     "loss": _LOSS,
@@ -72,36 +85,47 @@ RUN = {
   "unusable_prompts": of(prompt_checks.Unusable),
   "chat": {
     "apply": Key(bool, "whether plain prompts are wrapped in the chat template"),
-    "system": Key(str, "the system message of that template; '' for none"),
+    "system": Key(str, "system message of the chat template; '' for none"),
   },
-  "reward": Key(str, "package.module.function that scores a response", find=reward.make),
+  "reward": Key(
+    str, "package.module.name of the function that scores a response", find=reward.make
+  ),
   "solved_at": Key(
-    ranges.Real, "least reward of a solved response, where the function does not say"
+    ranges.Real,
+    "reward from which on a response counts as solved, unless the reward function says "
+    "so itself",
   ),
   "batch": {
-    "prompts": Key(ranges.Count, "of a step"),
-    "responses": Key(ranges.Count, "of each prompt"),
+    "prompts": Key(ranges.Count, "prompts per step"),
+    "responses": Key(ranges.Count, "responses per prompt"),
   },
   "sampling": {
-    "temperature": Key(ranges.NotNegative, "0 takes the likeliest token"),
-    "top_k": Key(ranges.CountOrZero, "likeliest tokens that are kept; 0: all"),
-    "top_p": Key(ranges.ShareAboveZero, "mass of the likeliest tokens kept; 1: all"),
-    "min_p": Key(ranges.Share, "least probability, of the likeliest's; 0 is off"),
-    "max_tokens": Key(ranges.Tokens, "of a response"),
+    "temperature": Key(
+      ranges.NotNegative, "temperature of sampling; 0: always the most likely token"
+    ),
+    "top_k": Key(ranges.CountOrZero, "number of most likely tokens to sample from; 0: all"),
+    "top_p": Key(
+      ranges.ShareAboveZero,
+      "total probability of the most likely tokens to sample from; 1: all",
+    ),
+    "min_p": Key(
+      ranges.Share,
+      "least probability of a token to be sampled, relative to that of the most likely "
+      "one; 0: off",
+    ),
+    "max_tokens": Key(ranges.Tokens, "longest response, in tokens"),
   },
   "rollout": {
     **of(rollout.Options, without=("max_length", "features")),
     "budget": of(programs.Budget),
   },
   "algorithm": Chosen(
-    "name", "a module of tlt_jax.rl, or of your own; its arguments follow", algorithm.find
+    "name", "module of tlt_jax.rl, or of your own; its arguments follow", algorithm.find
   ),
   "optimizer": _OPTIMIZER,
   "learner": _LEARNER,
   "evaluation": {
-    "every": Key(
-      ranges.StepsOrZero, "steps from one to the next; 0: only the last has one"
-    ),
+    "every": Key(ranges.StepsOrZero, "steps between evaluations; 0: only at the end"),
     "samples": Key(ranges.Count, "responses per held-out prompt"),
   },
   "checkpoint": _CHECKPOINT,
@@ -110,27 +134,25 @@ RUN = {
 DRAFTER = {
   "seed": _SEED,
   "steps": _STEPS,
-  "sequences": Key(ranges.Count, "of a step"),
-  "init": Key(str, "folder of a drafter to start from; '': from scratch"),
+  "sequences": _SEQUENCES,
+  "init": Key(str, "folder of the drafter to start from; '': from scratch"),
   "responses": {
-    "prompts": Key(ranges.Count, "that the policy answers, to train on"),
-    "samples": Key(ranges.Count, "responses of each"),
+    "prompts": Key(ranges.Count, "prompts that the policy answers, to train on"),
+    "samples": Key(ranges.Count, "responses per prompt"),
   },
   "drafter": {
-    "kind": Key(str, "eagle2, eagle3 or a module of your own"),
+    "kind": Key(str, "kind of drafter: eagle2, eagle3, or a module of your own"),
     "vocab_size": Key(
-      ranges.CountOrZero, "most frequent tokens that it may predict; 0: all"
+      ranges.CountOrZero, "number of most frequent tokens that it may predict; 0: all"
     ),
   },
   "loss": _LOSS,
   "optimizer": _OPTIMIZER,
-  "learner": of(
-    offline.make, without=("config", "drafter", "loss", "optimizer", "mesh")
-  ),
+  "learner": of(offline.make, without=("config", "drafter", "loss", "optimizer", "mesh")),
   "evaluation": {
-    "prompts": Key(ranges.Count, "held-out prompts"),
-    "samples": Key(ranges.Count, "responses of each"),
-    "strategies": Key(tuple[str, ...], "that are measured"),
+    "prompts": Key(ranges.Count, "number of held-out prompts"),
+    "samples": Key(ranges.Count, "responses per held-out prompt"),
+    "strategies": Key(tuple[str, ...], "decoding strategies that are measured"),
   },
   "checkpoint": _CHECKPOINT,
 }
@@ -138,13 +160,15 @@ DRAFTER = {
 WARM_START = {
   "seed": _SEED,
   "steps": _STEPS,
-  "sequences": Key(ranges.Count, "of a step"),
-  "max_response": Key(ranges.Tokens, "characters of a written search"),
+  "sequences": _SEQUENCES,
+  "max_response": Key(ranges.Tokens, "longest written search, in characters"),
   "checkpoint": _CHECKPOINT,
   "export": Key(str, "folder of the exported policy; '': WORKDIR/policy"),
   "problems": {
-    "four_share": Key(ranges.Share, "share of problems with four numbers"),
-    "seed": Key(ranges.Seed, "of the problems"),
+    "four_share": Key(
+      ranges.Share, "share of problems with four numbers; the others have three"
+    ),
+    "seed": Key(ranges.Seed, "seed of the sequence of problems"),
   },
   "model": of(config_lib.ModelConfig, without=("rope_scaling",)),
   "optimizer": _OPTIMIZER,

@@ -216,7 +216,11 @@ def test_the_splits_share_no_problem():
 
 @pytest.mark.parametrize(
   ("options", "message"),
-  [(dict(split="test"), "'train' or 'held_out'"), (dict(four_share=1.5), r"\[0, 1\]")],
+  [
+    (dict(split="test"), "split must be one of 'train', 'held_out', got 'test'"),
+    (dict(four_share=1.5), "four_share must be a number from 0 to 1, got 1.5"),
+    (dict(size=0), "size must be a whole number from 1 to"),
+  ],
 )
 def test_options_that_make_no_sense_are_errors(options, message):
   with pytest.raises(ValueError, match=message):

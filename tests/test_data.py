@@ -207,7 +207,7 @@ def test_a_source_is_called_by_its_dotted_name(tmp_path):
   assert data.source(**spec)[0] == first and len(data.source(**spec)) == 3
   assert data.source(**spec, size=1) == [first]
   assert data.source(**spec, size=10) == data.source(**spec)
-  with pytest.raises(data.DataError, match="at least 1 is wanted, not 0"):
+  with pytest.raises(ValueError, match="size must be .* from 1 to .*, got 0"):
     data.source(**spec, size=0)
   with pytest.raises(data.DataError, match="load_promts'.*did you mean 'load_prompts'"):
     data.source(source="tlt_jax.data.load_promts")

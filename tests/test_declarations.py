@@ -1,6 +1,7 @@
 """Every key of every config has a type, a range and a meaning, and is held to them."""
 
 import math
+import re
 import sys
 import typing
 from typing import Annotated, Literal
@@ -16,6 +17,8 @@ from experiments import keys
 from experiments import launch
 from tests import commands
 from tests import test_configs as configs
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import hf_config
 
 DEFAULTS = {"countdown": keys.RUN, "drafter": keys.DRAFTER, "warm_start": keys.WARM_START}
 
@@ -88,11 +91,43 @@ def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_key(name, key, dec
 
 @pytest.mark.parametrize(("name", "key", "declared"), ENTRIES, ids=NAMES)
 def test_every_key_says_what_it_is(name, key, declared):
-  """Numbers have a range, and all of them a meaning of their own."""
+  """Numbers have a range, sets list what is in them; the meaning reads on its own."""
   kind, limits = plain(declared.type)
   assert kind not in (int, float) or limits is not None
-  assert len(declared.meaning) > 3
-  assert declared.meaning in declarations.describe(declared)
+  described = declarations.describe(declared)
+  assert typing.get_origin(kind) is not Literal or all(
+    repr(choice) in described for choice in typing.get_args(kind)
+  )
+  meaning = declared.meaning
+  assert meaning in described and len(meaning.split()) > 2
+  assert re.match(r"[a-z('\"0-9]|[A-Z][A-Z']", meaning) and meaning[-1] != "."
+  assert meaning.split()[0] not in ("of", "that", "or", "per", "in", "it", "another")
+
+
+CLOSED = {
+  "spot.loss.distance",
+  "spot.optimizer.name",
+  "optimizer.name",
+  "prompts.split",
+  "unusable_prompts.too_long",
+  "algorithm.kl_estimator",
+  "algorithm.aggregation",
+  "model.architecture",
+  "model.dtype",
+}
+
+
+@pytest.mark.parametrize("key", sorted(CLOSED))
+def test_a_closed_set_is_refused_at_the_door_with_its_members(key):
+  name = "warm_start" if key.startswith("model.") else "countdown"
+  config = filled(name)
+  put(config, key, "adamvv")
+  with pytest.raises(declarations.ConfigError, match=rf"{key}='adamvv': takes one of '"):
+    declarations.check(DEFAULTS[name], config)
+
+
+def test_a_model_may_be_of_every_family_that_can_be_saved():
+  assert set(config_lib.ARCHITECTURES) == set(hf_config._FAMILIES)
 
 
 def no_flags(monkeypatch) -> None:

@@ -195,7 +195,7 @@ def test_nothing_left_is_an_error_or_a_dropped_record(tokenizer):
   with pytest.raises(data.DataError, match="not know 'é' of the chat template"):
     system = prompt_checks.Rules(tokenizer, cut, chat=True, system="é")
     prompt_checks.usable([record("1")], "x", system)
-  with pytest.raises(ValueError, match="unusable_prompts.too_long is .*, not 'keep'"):
+  with pytest.raises(ValueError, match="too_long must be one of .*, got 'keep'"):
     prompt_checks.Unusable(too_long="keep")
 
 

@@ -67,17 +67,17 @@ def load_prompts(
   messages: "train.jsonl, line 17".
 
   Args:
-    path: file of records
-    prompt_field, answer_field: their names in the file; with no answer field
-      every answer is ""
-    size: only the first so many are returned; all if there are fewer, or for None
+    path: file of records, .jsonl or .parquet
+    prompt_field: name of the field that holds a record's prompt
+    answer_field: name of the field that holds a record's answer; None: every answer is ''
+    size: most records that are returned, the first of the file; None: all
   Returns:
     records {"prompt", "answer", "place"}
   Raises:
     DataError: no such file, another format, a broken or incomplete record
+    ValueError: an argument out of its range
   """
-  if size is not None and size < 1:
-    raise DataError(f"of a file of prompts at least 1 is wanted, not {size}")
+  ranges.check(load_prompts, locals())
   path = pathlib.Path(path)
   readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
   if path.suffix not in readers:

@@ -23,9 +23,12 @@ class Program:
 class Budget:
   """Limits of what is compiled ahead of time; None is no limit."""
 
-  programs: ranges.Count | None = None  # in all
-  compile_s: ranges.NotNegative | None = None  # seconds to make them ready
-  scratch_bytes: ranges.Large | None = None  # of the hungriest program, per device
+  # most programs that are compiled ahead; None: no limit
+  programs: ranges.Count | None = None
+  # most seconds spent on compiling ahead; None: no limit
+  compile_s: ranges.NotNegative | None = None
+  # most scratch bytes of one program per device; None: no limit
+  scratch_bytes: ranges.Large | None = None
 
 
 class Pool:

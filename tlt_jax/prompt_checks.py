@@ -14,6 +14,7 @@ import logging
 from typing import Literal
 
 from tlt_jax import data
+from tlt_jax import ranges
 from tlt_jax import tokenization
 
 _WHOLE = 2**13  # records of the longest source, but for files, that is checked whole
@@ -31,15 +32,13 @@ class Unusable:
   are kept, of a chat those of the user's last message; unknown characters are left out.
   """
 
-  # Prompts of more tokens than the rollout takes.
+  # what is done with prompts of more tokens than the rollout takes
   too_long: Literal["refuse", "drop", "cut"] = "refuse"
-  # Prompts with characters that the tokenizer does not know.
+  # what is done with prompts that have characters unknown to the tokenizer
   unknown_characters: Literal["refuse", "drop", "cut"] = "refuse"
 
   def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if value not in ("refuse", "drop", "cut"):
-        raise ValueError(f"unusable_prompts.{name} is refuse, drop or cut, not {value!r}")
+    ranges.check(Unusable, vars(self))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """The shape of a decoder: one frozen description for Qwen2, Qwen3 and Llama 3."""
 
 import dataclasses
+from typing import Literal
 
 from tlt_jax import ranges
 
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")  # that we compute in
 
 
@@ -31,22 +33,23 @@ class ModelConfig:
   `head_dim` is free: it need not be `width / num_heads`.
   """
 
-  architecture: str  # the Hugging Face class, e.g. 'Qwen3ForCausalLM'
-  vocab_size: ranges.Count  # V, tokens that it knows
-  width: ranges.Count  # D, of the residual stream
-  mlp_width: ranges.Count  # F, inside the MLP
-  num_layers: ranges.Count  # L, decoder layers
-  num_heads: ranges.Count  # N, of queries
-  num_kv_heads: ranges.Count  # K, of keys and values
-  head_dim: ranges.Count  # H, of each head
+  architecture: Literal[ARCHITECTURES]  # name of the model's class in Hugging Face
+  vocab_size: ranges.Count  # size V of the vocabulary, in tokens
+  width: ranges.Count  # width D of the residual stream
+  mlp_width: ranges.Count  # width F of the MLP's hidden layer
+  num_layers: ranges.Count  # number L of decoder layers
+  num_heads: ranges.Count  # number N of query heads
+  num_kv_heads: ranges.Count  # number K of heads of keys and values
+  head_dim: ranges.Count  # width H of each head
   rope_theta: ranges.Base = 10_000.0  # base of the rotary frequencies
   rope_scaling: RopeScaling | None = None
-  norm_eps: ranges.Share = 1e-6  # added to the mean square in RMSNorm
-  max_position: ranges.Tokens = 4096  # tokens of the longest sequence
+  norm_eps: ranges.Share = 1e-6  # number added to the mean square in RMSNorm
+  max_position: ranges.Tokens = 4096  # longest sequence, in tokens
   qkv_bias: bool = False  # whether q, k and v have a bias
   qk_norm: bool = False  # whether q and k are normalised per head
   tie_embeddings: bool = False  # whether the embedding is the output head too
-  dtype: str = "float32"  # of the computation; parameters keep their own
+  # number format of the computation; parameters keep their own
+  dtype: Literal[DTYPES] = "float32"
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:

@@ -14,6 +14,8 @@ Departures from the paper, as the defaults are:
   (`normalize_std=False`) they are those of Dr. GRPO (https://arxiv.org/abs/2503.20783).
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -28,35 +30,36 @@ _KL = {
   "k2": lambda d: d**2 / 2,
   "k3": lambda d: jnp.expm1(d) - d,
 }
+KlEstimator = Literal[tuple(_KL)]
+Aggregation = Literal["token", "sequence"]
 
 
 def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.28,
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: str = "k3",
-  aggregation: str = "token",
+  kl_estimator: KlEstimator = "k3",
+  aggregation: Aggregation = "token",
   normalize_std: bool = True,
 ) -> algorithm.Algorithm:
   """Makes GRPO.
 
   Args:
-    clip_low, clip_high: the ratio to the sampling policy counts within
-      [1 - clip_low, 1 + clip_high]
-    kl_coef: weight of KL(policy || reference); 0 keeps no reference
-    kl_estimator: "k1", "k2" or "k3"
-    aggregation: mean over "token"s, or over "sequence"s
-    normalize_std: divide a prompt's advantages by their standard deviation
+    clip_low: how far below 1 the ratio to the sampling policy counts
+    clip_high: how far above 1 the ratio to the sampling policy counts
+    kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept
+    kl_estimator: estimator of the KL from sampled tokens
+    aggregation: what the loss is a mean over: all tokens, or responses' own means
+    normalize_std: whether a prompt's advantages are divided by their standard deviation
   Metrics:
     policy/kl: KL to the reference, or to the sampling policy if there is none
     policy/clip_frac: share of tokens whose gradient the clip removed
     Both are means over the tokens of prompts whose rewards differ, unless there is a
     reference.
+  Raises:
+    ValueError: an argument out of its range
   """
-  if kl_estimator not in _KL:
-    raise ValueError(f"kl_estimator must be one of {sorted(_KL)}, got {kl_estimator!r}")
-  if aggregation not in ("token", "sequence"):
-    raise ValueError(f"aggregation must be 'token' or 'sequence', got {aggregation!r}")
+  ranges.check(make, locals())
 
   def advantages(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
     del lengths

@@ -26,22 +26,28 @@ def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.28,
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: str = "k3",
-  aggregation: str = "token",
+  kl_estimator: grpo.KlEstimator = "k3",
+  aggregation: grpo.Aggregation = "token",
 ) -> algorithm.Algorithm:
   """Makes GRPO with GAE.
 
+  With lambda = 1 it is REINFORCE with that baseline, unbiased. With less, what happens
+  at a token counts for those up to 1 / (1 - lambda) or so before it: as biased as the
+  baseline is wrong, and less noisy.
+
   Args:
-    trace_decay: lambda in [0, 1]; a token's advantage reaches back to those before it,
-      for 1 / (1 - lambda) tokens or so. 1 is REINFORCE with that baseline, unbiased;
-      less is as biased as the baseline is wrong, and less noisy.
-    prior: how many responses of its prompt the batch's mean counts for, above 0
-    clip_low, clip_high, kl_coef, kl_estimator, aggregation: of the loss, see `grpo.make`
+    trace_decay: GAE's lambda: 1 gives each token the whole outcome, less gives it mostly
+      what follows soon
+    prior: weight of the batch's mean reward in the baseline, in responses of the prompt
+    clip_low: how far below 1 the ratio to the sampling policy counts
+    clip_high: how far above 1 the ratio to the sampling policy counts
+    kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept
+    kl_estimator: estimator of the KL from sampled tokens
+    aggregation: what the loss is a mean over: all tokens, or responses' own means
+  Raises:
+    ValueError: an argument out of its range
   """
-  if not 0 <= trace_decay <= 1:
-    raise ValueError(f"trace_decay must be within 0 and 1, got {trace_decay}")
-  if prior <= 0:
-    raise ValueError(f"prior must be above 0, got {prior}")
+  ranges.check(make, locals())
   made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)
 
   def advantages(rewards: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -367,17 +367,19 @@ def make(
 ) -> Learner:
   """A learner for one model, algorithm, optimizer and mesh.
 
+  Parameters that are not trained have no gradient and no moments.
+
   Args:
     config: of the policy
     algorithm: advantages and loss
     optimizer: of what is trained
     mesh: (data, model)
-    buckets: (rows, length) of micro-batches, by increasing length; rows are split
-      over the slices, and rounded up so that they can be
+    buckets: (rows, tokens per row) of micro-batches, by increasing tokens; rows are
+      rounded up to a multiple of the slices
     updates: optimizer updates per batch
-    remat: recompute layers in the backward pass
-    only: regular expression; parameters whose path ("layer_0/mlp/up_proj") has no
-      match stay as they are, and have no gradient and no moments
+    remat: whether layers are computed again in the backward pass, to save memory
+    only: regular expression of the paths ("layer_0/mlp/up_proj") of the parameters that
+      are trained; '': all
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return Learner(

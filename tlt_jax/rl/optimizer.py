@@ -1,5 +1,7 @@
 """Optimizers for the policy, by name, around optax."""
 
+from typing import Literal
+
 import jax
 import optax
 
@@ -27,7 +29,7 @@ def _muon_axes(params):
 
 
 def make(
-  name: str,
+  name: Literal["adamw", "muon"],
   learning_rate: ranges.NotNegative,
   *,
   warmup: ranges.StepsOrZero = 0,
@@ -40,20 +42,24 @@ def make(
 ) -> optax.GradientTransformation:
   """Makes AdamW or Muon, behind global-norm clipping.
 
+  Muon's updates are scaled to the size of Adam's (https://arxiv.org/abs/2502.16982), so
+  that one learning rate serves both.
+
   Args:
-    name: "adamw" or "muon" (https://arxiv.org/abs/2502.16982: updates scaled to
-      the size of Adam's, so that one learning rate serves both)
-    learning_rate: peak, reached after `warmup` updates
-    warmup: updates in which it rises, the first of them not from zero
-    total: updates after which a cosine has brought it to `floor` of it, where it stays;
-      None keeps it
-    floor: share of the peak that is left at the end
-    weight_decay: decoupled, times the learning rate
-    max_grad_norm: a gradient of a larger global norm is scaled down to it
-    b1, b2: decay of Adam's moments; b2 also of Muon's momentum
+    name: kind of optimizer
+    learning_rate: peak of the learning rate
+    warmup: updates over which the learning rate rises to its peak
+    total: updates until a cosine has brought the learning rate down to `floor`; None: it
+      stays at its peak
+    floor: final learning rate as a share of the peak
+    weight_decay: decoupled weight decay, to be multiplied by the learning rate
+    max_grad_norm: largest global norm of a gradient; a longer one is scaled down to it
+    b1: decay per update of Adam's first moment
+    b2: decay per update of Adam's second moment, and of Muon's momentum
   Raises:
-    ValueError: another name, or no update is left after the warm-up
+    ValueError: an argument out of its range, or no update is left after the warm-up
   """
+  ranges.check(make, locals())
   if total is not None and total <= warmup:
     raise ValueError(f"optimizer: total ({total}) must exceed warmup ({warmup})")
   first = learning_rate / (warmup + 1)  # from the first update on, not zero
@@ -66,7 +72,7 @@ def make(
     )
   if name == "adamw":
     rule = optax.adamw(schedule, b1, b2, weight_decay=weight_decay)
-  elif name == "muon":
+  else:
     rule = optax.contrib.muon(
       schedule,
       beta=b2,
@@ -76,6 +82,4 @@ def make(
       consistent_rms=0.2,
       muon_weight_dimension_numbers=_muon_axes,
     )
-  else:
-    raise ValueError(f"optimizer must be 'adamw' or 'muon', got {name!r}")
   return optax.chain(optax.clip_by_global_norm(max_grad_norm), rule)

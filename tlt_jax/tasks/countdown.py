@@ -15,7 +15,7 @@ import functools
 import hashlib
 import random
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import reasoning_gym
 
@@ -43,23 +43,22 @@ class Problems:
   all (multiset of numbers, target) pairs are kept for `held_out`.
 
   Args:
-    split: "train" or "held_out"
-    size: how many records
-    four_share: share of problems with four numbers, the rest have three
-    seed: another seed, another sequence of problems
+    split: part of all problems that is drawn from
+    size: number of problems
+    four_share: share of problems with four numbers; the others have three
+    seed: seed of the sequence of problems
+  Raises:
+    ValueError: an argument out of its range
   """
 
   def __init__(
     self,
-    split: str,
+    split: Literal["train", "held_out"],
     size: ranges.Large,
     four_share: ranges.Share = 0.25,
     seed: ranges.Seed = 0,
   ):
-    if split not in ("train", "held_out"):
-      raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
-    if not 0 <= four_share <= 1:
-      raise ValueError(f"four_share must lie in [0, 1], got {four_share}")
+    ranges.check(Problems, locals())
     self._held_out = split == "held_out"
     self._size = size
     self._four_share = four_share

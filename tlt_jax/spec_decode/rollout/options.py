@@ -43,27 +43,28 @@ class Options:
   """Sizes of a rollout; none of them changes a token.
 
   Counts are per slice. The largest bucket is added if it is missing; buckets that
-  exceed it are dropped.
+  exceed it are dropped. Kept features have room for `cache_tokens` as well, or for
+  `slots` of the longest sequences. A chunk is what is decoded between two looks of the
+  host.
   """
 
-  max_length: ranges.Tokens  # tokens of the longest sequence, prompt included
-  max_prompt: ranges.Tokens  # tokens of the longest prompt
-  slots: ranges.Count  # requests that run at a time
-  # (slots, tokens) of compiled programs.
+  max_length: ranges.Tokens  # longest sequence, prompt included, in tokens
+  max_prompt: ranges.Tokens  # longest prompt, in tokens
+  slots: ranges.Count  # requests that run at a time, per slice
+  # (slots, tokens) that programs are compiled for; (): only the largest
   buckets: tuple[tuple[ranges.Count, ranges.Tokens], ...] = ()
-  chunk: ranges.Count = 64  # tokens per slot between two looks of the host
-  chunk_s: ranges.Positive = 2.0  # seconds of a chunk, about: it may have fewer tokens
-  prompt_rows: ranges.Count = 8  # prompts whose KV is kept at a time
-  prefill_rows: ranges.Count = 8  # prompts per prefill call
-  prefill_block: ranges.Tokens = 128  # prompt tokens per prefill call
-  # Memory budget: tokens of all slots' KV. Kept features have room for as many, or for
-  # `slots` of the longest sequences.
+  chunk: ranges.Count = 64  # tokens per slot between two looks of the host, usually
+  chunk_s: ranges.Positive = 2.0  # seconds that a chunk should last at most
+  prompt_rows: ranges.Count = 8  # prompts per slice whose KV is kept at a time
+  prefill_rows: ranges.Count = 8  # prompts per slice and prefill call
+  prefill_block: ranges.Tokens = 128  # tokens of each prompt per prefill call
+  # KV memory per slice, in tokens; None: for all slots at full length
   cache_tokens: ranges.Large | None = None
-  budget: programs.Budget = programs.Budget()  # of what is compiled ahead of time
-  memory_tokens: ranges.Large = 2**20  # of earlier responses, kept for n-gram drafts
-  memory_rows: ranges.Count = 16  # of them that are looked at in a chunk
-  rebalance: bool = False  # move live requests to other slices
-  features: bool = False  # keep and return the target's features
+  budget: programs.Budget = programs.Budget()  # limits of what is compiled ahead
+  memory_tokens: ranges.Large = 2**20  # tokens of earlier responses kept for n-gram drafts
+  memory_rows: ranges.Count = 16  # earlier responses searched per slice and chunk
+  rebalance: bool = False  # whether live requests move to slices with fewer of them
+  features: bool = False  # whether the target's features are kept and returned
 
   def __post_init__(self):
     top = Bucket(self.slots, self.max_length)

@@ -17,6 +17,7 @@ likeliest token it lacks, as in the code of EAGLE-3 (https://arxiv.org/abs/2503.
 
 import dataclasses
 import functools
+from typing import Literal
 
 import chex
 import jax
@@ -38,18 +39,17 @@ DISTANCES = ("cross_entropy", "total_variation")
 class Loss:
   """The objective of a drafter's training."""
 
-  steps: ranges.Count = 5  # drafting steps that are unrolled
-  decay: ranges.ShareAboveZero = 0.8  # weight of each step over that of the one before
-  distance: str = "cross_entropy"  # or "total_variation", between the distributions
-  # Weight of the feature loss, where features are predicted.
+  steps: ranges.Count = 5  # drafting steps unrolled in training
+  # weight of a drafting step relative to the one before
+  decay: ranges.ShareAboveZero = 0.8
+  # distance between the target's and the drafter's distributions
+  distance: Literal[DISTANCES] = "cross_entropy"
+  # weight of the feature loss, for drafters that predict features
   regression: ranges.NotNegative = 0.1
-  temperature: ranges.Positive = 1.0  # of the distributions
+  temperature: ranges.Positive = 1.0  # temperature of the distributions
 
   def __post_init__(self):
-    if self.distance not in DISTANCES:
-      raise ValueError(f"distance is one of {', '.join(DISTANCES)}, not {self.distance!r}")
-    if self.steps < 1:
-      raise ValueError(f"steps must be at least 1, got {self.steps}")
+    ranges.check(Loss, vars(self))
 
   @property
   def metrics(self) -> list[str]:

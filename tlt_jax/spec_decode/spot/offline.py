@@ -135,8 +135,8 @@ def make(
     config: of the target
     drafter, loss, optimizer: what is trained, for what, and how
     mesh: whose slices share the rows of a micro-batch
-    buckets: (rows, length) of micro-batches, by increasing length; rows are rounded
-      up to a multiple of the slices
+    buckets: (rows, tokens per row) of micro-batches, by increasing tokens; rows are
+      rounded up to a multiple of the slices
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return DraftLearner(config, drafter, loss, optimizer, mesh, buckets)

@@ -33,51 +33,49 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """How much is trained on, and when. Rows are per slice."""
+  """How much is trained on, and when. Rows are per slice.
 
-  row_tokens: ranges.Tokens = 128  # of a row of training data, which is a micro-batch
-  # Tokens of a row that a piece of a longer sequence repeats, untrained.
+  Where rows are held out, they are never trained on, and what was trained in a rollout
+  drafts from then on if it is no worse on them than what drafts.
+  """
+
+  row_tokens: ranges.Tokens = 128  # tokens of one training row; a row is a micro-batch
+  # tokens repeated from the row before, as context only, where a sequence is cut in rows
   context_tokens: ranges.Tokens = 32
-  rows: ranges.Count = 128  # that are kept to train on
-  carried_rows: ranges.CountOrZero = 64  # rows that stay for the next rollout
-  # Rows that are never trained on. If there are any, what was trained in a rollout
-  # drafts from then on if it is no worse on them than what drafts.
+  rows: ranges.Count = 128  # training rows kept per slice
+  # most training rows per slice that are carried over to the next rollout
+  carried_rows: ranges.CountOrZero = 64
+  # rows per slice kept to judge a new drafter; 0: it is used without judging
   held_out_rows: ranges.CountOrZero = 0
-  # Slots of the widest bucket in which slices train; 0: in every one.
+  # most slots of a bucket in which slices train; 0: in all buckets
   max_batch: ranges.CountOrZero = 0
-  chunk_tokens: ranges.Tokens = 128  # per slot, of the chunks that train, at most
-  min_micro_batches: ranges.Count = 6  # that such a chunk should have time for
-  micro_batches_per_update: ranges.Count = 1  # of all slices, at least
-  # Share of a rollout's time for which a single slice, which is never idle, trains
-  # after it.
+  chunk_tokens: ranges.Tokens = 128  # most tokens per slot in a chunk that also trains
+  # micro-batches that a chunk that trains should have time for
+  min_micro_batches: ranges.Count = 6
+  # fewest micro-batches, over all slices, per optimizer update
+  micro_batches_per_update: ranges.Count = 1
+  # time of training after a rollout, as a share of the rollout's, where one slice decodes
+  # alone and is never idle
   after_rollout_share: ranges.NotNegative = 0.05
-  # A new drafter: seconds that all slices train after each of the first rollouts.
+  # seconds that a new drafter trains after each of the first `warm_up_rollouts` rollouts
   warm_up_s: ranges.NotNegative = 0.0
-  warm_up_rollouts: ranges.CountOrZero = 1  # how many of these there are
+  # first rollouts that are each followed by `warm_up_s` seconds of training
+  warm_up_rollouts: ranges.CountOrZero = 1
 
   def __post_init__(self):
-    if self.rows < 1 or not 0 <= self.carried_rows <= self.rows:
+    ranges.check(Options, vars(self))
+    if self.carried_rows > self.rows:
       raise ValueError(
-        f"a buffer has at least 1 row and carries 0 to all of them, not {self.rows} "
-        f"and {self.carried_rows}"
+        f"carried_rows ({self.carried_rows}) must be at most rows ({self.rows})"
       )
-    if not 0 <= self.held_out_rows < self.rows:
+    if self.held_out_rows >= self.rows:
       raise ValueError(
-        f"not all of {self.rows} rows can be held out ({self.held_out_rows})"
+        f"held_out_rows ({self.held_out_rows}) must be below rows ({self.rows})"
       )
-    if not 1 <= self.context_tokens <= self.row_tokens // 2:
+    if self.context_tokens > self.row_tokens // 2:
       raise ValueError(
-        "context_tokens is at least 1 and at most half of row_tokens, not "
-        f"{self.context_tokens} of {self.row_tokens}"
-      )
-    if self.micro_batches_per_update < 1:
-      raise ValueError(
-        f"an update takes at least 1 micro-batch, not {self.micro_batches_per_update}"
-      )
-    if min(self.after_rollout_share, self.warm_up_s, self.warm_up_rollouts) < 0:
-      raise ValueError(
-        "after_rollout_share, warm_up_s and warm_up_rollouts are not negative, got "
-        f"{self}"
+        f"context_tokens ({self.context_tokens}) must be at most half of row_tokens "
+        f"({self.row_tokens})"
       )
 
 
