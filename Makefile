@@ -1,6 +1,6 @@
 # Needs make and Python >= 3.11, nothing else. `make help` lists what there is.
 
-.PHONY: help quickstart test lint venv
+.PHONY: help quickstart test test-all lint venv
 .DEFAULT_GOAL := help
 
 # On the command line: PYTHON=python3.12, ACCELERATOR=cpu|cuda12|cuda13|tpu, ARGS="...".
@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1:/p' Makefile | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1:/p' Makefile | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
 	@echo 'Variables: PYTHON=python3.12  ACCELERATOR=cpu|cuda12|cuda13|tpu  ARGS="more arguments"'
 
 quickstart: venv ## the default RL run on this machine's devices, into runs/quickstart
@@ -26,9 +26,12 @@ quickstart: venv ## the default RL run on this machine's devices, into runs/quic
 	@$(BIN)/python -m experiments.train --config=experiments/configs/countdown.py \
 	  --workdir=runs/quickstart $(ARGS)
 
-test: venv ## the whole test suite, on the CPU as 8 devices
+test: venv ## the test suite, on the CPU as 8 devices
 	@echo 'Test suite on the CPU: some minutes, less when its programs are compiled already.'
 	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile $(or $(ARGS),tests)
+
+test-all: venv ## the test suite with its slowest cases
+	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile --all $(or $(ARGS),tests)
 
 lint: $(STAMP) ## ruff
 	@$(BIN)/ruff check . $(ARGS)

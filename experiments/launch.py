@@ -26,6 +26,7 @@ from experiments import declarations
 from experiments import logs
 from tlt_jax import named
 from tlt_jax import programs
+from tlt_jax import ranges
 
 CONFIGS = pathlib.Path(__file__).parent / "configs"
 _COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
@@ -127,7 +128,7 @@ def config_flag(
   help_string = f"Config file, FILE.py[:ARG]; its entries are set by --{name}.KEY=VALUE."
   if any(arg.lstrip("-") in _HELP for arg in argv):
     help_string += "".join(
-      f"\n--{name}.{key}={value!r}: {declarations.describe(declared)}"
+      f"\n--{name}.{key}={value!r}: {declared.meaning} [{ranges.words(declared.type)}]"
       for key, value, declared in rows
     )
   typed = {}  # ml_collections reads a text as the type of the value that it replaces

@@ -14,6 +14,7 @@ _NUM_DEVICES = 8
 
 def pytest_addoption(parser):
   parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, only")
+  parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
 
 
 def pytest_configure(config):
@@ -39,6 +40,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+  if not config.getoption("all"):
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
   gpu = config.getoption("gpu")
   skip = pytest.mark.skip(reason="needs no GPU" if gpu else "needs a GPU: pytest --gpu")
   for item in items:

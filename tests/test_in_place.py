@@ -418,7 +418,11 @@ def speculative_chunk(name, data, model, verification):
 
 @pytest.mark.parametrize(
   ("data", "model", "verification"),
-  [(1, 1, source_lib.COUPLED), (2, 2, source_lib.COUPLED), (1, 1, source_lib.REJECTION)],
+  [
+    (1, 1, source_lib.COUPLED),
+    tiny.slow(2, 2, source_lib.COUPLED),
+    (1, 1, source_lib.REJECTION),
+  ],
 )
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_speculation_copies_no_cache(name, data, model, verification):

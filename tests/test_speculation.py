@@ -96,7 +96,8 @@ def test_a_chain_of_any_depth_draws_the_same(depth):
 
 
 @pytest.mark.parametrize(
-  ("kind", "tree"), [("eagle2", "3_4_16"), ("eagle2", "8_4_48"), ("eagle3", "3_4_16")]
+  ("kind", "tree"),
+  [("eagle2", "3_4_16"), tiny.slow("eagle2", "8_4_48"), ("eagle3", "3_4_16")],
 )
 def test_a_tree_of_any_shape_draws_the_same(kind, tree):
   made, samples = plain()
@@ -105,20 +106,27 @@ def test_a_tree_of_any_shape_draws_the_same(kind, tree):
   assert drawn.mean_acceptance_length > 1
 
 
+SAMPLING = [
+  dict(temperature=0.0),
+  dict(temperature=0.6),
+  dict(top_k=5),
+  dict(top_p=0.8),
+  dict(min_p=0.1),
+  dict(temperature=0.6, top_k=9, top_p=0.9, min_p=0.05),
+  dict(stop_tokens=[3, 9, 17]),
+  dict(seed=11, stop_tokens=[]),
+]
+
+
 @pytest.mark.parametrize(
-  "sampling",
+  ("sampling", "strategy"),
   [
-    dict(temperature=0.0),
-    dict(temperature=0.6),
-    dict(top_k=5),
-    dict(top_p=0.8),
-    dict(min_p=0.1),
-    dict(temperature=0.6, top_k=9, top_p=0.9, min_p=0.05),
-    dict(stop_tokens=[3, 9, 17]),
-    dict(seed=11, stop_tokens=[]),
+    *((sampling, CHAIN) for sampling in SAMPLING),
+    *((sampling, TREE) for sampling in SAMPLING[5:6]),
+    *(tiny.slow(sampling, TREE) for sampling in [*SAMPLING[:5], *SAMPLING[6:]]),
   ],
+  ids=str,
 )
-@pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
 def test_sampling_parameters_act_as_in_plain_decoding(sampling, strategy):
   made = requests(**sampling)
   samples = engine()(tiny.on(tiny.mesh(1)), made)
@@ -126,7 +134,8 @@ def test_sampling_parameters_act_as_in_plain_decoding(sampling, strategy):
 
 
 @pytest.mark.parametrize(
-  ("data", "model", "strategy"), [(2, 1, CHAIN), (8, 1, TREE), (2, 2, CHAIN), (2, 2, TREE)]
+  ("data", "model", "strategy"),
+  [tiny.slow(2, 1, CHAIN), (8, 1, TREE), tiny.slow(2, 2, CHAIN), (2, 2, TREE)],
 )
 def test_the_layout_changes_no_token(data, model, strategy):
   made, samples = plain()
@@ -181,7 +190,7 @@ def test_n_grams_draw_the_same_and_learn_from_siblings():
   assert resumed.state() == run.state()
 
 
-@pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("strategy", [tiny.slow(CHAIN), TREE], ids=str)
 def test_guessing_the_likeliest_tokens_draws_the_same(strategy):
   """Which tokens are drafted does not matter to the coupled draw."""
   made, samples = plain()
@@ -191,7 +200,7 @@ def test_guessing_the_likeliest_tokens_draws_the_same(strategy):
 
 
 @pytest.mark.parametrize(
-  "strategy", [CHAIN, TREE, strategy_lib.parse("ngram_4")], ids=str
+  "strategy", [CHAIN, TREE, tiny.slow(strategy_lib.parse("ngram_4"))], ids=str
 )
 def test_rejection_takes_the_likeliest_tokens_at_temperature_0(strategy):
   made = requests(temperature=0.0)
@@ -258,7 +267,7 @@ def default_task():
   return model, params, drafter, made, make, make()(params, made)
 
 
-@pytest.mark.parametrize("strategy", ["5_1_6", "3_4_16"])
+@pytest.mark.parametrize("strategy", ["5_1_6", tiny.slow("3_4_16")])
 def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
   """More than 30,000 tokens of the default task."""
   model, params, (drafter, draft_params), made, make, samples = default_task()

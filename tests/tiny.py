@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
@@ -22,6 +23,11 @@ CONFIG = config_lib.ModelConfig(
   head_dim=16,
   qk_norm=True,
 )
+
+
+def slow(*values):
+  """A case of a parametrized test that takes long and seldom breaks: `make test-all`."""
+  return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Of a rollout, for `rollout.Options`.
