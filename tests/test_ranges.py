@@ -18,6 +18,13 @@ class Unknown:
   """A type that pydantic cannot check."""
 
 
+@dataclasses.dataclass
+class Hidden:
+  """A type with a name that only type checkers see."""
+
+  field: "Nobody"  # noqa: F821
+
+
 @pytest.mark.parametrize(
   ("annotation", "value", "expected"),
   [
@@ -38,6 +45,7 @@ class Unknown:
     (dict[str, float], [1], False),
     (Unknown, 3, True),
     (list[Unknown], "x", True),
+    (Hidden | None, "x", True),
     (Any, object(), True),
   ],
 )

@@ -62,9 +62,9 @@ def holds(annotation: Any, value: Any) -> bool:
   """
   try:
     adapter = pydantic.TypeAdapter(annotation)
-  except pydantic.PydanticUserError:
+    return _is_valid(adapter, value) or _is_valid(adapter, _tuples(value))
+  except (pydantic.PydanticUserError, NameError):  # or with a name that it cannot find
     return True
-  return _is_valid(adapter, value) or _is_valid(adapter, _tuples(value))
 
 
 def _is_valid(adapter: pydantic.TypeAdapter, value: Any) -> bool:

@@ -43,7 +43,7 @@ class ModelConfig:
   head_dim: ranges.Count  # width H of each head
   rope_theta: ranges.Base = 10_000.0  # base of the rotary frequencies
   rope_scaling: RopeScaling | None = None
-  norm_eps: ranges.Share = 1e-6  # number added to the mean square in RMSNorm
+  norm_eps: ranges.ShareAboveZero = 1e-6  # number added to the mean square in RMSNorm
   max_position: ranges.Tokens = 4096  # longest sequence, in tokens
   qkv_bias: bool = False  # whether q, k and v have a bias
   qk_norm: bool = False  # whether q and k are normalised per head

@@ -25,6 +25,7 @@ import safetensors.numpy
 
 from tlt_jax import axes
 from tlt_jax import json_objects
+from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
 from tlt_jax.models import hf_folder
@@ -176,11 +177,12 @@ def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]
 def _make(cls: type, raw: dict, **made: Any) -> Any:
   """An instance of a dataclass with the fields in `raw`, each of its type, and `made`."""
   fields = {field.name: field for field in dataclasses.fields(cls)}
-  types = typing.get_type_hints(cls)  # without ranges
+  types = typing.get_type_hints(cls, include_extras=True)
   for name, value in raw.items():
     if name not in fields or name in made:
       raise ValueError(f"key {name!r:.60} is unknown")
-    json_fields.check(name, value, types[name])
+    if not ranges.holds(types[name], value):
+      raise ValueError(f"{name}={value!r:.60} is not {ranges.words(types[name])}")
   for name, field in fields.items():
     if field.default is dataclasses.MISSING and name not in raw | made:
       raise ValueError(f"{name!r} is missing")

@@ -45,11 +45,11 @@ def make(
   """Makes GRPO.
 
   Args:
-    clip_low: how far below 1 the ratio to the sampling policy counts
-    clip_high: how far above 1 the ratio to the sampling policy counts
+    clip_low: how far below 1 the ratio to the sampling policy counts before it is clipped
+    clip_high: how far above 1 the ratio to the sampling policy counts before it is clipped
     kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept
     kl_estimator: estimator of the KL from sampled tokens
-    aggregation: what the loss is a mean over: all tokens, or responses' own means
+    aggregation: what the loss is a mean of: tokens, or responses' means over their tokens
     normalize_std: whether a prompt's advantages are divided by their standard deviation
   Metrics:
     policy/kl: KL to the reference, or to the sampling policy if there is none

@@ -39,11 +39,11 @@ def make(
     trace_decay: GAE's lambda: 1 gives each token the whole outcome, less gives it mostly
       what follows soon
     prior: weight of the batch's mean reward in the baseline, in responses of the prompt
-    clip_low: how far below 1 the ratio to the sampling policy counts
-    clip_high: how far above 1 the ratio to the sampling policy counts
+    clip_low: how far below 1 the ratio to the sampling policy counts before it is clipped
+    clip_high: how far above 1 the ratio to the sampling policy counts before it is clipped
     kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept
     kl_estimator: estimator of the KL from sampled tokens
-    aggregation: what the loss is a mean over: all tokens, or responses' own means
+    aggregation: what the loss is a mean of: tokens, or responses' means over their tokens
   Raises:
     ValueError: an argument out of its range
   """

@@ -43,7 +43,7 @@ class Problems:
   all (multiset of numbers, target) pairs are kept for `held_out`.
 
   Args:
-    split: part of all problems that is drawn from
+    split: part of all problems to draw from; the two share none
     size: number of problems
     four_share: share of problems with four numbers; the others have three
     seed: seed of the sequence of problems

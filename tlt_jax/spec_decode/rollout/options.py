@@ -43,9 +43,8 @@ class Options:
   """Sizes of a rollout; none of them changes a token.
 
   Counts are per slice. The largest bucket is added if it is missing; buckets that
-  exceed it are dropped. Kept features have room for `cache_tokens` as well, or for
-  `slots` of the longest sequences. A chunk is what is decoded between two looks of the
-  host.
+  exceed it are dropped. Kept features have room for `cache_tokens` too, or, where
+  that is None, for `slots` of the longest sequences.
   """
 
   max_length: ranges.Tokens  # longest sequence, prompt included, in tokens
@@ -53,7 +52,7 @@ class Options:
   slots: ranges.Count  # requests that run at a time, per slice
   # (slots, tokens) that programs are compiled for; (): only the largest
   buckets: tuple[tuple[ranges.Count, ranges.Tokens], ...] = ()
-  chunk: ranges.Count = 64  # tokens per slot between two looks of the host, usually
+  chunk: ranges.Count = 64  # tokens per slot between two looks of the host (a chunk)
   chunk_s: ranges.Positive = 2.0  # seconds that a chunk should last at most
   prompt_rows: ranges.Count = 8  # prompts per slice whose KV is kept at a time
   prefill_rows: ranges.Count = 8  # prompts per slice and prefill call

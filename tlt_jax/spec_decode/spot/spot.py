@@ -59,7 +59,7 @@ class Options:
   after_rollout_share: ranges.NotNegative = 0.05
   # seconds that a new drafter trains after each of the first `warm_up_rollouts` rollouts
   warm_up_s: ranges.NotNegative = 0.0
-  # first rollouts that are each followed by `warm_up_s` seconds of training
+  # number of first rollouts that are each followed by `warm_up_s` seconds of training
   warm_up_rollouts: ranges.CountOrZero = 1
 
   def __post_init__(self):
