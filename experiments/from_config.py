@@ -59,21 +59,27 @@ def tokenizer(policy: str) -> tokenization.Tokenizer:
   return loaded
 
 
-def prompts(config: dict, source: dict) -> Sequence[dict]:
+def prompts(config: dict, source: dict, whole: bool = False) -> Sequence[dict]:
   """The records of a source that the config's policy can be asked.
 
   Args:
     config: of a run
     source: its section `prompts` or `held_out`
+    whole: give a list, of records that are all checked; for who reads every one of them
   Raises:
     DataError: there is no such source, or a prompt in it is refused
   """
   name = str(source.get("path") or source["source"])
-  return usable(config, data.source(**source), name, config["rollout"]["max_prompt"])
+  limit = config["rollout"]["max_prompt"]
+  return usable(config, data.source(**source), name, limit, whole)
 
 
 def usable(
-  config: dict, records: Sequence[dict], name: str, max_prompt: int | None
+  config: dict,
+  records: Sequence[dict],
+  name: str,
+  max_prompt: int | None,
+  whole: bool = False,
 ) -> Sequence[dict]:
   """The records that the config's policy can be asked; see `prompt_checks.usable`.
 
@@ -82,6 +88,7 @@ def usable(
     records: by index
     name: of their source
     max_prompt: tokens of a prompt, at most; None: any number
+    whole: check every record now
   """
   rules = prompt_checks.Rules(
     tokenizer(config["policy"]),
@@ -90,7 +97,7 @@ def usable(
     chat=config["chat"]["apply"],
     system=config["chat"]["system"] or None,
   )
-  return prompt_checks.usable(records, name, rules)
+  return prompt_checks.usable(records, name, rules, whole)
 
 
 def load_models(config: dict, dtype: str | None = None) -> Models:

@@ -1,5 +1,6 @@
 """Prompts that cannot be used: refused with their place, dropped, or cut."""
 
+import itertools
 import json
 import logging
 import pathlib
@@ -158,6 +159,46 @@ def test_a_long_source_is_checked_at_its_start_and_when_it_is_drawn(tokenizer):
   records[3] = {"prompt": "é", "answer": 3}
   with pytest.raises(data.DataError, match="^made, record 3: "):
     prompt_checks.usable(source, "made", rules("refuse"))
+
+
+def test_a_long_source_ends_and_is_a_list_where_it_is_read_whole(tokenizer):
+  """Without one record standing for another; outside of it there is nothing."""
+  records = [{"prompt": "é1"[i % 3 > 0], "answer": i} for i in range(2**13 + 1)]
+  unusable = prompt_checks.Unusable(unknown_characters="drop")
+  rules = prompt_checks.Rules(tokenizer, unusable, max_prompt=8)
+  source = lambda: Made(list(records))
+  drawn = prompt_checks.usable(source(), "made", rules)
+  ahead = itertools.islice(drawn, len(records) + 1)  # one that never ends is told too
+  assert sum(1 for _ in ahead) == len(records) == len(drawn)
+  for i in (-1, len(records)):
+    with pytest.raises(IndexError, match=f"made has 8,193 records, none of index {i}"):
+      drawn[i]
+  whole = prompt_checks.usable(source(), "made", rules, whole=True)
+  assert whole == [record for record in records if record["answer"] % 3]
+  assert whole == prompt_checks.usable(source(), "made", rules, whole=True)
+
+
+@pytest.mark.parametrize(
+  "record, problem",
+  [
+    ({"question": "1", "answer": ""}, "no field 'prompt'; there are question, answer"),
+    ({"prompt": "1", "anwser": ""}, "no field 'answer'; .*did you mean 'anwser'"),
+    ({"prompt": 7, "answer": ""}, "field 'prompt' is a int, not a string or a list"),
+    ({"prompt": [{"role": "user"}], "answer": ""}, "field 'prompt' has a message that"),
+    (["1", ""], "is a list, not a dict with the fields 'prompt' and 'answer'"),
+  ],
+)
+def test_a_record_that_is_none_is_named(tokenizer, record, problem):
+  """Whatever is done about prompts that cannot be used; at the start, or when drawn."""
+  drop = prompt_checks.Unusable("drop", "drop")
+  rules = prompt_checks.Rules(tokenizer, drop, max_prompt=8)
+  good = {"prompt": USABLE, "answer": ""}
+  with pytest.raises(data.DataError, match=f"^made, record 1: {problem}") as e:
+    prompt_checks.usable([good, record], "made", rules)
+  assert "\n" not in str(e.value)
+  long = prompt_checks.usable(Made([good] * 1000 + [record], 2**14), "made", rules)
+  with pytest.raises(data.DataError, match=f"^made, record 1000: {problem}"):
+    long[1000]
 
 
 def test_a_stream_with_dropped_records_resumes_exactly(tokenizer):
