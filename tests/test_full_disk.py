@@ -93,6 +93,16 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
   assert checkpoint.Checkpoints(tmp_path).latest() == 2
 
 
+def test_a_copy_of_a_checkpoint_that_does_not_fit_is_named_and_takes_no_room(tmp_path):
+  """Many files do not, and one sentence says so."""
+  state = {f"w{i}": np.random.default_rng(i).random(10_000, np.float32) for i in range(3)}
+  with checkpoint.Checkpoints(tmp_path / "a") as run:
+    run.save(1, jax.device_put(state), {})
+  with pytest.raises(OSError, match=f"^{tmp_path}/b/1 {REASON} again$"), room(200):
+    checkpoint.copy(1, tmp_path / "a", tmp_path / "b")
+  assert not [*(tmp_path / "b").iterdir()]
+
+
 def test_other_errors_pass_as_they_are():
   with pytest.raises(KeyError), writing.to("here"):
     raise KeyError
