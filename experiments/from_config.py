@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
+from tlt_jax import packing
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
@@ -181,6 +182,27 @@ def spot_training(
 def max_length(config: dict) -> int:
   """Tokens of the longest sequence."""
   return config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
+
+
+def check_sizes(config: dict) -> None:
+  """Raises ValueError unless a run's learner can take what its rollouts give."""
+  check_longest(config, config["learner"]["buckets"])
+  responses = config["batch"]["prompts"] * config["batch"]["responses"]
+  if responses % config["learner"]["updates"]:
+    raise ValueError(
+      f"{responses} responses (batch.prompts * batch.responses) cannot be shared out over "
+      f"learner.updates={config['learner']['updates']}"
+    )
+
+
+def check_longest(config: dict, buckets: Sequence[tuple[int, int]]) -> None:
+  """Raises ValueError unless the longest sequence of a run fits a learner's buckets."""
+  longest, room = max_length(config), packing.over_slices(buckets, 1)[-1].length
+  if longest > room:
+    raise ValueError(
+      f"sequences of this run may have {longest} tokens (rollout.max_prompt + "
+      f"sampling.max_tokens), the longest of learner.buckets holds {room}"
+    )
 
 
 def sampler(

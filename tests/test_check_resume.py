@@ -1,9 +1,14 @@
 """The command that kills runs: what it compares, and that it runs."""
 
 import json
+import logging
 import shutil
+import types
+
+import pytest
 
 from experiments import check_resume
+from experiments import launch
 from tests import commands
 from tlt_jax import metrics
 
@@ -40,3 +45,26 @@ def test_a_run_without_training_in_idle_slices_is_no_test(home):
   """Nothing would be said about the drafter."""
   message = commands.error(commands.run(home, "check_resume", *commands.tiny_run(home)))
   assert "no drafter trains: set --config.drafter" in message
+
+
+def test_runs_go_to_an_empty_folder_that_is_named(tmp_path, monkeypatch, caplog):
+  """A run that is over would only be killed while it starts."""
+  caplog.set_level(logging.INFO)
+  config = launch.read_config("experiments/configs/countdown.py:smoke")
+  config["drafter"], config["spot"]["every"] = "eagle2", 1
+  monkeypatch.setattr(check_resume.logs, "start", lambda: None)
+  monkeypatch.setattr(check_resume.sys, "argv", ["check_resume"])
+  monkeypatch.setattr(check_resume.tempfile, "mkdtemp", lambda: str(tmp_path / "made"))
+
+  def start(workdir):
+    for name, value in (("_WORKDIR", workdir), ("_STEPS", 1)):
+      monkeypatch.setattr(check_resume, name, types.SimpleNamespace(value=value))
+    monkeypatch.setattr(check_resume, "train", lambda args: 1 / 0)
+    check_resume.main(config)
+
+  (tmp_path / "first").mkdir()
+  with pytest.raises(check_resume.ResumeError, match=f"{tmp_path} is not empty: .* take"):
+    start(str(tmp_path))
+  with pytest.raises(ZeroDivisionError):
+    start("")
+  assert caplog.messages == [f"the runs are in {tmp_path / 'made'}"]

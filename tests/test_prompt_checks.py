@@ -322,7 +322,7 @@ for name, given in json.loads(sys.argv[1]).items():
 
 
 def test_commands_refuse_before_they_read_a_model(home, tmp_path):
-  """Held-out prompts too, which are asked only later."""
+  """Held-out prompts too, which are asked only later; and leave no file."""
   good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
   for path, prompt in ((good, "1 2>3:"), (bad, "1é2>3:")):
     rows = [{"prompt": p, "answer": ""} for p in ("1 2>3:", prompt)]
@@ -332,7 +332,11 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
     "train": workdir,
     "train_drafter": workdir,
     "evaluate": {"model": [policy]},
-    "generate": {"model": policy, "prompts": str(bad)},
+    "generate": {
+      "model": policy,
+      "prompts": str(bad),
+      "output": str(tmp_path / "responses.jsonl"),
+    },
     "check_lossless": {},
     "bench.sweep_drafter": workdir,
     "bench.spot": {},
@@ -355,6 +359,34 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
   refused = f"{bad}, line 2: the tokenizer does not know 'é'"
   said = [line.split("; ")[0] for line in result.stdout.splitlines() if "; " in line]
   assert said == [f"{name}: {refused}" for name in given]
+  assert not (tmp_path / "responses.jsonl").exists()
+
+
+_LONG = """
+import sys, types
+from experiments import evaluate
+from experiments import launch
+from tlt_jax import prompt_checks
+
+def answer(folder, config, records):
+  raise ValueError(f"{type(records).__name__} of {len(records)}")
+
+prompt_checks._WHOLE = prompt_checks._SOME = 8
+evaluate.answer, launch.start = answer, lambda: None
+for name, value in (("_MODEL", [sys.argv[1]]), ("_BASELINE", sys.argv[1]), ("_PROMPTS", 9)):
+  setattr(evaluate, name, types.SimpleNamespace(value=value))
+try:
+  evaluate.main(launch.read_config("experiments/configs/countdown.py:smoke"))
+except ValueError as e:
+  print(e)
+"""
+
+
+def test_policies_are_asked_the_same_of_many_prompts(home):
+  """More than are checked at once without having been asked for."""
+  command = [sys.executable, "-c", _LONG, str(home / "policy")]
+  result = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True)
+  assert result.stdout == "list of 9\n", result.stderr
 
 
 def test_a_tokenizer_of_a_larger_model_is_an_error(home, tmp_path):

@@ -378,7 +378,13 @@ def make(
     remat: recompute layers in the backward pass
     only: regular expression; parameters whose path ("layer_0/mlp/up_proj") has no
       match stay as they are, and have no gradient and no moments
+  Raises:
+    ValueError: `buckets` are none or out of order, `only` is no regular expression
   """
+  try:
+    re.compile(only)
+  except re.error as e:
+    raise ValueError(f"only={only!r} is no regular expression ({e})") from e
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return Learner(
     config=config,
