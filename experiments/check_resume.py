@@ -103,8 +103,8 @@ def main(config):
   folder = pathlib.Path(_WORKDIR.value or tempfile.mkdtemp()).absolute()
   if folder.exists() and any(folder.iterdir()):
     raise ResumeError(
-      f"{folder} is not empty: runs that are over would be killed while they start only; "
-      "take another --workdir"
+      f"{folder} is not empty: a run that is over in there could only be killed while it "
+      "starts; take another --workdir"
     )
   logging.info("the runs are in %s", folder)
   given = [arg for arg in sys.argv[1:] if re.match(r"--?(no)?config\b", arg)]

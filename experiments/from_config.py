@@ -66,7 +66,7 @@ def prompts(config: dict, source: dict, whole: bool = False) -> Sequence[dict]:
   Args:
     config: of a run
     source: its section `prompts` or `held_out`
-    whole: give a list, of records that are all checked; for who reads every one of them
+    whole: check every record now, and return a list; for sources that are read whole
   Raises:
     DataError: there is no such source, or a prompt in it is refused
   """
@@ -89,7 +89,7 @@ def usable(
     records: by index
     name: of their source
     max_prompt: tokens of a prompt, at most; None: any number
-    whole: check every record now
+    whole: check every record now, and return a list
   """
   rules = prompt_checks.Rules(
     tokenizer(config["policy"]),
@@ -190,8 +190,8 @@ def check_sizes(config: dict) -> None:
   responses = config["batch"]["prompts"] * config["batch"]["responses"]
   if responses % config["learner"]["updates"]:
     raise ValueError(
-      f"{responses} responses (batch.prompts * batch.responses) cannot be shared out over "
-      f"learner.updates={config['learner']['updates']}"
+      f"{responses} responses cannot be shared out over {config['learner']['updates']} "
+      "updates: batch.prompts * batch.responses must be a multiple of learner.updates"
     )
 
 

@@ -163,9 +163,10 @@ def main(config, run):
   whole = config | {"run": run}
   workdir, checkpoints, _ = workdirs.open(_WORKDIR.value, whole, holds=(_RESPONSES,))
   wanted, measured = config["responses"], config["evaluation"]
-  first = lambda name, size: from_config.prompts(run, run[name] | {"size": size}, True)
-  asked = first("prompts", wanted["prompts"])
-  held_out = first("held_out", measured["prompts"])
+  source = run["prompts"] | {"size": wanted["prompts"]}
+  asked = from_config.prompts(run, source, whole=True)
+  source = run["held_out"] | {"size": measured["prompts"]}
+  held_out = from_config.prompts(run, source, whole=True)
   models = from_config.load_models(run | {"drafter": ""})
   check(models, config, run)
   path = workdir / _RESPONSES

@@ -48,7 +48,7 @@ def test_a_run_without_training_in_idle_slices_is_no_test(home):
 
 
 def test_runs_go_to_an_empty_folder_that_is_named(tmp_path, monkeypatch, caplog):
-  """A run that is over would only be killed while it starts."""
+  """A run that is over could only be killed while it starts."""
   caplog.set_level(logging.INFO)
   config = launch.read_config("experiments/configs/countdown.py:smoke")
   config["drafter"], config["spot"]["every"] = "eagle2", 1

@@ -474,6 +474,20 @@ def test_a_copy_is_whole_or_none(whole, tmp_path, monkeypatch, copied, deleted):
   assert not to.exists() or not [*to.iterdir()]
 
 
+def test_what_else_keeps_a_copy_from_being_made_is_one_line(whole, tmp_path, monkeypatch):
+  reason = "[Errno 5] Input/output error: 'a'"
+
+  def broken(*_):
+    raise shutil.Error([("a", "b", reason), ("c", "d", "another")])
+
+  monkeypatch.setattr(shutil, "copytree", broken)
+  with pytest.raises(checkpoint.CheckpointError) as e:
+    checkpoint.copy(2, whole, tmp_path)
+  assert str(e.value).endswith(
+    f"in {tmp_path} cannot be made ({reason}); mend that and run the same command again"
+  )
+
+
 def test_a_step_that_is_deleted_while_it_is_read_is_told(whole, tmp_path, monkeypatch):
   folder, sums = shutil.copytree(whole, tmp_path / "run"), checkpoint._sums
 

@@ -237,7 +237,7 @@ def test_sizes_fit_each_other(name, arg):
     ("learner", {"buckets": ()}, r"buckets=\(\): takes one \(rows, length\)"),
     ("learner", {"buckets": ((2, 4096), (2, 64))}, "buckets=.* by increasing length"),
     ("learner", {"buckets": ((2, 4096), (4, 4096))}, "buckets=.* by increasing length"),
-    ("learner", {"updates": 7}, r"\d+ responses .*cannot be shared .* learner.updates=7"),
+    ("learner", {"updates": 7}, r"\d+ responses cannot be .* over 7 updates: batch"),
   ],
 )
 def test_sizes_that_do_not_fit_each_other_are_named(section, changes, message):

@@ -253,18 +253,21 @@ def copy(step: int, folder: str | pathlib.Path, to: str | pathlib.Path) -> None:
   try:
     with writing.to(target):
       shutil.copytree(source, partial)
-    fault = _fault(partial, step)  # a file that is deleted in time is just not copied
+    fault = _fault(partial, step)  # what was deleted before it was seen is missing
     if not fault:
       partial.replace(target)
       return
   except shutil.Error as e:  # (source, target, reason) of each file
-    fault = f"cannot be written ({e.args[0][0][2]})"
+    fault = f"cannot be made ({e.args[0][0][2]})"
   except FileNotFoundError as e:
-    fault = f"cannot be written ({e})"
+    fault = f"cannot be made ({e})"
   finally:
     shutil.rmtree(partial, ignore_errors=True)
   _check_is_latest(source.parent, step, "copied")
-  raise CheckpointError(f"the copy of checkpoint {source} in {target.parent} {fault}")
+  raise CheckpointError(
+    f"the copy of checkpoint {source} in {target.parent} {fault}; mend that and run the "
+    "same command again"
+  )
 
 
 def _check_is_latest(folder: pathlib.Path, step: int, done: str) -> None:

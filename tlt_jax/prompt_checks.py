@@ -68,7 +68,7 @@ def usable(
     source: records, by index
     name: of the source; for messages, where a record has no "place"
     rules: what can be used
-    whole: check every record now, however many there are
+    whole: check every record now, however many there are, and return a list
   Returns:
     a list; for a source that is not checked whole a sequence of its length, in which the
     next usable record stands for one that is dropped
