@@ -5,8 +5,26 @@ import logging
 
 from experiments import from_config
 from experiments import tables
+from tlt_jax.rl import sample
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+
+def sampler(
+  config: dict, models: from_config.Models, strategy: str, verification: str
+) -> sample.Sampler:
+  """The sampler that drafts for every request alike; see `measure`.
+
+  Raises:
+    ValueError: there is no such strategy, or it does not go with the rest
+  """
+  return from_config.sampler(
+    config | {"verification": verification},
+    models.model,
+    models.mesh,
+    drafter=models.drafter,
+    selector=selector_lib.always(strategy_lib.parse(strategy)),
+  )
 
 
 def measure(
@@ -38,14 +56,7 @@ def measure(
   for verification in verifications:
     found[verification] = {}
     for name in strategies:
-      sampler = from_config.sampler(
-        config | {"verification": verification},
-        models.model,
-        models.mesh,
-        drafter=models.drafter,
-        selector=selector_lib.always(strategy_lib.parse(name)),
-      )
-      scored = sampler(
+      scored = sampler(config, models, name, verification)(
         models.params, records, samples, seed=seed, draft_params=models.draft_params
       )
       length = scored.samples.mean_acceptance_length

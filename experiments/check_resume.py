@@ -73,6 +73,12 @@ def main(config):
   if not all(arg.startswith("-") for arg in sys.argv[1:]):
     raise ResumeError("flags are given as --name=value here")
   folder = pathlib.Path(_WORKDIR.value or tempfile.mkdtemp()).absolute()
+  if folder.exists() and any(folder.iterdir()):
+    raise ResumeError(
+      f"{folder} is not empty: a run that is over in there could only be killed while it "
+      "starts; take another --workdir"
+    )
+  logging.info("the runs are in %s", folder)
   given = [arg for arg in sys.argv[1:] if re.match(r"--?(no)?config\b", arg)]
   given.append(f"--config.steps={_STEPS.value}")
   first = folder / "first"

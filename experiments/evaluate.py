@@ -59,7 +59,10 @@ def main(config):
   launch.start()
   folders = [*_MODEL.value, *([_BASELINE.value] if _BASELINE.value else [])]
   source = config["held_out"] | {"size": _PROMPTS.value}
-  usable = [from_config.prompts(config | {"policy": f}, source) for f in folders]
+  usable = [
+    from_config.prompts(config | {"policy": folder}, source, whole=True)
+    for folder in folders
+  ]
   records = usable[0]
   if any(others != records for others in usable):
     raise ValueError(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
+from tlt_jax import packing
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
@@ -59,21 +60,27 @@ def tokenizer(policy: str) -> tokenization.Tokenizer:
   return loaded
 
 
-def prompts(config: dict, source: dict) -> Sequence[dict]:
+def prompts(config: dict, source: dict, whole: bool = False) -> Sequence[dict]:
   """The records of a source that the config's policy can be asked.
 
   Args:
     config: of a run
     source: its section `prompts` or `held_out`
+    whole: check every record now, and return a list; for sources that are read whole
   Raises:
     DataError: there is no such source, or a prompt in it is refused
   """
   name = str(source.get("path") or source["source"])
-  return usable(config, data.source(**source), name, config["rollout"]["max_prompt"])
+  limit = config["rollout"]["max_prompt"]
+  return usable(config, data.source(**source), name, limit, whole)
 
 
 def usable(
-  config: dict, records: Sequence[dict], name: str, max_prompt: int | None
+  config: dict,
+  records: Sequence[dict],
+  name: str,
+  max_prompt: int | None,
+  whole: bool = False,
 ) -> Sequence[dict]:
   """The records that the config's policy can be asked; see `prompt_checks.usable`.
 
@@ -82,6 +89,7 @@ def usable(
     records: by index
     name: of their source
     max_prompt: tokens of a prompt, at most; None: any number
+    whole: check every record now, and return a list
   """
   rules = prompt_checks.Rules(
     tokenizer(config["policy"]),
@@ -90,7 +98,7 @@ def usable(
     chat=config["chat"]["apply"],
     system=config["chat"]["system"] or None,
   )
-  return prompt_checks.usable(records, name, rules)
+  return prompt_checks.usable(records, name, rules, whole)
 
 
 def load_models(config: dict, dtype: str | None = None) -> Models:
@@ -174,6 +182,27 @@ def spot_training(
 def max_length(config: dict) -> int:
   """Tokens of the longest sequence."""
   return config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
+
+
+def check_sizes(config: dict) -> None:
+  """Raises ValueError unless a run's learner can take what its rollouts give."""
+  check_longest(config, config["learner"]["buckets"])
+  responses = config["batch"]["prompts"] * config["batch"]["responses"]
+  if responses % config["learner"]["updates"]:
+    raise ValueError(
+      f"{responses} responses cannot be shared out over {config['learner']['updates']} "
+      "updates: batch.prompts * batch.responses must be a multiple of learner.updates"
+    )
+
+
+def check_longest(config: dict, buckets: Sequence[tuple[int, int]]) -> None:
+  """Raises ValueError unless the longest sequence of a run fits a learner's buckets."""
+  longest, room = max_length(config), packing.over_slices(buckets, 1)[-1].length
+  if longest > room:
+    raise ValueError(
+      f"sequences of this run may have {longest} tokens (rollout.max_prompt + "
+      f"sampling.max_tokens), the longest of learner.buckets holds {room}"
+    )
 
 
 def sampler(

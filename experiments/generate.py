@@ -13,6 +13,7 @@ from the prompts and the model; how requests are sampled is the config's
 
 from collections.abc import Sequence
 import json
+import pathlib
 import sys
 
 from absl import flags
@@ -98,10 +99,18 @@ def fitted(
   }
 
 
+def check_writable(path: pathlib.Path) -> None:
+  """Raises OSError unless a file can be written there, and leaves none behind."""
+  is_new = not path.exists()
+  path.open("a").close()
+  if is_new:
+    path.unlink()
+
+
 def main(config):
   launch.start()
   if _OUTPUT.value:
-    open(_OUTPUT.value, "a").close()  # what cannot be written is told before the work
+    check_writable(pathlib.Path(_OUTPUT.value))
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
   records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
   records = [record | {"index": i} for i, record in enumerate(records)]

@@ -4,16 +4,23 @@ import pathlib
 
 import numpy as np
 
+from tlt_jax import writing
+
 _NAMES = ("prompts", "responses")
 _REMEDY = "delete it, and the policy answers the prompts again"
 
 
 def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) -> None:
-  """Keeps (prompt, response) token ids as two flat arrays and their lengths."""
+  """Keeps (prompt, response) token ids as two flat arrays and their lengths.
+
+  Raises:
+    OSError: the disk is full
+  """
   flat = {name: np.concatenate([s[i] for s in sequences]) for i, name in enumerate(_NAMES)}
   sizes = np.array([(len(p), len(r)) for p, r in sequences])
   partial = path.with_suffix(".tmp.npz")
-  np.savez(partial, sizes=sizes, **flat)
+  with writing.to(path):
+    np.savez(partial, sizes=sizes, **flat)
   partial.replace(path)
 
 

@@ -38,12 +38,13 @@ _SCHEDULE = flags.DEFINE_string(
 
 
 def main(config):
+  from_config.check_sizes(config)
   launch.start()
   run = workdirs.open(_WORKDIR.value, config, _FORK.value)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])
   asked = from_config.prompts(config, config["prompts"])
-  held_out = from_config.prompts(config, config["held_out"])
+  held_out = from_config.prompts(config, config["held_out"], whole=True)
 
   # What is trained, on what, and how.
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")

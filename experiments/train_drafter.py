@@ -14,6 +14,7 @@ last line is JSON.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import json
 import logging
 import pathlib
@@ -30,6 +31,7 @@ from experiments import launch
 from experiments import responses
 from experiments import workdirs
 from tlt_jax import checkpoint
+from tlt_jax import writing
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import optimizer
@@ -39,6 +41,7 @@ from tlt_jax.spec_decode.spot import offline
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
 
 _RESPONSES = "responses.npz"
+_VERIFICATION = "coupled"  # of drafts, when acceptance is measured
 _SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
 
 
@@ -57,17 +60,49 @@ def responses_of(
   return [(prompt, scored.samples.response(i)) for i, prompt in enumerate(prompts)]
 
 
-def first_drafter(models: from_config.Models, config: dict, sequences):
-  """The drafter before its training, and its parameters."""
+def first_drafter(
+  models: from_config.Models, config: dict, responses: Sequence[np.ndarray]
+):
+  """The drafter before its training, and its parameters.
+
+  Args:
+    models: the policy
+    config: of the training
+    responses: token ids, of which the most frequent make a vocabulary of its own
+  """
   if config["init"]:
     return drafter_files.load(config["init"], models.model)
   shape = dict(config["drafter"])
   if size := shape.pop("vocab_size"):
-    tokens = [response for _, response in sequences]
+    tokens = [np.zeros(0, np.int32), *responses]
     shape["vocab"] = drafter_lib.most_frequent(tokens, models.model.vocab_size, size)
   drafter = drafter_lib.of_target(models.model, **shape)
   init = jax.jit(lambda key: drafter_lib.init_params(drafter, key))
   return drafter, init(jax.random.key(config["seed"]))
+
+
+def make_learner(
+  models: from_config.Models, drafter: drafter_lib.DrafterConfig, config: dict, run: dict
+) -> offline.DraftLearner:
+  """The learner of a drafter; `config` is of the training, `run` of the RL run."""
+  temperature = run["sampling"]["temperature"] or 1.0
+  return offline.make(
+    models.model,
+    drafter,
+    draft_loss.Loss(**config["loss"], temperature=temperature),
+    optimizer.make(**config["optimizer"]),
+    models.mesh,
+    **config["learner"],
+  )
+
+
+def check(models: from_config.Models, config: dict, run: dict) -> None:
+  """Raises ValueError for what would only be found after the policy has answered."""
+  drafter, _ = first_drafter(models, config, [])
+  make_learner(models, drafter, config, run)
+  drafting = dataclasses.replace(models, drafter=drafter)
+  for strategy in config["evaluation"]["strategies"]:
+    acceptance.sampler(run, drafting, strategy, _VERIFICATION)
 
 
 def train(
@@ -107,7 +142,8 @@ def train(
         raise FloatingPointError(f"the drafter's loss is not finite at step {step}")
       step += 1
       tokens += sum(map(len, responses))
-      with (workdir / "metrics.jsonl").open("a") as f:
+      path = workdir / "metrics.jsonl"
+      with writing.to(path), path.open("a") as f:
         f.write(json.dumps({"step": step} | metrics) + "\n")
       if step % 20 == 0 or step == config["steps"]:
         depths = range(1, learner.loss.steps + 1)
@@ -122,37 +158,27 @@ def train(
 
 
 def main(config, run):
-  longest, room = from_config.max_length(run), config["learner"]["buckets"][-1][1]
-  if longest > room:
-    raise ValueError(
-      f"sequences of this run may have {longest} tokens, the longest of "
-      f"--config.learner.buckets {room}"
-    )
+  from_config.check_longest(run, config["learner"]["buckets"])
   launch.start()
   whole = config | {"run": run}
   holds = {_RESPONSES: ("run", "seed", "responses")}
   opened = workdirs.open(_WORKDIR.value, whole, holds=holds)
   workdir, checkpoints = opened.path, opened.checkpoints
   wanted, measured = config["responses"], config["evaluation"]
-  asked = from_config.prompts(run, run["prompts"] | {"size": wanted["prompts"]})
-  held_out = from_config.prompts(run, run["held_out"] | {"size": measured["prompts"]})
+  source = run["prompts"] | {"size": wanted["prompts"]}
+  asked = from_config.prompts(run, source, whole=True)
+  source = run["held_out"] | {"size": measured["prompts"]}
+  held_out = from_config.prompts(run, source, whole=True)
   models = from_config.load_models(run | {"drafter": ""})
+  check(models, config, run)
   path = workdir / _RESPONSES
   if not path.exists():
     workdirs.record(workdir, whole)
     responses.store(path, responses_of(models, config, run, asked))
   sequences = responses.load(path, models.model.vocab_size)
 
-  drafter, params = first_drafter(models, config, sequences)
-  temperature = run["sampling"]["temperature"] or 1.0
-  learner = offline.make(
-    models.model,
-    drafter,
-    draft_loss.Loss(**config["loss"], temperature=temperature),
-    optimizer.make(**config["optimizer"]),
-    models.mesh,
-    **config["learner"],
-  )
+  drafter, params = first_drafter(models, config, [tokens for _, tokens in sequences])
+  learner = make_learner(models, drafter, config, run)
   workdirs.record(workdir, whole)
   params = train(learner, params, models, config, sequences, workdir, checkpoints)
   drafter_files.save(workdir / "drafter", drafter, params)
@@ -162,7 +188,7 @@ def main(config, run):
     run,
     from_config.Models(models.mesh, models.model, models.params, drafter, params),
     strategies=measured["strategies"],
-    verifications=("coupled",),
+    verifications=(_VERIFICATION,),
     records=held_out,
     samples=measured["samples"],
     seed=config["seed"] + _SEED,

@@ -142,7 +142,9 @@ def test_no_damaged_file_is_restored_as_if_it_were_whole(whole, tmp_path, kind):
     except checkpoint.CheckpointError as e:
       text = str(e)
       assert "\n" not in text
-      assert f"checkpoint {folder / '2'} is damaged" in text
+      list_is_missing = kind == "missing" and file.name == "checksums.json"
+      fault = "has no checksums.json" if list_is_missing else "is damaged ("
+      assert f"checkpoint {folder / '2'} {fault}" in text
       assert text.endswith("delete that folder to go on from step 1")
       named += file.name in text
     else:
@@ -258,16 +260,17 @@ def damage(folder: pathlib.Path, dice: random.Random) -> str:
 def follow(error: checkpoint.CheckpointError, folder: pathlib.Path) -> int | None:
   """Does what the error advises; returns the step it promises to go on from."""
   found = re.fullmatch(
-    rf"checkpoint {folder}/(\d+) is damaged \(.+\)(, and so (is|are) ([\d, ]+))?; delete "
-    r"(that folder|those folders) to (start again|go on from step (\d+))",
+    rf"checkpoint {folder}/(\d+) (?:is damaged \(.+\)|has no checksums.json: it is "
+    r"incomplete, or was written by an earlier version)(; ([\d, ]+) cannot be used either)?"
+    r"; delete (that folder|those folders) to (start again|go on from step (\d+))",
     str(error),
   )
   assert found, error
-  for step in [found[1], *(found[4] or "").split(", ")]:
+  for step in [found[1], *(found[3] or "").split(", ")]:
     if step:
       path = folder / step
       path.unlink() if path.is_file() else shutil.rmtree(path)
-  return int(found[7]) if found[7] else None
+  return int(found[6]) if found[6] else None
 
 
 def restored_step(folder: pathlib.Path) -> int | None:
@@ -303,14 +306,30 @@ def test_no_damage_is_restored_or_left_without_a_way_out(whole, tmp_path):
   assert 50 < told < 150
 
 
+def unlist(step: pathlib.Path, *names: str) -> None:
+  """Takes these files off the list, by default all."""
+  listed = json.loads((step / "checksums.json").read_bytes())
+  kept = {name: x for name, x in listed["files"].items() if names and name not in names}
+  (step / "checksums.json").write_text(json.dumps(listed | {"files": kept}))
+
+
+def empty(step: pathlib.Path) -> None:
+  shutil.rmtree(step / "state")
+  shutil.rmtree(step / "data")
+
+
 @pytest.mark.parametrize(
   "change, reason",
   [
-    (lambda step: shutil.rmtree(step / "state"), "state/.* has 0 of"),
-    (lambda step: (step / "checksums.json").unlink(), "checksums.json: No such file"),
-    (lambda step: (step / "checksums.json").write_text("[]"), "json makes no sense"),
-    (lambda step: [shutil.rmtree(step), step.mkdir()], "checksums.json: No such file"),
+    (lambda step: shutil.rmtree(step / "state"), "damaged .state/.* has 0 of"),
+    (lambda step: (step / "checksums.json").unlink(), "has no checksums.json: it is inc"),
+    (lambda step: (step / "checksums.json").write_text("[]"), "damaged .*makes no sense"),
+    (lambda step: [shutil.rmtree(step), step.mkdir()], "has no checksums.json: it is inc"),
     (lambda step: [shutil.rmtree(step), step.write_text("")], "json: Not a directory"),
+    (lambda step: unlist(step), "damaged .*json does not name data/"),
+    (lambda step: [unlist(step), empty(step)], "damaged .*json does not name any file"),
+    (lambda step: unlist(step, "state/_METADATA"), "does not name state/_METADATA"),
+    (lambda step: (step / "state" / "d" / "x").write_text(""), "does not name state/d/x"),
   ],
 )
 def test_whatever_has_a_steps_name_is_damaged_unless_it_is_whole(
@@ -320,7 +339,7 @@ def test_whatever_has_a_steps_name_is_damaged_unless_it_is_whole(
   change(folder / "2")
   with checkpoint.Checkpoints(folder) as run:
     assert run.latest() == 2
-    with pytest.raises(checkpoint.CheckpointError, match=f"2 is damaged .*{reason}") as e:
+    with pytest.raises(checkpoint.CheckpointError, match=f"/2 .*{reason}") as e:
       run.data()
   assert follow(e.value, folder) == restored_step(folder) == 1
 
@@ -330,7 +349,7 @@ def test_the_advice_is_to_delete_all_that_is_damaged(tmp_path):
   saved(tmp_path, [1, 2, 3, 4], keep=4).close()
   for step in (2, 3, 4):
     (tmp_path / str(step) / "data" / "metadata").write_text("{}")
-  with pytest.raises(checkpoint.CheckpointError, match=r"\), and so are 3, 2; del") as e:
+  with pytest.raises(checkpoint.CheckpointError, match="; 3, 2 cannot be used eit") as e:
     restored_step(tmp_path)
   assert follow(e.value, tmp_path) == restored_step(tmp_path) == 1
 
@@ -341,7 +360,7 @@ def test_steps_that_changed_places_are_told(whole, tmp_path):
   (folder / "1").rename(folder / "x")
   (folder / "2").rename(folder / "1")
   (folder / "x").rename(folder / "2")
-  with pytest.raises(checkpoint.CheckpointError, match="is of step 1.*, and so is 1;"):
+  with pytest.raises(checkpoint.CheckpointError, match=r"of step 1\); 1 cannot be used"):
     restored_step(folder)
 
 
@@ -420,3 +439,15 @@ def test_training_goes_on_while_checksums_are_computed(tmp_path, monkeypatch):
     assert run.latest() is None
     go_on.set()
   assert restored_step(tmp_path) == 1
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_told(whole, tmp_path, monkeypatch):
+  folder, sums = shutil.copytree(whole, tmp_path / "run"), checkpoint._sums
+
+  def deleted(paths):
+    shutil.move(folder / "2", folder / "3")
+    return sums(paths)
+
+  monkeypatch.setattr(checkpoint, "_sums", deleted)
+  with pytest.raises(checkpoint.CheckpointError, match="replaced .* while it was read;"):
+    checkpoint.checked(folder)

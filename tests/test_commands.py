@@ -433,7 +433,7 @@ def test_a_drafter_is_trained_on_a_file_of_prompts(home, trained):
   assert config["run"]["prompts"]["path"] == str(home / "train.jsonl")
   too_long = "--run=experiments/configs/qwen2_5_7b.py"
   message = error(run(home, "train_drafter", too_long, f"--workdir={home / 'other'}"))
-  assert "may have 5120 tokens, the longest of --config.learner.buckets 1056" in message
+  assert "sampling.max_tokens), the longest of learner.buckets holds 1056" in message
 
 
 def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):

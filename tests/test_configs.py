@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import declarations
+from experiments import from_config
 from experiments import keys
 from experiments import launch
 from tests import tiny
@@ -223,12 +224,40 @@ def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
 def test_sizes_fit_each_other(name, arg):
   """The longest sequence fits a training row, and updates share the responses out."""
   config = load(name, arg)
-  longest = config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
-  lengths = [length for _, length in config["learner"]["buckets"]]
-  assert lengths == sorted(lengths) and longest <= lengths[-1]
+  from_config.check_sizes(config)
   responses = config["batch"]["prompts"] * config["batch"]["responses"]
-  assert responses % config["learner"]["updates"] == 0
   assert responses // config["learner"]["updates"] % config["batch"]["responses"] == 0
+
+
+@pytest.mark.parametrize(
+  "section, changes, message",
+  [
+    ("sampling", {"max_tokens": 5000}, r"may have 5\d+ tokens .*learner.buckets holds"),
+    ("rollout", {"max_prompt": 5000}, r"may have \d+ tokens \(rollout.max_prompt"),
+    ("learner", {"buckets": ()}, r"buckets=\(\): takes one \(rows, length\)"),
+    ("learner", {"buckets": ((2, 4096), (2, 64))}, "buckets=.* by increasing length"),
+    ("learner", {"buckets": ((2, 4096), (4, 4096))}, "buckets=.* by increasing length"),
+    ("learner", {"updates": 7}, r"\d+ responses cannot be .* over 7 updates: batch"),
+  ],
+)
+def test_sizes_that_do_not_fit_each_other_are_named(section, changes, message):
+  """Before anything is loaded."""
+  config = load("countdown")
+  config[section] |= changes
+  with pytest.raises(ValueError, match=message):
+    from_config.check_sizes(config)
+
+
+def test_a_learner_names_the_argument_that_is_wrong():
+  mesh = tiny.mesh(2)
+  policy = functools.partial(learner_lib.make, None, None, None, mesh)
+  drafter = functools.partial(draft_learner.make, None, None, None, None, mesh)
+  for make in (policy, drafter):
+    for buckets in ((), ((2, 64), (2, 32))):
+      with pytest.raises(ValueError, match="^buckets="):
+        make(buckets)
+  with pytest.raises(ValueError, match=r"^only='\(' is no regular expression"):
+    policy(((2, 32),), only="(")
 
 
 def abstract_params(model, mesh, rules, dtype):

@@ -328,7 +328,7 @@ def test_a_default_that_no_config_can_hold_stays_with_its_function(monkeypatch, 
 def test_help_tells_every_key(tmp_path):
   """With its value, type, range and meaning."""
   told = " ".join(commands.run(tmp_path, "train", "--help").stdout.split())
-  assert "--config.rollout.slots=64: a whole number from 1 to 1,048,576" in told
+  assert "per slice [a whole number from 1 to 1,048,576]" in told
   for name, key, declared in ENTRIES:
     if name == "countdown":
       assert f"--config.{key}=" in told

@@ -127,7 +127,7 @@ def test_a_line_names_what_is_free_and_warns_of_what_is_not(monkeypatch, caplog)
   assert caplog.messages == [
     f"allocating 1.5 GiB on each of 2 devices for the cache; {free}",
     f"allocating 1.8 GiB on each of 2 devices for the cache; {free}: this will probably "
-    "be killed; smaller: rollout.slots",
+    "not fit; smaller: rollout.slots",
     f"compiling 2 programs, whose scratch memory is not known yet; {free}",
   ]
 

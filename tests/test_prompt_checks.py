@@ -1,5 +1,6 @@
 """Prompts that cannot be used: refused with their place, dropped, or cut."""
 
+import itertools
 import json
 import logging
 import pathlib
@@ -160,6 +161,46 @@ def test_a_long_source_is_checked_at_its_start_and_when_it_is_drawn(tokenizer):
     prompt_checks.usable(source, "made", rules("refuse"))
 
 
+def test_a_long_source_ends_and_is_a_list_where_it_is_read_whole(tokenizer):
+  """Without one record standing for another; outside of it there is nothing."""
+  records = [{"prompt": "é1"[i % 3 > 0], "answer": i} for i in range(2**13 + 1)]
+  unusable = prompt_checks.Unusable(unknown_characters="drop")
+  rules = prompt_checks.Rules(tokenizer, unusable, max_prompt=8)
+  source = lambda: Made(list(records))
+  drawn = prompt_checks.usable(source(), "made", rules)
+  ahead = itertools.islice(drawn, len(records) + 1)  # one that never ends is told too
+  assert sum(1 for _ in ahead) == len(records) == len(drawn)
+  for i in (-1, len(records)):
+    with pytest.raises(IndexError, match=f"made has 8,193 records, none of index {i}"):
+      drawn[i]
+  whole = prompt_checks.usable(source(), "made", rules, whole=True)
+  assert whole == [record for record in records if record["answer"] % 3]
+  assert whole == prompt_checks.usable(source(), "made", rules, whole=True)
+
+
+@pytest.mark.parametrize(
+  "record, problem",
+  [
+    ({"question": "1", "answer": ""}, "no field 'prompt'; there are question, answer"),
+    ({"prompt": "1", "anwser": ""}, "no field 'answer'; .*did you mean 'anwser'"),
+    ({"prompt": 7, "answer": ""}, "field 'prompt' is a int, not a string or a list"),
+    ({"prompt": [{"role": "user"}], "answer": ""}, "field 'prompt' has a message that"),
+    (["1", ""], "is a list, not a dict with the fields 'prompt' and 'answer'"),
+  ],
+)
+def test_a_record_that_is_none_is_named(tokenizer, record, problem):
+  """Whatever is done about prompts that cannot be used; at the start, or when drawn."""
+  drop = prompt_checks.Unusable("drop", "drop")
+  rules = prompt_checks.Rules(tokenizer, drop, max_prompt=8)
+  good = {"prompt": USABLE, "answer": ""}
+  with pytest.raises(data.DataError, match=f"^made, record 1: {problem}") as e:
+    prompt_checks.usable([good, record], "made", rules)
+  assert "\n" not in str(e.value)
+  long = prompt_checks.usable(Made([good] * 1000 + [record], 2**14), "made", rules)
+  with pytest.raises(data.DataError, match=f"^made, record 1000: {problem}"):
+    long[1000]
+
+
 def test_a_stream_with_dropped_records_resumes_exactly(tokenizer):
   """Of a short source, and of a long one."""
   records = [{"prompt": "é1"[i % 3 > 0], "answer": i} for i in range(90)]
@@ -281,7 +322,7 @@ for name, given in json.loads(sys.argv[1]).items():
 
 
 def test_commands_refuse_before_they_read_a_model(home, tmp_path):
-  """Held-out prompts too, which are asked only later."""
+  """Held-out prompts too, which are asked only later; and leave no file."""
   good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
   for path, prompt in ((good, "1 2>3:"), (bad, "1é2>3:")):
     rows = [{"prompt": p, "answer": ""} for p in ("1 2>3:", prompt)]
@@ -291,7 +332,11 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
     "train": workdir,
     "train_drafter": workdir,
     "evaluate": {"model": [policy]},
-    "generate": {"model": policy, "prompts": str(bad)},
+    "generate": {
+      "model": policy,
+      "prompts": str(bad),
+      "output": str(tmp_path / "responses.jsonl"),
+    },
     "check_lossless": {},
     "bench.sweep_drafter": workdir,
     "bench.spot": {},
@@ -314,6 +359,34 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
   refused = f"{bad}, line 2: the tokenizer does not know 'é'"
   said = [line.split("; ")[0] for line in result.stdout.splitlines() if "; " in line]
   assert said == [f"{name}: {refused}" for name in given]
+  assert not (tmp_path / "responses.jsonl").exists()
+
+
+_LONG = """
+import sys, types
+from experiments import evaluate
+from experiments import launch
+from tlt_jax import prompt_checks
+
+def answer(folder, config, records):
+  raise ValueError(f"{type(records).__name__} of {len(records)}")
+
+prompt_checks._WHOLE = prompt_checks._SOME = 8
+evaluate.answer, launch.start = answer, lambda: None
+for name, value in (("_MODEL", [sys.argv[1]]), ("_BASELINE", sys.argv[1]), ("_PROMPTS", 9)):
+  setattr(evaluate, name, types.SimpleNamespace(value=value))
+try:
+  evaluate.main(launch.read_config("experiments/configs/countdown.py:smoke"))
+except ValueError as e:
+  print(e)
+"""
+
+
+def test_policies_are_asked_the_same_of_many_prompts(home):
+  """More than are checked at once without having been asked for."""
+  command = [sys.executable, "-c", _LONG, str(home / "policy")]
+  result = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True)
+  assert result.stdout == "list of 9\n", result.stderr
 
 
 def test_a_tokenizer_of_a_larger_model_is_an_error(home, tmp_path):

@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -34,6 +35,9 @@ def leave(value):
 
 def fail(value):
   raise KeyError("k")
+
+def unlike_json(value):
+  return {1j} if value else None
 
 def pid(value):
   return os.getpid()
@@ -104,10 +108,38 @@ def test_errors_are_told(made):
   """Of the function, and of a name that leads nowhere."""
   with pytest.raises(worker.WorkerError, match="own_functions.fail failed: KeyError"):
     made("fail")(0)
+  unlike = made("unlike_json")
+  with pytest.raises(worker.WorkerError, match="unlike_json failed: TypeError: .* set "):
+    unlike(1)
+  assert unlike(0) is None
   with pytest.raises(worker.WorkerError, match="cannot be called: .*has no 'ecko'"):
     made("ecko")(0)
   with pytest.raises(worker.WorkerError, match="cannot be called: no module 'nowhere'"):
     worker.Worker("nowhere.f", cpu_s=0.05)(0)
+
+
+def test_a_clock_that_runs_out_after_the_reply_does_not_stop_the_next_call(
+  made, monkeypatch
+):
+  """At whichever moment: the reply counts, and the next call gets another process."""
+  echo = made("echo")
+  echo(0)
+  timers, process = [], echo._process
+
+  class Timer(threading.Timer):
+    def __init__(self, seconds, function):
+      super().__init__(seconds, function)
+      timers.append(self)
+
+    def cancel(self):  # too late: it has begun to run
+      if self is timers[0]:
+        self.function()
+      super().cancel()
+
+  monkeypatch.setattr(threading, "Timer", Timer)
+  assert echo(1) == 1
+  assert echo(2) == 2
+  assert echo._process is not process
 
 
 def test_an_interrupted_call_leaves_no_reply_for_the_next(made, monkeypatch):

@@ -1,9 +1,10 @@
 """Checkpoints: atomic, asynchronous, checked, the latest few kept (orbax).
 
 A step's folder lists its files with their checksums, and appears under its final name,
-a number, only with that list in it: a killed run leaves nothing half-written behind.
-Nothing is restored before all of the list is found to be true. Shapes, dtypes and
-shardings of what is restored come from the abstract state.
+a number, only with that list in it: a killed run leaves nothing half-written under a
+step's number. Nothing is restored before the list is found to be true, and to name every
+file of state and data. Shapes, dtypes and shardings of what is restored come from the
+abstract state.
 """
 
 import asyncio
@@ -215,22 +216,28 @@ def checked(folder: str | pathlib.Path) -> int:
   """The last step in a folder of checkpoints, all of whose files are as written.
 
   Raises:
-    CheckpointError: there is none, or it is damaged; names the last one that is not
+    CheckpointError: there is none, it is damaged, or its run deleted it meanwhile; names
+      the last one that is not damaged
   """
   folder = pathlib.Path(folder)
   steps = _steps(folder)
   if not steps:
     raise CheckpointError(f"{folder} holds no checkpoint")
   last = steps.pop()
-  damage = _damage(folder / str(last), last)
-  if not damage:
+  fault = _fault(folder / str(last), last)
+  if not fault:
     return last
+  if latest(folder) != last:  # its run goes on, and may have deleted this one
+    raise CheckpointError(
+      f"checkpoint {folder / str(last)} was replaced by a newer checkpoint while it was "
+      "read; run the same command again"
+    )
   bad = []
-  while steps and _damage(folder / str(steps[-1]), steps[-1]):
+  while steps and _fault(folder / str(steps[-1]), steps[-1]):
     bad.append(str(steps.pop()))
-  also = f", and so {'are' if len(bad) > 1 else 'is'} {', '.join(bad)}" if bad else ""
+  also = f"; {', '.join(bad)} cannot be used either" if bad else ""
   raise CheckpointError(
-    f"checkpoint {folder / str(last)} is damaged ({damage}){also}; delete "
+    f"checkpoint {folder / str(last)} {fault}{also}; delete "
     f"{'those folders' if bad else 'that folder'} to "
     + (f"go on from step {steps[-1]}" if steps else "start again")
   )
@@ -282,39 +289,51 @@ def _sums(paths: list[pathlib.Path]) -> list[str]:
 
 def _write_list(folder: pathlib.Path, step: int) -> None:
   """Lists all that is restored: the files beside the list are orbax's own notes."""
-  paths = sorted(path for path in pathlib.Path(folder).glob("*/**/*") if path.is_file())
+  paths = _files(folder)
   files = {
-    str(path.relative_to(folder)): [path.stat().st_size, checksum]
-    for path, checksum in zip(paths, _sums(paths), strict=True)
+    name: [path.stat().st_size, checksum]
+    for (name, path), checksum in zip(paths.items(), _sums([*paths.values()]), strict=True)
   }
   (folder / _LIST).write_text(json.dumps({"step": step, "files": files}))
 
 
-def _damage(folder: pathlib.Path, step: int) -> str | None:
-  """What is not as it was written, None if everything is."""
+def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+  """All that a list names, by its name there."""
+  paths = sorted(path for path in pathlib.Path(folder).glob("*/**/*") if path.is_file())
+  return {str(path.relative_to(folder)): path for path in paths}
+
+
+def _fault(folder: pathlib.Path, step: int) -> str | None:
+  """What is to be said of a checkpoint that is not as it was written; None if it is."""
   try:
     listed = json.loads((folder / _LIST).read_bytes())
-    if listed["step"] != step:
-      return f"its {_LIST} is of step {listed['step']}"
-    return _first_damaged(folder, listed["files"])
+    damage = f"its {_LIST} is of step {listed['step']}"
+    if listed["step"] == step:
+      damage = _first_damaged(folder, listed["files"])
   except PermissionError as e:
     raise CheckpointError(
       f"checkpoint {folder} may not be read ({e.filename}); allow it, or use another "
       "workdir"
     ) from e
   except OSError as e:
-    return f"{pathlib.Path(e.filename or _LIST).name}: {e.strerror}"
+    if isinstance(e, FileNotFoundError) and e.filename == str(folder / _LIST):
+      return f"has no {_LIST}: it is incomplete, or was written by an earlier version"
+    damage = f"{pathlib.Path(e.filename or _LIST).name}: {e.strerror}"
   except (ValueError, LookupError, TypeError, AttributeError):
-    return f"its {_LIST} makes no sense"
+    damage = f"its {_LIST} makes no sense"
+  return f"is damaged ({damage})" if damage else None
 
 
 def _first_damaged(folder: pathlib.Path, files: dict) -> str | None:
-  """Names the first file of the list that is not what the list says of it."""
+  """Names the first file that is not what the list says of it, or is not in the list."""
   paths = [folder / name for name in files]
   for path, (name, (size, _)) in zip(paths, files.items(), strict=True):
     found = path.stat().st_size if path.is_file() else 0
     if found != size:
       return f"{name} has {found} of {size} bytes"
+  unlisted = [name for name in _files(folder) if name not in files]
+  if unlisted or not files:
+    return f"its {_LIST} does not name {unlisted[0] if unlisted else 'any file'}"
   for found, (name, (_, checksum)) in zip(_sums(paths), files.items(), strict=True):
     if found != checksum:
       return f"{name} differs from its checksum"

@@ -92,8 +92,8 @@ def load_prompts(
   for place, record in readers[path.suffix](path):
     for field in fields:
       if field not in record:
-        raise DataError(_no_field(place, field, record))
-    problem = _prompt_problem(record[prompt_field])
+        raise DataError(no_field(place, field, record))
+    problem = prompt_problem(record[prompt_field])
     if problem:
       raise DataError(f"{place}: field {prompt_field!r} {problem}")
     answer = "" if answer_field is None else record[answer_field]
@@ -130,12 +130,13 @@ def reason(e: Exception) -> str:
   return (str(e).strip() or type(e).__name__).splitlines()[0][:250]
 
 
-def _no_field(place: str, field: str, record: dict) -> str:
+def no_field(place: str, field: str, record: dict) -> str:
+  """What is wrong with the record at `place`, which lacks a field."""
   there = ", ".join(record)
   return f"{place}: no field {field!r}; there are {there}" + named.nearest(field, record)
 
 
-def _prompt_problem(prompt) -> str | None:
+def prompt_problem(prompt) -> str | None:
   """What is wrong with a prompt, None if nothing is."""
   if isinstance(prompt, str):
     return None if prompt.strip() else "is empty"

@@ -50,7 +50,7 @@ def announce(what: str, arrays: Any, smaller: str) -> None:
   each = f"on each of {len(held)} devices " if len(held) > 1 else ""
   line = f"allocating {_text(most)} {each}for {what}; {room}"
   if (sum(held.values()) if shared else most) > room.free:
-    logging.warning("%s: this will probably be killed; smaller: %s", line, smaller)
+    logging.warning("%s: this will probably not fit; smaller: %s", line, smaller)
   else:
     logging.info("%s", line)
 

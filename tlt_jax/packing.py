@@ -32,7 +32,16 @@ class Bucket:
 
 
 def over_slices(buckets: Sequence[tuple[int, int]], slices: int) -> tuple[Bucket, ...]:
-  """Makes buckets of (rows, length); rows are rounded up to a multiple of the slices."""
+  """Makes buckets of (rows, length); rows are rounded up to a multiple of the slices.
+
+  Raises:
+    ValueError: there are none, or not by increasing length
+  """
+  lengths = [length for _, length in buckets]
+  if not lengths or lengths != sorted(set(lengths)):
+    raise ValueError(
+      f"buckets={buckets}: takes one (rows, length) or more, by increasing length"
+    )
   return tuple(Bucket(-(-rows // slices) * slices, length) for rows, length in buckets)
 
 

@@ -1,10 +1,11 @@
 """Which prompts a run can use: short enough, of characters that the tokenizer knows.
 
 `usable` is the way in: a source of records in, those that can be used out, or an error
-that names the first that cannot. A file, and any other source of up to 2**13 records, is
-checked whole; of a longer one, whose records are made when they are asked for, the first
-1,000, and each of the others when it is drawn. What becomes of a prompt depends on the
-prompt alone, so that a run that is resumed draws the same ones.
+that names the first that cannot. A file, a source of up to 2**13 records, and one that
+the caller reads whole are checked at once; of any other, whose records are made when
+they are asked for, the first 1,000, and each of the rest when it is drawn. What becomes
+of a prompt depends on the prompt alone, so that a run that is resumed draws the same
+ones.
 """
 
 import collections
@@ -17,7 +18,7 @@ from tlt_jax import data
 from tlt_jax import ranges
 from tlt_jax import tokenization
 
-_WHOLE = 2**13  # records of the longest source, but for files, that is checked whole
+_WHOLE = 2**13  # records of the longest source that is checked at once in any case
 _SOME = 1000  # of a longer one at the start; and that one draw looks at
 _AT_ONCE = 1024  # that are tokenized together
 
@@ -57,20 +58,23 @@ class Rules:
     return list(zip(texts, self.tokenizer.pieces(texts), strict=True))
 
 
-def usable(source: Sequence[dict], name: str, rules: Rules) -> Sequence[dict]:
+def usable(
+  source: Sequence[dict], name: str, rules: Rules, whole: bool = False
+) -> Sequence[dict]:
   """The records that can be used; what became of the others is logged.
 
   Args:
     source: records, by index
     name: of the source; for messages, where a record has no "place"
     rules: what can be used
+    whole: check every record now, however many there are, and return a list
   Returns:
     a list; for a source that is not checked whole a sequence of its length, in which the
     next usable record stands for one that is dropped
   Raises:
-    DataError: a prompt is refused, or none is left
+    DataError: a record lacks a field, a prompt is refused, or none is left
   """
-  whole = isinstance(source, list) or len(source) <= _WHOLE
+  whole = whole or isinstance(source, list) or len(source) <= _WHOLE
   count = len(source) if whole else _SOME
   kept = _check([source[i] for i in range(count)], name, rules)
   return kept if whole else _Drawn(source, name, rules)
@@ -88,9 +92,13 @@ class _Drawn(Sequence):
 
   def __getitem__(self, i: int) -> dict:
     """Record i, or the next that can be used."""
+    if not 0 <= i < len(self):  # what ends an iteration
+      raise IndexError(f"{self._name} has {len(self):,} records, none of index {i}")
     for j in range(i, i + _SOME):
       j %= len(self)
-      record, _ = _settled(self._source[j], self._name, j, self._rules)
+      record = self._source[j]
+      _check_fields(record, self._name, j)
+      record, _ = _settled(record, self._name, j, self._rules)
       if record is not None:
         return record
     raise data.DataError(
@@ -100,6 +108,8 @@ class _Drawn(Sequence):
 
 def _check(records: list[dict], name: str, rules: Rules) -> list[dict]:
   """The usable ones of some records; see `usable`."""
+  for i, record in enumerate(records):
+    _check_fields(record, name, i)
   kept, refused, counts = [], [], collections.Counter()
   for i, (record, encoded) in enumerate(_encoded(records, rules)):
     try:
@@ -122,6 +132,26 @@ def _check(records: list[dict], name: str, rules: Rules) -> list[dict]:
       "use prompts that the tokenizer knows"
     )
   return kept
+
+
+def _check_fields(record: dict, name: str, i: int) -> None:
+  """Raises DataError unless a record has an answer, and a prompt that is one."""
+  if not isinstance(record, dict):
+    raise data.DataError(
+      f"{name}, record {i}: is a {type(record).__name__}, not a dict with the fields "
+      "'prompt' and 'answer'"
+    )
+  for field in ("prompt", "answer"):
+    if field not in record:
+      raise data.DataError(data.no_field(_place(record, name, i), field, record))
+  prompt = record["prompt"]
+  problem = None if isinstance(prompt, str) else data.prompt_problem(prompt)
+  if problem:
+    raise data.DataError(f"{_place(record, name, i)}: field 'prompt' {problem}")
+
+
+def _place(record: dict, name: str, i: int) -> str:
+  return record.get("place") or f"{name}, record {i}"
 
 
 def _encoded(records: list[dict], rules: Rules) -> Iterator[tuple[dict, tuple | None]]:
@@ -149,7 +179,7 @@ def _settled(
   try:
     prompt, done = _settle(record["prompt"], rules, encoded)
   except data.DataError as e:
-    raise data.DataError(f"{record.get('place') or f'{name}, record {i}'}: {e}") from e
+    raise data.DataError(f"{_place(record, name, i)}: {e}") from e
   if prompt is None:
     return None, done
   return (record | {"prompt": prompt} if done else record), done

@@ -9,8 +9,8 @@ output to a computer algebra system:
     except worker.Stopped:
       found = False
 
-CPU time, unlike wall time, does not depend on what else the machine does. Who exceeds it
-is killed by the kernel (SIGPROF), even inside a call of C code. The process is a fresh
+CPU time, unlike wall time, does not depend on what else the machine does. A call that
+exceeds it is killed by the kernel (SIGPROF), even inside C code. The process is a fresh
 Python, not a fork, so that threads of the parent do not matter; arguments and results
 travel through pipes, one line of JSON each. It ends when its parent does.
 """
@@ -74,7 +74,8 @@ class Worker:
 
     Raises:
       Stopped: the call exceeded its time, or ended the process
-      WorkerError: the function raised an exception, or the process does not start
+      WorkerError: the function raised an exception or returned what JSON cannot hold, or
+        the process does not start
     """
     name = self._arguments[0]
     with self._lock:
@@ -111,14 +112,19 @@ class Worker:
 
   def _ask(self, line: str, wall_s: float) -> dict | None:
     """Sends a line and returns the reply; None, and no process, if there is none."""
-    # Killing it ends a write to a full pipe as well as a read.
-    timer = threading.Timer(wall_s, self._process.kill)
+    process, killed = self._process, threading.Event()
+
+    def kill():  # ends a write to a full pipe as well as a read
+      killed.set()
+      process.kill()
+
+    timer = threading.Timer(wall_s, kill)
     timer.daemon = True
     timer.start()
     try:
-      self._process.stdin.write(line)
-      self._process.stdin.flush()
-      reply = self._process.stdout.readline()
+      process.stdin.write(line)
+      process.stdin.flush()
+      reply = process.stdout.readline()
     except BrokenPipeError:
       reply = ""
     except BaseException:  # Ctrl-C: the next call must not get the reply of this one
@@ -126,10 +132,11 @@ class Worker:
       raise
     finally:
       timer.cancel()
-    if not reply.endswith("\n"):
+      timer.join()  # from here on it kills nothing
+    is_whole = reply.endswith("\n")
+    if killed.is_set() or not is_whole:
       self.close()
-      return None
-    return json.loads(reply)
+    return json.loads(reply) if is_whole else None
 
 
 def serve(function: str, cpu_s: float, warm_up: list[list]) -> None:
@@ -141,25 +148,25 @@ def serve(function: str, cpu_s: float, warm_up: list[list]) -> None:
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
 
-  def reply(**content) -> None:
-    replies.write(json.dumps(content) + "\n")
+  def reply(text: str) -> None:
+    replies.write(text + "\n")
     replies.flush()
 
-  def answer(args: list, limit_s: float) -> dict:
+  def answer(args: list, limit_s: float) -> str:
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
-      return {"result": call(*args)}
+      return json.dumps({"result": call(*args)})
     except Exception as e:
-      return {"error": f"{type(e).__name__}: {e}"}
+      return json.dumps({"error": f"{type(e).__name__}: {e}"})
     finally:
       signal.setitimer(signal.ITIMER_PROF, 0.0)
 
   try:
     call = named.load(function)
   except named.NameNotFound as e:
-    return reply(error=str(e))
+    return reply(json.dumps({"error": str(e)}))
   for args in warm_up:
     answer(args, limit_s=0.0)
-  reply(result=None)
+  reply(json.dumps({"result": None}))
   for line in requests:
-    reply(**answer(json.loads(line), cpu_s))
+    reply(answer(json.loads(line), cpu_s))

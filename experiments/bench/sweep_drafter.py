@@ -129,7 +129,8 @@ def main(config):
   offline = _DRAFTER.value or config["drafter"]
   if not offline:
     raise ValueError("there is no offline drafter to start from: give --drafter")
-  asked = from_config.prompts(config, config["held_out"] | {"size": _PROMPTS.value})
+  source = config["held_out"] | {"size": _PROMPTS.value}
+  asked = from_config.prompts(config, source, whole=True)
   rates = _RATES.value or [str(config["optimizer"]["learning_rate"])]
   rows, runs = [], {}
   for rate, seed, name in itertools.product(rates, _SEEDS.value, _VARIANTS.value):

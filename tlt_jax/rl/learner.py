@@ -380,7 +380,13 @@ def make(
     remat: whether layers are computed again in the backward pass, to save memory
     only: regular expression of the paths ("layer_0/mlp/up_proj") of the parameters that
       are trained; '': all
+  Raises:
+    ValueError: `buckets` are none or out of order, `only` is no regular expression
   """
+  try:
+    re.compile(only)
+  except re.error as e:
+    raise ValueError(f"only={only!r} is no regular expression ({e})") from e
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return Learner(
     config=config,

@@ -58,7 +58,8 @@ def score_all(
   Args:
     score: a verifier
     prompts, responses, answers: B of each
-    solved_at: the least reward of a solved response, where the verifier says no more
+    solved_at: the least reward of a solved response, where the verifier returns a number
+      only
   Returns:
     rewards: f32[B]
     solved: bool[B]

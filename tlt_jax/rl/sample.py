@@ -200,7 +200,7 @@ def make(
     tokenizer: the policy's
     reward: dotted name of a verifier; "": every response is worth 0
     solved_at: the least reward of a response that counts as solved, where the verifier
-      does not say itself whether it is
+      returns a number only
     sampling: temperature, top_k, top_p, min_p and max_tokens of every request
     chat: {"apply": whether plain prompts are wrapped in the chat template, "system": the
       system message of that template, or ""}

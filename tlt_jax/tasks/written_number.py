@@ -146,6 +146,9 @@ _JOINED = re.compile(
   rf"[0-9][%°]?(?: (?:[{_LETTER}]++ ){{0,3}}(?:or|and|to)| of(?: the)?| ?(?:&|[-+*/,x]"
   r"|\\times|\\cdot|\\div)|[:.]|) ?[(*]*$"
   r"|[\w\\]$|[\^_<>≠≤≥√±][ {(]*$|[!/<>]= *$|\\(?:neq?|leq?|geq?|lt|gt|pm) ?$"
+  # A minus that is no bullet, which stands at the start of its line.
+  r"|(?:[=:]|\b(?:is|are|was|were|be|equals?|makes?|gives?|leaves?|gets?))"
+  r"[ ({\[*]*- [({\[*]*$|-[({\[*]+$"
   r"|(?:\\frac|\\sqrt|\}) ?\{ ?$"
 )
 _CONTINUED = re.compile(

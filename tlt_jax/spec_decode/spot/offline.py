@@ -137,6 +137,8 @@ def make(
     mesh: whose slices share the rows of a micro-batch
     buckets: (rows, tokens per row) of micro-batches, by increasing tokens; rows are
       rounded up to a multiple of the slices
+  Raises:
+    ValueError: `buckets` are none or out of order
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return DraftLearner(config, drafter, loss, optimizer, mesh, buckets)

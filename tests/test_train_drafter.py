@@ -1,0 +1,89 @@
+"""Offline training of a drafter: what is wrong with its settings costs no responses."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import responses
+from tests import commands
+from tests import test_full_disk
+
+home = commands.home
+
+# In one process: each of some changes of the config, up to the policy's answers.
+SCRIPT = """
+import copy, json, os, sys, types
+from experiments import launch
+from experiments import train_drafter
+
+def responses_of(*args):
+  raise ValueError("the policy answers")
+
+policy, workdir, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+train_drafter.responses_of = responses_of
+train_drafter._WORKDIR = types.SimpleNamespace(value=workdir)
+run = launch.read_config("experiments/configs/countdown.py:smoke") | {"policy": policy}
+config = launch.read_config("experiments/configs/drafter.py:smoke")
+for changes in cases:
+  given = copy.deepcopy(config)
+  for key, value in changes.items():
+    *sections, name = key.split(".")
+    within = given
+    for section in sections:
+      within = within[section]
+    within[name] = value
+  try:
+    train_drafter.main(given, copy.deepcopy(run))
+  except (ValueError, OSError) as e:
+    print(json.dumps([str(e), os.path.exists(workdir)]))
+  launch.start = lambda: None  # once
+"""
+
+CASES = [
+  ({"drafter.kind": "eagle9"}, "eagle9"),
+  ({"drafter.vocab_size": 16}, "eagle2 drafters have no vocab of their own"),
+  (
+    {"drafter.kind": "eagle3", "drafter.vocab_size": 99},
+    "a drafter's vocab has 1 to 24 tokens, not 99",
+  ),
+  ({"init": "nowhere"}, "nowhere"),
+  ({"loss.distance": "totl"}, "distance is one of"),
+  ({"optimizer.name": "adam"}, "optimizer must be 'adamw' or 'muon', got 'adam'"),
+  ({"learner.buckets": []}, "buckets=[]: takes one (rows, length) or more"),
+  ({"learner.buckets": [[2, 64]]}, "the longest of learner.buckets holds 64"),
+  ({"learner.buckets": [[2, 4096], [2, 64]]}, "by increasing length"),
+  ({"evaluation.strategies": ["3_1_4", "3_1"]}, "a strategy reads DEPTH_WIDTH_VERIFY"),
+  ({"evaluation.strategies": ["ngarm_3"]}, "no source of drafts 'ngarm'"),
+  ({"evaluation.strategies": ["200_1_201"]}, "no room for a strategy of depth 200"),
+]
+
+
+def test_settings_that_are_wrong_are_told_before_the_policy_answers(home, tmp_path):
+  """And leave no file; with none wrong it does answer."""
+  cases = [changes for changes, _ in CASES] + [
+    {},
+    {"drafter.kind": "eagle3", "drafter.vocab_size": 16},
+  ]
+  command = [sys.executable, "-c", SCRIPT, str(home / "policy"), str(tmp_path / "run")]
+  result = subprocess.run(
+    [*command, json.dumps(cases)], cwd=commands.ROOT, capture_output=True, text=True
+  )
+  assert result.returncode == 0, result.stderr
+  told = [json.loads(line) for line in result.stdout.splitlines()]
+  assert len(told) == len(cases)
+  for (text, has_begun), (_, part) in zip(told, CASES, strict=False):
+    assert part in text and "\n" not in text
+    assert not has_begun
+  assert told[len(CASES) :] == [["the policy answers", True]] * 2
+
+
+def test_responses_that_do_not_fit_are_named(tmp_path):
+  sequences = [(np.zeros(5000, np.int32), np.zeros(5000, np.int32))]
+  path = tmp_path / "responses.npz"
+  with pytest.raises(OSError, match=f"{path} {test_full_disk.REASON}"):
+    with test_full_disk.room():
+      responses.store(path, sequences)
+  assert not path.exists()
