@@ -327,9 +327,10 @@ def test_a_default_that_no_config_can_hold_stays_with_its_function(monkeypatch, 
 
 def test_help_tells_every_key(tmp_path):
   """With its value, type, range and meaning."""
-  told = " ".join(commands.run(tmp_path, "train", "--help").stdout.split())
-  assert "per slice [a whole number from 1 to 1,048,576]" in told
+  joined = lambda text: "".join(text.split())  # lines break at hyphens too
+  told = joined(commands.run(tmp_path, "train", "--help").stdout)
+  assert joined("per slice [a whole number from 1 to 1,048,576]") in told
   for name, key, declared in ENTRIES:
     if name == "countdown":
       assert f"--config.{key}=" in told
-      assert " ".join(declared.meaning.split()) in told
+      assert joined(declared.meaning) in told
