@@ -121,7 +121,7 @@ def test_arguments_are_held_to_their_annotations():
     (optimizer.make, dict(learning_rate=-0.1, name="adamw")),
     (optimizer.make, dict(total=2, warmup=2, name="adamw", learning_rate=0.1)),
   ],
-  ids=str,
+  ids=lambda x: getattr(x, "__qualname__", str(x)),
 )
 def test_what_the_library_is_given_is_refused_by_name(make, arguments):
   with pytest.raises(ValueError, match=rf"\b{next(iter(arguments))}\b.* must (be|exceed)"):
