@@ -26,6 +26,7 @@ def drafter(home):
   return home / "random_drafter"
 
 
+@pytest.mark.slow
 def test_rollouts_are_measured(home, chat):
   """Tables of speculation by live batch, of steps, of schedules, of switching it on."""
   result = found(
@@ -84,6 +85,7 @@ def test_whole_steps_are_compared_side_by_side(home):
   assert default["harvested_share"] >= 0 and default["busy_overhead"] is None
 
 
+@pytest.mark.slow
 def test_a_wide_target_is_made_when_it_is_asked_for(home, drafter):
   """And kept for the next time."""
   workdir = home / "bench_step"
@@ -102,6 +104,7 @@ def test_side_by_side_needs_a_drafter_or_sides_without_one(home):
   assert "nothing drafts on side 'frozen'" in message
 
 
+@pytest.mark.slow
 def test_drafters_of_several_runs_are_compared(home, drafter):
   """A run that is done is not done again."""
   args = [

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from experiments import outcomes
 from tests import commands
 from tlt_jax import metrics
@@ -10,6 +12,7 @@ from tlt_jax import metrics
 home = commands.home
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_compared_with_a_whole_one(home, tmp_path):
   """And what is compared is all but seconds and memory."""
   args = commands.tiny_run(home, *commands.DRAFTING.items())

@@ -80,7 +80,7 @@ def replay(folder):
 def open_workdir(folder):
   """As a command does that goes on from responses in there."""
   try:
-    workdirs.open(folder, SETTINGS, holds=["metrics.jsonl"])
+    workdirs.open(folder, SETTINGS, holds={"metrics.jsonl": tuple(SETTINGS)})
   except workdirs.WorkdirError as e:
     other = f"{folder} was made with other settings: "
     raise ValueError(str(e).replace(other, f"{folder / 'config.json'}: ")) from e
@@ -125,7 +125,7 @@ KINDS = {
     ("Writer", "run", "rollouts.jsonl", reopen, CUT | {"missing", "empty"}),
     ("replay", "run", "rollouts.jsonl", replay, ()),
     ("workdir", "workdir", "config.json", open_workdir, ()),
-    ("workdir", "workdir", "forked_from.json", open_workdir, ["missing"]),
+    ("workdir", "fork", "forked_from.json", workdirs._origin, ["missing"]),
     ("responses", "sequences", "responses.npz", read_responses, ()),
   )
 }
@@ -159,8 +159,9 @@ def originals(tmp_path_factory, chat) -> pathlib.Path:
   test_metrics.write_run(folder / "run", range(3))
   shutil.copytree(folder / "run", folder / "workdir")
   workdirs.record(folder / "workdir", SETTINGS)
-  origin = {"workdir": "before", "step": 0, "config": SETTINGS | {"seed": 1}}
-  (folder / "workdir" / "forked_from.json").write_text(json.dumps(origin))
+  (folder / "fork").mkdir()
+  origin = {"workdir": "before", "step": 0}
+  (folder / "fork" / "forked_from.json").write_text(json.dumps(origin))
   (folder / "sequences").mkdir()
   sequences = [(np.arange(3 + i), np.arange(2 + i)) for i in range(4)]
   responses.store(folder / "sequences" / "responses.npz", sequences)
