@@ -16,7 +16,6 @@ import typing
 
 from absl import app
 from absl import flags
-from flax import traverse_util
 import jax
 import ml_collections
 from ml_collections import config_dict
@@ -100,8 +99,47 @@ def config_flag(
   Raises:
     ConfigError: a file that is none, a key that does not exist, with the nearest
   """
-  path, overrides, rest = default, {}, []
-  args = list(argv)
+  path, overrides, rest = _split(argv, name)
+  path = path or default
+  try:
+    config = read_config(path)
+  except declarations.ConfigError as e:
+    raise declarations.ConfigError(f"--{name}={path}: {e}") from e
+  declarations.fill_in(section, config, overrides, flag=name)
+  rows = list(declarations.rows(section, config))
+  known = [key for key, _, _ in rows]
+  for key in overrides:
+    if key not in known:
+      hint = named.nearest(key, known) or f"; see {path}"
+      raise declarations.ConfigError(f"--{name}.{key}: the config has no such key{hint}")
+  # ml_collections reads a text as the type of the value that it replaces.
+  for key, value, declared in rows:
+    kind = declarations.plain_type(declared.type)
+    none = f"--{name}.{key}=None"
+    if none in rest and type(None) in typing.get_args(declared.type):
+      rest = [arg for arg in rest if arg != none]
+      value = None
+    if value is None:
+      _put(config, key, config_dict.placeholder(kind))
+    elif type(value) is int and kind is float:
+      _put(config, key, float(value))
+  help_string = f"Config file, FILE.py[:ARG]; its entries are set by --{name}.KEY=VALUE."
+  if any(arg.lstrip("-") in _HELP for arg in argv):
+    help_string += "".join(
+      f"\n--{name}.{key}={value!r}: {declared.meaning} [{ranges.words(declared.type)}]"
+      for key, value, declared in rows
+    )
+  config = ml_collections.ConfigDict(config)
+  config_flags.DEFINE_config_dict(name, config, help_string, flags.FLAGS, sys_argv=rest)
+  flags.FLAGS[name].default_as_str = repr(path)
+  # `--help` shows the flags of the command's own file.
+  flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
+  return rest
+
+
+def _split(argv: Sequence[str], name: str) -> tuple[str, dict[str, str], list[str]]:
+  """A config's file ("" if none is named), its overrides, and what is left for absl."""
+  path, overrides, rest, args = "", {}, [], list(argv)
   while args:
     arg = args.pop(0)
     before, equals, value = arg.partition("=")
@@ -114,39 +152,15 @@ def config_flag(
     else:
       path = value if equals else "".join(args[:1])
       args = args if equals else args[1:]
-  try:
-    config = read_config(path)
-  except declarations.ConfigError as e:
-    raise declarations.ConfigError(f"--{name}={path}: {e}") from e
-  declarations.fill_in(section, config, overrides, flag=name)
-  rows = list(declarations.rows(section, config))
-  known = [key for key, _, _ in rows]
-  for key in overrides:
-    if key not in known:
-      hint = named.nearest(key, known) or f"; see {path}"
-      raise declarations.ConfigError(f"--{name}.{key}: the config has no such key{hint}")
-  help_string = f"Config file, FILE.py[:ARG]; its entries are set by --{name}.KEY=VALUE."
-  if any(arg.lstrip("-") in _HELP for arg in argv):
-    help_string += "".join(
-      f"\n--{name}.{key}={value!r}: {declared.meaning} [{ranges.words(declared.type)}]"
-      for key, value, declared in rows
-    )
-  typed = {}  # ml_collections reads a text as the type of the value that it replaces
-  for key, value, declared in rows:
-    kind = declarations.plain_type(declared.type)
-    none = f"--{name}.{key}=None"
-    if none in rest and type(None) in typing.get_args(declared.type):
-      rest = [arg for arg in rest if arg != none]
-      value = None
-    if type(value) is int and kind is float:
-      value = float(value)
-    typed[tuple(key.split("."))] = config_dict.placeholder(kind) if value is None else value
-  config = ml_collections.ConfigDict(traverse_util.unflatten_dict(typed))
-  config_flags.DEFINE_config_dict(name, config, help_string, flags.FLAGS, sys_argv=rest)
-  flags.FLAGS[name].default_as_str = repr(path)
-  # `--help` shows the flags of the command's own file.
-  flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
-  return rest
+  return path, overrides, rest
+
+
+def _put(config: dict, key: str, value) -> None:
+  """Sets the entry of a dotted key."""
+  *sections, last = key.split(".")
+  for section in sections:
+    config = config[section]
+  config[last] = value
 
 
 def read_config(path: str) -> dict:

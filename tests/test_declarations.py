@@ -184,6 +184,15 @@ def test_a_config_file_is_one_or_is_refused(monkeypatch, tmp_path):
     path.write_text(text)
     line = exit_line(monkeypatch, f"--config={path}")
     assert message in line and line.startswith("error: --config"), line
+  path.write_text(
+    "from experiments.configs import countdown\n"
+    "def get_config(arg=''):\n"
+    "  config = countdown.get_config(arg)\n"
+    "  config.rollout.slotz = 3\n"
+    "  return config\n"
+  )
+  line = exit_line(monkeypatch, f"--config={path}")
+  assert "--config.rollout.slotz: the config has no such key" in line and "'slots'" in line
   path.write_bytes(b"\x00\xff\x89PNG")
   assert exit_line(monkeypatch, f"--config={path}").startswith(start)
 
