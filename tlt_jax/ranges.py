@@ -20,8 +20,7 @@ import pydantic
 Count = Annotated[int, Interval(ge=1, le=2**20)]  # at least one of something
 CountOrZero = Annotated[int, Interval(ge=0, le=2**20)]
 Tokens = Annotated[int, Interval(ge=1, le=2**24)]  # of a sequence, or a part of one
-TokensOrZero = Annotated[int, Interval(ge=0, le=2**24)]
-Large = Annotated[int, Interval(ge=1, le=2**40)]  # bytes, records, tokens in all
+Large = Annotated[int, Interval(ge=1, le=2**40)]  # on the host: bytes, records, tokens
 Steps = Annotated[int, Interval(ge=1, le=10**9)]  # also of an optimizer: its updates
 StepsOrZero = Annotated[int, Interval(ge=0, le=10**9)]
 # Evaluations draw with the seed + 2^31, which has to fit 32 bits.
