@@ -27,7 +27,7 @@ def run(selector, verification="coupled"):
   return samples
 
 
-# Of depth 3 with rejection the CPU compiler of jaxlib 0.11 and 0.12 does not come to an end.
+# At depth 3 with rejection the CPU compiler of jaxlib 0.11 and 0.12 does not end.
 @pytest.mark.parametrize(("verification", "depth"), [("coupled", 3), ("rejection", 2)])
 def test_a_source_of_ones_own_drafts_losslessly(verification, depth):
   """Named by its module in the strategy; rejection is tried where it has one outcome."""
