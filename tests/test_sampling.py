@@ -130,37 +130,40 @@ def reuse_noise(row_key):
   return lambda seed, request, position: row_key(seed, request * 0, position % 8)
 
 
-def off_by_one(num_kept):
-  return lambda ordered, s: num_kept(ordered, s.replace(top_k=s.top_k + 1))
+def off_by_one(threshold):
+  return lambda scaled, s: threshold(scaled, s.replace(top_k=s.top_k + 1))
 
 
-def no_renormalisation(num_kept):
+def no_renormalisation(threshold):
   """top-p of the whole distribution's mass, not of what top-k left."""
 
-  def broken(ordered, s):
-    count, slack = num_kept(ordered, s.replace(top_k=s.top_k * 0))
-    return jnp.minimum(count, s.top_k), slack
+  def broken(scaled, s):
+    top_k = threshold(scaled, s.replace(top_p=s.top_p * 0 + 1))
+    return jnp.maximum(top_k, threshold(scaled, s.replace(top_k=s.top_k * 0)))
 
   return broken
 
 
-def stop_one_early(num_kept):
+def stop_one_early(threshold):
   """top-p without the token that crosses the bound."""
 
-  def broken(ordered, s):
-    count, slack = num_kept(ordered, s)
-    return jnp.where(s.top_p < 1, jnp.maximum(count - 1, 1), count), slack
+  def broken(scaled, s):
+    cut = threshold(scaled, s)
+    better = jnp.where(scaled > cut[:, None], scaled, jnp.inf)
+    better = jnp.minimum(jnp.min(better, -1), jnp.max(scaled, -1))
+    return jnp.where(s.top_p < 1, better, cut)
 
   return broken
 
 
-def absolute_min_p(num_kept):
+def absolute_min_p(threshold):
   """min-p as a probability, not relative to the likeliest token's."""
 
-  def broken(ordered, s):
-    count, slack = num_kept(ordered, s.replace(min_p=s.min_p * 0))
-    above = jnp.sum(jax.nn.softmax(ordered, -1) >= s.min_p[:, None], -1)
-    return jnp.minimum(count, jnp.maximum(above, 1)), slack
+  def broken(scaled, s):
+    cut = threshold(scaled, s.replace(min_p=s.min_p * 0))
+    likely = jax.nn.softmax(scaled, -1) >= s.min_p[:, None]
+    likely = jnp.min(jnp.where(likely, scaled, jnp.inf), -1)
+    return jnp.minimum(jnp.maximum(cut, likely), jnp.max(scaled, -1))
 
   return broken
 
@@ -172,11 +175,11 @@ def absolute_min_p(num_kept):
     (sampling, "scale", ignore_temperature, "hot"),
     (noise, "gumbel", scale_noise, "plain"),
     (noise, "row_key", reuse_noise, "plain"),
-    (sampling, "num_kept", off_by_one, "top_k"),
-    (sampling, "num_kept", no_renormalisation, "top_k_top_p"),
-    (sampling, "num_kept", stop_one_early, "top_p"),
-    (sampling, "num_kept", absolute_min_p, "min_p"),
-    (sampling, "num_kept", absolute_min_p, "all_hot"),
+    (sampling, "threshold", off_by_one, "top_k"),
+    (sampling, "threshold", no_renormalisation, "top_k_top_p"),
+    (sampling, "threshold", stop_one_early, "top_p"),
+    (sampling, "threshold", absolute_min_p, "min_p"),
+    (sampling, "threshold", absolute_min_p, "all_hot"),
   ],
 )
 def test_the_checker_rejects_a_broken_rule(monkeypatch, module, name, broken, case):
@@ -216,11 +219,45 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch():
   take = lambda x, rows: jax.tree.map(lambda y: y[rows], x)
   shuffled = draw(*take((logits, parameters, position), order))
   np.testing.assert_array_equal(shuffled.token, whole.token[order])
-  for case in range(len(CASES)):  # "plain" alone takes the path without a sort
+  for case in range(len(CASES)):  # "plain" alone searches no threshold
     rows = np.arange(case, len(position), len(CASES))
     alone = draw(*take((logits, parameters, position), rows))
     np.testing.assert_array_equal(alone.token, whole.token[rows])
     np.testing.assert_allclose(alone.margin, whole.margin[rows], atol=1e-5)
+
+
+def by_sorting(scaled, temperature, top_k, top_p, min_p):
+  """How many tokens the filters leave, one after the other on the sorted row."""
+  x = np.sort(scaled.astype(np.float64))[::-1]
+  p = special.softmax(x[: top_k or None])
+  kept = np.cumsum(p) - p < top_p if top_p < 1 else np.ones(len(p), bool)
+  return max(np.sum(kept & (p >= min_p * p[0])), 1)
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.5, 4.0])
+def test_a_large_vocabulary_keeps_what_sorting_keeps(spread):
+  """Of 49,152 tokens: few blocks decide peaked rows, flat ones are looked at whole."""
+  rng = np.random.default_rng(7)
+  settings = [
+    dict(top_k=1),
+    dict(top_k=50),
+    dict(top_k=20_000),
+    dict(top_p=0.5),
+    dict(top_p=0.9),
+    dict(top_p=0.999),
+    dict(min_p=0.05),
+    dict(temperature=0.7, top_k=40, top_p=0.95, min_p=0.01),
+  ]
+  settings = [{**OFF, **s} for s in settings]
+  logits = rng.normal(0, spread, (len(settings), 49_152)).astype(np.float32)
+  logits[::2, rng.integers(0, 49_152, 8)] += 12  # peaked
+  parameters = parameters_of(settings, np.arange(len(settings)))
+  scaled = sampling.scale(logits, parameters)
+  cut = jax.jit(sampling.threshold)(scaled, parameters)
+  for row, s in enumerate(settings):
+    kept = np.sum(scaled[row] >= cut[row])
+    wanted = by_sorting(np.asarray(scaled[row]), **s)
+    assert abs(kept - wanted) <= wanted * 1e-4, (s, kept, wanted)  # sums are rounded
 
 
 @pytest.mark.parametrize(("data", "model"), [(1, 2), (2, 4)])

@@ -1,9 +1,9 @@
 """Draws tokens: temperature, top-k, top-p and min-p, then argmax under Gumbel noise.
 
 The filters act in the order of Hugging Face's processors: temperature, top-k,
-top-p on what top-k left (renormalised), min-p. Each keeps a prefix of the
-tokens sorted by logit, so together they keep the shortest of the prefixes, which
-is one threshold per row.
+top-p on what top-k left (renormalised), min-p. Each keeps the tokens above a threshold,
+ties included, so that together they have one threshold per row. It is searched for, not
+read off the sorted row: sorting 49,152 logits takes a CPU 14 ms.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax import noise
+
+# A threshold is looked for in so many blocks of so many tokens first.
+_BLOCKS, _BLOCK = 64, 64
 
 
 @flax.struct.dataclass
@@ -43,67 +46,131 @@ def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
   return logits / jnp.where(t > 0, t, 1.0)[:, None]
 
 
-def num_kept(ordered: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-  """Counts the top tokens that the filters leave.
+def threshold(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+  """The least scaled logit that the filters leave; nothing is searched if none filters.
 
-  Worked row, top_p = 0.65 of p = 0.5 0.3 0.2: the mass before each is 0 0.5 0.8, so that
-  two are kept; the bound would have to move by 0.15 to keep one more or less.
-
-  Args:
-    ordered: f32[B V]  scaled logits, descending
-    sampling: of each row
-  Returns:
-    i32[B] in [1, V]; and f32[B], how little a filter's bound would have to move
-    (in logits or in probability) to keep one token more or less
-  """
-  V = ordered.shape[-1]
-  rank = jnp.arange(V)
-  k = jnp.where(sampling.top_k > 0, sampling.top_k, V)[:, None]
-  k = jnp.minimum(k, V)
-  p = jax.nn.softmax(jnp.where(rank < k, ordered, -jnp.inf), -1)
-  before = jnp.cumsum(p, -1) - p  # mass of the better tokens
-  top_p = sampling.top_p[:, None]
-  min_p = sampling.min_p[:, None]
-  kept = (rank < k) & ((before < top_p) | (top_p >= 1)) & (p >= min_p * p[:, :1])
-  count = jnp.maximum(jnp.sum(kept, -1), 1)
-
-  last = jnp.take_along_axis(ordered, count[:, None] - 1, -1)
-  following = jnp.take_along_axis(ordered, jnp.minimum(count, V - 1)[:, None], -1)
-  # The last kept and the first that is not; the likeliest is kept in any case.
-  near = (jnp.abs(rank - count[:, None] + 0.5) < 1) & (rank > 0)
-  slack = jnp.minimum(
-    jnp.where(top_p < 1, jnp.abs(before - top_p), jnp.inf),
-    jnp.where(min_p > 0, jnp.abs(p - min_p * p[:, :1]), jnp.inf),
-  )
-  slack = jnp.min(jnp.where(near, slack, jnp.inf), -1)
-  # Those two may also swap places, whichever filter drew the line between them.
-  swap = jnp.where(count < V, (last - following)[:, 0], jnp.inf)
-  return count, jnp.minimum(slack, swap)
-
-
-def threshold(scaled: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-  """The least scaled logit that the filters leave, and the slack of `num_kept`.
-
-  The vocabulary is sorted only if some row filters.
+  Worked row, top_p = 0.65 of p = 0.5 0.3 0.2: the mass above each is 0 0.5 0.8, so that
+  two are kept, and the second is the threshold.
 
   Args:
     scaled: f32[B V]
     sampling: of each row
   Returns:
-    f32[B], -inf where nothing filters; and f32[B]
+    f32[B], -inf where nothing filters
   """
 
-  def cut(scaled):
-    ordered = -jnp.sort(-scaled, -1)
-    count, slack = num_kept(ordered, sampling)
-    return jnp.take_along_axis(ordered, count[:, None] - 1, -1)[:, 0], slack
+  def find(scaled):
+    _, top_k, cut = _filters(scaled, sampling)
+    return jnp.maximum(top_k, cut)
 
   def keep_all(scaled):
     low = jnp.min(scaled, -1)
-    return jnp.full_like(low, -jnp.inf), jnp.full_like(low, jnp.inf)
+    return jnp.full_like(low, -jnp.inf)
 
   filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-  return jax.lax.cond(jnp.any(filters), cut, keep_all, scaled)
+  return jax.lax.cond(jnp.any(filters), find, keep_all, scaled)
+
+
+def _filters(scaled, sampling) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Weighs the tokens that top-k leaves, and finds the thresholds.
+
+  Returns:
+    the weights f32[B V], relative to the likeliest token, 0 where top-k cuts; and the
+    thresholds of top-k, and of top-p and min-p together, f32[B] each
+  """
+  most = jnp.max(scaled, -1)
+  ones = jnp.ones_like(scaled)
+  k = jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1])
+  top_k = _search(scaled, ones, k.astype(scaled.dtype), sampling.top_k > 0)
+  weight = jnp.exp(scaled - most[:, None])
+  weight = jnp.where(scaled >= top_k[:, None], weight, 0.0)
+  bound = sampling.top_p * jnp.sum(weight, -1)
+  top_p = _search(scaled, weight, bound, sampling.top_p < 1)
+  likely = (weight > 0) & (weight >= sampling.min_p[:, None])
+  min_p = jnp.min(jnp.where(likely, scaled, jnp.inf), -1)
+  min_p = jnp.where(sampling.min_p > 0, min_p, -jnp.inf)
+  # The likeliest is kept in any case.
+  return weight, top_k, jnp.minimum(jnp.maximum(top_p, min_p), most)
+
+
+def _search(x, weight, bound, wanted) -> jax.Array:
+  """The least x of a row above which there is less weight than the bound.
+
+  Most rows are decided within a few blocks of the largest x: what is in no such block is
+  not above `rest`, so that the weights above that are at hand. Else all x are looked at.
+
+  Args:
+    x, weight: f32[B V]
+    bound: f32[B]
+    wanted: bool[B]
+  Returns:
+    f32[B], -inf in rows that are not wanted
+  """
+  B, V = x.shape
+  everywhere = lambda: _bisect(x, weight, bound)
+
+  def search():
+    if V <= 2 * _BLOCK * _BLOCKS:
+      return everywhere()
+    pad = ((0, 0), (0, -V % _BLOCK))
+    blocks = jnp.pad(x, pad, constant_values=-jnp.inf).reshape(B, -1, _BLOCK)
+    weights = jnp.pad(weight, pad).reshape(blocks.shape)
+    largest, chosen = jax.lax.top_k(jnp.max(blocks, -1), _BLOCKS + 1)
+    rest = largest[:, -1]
+    among = lambda y: jnp.take_along_axis(y, chosen[:, :-1, None], 1).reshape(B, -1)
+    near, near_weights = among(blocks), among(weights)
+    above = jnp.sum(jnp.where(near > rest[:, None], near_weights, 0.0), -1)
+    decided = jnp.all((above >= bound) | ~wanted)
+    few = lambda: _bisect(near, near_weights, bound)
+    return jax.lax.cond(decided, few, everywhere)
+
+  found = jax.lax.cond(jnp.any(wanted), search, lambda: jnp.full_like(bound, -jnp.inf))
+  return jnp.where(wanted, found, -jnp.inf)
+
+
+def _bisect(x, weight, bound) -> jax.Array:
+  """What `_search` finds, by bisecting the bits of x, which are ordered like x."""
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  bits = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+  def halve(_, ends):
+    low, high = ends  # the bits that are searched lie in [low, high]
+    middle = (low >> 1) + (high >> 1) + (low & high & 1)
+    above = jnp.sum(jnp.where(bits > middle[:, None], weight, 0.0), -1)
+    enough = above < bound
+    return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+  ends = jnp.min(bits, -1), jnp.max(bits, -1)
+  _, found = jax.lax.fori_loop(0, 32, halve, ends)
+  found = jnp.where(found < 0, found ^ 0x7FFFFFFF, found)
+  return jax.lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _slack(scaled, cut, sampling) -> jax.Array:
+  """How little a filter's bound would have to move to keep one token more or less.
+
+  In logits or in probability: f32[B]. The worked row of `threshold` has 0.15.
+  """
+  weight, _, _ = _filters(scaled, sampling)
+  total = jnp.sum(weight, -1)
+  kept = scaled >= cut[:, None]
+  last = jnp.min(jnp.where(kept, scaled, jnp.inf), -1)
+  following = jnp.max(jnp.where(kept, -jnp.inf, scaled), -1)
+  most = jnp.max(scaled, -1)
+
+  def distance(x):
+    """Of the bounds from the token whose scaled logit is x; the likeliest has none."""
+    above = jnp.sum(jnp.where(scaled > x[:, None], weight, 0.0), -1) / total
+    own = jnp.max(jnp.where(scaled == x[:, None], weight, 0.0), -1) / total
+    near = jnp.minimum(
+      jnp.where(sampling.top_p < 1, jnp.abs(above - sampling.top_p), jnp.inf),
+      jnp.where(sampling.min_p > 0, jnp.abs(own - sampling.min_p / total), jnp.inf),
+    )
+    return jnp.where((x < most) & jnp.isfinite(x), near, jnp.inf)
+
+  # Those two may also swap places, whichever filter drew the line between them.
+  swap = last - following
+  return jnp.minimum(jnp.minimum(distance(last), distance(following)), swap)
 
 
 def argmax(x: jax.Array) -> jax.Array:
@@ -131,7 +198,7 @@ def contest(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.A
   """
   _check_rows(logits, position)
   scaled = scale(logits, sampling)
-  cut, _ = threshold(scaled, sampling)
+  cut = threshold(scaled, sampling)
   return jnp.where(
     scaled >= cut[:, None], _perturb(scaled, sampling, position), -jnp.inf
   )
@@ -162,7 +229,7 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   """
   _check_rows(logits, position)
   scaled = scale(logits, sampling)
-  cut, slack = threshold(scaled, sampling)
+  cut = threshold(scaled, sampling)
   kept = scaled >= cut[:, None]
   filtered = jnp.where(kept, scaled, -jnp.inf)
   perturbed = _perturb(scaled, sampling, position)
@@ -178,7 +245,7 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   edge = (at(scaled) <= cut) | (
     jnp.max(jnp.where(kept, -jnp.inf, perturbed), -1) > won
   )
-  margin = jnp.minimum(gap, jnp.where(edge, slack, jnp.inf))
+  margin = jnp.minimum(gap, jnp.where(edge, _slack(scaled, cut, sampling), jnp.inf))
   logp_filtered = at(filtered) - jax.nn.logsumexp(filtered, -1)
   return Draw(
     token=token,

@@ -58,7 +58,7 @@ def draft_distribution(logits: jax.Array, sampling: sampling_lib.Sampling) -> ja
   """
   chex.assert_rank(logits, 2)
   scaled = sampling_lib.scale(logits, sampling)
-  cut, _ = sampling_lib.threshold(scaled, sampling)
+  cut = sampling_lib.threshold(scaled, sampling)
   kept = (scaled >= cut[:, None]) | (sampling.temperature <= 0)[:, None]
   return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), -1)
 
