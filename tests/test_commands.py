@@ -410,7 +410,7 @@ def trained(home, chat) -> tuple[pathlib.Path, dict]:
 def test_a_drafter_is_trained_on_a_file_of_prompts(home, trained):
   """Of its policy's responses to them; acceptance is measured on the held-out file."""
   folder, found = trained
-  (measured,) = found["coupled"].values()
+  (measured,) = found["acceptance"]
   assert measured["mean_acceptance_length"] >= 1
   records = metrics.read(folder.parent / "metrics.jsonl")
   assert [r["step"] for r in records] == [1, 2]
