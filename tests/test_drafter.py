@@ -266,10 +266,12 @@ def test_the_columns_of_a_tied_embedding_are_read():
   tied = dataclasses.replace(tiny.CONFIG, tie_embeddings=True)
   config = drafter_lib.of_target(tied, vocab=VOCAB)
   frozen = {"embedding": tiny.params()["embedding"]}
-  head = drafter_lib.Drafter(config).apply(
-    {"params": params("eagle2")}, frozen, method=drafter_lib.Drafter.output_head
-  )
-  np.testing.assert_array_equal(head, frozen["embedding"][np.array(VOCAB)].T)
+  module, own = drafter_lib.Drafter(config), {"params": params("eagle2")}
+  h = jax.random.normal(jax.random.key(0), (3, tied.width))
+  head = module.apply(own, frozen, method=drafter_lib.Drafter.output_head)
+  made = module.apply(own, head, h, method=drafter_lib.Drafter.logits)
+  expected = h @ frozen["embedding"][np.array(VOCAB)].T
+  np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["eagle2_vocab", "eagle3_vocab"])

@@ -68,6 +68,11 @@ class DrafterConfig:
     return drafters.find(self.kind).predicts_features
 
   @property
+  def has_own_head(self) -> bool:
+    """Whether it has a head of its own; else it uses the target's."""
+    return bool(self.vocab) and drafters.find(self.kind).own_head
+
+  @property
   def target_ids(self) -> np.ndarray:
     """i32[U], the target's id of each token that it predicts; U = V without a `vocab`."""
     return np.array(self.vocab or range(self.layer.vocab_size), np.int32)
@@ -144,7 +149,7 @@ class Drafter(nn.Module):
     self.post_norm = layers.RMSNorm(layer.norm_eps)
     self.mlp = layers.MLP(layer)
     kind.setup(self)
-    if c.vocab and kind.own_head:
+    if c.has_own_head:
       self.head = self.param("head", part(init, ("embed", "vocab")), (D, len(c.vocab)))
 
   def features(self, x: jax.Array) -> jax.Array:
@@ -246,30 +251,34 @@ class Drafter(nn.Module):
       return outputs
 
   def output_head(self, target_params: dict) -> jax.Array:
-    """The head f[D U] for `logits`, to be made once, outside of loops.
+    """The head for `logits`, to be made once, outside of loops.
 
     It is the target's, frozen: all of it (U = V), or the columns of `config.vocab`. Some
     kinds have a head of their own for a vocab, see `drafters.Kind`.
+
+    Returns:
+      f[D U]; of a target with tied embeddings f[U D], as it lies in memory: transposed
+      outside of a loop it would be copied
     """
     config, frozen = self.config, jax.lax.stop_gradient(target_params)
-    if config.vocab and drafters.find(config.kind).own_head:
+    if config.has_own_head:
       return self.head
+    part = config.target_ids if config.vocab else slice(None)
     tied = config.layer.tie_embeddings
-    if not config.vocab:
-      return frozen["embedding"].T if tied else frozen["head"]
-    ids = config.target_ids
-    return frozen["embedding"][ids].T if tied else frozen["head"][:, ids]
+    return frozen["embedding"][part] if tied else frozen["head"][:, part]
 
   def logits(self, head: jax.Array, h: jax.Array) -> jax.Array:
     """f[... D] -> f32[... U], of the tokens `config.target_ids`.
 
     Args:
-      head: f[D U]  from `output_head`
+      head: from `output_head`
       h: outputs
     """
     chex.assert_axis_dimension(h, -1, self.config.layer.width)
     with self._precision():
       h = drafters.find(self.config.kind).before_head(self, h)
+      if self.config.layer.tie_embeddings and not self.config.has_own_head:
+        head = head.T
       return jnp.dot(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
 
   def apply_fc(self, x: jax.Array) -> jax.Array:
