@@ -1,6 +1,7 @@
-"""Measures how many drafted tokens stand, by strategy and way of verification."""
+"""Measures how many drafted tokens stand: by verification, strategy and temperature."""
 
 from collections.abc import Sequence
+import itertools
 import logging
 
 from experiments import from_config
@@ -27,6 +28,16 @@ def sampler(
   )
 
 
+def at_temperatures(config: dict, given: Sequence[float]) -> tuple[float, ...]:
+  """The temperatures given, each once; that of the run's config if there are none."""
+  return tuple(dict.fromkeys(given)) or (config["sampling"]["temperature"],)
+
+
+def samples_at(temperature: float, samples: int) -> int:
+  """How many responses per prompt to draw: one at temperature 0, where all are equal."""
+  return samples if temperature > 0 else 1
+
+
 def measure(
   config: dict,
   models: from_config.Models,
@@ -36,8 +47,11 @@ def measure(
   records: Sequence[dict],
   samples: int,
   seed: int,
-) -> dict:
+  temperatures: Sequence[float] = (),
+) -> list[dict]:
   """Measures acceptance on prompts, every request drafted for alike.
+
+  Each case begins anew: n-grams learn nothing from the responses of another.
 
   Args:
     config: of a run, for its sampling and rollout
@@ -45,45 +59,54 @@ def measure(
     strategies: as `strategy.parse` reads them
     verifications: of `source.VERIFICATIONS`
     records: the prompts, held-out ones
-    samples: responses per prompt
+    samples: responses per prompt, see `samples_at`
     seed: of the noise
+    temperatures: of sampling; none: that of the config
   Returns:
-    {verification: {strategy: {"mean_acceptance_length", "acceptance_rate_pos",
-    "accuracy"}}}; the first is tokens per target pass and request, the second the
-    chance of a draft to stand given that all before it do
+    of each case {"verification", "strategy", "temperature", "mean_acceptance_length",
+    "acceptance_rate_pos", "accuracy"}; the length is tokens per target pass and request,
+    the rates are the chance of a draft to stand given that all before it do
   """
-  found = {}
-  for verification in verifications:
-    found[verification] = {}
-    for name in strategies:
-      scored = sampler(config, models, name, verification)(
-        models.params, records, samples, seed=seed, draft_params=models.draft_params
-      )
-      length = scored.samples.mean_acceptance_length
-      found[verification][name] = {
-        "mean_acceptance_length": length,
-        "acceptance_rate_pos": scored.samples.acceptance_rate,
-        "accuracy": float(scored.solved.mean()),
-      }
-      logging.info("%s, %s: %.2f tokens per pass", verification, name, length)
+  found = []
+  cases = itertools.product(
+    verifications, strategies, at_temperatures(config, temperatures)
+  )
+  for verification, name, temperature in cases:
+    sampling = config["sampling"] | {"temperature": temperature}
+    scored = sampler(config | {"sampling": sampling}, models, name, verification)(
+      models.params,
+      records,
+      samples_at(temperature, samples),
+      seed=seed,
+      draft_params=models.draft_params,
+    )
+    length = scored.samples.mean_acceptance_length
+    case = {"verification": verification, "strategy": name, "temperature": temperature}
+    result = {
+      "mean_acceptance_length": length,
+      "acceptance_rate_pos": scored.samples.acceptance_rate,
+      "accuracy": float(scored.solved.mean()),
+    }
+    found.append(case | result)
+    logging.info("%s, T = %g: %.2f tokens per pass", name, temperature, length)
   return found
 
 
-def report(found: dict) -> None:
+def report(found: list[dict]) -> None:
   """Prints what `measure` returned."""
-  rows = [
-    (
-      verification,
-      strategy,
-      f"{r['mean_acceptance_length']:.2f}",
-      " ".join(f"{rate:.2f}" for rate in r["acceptance_rate_pos"]),
-      f"{100 * r['accuracy']:.0f}%",
-    )
-    for verification, by_strategy in found.items()
-    for strategy, r in by_strategy.items()
-  ]
   tables.show(
     "Acceptance on held-out prompts",
-    ["verification", "strategy", "tokens per pass", "accepted, by position", "accuracy"],
-    rows,
+    [
+      *("verification", "strategy", "temperature", "tokens per pass"),
+      *("accepted, by position", "accuracy"),
+    ],
+    [
+      (
+        *(case["verification"], case["strategy"], f"{case['temperature']:g}"),
+        f"{case['mean_acceptance_length']:.2f}",
+        " ".join(f"{rate:.2f}" for rate in case["acceptance_rate_pos"]),
+        f"{100 * case['accuracy']:.0f}%",
+      )
+      for case in found
+    ],
   )

@@ -138,12 +138,18 @@ DRAFTER = {
   "init": Key(str, "folder of the drafter to start from; '': from scratch"),
   "responses": {
     "prompts": Key(ranges.Count, "prompts that the policy answers, to train on"),
-    "samples": Key(ranges.Count, "responses per prompt"),
+    "samples": Key(ranges.Count, "responses per prompt; at temperature 0 it is one"),
+    "temperatures": Key(
+      tuple[ranges.NotNegative, ...],
+      "temperatures at each of which every prompt is answered; (): that of the run",
+      default=(),
+    ),
   },
   "drafter": {
     "kind": Key(str, "kind of drafter: eagle2, eagle3, or a module of your own"),
     "vocab_size": Key(
-      ranges.CountOrZero, "number of most frequent tokens that it may predict; 0: all"
+      ranges.CountOrZero,
+      "number of most frequent tokens of the responses that it may predict; 0: all",
     ),
   },
   "loss": _LOSS,
@@ -151,8 +157,15 @@ DRAFTER = {
   "learner": of(offline.make, without=("config", "drafter", "loss", "optimizer", "mesh")),
   "evaluation": {
     "prompts": Key(ranges.Count, "number of held-out prompts"),
-    "samples": Key(ranges.Count, "responses per held-out prompt"),
+    "samples": Key(
+      ranges.Count, "responses per held-out prompt; at temperature 0 it is one"
+    ),
     "strategies": Key(tuple[str, ...], "decoding strategies that are measured"),
+    "temperatures": Key(
+      tuple[ranges.NotNegative, ...],
+      "temperatures at which they are measured; (): that of the run",
+      default=(),
+    ),
   },
   "checkpoint": _CHECKPOINT,
 }

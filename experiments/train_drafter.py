@@ -8,7 +8,8 @@
 `--run` is the config of the RL run that the drafter is for, whose policy, prompts and
 sampling are used; `--config` is that of the training. The policy answers prompts once;
 the drafter then learns from these sequences, in another order each time through. At the
-end the share of accepted drafts is measured on held-out prompts. Running the same
+end the share of accepted drafts is measured on held-out prompts, by strategy and
+temperature; n-gram strategies may be among them, for comparison. Running the same
 --workdir again resumes. The result is a folder that rollouts take as their drafter. The
 last line is JSON.
 """
@@ -49,15 +50,22 @@ def responses_of(
   models: from_config.Models, config: dict, run: dict, records: Sequence[dict]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """(prompt, response) token ids of each response of the policy to the records."""
-  sampler = from_config.sampler(run, models.model, models.mesh)
-  scored = sampler(
-    models.params,
-    records,
-    config["responses"]["samples"],
-    seed=config["seed"] + _SEED,
-  )
-  prompts = [scored.requests.prompt(i) for i in range(len(scored.requests))]
-  return [(prompt, scored.samples.response(i)) for i, prompt in enumerate(prompts)]
+  sampler, wanted = from_config.sampler(run, models.model, models.mesh), config["responses"]
+  sequences = []
+  for temperature in acceptance.at_temperatures(run, wanted["temperatures"]):
+    at = dataclasses.replace(
+      sampler, sampling=sampler.sampling | {"temperature": temperature}
+    )
+    scored = at(
+      models.params,
+      records,
+      acceptance.samples_at(temperature, wanted["samples"]),
+      seed=config["seed"] + _SEED,
+      first_request=len(sequences),
+    )
+    prompts = [scored.requests.prompt(i) for i in range(len(scored.requests))]
+    sequences += [(p, scored.samples.response(i)) for i, p in enumerate(prompts)]
+  return sequences
 
 
 def first_drafter(
@@ -68,14 +76,21 @@ def first_drafter(
   Args:
     models: the policy
     config: of the training
-    responses: token ids, of which the most frequent make a vocabulary of its own
+    responses: token ids, of which the most frequent make its vocabulary
   """
   if config["init"]:
     return drafter_files.load(config["init"], models.model)
   shape = dict(config["drafter"])
   if size := shape.pop("vocab_size"):
-    tokens = [np.zeros(0, np.int32), *responses]
-    shape["vocab"] = drafter_lib.most_frequent(tokens, models.model.vocab_size, size)
+    tokens = np.concatenate([np.zeros(0, np.int32), *responses])
+    vocab = drafter_lib.most_frequent([tokens], models.model.vocab_size, size)
+    if len(tokens):
+      logging.info(
+        "the drafter's %d tokens are %.2f%% of those in the responses, which have %d "
+        "different ones",
+        *(size, 100 * np.isin(tokens, vocab).mean(), len(np.unique(tokens))),
+      )
+    shape["vocab"] = vocab
   drafter = drafter_lib.of_target(models.model, **shape)
   init = jax.jit(lambda key: drafter_lib.init_params(drafter, key))
   return drafter, init(jax.random.key(config["seed"]))
@@ -192,9 +207,10 @@ def main(config, run):
     records=held_out,
     samples=measured["samples"],
     seed=config["seed"] + _SEED,
+    temperatures=measured["temperatures"],
   )
   acceptance.report(found)
-  print(json.dumps(found))
+  print(json.dumps({"acceptance": found}))
 
 
 if __name__ == "__main__":

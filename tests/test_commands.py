@@ -4,6 +4,7 @@ Each test starts real processes; a tiny random policy and small sizes keep them
 short, and all share one cache of compiled programs.
 """
 
+import itertools
 import json
 import pathlib
 import random
@@ -18,6 +19,7 @@ import pytest
 import transformers
 
 from experiments import outcomes
+from experiments import responses as responses_lib
 from tests import commands
 from tests import test_full_disk
 from tlt_jax import metrics
@@ -395,9 +397,11 @@ def trained(home, chat) -> tuple[pathlib.Path, dict]:
     "steps": 2,
     "drafter.kind": "eagle3",
     "drafter.vocab_size": 16,
+    "responses.temperatures": "(0.0,1.0)",
     "loss.steps": 2,
     "learner.buckets": "((2,208),)",
-    "evaluation.strategies": "('2_1_3',)",
+    "evaluation.strategies": "('2_1_3','ngram_3')",
+    "evaluation.temperatures": "(0.0,1.0)",
   }
   config = ["--config=experiments/configs/drafter.py:smoke"]
   config += [f"--config.{key}={value}" for key, value in sizes.items()]
@@ -410,8 +414,12 @@ def trained(home, chat) -> tuple[pathlib.Path, dict]:
 def test_a_drafter_is_trained_on_a_file_of_prompts(home, trained):
   """Of its policy's responses to them; acceptance is measured on the held-out file."""
   folder, found = trained
-  (measured,) = found["coupled"].values()
-  assert measured["mean_acceptance_length"] >= 1
+  cases = [(r["strategy"], r["temperature"]) for r in found["acceptance"]]
+  assert cases == list(itertools.product(("2_1_3", "ngram_3"), (0.0, 1.0)))
+  assert all(r["mean_acceptance_length"] >= 1 for r in found["acceptance"])
+  drawn = responses_lib.load(folder.parent / "responses.npz", vocab_size=10**6)
+  # Per prompt one greedy response, as all would be equal, and two samples.
+  assert len(drawn) == 3 * len({tuple(prompt) for prompt, _ in drawn})
   records = metrics.read(folder.parent / "metrics.jsonl")
   assert [r["step"] for r in records] == [1, 2]
   drafter, _ = drafter_files.load(folder, convert.load_config(home / "chat_policy"))

@@ -30,9 +30,8 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 
-VOCAB = tuple(range(1, 64, 2))
+VOCAB = tiny.DRAFT_VOCAB
 CONFIGS = tiny.DRAFTERS | {
-  "vocab": dataclasses.replace(tiny.DRAFTERS["eagle3"], vocab=VOCAB),
   "mtp": drafter_lib.of_target(tiny.CONFIG, "tests.extensions.mtp", taps=(0, 1)),
 }
 
@@ -126,10 +125,11 @@ def learner(kind, data=1, **loss):
   [
     tiny.slow("eagle2", "cross_entropy"),
     ("eagle3", "cross_entropy"),
-    tiny.slow("vocab", "cross_entropy"),
+    tiny.slow("eagle3_vocab", "cross_entropy"),
     ("eagle2", "total_variation"),
     tiny.slow("eagle3", "total_variation"),
-    ("vocab", "total_variation"),
+    ("eagle2_vocab", "total_variation"),
+    tiny.slow("eagle3_vocab", "total_variation"),
   ],
 )
 def test_training_raises_agreement_and_acceptance(kind, distance):
@@ -215,8 +215,7 @@ def test_settings_that_make_no_sense_are_refused():
   with pytest.raises(ValueError, match="distance must be one of 'cross_entropy', "):
     draft_loss.Loss(distance="l2")
   for kind, vocab, message in (
-    ("eagle2", VOCAB, "eagle2 drafters have no vocab of their own"),
-    ("eagle3", (1, 1), "must increase, each once"),
+    ("eagle2", (1, 1), "must increase, each once"),
     ("eagle3", (2, 1), "must increase, each once"),
     ("eagle3", (1, 64), "holds 64; the target has tokens 0 to 63"),
     ("eagle3", (-1, 1), "holds -1; the target has tokens 0 to 63"),
@@ -238,30 +237,49 @@ def test_the_most_frequent_tokens_make_a_vocabulary():
       drafter_lib.most_frequent(tokens, 64, count)
 
 
-def test_a_draft_vocabulary_restricts_the_head():
-  """Its logits are the whole head's at its tokens, and -inf elsewhere."""
-  frozen, ids = tiny.params(), list(VOCAB)
+def drafting(kind, own):
+  return draft_lib.Draft(
+    CONFIGS[kind], features_lib.of_drafter(CONFIGS[kind]), tiny.params(), own, 16
+  )
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_draft_vocabulary_restricts_the_head(kind):
+  """Its logits are the whole head's at its tokens; eagle3 trains a head of its own."""
   h = jax.random.normal(jax.random.key(0), (3, 5, tiny.CONFIG.width))
-  shared = {k: v for k, v in params("vocab").items() if k != "head"}
-  layout = features_lib.of_drafter(CONFIGS["vocab"])
-  own_head = shared | {"head": frozen["head"][:, ids]}
-  whole = draft_lib.Draft(CONFIGS["eagle3"], layout, frozen, shared, 16)
-  part = draft_lib.Draft(CONFIGS["vocab"], layout, frozen, own_head, 16)
-  made = np.asarray(part.logits(h))
-  assert made.shape == (3, 5, tiny.CONFIG.vocab_size)
-  np.testing.assert_allclose(made[..., ids], whole.logits(h)[..., ids], rtol=1e-5)
-  assert (np.delete(made, ids, -1) == -np.inf).all()
-  module, method = drafter_lib.Drafter(CONFIGS["eagle3"]), drafter_lib.Drafter.logits
-  own = lambda h: module.apply({"params": shared}, frozen, h, method=method)
-  assert str(jax.make_jaxpr(whole.logits)(h)) == str(jax.make_jaxpr(own)(h))
+  shared, ids = params(kind), list(VOCAB)
+  columns = {"head": tiny.params()["head"][:, ids]} if kind == "eagle3" else {}
+  whole = drafting(kind, shared)
+  part = drafting(f"{kind}_vocab", shared | columns)
+  made = part.logits(h)
+  assert made.shape == (3, 5, len(VOCAB))
+  np.testing.assert_allclose(made, whole.logits(h)[..., ids], rtol=1e-5)
+  np.testing.assert_array_equal(part.tokens(jnp.arange(len(VOCAB))), VOCAB)
+  q = jax.nn.softmax(made, -1)
+  over_target = np.asarray(part.over_target(q))
+  np.testing.assert_array_equal(over_target[..., ids], q)
+  assert not np.delete(over_target, ids, -1).any()
+  assert ("head" in params(f"{kind}_vocab")) == (kind == "eagle3")
 
 
-def test_a_chain_stays_within_the_draft_vocabulary():
+def test_the_columns_of_a_tied_embedding_are_read():
+  tied = dataclasses.replace(tiny.CONFIG, tie_embeddings=True)
+  config = drafter_lib.of_target(tied, vocab=VOCAB)
+  frozen = {"embedding": tiny.params()["embedding"]}
+  module, own = drafter_lib.Drafter(config), {"params": params("eagle2")}
+  h = jax.random.normal(jax.random.key(0), (3, tied.width))
+  head = module.apply(own, frozen, method=drafter_lib.Drafter.output_head)
+  made = module.apply(own, head, h, method=drafter_lib.Drafter.logits)
+  expected = h @ frozen["embedding"][np.array(VOCAB)].T
+  np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle2_vocab", "eagle3_vocab"])
+def test_a_chain_stays_within_the_draft_vocabulary(kind):
   """Whatever noise and filters say; at temperature 0 too."""
-  B, J, drafter = 64, 5, CONFIGS["vocab"]
+  B, J, drafter = 64, 5, CONFIGS[kind]
   pending = jnp.arange(B)
-  layout = features_lib.of_drafter(drafter)
-  draft = draft_lib.Draft(drafter, layout, tiny.params(), params("vocab"), 16)
+  draft = drafting(kind, params(kind))
   state = draft_lib.DraftState(
     cache=drafter_lib.init_cache(drafter, B, 16),
     features=jax.random.normal(jax.random.key(0), (B, 1, drafter.feature_width)),
@@ -279,15 +297,35 @@ def test_a_chain_stays_within_the_draft_vocabulary():
   slots = types.SimpleNamespace(
     pending=pending, position=jnp.ones(B, jnp.int32), sampling=sampling
   )
-  best = lambda *args: sampling_lib.argmax(sampling_lib.contest(*args))[:, None]
+  contest = functools.partial(sampling_lib.contest, ids=draft.ids)
+  best = lambda *args: sampling_lib.argmax(contest(*args))[:, None]
   run = jax.jit(lambda: draft_lib.draft_chain(draft, state, slots, J - 1, J, best)[0])
   guessed = np.unique(run().tokens[:, 1:])
   assert set(guessed) <= set(VOCAB)
   assert len(guessed) > len(VOCAB) / 2
 
 
-def random_batch(scale):
-  """Packed random sequences, and features and states f[8 48 *] of no model."""
+def test_drafts_are_perturbed_by_the_noise_of_their_ids():
+  """Logits of some tokens win as they do among all, the others being out of the race."""
+  B, ids = 64, np.array(VOCAB)
+  logits = jax.random.normal(jax.random.key(0), (B, tiny.CONFIG.vocab_size))
+  whole = lambda dtype, x: jnp.full(B, x, dtype)
+  sampling = sampling_lib.Sampling(
+    seed=whole(jnp.uint32, 3),
+    request=jnp.arange(B, dtype=jnp.uint32),
+    temperature=whole(jnp.float32, 0.7),
+    top_k=whole(jnp.int32, 0),
+    top_p=whole(jnp.float32, 1.0),
+    min_p=whole(jnp.float32, 0.0),
+  )
+  position = whole(jnp.int32, 5)
+  every = sampling_lib.contest(logits, sampling, position)
+  some = sampling_lib.contest(logits[:, ids], sampling, position, ids)
+  np.testing.assert_array_equal(some, every[:, ids])
+
+
+def random_batch(kind, scale=1.0):
+  """Packed random sequences, and states of no model: read f[8 48 *] and final f[8 48 D]."""
   rng = np.random.default_rng(0)
   prompts, responses = (
     [rng.integers(0, 64, n).astype(np.int32) for n in rng.integers(2, 16, 12)]
@@ -295,38 +333,55 @@ def random_batch(scale):
   )
   packed = packing.pack(prompts, responses, [packing.Bucket(8, 48)])[0].micro_batch(0)
   draw = lambda *shape: rng.normal(0, 1, (8, 48, *shape)).astype(np.float32)
-  D = tiny.CONFIG.width
-  return packed, scale * draw(D), draw(CONFIGS["vocab"].feature_width)
+  final = scale * draw(tiny.CONFIG.width)
+  read = draw(CONFIGS[kind].feature_width) if CONFIGS[kind].taps else final
+  return packed, features_lib.Kept(read, final)
 
 
-@pytest.mark.parametrize("distance", draft_loss.DISTANCES)
-def test_what_is_outside_a_draft_vocabulary_counts_as_documented(distance):
-  """The loss, summed up by hand: f64[rows T V] with q = 0 outside."""
-  packed, features, states = random_batch(1.0)
+@pytest.mark.parametrize(
+  ("kind", "distance"),
+  [
+    ("eagle2", "cross_entropy"),
+    ("eagle2_vocab", "cross_entropy"),
+    ("eagle2_vocab", "total_variation"),
+    ("eagle3_vocab", "total_variation"),
+  ],
+)
+def test_the_loss_is_what_is_documented(kind, distance):
+  """Summed up by hand: f64[rows T V] with q = 0 outside of the drafter's tokens."""
+  packed, (states, final) = random_batch(kind)
   options = draft_loss.Loss(steps=2, distance=distance, temperature=0.8)
-  frozen, ids = tiny.params(), list(VOCAB)
-  args = (params("vocab"), frozen, packed, features_lib.Kept(states, features))
-  total, metrics = draft_loss.loss(options, CONFIGS["vocab"], tiny.CONFIG, *args)
+  frozen, ids = tiny.params(), CONFIGS[kind].target_ids
+  args = (params(kind), frozen, packed, features_lib.Kept(states, final))
+  loss = functools.partial(draft_loss.loss, options, CONFIGS[kind], tiny.CONFIG)
+  total, metrics = jax.jit(loss)(*args)
 
   def softmax(x):
     e = np.exp(np.float64(x - x.max(-1, keepdims=True)) / options.temperature)
     return e / e.sum(-1, keepdims=True)
 
-  p = np.roll(softmax(np.asarray(features @ frozen["head"])), -1, 1)
-  following = np.roll(packed.mask, -1, 1) & (np.roll(packed.positions, -1, 1) > 0)
+  ahead = lambda x: np.roll(x, -1, 1)
+  p = ahead(softmax(np.asarray(final @ frozen["head"])))
+  following = ahead(packed.mask) & (ahead(packed.positions) > 0)
   known = np.isin(p.argmax(-1), ids)
-  assert 0 < known[following].mean() < 1
+  assert 0 < known[following].mean() <= 1
   mask = packing.segment_mask(packed.segments, packed.positions)
-  inputs = (frozen, states, packed.targets, by(packed.positions), mask, options.steps)
+  inputs = (frozen, states, packed.targets, by(packed.positions), mask)
+  head = apply(kind, frozen, method="output_head")
+  unroll = jax.jit(lambda *args: apply(kind, *args, options.steps, method="unroll"))
   expected = 0.0
-  for k, h in enumerate(apply("vocab", *inputs, method="unroll")):
+  for k, h in enumerate(unroll(*inputs)):
     counts = following & (packed.positions >= k)
     q = np.zeros_like(p)
-    q[..., ids] = softmax(np.asarray(apply("vocab", frozen, h, method="logits")))
+    q[..., ids] = softmax(np.asarray(apply(kind, head, h, method="logits")))
     variation = 0.5 * np.abs(p - q).sum(-1)
     within = p[..., ids] / p[..., ids].sum(-1, keepdims=True)
     cross_entropy = -(within * np.log(q[..., ids])).sum(-1) * known
     share = cross_entropy if distance == "cross_entropy" else variation
+    if CONFIGS[kind].predicts_features:
+      error = np.abs(np.asarray(h) - ahead(final))
+      smooth = np.where(error < 1, 0.5 * error**2, error - 0.5)
+      share = share + options.regression * smooth.mean(-1)
     share = share[counts].sum()
     expected += options.decay**k * share
     np.testing.assert_allclose(metrics[f"loss_{k + 1}"], share, rtol=1e-4)
@@ -336,26 +391,49 @@ def test_what_is_outside_a_draft_vocabulary_counts_as_documented(distance):
   np.testing.assert_allclose(total, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+  ("kind", "distance"),
+  [("eagle2", "cross_entropy"), ("eagle3_vocab", "total_variation")],
+)
+def test_blocks_of_positions_give_the_same_loss(monkeypatch, kind, distance):
+  """And the same gradient; with a rest that is no whole block."""
+  packed, kept = random_batch(kind)
+  options = draft_loss.Loss(steps=2, distance=distance)
+
+  def loss(own):
+    args = (own, tiny.params(), packed, kept)
+    return draft_loss.loss(options, CONFIGS[kind], tiny.CONFIG, *args)
+
+  make = lambda: jax.jit(jax.value_and_grad(lambda own: loss(own), has_aux=True))
+  whole = make()(params(kind))
+  rows, T = packed.tokens.shape
+  monkeypatch.setattr(draft_loss, "_BLOCK", 33 * rows * 32)
+  assert T == 48  # in blocks of 32 positions of 32 tokens, or 16 of 64
+  in_blocks = make()
+  assert "scan" in str(jax.make_jaxpr(in_blocks)(params(kind)))
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+  jax.tree.map(close, in_blocks(params(kind)), whole)
+
+
 @pytest.mark.parametrize("distance", draft_loss.DISTANCES)
 def test_gradients_are_finite_where_the_target_wants_no_drafted_token(distance):
   """At some positions all of its probability is outside, to the last bit."""
-  packed, features, states = random_batch(100.0)
-  logits = features @ tiny.params()["head"]
-  mass = jax.nn.softmax(logits, -1)[..., list(VOCAB)].sum(-1)
+  packed, kept = random_batch("eagle3_vocab", scale=100.0)
+  mass = jax.nn.softmax(kept.final @ tiny.params()["head"], -1)[..., list(VOCAB)].sum(-1)
   assert (mass == 0).any()
   options = draft_loss.Loss(steps=2, distance=distance)
 
   def loss(own):
-    args = (own, tiny.params(), packed, features_lib.Kept(states, features))
-    return draft_loss.loss(options, CONFIGS["vocab"], tiny.CONFIG, *args)[0]
+    args = (own, tiny.params(), packed, kept)
+    return draft_loss.loss(options, CONFIGS["eagle3_vocab"], tiny.CONFIG, *args)[0]
 
-  grads = jax.jit(jax.grad(loss))(params("vocab"))
+  grads = jax.jit(jax.grad(loss))(params("eagle3_vocab"))
   assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(grads))
 
 
 def test_a_draft_vocabulary_is_stored_as_in_published_files(tmp_path):
   """config.json has its size; d2t and t2d say which tokens."""
-  drafter_files.save(tmp_path / "d", CONFIGS["vocab"], params("vocab"))
+  drafter_files.save(tmp_path / "d", CONFIGS["eagle3_vocab"], params("eagle3_vocab"))
   raw = json.loads((tmp_path / "d" / "config.json").read_text())
   assert raw["draft_vocab_size"] == len(VOCAB) and "vocab" not in raw
   stored = safetensors.numpy.load_file(tmp_path / "d" / "model.safetensors")
@@ -389,7 +467,7 @@ def change(folder, arrays=(), **fields):
   ],
 )
 def test_a_damaged_draft_vocabulary_is_named(arrays, message, tmp_path):
-  drafter_files.save(tmp_path / "d", CONFIGS["vocab"], params("vocab"))
+  drafter_files.save(tmp_path / "d", CONFIGS["eagle3_vocab"], params("eagle3_vocab"))
   change(tmp_path / "d", arrays)
   with pytest.raises(convert.CheckpointError, match=message):
     drafter_files.load(tmp_path / "d", tiny.CONFIG)
@@ -398,12 +476,9 @@ def test_a_damaged_draft_vocabulary_is_named(arrays, message, tmp_path):
 def test_config_and_tables_of_a_draft_vocabulary_must_fit(tmp_path):
   """Neither alone is one; a folder from before there were any loads as it did."""
   folder = tmp_path / "d"
-  drafter_files.save(folder, CONFIGS["vocab"], params("vocab"))
+  drafter_files.save(folder, CONFIGS["eagle3_vocab"], params("eagle3_vocab"))
   change(folder, draft_vocab_size=None)
   with pytest.raises(convert.CheckpointError, match="d2t has shape .*json says None"):
-    drafter_files.load(folder, tiny.CONFIG)
-  change(folder, draft_vocab_size=32, kind="eagle2", taps=[])
-  with pytest.raises(convert.CheckpointError, match="eagle2 drafters have no vocab"):
     drafter_files.load(folder, tiny.CONFIG)
   drafter_files.save(folder, CONFIGS["eagle3"], params("eagle3"))
   config = folder / "config.json"
@@ -413,15 +488,37 @@ def test_config_and_tables_of_a_draft_vocabulary_must_fit(tmp_path):
   assert drafter_files.load(folder, tiny.CONFIG)[0] == CONFIGS["eagle3"]
 
 
-def test_a_draft_vocabulary_changes_no_token():
-  """Trees of more children than filters leave tokens, over slices with sharded heads."""
+@pytest.mark.parametrize(
+  ("kind", "strategy"),
+  [
+    ("eagle2_vocab", "3_1_4"),
+    ("eagle2_vocab", "3_4_12"),
+    tiny.slow("eagle3_vocab", "3_1_4"),
+    ("eagle3_vocab", "3_4_12"),
+  ],
+)
+def test_a_draft_vocabulary_changes_no_token(kind, strategy):
+  """Trees of more children than filters leave tokens, over slices with sharded heads.
+
+  Half of the tokens that the target draws are none that could be drafted.
+  """
   mesh = tiny.mesh(2, 2)
   options = rollout.Options(max_length=40, max_prompt=12, slots=16, chunk=8)
   made = tiny.requests(4, 4, max_tokens=24, top_k=3)
   plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
-  run = speculative("vocab", mesh, options, strategy_lib.Strategy(3, 4, 12))
-  drawn = run(tiny.on(mesh), made, params("vocab"))
+  drawn = np.concatenate([plain.response(i) for i in range(len(made))])
+  assert 0.2 < np.isin(drawn, VOCAB).mean() < 0.8
+  run = speculative(kind, mesh, options, strategy_lib.parse(strategy))
+  drawn = run(tiny.on(mesh), made, params(kind))
   result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 1
   assert drawn.mean_acceptance_length > 1
+
+
+def test_a_strategy_is_not_wider_than_the_draft_vocabulary():
+  drafter = dataclasses.replace(CONFIGS["eagle2"], vocab=(1, 2, 5))
+  selector = selector_lib.always(strategy_lib.Strategy(2, 4, 6))
+  options = rollout.Options(max_length=40, max_prompt=12, slots=16, chunk=8)
+  with pytest.raises(ValueError, match="guesses 4 tokens side by side, .* knows 3;"):
+    rollout.make(tiny.CONFIG, tiny.mesh(1), options, drafter, selector)

@@ -89,7 +89,6 @@ def test_names_of_kinds_are_told_from_folders():
     ("tests.tiny", {}, "no drafter kind 'tests.tiny': .* has no 'KIND'"),
     ("eagle2", dict(taps=(1,)), r"eagle2 drafters read no taps, not \(1,\) either"),
     ("eagle3", dict(taps=()), "eagle3 drafters need taps"),
-    ("eagle2", dict(vocab=(1, 2)), "eagle2 drafters have no vocab of their own"),
   ],
 )
 def test_what_a_kind_does_not_have_is_refused(kind, fields, message):

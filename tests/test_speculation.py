@@ -199,13 +199,21 @@ def test_guessing_the_likeliest_tokens_draws_the_same(strategy):
   assert likeliest.mean_acceptance_length > 1
 
 
-@pytest.mark.parametrize(
-  "strategy", [CHAIN, TREE, tiny.slow(strategy_lib.parse("ngram_4"))], ids=str
-)
-def test_rejection_takes_the_likeliest_tokens_at_temperature_0(strategy):
+REJECTING = [
+  (CHAIN, "eagle2"),
+  (TREE, "eagle2_vocab"),
+  tiny.slow(CHAIN, "eagle3_vocab"),
+  tiny.slow(TREE, "eagle2"),
+  tiny.slow(strategy_lib.parse("ngram_4"), "eagle2"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "kind"), REJECTING, ids=str)
+def test_rejection_takes_the_likeliest_tokens_at_temperature_0(strategy, kind):
   made = requests(temperature=0.0)
   samples = engine()(tiny.on(tiny.mesh(1)), made)
-  assert_same(made, samples, speculate(made, always(strategy), verification="rejection"))
+  drawn = speculate(made, always(strategy), kind, verification="rejection")
+  assert_same(made, samples, drawn)
 
 
 @functools.cache
@@ -228,14 +236,12 @@ def filtered(logp, k: int):
   return p / p.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize(
-  "strategy", [CHAIN, TREE, tiny.slow(strategy_lib.parse("ngram_4"))], ids=str
-)
-def test_rejection_keeps_the_distribution(strategy):
+@pytest.mark.parametrize(("strategy", "kind"), REJECTING, ids=str)
+def test_rejection_keeps_the_distribution(strategy, kind):
   """Of the second token, which follows a draft that stood or one that fell."""
   count, k = 8192, 12
   made = requests_lib.make_requests(tiny.prompts(1), count, max_tokens=3, seed=4, top_k=k)
-  samples = speculate(made, always(strategy), verification="rejection")
+  samples = speculate(made, always(strategy), kind, verification="rejection")
   first, second = tables()
   expected = count * filtered(first, k) @ filtered(second, k)
   counts = np.bincount(samples.tokens[:, 1], minlength=len(expected))

@@ -44,10 +44,13 @@ for changes in cases:
 
 CASES = [
   ({"drafter.kind": "eagle9"}, "eagle9"),
-  ({"drafter.vocab_size": 16}, "eagle2 drafters have no vocab of their own"),
   (
-    {"drafter.kind": "eagle3", "drafter.vocab_size": 99},
+    {"drafter.vocab_size": 99},
     "a drafter's vocab has 1 to 24 tokens, not 99",
+  ),
+  (
+    {"drafter.vocab_size": 3, "evaluation.strategies": ["3_4_8"]},
+    "strategy 3_4_8 guesses 4 tokens side by side, the drafter knows 3",
   ),
   ({"init": "nowhere"}, "nowhere"),
   ({"loss.distance": "totl"}, "distance must be one of"),
@@ -65,7 +68,7 @@ def test_settings_that_are_wrong_are_told_before_the_policy_answers(home, tmp_pa
   """And leave no file; with none wrong it does answer."""
   cases = [changes for changes, _ in CASES] + [
     {},
-    {"drafter.kind": "eagle3", "drafter.vocab_size": 16},
+    {"drafter.vocab_size": 16},
   ]
   command = [sys.executable, "-c", SCRIPT, str(home / "policy"), str(tmp_path / "run")]
   result = subprocess.run(

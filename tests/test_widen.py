@@ -40,7 +40,8 @@ def run(policy, drafter):
     by, mask = layers.rotation(config, at), jnp.tril(jnp.ones((1, T, T), bool))
     of = {"params": draft_params}
     h, _ = drafter.apply(of, params, features, tokens, by, mask)
-    return h, drafter.apply(of, params, h, method=drafter_lib.Drafter.logits)
+    head = drafter.apply(of, params, method=drafter_lib.Drafter.output_head)
+    return h, drafter.apply(of, head, h, method=drafter_lib.Drafter.logits)
 
   return features, logits, *run_drafter(params, draft_params, features)
 

@@ -33,9 +33,14 @@ def slow(*values):
 # Of a rollout, for `rollout.Options`.
 SIZES = dict(max_length=96, max_prompt=12, prompt_rows=8, prefill_rows=8)
 
+DRAFT_VOCAB = tuple(range(1, 64, 2))
+_KINDS = {"eagle2": {}, "eagle3": dict(taps=(0, 1))}
 DRAFTERS = {
-  "eagle2": drafter.of_target(CONFIG, "eagle2"),
-  "eagle3": drafter.of_target(CONFIG, "eagle3", taps=(0, 1)),
+  f"{kind}{'_vocab' if vocab else ''}": drafter.of_target(
+    CONFIG, kind, vocab=vocab, **fields
+  )
+  for kind, fields in _KINDS.items()
+  for vocab in ((), DRAFT_VOCAB)
 }
 
 

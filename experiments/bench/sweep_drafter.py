@@ -94,7 +94,7 @@ def measure(
     samples=2,
     seed=2**30,
   )
-  return found["coupled"][_STRATEGY.value]["mean_acceptance_length"]
+  return found[0]["mean_acceptance_length"]
 
 
 def draw(path: pathlib.Path, runs: dict[str, pathlib.Path]) -> None:

@@ -30,9 +30,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       steps=4 if smoke else 1200,
       sequences=16 if smoke else 8,  # per step: many small updates learn faster
       init="",  # a drafter's folder to start from; empty: from scratch
-      responses=dict(prompts=8 if smoke else 256, samples=2 if smoke else 8),
-      # An eagle3 drafter may predict only the most frequent tokens of the responses;
-      # 0 is the whole vocabulary.
+      # With temperatures=(0.0, 1.0) one drafter serves greedy decoding as well as sampling.
+      responses=dict(
+        prompts=8 if smoke else 256, samples=2 if smoke else 8, temperatures=()
+      ),
+      # A drafter may predict only the most frequent tokens of the responses: of a large
+      # vocabulary 2,000 to 8,000 of them. 0 is the whole vocabulary.
       drafter=dict(kind="eagle2", vocab_size=0),
       loss=dict(steps=5, decay=0.8, distance="total_variation", regression=0.1),
       optimizer=dict(
@@ -40,7 +43,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       learner=dict(buckets=((8, 128),) if smoke else ((4, 256), (2, 512), (2, longest))),
       evaluation=dict(
-        prompts=4 if smoke else 32, samples=2, strategies=("3_1_4", "5_1_6", "7_1_8")
+        prompts=4 if smoke else 32,
+        samples=2,
+        strategies=("3_1_4", "5_1_6", "7_1_8", "ngram_5"),
+        temperatures=(),
       ),
       checkpoint=dict(every=2 if smoke else 100, keep=2),
     )

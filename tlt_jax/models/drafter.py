@@ -45,11 +45,9 @@ class DrafterConfig:
     if self.fc_bias and kind.fc_width is None:
       raise ValueError(f"{self.kind} drafters have no fc that could have a bias")
     if self.vocab:
-      self._check_vocab(kind)
+      self._check_vocab()
 
-  def _check_vocab(self, kind: drafters.Kind) -> None:
-    if not kind.own_vocab:
-      raise ValueError(f"{self.kind} drafters have no vocab of their own")
+  def _check_vocab(self) -> None:
     if any(a >= b for a, b in itertools.pairwise(self.vocab)):
       raise ValueError("the ids of a drafter's vocab must increase, each once")
     for id in (self.vocab[0], self.vocab[-1]):
@@ -70,12 +68,14 @@ class DrafterConfig:
     return drafters.find(self.kind).predicts_features
 
   @property
-  def draft_ids(self) -> np.ndarray:
-    """i32[V], each target token's place in `vocab`; U where it is not in it."""
-    U = len(self.vocab)
-    ids = np.full(self.layer.vocab_size, U, np.int32)
-    ids[list(self.vocab)] = np.arange(U)
-    return ids
+  def has_own_head(self) -> bool:
+    """Whether it has a head of its own; else it uses the target's."""
+    return bool(self.vocab) and drafters.find(self.kind).own_head
+
+  @property
+  def target_ids(self) -> np.ndarray:
+    """i32[U], the target's id of each token that it predicts; U = V without a `vocab`."""
+    return np.array(self.vocab or range(self.layer.vocab_size), np.int32)
 
 
 def of_target(
@@ -149,7 +149,7 @@ class Drafter(nn.Module):
     self.post_norm = layers.RMSNorm(layer.norm_eps)
     self.mlp = layers.MLP(layer)
     kind.setup(self)
-    if c.vocab:
+    if c.has_own_head:
       self.head = self.param("head", part(init, ("embed", "vocab")), (D, len(c.vocab)))
 
   def features(self, x: jax.Array) -> jax.Array:
@@ -250,13 +250,36 @@ class Drafter(nn.Module):
         h = jnp.roll(outputs[-1], 1, 1)
       return outputs
 
-  def logits(self, target_params: dict, h: jax.Array) -> jax.Array:
-    """f[... D] -> f32[... V], by the target's head; f32[... U] of its own `vocab`."""
+  def output_head(self, target_params: dict) -> jax.Array:
+    """The head for `logits`, to be made once, outside of loops.
+
+    It is the target's, frozen: all of it (U = V), or the columns of `config.vocab`. Some
+    kinds have a head of their own for a vocab, see `drafters.Kind`.
+
+    Returns:
+      f[D U]; of a target with tied embeddings f[U D], as it lies in memory: transposed
+      outside of a loop it would be copied
+    """
+    config, frozen = self.config, jax.lax.stop_gradient(target_params)
+    if config.has_own_head:
+      return self.head
+    part = config.target_ids if config.vocab else slice(None)
+    tied = config.layer.tie_embeddings
+    return frozen["embedding"][part] if tied else frozen["head"][:, part]
+
+  def logits(self, head: jax.Array, h: jax.Array) -> jax.Array:
+    """f[... D] -> f32[... U], of the tokens `config.target_ids`.
+
+    Args:
+      head: from `output_head`
+      h: outputs
+    """
     chex.assert_axis_dimension(h, -1, self.config.layer.width)
     with self._precision():
       h = drafters.find(self.config.kind).before_head(self, h)
-      w = self.head if self.config.vocab else self._target_head(target_params)
-      return jnp.dot(h, w.astype(h.dtype), preferred_element_type=jnp.float32)
+      if self.config.layer.tie_embeddings and not self.config.has_own_head:
+        head = head.T
+      return jnp.dot(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
 
   def apply_fc(self, x: jax.Array) -> jax.Array:
     """The projection of `fc_width` inputs: f[... *] -> f[... D]."""
@@ -280,12 +303,7 @@ class Drafter(nn.Module):
     """
     by = layers.rotation(self.config.layer, positions)
     h, _ = self(target_params, self.features(features), tokens, by, mask)
-    return self.logits(target_params, h)
-
-  def _target_head(self, target_params):
-    frozen = jax.lax.stop_gradient(target_params)
-    tied = self.config.layer.tie_embeddings
-    return frozen["embedding"].T if tied else frozen["head"]
+    return self.logits(self.output_head(target_params), h)
 
   def _precision(self):
     return jax.default_matmul_precision(

@@ -5,7 +5,7 @@ and not in it, nor is the head, unless the drafter has its own; a folder says wh
 shape of target it is for. `kind` in `config.json` is the name of the kind's module, as
 `drafters.find` takes it.
 
-A vocabulary of the drafter's own is stored as in published EAGLE-3 files: its size in
+The vocabulary of a drafter of any kind is stored as in published EAGLE-3 files: its size in
 `config.json` (`draft_vocab_size`, else null), its tokens beside the weights. Token i of
 the drafter is token i + d2t[i] of the target; t2d marks these among all of the target's.
 """

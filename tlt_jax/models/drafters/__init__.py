@@ -29,7 +29,8 @@ class Kind(NamedTuple):
   attention_width: (config) -> width of what attention reads; None: D
   customary_taps: (L) -> target layers, from 0, after which drafters of this kind
     usually read; None: this kind reads the state after the target's final norm
-  own_vocab: whether it may predict a part of the target's tokens, by a head of its own
+  own_head: whether a drafter that predicts a part of the target's tokens has a head of
+    its own for them; else these columns of the target's head, frozen, are read
   predicts_features: whether its output is the target's next feature, so that training
     may compare the two
   """
@@ -41,7 +42,7 @@ class Kind(NamedTuple):
   fc_width: Callable[..., int] | None = None
   attention_width: Callable[..., int] | None = None
   customary_taps: Callable[[int], tuple[int, ...]] | None = None
-  own_vocab: bool = False
+  own_head: bool = False
   predicts_features: bool = False
 
 

@@ -6,8 +6,11 @@ after the final norm as in the authors' code. `fc` joins it with the embedding o
 token after it; the layer has no norm at its input, and the target's head reads what
 comes out of it.
 
-Departure from the paper: the layer is one of the target's family (with its biases, norms
-of q and k, and RoPE), not always one of Llama's.
+Departures from the paper:
+- With a `vocab`, drafts are read by these columns of the target's head alone, as in FR-Spec
+  (https://arxiv.org/abs/2502.14856); here the drafter is trained so, too.
+- The layer is one of the target's family (with its biases, norms of q and k, and RoPE),
+  not always one of Llama's.
 """
 
 import jax

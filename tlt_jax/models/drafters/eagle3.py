@@ -48,5 +48,5 @@ KIND = drafters.Kind(
   fc_width=lambda config: config.feature_width,
   attention_width=lambda config: 2 * config.layer.width,
   customary_taps=_taps,
-  own_vocab=True,
+  own_head=True,
 )

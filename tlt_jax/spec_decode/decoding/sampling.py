@@ -190,17 +190,23 @@ def repeat(sampling: Sampling, count: int) -> Sampling:
   return jax.tree.map(lambda x: jnp.repeat(x, count, 0), sampling)
 
 
-def contest(logits: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
+def contest(
+  logits: jax.Array,
+  sampling: Sampling,
+  position: jax.Array,
+  ids: jax.Array | None = None,
+) -> jax.Array:
   """The perturbed logits whose argmax `draw` takes: f32[B V], -inf where filtered out.
 
   Args:
     logits, sampling, position: as for `draw`
+    ids: i32[V], whose noise each logit gets, where logits are of some tokens only
   """
   _check_rows(logits, position)
   scaled = scale(logits, sampling)
   cut = threshold(scaled, sampling)
   return jnp.where(
-    scaled >= cut[:, None], _perturb(scaled, sampling, position), -jnp.inf
+    scaled >= cut[:, None], _perturb(scaled, sampling, position, ids), -jnp.inf
   )
 
 
@@ -210,10 +216,10 @@ def _check_rows(logits: jax.Array, position: jax.Array) -> None:
   chex.assert_type([logits, position], [float, int])
 
 
-def _perturb(scaled, sampling, position):
+def _perturb(scaled, sampling, position, ids=None):
   """Adds each row's noise, where it is drawn at all: f32[B V]."""
   key = noise.row_key(sampling.seed, sampling.request, position)
-  g = noise.gumbel(key, jnp.arange(scaled.shape[-1]))
+  g = noise.gumbel(key, jnp.arange(scaled.shape[-1]) if ids is None else ids)
   return scaled + jnp.where((sampling.temperature > 0)[:, None], g, 0.0)
 
 

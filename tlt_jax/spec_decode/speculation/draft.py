@@ -4,6 +4,9 @@ Drafter and target add the same noise to their logits, so that their draws are
 coupled: what is guessed is the top candidate of (draft logits / T + the noise of its
 position). Where verification is by rejection, guesses are drawn with noise of the
 drafter's own. Trees are in `draft_tree`.
+
+A drafter with a `vocab` drafts among its U tokens alone: logits, noise and candidates are
+of these, and a candidate's place among them becomes the target's id at the end.
 """
 
 from collections.abc import Callable
@@ -46,7 +49,7 @@ class Draft:
     params,
     longest: int,
   ):
-    """Makes tables of rotations; best outside of a loop.
+    """Makes tables of rotations and the head's columns; best outside of a loop.
 
     Args:
       config, params: the drafter's
@@ -57,6 +60,9 @@ class Draft:
     self._module = drafter_lib.Drafter(config)
     self._layout = layout
     self._target, self._params = target_params, params
+    self._head = self._apply(drafter_lib.Drafter.output_head, target_params)
+    # i32[U], the target's id of each token that may be drafted; None: all, in order.
+    self.ids = jnp.asarray(config.target_ids) if config.vocab else None
     self._rotations = layers.rotation(config.layer, jnp.arange(longest))
 
   def _apply(self, method, *args):
@@ -114,12 +120,20 @@ class Draft:
     )
 
   def logits(self, h: jax.Array) -> jax.Array:
-    """Logits f32[... V] of f[... D]; -inf at tokens that the drafter does not predict."""
-    logits = self._apply(drafter_lib.Drafter.logits, self._target, h)
-    config = self._module.config
-    if not config.vocab:
-      return logits
-    return jnp.take(logits, config.draft_ids, -1, mode="fill", fill_value=-jnp.inf)
+    """Logits f32[... U] of f[... D]."""
+    return self._apply(drafter_lib.Drafter.logits, self._head, h)
+
+  def tokens(self, places: jax.Array) -> jax.Array:
+    """The target's ids i32[...] of places i32[...] among the U tokens."""
+    return places if self.ids is None else self.ids[places]
+
+  def over_target(self, q: jax.Array) -> jax.Array:
+    """The distribution f32[... V] of which q f32[... U] is all that is not 0."""
+    if self.ids is None:
+      return q
+    whole = jnp.zeros((*q.shape[:-1], self._module.config.layer.vocab_size), q.dtype)
+    put = dict(unique_indices=True, indices_are_sorted=True)
+    return whole.at[..., self.ids].set(q, **put)
 
 
 def extend(
@@ -146,7 +160,10 @@ def extend(
 
 
 def likeliest(
-  logits: jax.Array, sampling: sampling_lib.Sampling, position: jax.Array
+  logits: jax.Array,
+  sampling: sampling_lib.Sampling,
+  position: jax.Array,
+  ids: jax.Array | None = None,
 ) -> jax.Array:
   """Is `sampling.contest` without noise: the likeliest tokens win, at any temperature."""
   return sampling_lib.scale(logits, sampling)
@@ -169,11 +186,11 @@ def draft_chain(
     slots: of which pending, position and sampling are read
     depth: i32[]  read at run time
     size: J, nodes of the tree
-    candidates: (logits f32[B V], sampling, position i32[B]) -> i32[B W], the children
-      of a node; the first is guessed
+    candidates: (logits f32[B U], sampling, position i32[B]) -> i32[B W], the children
+      of a node by their places among the U tokens; the first is guessed
     kept: whether the logits are needed later
   Returns:
-    the tree; the drafter's cache; and f32[B J V], the drafter's logits after each
+    the tree; the drafter's cache; and f32[B J U], the drafter's logits after each
     node that has a child, or None
   """
   h, cache = extend(draft, state, slots.pending, slots.position)
@@ -182,7 +199,8 @@ def draft_chain(
   def guess(h, d, tokens, every):
     """The token after node d, and the arrays with what belongs there."""
     logits = draft.logits(h)
-    token = candidates(logits, slots.sampling, slots.position + d + 1)[:, 0]
+    place = candidates(logits, slots.sampling, slots.position + d + 1)[:, 0]
+    token = draft.tokens(place)
     if kept:
       every = put(every, logits[:, None], d, 1)
     return token, put(tokens, token[:, None], d + 1, 1), every
@@ -194,9 +212,9 @@ def draft_chain(
     h, cache = draft.step(h[:, None], token[:, None], pair, seen, cache, pair)
     return h[:, 0], cache, guess(h[:, 0], d, *drafted)
 
-  B, V = jax.eval_shape(draft.logits, h).shape
+  B, U = jax.eval_shape(draft.logits, h).shape
   tokens = jnp.zeros((B, size), jnp.int32).at[:, 0].set(slots.pending)
-  every = jnp.zeros((B, size, V)) if kept else None
+  every = jnp.zeros((B, size, U)) if kept else None
   start = (h, cache, guess(h, 0, tokens, every))
   _, cache, (_, tokens, every) = jax.lax.fori_loop(1, depth, step, start)
   return tree_lib.chain(tokens, depth), cache, every

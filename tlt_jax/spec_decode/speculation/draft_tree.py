@@ -79,8 +79,8 @@ def draft_tree(
     width: W
     size: J
     scratch: slots behind each row's last pair that may be used, >= width * (depth-1)
-    contest: (logits f32[B V], sampling, position i32[B]) -> f32[B V], whose top are
-      the children of a node
+    contest: (logits f32[B U], sampling, position i32[B], ids) -> f32[B U], whose top are
+      the children of a node; W is at most U
   Returns:
     the tree, and the drafter's cache
   """
@@ -90,7 +90,7 @@ def draft_tree(
 
   candidates = functools.partial(_top_children, draft, contest, W)
   score, token = candidates(h, slots.sampling, slots.position + 1)
-  first = _first_level(score, token.astype(jnp.int32))
+  first = _first_level(score, token)
   join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
   kept, _ = _best(join(first, _no_nodes(B, size - 1)), size - 1)
   beams_h = jnp.repeat(h[:, None], W, 1)
@@ -128,8 +128,9 @@ def _top_children(draft, contest, width: int, h, sampling, position):
     sampling: of each node's slot
     position: i32[b]  of the children
   """
-  runners = contest(draft.logits(h), sampling, position)
-  return jax.lax.top_k(jax.nn.log_softmax(runners, -1), width)
+  runners = contest(draft.logits(h), sampling, position, draft.ids)
+  score, place = jax.lax.top_k(jax.nn.log_softmax(runners, -1), width)
+  return score, draft.tokens(place.astype(jnp.int32))
 
 
 def _first_level(score: jax.Array, token: jax.Array) -> Nodes:
@@ -165,7 +166,7 @@ def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
   number = W + (depth - 1) * W * W + jnp.arange(W * W, dtype=jnp.int32)
   return Nodes(
     score=(beams.score[..., None] + score).reshape(B, -1),
-    token=token.reshape(B, -1).astype(jnp.int32),
+    token=token.reshape(B, -1),
     number=jnp.broadcast_to(number, (B, W * W)),
     parent=jnp.repeat(beams.number, W, 1),
     depth=jnp.full((B, W * W), depth + 1, jnp.int32),
@@ -188,7 +189,7 @@ def draft_fixed(
     scratch: slots behind each row's last pair that may be used, >= J - 1
     candidates: as for `draft.draft_chain`, in their order
   Returns:
-    the tree; the drafter's cache; and f32[B J V], its logits after each node that has
+    the tree; the drafter's cache; and f32[B J U], its logits after each node that has
     a child
   """
   h, cache = draft_lib.extend(draft, state, slots.pending, slots.position)
@@ -216,7 +217,7 @@ def draft_fixed(
     ).reshape(B, n, -1)
     children = np.flatnonzero(np.isin(parent, level) & (depth == d + 1))
     of = np.searchsorted(level, parent[children])
-    tokens = tokens.at[:, children].set(drawn[:, of, rank[children]])
+    tokens = tokens.at[:, children].set(draft.tokens(drawn[:, of, rank[children]]))
     every = every.at[:, level].set(logits)
   whole = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B, J))
   tree = tree_lib.Tree(tokens, whole(parent), whole(depth), jnp.ones((B, J), bool))

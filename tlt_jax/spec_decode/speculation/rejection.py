@@ -51,10 +51,10 @@ def draft_distribution(logits: jax.Array, sampling: sampling_lib.Sampling) -> ja
   At temperature 0 it is that of temperature 1, unfiltered: any guess may be tried.
 
   Args:
-    logits: f32[B V]  the drafter's
+    logits: f32[B U]  the drafter's, of all tokens or some
     sampling: of each row
   Returns:
-    f32[B V]
+    f32[B U]
   """
   chex.assert_rank(logits, 2)
   scaled = sampling_lib.scale(logits, sampling)
@@ -88,12 +88,12 @@ def draw_candidates(
   they are the likeliest.
 
   Args:
-    q: f32[B V]  from `draft_distribution`
+    q: f32[B U]  from `draft_distribution`, of all tokens or some
     sampling: of each row
     position: i32[B]  of the token that is guessed
     width: W
   Returns:
-    i32[B W]; the first of them are the same whatever W
+    i32[B W], their places in q; the first of them are the same whatever W
   """
   chex.assert_rank(q, 2)
   chex.assert_shape(position, (q.shape[0],))

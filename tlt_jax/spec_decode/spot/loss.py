@@ -10,19 +10,23 @@ Distribution losses, between target p and drafter q at the sampling temperature:
 soft cross-entropy (EAGLE, https://arxiv.org/abs/2401.15077), or total variation,
 which is what acceptance depends on (https://arxiv.org/abs/2606.12370).
 
-A drafter with a vocabulary of its own has q = 0 elsewhere. Total variation counts what
-p has there; cross-entropy is to p renormalised within it, and zero at positions whose
+A drafter that knows U of the V tokens has q = 0 elsewhere. Total variation counts what
+p has there; cross-entropy is to p renormalised within them, and zero at positions whose
 likeliest token it lacks, as in the code of EAGLE-3 (https://arxiv.org/abs/2503.01840).
+
+Memory: p of the drafter's tokens, f32[rows T U], is held once. Other arrays as wide as a
+vocabulary, 25 MB per 128 positions and 49,152 tokens, are computed for some positions at a
+time where a micro-batch is large, and in the backward pass again.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tlt_jax import packing
 from tlt_jax import ranges
@@ -33,6 +37,8 @@ from tlt_jax.models import target
 from tlt_jax.spec_decode.decoding import features as features_lib
 
 DISTANCES = ("cross_entropy", "total_variation")
+
+_BLOCK = 2**23  # logits that are computed at a time, 32 MB; a few such arrays coexist
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +98,16 @@ def loss(
   by = layers.rotation(drafter.layer, packed.positions, rotations)
   unroll = functools.partial(apply, method=drafter_lib.Drafter.unroll)
   outputs = unroll(frozen, drafter_input, packed.targets, by, mask, options.steps)
-  p, goal, outside = _target_distributions(options, drafter, config, frozen, final)
+  goal = _goals(options, drafter, config, frozen, _ahead(final))
+  head = apply(frozen, method=drafter_lib.Drafter.output_head)
+  logits = functools.partial(apply, head, method=drafter_lib.Drafter.logits)
   # Pair t is trained where token t+2 is a response token of the same sequence.
   inside = _ahead(packed.mask) & (_ahead(packed.positions) > 0)
   metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
   total = 0.0
   for k, h in enumerate(outputs):
     valid = (inside & (packed.positions >= k)).astype(jnp.float32)
-    q = apply(frozen, h, method=drafter_lib.Drafter.logits) / options.temperature
-    logq = jax.nn.log_softmax(q, -1)
-    variation = 0.5 * (jnp.sum(jnp.abs(p - jnp.exp(logq)), -1) + outside)
-    if options.distance == "cross_entropy":
-      distance = -jnp.sum(goal * logq, -1)
-    else:
-      distance = variation
+    distance, variation = _distances(options, logits, h, goal)
     share = jnp.sum(distance * valid)
     if drafter.predicts_features and options.regression:
       error = jnp.abs(h - _ahead(final)).astype(jnp.float32)
@@ -122,30 +124,73 @@ def _ahead(x: jax.Array) -> jax.Array:
   return jnp.roll(x, -1, 1)
 
 
-def _target_distributions(options, drafter, config, target_params, final):
-  """The target's p after the next token, as `_within` gives it.
+class _Goal(NamedTuple):
+  """The target's p at each position, as a drafter of U tokens sees it."""
+
+  p: jax.Array  # f32[rows T U]  of the drafter's tokens
+  outside: jax.Array  # f32[rows T]  of all others together
+  known: jax.Array  # bool[rows T]  whether the likeliest token is one of the drafter's
+
+
+def _goals(options, drafter, config, target_params, final) -> _Goal:
+  """What the drafter is compared with.
 
   Args:
     options, drafter, config, target_params: see `loss`
-    final: f[rows T D]
+    final: f[rows T D]  after which p is
   """
-  logits = target.Target(config).apply(
-    {"params": target_params}, final, method=target.Target.logits
+  head = functools.partial(
+    target.Target(config).apply, {"params": target_params}, method=target.Target.logits
   )
-  p = jax.nn.softmax(_ahead(logits) / options.temperature, -1)
-  return _within(p, drafter) if drafter.vocab else (p, p, 0.0)
+
+  def goal(final):
+    logits = head(final) / options.temperature
+    if not drafter.vocab:
+      zero = jnp.zeros(logits.shape[:-1])
+      return _Goal(jax.nn.softmax(logits, -1), zero, zero == 0)
+    ours = logits[..., drafter.target_ids]
+    p = jnp.exp(ours - jax.nn.logsumexp(logits, -1, keepdims=True))
+    known = jnp.max(ours, -1) == jnp.max(logits, -1)
+    return _Goal(p, 1.0 - jnp.sum(p, -1), known)
+
+  return _by_positions(goal, config.vocab_size, final)
 
 
-def _within(p: jax.Array, drafter: drafter_lib.DrafterConfig):
-  """The target's p f32[... V] as a drafter of U tokens sees it.
+def _distances(options, logits: Callable, h: jax.Array, goal: _Goal):
+  """The trained distance, and total variation: f32[rows T] each.
 
-  Returns:
-    p f32[... U]  of its tokens
-    goal f32[... U]  the same, renormalised; zero where the likeliest token is outside
-    outside f32[...]  all other p together
+  Args:
+    options: see `loss`
+    logits: f[... D] -> f32[... U]
+    h: f[rows T D]  the drafter's outputs
+    goal: [rows T ...]
   """
-  known = jnp.take(drafter.draft_ids, jnp.argmax(p, -1)) < len(drafter.vocab)
-  p = jnp.take(p, np.array(drafter.vocab), -1)
-  mass = jnp.sum(p, -1)
-  divisor = jnp.where(known, mass, jnp.inf)  # the mass may be 0 where it is not
-  return p, p / divisor[..., None], 1.0 - mass
+
+  def distances(of):
+    h, (p, outside, known) = of
+    logq = jax.nn.log_softmax(logits(h) / options.temperature, -1)
+    variation = 0.5 * (jnp.sum(jnp.abs(p - jnp.exp(logq)), -1) + outside)
+    if options.distance == "total_variation":
+      return variation, variation
+    mass = jnp.where(known, jnp.sum(p, -1), jnp.inf)  # it may be 0 where it does not count
+    return -jnp.sum(p / mass[..., None] * logq, -1), variation
+
+  return _by_positions(distances, goal.p.shape[-1], (h, goal))
+
+
+def _by_positions(f: Callable, width: int, x: Any) -> Any:
+  """Computes f of arrays [rows T ...], for so many positions at a time as memory allows.
+
+  Args:
+    f: of arrays [rows T ...], position by position
+    width: of the largest array that it makes, per row and position
+    x: tree of arrays [rows T ...]
+  """
+  rows, T = jax.tree.leaves(x)[0].shape[:2]
+  # A power of two, so that mostly no rest is left, which would be a program of its own.
+  at_once = 1 << max((_BLOCK // (rows * width)).bit_length() - 1, 0)
+  if T <= at_once:
+    return f(x)
+  positions_first = lambda x: jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), x)
+  blocks = jax.lax.map(jax.checkpoint(f), positions_first(x), batch_size=at_once)
+  return positions_first(blocks)

@@ -35,6 +35,13 @@ class Model(source_lib.Source):
     super().__init__(setting)
     if setting.drafter is None:
       raise ValueError(f"strategy {setting.strategies[0]} needs a drafter")
+    known = len(setting.drafter.target_ids)
+    for strategy in setting.strategies:
+      if strategy.width > known:
+        raise ValueError(
+          f"strategy {strategy} guesses {strategy.width} tokens side by side, the drafter "
+          f"knows {known}; choose a narrower one"
+        )
     self.state_shardings = _state_shardings(setting.mesh, setting.drafter)
 
   def program(self, strategy):
@@ -139,7 +146,7 @@ class Model(source_lib.Source):
         contest=contest,
       )
       return tree, cache, None
-    best = lambda *args: sampling_lib.argmax(contest(*args))[:, None]
+    best = lambda *args: sampling_lib.argmax(contest(*args, draft.ids))[:, None]
     return draft_lib.draft_chain(draft, state, slots, depth, strategy.verify, best)
 
   def _draw(self, draft, strategy, slots, state, depth):
@@ -160,7 +167,7 @@ class Model(source_lib.Source):
     sampling = sampling_lib.repeat(slots.sampling, logits.shape[1])
     flat = logits.reshape(-1, logits.shape[-1])
     q = rejection.draft_distribution(flat, sampling)
-    return tree, cache, q.reshape(logits.shape)
+    return tree, cache, draft.over_target(q.reshape(logits.shape))
 
 
 def _state_shardings(mesh, drafter) -> draft_lib.DraftState:
