@@ -137,10 +137,10 @@ def test_a_device_with_memory_of_its_own_is_asked(monkeypatch, caplog):
   device = lambda used: types.SimpleNamespace(
     memory_stats=lambda: {"bytes_limit": 8 * GIB, "bytes_in_use": used * GIB}
   )
-  room, shared = memory._room([device(1), device(5), device(2)])
+  room, shared = memory.room([device(1), device(5), device(2)])
   assert (room, shared) == (memory.Room(3 * GIB, 8 * GIB), False)
   caplog.set_level(logging.INFO)
-  monkeypatch.setattr(memory, "_room", lambda _: (room, shared))
+  monkeypatch.setattr(memory, "room", lambda _: (room, shared))
   memory.announce("the cache", half(tiny.mesh(2), 6 * GIB), "rollout.slots")
   assert caplog.records[-1].levelname == "INFO"
   memory.announce("the cache", half(tiny.mesh(2), 7 * GIB), "rollout.slots")
