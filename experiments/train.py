@@ -109,6 +109,7 @@ def main(config):
       )
 
       policy = None  # the update has its memory
+      launch.release_freed_memory()
       updating = time.perf_counter()
       advantage = algorithm.advantages(*scored.by_prompt(R))
       state, policy_metrics = learner.train(state, scored.batch(advantage), reference)
