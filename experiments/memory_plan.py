@@ -167,10 +167,15 @@ class _Run:
     """An estimated part of so many bytes on every device."""
     return Part(name, int(size * (self.mesh.size if self.shared else 1)), option, True)
 
-  def on_host(self, name: str, arrays: Any, option: str, times: int = 1) -> list[Part]:
+  def on_host(self, name: str, arrays: Any, option: str) -> list[Part]:
     """Copies on the host; nothing where the devices' own memory is planned."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-    return [Part(name, times * size, option, True)] if self.shared else []
+    return [Part(name, size, option, True)] if self.shared else []
+
+  def files_written(self, params: Any) -> list[Part]:
+    """A file of the exported policy: its arrays, and the same once more as bytes."""
+    whole = self.on_host("files being written", params, _SMALLER_POLICY)
+    return [p._replace(size=2 * min(p.size, convert.MAX_FILE_BYTES)) for p in whole]
 
   def process(self) -> list[Part]:
     """Python, JAX, and the programs that are compiled."""
@@ -316,7 +321,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
   checkpoint = run.on_host("checkpoint being written", (state, trained), "learner.only")
   restored = run.part("state of the checkpoint", (state, trained), "learner.only")
-  files = run.on_host("files being written", state.params, _SMALLER_POLICY, times=2)
+  files = run.files_written(state.params)
   return run.plan(
     {
       "load": [*always, *run.on_host("largest tensor", tensor, _SMALLER_POLICY)],

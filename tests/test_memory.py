@@ -19,6 +19,7 @@ from tests import commands
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
+from tlt_jax import programs
 from tlt_jax.models import convert
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
@@ -102,6 +103,13 @@ def test_what_is_stored_is_announced_as_it_is_stored(home, monkeypatch):
   [(what, arrays)] = said
   assert what.endswith("policy (float32)")
   assert memory.bytes_by_device(arrays) == held(params)
+
+
+def test_what_is_alive_is_counted_once_however_often_it_is_counted():
+  before = programs.live_bytes()
+  x = slices.zeros(half(tiny.mesh(2), 2**20))
+  assert [programs.live_bytes() - before for _ in range(3)] == [2**19] * 3
+  del x
 
 
 def half(mesh, size: int) -> jax.ShapeDtypeStruct:
