@@ -177,11 +177,9 @@ class _Run:
     whole = self.on_host("files being written", params, _SMALLER_POLICY)
     return [p._replace(size=2 * min(p.size, convert.MAX_FILE_BYTES)) for p in whole]
 
-  def process(self) -> list[Part]:
-    """Python, JAX, and the programs that are compiled."""
-    size = scratch_memory.process(self.model)
-    part = Part("process and programs", size, _SMALLER_POLICY, True)
-    return [part] if self.shared else []
+  def process(self, name: str, size: int) -> list[Part]:
+    """Memory of the process, on the host like `on_host`."""
+    return [Part(name, size, _SMALLER_POLICY, True)] if self.shared else []
 
   def weights(self, dtype: str) -> Any:
     """The policy in the layout of rollouts."""
@@ -316,7 +314,12 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
   trained = run.spot_arrays(spot)
   drafting = run.drafter_parts(drafter, spot)
-  always = [*run.process(), *policy, *frozen, *drafting]
+  always = [
+    *run.process("process and programs", scratch_memory.process(run.model)),
+    *policy,
+    *frozen,
+    *drafting,
+  ]
   weights = run.part("policy in rollouts", run.weights(run.model.dtype), _SMALLER_POLICY)
   tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
   checkpoint = run.on_host("checkpoint being written", (state, trained), "learner.only")
@@ -329,6 +332,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
       "rollout": [*always, weights, *checkpoint, *run.rollout_parts(drafter, spot)],
       "update": [
         *always,
+        *run.process("compiling the update", scratch_memory.compiling_update(run.model)),
         run.scratch("update's scratch", scratch_memory.update(learner), "learner.buckets"),
       ],
       "sync": [*always, weights],
@@ -347,7 +351,11 @@ def of_rollout(config: dict, stops: int = 1) -> Plan:
   run = _described(config, stops)
   drafter = run.drafter()
   weights = run.part("policy", run.weights(run.model.dtype), _SMALLER_POLICY)
-  always = [*run.process(), weights, *run.drafter_parts(drafter, None)]
+  always = [
+    *run.process("process and programs", scratch_memory.process(run.model)),
+    weights,
+    *run.drafter_parts(drafter, None),
+  ]
   return run.plan({"load": always, "rollout": [*always, *run.rollout_parts(drafter, None)]})
 
 

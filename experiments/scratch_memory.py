@@ -21,11 +21,17 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 _F32 = 4
 _PROCESS = 400 * 2**20  # Python, JAX and the tokenizer
 _LAYER = 20 * 2**20  # a layer of the programs that are compiled
+_UPDATE_LAYER = 25 * 2**20  # a layer of the update, while it is compiled
 
 
 def process(model: config_lib.ModelConfig) -> int:
   """Bytes of the process itself, its compiled programs included, on the host."""
   return _PROCESS + _LAYER * model.num_layers
+
+
+def compiling_update(model: config_lib.ModelConfig) -> int:
+  """Bytes that compiling the learner's update takes, on the host."""
+  return _UPDATE_LAYER * model.num_layers
 
 
 def update(learner: learner_lib.Learner) -> float:
