@@ -31,6 +31,7 @@ from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +148,37 @@ def selector(config: dict) -> selector_lib.Selector | None:
   )
 
 
+def spot_trainer(
+  config: dict,
+  model: config_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  drafter: drafter_lib.DrafterConfig | None,
+) -> tuple[trainer_lib.Trainer, spot_lib.Options] | None:
+  """What trains the drafter in rollouts; None if it stays as it is.
+
+  Args:
+    config: of a run
+    model: the policy's
+    mesh: of the run
+    drafter: of `load_drafter`
+  """
+  section = dict(config["spot"])
+  if drafter is None or not section.pop("every"):
+    return None
+  loss, optimizer_options = section.pop("loss"), section.pop("optimizer")
+  options = spot_lib.Options(**section)
+  trainer = spot_lib.make_trainer(
+    model,
+    drafter,
+    mesh,
+    optimizer=optimizer.make(**optimizer_options),
+    longest=max_length(config),
+    loss=draft_loss.Loss(**loss, temperature=config["sampling"]["temperature"] or 1.0),
+    options=options,
+  )
+  return trainer, options
+
+
 def spot_training(
   config: dict,
   model: config_lib.ModelConfig,
@@ -154,29 +186,9 @@ def spot_training(
   drafter: drafter_lib.DrafterConfig | None,
   draft_params,
 ) -> spot_lib.Spot | None:
-  """The drafter's training in rollouts; None if there is none, or it stays as it is.
-
-  Args:
-    config: of a run
-    model: the policy's
-    mesh: of the run
-    drafter, draft_params: of `load_drafter`
-  """
-  section = dict(config["spot"])
-  if drafter is None or not section.pop("every"):
-    return None
-  loss, options = section.pop("loss"), section.pop("optimizer")
-  temperature = config["sampling"]["temperature"] or 1.0
-  return spot_lib.make(
-    model,
-    drafter,
-    mesh,
-    draft_params,
-    optimizer=optimizer.make(**options),
-    longest=max_length(config),
-    loss=draft_loss.Loss(**loss, temperature=temperature),
-    options=spot_lib.Options(**section),
-  )
+  """The drafter's training in rollouts, from `draft_params`; see `spot_trainer`."""
+  made = spot_trainer(config, model, mesh, drafter)
+  return made and spot_lib.Spot(*made, draft_params)
 
 
 def max_length(config: dict) -> int:

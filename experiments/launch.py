@@ -219,3 +219,15 @@ def keep_freed_memory() -> None:
   mallopt(mmap_max, 0)
   mallopt(arena_max, 1)  # an arena of its own gives back what is above 32 MiB
   mallopt(trim_threshold, 2**30)
+
+
+def release_freed_memory() -> None:
+  """Gives back what `keep_freed_memory` keeps; for moments between phases.
+
+  The large blocks of the next phase do not fit between the small ones of the last, and
+  would come on top of them. No effect elsewhere.
+  """
+  try:
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+  except (OSError, AttributeError):
+    return

@@ -14,6 +14,7 @@ import jax
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_plan
 from experiments import plot
 from experiments import workdirs
 from tlt_jax import axes
@@ -29,12 +30,8 @@ from tlt_jax.rl import sample
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
 _FORK = flags.DEFINE_string("fork", "", workdirs.FORK)
-_SCHEDULE = flags.DEFINE_string(
-  "schedule",
-  "",
-  "A run's rollouts.jsonl, to train the drafter as it was there; default: this run's "
-  "own, for steps that are done again after a crash.",
-)
+_SCHEDULE = flags.DEFINE_string("schedule", "", workdirs.SCHEDULE)
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 
 
 def main(config):
@@ -43,6 +40,7 @@ def main(config):
   run = workdirs.open(_WORKDIR.value, config, _FORK.value)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])
+  memory_plan.check(memory_plan.of_run(config), _DRY_RUN.value)
   asked = from_config.prompts(config, config["prompts"])
   held_out = from_config.prompts(config, config["held_out"], whole=True)
 
@@ -110,6 +108,8 @@ def main(config):
         decide=decisions(step) if train else None,
       )
 
+      policy = None  # the update has its memory
+      launch.release_freed_memory()
       updating = time.perf_counter()
       advantage = algorithm.advantages(*scored.by_prompt(R))
       state, policy_metrics = learner.train(state, scored.batch(advantage), reference)

@@ -20,6 +20,10 @@ from tlt_jax import metrics
 from tlt_jax import writing
 
 FORK = "Go on in this folder, from --workdir's latest checkpoint, with other settings."
+SCHEDULE = (
+  "A run's rollouts.jsonl, to train the drafter as it was there; default: this run's own, "
+  "for steps that are done again after a crash."
+)
 FREE = ("steps", "evaluation", "checkpoint")  # what a resumed run may change
 _CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 # Where one of these differs, a fork does not go on with the drafter's training.

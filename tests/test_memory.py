@@ -19,6 +19,7 @@ from tests import commands
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
+from tlt_jax import programs
 from tlt_jax.models import convert
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
@@ -104,6 +105,13 @@ def test_what_is_stored_is_announced_as_it_is_stored(home, monkeypatch):
   assert memory.bytes_by_device(arrays) == held(params)
 
 
+def test_what_is_alive_is_counted_once_however_often_it_is_counted():
+  before = programs.live_bytes()
+  x = slices.zeros(half(tiny.mesh(2), 2**20))
+  assert [programs.live_bytes() - before for _ in range(3)] == [2**19] * 3
+  del x
+
+
 def half(mesh, size: int) -> jax.ShapeDtypeStruct:
   """So many bytes, a half of them on each slice of a mesh of two."""
   over = axes.sharding(mesh, axes.DATA)
@@ -137,10 +145,10 @@ def test_a_device_with_memory_of_its_own_is_asked(monkeypatch, caplog):
   device = lambda used: types.SimpleNamespace(
     memory_stats=lambda: {"bytes_limit": 8 * GIB, "bytes_in_use": used * GIB}
   )
-  room, shared = memory._room([device(1), device(5), device(2)])
+  room, shared = memory.room([device(1), device(5), device(2)])
   assert (room, shared) == (memory.Room(3 * GIB, 8 * GIB), False)
   caplog.set_level(logging.INFO)
-  monkeypatch.setattr(memory, "_room", lambda _: (room, shared))
+  monkeypatch.setattr(memory, "room", lambda _: (room, shared))
   memory.announce("the cache", half(tiny.mesh(2), 6 * GIB), "rollout.slots")
   assert caplog.records[-1].levelname == "INFO"
   memory.announce("the cache", half(tiny.mesh(2), 7 * GIB), "rollout.slots")

@@ -7,7 +7,7 @@ share the machine's memory, or what a cgroup leaves of it.
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import logging
 import math
 import pathlib
@@ -31,7 +31,7 @@ class Room(NamedTuple):
   total: int
 
   def __str__(self) -> str:
-    return f"{_text(self.free)} of {_text(self.total)} free"
+    return f"{text(self.free)} of {text(self.total)} free"
 
 
 def announce(what: str, arrays: Any, smaller: str) -> None:
@@ -46,10 +46,10 @@ def announce(what: str, arrays: Any, smaller: str) -> None:
   most = max(held.values(), default=0)
   if most < LEAST_BYTES:
     return
-  room, shared = _room(held)
+  have, shared = room(held)
   each = f"on each of {len(held)} devices " if len(held) > 1 else ""
-  line = f"allocating {_text(most)} {each}for {what}; {room}"
-  if (sum(held.values()) if shared else most) > room.free:
+  line = f"allocating {text(most)} {each}for {what}; {have}"
+  if (sum(held.values()) if shared else most) > have.free:
     logging.warning("%s: this will probably not fit; smaller: %s", line, smaller)
   else:
     logging.info("%s", line)
@@ -64,8 +64,8 @@ def announce_programs(what: str, beside: Any) -> None:
   """
   held = bytes_by_device(beside)
   if max(held.values(), default=0) >= LEAST_BYTES:
-    room, _ = _room(held)
-    logging.info("compiling %s, whose scratch memory is not known yet; %s", what, room)
+    have, _ = room(held)
+    logging.info("compiling %s, whose scratch memory is not known yet; %s", what, have)
 
 
 def bytes_by_device(arrays: Any) -> dict[jax.Device, int]:
@@ -78,7 +78,7 @@ def bytes_by_device(arrays: Any) -> dict[jax.Device, int]:
   return dict(held)
 
 
-def _room(devices) -> tuple[Room, bool]:
+def room(devices: Iterable[jax.Device]) -> tuple[Room, bool]:
   """The memory of the fullest of these devices, and whether they share it."""
   own = [device.memory_stats() or {} for device in devices]
   if not all("bytes_limit" in stats for stats in own):
@@ -116,5 +116,6 @@ def _cgroups() -> Iterator[Room]:
       yield Room(limit - used + cache, limit)
 
 
-def _text(size: int) -> str:
+def text(size: int) -> str:
+  """Bytes as GiB or MiB."""
   return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

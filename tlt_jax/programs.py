@@ -7,6 +7,7 @@ import time
 
 import jax
 
+from tlt_jax import memory
 from tlt_jax import ranges
 
 
@@ -69,8 +70,8 @@ class Pool:
       began = time.perf_counter()
       compiled = jitted.lower(*args, **static).compile()
       seconds = time.perf_counter() - began
-      memory = compiled.memory_analysis()
-      temp = memory.temp_size_in_bytes if memory is not None else 0
+      found = compiled.memory_analysis()
+      temp = found.temp_size_in_bytes if found is not None else 0
       self._programs[key] = Program(compiled, seconds, temp)
       logging.debug("compiled %s in %.1f s", key, seconds)
     return self._programs[key].run
@@ -105,13 +106,9 @@ class Pool:
 
 def live_bytes() -> int:
   """Bytes of all arrays alive on this process's first device."""
-  device = jax.local_devices()[0]
-  return sum(
-    shard.data.nbytes
-    for array in jax.live_arrays()
-    for shard in array.addressable_shards
-    if shard.device == device
-  )
+  # Not from their shards: whoever asks for these makes arrays, which are then alive too.
+  held = memory.bytes_by_device(jax.live_arrays())
+  return held.get(jax.local_devices()[0], 0)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -26,6 +26,7 @@ from tlt_jax.models import hf_tensors
 from tlt_jax.models import target
 
 CheckpointError = hf_folder.CheckpointError
+MAX_FILE_BYTES = 4 * 10**9  # of safetensors, where there are several
 
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # a buffer of old exports
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -216,7 +217,7 @@ def save_hf(
   path: str | pathlib.Path,
   config: config_lib.ModelConfig,
   params: dict,
-  max_file_bytes: int = 4 * 10**9,
+  max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
   """Writes a folder that transformers and `load_hf` read; parameters keep their dtype.
 

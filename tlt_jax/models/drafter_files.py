@@ -148,6 +148,16 @@ def _take_vocab(stored: dict, size: int, target_size: int) -> tuple[int, ...]:
   return tuple(vocab.tolist())
 
 
+def load_shape(path: str | pathlib.Path) -> drafter.DrafterConfig:
+  """The drafter of a folder without its weights; of a vocabulary, the size is right.
+
+  Raises:
+    CheckpointError: `path` is no folder of `save`
+  """
+  config, size = _load_config(pathlib.Path(path))
+  return dataclasses.replace(config, vocab=tuple(range(size or 0)))
+
+
 def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]:
   """Reads the drafter without its vocabulary, and the size of that."""
   file = path / hf_folder.CONFIG

@@ -30,7 +30,7 @@ from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 
-_LOGIT_CHUNK = 1024  # tokens of a row whose f32 logits exist at a time
+LOGIT_CHUNK = 1024  # tokens of a row whose f32 logits exist at a time
 
 
 @flax.struct.dataclass
@@ -319,8 +319,8 @@ class Learner:
       entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
       return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy
 
-    starts = range(0, features.shape[1], _LOGIT_CHUNK)
-    parts = [slice(start, start + _LOGIT_CHUNK) for start in starts]
+    starts = range(0, features.shape[1], LOGIT_CHUNK)
+    parts = [slice(start, start + LOGIT_CHUNK) for start in starts]
     scored = [head(features[:, p], batch.targets[:, p], temperature[:, p]) for p in parts]
     return tuple(jnp.concatenate(x, 1) for x in zip(*scored, strict=True))
 

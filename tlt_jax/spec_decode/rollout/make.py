@@ -5,7 +5,6 @@ import jax
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
@@ -15,7 +14,6 @@ from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import source as source_lib
-from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 
@@ -46,11 +44,9 @@ def make(
   """
   strategies = selector.strategies if selector is not None else ()
   _check(options, strategies, drafter, selector, verification, spot)
-  layout = features_lib.Layout(config.width) if options.features else None
-  if drafter is not None:
-    layout = features_lib.of_drafter(drafter, train=spot is not None)
-  room = strategy_lib.Room.of(strategies)
-  shapes = programs_lib.Shapes(config, mesh, options, layout, room)
+  shapes = programs_lib.Shapes.of(
+    config, mesh, options, drafter, strategies, train=spot is not None
+  )
   pool = pool_lib.Pool(options.budget)
   spot_options = spot.options if spot else spot_lib.Options()
   trainer = spot and spot.trainer

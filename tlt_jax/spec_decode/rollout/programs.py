@@ -1,5 +1,6 @@
 """The device programs of a rollout but its chunks, and the shapes that they take."""
 
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from tlt_jax import axes
 from tlt_jax import programs
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
@@ -29,6 +31,26 @@ class Shapes:
   options: options_lib.Options
   layout: features_lib.Layout | None  # of the features that are kept
   room: strategy_lib.Room
+
+  @classmethod
+  def of(
+    cls,
+    config: config_lib.ModelConfig,
+    mesh: jax.sharding.Mesh,
+    options: options_lib.Options,
+    drafter: drafter_lib.DrafterConfig | None,
+    strategies: Sequence[strategy_lib.Strategy],
+    train: bool,
+  ) -> "Shapes":
+    """The arrays of a rollout with these strategies; see `make` for the arguments.
+
+    Args:
+      train: whether the drafter is trained, which takes features of its own
+    """
+    layout = features_lib.Layout(config.width) if options.features else None
+    if drafter is not None:
+      layout = features_lib.of_drafter(drafter, train)
+    return cls(config, mesh, options, layout, strategy_lib.Room.of(strategies))
 
   @property
   def slices(self) -> int:

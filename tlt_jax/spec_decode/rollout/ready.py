@@ -50,7 +50,7 @@ class Ready:
     # The largest first: it can stand in for every other.
     for bucket in sorted(options.buckets, key=lambda b: (b.length, b.batch), reverse=True):
       chosen = dataclasses.replace(options, buckets=(*ready, bucket))
-      admits = _nothing_queued(chosen).admitting
+      admits = nothing_queued(chosen).admitting
       total = shared + len(chosen.buckets) + len(admits) + len(chosen.edges)
       if ready and not self._programs.pool.has_room(total - len(self._programs.pool)):
         logging.warning("no room for the programs of %d slots x %d tokens", *bucket)
@@ -61,7 +61,7 @@ class Ready:
         self._compile_admit(bucket, stops)
     options = dataclasses.replace(options, buckets=tuple(ready))
     for bucket in options.buckets:
-      for arm in sorted(self._drafting.in_bucket(_nothing_queued(options), bucket)):
+      for arm in sorted(self._drafting.in_bucket(nothing_queued(options), bucket)):
         self._compile_chunk(arm, bucket, stops, weights)
     for start, goal in options.edges:
       layer = self._shapes.slots(start, stops).kv[0]
@@ -133,7 +133,7 @@ class Ready:
     if selector is None or not selector.wants_step_seconds:
       return
     for bucket in filter(options.allows, options.buckets):
-      arms = sorted(self._drafting.in_bucket(_nothing_queued(options), bucket))
+      arms = sorted(self._drafting.in_bucket(nothing_queued(options), bucket))
       for arm in (None, *arms) if arms else ():
         with _unless_out_of_memory(bucket):
           for _ in range(2):  # the first time is slower
@@ -212,7 +212,7 @@ def _schedule(options, running) -> schedule_lib.Schedule:
   )
 
 
-def _nothing_queued(options: options_lib.Options) -> schedule_lib.Schedule:
+def nothing_queued(options: options_lib.Options) -> schedule_lib.Schedule:
   """A schedule to be asked which buckets serve what."""
   nothing = requests_lib.make_requests([], max_tokens=1)
   return _schedule(options, running_lib.Running(nothing, slices=1))

@@ -79,6 +79,20 @@ class Options:
       )
 
 
+def row_tokens(trainer: trainer_lib.Trainer, options: Options) -> int:
+  """Tokens of a row of training data: no more than a sequence has."""
+  return min(options.row_tokens, trainer.longest)
+
+
+def abstract_features(
+  trainer: trainer_lib.Trainer, options: Options
+) -> jax.ShapeDtypeStruct:
+  """The shape and sharding of the features of all rows, f[slices*m T E]."""
+  dtype, size = trainer.config.dtype, trainer.layout.size
+  length = row_tokens(trainer, options)
+  return slices.abstract(trainer.mesh, options.rows, dtype, length, size)
+
+
 class Spot:
   """The drafter's training through a run: its state and its data."""
 
@@ -86,7 +100,7 @@ class Spot:
     """Starts from the drafter's `params`."""
     self.trainer, self.options = trainer, options
     t, num_slices = trainer, trainer.mesh.shape[axes.DATA]
-    self.row_tokens = min(options.row_tokens, t.longest)
+    self.row_tokens = row_tokens(trainer, options)
     self.buffer = buffer_lib.Buffer(
       num_slices,
       rows=options.rows,
@@ -99,9 +113,7 @@ class Spot:
     self._state = state_lib.init_state(t.drafter, t.optimizer, t.mesh, params)
     self._published = self._state.params if options.held_out_rows else None
     self._pending = t.init_pending()
-    features = slices.abstract(
-      t.mesh, options.rows, t.config.dtype, self.row_tokens, t.layout.size
-    )
+    features = abstract_features(trainer, options)
     memory.announce(
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
     )
@@ -208,22 +220,21 @@ class Spot:
     return slots * self.buffer.most_pieces(length)
 
 
-def make(
+def make_trainer(
   config: config_lib.ModelConfig,
   drafter: drafter_lib.DrafterConfig,
   mesh: jax.sharding.Mesh,
-  params,
   *,
   optimizer: optax.GradientTransformation,
   longest: int,
   loss: loss_lib.Loss,
   options: Options,
-) -> Spot:
-  """Spot training of a drafter, for `rollout.make`.
+) -> trainer_lib.Trainer:
+  """What trains a drafter in rollouts; holds no array.
 
   Args:
     config: of the target
-    drafter, params: what is trained, and from where
+    drafter: what is trained
     mesh: of the rollout
     optimizer: of the drafter
     longest: tokens of the longest sequence
@@ -237,5 +248,22 @@ def make(
       f"context_tokens ({options.context_tokens}) must be at least the drafting steps of "
       f"the loss ({loss.steps}): the first tokens of a piece have no earlier steps"
     )
-  trainer = trainer_lib.Trainer(config, drafter, mesh, loss, optimizer, longest)
+  return trainer_lib.Trainer(config, drafter, mesh, loss, optimizer, longest)
+
+
+def make(
+  config: config_lib.ModelConfig,
+  drafter: drafter_lib.DrafterConfig,
+  mesh: jax.sharding.Mesh,
+  params,
+  *,
+  options: Options,
+  **training,
+) -> Spot:
+  """Spot training of a drafter from its `params`, for `rollout.make`.
+
+  Args:
+    config, drafter, mesh, options, training: as for `make_trainer`
+  """
+  trainer = make_trainer(config, drafter, mesh, options=options, **training)
   return Spot(trainer, options, params)

@@ -225,13 +225,17 @@ class Trainer:
 
   def init_pending(self) -> Pending:
     """Pending work of no micro-batch, on every slice."""
+    return slices.zeros(self.abstract_pending())
+
+  def abstract_pending(self) -> Pending:
+    """Shapes, dtypes and shardings of pending work."""
     num_slices = self.mesh.shape[axes.DATA]
     grads = state_lib.abstract_state(self.drafter, self.optimizer, self.mesh).params
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     metrics = dict.fromkeys(self.loss.metrics, scalar)
     shapes = Pending(jax.ShapeDtypeStruct((), jnp.int32), Sums(scalar, metrics, grads))
-    zeros = lambda x, s: jnp.zeros((num_slices, *x.shape), x.dtype, device=s)
-    return jax.tree.map(zeros, shapes, self.trained_shardings.pending)
+    over = lambda x, s: jax.ShapeDtypeStruct((num_slices, *x.shape), x.dtype, sharding=s)
+    return jax.tree.map(over, shapes, self.trained_shardings.pending)
 
   @functools.cached_property
   def trained_shardings(self) -> Trained:

@@ -1,0 +1,364 @@
+"""The memory of a run, added up before any of it is allocated.
+
+    memory_plan.check(memory_plan.of_run(config), dry_run=_DRY_RUN.value)
+
+A plan follows from the config and from the policy's `config.json`: no weights are read.
+The sizes of arrays are exact: the code that makes them is asked for their shapes. Marked
+with ~ is what is estimated: scratch memory (`scratch_memory`), copies on the host, and
+the process itself.
+
+The devices of a CPU share the machine's memory: what all of them hold is added up. A GPU
+or a TPU has its own: the fullest one counts, and copies on the host do not.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import psutil
+
+from experiments import from_config
+from experiments import scratch_memory
+from experiments import tables
+from tlt_jax import axes
+from tlt_jax import memory
+from tlt_jax import programs as pool_lib
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import drafter_files
+from tlt_jax.models import drafters
+from tlt_jax.models import target
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import drafting as drafting_lib
+from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import ready
+from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import state as state_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+DRY_RUN = "Print the memory that this takes, and stop before anything is allocated."
+_SMALLER_POLICY = "policy"  # the option of what only a smaller policy makes smaller
+
+
+class Part(NamedTuple):
+  """Something that takes memory."""
+
+  name: str
+  size: int  # bytes, of all devices that share memory, or of the fullest
+  option: str  # the entry of the config that makes it smaller
+  is_estimate: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The parts of each phase, and the memory there is."""
+
+  phases: Mapping[str, tuple[Part, ...]]
+  room: memory.Room  # what may be used, this process's own memory included
+  where: str  # whose memory it is
+
+  def needed(self, phase: str) -> int:
+    """Bytes of a phase."""
+    return sum(part.size for part in self.phases[phase])
+
+  @property
+  def fullest(self) -> str:
+    """The phase that needs the most."""
+    return max(self.phases, key=self.needed)
+
+
+def check(plan: Plan, dry_run: bool = False) -> None:
+  """Refuses what does not fit; with `dry_run` prints the plan, and ends the process.
+
+  Raises:
+    MemoryError: a phase needs more than there is; names it, and the entry of the config
+      that helps most
+    SystemExit: with `dry_run`, of a plan that fits
+  """
+  if dry_run:
+    show(plan)
+  phase = plan.fullest
+  if plan.needed(phase) > plan.room.free:
+    parts = plan.phases[phase]
+    raise MemoryError(
+      f"the phase '{phase}' needs {memory.text(plan.needed(phase))} of memory, with "
+      f"{plan.room}; {_remedy(parts, plan.room.free)}"
+    )
+  if dry_run:
+    sys.exit(0)
+
+
+def _remedy(parts: tuple[Part, ...], free: int) -> str:
+  """What to change so that a phase fits."""
+  by_option: dict[str, int] = {}
+  for part in parts:
+    by_option[part.option] = by_option.get(part.option, 0) + part.size
+  fixed = by_option.pop(_SMALLER_POLICY, 0)
+  if fixed > free or not by_option:
+    return (
+      f"{memory.text(fixed)} of it follow from the policy's size: take a smaller policy, "
+      "or a machine with more memory"
+    )
+  option = max(by_option, key=by_option.get)
+  return (
+    f"what helps most is less of {option}, which takes {memory.text(by_option[option])}"
+  )
+
+
+def show(plan: Plan) -> None:
+  """Prints the plan: what each part takes in each phase, what is free, and the margin."""
+  gib = lambda size: f"{size / 2**30:.2f}"
+  names = dict.fromkeys(p.name for parts in plan.phases.values() for p in parts)
+  rows = []
+  for name in names:
+    found = [[p for p in parts if p.name == name] for parts in plan.phases.values()]
+    mark = lambda p: "~" * p.is_estimate + gib(p.size)
+    rows.append([name, *(mark(ps[0]) if ps else "" for ps in found)])
+  needed = [plan.needed(phase) for phase in plan.phases]
+  rows.append(["all", *map(gib, needed)])
+  rows.append(["free", *[gib(plan.room.free)] * len(needed)])
+  rows.append(["margin", *(gib(plan.room.free - size) for size in needed)])
+  tables.show(f"GiB of {plan.where}; ~ is estimated", ["", *plan.phases], rows)
+  print(f"the most is needed in the {plan.fullest}: {gib(max(needed))} GiB")
+
+
+class _NoPool(pool_lib.Pool):
+  """Compiles nothing: a source of drafts is asked for the shape of its state only."""
+
+  def get(self, *args, **static):
+    return None
+
+
+_Spot = tuple[trainer_lib.Trainer, spot_lib.Options] | None  # see `spot_trainer`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """What a config describes, as shapes; the parts of its memory."""
+
+  config: dict
+  mesh: jax.sharding.Mesh
+  model: config_lib.ModelConfig
+  stops: int  # stop tokens of a request
+
+  @property
+  def shared(self) -> bool:
+    """Whether the devices share the machine's memory."""
+    return memory.room(self.mesh.devices.flat)[1]
+
+  def size(self, arrays: Any) -> int:
+    """Bytes of arrays, given as shapes and shardings."""
+    held = memory.bytes_by_device(arrays).values()
+    return sum(held) if self.shared else max(held, default=0)
+
+  def part(self, name: str, arrays: Any, option: str) -> Part:
+    """A part of arrays, given as shapes and shardings."""
+    return Part(name, self.size(arrays), option)
+
+  def scratch(self, name: str, size: float, option: str) -> Part:
+    """An estimated part of so many bytes on every device."""
+    return Part(name, int(size * (self.mesh.size if self.shared else 1)), option, True)
+
+  def on_host(self, name: str, arrays: Any, option: str) -> list[Part]:
+    """Copies on the host; nothing where the devices' own memory is planned."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return [Part(name, size, option, True)] if self.shared else []
+
+  def files_written(self, params: Any) -> list[Part]:
+    """A file of the exported policy: its arrays, and the same once more as bytes."""
+    whole = self.on_host("files being written", params, _SMALLER_POLICY)
+    return [p._replace(size=2 * min(p.size, convert.MAX_FILE_BYTES)) for p in whole]
+
+  def process(self, name: str, size: int) -> list[Part]:
+    """Memory of the process, on the host like `on_host`."""
+    return [Part(name, size, _SMALLER_POLICY, True)] if self.shared else []
+
+  def weights(self, dtype: str) -> Any:
+    """The policy in the layout of rollouts."""
+    abstract = target.abstract_params(self.model)
+    made = axes.with_shardings(self.mesh, axes.ROLLOUT, abstract)
+    return jax.tree.map(lambda x: x.update(dtype=dtype), made)
+
+  def drafter(self) -> drafter_lib.DrafterConfig | None:
+    """The config's drafter."""
+    name = self.config["drafter"]
+    if not name or drafters.is_kind(name):
+      return drafter_lib.of_target(self.model, name) if name else None
+    return drafter_files.load_shape(name)
+
+  def draft_params(self, drafter: drafter_lib.DrafterConfig | None) -> Any:
+    """The drafter's parameters; None of none."""
+    if drafter is None:
+      return None
+    abstract = drafter_lib.abstract_params(drafter)
+    return axes.with_shardings(self.mesh, axes.ROLLOUT, abstract)
+
+  def spot_arrays(self, spot: _Spot) -> Any:
+    """The arrays of the drafter's training that a checkpoint holds; () of none."""
+    if spot is None:
+      return ()
+    trainer, options = spot
+    state = state_lib.abstract_state(trainer.drafter, trainer.optimizer, self.mesh)
+    published = state.params if options.held_out_rows else ()
+    return state, published, spot_lib.abstract_features(trainer, options)
+
+  def drafter_parts(
+    self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
+  ) -> list[Part]:
+    """The drafter, and its training if there is any."""
+    if drafter is None:
+      return []
+    if spot is None:
+      return [self.part("drafter", self.draft_params(drafter), "drafter")]
+    state, published, features = self.spot_arrays(spot)
+    pending = spot[0].abstract_pending()
+    held = (state, published, pending)
+    return [
+      self.part("drafter in training", held, "spot.every"),
+      self.part("drafter's training rows", features, "spot.rows"),
+    ]
+
+  def rollout_parts(
+    self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
+  ) -> list[Part]:
+    """The arrays of the bucket that needs the most, and scratch."""
+    config, selector = self.config, from_config.selector(self.config)
+    strategies = selector.strategies if selector else ()
+    longest = from_config.max_length(config)
+    options = rollout.Options(max_length=longest, **config["rollout"])
+    shapes = programs_lib.Shapes.of(
+      self.model, self.mesh, options, drafter, strategies, train=spot is not None
+    )
+    sources = drafting_lib.make_sources(
+      selector, shapes, _NoPool(), config["verification"], drafter
+    )
+    drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
+    weights = chunk_lib.Weights(self.weights(self.model.dtype), self.draft_params(drafter))
+
+    def arrays(bucket):
+      slots = shapes.slots(bucket, self.stops)
+      arms = drafting.in_bucket(ready.nothing_queued(options), bucket)
+      ways = [drafting.way(arm, weights) for arm in arms]
+      states = [w.source.ready((), w.weights, slots) for w in ways]
+      return slots, max(states, key=self.size, default=())
+
+    allowed = list(filter(options.allows, options.buckets)) or options.buckets[:1]
+    slots, state = max(map(arrays, allowed), key=self.size)
+    most = max(bucket.batch for bucket in allowed)
+    parts = [
+      self.part("KV cache", slots.replace(features=None), "rollout.slots"),
+      self.part("kept features", slots.features, "rollout.cache_tokens"),
+      self.part("state of drafts", state, "strategies"),
+      self.part("prompt store", shapes.store(), "rollout.prompt_rows"),
+      self.scratch(
+        "chunk's scratch",
+        scratch_memory.decoding(shapes, most, strategies),
+        "rollout.slots",
+      ),
+    ]
+    if spot is not None:
+      trainer, spot_options = spot
+      row = spot_lib.row_tokens(trainer, spot_options)
+      size = scratch_memory.draft_micro_batch(trainer, row)
+      state, _, _ = self.spot_arrays(spot)
+      after = (state, trainer.abstract_pending())
+      parts += [
+        self.part("drafter after an update", after, "spot.every"),
+        self.scratch("drafter's micro-batch", size, "spot.row_tokens"),
+      ]
+    return parts
+
+  def plan(self, phases: Mapping[str, list[Part]]) -> Plan:
+    """The plan of these phases; parts that are empty are left out."""
+    room, shared = memory.room(self.mesh.devices.flat)
+    where = f"each of {self.mesh.size} devices (the fullest)"
+    if shared:
+      own = psutil.Process().memory_info().rss  # is part of the plan
+      room = memory.Room(min(room.free + own, room.total), room.total)
+      where = f"the machine's memory ({self.mesh.size} CPU devices share it)"
+    phases = {k: tuple(p for p in v if p.size) for k, v in phases.items()}
+    return Plan(phases, room, where)
+
+
+def of_run(config: dict, stops: int = 1) -> Plan:
+  """The memory of `experiments.train`.
+
+  Args:
+    config: of the run
+    stops: stop tokens of a request
+  """
+  run = _described(config, stops)
+  algorithm = algorithm_lib.make(**config["algorithm"])
+  learner = learner_lib.make(
+    run.model,
+    algorithm,
+    optimizer.make(**config["optimizer"]),
+    run.mesh,
+    **config["learner"],
+  )
+  state, drafter = learner.abstract_state(), run.drafter()
+  policy = [
+    run.part("policy in training", state.params, _SMALLER_POLICY),
+    run.part("moments", state.opt_state, "learner.only"),
+  ]
+  reference = state.params if algorithm.uses_reference else ()
+  frozen = [run.part("reference policy", reference, "algorithm.kl_coef")]
+  spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
+  trained = run.spot_arrays(spot)
+  drafting = run.drafter_parts(drafter, spot)
+  always = [
+    *run.process("process and programs", scratch_memory.process(run.model)),
+    *policy,
+    *frozen,
+    *drafting,
+  ]
+  weights = run.part("policy in rollouts", run.weights(run.model.dtype), _SMALLER_POLICY)
+  tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
+  checkpoint = run.on_host("checkpoint being written", (state, trained), "learner.only")
+  restored = run.part("state of the checkpoint", (state, trained), "learner.only")
+  files = run.files_written(state.params)
+  return run.plan(
+    {
+      "load": [*always, *run.on_host("largest tensor", tensor, _SMALLER_POLICY)],
+      "resume": [*always, restored],
+      "rollout": [*always, weights, *checkpoint, *run.rollout_parts(drafter, spot)],
+      "update": [
+        *always,
+        *run.process("compiling the update", scratch_memory.compiling_update(run.model)),
+        run.scratch("update's scratch", scratch_memory.update(learner), "learner.buckets"),
+      ],
+      "sync": [*always, weights],
+      "export": [*always, weights, *files],
+    }
+  )
+
+
+def of_rollout(config: dict, stops: int = 1) -> Plan:
+  """The memory of a command that only asks a policy, such as `experiments.generate`.
+
+  Args:
+    config: of a run, with the sizes of its rollout
+    stops: stop tokens of a request
+  """
+  run = _described(config, stops)
+  drafter = run.drafter()
+  weights = run.part("policy", run.weights(run.model.dtype), _SMALLER_POLICY)
+  always = [
+    *run.process("process and programs", scratch_memory.process(run.model)),
+    weights,
+    *run.drafter_parts(drafter, None),
+  ]
+  return run.plan({"load": always, "rollout": [*always, *run.rollout_parts(drafter, None)]})
+
+
+def _described(config: dict, stops: int) -> _Run:
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  return _Run(config, mesh, convert.load_config(config["policy"]), stops)

@@ -1,0 +1,199 @@
+"""The memory of a run is added up before it is allocated: exactly, and in time."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import from_config
+from experiments import launch
+from experiments import memory_plan
+from experiments import scratch_memory
+from tests import commands
+from tests import test_memory
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax import memory
+from tlt_jax import packing
+from tlt_jax.models import convert
+from tlt_jax.models import hf_config
+from tlt_jax.models import target
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
+from tlt_jax.spec_decode.rollout import ready
+
+home = commands.home
+GIB = 2**30
+
+
+@pytest.fixture
+def config(home) -> dict:
+  """Of a run with everything that takes memory: reference, drafter, held-out rows."""
+  config = launch.read_config("experiments/configs/countdown.py:smoke")
+  config["spot"] |= {"rows": 4, "carried_rows": 2, "held_out_rows": 1}
+  config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96))}
+  return config | {
+    "policy": str(home / "policy"),
+    "tensor_parallel": 2,
+    "drafter": "eagle2",
+    "strategies": "up to 9 live: 2_1_3",
+    "algorithm": {"name": "grpo", "kl_coef": 1e-3},
+  }
+
+
+def sizes(plan: memory_plan.Plan) -> dict[str, int]:
+  """Bytes of each part that is no estimate."""
+  parts = [p for parts in plan.phases.values() for p in parts if not p.is_estimate]
+  return {part.name: part.size for part in parts}
+
+
+def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
+  """On all devices together: those of a CPU share its memory."""
+  found = sizes(memory_plan.of_run(config))
+  held = lambda arrays: sum(test_memory.held(arrays).values())
+
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config["algorithm"])
+  learner = learner_lib.make(
+    model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
+  )
+  reference, state = from_config.reference(algorithm, params), learner.init(params)
+  drafter, draft_params = from_config.load_drafter(config, model, mesh)
+  selector = from_config.selector(config)
+  spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+  sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
+  policy = learner.to_rollout(state.params)
+  parts = sampler.rollout.parts
+  weights = parts.weights(policy, None)
+
+  expected = {
+    "policy in training": held(state.params),
+    "moments": held(state.opt_state),
+    "reference policy": held(reference),
+    "policy in rollouts": held(policy),
+    "drafter in training": held((spot.state, spot._published, spot._pending)),
+    "drafter's training rows": held(spot.features),
+  }
+  trained = (state, spot.state, spot._published, spot.features)
+  expected["state of the checkpoint"] = held(trained)
+  expected["drafter after an update"] = held((spot.state, spot._pending))
+  # The bucket that needs the most, full.
+  batches = [
+    ready.Ready(parts)._full(bucket, 1)[0] for bucket in sampler.rollout.options.buckets
+  ]
+  batch = max(batches, key=lambda b: held(b.slots))
+  source = parts.drafting.sources["model"]
+  nothing = [[None] * len(row) for row in batch.running.owner]
+  drafts = source.prepare(batch.key, weights, batch.slots, nothing)
+  expected["KV cache"] = held(batch.slots.replace(features=None))
+  expected["kept features"] = held(batch.slots.features)
+  expected["state of drafts"] = held(drafts)
+  store = parts.shapes.store()
+  expected["prompt store"] = sum(memory.bytes_by_device(store).values())
+  assert found == expected
+
+
+def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
+  plan = memory_plan.of_rollout(config)
+  assert list(plan.phases) == ["load", "rollout"]
+  names = set(sizes(plan))
+  assert {"policy", "drafter", "KV cache", "state of drafts"} <= names
+  assert not {"moments", "drafter in training"} & names
+  plain = sizes(memory_plan.of_rollout(config | {"drafter": "", "strategies": ""}))
+  assert not {"drafter", "kept features", "state of drafts"} & set(plain)
+
+
+def test_accelerators_have_memory_of_their_own(config, monkeypatch):
+  """The fullest device counts; what lies on the host does not."""
+  monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
+  plan = memory_plan.of_run(config)
+  assert plan.room == memory.Room(GIB, GIB)
+  names = {part.name for parts in plan.phases.values() for part in parts}
+  assert not {"process and programs", "checkpoint being written"} & names
+  whole = target.abstract_params(convert.load_config(config["policy"]))
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  fullest = memory.bytes_by_device(axes.with_shardings(mesh, axes.ROLLOUT, whole))
+  assert sizes(plan)["policy in rollouts"] == max(fullest.values())
+
+
+@pytest.mark.parametrize(
+  "parts, remedy",
+  [
+    (dict(policy=9, slots=1), "9.0 GiB of it follow from the policy's size: take a sm"),
+    (dict(policy=2, slots=6), "what helps most is less of slots, which takes 6.0 GiB"),
+    (dict(slots=3, rows=4), "what helps most is less of rows, which takes 4.0 GiB"),
+  ],
+)
+def test_what_does_not_fit_is_refused_with_the_option_that_helps_most(parts, remedy):
+  made = tuple(memory_plan.Part(k, n * GIB, k) for k, n in parts.items())
+  phases = {"load": made[:1], "update": made}
+  plan = memory_plan.Plan(phases, memory.Room(5 * GIB, 8 * GIB), "the machine's memory")
+  with pytest.raises(MemoryError) as refused:
+    memory_plan.check(plan)
+  needed = f"{sum(parts.values())}.0 GiB"
+  begins = f"the phase 'update' needs {needed} of memory, with 5.0 GiB of 8.0 GiB free; "
+  assert str(refused.value).startswith(begins + remedy)
+  enough = dataclasses.replace(plan, room=memory.Room(10 * GIB, 10 * GIB))
+  memory_plan.check(enough)
+
+
+def test_a_dry_run_prints_every_part_and_allocates_nothing(config, capsys):
+  before = len(jax.live_arrays())
+  plan = memory_plan.of_run(config)
+  with pytest.raises(SystemExit) as ended:
+    memory_plan.check(plan, dry_run=True)
+  assert not ended.value.code
+  assert len(jax.live_arrays()) == before
+  printed = capsys.readouterr().out
+  for phase, parts in plan.phases.items():
+    assert phase in printed
+    assert all(part.name in printed for part in parts)
+  assert f"needed in the {plan.fullest}: {plan.needed(plan.fullest) / GIB:.2f}" in printed
+  assert "~0.0" in printed  # an estimate
+
+
+def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
+  """In one line, before a weight is read: there are none."""
+  model = dataclasses.replace(commands.COUNTDOWN, vocab_size=10**9, width=1 << 14)
+  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(model)))
+  run = commands.tiny_run(home, ("policy", tmp_path))
+  line = commands.error(commands.run(home, "train", *run, f"--workdir={tmp_path / 'w'}"))
+  assert "follow from the policy's size: take a smaller policy" in line
+  assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_estimate_of_an_update_is_near_what_xla_says(slices):
+  """Of a model with a real one's proportions: the vocabulary outweighs the layers."""
+  model = dataclasses.replace(
+    tiny.CONFIG,
+    architecture="LlamaForCausalLM",
+    vocab_size=16384,
+    width=96,
+    mlp_width=256,
+    num_heads=9,
+    num_kv_heads=3,
+    tie_embeddings=True,
+    qk_norm=False,
+  )
+  learner = learner_lib.make(
+    model,
+    algorithm_lib.make("grpo"),
+    optimizer.make("adamw", 1e-3),
+    tiny.mesh(slices),
+    buckets=((4, 256),),
+  )
+  one = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+  rows = lambda dtype: one(dtype, 2, 4, 256)
+  packed = packing.Packed(
+    *[rows(jnp.int32)] * 5, mask=rows(jnp.bool_), count=one(jnp.int32)
+  )
+  f32, i32 = one(jnp.float32, 8), one(jnp.int32, 8)
+  sequences = learner_lib.Sequences(one(jnp.float32, 8, 1), i32, i32, f32)
+  compiled = learner.update.lower(learner.abstract_state(), (packed,), sequences).compile()
+  measured = compiled.memory_analysis().temp_size_in_bytes
+  assert scratch_memory.update(learner) == pytest.approx(measured, rel=0.3)
