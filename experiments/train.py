@@ -38,8 +38,8 @@ _SCHEDULE = flags.DEFINE_string(
 
 
 def main(config):
-  from_config.check_sizes(config)
   launch.start()
+  config = from_config.complete(config, _FORK.value or _WORKDIR.value)
   run = workdirs.open(_WORKDIR.value, config, _FORK.value)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])

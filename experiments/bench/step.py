@@ -397,6 +397,7 @@ def check_flags(config: dict) -> None:
 def main(config):
   check_flags(config)
   launch.start(_SLICES.value)
+  config = from_config.complete(config)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   found = {}
