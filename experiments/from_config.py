@@ -30,8 +30,14 @@ from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
+
+# What "auto" chooses from, at up to so many live requests per slice.
+_MOST_LIVE = 8
+_LOOKED_UP = ("off", "ngram_3", "ngram_5")
+_DRAFTED = ("off", "3_1_4", "5_1_6", "4_2_8", "ngram_3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +232,31 @@ def selector(config: dict) -> selector_lib.Selector | None:
     rule=config["strategy_rule"],
     has_drafter=bool(config["drafter"]),
   )
+
+
+def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
+  """The selector that a text asks for; None if it asks for plain decoding.
+
+  Args:
+    text: a strategy, which runs always; several by live requests, as in a config's
+      `strategies`; or "auto", which chooses from what this project has, by what each is
+      measured to bring
+    config: of a run: its drafter and its rule
+  Raises:
+    ValueError: no such strategy, or a drafter's without one
+  """
+  has_drafter = bool(config["drafter"])
+  if text == "auto":
+    arms = _DRAFTED if has_drafter else _LOOKED_UP
+    text = f"up to {_MOST_LIVE} live: {' or '.join(arms)}"
+  if " live: " in text:
+    return levels.make(text, config["strategy_rule"], has_drafter)
+  strategy = strategy_lib.parse(text)
+  if strategy is None:
+    return None
+  if strategy.source == strategy_lib.MODEL and not has_drafter:
+    raise ValueError(f"strategy {text} needs a --drafter")
+  return selector_lib.always(strategy)
 
 
 def spot_training(

@@ -30,9 +30,6 @@ from tlt_jax import writing
 from tlt_jax.models import convert
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.speculation import levels
-from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=True)
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of `train_drafter`.")
@@ -51,26 +48,6 @@ _MAX_TOKENS = flags.DEFINE_integer(
   lower_bound=1,
 )
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
-
-# What `auto` chooses from, at up to so many live requests per slice.
-_MOST_LIVE = 8
-_NGRAMS = ("off", "ngram_3", "ngram_5")
-_DRAFTED = ("off", "3_1_4", "5_1_6", "4_2_8", "ngram_3")
-
-
-def selector(config: dict) -> selector_lib.Selector | None:
-  """The selector that `--strategy` asks for; None is plain decoding."""
-  text, has_drafter = _STRATEGY.value, bool(config["drafter"])
-  if text == "auto":
-    text = f"up to {_MOST_LIVE} live: {' or '.join(_DRAFTED if has_drafter else _NGRAMS)}"
-  if " live: " in text:
-    return levels.make(text, config["strategy_rule"], has_drafter)
-  strategy = strategy_lib.parse(text)
-  if strategy is None:
-    return None
-  if strategy.source == strategy_lib.MODEL and not has_drafter:
-    raise ValueError(f"--strategy={text} needs a --drafter")
-  return selector_lib.always(strategy)
 
 
 def fitted(config: dict, records: Sequence[dict]) -> dict:
@@ -116,7 +93,7 @@ def main(config):
   records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
   records = [record | {"index": i} for i, record in enumerate(records)]
   records = from_config.usable(config, records, _PROMPTS.value, max_prompt=None)
-  chosen = selector(config)
+  chosen = from_config.selector_of(_STRATEGY.value, config)
   if chosen is None:
     config["drafter"] = ""
   config = fitted(config, records)

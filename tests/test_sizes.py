@@ -1,7 +1,8 @@
 """Sizes that a config leaves open: what they follow from, and that a run keeps them."""
 
+import dataclasses
 import json
-import re
+import shutil
 
 import pytest
 
@@ -9,8 +10,10 @@ from experiments import sizes
 from tests import commands
 from tests import tiny
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
 from tlt_jax.spec_decode import rollout
 
+home, chat = commands.home, commands.chat
 CPU = sizes.Machine(slices=2, free=2**33, is_cpu=True)
 OPEN = dict.fromkeys(sizes.OPEN["rollout"])
 # SmolLM2-135M: 45 KiB of KV per token.
@@ -68,7 +71,9 @@ def test_a_size_that_is_given_stays_and_others_follow_it(caplog):
 
 def test_a_prompt_that_leaves_no_room_in_the_context_is_named():
   asked = sizes.Asked(longest=8000, prompts=8, responses=4)
-  with pytest.raises(ValueError, match="prompt of 8000 .* leaves 192 .* 8192 .* 256; allow"):
+  with pytest.raises(
+    ValueError, match="prompt of 8000 .* leaves 192 .* 8192 .* 256; allow"
+  ):
     fit(asked)
 
 
@@ -97,4 +102,60 @@ def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
   assert sizes.resumed(began, tmp_path) == began
 
 
-home = commands.home
+@pytest.fixture(scope="module")
+def real_shape(home, chat):
+  """A small random policy of a real one's shape; its tokenizer knows fewer tokens."""
+  model = dataclasses.replace(
+    tiny.CONFIG,
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    width=36,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=4,
+    qk_norm=False,
+    tie_embeddings=True,
+  )
+  folder = shutil.copytree(home / "chat_policy", home / "real_shape")
+  convert.save_hf(folder, model, commands.init(model))
+  return folder
+
+
+GSM8K = "--config=experiments/configs/smollm2.py:gsm8k"
+
+
+def test_a_policy_of_a_real_shape_answers_a_file(home, real_shape):
+  """With sizes that follow; `auto` draws what plain decoding draws."""
+  args = [GSM8K, f"--model={real_shape}", f"--prompts={home / 'test.jsonl'}"]
+  args += ["--prompt_field=question", "--max_tokens=12", "--config.rollout.chunk=8"]
+  drawn = {}
+  for strategy in ("off", "auto"):
+    result = commands.run(home, "generate", *args, f"--strategy={strategy}")
+    assert "sizes: max_prompt 128, slots 2, buckets 2x140" in result.stderr
+    drawn[strategy] = commands.succeed(result).stdout
+  assert drawn["off"] == drawn["auto"]
+  assert len(drawn["off"].splitlines()) == 3
+
+
+def test_a_policy_of_a_real_shape_is_evaluated_on_a_file(home, real_shape):
+  more = [f"--config.held_out.path={home / 'test.jsonl'}", f"--model={real_shape}"]
+  more += ["--config.sampling.max_tokens=8", "--samples=1"]
+  result = commands.found(home, "evaluate", GSM8K, *more)
+  assert result["prompts"] == 3 and str(real_shape) in result["models"]
+
+
+def test_a_run_of_a_real_shape_trains_and_resumes_with_its_sizes(home, real_shape):
+  """Its smoke config; what is open is in the folder's config.json, and stays."""
+  workdir = home / "real_shape_run"
+  args = ["--config=experiments/configs/smollm2.py:smoke", f"--workdir={workdir}"]
+  args += [f"--config.policy={real_shape}", "--config.drafter="]
+  commands.succeed(commands.run(home, "train", *args, "--config.steps=1"))
+  ran = json.loads((workdir / "config.json").read_text())
+  assert ran["rollout"]["slots"] == 2 and ran["learner"]["buckets"] == [[2, 512]]
+  ran["rollout"]["slots"] = 1  # as where less memory was free
+  ran["rollout"]["buckets"] = []
+  (workdir / "config.json").write_text(json.dumps(ran))
+  commands.succeed(commands.run(home, "train", *args))
+  again = json.loads((workdir / "config.json").read_text())
+  assert again == ran | {"steps": 2}
+  assert (workdir / "policy" / "model.safetensors").is_file()
