@@ -12,7 +12,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from experiments import workdirs
 from tlt_jax import json_objects
@@ -135,7 +135,7 @@ def power_of_two(least: int) -> int:
 def fitting_slots(model: config_lib.ModelConfig, length: int, machine: Machine) -> int:
   """Requests of `length` tokens per slice, a power of two, whose KV the memory holds."""
   values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  each = values * length * np.dtype(model.dtype).itemsize
+  each = values * length * jnp.dtype(model.dtype).itemsize
   fitting = max(int(_KV_SHARE * machine.free / each), 1)
   return min(1 << (fitting.bit_length() - 1), 64 if machine.is_cpu else 256)
 
@@ -159,15 +159,15 @@ def resumed(config: dict, workdir: str) -> dict:
     config: that was asked for
     workdir: where its config.json may be
   """
+  filled = copy.deepcopy(config)
   try:
     old = json_objects.parse((pathlib.Path(workdir) / workdirs.CONFIG).read_bytes())
-  except (OSError, ValueError):  # `workdirs.open` says what is wrong with it
-    return config
-  filled = copy.deepcopy(config)
-  for new, section, name in _open(filled):
-    was = old.get("run", {}) if new is filled.get("run") else old
-    value = was.get(section, {}).get(name)
-    new[section][name] = tuple(map(tuple, value)) if isinstance(value, list) else value
+    for new, section, name in _open(filled):
+      was = old["run"] if new is filled.get("run") else old
+      value = was[section][name]
+      new[section][name] = tuple(map(tuple, value)) if isinstance(value, list) else value
+  except (OSError, ValueError, LookupError, TypeError):
+    return config  # `workdirs.open` says what is wrong with it
   return filled if workdirs.is_same_run(old, filled) else config
 
 

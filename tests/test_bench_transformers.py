@@ -16,8 +16,8 @@ import json, sys
 print(json.dumps({"torch": "2"}), flush=True)
 for line in sys.stdin:
   asked = json.loads(line)
-  reply = {"tokens": asked["prompt"] + asked["stop"] + [asked["max_tokens"]], "seconds": 0.5}
-  print(json.dumps(reply), flush=True)
+  tokens = asked["prompt"] + asked["stop"] + [asked["max_tokens"]]
+  print(json.dumps({"tokens": tokens, "seconds": 0.5}), flush=True)
 """
 
 
@@ -63,7 +63,7 @@ def test_a_response_that_differs_is_counted():
   tokens = [samples.response(i).tolist() for i in range(2)]
   same = [bench.turn(Stored(tokens), ours, requests, number) for number in range(2)]
   found = bench.summary(same)
-  assert list(found) == ["transformers", "off"] or list(found) == ["off", "transformers"]
+  assert set(found) == {"transformers", "off"}
   assert found["off"]["differing_responses"] == 0 and found["off"]["responses"] == 4
   assert found["transformers"]["tokens_per_s"] == sum(map(len, tokens)) / 2
   assert found["transformers"]["over_transformers"]["mean"] == 1

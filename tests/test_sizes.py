@@ -98,8 +98,9 @@ def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
   whole = {"learner": {"buckets": ((1, 64),)}, "run": began}
   (tmp_path / "config.json").write_text(json.dumps(whole | {"run": ran}))
   assert sizes.resumed(whole, tmp_path)["run"] == ran
-  (tmp_path / "config.json").write_text("{")
-  assert sizes.resumed(began, tmp_path) == began
+  for damaged in ("{", '{"rollout": 3}', '{"rollout": {"slots": 3}}', "[]"):
+    (tmp_path / "config.json").write_text(damaged)
+    assert sizes.resumed(began, tmp_path) == began
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_step", "Keeps the wide tar
 _STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.", lower_bound=1)
 _SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare; plain first.")
-_TARGETS = flags.DEFINE_list("targets", list(TARGETS), "Of default and wide.")
+_TARGETS = flags.DEFINE_list("targets", ["default"], "Of default and wide.")
 _WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: made in the workdir.")
 _LENGTHS = flags.DEFINE_enum(
   "lengths", "own", ["own", "log-normal"], "Of responses; the trace has a median of 100."
