@@ -73,6 +73,7 @@ def main(config):
   if all(s.source == strategy_lib.NGRAM for s in strategies):
     config["drafter"] = ""
   records = from_config.prompts(config, config["held_out"] | {"size": 10**9})
+  config = from_config.sized(config, records, prompts=_BATCH.value, responses=1)
   models = from_config.load_models(config, _DTYPE.value)
   selector = InTurn(strategies)
   fewer = max(config["rollout"]["slots"] // 8, 1)

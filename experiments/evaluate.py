@@ -33,6 +33,9 @@ _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bou
 def answer(folder: str, config: dict, records: Sequence[dict]) -> sample.Scored:
   """The scored responses of the policy in `folder`; prints what it did."""
   config = config | {"policy": folder, "drafter": ""}
+  config = from_config.sized(
+    config, records, prompts=len(records), responses=_SAMPLES.value
+  )
   models = from_config.load_models(config)
   sampler = from_config.sampler(config, models.model, models.mesh)
   scored = sampler(models.params, records, _SAMPLES.value, seed=config["seed"] + 2**30)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
@@ -29,9 +30,15 @@ from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+# What "auto" chooses from, at up to so many live requests per slice.
+_MOST_LIVE = 8
+_LOOKED_UP = ("off", "ngram_3", "ngram_5")
+_DRAFTED = ("off", "3_1_4", "5_1_6", "4_2_8", "ngram_3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +99,94 @@ def usable(
     max_prompt: tokens of a prompt, at most; None: any number
     whole: check every record now, and return a list
   """
-  rules = prompt_checks.Rules(
+  return prompt_checks.usable(records, name, _rules(config, max_prompt), whole)
+
+
+def _rules(config: dict, max_prompt: int | None) -> prompt_checks.Rules:
+  """Which prompts the config's policy can be asked, and what is done with the others."""
+  return prompt_checks.Rules(
     tokenizer(config["policy"]),
     prompt_checks.Unusable(**config["unusable_prompts"]),
     max_prompt=max_prompt,
     chat=config["chat"]["apply"],
     system=config["chat"]["system"] or None,
   )
-  return prompt_checks.usable(records, name, rules, whole)
+
+
+def complete(config: dict, workdir: str = "") -> dict:
+  """A run's config with every size, checked; see `sizes`. Devices must have been set up.
+
+  Args:
+    config: of a run
+    workdir: its folder; a run that began there keeps its sizes
+  Raises:
+    ValueError: its learner cannot take what its rollouts give, or a prompt is refused
+  """
+  config = sizes.resumed(config, workdir) if workdir else config
+  if sizes.is_open(config, "rollout"):
+    asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
+    config = sized(config, *asked, **config["batch"])
+  if sizes.is_open(config, "learner"):
+    machine = sizes.Machine.here(config["tensor_parallel"])
+    config = sizes.fit_learner(config, max_length(config), machine)
+  check_sizes(config)
+  return config
+
+
+def complete_training(config: dict, run: dict, workdir: str) -> tuple[dict, dict]:
+  """The configs of a drafter's training and of its run, as `complete` does.
+
+  Args:
+    config: of the training
+    run: that the drafter is for
+    workdir: of the training
+  """
+  config = sizes.resumed(config | {"run": run}, workdir)
+  run = config.pop("run")
+  if sizes.is_open(run, "rollout"):
+    most = {"prompts": config["responses"], "held_out": config["evaluation"]}
+    asked = [prompts(run, run[p] | {"size": n["prompts"]}) for p, n in most.items()]
+    wanted = config["responses"]
+    run = sized(run, *asked, prompts=wanted["prompts"], responses=wanted["samples"])
+  if sizes.is_open(config, "learner"):
+    machine = sizes.Machine.here(run["tensor_parallel"])
+    config = sizes.fit_learner(config, max_length(run), machine)
+  check_longest(run, config["learner"]["buckets"])
+  return config, run
+
+
+def sized(config: dict, *records: Sequence[dict], prompts: int, responses: int) -> dict:
+  """The config with the sizes of the rollout that it leaves open; see `sizes`.
+
+  Args:
+    config: of a run
+    records: sources of prompts; of each the longest counts
+    prompts, responses: that are asked at a time, and of each prompt
+  """
+  if not sizes.is_open(config, "rollout"):
+    return config
+  longest = config["rollout"]["max_prompt"]
+  if longest is None:
+    longest = max(longest_prompt(config, source) for source in records)
+  return sizes.fit_rollout(
+    config,
+    convert.load_config(config["policy"]),
+    sizes.Asked(longest, prompts, responses),
+    sizes.Machine.here(config["tensor_parallel"]),
+  )
+
+
+def longest_prompt(config: dict, records: Sequence[dict]) -> int:
+  """Tokens of the longest prompt.
+
+  Of records that are made when they are asked for the first 1,000 are looked at, and
+  others may be twice as long as these.
+  """
+  is_list = isinstance(records, list)
+  some = records if is_list else [records[i] for i in range(min(len(records), 1000))]
+  encoded = _rules(config, max_prompt=None).encode([record["prompt"] for record in some])
+  longest = max(len(pieces.ids) for _, pieces in encoded)
+  return longest if is_list else 2 * longest
 
 
 def load_models(config: dict, dtype: str | None = None) -> Models:
@@ -177,6 +264,31 @@ def spot_trainer(
     options=options,
   )
   return trainer, options
+
+
+def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
+  """The selector that a text asks for; None if it asks for plain decoding.
+
+  Args:
+    text: a strategy, which runs always; several by live requests, as in a config's
+      `strategies`; or "auto", which chooses from what this project has, by what each is
+      measured to bring
+    config: of a run: its drafter and its rule
+  Raises:
+    ValueError: no such strategy, or a drafter's without one
+  """
+  has_drafter = bool(config["drafter"])
+  if text == "auto":
+    arms = _DRAFTED if has_drafter else _LOOKED_UP
+    text = f"up to {_MOST_LIVE} live: {' or '.join(arms)}"
+  if " live: " in text:
+    return levels.make(text, config["strategy_rule"], has_drafter)
+  strategy = strategy_lib.parse(text)
+  if strategy is None:
+    return None
+  if strategy.source == strategy_lib.MODEL and not has_drafter:
+    raise ValueError(f"strategy {text} needs a --drafter")
+  return selector_lib.always(strategy)
 
 
 def spot_training(

@@ -6,9 +6,12 @@
 
 One JSON line per response: the prompt's index, the prompt and the response, its
 length and why it ended. The tokens are the same with and without a drafter, for every
-strategy; `auto` runs what the config's `strategies` say. The sizes of the rollout follow
-from the prompts and the model; how requests are sampled is the config's
-(`--config.sampling.temperature=0`), as are the slots, at most (`--config.rollout.slots`).
+strategy. A strategy that is named runs always; `auto` chooses between plain decoding,
+n-grams and, with a drafter, its chains and trees, by what they are measured to bring;
+"up to 2 live: off or 3_1_4" chooses among others (see the README). The sizes of the rollout
+follow from the prompts, the model and the memory. How requests are sampled, and whether
+the chat template is applied, is the config's (`--config.sampling.temperature=0`,
+`--config.chat.apply=True`), as are the slots, at most (`--config.rollout.slots`).
 """
 
 from collections.abc import Sequence
@@ -21,22 +24,21 @@ from absl import flags
 from experiments import from_config
 from experiments import keys
 from experiments import launch
-from tlt_jax import axes
+from experiments import sizes
 from tlt_jax import data
 from tlt_jax import writing
-from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
 from tlt_jax.rl import sample
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=True)
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of `train_drafter`.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.", required=True)
 _FIELD = flags.DEFINE_string("prompt_field", "prompt", "Where a record has its prompt.")
 _STRATEGY = flags.DEFINE_string(
-  "strategy", "auto", "auto, off, DEPTH_WIDTH_VERIFY (5_1_6), or ngram_DEPTH."
+  "strategy",
+  "auto",
+  "auto, off, DEPTH_WIDTH_VERIFY (5_1_6), ngram_DEPTH, or several by live requests.",
 )
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Responses per prompt.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer(
@@ -48,55 +50,31 @@ _MAX_TOKENS = flags.DEFINE_integer(
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
 
 
-def selector(config: dict) -> selector_lib.Selector | None:
-  """The selector that `--strategy` asks for; None is plain decoding."""
-  if _STRATEGY.value == "auto":
-    return from_config.selector(config)
-  strategy = strategy_lib.parse(_STRATEGY.value)
-  if strategy is None:
-    return None
-  if strategy.source == strategy_lib.MODEL and not config["drafter"]:
-    raise ValueError(f"--strategy={_STRATEGY.value} needs a --drafter")
-  return selector_lib.always(strategy)
-
-
-def fitted(
-  config: dict, model: config_lib.ModelConfig, slices: int, prompts: Sequence
-) -> dict:
+def fitted(config: dict, records: Sequence[dict]) -> dict:
   """The config with a rollout of the sizes that these prompts need.
 
   Args:
-    config: of a run
-    model: whose context is the limit
-    slices: that the requests are shared out over
-    prompts: i32[T] each
+    config: of a run; its slots are the most that there may be
+    records: the prompts
   Raises:
     ValueError: a prompt, or a response of `--max_tokens`, exceeds the model's context
   """
-  longest = max(map(len, prompts))
-  room = model.max_position - longest
+  model = convert.load_config(config["policy"])
+  longest = from_config.longest_prompt(config, records)
+  room = max(model.max_position - longest, 1)
   max_tokens = _MAX_TOKENS.value or min(config["sampling"]["max_tokens"], room)
-  if max_tokens > room or room < 1:
-    raise ValueError(
-      f"a prompt of {longest} tokens leaves {max(room, 0)} of the model's context of "
-      f"{model.max_position} tokens for a response"
-    )
-  # Powers of two: other prompts find most programs compiled already.
-  up = lambda n: 1 << max(n - 1, 1).bit_length()
-  block = min(up(longest), 256)
-  max_prompt = -(-longest // block) * block
-  slots = up(-(-len(prompts) * _SAMPLES.value // slices))
-  slots = min(slots, config["rollout"]["slots"])
-  sizes = {
-    "max_prompt": max_prompt,
-    "prefill_block": block,
-    "slots": slots,
-    "buckets": rollout.ladder(slots, max_prompt + max_tokens),
-  }
-  return config | {
-    "rollout": config["rollout"] | sizes,
-    "sampling": config["sampling"] | {"max_tokens": max_tokens},
-  }
+  left_open = dict.fromkeys(sizes.OPEN["rollout"])
+  return sizes.fit_rollout(
+    config
+    | {
+      "rollout": config["rollout"] | left_open,
+      "sampling": config["sampling"] | {"max_tokens": max_tokens},
+    },
+    model,
+    sizes.Asked(longest, len(records), _SAMPLES.value),
+    sizes.Machine.here(config["tensor_parallel"]),
+    most_slots=config["rollout"]["slots"],
+  )
 
 
 def check_writable(path: pathlib.Path) -> None:
@@ -115,17 +93,11 @@ def main(config):
   records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
   records = [record | {"index": i} for i, record in enumerate(records)]
   records = from_config.usable(config, records, _PROMPTS.value, max_prompt=None)
-  chosen = selector(config)
+  chosen = from_config.selector_of(_STRATEGY.value, config)
   if chosen is None:
     config["drafter"] = ""
+  config = fitted(config, records)
   models = from_config.load_models(config)
-  prompts = sample.encode(
-    from_config.tokenizer(_MODEL.value),
-    records,
-    chat=config["chat"]["apply"],
-    system=config["chat"]["system"],
-  )
-  config = fitted(config, models.model, models.mesh.shape[axes.DATA], prompts)
   sampler = from_config.sampler(
     config, models.model, models.mesh, models.drafter, chosen
   )

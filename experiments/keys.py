@@ -7,6 +7,7 @@ where it is taken; see `declarations`.
 
 from typing import Literal
 
+from experiments import sizes
 from experiments.declarations import Chosen
 from experiments.declarations import Key
 from experiments.declarations import of
@@ -37,11 +38,30 @@ _SOURCE = Chosen(
 )
 _OPTIMIZER = of(optimizer.make)
 _LEARNER = of(learner.make, without=("config", "algorithm", "optimizer", "mesh"))
+_DRAFT_LEARNER = of(
+  offline.make, without=("config", "drafter", "loss", "optimizer", "mesh")
+)
 _LOSS = of(loss.Loss, without=("temperature",))
 _CHECKPOINT = {
   "every": Key(ranges.Steps, "steps between checkpoints; the last step always has one"),
   "keep": Key(ranges.Count, "number of the latest checkpoints that are kept"),
 }
+
+
+
+def _sizes(section: str, declared: dict) -> dict:
+  """The keys of a section, in which sizes may be left open; see `sizes`."""
+  follows = "; None: follows from prompts, model and memory"
+  left = {
+    name: declared[name]._replace(
+      type=declared[name].type | None,
+      meaning=declared[name].meaning + follows,
+      default=None,
+    )
+    for name in sizes.OPEN[section]
+  }
+  return declared | left
+
 
 RUN = {
   "seed": _SEED,
@@ -116,14 +136,14 @@ RUN = {
     "max_tokens": Key(ranges.Tokens, "longest response, in tokens"),
   },
   "rollout": {
-    **of(rollout.Options, without=("max_length", "features")),
+    **_sizes("rollout", of(rollout.Options, without=("max_length", "features"))),
     "budget": of(programs.Budget),
   },
   "algorithm": Chosen(
     "name", "module of tlt_jax.rl, or of your own; its arguments follow", algorithm.find
   ),
   "optimizer": _OPTIMIZER,
-  "learner": _LEARNER,
+  "learner": _sizes("learner", _LEARNER),
   "evaluation": {
     "every": Key(ranges.StepsOrZero, "steps between evaluations; 0: only at the end"),
     "samples": Key(ranges.Count, "responses per held-out prompt"),
@@ -154,7 +174,7 @@ DRAFTER = {
   },
   "loss": _LOSS,
   "optimizer": _OPTIMIZER,
-  "learner": of(offline.make, without=("config", "drafter", "loss", "optimizer", "mesh")),
+  "learner": _sizes("learner", _DRAFT_LEARNER),
   "evaluation": {
     "prompts": Key(ranges.Count, "number of held-out prompts"),
     "samples": Key(

@@ -35,8 +35,8 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 
 
 def main(config):
-  from_config.check_sizes(config)
   launch.start()
+  config = from_config.complete(config, _FORK.value or _WORKDIR.value)
   run = workdirs.open(_WORKDIR.value, config, _FORK.value)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])

@@ -173,8 +173,8 @@ def train(
 
 
 def main(config, run):
-  from_config.check_longest(run, config["learner"]["buckets"])
   launch.start()
+  config, run = from_config.complete_training(config, run, _WORKDIR.value)
   whole = config | {"run": run}
   holds = {_RESPONSES: ("run", "seed", "responses")}
   opened = workdirs.open(_WORKDIR.value, whole, holds=holds)

@@ -25,7 +25,7 @@ SCHEDULE = (
   "for steps that are done again after a crash."
 )
 FREE = ("steps", "evaluation", "checkpoint")  # what a resumed run may change
-_CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
+CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 # Where one of these differs, a fork does not go on with the drafter's training.
 _OF_THE_DRAFTER = (
   "drafter.",
@@ -112,20 +112,29 @@ def open(
     if bound:
       _check_settings(folder, config, ways_out, lambda key: key.split(".")[0] in bound)
     return Workdir(folder, config, checkpoints, log=_own_log(folder, config))
-  is_free = lambda key: key.removeprefix("run.").split(".")[0] in FREE
-  _check_settings(folder, config, ways_out, lambda key: not is_free(key))
+  _check_settings(folder, config, ways_out, lambda key: not _is_free(key))
   _check_steps(checkpoints, config)
   log = folder / "rollouts.jsonl"
   return Workdir(folder, config, checkpoints, start=checkpoints, log=log)
 
 
+def is_same_run(old: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+  """Whether a run may go on that began with another config, as its config.json has it."""
+  return all(_is_free(key) for key, _, _ in _changes(old, config))
+
+
+def _is_free(key: str) -> bool:
+  """Whether a resumed run may change a dotted key."""
+  return key.removeprefix("run.").split(".")[0] in FREE
+
+
 def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
   """Writes `workdir/config.json`, at once or not at all."""
   workdir.mkdir(parents=True, exist_ok=True)
-  partial = workdir / f"{_CONFIG}.new"
-  with writing.to(workdir / _CONFIG):
+  partial = workdir / f"{CONFIG}.new"
+  with writing.to(workdir / CONFIG):
     partial.write_text(json.dumps(config, indent=2) + "\n")
-  os.replace(partial, workdir / _CONFIG)
+  os.replace(partial, workdir / CONFIG)
 
 
 def _checkpoints(folder: pathlib.Path, config: Mapping) -> checkpoint.Checkpoints:
@@ -210,7 +219,7 @@ def _origin(folder: pathlib.Path) -> pathlib.Path | None:
 
 def _read(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
   """Reads `workdir/config.json`."""
-  path = workdir / _CONFIG
+  path = workdir / CONFIG
   try:
     return json_objects.parse(path.read_bytes())
   except (OSError, ValueError) as e:

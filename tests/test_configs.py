@@ -23,6 +23,7 @@ from experiments import declarations
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import sizes
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
@@ -73,6 +74,19 @@ MODELS = {  # what `policy` holds at full size
   **dict.fromkeys(
     ("countdown", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
   ),
+  "smollm2": config_lib.ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    width=576,
+    mlp_width=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope_theta=1e5,
+    max_position=8192,
+    tie_embeddings=True,
+  ),
   "qwen2_5_7b": config_lib.ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=152064,
@@ -88,6 +102,21 @@ MODELS = {  # what `policy` holds at full size
     dtype="bfloat16",
   ),
 }
+
+
+def completed(name: str, arg: str = "") -> dict:
+  """A config with the sizes that it leaves open, for prompts of up to 100 tokens."""
+  config = load(name, arg)
+  if command(name) != "train":
+    return config
+  declarations.fill_in(keys.RUN, config, {})
+  machine = sizes.Machine(slices=2, free=2**33, is_cpu=True)
+  if sizes.is_open(config, "rollout"):
+    asked = sizes.Asked(100, **config["batch"])
+    config = sizes.fit_rollout(config, MODELS[name], asked, machine)
+  if sizes.is_open(config, "learner"):
+    config = sizes.fit_learner(config, from_config.max_length(config), machine)
+  return config
 
 
 def leaves(section: dict, path=()) -> list[tuple[str, ...]]:
@@ -208,7 +237,7 @@ def doors(config: dict, mesh) -> dict:
 @pytest.mark.parametrize("name", NAMES)
 def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
   """Each goes to one function, which takes all of its keys and none besides."""
-  config = load(name, arg)
+  config = completed(name, arg)
   for section, door in doors(config, tiny.mesh(2)).items():
     door(**config[section])
     with pytest.raises((TypeError, ValueError), match="typo"):
@@ -223,7 +252,7 @@ def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
 @pytest.mark.parametrize("name", TRAIN)
 def test_sizes_fit_each_other(name, arg):
   """The longest sequence fits a training row, and updates share the responses out."""
-  config = load(name, arg)
+  config = completed(name, arg)
   from_config.check_sizes(config)
   responses = config["batch"]["prompts"] * config["batch"]["responses"]
   assert responses // config["learner"]["updates"] % config["batch"]["responses"] == 0
@@ -277,7 +306,7 @@ def shape(*sizes, dtype=jnp.int32):
 @pytest.fixture(params=TRAIN)
 def full(request):
   """(config, model, mesh) of a training config at full size, two slices."""
-  config = load(request.param)
+  config = completed(request.param)
   return config, MODELS[request.param], tiny.mesh(2, config["tensor_parallel"])
 
 

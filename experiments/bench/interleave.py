@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from tlt_jax import metrics
+
 Side = TypeVar("Side", bound=Hashable)
 
 
@@ -57,3 +59,18 @@ def seconds(measured: Sequence[Mapping[Side, Timed]]) -> dict[Side, np.ndarray]:
 def results(measured: Sequence[Mapping[Side, Timed]]) -> dict[Side, list]:
   """Returns what each side returned, turn by turn."""
   return {side: [m[side].result for m in measured] for side in measured[0]}
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> dict:
+  """Geometric mean of ratios, its 95% interval, and their range.
+
+  Args:
+    above, below: of each turn
+  """
+  each = np.array(above) / np.array(below)
+  middle, half = metrics.interval(np.log(each)) if len(each) > 1 else (np.log(each[0]), 0.0)
+  return {
+    "mean": float(np.exp(middle)),
+    "interval": [float(np.exp(middle - half)), float(np.exp(middle + half))],
+    "range": [float(each.min()), float(each.max())],
+  }

@@ -403,6 +403,8 @@ def main(config):
   launch.start(_SLICES.value)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
   config["drafter"] = _DRAFTER.value or config["drafter"]
+  records = from_config.prompts(config, config["held_out"] | {"size": 128})
+  config = from_config.sized(config, records, prompts=len(records), responses=4)
   models = from_config.load_models(config)
   found = {
     "device": jax.devices()[0].device_kind,

@@ -42,7 +42,6 @@ from experiments.bench import interleave
 from experiments.bench import widen
 from tlt_jax import axes
 from tlt_jax import data
-from tlt_jax import metrics
 from tlt_jax.models import convert
 from tlt_jax.models import drafters
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -62,7 +61,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_step", "Keeps the wide tar
 _STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.", lower_bound=1)
 _SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare; plain first.")
-_TARGETS = flags.DEFINE_list("targets", list(TARGETS), "Of default and wide.")
+_TARGETS = flags.DEFINE_list("targets", ["default"], "Of default and wide.")
 _WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: made in the workdir.")
 _LENGTHS = flags.DEFINE_enum(
   "lengths", "own", ["own", "log-normal"], "Of responses; the trace has a median of 100."
@@ -175,17 +174,6 @@ def digest(tree) -> str:
   return found.hexdigest()
 
 
-def ratio(above, below) -> dict:
-  """Geometric mean of ratios, its 95% interval, and their range."""
-  each = np.array(above) / np.array(below)
-  middle, half = metrics.interval(np.log(each)) if len(each) > 1 else (np.log(each[0]), 0.0)
-  return {
-    "mean": float(np.exp(middle)),
-    "interval": [float(np.exp(middle - half)), float(np.exp(middle + half))],
-    "range": [float(each.min()), float(each.max())],
-  }
-
-
 def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   """Trains all sides on one target, step by step in turn."""
   asked = from_config.prompts(config, config["prompts"])
@@ -247,8 +235,8 @@ def summary(
   share = float(of(plain, "rollout").sum() / of(plain, "step").sum())
   sides = {}
   for side in seconds:
-    rollout = ratio(of(plain, "rollout"), of(side, "rollout"))
-    whole = ratio(of(plain, "step"), of(side, "step"))
+    rollout = interleave.ratio(of(plain, "rollout"), of(side, "rollout"))
+    whole = interleave.ratio(of(plain, "step"), of(side, "step"))
     sides[side] = {
       "speedup_rollout": rollout["mean"],
       "speedup_rollout_interval": rollout["interval"],
@@ -260,7 +248,7 @@ def summary(
     }
     frozen = "frozen" + side.removeprefix("tlt")
     if bare(side) == "tlt" and frozen in seconds:
-      lost = ratio(of(side, "rollout"), of(frozen, "rollout"))
+      lost = interleave.ratio(of(side, "rollout"), of(frozen, "rollout"))
       sides[side]["busy_overhead"] = lost["mean"] - 1
   trained = [side for side in seconds if bare(side) == "tlt"]
   shown = (trained or [*seconds][1:] or [plain])[0]
@@ -397,6 +385,7 @@ def check_flags(config: dict) -> None:
 def main(config):
   check_flags(config)
   launch.start(_SLICES.value)
+  config = from_config.complete(config)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   found = {}

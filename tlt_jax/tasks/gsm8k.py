@@ -15,6 +15,7 @@ exactly, whatever its unit. Where in doubt the rule is that of a strict human gr
 could also mean another number is wrong. Every verdict ends within milliseconds.
 """
 
+import fractions
 import re
 
 from tlt_jax.tasks import written_number
@@ -37,13 +38,18 @@ def score(prompt: object, response: str, answer: object) -> float:
   gold = written_number.read(str(answer).rpartition("####")[2])
   if gold is None:
     raise ValueError(f"gold answer {str(answer)[-60:]!r} is not a number")
-  final = _final_answer(response)
+  return float(final_number(response) == gold)
+
+
+def final_number(response: str) -> fractions.Fraction | None:
+  """The number that is the response's final answer; None if that is no number."""
+  final = final_answer(response)
   if final is None:
-    return float(written_number.read_last(response) == gold)
-  return float(written_number.read(final) == gold)
+    return written_number.read_last(response)
+  return written_number.read(final)
 
 
-def _final_answer(response: str) -> str | None:
+def final_answer(response: str) -> str | None:
   """What is boxed or stands behind ####, "" if nothing is; None without either."""
   boxes = list(_BOX.finditer(response))
   if boxes:

