@@ -19,6 +19,7 @@ import numpy as np
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_plan
 from tlt_jax import metrics
 from tlt_jax.rl import sample
 
@@ -27,6 +28,7 @@ _BASELINE = flags.DEFINE_string("baseline", None, "Folder to compare with.")
 _PROMPTS = flags.DEFINE_integer(
   "prompts", 500, "Held-out prompts; all of a file that has fewer.", lower_bound=2
 )
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bound=1)
 
 
@@ -36,6 +38,7 @@ def answer(folder: str, config: dict, records: Sequence[dict]) -> sample.Scored:
   config = from_config.sized(
     config, records, prompts=len(records), responses=_SAMPLES.value
   )
+  memory_plan.check(memory_plan.of_rollout(config), _DRY_RUN.value)
   models = from_config.load_models(config)
   sampler = from_config.sampler(config, models.model, models.mesh)
   scored = sampler(models.params, records, _SAMPLES.value, seed=config["seed"] + 2**30)

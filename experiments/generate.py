@@ -24,6 +24,7 @@ from absl import flags
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_plan
 from experiments import sizes
 from tlt_jax import data
 from tlt_jax import writing
@@ -47,6 +48,7 @@ _MAX_TOKENS = flags.DEFINE_integer(
   "Of a response; default: the config's, as far as the model's context allows.",
   lower_bound=1,
 )
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
 
 
@@ -97,6 +99,7 @@ def main(config):
   if chosen is None:
     config["drafter"] = ""
   config = fitted(config, records)
+  memory_plan.check(memory_plan.of_rollout(config, chosen), _DRY_RUN.value)
   models = from_config.load_models(config)
   sampler = from_config.sampler(
     config, models.model, models.mesh, models.drafter, chosen

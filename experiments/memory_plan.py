@@ -40,6 +40,7 @@ from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import ready
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import state as state_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -147,6 +148,7 @@ class _Run:
   config: dict
   mesh: jax.sharding.Mesh
   model: config_lib.ModelConfig
+  selector: selector_lib.Selector | None  # of strategies; None: plain decoding
   stops: int  # stop tokens of a request
 
   @property
@@ -230,7 +232,7 @@ class _Run:
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
   ) -> list[Part]:
     """The arrays of the bucket that needs the most, and scratch."""
-    config, selector = self.config, from_config.selector(self.config)
+    config, selector = self.config, self.selector
     strategies = selector.strategies if selector else ()
     longest = from_config.max_length(config)
     options = rollout.Options(max_length=longest, **config["rollout"])
@@ -295,7 +297,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
     config: of the run
     stops: stop tokens of a request
   """
-  run = _described(config, stops)
+  run = _described(config, from_config.selector(config), stops)
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = learner_lib.make(
     run.model,
@@ -341,14 +343,17 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   )
 
 
-def of_rollout(config: dict, stops: int = 1) -> Plan:
+def of_rollout(
+  config: dict, selector: selector_lib.Selector | None = None, stops: int = 1
+) -> Plan:
   """The memory of a command that only asks a policy, such as `experiments.generate`.
 
   Args:
     config: of a run, with the sizes of its rollout
+    selector: of the strategies that it may run; None: plain decoding
     stops: stop tokens of a request
   """
-  run = _described(config, stops)
+  run = _described(config, selector, stops)
   drafter = run.drafter()
   weights = run.part("policy", run.weights(run.model.dtype), _SMALLER_POLICY)
   always = [
@@ -359,6 +364,8 @@ def of_rollout(config: dict, stops: int = 1) -> Plan:
   return run.plan({"load": always, "rollout": [*always, *run.rollout_parts(drafter, None)]})
 
 
-def _described(config: dict, stops: int) -> _Run:
+def _described(
+  config: dict, selector: selector_lib.Selector | None, stops: int
+) -> _Run:
   mesh = axes.make_mesh(config["tensor_parallel"])
-  return _Run(config, mesh, convert.load_config(config["policy"]), stops)
+  return _Run(config, mesh, convert.load_config(config["policy"]), selector, stops)

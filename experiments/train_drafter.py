@@ -29,6 +29,7 @@ from experiments import acceptance
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_plan
 from experiments import responses
 from experiments import workdirs
 from tlt_jax import checkpoint
@@ -184,6 +185,7 @@ def main(config, run):
   asked = from_config.prompts(run, source, whole=True)
   source = run["held_out"] | {"size": measured["prompts"]}
   held_out = from_config.prompts(run, source, whole=True)
+  memory_plan.check(memory_plan.of_rollout(run | {"drafter": ""}))
   models = from_config.load_models(run | {"drafter": ""})
   check(models, config, run)
   path = workdir / _RESPONSES

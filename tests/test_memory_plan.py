@@ -98,12 +98,12 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
 
 
 def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
-  plan = memory_plan.of_rollout(config)
+  plan = memory_plan.of_rollout(config, from_config.selector(config))
   assert list(plan.phases) == ["load", "rollout"]
   names = set(sizes(plan))
   assert {"policy", "drafter", "KV cache", "state of drafts"} <= names
   assert not {"moments", "drafter in training"} & names
-  plain = sizes(memory_plan.of_rollout(config | {"drafter": "", "strategies": ""}))
+  plain = sizes(memory_plan.of_rollout(config | {"drafter": ""}))
   assert not {"drafter", "kept features", "state of drafts"} & set(plain)
 
 
