@@ -60,6 +60,8 @@ def wrong(annotation) -> list:
     found += [1, True, ("a",)]
   elif kind is bool:
     found += [0, "yes"]
+  elif typing.get_origin(kind) is tuple and plain(entry := kind.__args__[0])[0] is float:
+    found += [1, "x", *((value,) for value in wrong(entry))]
   else:
     found += [1, "x", ((1,),), ((0, 0),), (1, 2)]
   if type(None) in typing.get_args(annotation):

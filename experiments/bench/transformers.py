@@ -50,8 +50,8 @@ _STRATEGIES = flags.DEFINE_list(
 _LIVE = flags.DEFINE_list("live", ["1", "2", "4", "8"], "Requests at a time, in all.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Of a response.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Turns of each.", lower_bound=2)
-_SLICES = flags.DEFINE_integer(
-  "slices", 2, "Devices that a CPU is shown as, for our side.", lower_bound=1
+_CPU_SLICES = flags.DEFINE_integer(
+  "cpu_slices", 2, "Devices that a CPU is shown as, for our side.", lower_bound=1
 )
 
 THEIRS, PLAIN = "transformers", "off"
@@ -225,7 +225,7 @@ def report(found: Mapping[str, dict]) -> None:
 
 def main(config):
   lives = [int(live) for live in _LIVE.value]
-  launch.start(_SLICES.value)
+  launch.start(_CPU_SLICES.value)
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value}
   config["sampling"] |= {"max_tokens": _MAX_TOKENS.value}
   config["rollout"] |= dict.fromkeys(sizes.OPEN["rollout"])
