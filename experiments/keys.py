@@ -48,7 +48,6 @@ _CHECKPOINT = {
 }
 
 
-
 def _sizes(section: str, declared: dict) -> dict:
   """The keys of a section, in which sizes may be left open; see `sizes`."""
   follows = "; None: follows from prompts, model and memory"

@@ -159,7 +159,10 @@ def _slack(scaled, cut, sampling) -> jax.Array:
   most = jnp.max(scaled, -1)
 
   def distance(x):
-    """Of the bounds from the token whose scaled logit is x; the likeliest has none."""
+    """How far the bounds are from the token whose scaled logit is x: f32[B].
+
+    Infinitely far from the likeliest, which is kept in any case.
+    """
     above = jnp.sum(jnp.where(scaled > x[:, None], weight, 0.0), -1) / total
     own = jnp.max(jnp.where(scaled == x[:, None], weight, 0.0), -1) / total
     near = jnp.minimum(
