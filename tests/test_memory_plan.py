@@ -166,7 +166,7 @@ def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
   assert not (tmp_path / "w").exists()
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [1, tiny.slow(2)])
 def test_the_estimate_of_an_update_is_near_what_xla_says(slices):
   """Of a model with a real one's proportions: the vocabulary outweighs the layers."""
   model = dataclasses.replace(

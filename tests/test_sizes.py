@@ -138,6 +138,7 @@ def test_a_policy_of_a_real_shape_answers_a_file(home, real_shape):
   assert len(drawn["off"].splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_policy_of_a_real_shape_is_evaluated_on_a_file(home, real_shape):
   more = [f"--config.held_out.path={home / 'test.jsonl'}", f"--model={real_shape}"]
   more += ["--config.sampling.max_tokens=8", "--samples=1"]

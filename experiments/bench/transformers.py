@@ -240,8 +240,10 @@ def main(config):
   threads = len(os.sched_getaffinity(0))
   source = [_PYTHON.value, "-c", _PROGRAM.read_text(), _MODEL.value, str(threads)]
   with Transformers(source) as theirs:
-    found = {str(live): measure(config, models, prompts, theirs, live) for live in lives}
-  report(found)
+    found = {}
+    for live in lives:
+      found[str(live)] = measure(config, models, prompts, theirs, live)
+      report({str(live): found[str(live)]})  # what is known survives an interruption
   machine = {
     "device": jax.devices()[0].device_kind,
     "threads": threads,
