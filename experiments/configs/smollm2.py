@@ -20,8 +20,9 @@ that do not stand here follow from the prompts, the model and the memory.
 | `:gpu` | chain_sum | one GPU |
 | `:gsm8k_gpu` | GSM8K | one GPU |
 
-What it gains by training, and how long a run takes, has not been measured yet. The configs
-for a GPU have not been run.
+A step of the default took 26 to 31 s on two cores of an AMD EPYC, after two minutes of
+compiling. What it gains by training has not been measured yet. The configs for a GPU have
+not been run.
 
 `:smoke` is chain_sum in sizes for a tiny model. GSM8K takes files of one {"question",
 "answer"} object per line: `--config.prompts.path=train.jsonl`,
