@@ -74,19 +74,7 @@ MODELS = {  # what `policy` holds at full size
   **dict.fromkeys(
     ("countdown", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
   ),
-  "smollm2": config_lib.ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=49152,
-    width=576,
-    mlp_width=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rope_theta=1e5,
-    max_position=8192,
-    tie_embeddings=True,
-  ),
+  "smollm2": tiny.SMOLLM2,
   "qwen2_5_7b": config_lib.ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=152064,

@@ -488,13 +488,15 @@ def fused(mesh):
   """A chunk that drafts and trains, and what it takes."""
   source = source_of("chain", mesh)
   weights, slots, state, limits, _ = speculative_arguments(source, mesh)
-  spot = spot_lib.make(
-    *(tiny.CONFIG, DRAFTER, mesh, weights.draft),
+  options = spot_lib.Options(row_tokens=16, context_tokens=4, rows=2, carried_rows=1)
+  trainer = spot_lib.make_trainer(
+    *(tiny.CONFIG, DRAFTER, mesh),
     optimizer=optax.adam(1e-3),
     longest=32,
     loss=draft_loss.Loss(steps=2),
-    options=spot_lib.Options(row_tokens=16, context_tokens=4, rows=2, carried_rows=1),
+    options=options,
   )
+  spot = spot_lib.Spot(trainer, options, weights.draft)
   run = speculate.decode(source, STRATEGIES["chain"], tokens=8)
   over = slots_lib.slots_shardings(mesh, tiny.CONFIG, source.setting.layout)
   shardings = chunk_lib.Done(over, source.state_shardings, None)

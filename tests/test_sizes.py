@@ -9,32 +9,19 @@ import pytest
 from experiments import sizes
 from tests import commands
 from tests import tiny
-from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.spec_decode import rollout
 
 home, chat = commands.home, commands.chat
 CPU = sizes.Machine(slices=2, free=2**33, is_cpu=True)
 OPEN = dict.fromkeys(sizes.OPEN["rollout"])
-# SmolLM2-135M: 45 KiB of KV per token.
-SMOLLM2 = config_lib.ModelConfig(
-  architecture="LlamaForCausalLM",
-  vocab_size=49152,
-  width=576,
-  mlp_width=1536,
-  num_layers=30,
-  num_heads=9,
-  num_kv_heads=3,
-  head_dim=64,
-  max_position=8192,
-)
 
 
 def config(**given) -> dict:
   return {"rollout": OPEN | {"chunk": 8} | given, "sampling": {"max_tokens": 256}}
 
 
-def fit(asked: sizes.Asked, machine=CPU, model=SMOLLM2, **given) -> dict:
+def fit(asked: sizes.Asked, machine=CPU, model=tiny.SMOLLM2, **given) -> dict:
   return sizes.fit_rollout(config(**given), model, asked, machine)["rollout"]
 
 

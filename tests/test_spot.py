@@ -48,18 +48,17 @@ SIZES = {
 
 
 def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
-  return spot_lib.make(
+  options = spot_lib.Options(**(SIZES | options))
+  trainer = spot_lib.make_trainer(
     tiny.CONFIG,
     tiny.DRAFTERS[kind],
     tiny.mesh(data, model),
-    tiny.draft_params(kind, seed=5),
     optimizer=optax.adam(learning_rate),
     longest=tiny.SIZES["max_length"],
     loss=draft_loss.Loss(steps=2),
-    options=spot_lib.Options(
-      **(SIZES | options)
-    ),
+    options=options,
   )
+  return spot_lib.Spot(trainer, options, tiny.draft_params(kind, seed=5))
 
 
 @pytest.fixture(autouse=True)

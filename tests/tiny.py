@@ -1,4 +1,4 @@
-"""Small real models and request batches that the tests share."""
+"""Models and request batches that the tests share: small real ones, and a real shape."""
 
 import functools
 
@@ -22,6 +22,20 @@ CONFIG = config_lib.ModelConfig(
   num_kv_heads=2,
   head_dim=16,
   qk_norm=True,
+)
+# SmolLM2-135M: 45 KiB of KV per token.
+SMOLLM2 = config_lib.ModelConfig(
+  architecture="LlamaForCausalLM",
+  vocab_size=49152,
+  width=576,
+  mlp_width=1536,
+  num_layers=30,
+  num_heads=9,
+  num_kv_heads=3,
+  head_dim=64,
+  rope_theta=1e5,
+  max_position=8192,
+  tie_embeddings=True,
 )
 
 

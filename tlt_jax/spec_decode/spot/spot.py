@@ -249,21 +249,3 @@ def make_trainer(
       f"the loss ({loss.steps}): the first tokens of a piece have no earlier steps"
     )
   return trainer_lib.Trainer(config, drafter, mesh, loss, optimizer, longest)
-
-
-def make(
-  config: config_lib.ModelConfig,
-  drafter: drafter_lib.DrafterConfig,
-  mesh: jax.sharding.Mesh,
-  params,
-  *,
-  options: Options,
-  **training,
-) -> Spot:
-  """Spot training of a drafter from its `params`, for `rollout.make`.
-
-  Args:
-    config, drafter, mesh, options, training: as for `make_trainer`
-  """
-  trainer = make_trainer(config, drafter, mesh, options=options, **training)
-  return Spot(trainer, options, params)
