@@ -18,6 +18,7 @@ from tlt_jax import writing
 from tlt_jax.spec_decode.spot import offline
 
 _AT_ONCE = 16  # sequences of a file
+_TELL_S = 30.0  # seconds between two lines of progress
 _REMEDY = "delete it, and its features are computed again"
 
 
@@ -79,8 +80,11 @@ def compute(
       "responses, or let every update compute them: --config.keep_features=False"
     )
   logging.info("computing, once, %s", amount)
-  began = time.time()
+  began = told = time.time()
   for first in missing:
+    if time.time() - told > _TELL_S:
+      told = time.time()
+      logging.info("features: %d of %d sequences", first, len(sequences))
     prompts, responses = zip(*sequences[first : first + _AT_ONCE], strict=True)
     made = learner.features(target_params, prompts, responses)
     path = _path(folder, first // _AT_ONCE)

@@ -12,6 +12,12 @@ half an hour on 2 CPU cores, and chains of 5 drafts give 3.55 tokens per pass th
 another policy or task: `--run=CONFIG` (see `train_drafter`), and buckets that hold its
 longest sequence. `:smoke`, with `--run=experiments/configs/countdown.py:smoke`, takes a
 minute and learns little.
+
+`:smollm2` is the drafter of `configs/smollm2.py`, with a vocabulary of the 4,096 tokens
+that are most frequent in the policy's responses:
+
+    python -m experiments.train_drafter --config=experiments/configs/drafter.py:smollm2 \\
+        --run=experiments/configs/smollm2.py --workdir=runs/smollm2_drafter
 """
 
 import ml_collections
@@ -20,11 +26,11 @@ from experiments.configs import countdown
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  if arg not in ("", "smoke"):
-    raise ValueError(f"this config takes the argument 'smoke' or none, not {arg!r}")
+  if arg not in ("", "smoke", "smollm2"):
+    raise ValueError(f"this config takes the argument smoke, smollm2 or none, not {arg!r}")
   smoke = arg == "smoke"
   longest = countdown.MAX_PROMPT + countdown.MAX_TOKENS
-  return ml_collections.ConfigDict(
+  config = ml_collections.ConfigDict(
     dict(
       seed=0,
       steps=4 if smoke else 1200,
@@ -51,3 +57,16 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       checkpoint=dict(every=2 if smoke else 100, keep=2),
     )
   )
+  if arg == "smollm2":
+    config.update(
+      steps=400,
+      sequences=16,
+      responses=dict(prompts=512, samples=2),
+      drafter=dict(vocab_size=4096),
+      loss=dict(steps=3, distance="cross_entropy"),
+      optimizer=dict(learning_rate=1e-3, warmup=15, total=400, floor=0.05),
+      learner=dict(buckets=((1, 512),)),
+      evaluation=dict(samples=1, strategies=("3_1_4", "ngram_3")),
+      checkpoint=dict(every=50),
+    )
+  return config
