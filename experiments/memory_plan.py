@@ -36,8 +36,10 @@ from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.rollout import chunks
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import ready
 from tlt_jax.spec_decode.speculation import selector as selector_lib
@@ -179,7 +181,7 @@ class _Run:
     whole = self.on_host("files being written", params, _SMALLER_POLICY)
     return [p._replace(size=2 * min(p.size, convert.MAX_FILE_BYTES)) for p in whole]
 
-  def process(self, name: str, size: int) -> list[Part]:
+  def of_process(self, name: str, size: int) -> list[Part]:
     """Memory of the process, on the host like `on_host`."""
     return [Part(name, size, _SMALLER_POLICY, True)] if self.shared else []
 
@@ -228,14 +230,14 @@ class _Run:
       self.part("drafter's training rows", features, "spot.rows"),
     ]
 
-  def rollout_parts(
+  def ways(
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
-  ) -> list[Part]:
-    """The arrays of the bucket that needs the most, and scratch."""
+  ) -> tuple[programs_lib.Shapes, dict[options_lib.Bucket, list[chunks.Way]]]:
+    """The shapes of the rollout, and by bucket the ways to speculate there."""
     config, selector = self.config, self.selector
-    strategies = selector.strategies if selector else ()
     longest = from_config.max_length(config)
     options = rollout.Options(max_length=longest, **config["rollout"])
+    strategies = selector.strategies if selector else ()
     shapes = programs_lib.Shapes.of(
       self.model, self.mesh, options, drafter, strategies, train=spot is not None
     )
@@ -244,17 +246,35 @@ class _Run:
     )
     drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
     weights = chunk_lib.Weights(self.weights(self.model.dtype), self.draft_params(drafter))
+    schedule = ready.nothing_queued(options)
+    allowed = list(filter(options.allows, options.buckets)) or options.buckets[:1]
+    arms = {bucket: drafting.in_bucket(schedule, bucket) for bucket in allowed}
+    way = lambda arm: drafting.way(arm, weights)
+    return shapes, {bucket: list(map(way, arms[bucket])) for bucket in allowed}
+
+  def process(
+    self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
+  ) -> list[Part]:
+    """The process itself and the compiled programs of its rollouts."""
+    _, by_bucket = self.ways(drafter, spot)
+    passes = 1 + sum(1 + len(ways) for ways in by_bucket.values())  # of prefill as well
+    size = scratch_memory.process(self.model, passes)
+    return self.of_process("process and programs", size)
+
+  def rollout_parts(
+    self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
+  ) -> list[Part]:
+    """The arrays of the bucket that needs the most, and scratch."""
+    shapes, by_bucket = self.ways(drafter, spot)
 
     def arrays(bucket):
       slots = shapes.slots(bucket, self.stops)
-      arms = drafting.in_bucket(ready.nothing_queued(options), bucket)
-      ways = [drafting.way(arm, weights) for arm in arms]
-      states = [w.source.ready((), w.weights, slots) for w in ways]
+      states = [w.source.ready((), w.weights, slots) for w in by_bucket[bucket]]
       return slots, max(states, key=self.size, default=())
 
-    allowed = list(filter(options.allows, options.buckets)) or options.buckets[:1]
-    slots, state = max(map(arrays, allowed), key=self.size)
-    most = max(bucket.batch for bucket in allowed)
+    slots, state = max(map(arrays, by_bucket), key=self.size)
+    most = max(bucket.batch for bucket in by_bucket)
+    strategies = self.selector.strategies if self.selector else ()
     parts = [
       self.part("KV cache", slots.replace(features=None), "rollout.slots"),
       self.part("kept features", slots.features, "rollout.cache_tokens"),
@@ -317,7 +337,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   trained = run.spot_arrays(spot)
   drafting = run.drafter_parts(drafter, spot)
   always = [
-    *run.process("process and programs", scratch_memory.process(run.model)),
+    *run.process(drafter, spot),
     *policy,
     *frozen,
     *drafting,
@@ -334,7 +354,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
       "rollout": [*always, weights, *checkpoint, *run.rollout_parts(drafter, spot)],
       "update": [
         *always,
-        *run.process("compiling the update", scratch_memory.compiling_update(run.model)),
+        *run.of_process("compiling the update", scratch_memory.compiling_update(run.model)),
         run.scratch("update's scratch", scratch_memory.update(learner), "learner.buckets"),
       ],
       "sync": [*always, weights],
@@ -357,7 +377,7 @@ def of_rollout(
   drafter = run.drafter()
   weights = run.part("policy", run.weights(run.model.dtype), _SMALLER_POLICY)
   always = [
-    *run.process("process and programs", scratch_memory.process(run.model)),
+    *run.process(drafter, None),
     weights,
     *run.drafter_parts(drafter, None),
   ]

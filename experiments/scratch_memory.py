@@ -1,9 +1,10 @@
 """Estimates of the memory that programs take beside the arrays they are given.
 
 From shapes, in bytes on one device. Factors are fitted to what XLA says of compiled
-programs (`memory_analysis`, on CPUs): that of an update was between 13% above and 11%
-below the estimate for 12 shapes, with 6 to 30 layers of width 576, vocabularies of 1,000
-and 49,152, 2 to 8 rows of 512 or 1,024 tokens, on one slice and on two.
+programs (`memory_analysis`, on CPUs): that of an update was between 11% above and 10%
+below the estimate for 11 shapes, with 6 to 30 layers of width 576, all or half of them
+trained, vocabularies of 1,000 and 49,152, 2 to 8 rows of 512 or 1,024 tokens, on one slice
+and on two.
 """
 
 import jax
@@ -20,13 +21,18 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 _F32 = 4
 _PROCESS = 400 * 2**20  # Python, JAX and the tokenizer
-_LAYER = 20 * 2**20  # a layer of the programs that are compiled
+_LAYER = 7 * 2**20  # a layer of a compiled pass of the policy
 _UPDATE_LAYER = 25 * 2**20  # a layer of the update, while it is compiled
 
 
-def process(model: config_lib.ModelConfig) -> int:
-  """Bytes of the process itself, its compiled programs included, on the host."""
-  return _PROCESS + _LAYER * model.num_layers
+def process(model: config_lib.ModelConfig, passes: int) -> int:
+  """Bytes of the process itself, its compiled programs included, on the host.
+
+  Args:
+    model: the policy's
+    passes: programs that run the policy: prefill, and a chunk by bucket and strategy
+  """
+  return _PROCESS + _LAYER * model.num_layers * passes
 
 
 def compiling_update(model: config_lib.ModelConfig) -> int:
@@ -37,26 +43,25 @@ def compiling_update(model: config_lib.ModelConfig) -> int:
 def update(learner: learner_lib.Learner) -> float:
   """Bytes of the learner's update.
 
-  The gradients that are added up; beside them either what the layers keep for the
-  backward pass, with the parameters gathered from all slices, or the logits of the head
-  and what follows from them.
+  The gradients that are added up, and the parameters where they are gathered from all
+  slices; beside them either what the layers keep for the backward pass and the logits of
+  the head, or the logits and what follows from them, with the embedding's gradient.
   """
   model, mesh = learner.config, learner.mesh
   tensor, slices = mesh.shape[axes.MODEL], mesh.shape[axes.DATA]
-  state = learner.abstract_state()
-  gradients = _bytes(learner.trained(state.params))
+  gradients = _bytes(learner.trained(learner.abstract_state().params))
   whole = axes.with_shardings(mesh, axes.ROLLOUT, target.abstract_params(model))
   gathered = _bytes(whole) if slices > 1 else 0
-  embedding = _bytes(state.params["embedding"])
+  embedding = _bytes(whole["embedding"])
 
   def micro_batch(rows: int, length: int) -> float:
     kept = rows * _kept(model, length, learner.remat, mesh) / (slices * tensor)
-    # XLA makes the logits of all rows on every slice.
     chunk = min(length, learner_lib.LOGIT_CHUNK)
-    logits = rows * chunk * model.vocab_size * _F32 / tensor
-    return max(kept + max(gathered, 2 * logits), 4 * (logits + embedding))
+    logits = rows * chunk * model.vocab_size * _F32 / (slices * tensor)
+    return max(kept + 3.5 * logits, 4 * (logits + embedding))
 
-  return gradients + max(micro_batch(b.rows, b.length) for b in learner.buckets)
+  largest = max(micro_batch(b.rows, b.length) for b in learner.buckets)
+  return gradients + gathered + largest
 
 
 def _kept(

@@ -301,6 +301,10 @@ class Learner:
     """
     model = target.Target(self.config, remat=self.remat)
     by_rows = axes.sharding(self.mesh, axes.DATA)
+    # Gathered from the slices: left to itself XLA gathers the activations of all rows
+    # instead, and has the logits of all of them on every slice.
+    whole = axes.shardings(self.mesh, axes.ROLLOUT, target.abstract_params(self.config))
+    params = jax.lax.with_sharding_constraint(params, whole)
     features, _, _ = model.apply(
       {"params": params},
       jax.lax.with_sharding_constraint(batch.tokens, by_rows),
