@@ -387,8 +387,8 @@ def _speculated(records: Sequence[Mapping[str, float]]) -> str:
   idle, harvested = total("rollout/idle_s"), total("rollout/harvested_s")
   if any("drafter/updates" in r for r in records):
     lines.append(
-      f"Spot training: slices were idle for {idle:.1f} s, and trained the drafter for "
-      f"{harvested:.1f} s of them: {total('drafter/updates'):.0f} updates."
+      f"Spot training: slices were idle for {idle:.1f} s, and trained the drafter on what "
+      f"takes about {harvested:.1f} s alone; {total('drafter/updates'):.0f} updates in all."
     )
   return "\n".join(lines)
 
