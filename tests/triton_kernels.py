@@ -159,6 +159,7 @@ class Machine(NamedTuple):
   registers: int  # per thread
   shared: int  # bytes of shared memory per program
   instructions: Callable[[str], int]  # how often one occurs, e.g. "HGMMA"
+  machine_code: str  # disassembled
 
 
 def compiled(
@@ -199,6 +200,7 @@ def compiled(
     registers=number(r"REG:(\d+)"),
     shared=program.metadata.shared,
     instructions=lambda name: len(re.findall(rf"\b{name}\b", machine_code)),
+    machine_code=machine_code,
   )
 
 
