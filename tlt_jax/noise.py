@@ -25,9 +25,9 @@ def mix(x):
   The two-round multiply-xorshift found by C. Wellons' hash prospector (bias
   0.17), public domain.
 
-  Written with operators alone, and in signed integers, whose products wrap like unsigned
-  ones: so this one definition is what XLA, Pallas and Triton compile, and Pallas has
-  little for unsigned vectors. A mask makes a shift one that brings in zeros.
+  With operators alone, so that XLA, Pallas and Triton all compile this one definition; and
+  of signed integers, since TPU kernels have few operations on unsigned ones. Products
+  wrap alike, and a mask makes a shift one that brings in zeros.
   """
   x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
   x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975

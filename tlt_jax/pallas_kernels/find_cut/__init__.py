@@ -1,8 +1,8 @@
 """Which logits top-k, top-p and min-p keep, found without a sort: see `find_cut`.
 
-It has no kernel, only `ref`: XLA compiles a search like this one to loops of reductions,
-and what a kernel could save beside is launches, some 16 of them, in steps that filter at
-all. RL samples the policy as it is, unfiltered, and then nothing is searched.
+It has no kernel, only `ref`: XLA makes loops of reductions of it, and a kernel could save
+little but their launches, in steps that filter at all. RL samples the policy as it is,
+and then nothing is searched.
 """
 
 import functools

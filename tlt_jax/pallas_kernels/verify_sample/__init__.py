@@ -38,6 +38,7 @@ def verify_sample(
     ValueError: there is no such implementation
   """
   R = logits.shape[0]
+  chex.assert_type(logits, jnp.float32)
   chex.assert_shape(key, (R, 2))
   chex.assert_shape([temperature, cut], (R,))
   impl = implementations.choose(impl, ("ref", "pallas", "interpret", "triton"))

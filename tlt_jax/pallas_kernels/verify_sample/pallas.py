@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from tlt_jax import noise
 from tlt_jax.pallas_kernels.verify_sample import parts
 
+# Fixed, so that a row is cut and summed alike in every batch.
 ROWS, LANES = 8, 128
 TILE = 2048  # tokens of a block
 
 # exp(60) * 2^32 is finite in float32.
 _MOST = 60.0
-# How far rounding may move a perturbed logit: 1e-4, and some ulps of the logit.
+# More than rounding moves a perturbed logit.
 _SLACK, _ULPS = 1e-4, 1e-6
 
 
@@ -35,11 +36,10 @@ def sample_part(
 ) -> parts.Part:
   """Is `ref.sample_part`."""
   R, V = logits.shape
-  rows = min(R, ROWS)
   tile = min(TILE, pl.cdiv(V, LANES) * LANES)
   key = jax.lax.bitcast_convert_type(key, jnp.int32)
   column = lambda x: jnp.broadcast_to(x[:, None], (R, LANES))
-  row = pl.BlockSpec((rows, LANES), lambda i, j, offset: (i, 0))
+  row = pl.BlockSpec((ROWS, LANES), lambda i, j, offset: (i, 0))
   shape = lambda dtype: jax.ShapeDtypeStruct((R, LANES), dtype)
   f32, i32 = shape(jnp.float32), shape(jnp.int32)
   out = pl.pallas_call(
@@ -47,8 +47,8 @@ def sample_part(
     out_shape=parts.Part(f32, i32, f32, f32, f32, f32),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
-      grid=(pl.cdiv(R, rows), pl.cdiv(V, tile)),
-      in_specs=[pl.BlockSpec((rows, tile), lambda i, j, offset: (i, j))] + [row] * 4,
+      grid=(pl.cdiv(R, ROWS), pl.cdiv(V, tile)),
+      in_specs=[pl.BlockSpec((ROWS, tile), lambda i, j, offset: (i, j))] + [row] * 4,
       out_specs=parts.Part(*[row] * 6),
     ),
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),

@@ -44,7 +44,7 @@ def gumbel(upper, lower):
   return -tl.log(tl.where(v < 0.125, small_exponential(v), -tl.log(1.0 - v)))
 
 
-# The interpreter takes no global constants; so these are arguments.
+# Triton's interpreter takes no constants from a module; so these are arguments.
 CONSTANTS = dict(LOW=noise.LOW, LEAST=parts.LEAST, NO_TOKEN=parts.NO_TOKEN)
 
 
@@ -135,7 +135,7 @@ def verify_sample_kernel(
     top = m
     ids = offset + place
     upper = high(k0, k1, ids)
-    # Rounding may move a perturbed logit by this much; exp(60) * 2^32 is finite.
+    # More than rounding moves a perturbed logit; and exp(60) * 2^32 is finite.
     lift = m - best + (1e-4 + 1e-6 * tl.abs(m))
     bound = weight * (tl.exp(tl.minimum(lift, 60.0)) * 4294967296.0)
     may_win = unsigned(upper) <= bound
