@@ -80,8 +80,9 @@ def find(*args, search=ref.find_cut, **options):
     return np.asarray(search(*args, **options))
 
 
-@pytest.mark.parametrize("bits", [1, 4])
-@pytest.mark.parametrize("V", [64, 32_000, 49_152, 151_936])
+@pytest.mark.parametrize(
+  ("V", "bits"), [(64, 1), (64, 4), (32_000, 4), (49_152, 1), (151_936, 1)]
+)
 def test_it_keeps_what_sorting_keeps(V, bits):
   """Few blocks decide peaked rows, flat ones are looked at whole."""
   for spread in (0.3, 1.5, 4.0) if V == 49_152 else (1.5,):
