@@ -105,8 +105,7 @@ def _id(shape) -> str:
 def _boundaries(shape: int, dtype: str) -> tuple[Case, np.ndarray]:
   """Rows that begin or end where a block or split does, or the cache; and the truth."""
   S, size = 540, SHAPES[shape].get("size", SHAPES[shape]["J"])
-  block = 32 if dtype == "float32" else 64  # of the Triton kernel; 512 is in both
-  starts = [0, 1, block - 1, block, block + 1, 513 - size, 512, S - size, S - 1]
+  starts = [0, 1, 63, 64, 65, 513 - size, 512, S - size, S - 1]
   c = case(starts, S, dtype=jnp.dtype(dtype), **SHAPES[shape])
   return c, exact(c)
 
@@ -143,9 +142,9 @@ def test_a_node_that_sees_nothing_gets_zeros(impl):
 @pytest.mark.parametrize("impl", KERNELS)
 def test_a_row_has_the_same_bits_in_any_batch_and_bucket(impl, dtype):
   """With other rows around it, at another place, and with a longer or shorter cache."""
-  c = case([0, 300, 1200, 700], 1300, J=5, G=2, dtype=jnp.dtype(dtype))
+  c = case([0, 300, 600, 550], 1100, J=5, G=2, dtype=jnp.dtype(dtype))
   want = c(impl=impl)
-  for rows, length in [([1], 310), ([3, 1], 800), ([2, 0, 1, 3, 2, 1], 1300)]:
+  for rows, length in [([1], 310), ([0, 3, 1, 0, 3, 1], 800)]:
     part = c.rows(rows)
     part = part._replace(k=part.k[:, :, :length], v=part.v[:, :, :length])
     np.testing.assert_array_equal(part(impl=impl), want[rows])
