@@ -36,7 +36,7 @@ def case(J, dtype="float32", S=96):
 
 @pytest.mark.parametrize(
   "J, dtype",
-  [*((J, "float32") for J in (1, 5, 16, 32, 33, 48)), (1, "bfloat16"), (48, "bfloat16")],
+  [*((J, "float32") for J in (1, 5, 33, 48)), (48, "bfloat16")],
 )
 @pytest.mark.parametrize("impl", ["ref", "interpret"])
 def test_writes_the_slots_and_no_other(impl, J, dtype):

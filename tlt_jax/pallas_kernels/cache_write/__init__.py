@@ -1,8 +1,11 @@
 """Consecutive slots of each row of a KV cache, written in place."""
 
+import functools
+
 import chex
 import jax
 
+from tlt_jax.pallas_kernels import heads
 from tlt_jax.pallas_kernels import implementations
 from tlt_jax.pallas_kernels.cache_write import pallas
 from tlt_jax.pallas_kernels.cache_write import ref
@@ -14,7 +17,8 @@ def cache_write(
   """Writes new keys, or values, to consecutive slots of a cache with plain keys.
 
   Under jit, where nothing else uses the old cache, it is written in place: on TPUs only
-  together with the Pallas kernel of `tree_attention`, on CPUs and GPUs by XLA.
+  together with the Pallas kernel of `tree_attention`, on CPUs and GPUs by XLA. Heads that
+  are split over the mesh axis `model` stay where they are.
 
   Args:
     cache: f[B K S H]
@@ -33,4 +37,5 @@ def cache_write(
   impl = implementations.choose(impl, ("ref", "pallas", "interpret"))
   if impl == "ref":
     return ref.cache_write(cache, new, start)
-  return pallas.cache_write(cache, new, start, interpret=impl == "interpret")
+  kernel = functools.partial(pallas.cache_write, interpret=impl == "interpret")
+  return heads.over_heads(kernel, K, (cache, new, start), (1, 1, None), result_axis=1)

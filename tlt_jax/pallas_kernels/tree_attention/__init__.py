@@ -1,8 +1,11 @@
 """Attention of the nodes of draft trees, or of single tokens, to a KV cache."""
 
+import functools
+
 import chex
 import jax
 
+from tlt_jax.pallas_kernels import heads
 from tlt_jax.pallas_kernels import implementations
 from tlt_jax.pallas_kernels.tree_attention import pallas
 from tlt_jax.pallas_kernels.tree_attention import ref
@@ -29,6 +32,7 @@ def tree_attention(
 
   The kernels give a row the same bits in any batch and with a cache of any length. With
   another number of nodes the last bits may differ: matrix units add up in another order.
+  Heads that are split over the mesh axis `model` stay where they are.
 
   Args:
     q: f[B J N H]
@@ -59,5 +63,11 @@ def tree_attention(
   if impl == "triton":
     from tlt_jax.pallas_kernels.tree_attention import triton  # not on every platform
 
-    return triton.tree_attention(q, k, v, seen, keys=keys)
-  return pallas.tree_attention(q, k, v, seen, keys=keys, interpret=impl == "interpret")
+    kernel = triton.tree_attention
+  else:
+    kernel = functools.partial(pallas.tree_attention, interpret=impl == "interpret")
+  run = lambda q, k, v, start, bits: kernel(
+    q, k, v, seen_lib.Seen(start, bits, seen.size), keys=keys
+  )
+  args, head_axes = (q, k, v, seen.start, seen.bits), (2, 1, 1, None, None)
+  return heads.over_heads(run, K, args, head_axes, result_axis=2)

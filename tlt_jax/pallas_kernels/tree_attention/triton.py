@@ -206,7 +206,7 @@ class Tiles(NamedTuple):
     nodes = triton.cdiv(J, triton.cdiv(J, most))
     rows = max(triton.next_power_of_2(nodes * G), 16)
     if wide:  # for tests: correct rather than fast
-      return cls(nodes, rows, block=64, split=512, warps=8, stages=1)
+      return cls(nodes, rows, block=32, split=512, warps=8, stages=1)
     # The more rows, the more a split's partial result costs beside its keys and values.
     split, warps = (512, 4) if rows <= 64 else (1024, 8)
     if J > 4 * nodes:  # a prompt: its tiles are enough to fill the GPU
