@@ -151,6 +151,22 @@ class _Tensor:
     return self.array.size
 
 
+def lower_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Has jax_triton lower for a GPU that is not there; skips where it cannot.
+
+  Args:
+    capability: of the GPU; 80 for an A100, 90 for an H100 or H200
+    monkeypatch: takes it back
+  """
+  monkeypatch.delitem(sys.modules, "jax_triton", raising=False)  # not the stand-in
+  try:
+    import jax_triton
+  except ImportError:
+    pytest.skip("needs jax's CUDA plugin, without which jax_triton cannot be imported")
+  library = jax_triton.triton_lib.triton_kernel_call_lib
+  monkeypatch.setattr(library, "get_compute_capability", lambda device: capability)
+
+
 class Machine(NamedTuple):
   """What Triton makes of a kernel for one GPU."""
 
@@ -178,6 +194,8 @@ def compiled(
   import triton
   from triton.backends import compiler as backends
 
+  if os.environ.get("TRITON_CACHE_DIR") == "":  # importing jax_triton leaves it so
+    del os.environ["TRITON_CACHE_DIR"]
   names = kernel.arg_names
   source = triton.compiler.ASTSource(
     fn=kernel,

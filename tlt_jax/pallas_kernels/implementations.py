@@ -1,5 +1,7 @@
 """Which implementation of an operation runs.
 
+Their names:
+
     "ref"        plain jax.numpy
     "pallas"     Pallas for TPUs
     "interpret"  the same, interpreted: for tests, on any machine
