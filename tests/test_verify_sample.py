@@ -18,6 +18,7 @@ from scipy import special
 from tests import test_find_cut
 from tests import test_in_place
 from tests import tiny
+from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax import axes
 from tlt_jax import noise
@@ -314,22 +315,32 @@ def test_a_vocabulary_that_the_shards_do_not_divide_is_whole():
   assert_exact(jax.device_get(jax.jit(run)(*args)), *args)
 
 
-# Of machine code.
+# Of compilers.
 
 
-@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
+def shapes(R, V):
+  """Of the arguments."""
+  shape, row = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((R,), jnp.float32)
+  return shape((R, V), jnp.float32), shape((R, 2), jnp.uint32), row, row
+
+
+@pytest.mark.parametrize("kind", tpu_kernels.KINDS)
 def test_it_lowers_for_tpus(kind):
-  """To Mosaic, for a vocabulary of 151,936 tokens and for a small one."""
-  device = jax.sharding.AbstractDevice(kind, 1, "tpu")
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  """For a vocabulary of 151,936 tokens and for a small one."""
+  draw = functools.partial(verify_sample.verify_sample, impl="pallas")
   for R, V in ((128, 151_936), (3, 64)):
-    shape = jax.ShapeDtypeStruct
-    row = shape((R,), jnp.float32)
-    args = shape((R, V), jnp.float32), shape((R, 2), jnp.uint32), row, row
-    draw = jax.jit(functools.partial(verify_sample.verify_sample, impl="pallas"))
-    with jax.sharding.use_abstract_mesh(mesh):
-      text = draw.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
-    assert "tpu_custom_call" in text
+    text = tpu_kernels.lowered(draw, kind, *shapes(R, V))
+    assert text.count("tpu_custom_call") == 1
+
+
+@triton_kernels.requires_triton
+def test_it_lowers_for_cuda(monkeypatch):
+  """For an H100 or H200, where jax's plugin is installed."""
+  triton_kernels.lower_for(90, monkeypatch)
+  draw = functools.partial(verify_sample.verify_sample, impl="triton")
+  traced = jax.jit(draw).trace(*shapes(128, 151_936))
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("triton_kernel_call") == 1
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from tlt_jax import axes
+from tlt_jax.pallas_kernels import varying
 
 
 def over_vocabulary(f: Callable, logits: jax.Array, *args: jax.Array) -> Any:
@@ -28,8 +29,8 @@ def over_vocabulary(f: Callable, logits: jax.Array, *args: jax.Array) -> Any:
     args: whole on every shard
   """
   mesh = jax.sharding.get_abstract_mesh()
-  automatic = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if automatic.get(axes.MODEL) != AxisType.Auto:
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  if types.get(axes.MODEL) != AxisType.Auto:
     return f(None, logits, *args)
   whole = PartitionSpec()
   splits = logits.shape[1] % mesh.shape[axes.MODEL] == 0
@@ -39,17 +40,10 @@ def over_vocabulary(f: Callable, logits: jax.Array, *args: jax.Array) -> Any:
     in_specs=(spec, *(whole for _ in args)),
     out_specs=whole,
     axis_names={axes.MODEL},
-    check_vma=False,
+    check_vma=False,  # not all kernels have types that say what varies
   )
-  return _varying_like((logits, *args), run(logits, *args))
-
-
-def _varying_like(args: Any, results: Any) -> Any:
-  """Marks results as differing over the manual mesh axes over which any argument does."""
-  axes_of = lambda x: jax.typeof(x).manual_axis_type.varying
-  varying = frozenset().union(*map(axes_of, jax.tree.leaves(args)))
-  mark = lambda x: jax.lax.pcast(x, tuple(varying - axes_of(x)), to="varying")
-  return jax.tree.map(mark, results)
+  results = run(logits, *args)
+  return jax.tree.map(lambda x: varying.like(x, logits, *args), results)
 
 
 def side_by_side(x: jax.Array, axis: str | None) -> jax.Array:
