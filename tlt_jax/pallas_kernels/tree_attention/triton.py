@@ -205,7 +205,7 @@ class Tiles(NamedTuple):
     most = max((32 if wide else 128) // G, 1)
     nodes = triton.cdiv(J, triton.cdiv(J, most))
     rows = max(triton.next_power_of_2(nodes * G), 16)
-    if wide:  # for tests: correct rather than fast
+    if wide:  # not by tensor cores, which round: what many rows need would spill
       return cls(nodes, rows, block=32, split=512, warps=8, stages=1)
     # The more rows, the more a split's partial result costs beside its keys and values.
     split, warps = (512, 4) if rows <= 64 else (1024, 8)
