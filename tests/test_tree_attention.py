@@ -338,7 +338,7 @@ TRITON_FAULTS = {
   "one block less": ("tl.cdiv(end, BLOCK))", "tl.cdiv(end - 1, BLOCK))"),
   "order of bits": ("(offset & 31)[", "(31 - (offset & 31))["),
   "total is not rescaled": ("total = total * rescale +", "total = total +"),
-  "sum is not rescaled": ("sum * rescale[:, None])", "sum)"),
+  "sum is not rescaled": ("sum * rescale[:, None],", "sum,"),
   "splits are not rescaled": ("sum * mine[:, None] +", "sum +"),
   "a split less": ("range(0, tl.cdiv(end, SPLIT))", "range(0, tl.cdiv(end, SPLIT) - 1)"),
   "wrong head": ("v_ptr += bk.to", "v_ptr += (bk // K * K).to"),
