@@ -97,6 +97,28 @@ def _kernel(
     o_ref[...] = out.astype(o_ref.dtype)
 
 
+def _specs(rows: int, words: int, H: int, size: int, length: int, keys: str) -> list:
+  """How q, bits, k and v are cut; blocks are chosen by a row's `start`."""
+
+  def block(b, step, start):
+    """Blocks that nobody sees are not read: the last that is stays where it is."""
+    last = jax.lax.div(jnp.minimum(start[b] + size, length) - 1, BLOCK)
+    return jnp.minimum(step, last)
+
+  values = pl.BlockSpec(
+    (None, None, BLOCK, H), lambda b, h, t, s, start: (b, h, block(b, s, start), 0)
+  )
+  transposed = pl.BlockSpec(
+    (None, None, H, BLOCK), lambda b, h, t, s, start: (b, h, 0, block(b, s, start))
+  )
+  return [
+    pl.BlockSpec((None, None, rows, H), lambda b, h, t, s, start: (b, h, t, 0)),
+    pl.BlockSpec((None, rows, words), lambda b, h, t, s, start: (b, t, 0)),
+    transposed if keys == "transposed" else values,
+    values,
+  ]
+
+
 def tree_attention(
   q: jax.Array,
   k: jax.Array,
@@ -109,45 +131,26 @@ def tree_attention(
   """Does what the package's function says; `interpret` runs it on any machine."""
   B, J, N, H = q.shape
   K, S = v.shape[1:3]
-  G, size = N // K, seen.size
-  tiles = -(-J * G // ROWS)
+  G = N // K
+  tiles = pl.cdiv(J * G, ROWS)
   rows = pl.cdiv(pl.cdiv(J * G, tiles), _SUBLANES) * _SUBLANES
-  padded = lambda x: jnp.pad(
-    x, ((0, 0),) * (x.ndim - 2) + ((0, tiles * rows - J * G), (0, 0))
-  )
+  missing = tiles * rows - J * G
+  padded = lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0)))
   queries = (q * H**-0.5).reshape(B, J, K, G, H).transpose(0, 2, 1, 3, 4)
   queries = padded(queries.reshape(B, K, J * G, H))
-  bits = padded(jnp.repeat(seen.bits, G, 1))  # i32[B J*G words]
-
-  def block_of(b, step, start):
-    """Blocks that nobody sees are not read: the last that is stays where it is."""
-    last = jax.lax.div(jnp.minimum(start[b] + size, S) - 1, BLOCK)
-    return jnp.minimum(step, last)
-
-  of_rows = pl.BlockSpec((None, None, rows, H), lambda b, h, t, s, start: (b, h, t, 0))
-  of_bits = pl.BlockSpec((None, rows, bits.shape[-1]), lambda b, h, t, s, start: (b, t, 0))
-  by_slot = pl.BlockSpec(
-    (None, None, BLOCK, H), lambda b, h, t, s, start: (b, h, block_of(b, s, start), 0)
-  )
-  transposed = pl.BlockSpec(
-    (None, None, H, BLOCK), lambda b, h, t, s, start: (b, h, 0, block_of(b, s, start))
-  )
+  bits = padded(jnp.repeat(seen.bits, G, 1))  # i32[B rows words]
+  specs = _specs(rows, bits.shape[-1], H, seen.size, S, keys)
   scratch = lambda width: pltpu.VMEM((rows, width), jnp.float32)
   out = pl.pallas_call(
-    functools.partial(_kernel, size=size, length=S, keys=keys),
+    functools.partial(_kernel, size=seen.size, length=S, keys=keys),
     out_shape=jax.ShapeDtypeStruct(
       queries.shape, v.dtype, manual_axis_type=jax.typeof(v).manual_axis_type
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=(B, K, tiles, pl.cdiv(S, BLOCK)),
-      in_specs=[
-        of_rows,
-        of_bits,
-        transposed if keys == "transposed" else by_slot,
-        by_slot,
-      ],
-      out_specs=of_rows,
+      in_specs=specs,
+      out_specs=specs[0],
       scratch_shapes=[scratch(_LANES), scratch(_LANES), scratch(H)],
     ),
     compiler_params=pltpu.CompilerParams(

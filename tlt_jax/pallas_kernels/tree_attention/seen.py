@@ -33,10 +33,12 @@ class Seen:
     """The same over a cache of `length` slots S: bool[B J S]."""
     chex.assert_shape(self.bits, (*self.start.shape, None, -(-self.size // 32)))
     offset = (jnp.arange(length) - self.start[:, None])[:, None]  # i32[B 1 S]
-    bit = jnp.zeros_like(offset)
+    shape = (*self.bits.shape[:2], length)
+    shift = jnp.broadcast_to(offset & 31, shape)
+    bit = jnp.zeros(shape, jnp.int32)
     for i in range(self.bits.shape[-1]):
-      word = jnp.broadcast_to(self.bits[..., i, None], (*self.bits.shape[:2], length))
-      shifted = jax.lax.shift_right_logical(word, (offset & 31) + 0 * word)
+      word = jnp.broadcast_to(self.bits[..., i, None], shape)
+      shifted = jax.lax.shift_right_logical(word, shift)
       bit = jnp.where(offset >> 5 == i, shifted & 1, bit)
     return (offset < 0) | (bit == 1)
 

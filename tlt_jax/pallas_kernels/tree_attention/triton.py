@@ -26,14 +26,6 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _dot(a, b, add):
-  """a @ b + add, in float32 where a and b are."""
-  if _INTERPRETED:  # the interpreter multiplies the bits of bfloat16
-    a, b = a.to(tl.float32), b.to(tl.float32)
-  return tl.dot(a, b, add, input_precision="ieee")
-
-
-@triton.jit
 def _seen(bits_ptr, valid, offset, SIZE: tl.constexpr):
   """Which slots, `offset` behind the row's start, each query sees: bool[rows slots]."""
   bit = tl.zeros((valid.shape[0], offset.shape[0]), tl.int32)
@@ -70,7 +62,9 @@ def _fold(
       v = tl.load(v_ptrs, mask=exists[:, None], other=0.0)
     else:
       k, v = tl.load(k_ptrs), tl.load(v_ptrs)
-    scores = _dot(q, k, tl.zeros((q.shape[0], BLOCK), tl.float32)) * SCALE
+    if _INTERPRETED:  # the interpreter multiplies the bits of bfloat16
+      q, k = q.to(tl.float32), k.to(tl.float32)
+    scores = tl.dot(q, k, input_precision="ieee") * SCALE
     if TAIL:
       seen = _seen(bits_ptr, valid, slot - start, SIZE) & exists[None, :]
       scores = tl.where(seen, scores, _MASKED)
@@ -80,7 +74,10 @@ def _fold(
       weights = tl.where(seen, weights, 0.0)
     rescale = tl.exp2(largest - new)
     total = total * rescale + tl.sum(weights, 1)
-    sum = _dot(weights.to(v.dtype), v, sum * rescale[:, None])
+    weights = weights.to(v.dtype)
+    if _INTERPRETED:
+      weights, v = weights.to(tl.float32), v.to(tl.float32)
+    sum = tl.dot(weights, v, sum * rescale[:, None], input_precision="ieee")
     largest = new
     v_base += BLOCK * H
     k_base += BLOCK * (1 if TRANSPOSED else H)
@@ -205,7 +202,7 @@ class Tiles(NamedTuple):
     most = max((32 if wide else 128) // G, 1)
     nodes = triton.cdiv(J, triton.cdiv(J, most))
     rows = max(triton.next_power_of_2(nodes * G), 16)
-    if wide:  # for tests: correct rather than fast
+    if wide:  # not by tensor cores, which round: what many rows need would spill
       return cls(nodes, rows, block=32, split=512, warps=8, stages=1)
     # The more rows, the more a split's partial result costs beside its keys and values.
     split, warps = (512, 4) if rows <= 64 else (1024, 8)
