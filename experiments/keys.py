@@ -155,6 +155,11 @@ DRAFTER = {
   "steps": _STEPS,
   "sequences": _SEQUENCES,
   "init": Key(str, "folder of the drafter to start from; '': from scratch"),
+  "keep_features": Key(
+    bool,
+    "whether the policy's features are computed once and kept on disk, not in every step",
+    default=True,
+  ),
   "responses": {
     "prompts": Key(ranges.Count, "prompts that the policy answers, to train on"),
     "samples": Key(ranges.Count, "responses per prompt; at temperature 0 it is one"),

@@ -120,6 +120,23 @@ def learner(kind, data=1, **loss):
   )
 
 
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_features_computed_once_train_like_those_of_each_update(kind):
+  made, (prompts, responses) = learner(kind), sequences()
+  features = made.features(tiny.params(), prompts, responses)
+  sizes = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+  assert [x.shape for x in features] == [(n, made.layout.size) for n in sizes]
+  chosen = [3, 0, 5]  # the rows of this update are not those that they were made in
+  batch = [[x[i] for i in chosen] for x in (prompts, responses)]
+  kept = [features[i] for i in chosen]
+  state, metrics = made.train(made.init(params(kind)), tiny.params(), *batch, kept)
+  expected, theirs = made.train(made.init(params(kind)), tiny.params(), *batch)
+  assert metrics == pytest.approx(theirs, rel=1e-5)
+  leaves = zip(*map(jax.tree.leaves, (state.params, expected.params)), strict=True)
+  for a, b in leaves:
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
   ("kind", "distance"),
   [

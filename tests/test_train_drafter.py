@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 
+from experiments import feature_files
 from experiments import responses
 from tests import commands
 from tests import test_full_disk
@@ -90,3 +92,54 @@ def test_responses_that_do_not_fit_are_named(tmp_path):
     with test_full_disk.room():
       responses.store(path, sequences)
   assert not path.exists()
+
+
+SIZES = np.random.default_rng(0).integers(2, 9, (35, 2))
+SEQUENCES = [(np.arange(p), np.arange(r)) for p, r in SIZES]
+
+
+class Learner:
+  """Makes features that tell their sequence; counts the sequences it was asked for."""
+
+  layout = types.SimpleNamespace(size=3)
+
+  def __init__(self):
+    self.asked = 0
+
+  def features(self, target_params, prompts, responses):
+    self.asked += len(prompts)
+    sizes = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
+    return [np.full((p + r, 3), target_params * p, np.float32) for p, r in sizes]
+
+
+def test_features_are_computed_once_and_those_of_a_lost_file_again(tmp_path):
+  learner, folder = Learner(), tmp_path / "features"
+  found = feature_files.compute(folder, learner, 1, SEQUENCES)
+  assert learner.asked == len(SEQUENCES)
+  for i, (p, r) in enumerate(SIZES):
+    np.testing.assert_array_equal(found[i], np.full((p + r, 3), p))
+  files = sorted(folder.iterdir())
+  assert len(files) == 3
+  feature_files.compute(folder, learner, 2, SEQUENCES)
+  assert learner.asked == len(SEQUENCES)
+  files[1].unlink()
+  found = feature_files.compute(folder, learner, 2, SEQUENCES)
+  assert learner.asked == len(SEQUENCES) + 16
+  assert [found[i][0, 0] / SIZES[i][0] for i in (0, 20, 34)] == [1, 2, 1]
+
+
+def test_files_of_features_that_are_damaged_are_named(tmp_path):
+  found = feature_files.compute(tmp_path / "features", Learner(), 1, SEQUENCES)
+  first, second, third = sorted(found.folder.iterdir())
+  first.write_bytes(first.read_bytes()[:20])
+  third.write_bytes(second.read_bytes())
+  for i, path in ((0, first), (34, third)):
+    with pytest.raises(ValueError, match=f"{path} .*delete it, and its features are"):
+      found[i]
+
+
+def test_features_that_do_not_fit_the_disk_are_refused(tmp_path, monkeypatch):
+  full = types.SimpleNamespace(free=100)
+  monkeypatch.setattr(feature_files.shutil, "disk_usage", lambda path: full)
+  with pytest.raises(OSError, match="of disk for the target's features of .* tokens, and"):
+    feature_files.compute(tmp_path / "features", Learner(), 1, SEQUENCES)

@@ -4,9 +4,13 @@ One jitted program per update, as in `learner`: for each bucket a loop over its
 micro-batches, in which the target's features are computed and the drafter's gradient
 is added up, then one optimizer step. Parameters are replicated over `data`, rows of a
 micro-batch are split over it.
+
+A target is many times the size of its drafter. Where sequences are trained on more than
+once, their features may be computed once, by `DraftLearner.features`, and handed in (the
+offline training of EAGLE, https://arxiv.org/abs/2401.15077).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 
@@ -56,21 +60,51 @@ class DraftLearner:
     target_params,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
+    features: Sequence[np.ndarray] | None = None,
   ) -> tuple[state_lib.State, dict[str, float]]:
     """Makes one update on a batch of sequences; the state is donated.
 
     Args:
       target_params: of the target, laid out by `axes.ROLLOUT`
       prompts, responses: i32[...] each, one pair per sequence
+      features: f[T E] of each sequence of T tokens, as the method `features` gives them;
+        None: they are computed
     Returns:
       the new state, and `drafter/*`: loss, and per drafting step k loss_k and
       agreement_k, means over response tokens
     """
     packed = packing.pack(prompts, responses, self.buckets)
+    kept = None
+    if features is not None:
+      dtype = self.config.dtype
+      kept = tuple(_packed(features, bucket, dtype) for bucket in packed)
+    placed, kept = packing.place((packed, kept), self.mesh)
+    key = (len(prompts), features is None)
+    state, metrics = self.pool.run(
+      "update", key, self.update, state, target_params, placed, kept
+    )
+    return state, {f"drafter/{k}": float(v) for k, v in jax.device_get(metrics).items()}
+
+  def features(
+    self,
+    target_params,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+  ) -> list[np.ndarray]:
+    """Computes what an update needs of the target: f[T E] of each sequence of T tokens.
+
+    Args:
+      target_params: of the target, laid out by `axes.ROLLOUT`
+      prompts, responses: i32[...] each, one pair per sequence
+    Returns:
+      tapped and final states as `features.Layout` orders them; E = `layout.size`
+    """
+    packed = packing.pack(prompts, responses, self.buckets)
     placed = packing.place(packed, self.mesh)
     key = (len(prompts),)
-    state, metrics = self.pool.run("update", key, self.update, state, target_params, placed)
-    return state, {f"drafter/{k}": float(v) for k, v in jax.device_get(metrics).items()}
+    made = self.pool.run("features", key, self.all_features, target_params, placed)
+    sizes = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    return _unpacked(jax.device_get(made), packed, sizes)
 
   @functools.cached_property
   def update(self):
@@ -78,23 +112,12 @@ class DraftLearner:
     shardings = slices.shardings(self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
-  def _update(self, state, target_params, packed):
-    positions = jnp.arange(self.buckets[-1].length)  # tables of them, for the loops
-    rotations = layers.rotation(self.config, positions)
-    draft_rotations = layers.rotation(self.drafter.layer, positions)
-    layout = features_lib.of_drafter(self.drafter, train=True)
+  def _update(self, state, target_params, packed, kept):
+    draft_rotations = layers.rotation(self.drafter.layer, self._positions)
+    features_of = self._features_of(target_params)
 
-    def loss(params, batch):
+    def loss(params, batch, features):
       batch = jax.tree.map(self._over_slices, batch)
-      final, tapped, _ = target.Target(self.config).apply(
-        {"params": target_params},
-        batch.tokens,
-        batch.positions,
-        layout.taps,
-        packing.segment_mask(batch.segments, batch.positions),
-        rotations=rotations,
-        method=target.Target.with_taps,
-      )
       return loss_lib.loss(
         self.loss,
         self.drafter,
@@ -102,23 +125,114 @@ class DraftLearner:
         params,
         target_params,
         batch,
-        layout.split(layout.join(tapped, final)),
+        self.layout.split(features_of(batch) if features is None else features),
         draft_rotations,
       )
 
     grad = jax.value_and_grad(loss, has_aux=True)
     total = None
-    for bucket in packed:
-      micro_batch = lambda i, bucket=bucket: grad(state.params, bucket.micro_batch(i))
+    for b, bucket in enumerate(packed):
+
+      def micro_batch(i, b=b, bucket=bucket):
+        features = None if kept is None else kept[b][i]
+        return grad(state.params, bucket.micro_batch(i), features)
+
       total = accumulate.sum_over(bucket.count, micro_batch, total)
     (value, metrics), grads = total
     return state_lib.update(self.optimizer, state, value, metrics, grads)
+
+  @functools.cached_property
+  def all_features(self):
+    """(target params, packed buckets) -> f[M rows T E] of each bucket."""
+    return jax.jit(self._all_features)
+
+  def _all_features(self, target_params, packed):
+    features_of = self._features_of(target_params)
+
+    def of_bucket(bucket):
+      shape = (*bucket.tokens.shape, self.layout.size)
+      add = lambda i, made: made.at[i].set(features_of(bucket.micro_batch(i)))
+      empty = jnp.zeros(shape, self.config.dtype)
+      return jax.lax.fori_loop(0, bucket.count, add, empty)
+
+    return tuple(map(of_bucket, packed))
+
+  def _features_of(self, target_params):
+    """The function from a micro-batch [rows T] to its features f[rows T E]."""
+    rotations = layers.rotation(self.config, self._positions)
+
+    def features_of(batch):
+      batch = jax.tree.map(self._over_slices, batch)
+      final, tapped, _ = target.Target(self.config).apply(
+        {"params": target_params},
+        batch.tokens,
+        batch.positions,
+        self.layout.taps,
+        packing.segment_mask(batch.segments, batch.positions),
+        rotations=rotations,
+        method=target.Target.with_taps,
+      )
+      return self.layout.join(tapped, final)
+
+    return features_of
+
+  @property
+  def layout(self) -> features_lib.Layout:
+    """The order of a token's features."""
+    return features_lib.of_drafter(self.drafter, train=True)
+
+  @property
+  def _positions(self) -> jax.Array:
+    """Those of the longest row, of which tables are made, for the loops."""
+    return jnp.arange(self.buckets[-1].length)
 
   def _over_slices(self, x):
     """Splits an array by rows over the slices."""
     if not x.ndim:
       return x
     return jax.lax.with_sharding_constraint(x, axes.sharding(self.mesh, axes.DATA))
+
+
+def _packed(
+  features: Sequence[np.ndarray], packed: packing.Packed, dtype: str
+) -> np.ndarray:
+  """Puts features f[T E] of each sequence where its tokens are: f[M rows T E].
+
+  Args:
+    features: of all sequences
+    packed: a bucket, numpy arrays
+    dtype: of the result
+  """
+  out = np.zeros((*packed.tokens.shape, features[0].shape[-1]), jnp.dtype(dtype))
+  for i, where in _places(packed):
+    out[where] = features[i]
+  return out
+
+
+def _unpacked(
+  features: Sequence[np.ndarray], packed: Sequence[packing.Packed], sizes: Sequence[int]
+) -> list[np.ndarray]:
+  """Undoes `_packed` for all buckets: f[T E] of each sequence.
+
+  Args:
+    features: f[M rows T E] of each bucket
+    packed: the buckets, numpy arrays
+    sizes: tokens of each sequence
+  """
+  found: list[np.ndarray | None] = [None] * len(sizes)
+  for made, bucket in zip(features, packed, strict=True):
+    for i, where in _places(bucket):
+      found[i] = made[where]
+  return found
+
+
+def _places(packed: packing.Packed) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
+  """Yields (sequence, index of its tokens in [M rows T]) of a bucket.
+
+  Tokens of a sequence lie side by side in the order of their positions.
+  """
+  for i in np.unique(packed.sequence_idx[packed.segments > 0]):
+    yield i, np.nonzero((packed.sequence_idx == i) & (packed.segments > 0))
 
 
 def make(
