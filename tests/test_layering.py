@@ -25,6 +25,7 @@ FLOORS = {
   "tlt_jax.spec_decode.decoding": 2,
   "tlt_jax.spec_decode": 5,
   "tlt_jax.models": 1,
+  "tlt_jax.pallas_kernels": 1,
   "tlt_jax": 0,
 }
 BANNED = (
@@ -126,11 +127,11 @@ _IMPORT_ALL = """
 import importlib, sys
 from absl import flags
 try:
-  import jax_triton
-except ImportError:  # not on this platform, or (its 0.3) not without a GPU
-  jax_triton = None
+  import triton
+except ImportError:  # not on this platform
+  triton = None
 for name in sys.argv[1:]:
-  if name.endswith(".triton") and jax_triton is None:
+  if name.endswith(".triton") and triton is None:
     continue  # whatever else imports must not need it
   before = set(flags.FLAGS)
   importlib.import_module(name)

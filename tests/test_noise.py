@@ -170,7 +170,7 @@ def test_the_tail_is_filled_beyond_24_bits():
 
 def test_every_hash_gives_finite_noise(monkeypatch):
   """From the largest, where the hash is 0, to the smallest, where it is 2^32 - 1."""
-  monkeypatch.setattr(noise, "_mix", lambda x: x)  # token id = upper half of the hash
+  monkeypatch.setattr(noise, "mix", lambda x: x)  # token id = upper half of the hash
   ids = np.array([0, 1, 2, 255, 2**16, 2**31, 2**32 - 129, 2**32 - 1], np.uint32)
   g = np.asarray(noise.gumbel(jnp.zeros(2, jnp.uint32), jnp.asarray(ids)))
   v = (ids.astype(np.float64) + (ids ^ np.uint32(0xB7E15162)) * 2.0**-32) * 2.0**-32

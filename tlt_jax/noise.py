@@ -15,16 +15,23 @@ import chex
 import jax
 import jax.numpy as jnp
 
+# What tells the lower half of a token's hash from its upper half.
+LOW = -0x481EAE9E
 
-def _mix(x: jax.Array) -> jax.Array:
-  """A bijection of uint32 in which every input bit flips half the output bits.
+
+def mix(x):
+  """A bijection of i32[...] in which every input bit flips half the output bits.
 
   The two-round multiply-xorshift found by C. Wellons' hash prospector (bias
   0.17), public domain.
+
+  With operators alone, so that XLA, Pallas and Triton all compile this one definition; and
+  of signed integers, since TPU kernels have few operations on unsigned ones. Products
+  wrap alike, and a mask makes a shift one that brings in zeros.
   """
-  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-  return x ^ (x >> 16)
+  x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+  x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
+  return x ^ ((x >> 16) & 0xFFFF)
 
 
 def row_key(seed: jax.Array, request: jax.Array, position: jax.Array) -> jax.Array:
@@ -34,13 +41,36 @@ def row_key(seed: jax.Array, request: jax.Array, position: jax.Array) -> jax.Arr
     seed, request: u32[...]
     position: i32[...]  index of the drawn token in its sequence, prompt included
   """
-  a, b = jnp.uint32(0x9E3779B9), jnp.uint32(0x243F6A88)
+  a, b = -0x61C88647, 0x243F6A88
   for word in (seed, request, position):
-    word = jnp.asarray(word).astype(jnp.uint32)
-    a = _mix(a ^ word)
-    b = _mix(b + a)
+    word = jnp.asarray(word).astype(jnp.int32)
+    a = mix(a ^ word)
+    b = mix(b + a)
     a = a + b
-  return jnp.stack([a, b], -1)
+  return _unsigned(jnp.stack([a, b], -1))
+
+
+def high(k0, k1, tokens):
+  """The upper half of each token's hash: i32[...].
+
+  Args:
+    k0, k1: i32[...]  the bits of the row's key
+    tokens: i32[...]  ids
+  """
+  return mix(mix(tokens ^ k0) + k1)
+
+
+def small_exponential(v):
+  """-log(1 - v) for v f32[...] in [0, 1/8], with operators alone.
+
+  For kernels: Triton has no log1p, and log(1 - v) loses a small v.
+  """
+  rest = 1 / 5 + v * (1 / 6 + v * (1 / 7 + v * (1 / 8)))
+  return v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * rest))))
+
+
+def _unsigned(x):
+  return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def gumbel(key: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -55,11 +85,12 @@ def gumbel(key: jax.Array, tokens: jax.Array) -> jax.Array:
   """
   chex.assert_axis_dimension(key, -1, 2)
   chex.assert_rank(tokens, 1)
-  ids = tokens.astype(jnp.uint32)
-  high = _mix(_mix(ids ^ key[..., None, 0]) + key[..., None, 1])
-  low = _mix(high ^ jnp.uint32(0xB7E15162))
+  key = jax.lax.bitcast_convert_type(key, jnp.int32)
+  upper = high(key[..., None, 0], key[..., None, 1], tokens.astype(jnp.int32))
+  lower = mix(upper ^ LOW)
+  upper, lower = (_unsigned(x).astype(jnp.float32) for x in (upper, lower))
   # v is uniform on (0, 1), and as fine near 0 as a float can be: there the noise
   # is largest.
-  v = high.astype(jnp.float32) * 2.0**-32 + (low.astype(jnp.float32) + 0.5) * 2.0**-64
+  v = upper * 2.0**-32 + (lower + 0.5) * 2.0**-64
   exponential = -jnp.log1p(-jnp.minimum(v, 1.0 - 2.0**-24))
   return -jnp.log(exponential)

@@ -58,8 +58,8 @@ def draft_distribution(logits: jax.Array, sampling: sampling_lib.Sampling) -> ja
   """
   chex.assert_rank(logits, 2)
   scaled = sampling_lib.scale(logits, sampling)
-  cut = sampling_lib.threshold(scaled, sampling)
-  kept = (scaled >= cut[:, None]) | (sampling.temperature <= 0)[:, None]
+  cut = sampling_lib.threshold(logits, sampling)
+  kept = (logits >= cut[:, None]) | (sampling.temperature <= 0)[:, None]
   return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), -1)
 
 

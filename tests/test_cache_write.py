@@ -1,0 +1,103 @@
+"""Writing to a KV cache: each implementation against numpy, bit for bit."""
+
+import importlib.util
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tpu_kernels
+from tlt_jax.pallas_kernels import cache_write
+from tlt_jax.pallas_kernels.cache_write import pallas
+
+write = jax.jit(cache_write.cache_write, static_argnames="impl")
+
+
+def case(J, dtype="float32", S=96):
+  """A cache, new values, starts at every boundary and beyond, and what should come out.
+
+  Some of each holds NaN: nothing of it may reach another slot.
+  """
+  rng = np.random.default_rng(J)
+  start = np.array([0, 1, 31, 32, 33, S - J, S - 1, S, S + 40, -1, -J, -33], np.int32)
+  cache = rng.normal(size=(len(start), 2, S, 16)).astype(jnp.dtype(dtype))
+  new = rng.normal(size=(len(start), 2, J, 16)).astype(jnp.dtype(dtype))
+  cache[:, :, ::7] = np.nan
+  new[:, :, J // 2] = np.nan
+  want = cache.copy()
+  for b in range(len(start)):
+    for j in range(J):
+      if 0 <= start[b] + j < S:
+        want[b, :, start[b] + j] = new[b, :, j]
+  return (cache, new, start), want
+
+
+@pytest.mark.parametrize(
+  "J, dtype",
+  [*((J, "float32") for J in (1, 5, 33, 48)), (48, "bfloat16")],
+)
+@pytest.mark.parametrize("impl", ["ref", "interpret"])
+def test_writes_the_slots_and_no_other(impl, J, dtype):
+  """Also where some or all of the slots lie outside of the cache."""
+  args, want = case(J, dtype)
+  out = np.asarray(write(*args, impl=impl))
+  assert out.dtype == want.dtype
+  np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32))
+
+
+def test_what_is_narrower_is_widened():
+  """New values of another dtype are stored in that of the cache."""
+  (cache, new, start), want = case(5)
+  new = np.nan_to_num(new).astype(jnp.bfloat16)
+  for impl in ("ref", "interpret"):
+    out = write(cache, new, start, impl=impl)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out[0, :, :5], new[0].astype(np.float32))
+
+
+FAULTS = {
+  "a tile less": ("pl.cdiv(J - 1, TILE) + 1", "pl.cdiv(J, TILE)"),
+  "not rolled": ("range(_BITS)", "range(_BITS - 1)"),
+  "one too many": ("slot < start + num_new", "slot <= start + num_new"),
+  "before the start": ("(slot >= start) &", "(slot >= 0) &"),
+  "beyond the cache": ("(first < length)", "(first >= 0)"),
+  "before the cache": ("(first >= 0) &", "(first < length) &"),
+  "nothing where no tile exists": ("out_ref[...] = old_ref[...]", "pass"),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_faults_of_the_kernel_are_found(fault, tmp_path):
+  """By the test above; and no fault in the kernel as it is."""
+  source = open(pallas.__file__).read()
+  old, new = FAULTS[fault] if fault else ("", "")
+  assert old in source, "the source has changed: adapt the fault to it"
+  file = tmp_path / "mutant.py"
+  file.write_text(source.replace(old, new, 1))
+  spec = importlib.util.spec_from_file_location("mutant", file)
+  mutant = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(mutant)
+  args, want = case(16)
+  # As a TPU does it: what lies in fast memory is NaN until it is written.
+  out = np.asarray(mutant.cache_write(*args, interpret=pltpu.InterpretParams()))
+  assert np.array_equal(out, want, equal_nan=True) == (fault is None)
+
+
+def test_odd_lengths_are_refused_with_a_remedy():
+  """The kernel writes whole tiles."""
+  (cache, new, start), _ = case(5, S=40)
+  with pytest.raises(ValueError, match="multiple of 32 slots, not 40; make the cache"):
+    write(cache, new, start, impl="interpret")
+
+
+@pytest.mark.parametrize("kind", tpu_kernels.KINDS)
+def test_lowers_for_tpus(kind):
+  """In place: the kernel's result is its input."""
+  shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+  start = jax.ShapeDtypeStruct((8,), jnp.int32)
+  for J in (1, 16, 48):
+    args = shape(8, 4, 1024, 128), shape(8, 4, J, 128), start
+    text = tpu_kernels.lowered(pallas.cache_write, kind, *args)
+    assert "tpu_custom_call" in text and "output_operand_alias" in text

@@ -1,0 +1,397 @@
+"""Attention of draft nodes to a cache: each implementation against float64."""
+
+import functools
+import importlib.util
+import pathlib
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tpu_kernels
+from tests import triton_kernels
+from tlt_jax import axes
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import layers
+from tlt_jax.pallas_kernels import tree_attention
+from tlt_jax.pallas_kernels.tree_attention import pallas
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
+
+IMPLS = ["ref", "interpret", pytest.param("triton", marks=triton_kernels.requires_triton)]
+KERNELS = IMPLS[1:]
+attend = jax.jit(tree_attention.tree_attention, static_argnames=("keys", "impl"))
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(request):
+  """Lets impl="triton" interpret its kernels, but for the tests of a GPU."""
+  if request.node.get_closest_marker("gpu"):
+    yield
+  else:
+    with triton_kernels.interpreted():
+      yield
+
+
+class Case(NamedTuple):
+  """Arguments of `tree_attention`, with keys as f[B K S H]."""
+
+  q: np.ndarray
+  k: np.ndarray
+  v: np.ndarray
+  start: np.ndarray  # i32[B]
+  tail: np.ndarray  # bool[B J size]
+
+  def __call__(self, attend=attend, **options):
+    """Runs an implementation on it: f[B J N H], in float64."""
+    k = self.k.swapaxes(2, 3) if options.get("keys") == "transposed" else self.k
+    seen = seen_lib.of_mask(jnp.asarray(self.start), jnp.asarray(self.tail))
+    return np.asarray(attend(self.q, k.copy(), self.v, seen, **options)).astype(float)
+
+  def rows(self, rows) -> "Case":
+    return Case(*(x[rows] for x in self))
+
+  def poisoned(self) -> "Case":
+    """With NaN in every slot that no node of its row may see."""
+    k, v = self.k.copy(), self.v.copy()
+    for b, start in enumerate(self.start):
+      k[b, :, start + self.tail.shape[2] :] = np.nan
+      v[b, :, start + self.tail.shape[2] :] = np.nan
+    return self._replace(k=k, v=v)
+
+
+def case(starts, S, *, J, G, H=64, K=2, size=None, dtype=np.float32, seed=0) -> Case:
+  """Random queries, keys and values; a random tree of J nodes, the last of `size` slots."""
+  rng = np.random.default_rng(seed)
+  size, B = size or J, len(starts)
+  normal = lambda *shape: rng.normal(size=shape).astype(dtype)
+  q, k, v = normal(B, J, K * G, H), normal(B, K, S, H), normal(B, K, S, H)
+  tail = np.tril(np.ones((J, size), bool), size - J) & (rng.random((B, J, size)) < 0.7)
+  tail[:, range(J), range(size - J, size)] = True
+  return Case(q, k, v, np.array(starts, np.int32), tail)
+
+
+def exact(c: Case) -> np.ndarray:
+  """What the case should give, in float64."""
+  K, G = c.k.shape[1], c.q.shape[2] // c.k.shape[1]
+  q, k, v = (x.astype(np.float64) for x in (c.q, c.k, c.v))
+  seen = np.zeros((*c.q.shape[:2], c.k.shape[2]), bool)
+  for b, start in enumerate(c.start):
+    seen[b, :, :start] = True
+    tail = seen[b, :, start : start + c.tail.shape[2]]
+    tail[:] = c.tail[b, :, : tail.shape[1]]
+  scores = np.einsum("bjkgh,bksh->bjkgs", q.reshape(*q.shape[:2], K, G, -1), k)
+  scores /= np.sqrt(q.shape[-1])
+  weights = np.exp(scores) * seen[:, :, None, None]  # no score is large
+  total = np.sum(weights, -1, keepdims=True)
+  out = np.einsum("bjkgs,bksh->bjkgh", weights / np.where(total > 0, total, 1), v)
+  return out.reshape(q.shape)
+
+
+SHAPES = [
+  dict(J=1, G=1, H=64),
+  dict(J=5, G=4, H=128),
+  dict(J=16, G=7, H=64, K=1),
+  dict(J=48, G=4, H=64, K=1),
+  dict(J=4, G=3, H=64, size=70),  # a drafter's nodes, behind those of earlier levels
+]
+
+
+def _id(shape) -> str:
+  return "-".join(f"{name}{x}" for name, x in shape.items())
+
+
+@functools.cache
+def _boundaries(shape: int, dtype: str) -> tuple[Case, np.ndarray]:
+  """Rows that begin or end where a block or split does, or the cache; and the truth."""
+  S, size = 530, SHAPES[shape].get("size", SHAPES[shape]["J"])
+  starts = [0, 63, 513 - size, S - 1]
+  if size < 16:
+    starts += [1, 64, 65, S - size]
+  c = case(starts, S, dtype=jnp.dtype(dtype), **SHAPES[shape])
+  return c, exact(c)
+
+
+@pytest.mark.parametrize(
+  "shape, dtype, keys, atol",
+  [
+    *((shape, "float32", "plain", 1e-5) for shape in range(len(SHAPES))),
+    (1, "float32", "transposed", 1e-5),
+    (2, "bfloat16", "plain", 2e-2),
+  ],
+  ids=lambda x: _id(SHAPES[x]) if isinstance(x, int) else None,
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equals_float64_at_every_boundary(impl, shape, dtype, keys, atol):
+  """Also where what nobody sees holds NaN, and where nodes lie beyond the cache."""
+  c, want = _boundaries(shape, dtype)
+  c = c if impl == "ref" else c.poisoned()
+  np.testing.assert_allclose(c(keys=keys, impl=impl), want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_node_that_sees_nothing_gets_zeros(impl):
+  """Beside others that see something, in the same row and in the same block."""
+  c = case([0, 40], 64, J=3, G=2)
+  c.tail[:, 1] = False
+  c.tail[0, 2] = False
+  out = c(impl=impl)
+  np.testing.assert_allclose(out, exact(c), rtol=0, atol=1e-5)
+  assert not out[0, 1:].any() and out[0, 0].all() and out[1].all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("impl", KERNELS)
+def test_a_row_has_the_same_bits_in_any_batch_and_bucket(impl, dtype):
+  """With other rows around it, at another place, and with a longer or shorter cache."""
+  c = case([0, 300, 600, 550], 1100, J=5, G=2, dtype=jnp.dtype(dtype))
+  want = c(impl=impl)
+  for rows, length in [([1], 310), ([0, 3, 1, 0, 3, 1], 800)]:
+    part = c.rows(rows)
+    part = part._replace(k=part.k[:, :, :length], v=part.v[:, :, :length])
+    np.testing.assert_array_equal(part(impl=impl), want[rows])
+
+
+def test_the_reference_is_todays_attention():
+  """Bit for bit, over the cache of a chain and of a tree."""
+  c = case([0, 7, 30], 40, J=5, G=2)
+  q, v, k = jnp.asarray(c.q), jnp.asarray(c.v), jnp.asarray(c.k.swapaxes(2, 3))
+  for seen, mask in [
+    (seen_lib.causal(c.start, 5), cache_lib.visible(c.start[:, None] + np.arange(5), 40)),
+    (
+      seen_lib.of_mask(jnp.asarray(c.start), jnp.asarray(c.tail)),
+      tree_lib.attention_mask(jnp.asarray(c.tail), jnp.asarray(c.start), 40),
+    ),
+  ]:
+    np.testing.assert_array_equal(seen.mask(40), mask)
+    out = attend(q, k, v, seen, keys="transposed", impl="ref")
+    np.testing.assert_array_equal(out, jax.jit(layers.attend)(q, k, v, mask))
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 70])
+def test_bits_say_what_the_mask_says(size):
+  """Across words, and where the cache ends before the tail."""
+  rng = np.random.default_rng(size)
+  tail, start = rng.random((3, 4, size)) < 0.5, np.array([0, 5, 20])
+  seen = seen_lib.of_mask(jnp.asarray(start), jnp.asarray(tail))
+  whole = np.zeros((3, 4, 20 + size), bool)
+  for b in range(3):
+    whole[b, :, : start[b]] = True
+    whole[b, :, start[b] : start[b] + size] = tail[b]
+  for length in (20, 20 + size):
+    np.testing.assert_array_equal(seen.mask(length), whole[..., :length])
+
+
+def test_heads_stay_on_their_devices():
+  """Split over `model`, also where it is of size 1, and where it does not divide them."""
+  c = case([0, 40, 3, 7], 64, J=3, G=2)
+  whole = np.asarray(c(impl="interpret"))
+  P = jax.sharding.PartitionSpec
+  run = lambda q, k, v, seen: attend(q, k, v, seen, impl="interpret")
+  for model, gathers in [(1, False), (2, False), (4, True)]:
+    mesh = axes.make_mesh(model, jax.devices()[: 2 * model])
+    heads = axes.MODEL if c.k.shape[1] % model == 0 else None
+    specs = (None, axes.MODEL), (heads,), (heads,), (), ()
+    *qkv, start, tail = (
+      jax.device_put(x, axes.sharding(mesh, axes.DATA, *spec))
+      for x, spec in zip(c, specs, strict=True)
+    )
+    args = *qkv, seen_lib.of_mask(start, tail)
+    # Unchecked, because types cannot say of interpreted kernels what varies.
+    program = jax.jit(
+      jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=P(axes.DATA),
+        out_specs=P(axes.DATA),
+        axis_names={axes.DATA},
+        check_vma=False,
+      )
+    )
+    compiled = program.lower(*args).compile()
+    assert ("all-gather" in compiled.as_text()) == gathers
+    np.testing.assert_array_equal(compiled(*args), whole.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", tpu_kernels.KINDS)
+def test_lowers_for_tpus(kind):
+  """A step, a chain, a tree and a prompt, in both dtypes and layouts."""
+  array = jax.ShapeDtypeStruct
+  for J, S, dtype, keys in [
+    (1, 1024, "bfloat16", "plain"),
+    (16, 200, "bfloat16", "transposed"),
+    (48, 1024, "float32", "plain"),
+    (256, 1024, "bfloat16", "plain"),
+  ]:
+    run = functools.partial(tree_attention.tree_attention, keys=keys, impl="pallas")
+    kv, start = array((2, 4, S, 128), dtype), array((2,), jnp.int32)
+    k = array((2, 4, 128, S), dtype) if keys == "transposed" else kv
+    seen = jax.eval_shape(functools.partial(seen_lib.causal, num_tokens=J), start)
+    text = tpu_kernels.lowered(run, kind, array((2, J, 28, 128), dtype), k, kv, seen)
+    assert text.count("tpu_custom_call") == 1
+
+
+@triton_kernels.requires_triton
+def test_lowers_for_cuda(monkeypatch):
+  """For an H100 or H200: two kernels with splits, one without."""
+  triton_kernels.lower_for(90, monkeypatch)
+  array = jax.ShapeDtypeStruct
+  for J, S, calls in [(1, 1024, 2), (48, 1024, 1), (48, 2048, 2)]:
+    run = functools.partial(tree_attention.tree_attention, impl="triton")
+    q, kv = array((2, J, 28, 128), jnp.bfloat16), array((2, 4, S, 128), jnp.bfloat16)
+    start = array((2,), jnp.int32)
+    seen = jax.eval_shape(functools.partial(seen_lib.causal, num_tokens=J), start)
+    lowered = jax.jit(run).trace(q, kv, kv, seen).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("triton_kernel_call") == calls
+
+
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@triton_kernels.requires_triton
+@pytest.mark.parametrize(
+  "capability, J, H",
+  [
+    (80, 8, 128),
+    (90, 16, 128),
+    *(_slow(80, *shape) for shape in [(1, 128), (5, 64), (16, 128), (48, 128)]),
+    *(_slow(90, *shape) for shape in [(1, 128), (5, 64), (8, 128), (48, 128)]),
+  ],
+)
+def test_machine_code_spills_nothing(capability, J, H):
+  """It multiplies on tensor cores, fits in shared memory, and old drivers load it."""
+  from tlt_jax.pallas_kernels.tree_attention import triton
+
+  G, array = 7, "*bf16"
+  cut = triton.Tiles.of(J, G, jnp.bfloat16)
+  constants = dict(
+    J=J, G=G, K=4, H=H, SIZE=J, NODES=cut.nodes, ROWS=cut.rows, BLOCK=cut.block,
+    SPLIT=cut.split, SCALE=H**-0.5, TRANSPOSED=False, DIRECT=False,
+  )  # fmt: skip
+  types = dict(q_ptr=array, k_ptr=array, v_ptr=array, start_ptr="*i32", bits_ptr="*i32")
+  types |= dict(length="i32", sum_ptr="*fp32", largest_ptr="*fp32", total_ptr="*fp32")
+  code = triton_kernels.compiled(
+    triton._attend, capability, types, constants, cut.warps, cut.stages
+  )
+  assert code.stack == 0
+  assert code.shared <= {80: 163, 90: 227}[capability] * 1024
+  # Fewer than 64 rows are too few for a product of a whole warp group.
+  product = "HGMMA" if capability == 90 and cut.rows >= 64 else "HMMA"
+  assert code.instructions(product) > 0
+  assert code.ptx_version <= (9, 0), "install triton as in requirements.txt"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", range(len(SHAPES)), ids=lambda i: _id(SHAPES[i]))
+@pytest.mark.parametrize(
+  "dtype, keys, atol",
+  [
+    ("float32", "plain", 1e-5),
+    ("bfloat16", "plain", 2e-2),
+    ("bfloat16", "transposed", 2e-2),
+  ],
+)
+def test_equals_float64_on_a_gpu(shape, dtype, keys, atol):
+  """Compiled, as it runs there; and a row has the same bits in any batch and bucket."""
+  c, want = _boundaries(shape, dtype)
+  out = c.poisoned()(keys=keys, impl="triton")
+  np.testing.assert_allclose(out, want, rtol=0, atol=atol)
+  part = c.rows([1, 0])
+  part = part._replace(k=part.k[:, :, :256], v=part.v[:, :, :256])
+  np.testing.assert_array_equal(part(keys=keys, impl="triton"), out[[1, 0]])
+
+
+@pytest.mark.parametrize("options", [dict(impl="fast"), dict(keys="rows")], ids=str)
+def test_unknown_names_are_refused_with_a_remedy(options):
+  """Of an implementation, and of a layout."""
+  with pytest.raises(ValueError, match="choose one of ref, |must be one of plain, "):
+    case([3], 8, J=1, G=1)(tree_attention.tree_attention, **options)
+
+
+def test_triton_without_jax_triton_is_refused_with_a_remedy(monkeypatch):
+  """As on machines without CUDA."""
+  monkeypatch.setitem(sys.modules, "jax_triton", None)
+  with pytest.raises(ValueError, match='cannot be imported: .* or choose "ref"'):
+    case([3], 8, J=1, G=1)(tree_attention.tree_attention, impl="triton")
+
+
+# Faults that the tests above must find: a place in the source, and what stands there then.
+PALLAS_FAULTS = {
+  "the tail is not masked": ("_bits(bits_ref, offset) == 1", "offset >= 0"),
+  "off by one at the start": ("(offset < 0) |", "(offset < 1) |"),
+  "what is unseen is not cleaned": ("jnp.zeros_like(v))", "v)"),
+  "one block less": ("first < start + size))", "first < start + size - 1))"),
+  "order of bits": ("offset & 31)", "31 - (offset & 31))"),
+  "total is not rescaled": ("total_ref[...] * rescale +", "total_ref[...] +"),
+  "not made anew for each head": ("(step == 0)", "(step + pl.program_id(1) == 0)"),
+  "wrong head": ("(b, h, block(b, s, start), 0)", "(b, 0, block(b, s, start), 0)"),
+  "bits not repeated": ("jnp.repeat(seen.bits, G, 1)", "jnp.tile(seen.bits, (1, G, 1))"),
+  "the end of the cache": ("(offset < length - start)", "(offset < length)"),
+}
+TRITON_FAULTS = {
+  "the tail is not masked": ("shifted & 1", "1"),
+  "off by one at the start": ("(offset < 0)[", "(offset < 1)["),
+  "what is unseen is not cleaned": ("mask=exists[:, None], other=0.0", "mask=None"),
+  "one block less": ("tl.cdiv(end, BLOCK))", "tl.cdiv(end - 1, BLOCK))"),
+  "order of bits": ("(offset & 31)[", "(31 - (offset & 31))["),
+  "total is not rescaled": ("total = total * rescale +", "total = total +"),
+  "sum is not rescaled": ("sum * rescale[:, None],", "sum,"),
+  "splits are not rescaled": ("sum * mine[:, None] +", "sum +"),
+  "a split less": ("range(0, tl.cdiv(end, SPLIT))", "range(0, tl.cdiv(end, SPLIT) - 1)"),
+  "wrong head": ("v_ptr += bk.to", "v_ptr += (bk // K * K).to"),
+  "bits of another node": ("row // G) * ((SIZE", "row % G) * ((SIZE"),
+  "bits of another tile": ("(b * J + tile * NODES + row", "(b * J + row"),
+}
+
+
+def _mutated(file: pathlib.Path, fault: tuple[str, str], folder: pathlib.Path):
+  """The function of an implementation that has a fault."""
+  source = file.read_text()
+  assert fault[0] in source, "the source has changed: adapt the fault to it"
+  file = folder / "mutant.py"
+  file.write_text(source.replace(*fault, 1))
+  spec = importlib.util.spec_from_file_location("mutant", file)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.tree_attention
+
+
+@functools.cache
+def _telling(dtype: str) -> tuple[Case, np.ndarray]:
+  """A small case that tells the faults, at the end of a block, of a split, of the cache.
+
+  The largest scores come last, so that what came before must be rescaled.
+  """
+  c = case([1, 508, 513, 518], 520, J=5, G=7, dtype=jnp.dtype(dtype))
+  c.k[:, :, 512:] *= 3
+  return c.poisoned(), exact(c)
+
+
+def _finds(attend, dtype: str, atol: float, **options) -> bool:
+  """Whether the tests would find that an implementation is wrong."""
+  c, want = _telling(dtype)
+  out = c(attend, keys="plain", **options)
+  return not np.allclose(out, want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("fault", [None, *PALLAS_FAULTS])
+def test_faults_of_the_pallas_kernel_are_found(fault, tmp_path):
+  """And no fault in the kernel as it is."""
+  text = PALLAS_FAULTS[fault] if fault else ("", "")
+  mutant = _mutated(pathlib.Path(pallas.__file__), text, tmp_path)
+  assert _finds(mutant, "float32", 1e-5, interpret=True) == (fault is not None)
+
+
+@triton_kernels.requires_triton
+@pytest.mark.parametrize("fault", [None, *TRITON_FAULTS])
+def test_faults_of_the_triton_kernel_are_found(fault, tmp_path):
+  """And no fault in the kernel as it is."""
+  text = TRITON_FAULTS[fault] if fault else ("", "")
+  file = pathlib.Path(pallas.__file__).with_name("triton.py")
+  mutant = _mutated(file, text, tmp_path)
+  # In float32 a row has two tiles, and takes longer.
+  found = _finds(mutant, "bfloat16", 2e-2) or _finds(mutant, "float32", 1e-5)
+  assert found == (fault is not None)

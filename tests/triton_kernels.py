@@ -1,0 +1,234 @@
+"""Triton kernels without a GPU: interpreted on numpy arrays, and compiled for GPUs.
+
+`interpreted` runs what is written for CUDA as it would run there, in JAX:
+
+    with triton_kernels.interpreted():
+      out = tree_attention.tree_attention(q, k, v, seen, impl="triton")
+
+Triton's interpreter must be chosen before Triton is imported (`tl.max` is a kernel, too),
+so the kernels run in a process of their own, one for all the tests of a worker. What it
+cannot do is arithmetic in bfloat16, which it does on the bits: a kernel widens what it
+loads, and for `tl.dot` asks `triton.knobs.runtime.interpret`.
+"""
+
+import atexit
+from collections.abc import Callable
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+requires_triton = pytest.mark.skipif(
+  importlib.util.find_spec("triton") is None,
+  reason="needs triton, which requirements.txt installs on x86-64 Linux only",
+)
+
+
+@contextlib.contextmanager
+def interpreted():
+  """Within it, wrappers that import `jax_triton` get one that interprets kernels.
+
+  Outputs hold NaN, or the smallest integer, wherever a kernel has not written.
+  """
+  stand_in = types.ModuleType("jax_triton")
+  stand_in.triton_call = _triton_call
+  real = sys.modules.get("jax_triton")
+  sys.modules["jax_triton"] = stand_in
+  try:
+    yield
+  finally:
+    del sys.modules["jax_triton"]
+    if real is not None:
+      sys.modules["jax_triton"] = real
+
+
+_FOR_GPUS = ("name", "num_warps", "num_stages", "enable_fp_fusion", "compute_capability")
+
+
+def _triton_call(*args, kernel, out_shape, grid, **options):
+  """Has the signature of jax_triton 0.3, as far as this project uses it."""
+  constants = {name: x for name, x in options.items() if name not in _FOR_GPUS}
+  scalars = {i: x for i, x in enumerate(args) if isinstance(x, int | float)}
+  arrays = [x for i, x in enumerate(args) if i not in scalars]
+
+  def run(*arrays):
+    arrays = iter(np.asarray(x) for x in arrays)
+    inputs = [scalars[i] if i in scalars else next(arrays) for i in range(len(args))]
+    outputs = [_unwritten(s) for s in jax.tree.leaves(out_shape)]
+    source = kernel.fn.__code__.co_filename, kernel.fn.__name__
+    call = _process().submit(_interpret, *source, grid, inputs, outputs, constants)
+    return jax.tree.unflatten(jax.tree.structure(out_shape), call.result())
+
+  return jax.pure_callback(run, out_shape, *arrays)
+
+
+def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+  integer = np.issubdtype(shape.dtype, np.integer)
+  return np.full(shape.shape, np.iinfo(shape.dtype).min if integer else np.nan, shape.dtype)
+
+
+@functools.cache
+def _process() -> concurrent.futures.Executor:
+  """The process that interprets; it ends with this one."""
+  process = concurrent.futures.ProcessPoolExecutor(
+    1, multiprocessing.get_context("spawn"), initializer=_choose_interpreter
+  )
+  atexit.register(process.shutdown)
+  return process
+
+
+def _choose_interpreter() -> None:
+  os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _interpret(file: str, kernel: str, grid, inputs, outputs, constants) -> list:
+  """Runs a kernel in the process of `_process`: its outputs."""
+  kernel = getattr(_load(file), kernel)
+  wrap = lambda x: _Tensor(x) if isinstance(x, np.ndarray) else x
+  grid = grid if isinstance(grid, tuple) else (grid,)
+  with np.errstate(all="ignore"):
+    kernel[grid](*map(wrap, [*inputs, *outputs]), **constants)
+  return outputs
+
+
+@functools.cache
+def _load(file: str) -> types.ModuleType:
+  spec = importlib.util.spec_from_file_location(pathlib.Path(file).stem + "_kernels", file)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+class _Tensor:
+  """A numpy array, with what Triton's interpreter asks of torch's tensors."""
+
+  def __init__(self, array: np.ndarray):
+    self.array = array
+    self.dtype = array.dtype.name
+
+  def data_ptr(self):
+    return self.array.ctypes.data
+
+  def untyped_storage(self):
+    return self
+
+  cpu = untyped_storage
+
+  def new_empty(self, *args, **kwargs):
+    return _Tensor(self.array)
+
+  def set_(self, *args, **kwargs):  # the interpreter's copy to and from the host
+    return self
+
+  copy_ = set_
+
+  def storage_offset(self):
+    return 0
+
+  def size(self):
+    return self.array.shape
+
+  def stride(self):
+    return tuple(step // self.array.itemsize for step in self.array.strides)
+
+  def element_size(self):
+    return self.array.itemsize
+
+  def numel(self):
+    return self.array.size
+
+
+def lower_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Has jax_triton lower for a GPU that is not there; skips where it cannot.
+
+  Args:
+    capability: of the GPU; 80 for an A100, 90 for an H100 or H200
+    monkeypatch: takes it back
+  """
+  monkeypatch.delitem(sys.modules, "jax_triton", raising=False)  # not the stand-in
+  try:
+    import jax_triton
+  except ImportError:
+    pytest.skip("needs jax's CUDA plugin, without which jax_triton cannot be imported")
+  library = jax_triton.triton_lib.triton_kernel_call_lib
+  monkeypatch.setattr(library, "get_compute_capability", lambda device: capability)
+
+
+class Machine(NamedTuple):
+  """What Triton makes of a kernel for one GPU."""
+
+  ptx_version: tuple[int, int]
+  stack: int  # bytes per thread; registers that spill need some
+  registers: int  # per thread
+  shared: int  # bytes of shared memory per program
+  instructions: Callable[[str], int]  # how often one occurs, e.g. "HGMMA"
+  machine_code: str  # disassembled
+
+
+def compiled(
+  kernel, capability: int, types: dict[str, str], constants: dict, warps: int, stages: int
+) -> Machine:
+  """Compiles a kernel to machine code, for which no GPU is needed.
+
+  Args:
+    kernel: made by `triton.jit`
+    capability: of the GPU; 80 for an A100, 90 for an H100 or H200
+    types: of the arguments that are no constants, e.g. {"x_ptr": "*fp32", "size": "i32"};
+      all are taken to be multiples of 16, as jax's arrays and most sizes are
+    constants: the other arguments
+    warps, stages: as the wrapper asks for
+  """
+  import triton
+  from triton.backends import compiler as backends
+
+  if os.environ.get("TRITON_CACHE_DIR") == "":  # importing jax_triton leaves it so
+    del os.environ["TRITON_CACHE_DIR"]
+  names = kernel.arg_names
+  source = triton.compiler.ASTSource(
+    fn=kernel,
+    signature={name: types.get(name, "constexpr") for name in names},
+    constexprs={name: constants[name] for name in names if name not in types},
+    attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types},
+  )
+  program = triton.compile(
+    source,
+    target=backends.GPUTarget("cuda", capability, 32),
+    options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
+  )
+  usage = _dump(program.asm["cubin"], "-res-usage")
+  machine_code = _dump(program.asm["cubin"], "-sass")
+  number = lambda pattern: int(re.search(pattern, usage)[1])
+  major, minor = re.search(r"\.version (\d+)\.(\d+)", program.asm["ptx"]).groups()
+  return Machine(
+    ptx_version=(int(major), int(minor)),
+    stack=number(r"STACK:(\d+)"),
+    registers=number(r"REG:(\d+)"),
+    shared=program.metadata.shared,
+    instructions=lambda name: len(re.findall(rf"\b{name}\b", machine_code)),
+    machine_code=machine_code,
+  )
+
+
+def _dump(cubin: bytes, option: str) -> str:
+  import triton
+
+  tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+  with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(cubin)
+    file.flush()
+    done = subprocess.run([tool, option, file.name], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  return done.stdout

@@ -1,0 +1,56 @@
+"""Which logits top-k, top-p and min-p keep, found without a sort: see `find_cut`.
+
+It has no kernel, only `ref`: XLA makes loops of reductions of it, and a kernel could save
+little but their launches, in steps that filter at all. RL samples the policy as it is,
+and then nothing is searched.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.pallas_kernels import shards
+from tlt_jax.pallas_kernels.find_cut import ref
+
+
+def find_cut(
+  logits: jax.Array,
+  temperature: jax.Array,
+  top_k: jax.Array,
+  top_p: jax.Array,
+  min_p: jax.Array,
+) -> jax.Array:
+  """Finds the least logit of each row that the filters keep; ties with it are kept.
+
+  The filters act in the order of Hugging Face's processors: temperature, top-k, top-p on
+  what top-k left (renormalised), min-p. Their thresholds are one, and it is a logit as it
+  came, not divided by the temperature: that division may be rounded differently by a
+  kernel, and then would drop the last token that is kept.
+
+  Worked row, top_p = 0.65 of p = 0.5 0.3 0.2: the mass above each is 0 0.5 0.8, so that
+  two are kept, and the second is the cut.
+
+  Inside a function that is automatic over the mesh axis `model`, each shard searches its
+  part of the vocabulary, and numbers of [shards R 15] are exchanged.
+
+  Args:
+    logits: f32[R V]
+    temperature: f32[R]  0 counts as 1
+    top_k: i32[R]  0 is off
+    top_p: f32[R]  1 is off
+    min_p: f32[R]  0 is off; relative to the likeliest token
+  Returns:
+    f32[R], -inf in rows that nothing filters; if that is all of them nothing is searched
+  """
+  # A CPU takes as long for each sum as for reading what is summed up.
+  bits = 1 if jax.default_backend() == "cpu" else 4
+
+  def find(axis, logits, temperature, top_k, top_p, min_p):
+    search = functools.partial(ref.find_cut, axis=axis, bits=bits)
+    keep_all = lambda logits, *_: jnp.full_like(logits[:, 0], -jnp.inf)
+    filters = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
+    args = (logits, temperature, top_k, top_p, min_p)
+    return jax.lax.cond(filters, search, keep_all, *args)
+
+  return shards.over_vocabulary(find, logits, temperature, top_k, top_p, min_p)

@@ -1,0 +1,50 @@
+"""Which implementation of an operation runs.
+
+Their names:
+
+    "ref"        plain jax.numpy
+    "pallas"     Pallas for TPUs
+    "interpret"  the same, interpreted: for tests, on any machine
+    "triton"     Triton for NVIDIA GPUs
+"""
+
+import importlib
+
+import jax
+
+_OF_BACKEND = {"tpu": "pallas", "gpu": "triton"}
+
+
+def choose(impl: str | None, known: tuple[str, ...]) -> str:
+  """Returns the implementation to run.
+
+  Args:
+    impl: its name; None for that of jax's default backend, or "ref" where the backend
+      has none or jax_triton cannot be imported
+    known: those that the operation has, "ref" among them
+
+  Raises:
+    ValueError: the operation has no such implementation, or it cannot run here
+  """
+  if impl is None:
+    impl = _OF_BACKEND.get(jax.default_backend(), "ref")
+    return impl if impl in known and (impl != "triton" or _has_triton()) else "ref"
+  if impl not in known:
+    raise ValueError(
+      f"no implementation is called {impl!r}; choose one of {', '.join(known)}, or None "
+      "for that of this machine"
+    )
+  if impl == "triton" and not _has_triton():
+    raise ValueError(
+      'the implementation "triton" needs jax_triton, which cannot be imported: it comes '
+      'with requirements.txt on x86-64 Linux, and needs jax for CUDA; or choose "ref"'
+    )
+  return impl
+
+
+def _has_triton() -> bool:
+  try:
+    importlib.import_module("jax_triton")
+  except ImportError:
+    return False
+  return True

@@ -1,0 +1,50 @@
+"""tree_attention in plain jax.numpy: what every other implementation must equal."""
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
+
+_MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
+
+
+def tree_attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, *, keys: str
+) -> jax.Array:
+  """Does what the package's function says; reads the whole cache, all of it finite."""
+  mask = seen.mask(v.shape[2])
+  sees_any = jnp.any(mask, -1)[:, :, None, None]
+  return jnp.where(sees_any, attend(q, k, v, mask, keys=keys), 0)
+
+
+def attend(
+  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, keys: str
+) -> jax.Array:
+  """Grouped-query attention.
+
+  Args:
+    q: f[B T N H]
+    k: f[B K S H], or f[B K H S] with keys="transposed"
+    v: f[B K S H]
+    mask: bool[B T S]  True where a query may look
+    keys: "plain" or "transposed"
+  Returns:
+    f[B T N H]
+  """
+  B, T, N, H = q.shape
+  K, G = k.shape[1], N // k.shape[1]
+  q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
+  q = q.reshape(B, K, -1, H)  # one matrix product per kv head
+  product = "bkqh,bkhs->bkqs" if keys == "transposed" else "bkqh,bksh->bkqs"
+  scores = jnp.einsum(product, q, k, preferred_element_type=jnp.float32)
+  scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
+  # A softmax whose sum divides at the end, H numbers of a query instead of S. What is
+  # subtracted changes nothing but the range: it needs no gradient.
+  largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+  weights = jnp.exp(scores - largest)
+  out = jnp.einsum(
+    "bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+  )
+  out = (out / jnp.sum(weights, -1, keepdims=True)).astype(v.dtype)
+  out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
+  return out.reshape(B, T, N, H)

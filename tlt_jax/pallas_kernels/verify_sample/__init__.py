@@ -1,0 +1,62 @@
+"""From rows of logits to drawn tokens, in one pass: see `verify_sample`."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.pallas_kernels import implementations
+from tlt_jax.pallas_kernels import shards
+from tlt_jax.pallas_kernels.verify_sample import pallas
+from tlt_jax.pallas_kernels.verify_sample import parts
+from tlt_jax.pallas_kernels.verify_sample import ref
+
+
+def verify_sample(
+  logits: jax.Array,
+  key: jax.Array,
+  temperature: jax.Array,
+  cut: jax.Array,
+  *,
+  impl: str | None = None,
+) -> parts.Sample:
+  """Draws the token of each row, and tells how likely it was.
+
+  The argmax of logits / T + Gumbel noise, over the logits that are not below the cut; at
+  temperature 0 the first of the largest logits. With a kernel, a row's results are the
+  same bits in every batch.
+
+  Inside a function that is automatic over the mesh axis `model`, each shard draws from
+  its part of the vocabulary, and [shards R] numbers are exchanged.
+
+  Args:
+    logits: f32[R V]
+    key: u32[R 2]  of each row's noise, from `noise.row_key`
+    temperature: f32[R]
+    cut: f32[R]  from `find_cut`; -inf keeps all
+    impl: see `implementations`; None: that of the backend
+  Raises:
+    ValueError: there is no such implementation
+  """
+  R = logits.shape[0]
+  chex.assert_type(logits, jnp.float32)
+  chex.assert_shape(key, (R, 2))
+  chex.assert_shape([temperature, cut], (R,))
+  impl = implementations.choose(impl, ("ref", "pallas", "interpret", "triton"))
+
+  def draw(axis, logits, key, temperature, cut):
+    shard = 0 if axis is None else jax.lax.axis_index(axis)
+    offset = jnp.int32(shard * logits.shape[1])
+    part = _sample_part(impl, logits, key, temperature, cut, offset)
+    return parts.finish(parts.over_shards(part, axis), temperature)
+
+  return shards.over_vocabulary(draw, logits, key, temperature, cut)
+
+
+def _sample_part(impl: str, *args: jax.Array) -> parts.Part:
+  if impl == "ref":
+    return ref.sample_part(*args)
+  if impl == "triton":
+    from tlt_jax.pallas_kernels.verify_sample import triton  # not on every platform
+
+    return triton.sample_part(*args)
+  return pallas.sample_part(*args, interpret=impl == "interpret")
