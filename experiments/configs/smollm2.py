@@ -24,10 +24,10 @@ that do not stand here follow from the prompts, the model and the memory.
 With such a drafter, 40 steps took 32 minutes on two cores of an AMD EPYC, and about 8 more
 for compiling and three evaluations; other jobs ran beside for half of it. Of 300 held-out
 problems, one answer each, the policy solved 34.3%, and 4.7% before: a paired gain of 29.7
-points, +- 5.4 with 95% confidence (`experiments.evaluate`). Of the problems in training, which
-are easier, 13% were solved in the first ten steps and 49% in the last ten. Figures:
-`experiments/results/smollm2_sums`. The configs for GSM8K and for a GPU have not been run to
-their end.
+points, +- 5.4 with 95% confidence (`experiments.evaluate`). Of the problems in training,
+which are easier, 13% were solved in the first ten steps and 49% in the last ten. Figures:
+`experiments/results/smollm2_sums`. The configs for GSM8K and for a GPU have not been run
+to their end.
 
 `:smoke` is chain_sum in sizes for a tiny model. GSM8K takes files of one {"question",
 "answer"} object per line: `--config.prompts.path=train.jsonl`,
