@@ -7,12 +7,12 @@ Token t of a row lives in slot t. A row is cut back by forgetting its length:
 what lies beyond is masked, and overwritten when the row grows again.
 """
 
-import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from tlt_jax.models import config as config_lib
+from tlt_jax.pallas_kernels import cache_write
 
 
 @flax.struct.dataclass
@@ -44,43 +44,32 @@ def init(config: config_lib.ModelConfig, batch: int, length: int) -> KVCache:
 
 
 def write(
-  layer: LayerCache, k: jax.Array, v: jax.Array, slots: jax.Array
+  layer: LayerCache, k: jax.Array, v: jax.Array, start: jax.Array
 ) -> LayerCache:
-  """Stores keys and values.
+  """Stores keys and values in consecutive slots.
 
   Args:
     layer: updated in place under jit
     k: f[B K H T]
     v: f[B K T H]
-    slots: i32[B T]  where to; those beyond the cache are dropped
+    start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
   """
-  B, T = slots.shape
-  chex.assert_shape(k, (B, None, None, T))
-  chex.assert_shape(v, (B, None, T, None))
-  set_k = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
-  set_v = lambda row, x, at: row.at[at].set(x.astype(row.dtype), mode="drop")
+  k = _write_transposed(layer.k, k, start)
+  return LayerCache(k, cache_write.cache_write(layer.v, v, start))
+
+
+def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  """Is `cache_write`, of keys f[B K H T] to f[B K H S]."""
+  slots = start[:, None] + jnp.arange(new.shape[3])
+  slots = jnp.where(slots < 0, cache.shape[3], slots)  # else they count from the end
+  put = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
   # Batched over rows and heads, so that sharded heads are written where they are.
-  per_head = lambda write: jax.vmap(jax.vmap(write, (0, 0, None)))
-  return LayerCache(per_head(set_k)(layer.k, k, slots), per_head(set_v)(layer.v, v, slots))
+  return jax.vmap(jax.vmap(put, (0, 0, None)))(cache, new, slots)
 
 
-def move(layer: LayerCache, source: jax.Array, slots: jax.Array) -> LayerCache:
-  """Copies slots `source` i32[B T] to other slots i32[B T] of the same row."""
+def move(layer: LayerCache, source: jax.Array, start: jax.Array) -> LayerCache:
+  """Copies slots `source` i32[B T] to start, start+1, ... i32[B] of the same row."""
   per_head = lambda read: jax.vmap(jax.vmap(read, (0, None)))
   k = per_head(lambda row, at: row[:, at])(layer.k, source)
   v = per_head(lambda row, at: row[at])(layer.v, source)
-  return write(layer, k, v, slots)
-
-
-def visible(positions: jax.Array, length: int) -> jax.Array:
-  """The mask over a cache in which a token at position p sees slots 0..p: bool[B T S].
-
-  Worked rows, S=6, two tokens at positions 3 and 4:  111100
-                                                      111110
-
-  Args:
-    positions: i32[B T]
-    length: S
-  """
-  chex.assert_rank(positions, 2)
-  return jnp.arange(length)[None, None] <= positions[:, :, None]
+  return write(layer, k, v, start)

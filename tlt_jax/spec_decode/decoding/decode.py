@@ -16,6 +16,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
@@ -30,8 +31,8 @@ def forward(
   kv: cache_lib.KVCache,
   tokens: jax.Array,
   positions: jax.Array,
-  mask: jax.Array | None = None,
-  slots: jax.Array | None = None,
+  seen: seen_lib.Seen | None = None,
+  start: jax.Array | None = None,
   rotations: layers.Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
   """Runs the target over the KV, and writes into it.
@@ -42,7 +43,7 @@ def forward(
     kv: what it has computed of the rows so far
     tokens: i32[B T]
     positions: i32[B T]  in each row's sequence
-    mask, slots, rotations: see `target.Target.with_taps`
+    seen, start, rotations: see `target.Target.with_taps`
   Returns:
     the states after the final norm f[B T D]; the features to keep f[B T E]; and the
     new KV
@@ -53,7 +54,7 @@ def forward(
     method=target.Target.with_taps,
   )
   taps = layout.taps if layout else ()
-  final, tapped, kv = run(tokens, positions, taps, mask, kv, slots, rotations)
+  final, tapped, kv = run(tokens, positions, taps, seen, kv, start, rotations)
   return final, layout.join(tapped, final) if layout else final, kv
 
 
@@ -131,7 +132,7 @@ def decode_step(
   """
   tokens, positions = slots.pending[:, None], slots.position[:, None]
   final, features, kv = forward(
-    config, layout, params, slots.kv, tokens, positions, rotations=rotations
+    config, layout, params, slots.kv, tokens, positions, None, slots.start, rotations
   )
   logits = target.Target(config).apply(
     {"params": params}, final[:, 0], method=target.Target.logits

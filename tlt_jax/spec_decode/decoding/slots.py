@@ -44,6 +44,14 @@ class Slots:
     """S, cache slots of a row."""
     return self.kv[0].length
 
+  @property
+  def start(self) -> jax.Array:
+    """i32[B]: cache slots of each row that are filled, all of which a step reads.
+
+    None of a free slot's, which draws nothing; its position may be beyond the cache.
+    """
+    return jnp.where(self.remaining > 0, self.position, 0)
+
 
 @flax.struct.dataclass
 class Emitted:
