@@ -17,6 +17,7 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
+from tlt_jax.pallas_kernels.verify_sample import parts
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
@@ -122,7 +123,7 @@ def decode_step(
   params,
   slots: slots_lib.Slots,
   rotations: layers.Rotation,
-) -> tuple[slots_lib.Slots, sampling_lib.Draw]:
+) -> tuple[slots_lib.Slots, parts.Sample]:
   """Draws one token for each slot; free slots stand still.
 
   Args:
@@ -137,7 +138,7 @@ def decode_step(
   logits = target.Target(config).apply(
     {"params": params}, final[:, 0], method=target.Target.logits
   )
-  drawn = sampling_lib.draw(logits, slots.sampling, slots.position + 1)
+  drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)
   slots = slots.replace(

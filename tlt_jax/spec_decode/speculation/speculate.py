@@ -223,7 +223,7 @@ def _couple(logits, slots, tree, most: int, width: int) -> Accepted:
   """The tokens that plain decoding would have drawn, as far as the tree holds them."""
   B, J = tree.tokens.shape
   positions = slots.position[:, None] + tree.depth
-  drawn = sampling_lib.draw(
+  drawn = sampling_lib.sample(
     logits.reshape(B * J, -1),
     sampling_lib.repeat(slots.sampling, J),
     (positions + 1).reshape(-1),
