@@ -76,12 +76,13 @@ def test_the_unrolled_steps_are_those_of_drafting(kind):
     kind, frozen, states, following, by(positions), mask, steps, method="unroll"
   )
   h = apply(kind, states, method="features")
-  k, v = apply(kind, frozen, h, following, by(positions), method="keys_values")
+  empty = drafter_lib.init_cache(CONFIGS[kind], 1, T)
+  pairs = (frozen, h, following, by(positions), empty.keys)
+  k, v = apply(kind, *pairs, method="keys_values")
   for start in (3, 7):  # the last true pair
-    cache = drafter_lib.init_cache(CONFIGS[kind], 1, T)
     known = slice(start + 1)
     first = jnp.zeros(1, jnp.int32)
-    cache = cache_lib.write(cache, k[..., known], v[:, :, known], first)
+    cache = cache_lib.write(empty, k[..., known], v[:, :, known], first)
     at = jnp.full((1, 1), start)
     args = (frozen, h[:, start][:, None], following[:, start][:, None], by(at))
     out = apply(kind, *args, seen_lib.causal(at[:, 0], 1), cache, method="over_cache")

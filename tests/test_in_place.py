@@ -457,7 +457,7 @@ def moved_by_permutation(layer, source, start):
   slots = start[:, None] + jnp.arange(moved)
   at = jnp.broadcast_to(jnp.arange(layer.length), (B, layer.length))
   at = at.at[jnp.arange(B)[:, None], slots].set(source, mode="drop")
-  return cache_lib.LayerCache(
+  return layer.replace(
     k=jnp.take_along_axis(layer.k, at[:, None, None], 3),
     v=jnp.take_along_axis(layer.v, at[:, None, :, None], 2),
   )

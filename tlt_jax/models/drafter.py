@@ -160,18 +160,24 @@ class Drafter(nn.Module):
       return drafters.find(self.config.kind).feature(self, x)
 
   def keys_values(
-    self, target_params: dict, h: jax.Array, tokens: jax.Array, by: layers.Rotation
+    self,
+    target_params: dict,
+    h: jax.Array,
+    tokens: jax.Array,
+    by: layers.Rotation,
+    keys: str,
   ) -> tuple[jax.Array, jax.Array]:
-    """Computes keys f[B K H T] and values f[B K T H] of pairs.
+    """Computes keys and values of pairs, see `layers.Attention.keys_values`.
 
     They are all that later pairs need of a pair: neither attention nor MLP has to run.
 
     Args:
       target_params, h, tokens, by: see the class
+      keys: "plain" or "transposed", as the cache has them
     """
     with self._precision():
       x, _ = self._inputs(target_params, h, tokens)
-      return self.attention.keys_values(x, by)
+      return self.attention.keys_values(x, by, keys)
 
   def __call__(
     self,
@@ -351,6 +357,8 @@ def _init(config: DrafterConfig, key):
   return variables["params"]
 
 
-def init_cache(config: DrafterConfig, batch: int, length: int) -> cache_lib.LayerCache:
-  """An empty cache of its one layer."""
-  return cache_lib.init(config.layer, batch, length)[0]
+def init_cache(
+  config: DrafterConfig, batch: int, length: int, kernels: str | None = None
+) -> cache_lib.LayerCache:
+  """An empty cache of its one layer; arguments as of `cache.init`."""
+  return cache_lib.init(config.layer, batch, length, kernels)[0]

@@ -163,12 +163,23 @@ class Attention(nn.Module):
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y
 
-  def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
-    """Computes what a cache holds of f[B T *]: keys f[B K H T], values f[B K T H]."""
+  def keys_values(
+    self, x: jax.Array, by: Rotation, keys: str = "transposed"
+  ) -> tuple[jax.Array, jax.Array]:
+    """Computes what a cache holds of tokens.
+
+    Args:
+      x: f[B T *]
+      by: of the tokens' positions
+      keys: "plain" or "transposed", as training without a cache has them
+    Returns:
+      keys f[B K T H] or f[B K H T], and values f[B K T H]
+    """
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)
-    return apply_rope(k, by).transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+    to = (0, 2, 3, 1) if keys == "transposed" else (0, 2, 1, 3)
+    return apply_rope(k, by).transpose(to), v.swapaxes(1, 2)
 
   def _queries(self, x: jax.Array, by: Rotation) -> jax.Array:
     """The queries of tokens f[B T *]: f[B T N H]."""
@@ -193,10 +204,10 @@ class Attention(nn.Module):
       layer_cache: this layer's
     """
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
-    out = tree_attention.tree_attention(
-      self._queries(x, by), k, v, seen, keys="transposed"
+    how = dict(keys=layer_cache.keys, impl=layer_cache.kernels)
+    return self._output(
+      tree_attention.tree_attention(self._queries(x, by), k, v, seen, **how)
     )
-    return self._output(out)
 
   def _output(self, out: jax.Array) -> jax.Array:
     """Projects f[B T N H] to f[B T D].
@@ -278,9 +289,10 @@ class Attention(nn.Module):
     Returns:
       f[B T D] and the updated layer cache (None without one)
     """
-    k, v = self.keys_values(x, by)
     if layer_cache is None:
+      k, v = self.keys_values(x, by)
       return self._output(attend_causal(self._queries(x, by), k, v, seen)), None
+    k, v = self.keys_values(x, by, layer_cache.keys)
     layer_cache = cache_lib.write(layer_cache, k, v, start)
     return self.attend_to(x, by, seen, layer_cache), layer_cache
 

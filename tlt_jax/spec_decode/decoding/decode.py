@@ -106,15 +106,17 @@ def make_chunk(
   mesh: Mesh,
   tokens: int,
   layout: features_lib.Layout | None,
+  kernels: str | None = None,
 ) -> Callable[..., chunk_lib.Done]:
   """The plain chunk program; see `chunk` for how it is called.
 
   Args:
     tokens, layout: see `decode`
+    kernels: those of the slots' caches
   """
   slots = slots_lib.slots_shardings(mesh, config, layout)
   run = chunk_lib.without_training(decode(config, tokens, layout))
-  return chunk_lib.make(mesh, run, chunk_lib.Done(slots, None, None))
+  return chunk_lib.make(mesh, run, chunk_lib.Done(slots, None, None), kernels=kernels)
 
 
 def decode_step(
@@ -138,7 +140,7 @@ def decode_step(
   logits = target.Target(config).apply(
     {"params": params}, final[:, 0], method=target.Target.logits
   )
-  drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1)
+  drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1, slots.kernels)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)
   slots = slots.replace(
@@ -171,7 +173,7 @@ def make_resize(
   def resize(layer, row, length):
     def across(layer, row):
       cut = lambda x, axis: resized(x, axis, row, length)
-      return jax.tree.map(cut, layer, cache_lib.SLOT_AXIS)
+      return jax.tree.map(cut, layer, layer.slot_axis)
 
     def local(layer, row):
       start = jax.lax.axis_index(axes.DATA) * layer.k.shape[0]
@@ -180,5 +182,5 @@ def make_resize(
     apart = slices.per_slice(mesh, local, slices.ROWS, slices.ROWS)
     return (across if move else apart)(layer, row)
 
-  shardings = slots_lib.cache_shardings(mesh, config)[0]
-  return jax.jit(resize, static_argnames="length", out_shardings=shardings)
+  over = slots_lib.cache_sharding(mesh, config)
+  return jax.jit(resize, static_argnames="length", out_shardings=over)

@@ -33,7 +33,7 @@ class DraftState:
   position p the cache holds the pairs before p - count; the last `count` are here.
   """
 
-  cache: cache_lib.LayerCache  # f[B K S H]
+  cache: cache_lib.LayerCache
   features: jax.Array  # f[B A E]  the target's
   tokens: jax.Array  # i32[B A]
   count: jax.Array  # i32[B]
@@ -75,12 +75,12 @@ class Draft:
     return self._apply(drafter_lib.Drafter.features, read)
 
   def keys_values(
-    self, h: jax.Array, tokens: jax.Array, positions: jax.Array
+    self, h: jax.Array, tokens: jax.Array, positions: jax.Array, keys: str
   ) -> tuple[jax.Array, jax.Array]:
     """Keys and values of pairs at i32[B T]; see `drafter.Drafter.keys_values`."""
     by = self._rotations.at(positions)
     return self._apply(
-      drafter_lib.Drafter.keys_values, self._target, h, tokens, by
+      drafter_lib.Drafter.keys_values, self._target, h, tokens, by, keys
     )
 
   def step(
@@ -150,7 +150,7 @@ def extend(
   h = draft.features(state.features)
   start = position - state.count
   pair = start[:, None] + jnp.arange(state.tokens.shape[1])
-  k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0))
+  k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0), state.cache.keys)
   # All A of them: those beyond the last `count` are seen by nobody before others are there.
   cache = cache_lib.write(state.cache, k, v, start)
   last = jnp.maximum(state.count - 1, 0)

@@ -227,6 +227,7 @@ def _couple(logits, slots, tree, most: int, width: int) -> Accepted:
     logits.reshape(B * J, -1),
     sampling_lib.repeat(slots.sampling, J),
     (positions + 1).reshape(-1),
+    slots.kernels,
   )
   drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
   walk = verify.walk_chain if width == 1 else verify.walk
