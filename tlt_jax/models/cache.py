@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from tlt_jax.models import config as config_lib
 from tlt_jax.pallas_kernels import cache_write
+from tlt_jax.pallas_kernels import heads
 
 
 @flax.struct.dataclass
@@ -102,10 +103,25 @@ def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax
 
 def move(layer: LayerCache, source: jax.Array, start: jax.Array) -> LayerCache:
   """Copies slots `source` i32[B T] to start, start+1, ... i32[B] of the same row."""
+  read_keys = _read_transposed if layer.keys == "transposed" else _read
+  return write(layer, read_keys(layer.k, source), _read(layer.v, source), start)
 
-  def read(x, axis):
-    of_head = lambda row, at: row[:, at] if axis == 3 else row[at]
-    return jax.vmap(jax.vmap(of_head, (0, None)))(x, source)
 
-  moved = jax.tree.map(read, layer, layer.slot_axis)
-  return write(layer, moved.k, moved.v, start)
+def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:
+  """The slots i32[B T] of each row of f[B K S H]: f[B K T H]."""
+
+  def of_shard(cache, slots):
+    B, K, S, H = cache.shape
+    first = (jnp.arange(B)[:, None] * K + jnp.arange(K)) * S  # i32[B K]
+    # From a matrix: to pick slots of each row and head, XLA lays out the whole cache anew
+    # on a TPU.
+    return cache.reshape(-1, H)[first[..., None] + slots[:, None]]
+
+  K = cache.shape[1]
+  return heads.over_heads(of_shard, K, (cache, slots), (1, None), result_axis=1)
+
+
+def _read_transposed(cache: jax.Array, slots: jax.Array) -> jax.Array:
+  """Is `_read`, of keys f[B K H S]: f[B K H T]."""
+  of_head = lambda row, at: row[:, at]
+  return jax.vmap(jax.vmap(of_head, (0, None)))(cache, slots)
