@@ -236,6 +236,8 @@ def plain_type(annotation: Any) -> type:
   args = typing.get_args(annotation)
   if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
     return plain_type(next(arg for arg in args if arg is not type(None)))
+  if typing.get_origin(annotation) is typing.Literal:
+    return type(args[0])
   plain = typing.get_origin(annotation) or annotation
   return plain if plain in (int, float, str, bool, tuple) else object
 

@@ -111,6 +111,7 @@ CLOSED = {
   "spot.optimizer.name",
   "optimizer.name",
   "prompts.split",
+  "rollout.kernels",
   "unusable_prompts.too_long",
   "algorithm.kl_estimator",
   "algorithm.aggregation",
@@ -320,11 +321,13 @@ def test_a_value_is_read_as_what_its_key_is(monkeypatch, tmp_path):
     "--config.optimizer.total=None",
     "--config.rollout.cache_tokens=5000",
     "--config.rollout.budget.programs=None",
+    "--config.rollout.kernels=ref",
   )
   assert taken["algorithm"]["kl_coef"] == 0.25
   assert taken["optimizer"]["total"] is None
   assert taken["rollout"]["cache_tokens"] == 5000
   assert taken["rollout"]["budget"]["programs"] is None
+  assert taken["rollout"]["kernels"] == "ref"
 
 
 def test_a_default_that_no_config_can_hold_stays_with_its_function(monkeypatch, tmp_path):

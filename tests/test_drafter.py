@@ -19,6 +19,7 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -75,20 +76,22 @@ def test_the_unrolled_steps_are_those_of_drafting(kind):
     kind, frozen, states, following, by(positions), mask, steps, method="unroll"
   )
   h = apply(kind, states, method="features")
-  k, v = apply(kind, frozen, h, following, by(positions), method="keys_values")
+  empty = drafter_lib.init_cache(CONFIGS[kind], 1, T)
+  pairs = (frozen, h, following, by(positions), empty.keys)
+  k, v = apply(kind, *pairs, method="keys_values")
   for start in (3, 7):  # the last true pair
-    cache = drafter_lib.init_cache(CONFIGS[kind], 1, T)
-    true = np.where(np.arange(T) <= start, np.arange(T), T)[None]
-    cache = cache_lib.write(cache, k, v, true)
+    known = slice(start + 1)
+    first = jnp.zeros(1, jnp.int32)
+    cache = cache_lib.write(empty, k[..., known], v[:, :, known], first)
     at = jnp.full((1, 1), start)
     args = (frozen, h[:, start][:, None], following[:, start][:, None], by(at))
-    out = apply(kind, *args, cache_lib.visible(at, T), cache, method="over_cache")
+    out = apply(kind, *args, seen_lib.causal(at[:, 0], 1), cache, method="over_cache")
     np.testing.assert_allclose(out[0, 0], unrolled[0][0, start], atol=1e-5)
     for step in range(1, steps):
       at = at + 1
       token = following[:, start + step][:, None]
-      seen = cache_lib.visible(at, T)
-      args = (frozen, out, token, by(at), seen, cache, at)
+      seen = seen_lib.causal(at[:, 0], 1)
+      args = (frozen, out, token, by(at), seen, cache, at[:, 0])
       out, cache = apply(kind, *args, method="__call__")
       np.testing.assert_allclose(out[0, 0], unrolled[step][0, start + step], atol=1e-5)
 

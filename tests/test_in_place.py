@@ -20,6 +20,7 @@ from tlt_jax import axes
 from tlt_jax import programs
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import layers
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -293,12 +294,12 @@ def scanned_chunk(weights, slots, draft_state, limits, training):
   def step(carry):
     i, kv, slots = carry
     positions = slots.position[:, None]
-    mask = cache_lib.visible(positions, LENGTH)
+    seen = seen_lib.causal(slots.position, 1)
     by = layers.rotation(config, positions)
 
     def layer(x, scanned):
       block, layer_cache = scanned
-      args = x, by, mask, layer_cache, positions
+      args = x, by, seen, layer_cache, slots.position
       return layers.Block(config).apply({"params": block}, *args)
 
     x = params["embedding"][slots.pending[:, None]]
@@ -450,12 +451,13 @@ def test_the_detector_sees_caches_that_speculation_does_not_donate(name):
   assert len(large_copies(text, layer_size(1), in_entry=True)) >= CACHES
 
 
-def moved_by_permutation(layer, source, slots):
+def moved_by_permutation(layer, source, start):
   """`cache.move`, for all slots of a row at once."""
-  B = slots.shape[0]
+  B, moved = source.shape
+  slots = start[:, None] + jnp.arange(moved)
   at = jnp.broadcast_to(jnp.arange(layer.length), (B, layer.length))
   at = at.at[jnp.arange(B)[:, None], slots].set(source, mode="drop")
-  return cache_lib.LayerCache(
+  return layer.replace(
     k=jnp.take_along_axis(layer.k, at[:, None, None], 3),
     v=jnp.take_along_axis(layer.v, at[:, None, :, None], 2),
   )

@@ -14,12 +14,9 @@ import pytest
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax import axes
-from tlt_jax.models import cache as cache_lib
-from tlt_jax.models import layers
 from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.pallas_kernels.tree_attention import pallas
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
-from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 IMPLS = ["ref", "interpret", pytest.param("triton", marks=triton_kernels.requires_triton)]
 KERNELS = IMPLS[1:]
@@ -155,20 +152,12 @@ def test_a_row_has_the_same_bits_in_any_batch_and_bucket(impl, dtype):
     np.testing.assert_array_equal(part(impl=impl), want[rows])
 
 
-def test_the_reference_is_todays_attention():
-  """Bit for bit, over the cache of a chain and of a tree."""
-  c = case([0, 7, 30], 40, J=5, G=2)
-  q, v, k = jnp.asarray(c.q), jnp.asarray(c.v), jnp.asarray(c.k.swapaxes(2, 3))
-  for seen, mask in [
-    (seen_lib.causal(c.start, 5), cache_lib.visible(c.start[:, None] + np.arange(5), 40)),
-    (
-      seen_lib.of_mask(jnp.asarray(c.start), jnp.asarray(c.tail)),
-      tree_lib.attention_mask(jnp.asarray(c.tail), jnp.asarray(c.start), 40),
-    ),
-  ]:
-    np.testing.assert_array_equal(seen.mask(40), mask)
-    out = attend(q, k, v, seen, keys="transposed", impl="ref")
-    np.testing.assert_array_equal(out, jax.jit(layers.attend)(q, k, v, mask))
+def test_a_token_sees_itself_and_all_before_it():
+  """As `causal` packs it: consecutive tokens, the last of them beyond the cache."""
+  start = jnp.array([0, 7, 37])
+  last = start[:, None] + jnp.arange(5)
+  want = jnp.arange(40) <= last[..., None]
+  np.testing.assert_array_equal(seen_lib.causal(start, 5).mask(40), want)
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 70])

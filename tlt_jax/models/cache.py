@@ -1,86 +1,127 @@
 """The KV cache: one pair of arrays per layer, written in place.
 
-Keys are stored transposed: the product with the queries then reads them as they
-lie. (On a CPU half the time of attention; there, XLA copies them otherwise.)
+Keys lie as values do (*plain*) or *transposed*: the product with the queries then reads
+them as they lie. On a CPU that is half the time of attention; there, XLA copies plain keys.
+Accelerators read both alike, and write plain keys faster, a row of memory per token. So a
+kernel that is named finds plain keys, whichever machine the program is compiled on.
 
 Token t of a row lives in slot t. A row is cut back by forgetting its length:
 what lies beyond is masked, and overwritten when the row grows again.
 """
 
-import chex
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from tlt_jax.models import config as config_lib
+from tlt_jax.pallas_kernels import cache_write
+from tlt_jax.pallas_kernels import heads
 
 
 @flax.struct.dataclass
 class LayerCache:
   """Keys (already rotated) and values of one layer."""
 
-  k: jax.Array  # f[B K H S]
+  k: jax.Array  # f[B K S H], or f[B K H S] if transposed
   v: jax.Array  # f[B K S H]
+  keys: str = flax.struct.field(pytree_node=False)  # "plain" or "transposed"
+  # What reads and writes it, see `pallas_kernels.implementations`.
+  kernels: str | None = flax.struct.field(pytree_node=False)
 
   @property
   def length(self) -> int:
     """S, the slots of a row."""
     return self.v.shape[2]
 
-
-# Which axis of each array counts the slots.
-SLOT_AXIS = LayerCache(k=3, v=2)
+  @property
+  def slot_axis(self) -> "LayerCache":
+    """Which axis of each array counts the slots."""
+    return self.replace(k=3 if self.keys == "transposed" else 2, v=2)
 
 
 KVCache = tuple[LayerCache, ...]  # one entry per layer
 
 
-def init(config: config_lib.ModelConfig, batch: int, length: int) -> KVCache:
-  """Makes an empty cache for `batch` rows of at most `length` tokens."""
+def keys_for(kernels: str | None) -> str:
+  """How keys lie for these kernels; None: those of this machine."""
+  on_cpu = kernels is None and jax.default_backend() == "cpu"
+  return "transposed" if on_cpu else "plain"
+
+
+def slots_for(tokens: int, kernels: str | None) -> int:
+  """The slots of a row with room for so many tokens: kernels want a multiple of 32."""
+  return tokens if keys_for(kernels) == "transposed" else -(-tokens // 32) * 32
+
+
+def init(
+  config: config_lib.ModelConfig, batch: int, length: int, kernels: str | None = None
+) -> KVCache:
+  """Makes an empty cache for `batch` rows of at most `length` tokens.
+
+  Args:
+    config: of the model
+    batch: B
+    length: S, of `slots_for`
+    kernels: that will read and write it; None: those of this machine
+  """
   B, K, H, S = batch, config.num_kv_heads, config.head_dim, length
+  keys = keys_for(kernels)
   zeros = lambda *shape: jnp.zeros(shape, config.dtype)
-  layers = range(config.num_layers)
-  return tuple(LayerCache(zeros(B, K, H, S), zeros(B, K, S, H)) for _ in layers)
+  of_keys = (B, K, H, S) if keys == "transposed" else (B, K, S, H)
+  return tuple(
+    LayerCache(zeros(*of_keys), zeros(B, K, S, H), keys, kernels)
+    for _ in range(config.num_layers)
+  )
 
 
 def write(
-  layer: LayerCache, k: jax.Array, v: jax.Array, slots: jax.Array
+  layer: LayerCache, k: jax.Array, v: jax.Array, start: jax.Array
 ) -> LayerCache:
-  """Stores keys and values.
+  """Stores keys and values in consecutive slots.
 
   Args:
     layer: updated in place under jit
-    k: f[B K H T]
+    k: f[B K T H], or f[B K H T] if its keys are transposed
     v: f[B K T H]
-    slots: i32[B T]  where to; those beyond the cache are dropped
+    start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
   """
-  B, T = slots.shape
-  chex.assert_shape(k, (B, None, None, T))
-  chex.assert_shape(v, (B, None, T, None))
-  set_k = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
-  set_v = lambda row, x, at: row.at[at].set(x.astype(row.dtype), mode="drop")
+  put = functools.partial(cache_write.cache_write, impl=layer.kernels)
+  put_keys = _write_transposed if layer.keys == "transposed" else put
+  return layer.replace(k=put_keys(layer.k, k, start), v=put(layer.v, v, start))
+
+
+def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  """Is `cache_write`, of keys f[B K H T] to f[B K H S]."""
+  slots = start[:, None] + jnp.arange(new.shape[3])
+  slots = jnp.where(slots < 0, cache.shape[3], slots)  # else they count from the end
+  put = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
   # Batched over rows and heads, so that sharded heads are written where they are.
-  per_head = lambda write: jax.vmap(jax.vmap(write, (0, 0, None)))
-  return LayerCache(per_head(set_k)(layer.k, k, slots), per_head(set_v)(layer.v, v, slots))
+  return jax.vmap(jax.vmap(put, (0, 0, None)))(cache, new, slots)
 
 
-def move(layer: LayerCache, source: jax.Array, slots: jax.Array) -> LayerCache:
-  """Copies slots `source` i32[B T] to other slots i32[B T] of the same row."""
-  per_head = lambda read: jax.vmap(jax.vmap(read, (0, None)))
-  k = per_head(lambda row, at: row[:, at])(layer.k, source)
-  v = per_head(lambda row, at: row[at])(layer.v, source)
-  return write(layer, k, v, slots)
+def move(layer: LayerCache, source: jax.Array, start: jax.Array) -> LayerCache:
+  """Copies slots `source` i32[B T] to start, start+1, ... i32[B] of the same row."""
+  read_keys = _read_transposed if layer.keys == "transposed" else _read
+  return write(layer, read_keys(layer.k, source), _read(layer.v, source), start)
 
 
-def visible(positions: jax.Array, length: int) -> jax.Array:
-  """The mask over a cache in which a token at position p sees slots 0..p: bool[B T S].
+def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:
+  """The slots i32[B T] of each row of f[B K S H]: f[B K T H]."""
 
-  Worked rows, S=6, two tokens at positions 3 and 4:  111100
-                                                      111110
+  def of_shard(cache, slots):
+    B, K, S, H = cache.shape
+    first = (jnp.arange(B)[:, None] * K + jnp.arange(K)) * S  # i32[B K]
+    # From a matrix: to pick slots of each row and head, XLA lays out the whole cache anew
+    # on a TPU.
+    return cache.reshape(-1, H)[first[..., None] + slots[:, None]]
 
-  Args:
-    positions: i32[B T]
-    length: S
-  """
-  chex.assert_rank(positions, 2)
-  return jnp.arange(length)[None, None] <= positions[:, :, None]
+  K = cache.shape[1]
+  return heads.over_heads(of_shard, K, (cache, slots), (1, None), result_axis=1)
+
+
+def _read_transposed(cache: jax.Array, slots: jax.Array) -> jax.Array:
+  """Is `_read`, of keys f[B K H S]: f[B K H T]."""
+  of_head = lambda row, at: row[:, at]
+  return jax.vmap(jax.vmap(of_head, (0, None)))(cache, slots)

@@ -24,6 +24,7 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafters
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Drafter(nn.Module):
     h: f[B T D], what stands for the features: from `features`, or an earlier output
     tokens: i32[B T], the token after each feature
     by: `layers.rotation` of the features' positions
-    mask: bool[B T S], True where a pair may look; S = T without a cache
+    seen: what each pair sees of the cache; without one a mask, bool[B T T]
   """
 
   config: DrafterConfig
@@ -159,18 +160,24 @@ class Drafter(nn.Module):
       return drafters.find(self.config.kind).feature(self, x)
 
   def keys_values(
-    self, target_params: dict, h: jax.Array, tokens: jax.Array, by: layers.Rotation
+    self,
+    target_params: dict,
+    h: jax.Array,
+    tokens: jax.Array,
+    by: layers.Rotation,
+    keys: str,
   ) -> tuple[jax.Array, jax.Array]:
-    """Computes keys f[B K H T] and values f[B K T H] of pairs.
+    """Computes keys and values of pairs, see `layers.Attention.keys_values`.
 
     They are all that later pairs need of a pair: neither attention nor MLP has to run.
 
     Args:
       target_params, h, tokens, by: see the class
+      keys: "plain" or "transposed", as the cache has them
     """
     with self._precision():
       x, _ = self._inputs(target_params, h, tokens)
-      return self.attention.keys_values(x, by)
+      return self.attention.keys_values(x, by, keys)
 
   def __call__(
     self,
@@ -178,20 +185,20 @@ class Drafter(nn.Module):
     h: jax.Array,
     tokens: jax.Array,
     by: layers.Rotation,
-    mask: jax.Array,
+    seen: jax.Array | seen_lib.Seen,
     cache: cache_lib.LayerCache | None = None,
-    slots: jax.Array | None = None,
+    start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
     """Runs the layer: the next features f[B T D], and the cache.
 
     Args:
-      target_params, h, tokens, by, mask: see the class
+      target_params, h, tokens, by, seen: see the class
       cache: updated if given
-      slots: i32[B T]  of the cache, to write to
+      start: i32[B]  the slot of a row's first pair there; the others follow
     """
     with self._precision():
       x, residual = self._inputs(target_params, h, tokens)
-      y, cache = self.attention(x, by, mask, cache, slots)
+      y, cache = self.attention(x, by, seen, cache, start)
       return self._after_attention(residual + y), cache
 
   def over_cache(
@@ -200,18 +207,18 @@ class Drafter(nn.Module):
     h: jax.Array,
     tokens: jax.Array,
     by: layers.Rotation,
-    mask: jax.Array,
+    seen: seen_lib.Seen,
     cache: cache_lib.LayerCache,
   ) -> jax.Array:
     """Runs the layer for pairs whose KV the cache holds already: f[B T D].
 
     Args:
-      target_params, h, tokens, by, mask: see the class
+      target_params, h, tokens, by, seen: see the class
       cache: read only
     """
     with self._precision():
       x, residual = self._inputs(target_params, h, tokens)
-      y = self.attention.attend_to(x, by, mask, cache.k, cache.v)
+      y = self.attention.attend_to(x, by, seen, cache)
       return self._after_attention(residual + y)
 
   def unroll(
@@ -297,9 +304,10 @@ class Drafter(nn.Module):
     """Touches every parameter, so that `init` makes them all.
 
     Args:
-      target_params, tokens, mask: see the class
+      target_params, tokens: see the class
       features: f[B T E]
       positions: i32[B T]
+      mask: bool[B T T]
     """
     by = layers.rotation(self.config.layer, positions)
     h, _ = self(target_params, self.features(features), tokens, by, mask)
@@ -349,6 +357,8 @@ def _init(config: DrafterConfig, key):
   return variables["params"]
 
 
-def init_cache(config: DrafterConfig, batch: int, length: int) -> cache_lib.LayerCache:
-  """An empty cache of its one layer."""
-  return cache_lib.init(config.layer, batch, length)[0]
+def init_cache(
+  config: DrafterConfig, batch: int, length: int, kernels: str | None = None
+) -> cache_lib.LayerCache:
+  """An empty cache of its one layer; arguments as of `cache.init`."""
+  return cache_lib.init(config.layer, batch, length, kernels)[0]

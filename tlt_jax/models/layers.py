@@ -4,7 +4,7 @@ Every parameter is made with the names of its axes (`embed`, `heads`, ...);
 `tlt_jax.axes` says per phase which mesh axis a name is split along.
 """
 
-from collections.abc import Callable
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.pallas_kernels import tree_attention
+from tlt_jax.pallas_kernels.tree_attention import ref
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
 _BLOCK = 512  # queries, about, that are shown the same keys; each is compiled apart
@@ -102,35 +105,6 @@ def apply_rope(x: jax.Array, by: Rotation) -> jax.Array:
   return y.astype(x.dtype)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-  """Grouped-query attention.
-
-  Args:
-    q: f[B T N H]
-    k: f[B K H S]  in the cache's layout
-    v: f[B K S H]
-    mask: bool[B T S]  True where a query may look
-  Returns:
-    f[B T N H]
-  """
-  B, T, N, H = q.shape
-  K, G = k.shape[1], N // k.shape[1]
-  q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
-  q = q.reshape(B, K, -1, H)  # one matrix product per kv head
-  scores = jnp.einsum("bkqh,bkhs->bkqs", q, k, preferred_element_type=jnp.float32)
-  scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
-  # A softmax whose sum divides at the end, H numbers of a query instead of S. What is
-  # subtracted changes nothing but the range: it needs no gradient.
-  largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
-  weights = jnp.exp(scores - largest)
-  out = jnp.einsum(
-    "bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-  )
-  out = (out / jnp.sum(weights, -1, keepdims=True)).astype(v.dtype)
-  out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
-  return out.reshape(B, T, N, H)
-
-
 def _blocks(length: int) -> list[tuple[int, int]]:
   """Cuts a row into blocks of queries of about equal size: (start, end) of each."""
   count = max(round(length / _BLOCK), 1)
@@ -141,14 +115,15 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 def attend_causal(
   q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
 ) -> jax.Array:
-  """Does what `attend` does, where no query looks past its own index (S = T).
+  """Attends where no query looks past its own index (S = T).
 
   Each block of queries is shown only the keys up to its end, which saves up to
   half the work of a long row.
 
   Args:
-    q, k, v, mask: as of `attend`
+    q, k, v, mask: as of `ref.attend`, with transposed keys
   """
+  attend = functools.partial(ref.attend, keys="transposed")
   return jnp.concatenate(
     [
       attend(q[:, start:end], k[..., :end], v[:, :, :end], mask[:, start:end, :end])
@@ -188,12 +163,23 @@ class Attention(nn.Module):
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y
 
-  def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
-    """Computes what a cache holds of f[B T *]: keys f[B K H T], values f[B K T H]."""
+  def keys_values(
+    self, x: jax.Array, by: Rotation, keys: str = "transposed"
+  ) -> tuple[jax.Array, jax.Array]:
+    """Computes what a cache holds of tokens.
+
+    Args:
+      x: f[B T *]
+      by: of the tokens' positions
+      keys: "plain" or "transposed", as training without a cache has them
+    Returns:
+      keys f[B K T H] or f[B K H T], and values f[B K T H]
+    """
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)
-    return apply_rope(k, by).transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+    to = (0, 2, 3, 1) if keys == "transposed" else (0, 2, 1, 3)
+    return apply_rope(k, by).transpose(to), v.swapaxes(1, 2)
 
   def _queries(self, x: jax.Array, by: Rotation) -> jax.Array:
     """The queries of tokens f[B T *]: f[B T N H]."""
@@ -206,22 +192,22 @@ class Attention(nn.Module):
     self,
     x: jax.Array,
     by: Rotation,
-    mask: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    function: Callable[..., jax.Array] = attend,
+    seen: seen_lib.Seen,
+    layer_cache: cache_lib.LayerCache,
   ) -> jax.Array:
-    """Attends to keys and values that are there: f[B T D].
+    """Attends to what a cache holds: f[B T D].
 
     Args:
       x: f[B T *]
       by: of the tokens' positions
-      mask: bool[B T S]
-      k, v: as `keys_values` gives them
-      function: `attend` or `attend_causal`
+      seen: what each token sees of the cache
+      layer_cache: this layer's
     """
-    out = function(self._queries(x, by), k.astype(x.dtype), v.astype(x.dtype), mask)
-    return self._output(out)
+    k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
+    how = dict(keys=layer_cache.keys, impl=layer_cache.kernels)
+    return self._output(
+      tree_attention.tree_attention(self._queries(x, by), k, v, seen, **how)
+    )
 
   def _output(self, out: jax.Array) -> jax.Array:
     """Projects f[B T N H] to f[B T D].
@@ -288,27 +274,27 @@ class Attention(nn.Module):
     self,
     x: jax.Array,
     by: Rotation,
-    mask: jax.Array,
+    seen: jax.Array | seen_lib.Seen,
     layer_cache: cache_lib.LayerCache | None = None,
-    slots: jax.Array | None = None,
+    start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
     """Attends to its own tokens, or writes them to a cache and attends to that.
 
     Args:
       x: f[B T *]
       by: of the tokens' positions
-      mask: bool[B T S]  S = T without a cache, else the cache's length
+      seen: what each token sees of the cache; without one a mask, bool[B T T]
       layer_cache: this layer's keys and values, updated in place under jit
-      slots: i32[B T]  where in the cache
+      start: i32[B]  the slot of a row's first token there; the others follow
     Returns:
       f[B T D] and the updated layer cache (None without one)
     """
-    k, v = self.keys_values(x, by)
     if layer_cache is None:
-      return self.attend_to(x, by, mask, k, v, attend_causal), None
-    layer_cache = cache_lib.write(layer_cache, k, v, slots)
-    out = self.attend_to(x, by, mask, layer_cache.k, layer_cache.v)
-    return out, layer_cache
+      k, v = self.keys_values(x, by)
+      return self._output(attend_causal(self._queries(x, by), k, v, seen)), None
+    k, v = self.keys_values(x, by, layer_cache.keys)
+    layer_cache = cache_lib.write(layer_cache, k, v, start)
+    return self.attend_to(x, by, seen, layer_cache), layer_cache
 
 
 class MLP(nn.Module):
@@ -337,14 +323,14 @@ class Block(nn.Module):
     self,
     x: jax.Array,
     by: Rotation,
-    mask: jax.Array,
+    seen: jax.Array | seen_lib.Seen,
     layer_cache: cache_lib.LayerCache | None = None,
-    slots: jax.Array | None = None,
+    start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
     """Runs the layer; arguments and results are those of `Attention.__call__`."""
     eps = self.config.norm_eps
     y, layer_cache = Attention(self.config, name="attention")(
-      RMSNorm(eps, name="input_norm")(x), by, mask, layer_cache, slots
+      RMSNorm(eps, name="input_norm")(x), by, seen, layer_cache, start
     )
     x = x + y
     x = x + MLP(self.config, name="mlp")(RMSNorm(eps, name="post_norm")(x))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 
 def matmul_precision(dtype: str) -> str:
@@ -49,23 +50,24 @@ class Target(nn.Module):
     self,
     tokens: jax.Array,
     positions: jax.Array,
-    mask: jax.Array | None = None,
+    seen: jax.Array | seen_lib.Seen | None = None,
     cache: cache_lib.KVCache | None = None,
-    slots: jax.Array | None = None,
+    start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     """Runs the decoder.
 
     Args:
       tokens: i32[B T]
       positions: i32[B T]
-      mask: bool[B T S]  True where a token may look. Default: everything up to
-        its own position, in the cache if there is one.
+      seen: what each token sees of the cache; without one a mask, bool[B T T]. Default:
+        everything up to the token itself
       cache: read and updated if given; rows may stand at different positions
-      slots: i32[B T]  of the cache, to write to; default: the positions
+      start: i32[B]  the slot of a row's first token there, the others follow; default:
+        its position
     Returns:
       features f[B T D], the hidden states after the final norm, and the cache
     """
-    features, _, cache = self.with_taps(tokens, positions, (), mask, cache, slots)
+    features, _, cache = self.with_taps(tokens, positions, (), seen, cache, start)
     return features, cache
 
   def with_taps(
@@ -73,15 +75,15 @@ class Target(nn.Module):
     tokens: jax.Array,
     positions: jax.Array,
     taps: Sequence[int],
-    mask: jax.Array | None = None,
+    seen: jax.Array | seen_lib.Seen | None = None,
     cache: cache_lib.KVCache | None = None,
-    slots: jax.Array | None = None,
+    start: jax.Array | None = None,
     rotations: layers.Rotation | None = None,
   ) -> tuple[jax.Array, jax.Array | None, cache_lib.KVCache | None]:
     """Runs the decoder, and also gives hidden states from inside.
 
     Args:
-      tokens, positions, mask, cache, slots: as of `__call__`
+      tokens, positions, seen, cache, start: as of `__call__`
       taps: layers (from 0), after which the residual stream is returned as well
       rotations: `layers.rotation` of positions 0, 1, ..., where it is at hand
     Returns:
@@ -90,19 +92,19 @@ class Target(nn.Module):
     c = self.config
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions])
-    if mask is not None:
-      chex.assert_shape(mask, (*tokens.shape, None))
     with jax.default_matmul_precision(matmul_precision(c.dtype)):
-      if mask is None:
-        S = tokens.shape[1] if cache is None else cache[0].length
-        mask = cache_lib.visible(positions, S)
+      T = tokens.shape[1]
+      start = positions[:, 0] if start is None else start
+      if seen is None and cache is None:
+        seen = jnp.arange(T) <= positions[:, :, None]
+      elif seen is None:
+        seen = seen_lib.causal(start, T)
       by = layers.rotation(c, positions, rotations)
-      slots = positions if slots is None else slots
       x = self.embedding.astype(c.dtype)[tokens]
       new_cache, tapped = [], []
       for i, block in enumerate(self.blocks):
         layer = None if cache is None else cache[i]
-        x, layer = block(x, by, mask, layer, slots)
+        x, layer = block(x, by, seen, layer, start)
         new_cache.append(layer)
         if i in taps:
           tapped.append(x)
@@ -122,15 +124,15 @@ class Target(nn.Module):
     self,
     tokens: jax.Array,
     positions: jax.Array,
-    mask: jax.Array | None = None,
+    seen: jax.Array | seen_lib.Seen | None = None,
     cache: cache_lib.KVCache | None = None,
   ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache | None]:
     """Runs decoder and head: features f[B T D], logits f32[B T V] and the cache.
 
     Args:
-      tokens, positions, mask, cache: as of `__call__`
+      tokens, positions, seen, cache: as of `__call__`
     """
-    features, cache = self(tokens, positions, mask, cache)
+    features, cache = self(tokens, positions, seen, cache)
     return features, self.logits(features), cache
 
 

@@ -12,6 +12,7 @@ import importlib
 
 import jax
 
+NAMES = ("ref", "pallas", "interpret", "triton")
 _OF_BACKEND = {"tpu": "pallas", "gpu": "triton"}
 
 

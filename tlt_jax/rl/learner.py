@@ -310,7 +310,7 @@ class Learner:
       jax.lax.with_sharding_constraint(batch.tokens, by_rows),
       batch.positions,
       taps=(),
-      mask=packing.segment_mask(batch.segments, batch.positions),
+      seen=packing.segment_mask(batch.segments, batch.positions),
       rotations=rotations,
       method=target.Target.with_taps,
     )

@@ -24,7 +24,8 @@ def cache_write(
     cache: f[B K S H]
     new: f[B K J H]
     start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
-    impl: "ref", "pallas" or "interpret"; None: see `implementations.choose`
+    impl: see `implementations`; "triton" is "ref", which is in place on GPUs; None: see
+      `implementations.choose`
   Returns:
     the cache f[B K S H] with the new in it
 
@@ -34,8 +35,8 @@ def cache_write(
   B, K, _, H = cache.shape
   chex.assert_shape(new, (B, K, None, H))
   chex.assert_shape(start, (B,))
-  impl = implementations.choose(impl, ("ref", "pallas", "interpret"))
-  if impl == "ref":
+  impl = implementations.choose(impl, implementations.NAMES)
+  if impl in ("ref", "triton"):
     return ref.cache_write(cache, new, start)
   kernel = functools.partial(pallas.cache_write, interpret=impl == "interpret")
   return heads.over_heads(kernel, K, (cache, new, start), (1, 1, None), result_axis=1)

@@ -68,6 +68,7 @@ def make(
   run: Callable[..., Done],
   shardings: Done,
   training: tuple[Any, Any] = (PartitionSpec(), PartitionSpec()),
+  kernels: str | None = None,
 ) -> Callable[..., Done]:
   """Jits a chunk; slots and the drafts' state are donated.
 
@@ -77,6 +78,7 @@ def make(
     run: the chunk of one slice, (weights, slots, draft_state, limits, training) -> Done
     shardings: of its results; those of `emitted` follow
     training: partition specs of the training that goes in, and of what comes out
+    kernels: that decode
   """
   before, behind = training
   mapped = slices.per_slice(
@@ -84,6 +86,7 @@ def make(
     run,
     in_specs=(slices.WHOLE, slices.ROWS, slices.ROWS, slices.WHOLE, before),
     out_specs=Done(slices.ROWS, slices.ROWS, slices.ROWS, behind),
+    kernels=kernels,
   )
 
   def chunk(weights, slots, draft_state, limits, training):

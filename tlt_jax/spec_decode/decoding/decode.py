@@ -16,6 +16,8 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
+from tlt_jax.pallas_kernels.verify_sample import parts
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
@@ -30,8 +32,8 @@ def forward(
   kv: cache_lib.KVCache,
   tokens: jax.Array,
   positions: jax.Array,
-  mask: jax.Array | None = None,
-  slots: jax.Array | None = None,
+  seen: seen_lib.Seen | None = None,
+  start: jax.Array | None = None,
   rotations: layers.Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
   """Runs the target over the KV, and writes into it.
@@ -42,7 +44,7 @@ def forward(
     kv: what it has computed of the rows so far
     tokens: i32[B T]
     positions: i32[B T]  in each row's sequence
-    mask, slots, rotations: see `target.Target.with_taps`
+    seen, start, rotations: see `target.Target.with_taps`
   Returns:
     the states after the final norm f[B T D]; the features to keep f[B T E]; and the
     new KV
@@ -53,7 +55,7 @@ def forward(
     method=target.Target.with_taps,
   )
   taps = layout.taps if layout else ()
-  final, tapped, kv = run(tokens, positions, taps, mask, kv, slots, rotations)
+  final, tapped, kv = run(tokens, positions, taps, seen, kv, start, rotations)
   return final, layout.join(tapped, final) if layout else final, kv
 
 
@@ -104,15 +106,17 @@ def make_chunk(
   mesh: Mesh,
   tokens: int,
   layout: features_lib.Layout | None,
+  kernels: str | None = None,
 ) -> Callable[..., chunk_lib.Done]:
   """The plain chunk program; see `chunk` for how it is called.
 
   Args:
     tokens, layout: see `decode`
+    kernels: those of the slots' caches
   """
   slots = slots_lib.slots_shardings(mesh, config, layout)
   run = chunk_lib.without_training(decode(config, tokens, layout))
-  return chunk_lib.make(mesh, run, chunk_lib.Done(slots, None, None))
+  return chunk_lib.make(mesh, run, chunk_lib.Done(slots, None, None), kernels=kernels)
 
 
 def decode_step(
@@ -121,7 +125,7 @@ def decode_step(
   params,
   slots: slots_lib.Slots,
   rotations: layers.Rotation,
-) -> tuple[slots_lib.Slots, sampling_lib.Draw]:
+) -> tuple[slots_lib.Slots, parts.Sample]:
   """Draws one token for each slot; free slots stand still.
 
   Args:
@@ -131,12 +135,12 @@ def decode_step(
   """
   tokens, positions = slots.pending[:, None], slots.position[:, None]
   final, features, kv = forward(
-    config, layout, params, slots.kv, tokens, positions, rotations=rotations
+    config, layout, params, slots.kv, tokens, positions, None, slots.start, rotations
   )
   logits = target.Target(config).apply(
     {"params": params}, final[:, 0], method=target.Target.logits
   )
-  drawn = sampling_lib.draw(logits, slots.sampling, slots.position + 1)
+  drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1, slots.kernels)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)
   slots = slots.replace(
@@ -169,7 +173,7 @@ def make_resize(
   def resize(layer, row, length):
     def across(layer, row):
       cut = lambda x, axis: resized(x, axis, row, length)
-      return jax.tree.map(cut, layer, cache_lib.SLOT_AXIS)
+      return jax.tree.map(cut, layer, layer.slot_axis)
 
     def local(layer, row):
       start = jax.lax.axis_index(axes.DATA) * layer.k.shape[0]
@@ -178,5 +182,5 @@ def make_resize(
     apart = slices.per_slice(mesh, local, slices.ROWS, slices.ROWS)
     return (across if move else apart)(layer, row)
 
-  shardings = slots_lib.cache_shardings(mesh, config)[0]
-  return jax.jit(resize, static_argnames="length", out_shardings=shardings)
+  over = slots_lib.cache_sharding(mesh, config)
+  return jax.jit(resize, static_argnames="length", out_shardings=over)

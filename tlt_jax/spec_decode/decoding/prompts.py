@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax.models import cache as cache_lib
+from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -19,12 +19,20 @@ from tlt_jax.spec_decode.decoding import slots as slots_lib
 
 
 def make_prefill(
-  config: config_lib.ModelConfig, mesh: Mesh, layout: features_lib.Layout | None
+  config: config_lib.ModelConfig,
+  mesh: Mesh,
+  layout: features_lib.Layout | None,
+  kernels: str | None = None,
 ) -> Callable:
   """(params, store, tokens i32[r T], start i32[r], row i32[r]) -> store.
 
   Computes a block of prompt tokens and writes it into rows of the prompt store
   (donated). Rows outside the store are computed and dropped.
+
+  Args:
+    config, mesh: of the target
+    layout: of the features that are kept; None: none are
+    kernels: those of the store's caches
   """
 
   def prefill(params, store, tokens, start, row):
@@ -39,9 +47,11 @@ def make_prefill(
     return jax.tree.map(lambda x, y: x.at[row].set(y, mode="drop"), store, updated)
 
   rows = slices.ROWS
-  mapped = slices.per_slice(mesh, prefill, (slices.WHOLE, rows, rows, rows, rows), rows)
-  store = slots_lib.abstract_store(mesh, config, rows=1, length=1, layout=layout)
-  return jax.jit(mapped, donate_argnums=1, out_shardings=slices.shardings(store))
+  specs = (slices.WHOLE, rows, rows, rows, rows)
+  mapped = slices.per_slice(mesh, prefill, specs, rows, kernels)
+  kv, over = slots_lib.cache_sharding(mesh, config), axes.sharding(mesh, axes.DATA)
+  store = slots_lib.PromptStore(kv, over if layout else None)
+  return jax.jit(mapped, donate_argnums=1, out_shardings=store)
 
 
 def make_admit(
@@ -67,7 +77,7 @@ def make_admit(
       )
 
     kv = tuple(
-      jax.tree.map(copy, old, stored, cache_lib.SLOT_AXIS)
+      jax.tree.map(copy, old, stored, old.slot_axis)
       for old, stored in zip(kv, store.kv, strict=True)
     )
     if features is not None:

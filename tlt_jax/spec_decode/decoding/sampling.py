@@ -1,6 +1,7 @@
 """Draws tokens: temperature, top-k, top-p and min-p, then argmax under Gumbel noise.
 
-What the filters do, and how it is found without a sort, is in `find_cut`.
+What the filters do, and how it is found without a sort, is in `find_cut`; the draw itself
+in `verify_sample`.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 
 from tlt_jax import noise
 from tlt_jax.pallas_kernels import find_cut
+from tlt_jax.pallas_kernels import verify_sample
+from tlt_jax.pallas_kernels.verify_sample import parts
 
 
 @flax.struct.dataclass
@@ -27,7 +30,7 @@ class Sampling:
 
 
 class Draw(NamedTuple):
-  """One drawn token per row, and how likely and how certain it was."""
+  """One drawn token per row, how likely it was, and how far from another."""
 
   token: jax.Array  # i32[B]
   logp: jax.Array  # f32[B]  log_softmax(logits / T), before filters; T=1 if T=0
@@ -106,10 +109,10 @@ def contest(
   position: jax.Array,
   ids: jax.Array | None = None,
 ) -> jax.Array:
-  """The perturbed logits whose argmax `draw` takes: f32[B V], -inf where filtered out.
+  """The perturbed logits whose argmax is drawn: f32[B V], -inf where filtered out.
 
   Args:
-    logits, sampling, position: as for `draw`
+    logits, sampling, position: as for `sample`
     ids: i32[V], whose noise each logit gets, where logits are of some tokens only
   """
   _check_rows(logits, position)
@@ -131,7 +134,9 @@ def _perturb(scaled, sampling, position, ids=None):
   return scaled + jnp.where((sampling.temperature > 0)[:, None], g, 0.0)
 
 
-def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
+def sample(
+  logits: jax.Array, sampling: Sampling, position: jax.Array, impl: str | None = None
+) -> parts.Sample:
   """Draws the token of each row at `position`.
 
   A pure function of the row's own logits, sampling parameters and position.
@@ -140,6 +145,19 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
     logits: f32[B V]
     sampling: of each row
     position: i32[B]  index in the sequence of the token that is drawn
+    impl: see `pallas_kernels.implementations`
+  """
+  _check_rows(logits, position)
+  key = noise.row_key(sampling.seed, sampling.request, position)
+  cut = threshold(logits, sampling)
+  return verify_sample.verify_sample(logits, key, sampling.temperature, cut, impl=impl)
+
+
+def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
+  """Draws what `sample` does, and tells by how much: for comparisons.
+
+  Args:
+    logits, sampling, position: as for `sample`
   """
   _check_rows(logits, position)
   scaled = scale(logits, sampling)

@@ -18,16 +18,25 @@ from tlt_jax import axes
 ROWS, WHOLE = PartitionSpec(axes.DATA), PartitionSpec()
 
 
-def per_slice(mesh: Mesh, f: Callable, in_specs, out_specs) -> Callable:
+def per_slice(
+  mesh: Mesh, f: Callable, in_specs, out_specs, kernels: str | None = None
+) -> Callable:
   """Maps `f` over the slices.
 
   Args:
     f: runs on the rows of one slice
     in_specs: a pytree prefix of its arguments, of `ROWS` and `WHOLE`
     out_specs: likewise of its results; what is `WHOLE` must be equal on every slice
+    kernels: that `f` runs, see `pallas_kernels.implementations`
   """
   return jax.shard_map(
-    f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axes.DATA}
+    f,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names={axes.DATA},
+    # Pallas's interpreter does not say which of its arrays differ between slices.
+    check_vma=kernels != "interpret",
   )
 
 

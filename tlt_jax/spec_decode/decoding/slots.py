@@ -8,7 +8,7 @@ last token, and every token that is drawn is drawn in the same loop.
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
@@ -44,6 +44,19 @@ class Slots:
     """S, cache slots of a row."""
     return self.kv[0].length
 
+  @property
+  def kernels(self) -> str | None:
+    """What attends, writes to the KV and draws; see `pallas_kernels.implementations`."""
+    return self.kv[0].kernels
+
+  @property
+  def start(self) -> jax.Array:
+    """i32[B]: cache slots of each row that are filled, all of which a step reads.
+
+    None of a free slot's, which draws nothing; its position may be beyond the cache.
+    """
+    return jnp.where(self.remaining > 0, self.position, 0)
+
 
 @flax.struct.dataclass
 class Emitted:
@@ -60,27 +73,29 @@ class Emitted:
   accepted: jax.Array | None = None
 
 
-def cache_shardings(mesh: Mesh, config: config_lib.ModelConfig) -> cache_lib.KVCache:
-  """Rows over `data`, kv heads over `model` where they divide."""
+def cache_sharding(mesh: Mesh, config: config_lib.ModelConfig) -> NamedSharding:
+  """Of all keys and values: rows over `data`, kv heads over `model` where they divide."""
   tensor = mesh.shape[axes.MODEL]
   heads = axes.MODEL if config.num_kv_heads % tensor == 0 else None
-  layer = axes.sharding(mesh, axes.DATA, heads)
-  return (cache_lib.LayerCache(layer, layer),) * config.num_layers
+  return axes.sharding(mesh, axes.DATA, heads)
 
 
 def abstract_cache(
-  mesh: Mesh, config: config_lib.ModelConfig, rows: int, length: int
+  mesh: Mesh,
+  config: config_lib.ModelConfig,
+  rows: int,
+  length: int,
+  kernels: str | None = None,
 ) -> cache_lib.KVCache:
   """Shapes and shardings of a KV cache.
 
   Args:
     rows: per slice
-    length: S
+    length, kernels: as for `cache.init`
   """
-  B = rows * mesh.shape[axes.DATA]
-  shapes = jax.eval_shape(lambda: cache_lib.init(config, B, length))
-  shardings = cache_shardings(mesh, config)
-  return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+  B, over = rows * mesh.shape[axes.DATA], cache_sharding(mesh, config)
+  shapes = jax.eval_shape(lambda: cache_lib.init(config, B, length, kernels))
+  return jax.tree.map(lambda x: x.update(sharding=over), shapes)
 
 
 def abstract_store(
@@ -89,18 +104,20 @@ def abstract_store(
   rows: int,
   length: int,
   layout: features_lib.Layout | None,
+  kernels: str | None = None,
 ) -> PromptStore:
   """Shapes and shardings of a store.
 
   Args:
     rows: prompts per slice
-    length: tokens of the longest prompt
+    length: S, room for the longest prompt
     layout: of the features that are kept; None: none are
+    kernels: as for `cache.init`
   """
   kept = None
   if layout:
     kept = slices.abstract(mesh, rows, config.dtype, length, layout.size)
-  return PromptStore(abstract_cache(mesh, config, rows, length), kept)
+  return PromptStore(abstract_cache(mesh, config, rows, length, kernels), kept)
 
 
 def abstract_slots(
@@ -112,6 +129,7 @@ def abstract_slots(
   stops: int,
   layout: features_lib.Layout | None,
   sizes: pages_lib.Sizes,
+  kernels: str | None = None,
 ) -> Slots:
   """Shapes and shardings of the slots of a bucket.
 
@@ -121,6 +139,7 @@ def abstract_slots(
     stops: stop tokens per request
     layout: of the features that are kept; None: none are
     sizes: of their pages
+    kernels: as for `cache.init`
   """
   i32, u32, f32 = (
     slices.abstract(mesh, batch, dtype) for dtype in (jnp.int32, jnp.uint32, jnp.float32)
@@ -136,7 +155,7 @@ def abstract_slots(
     sampling=sampling_lib.Sampling(
       seed=u32, request=u32, temperature=f32, top_k=i32, top_p=f32, min_p=f32
     ),
-    kv=abstract_cache(mesh, config, batch, length),
+    kv=abstract_cache(mesh, config, batch, length, kernels),
     features=features,
   )
 
@@ -154,7 +173,7 @@ def slots_shardings(
     layout=layout,
     sizes=pages_lib.Sizes(pages=1, most=1),
   )
-  return slices.shardings(smallest)
+  return slices.shardings(smallest).replace(kv=cache_sharding(mesh, config))
 
 
 def nothing_emitted(slots: Slots, tokens: int, most: int | None = None) -> Emitted:

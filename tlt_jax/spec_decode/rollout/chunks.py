@@ -134,7 +134,7 @@ class Chunks:
 
   def _make(self, way: Way, trains: bool) -> Callable:
     """The jitted chunk that decodes so."""
-    s = self._shapes
+    s, kernels = self._shapes, self._shapes.options.kernels
     slots = slots_lib.slots_shardings(s.mesh, s.config, s.layout)
     if way.source is None:
       run = decode.decode(s.config, self._tokens, s.layout)
@@ -143,8 +143,9 @@ class Chunks:
       run = speculate.decode(way.source, way.arm, self._tokens)
       shardings = chunk_lib.Done(slots, way.source.state_shardings, None)
     if trains:
-      return fused.make(self._trainer, run, shardings, self._per_update)
-    return chunk_lib.make(s.mesh, chunk_lib.without_training(run), shardings)
+      return fused.make(self._trainer, run, shardings, self._per_update, kernels)
+    run = chunk_lib.without_training(run)
+    return chunk_lib.make(s.mesh, run, shardings, kernels=kernels)
 
   def run(
     self,

@@ -43,7 +43,7 @@ def redraw(
   """Draws, by plain sampling, after each prefix of the given responses.
 
   One forward pass without a cache over each whole sequence, which shares no code
-  with a rollout's loop but the model and `sampling.draw`.
+  with a rollout's loop but the model, the noise and the filters.
 
   Args:
     config, params: of the target

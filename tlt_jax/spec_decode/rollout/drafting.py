@@ -50,6 +50,7 @@ def make_sources(
       layout=shapes.layout,
       memory_tokens=shapes.options.memory_tokens,
       memory_rows=shapes.options.memory_rows,
+      kernels=shapes.options.kernels,
     )
     sources[name] = source_lib.make(name, setting)
   return sources

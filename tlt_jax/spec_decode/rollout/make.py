@@ -5,6 +5,7 @@ import jax
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.pallas_kernels import implementations
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
@@ -65,6 +66,7 @@ def make(
 
 def _check(options, strategies, drafter, selector, verification: str, spot) -> None:
   """Raises if these do not go together; see `make`."""
+  implementations.choose(options.kernels, implementations.NAMES)
   if verification not in source_lib.VERIFICATIONS:
     known = ", ".join(source_lib.VERIFICATIONS)
     raise ValueError(f"verification is one of {known}, not {verification!r}")

@@ -1,12 +1,13 @@
-"""The sizes of a rollout: buckets of its programs, memory, chunks."""
+"""The sizes of a rollout: buckets of its programs, memory, chunks; and its kernels."""
 
 from collections.abc import Iterable
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tlt_jax import programs
 from tlt_jax import ranges
+from tlt_jax.pallas_kernels import implementations
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 
 
@@ -40,7 +41,7 @@ def ladder(slots: int, length: int, shortest: int = 128) -> tuple[Bucket, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Sizes of a rollout; none of them changes a token.
+  """Sizes of a rollout, and its kernels; none of them changes a token.
 
   Counts are per slice. The largest bucket is added if it is missing; buckets that
   exceed it are dropped. Kept features have room for `cache_tokens` too, or, where
@@ -64,6 +65,10 @@ class Options:
   memory_rows: ranges.Count = 16  # earlier responses searched per slice and chunk
   rebalance: bool = False  # whether live requests move to slices with fewer of them
   features: bool = False  # whether the target's features are kept and returned
+  # what attends, writes to caches and draws: "pallas" on TPUs, "triton" on NVIDIA GPUs,
+  # "ref" (XLA alone) or "interpret" (as on TPUs, very slowly) anywhere; None: the fastest
+  # on this machine
+  kernels: Literal[implementations.NAMES] | None = None
 
   def __post_init__(self):
     top = Bucket(self.slots, self.max_length)

@@ -8,6 +8,7 @@ import numpy as np
 
 from tlt_jax import axes
 from tlt_jax import programs
+from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import decode
@@ -59,7 +60,7 @@ class Shapes:
 
   def length(self, bucket: options_lib.Bucket) -> int:
     """Cache slots of a row: room for the nodes of a tree lies behind the sequence."""
-    return bucket.length + self.room.target
+    return cache_lib.slots_for(bucket.length + self.room.target, self.options.kernels)
 
   def slots(self, bucket: options_lib.Bucket, stops: int) -> slots_lib.Slots:
     """Slots of a bucket, for `stops` stop tokens per request."""
@@ -71,12 +72,20 @@ class Shapes:
       stops=stops,
       layout=self.layout,
       sizes=self.options.page_sizes,
+      kernels=self.options.kernels,
     )
 
   def store(self) -> slots_lib.PromptStore:
     """The prompt store."""
-    rows, length = self.options.prompt_rows, self.options.max_prompt
-    return slots_lib.abstract_store(self.mesh, self.config, rows, length, self.layout)
+    options = self.options
+    return slots_lib.abstract_store(
+      self.mesh,
+      self.config,
+      options.prompt_rows,
+      cache_lib.slots_for(options.max_prompt, options.kernels),
+      self.layout,
+      options.kernels,
+    )
 
   def rows(self, count: int, *shape: int) -> jax.ShapeDtypeStruct:
     """Integers, `count` rows a slice."""
@@ -109,7 +118,7 @@ class Programs:
     self.shapes, self.pool = shapes, pool
     config, mesh, layout = shapes.config, shapes.mesh, shapes.layout
     self._jitted = {
-      "prefill": prompts.make_prefill(config, mesh, layout),
+      "prefill": prompts.make_prefill(config, mesh, layout, shapes.options.kernels),
       "admit": prompts.make_admit(config, mesh, layout),
       "resize": decode.make_resize(mesh, config, shapes.options.rebalance),
       "move_features": pages_lib.make_move(mesh),

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
@@ -32,7 +33,7 @@ class DraftState:
   position p the cache holds the pairs before p - count; the last `count` are here.
   """
 
-  cache: cache_lib.LayerCache  # f[B K S H]
+  cache: cache_lib.LayerCache
   features: jax.Array  # f[B A E]  the target's
   tokens: jax.Array  # i32[B A]
   count: jax.Array  # i32[B]
@@ -74,12 +75,12 @@ class Draft:
     return self._apply(drafter_lib.Drafter.features, read)
 
   def keys_values(
-    self, h: jax.Array, tokens: jax.Array, positions: jax.Array
+    self, h: jax.Array, tokens: jax.Array, positions: jax.Array, keys: str
   ) -> tuple[jax.Array, jax.Array]:
     """Keys and values of pairs at i32[B T]; see `drafter.Drafter.keys_values`."""
     by = self._rotations.at(positions)
     return self._apply(
-      drafter_lib.Drafter.keys_values, self._target, h, tokens, by
+      drafter_lib.Drafter.keys_values, self._target, h, tokens, by, keys
     )
 
   def step(
@@ -87,18 +88,18 @@ class Draft:
     h: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
-    mask: jax.Array,
+    seen: seen_lib.Seen,
     cache: cache_lib.LayerCache,
-    slots: jax.Array,
+    start: jax.Array,
   ) -> tuple[jax.Array, cache_lib.LayerCache]:
     """The next hidden states, and the cache.
 
     Args:
-      h, tokens, positions, mask, cache, slots: see `drafter.Drafter.__call__`
+      h, tokens, positions, seen, cache, start: see `drafter.Drafter.__call__`
     """
     by = self._rotations.at(positions)
     return self._apply(
-      drafter_lib.Drafter.__call__, self._target, h, tokens, by, mask, cache, slots
+      drafter_lib.Drafter.__call__, self._target, h, tokens, by, seen, cache, start
     )
 
   def over_cache(
@@ -106,17 +107,17 @@ class Draft:
     h: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
-    mask: jax.Array,
+    seen: seen_lib.Seen,
     cache: cache_lib.LayerCache,
   ) -> jax.Array:
     """The next hidden states of pairs in the cache.
 
     Args:
-      h, tokens, positions, mask, cache: see `drafter.Drafter.over_cache`
+      h, tokens, positions, seen, cache: see `drafter.Drafter.over_cache`
     """
     by = self._rotations.at(positions)
     return self._apply(
-      drafter_lib.Drafter.over_cache, self._target, h, tokens, by, mask, cache
+      drafter_lib.Drafter.over_cache, self._target, h, tokens, by, seen, cache
     )
 
   def logits(self, h: jax.Array) -> jax.Array:
@@ -146,17 +147,17 @@ def extend(
   Returns:
     h f[B D], the drafter's output at the last pair, and the cache
   """
-  A, S = state.tokens.shape[1], state.cache.length
   h = draft.features(state.features)
-  pair = (position - state.count)[:, None] + jnp.arange(A)
-  k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0))
-  known = (jnp.arange(A) < state.count[:, None]) & (pair >= 0)
-  cache = cache_lib.write(state.cache, k, v, jnp.where(known, pair, S))
+  start = position - state.count
+  pair = start[:, None] + jnp.arange(state.tokens.shape[1])
+  k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0), state.cache.keys)
+  # All A of them: those beyond the last `count` are seen by nobody before others are there.
+  cache = cache_lib.write(state.cache, k, v, start)
   last = jnp.maximum(state.count - 1, 0)
   h = jnp.take_along_axis(h, last[:, None, None], 1)
-  at = jnp.maximum(position - 1, 0)[:, None]
-  seen = cache_lib.visible(at, S)
-  return draft.over_cache(h, pending[:, None], at, seen, cache)[:, 0], cache
+  at = jnp.maximum(position - 1, 0)
+  seen = seen_lib.causal(at, 1)
+  return draft.over_cache(h, pending[:, None], at[:, None], seen, cache)[:, 0], cache
 
 
 def likeliest(
@@ -207,9 +208,9 @@ def draft_chain(
 
   def step(d, carry):
     h, cache, (token, *drafted) = carry
-    pair = (slots.position - 1 + d)[:, None]
-    seen = cache_lib.visible(pair, cache.length)
-    h, cache = draft.step(h[:, None], token[:, None], pair, seen, cache, pair)
+    pair = slots.position - 1 + d
+    seen = seen_lib.causal(pair, 1)
+    h, cache = draft.step(h[:, None], token[:, None], pair[:, None], seen, cache, pair)
     return h[:, 0], cache, guess(h[:, 0], d, *drafted)
 
   B, U = jax.eval_shape(draft.logits, h).shape

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.models import cache as cache_lib
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import draft as draft_lib
@@ -95,25 +96,25 @@ def draft_tree(
   kept, _ = _best(join(first, _no_nodes(B, size - 1)), size - 1)
   beams_h = jnp.repeat(h[:, None], W, 1)
   # What each beam sees of the scratch slots: its ancestors there, and itself.
-  seen = jnp.broadcast_to(first.depth[..., None] < 0, (B, W, scratch))
+  mask = jnp.broadcast_to(first.depth[..., None] < 0, (B, W, scratch))
 
   def grow(d, carry):
-    beams, beams_h, seen, cache, kept = carry
-    slot = (d - 1) * W + jnp.arange(W)
-    seen = seen | (jnp.arange(scratch) == slot[:, None])
-    mask = tree_lib.attention_mask(seen, slots.position, cache.length)
+    beams, beams_h, mask, cache, kept = carry
+    slot = (d - 1) * W  # of the level's first pair
+    mask = mask | (jnp.arange(scratch) == slot + jnp.arange(W)[:, None])
+    seen = seen_lib.of_mask(slots.position, mask)
     pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, W))
-    at = slots.position[:, None] + slot
-    out, cache = draft.step(beams_h, beams.token, pair, mask, cache, at)
+    start = slots.position + slot
+    out, cache = draft.step(beams_h, beams.token, pair, seen, cache, start)
     following = jnp.repeat(slots.position + d + 1, W)
     score, token = candidates(out.reshape(B * W, -1), every, following)
     children = _children(beams, score.reshape(B, W, W), token.reshape(B, W, W), d)
     kept, _ = _best(join(kept, children), size - 1)
     beams, index = _best(children, W)
     parents = lambda x: jnp.take_along_axis(x, (index // W)[..., None], 1)
-    return beams, parents(out), parents(seen), cache, kept
+    return beams, parents(out), parents(mask), cache, kept
 
-  start = (first, beams_h, seen, cache, kept)
+  start = (first, beams_h, mask, cache, kept)
   *_, cache, kept = jax.lax.fori_loop(1, depth, grow, start)
   return _assemble(kept, slots.pending), cache
 
@@ -195,19 +196,21 @@ def draft_fixed(
   h, cache = draft_lib.extend(draft, state, slots.pending, slots.position)
   B, J = h.shape[0], len(shape.parent)
   parent, rank, depth = map(np.array, (shape.parent, shape.rank, shape.depth))
-  below = np.pad(shape.ancestors[:, 1:], ((0, 0), (0, scratch - J + 1)))
+  # The pairs of nodes with children lie in the scratch slots, level by level.
+  inner = np.concatenate(shape.levels)[1:]
+  above = np.pad(shape.ancestors[:, inner], ((0, 0), (0, scratch - len(inner))))
   hidden = jnp.zeros((B, J, h.shape[-1]), h.dtype).at[:, 0].set(h)
   tokens = jnp.zeros((B, J), jnp.int32).at[:, 0].set(slots.pending)
   every = jnp.zeros((B, J, jax.eval_shape(draft.logits, h).shape[-1]))
   for level in shape.levels:
     n, d = len(level), int(depth[level[0]])
     if d > 0:
-      seen = jnp.broadcast_to(below[level], (B, n, scratch))
+      mask = jnp.broadcast_to(above[level], (B, n, scratch))
+      seen = seen_lib.of_mask(slots.position, mask)
       pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, n))
-      at = slots.position[:, None] + (level - 1)
-      mask = tree_lib.attention_mask(seen, slots.position, cache.length)
-      above = hidden[:, parent[level]]
-      out, cache = draft.step(above, tokens[:, level], pair, mask, cache, at)
+      start = slots.position + np.searchsorted(inner, level[0])
+      h = hidden[:, parent[level]]
+      out, cache = draft.step(h, tokens[:, level], pair, seen, cache, start)
       hidden = hidden.at[:, level].set(out)
     logits = draft.logits(hidden[:, level])
     drawn = candidates(

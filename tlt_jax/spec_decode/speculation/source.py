@@ -45,6 +45,7 @@ class Setting:
   layout: features_lib.Layout | None = None  # of the features that are kept
   memory_tokens: int = 0  # of earlier responses that may be remembered
   memory_rows: int = 0  # of them that a chunk may look at
+  kernels: str | None = None  # of its programs, see `rollout.Options`
 
 
 class Progress(NamedTuple):

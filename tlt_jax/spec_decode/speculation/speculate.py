@@ -24,6 +24,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode as decode_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -68,7 +69,7 @@ def decode(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      proposal = propose(slots, state, limits.depth)
+      proposal = propose(slots.replace(position=slots.start), state, limits.depth)
       q = proposal.q
       if setting.verification == source_lib.REJECTION and q is None:
         q = _certain(proposal.tree, config.vocab_size)
@@ -177,8 +178,8 @@ def verify_and_accept(
   features = jnp.take_along_axis(features, stands.path[..., None], 1)
   place = slots.position[:, None] + jnp.arange(most)
   if width > 1:  # the accepted path moves to where a sequence has its tokens
-    source = slots.position[:, None] + stands.path
-    kv = tuple(cache_lib.move(layer, source, place) for layer in kv)
+    source = slots.start[:, None] + stands.path
+    kv = tuple(cache_lib.move(layer, source, slots.start) for layer in kv)
   new = slots.replace(
     pending=jnp.where(live, last, slots.pending),
     position=slots.position + count,
@@ -197,13 +198,10 @@ def verify_and_accept(
 
 def _look(config, layout, params, rotations, slots, tree, width):
   """One pass of the target over all nodes: logits f32[B J V], features, and the KV."""
-  J, S = tree.tokens.shape[1], slots.length
-  at = slots.position[:, None] + jnp.arange(J)
   if width == 1:
-    mask = cache_lib.visible(at, S)
+    seen = seen_lib.causal(slots.start, tree.tokens.shape[1])
   else:
-    below = tree_lib.ancestors(tree.parent)
-    mask = tree_lib.attention_mask(below, slots.position, S)
+    seen = seen_lib.of_mask(slots.start, tree_lib.ancestors(tree.parent))
   final, features, kv = decode_lib.forward(
     config,
     layout,
@@ -211,8 +209,8 @@ def _look(config, layout, params, rotations, slots, tree, width):
     slots.kv,
     tree.tokens,
     slots.position[:, None] + tree.depth,
-    mask,
-    at,
+    seen,
+    slots.start,
     rotations,
   )
   logits = target.Target(config).apply(
@@ -225,10 +223,11 @@ def _couple(logits, slots, tree, most: int, width: int) -> Accepted:
   """The tokens that plain decoding would have drawn, as far as the tree holds them."""
   B, J = tree.tokens.shape
   positions = slots.position[:, None] + tree.depth
-  drawn = sampling_lib.draw(
+  drawn = sampling_lib.sample(
     logits.reshape(B * J, -1),
     sampling_lib.repeat(slots.sampling, J),
     (positions + 1).reshape(-1),
+    slots.kernels,
   )
   drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
   walk = verify.walk_chain if width == 1 else verify.walk

@@ -60,25 +60,6 @@ def ancestors(parent: jax.Array) -> jax.Array:
   return reach
 
 
-def attention_mask(tree_mask: jax.Array, start: jax.Array, length: int) -> jax.Array:
-  """The mask over a cache whose slots from `start` on hold J nodes: bool[B J S].
-
-  Worked rows, start = 3, S = 8, of nodes 1 and 3 of the tree above:  11111000
-                                                                      11111010
-
-  Args:
-    tree_mask: bool[B J n]  what they see of the n slots from `start` on
-    start: i32[B]  they see every slot before it
-    length: S; needs start + n <= S, what does not fit must not count
-  """
-  B, J, _ = tree_mask.shape
-  chex.assert_shape(start, (B,))
-  before = jnp.arange(length) < start[:, None, None]
-  before = jnp.broadcast_to(before, (B, J, length))
-  write = lambda row, mask, at: jax.lax.dynamic_update_slice(row, mask, (0, at))
-  return jax.vmap(write)(before, tree_mask, start)
-
-
 @dataclasses.dataclass(frozen=True)
 class Shape:
   """A tree whose nodes are known before anything is drafted; node 0 is the root."""

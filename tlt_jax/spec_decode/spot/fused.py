@@ -66,6 +66,7 @@ def make(
   decode: chunk_lib.Decode,
   shardings: chunk_lib.Done,
   per_update: int,
+  kernels: str | None = None,
 ) -> Callable[..., chunk_lib.Done]:
   """The fused program of a chunk; see `chunk` for how it is called.
 
@@ -76,10 +77,12 @@ def make(
     decode: of one slice
     shardings: of its results
     per_update: micro-batches of all slices, at least, that make an update
+    kernels: that decode
   """
   return chunk_lib.make(
     trainer.mesh,
     with_training(decode, trainer, per_update),
     shardings.replace(training=trainer.trained_shardings),
     training=(trainer_lib.TRAINING_SPECS, trainer_lib.TRAINED_SPECS),
+    kernels=kernels,
   )

@@ -16,6 +16,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import draft as draft_lib
 from tlt_jax.spec_decode.speculation import draft_tree
 from tlt_jax.spec_decode.speculation import rejection
@@ -64,18 +65,20 @@ class Model(source_lib.Source):
     def fill(weights, features, following, position):
       B, S = following.shape
       draft = self._draft(weights, S)
-      cache = drafter_lib.init_cache(setting.drafter, B, S + room.drafter)
+      length = cache_lib.slots_for(S + room.drafter, setting.kernels)
+      cache = drafter_lib.init_cache(setting.drafter, B, length, setting.kernels)
       block = min(_FILL_BLOCK, S)
 
       def step(i, cache):
         start = jnp.minimum(i * block, S - block)
         tokens = jax.lax.dynamic_slice_in_dim(following, start, block, 1)
         at = jnp.broadcast_to(start + jnp.arange(block), (B, block))
-        k, v = draft.keys_values(draft.features(features.read(at)), tokens, at)
+        h = draft.features(features.read(at))
+        k, v = draft.keys_values(h, tokens, at, cache.keys)
         put = lambda x, y, axis: jax.lax.dynamic_update_slice_in_dim(
           x, y.astype(x.dtype), start, axis
         )
-        return cache_lib.LayerCache(put(cache.k, k, 3), put(cache.v, v, 2))
+        return jax.tree.map(put, cache, cache.replace(k=k, v=v), cache.slot_axis)
 
       blocks = -(-jnp.max(position) // block)
       cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(slices.varying, cache))
@@ -98,7 +101,8 @@ class Model(source_lib.Source):
     args = (weights, slots.features, following, slots.position)
     self.setting.pool.get("fill", key, self._fill, *args)
     state = jax.eval_shape(self._fill, *args)
-    return jax.tree.map(lambda x, s: x.update(sharding=s), state, self.state_shardings)
+    over = lambda s, part: jax.tree.map(lambda x: x.update(sharding=s), part)
+    return jax.tree.map(over, self.state_shardings, state)
 
   def prepare(self, key, weights, slots, running):
     following = np.zeros((len(running), len(running[0]), slots.length), np.int32)
@@ -171,11 +175,10 @@ class Model(source_lib.Source):
 
 
 def _state_shardings(mesh, drafter) -> draft_lib.DraftState:
-  """Rows over `data`, kv heads over `model` where they divide."""
-  tensor = mesh.shape[axes.MODEL]
-  heads = axes.MODEL if drafter.layer.num_kv_heads % tensor == 0 else None
-  layer, rows = axes.sharding(mesh, axes.DATA, heads), axes.sharding(mesh, axes.DATA)
-  return draft_lib.DraftState(cache_lib.LayerCache(layer, layer), rows, rows, rows)
+  """Those of the state's fields."""
+  cache = slots_lib.cache_sharding(mesh, drafter.layer)
+  rows = axes.sharding(mesh, axes.DATA)
+  return draft_lib.DraftState(cache, rows, rows, rows)
 
 
 def make(setting: source_lib.Setting) -> Model:
