@@ -1,9 +1,9 @@
 """The KV cache: one pair of arrays per layer, written in place.
 
 Keys lie as values do (*plain*) or *transposed*: the product with the queries then reads
-them as they lie. On a CPU that is half the time of attention; there, XLA copies plain keys.
-Accelerators read both alike, and write plain keys faster, a row of memory per token. So a
-kernel that is named finds plain keys, whichever machine the program is compiled on.
+them as they lie. On a CPU that takes half the time: there, XLA copies plain keys first.
+Accelerators read both alike, and write plain keys faster, a row of memory per token. Where
+kernels are named keys are plain, whichever machine compiles the program.
 
 Token t of a row lives in slot t. A row is cut back by forgetting its length:
 what lies beyond is masked, and overwritten when the row grows again.
@@ -45,7 +45,7 @@ KVCache = tuple[LayerCache, ...]  # one entry per layer
 
 
 def keys_for(kernels: str | None) -> str:
-  """How keys lie for these kernels; None: those of this machine."""
+  """How keys lie for these kernels, None for those of this machine."""
   on_cpu = kernels is None and jax.default_backend() == "cpu"
   return "transposed" if on_cpu else "plain"
 
@@ -76,9 +76,7 @@ def init(
   )
 
 
-def write(
-  layer: LayerCache, k: jax.Array, v: jax.Array, start: jax.Array
-) -> LayerCache:
+def write(layer: LayerCache, k: jax.Array, v: jax.Array, start: jax.Array) -> LayerCache:
   """Stores keys and values in consecutive slots.
 
   Args:

@@ -51,9 +51,9 @@ class Slots:
 
   @property
   def start(self) -> jax.Array:
-    """i32[B]: cache slots of each row that are filled, all of which a step reads.
+    """i32[B]: the cache slot of each pending token; before it, all are filled.
 
-    None of a free slot's, which draws nothing; its position may be beyond the cache.
+    That of a free slot is 0, whatever its position: a step reads nothing for it.
     """
     return jnp.where(self.remaining > 0, self.position, 0)
 

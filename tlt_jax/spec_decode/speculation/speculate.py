@@ -69,7 +69,8 @@ def decode(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      proposal = propose(slots.replace(position=slots.start), state, limits.depth)
+      drafted = slots.replace(position=slots.start)  # drafting reads nothing for free ones
+      proposal = propose(drafted, state, limits.depth)
       q = proposal.q
       if setting.verification == source_lib.REJECTION and q is None:
         q = _certain(proposal.tree, config.vocab_size)
