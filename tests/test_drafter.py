@@ -123,7 +123,7 @@ def learner(kind, data=1, **loss):
   )
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+@pytest.mark.parametrize("kind", [tiny.slow("eagle2"), "eagle3"])
 def test_features_computed_once_train_like_those_of_each_update(kind):
   made, (prompts, responses) = learner(kind), sequences()
   features = made.features(tiny.params(), prompts, responses)
