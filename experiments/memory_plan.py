@@ -143,6 +143,13 @@ class _NoPool(pool_lib.Pool):
 _Spot = tuple[trainer_lib.Trainer, spot_lib.Options] | None  # see `spot_trainer`
 
 
+class _Rollouts(NamedTuple):
+  """What the programs of rollouts are made for."""
+
+  shapes: programs_lib.Shapes
+  ways: Mapping[options_lib.Bucket, list[chunks.Way]]  # to speculate, by bucket
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
   """What a config describes, as shapes; the parts of its memory."""
@@ -230,9 +237,9 @@ class _Run:
       self.part("drafter's training rows", features, "spot.rows"),
     ]
 
-  def ways(
+  def rollouts(
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
-  ) -> tuple[programs_lib.Shapes, dict[options_lib.Bucket, list[chunks.Way]]]:
+  ) -> _Rollouts:
     """The shapes of the rollout, and by bucket the ways to speculate there."""
     config, selector = self.config, self.selector
     longest = from_config.max_length(config)
@@ -250,22 +257,18 @@ class _Run:
     allowed = list(filter(options.allows, options.buckets)) or options.buckets[:1]
     arms = {bucket: drafting.in_bucket(schedule, bucket) for bucket in allowed}
     way = lambda arm: drafting.way(arm, weights)
-    return shapes, {bucket: list(map(way, arms[bucket])) for bucket in allowed}
+    ways = {bucket: list(map(way, arms[bucket])) for bucket in allowed}
+    return _Rollouts(shapes, ways)
 
-  def process(
-    self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
-  ) -> list[Part]:
+  def process(self, rollouts: _Rollouts) -> list[Part]:
     """The process itself and the compiled programs of its rollouts."""
-    _, by_bucket = self.ways(drafter, spot)
-    passes = 1 + sum(1 + len(ways) for ways in by_bucket.values())  # of prefill as well
+    passes = 1 + sum(1 + len(x) for x in rollouts.ways.values())  # of prefill as well
     size = scratch_memory.process(self.model, passes)
     return self.of_process("process and programs", size)
 
-  def rollout_parts(
-    self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
-  ) -> list[Part]:
+  def rollout_parts(self, rollouts: _Rollouts, spot: _Spot) -> list[Part]:
     """The arrays of the bucket that needs the most, and scratch."""
-    shapes, by_bucket = self.ways(drafter, spot)
+    shapes, by_bucket = rollouts
 
     def arrays(bucket):
       slots = shapes.slots(bucket, self.stops)
@@ -334,10 +337,10 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   reference = state.params if algorithm.uses_reference else ()
   frozen = [run.part("reference policy", reference, "algorithm.kl_coef")]
   spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
-  trained = run.spot_arrays(spot)
+  trained, rollouts = run.spot_arrays(spot), run.rollouts(drafter, spot)
   drafting = run.drafter_parts(drafter, spot)
   always = [
-    *run.process(drafter, spot),
+    *run.process(rollouts),
     *policy,
     *frozen,
     *drafting,
@@ -351,7 +354,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
     {
       "load": [*always, *run.on_host("largest tensor", tensor, _SMALLER_POLICY)],
       "resume": [*always, restored],
-      "rollout": [*always, weights, *checkpoint, *run.rollout_parts(drafter, spot)],
+      "rollout": [*always, weights, *checkpoint, *run.rollout_parts(rollouts, spot)],
       "update": [
         *always,
         *run.of_process("compiling the update", scratch_memory.compiling_update(run.model)),
@@ -375,13 +378,15 @@ def of_rollout(
   """
   run = _described(config, selector, stops)
   drafter = run.drafter()
+  rollouts = run.rollouts(drafter, None)
   weights = run.part("policy", run.weights(run.model.dtype), _SMALLER_POLICY)
   always = [
-    *run.process(drafter, None),
+    *run.process(rollouts),
     weights,
     *run.drafter_parts(drafter, None),
   ]
-  return run.plan({"load": always, "rollout": [*always, *run.rollout_parts(drafter, None)]})
+  decoding = run.rollout_parts(rollouts, None)
+  return run.plan({"load": always, "rollout": [*always, *decoding]})
 
 
 def _described(
