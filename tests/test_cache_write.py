@@ -1,6 +1,5 @@
 """Writing to a KV cache: each implementation against numpy, bit for bit."""
 
-import importlib.util
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import mutants
 from tests import tpu_kernels
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels.cache_write import pallas
@@ -71,14 +71,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_faults_of_the_kernel_are_found(fault, tmp_path):
   """By the test above; and no fault in the kernel as it is."""
-  source = open(pallas.__file__).read()
-  old, new = FAULTS[fault] if fault else ("", "")
-  assert old in source, "the source has changed: adapt the fault to it"
-  file = tmp_path / "mutant.py"
-  file.write_text(source.replace(old, new, 1))
-  spec = importlib.util.spec_from_file_location("mutant", file)
-  mutant = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(mutant)
+  mutant = mutants.load(pallas.__file__, FAULTS.get(fault), tmp_path)
   args, want = case(16)
   # As a TPU does it: what lies in fast memory is NaN until it is written.
   out = np.asarray(mutant.cache_write(*args, interpret=pltpu.InterpretParams()))

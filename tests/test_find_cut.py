@@ -1,13 +1,13 @@
 """The filters' cut is that of a sort, on one device and on shards of the vocabulary."""
 
 import functools
-import importlib.util
 
 import jax
 import numpy as np
 import pytest
 from scipy import special
 
+from tests import mutants
 from tests import test_in_place
 from tests import tiny
 from tlt_jax import axes
@@ -161,14 +161,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_faults_are_found(fault, tmp_path):
   """By the comparison with sorting, which the search as it is passes."""
-  source = open(ref.__file__).read()
-  old, new = FAULTS[fault] if fault else ("", "")
-  assert old in source, "the source has changed: adapt the fault to it"
-  file = tmp_path / "mutant.py"
-  file.write_text(source.replace(old, new, 1))
-  spec = importlib.util.spec_from_file_location("mutant", file)
-  mutant = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(mutant)
+  mutant = mutants.load(ref.__file__, FAULTS.get(fault), tmp_path)
   logits = some_logits(10_000, 1.0, peak=1.0)
   settings = [*FEW[:3], *FEW[4:], {**OFF, "top_k": 500}]
   cut = find(logits, *columns(settings), search=mutant.find_cut, bits=2)

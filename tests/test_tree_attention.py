@@ -1,7 +1,6 @@
 """Attention of draft nodes to a cache: each implementation against float64."""
 
 import functools
-import importlib.util
 import pathlib
 import sys
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import mutants
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax import axes
@@ -336,18 +336,6 @@ TRITON_FAULTS = {
 }
 
 
-def _mutated(file: pathlib.Path, fault: tuple[str, str], folder: pathlib.Path):
-  """The function of an implementation that has a fault."""
-  source = file.read_text()
-  assert fault[0] in source, "the source has changed: adapt the fault to it"
-  file = folder / "mutant.py"
-  file.write_text(source.replace(*fault, 1))
-  spec = importlib.util.spec_from_file_location("mutant", file)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module.tree_attention
-
-
 @functools.cache
 def _telling(dtype: str) -> tuple[Case, np.ndarray]:
   """A small case that tells the faults, at the end of a block, of a split, of the cache.
@@ -370,7 +358,7 @@ def _finds(attend, dtype: str, atol: float, **options) -> bool:
 def test_faults_of_the_pallas_kernel_are_found(fault, tmp_path):
   """And no fault in the kernel as it is."""
   text = PALLAS_FAULTS[fault] if fault else ("", "")
-  mutant = _mutated(pathlib.Path(pallas.__file__), text, tmp_path)
+  mutant = mutants.load(pathlib.Path(pallas.__file__), text, tmp_path).tree_attention
   assert _finds(mutant, "float32", 1e-5, interpret=True) == (fault is not None)
 
 
@@ -380,7 +368,7 @@ def test_faults_of_the_triton_kernel_are_found(fault, tmp_path):
   """And no fault in the kernel as it is."""
   text = TRITON_FAULTS[fault] if fault else ("", "")
   file = pathlib.Path(pallas.__file__).with_name("triton.py")
-  mutant = _mutated(file, text, tmp_path)
+  mutant = mutants.load(file, text, tmp_path).tree_attention
   # In float32 a row has two tiles, and takes longer.
   found = _finds(mutant, "bfloat16", 2e-2) or _finds(mutant, "float32", 1e-5)
   assert found == (fault is not None)

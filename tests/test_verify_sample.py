@@ -4,7 +4,6 @@ Kernels are interpreted here, and compiled for TPUs and GPUs that are not there.
 """
 
 import functools
-import importlib.util
 import inspect
 import re
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from scipy import special
 
+from tests import mutants
 from tests import test_find_cut
 from tests import test_in_place
 from tests import tiny
@@ -460,14 +460,7 @@ def finds(sample_part):
 
 def mutant(file, fault, folder):
   """The function of an implementation that has a fault."""
-  source = open(file).read()
-  old, new = fault or ("", "")
-  assert old in source, "the source has changed: adapt the fault to it"
-  changed = folder / "mutant.py"
-  changed.write_text(source.replace(old, new, 1))
-  spec = importlib.util.spec_from_file_location("mutant", changed)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  module = mutants.load(file, fault, folder)
   module.TILE, module.TILES = 512, 2
   return module.sample_part
 

@@ -16,23 +16,22 @@ NAMES = ("ref", "pallas", "interpret", "triton")
 _OF_BACKEND = {"tpu": "pallas", "gpu": "triton"}
 
 
-def choose(impl: str | None, known: tuple[str, ...]) -> str:
+def choose(impl: str | None) -> str:
   """Returns the implementation to run.
 
   Args:
     impl: its name; None for that of jax's default backend, or "ref" where the backend
       has none or jax_triton cannot be imported
-    known: those that the operation has, "ref" among them
 
   Raises:
-    ValueError: the operation has no such implementation, or it cannot run here
+    ValueError: there is no such implementation, or it cannot run here
   """
   if impl is None:
     impl = _OF_BACKEND.get(jax.default_backend(), "ref")
-    return impl if impl in known and (impl != "triton" or _has_triton()) else "ref"
-  if impl not in known:
+    return impl if impl != "triton" or _has_triton() else "ref"
+  if impl not in NAMES:
     raise ValueError(
-      f"no implementation is called {impl!r}; choose one of {', '.join(known)}, or None "
+      f"no implementation is called {impl!r}; choose one of {', '.join(NAMES)}, or None "
       "for that of this machine"
     )
   if impl == "triton" and not _has_triton():

@@ -35,7 +35,7 @@ def cache_write(
   B, K, _, H = cache.shape
   chex.assert_shape(new, (B, K, None, H))
   chex.assert_shape(start, (B,))
-  impl = implementations.choose(impl, implementations.NAMES)
+  impl = implementations.choose(impl)
   if impl in ("ref", "triton"):
     return ref.cache_write(cache, new, start)
   kernel = functools.partial(pallas.cache_write, interpret=impl == "interpret")

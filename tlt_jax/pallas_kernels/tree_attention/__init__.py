@@ -57,7 +57,7 @@ def tree_attention(
   chex.assert_is_divisible(N, K)
   chex.assert_shape(seen.start, (B,))
   chex.assert_shape(seen.bits, (B, J, -(-seen.size // 32)))
-  impl = implementations.choose(impl, ("ref", "pallas", "interpret", "triton"))
+  impl = implementations.choose(impl)
   if impl == "ref":
     return ref.tree_attention(q, k, v, seen, keys=keys)
   if impl == "triton":

@@ -66,7 +66,7 @@ def make(
 
 def _check(options, strategies, drafter, selector, verification: str, spot) -> None:
   """Raises if these do not go together; see `make`."""
-  implementations.choose(options.kernels, implementations.NAMES)
+  implementations.choose(options.kernels)
   if verification not in source_lib.VERIFICATIONS:
     known = ", ".join(source_lib.VERIFICATIONS)
     raise ValueError(f"verification is one of {known}, not {verification!r}")
