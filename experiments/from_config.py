@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments import keys
 from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import data
@@ -122,7 +123,7 @@ def complete(config: dict, workdir: str = "") -> dict:
   Raises:
     ValueError: its learner cannot take what its rollouts give, or a prompt is refused
   """
-  config = sizes.resumed(config, workdir) if workdir else config
+  config = sizes.resumed(config, workdir, keys.RUN) if workdir else config
   if sizes.is_open(config, "rollout"):
     asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
     config = sized(config, *asked, **config["batch"])
@@ -141,7 +142,7 @@ def complete_training(config: dict, run: dict, workdir: str) -> tuple[dict, dict
     run: that the drafter is for
     workdir: of the training
   """
-  config = sizes.resumed(config | {"run": run}, workdir)
+  config = sizes.resumed(config | {"run": run}, workdir, keys.TRAINING)
   run = config.pop("run")
   if sizes.is_open(run, "rollout"):
     most = {"prompts": config["responses"], "held_out": config["evaluation"]}

@@ -194,6 +194,9 @@ DRAFTER = {
   "checkpoint": _CHECKPOINT,
 }
 
+# Of a drafter's training together with the run that it is for, as its workdir keeps them.
+TRAINING = DRAFTER | {"run": RUN}
+
 WARM_START = {
   "seed": _SEED,
   "steps": _STEPS,

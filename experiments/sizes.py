@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from experiments import declarations
 from experiments import workdirs
 from tlt_jax import json_objects
 from tlt_jax import memory
@@ -152,16 +153,18 @@ def check_context(longest: int, max_tokens: int, model: config_lib.ModelConfig) 
     )
 
 
-def resumed(config: dict, workdir: str) -> dict:
+def resumed(config: dict, workdir: str, declared: declarations.Section) -> dict:
   """The config with the open sizes of the same run, if that began in this folder.
 
   Args:
     config: that was asked for
     workdir: where its config.json may be
+    declared: keys of the config; those that config.json lacks had their defaults
   """
   filled = copy.deepcopy(config)
   try:
     old = json_objects.parse((pathlib.Path(workdir) / workdirs.CONFIG).read_bytes())
+    old = workdirs.with_defaults(old, declared)
     for new, section, name in _open(filled):
       was = old["run"] if new is filled.get("run") else old
       value = was[section][name]

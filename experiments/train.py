@@ -37,7 +37,7 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 def main(config):
   launch.start()
   config = from_config.complete(config, _FORK.value or _WORKDIR.value)
-  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.RUN)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   mesh = axes.make_mesh(config["tensor_parallel"])
   memory_plan.check(memory_plan.of_run(config), _DRY_RUN.value)

@@ -186,7 +186,7 @@ def main(config, run):
   whole = config | {"run": run}
   asked = ("run", "seed", "responses")
   holds = {_RESPONSES: asked, _FEATURES: (*asked, "drafter", "init")}
-  opened = workdirs.open(_WORKDIR.value, whole, holds=holds)
+  opened = workdirs.open(_WORKDIR.value, whole, holds=holds, declared=keys.TRAINING)
   workdir, checkpoints = opened.path, opened.checkpoints
   wanted, measured = config["responses"], config["evaluation"]
   source = run["prompts"] | {"size": wanted["prompts"]}

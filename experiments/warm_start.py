@@ -69,7 +69,7 @@ def batches(
 
 def main(config):
   launch.start()
-  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.WARM_START)
   model = config_lib.ModelConfig(**config["model"])
   rule = optimizer.make(**config["optimizer"])
   learner = learner_lib.make(

@@ -8,12 +8,15 @@ else would mix two experiments in one folder: it is refused, or goes on in anoth
 """
 
 from collections.abc import Iterator, Mapping
+import contextlib
+import copy
 import dataclasses
 import json
 import os
 import pathlib
 from typing import Any
 
+from experiments import declarations
 from tlt_jax import checkpoint
 from tlt_jax import json_objects
 from tlt_jax import metrics
@@ -76,6 +79,7 @@ def open(
   config: Mapping[str, Any],
   fork: str | None = None,
   holds: Mapping[str, tuple[str, ...]] | None = None,
+  declared: declarations.Section | None = None,
 ) -> Workdir:
   """Opens a run's folder, a new one or one to go on in; changes nothing on disk.
 
@@ -85,12 +89,14 @@ def open(
     fork: another folder, where the run goes on from the latest checkpoint of `path`; ""
       for none, None for a command that cannot
     holds: file of the folder -> keys of the config that it depends on, beside checkpoints
+    declared: keys of the config; one that the folder's config.json lacks, as it was written
+      before there was such a key, had its default
   Raises:
     WorkdirError: the checkpoints were made with other settings, or are of later steps;
       a fork's folder is not its own
     CheckpointError: the latest one is damaged
   """
-  folder = pathlib.Path(path)
+  folder, declared = pathlib.Path(path), declared or {}
   origin = _origin(folder)
   if origin is not None and checkpoint.latest(folder / _CHECKPOINTS) is None and not fork:
     folder, fork = origin, str(folder)  # a fork that was killed before it saved anything
@@ -98,7 +104,7 @@ def open(
     new = pathlib.Path(fork)
     _check_target(folder, new)
     if checkpoint.latest(new / _CHECKPOINTS) is None:
-      return _fork(folder, new, config)
+      return _fork(folder, new, config, declared)
     folder = new
   checkpoints = _checkpoints(folder, config)
   ways_out = "use those settings again, or start afresh in another --workdir"
@@ -110,9 +116,10 @@ def open(
   if checkpoints.latest() is None:
     bound = {k for f, keys in (holds or {}).items() if (folder / f).exists() for k in keys}
     if bound:
-      _check_settings(folder, config, ways_out, lambda key: key.split(".")[0] in bound)
-    return Workdir(folder, config, checkpoints, log=_own_log(folder, config))
-  _check_settings(folder, config, ways_out, lambda key: not _is_free(key))
+      counts = lambda key: key.split(".")[0] in bound
+      _check_settings(folder, config, declared, ways_out, counts)
+    return Workdir(folder, config, checkpoints, log=_own_log(folder, config, declared))
+  _check_settings(folder, config, declared, ways_out, lambda key: not _is_free(key))
   _check_steps(checkpoints, config)
   log = folder / "rollouts.jsonl"
   return Workdir(folder, config, checkpoints, start=checkpoints, log=log)
@@ -141,11 +148,11 @@ def _checkpoints(folder: pathlib.Path, config: Mapping) -> checkpoint.Checkpoint
   return checkpoint.Checkpoints(folder / _CHECKPOINTS, **config["checkpoint"])
 
 
-def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping[str, Any]) -> Workdir:
+def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping, declared) -> Workdir:
   """A run in a new folder that goes on from the latest checkpoint of another."""
   start = _checkpoints(old, config)
   _check_steps(start, config)
-  changes = _changes(_read(old, "no fork can start from there"), config)
+  changes = _changes(_read(old, declared, "no fork can start from there"), config)
   anew = any(f"{key}.".startswith(_OF_THE_DRAFTER) for key, _, _ in changes)
   return Workdir(
     new,
@@ -154,7 +161,7 @@ def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping[str, Any]) -> Wo
     start=start,
     forked_from=old,
     not_restored=("drafter",) if anew else (),
-    log=_own_log(new, config),
+    log=_own_log(new, config, declared),
   )
 
 
@@ -180,11 +187,13 @@ def _check_steps(checkpoints: checkpoint.Checkpoints, config: Mapping[str, Any])
     )
 
 
-def _check_settings(folder: pathlib.Path, config: Mapping, ways_out: str, counts) -> None:
+def _check_settings(
+  folder: pathlib.Path, config: Mapping, declared, ways_out: str, counts
+) -> None:
   """Raises if a config differs from a folder's in a key that counts."""
   changed = [
     f"{key} was {_shown(old)} and is {_shown(new)} now"
-    for key, old, new in _changes(_read(folder, ways_out), config)
+    for key, old, new in _changes(_read(folder, declared, ways_out), config)
     if counts(key)
   ]
   if changed:
@@ -194,10 +203,10 @@ def _check_settings(folder: pathlib.Path, config: Mapping, ways_out: str, counts
     )
 
 
-def _own_log(folder: pathlib.Path, config: Mapping) -> pathlib.Path | None:
+def _own_log(folder: pathlib.Path, config: Mapping, declared) -> pathlib.Path | None:
   """The log of a run that was killed before its first checkpoint, if it is this one."""
   try:
-    is_same = not list(_changes(_read(folder, ""), config))
+    is_same = not list(_changes(_read(folder, declared, ""), config))
   except WorkdirError:
     return None
   return folder / "rollouts.jsonl" if is_same else None
@@ -217,16 +226,25 @@ def _origin(folder: pathlib.Path) -> pathlib.Path | None:
     ) from e
 
 
-def _read(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
-  """Reads `workdir/config.json`."""
+def _read(workdir: pathlib.Path, declared, ways_out: str) -> dict[str, Any]:
+  """Reads `workdir/config.json`; keys that are declared and not there get their default."""
   path = workdir / CONFIG
   try:
-    return json_objects.parse(path.read_bytes())
+    config = json_objects.parse(path.read_bytes())
   except (OSError, ValueError) as e:
     raise WorkdirError(
       f"{path} holds the settings that this folder was made with, and cannot be read "
       f"({e}); restore it: {ways_out}"
     ) from e
+  return with_defaults(config, declared)
+
+
+def with_defaults(config: dict, declared: declarations.Section) -> dict[str, Any]:
+  """The config of an older run, and the defaults of declared keys that it lacks."""
+  config = copy.deepcopy(config)
+  with contextlib.suppress(declarations.ConfigError):  # what it chose is gone: it differs
+    declarations.fill_in(declared, config, overrides={})
+  return json.loads(json.dumps(config))  # tuples are lists, as the file has them
 
 
 _ABSENT = object()

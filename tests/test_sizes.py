@@ -76,18 +76,18 @@ def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
   ran = began | {"learner": {"buckets": ((2, 512),)}}
   ran["rollout"] = ran["rollout"] | dict.fromkeys(OPEN, 7) | {"buckets": ((4, 64),)}
   (tmp_path / "config.json").write_text(json.dumps(ran))
-  assert sizes.resumed(began, tmp_path) == ran
-  assert sizes.resumed(began | {"steps": 9}, tmp_path) == ran | {"steps": 9}
-  assert sizes.resumed(began | {"seed": 1}, tmp_path) == began | {"seed": 1}
+  assert sizes.resumed(began, tmp_path, {}) == ran
+  assert sizes.resumed(began | {"steps": 9}, tmp_path, {}) == ran | {"steps": 9}
+  assert sizes.resumed(began | {"seed": 1}, tmp_path, {}) == began | {"seed": 1}
   other = began | {"rollout": began["rollout"] | {"slots": 5}}
-  assert sizes.resumed(other, tmp_path) == other
-  assert sizes.resumed(began, tmp_path / "new") == began
+  assert sizes.resumed(other, tmp_path, {}) == other
+  assert sizes.resumed(began, tmp_path / "new", {}) == began
   whole = {"learner": {"buckets": ((1, 64),)}, "run": began}
   (tmp_path / "config.json").write_text(json.dumps(whole | {"run": ran}))
-  assert sizes.resumed(whole, tmp_path)["run"] == ran
+  assert sizes.resumed(whole, tmp_path, {})["run"] == ran
   for damaged in ("{", '{"rollout": 3}', '{"rollout": {"slots": 3}}', "[]"):
     (tmp_path / "config.json").write_text(damaged)
-    assert sizes.resumed(began, tmp_path) == began
+    assert sizes.resumed(began, tmp_path, {}) == began
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
+from experiments import declarations
 from experiments import workdirs
 from tlt_jax import checkpoint
 
@@ -73,6 +74,21 @@ def test_other_settings_are_refused_and_change_nothing(tmp_path, changes, messag
   with pytest.raises(workdirs.WorkdirError, match=message):
     workdirs.open(str(folder), config(**changes), fork="")
   assert contents(tmp_path) == before
+
+
+def test_a_key_that_is_newer_than_the_run_had_its_default(tmp_path):
+  """A declared key that config.json lacks is no change at its default, only otherwise."""
+  folder = made(tmp_path / "run", 2)
+  declared = {
+    "rollout": {"kernels": declarations.Key(str | None, default=None)},
+    "temperatures": declarations.Key(tuple[float, ...], default=()),
+  }
+  newer = {"rollout": CONFIG["rollout"] | {"kernels": None}, "temperatures": ()}
+  run = workdirs.open(str(folder), config(**newer), declared=declared)
+  assert run.start is not None
+  newer["rollout"]["kernels"] = "triton"
+  with pytest.raises(workdirs.WorkdirError, match='kernels was null and is "triton" now'):
+    workdirs.open(str(folder), config(**newer), declared=declared)
 
 
 def test_only_commands_that_can_fork_offer_it(tmp_path):
