@@ -65,7 +65,7 @@ def measure(
   Returns:
     of each case {"verification", "strategy", "temperature", "mean_acceptance_length",
     "acceptance_rate_pos", "accuracy"}; the length is tokens per target pass and request,
-    the rates are the chance of a draft to stand given that all before it do
+    the rates are the shares of passes whose first, second, ... draft was accepted
   """
   found = []
   cases = itertools.product(

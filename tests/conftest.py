@@ -32,8 +32,9 @@ def pytest_configure(config):
     os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
     flags = [
       f"--xla_force_host_platform_device_count={_NUM_DEVICES}",
-      # What runs for seconds compiles for longer: not at the highest level.
-      "--xla_backend_optimization_level=1",
+      # What runs for seconds compiles for longer, with all that makes it fast.
+      "--xla_backend_optimization_level=0",
+      "--xla_cpu_use_fusion_emitters=false",
       "--xla_llvm_disable_expensive_passes=true",
     ]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
