@@ -5,6 +5,7 @@ so that the commands that tests start see the same devices and the same cache of
 compiled programs.
 """
 
+import importlib.metadata
 import os
 
 import pytest
@@ -34,9 +35,10 @@ def pytest_configure(config):
       f"--xla_force_host_platform_device_count={_NUM_DEVICES}",
       # What runs for seconds compiles for longer, with all that makes it fast.
       "--xla_backend_optimization_level=0",
-      "--xla_cpu_use_fusion_emitters=false",
       "--xla_llvm_disable_expensive_passes=true",
     ]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones know no other
+      flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 
