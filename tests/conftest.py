@@ -37,7 +37,7 @@ def pytest_configure(config):
       "--xla_backend_optimization_level=0",
       "--xla_llvm_disable_expensive_passes=true",
     ]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones know no other
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones refuse it
       flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
