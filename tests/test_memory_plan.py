@@ -21,6 +21,7 @@ from tlt_jax.models import convert
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.rollout import ready
@@ -193,7 +194,7 @@ def test_the_estimate_of_an_update_is_near_what_xla_says(slices):
     *[rows(jnp.int32)] * 5, mask=rows(jnp.bool_), count=one(jnp.int32)
   )
   f32, i32 = one(jnp.float32, 8), one(jnp.int32, 8)
-  sequences = learner_lib.Sequences(one(jnp.float32, 8, 1), i32, i32, f32)
+  sequences = batch_lib.Sequences(one(jnp.float32, 8, 1), i32, i32, f32)
   compiled = learner.update.lower(learner.abstract_state(), (packed,), sequences).compile()
   measured = compiled.memory_analysis().temp_size_in_bytes
   assert scratch_memory.update(learner) == pytest.approx(measured, rel=0.3)
