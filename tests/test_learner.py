@@ -108,11 +108,12 @@ def on_policy_loss(params, tokens, mask, sequences):
   return logp, gradient
 
 
-def whole_sequences(batch, advantage=None):
+def whole_sequences(batch, advantage=None, kept=None):
   """f32[B LONGEST] log-probabilities of targets, and the gradient, row by row.
 
   Args:
     advantage: f32[B T] of each response token; default: the sequences' own
+    kept: bool[B], the sequences that count; default: all
   """
   tokens = np.zeros((NUM_SEQUENCES, LONGEST + 1), np.int32)
   mask = np.zeros((NUM_SEQUENCES, LONGEST), bool)
@@ -125,6 +126,8 @@ def whole_sequences(batch, advantage=None):
     for b, row in enumerate(mask):
       by_position[b, row] = advantage[b, : row.sum()]
     sequences = sequences.replace(advantage=by_position)
+  if kept is not None:
+    mask &= kept[:, None]
   return on_policy_loss(params(), tokens, mask, sequences)
 
 
@@ -280,6 +283,22 @@ def test_every_token_can_have_an_advantage_of_its_own(size):
   made = make(2, 1, TWO_BUCKETS, given)
   state, _ = made.train(made.init(params()), b.as_step())
   assert_close(difference(params(), state.params), whole_sequences(b, by_token)[1])
+
+
+def test_prompts_that_are_not_kept_do_not_count():
+  """Neither in the gradient nor in the totals, even if none is left."""
+  b, kept = batch(), np.arange(NUM_SEQUENCES) % 3 > 0
+  keeps = lambda responses: kept & (responses.reward[:, 0] != 99)
+  made = make(2, 1, TWO_BUCKETS, grpo()._replace(keeps=keeps))
+  state, metrics = made.train(made.init(params()), b.as_step())
+  expected = whole_sequences(b, kept=kept)[1]
+  assert_close(difference(params(), state.params), expected)
+  assert metrics["policy/kept_groups"] == pytest.approx(kept.mean())
+  none = b.as_step().scored.replace(reward=np.full((NUM_SEQUENCES, 1), 99, np.float32))
+  none = dataclasses.replace(b.as_step(), scored=none)
+  state, metrics = made.train(made.init(params()), none)
+  assert not any(x.any() for x in jax.tree.leaves(difference(params(), state.params)))
+  assert metrics["policy/kept_groups"] == 0 and np.isfinite(metrics["policy/loss"])
 
 
 def test_only_the_chosen_parameters_are_trained():

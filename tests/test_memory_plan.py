@@ -22,6 +22,7 @@ from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.rollout import ready
@@ -96,6 +97,26 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   store = parts.shapes.store()
   expected["prompt store"] = sum(memory.bytes_by_device(store).values())
   assert found == expected
+
+
+def test_a_critic_is_planned_where_there_is_one(config):
+  """Its parameters and moments, in every phase and in checkpoints."""
+  assert "critic in training" not in sizes(memory_plan.of_run(config))
+  config["algorithm"] = {"name": "ppo"}
+  plan = memory_plan.of_run(config)
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  learner = learner_lib.make(
+    model,
+    algorithm_lib.make("ppo"),
+    optimizer.make(**config["optimizer"]),
+    mesh,
+    **config["learner"],
+  )
+  critic = sum(test_memory.held(critic_lib.make(learner, params).arrays()).values())
+  assert sizes(plan)["critic in training"] == critic
+  for parts in plan.phases.values():
+    assert "critic in training" in {part.name for part in parts}
 
 
 def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):

@@ -73,40 +73,47 @@ class Learner(trainer.Trainer):
       ValueError: the responses cannot be shared out
     """
     self._check(batch)
-    scored = batch.scored
+    scored, tables = batch.scored, {}
     if reference is not None:
       scored = scored.replace(reference_logp=self.score_responses(reference, batch))
     if critic is not None:
       scored = scored.replace(value=critic.values(batch))
-    advantage = np.asarray(self.algorithm.advantages(scored))
-    tables = {
-      "advantage": advantage,
+      tables["return_"] = self.algorithm.critic.returns(scored)
+    kept, metrics = self._kept(scored)
+    tables |= {
+      "advantage": np.asarray(self.algorithm.advantages(scored)),
+      "counts": kept,
       "max_tokens": scored.max_tokens,
       "sampler_logp": scored.logp,
       "reference_logp": scored.reference_logp,
       "value": scored.value,
     }
-    # With one update the sampling policy is the one that is trained.
-    if self.updates > 1:
-      tables["old_logp"] = self.score_responses(state.params, batch)
-    if critic is not None:
-      tables["return_"] = self.algorithm.critic.returns(scored)
-    chosen = np.ones(len(batch.responses), bool)
-    groups = {"policy/equal_groups": _share_of_equal(scored.reward)}
-    if self.algorithm.keeps is not None:
-      kept = np.asarray(self.algorithm.keeps(scored))
-      tables["counts"] = chosen = np.repeat(kept, scored.reward.shape[1])
-      groups["policy/kept_groups"] = float(kept.mean())
+    chosen = np.ones(len(batch.responses), bool) if kept is None else kept
+    moving = chosen
+    if self.algorithm.skips_zero_advantage:
+      moving = chosen & np.any(tables["advantage"].reshape(len(chosen), -1) != 0, 1)
+    if self.updates > 1:  # with one, the sampling policy is the one that is trained
+      tables["old_logp"] = self.score_responses(state.params, batch, moving)
     sequences = batch_lib.sequences(batch, tables, self.buckets[-1].length)
-    metrics = groups
     if critic is not None:
       metrics |= critic.train(batch, sequences, chosen)
-    if self.algorithm.skips_zero_advantage:
-      chosen = chosen & np.any(sequences.advantage != 0, 1)
-    state, found = self.train_on(state, batch, sequences, chosen)
+    state, found = self.train_on(state, batch, sequences, moving)
     metrics |= found
     metrics["memory/policy_bytes"] = programs.live_bytes() + self.pool.temp_bytes
     return state, metrics
+
+  def _kept(
+    self, scored: algorithm_lib.Responses
+  ) -> tuple[np.ndarray | None, dict[str, float]]:
+    """The responses that count, bool[B], None if all do; and metrics of the prompts."""
+    reward = scored.reward
+    equal = np.max(reward, 1) == np.min(reward, 1)  # nothing to compare
+    metrics = {"policy/equal_groups": float(np.mean(equal))}
+    if self.algorithm.keeps is None:
+      return None, metrics
+    kept = np.asarray(self.algorithm.keeps(scored))
+    metrics["policy/kept_groups"] = float(np.mean(kept))
+    return np.repeat(kept, reward.shape[1]), metrics
 
   def _check(self, batch: batch_lib.Batch) -> None:
     """Raises unless the batch's arrays belong together and can be shared out."""
@@ -172,11 +179,6 @@ class Learner(trainer.Trainer):
       head(features[:, p], packed.targets[:, p], temperature[:, p]) for p in parts
     ]
     return tuple(jnp.concatenate(x, 1) for x in zip(*scored, strict=True))
-
-
-def _share_of_equal(reward: np.ndarray) -> float:
-  """The share of prompts whose responses, rewarded alike, cannot be compared."""
-  return float(np.mean(np.max(reward, 1) == np.min(reward, 1)))
 
 
 def make(

@@ -99,7 +99,7 @@ class Trainer:
   def init(self, params: dict) -> State:
     """The state before the first update; takes over `params`, of any layout."""
     abstract = self.abstract_state()
-    what = f"the moments of the {self.name}"
+    what = f"the {self.name}'s moments"
     memory.announce(what, abstract.opt_state, "learner.only, policy")
     params = jax.tree.map(
       lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding),
@@ -132,10 +132,18 @@ class Trainer:
       memory.announce_programs(f"the {self.name}'s {name}", beside=self.abstract_state())
     return self.pool.run(name, (count,), jitted, *args)
 
-  def score_responses(self, params: dict, batch: batch_lib.Batch) -> np.ndarray:
-    """What `score` says of each response token of a batch: f32[P R T] on the host."""
+  def score_responses(
+    self, params: dict, batch: batch_lib.Batch, chosen: np.ndarray | None = None
+  ) -> np.ndarray:
+    """What `score` says of each response token of a batch: f32[P R T] on the host.
+
+    Args:
+      params: of the model
+      batch: B = P * R responses
+      chosen: bool[B]  those that are scored, the others are zero; None: all
+    """
     every = np.arange(len(batch.responses))
-    packed = batch_lib.pack(batch, every, self.buckets)
+    packed = batch_lib.pack(batch, every, self.buckets, chosen)
     placed = packing.place(packed, self.mesh)
     temperature = jax.device_put(batch.temperature, axes.sharding(self.mesh))
     found = self.run("score", self.score, len(every), params, placed, temperature)
