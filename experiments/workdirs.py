@@ -14,10 +14,12 @@ import os
 import pathlib
 from typing import Any
 
+from experiments import declarations
 from tlt_jax import checkpoint
 from tlt_jax import json_objects
 from tlt_jax import metrics
 from tlt_jax import writing
+from tlt_jax.rl import algorithm
 
 FORK = "Go on in this folder, from --workdir's latest checkpoint, with other settings."
 SCHEDULE = (
@@ -240,9 +242,20 @@ def _changes(old: Mapping, new: Mapping, prefix: str = "") -> Iterator[tuple]:
   for name in sorted(old.keys() | new.keys()):
     key, a, b = prefix + name, old.get(name, _ABSENT), new.get(name, _ABSENT)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
+      a = _with_new_arguments(a, b) if name == "algorithm" else a
       yield from _changes(a, b, f"{key}.")
     elif b is _ABSENT or json.loads(json.dumps(b)) != a:  # as the file has it
       yield key, a, b
+
+
+def _with_new_arguments(old: Mapping, new: Mapping) -> Mapping:
+  """An old run's section of an algorithm, with the defaults of what it has got since."""
+  try:
+    known = declarations.of(algorithm.find(new["name"]))
+    since = {k: known[k].default for k in new.keys() & known.keys() - old.keys()}
+    return json.loads(json.dumps(since)) | old
+  except (ValueError, LookupError, AttributeError, TypeError):  # one that has no default
+    return old
 
 
 def _shown(value: Any) -> str:

@@ -143,6 +143,15 @@ def test_a_fork_resumes_in_its_own_folder(tmp_path):
       workdirs.open(str(workdir), config(), fork=fork)
 
 
+def test_a_run_goes_on_when_its_algorithm_has_got_new_arguments(tmp_path):
+  """At their defaults they change nothing; at anything else they do."""
+  old = made(tmp_path / "old", 2)
+  since = {"name": "grpo", "dual_clip": 0.0, "clip_high": 0.28}
+  assert workdirs.open(str(old), config(algorithm=since)).start is not None
+  with pytest.raises(workdirs.WorkdirError, match="algorithm.dual_clip was 0.0 and is 3.0"):
+    workdirs.open(str(old), config(algorithm=since | {"dual_clip": 3.0}))
+
+
 @pytest.mark.parametrize(
   ("changes", "anew"),
   [
