@@ -338,7 +338,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   reference = state.params if algorithm.uses_reference else ()
   spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
   trained, rollouts = run.spot_arrays(spot), run.rollouts(drafter, spot)
-  critic_trainer = critic_lib.make_trainer(learner)
+  critic_trainer = critic_lib.make_trainer(algorithm.critic, learner)
   critic = critic_trainer.abstract_state() if critic_trainer else ()
   always = [
     *run.process(rollouts),

@@ -1,9 +1,9 @@
 """Trains a policy by reinforcement learning, straight down.
 
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
-the drafter, (3) rewards, (4) advantages and updates, (5) the new policy goes to
-the rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same
---workdir again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
+the drafter, (3) rewards, (4) advantages and updates, (5) the new policy goes to the
+rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same --workdir
+again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
 import time
@@ -52,7 +52,7 @@ def main(config):
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
   )
   reference = from_config.reference(algorithm, params)
-  critic = critic_lib.make(learner, params)
+  critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
   drafter, draft_params = from_config.load_drafter(config, model, mesh)
   selector = from_config.selector(config)

@@ -45,7 +45,7 @@ def test_a_critic_learns_what_responses_are_worth():
     test_learner.PACKED,
     only="mlp",
   )
-  critic = critic_lib.make(made, test_learner.params())
+  critic = critic_lib.make(made.algorithm.critic, made, test_learner.params())
   batch = test_learner.batch().as_step()
   scored = batch.scored.replace(reward=np.float32(np.arange(12) % 2)[:, None])
   assert not critic.values(batch).any()

@@ -106,15 +106,13 @@ def test_a_critic_is_planned_where_there_is_one(config):
   plan = memory_plan.of_run(config)
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make("ppo")
   learner = learner_lib.make(
-    model,
-    algorithm_lib.make("ppo"),
-    optimizer.make(**config["optimizer"]),
-    mesh,
-    **config["learner"],
+    model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
   )
-  critic = sum(test_memory.held(critic_lib.make(learner, params).arrays()).values())
-  assert sizes(plan)["critic in training"] == critic
+  critic = critic_lib.make(algorithm.critic, learner, params)
+  held = sum(test_memory.held(critic.arrays()).values())
+  assert sizes(plan)["critic in training"] == held
   for parts in plan.phases.values():
     assert "critic in training" in {part.name for part in parts}
 

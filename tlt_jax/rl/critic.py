@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import memory
-from tlt_jax import programs
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
@@ -95,13 +94,15 @@ class Critic:
     return metrics | {"critic/explained_variance": float(explained)}
 
 
-def make_trainer(learner: trainer_lib.Trainer) -> ValueTrainer | None:
-  """What trains the critic of a learner's algorithm; None if it has none.
+def make_trainer(
+  critic: algorithm_lib.Critic | None, learner: trainer_lib.Trainer
+) -> ValueTrainer | None:
+  """What trains an algorithm's critic; None if it has none.
 
   Args:
+    critic: of the algorithm
     learner: whose model, mesh, rows and number of updates the critic has as well
   """
-  critic = learner.algorithm.critic
   if critic is None:
     return None
   return ValueTrainer(
@@ -113,18 +114,20 @@ def make_trainer(learner: trainer_lib.Trainer) -> ValueTrainer | None:
     updates=learner.updates,
     remat=learner.remat,
     only=learner.only,
-    pool=programs.Pool(),
   )
 
 
-def make(learner: trainer_lib.Trainer, params: dict) -> Critic | None:
-  """The critic of a learner's algorithm; None if it has none.
+def make(
+  critic: algorithm_lib.Critic | None, learner: trainer_lib.Trainer, params: dict
+) -> Critic | None:
+  """An algorithm's critic before its first update; None if it has none.
 
   Args:
+    critic: of the algorithm
     learner: of the policy
     params: the policy's, which are copied
   """
-  made = make_trainer(learner)
+  made = make_trainer(critic, learner)
   if made is None:
     return None
   memory.announce("the critic", made.abstract_state().params, "algorithm.name, policy")
