@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import test_algorithm
 from tlt_jax.rl import algorithm
 
 P, R, T, LIMIT = 3, 4, 7, 8
@@ -145,6 +146,11 @@ def grpo(case, args):
   return a, objective(case, args.get("aggregation", "token"), term, args)
 
 
+def grpo_gae(case, args):
+  a = test_algorithm.by_hand(case.reward, case.length, 0.97, 4.0)[..., :T]
+  return a, objective(case, "token", clipped(case, a, 0.2, 0.28), args)
+
+
 def dr_grpo(case, args):
   a = of_group(case.reward, False)
   return a, objective(case, "constant", clipped(case, a, 0.2, 0.2), args)
@@ -244,6 +250,7 @@ CASES = [
   *(("grpo", grpo, dict(aggregation=x, kl_coef=0.3)) for x in AVERAGES),
   *(("grpo", grpo, dict(kl_estimator=x, kl_coef=0.3) | EXTRAS) for x in ("k1", "k2")),
   ("grpo", grpo, dict(normalize_std=False, dual_clip=1.05)),
+  ("grpo_gae", grpo_gae, dict(kl_coef=0.3)),
   ("dr_grpo", dr_grpo, EXTRAS),
   ("dapo", dapo, EXTRAS | {"overlong_share": 0.5}),
   ("rloo", rloo, EXTRAS | {"kl_coef": 0.2}),
