@@ -32,6 +32,7 @@ from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
@@ -335,20 +336,22 @@ def of_run(config: dict, stops: int = 1) -> Plan:
     run.part("moments", state.opt_state, "learner.only"),
   ]
   reference = state.params if algorithm.uses_reference else ()
-  frozen = [run.part("reference policy", reference, "algorithm.kl_coef")]
   spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
   trained, rollouts = run.spot_arrays(spot), run.rollouts(drafter, spot)
-  drafting = run.drafter_parts(drafter, spot)
+  critic_trainer = critic_lib.make_trainer(algorithm.critic, learner)
+  critic = critic_trainer.abstract_state() if critic_trainer else ()
   always = [
     *run.process(rollouts),
     *policy,
-    *frozen,
-    *drafting,
+    run.part("reference policy", reference, "algorithm.kl_coef"),
+    run.part("critic in training", critic, "algorithm.name"),
+    *run.drafter_parts(drafter, spot),
   ]
   weights = run.part("policy in rollouts", run.weights(run.model.dtype), _SMALLER_POLICY)
   tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
-  checkpoint = run.on_host("checkpoint being written", (state, trained), "learner.only")
-  restored = run.part("state of the checkpoint", (state, trained), "learner.only")
+  saved = (state, trained, critic)
+  checkpoint = run.on_host("checkpoint being written", saved, "learner.only")
+  restored = run.part("state of the checkpoint", saved, "learner.only")
   files = run.files_written(state.params)
   return run.plan(
     {

@@ -1,9 +1,9 @@
 """Trains a policy by reinforcement learning, straight down.
 
 Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
-the drafter, (3) rewards and advantages, (4) policy updates, (5) the new policy goes to
-the rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same
---workdir again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
+the drafter, (3) rewards, (4) advantages and updates, (5) the new policy goes to the
+rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same --workdir
+again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
 import time
@@ -24,6 +24,7 @@ from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
@@ -51,18 +52,21 @@ def main(config):
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
   )
   reference = from_config.reference(algorithm, params)
+  critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
   drafter, draft_params = from_config.load_drafter(config, model, mesh)
   selector = from_config.selector(config)
   spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
   draft_params = None if spot else draft_params  # spot training has them from here on
+  drawn_with = {"seed": config["seed"], "draft_params": draft_params}
   sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   prompts = data.prompt_iterator(asked, P, config["seed"])
 
   # Where it stands.
   step = 0
-  trained = lambda state: {"policy": state} | ({"drafter": spot.arrays()} if spot else {})
+  beside = {k: x for k, x in (("drafter", spot), ("critic", critic)) if x is not None}
+  trained = lambda state: {"policy": state} | {k: x.arrays() for k, x in beside.items()}
   if run.start is not None:
     like = trained(learner.abstract_state())
     step, restored, saved = run.start.restore(like, without=run.not_restored)
@@ -70,6 +74,8 @@ def main(config):
     prompts.set_state(saved["prompts"])
     if "drafter" in restored:
       spot.restore(restored["drafter"], saved["drafter"])
+    if "critic" in restored:
+      critic.restore(restored["critic"])
     sampler.rollout.restore(saved.get("rollout"))
   policy = learner.to_rollout(state.params)
   sampler.compile(policy, draft_params)
@@ -82,14 +88,8 @@ def main(config):
       metrics = {}
       every = config["evaluation"]["every"]
       if (every and step % every == 0) or step == config["steps"]:
-        metrics |= sample.evaluate(
-          sampler,
-          policy,
-          held_out,
-          samples=config["evaluation"]["samples"],
-          seed=config["seed"],
-          draft_params=draft_params,
-        )
+        count = config["evaluation"]["samples"]
+        metrics |= sample.evaluate(sampler, policy, held_out, count, **drawn_with)
       if step == config["steps"]:
         writer.write(step, metrics)
         break
@@ -101,18 +101,16 @@ def main(config):
         policy,
         records,
         R,
-        seed=config["seed"],
         first_request=step * P * R,
-        draft_params=draft_params,
         train=train,
         decide=decisions(step) if train else None,
+        **drawn_with,
       )
 
       policy = None  # the update has its memory
       launch.release_freed_memory()
       updating = time.perf_counter()
-      advantage = algorithm.advantages(*scored.by_prompt(R))
-      state, policy_metrics = learner.train(state, scored.batch(advantage), reference)
+      state, policy_metrics = learner.train(state, scored.batch(R), reference, critic)
 
       syncing = time.perf_counter()
       policy = jax.block_until_ready(learner.to_rollout(state.params))

@@ -22,6 +22,8 @@ from tlt_jax import data
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import target
+from tlt_jax.rl import algorithm
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import supervised
@@ -96,7 +98,9 @@ def main(config):
     while step < config["steps"]:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
-      batch = learner_lib.Batch(prompts, responses, advantage=ones, temperature=ones)
+      lengths = np.array([[len(response)] for response in responses], np.int32)
+      scored = algorithm.Responses(reward=ones[:, None], length=lengths)
+      batch = batch_lib.Batch(prompts, responses, temperature=ones, scored=scored)
       state, metrics = learner.train(state, batch)
       loss = metrics["policy/loss"]
       if not np.isfinite(loss):

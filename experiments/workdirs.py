@@ -29,14 +29,17 @@ SCHEDULE = (
 )
 FREE = ("steps", "evaluation", "checkpoint")  # what a resumed run may change
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
-# Where one of these differs, a fork does not go on with the drafter's training.
-_OF_THE_DRAFTER = (
-  "drafter.",
-  "spot.",
-  "tensor_parallel.",
-  "rollout.max_prompt.",
-  "sampling.max_tokens.",
-)
+# Part of a checkpoint -> where one of these differs, a fork makes the part anew.
+_ANEW = {
+  "drafter": (
+    "drafter.",
+    "spot.",
+    "tensor_parallel.",
+    "rollout.max_prompt.",
+    "sampling.max_tokens.",
+  ),
+  "critic": ("algorithm.name.",),
+}
 
 
 class WorkdirError(ValueError):
@@ -152,15 +155,15 @@ def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping, declared) -> Wo
   """A run in a new folder that goes on from the latest checkpoint of another."""
   start = _checkpoints(old, config)
   _check_steps(start, config)
-  changes = _changes(_read(old, declared, "no fork can start from there"), config)
-  anew = any(f"{key}.".startswith(_OF_THE_DRAFTER) for key, _, _ in changes)
+  changes = [*_changes(_read(old, declared, "no fork can start from there"), config)]
+  differs = lambda keys: any(f"{key}.".startswith(keys) for key, _, _ in changes)
   return Workdir(
     new,
     config,
     _checkpoints(new, config),
     start=start,
     forked_from=old,
-    not_restored=("drafter",) if anew else (),
+    not_restored=tuple(part for part, keys in _ANEW.items() if differs(keys)),
     log=_own_log(new, config, declared),
   )
 

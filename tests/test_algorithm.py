@@ -8,7 +8,6 @@ import re
 import typing
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -30,6 +29,7 @@ def tokens(lengths, row_length=7, seed=0, **fields):
     logp=logp,
     entropy=np.abs(normal()),
     old_logp=logp + 0.3 * normal(),
+    sampler_logp=logp + 0.3 * normal(),
     reference_logp=logp + 0.3 * normal(),
     mask=(column >= 1) & (column <= lengths[:, None]),
     advantage=np.broadcast_to(normal((rows, 1)), (rows, T)),
@@ -38,8 +38,16 @@ def tokens(lengths, row_length=7, seed=0, **fields):
     total_tokens=np.float32(lengths.sum()),
     packed_tokens=np.float32(lengths.sum()),
     total_sequences=np.float32(rows),
+    total_max_tokens=np.float32(rows * (T - 1)),
   )
   return algorithm.Tokens(**{**made, **fields})
+
+
+def responses(reward, length=None, **fields):
+  """Scored responses f32[P R]; of one token each by default."""
+  reward = np.asarray(reward, np.float32)
+  length = np.ones_like(reward) if length is None else np.asarray(length)
+  return algorithm.Responses(reward, length.astype(np.int32), **fields)
 
 
 def one_token(ratio, advantage, **fields):
@@ -127,13 +135,12 @@ def test_grpo_averages_over_tokens_or_over_sequences(aggregation, loss):
 
 def test_grpo_advantages_compare_responses_of_one_prompt():
   """Rewards 0 0 1 1 and 2 2 2 6: means 0.5 and 3, deviations 0.5 and sqrt(3)."""
-  rewards = jnp.array([[0.0, 0.0, 1.0, 1.0], [2.0, 2.0, 2.0, 6.0]])
+  scored = responses([[0.0, 0.0, 1.0, 1.0], [2.0, 2.0, 2.0, 6.0]])
   centred = [[-0.5, -0.5, 0.5, 0.5], [-1.0, -1.0, -1.0, 3.0]]
-  lengths = jnp.ones((2, 4), jnp.int32)
-  found = grpo.make(normalize_std=False).advantages(rewards, lengths)
+  found = grpo.make(normalize_std=False).advantages(scored)
   np.testing.assert_allclose(found, centred)
   np.testing.assert_allclose(
-    grpo.make().advantages(rewards, lengths),
+    grpo.make().advantages(scored),
     np.array(centred) / [[0.5], [np.sqrt(3.0)]],
     rtol=1e-5,
   )
@@ -167,7 +174,8 @@ def test_gae_compares_with_the_responses_that_are_still_running(trace_decay):
   rewards = rng.integers(0, 2, (4, 3)).astype(np.float32)
   rewards[1] = 1.0
   lengths = rng.integers(1, 12, (4, 3)).astype(np.int32)
-  found = grpo_gae.make(trace_decay=trace_decay, prior=2.0).advantages(rewards, lengths)
+  made = grpo_gae.make(trace_decay=trace_decay, prior=2.0)
+  found = made.advantages(responses(rewards, lengths))
   expected = by_hand(rewards, lengths, trace_decay, 2.0)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -175,7 +183,7 @@ def test_gae_compares_with_the_responses_that_are_still_running(trace_decay):
 def test_gae_blames_what_is_worse_than_to_go_on():
   """Of two, one ends well after a token; the other fails by not ending there as well."""
   made = grpo_gae.make(trace_decay=0.5, prior=1.0)
-  found = made.advantages(np.array([[1.0, 0.0]]), np.array([[1, 2]]))
+  found = made.advantages(responses([[1.0, 0.0]], [[1, 2]]))
   np.testing.assert_allclose(found, [[[1.0, 0.0], [-1.0, 0.0]]])
 
 
@@ -210,7 +218,29 @@ def algorithms():
 
 
 def test_the_scan_finds_the_algorithms():
-  assert {"grpo", "grpo_gae", "supervised"} <= set(algorithms())
+  own = {"grpo_gae", "supervised"}
+  known = {"cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "rloo"}
+  assert own | known == set(algorithms())
+
+
+def whole(reward, length, seed=0):
+  """Responses of which everything is known, with random log-probabilities and values."""
+  rng = np.random.default_rng(seed)
+  length = np.asarray(length, np.int32)
+  T = int(length.max()) + 2
+  within = np.arange(T) < length[..., None]
+  random = lambda: np.where(within, rng.normal(size=within.shape), 0).astype(np.float32)
+  logp = -np.abs(random())
+  return responses(
+    reward,
+    length,
+    max_tokens=np.full(length.shape, T, np.int32),
+    truncated=length == T,
+    solved=np.asarray(reward) == 1,
+    logp=logp,
+    reference_logp=logp + 0.3 * random(),
+    value=random(),
+  )
 
 
 CONTRACT = [
@@ -219,6 +249,9 @@ CONTRACT = [
   ("grpo", (("kl_estimator", "k1"), ("kl_coef", 1.0), ("normalize_std", False))),
   ("grpo", (("kl_estimator", "k2"), ("kl_coef", 0.01))),
   ("grpo_gae", (("aggregation", "sequence"), ("kl_coef", 0.1), ("trace_decay", 0.5))),
+  ("gspo", (("credit", "token"), ("entropy_coef", 0.1), ("importance_cap", 2.0))),
+  ("reinforce_pp", (("baseline", "group"), ("kl_coef", 0.1), ("dual_clip", 3.0))),
+  ("ppo", (("kl_coef", 0.1), ("normalize", False), ("aggregation", "constant"))),
 ]
 contract = pytest.mark.parametrize(("name", "args"), CONTRACT)
 LENGTHS = [1, 4, 3, 2, 5]
@@ -236,11 +269,15 @@ def loss_and_gradient(name, args):
 @contract
 def test_everything_is_finite_when_all_rewards_are_equal(name, args):
   """Nothing to prefer, so nothing divided by a deviation of zero."""
-  advantages = algorithm.make(name, **dict(args)).advantages
+  made = algorithm.make(name, **dict(args))
   for rewards in (np.zeros((3, 4)), np.ones((2, 1)), np.full((2, 8), 0.1)):
-    lengths = np.arange(rewards.size, dtype=np.int32).reshape(rewards.shape) % 3
-    found = advantages(jnp.asarray(rewards, jnp.float32), lengths)
+    scored = whole(rewards, np.arange(rewards.size).reshape(rewards.shape) % 3)
+    found = np.asarray(made.advantages(scored))
     assert found.shape[:2] == rewards.shape and np.isfinite(found).all()
+    if made.keeps is not None:
+      assert not made.keeps(scored).any()
+    if made.critic is not None:
+      assert np.isfinite(made.critic.returns(scored)).all()
   batch = tokens(LENGTHS)
   batch = batch.replace(advantage=np.full_like(batch.logp, np.ravel(found)[0]))
   (share, metrics), gradient = loss_and_gradient(name, args)(batch)
@@ -256,7 +293,8 @@ def test_masked_tokens_neither_count_nor_get_a_gradient(name, args, huge):
   run, batch = loss_and_gradient(name, args), tokens(LENGTHS)
   (share, metrics), gradient = run(batch)
   assert (gradient[~batch.mask] == 0).all() and (gradient[batch.mask] != 0).any()
-  for field in ("logp", "old_logp", "reference_logp", "entropy", "advantage"):
+  logp = ("logp", "old_logp", "sampler_logp", "reference_logp")
+  for field in (*logp, "entropy", "advantage"):
     spoilt = np.where(batch.mask, getattr(batch, field), np.float32(huge))
     (share_2, metrics_2), gradient_2 = run(batch.replace(**{field: spoilt}))
     np.testing.assert_array_equal(gradient_2, gradient)
@@ -300,7 +338,7 @@ def test_what_is_skipped_has_no_part_in_the_loss(name, args):
     np.testing.assert_allclose(share_2, share, rtol=1e-6)
     np.testing.assert_array_equal(gradient_2, gradient)
   else:
-    assert (gradient != gradient_2).any()
+    assert share != share_2 or (gradient != gradient_2).any()
 
 
 @contract
@@ -330,7 +368,7 @@ FORK = """
 from tlt_jax.rl import algorithm
 
 def make(scale=1.0):
-  return algorithm.Algorithm(lambda r, lengths: scale * r, lambda tokens: (scale, {}))
+  return algorithm.Algorithm(lambda r: scale * r.reward, lambda tokens: (scale, {}))
 """
 
 
@@ -341,8 +379,8 @@ def test_a_dotted_name_reaches_another_package(tmp_path, monkeypatch):
   (package / "my_method.py").write_text(FORK)
   monkeypatch.syspath_prepend(tmp_path)
   made = algorithm.make("someones_fork.my_method", scale=3.0)
-  rewards, lengths = np.full((1, 2), 2.0), np.ones((1, 2), np.int32)
-  np.testing.assert_array_equal(made.advantages(rewards, lengths), [[6.0, 6.0]])
+  found = made.advantages(responses([[2.0, 2.0]]))
+  np.testing.assert_array_equal(found, [[6.0, 6.0]])
   with pytest.raises(ValueError, match="no RL algorithm 'someones_fork.missing'"):
     algorithm.make("someones_fork.missing")
 
@@ -353,11 +391,11 @@ def test_a_dotted_name_reaches_another_package(tmp_path, monkeypatch):
 )
 def test_arrays_of_a_wrong_shape_are_named(rewards, lengths, match, monkeypatch):
   """What is given to an algorithm, and what a new one returns."""
-  transposed = lambda rewards, lengths: rewards.T
+  transposed = lambda responses: responses.reward.T
   broken = lambda: algorithm.Algorithm(transposed, lambda tokens: (tokens.logp, {}))
   monkeypatch.setattr(grpo, "make", broken)
   made = algorithm.make("grpo")
   with pytest.raises(AssertionError, match=re.escape(match)):
-    made.advantages(np.ones(rewards, np.float32), np.ones(lengths, np.int32))
+    made.advantages(responses(np.ones(rewards), np.ones(lengths)))
   with pytest.raises(AssertionError, match="shape"):
     made.loss(tokens([1, 2]))

@@ -33,6 +33,7 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
@@ -363,10 +364,12 @@ def test_the_full_learner_update_traces(full):
   state = learner.abstract_state()
   packed = tuple(abstract_packed(bucket, B) for bucket in learner.buckets)
   f32 = shape(B, dtype=jnp.float32)
-  sequences = learner_lib.Sequences(shape(B, 1, dtype=jnp.float32), shape(B), shape(B), f32)
-  logp = jax.eval_shape(learner.logprobs, state.params, packed, f32)
+  sequences = batch_lib.Sequences(shape(B, 1, dtype=jnp.float32), shape(B), shape(B), f32)
+  logp = jax.eval_shape(learner.score, state.params, packed, f32)
   assert [x.shape for x in logp] == [p.tokens.shape for p in packed]
-  new, metrics = jax.eval_shape(learner.update, state, packed, sequences, logp, logp)
+  by_token = shape(B, learner.buckets[-1].length, dtype=jnp.float32)
+  sequences = sequences.replace(old_logp=by_token, reference_logp=by_token)
+  new, metrics = jax.eval_shape(learner.update, state, packed, sequences)
   plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert plain(new) == plain(state)
   assert {"policy/loss", "policy/kl", "policy/clip_frac"} <= set(metrics)

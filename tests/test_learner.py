@@ -14,6 +14,7 @@ from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner
 from tlt_jax.rl import optimizer
 
@@ -23,7 +24,15 @@ NUM_SEQUENCES, LONGEST = 12, 16
 ONE_PER_ROW = ((8, 16),)
 PACKED = ((8, 48),)
 TWO_BUCKETS = ((8, 13), (8, 48))
-GRPO = algorithm_lib.make("grpo", kl_coef=0.1, aggregation="sequence")
+
+
+def grpo(**args):
+  """GRPO whose advantages are given, as rewards."""
+  made = algorithm_lib.make("grpo", **args)
+  return made._replace(advantages=lambda responses: responses.reward)
+
+
+GRPO = grpo(kl_coef=0.1, aggregation="sequence")
 
 
 def params():
@@ -46,15 +55,17 @@ class Batch:
     temperature = rng.choice([0.0, 0.7, 1.0, 1.3], NUM_SEQUENCES).astype(np.float32)
     advantage = rng.normal(size=NUM_SEQUENCES).astype(np.float32)
     advantage[::4] = 0.0
-    self.sequences = learner.Sequences(
+    self.sequences = batch_lib.Sequences(
       advantage=advantage[:, None],
       length=np.array([len(r) for r in self.responses], np.int32),
       prompt_length=np.array([len(p) for p in self.prompts], np.int32),
       temperature=temperature,
     )
-    # Log-probabilities of two other policies, by sequence and position.
+    # Log-probabilities of two other policies, by sequence and response token.
     noise = rng.normal(0, 0.3, (2, NUM_SEQUENCES, LONGEST)).astype(np.float32)
-    self.old, self.reference = whole_sequences(self)[0] + noise
+    rows = zip(whole_sequences(self)[0], self.sequences.prompt_length, strict=True)
+    shifted = np.stack([np.roll(logp, 1 - n) for logp, n in rows])
+    self.old, self.reference = shifted + noise
 
   def pack(self, buckets):
     buckets = [packing.Bucket(*b) for b in buckets]
@@ -67,10 +78,10 @@ class Batch:
       packed = packing.pack(self.prompts[part], self.responses[part], buckets)
       yield packed, jax.tree.map(lambda x, part=part: x[part], self.sequences)
 
-  def as_step(self) -> learner.Batch:
+  def as_step(self) -> batch_lib.Batch:
     seqs = self.sequences
-    advantage = seqs.advantage[:, 0]
-    return learner.Batch(self.prompts, self.responses, advantage, seqs.temperature)
+    scored = algorithm_lib.Responses(seqs.advantage, seqs.length[:, None])
+    return batch_lib.Batch(self.prompts, self.responses, seqs.temperature, scored)
 
 
 def logp_of_rows(params, tokens, temperature):
@@ -97,11 +108,12 @@ def on_policy_loss(params, tokens, mask, sequences):
   return logp, gradient
 
 
-def whole_sequences(batch, advantage=None):
+def whole_sequences(batch, advantage=None, kept=None):
   """f32[B LONGEST] log-probabilities of targets, and the gradient, row by row.
 
   Args:
     advantage: f32[B T] of each response token; default: the sequences' own
+    kept: bool[B], the sequences that count; default: all
   """
   tokens = np.zeros((NUM_SEQUENCES, LONGEST + 1), np.int32)
   mask = np.zeros((NUM_SEQUENCES, LONGEST), bool)
@@ -114,6 +126,8 @@ def whole_sequences(batch, advantage=None):
     for b, row in enumerate(mask):
       by_position[b, row] = advantage[b, : row.sum()]
     sequences = sequences.replace(advantage=by_position)
+  if kept is not None:
+    mask &= kept[:, None]
   return on_policy_loss(params(), tokens, mask, sequences)
 
 
@@ -129,21 +143,15 @@ def make(data=1, model=1, buckets=PACKED, algorithm=GRPO, **options):
   return learner.make(CONFIG, algorithm, descent, mesh, buckets, **options)
 
 
-def scattered(packed, table):
-  """Values by sequence and position -> f32[M rows T] per bucket."""
-  return tuple(table[p.sequence_idx, p.positions] for p in packed)
-
-
 def difference(before, after):
   return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), before, after)
 
 
 def step(made, packed, batch):
   """(gradient, metrics) of one update, off policy and with a reference."""
-  policies = [scattered(packed, x) for x in (batch.old, batch.reference)]
+  known = batch.sequences.replace(old_logp=batch.old, reference_logp=batch.reference)
   state = made.init(params())
-  packed = packing.place(packed, made.mesh)
-  after, metrics = made.update(state, packed, batch.sequences, *policies)
+  after, metrics = made.update(state, packing.place(packed, made.mesh), known)
   assert after.step == 1
   return difference(params(), after.params), jax.device_get(metrics)
 
@@ -162,7 +170,7 @@ def test_log_probabilities_are_those_of_unpacked_sequences():
   packed = batch().pack(TWO_BUCKETS)
   made = make(buckets=TWO_BUCKETS)
   temperature = batch().sequences.temperature
-  found = made.logprobs(params(), packing.place(packed, made.mesh), temperature)
+  found = made.score(params(), packing.place(packed, made.mesh), temperature)
   expected = whole_sequences(batch())[0]
   assert max(p.segments.max() for p in packed) > 2
   for p, logp in zip(packed, found, strict=True):
@@ -175,11 +183,11 @@ def test_a_sequence_does_not_see_its_neighbours():
   """Another sequence in the same row is exchanged: not a bit changes elsewhere."""
   packed = batch().pack(TWO_BUCKETS)
   made, temperature = make(buckets=TWO_BUCKETS), batch().sequences.temperature
-  before = made.logprobs(params(), packing.place(packed, made.mesh), temperature)
+  before = made.score(params(), packing.place(packed, made.mesh), temperature)
   changed = [
     p.replace(tokens=np.where(p.segments % 2 == 1, 63 - p.tokens, p.tokens)) for p in packed
   ]
-  after = made.logprobs(params(), packing.place(changed, made.mesh), temperature)
+  after = made.score(params(), packing.place(changed, made.mesh), temperature)
   for p, x, y in zip(packed, before, after, strict=True):
     even = (p.segments > 0) & (p.segments % 2 == 0)
     np.testing.assert_array_equal(x[even], y[even])
@@ -211,12 +219,15 @@ def test_a_step_of_two_updates_keeps_the_policy_that_sampled():
   state, metrics = made.train(made.init(params()), batch().as_step(), other)
 
   by_hand, every = made.init(params()), []
-  place = lambda x: jax.device_put(x, axes.sharding(made.mesh))
-  halves = [(packing.place(p, made.mesh), place(s)) for p, s in batch().halves(PACKED)]
-  logprobs, update = (made.pool.get(name, (6,), None) for name in ("logprobs", "update"))
-  score = lambda params: [logprobs(params, p, s.temperature) for p, s in halves]
-  for (p, s), old, fixed in zip(halves, score(by_hand.params), score(other), strict=True):
-    by_hand, found = update(by_hand, p, s, old, fixed)
+  update, size = made.pool.get("update", (6,), None), made.buckets[-1].length
+  score = lambda params: made.score_responses(params, batch().as_step())[:, 0]
+  tables = {"old_logp": score(by_hand.params), "reference_logp": score(other)}
+  wide = lambda x: np.pad(x, ((0, 0), (0, size - x.shape[1])))
+  for i, (packed, known) in enumerate(batch().halves(PACKED)):
+    half = slice(6 * i, 6 * i + 6)
+    known = known.replace(**{name: wide(x[half]) for name, x in tables.items()})
+    packed = packing.place(packed, made.mesh)
+    by_hand, found = update(by_hand, packed, batch_lib.place(known, made.mesh))
     every.append(jax.device_get(found))
   assert state.step == 2
   assert_close(state.params, by_hand.params)
@@ -233,13 +244,13 @@ def test_every_batch_takes_one_program_to_the_gradient_of_its_response_tokens():
   Traced once: sequences in both buckets, other ones, then one bucket is empty, then
   the other, then both, as no response is better than another.
   """
-  traces, grpo = [], algorithm_lib.make("grpo")
+  traces, algorithm = [], grpo()
 
   def loss(tokens):
     traces.append(1)
-    return grpo.loss(tokens)
+    return algorithm.loss(tokens)
 
-  made = make(2, 2, TWO_BUCKETS, grpo._replace(loss=loss), remat=False)
+  made = make(2, 2, TWO_BUCKETS, algorithm._replace(loss=loss), remat=False)
   batches = [batch(), batch(1), batch(2, longest=13), batch(3, shortest=14)]
   for i, b in enumerate(batches):
     packed = b.pack(TWO_BUCKETS)
@@ -255,7 +266,8 @@ def test_every_batch_takes_one_program_to_the_gradient_of_its_response_tokens():
     assert np.isfinite(metrics["policy/entropy"])
     if i == 0:
       first = len(traces)
-  equal = dataclasses.replace(b.as_step(), advantage=np.zeros(NUM_SEQUENCES, np.float32))
+  equal = b.as_step().scored.replace(reward=np.zeros((NUM_SEQUENCES, 1), np.float32))
+  equal = dataclasses.replace(b.as_step(), scored=equal)
   state, metrics = made.train(made.init(params()), equal)
   assert not any(x.any() for x in jax.tree.leaves(difference(params(), state.params)))
   assert all(np.isfinite(x) for x in metrics.values())
@@ -267,11 +279,26 @@ def test_every_token_can_have_an_advantage_of_its_own(size):
   """Of responses in any row; what follows a response does not count."""
   by_token = np.random.default_rng(1).normal(size=(NUM_SEQUENCES, size))
   by_token = by_token.astype(np.float32)
-  b, grpo = batch(), algorithm_lib.make("grpo")
-  made = make(2, 1, TWO_BUCKETS, grpo)
-  given = dataclasses.replace(b.as_step(), advantage=by_token)
-  state, _ = made.train(made.init(params()), given)
+  b, given = batch(), grpo()._replace(advantages=lambda responses: by_token[:, None])
+  made = make(2, 1, TWO_BUCKETS, given)
+  state, _ = made.train(made.init(params()), b.as_step())
   assert_close(difference(params(), state.params), whole_sequences(b, by_token)[1])
+
+
+def test_prompts_that_are_not_kept_do_not_count():
+  """Neither in the gradient nor in the totals, even if none is left."""
+  b, kept = batch(), np.arange(NUM_SEQUENCES) % 3 > 0
+  keeps = lambda responses: kept & (responses.reward[:, 0] != 99)
+  made = make(2, 1, TWO_BUCKETS, grpo()._replace(keeps=keeps))
+  state, metrics = made.train(made.init(params()), b.as_step())
+  expected = whole_sequences(b, kept=kept)[1]
+  assert_close(difference(params(), state.params), expected)
+  assert metrics["policy/kept_groups"] == pytest.approx(kept.mean())
+  none = b.as_step().scored.replace(reward=np.full((NUM_SEQUENCES, 1), 99, np.float32))
+  none = dataclasses.replace(b.as_step(), scored=none)
+  state, metrics = made.train(made.init(params()), none)
+  assert not any(x.any() for x in jax.tree.leaves(difference(params(), state.params)))
+  assert metrics["policy/kept_groups"] == 0 and np.isfinite(metrics["policy/loss"])
 
 
 def test_only_the_chosen_parameters_are_trained():

@@ -73,7 +73,7 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
   check("the reference policy", reference)
   assert from_config.reference(algorithm_lib.make("grpo"), params) is None
   state = learner.init(params)
-  check("the learner's moments", state.opt_state)
+  check("the policy's moments", state.opt_state)
   drafter, draft_params = from_config.load_drafter(config, model, mesh)
   spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
   check("the training data of the drafter", spot.features)
@@ -87,12 +87,12 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
   check("the KV cache and kept .*", slices.zeros((slots, shapes.store())))
 
   monkeypatch.setattr(learner.pool, "get", lambda *args: lambda: None)
-  learner._run("update", None, 8)
+  learner.run("update", None, 8)
   sampler.rollout.compile(policy, stop_tokens=1)
   lines = [r.getMessage() for r in caplog.records if r.module == "memory"]
   assert [line.split(" ")[0] for line in lines] == ["allocating"] * 6 + ["compiling"] * 3
   assert lines[6].startswith("compiling the rollout's programs (buckets: 1), whose")
-  assert lines[7].startswith("compiling the learner's update, whose scratch memory is")
+  assert lines[7].startswith("compiling the policy's update, whose scratch memory is")
   assert len(said) == 6  # what a rollout allocates is said once
 
 

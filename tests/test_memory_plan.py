@@ -21,6 +21,8 @@ from tlt_jax.models import convert
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.rollout import ready
@@ -95,6 +97,24 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   store = parts.shapes.store()
   expected["prompt store"] = sum(memory.bytes_by_device(store).values())
   assert found == expected
+
+
+def test_a_critic_is_planned_where_there_is_one(config):
+  """Its parameters and moments, in every phase and in checkpoints."""
+  assert "critic in training" not in sizes(memory_plan.of_run(config))
+  config["algorithm"] = {"name": "ppo"}
+  plan = memory_plan.of_run(config)
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make("ppo")
+  learner = learner_lib.make(
+    model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
+  )
+  critic = critic_lib.make(algorithm.critic, learner, params)
+  held = sum(test_memory.held(critic.arrays()).values())
+  assert sizes(plan)["critic in training"] == held
+  for parts in plan.phases.values():
+    assert "critic in training" in {part.name for part in parts}
 
 
 def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
@@ -193,7 +213,7 @@ def test_the_estimate_of_an_update_is_near_what_xla_says(slices):
     *[rows(jnp.int32)] * 5, mask=rows(jnp.bool_), count=one(jnp.int32)
   )
   f32, i32 = one(jnp.float32, 8), one(jnp.int32, 8)
-  sequences = learner_lib.Sequences(one(jnp.float32, 8, 1), i32, i32, f32)
+  sequences = batch_lib.Sequences(one(jnp.float32, 8, 1), i32, i32, f32)
   compiled = learner.update.lower(learner.abstract_state(), (packed,), sequences).compile()
   measured = compiled.memory_analysis().temp_size_in_bytes
   assert scratch_memory.update(learner) == pytest.approx(measured, rel=0.3)

@@ -11,6 +11,8 @@ import optax
 import pytest
 
 from tests import tiny
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import grpo
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode import rollout
@@ -298,12 +300,13 @@ def test_thirty_steps_of_training_are_those_of_a_plain_run():
       drawn[1] = drawn[0]
     for i, samples in enumerate(drawn):
       reward = [np.mean(samples.response(b) < 20) for b in range(len(made))]
-      advantage = algorithm.advantages(jnp.array(reward).reshape(8, 3), samples.length)
-      batch = learner_lib.Batch(
+      batch = batch_lib.Batch(
         prompts=[made.prompt(b) for b in range(len(made))],
         responses=[samples.response(b) for b in range(len(made))],
-        advantage=np.asarray(advantage).reshape(-1),
         temperature=made.temperature,
+        scored=algorithm_lib.Responses(
+          reward=np.reshape(reward, (8, 3)), length=samples.length.reshape(8, 3)
+        ),
       )
       states[i], _ = learner.train(states[i], batch)
     rewards.append(np.mean(reward))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import declarations
+from experiments import keys
 from experiments import workdirs
 from tlt_jax import checkpoint
 
@@ -17,6 +18,7 @@ CONFIG = {
   "drafter": "eagle2",
   "spot": {"every": 1, "rows": 4},
   "rollout": {"slots": 4, "max_prompt": 8, "buckets": ((4, 16),)},
+  "algorithm": {"name": "grpo"},
   "sampling": {"max_tokens": 8},
   "checkpoint": {"every": 2, "keep": 2},
   "evaluation": {"every": 4},
@@ -158,20 +160,33 @@ def test_a_fork_resumes_in_its_own_folder(tmp_path):
       workdirs.open(str(workdir), config(), fork=fork)
 
 
+def test_a_run_goes_on_when_its_algorithm_has_got_new_arguments(tmp_path):
+  """At their defaults they change nothing; at anything else they do."""
+  old, declared = made(tmp_path / "old", 2), {"algorithm": keys.RUN["algorithm"]}
+  since = {"name": "grpo"}
+  declarations.fill_in(declared, {"algorithm": since}, {})
+  run = workdirs.open(str(old), config(algorithm=since), declared=declared)
+  assert run.start is not None
+  with pytest.raises(workdirs.WorkdirError, match="algorithm.dual_clip was 0.0 and is 3.0"):
+    since["dual_clip"] = 3.0
+    workdirs.open(str(old), config(algorithm=since), declared=declared)
+
+
 @pytest.mark.parametrize(
   ("changes", "anew"),
   [
-    ({"seed": 1, "steps": 9}, False),
-    ({"drafter": "eagle3"}, True),
-    ({"spot": {"every": 0, "rows": 4}}, True),
-    ({"sampling": {"max_tokens": 9}}, True),
+    ({"seed": 1, "steps": 9}, ()),
+    ({"drafter": "eagle3"}, ("drafter",)),
+    ({"spot": {"every": 0, "rows": 4}}, ("drafter",)),
+    ({"sampling": {"max_tokens": 9}}, ("drafter",)),
+    ({"algorithm": {"name": "ppo"}}, ("critic",)),
   ],
 )
-def test_a_fork_makes_the_drafter_anew_where_its_settings_differ(tmp_path, changes, anew):
+def test_a_fork_makes_anew_what_other_settings_need(tmp_path, changes, anew):
   old = made(tmp_path / "old", 2)
   run = workdirs.open(str(old), config(**changes), fork=str(tmp_path / "new"))
-  assert run.not_restored == (("drafter",) if anew else ())
-  like = {"policy": STATE["policy"]} | ({} if anew else {"drafter": STATE["drafter"]})
+  assert run.not_restored == anew
+  like = {name: x for name, x in STATE.items() if name not in anew}
   step, restored, data = run.start.restore(like, without=run.not_restored)
   assert (step, data) == (2, {"step": 2}) and restored.keys() == like.keys()
 

@@ -48,6 +48,7 @@ from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
+from tlt_jax.rl import trainer
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import levels
@@ -123,7 +124,7 @@ class Side:
     self.sampler = from_config.sampler(config, model, mesh, drafter, chosen, self.spot)
     self.sampler.compile(self.policy, self.draft_params)
 
-  def go_on_from(self, state: learner_lib.State) -> None:
+  def go_on_from(self, state: trainer.State) -> None:
     """Takes over a policy and its optimizer."""
     self.state = state
     self.policy = jax.block_until_ready(self.learner.to_rollout(state.params))
@@ -151,8 +152,7 @@ class Side:
       train=self.spot is not None,
     )
     sampled = time.perf_counter()
-    advantage = self.learner.algorithm.advantages(*scored.by_prompt(R))
-    self.state, _ = self.learner.train(self.state, scored.batch(advantage))
+    self.state, _ = self.learner.train(self.state, scored.batch(R))
     updated = time.perf_counter()
     self.go_on_from(self.state)
     done = time.perf_counter()

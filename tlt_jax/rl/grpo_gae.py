@@ -7,7 +7,8 @@ drawn towards that of the whole batch. A decision late in a response, such as to
 search finished, is thus compared with going on from there, and tokens long before it get
 little of its noise. The loss is GRPO's.
 
-Departures from the paper: there is no critic to train, but that baseline, and no discount
+The combination is this project's own; it stands on GAE's paper and on GRPO's. Departures
+from the former: there is no critic to train, but that baseline, and no discount
 (gamma = 1), as the only reward comes at the end. From GRPO: advantages are of tokens, and
 not divided by a deviation.
 """
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax import ranges
+from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import grpo
+from tlt_jax.rl import policy_loss
 
 
 def make(
@@ -26,8 +29,8 @@ def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.28,
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: grpo.KlEstimator = "k3",
-  aggregation: grpo.Aggregation = "token",
+  kl_estimator: policy_loss.KlEstimator = "k3",
+  aggregation: policy_loss.Aggregation = "token",
 ) -> algorithm.Algorithm:
   """Makes GRPO with GAE.
 
@@ -50,9 +53,9 @@ def make(
   ranges.check(make, locals())
   made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)
 
-  def advantages(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
-    T = 1 << max(int(jnp.max(lengths)) - 1, 0).bit_length()
-    return _advantages(rewards, lengths, trace_decay, prior, T)
+  def advantages(responses: algorithm.Responses) -> jax.Array:
+    T = 1 << max(int(jnp.max(responses.length)) - 1, 0).bit_length()
+    return _advantages(responses.reward, responses.length, trace_decay, prior, T)
 
   return made._replace(advantages=advantages)
 
@@ -79,12 +82,6 @@ def _advantages(rewards, lengths, trace_decay: float, prior: float, T: int) -> j
   following = jnp.where(lengths > t + 1, jnp.roll(value, -1, -1), reward)
   step = runs * (following - value)
 
-  def discounted_sum(after, now):
-    total = now + trace_decay * after
-    return total, total
-
-  by_token = jnp.moveaxis(step, -1, 0)
-  zeros = jnp.zeros(step.shape[:2])
-  _, found = jax.lax.scan(discounted_sum, zeros, by_token, reverse=True)
+  found = advantage.discounted_sum(step, trace_decay)
   differ = jnp.max(reward, 1, keepdims=True) > jnp.min(reward, 1, keepdims=True)
-  return jnp.where(differ, runs * jnp.moveaxis(found, 0, -1), 0.0)
+  return jnp.where(differ, runs * found, 0.0)

@@ -11,12 +11,12 @@ import pathlib
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax import tokenization
-from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import algorithm
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import reward as reward_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -45,18 +45,23 @@ class Scored:
       for s, c in zip(self.solved, cut, strict=True)
     ]
 
-  def by_prompt(self, R: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards f32[P R] and response lengths i32[P R], for an algorithm."""
-    return self.reward.reshape(-1, R), self.samples.length.reshape(-1, R)
-
-  def batch(self, advantage: jax.Array) -> learner_lib.Batch:
-    """What the learner trains on, for advantages f32[P R] or f32[P R T]."""
-    prompts = self.requests.prompts
-    return learner_lib.Batch(
+  def batch(self, R: int) -> batch_lib.Batch:
+    """What the learner trains on, of R responses per prompt."""
+    prompts, samples = self.requests.prompts, self.samples
+    by_prompt = lambda x: x.reshape(-1, R, *x.shape[1:])
+    scored = algorithm.Responses(
+      reward=by_prompt(self.reward),
+      length=by_prompt(samples.length),
+      max_tokens=by_prompt(self.requests.max_tokens),
+      truncated=by_prompt(samples.finish_reason == samples_lib.LENGTH),
+      solved=by_prompt(self.solved),
+      logp=by_prompt(samples.logp),
+    )
+    return batch_lib.Batch(
       prompts=[prompts[p] for p in self.requests.prompt_idx],
-      responses=[self.samples.response(i) for i in range(len(self.requests))],
-      advantage=np.asarray(advantage).reshape(len(self.reward), *advantage.shape[2:]),
+      responses=[samples.response(i) for i in range(len(self.requests))],
       temperature=self.requests.temperature,
+      scored=scored,
     )
 
   def record(self) -> dict[str, list]:

@@ -13,4 +13,4 @@ def make() -> algorithm.Algorithm:
     nll = -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens
     return nll, {}
 
-  return algorithm.Algorithm(lambda rewards, lengths: jnp.ones_like(rewards), loss)
+  return algorithm.Algorithm(lambda responses: jnp.ones_like(responses.reward), loss)

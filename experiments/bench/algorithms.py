@@ -1,0 +1,181 @@
+"""Compares RL algorithms: the same start, the same config, the same number of tokens.
+
+    python -m experiments.bench.algorithms --workdir=runs/algorithms --tokens=2000000
+
+Each algorithm trains, with its own defaults, until its rollouts have drawn so many tokens,
+and is then measured against the policy that all began with, on the same held-out prompts
+under the same noise. Before that, a few of its steps are done with the config's drafter and
+without: both must end in the same policy. What is done is not done again, a run that was
+killed goes on. Writes algorithms.csv and algorithms.png. `--config=FILE` and overrides are
+passed on to the runs.
+"""
+
+from collections.abc import Mapping, Sequence
+import csv
+import json
+import pathlib
+import subprocess
+import sys
+
+from absl import flags
+import matplotlib as mpl
+from matplotlib import figure
+
+from experiments import keys
+from experiments import launch
+from experiments import plot
+from experiments import tables
+from tlt_jax import checkpoint
+from tlt_jax import metrics
+
+ALGORITHMS = {  # name of a run -> entries of `config.algorithm`
+  "grpo": {},
+  "grpo_gae": {},
+  "dr_grpo": {},
+  "dapo": {},
+  "rloo": {},
+  "reinforce_pp": {},
+  "reinforce_pp_baseline": {"name": "reinforce_pp", "baseline": "group"},
+  "gspo": {},
+  "gspo_token": {"name": "gspo", "credit": "token"},
+  "cispo": {},
+  "ppo": {},
+}
+COLUMNS = ("algorithm", "steps", "tokens", "accuracy", "gain", "gain_half_width", "same")
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/algorithms", "Where everything goes.")
+_NAMES = flags.DEFINE_list("names", list(ALGORITHMS), "Which to run.")
+_TOKENS = flags.DEFINE_integer(
+  "tokens", 2_000_000, "Response tokens that each draws, or a little more.", lower_bound=1
+)
+_COMPARED = flags.DEFINE_integer(
+  "compared_steps", 3, "Steps with and without the drafter; 0: none.", lower_bound=0
+)
+_PROMPTS = flags.DEFINE_integer("prompts", 500, "Held-out prompts.", lower_bound=2)
+
+
+def run(command: str, *args: str) -> str:
+  """Runs a command with this one's config, and gives what it prints."""
+  given = [arg for arg in sys.argv[1:] if arg.startswith(("--config", "--noconfig"))]
+  whole = [sys.executable, "-m", f"experiments.{command}", *given, *args]
+  return subprocess.run(whole, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def train(folder: pathlib.Path, settings: Mapping[str, object]) -> None:
+  """Takes an RL run to the end of its steps."""
+  told = [f"--config.{key}={value}" for key, value in settings.items()]
+  run("train", f"--workdir={folder}", *told)
+
+
+def drawn(folder: pathlib.Path) -> list[int]:
+  """Response tokens that a run drew in each of its steps."""
+  return [sum(r["length"]) for r in metrics.read(folder / "rollouts.jsonl")]
+
+
+def train_until(folder: pathlib.Path, settings: Mapping[str, object], tokens: int) -> None:
+  """Takes an RL run to about the first step after which it has drawn so many tokens."""
+  steps = checkpoint.latest(folder / "checkpoints") or 1
+  if (folder / "policy").exists() and sum(drawn(folder)) >= tokens:
+    return
+  while True:
+    train(folder, {**settings, "steps": steps})
+    by_step = drawn(folder)
+    if sum(by_step) >= tokens:
+      return
+    # As many as it takes if each is as long as the longest so far, so seldom too many.
+    steps += max((tokens - sum(by_step)) // max(by_step), 1)
+
+
+def is_same_without_drafter(folder: pathlib.Path, settings: Mapping, steps: int) -> bool:
+  """Whether a run ends alike with the config's drafter and without one."""
+  ends = []
+  for name, drafter in (("with_drafter", {}), ("without", {"drafter": ""})):
+    part = folder / name
+    if not (part / "figures").exists():
+      train(part, {**settings, **drafter, "steps": steps})
+    lengths = [(r["length"], r["outcome"]) for r in metrics.read(part / "rollouts.jsonl")]
+    ends.append((lengths, (part / "policy" / "model.safetensors").read_bytes()))
+  return ends[0] == ends[1]
+
+
+def measured(folder: pathlib.Path, baseline: str) -> dict[str, float]:
+  """Accuracy of a run's policy, and its gain over the policy it began as."""
+  path, tokens = folder / "evaluation.json", sum(drawn(folder))
+  asked = {"tokens": tokens, "prompts": _PROMPTS.value}
+  if path.exists():
+    known = json.loads(path.read_text())
+    if known["asked"] == asked:
+      return known["found"]
+  policy = str(folder / "policy")
+  told = [f"--model={policy}", f"--baseline={baseline}", f"--prompts={_PROMPTS.value}"]
+  found = json.loads(run("evaluate", *told).splitlines()[-1])["models"][policy]
+  path.write_text(json.dumps({"asked": asked, "found": found}) + "\n")
+  return found
+
+
+def write(workdir: pathlib.Path, rows: Sequence[Mapping[str, object]]) -> None:
+  """Writes algorithms.csv and algorithms.png."""
+  with (workdir / "algorithms.csv").open("w", newline="") as f:
+    writer = csv.DictWriter(f, COLUMNS)
+    writer.writeheader()
+    writer.writerows(rows)
+  with mpl.rc_context(plot.STYLE):
+    fig = figure.Figure(figsize=(7, 1 + 0.35 * len(rows)), layout="constrained")
+    ax = fig.subplots()
+    names = [row["algorithm"] for row in rows]
+    gains = [100 * row["gain"] for row in rows]
+    ax.errorbar(gains, names, xerr=[100 * row["gain_half_width"] for row in rows], fmt="o")
+    ax.axvline(0, linewidth=0.8, color="grey")
+    ax.invert_yaxis()
+    ax.set(title="Gain in accuracy on held-out prompts", xlabel="points (95% intervals)")
+    fig.savefig(workdir / "algorithms.png")
+
+
+def show(rows: Sequence[Mapping[str, object]]) -> None:
+  """Prints the table."""
+  tables.show(
+    "gains in points, with 95% intervals over prompts",
+    ("algorithm", "steps", "tokens", "accuracy", "gain", "same without drafter"),
+    [
+      (
+        row["algorithm"],
+        str(row["steps"]),
+        f"{row['tokens']:,}",
+        f"{100 * row['accuracy']:.1f}%",
+        f"{100 * row['gain']:+.1f} +- {100 * row['gain_half_width']:.1f}",
+        str(row["same"]),
+      )
+      for row in rows
+    ],
+  )
+
+
+def main(config):
+  if unknown := sorted(set(_NAMES.value) - set(ALGORITHMS)):
+    raise ValueError(f"--names takes of {', '.join(ALGORITHMS)}, not {unknown[0]}")
+  workdir, rows = pathlib.Path(_WORKDIR.value), []
+  for name in _NAMES.value:
+    algorithm = {"name": name, **ALGORITHMS[name]}
+    settings = {f"algorithm.{key}": value for key, value in algorithm.items()}
+    settings["evaluation.every"] = 0
+    folder, same = workdir / name, None
+    if _COMPARED.value:
+      same = is_same_without_drafter(folder, settings, _COMPARED.value)
+    train_until(folder / "run", settings, _TOKENS.value)
+    found, by_step = measured(folder / "run", config["policy"]), drawn(folder / "run")
+    rows.append(
+      {
+        "algorithm": name,
+        "steps": len(by_step),
+        "tokens": sum(by_step),
+        **{key: found[key] for key in ("accuracy", "gain", "gain_half_width")},
+        "same": same,
+      }
+    )
+    write(workdir, rows)
+  show(rows)
+  print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+  launch.run(main, config=("countdown", keys.RUN))

@@ -1,0 +1,356 @@
+"""Each algorithm equals its paper's formulas, written down once more in float64 NumPy.
+
+Nothing is shared with the library: a response is a list of tokens here, and a gradient is a
+central difference of the objective. What a formula holds fixed (stop-gradient) is taken
+from the point where the difference is taken.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from tests import test_algorithm
+from tlt_jax.rl import algorithm
+
+P, R, T, LIMIT = 3, 4, 7, 8
+MEMBERS = [(p, r) for p in range(P) for r in range(R)]
+AVERAGES = ("token", "sequence", "constant")
+
+
+class Case:
+  """Random responses, and policies near the one that sampled them; float64."""
+
+  def __init__(self, seed: int):
+    rng = np.random.default_rng(seed)
+    f32 = lambda x: x.astype(np.float32).astype(np.float64)
+    self.length = rng.integers(1, T + 1, (P, R))
+    self.length[0, 0] = T
+    self.within = np.arange(T) < self.length[..., None]
+    self.reward = f32(rng.choice([0.0, 0.25, 1.0], (P, R)))
+    self.reward[2] = 1.0  # nothing to prefer
+    self.solved = self.reward == 1
+    random = lambda scale: f32(np.where(self.within, rng.normal(0, scale, (P, R, T)), 0))
+    self.old = -np.abs(random(1.0))
+    self.logp, self.sampler, self.reference = (f32(self.old + random(0.3)) for _ in "abc")
+    self.entropy = np.abs(random(1.0))
+    self.value, self.new_value = random(0.5), random(0.5)
+
+  def responses(self) -> algorithm.Responses:
+    f32 = lambda x: x.astype(np.float32)
+    return algorithm.Responses(
+      reward=f32(self.reward),
+      length=self.length.astype(np.int32),
+      max_tokens=np.full((P, R), LIMIT, np.int32),
+      truncated=self.length == LIMIT,
+      solved=self.solved,
+      logp=f32(self.sampler),
+      reference_logp=f32(self.reference),
+      value=f32(self.value),
+    )
+
+  def tokens(self, advantage: np.ndarray) -> algorithm.Tokens:
+    """All responses of a prompt packed in one row, a prompt token before each of them."""
+    f32 = lambda x: np.asarray(x, np.float32)
+    row = lambda x: np.pad(x, ((0, 0), (0, 0), (1, 0))).reshape(P, -1)
+    advantage = np.broadcast_to(np.reshape(advantage, (P, R, -1)), (P, R, T))
+    length = np.broadcast_to(self.length[..., None], (P, R, T))
+    index = np.broadcast_to(np.arange(P * R).reshape(P, R, 1), (P, R, T + 1))
+    total = np.float32(self.length.sum())
+    return algorithm.Tokens(
+      **{
+        name: f32(row(x))
+        for name, x in dict(
+          logp=self.logp,
+          entropy=self.entropy,
+          old_logp=self.old,
+          sampler_logp=self.sampler,
+          reference_logp=self.reference,
+          advantage=advantage,
+          length=length,
+        ).items()
+      },
+      mask=row(self.within).astype(bool),
+      sequence_idx=index.reshape(P, -1).astype(np.int32),
+      total_tokens=total,
+      packed_tokens=total,
+      total_sequences=np.float32(P * R),
+      total_max_tokens=np.float32(P * R * LIMIT),
+    )
+
+
+def mean_over(case, average, per_token):
+  """A number per (p, r, t) -> their weighted sum."""
+  total = 0.0
+  for p, r in MEMBERS:
+    n = case.length[p, r]
+    weight = {
+      "token": 1 / case.length.sum(),
+      "sequence": 1 / (n * P * R),
+      "constant": 1 / (LIMIT * P * R),
+    }[average]
+    total += weight * sum(per_token(p, r, t) for t in range(n))
+  return total
+
+
+def kl_of(estimator, policy, other):
+  ratio = np.exp(other - policy)
+  log = np.log(ratio)
+  return {"k1": -log, "k2": log**2 / 2, "k3": ratio - 1 - log}[estimator]
+
+
+def ppo_term(ratio, a, low=0.2, high=0.2, dual=0.0):
+  """Equation 7 of PPO, and equation 5 of dual-clip PPO."""
+  term = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+  return max(term, dual * a) if dual and a < 0 else term
+
+
+def objective(case, average, term, args):
+  """-mean(term) with what may stand beside it; a function of the policy's logp."""
+  kl_coef, estimator = args.get("kl_coef", 0.0), args.get("kl_estimator", "k3")
+  cap, bonus = args.get("importance_cap", 0.0), args.get("entropy_coef", 0.0)
+
+  def of(logp):
+    def per_token(p, r, t):
+      i = p, r, t
+      trust = min(np.exp(case.old[i] - case.sampler[i]), cap) if cap else 1.0
+      cost = kl_coef * kl_of(estimator, logp[i], case.reference[i]) if kl_coef else 0.0
+      return -trust * term(logp, i) + cost - bonus * case.entropy[i]
+
+    return mean_over(case, average, per_token)
+
+  return of
+
+
+def of_group(reward, divided):
+  """Rewards less their group's mean, perhaps over its deviation."""
+  advantage = np.zeros((P, R))
+  for p in range(P):
+    advantage[p] = reward[p] - reward[p].mean()
+    if divided:
+      advantage[p] /= np.sqrt(((reward[p] - reward[p].mean()) ** 2).mean()) + 1e-6
+  return advantage
+
+
+def token_ratio(case, logp, i):
+  return np.exp(logp[i] - case.old[i])
+
+
+def clipped(case, a, low, high, dual=0.0):
+  at = lambda i: a[i] if a.ndim == 3 else a[i[:2]]
+  return lambda logp, i: ppo_term(token_ratio(case, logp, i), at(i), low, high, dual)
+
+
+def grpo(case, args):
+  a = of_group(case.reward, args.get("normalize_std", True))
+  term = clipped(case, a, 0.2, 0.28, args.get("dual_clip", 0.0))
+  return a, objective(case, args.get("aggregation", "token"), term, args)
+
+
+def grpo_gae(case, args):
+  a = test_algorithm.by_hand(case.reward, case.length, 0.97, 4.0)[..., :T]
+  return a, objective(case, "token", clipped(case, a, 0.2, 0.28), args)
+
+
+def dr_grpo(case, args):
+  a = of_group(case.reward, False)
+  return a, objective(case, "constant", clipped(case, a, 0.2, 0.2), args)
+
+
+def dapo(case, args):
+  reward, cache = case.reward.copy(), args.get("overlong_share", 0.2) * LIMIT
+  for m in MEMBERS:
+    if case.length[m] > LIMIT - cache:
+      reward[m] += (LIMIT - cache - case.length[m]) / cache
+  a = of_group(reward, True)
+  return a, objective(case, "token", clipped(case, a, 0.2, 0.28), args)
+
+
+def rloo(case, args):
+  reward = case.reward.copy()
+  for m in MEMBERS:
+    n = case.length[m]
+    kl = (case.sampler[m][:n] - case.reference[m][:n]).sum()
+    reward[m] -= args.get("kl_coef", 0.0) * kl
+  a = np.zeros((P, R))
+  for p, r in MEMBERS:
+    a[p, r] = reward[p, r] - np.mean([reward[p, j] for j in range(R) if j != r])
+  args = {k: x for k, x in args.items() if k != "kl_coef"}
+  return a, objective(case, "constant", lambda logp, i: a[i[:2]] * logp[i], args)
+
+
+def reinforce_pp(case, args):
+  in_group, beta = args.get("baseline") == "group", args.get("kl_coef", 0.0)
+  reward = of_group(case.reward, False) if in_group else case.reward
+  raw = np.zeros((P, R, T))
+  for p, r in MEMBERS:
+    for t in range(case.length[p, r]):
+      rest = slice(t, case.length[p, r])
+      kl = (case.sampler[p, r, rest] - case.reference[p, r, rest]).sum()
+      raw[p, r, t] = reward[p, r] - (0.0 if in_group else beta * kl)
+  known = raw[case.within]
+  a = np.where(case.within, (raw - known.mean()) / (known.std() + 1e-6), 0)
+  args = args | ({"kl_estimator": "k2"} if in_group else {"kl_coef": 0.0})
+  return a, objective(case, "token", clipped(case, a, 0.2, 0.2), args)
+
+
+def gspo(case, args):
+  a, low, high = of_group(case.reward, True), args["clip_low"], args["clip_high"]
+
+  def ratio(logp, m):
+    n = case.length[m]
+    return np.prod(np.exp(logp[m][:n] - case.old[m][:n])) ** (1 / n)
+
+  def term(logp, i):
+    s = ratio(logp, i[:2])
+    if args.get("credit") == "token":  # GSPO-token: the value is held fixed
+      s = ratio(case.logp, i[:2]) * np.exp(logp[i] - case.logp[i])
+    return ppo_term(s, a[i[:2]], low, high)
+
+  return a, objective(case, "sequence", term, args)
+
+
+def cispo(case, args):
+  a = of_group(case.reward, True)
+
+  def term(logp, i):
+    weight = min(token_ratio(case, case.logp, i), 1 + args["clip_high"])
+    return max(weight, 1 - args["clip_low"]) * a[i[:2]] * logp[i]
+
+  return a, objective(case, "token", term, args)
+
+
+def gae_by_sum(case, args):
+  """Equation 11 of PPO: a sum over what follows of (gamma lambda)^l delta."""
+  gamma, decay = args.get("discount", 1.0), args.get("trace_decay", 1.0)
+  beta = args.get("kl_coef", 0.0) if args.get("kl_in", "reward") == "reward" else 0.0
+  a = np.zeros((P, R, T))
+  for m in MEMBERS:
+    n = case.length[m]
+    value = [*case.value[m][:n], 0.0]
+    delta = [gamma * value[t + 1] - value[t] for t in range(n)]
+    delta[-1] += case.reward[m]
+    for t in range(n):
+      delta[t] -= beta * (case.sampler[m][t] - case.reference[m][t])
+    for t in range(n):
+      a[m][t] = sum((gamma * decay) ** (k - t) * delta[k] for k in range(t, n))
+  return a
+
+
+def ppo(case, args):
+  a, known = gae_by_sum(case, args), case.within
+  a = np.where(known, (a - a[known].mean()) / (a[known].std() + 1e-6), 0)
+  if args.get("kl_in") != "loss":
+    args = args | {"kl_coef": 0.0}
+  return a, objective(case, "token", clipped(case, a, 0.2, 0.2), args)
+
+
+EXTRAS = dict(entropy_coef=0.05, importance_cap=1.1)
+CASES = [
+  ("grpo", grpo, {}),
+  *(("grpo", grpo, dict(aggregation=x, kl_coef=0.3)) for x in AVERAGES),
+  *(("grpo", grpo, dict(kl_estimator=x, kl_coef=0.3) | EXTRAS) for x in ("k1", "k2")),
+  ("grpo", grpo, dict(normalize_std=False, dual_clip=1.05)),
+  ("grpo_gae", grpo_gae, dict(kl_coef=0.3)),
+  ("dr_grpo", dr_grpo, EXTRAS),
+  ("dapo", dapo, EXTRAS | {"overlong_share": 0.5}),
+  ("rloo", rloo, EXTRAS | {"kl_coef": 0.2}),
+  ("reinforce_pp", reinforce_pp, EXTRAS | {"kl_coef": 0.2}),
+  ("reinforce_pp", reinforce_pp, {"kl_coef": 0.2, "baseline": "group"}),
+  ("gspo", gspo, dict(clip_low=0.03, clip_high=0.04, kl_coef=0.1)),
+  ("gspo", gspo, dict(clip_low=0.03, clip_high=0.04, credit="token") | EXTRAS),
+  ("cispo", cispo, dict(clip_low=0.3, clip_high=0.2) | EXTRAS),
+  ("ppo", ppo, dict(discount=0.9, trace_decay=0.8, kl_coef=0.2)),
+  ("ppo", ppo, dict(kl_in="loss", kl_estimator="k3", kl_coef=0.2) | EXTRAS),
+]
+
+
+def difference_quotient(of, at, where, step=1e-5):
+  """The gradient of a function at a point, along the axes that count."""
+  gradient = np.zeros_like(at)
+  for i in zip(*np.nonzero(where), strict=True):
+    up, down = at.copy(), at.copy()
+    up[i] += step
+    down[i] -= step
+    gradient[i] = (of(up) - of(down)) / (2 * step)
+  return gradient
+
+
+@pytest.mark.parametrize(("name", "formula", "args"), CASES)
+def test_advantages_loss_and_gradient_are_those_of_the_paper(name, formula, args):
+  case, made = Case(len(name)), algorithm.make(name, **args)
+  expected, of = formula(case, args)
+  found = np.asarray(made.advantages(case.responses()))
+  np.testing.assert_allclose(found[..., :T], expected, atol=1e-6, rtol=1e-6)
+  batch = case.tokens(expected)
+  loss = lambda logp: made.loss(batch.replace(logp=logp))[0]
+  share, gradient = jax.value_and_grad(loss)(batch.logp)
+  np.testing.assert_allclose(share, of(case.logp), atol=1e-6)
+  by_response = np.asarray(gradient).reshape(P, R, T + 1)
+  assert not by_response[..., 0].any()
+  numeric = difference_quotient(of, case.logp, case.within)
+  np.testing.assert_allclose(by_response[..., 1:], numeric, atol=1e-6)
+  assert np.abs(numeric).max() > 1e-3
+
+
+@pytest.mark.parametrize("value_clip", [0.0, 0.2])
+def test_the_loss_of_a_critic_is_half_the_larger_squared_error(value_clip):
+  """And what it is to predict is the estimate of the advantage plus the old value."""
+  case, args = Case(1), dict(discount=0.9, trace_decay=0.8)
+  made = algorithm.make("ppo", value_clip=value_clip, **args).critic
+  returns = gae_by_sum(case, args) + case.value
+  found = made.returns(case.responses())
+  np.testing.assert_allclose(found, returns, atol=1e-6)
+
+  def of(value):
+    total = 0.0
+    for i in zip(*np.nonzero(case.within), strict=True):
+      moved = value[i] - case.value[i]
+      near = case.value[i] + (np.clip(moved, -0.2, 0.2) if value_clip else moved)
+      total += max((value[i] - returns[i]) ** 2, (near - returns[i]) ** 2) / 2
+    return total / case.length.sum()
+
+  flat = lambda x: np.asarray(x.reshape(P, -1), np.float32)
+  values = algorithm.Values(
+    value=flat(case.new_value),
+    old_value=flat(case.value),
+    return_=flat(returns),
+    mask=case.within.reshape(P, -1),
+    total_tokens=np.float32(case.length.sum()),
+  )
+  loss = lambda value: made.loss(values.replace(value=value))[0]
+  share, gradient = jax.value_and_grad(loss)(values.value)
+  np.testing.assert_allclose(share, of(case.new_value), atol=1e-6)
+  numeric = difference_quotient(of, case.new_value, case.within)
+  np.testing.assert_allclose(np.reshape(gradient, (P, R, T)), numeric, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "name", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
+)
+def test_at_a_ratio_of_one_the_gradient_is_the_policy_gradient(name):
+  """-A times the weight of the token, which the method's mean gives it."""
+  case = Case(3)
+  case.logp = case.old
+  made = algorithm.make(name)
+  advantage = np.asarray(made.advantages(case.responses()), np.float64)
+  advantage = np.broadcast_to(advantage.reshape(P, R, -1), (P, R, T))
+  batch = case.tokens(advantage)
+  gradient = jax.grad(lambda logp: made.loss(batch.replace(logp=logp))[0])(batch.logp)
+  average = {"dr_grpo": "constant", "rloo": "constant", "gspo": "sequence"}
+  weight = {
+    "token": np.full((P, R, 1), 1 / case.length.sum()),
+    "sequence": 1 / (case.length[..., None] * P * R),
+    "constant": np.full((P, R, 1), 1 / (LIMIT * P * R)),
+  }[average.get(name, "token")]
+  expected = np.where(case.within, -advantage * weight, 0)
+  np.testing.assert_allclose(
+    np.reshape(gradient, (P, R, T + 1))[..., 1:], expected, atol=1e-6
+  )
+
+
+def test_dapo_keeps_prompts_that_are_solved_sometimes():
+  """Equation 11; of a reward that says more than whether a response solves."""
+  solved = np.array([[True, False], [True, True], [False, False]])
+  scored = algorithm.Responses(np.ones((3, 2), np.float32), np.ones((3, 2), np.int32))
+  keeps = algorithm.make("dapo").keeps
+  np.testing.assert_array_equal(keeps(scored.replace(solved=solved)), [True, False, False])

@@ -1,0 +1,135 @@
+"""The responses of one RL step on the host, and what of them goes to the devices.
+
+`Batch` holds whole sequences in request order. An update takes some of them as packed
+rows and, beside the rows, a table per fact that differs from token to token: `Sequences`,
+from which `at_targets` picks what belongs to each packed token. `by_response` goes back.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax import axes
+from tlt_jax import packing
+from tlt_jax.rl import algorithm as algorithm_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """The responses of one RL step, on the host, in request order; B = P * R."""
+
+  prompts: Sequence[np.ndarray]  # i32[...] per response
+  responses: Sequence[np.ndarray]  # i32[...] per response
+  temperature: np.ndarray  # f32[B]
+  scored: algorithm_lib.Responses  # numpy arrays
+
+
+@flax.struct.dataclass
+class Sequences:
+  """The facts of each packed sequence that an update needs; B in packing order.
+
+  A table has a column for each response token: as many as the longest row holds.
+  """
+
+  advantage: jax.Array  # f32[B 1], or f32[B T] for each response token
+  length: jax.Array  # i32[B]  response tokens
+  prompt_length: jax.Array  # i32[B]
+  temperature: jax.Array  # f32[B]  at which it was sampled
+  counts: jax.Array | None = None  # bool[B]  in the totals; None: all do
+  max_tokens: jax.Array | None = None  # i32[B]  limit of the response; None: its length
+  # f32[B T] each; None of a log-probability: that of the policy before this update.
+  old_logp: jax.Array | None = None  # under the policy that sampled, by the learner
+  sampler_logp: jax.Array | None = None  # the same as the rollout computed it
+  reference_logp: jax.Array | None = None  # under the frozen reference
+  value: jax.Array | None = None  # of a critic before the step's first update
+  return_: jax.Array | None = None  # that the critic is to predict
+
+  def at_targets(self, name: str, packed: packing.Packed) -> jax.Array | None:
+    """The entry of a table for each target, f32[rows T]; None if there is no such table.
+
+    Worked row, prompt a b and response x y z: the target of position 1 is x, the first
+    response token; positions 1 2 3 have its entries 0 1 2.
+    """
+    table = getattr(self, name)
+    if table is None:
+      return None
+    index = packed.positions + 1 - self.prompt_length[packed.sequence_idx]
+    return table[packed.sequence_idx, jnp.clip(index, 0, table.shape[1] - 1)]
+
+
+def sequences(batch: Batch, tables: dict[str, np.ndarray | None], size: int) -> Sequences:
+  """What updates need of a batch, on the host.
+
+  Args:
+    batch: B responses
+    tables: "advantage" f32[P R] or f32[P R T], and the other fields of `Sequences` that
+      differ from response to response; None where one is not known
+    size: T of the tables, whatever the longest response, so that one program serves all
+  """
+  B = len(batch.responses)
+
+  def of_each(x):
+    if x is None or np.ndim(x) < 3:
+      return x if x is None else np.asarray(x).reshape(B)
+    x = np.asarray(x, np.float32).reshape(B, -1)
+    return np.pad(x, ((0, 0), (0, size)))[:, :size]
+
+  fields = {name: of_each(x) for name, x in tables.items()}
+  if fields["advantage"].ndim == 1:
+    fields["advantage"] = fields["advantage"][:, None].astype(np.float32)
+  return Sequences(
+    length=np.array([len(r) for r in batch.responses], np.int32),
+    prompt_length=np.array([len(p) for p in batch.prompts], np.int32),
+    temperature=batch.temperature,
+    **fields,
+  )
+
+
+def pack(
+  batch: Batch,
+  share: np.ndarray,
+  buckets: Sequence[packing.Bucket],
+  chosen: np.ndarray | None = None,
+) -> list[packing.Packed]:
+  """Packs the sequences of one update.
+
+  Args:
+    share: i32[b]  the sequences of the update
+    buckets: of the rows
+    chosen: bool[b]  those that are packed; None: all
+  """
+  prompts = [batch.prompts[i] for i in share]
+  responses = [batch.responses[i] for i in share]
+  return packing.pack(prompts, responses, buckets, chosen)
+
+
+def by_response(
+  batch: Batch, packed: Sequence[packing.Packed], values: Sequence[np.ndarray]
+) -> np.ndarray:
+  """Brings what was computed of packed targets into the order of the responses.
+
+  Args:
+    batch: B = P * R responses
+    packed: all of them, on the host
+    values: f32[M rows T] per bucket
+  Returns:
+    f32[P R T], zero beyond each response
+  """
+  P, R = batch.scored.reward.shape
+  logp = batch.scored.logp
+  T = max(map(len, batch.responses)) if logp is None else logp.shape[-1]
+  first = np.array([len(p) for p in batch.prompts]) - 1  # position of the first target
+  table = np.zeros((P * R, T), np.float32)
+  for rows, found in zip(packed, values, strict=True):
+    sequence = rows.sequence_idx[rows.mask]
+    table[sequence, rows.positions[rows.mask] - first[sequence]] = found[rows.mask]
+  return table.reshape(P, R, T)
+
+
+def place(x: Sequences, mesh: jax.sharding.Mesh) -> Sequences:
+  """Moves the facts of sequences to the devices, whole on each."""
+  return jax.device_put(x, axes.sharding(mesh))

@@ -1,0 +1,294 @@
+"""What training the policy and training a critic have in common.
+
+An update is one jitted program: for each bucket a loop over its micro-batches
+(as many as there are, read at run time) adds up gradients, then one optimizer
+step follows. Parameters are split by `axes.TRAIN` (FSDP over `data`, tensor
+parallel over `model`), rows of a micro-batch over `data`.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import re
+from typing import ClassVar
+
+from flax import traverse_util
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tlt_jax import accumulate
+from tlt_jax import axes
+from tlt_jax import memory
+from tlt_jax import packing
+from tlt_jax import programs
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import layers
+from tlt_jax.models import target
+from tlt_jax.rl import batch as batch_lib
+
+
+@flax.struct.dataclass
+class State:
+  """A model in training."""
+
+  params: dict  # f32, laid out by axes.TRAIN
+  opt_state: optax.OptState
+  step: jax.Array  # i32[]  optimizer updates done
+
+
+@flax.struct.dataclass
+class Totals:
+  """Sums over the whole batch of an update; see `algorithm.Tokens`."""
+
+  tokens: jax.Array  # f32[]
+  packed_tokens: jax.Array  # f32[]
+  sequences: jax.Array  # f32[]
+  max_tokens: jax.Array  # f32[]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer:
+  """Trains a decoder on packed rows; what it computes of a token is a subclass's."""
+
+  name: ClassVar[str]  # of what is trained: the prefix of its metrics
+
+  config: config_lib.ModelConfig
+  optimizer: optax.GradientTransformation
+  mesh: jax.sharding.Mesh
+  buckets: tuple[packing.Bucket, ...]
+  updates: int
+  remat: bool
+  only: str
+  pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
+
+  def abstract_params(self) -> dict:
+    """Shapes and logical axes of every parameter."""
+    return target.abstract_params(self.config)
+
+  def per_token(self, params, packed: packing.Packed, temperature, rotations):
+    """What `score` returns of a micro-batch, f32[rows T].
+
+    Args:
+      params: of the model
+      packed: arrays [rows T]
+      temperature: f32[B]  of each sequence
+      rotations: of all positions
+    """
+    raise NotImplementedError
+
+  def share(self, params, packed, sequences, totals: Totals, rotations):
+    """A micro-batch's share of the loss, and of the metrics.
+
+    Args:
+      params, packed, rotations: as of `per_token`
+      sequences: all of the update
+      totals: of the update
+    """
+    raise NotImplementedError
+
+  def abstract_state(self) -> State:
+    """Shapes, dtypes and shardings of the state."""
+    params = axes.with_shardings(self.mesh, axes.TRAIN, self.abstract_params())
+    opt_state = axes.abstract_opt_state(self.optimizer, self.mesh, self.trained(params))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(self.mesh))
+    return State(params, opt_state, step)
+
+  def init(self, params: dict) -> State:
+    """The state before the first update; takes over `params`, of any layout."""
+    abstract = self.abstract_state()
+    what = f"the {self.name}'s moments"
+    memory.announce(what, abstract.opt_state, "learner.only, policy")
+    params = jax.tree.map(
+      lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding),
+      params,
+      abstract.params,
+    )
+    rest = (abstract.opt_state, abstract.step)
+    init_rest = jax.jit(
+      lambda params: (self.optimizer.init(self.trained(params)), jnp.int32(0)),
+      out_shardings=jax.tree.map(lambda x: x.sharding, rest),
+    )
+    opt_state, step = init_rest(params)
+    return State(params, opt_state, step)
+
+  def trains(self, path: str) -> bool:
+    """Whether the parameter at a path is trained."""
+    return re.search(self.only, path) is not None
+
+  def trained(self, params: dict) -> dict:
+    """The part of a parameter tree that is trained."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    chosen = {path: x for path, x in flat.items() if self.trains(path)}
+    if not chosen:
+      raise ValueError(f"only={self.only!r} matches no parameter; there is {min(flat)}")
+    return traverse_util.unflatten_dict(chosen, sep="/")
+
+  def run(self, name: str, jitted: Callable, count: int, *args):
+    """Runs a program on `count` sequences, compiled if it is the first for so many."""
+    if (name, count) not in self.pool:
+      memory.announce_programs(f"the {self.name}'s {name}", beside=self.abstract_state())
+    return self.pool.run(name, (count,), jitted, *args)
+
+  def score_responses(
+    self, params: dict, batch: batch_lib.Batch, chosen: np.ndarray | None = None
+  ) -> np.ndarray:
+    """What `score` says of each response token of a batch: f32[P R T] on the host.
+
+    Args:
+      params: of the model
+      batch: B = P * R responses
+      chosen: bool[B]  those that are scored, the others are zero; None: all
+    """
+    every = np.arange(len(batch.responses))
+    packed = batch_lib.pack(batch, every, self.buckets, chosen)
+    placed = packing.place(packed, self.mesh)
+    temperature = jax.device_put(batch.temperature, axes.sharding(self.mesh))
+    found = self.run("score", self.score, len(every), params, placed, temperature)
+    return batch_lib.by_response(batch, packed, jax.device_get(found))
+
+  def train_on(
+    self,
+    state: State,
+    batch: batch_lib.Batch,
+    sequences: batch_lib.Sequences,
+    chosen: np.ndarray,
+  ) -> tuple[State, dict[str, float]]:
+    """Takes `updates` optimizer steps, each on its share of the responses.
+
+    Args:
+      state: donated
+      batch: B responses, B a multiple of `updates`
+      sequences: what is known of them, on the host
+      chosen: bool[B]  those that may have a gradient
+    Returns:
+      the new state, and metrics as means over the updates
+    """
+    every = []
+    for share in np.split(np.arange(len(batch.responses)), self.updates):
+      packed = batch_lib.pack(batch, share, self.buckets, chosen[share])
+      known = jax.tree.map(lambda x, share=share: x[share], sequences)
+      args = packing.place(packed, self.mesh), batch_lib.place(known, self.mesh)
+      state, metrics = self.run("update", self.update, len(share), state, *args)
+      every.append(metrics)
+    every = jax.device_get(every)
+    return state, {k: float(np.mean([m[k] for m in every])) for k in every[0]}
+
+  @functools.cached_property
+  def score(self) -> Callable[..., tuple[jax.Array, ...]]:
+    """Computes `per_token` of packed responses, as a jitted function.
+
+    Args:
+      params: of the model
+      packed: `Packed` per bucket
+      temperature: f32[B]
+    Returns:
+      f32[M rows T] per bucket
+    """
+
+    def run(params, packed, temperature):
+      rotations = self._rotations()
+
+      def score(bucket):
+        def score_one(i, out):
+          micro_batch = bucket.micro_batch(i)
+          found = self.per_token(params, micro_batch, temperature, rotations)
+          return out.at[i].set(found)
+
+        zeros = jnp.zeros(bucket.tokens.shape, jnp.float32)
+        return jax.lax.fori_loop(0, bucket.count, score_one, zeros)
+
+      return tuple(score(bucket) for bucket in packed)
+
+    return jax.jit(run)
+
+  @functools.cached_property
+  def update(self) -> Callable[..., tuple[State, dict]]:
+    """Takes one optimizer step on a whole batch, as a jitted function.
+
+    Args:
+      state: donated
+      packed: `Packed` per bucket
+      sequences: what is known of them
+    Returns:
+      the new state and metrics
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+    return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
+
+  def _update(self, state, packed, sequences):
+    """See `update`."""
+    totals, rotations = _totals(packed, sequences), self._rotations()
+    trained = self.trained(state.params)
+
+    def loss(trained, micro_batch):
+      params = _merge(state.params, trained)
+      share, metrics = self.share(params, micro_batch, sequences, totals, rotations)
+      return share, {f"{self.name}/loss": share, **metrics}
+
+    gradient_of = jax.grad(loss, has_aux=True)
+
+    def gradient(bucket: packing.Packed, i: jax.Array):
+      """The gradient of micro-batch i of a bucket, and its metrics."""
+      return gradient_of(trained, bucket.micro_batch(i))
+
+    total = None
+    for bucket in packed:
+      of_bucket = functools.partial(gradient, bucket)
+      total = accumulate.sum_over(bucket.count, of_bucket, total)
+    grads, metrics = total
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
+    metrics[f"{self.name}/grad_norm"] = optax.tree.norm(grads)
+    params = _merge(state.params, optax.apply_updates(trained, updates))
+    return State(params, opt_state, state.step + 1), metrics
+
+  def features(self, params, packed: packing.Packed, rotations):
+    """Runs the decoder on a micro-batch.
+
+    Args:
+      params, packed, rotations: as of `per_token`
+    Returns:
+      the parameters gathered from the slices, and the features f[rows T D]
+    """
+    by_rows = axes.sharding(self.mesh, axes.DATA)
+    # Gathered from the slices: left to itself XLA gathers the activations of all rows
+    # instead, and has the logits of all of them on every slice.
+    whole = axes.shardings(self.mesh, axes.ROLLOUT, self.abstract_params())
+    params = jax.lax.with_sharding_constraint(params, whole)
+    features, _, _ = target.Target(self.config, remat=self.remat).apply(
+      {"params": params},
+      jax.lax.with_sharding_constraint(packed.tokens, by_rows),
+      packed.positions,
+      taps=(),
+      seen=packing.segment_mask(packed.segments, packed.positions),
+      rotations=rotations,
+      method=target.Target.with_taps,
+    )
+    return params, features
+
+  def _rotations(self) -> layers.Rotation:
+    """RoPE's tables of all positions, made outside the loops over micro-batches."""
+    return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
+
+
+def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) -> Totals:
+  """The totals of a whole batch, and how many of its response tokens are packed."""
+  length, limit = sequences.length, sequences.max_tokens
+  counts = jnp.ones(length.shape, bool) if sequences.counts is None else sequences.counts
+  total = lambda x: jnp.sum(x * counts).astype(jnp.float32)
+  least = 0.0 if sequences.counts is None else 1.0  # a filter may leave none
+  seen = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
+  return Totals(
+    tokens=jnp.maximum(total(length), least),
+    packed_tokens=jnp.maximum(seen, 1.0),
+    sequences=jnp.maximum(total(jnp.ones_like(length)), least),
+    max_tokens=jnp.maximum(total(length if limit is None else limit), least),
+  )
+
+
+def _merge(params: dict, part: dict) -> dict:
+  """Puts a part of a parameter tree in its place: `params`, and `part` where it is."""
+  flat = lambda tree: traverse_util.flatten_dict(tree, sep="/")
+  return traverse_util.unflatten_dict(flat(params) | flat(part), sep="/")
