@@ -11,6 +11,7 @@ import time
 from absl import flags
 import jax
 
+from experiments import evaluations
 from experiments import from_config
 from experiments import keys
 from experiments import launch
@@ -82,13 +83,8 @@ def main(config):
       metrics = {}
       every = config["evaluation"]["every"]
       if (every and step % every == 0) or step == config["steps"]:
-        metrics |= sample.evaluate(
-          sampler,
-          policy,
-          held_out,
-          samples=config["evaluation"]["samples"],
-          seed=config["seed"],
-          draft_params=draft_params,
+        metrics |= evaluations.evaluate(
+          config, sampler, policy, held_out, step, run.path, draft_params
         )
       if step == config["steps"]:
         writer.write(step, metrics)
@@ -126,6 +122,7 @@ def main(config):
       }
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
+      evaluations.write_examples(config, scored, run.path, f"train_{step:06}")
       step += 1
       last = step == config["steps"]
       saved = {

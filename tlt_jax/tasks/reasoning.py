@@ -2,6 +2,7 @@ r"""Tasks of reasoning-gym, by name: procedurally generated problems that it can
 
     source="tlt_jax.tasks.reasoning.Problems", task="chain_sum",
     options="min_terms=2, max_terms=2, min_digits=1, max_digits=2"
+    source="tlt_jax.tasks.reasoning.mixture", tasks="2 * chain_sum(min_terms=2) + gcd"
 
 A model answers in prose. Its answer is, in this order of precedence, the content of the
 last \boxed{...}, the line after the last ####, and else the last number in the text, or,
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import reasoning_gym
 
+from tlt_jax import calls
 from tlt_jax import data
 from tlt_jax import ranges
 from tlt_jax.tasks import gsm8k
@@ -93,6 +95,38 @@ class Problems:
     # The verifiers of some tasks need the whole problem to judge an answer.
     answer = {"task": self._task, "options": self._options, "problem": problem}
     return {"prompt": problem["question"], "answer": answer}
+
+
+def mixture(
+  tasks: str, split: Literal["train", "held_out"], size: ranges.Large, seed: ranges.Seed = 0
+) -> data.Mixture | list[dict[str, Any]]:
+  """Problems of several tasks: drawn by weight, or, held out, a set for each.
+
+  Args:
+    tasks: as in "2 * chain_sum(min_terms=2, max_terms=2) + gcd + 0.5 * base_conversion"
+    split: part of all problems to draw from; the two share none
+    size: number of problems, of each task
+    seed: seed of the sequence of problems
+  Raises:
+    DataError: no such task, or it takes other options
+    ValueError: an argument out of its range
+  """
+  ranges.check(mixture, locals())
+  try:
+    listed = calls.weighted(tasks)
+  except ValueError as e:
+    raise data.DataError(f"tasks={tasks!r} {e}") from e
+  made = []
+  for call in listed:
+    options = ", ".join(f"{name}={value!r}" for name, value in (call.options or {}).items())
+    made.append(Problems(call.path, split, size, options, seed))
+  if split == "train":
+    return data.Mixture(made, [call.weight for call in listed])
+  return [
+    record | {"set": call.path}
+    for call, problems in zip(listed, made, strict=True)
+    for record in problems
+  ]
 
 
 def score(prompt: object, response: str, answer: dict[str, Any]) -> float:
