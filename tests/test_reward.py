@@ -132,9 +132,9 @@ def test_several_rewards_are_added_up_and_the_first_says_what_is_solved(mine):
     "mine_sum.right + 0.5 * mine_sum.says(word='b') - mine_sum.says(word='c', worth=2)"
     " + 0.25 * mine_sum.short"
   )
-  found = reward.score_terms(
-    terms, "ppp", ["a", "b", "bc"], ["a", "a", "bc"], 1.0, length=[1, 4, 5], max_tokens=[4] * 3
-  )
+  samples = "ppp", ["a", "b", "bc"], ["a", "a", "bc"]
+  lengths = {"length": [1, 4, 5], "max_tokens": [4, 4, 4]}
+  found = reward.score_terms(terms, *samples, 1.0, **lengths)
   np.testing.assert_allclose(found.reward, [1.25, 0.5, 1 + 0.5 - 2])
   assert found.solved.tolist() == [True, False, True]
   assert {name: part.tolist() for name, part in found.parts.items()} == {

@@ -59,7 +59,7 @@ def score(prompt: object, response: str, answer: object) -> float:
   final = gsm8k.final_answer(response)
   is_marked = final is not None
   if final is None:
-    final = (response.strip().splitlines() or [""])[-1]
+    final = (gsm8k.behind_thoughts(response).strip().splitlines() or [""])[-1]
   return float(is_equal(gold, final.strip(), is_marked))
 
 
