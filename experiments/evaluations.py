@@ -11,8 +11,11 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
+from tlt_jax import json_objects
 from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
+
+FOLDER = "evaluations"
 
 
 def evaluate(
@@ -37,16 +40,41 @@ def evaluate(
   """
   n = config["evaluation"]["samples"]
   scored = sample.evaluate(sampler, params, records, n, config["seed"], draft_params)
-  path = workdir / "evaluations" / f"{step:06}.jsonl"
+  write(config, scored, n, step, workdir)
+  return evaluation.metrics(scored, n)
+
+
+def write(
+  config: dict, scored: sample.Scored, n: int, step: int, workdir: pathlib.Path
+) -> None:
+  """Writes what an evaluation with n samples per problem found."""
+  path = workdir / FOLDER / f"{step:06}.jsonl"
   evaluation.write(path, evaluation.problems(scored, n))
   write_examples(config, scored, workdir, f"eval_{step:06}")
-  return evaluation.metrics(scored, n)
+
+
+def read(workdir: pathlib.Path) -> dict[int, list[dict[str, Any]]]:
+  """The problems of each evaluation of a workdir, by step; see `evaluation.problems`.
+
+  Raises:
+    ValueError: a file is damaged; names it
+  """
+  found = {}
+  for path in sorted((workdir / FOLDER).glob("*.jsonl")):
+    try:
+      problems = [json_objects.parse(line) for line in path.read_bytes().splitlines()]
+      if not all({"prompt", "solved", "reward"} <= set(p) for p in problems):
+        raise ValueError("has a problem without prompt, solved or reward")
+      found[int(path.stem)] = problems
+    except ValueError as e:
+      raise ValueError(f"{path}: {e}; delete the file") from e
+  return found
 
 
 def write_examples(
   config: dict, scored: sample.Scored, workdir: pathlib.Path, name: str
 ) -> None:
   """Writes some responses to WORKDIR/samples/NAME.jsonl, for people to read."""
-  if count := config["examples"]:
+  if count := config["evaluation"]["examples"]:
     path = workdir / "samples" / f"{name}.jsonl"
     evaluation.write(path, evaluation.examples(scored, count))

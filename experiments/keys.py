@@ -149,13 +149,13 @@ RUN = {
   "evaluation": {
     "every": Key(ranges.StepsOrZero, "steps between evaluations; 0: only at the end"),
     "samples": Key(ranges.Count, "responses per held-out prompt"),
+    "examples": Key(
+      ranges.CountOrZero,
+      "responses of each step, and of each evaluation, that are written to WORKDIR/samples "
+      "for people to read; 0: none",
+      default=8,
+    ),
   },
-  "examples": Key(
-    ranges.CountOrZero,
-    "responses of a step, and of an evaluation, that are written to WORKDIR/samples for "
-    "people to read; 0: none",
-    default=8,
-  ),
   "checkpoint": _CHECKPOINT,
 }
 

@@ -128,7 +128,8 @@ def test_a_mixture_draws_by_weight_and_resumes_exactly():
   assert len(of_a) == 60 and len(of_b) == 20
   assert all(len(set(of_a[i : i + 30])) == 30 for i in (0, 30))
   assert all(len(set(of_b[i : i + 5])) == 5 for i in range(0, 20, 5))
-  assert of_a[:30] != of_a[30:] and take(data.prompt_iterator(make(), 8, seed=4), 4) != start
+  assert of_a[:30] != of_a[30:]
+  assert take(data.prompt_iterator(make(), 8, seed=4), 4) != start
 
 
 def test_a_mixture_holds_the_records_of_its_sources_in_order():
