@@ -24,15 +24,10 @@ import signal
 import sys
 import time
 
+# Of users, mounts, process numbers, network, shared memory and host names.
 _NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = (
-  1,
-  2,
-  4,
-  4096,
-  16384,
-  1 << 18,
-)
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV = 0x1, 0x2, 0x4
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 1, 38, 36
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}  # numbers of system calls
@@ -219,6 +214,7 @@ def _become(job: dict, output: int) -> None:
       os.setresgid(_NOBODY, _NOBODY, _NOBODY)
       os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _die_with_parent()  # again: who becomes another user loses it
     run = "import os; exec(compile(os.fdopen(3).read(), 'program.py', 'exec'))"
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
     os.execve(_PYTHON, [_PYTHON, "-I", "-S", "-B", "-c", run], environment)
@@ -234,8 +230,8 @@ def _write_all(fd: int, data: bytes) -> None:
 def _limit(job: dict, is_isolated: bool) -> None:
   """Sets the resource limits, of each process but for their number."""
   processes = job["processes"]
-  if not is_isolated and os.getuid():
-    processes += _running()  # the kernel counts all of a user's together
+  if os.getuid():  # the kernel counts all of a user's together, here and outside
+    processes += 2 if is_isolated else _running()
   cpu = max(1, int(job["cpu_s"] + 0.999))
   for kind, most in (
     (resource.RLIMIT_CPU, cpu),
@@ -272,7 +268,7 @@ def _wait(child: int, wall_s: float) -> int | None:
     if found:
       ended = os.waitstatus_to_exitcode(status)
       break
-    time.sleep(0.002)
+    time.sleep(0.005)
   else:
     os.kill(child, signal.SIGKILL)
   while True:  # of what process 1 left: without namespaces it comes to its grandparent

@@ -43,10 +43,10 @@ class Ran(NamedTuple):
 class Limits:
   """What one program may use."""
 
-  wall_s: ranges.Positive = 5.0  # seconds that pass
+  wall_s: ranges.Positive = 10.0  # seconds that pass
   cpu_s: ranges.Positive = 5.0  # seconds of CPU time of each process, rounded up
   memory_mb: ranges.Count = 512  # address space of each process
-  processes: ranges.Count = 8  # and threads, at a time
+  processes: ranges.Count = 4  # and threads, at a time
   file_mb: ranges.Count = 4  # all files together, and what it prints
 
   def __post_init__(self):

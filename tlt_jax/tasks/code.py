@@ -1,6 +1,6 @@
 r"""Programming problems: the code that a response holds has to pass tests.
 
-    reward="tlt_jax.tasks.code.passes(wall_s=5.0, memory_mb=512)"
+    reward="tlt_jax.tasks.code.passes(cpu_s=5.0, memory_mb=512)"
 
 The code is the last block between ``` and ```, or ```python and ```. An answer is a list
 of tests, or the JSON text of one:
@@ -41,10 +41,10 @@ os._exit(0)
 
 
 def passes(
-  wall_s: ranges.Positive = 5.0,
+  wall_s: ranges.Positive = 10.0,
   cpu_s: ranges.Positive = 5.0,
   memory_mb: ranges.Count = 512,
-  processes: ranges.Count = 8,
+  processes: ranges.Count = 4,
   file_mb: ranges.Count = 4,
   at_once: ranges.Count = 4,
   partial: bool = False,
@@ -53,9 +53,11 @@ def passes(
   """A reward of 1.0 for code that passes all tests, else 0.0.
 
   Args:
-    wall_s: seconds that a test may take
+    wall_s: seconds that a test may take, for code that waits; where it decides, another
+      machine may judge otherwise
     cpu_s: seconds of CPU time that each process of a test may take, rounded up
-    memory_mb: MiB of address space of each process
+    memory_mb: MiB of address space of each process; all tests of a moment can take this
+      times `processes` times `at_once`
     processes: processes and threads that a test may have at a time
     file_mb: MiB of all files that a test writes, and of what it prints
     at_once: responses that are tested at a time
