@@ -121,6 +121,7 @@ def plot_curves(runs: Mapping[str, tuple]) -> figure.Figure:
   reward.set(title="Reward of a step", ylabel="mean over responses")
   accuracy.set(title="Accuracy on held-out problems", ylabel="share solved, 95%")
   seconds.set(title="Time of a step", ylabel="seconds", xlabel="RL step", ylim=(0, None))
+  seconds.xaxis.get_major_locator().set_params(integer=True)
   for ax in (reward, accuracy, seconds):
     if ax.has_data():
       ax.legend(loc="best")

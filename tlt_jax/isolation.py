@@ -230,8 +230,12 @@ def _write_all(fd: int, data: bytes) -> None:
 def _limit(job: dict, is_isolated: bool) -> None:
   """Sets the resource limits, of each process but for their number."""
   processes = job["processes"]
-  if os.getuid():  # the kernel counts all of a user's together, here and outside
-    processes += 2 if is_isolated else _running()
+  # The kernel counts all of a user's together: in the namespace, unless root started it,
+  # this process and process 1; outside whatever runs.
+  if not is_isolated:
+    processes += _running(os.getuid() or _NOBODY)
+  elif os.getuid():
+    processes += 2
   cpu = max(1, int(job["cpu_s"] + 0.999))
   for kind, most in (
     (resource.RLIMIT_CPU, cpu),
@@ -244,12 +248,12 @@ def _limit(job: dict, is_isolated: bool) -> None:
     resource.setrlimit(kind, (most, most))
 
 
-def _running() -> int:
-  """Threads of this user."""
+def _running(uid: int) -> int:
+  """Threads of a user."""
   count = 0
   for pid in filter(str.isdigit, os.listdir("/proc")):
     try:
-      if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+      if os.stat(f"/proc/{pid}").st_uid == uid:
         count += len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
       continue

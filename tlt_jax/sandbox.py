@@ -6,7 +6,8 @@
 
 Each program has a process, a file system, a PID namespace and an unconnected network of
 its own, without privileges, and limits on what it uses: `isolation` tells how. It has
-Python's standard library. What Linux needs for it, user namespaces, some containers
+Python's standard library. System calls are not filtered: against a hole in the kernel only
+a virtual machine helps. What Linux needs for it, user namespaces, some containers
 refuse; `check` tells. `isolation="limits"` does without: then a program can read and
 write what its user can (nobody, where root runs it), and use the network.
 """
