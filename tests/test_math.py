@@ -44,6 +44,7 @@ def test_there_are_two_hundred_pairs():
     ("I do not know", "3", 0),
     ("\\boxed{\ud800}", "3", 0),
     ("\\boxed{３}", "3", 1),
+    ("\\boxed{\u2212x^2}", "-x^2", 1),
   ],
 )
 def test_the_final_answer_is_boxed_or_stands_on_the_last_line(response, answer, right):

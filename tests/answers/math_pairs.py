@@ -1,6 +1,6 @@
 r"""Answers of the kinds that MATH has: (gold, equal ones, different ones) each.
 
-Written for this project; 104 pairs are equal and 104 are not.
+Written for this project: 128 pairs are equal, 107 are not.
 """
 
 PAIRS = {

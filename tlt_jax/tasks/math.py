@@ -37,6 +37,7 @@ _SPELLINGS = (
     r"\1(\\frac{\2\\pi}{180})",
   ),
 )
+_PLAIN = str.maketrans("０１２３４５６７８９\u2212", "0123456789-")
 _WITH_BASE = re.compile(r"_\s*(?:\{\s*[0-9]+\s*\}|[0-9]+)\s*$")
 _DECIMAL = re.compile(r"[-+]?(?:\\?\$)?[0-9][0-9,]*+(?:\.[0-9]*)?")
 
@@ -90,6 +91,7 @@ def is_equal(gold: str, final: str, is_marked: bool = True) -> bool:
 
 
 def _respelt(text: str) -> str:
+  text = text.translate(_PLAIN)
   for spelling, plain in _SPELLINGS:
     text = re.sub(spelling, plain, text)
   return text.rstrip(". ")
