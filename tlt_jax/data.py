@@ -9,7 +9,7 @@ batches. Which prompts a run can use is decided in `prompt_checks`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
-from math import inf
+import math
 import pathlib
 from typing import Any, TypeVar
 
@@ -106,7 +106,8 @@ def load_prompts(
     problem = prompt_problem(record[prompt_field])
     if problem:
       raise DataError(f"{place}: field {prompt_field!r} {problem}")
-    if not is_kept(place, record) or _characters(record[prompt_field]) > (longest or inf):
+    too_long = longest is not None and _characters(record[prompt_field]) > longest
+    if too_long or not is_kept(place, record):
       left_out += 1
       continue
     answer = "" if answer_field is None else record[answer_field]
@@ -158,7 +159,8 @@ class Mixture(Sequence):
     self.parts, self.weights = list(parts), [float(w) for w in weights]
     if not self.parts or not all(map(len, self.parts)):
       raise DataError("a mixture needs sources, and none of them empty")
-    if len(self.parts) != len(self.weights) or not all(0 < w < inf for w in self.weights):
+    are_weights = all(0 < w < math.inf for w in self.weights)
+    if len(self.parts) != len(self.weights) or not are_weights:
       raise DataError(f"a mixture needs a weight above 0 per source, got {self.weights}")
 
   def __len__(self) -> int:
