@@ -6,28 +6,38 @@
 All policies answer the same prompts under the same noise; several are separated by
 commas. Intervals are 95%, over prompts (a prompt's samples count as one
 observation). Accuracy is the share of responses that are solved; the mean reward stands
-beside it where rewards are more than that. The last line is JSON.
+beside it where rewards are more than that, and pass@k where problems have several samples.
+Held-out prompts in named sets (`tlt_jax.data.named_sets`) have figures for each. With
+--output what every sample was worth goes to a folder that `experiments.compare` reads, and
+some responses, for people to read. The last line is JSON.
 """
 
 import collections
 from collections.abc import Sequence
 import json
+import pathlib
 
 from absl import flags
 import numpy as np
 
+from experiments import evaluations
 from experiments import from_config
 from experiments import keys
 from experiments import launch
 from experiments import memory_plan
 from tlt_jax import metrics
+from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
 
 _MODEL = flags.DEFINE_list("model", None, "Hugging Face folders.", required=True)
 _BASELINE = flags.DEFINE_string("baseline", None, "Folder to compare with.")
 _PROMPTS = flags.DEFINE_integer(
-  "prompts", 500, "Held-out prompts; all of a file that has fewer.", lower_bound=2
+  "prompts",
+  500,
+  "Held-out prompts, of each set if there are several; all of a file that has fewer.",
+  lower_bound=2,
 )
+_OUTPUT = flags.DEFINE_string("output", None, "Folder for the results of a single model.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bound=1)
 
@@ -53,7 +63,19 @@ def answer(folder: str, config: dict, records: Sequence[dict]) -> sample.Scored:
     f"  length p50 {p[0]:.0f}  p90 {p[1]:.0f}  p99 {p[2]:.0f}  p99/p50 {p[2] / p[0]:.1f}",
     flush=True,
   )
+  for line in figures(evaluation.metrics(scored, _SAMPLES.value, prefix="")):
+    print(f"  {line}", flush=True)
   return scored
+
+
+def figures(found: dict[str, float]) -> list[str]:
+  """Lines of pass@k, and of the accuracy on each named set, with intervals."""
+  return [
+    f"{name.replace('pass_at_', 'pass@').replace('/', ' ')} {100 * value:.1f}% "
+    f"+- {100 * found[f'{name}_half_width']:.1f}"
+    for name, value in found.items()
+    if f"{name}_half_width" in found and name != "accuracy"
+  ]
 
 
 def bounds(values: np.ndarray) -> tuple[float, float]:
@@ -63,6 +85,8 @@ def bounds(values: np.ndarray) -> tuple[float, float]:
 
 def main(config):
   launch.start()
+  if len(_MODEL.value) > 1 and _OUTPUT.value:
+    raise ValueError("--output takes the results of one --model; there are several")
   folders = [*_MODEL.value, *([_BASELINE.value] if _BASELINE.value else [])]
   source = config["held_out"] | {"size": _PROMPTS.value}
   usable = [
@@ -83,9 +107,11 @@ def main(config):
   result = {"models": {}, "prompts": len(records), "samples": _SAMPLES.value}
   for folder in _MODEL.value:
     scored = answer(folder, config, records)
-    accuracy, half = bounds(scored.solved)
-    found = {"accuracy": accuracy, "accuracy_half_width": half}
+    found = evaluation.metrics(scored, _SAMPLES.value, prefix="")
     found["reward_mean"], found["reward_half_width"] = bounds(scored.reward)
+    if _OUTPUT.value:
+      output = pathlib.Path(_OUTPUT.value)
+      evaluations.write(config, scored, _SAMPLES.value, step=0, workdir=output)
     if baseline is not None:
       gain, half = bounds(scored.solved.astype(int) - baseline.solved)
       print(f"  paired gain {100 * gain:+.1f} points, 95% within +- {100 * half:.1f}")

@@ -81,7 +81,11 @@ def prompts(config: dict, source: dict, whole: bool = False) -> Sequence[dict]:
   """
   name = str(source.get("path") or source["source"])
   limit = config["rollout"]["max_prompt"]
-  return usable(config, data.source(**source), name, limit, whole)
+  found = data.source(**source)
+  if isinstance(found, data.Mixture) and not whole:
+    parts = [usable(config, part, name, limit) for part in found.parts]
+    return data.Mixture(parts, found.weights)
+  return usable(config, found, name, limit, whole)
 
 
 def usable(
@@ -183,6 +187,8 @@ def longest_prompt(config: dict, records: Sequence[dict]) -> int:
   Of records that are made when they are asked for the first 1,000 are looked at, and
   others may be twice as long as these.
   """
+  if isinstance(records, data.Mixture):
+    return max(longest_prompt(config, part) for part in records.parts)
   is_list = isinstance(records, list)
   some = records if is_list else [records[i] for i in range(min(len(records), 1000))]
   encoded = _rules(config, max_prompt=None).encode([record["prompt"] for record in some])

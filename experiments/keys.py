@@ -107,7 +107,10 @@ RUN = {
     "system": Key(str, "system message of the chat template; '' for none"),
   },
   "reward": Key(
-    str, "package.module.name of the function that scores a response", find=reward.make
+    str,
+    "package.module.name of the function that scores a response; with (ARGUMENT=VALUE) "
+    "what it returns does; several are added up, as in 'a.score + 0.1 * b.score'",
+    find=reward.parse,
   ),
   "solved_at": Key(
     ranges.Real,
@@ -146,6 +149,12 @@ RUN = {
   "evaluation": {
     "every": Key(ranges.StepsOrZero, "steps between evaluations; 0: only at the end"),
     "samples": Key(ranges.Count, "responses per held-out prompt"),
+    "examples": Key(
+      ranges.CountOrZero,
+      "responses of each step, and of each evaluation, that are written to WORKDIR/samples "
+      "for people to read; 0: none",
+      default=8,
+    ),
   },
   "checkpoint": _CHECKPOINT,
 }

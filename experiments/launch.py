@@ -32,13 +32,18 @@ _COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
 _HELP = ("help", "helpshort", "helpfull", "?")
 
 
-def run(main: Callable[..., None], **configs: tuple[str, declarations.Section]) -> None:
+def run(
+  main: Callable[..., None],
+  takes_arguments: bool = False,
+  **configs: tuple[str, declarations.Section],
+) -> None:
   """Runs a command; what a user can mend ends in one line and exit status 1.
 
   Modules of the current folder can be named in a config, as those that are installed.
 
   Args:
     main: called with the configs, as plain dicts and tuples, by the names of their flags
+    takes_arguments: whether `main` takes what is on the command line without -- first
     configs: flag name -> (default file in `configs/`, its keys). A config is given as
       `--name=FILE.py[:arg]`, with overrides `--name.a.b=value`; see `config_flag`
   """
@@ -54,13 +59,13 @@ def run(main: Callable[..., None], **configs: tuple[str, declarations.Section]) 
       sys.exit(_one_line(e))
 
   def guarded(argv):
-    if len(argv) > 1:
+    if argv[1:] and not takes_arguments:
       sys.exit(f"error: unexpected argument {argv[1]!r}; flags start with --")
     given = {name: flags.FLAGS[name].value.to_dict() for name in configs}
     try:
       for name, (_, section) in configs.items():
         declarations.check(section, given[name], name)
-      main(**given)
+      main(*argv[1:], **given)
     except (ValueError, FloatingPointError, MemoryError, OSError) as e:
       if os.environ.get("TLT_TRACEBACK"):
         raise

@@ -1,9 +1,8 @@
 """Trains a policy by reinforcement learning, straight down.
 
-Each step: (1) prompts, (2) a rollout of R responses each, in which idle slices train
-the drafter, (3) rewards, (4) advantages and updates, (5) the new policy goes to the
-rollout's layout, (6) metrics and, now and then, a checkpoint. Running the same --workdir
-again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
+Each step: prompts, a rollout of R responses each, in which idle slices train the drafter,
+rewards, updates, weight sync, metrics and, now and then, a checkpoint. Running the same
+--workdir again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
 import time
@@ -11,6 +10,7 @@ import time
 from absl import flags
 import jax
 
+from experiments import evaluations
 from experiments import from_config
 from experiments import keys
 from experiments import launch
@@ -58,7 +58,6 @@ def main(config):
   selector = from_config.selector(config)
   spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
   draft_params = None if spot else draft_params  # spot training has them from here on
-  drawn_with = {"seed": config["seed"], "draft_params": draft_params}
   sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   prompts = data.prompt_iterator(asked, P, config["seed"])
@@ -68,6 +67,7 @@ def main(config):
   beside = {k: x for k, x in (("drafter", spot), ("critic", critic)) if x is not None}
   trained = lambda state: {"policy": state} | {k: x.arrays() for k, x in beside.items()}
   if run.start is not None:
+    params = state = None  # the checkpoint's have their memory
     like = trained(learner.abstract_state())
     step, restored, saved = run.start.restore(like, without=run.not_restored)
     state = restored["policy"]
@@ -88,8 +88,9 @@ def main(config):
       metrics = {}
       every = config["evaluation"]["every"]
       if (every and step % every == 0) or step == config["steps"]:
-        count = config["evaluation"]["samples"]
-        metrics |= sample.evaluate(sampler, policy, held_out, count, **drawn_with)
+        metrics |= evaluations.evaluate(
+          config, sampler, policy, held_out, step, run.path, draft_params
+        )
       if step == config["steps"]:
         writer.write(step, metrics)
         break
@@ -101,10 +102,11 @@ def main(config):
         policy,
         records,
         R,
+        seed=config["seed"],
         first_request=step * P * R,
+        draft_params=draft_params,
         train=train,
         decide=decisions(step) if train else None,
-        **drawn_with,
       )
 
       policy = None  # the update has its memory
@@ -124,14 +126,14 @@ def main(config):
       }
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
+      evaluations.write_examples(config, scored, run.path, f"train_{step:06}")
       step += 1
-      last = step == config["steps"]
       saved = {
         "prompts": prompts.get_state(),
         "drafter": spot.data() if spot else None,
         "rollout": sampler.rollout.state(),
       }
-      checkpoints.save(step, trained(state), saved, force=last)
+      checkpoints.save(step, trained(state), saved, force=step == config["steps"])
       progress.update(step, record)
 
   progress.close()

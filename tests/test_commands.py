@@ -103,6 +103,10 @@ def test_a_run_leaves_what_it_promises(home, whole):
     assert KEYS <= record.keys()
   for key in ("eval/accuracy", "eval/reward_mean"):
     assert key in records[0] and key in records[-1]
+  names = lambda folder: sorted(path.name for path in (workdir / folder).iterdir())
+  assert names("evaluations") == ["000000.jsonl", f"{STEPS:06}.jsonl"]
+  trained = [f"train_{step:06}.jsonl" for step in range(STEPS)]
+  assert names("samples") == [f"eval_{n}" for n in names("evaluations")] + trained
   outcomes = [o for r in metrics.read(workdir / "rollouts.jsonl") for o in r["outcome"]]
   solved = np.mean([r["reward/solved"] for r in records[:-1]])
   assert outcomes.count("solved") / len(outcomes) == pytest.approx(solved)

@@ -109,6 +109,74 @@ def test_the_prompt_stream_is_deterministic_and_resumes_exactly():
   assert take(iterator, 20) == rest
 
 
+def lettered(letter, size):
+  return [{"prompt": f"{letter}{i}", "answer": ""} for i in range(size)]
+
+
+def test_a_mixture_draws_by_weight_and_resumes_exactly():
+  """Whatever the sizes: in each epoch of a source every record comes once."""
+  make = lambda: data.Mixture([lettered("a", 30), lettered("b", 5)], [3, 1])
+  iterator = data.prompt_iterator(make(), 8, seed=3)
+  start = take(iterator, 4)
+  state = json.loads(json.dumps(iterator.get_state()))
+  rest = take(iterator, 6)
+  resumed = data.prompt_iterator(make(), 8, seed=3)
+  resumed.set_state(state)
+  assert take(resumed, 6) == rest
+  drawn = sum(start + rest, [])
+  of_a, of_b = ([p for p in drawn if p[0] == letter] for letter in "ab")
+  assert len(of_a) == 60 and len(of_b) == 20
+  assert all(len(set(of_a[i : i + 30])) == 30 for i in (0, 30))
+  assert all(len(set(of_b[i : i + 5])) == 5 for i in range(0, 20, 5))
+  assert of_a[:30] != of_a[30:]
+  assert take(data.prompt_iterator(make(), 8, seed=4), 4) != start
+
+
+def test_a_mixture_holds_the_records_of_its_sources_in_order():
+  mixed = data.Mixture([lettered("a", 2), lettered("b", 1)], [0.5, 2])
+  assert [r["prompt"] for r in mixed] == ["a0", "a1", "b0"] and len(mixed) == 3
+  for parts, weights in (([], []), ([[]], [1]), ([lettered("a", 1)], [0])):
+    with pytest.raises(data.DataError, match="a mixture needs"):
+      data.Mixture(parts, weights)
+
+
+def test_sources_are_mixed_and_sets_named_in_a_config(tmp_path):
+  """As texts; `size` is the most of each."""
+  a = write_jsonl(tmp_path / "a.jsonl", lettered("a", 4))
+  b = write_jsonl(tmp_path / "b.jsonl", lettered("b", 2))
+  load = "tlt_jax.data.load_prompts(path={!r})".format
+  mixed = data.mixture(f"0.7 * {load(str(a))} + 0.3 * {load(str(b))}")
+  assert [*map(len, mixed.parts)] == [4, 2] and mixed.weights == [0.7, 0.3]
+  sets = data.named_sets(f"first={load(str(a))}, second={load(str(b))}", size=3)
+  assert [r["set"] for r in sets] == ["first"] * 3 + ["second"] * 2
+  with pytest.raises(data.DataError, match="sources='a b' is not of the form"):
+    data.mixture("a b")
+  with pytest.raises(data.DataError, match="sets='a.b' is not of the form KEY="):
+    data.named_sets("a.b")
+  with pytest.raises(data.DataError, match="did you mean 'load_prompts'"):
+    data.mixture("tlt_jax.data.load_promts(path='a')")
+
+
+def test_records_are_filtered_by_a_function_or_by_length(tmp_path, monkeypatch):
+  """The function sees all fields; one that fails names the record."""
+  (tmp_path / "mine_filter.py").write_text("def hard(r):\n  return r['level'] > 3\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  rows = [{"prompt": "x" * n, "answer": "", "level": n} for n in range(1, 7)]
+  path = write_jsonl(tmp_path / "x.jsonl", rows)
+  lengths = lambda **filters: [len(r["prompt"]) for r in data.load_prompts(path, **filters)]
+  assert lengths(keep="mine_filter.hard") == [4, 5, 6]
+  assert lengths(longest=4) == [1, 2, 3, 4]
+  assert lengths(keep="mine_filter.hard", longest=5, size=1) == [4]
+  chat = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": MESSAGES, "answer": "2"}])
+  assert len(data.load_prompts(chat, longest=4)) == 1
+  with pytest.raises(data.DataError, match="no records but 1 that keep and longest"):
+    data.load_prompts(chat, longest=3)
+  with pytest.raises(data.DataError, match="chat.jsonl, line 1: keep=.*KeyError"):
+    data.load_prompts(chat, keep="mine_filter.hard")
+  with pytest.raises(data.DataError, match="keep='mine_filter.hrd'.*did you mean 'hard'"):
+    data.load_prompts(path, keep="mine_filter.hrd")
+
+
 def test_an_empty_source_or_batch_is_an_error():
   """grain would hang or return nothing."""
   with pytest.raises(data.DataError, match="no prompts"):

@@ -40,6 +40,10 @@ ACCEPTED = {
     r"\[ 48 + 24 = 72 \]",
     "So she has 72!",
     "Answer: `72`",
+    "<think>8, or 9</think>\n72",
+    r"<think>\boxed{8}</think> It is \boxed{72}.",
+    "so it is, " * 10_000 + r"\boxed{72}",
+    "8" * 100_000 + "\n#### 72",
     # Signs, separators, currency, units, words.
     r"\boxed{\$72.00}",
     r"\boxed{72\text{ clips}}",
@@ -160,6 +164,9 @@ REFUSED = {
     "72 ####",
     "#### \n",
     "72\n#### seventy-two",
+    r"<think>\boxed{72}</think>",
+    "<think>72</think> Nobody knows.",
+    "72" * 50_000,
     # Several numbers.
     r"\boxed{71, 72}",
     r"\boxed{72 72}",

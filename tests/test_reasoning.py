@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from reasoning_gym import factory
 
 from tlt_jax import data
 from tlt_jax.tasks import reasoning
@@ -61,6 +62,59 @@ def test_the_answer_is_the_last_number_unless_it_is_marked(response, right):
   answer = record("1200 + 5 =", "1205")
   assert reasoning.score("", response, answer) == float(right)
   assert (reasoning.graded("", response, answer) == 1.0) == right
+
+
+def test_thoughts_and_answers_of_several_lines():
+  """What stands before </think> is no answer; the last lines are, as many as there are."""
+  assert reasoning.score("", "<think>7</think>\n1205", record("", "1205")) == 1.0
+  assert reasoning.score("", "<think>1205</think>\nno", record("", "1205")) == 0.0
+  grid = record("", "a b\nc d")
+  for response in ("a b\nc d", "So:\na b\nc d\n", r"\boxed{a b" + "\nc d}"):
+    assert reasoning.score("", response, grid) == 1.0
+  assert reasoning.score("", "c d", grid) == 0.0
+
+
+# One of each kind, and those that need care: see `_FEWER`.
+SOME_TASKS = ("gcd", "base_conversion", "mini_sudoku", "list_functions", "word_ladder")
+
+
+def check_task(name: str) -> None:
+  """Draws a problem of each split, and judges a right and a wrong answer."""
+  for split in ("train", "held_out"):
+    problem = reasoning.Problems(name, split, 10)[0]
+    gold = problem["answer"]["problem"]["answer"]
+    assert problem["prompt"].strip()
+    if gold is not None:  # some tasks have many right answers, and name none
+      response = f"<think>Hm.</think>\nIt is \\boxed{{{gold}}}"
+      assert reasoning.score("", response, problem["answer"]) == 1.0
+    if name != "game_of_life_halting":  # takes every text without a "True" as "False"
+      assert reasoning.score("", "\\boxed{no such thing}", problem["answer"]) == 0.0
+
+
+@pytest.mark.parametrize("name", SOME_TASKS)
+def test_tasks_go_by_name(name):
+  check_task(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(factory.DATASETS) - {"composite"}))
+def test_every_task_goes_by_name(name):
+  check_task(name)
+
+
+def test_a_mixture_draws_from_tasks_by_weight():
+  """In training; held out, each is a set of its own."""
+  tasks = f"3 * chain_sum({SUMS}) + gcd"
+  mixed = reasoning.mixture(tasks, "train", 1000)
+  batches = data.prompt_iterator(mixed, 8, seed=0)
+  names = [r["answer"]["task"] for _ in range(5) for r in next(batches)]
+  assert names.count("chain_sum") == 30 and names.count("gcd") == 10
+  held_out = reasoning.mixture(tasks, "held_out", 3)
+  assert [r["set"] for r in held_out] == ["chain_sum"] * 3 + ["gcd"] * 3
+  with pytest.raises(data.DataError, match="'chain_summ' of reasoning-gym"):
+    reasoning.mixture("chain_summ", "train", 3)
+  with pytest.raises(data.DataError, match="tasks='2 \\*' is not of the form"):
+    reasoning.mixture("2 *", "train", 3)
 
 
 def test_an_answer_in_words_is_marked_or_the_last_line():

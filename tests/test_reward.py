@@ -1,5 +1,7 @@
 """Verifiers: finding them, and running them."""
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -106,3 +108,89 @@ def test_a_verifier_that_fails_names_the_sample():
   with pytest.raises(reward.RewardError, match="failed on sample 1: KeyError") as e:
     reward.score_all(constant(KeyError("k")), "pp", ["a", "b"], "xx")
   assert isinstance(e.value.__cause__, KeyError)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+  """A module of a user: a verifier that fails at nothing, and one made with arguments."""
+  (tmp_path / "mine_sum.py").write_text(
+    "def right(prompt, response, answer):\n  return response == answer\n"
+    "def says(word, worth=1.0):\n"
+    "  return lambda prompt, response, answer: worth * (word in response)\n"
+    "def short(prompt, response, answer, length, max_tokens):\n"
+    "  return length < max_tokens\n"
+    "def nothing():\n  return None\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  yield
+  sys.modules.pop("mine_sum", None)
+
+
+def test_several_rewards_are_added_up_and_the_first_says_what_is_solved(mine):
+  """Hand numbers; each part is there unweighted, by a name of its own."""
+  terms = reward.parse(
+    "mine_sum.right + 0.5 * mine_sum.says(word='b') - mine_sum.says(word='c', worth=2)"
+    " + 0.25 * mine_sum.short"
+  )
+  samples = "ppp", ["a", "b", "bc"], ["a", "a", "bc"]
+  lengths = {"length": [1, 4, 5], "max_tokens": [4, 4, 4]}
+  found = reward.score_terms(terms, *samples, 1.0, **lengths)
+  np.testing.assert_allclose(found.reward, [1.25, 0.5, 1 + 0.5 - 2])
+  assert found.solved.tolist() == [True, False, True]
+  assert {name: part.tolist() for name, part in found.parts.items()} == {
+    "mine_sum.right": [1, 0, 1],
+    "mine_sum.says": [0, 1, 1],
+    "mine_sum.says_2": [0, 0, 2],
+    "mine_sum.short": [1, 0, 0],
+  }
+
+
+def test_one_reward_is_what_it_always_was(mine):
+  """No parts, and the same numbers, of a name with brackets too."""
+  (term,) = reward.parse("tlt_jax.tasks.countdown.score")
+  assert term.score is countdown.score and term.weight == 1.0
+  found = reward.score_terms(
+    reward.parse("mine_sum.says(word='b', worth=0.5)"), "pp", "ab", "xx", 0.5
+  )
+  assert (found.reward.tolist(), found.solved.tolist()) == ([0, 0.5], [False, True])
+  assert found.parts == {}
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    ("mine_sum.right +", "not of the form WEIGHT"),
+    ("mine_sum.right * 2", "not of the form WEIGHT"),
+    ("2", "not of the form WEIGHT"),
+    ("mine_sum.says('b')", "arguments are given by name"),
+    ("mine_sum.says(word=b)", "not of the form"),
+    ("mine_sum.says(words='b')", "mine_sum.says.*unexpected keyword argument 'words'"),
+    ("mine_sum.says", "cannot be called as says"),
+    ("mine_sum.nothing()", "returns no function"),
+    ("mine_sum.right + mine_sum.wrong", "has no 'wrong'"),
+    ("", "not of the form"),
+  ],
+)
+def test_a_sum_that_cannot_be_is_said_in_one_line(mine, text, message):
+  with pytest.raises(reward.RewardError, match=message) as e:
+    reward.parse(text)
+  assert "\n" not in str(e.value)
+
+
+def test_a_reward_that_takes_what_is_not_known_is_an_error(mine):
+  with pytest.raises(reward.RewardError, match="takes length, which is not known here"):
+    reward.score_all(reward.make("mine_sum.short"), "p", "a", "a")
+
+
+def test_threads_of_a_verifier_change_no_result():
+  """Each sample keeps its place, and the first that fails is named."""
+
+  def score(prompt, response, answer):
+    return 1 / (int(response) - 5)
+
+  score.threads = 4
+  texts = [str(i) for i in range(5)]
+  rewards, _ = reward.score_all(score, texts, texts, texts)
+  np.testing.assert_allclose(rewards, [1 / (i - 5) for i in range(5)], rtol=1e-6)
+  with pytest.raises(reward.RewardError, match="sample 5: ZeroDivisionError"):
+    reward.score_all(score, "ppp" * 3, [str(i) for i in range(9)], "x" * 9)

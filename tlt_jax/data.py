@@ -2,12 +2,14 @@
 
 `source` calls what makes prompts by its name. `load_prompts` is one such: it reads a
 whole file and checks every record, so that what is wrong with it is said before the run
-starts. `prompt_iterator` turns any random-access source into an endless, resumable
-stream of batches. Which prompts a run can use is decided in `prompt_checks`.
+starts. `mixture` draws from several sources by weight, `named_sets` keeps them apart.
+`prompt_iterator` turns any random-access source into an endless, resumable stream of
+batches. Which prompts a run can use is decided in `prompt_checks`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
+import math
 import pathlib
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ import grain
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tlt_jax import calls
 from tlt_jax import json_objects
 from tlt_jax import named
 from tlt_jax import ranges
@@ -59,6 +62,8 @@ def load_prompts(
   prompt_field: str = "prompt",
   answer_field: str | None = "answer",
   size: ranges.Large | None = None,
+  keep: str = "",
+  longest: ranges.Large | None = None,
 ) -> Sequence[dict]:
   """The records of a .jsonl or .parquet file, every one checked, in file order.
 
@@ -71,6 +76,10 @@ def load_prompts(
     prompt_field: name of the field that holds a record's prompt
     answer_field: name of the field that holds a record's answer; None: every answer is ''
     size: most records that are returned, the first of the file; None: all
+    keep: dotted name of a function that is given a record with all its fields and says
+      whether it is kept; '': all are
+    longest: characters of a prompt, of all messages together; records with longer ones are
+      left out; None: none is. (The limit in tokens is rollout.max_prompt)
   Returns:
     records {"prompt", "answer", "place"}
   Raises:
@@ -88,7 +97,8 @@ def load_prompts(
   if not path.is_file():
     raise DataError(f"{path}: no such file (in folder {path.absolute().parent})")
   fields = [prompt_field] if answer_field is None else [prompt_field, answer_field]
-  records = []
+  is_kept = _filter(keep)
+  records, left_out = [], 0
   for place, record in readers[path.suffix](path):
     for field in fields:
       if field not in record:
@@ -96,11 +106,121 @@ def load_prompts(
     problem = prompt_problem(record[prompt_field])
     if problem:
       raise DataError(f"{place}: field {prompt_field!r} {problem}")
+    too_long = longest is not None and _characters(record[prompt_field]) > longest
+    if too_long or not is_kept(place, record):
+      left_out += 1
+      continue
     answer = "" if answer_field is None else record[answer_field]
     records.append({"prompt": record[prompt_field], "answer": answer, "place": place})
   if not records:
-    raise DataError(f"{path}: holds no records")
+    of = f" but {left_out:,} that keep and longest leave out" if left_out else ""
+    raise DataError(f"{path}: holds no records{of}")
   return records[:size]
+
+
+def _filter(keep: str) -> Callable[[str, dict], bool]:
+  """Whether a record, at a place, is one that the function named `keep` wants."""
+  if not keep:
+    return lambda place, record: True
+  try:
+    wanted = named.load(keep)
+  except named.NameNotFound as e:
+    raise DataError(f"keep={keep!r}: {e}") from e
+
+  def is_kept(place: str, record: dict) -> bool:
+    try:
+      return bool(wanted(record))
+    except Exception as e:
+      raise DataError(f"{place}: keep={keep!r} failed: {type(e).__name__}: {e}") from e
+
+  return is_kept
+
+
+def _characters(prompt: str | list[dict]) -> int:
+  messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+  return sum(len(message["content"]) for message in messages)
+
+
+class Mixture(Sequence):
+  """Several sources, drawn from by weight.
+
+  As a sequence it holds all their records, one source after the other. The batches of
+  `prompt_iterator` take from each source its share, whatever its size: a source is
+  shuffled anew whenever all of it was drawn.
+
+  Args:
+    parts: sources of records, none empty
+    weights: of the parts, above 0; their ratio counts
+  Raises:
+    DataError: an empty part, or weights that are none
+  """
+
+  def __init__(self, parts: Sequence[Sequence[dict]], weights: Sequence[float]):
+    self.parts, self.weights = list(parts), [float(w) for w in weights]
+    if not self.parts or not all(map(len, self.parts)):
+      raise DataError("a mixture needs sources, and none of them empty")
+    are_weights = all(0 < w < math.inf for w in self.weights)
+    if len(self.parts) != len(self.weights) or not are_weights:
+      raise DataError(f"a mixture needs a weight above 0 per source, got {self.weights}")
+
+  def __len__(self) -> int:
+    return sum(map(len, self.parts))
+
+  def __getitem__(self, i: int) -> dict:
+    if i >= 0:
+      for part in self.parts:
+        if i < len(part):
+          return part[i]
+        i -= len(part)
+    raise IndexError(i)
+
+
+def mixture(sources: str, size: ranges.Large | None = None) -> Mixture:
+  """Several sources, drawn from by weight; see `Mixture`.
+
+  Args:
+    sources: as in "0.7 * tlt_jax.data.load_prompts(path='a.jsonl') + 0.3 *
+      my_package.parity.Problems(split='train', size=1000)"
+    size: most records that are wanted of each source; None: all
+  Raises:
+    DataError: a source that cannot be found or made, or a weight that is none
+    ValueError: an argument out of its range
+  """
+  ranges.check(mixture, locals())
+  try:
+    listed = calls.weighted(sources)
+  except ValueError as e:
+    raise DataError(f"sources={sources!r} {e}") from e
+  return Mixture([_called(c, size) for c in listed], [c.weight for c in listed])
+
+
+def named_sets(sets: str, size: ranges.Large | None = None) -> list[dict]:
+  """The records of several held-out sets; evaluations give figures for each by its name.
+
+  Args:
+    sets: as in "gsm8k=tlt_jax.data.load_prompts(path='test.jsonl'), sums=..."
+    size: most records that are wanted of each set; None: all
+  Raises:
+    DataError: a source that cannot be found or made
+    ValueError: an argument out of its range
+  """
+  ranges.check(named_sets, locals())
+  try:
+    listed = calls.by_name(sets)
+  except ValueError as e:
+    raise DataError(f"sets={sets!r} {e}") from e
+  return [
+    record | {"set": name}
+    for name, call in listed.items()
+    for record in _called(call, size)
+  ]
+
+
+def _called(call: calls.Call, size: int | None) -> Sequence[dict]:
+  options = call.options or {}
+  if size is not None:
+    options = options | {"size": min(size, options.get("size") or size)}
+  return source(source=call.path, **options)
 
 
 def _read_jsonl(path):
@@ -177,13 +297,23 @@ def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.Data
     raise DataError("there are no prompts to iterate over")
   if not 0 <= seed < 2**32:
     raise DataError(f"the seed of the prompts must lie in [0, 2**32), got {seed}")
-  # Endless for any run; without a number of epochs grain 0.2 overflows at batch 1.
-  epochs = 2**48 // len(source) + 1
-  records = grain.MapDataset.source(source).seed(seed).shuffle().repeat(epochs)
+  if isinstance(source, Mixture):
+    # Of sources with the same records each goes its own way.
+    parts = [_endless(part, (seed + i) % 2**32) for i, part in enumerate(source.parts)]
+    records = grain.MapDataset.mix(parts, source.weights)
+  else:
+    records = _endless(source, seed)
   batches = records.batch(batch, batch_fn=list)
   return iter(
     batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
   )
+
+
+def _endless(source: Sequence[dict], seed: int) -> grain.MapDataset:
+  """The records in an order of their own in each epoch, for longer than any run."""
+  # Without a number of epochs grain 0.2 overflows at batch 1.
+  epochs = 2**48 // len(source) + 1
+  return grain.MapDataset.source(source).seed(seed).shuffle().repeat(epochs)
 
 
 def prefetch(items: Iterable[Item]) -> Iterator[Item]:

@@ -9,7 +9,7 @@ Departures from the paper:
 - Prompts that equation 11 excludes are left out of the update (`keeps`); it is the
   rollout's business to sample others in their place.
 - The buffer of equation 13 is a share of the limit. The default is the paper's: 4,096 of
-  20,480 tokens.
+  20,480 tokens. It is 0 where the reward punishes already (`tasks.form.overlong`).
 - 1e-6 is added to the deviation that advantages are divided by.
 """
 

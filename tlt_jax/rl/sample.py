@@ -33,6 +33,8 @@ class Scored:
   text: list[str]  # B responses
   reward: np.ndarray  # f32[B]
   solved: np.ndarray  # bool[B]
+  parts: dict[str, np.ndarray]  # f32[B] of each reward of a sum, see `reward.Scores`
+  records: list[dict]  # B records that were asked, {"prompt", "answer"} each
   rollout_s: float
   reward_s: float
 
@@ -99,6 +101,7 @@ class Scored:
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/solved": float(self.solved.mean()),
+      **{f"reward/{name}": float(part.mean()) for name, part in self.parts.items()},
       "reward/seconds_s": self.reward_s,
       "memory/rollout_bytes": self.samples.peak_bytes,
     }
@@ -110,7 +113,7 @@ class Sampler:
 
   rollout: rollout_lib.Rollout
   tokenizer: tokenization.Tokenizer
-  score: reward_lib.Score
+  reward: tuple[reward_lib.Term, ...]
   solved_at: float  # the least reward of a solved response, see `reward.score_all`
   sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
   chat: bool = False  # wrap plain prompts in the chat template
@@ -165,19 +168,21 @@ class Sampler:
       )
     text = [self.tokenizer.decode(samples.response(i)) for i in range(len(requests))]
     asked = [records[p] for p in requests.prompt_idx]
-    reward, solved = reward_lib.score_all(
-      self.score,
+    scores = reward_lib.score_terms(
+      self.reward,
       prompts=[r["prompt"] for r in asked],
       responses=text,
       answers=[r["answer"] for r in asked],
       solved_at=self.solved_at,
+      length=samples.length,
+      max_tokens=requests.max_tokens,
     )
     return Scored(
       requests=requests,
       samples=samples,
       text=text,
-      reward=reward,
-      solved=solved,
+      **scores._asdict(),
+      records=asked,
       rollout_s=sampled - began,
       reward_s=time.perf_counter() - sampled,
     )
@@ -203,7 +208,7 @@ def make(
 
   Args:
     tokenizer: the policy's
-    reward: dotted name of a verifier; "": every response is worth 0
+    reward: names of verifiers, see `reward.parse`; "": every response is worth 0
     solved_at: the least reward of a response that counts as solved, where the verifier
       returns a number only
     sampling: temperature, top_k, top_p, min_p and max_tokens of every request
@@ -213,7 +218,7 @@ def make(
   return Sampler(
     rollout=rollout,
     tokenizer=tokenizer,
-    score=reward_lib.make(reward) if reward else _nothing,
+    reward=reward_lib.parse(reward) if reward else (_NOTHING,),
     solved_at=solved_at,
     sampling=sampling,
     chat=chat["apply"],
@@ -225,6 +230,9 @@ def _nothing(prompt, response: str, answer) -> tuple[float, bool]:
   """The reward of a response that nobody judges."""
   del prompt, response, answer
   return 0.0, False
+
+
+_NOTHING = reward_lib.Term("nothing", 1.0, _nothing)
 
 
 def encode(
@@ -288,8 +296,8 @@ def evaluate(
   samples: int,
   seed: int,
   draft_params=None,
-) -> dict[str, float]:
-  """Measures accuracy and reward on held-out records, with the same noise every time.
+) -> Scored:
+  """Answers held-out records, with the same noise every time; see `evaluation.metrics`.
 
   Args:
     params: the policy's, in the layout `axes.ROLLOUT`
@@ -298,12 +306,6 @@ def evaluate(
     seed: the run's
     draft_params: the drafter's, if one drafts and is not trained in rollouts
   """
-  scored = sampler(
+  return sampler(
     params, records, samples, seed=seed + _EVALUATION, draft_params=draft_params
   )
-  return {
-    "eval/accuracy": float(scored.solved.mean()),
-    "eval/reward_mean": float(scored.reward.mean()),
-    "eval/length_mean": float(scored.samples.length.mean()),
-    "eval/seconds_s": scored.rollout_s + scored.reward_s,
-  }

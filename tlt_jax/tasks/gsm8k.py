@@ -8,6 +8,7 @@ The response's final answer is, in this order of precedence:
 
 Of boxes within each other the innermost counts. A box that is not closed, or is empty,
 is no answer, whatever else the response says; neither is a #### with nothing behind it.
+Of a response with </think> only what follows the last of them counts.
 
 A final answer must be one number, however it is written: `written_number` tells which
 forms are read and which are refused, `arithmetic` which calculations. It is compared
@@ -45,12 +46,13 @@ def final_number(response: str) -> fractions.Fraction | None:
   """The number that is the response's final answer; None if that is no number."""
   final = final_answer(response)
   if final is None:
-    return written_number.read_last(response)
+    return written_number.read_last(behind_thoughts(response))
   return written_number.read(final)
 
 
 def final_answer(response: str) -> str | None:
   """What is boxed or stands behind ####, "" if nothing is; None without either."""
+  response = behind_thoughts(response)
   boxes = list(_BOX.finditer(response))
   if boxes:
     return _inside(response, boxes[-1].end())
@@ -58,6 +60,11 @@ def final_answer(response: str) -> str | None:
     lines = response.rpartition("####")[2].strip().splitlines()
     return lines[0] if lines else ""
   return None
+
+
+def behind_thoughts(response: str) -> str:
+  """What follows the last </think>; the whole response if there is none."""
+  return response.rpartition("</think>")[2]
 
 
 def _inside(text: str, start: int) -> str:

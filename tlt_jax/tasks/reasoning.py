@@ -2,10 +2,12 @@ r"""Tasks of reasoning-gym, by name: procedurally generated problems that it can
 
     source="tlt_jax.tasks.reasoning.Problems", task="chain_sum",
     options="min_terms=2, max_terms=2, min_digits=1, max_digits=2"
+    source="tlt_jax.tasks.reasoning.mixture", tasks="2 * chain_sum(min_terms=2) + gcd"
 
 A model answers in prose. Its answer is, in this order of precedence, the content of the
 last \boxed{...}, the line after the last ####, and else the last number in the text, or,
-where the right answer is no number, the last line. A number counts however it is written
+where the right answer is no number, the last line, or as many as that has. What stands
+before </think> does not count. A number counts however it is written
 (`written_number`): 1,234 and 1234.0 are the same answer. What the answer is worth is for
 reasoning-gym to say: `score` gives 1 for what it takes as right, `graded` what it gives.
 """
@@ -18,11 +20,16 @@ from typing import Any, Literal
 
 import reasoning_gym
 
+from tlt_jax import calls
 from tlt_jax import data
 from tlt_jax import ranges
 from tlt_jax.tasks import gsm8k
 from tlt_jax.tasks import written_number
 
+_PROBLEMS = 2**48  # of a task, among which is drawn
+# These tasks write all their problems down before the first one, or take smaller seeds.
+_FEWER = dict.fromkeys(("acre", "gsm_symbolic", "list_functions", "word_ladder"), 20_000)
+_FEWER["pool_matrix"] = 2**31
 _TRIES = 2000  # problems that are looked at for one of a split
 _REPEATS = 2000  # of held-out problems, until it is believed that there are no others
 
@@ -80,7 +87,7 @@ class Problems:
     """The i-th problem of the split, which may be one that another i has too."""
     rng = random.Random(f"{self._seed} {self._is_held_out} {i}")
     for _ in range(_TRIES):
-      problem = self._all[rng.randrange(2**48)]
+      problem = self._all[rng.randrange(_FEWER.get(self._task, _PROBLEMS))]
       held_out = hashlib.sha256(problem["question"].encode()).digest()[0] < 16
       if held_out == self._is_held_out:
         return problem
@@ -93,6 +100,38 @@ class Problems:
     # The verifiers of some tasks need the whole problem to judge an answer.
     answer = {"task": self._task, "options": self._options, "problem": problem}
     return {"prompt": problem["question"], "answer": answer}
+
+
+def mixture(
+  tasks: str, split: Literal["train", "held_out"], size: ranges.Large, seed: ranges.Seed = 0
+) -> data.Mixture | list[dict[str, Any]]:
+  """Problems of several tasks: drawn by weight, or, held out, a set for each.
+
+  Args:
+    tasks: as in "2 * chain_sum(min_terms=2, max_terms=2) + gcd + 0.5 * base_conversion"
+    split: part of all problems to draw from; the two share none
+    size: number of problems, of each task
+    seed: seed of the sequence of problems
+  Raises:
+    DataError: no such task, or it takes other options
+    ValueError: an argument out of its range
+  """
+  ranges.check(mixture, locals())
+  try:
+    listed = calls.weighted(tasks)
+  except ValueError as e:
+    raise data.DataError(f"tasks={tasks!r} {e}") from e
+  made = []
+  for call in listed:
+    options = ", ".join(f"{name}={value!r}" for name, value in (call.options or {}).items())
+    made.append(Problems(call.path, split, size, options, seed))
+  if split == "train":
+    return data.Mixture(made, [call.weight for call in listed])
+  return [
+    record | {"set": call.path}
+    for call, problems in zip(listed, made, strict=True)
+    for record in problems
+  ]
 
 
 def score(prompt: object, response: str, answer: dict[str, Any]) -> float:
@@ -130,8 +169,8 @@ def final_answer(response: str, gold: str | None) -> str | None:
   if value is None:
     final = gsm8k.final_answer(response)
     if final is None:
-      lines = response.strip().splitlines()
-      final = lines[-1].strip() if lines else ""
+      lines = gsm8k.behind_thoughts(response).strip().splitlines()
+      final = "\n".join(lines[-len((gold or "").splitlines() or [""]) :]).strip()
     return final or None
   found = gsm8k.final_number(response)
   if found is None or found == value:
@@ -156,6 +195,7 @@ def _dataset(task: str, options: str) -> reasoning_gym.dataset.ProceduralDataset
       f"options={options!r}: takes arguments as in 'min_terms=2, max_terms=3' ({e})"
     ) from e
   try:
-    return reasoning_gym.create_dataset(task, **given | {"seed": 0, "size": 2**62})
+    size = _FEWER.get(task, _PROBLEMS)
+    return reasoning_gym.create_dataset(task, **given | {"seed": 0, "size": size})
   except (TypeError, ValueError, AssertionError) as e:
     raise data.DataError(f"task {task!r} of reasoning-gym, options={options!r}: {e}") from e

@@ -1,0 +1,172 @@
+"""Compares runs: a table, curves, and paired accuracy on the same held-out problems.
+
+    python -m experiments.compare WORKDIR WORKDIR ... [--figure=compare.png] [--steps=10]
+
+The table has the reward and the step time of the last steps, and the accuracy of the last
+evaluation with its 95% interval over problems. Differences are those to the first workdir,
+at the last evaluation of each, over the problems that both were asked; an interval that
+leaves out 0 is a difference that chance rarely makes. A folder of
+`experiments.evaluate --output` counts as a workdir. The last line is JSON.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+import matplotlib as mpl
+from matplotlib import figure
+import numpy as np
+
+from experiments import evaluations
+from experiments import launch
+from experiments import plot
+from experiments import tables
+from tlt_jax import metrics
+from tlt_jax import writing
+
+_FIGURE = flags.DEFINE_string("figure", "compare.png", "File of the curves; '': none.")
+_STEPS = flags.DEFINE_integer("steps", 10, "Last steps that means are of.", lower_bound=1)
+
+# Okabe-Ito, told apart by colour-blind readers.
+_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
+
+
+def read(workdir: pathlib.Path) -> tuple[list[dict], dict[int, list[dict]]]:
+  """A workdir's metrics by step, and the problems of its evaluations by step.
+
+  Raises:
+    ValueError: it has neither, or a damaged file
+  """
+  path = workdir / "metrics.jsonl"
+  records = metrics.read(path) if path.exists() else []
+  evaluated = evaluations.read(workdir)
+  if not records and not evaluated:
+    raise ValueError(f"{workdir}: no workdir, it has neither metrics.jsonl nor evaluations")
+  return records, evaluated
+
+
+def summary(records: Sequence[Mapping], evaluated: Mapping, steps: int) -> dict[str, Any]:
+  """What a workdir comes to: means over its last steps, and its last evaluation."""
+  taken = [r for r in records if "reward/mean" in r]
+  found: dict[str, Any] = {"steps": len(taken)}
+  for name, key in (("reward", "reward/mean"), ("solved", "reward/solved")):
+    values = [r[key] for r in taken[-steps:] if key in r]
+    if values:
+      found[name] = float(np.mean(values))
+  if seconds := [r["step/seconds_s"] for r in taken[-steps:] if "step/seconds_s" in r]:
+    found["step_s"] = float(np.median(seconds))
+  if evaluated:
+    by_problem = [np.mean(problem["solved"]) for problem in evaluated[max(evaluated)]]
+    found["problems"] = len(by_problem)
+    found["accuracy"] = float(np.mean(by_problem))
+    if len(by_problem) > 1:
+      found["accuracy_half_width"] = metrics.interval(by_problem)[1]
+  elif shares := [r["eval/accuracy"] for r in records if "eval/accuracy" in r]:
+    found["accuracy"] = shares[-1]  # of an earlier version, without problems
+  return found
+
+
+def paired(first: Sequence[Mapping], other: Sequence[Mapping]) -> dict[str, Any]:
+  """How much more of the same problems are solved by `other`, with the 95% interval.
+
+  Args:
+    first, other: problems of an evaluation each; those with the same prompt and set are
+      the same, a prompt that comes n times as its first, second... n-th
+  Returns:
+    problems: the number of them; with two or more, gain and gain_half_width
+  """
+  named_first, named_other = _by_name(first), _by_name(other)
+  gains = [
+    np.mean(named_other[name]["solved"]) - np.mean(problem["solved"])
+    for name, problem in named_first.items()
+    if name in named_other
+  ]
+  found: dict[str, Any] = {"problems": len(gains)}
+  if len(gains) > 1:
+    found["gain"], found["gain_half_width"] = metrics.interval(gains)
+  return found
+
+
+def _by_name(problems: Sequence[Mapping]) -> dict[tuple, Mapping]:
+  named = {}
+  for problem in problems:
+    name = (problem.get("set", ""), json.dumps(problem["prompt"]))
+    number = 0
+    while (*name, number) in named:
+      number += 1
+    named[(*name, number)] = problem
+  return named
+
+
+def plot_curves(runs: Mapping[str, tuple]) -> figure.Figure:
+  """Draws reward, accuracy with its intervals, and step time over the steps."""
+  fig = figure.Figure(figsize=(6, 8), layout="constrained")
+  reward, accuracy, seconds = fig.subplots(3, sharex=True)
+  for i, (name, (records, evaluated)) in enumerate(runs.items()):
+    color = _COLORS[i % len(_COLORS)]
+    for ax, key in ((reward, "reward/mean"), (seconds, "step/seconds_s")):
+      points = [(r["step"], r[key]) for r in records if key in r]
+      if points:
+        ax.plot(*zip(*points, strict=True), color=color, label=name)
+    steps = sorted(evaluated)
+    shares = [[np.mean(p["solved"]) for p in evaluated[step]] for step in steps]
+    half = [metrics.interval(s)[1] if len(s) > 1 else 0.0 for s in shares]
+    if steps:
+      means = [np.mean(s) for s in shares]
+      accuracy.errorbar(
+        steps, means, half, color=color, marker="o", markersize=4, capsize=3, label=name
+      )
+  reward.set(title="Reward of a step", ylabel="mean over responses")
+  accuracy.set(title="Accuracy on held-out problems", ylabel="share solved, 95%")
+  seconds.set(title="Time of a step", ylabel="seconds", xlabel="RL step", ylim=(0, None))
+  seconds.xaxis.get_major_locator().set_params(integer=True)
+  for ax in (reward, accuracy, seconds):
+    if ax.has_data():
+      ax.legend(loc="best")
+  return fig
+
+
+def _percent(found: Mapping[str, Any], name: str, form: str = ".1f") -> str:
+  if name not in found:
+    return "-"
+  half = found.get(f"{name}_half_width")
+  text = f"{100 * found[name]:{form}}"
+  return text if half is None else f"{text} ± {100 * half:.1f}"
+
+
+def main(*workdirs: str):
+  if len(workdirs) < 2 or len(set(workdirs)) < len(workdirs):
+    raise ValueError("give two or more different workdirs to compare")
+  runs = {name: read(pathlib.Path(name)) for name in workdirs}
+  result = {}
+  for name, (records, evaluated) in runs.items():
+    result[name] = summary(records, evaluated, _STEPS.value)
+    base = runs[workdirs[0]][1]
+    if name != workdirs[0] and base and evaluated:
+      result[name]["paired"] = paired(base[max(base)], evaluated[max(evaluated)])
+  number = lambda found, name, form: format(found[name], form) if name in found else "-"
+  tables.show(
+    f"Means of the last {_STEPS.value} steps, and the last evaluation",
+    ("workdir", "steps", "reward", "step s", "accuracy %", "gain, paired, points"),
+    [
+      (
+        name,
+        str(found["steps"]),
+        number(found, "reward", ".3f"),
+        number(found, "step_s", ".2f"),
+        _percent(found, "accuracy"),
+        _percent(found.get("paired", {}), "gain", "+.1f"),
+      )
+      for name, found in result.items()
+    ],
+  )
+  if _FIGURE.value:
+    with mpl.rc_context(plot.STYLE), writing.to(_FIGURE.value):
+      plot_curves(runs).savefig(_FIGURE.value)
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  launch.run(main, takes_arguments=True)

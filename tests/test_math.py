@@ -1,0 +1,89 @@
+"""The verifier of LaTeX answers: which are the same, and that every verdict ends."""
+
+import concurrent.futures
+import time
+
+import pytest
+
+from tests.answers import math_pairs
+from tlt_jax.tasks import math
+
+
+@pytest.mark.parametrize("kind", math_pairs.PAIRS)
+def test_answers_count_as_what_they_mean(kind):
+  """However they are written; what differs is refused."""
+  wrong = []
+  for gold, equal, different in math_pairs.PAIRS[kind]:
+    for expected, finals in ((1.0, equal), (0.0, different)):
+      for final in finals:
+        if math.score("", rf"Hence \boxed{{{final}}}.", gold) != expected:
+          wrong.append((gold, final, expected))
+  assert not wrong
+
+
+def test_there_are_two_hundred_pairs():
+  """Of either kind about as many."""
+  rows = [row for rows in math_pairs.PAIRS.values() for row in rows]
+  equal, different = (sum(len(row[side]) for row in rows) for side in (1, 2))
+  assert equal > 100 and different > 100
+
+
+@pytest.mark.parametrize(
+  "response, answer, right",
+  [
+    (r"\boxed{\frac{1}{3}} or \boxed{\frac{1}{2}}", r"so it is \boxed{\frac{1}{2}}", 1),
+    (r"\boxed{\frac{1}{2}} or \boxed{\frac{1}{3}}", r"so it is \boxed{\frac{1}{2}}", 0),
+    (r"\boxed{\text{\boxed{x^2}}}", "x^2", 1),
+    (r"\boxed{x^2", "x^2", 0),
+    (r"\boxed{}", "x^2", 0),
+    ("#### 1/2\n", r"\frac{1}{2}", 1),
+    ("So the answer is $\\frac{1}{2}$.", r"\frac{1}{2}", 1),
+    ("So the answer is $\\frac{1}{3}$.", r"\frac{1}{2}", 0),
+    (r"Thus \(x^2 + 1\)", "1+x^2", 1),
+    ("", "3", 0),
+    ("I do not know", "3", 0),
+    ("\\boxed{\ud800}", "3", 0),
+    ("\\boxed{３}", "3", 1),
+    ("\\boxed{\u2212x^2}", "-x^2", 1),
+  ],
+)
+def test_the_final_answer_is_boxed_or_stands_on_the_last_line(response, answer, right):
+  assert math.score("", response, answer) == right
+
+
+def test_no_gold_answer_is_an_error():
+  with pytest.raises(ValueError, match="gold answer .* is empty"):
+    math.score("", "3", r"so it is \boxed{}")
+
+
+# What a computer algebra does not finish. Each costs a new process.
+ENDLESS = [
+  r"\boxed{9^{9^{9^{9}}}}",
+  r"\boxed{(x+1)^{100000}}",
+  r"\boxed{\int_0^1 \sin(x^{x^x}) \sqrt{\tan(x)} dx}",
+  r"\boxed{100000000!!}",
+  r"\boxed{\binom{99999999}{4999999}}",
+]
+HOSTILE = [
+  *ENDLESS[:1],
+  r"\boxed{" + "x+" * 50_000 + "x}",
+  "9" * 100_000,
+  "\\boxed{" * 20_000,
+  r"\boxed{__import__('os').system('true')}",
+]
+
+
+def test_every_answer_gets_a_verdict_from_any_thread():
+  """Whatever it asks a computer algebra for; the process serves the next one as before."""
+  began = time.process_time()
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    found = list(pool.map(lambda text: math.score("", text, "x^2+1"), HOSTILE))
+  assert found == [0.0] * len(HOSTILE)
+  assert time.process_time() - began < 2.0  # of this process: comparing costs it nothing
+  assert math.score("", r"\boxed{1+x^2}", "x^2+1") == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("response", ENDLESS)
+def test_what_never_ends_is_wrong(response):
+  assert math.score("", response, "x^2+1") == 0.0

@@ -1,0 +1,131 @@
+r"""Programming problems: the code that a response holds has to pass tests.
+
+    reward="tlt_jax.tasks.code.passes(cpu_s=5.0, memory_mb=512)"
+
+The code is the last block between ``` and ```, or ```python and ```. An answer is a list
+of tests, or the JSON text of one:
+
+    [["1 2\n", "3\n"], ["2 2\n", "4\n"]]     pairs: stdin, and what is to be printed
+    ["assert add(1, 2) == 3"]                statements, run behind the code
+
+What is printed counts but for space at the ends of lines. Each test runs alone, in a
+`sandbox`; code that exceeds a limit fails that test. An assert is in the hands of the code
+that it tests: code that is written to cheat can make it pass, with an __eq__ that is always
+true. Pairs do not have this weakness.
+"""
+
+from collections.abc import Callable
+import json
+import re
+import secrets
+
+from tlt_jax import ranges
+from tlt_jax import sandbox
+from tlt_jax.tasks import gsm8k
+
+_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# Reads the code, then, when that has run, the statement and what to print in the end, so
+# that code that ends early proves nothing.
+_ASSERTING = """
+import os, sys
+tests = os.fdopen(os.dup(0))
+os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+names = {"__name__": "__main__"}
+import json
+exec(compile(json.loads(tests.readline()), "code.py", "exec"), names)
+statement, passed = json.loads(tests.readline())
+exec(compile(statement, "test.py", "exec"), names)
+print("\\n" + passed, flush=True)
+os._exit(0)
+"""
+
+
+def passes(
+  wall_s: ranges.Positive = 10.0,
+  cpu_s: ranges.Positive = 5.0,
+  memory_mb: ranges.Count = 512,
+  processes: ranges.Count = 4,
+  file_mb: ranges.Count = 4,
+  at_once: ranges.Count = 4,
+  partial: bool = False,
+  isolation: sandbox.Isolation = "namespaces",
+) -> Callable[[object, str, object], float | tuple[float, bool]]:
+  """A reward of 1.0 for code that passes all tests, else 0.0.
+
+  Args:
+    wall_s: seconds that a test may take, for code that waits; where it decides, another
+      machine may judge otherwise
+    cpu_s: seconds of CPU time that each process of a test may take, rounded up
+    memory_mb: MiB of address space of each process; all tests of a moment can take this
+      times `processes` times `at_once`
+    processes: processes and threads that a test may have at a time
+    file_mb: MiB of all files that a test writes, and of what it prints
+    at_once: responses that are tested at a time
+    partial: whether the reward is the share of tests that are passed; a response is solved
+      if that is all of them
+    isolation: 'namespaces'; or 'limits', where Linux does not allow those: then code is
+      limited in time, memory, and number and size of processes, but not kept from files
+      and network
+  Raises:
+    ValueError: an argument out of its range, or code cannot be isolated on this machine
+  """
+  ranges.check(passes, locals())
+  limits = sandbox.Limits(wall_s, cpu_s, memory_mb, processes, file_mb)
+  sandbox.check(isolation)
+
+  def score(prompt: object, response: str, answer: object) -> float | tuple[float, bool]:
+    del prompt
+    tests = read_tests(answer)
+    code = find_code(response)
+    passed = 0
+    for test in tests:
+      if code is not None and _passes(code, test, limits, isolation):
+        passed += 1
+      elif not partial:
+        return 0.0
+    return passed / len(tests), passed == len(tests)
+
+  score.threads = at_once
+  return score
+
+
+def find_code(response: str) -> str | None:
+  """The last block of code of a response; None if there is none."""
+  blocks = _BLOCK.findall(gsm8k.behind_thoughts(response))
+  return blocks[-1] if blocks else None
+
+
+def read_tests(answer: object) -> list[str | list[str]]:
+  """The tests that an answer holds.
+
+  Raises:
+    ValueError: it holds none, or something else
+  """
+  try:
+    tests = json.loads(answer) if isinstance(answer, str) else answer
+  except ValueError:
+    tests = None
+  is_pair = lambda t: len(t) == 2 and all(isinstance(text, str) for text in t)
+  is_test = lambda t: isinstance(t, str) or (isinstance(t, list | tuple) and is_pair(t))
+  if not isinstance(tests, list) or not tests or not all(map(is_test, tests)):
+    raise ValueError(
+      f"the answer {answer!r:.80} is no list of tests: give [stdin, stdout] pairs of "
+      "texts, or assert statements"
+    )
+  return tests
+
+
+def _passes(
+  code: str, test: str | list[str], limits: sandbox.Limits, isolation: sandbox.Isolation
+) -> bool:
+  if isinstance(test, str):
+    passed = secrets.token_hex(16)
+    stdin = f"{json.dumps(code)}\n{json.dumps([test, passed])}\n"
+    ran = sandbox.run(_ASSERTING, stdin, limits, isolation)
+    return ran.status == 0 and ran.stdout.endswith(f"\n{passed}\n")
+  ran = sandbox.run(code, test[0], limits, isolation)
+  return ran.status == 0 and _lines(ran.stdout) == _lines(test[1])
+
+
+def _lines(text: str) -> list[str]:
+  return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,127 @@
+r"""Mathematics whose answer is a LaTeX expression: number, interval, matrix, word...
+
+The response's final answer is the content of the last \boxed{...} or the line after the
+last ####, as `gsm8k.final_answer` finds it, and else what the last line says. It is right
+if it equals the gold answer as mathematics: \frac12, 0.5 and \dfrac{2}{4} are the same, so
+are (x+1)^2 and x^2+2x+1, and {1,2} and {2,1}, but not (1,2) and (2,1).
+
+math-verify (https://github.com/huggingface/Math-Verify) decides what plain comparison does
+not. Its computer algebra can take forever or all memory, and its own time limits need the
+main thread. So it runs in a process of its own, under limits of CPU time and memory; what
+exceeds them is not right. Departures: a number with a base, 101_2, equals itself only, and
+degrees in trigonometric functions are understood.
+"""
+
+import functools
+import logging
+import re
+import resource
+from typing import Any
+
+from tlt_jax import worker
+from tlt_jax.tasks import gsm8k
+from tlt_jax.tasks import written_number
+
+_CPU_S = 2.0  # of one comparison; almost all take less than 0.1
+_MEMORY = 4 * 2**30  # bytes of address space of the process that compares
+_LONGEST = 1000  # characters of a final answer that is looked at
+
+_SPELLINGS = (
+  (r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\!", ""),
+  (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+  (r"\\cdot\s*i(?![a-zA-Z])", " i"),  # math-verify would take i for a variable
+  (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
+  (r"(?<=[0-9])(?:\\,|\\ |\{,\})(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
+  (
+    r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*([0-9.]+)\s*\^\s*\{?\\circ\}?[)}]?",
+    r"\1(\\frac{\2\\pi}{180})",
+  ),
+)
+_PLAIN = str.maketrans("０１２３４５６７８９\u2212", "0123456789-")
+_WITH_BASE = re.compile(r"_\s*(?:\{\s*[0-9]+\s*\}|[0-9]+)\s*$")
+_DECIMAL = re.compile(r"[-+]?(?:\\?\$)?[0-9][0-9,]*+(?:\.[0-9]*)?")
+
+
+def score(prompt: object, response: str, answer: object) -> float:
+  r"""1.0 if the response's final answer equals the gold answer, else 0.0.
+
+  Args:
+    prompt: not used
+    response: text of the solution
+    answer: the gold answer, or a solution that ends in \boxed{...} or "#### ..."
+  Raises:
+    ValueError: there is no gold answer
+  """
+  del prompt
+  marked = gsm8k.final_answer(str(answer))
+  gold = (str(answer) if marked is None else marked).strip()
+  if not gold:
+    raise ValueError(f"gold answer {str(answer)[-60:]!r} is empty")
+  final = gsm8k.final_answer(response)
+  is_marked = final is not None
+  if final is None:
+    final = (gsm8k.behind_thoughts(response).strip().splitlines() or [""])[-1]
+  return float(is_equal(gold, final.strip(), is_marked))
+
+
+def is_equal(gold: str, final: str, is_marked: bool = True) -> bool:
+  """Whether two LaTeX texts mean the same.
+
+  Args:
+    gold: the right answer
+    final: what is compared with it
+    is_marked: whether `final` is an answer alone, not a sentence that has one
+  """
+  if len(final) > _LONGEST + len(gold):
+    return False
+  gold, final = _respelt(gold), _respelt(final)
+  compact = lambda text: re.sub(r"[\s{}$]", "", text)
+  if re.sub(r"[\s$]", "", gold) == re.sub(r"[\s$]", "", final) != "":
+    return True
+  if _WITH_BASE.search(gold) or _WITH_BASE.search(final):
+    return compact(gold) == compact(final)
+  if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(final):  # the most frequent case
+    numbers = written_number.read(gold), written_number.read(final)
+    if None not in numbers:
+      return numbers[0] == numbers[1]
+  try:
+    return _comparer()(gold, final, is_marked)
+  except worker.Stopped:
+    return False
+
+
+def _respelt(text: str) -> str:
+  text = text.translate(_PLAIN)
+  for spelling, plain in _SPELLINGS:
+    text = re.sub(spelling, plain, text)
+  return text.rstrip(". ")
+
+
+@functools.cache
+def _comparer() -> worker.Worker:
+  """The process that runs math-verify; it ends with this one."""
+  return worker.Worker(
+    f"{__name__}.verify", cpu_s=_CPU_S, warm_up=((r"\frac{1}{2}", "x^2", True),)
+  )
+
+
+def verify(gold: str, final: str, is_marked: bool) -> bool:
+  """What math-verify says; for a process of its own, whose memory it limits."""
+  math_verify, kinds = _math_verify()
+  try:
+    expected = math_verify.parse(rf"\boxed{{{gold}}}", kinds, parsing_timeout=None)
+    text = rf"\boxed{{{final}}}" if is_marked else final
+    found = math_verify.parse(text, kinds, parsing_timeout=None)
+    return bool(math_verify.verify(expected, found, timeout_seconds=None))
+  except (Exception, MemoryError, RecursionError):  # of an answer that makes no sense
+    return False
+
+
+@functools.cache
+def _math_verify() -> tuple[Any, list]:
+  import math_verify  # sympy takes seconds, and only this process needs it
+
+  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+  logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+  latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+  return math_verify, [latex, math_verify.ExprExtractionConfig()]
