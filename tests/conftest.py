@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config, items):
   for item in items:
     needs = next((k for k in _ACCELERATORS if item.get_closest_marker(k)), None)
     if needs != asked:
-      reason = f"needs a {needs.upper()}: pytest --{needs}" if needs else f"needs no {asked}"
-      item.add_marker(pytest.mark.skip(reason=reason))
+      reason = f"needs a {needs.upper()}: pytest --{needs}"
+      item.add_marker(pytest.mark.skip(reason=reason if needs else f"needs no {asked}"))
 
 
 def _accelerator(config) -> str | None:

@@ -31,7 +31,7 @@ from experiments.bench import machine
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = _ROOT / "experiments" / "results" / "accelerator"
 WORKDIR = _ROOT / "runs" / "bench_accelerator"
-_NAMES = {"gpu": "NVIDIA GPU", "tpu": "TPU"}
+_NAMES = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +258,7 @@ def check(kind: str, found: Mapping[str, Any]) -> None:
   if found["platform"] == kind:
     return
   runs_on = found["platform"] or f"nothing: {found['error']}"
-  missing = f"this needs a {_NAMES[kind]}, and jax runs on {runs_on}"
+  missing = f"this needs {_NAMES[kind]}, and jax runs on {runs_on}"
   if kind == "gpu" and found.get("driver"):
     missing += f", though driver {found['driver']} is there: rm -rf .venv, then make again"
   raise ValueError(f"{missing}; ARGS=--dry_run tries every part on the CPU")

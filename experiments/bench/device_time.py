@@ -26,15 +26,15 @@ class Side(NamedTuple):
   feed: Callable[[Any, Any], Any]
 
 
-def looped(side: Side, calls: int) -> Callable[[], Any]:
-  """Makes a program of so many calls, one after the other; returns what runs it."""
+def looped(side: Side, calls: int) -> Callable[..., Any]:
+  """The jitted program of so many calls, one after the other, on the side's arguments."""
 
   @jax.jit
   def program(first, *rest):
     call = lambda _, first: side.feed(side.operation(first, *rest), first)
     return jax.lax.fori_loop(0, calls, call, first)
 
-  return lambda: jax.block_until_ready(program(*side.args))
+  return program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Timing:
       expected_s: about what a call takes
     """
     calls = self.calls(expected_s)
-    runs = {name: looped(side, calls) for name, side in sides.items()}
+    wait = lambda program, args: lambda: jax.block_until_ready(program(*args))
+    runs = {name: wait(looped(side, calls), side.args) for name, side in sides.items()}
     return self.timed(runs, calls)
 
   def timed(self, runs: Mapping[str, Callable[[], Any]], calls: int = 1) -> dict[str, dict]:

@@ -77,6 +77,7 @@ def random_params(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh):
   return jax.tree.map(make, shapes)
 
 
+@functools.cache
 def params_bytes(config: config_lib.ModelConfig) -> int:
   """Bytes of `random_params`."""
   count = sum(x.size for x in jax.tree.leaves(target.abstract_params(config)))
