@@ -31,6 +31,12 @@ from experiments.bench import machine
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = _ROOT / "experiments" / "results" / "accelerator"
 WORKDIR = _ROOT / "runs" / "bench_accelerator"
+_KERNELS, _STEPS, _DRAINING, _WIDEN, _STEP, _SPOT = (
+  f"experiments.bench.{name}"
+  for name in ("kernels", "decode_steps", "draining", "widen", "step", "spot")
+)
+_TINY = ("--dry_run", "--repeats=2")
+_DRY_MINUTES = 10.0  # of a part: a CPU interprets kernels slowly
 _NAMES = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
 
 
@@ -47,90 +53,79 @@ class Part:
 
 def parts(kind: str) -> tuple[Part, ...]:
   """The parts, what one wants to know most first. Their limits add up to 39 minutes."""
-  kernels, steps = "experiments.bench.kernels", "experiments.bench.decode_steps"
-  draining, wide = "experiments.bench.draining", str(WORKDIR / "wide")
-  tail = "--config=experiments/configs/tail.py"
-  smoke = (f"{tail}:smoke", "--config.policy=experiments/policies/countdown")
-  steps_dry = (steps, "--dry_run", "--repeats=2")
   pytest = ("pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", kind)
   return (
     Part(
       "tests",
       [(*pytest, f"--{kind}", "tests")],
-      [(*pytest, "tests/test_on_gpu.py")],
+      dry=[(*pytest, "tests/test_on_gpu.py")],
       minutes=4,
     ),
     Part(
       "drawing",
-      [(kernels, "--only=bandwidth,sample,cut,write", "--minutes=3")],
-      [(kernels, "--only=bandwidth,cut,write", "--dry_run", "--repeats=2")],
+      [(_KERNELS, "--only=bandwidth,sample,cut,write", "--minutes=3")],
+      dry=[(_KERNELS, "--only=bandwidth,cut,write", *_TINY)],
       minutes=4,
     ),
     Part(
       "attention",
-      [(kernels, "--only=attention", "--minutes=5")],
-      [(kernels, "--only=attention", "--dry_run", "--repeats=2")],
+      [(_KERNELS, "--only=attention", "--minutes=5")],
+      dry=[(_KERNELS, "--only=attention", *_TINY)],
       minutes=6,
     ),
     Part(
       "steps_7b",
-      [(steps, "--model=qwen2.5-7b", "--minutes=4")],
-      [(*steps_dry, "--model=qwen2.5-7b")],
+      [(_STEPS, "--model=qwen2.5-7b", "--minutes=4")],
+      dry=[(_STEPS, "--model=qwen2.5-7b", *_TINY)],
       minutes=8,
     ),
     Part(
       "steps_0.6b",
-      [(steps, "--model=qwen3-0.6b", "--minutes=3")],
-      [(*steps_dry, "--model=qwen3-0.6b")],
+      [(_STEPS, "--model=qwen3-0.6b", "--minutes=3")],
+      dry=[(_STEPS, "--model=qwen3-0.6b", *_TINY)],
       minutes=6,
     ),
+    *_of_rollouts(),
+  )
+
+
+def _of_rollouts() -> tuple[Part, ...]:
+  """The parts that answer prompts with the default policy, or with a wider one."""
+  tail = "--config=experiments/configs/tail.py"
+  smoke = (f"{tail}:smoke", "--config.policy=experiments/policies/countdown")
+  wide = WORKDIR / "wide"  # of 330M parameters
+  of_wide = (f"--config.policy={wide}/policy", f"--config.drafter={wide}/drafter")
+  short = ("--requests=3", "--shortest=4", "--longest=24", "--strategies=3_1_4")
+  once = ("--sides=plain,frozen", "--steps=1", "--warm_up=1")
+  return (
     Part(
       "draining",
       [
-        ("experiments.bench.widen", tail, *_of(wide), "--times=8", "--layers=28"),
-        (draining, tail, *_policy(wide), "--dtype=bfloat16"),
+        (_WIDEN, tail, "--times=8", "--layers=28", f"--workdir={wide}"),
+        (_DRAINING, tail, *of_wide, "--dtype=bfloat16"),
       ],
-      [
-        (
-          *(draining, tail, "--requests=3", "--shortest=4", "--longest=24"),
-          *("--repeats=2", "--strategies=3_1_4"),
-        )
-      ],
+      dry=[(_DRAINING, tail, *short, "--repeats=2")],
       minutes=4,
     ),
     Part(
       "step",
       [
         (
-          *("experiments.bench.step", f"{tail}:32", "--config.batch.responses=8"),
-          *("--sides=plain,frozen,tlt", "--steps=4", "--warm_up=1"),
-          f"--workdir={WORKDIR / 'step'}",
+          *(_STEP, f"{tail}:32", "--config.batch.responses=8", "--sides=plain,frozen"),
+          *("--steps=4", "--warm_up=1", f"--workdir={WORKDIR / 'step'}"),
         )
       ],
-      [
-        (
-          *("experiments.bench.step", *smoke, "--sides=plain,frozen"),
-          *("--steps=1", "--warm_up=1", f"--workdir={WORKDIR / 'step_dry'}"),
-        )
-      ],
+      dry=[(_STEP, *smoke, *once, f"--workdir={WORKDIR / 'step_dry'}")],
       minutes=4,
     ),
     Part(
       "spot",
-      [("experiments.bench.spot", tail, "--pairs=6")],
-      [("experiments.bench.spot", *smoke, "--pairs=2")],
+      [(_SPOT, tail, "--pairs=6")],
+      dry=[(_SPOT, *smoke, "--pairs=2")],
       minutes=3,
       devices=2,
     ),
   )
-
-
-def _of(wide: str) -> tuple[str, ...]:
-  return (f"--workdir={wide}",)
-
-
-def _policy(wide: str) -> tuple[str, ...]:
-  return (f"--config.policy={wide}/policy", f"--config.drafter={wide}/drafter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +141,10 @@ class Run:
   def path(self, part: Part, suffix: str) -> pathlib.Path:
     """A file of a part's results."""
     return self.folder / f"{part.name}{suffix}"
+
+  def minutes(self, part: Part) -> float:
+    """The limit of a part."""
+    return _DRY_MINUTES if self.dry_run else part.minutes
 
   def is_done(self, part: Part) -> bool:
     """Whether an earlier call ran it, and it did not fail."""
@@ -169,7 +168,8 @@ class Run:
 
   def _run(self, part: Part, commands: Sequence[Sequence[str]]) -> dict:
     """Runs the commands one after the other: the last one's result, or an error."""
-    ends = time.monotonic() + 60 * part.minutes
+    minutes = self.minutes(part)
+    ends = time.monotonic() + 60 * minutes
     for command in commands:
       out, log = self.path(part, ".txt"), self.logs / f"{part.name}.log"
       with out.open("w") as stdout, log.open("w") as stderr:
@@ -181,7 +181,7 @@ class Run:
         is_json = last.startswith("{")
         out.write_text("\n".join(tables if is_json else [*tables, last]) + "\n")
       if status != 0:
-        error = _error(status, part.minutes, log, [*tables, last])
+        error = _error(status, minutes, log, [*tables, last])
         return {"error": error} | ({"result": result} if result is not None else {})
     if result is None:
       return {"error": f"it printed no result, see {log}"}
@@ -307,7 +307,7 @@ def run_all(run: Run, chosen: Sequence[Part], again: bool) -> dict[str, dict]:
       records[part.name] = json.loads(run.path(part, ".json").read_text())
       print(f"{part.name}: done on {records[part.name]['date']}", flush=True)
       continue
-    print(f"{part.name}: at most {part.minutes:g} minutes ...", flush=True)
+    print(f"{part.name}: at most {run.minutes(part):g} minutes ...", flush=True)
     record = records[part.name] = run.do(part)
     went = record.get("error") or record.get("skipped") or "done"
     print(f"{part.name}: {went}, {record['seconds']:.0f} s", flush=True)
