@@ -60,8 +60,8 @@ class Step:
       num_nodes: J of a pass
       length: tokens of each row's cache
     """
-    self.name = f"{kernels} {live} {num_nodes}"
     self.bucket = (live, length)
+    self.chunk = min(_CHUNK, length // 2)
     self.strategy = None
     if num_nodes > 1:
       self.strategy = strategy_lib.parse(f"ngram_{num_nodes - 1}")
@@ -69,7 +69,7 @@ class Step:
       max_length=length,
       max_prompt=min(32, length // 2),
       slots=live,
-      chunk=min(_CHUNK, length // 2),
+      chunk=self.chunk,
       prompt_rows=1,
       prefill_rows=1,
       memory_rows=1,
@@ -124,14 +124,18 @@ def measure(
 
 
 def counts(step: Step, params) -> dict:
-  """Counts of `program_counts` per step, and the driver's calls per chunk."""
+  """What a step asks of the device; see `program_counts`.
+
+  The driver's calls are those of a chunk, with what sets it up, over its steps.
+  """
   traced: dict[str, int] = {}
 
   def trace():
     traced.update(program_counts.of_trace(lambda: step.seconds(params)))
 
-  error = device_time.error_of(trace)  # a profiler may lack permission
-  found = {"program": program_counts.of_text(step.text), "driver_calls": traced}
+  error = device_time.error_of(trace)  # profilers may need permission
+  calls = {name: count / step.chunk for name, count in traced.items()}
+  found = {"program": program_counts.of_text(step.text), "driver_calls": calls}
   return found | ({"trace_error": error} if error else {})
 
 
@@ -219,6 +223,10 @@ def report(name: str, found: dict, limit_s: float) -> None:
     ["live", "run by", "J", "step", "limit", "of plain", "kernels", "Triton", "host reads"],
     rows,
   )
+  for cell in found["cells"]:
+    if calls := cell.get("driver_calls"):
+      often = ", ".join(f"{name} {n:.1f}" for name, n in sorted(calls.items()) if n >= 0.5)
+      print(f"per step of {cell['kernels']}, J={cell['nodes']}: {often}")
   if found["skipped"]:
     print(f"left out: {found['skipped']}")
 
@@ -234,8 +242,7 @@ def main(
 ):
   ends = time.monotonic() + 60 * minutes
   launch.start(1)
-  if jax.default_backend() == "cpu" and not dry_run:
-    raise ValueError("this measures GPUs and TPUs, and jax finds none; or give --dry_run")
+  kernels_lib.check_device(dry_run)
   config = shapes.MODELS[model]
   if dry_run:
     config, lives, nodes, length = shapes.tiny(config), (1,), (1, 4), 64

@@ -30,14 +30,26 @@ from experiments.bench import machine
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import implementations
 
+_KERNELS = {"gpu": "triton", "tpu": "pallas"}  # of the backend
 _ROWS = (8, 128, 384)  # of logits: B * J
 _VOCABULARIES = (151_936, 49_152, 32_000)
 
 
+def check_device(dry_run: bool) -> None:
+  """Raises ValueError where there is nothing to measure."""
+  if jax.default_backend() not in _KERNELS and not dry_run:
+    raise ValueError("this measures GPUs and TPUs, and jax finds none; or give --dry_run")
+
+
 def kernels_here(dry_run: bool) -> tuple[str, ...]:
-  """Our implementations to measure: the reference, and the kernels of this machine."""
-  chosen = implementations.choose("interpret" if dry_run else None)
-  return tuple(dict.fromkeys(("ref", chosen)))
+  """Our implementations to measure: the reference, and the kernels of this machine.
+
+  Raises:
+    ValueError: this machine's cannot run
+  """
+  if dry_run:
+    return ("ref", "interpret")
+  return ("ref", implementations.choose(_KERNELS[jax.default_backend()]))
 
 
 def bandwidth(timing: device_time.Timing, dry_run: bool) -> dict:
@@ -93,10 +105,11 @@ def write(
 
     return run
 
-  found = timing.timed({impl: in_place(impl) for impl in kernels}, calls)
+  runs = {impl: in_place(impl) for impl in kernels}
+  found = timing.timed(runs, calls)
   for impl, side in found.items():
     if "error" not in side:
-      got = np.asarray(in_place(impl)(), np.float32)
+      got = np.asarray(runs[impl](), np.float32)
       side["max_error"] = float(np.abs(got - want).max())
       side["bandwidth_share"] = moved / side["median_s"] / bytes_per_s
   return {"nodes": num_new, "cache": length, "sides": found}
@@ -201,11 +214,12 @@ def main(only: Sequence[str], dry_run: bool, repeats: int, minutes: float):
   if unknown := set(only) - set(PARTS):
     raise ValueError(f"no part {min(unknown)!r}; there are {', '.join(PARTS)}")
   launch.start(1)
-  if jax.default_backend() == "cpu" and not dry_run:
-    raise ValueError("this measures GPUs and TPUs, and jax finds none; or give --dry_run")
+  check_device(dry_run)
   run = Run(minutes, dry_run, repeats)
-  TB, TFLOP = 1e-12 * run.machine["bytes_per_s"], 1e-12 * run.machine["flops_per_s"]
-  print(f"{jax.devices()[0].device_kind}: copies {TB:.2f} TB/s, multiplies {TFLOP:.0f}")
+  copies, multiplies = (1e-12 * run.machine[f"{x}_per_s"] for x in ("bytes", "flops"))
+  print(
+    f"{jax.devices()[0].device_kind}: copies {copies:.2f} TB/s, {multiplies:.0f} TFLOP/s"
+  )
   found = {}
   for name in only:
     if name == "bandwidth":
