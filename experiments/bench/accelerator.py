@@ -70,7 +70,7 @@ def parts(kind: str) -> tuple[Part, ...]:
     Part(
       "attention",
       [(_KERNELS, "--only=attention", "--minutes=5")],
-      dry=[(_KERNELS, "--only=attention", *_TINY)],
+      dry=[(_KERNELS, "--only=attention,sample", *_TINY)],
       minutes=6,
     ),
     Part(
@@ -93,7 +93,8 @@ def _of_rollouts() -> tuple[Part, ...]:
   """The parts that answer prompts with the default policy, or with a wider one."""
   tail = "--config=experiments/configs/tail.py"
   smoke = (f"{tail}:smoke", "--config.policy=experiments/policies/countdown")
-  wide = WORKDIR / "wide"  # of 330M parameters
+  work = WORKDIR.relative_to(_ROOT)  # where commands run
+  wide = work / "wide"  # of 330M parameters
   of_wide = (f"--config.policy={wide}/policy", f"--config.drafter={wide}/drafter")
   short = ("--requests=3", "--shortest=4", "--longest=24", "--strategies=3_1_4")
   once = ("--sides=plain,frozen", "--steps=1", "--warm_up=1")
@@ -112,10 +113,10 @@ def _of_rollouts() -> tuple[Part, ...]:
       [
         (
           *(_STEP, f"{tail}:32", "--config.batch.responses=8", "--sides=plain,frozen"),
-          *("--steps=4", "--warm_up=1", f"--workdir={WORKDIR / 'step'}"),
+          *("--steps=4", "--warm_up=1", f"--workdir={work / 'step'}"),
         )
       ],
-      dry=[(_STEP, *smoke, *once, f"--workdir={WORKDIR / 'step_dry'}")],
+      dry=[(_STEP, *smoke, *once, f"--workdir={work / 'step_dry'}")],
       minutes=4,
     ),
     Part(
@@ -162,8 +163,9 @@ class Run:
     else:
       record |= self._run(part, commands)
     record["seconds"] = round(time.monotonic() - began, 1)
-    written = json.dumps(record, indent=1)
-    self.path(part, ".json").write_text(written + "\n")
+    partial = self.path(part, ".partial")  # an interrupt leaves no half of a record
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.rename(self.path(part, ".json"))
     return record
 
   def _run(self, part: Part, commands: Sequence[Sequence[str]]) -> dict:
