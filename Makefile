@@ -1,6 +1,6 @@
 # Needs make and Python >= 3.11, nothing else. `make help` lists what there is.
 
-.PHONY: help quickstart test test-all lint venv
+.PHONY: help quickstart test test-all gpu tpu lint venv
 .DEFAULT_GOAL := help
 
 # On the command line: PYTHON=python3.12, ACCELERATOR=cpu|cuda12|cuda13|tpu, ARGS="...".
@@ -32,6 +32,12 @@ test: venv ## the test suite, on the CPU as 8 devices
 
 test-all: venv ## the test suite with its slowest cases
 	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile --all $(or $(ARGS),tests)
+
+gpu: venv ## tests and benchmarks of an NVIDIA GPU, 40 minutes; goes on where it stopped
+	@$(BIN)/python -m experiments.bench.accelerator --kind=gpu $(ARGS)
+
+tpu: venv ## the same of a TPU
+	@$(BIN)/python -m experiments.bench.accelerator --kind=tpu $(ARGS)
 
 lint: $(STAMP) ## ruff
 	@$(BIN)/ruff check . $(ARGS)

@@ -1,4 +1,4 @@
-"""The whole suite on a CPU that shows 8 devices; `--gpu` runs the rest on a GPU.
+"""The whole suite on a CPU that shows 8 devices; `--gpu` or `--tpu` run the rest there.
 
 The environment is set before any test module imports jax, and in the environment,
 so that the commands that tests start see the same devices and the same cache of
@@ -11,22 +11,25 @@ import os
 import pytest
 
 _NUM_DEVICES = 8
+_ACCELERATORS = ("gpu", "tpu")
 
 
 def pytest_addoption(parser):
-  parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, only")
+  for kind in _ACCELERATORS:
+    told = f"run the tests marked {kind}, only"
+    parser.addoption(f"--{kind}", action="store_true", help=told)
   parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
 
 
 def pytest_configure(config):
   os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.rootpath / ".jax_cache")
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-  if config.getoption("gpu"):
+  if kind := _accelerator(config):
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax
 
-    if jax.default_backend() != "gpu":
-      raise pytest.UsageError(f"--gpu, but jax runs on the {jax.default_backend()}")
+    if jax.default_backend() != kind:
+      raise pytest.UsageError(f"--{kind}, but jax runs on the {jax.default_backend()}")
   else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # With programs queued ahead, devices that outnumber the cores can deadlock.
@@ -47,8 +50,14 @@ def pytest_collection_modifyitems(config, items):
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
-  gpu = config.getoption("gpu")
-  skip = pytest.mark.skip(reason="needs no GPU" if gpu else "needs a GPU: pytest --gpu")
+  asked = _accelerator(config)
   for item in items:
-    if (item.get_closest_marker("gpu") is not None) != gpu:
-      item.add_marker(skip)
+    needs = next((k for k in _ACCELERATORS if item.get_closest_marker(k)), None)
+    if needs != asked:
+      reason = f"needs a {needs.upper()}: pytest --{needs}"
+      item.add_marker(pytest.mark.skip(reason=reason if needs else f"needs no {asked}"))
+
+
+def _accelerator(config) -> str | None:
+  """The kind of device whose tests are asked for; None: those of the CPU."""
+  return next((kind for kind in _ACCELERATORS if config.getoption(kind)), None)

@@ -1,0 +1,82 @@
+"""Counts what a decoding step asks of an accelerator, from its compiled program or a trace.
+
+What is counted in the text is what XLA starts one by one, before it gathers some of that
+in graphs. A trace tells what the driver was asked to do.
+"""
+
+import collections
+from collections.abc import Callable
+import pathlib
+import re
+import tempfile
+
+import jax
+
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ONE = re.compile(r"(?:body|condition|to_apply|\w+_computation)=%?([\w.\-]+)")
+_MANY = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_ENTERED = ("while", "conditional", "call")
+_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
+
+
+def of_text(text: str) -> dict[str, int]:
+  """Counts what runs in one iteration of the largest loop of a compiled program.
+
+  Returns:
+    kernels: instructions that do something, those of inner loops and branches once
+    triton: calls of Triton kernels among them; each cuts a CUDA graph in two
+    host_reads: loops and branches of which the host has to know whether they go on,
+      itself included, at most: XLA keeps some of these on the device
+  """
+  bodies, body = collections.defaultdict(list), None
+  for line in text.splitlines():
+    line = re.sub(r"/\*.*?\*/", "", line)
+    if head := _COMPUTATION.match(line):
+      body = bodies[head[1]]
+    elif body is not None and (found := _INSTRUCTION.match(line)):
+      body.append((found[1], found[2]))
+  loops = [
+    _count(bodies, re.search(r"body=%?([\w.\-]+)", rest)[1])
+    for body in list(bodies.values())
+    for opcode, rest in body
+    if opcode == "while"
+  ]
+  largest = max(loops, key=lambda c: c["kernels"], default=collections.Counter())
+  return {name: largest[name] for name in ("kernels", "triton", "host_reads")}
+
+
+def _count(bodies, name: str) -> collections.Counter:
+  """The counts of a loop's body, and of what it enters."""
+  total, todo, seen = collections.Counter(host_reads=1), [name], set()
+  while todo:
+    name = todo.pop()
+    if name in seen:
+      continue
+    seen.add(name)
+    for opcode, rest in bodies[name]:
+      if opcode in _ENTERED:
+        known = opcode == "call" or "known_trip_count" in rest
+        total["host_reads"] += not known
+        listed = ",".join(_MANY.findall(rest))
+        todo += _ONE.findall(rest) + re.findall(r"[\w.\-]+", listed)
+      elif opcode not in _FREE:
+        total["kernels"] += 1
+        total["triton"] += "triton_kernel_call" in rest
+  return total
+
+
+def of_trace(run: Callable[[], object]) -> dict[str, int]:
+  """Counts calls of CUDA's driver while a function runs, by name, such as cuGraphLaunch.
+
+  On other machines there are none.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    found = collections.Counter()
+    for file in pathlib.Path(folder).rglob("*.xplane.pb"):
+      for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+          found.update(event.name for event in line.events)
+  return {name: n for name, n in found.items() if re.match(r"cu(da)?[A-Z]", name)}

@@ -1,0 +1,90 @@
+"""Shapes of public models for benchmarks, and random weights of them made on the device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax import axes
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import target
+
+_QWEN2_5_7B = config_lib.ModelConfig(
+  architecture="Qwen2ForCausalLM",
+  vocab_size=152_064,
+  width=3584,
+  mlp_width=18_944,
+  num_layers=28,
+  num_heads=28,
+  num_kv_heads=4,
+  head_dim=128,
+  rope_theta=1e6,
+  max_position=32_768,
+  qkv_bias=True,
+  dtype="bfloat16",
+)
+_QWEN3_0_6B = config_lib.ModelConfig(
+  architecture="Qwen3ForCausalLM",
+  vocab_size=151_936,
+  width=1024,
+  mlp_width=3072,
+  num_layers=28,
+  num_heads=16,
+  num_kv_heads=8,
+  head_dim=128,
+  rope_theta=1e6,
+  max_position=40_960,
+  qk_norm=True,
+  tie_embeddings=True,
+  dtype="bfloat16",
+)
+MODELS = {"qwen2.5-7b": _QWEN2_5_7B, "qwen3-0.6b": _QWEN3_0_6B}
+
+
+def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
+  """The same kind of model, as small as a dry run wants it."""
+  return dataclasses.replace(
+    config,
+    vocab_size=128,
+    width=32,
+    mlp_width=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+  )
+
+
+def random_params(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh):
+  """Random weights in the dtype of the computation, laid out for rollouts.
+
+  One array at a time: nothing exists twice, and nothing of it in float32.
+  """
+  shapes = axes.with_shardings(mesh, axes.ROLLOUT, target.abstract_params(config))
+  keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
+
+  @functools.partial(jax.jit, static_argnames=("shape", "sharding"))
+  def normal(key, shape, sharding):
+    made = 0.02 * jax.random.normal(key, shape, config.dtype)
+    return jax.lax.with_sharding_constraint(made, sharding)
+
+  def make(x):
+    if len(x.shape) == 1:  # norms; and biases, which may have any value
+      return jnp.ones(x.shape, config.dtype, device=x.sharding)
+    return normal(next(keys), x.shape, x.sharding)
+
+  return jax.tree.map(make, shapes)
+
+
+@functools.cache
+def params_bytes(config: config_lib.ModelConfig) -> int:
+  """Bytes of `random_params`."""
+  count = sum(x.size for x in jax.tree.leaves(target.abstract_params(config)))
+  return count * jnp.dtype(config.dtype).itemsize
+
+
+def step_bytes(config: config_lib.ModelConfig) -> int:
+  """Bytes of weights that a decoding step reads: all but an embedding that is no head."""
+  embedding = config.vocab_size * config.width * jnp.dtype(config.dtype).itemsize
+  return params_bytes(config) - (0 if config.tie_embeddings else embedding)
