@@ -1,6 +1,6 @@
 # Needs make and Python >= 3.11, nothing else. `make help` lists what there is.
 
-.PHONY: help quickstart test test-all lint venv
+.PHONY: help quickstart test test-all lint venv aot
 .DEFAULT_GOAL := help
 
 # On the command line: PYTHON=python3.12, ACCELERATOR=cpu|cuda12|cuda13|tpu, ARGS="...".
@@ -32,6 +32,18 @@ test: venv ## the test suite, on the CPU as 8 devices
 
 test-all: venv ## the test suite with its slowest cases
 	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile --all $(or $(ARGS),tests)
+
+aot: .venv-aot/.installed ## large programs compiled for TPUs and GPUs that are not there
+	@.venv-aot/bin/python -m experiments.aot $(ARGS)
+
+.venv-aot/.installed: requirements-aot.txt $(STAMP)
+	@echo 'Installing compilers for TPUs and GPUs into .venv-aot: 1.3 GB, some minutes, once.'
+	@$(BIN)/python -m venv --clear .venv-aot
+	@p='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  $(BIN)/python -c "$$p" > "$$(.venv-aot/bin/python -c "$$p")/venv.pth"
+	@.venv-aot/bin/python -m pip -qq --disable-pip-version-check --no-input install \
+	  -r requirements-aot.txt
+	@touch $@
 
 lint: $(STAMP) ## ruff
 	@$(BIN)/ruff check . $(ARGS)
