@@ -6,7 +6,7 @@
 Compiles chunks (plain, verifying a chain, a tree, fused with training), prefill, fill and
 the learner's update of Qwen2.5-7B's widths, each with kernels and without, in a process
 of its own. It counts cache-sized copies, collectives, kernels per layer, launches, bytes
-moved per step and memory per device, and writes report.json and report.md. What is
+moved per step and memory per device, and writes MODEL.json and MODEL.md. What is
 compiled already stays, in --workdir, until the code changes or with --again.
 """
 
@@ -33,6 +33,7 @@ from experiments import machine_code
 
 _TARGETS = flags.DEFINE_list("targets", list(aot_programs.TARGETS), "Machines.")
 _PROGRAMS = flags.DEFINE_list("programs", list(aot_programs.PROGRAMS), "Programs.")
+_MODEL = flags.DEFINE_enum("model", "7b", list(aot_programs.MODELS), "Widths.")
 _LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the target.", lower_bound=1)
 _AGAIN = flags.DEFINE_bool("again", False, "Compile what is there already, too.")
 _REPORT = flags.DEFINE_bool("report", False, "Compile nothing; report what is there.")
@@ -41,7 +42,7 @@ _OUTPUT = flags.DEFINE_string("output", "experiments/results/aot", "The report."
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _FILL = 0.5  # of the cache's slots that hold something
-_LEAST = 2**22  # elements; no donated array but caches and features is as large
+_LEAST = 2**20  # elements; no donated array but caches and features is as large
 
 
 def source() -> str:
@@ -72,14 +73,14 @@ def cases(targets: Iterable[str], programs: Iterable[str]) -> list[tuple[str, st
   ]
 
 
-def compile_case(target: str, program: str, kernels: str, layers: int, folder) -> None:
+def compile_case(model: str, case: tuple[str, str, str], layers: int, folder) -> None:
   """Compiles in a process of its own; what went wrong is in error.txt then."""
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir(parents=True)
   with tempfile.TemporaryDirectory() as dump:
-    env = os.environ | aot_programs.environment(target, pathlib.Path(dump))
+    env = os.environ | aot_programs.environment(case[0], pathlib.Path(dump))
     command = [sys.executable, "-m", "experiments.aot_programs"]
-    command += [target, program, kernels, str(layers), str(folder)]
+    command += [model, *case, str(layers), str(folder)]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True)
     thunks = sorted(
       pathlib.Path(dump).glob("*thunk_sequence_after_thunk_passes.txt"),
@@ -228,18 +229,19 @@ def table(rows: Iterable[list[str]]) -> str:
 def main():
   workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
   chosen, layers, now = cases(_TARGETS.value, _PROGRAMS.value), _LAYERS.value, source()
+  model = _MODEL.value
   platforms = {aot_programs.TARGETS[target].platform for target, _, _ in chosen}
-  for lacking in filter(None, map(aot_programs.missing, sorted(platforms))):
-    if not _REPORT.value:
-      raise ValueError(lacking)
+  lacking = list(filter(None, map(aot_programs.missing, sorted(platforms))))
+  if lacking and not _REPORT.value:
+    raise ValueError(lacking[0])
   report = []
   for case in chosen:
-    folder = (workdir / "-".join([*case, str(layers)])).resolve()
+    folder = (workdir / "-".join([model, *case, str(layers)])).resolve()
     file = folder / "compiled.json"
     known = json.loads(file.read_text()).get("source") if file.exists() else None
     if not _REPORT.value and (_AGAIN.value or known != now):
       print(f"{' '.join(case)}: compiling", flush=True)
-      compile_case(*case, layers, folder)
+      compile_case(model, case, layers, folder)
     if file.exists():
       report.append((case, counted(folder, case[1], layers)))
     elif (folder / "error.txt").exists():
@@ -250,10 +252,10 @@ def main():
   per_logit = instructions_per_logit()
   output.mkdir(parents=True, exist_ok=True)
   told = {"instructions_per_logit": per_logit, "programs": programs}
-  (output / "report.json").write_text(json.dumps(told, indent=1) + "\n")
+  (output / f"{model}.json").write_text(json.dumps(told, indent=1) + "\n")
   sass = ", ".join(f"{n} on {name}" for name, n in per_logit.items())
   rows += f"\n\nInstructions per logit in `verify_sample` (Triton): {sass}."
-  (output / "report.md").write_text(rows + "\n")
+  (output / f"{model}.md").write_text(rows + "\n")
   print(rows)
 
 
