@@ -102,7 +102,7 @@ def counted(folder: pathlib.Path, program: str, layers: int) -> dict:
   """The figures of a compiled program."""
   told = json.loads((folder / "compiled.json").read_text())
   text = gzip.open(folder / "text.hlo.gz", "rt").read()
-  caches = hlo_counts.donated_sizes(text, _LEAST)
+  caches = hlo_counts.donated(text, _LEAST)
   if program == "update":  # gradients are as large as parameters
     caches = set()
   found = told | {

@@ -15,10 +15,18 @@ import numpy as np
 ENTRY = "ENTRY"
 
 
+Size = tuple[str, int]  # kind of number, and how many
+
+
 class Array(NamedTuple):
   kind: str  # "bf16"
   num_elements: int
   is_near: bool  # in a memory beside the main one, as a TPU's VMEM
+
+  @property
+  def size(self) -> Size:
+    """What arrays of one size share, however they are shaped."""
+    return self.kind, self.num_elements
 
   @property
   def num_bytes(self) -> int:
@@ -173,16 +181,18 @@ def unaliased(text: str, num_elements: int) -> list[str]:
   ]
 
 
-def donated_sizes(text: str, least: int) -> set[int]:
-  """The sizes, in elements, of donated parameters of `least` elements or more."""
+def donated(text: str, least: int) -> set[Size]:
+  """The sizes of donated parameters of `least` elements or more."""
   aliased = _aliased(text)
-  sizes = {i.num_elements for number, i in _parameters(text) if number in aliased}
-  return {size for size in sizes if size >= least}
+  sizes = {x.size for n, i in _parameters(text) if n in aliased for x in i.arrays}
+  return {size for size in sizes if size[1] >= least}
 
 
-def copies_of(text: str, sizes: set[int]) -> list[str]:
+def copies_of(text: str, sizes: set[Size]) -> list[str]:
   """Instructions in loops that make an array of exactly one of these sizes."""
-  return [f"{i.opcode} {i.type}" for _, i in made(text) if sizes & {x[1] for x in i.arrays}]
+  return [
+    f"{i.opcode} {i.type}" for _, i in made(text) if sizes & {x.size for x in i.arrays}
+  ]
 
 
 COLLECTIVES = (
@@ -273,11 +283,11 @@ class Counter:
   an array of the caches' size.
   """
 
-  def __init__(self, text: str, caches: set[int], fill: float):
+  def __init__(self, text: str, caches: set[Size], fill: float):
     """Reads the text.
 
     Args:
-      caches: sizes of arrays of which kernels read a part, in elements
+      caches: sizes of arrays of which kernels read a part
       fill: that part
     """
     self._module = computations(text)
@@ -291,7 +301,7 @@ class Counter:
   def step(self) -> Step:
     """The iteration of the loop with the caches; without one, the whole program."""
     for i in self._module[ENTRY]:
-      if i.opcode == "while" and self._caches & {x.num_elements for x in i.arrays}:
+      if i.opcode == "while" and self._caches & {x.size for x in i.arrays}:
         return self._count(_body_of(i))
     return self._count(ENTRY)
 
@@ -350,7 +360,7 @@ class Counter:
       return 0.0
     if i.opcode in ("gather", "dynamic-slice") and n == 0:
       return sum(x.num_bytes for x in i.arrays)
-    if i.opcode == "custom-call" and array.num_elements in self._caches:
+    if i.opcode == "custom-call" and array.size in self._caches:
       return array.num_bytes * self._fill
     if i.opcode == "fusion":
       return min(array.num_bytes, self._read_inside(i.called[0], n))

@@ -62,15 +62,15 @@ CACHE, ROW = 64 * 64 * 4, 8 * 4  # bytes
 
 def test_a_cache_that_moves_to_another_memory_and_back_is_copied_twice():
   """A kernel that is given it to write into does not copy it."""
-  sizes = hlo_counts.donated_sizes(LOOP, least=1000)
-  assert sizes == {64 * 64}
+  sizes = hlo_counts.donated(LOOP, least=1000)
+  assert sizes == {("f32", 64 * 64)}
   copies = hlo_counts.copies_of(LOOP, sizes)
   assert [line.split()[0] for line in copies] == ["copy-start"] * 2
 
 
 def test_bytes_and_kernels_of_a_step():
   """A row of the table, not all of it; what lies in the nearer memory costs nothing."""
-  step = hlo_counts.Counter(LOOP, {64 * 64}, fill=0.5).step()
+  step = hlo_counts.Counter(LOOP, {("f32", 64 * 64)}, fill=0.5).step()
   gather = ROW + 4 + ROW  # a row, its number, the result
   attend, write = ROW + ROW, 2 * ROW
   assert step.num_bytes == gather + attend + write + 2 * CACHE
@@ -81,13 +81,13 @@ def test_bytes_and_kernels_of_a_step():
 def test_kernels_read_the_part_of_a_cache_that_is_filled():
   """Where it is in the main memory; a fusion reads all of it."""
   text = LOOP.replace(":S(1)", "")
-  far = lambda fill: hlo_counts.Counter(text, {64 * 64}, fill).step().num_bytes
+  far = lambda fill: hlo_counts.Counter(text, {("f32", 64 * 64)}, fill).step().num_bytes
   assert far(1.0) - far(0.5) == CACHE / 2  # by `attend`; `write` touches what it writes
 
 
 def test_only_transfers_that_layers_use_are_theirs():
   """The copy ahead of the kernels is; the one behind them is used by the loop."""
-  step = hlo_counts.Counter(LOOP, {64 * 64}, fill=0.5).step()
+  step = hlo_counts.Counter(LOOP, {("f32", 64 * 64)}, fill=0.5).step()
   assert step.layer_bytes == ROW + ROW + 2 * ROW + CACHE
 
 
