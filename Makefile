@@ -1,6 +1,6 @@
 # Needs make and Python >= 3.11, nothing else. `make help` lists what there is.
 
-.PHONY: help quickstart test test-all gpu tpu lint venv
+.PHONY: help quickstart test test-all gpu tpu aot lint venv
 .DEFAULT_GOAL := help
 
 # On the command line: PYTHON=python3.12, ACCELERATOR=cpu|cuda12|cuda13|tpu, ARGS="...".
@@ -38,6 +38,18 @@ gpu: venv ## tests and benchmarks of an NVIDIA GPU, 40 minutes; goes on where it
 
 tpu: venv ## the same of a TPU
 	@$(BIN)/python -m experiments.bench.accelerator --kind=tpu $(ARGS)
+
+aot: .venv-aot/.installed ## large programs compiled for TPUs and GPUs that are not there
+	@.venv-aot/bin/python -m experiments.aot $(ARGS)
+
+.venv-aot/.installed: requirements-aot.txt $(STAMP)
+	@echo 'Installing compilers for TPUs and GPUs into .venv-aot: 1.3 GB, some minutes, once.'
+	@$(BIN)/python -m venv --clear .venv-aot
+	@p='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  $(BIN)/python -c "$$p" > "$$(.venv-aot/bin/python -c "$$p")/venv.pth"
+	@.venv-aot/bin/python -m pip -qq --disable-pip-version-check --no-input install \
+	  -r requirements-aot.txt
+	@touch $@
 
 lint: $(STAMP) ## ruff
 	@$(BIN)/ruff check . $(ARGS)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import special
 
+from experiments import hlo_counts
 from tests import mutants
-from tests import test_in_place
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax.pallas_kernels import find_cut
@@ -142,7 +142,7 @@ def test_shards_of_the_vocabulary_find_the_same():
 def test_shards_exchange_a_few_numbers_per_row():
   """Sums and maxima, none larger than [shards R 15]; no logits are gathered."""
   text, *_ = on_shards()
-  exchanged = test_in_place.collectives(text)
+  exchanged = hlo_counts.collectives(text)
   assert {i.opcode for i in exchanged} == {"all-reduce"}
   assert max(i.num_elements for i in exchanged) <= 2 * len(FEW) // 2 * 15
 

@@ -5,16 +5,13 @@ finds the fault in a program that has it.
 """
 
 import functools
-import math
-import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
+from experiments import hlo_counts
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import programs
@@ -38,186 +35,19 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as KV
-ENTRY = "ENTRY"
 
 
-class Instruction(NamedTuple):
-  name: str
-  type: str  # 'f32[4,2,256,16]{3,2,1,0}', or a tuple of such
-  opcode: str
-  root: bool
-  rest: str  # operands and attributes
-
-  @property
-  def num_elements(self) -> int:
-    """Of the largest array in the result."""
-    shapes = re.findall(r"\w+\[([\d,]*)\]", self.type)
-    return max((math.prod(map(int, filter(None, s.split(",")))) for s in shapes), default=0)
-
-  @property
-  def called(self) -> list[str]:
-    """Computations it runs: loop bodies, branches, fusions, reducers."""
-    one = r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)"
-    many = r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
-    listed = ",".join(re.findall(many, self.rest))
-    return re.findall(one, self.rest) + re.findall(r"[\w.\-]+", listed)
-
-
-def computations(text: str) -> dict[str, list[Instruction]]:
-  """The instructions of each computation of an HLO module, its entry as `ENTRY`."""
-  found, body = {}, None
-  for line in text.splitlines():
-    if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-      body = found.setdefault(ENTRY if head[1] else head[2], [])
-    elif body is not None and (
-      m := re.match(
-        r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)(\(.*)",
-        re.sub(r"/\*.*?\*/", "", line),
-      )
-    ):
-      body.append(Instruction(m[2], m[3], m[4], bool(m[1]), m[5]))
-  return found
-
-
-def inside_loops(module, through_fusions: bool) -> dict[str, list[Instruction]]:
-  """The computations that run in some loop, however deep.
-
-  The inside of a fusion is one kernel whose values are never stored, but for its
-  result.
-  """
-  every = [i for body in module.values() for i in body]
-  todo = [name for i in every if i.opcode == "while" for name in i.called]
-  found = {}
-  while todo:
-    name = todo.pop()
-    if name not in found:
-      found[name] = module[name]
-      for i in module[name]:
-        if through_fusions or i.opcode in ("while", "conditional", "call"):
-          todo += i.called
-  return found
-
-
-def writes_in_place(i: Instruction, module) -> bool:
-  """Whether the result is an operand of the same size with something written into it.
-
-  A scatter or dynamic-update-slice, alone or at the root of a fusion.
-  """
-  if i.opcode == "fusion":
-    return any(writes_in_place(j, module) for j in module[i.called[0]] if j.root)
-  return i.opcode in ("scatter", "dynamic-update-slice")
-
-
-PASSED_ON = (
-  "parameter",
-  "tuple",
-  "get-tuple-element",
-  "bitcast",
-  "while",
-  "conditional",
-  "call",
-)
-
-
-def large_copies(text: str, num_elements: int, in_entry: bool = False) -> list[str]:
-  """Instructions in loops (and outside) that make an array of that size or larger.
-
-  Not those that hand one on or write into it: what remains are copies, transposes,
-  slices of stacked layers, concatenations, gathers.
-  """
-  module = computations(text)
-  where = inside_loops(module, through_fusions=False)
-  if in_entry:
-    where[ENTRY] = module[ENTRY]
-  return [
-    f"{name}: {i.name} = {i.type} {i.opcode}"
-    for name, body in where.items()
-    for i in body
-    if i.num_elements >= num_elements
-    and i.opcode not in PASSED_ON
-    and not writes_in_place(i, module)
-  ]
-
-
-def unaliased(text: str, num_elements: int) -> list[str]:
-  """Parameters of that size or larger whose buffer no output reuses."""
-  module = computations(text)
-  header = text[: text.index("\n")]
-  aliased = {
-    int(n) for n in re.findall(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias", header)
-  }
-  return [
-    i.name
-    for i in module[ENTRY]
-    if i.opcode == "parameter"
-    and i.num_elements >= num_elements
-    and int(i.rest[1 : i.rest.index(")")]) not in aliased
-  ]
-
-
-COLLECTIVES = (
-  "all-reduce",
-  "all-gather",
-  "all-to-all",
-  "reduce-scatter",
-  "collective-permute",
-  "collective-broadcast",
-  "ragged-all-to-all",
-)
-
-
-def device_groups(i: Instruction) -> list[list[int]]:
-  """Which devices talk to each other, in any of the compiler's notations.
-
-  {{0,2},{1,3}} is a list. [2,2]<=[2,2]T(1,0) counts up, shapes, transposes, and
-  regroups. mesh['a'=2,'b'=2] {'a'} counts up (or reads `device_ids`), shapes, and
-  groups along the named axes.
-  """
-  numbers = lambda s: [int(n) for n in re.findall(r"\d+", s or "")]
-
-  def counted(dims, order):
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    return ids.transpose(order) if order else ids
-
-  iota = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-  if m := re.search(r"replica_groups=\[([\d,]+)\]<=" + iota, i.rest):
-    shape, *ids = map(numbers, m.groups())
-    return counted(*ids).reshape(shape).tolist()
-  mesh = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(" + iota + r"\))? \{([^}:]*)\}"
-  if m := re.search(mesh, i.rest):
-    sizes = {name: int(n) for name, n in re.findall(r"('\w+')=(\d+)", m[1])}
-    ids = counted(numbers(m[2]) or list(sizes.values()), numbers(m[3]))
-    ids = ids.reshape(list(sizes.values()))
-    named = [list(sizes).index(name) for name in m[4].split(",")]
-    size = math.prod(ids.shape[axis] for axis in named)
-    return np.moveaxis(ids, named, range(-len(named), 0)).reshape(-1, size).tolist()
-  listed = r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}"
-  if m := re.search(listed, i.rest):
-    return [numbers(group) for group in re.findall(r"\{([\d,]+)\}", m[1])]
-  raise ValueError(f"unknown notation: {i.rest}")
-
-
-def collectives(text: str) -> list[Instruction]:
-  """Every collective that runs in a loop."""
-  return [
-    i
-    for body in inside_loops(computations(text), through_fusions=True).values()
-    for i in body
-    if i.opcode.removesuffix("-start") in COLLECTIVES
-  ]
-
-
-def is_across(i: Instruction, mesh) -> bool:
+def is_across(i: hlo_counts.Instruction, mesh) -> bool:
   """Whether the devices of a collective are not all of one slice."""
-  tensor, groups = mesh.shape[axes.MODEL], device_groups(i)
+  tensor, groups = mesh.shape[axes.MODEL], hlo_counts.device_groups(i)
   return not groups or any(len({d // tensor for d in group}) > 1 for group in groups)
 
 
 def across_slices(text: str, mesh) -> list[str]:
   """Collectives between slices in loops."""
   return [
-    f"{i.name} {i.type} {device_groups(i)}"
-    for i in collectives(text)
+    f"{i.name} {i.type} {hlo_counts.device_groups(i)}"
+    for i in hlo_counts.collectives(text)
     if is_across(i, mesh)
   ]
 
@@ -225,9 +55,9 @@ def across_slices(text: str, mesh) -> list[str]:
 def before_loops(text: str, mesh) -> list[str]:
   """Collectives between slices that a loop of the same computation comes after."""
   found = []
-  for body in computations(text).values():
+  for body in hlo_counts.computations(text).values():
     last = max((n for n, i in enumerate(body) if i.opcode == "while"), default=0)
-    exchanges = (i for i in body[:last] if i.opcode.removesuffix("-start") in COLLECTIVES)
+    exchanges = filter(hlo_counts.is_collective, body[:last])
     found += [f"{i.name} {i.type}" for i in exchanges if is_across(i, mesh)]
   return found
 
@@ -269,8 +99,8 @@ def layer_size(model: int) -> int:
 def test_the_loop_copies_no_layer_of_the_cache(data, model, layout):
   """Nor are the donated buffers copied before it, or fresh ones made for the result."""
   program, size = chunk(data, model, layout), layer_size(model)
-  assert large_copies(program.as_text(), size, in_entry=True) == []
-  assert unaliased(program.as_text(), size) == []
+  assert hlo_counts.large_copies(program.as_text(), size, in_entry=True) == []
+  assert hlo_counts.unaliased(program.as_text(), size) == []
   assert program.memory_analysis().temp_size_in_bytes < 4 * size
 
 
@@ -280,8 +110,8 @@ def test_the_detector_sees_a_cache_that_is_not_donated():
   inner = decode.make_chunk(tiny.CONFIG, mesh, 8, None)
   text = compiled(jax.jit(lambda *args: inner(*args)), mesh).as_text()
   caches = 2 * tiny.CONFIG.num_layers
-  assert len(unaliased(text, layer_size(1))) == caches
-  assert len(large_copies(text, layer_size(1), in_entry=True)) >= caches
+  assert len(hlo_counts.unaliased(text, layer_size(1))) == caches
+  assert len(hlo_counts.large_copies(text, layer_size(1), in_entry=True)) >= caches
 
 
 def scanned_chunk(weights, slots, draft_state, limits, training):
@@ -318,8 +148,8 @@ def scanned_chunk(weights, slots, draft_state, limits, training):
 def test_the_detector_sees_a_cache_that_is_scanned_over_layers():
   """Copies of the stack in the loop, and of a layer in the loop inside that."""
   program = compiled(jax.jit(scanned_chunk, donate_argnums=1), tiny.mesh(1))
-  assert unaliased(program.as_text(), layer_size(1)) == []
-  copies = large_copies(program.as_text(), layer_size(1))
+  assert hlo_counts.unaliased(program.as_text(), layer_size(1)) == []
+  copies = hlo_counts.large_copies(program.as_text(), layer_size(1))
   assert len({line.split(":")[0] for line in copies}) == 2
   assert program.memory_analysis().temp_size_in_bytes > 4 * layer_size(1)
 
@@ -328,8 +158,8 @@ def test_slices_do_not_wait_for_each_other_in_the_loop():
   """No collective over `data`; over `model`, none as large as a layer of the cache."""
   text = chunk(2, 2, LAYOUT).as_text()
   assert across_slices(text, tiny.mesh(2, 2)) == []
-  assert collectives(text)  # tensor parallelism is there, and seen
-  assert max(i.num_elements for i in collectives(text)) < layer_size(2) / 8
+  assert hlo_counts.collectives(text)  # tensor parallelism is there, and seen
+  assert max(i.num_elements for i in hlo_counts.collectives(text)) < layer_size(2) / 8
 
 
 def whole_chunk(mesh):
@@ -360,7 +190,7 @@ def test_the_detector_sees_slices_that_wait_for_each_other():
   mesh = tiny.mesh(2, 2)
   text = compiled(whole_chunk(mesh), mesh).as_text()
   assert across_slices(text, mesh)
-  gathers = [i for i in collectives(text) if i.opcode.startswith("all-gather")]
+  gathers = [i for i in hlo_counts.collectives(text) if i.opcode.startswith("all-gather")]
   assert max(i.num_elements for i in gathers) >= layer_size(2)
 
 
@@ -430,8 +260,8 @@ def test_speculation_copies_no_cache(name, data, model, verification):
   """Neither the target's KV, nor the kept features, nor the drafter's KV."""
   program = speculative_chunk(name, data, model, verification)
   size = layer_size(model)
-  assert large_copies(program.as_text(), size, in_entry=True) == []
-  assert unaliased(program.as_text(), size) == []
+  assert hlo_counts.large_copies(program.as_text(), size, in_entry=True) == []
+  assert hlo_counts.unaliased(program.as_text(), size) == []
   assert program.memory_analysis().temp_size_in_bytes < 4 * size + TABLES
 
 
@@ -439,16 +269,16 @@ def test_speculation_copies_no_cache(name, data, model, verification):
 def test_slices_speculate_without_waiting_for_each_other(name):
   text = speculative_chunk(name, 2, 2, source_lib.COUPLED).as_text()
   assert across_slices(text, tiny.mesh(2, 2)) == []
-  assert collectives(text)
-  assert max(i.num_elements for i in collectives(text)) < layer_size(2) / 8
+  assert hlo_counts.collectives(text)
+  assert max(i.num_elements for i in hlo_counts.collectives(text)) < layer_size(2) / 8
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_detector_sees_caches_that_speculation_does_not_donate(name):
   inner, args = speculative(name, tiny.mesh(1))
   text = jax.jit(lambda *args: inner(*args)).lower(*args).compile().as_text()
-  assert len(unaliased(text, layer_size(1))) == CACHES
-  assert len(large_copies(text, layer_size(1), in_entry=True)) >= CACHES
+  assert len(hlo_counts.unaliased(text, layer_size(1))) == CACHES
+  assert len(hlo_counts.large_copies(text, layer_size(1), in_entry=True)) >= CACHES
 
 
 def moved_by_permutation(layer, source, start):
@@ -467,7 +297,8 @@ def test_the_detector_sees_an_accepted_path_that_moves_with_all_else(monkeypatch
   """Keys and values of every layer of the target, made anew in each iteration."""
   monkeypatch.setattr(cache_lib, "move", moved_by_permutation)
   program, args = speculative("tree", tiny.mesh(1))
-  copies = large_copies(program.lower(*args).compile().as_text(), layer_size(1))
+  text = program.lower(*args).compile().as_text()
+  copies = hlo_counts.large_copies(text, layer_size(1))
   assert len(copies) >= 2 * tiny.CONFIG.num_layers
 
 
@@ -482,7 +313,8 @@ def test_the_detector_sees_a_drafter_that_forgets_its_guesses(monkeypatch):
 
   monkeypatch.setattr(draft_lib, "draft_chain", forgetful)
   program, args = speculative("chain", tiny.mesh(1))
-  copies = large_copies(program.lower(*args).compile().as_text(), layer_size(1))
+  text = program.lower(*args).compile().as_text()
+  copies = hlo_counts.large_copies(text, layer_size(1))
   assert len(copies) >= 2
 
 
@@ -514,12 +346,13 @@ def test_slices_train_without_waiting_for_each_other():
   text = program.lower(*args).compile().as_text()
   assert across_slices(text, mesh) == []
   assert before_loops(text, mesh) == []
-  assert large_copies(text, layer_size(2), in_entry=True) == []
+  assert hlo_counts.large_copies(text, layer_size(2), in_entry=True) == []
   exchanged = [
     i
-    for body in computations(text).values()
+    for body in hlo_counts.computations(text).values()
     for i in body
-    if i.opcode.startswith("all-reduce") and {0, 2} in map(set, device_groups(i))
+    if i.opcode.startswith("all-reduce")
+    and {0, 2} in map(set, hlo_counts.device_groups(i))
   ]
   assert exchanged
 
@@ -557,4 +390,5 @@ def test_the_detector_sees_an_exchange_that_training_waits_for(monkeypatch):
 )
 def test_device_groups_are_read_in_every_notation(text, groups):
   """As the compiler prints them; an empty list stands for all devices."""
-  assert device_groups(Instruction("x", "f32[]", "all-reduce", False, text)) == groups
+  exchange = hlo_counts.Instruction("x", "f32[]", "all-reduce", False, text)
+  assert hlo_counts.device_groups(exchange) == groups

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import machine_code
 from tests import mutants
 from tests import tpu_kernels
 from tests import triton_kernels
@@ -262,7 +263,7 @@ def test_machine_code_spills_nothing(capability, J, H):
   )  # fmt: skip
   types = dict(q_ptr=array, k_ptr=array, v_ptr=array, start_ptr="*i32", bits_ptr="*i32")
   types |= dict(length="i32", sum_ptr="*fp32", largest_ptr="*fp32", total_ptr="*fp32")
-  code = triton_kernels.compiled(
+  code = machine_code.compiled(
     triton._attend, capability, types, constants, cut.warps, cut.stages
   )
   assert code.stack == 0

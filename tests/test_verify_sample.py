@@ -5,7 +5,6 @@ Kernels are interpreted here, and compiled for TPUs and GPUs that are not there.
 
 import functools
 import inspect
-import re
 
 import jax
 from jax.experimental import pallas as pl
@@ -14,9 +13,10 @@ import numpy as np
 import pytest
 from scipy import special
 
+from experiments import hlo_counts
+from experiments import machine_code
 from tests import mutants
 from tests import test_find_cut
-from tests import test_in_place
 from tests import tiny
 from tests import tpu_kernels
 from tests import triton_kernels
@@ -289,7 +289,7 @@ def test_shards_of_the_vocabulary_draw_the_same(impl):
 def test_shards_exchange_a_few_numbers_per_row(impl):
   """One round of sums, each of [shards R] numbers; no logits are gathered."""
   text, *_ = on_shards(impl)
-  exchanged = test_in_place.collectives(text)
+  exchanged = hlo_counts.collectives(text)
   assert {i.opcode for i in exchanged} == {"all-reduce"}
   assert max(i.num_elements for i in exchanged) <= 2 * 5 * len(parts.Part._fields)
 
@@ -351,7 +351,7 @@ def machine(capability):
   types = {f"{name}_ptr": "*fp32" for name in floats}
   types |= {f"{name}_ptr": "*i32" for name in ("key", "offset", "token")}
   sizes = dict(R=128, V=151_936, TILE=triton.TILE, TILES=triton.TILES)
-  return triton_kernels.compiled(
+  return machine_code.compiled(
     triton.verify_sample_kernel,
     capability,
     types,
@@ -370,28 +370,6 @@ def test_it_compiles_for_gpus(capability):
   assert made.ptx_version <= (9, 0)
 
 
-def shortest_loop(machine_code):
-  """How many instructions the shortest way round the outermost loop has."""
-  found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?)\s*;", machine_code)
-  place = {int(address, 16): i for i, (address, _) in enumerate(found)}
-  following = []
-  for i, (_, text) in enumerate(found):
-    jump = re.match(r"(@\S+ )?BRA (!?U?P\d, )?(0x[0-9a-f]+)", text)
-    ends = re.match(r"EXIT|RET", text) or (jump and not (jump[1] or jump[2]))
-    following.append([place[int(jump[3], 16)]] if jump else [])
-    if not ends and i + 1 < len(found):
-      following[i].append(i + 1)
-  start = min(j for i, after in enumerate(following) for j in after if j < i)
-  steps, reached, seen = 0, {start}, set()
-  while True:  # breadth first
-    steps += 1
-    reached = {j for i in reached for j in following[i]}
-    if start in reached:
-      return steps
-    assert reached - seen, "no way leads back"
-    reached, seen = reached - seen, seen | reached
-
-
 @triton_kernels.requires_triton
 @pytest.mark.parametrize("capability", [80, 90])
 def test_a_logit_takes_few_instructions(capability):
@@ -399,7 +377,7 @@ def test_a_logit_takes_few_instructions(capability):
   from tlt_jax.pallas_kernels.verify_sample import triton
 
   per_thread = triton.TILE / (32 * triton.NUM_WARPS)
-  assert shortest_loop(machine(capability).machine_code) / per_thread <= 45
+  assert machine_code.shortest_loop(machine(capability).machine_code) / per_thread <= 45
 
 
 # Of faults.

@@ -12,7 +12,6 @@ loads, and for `tl.dot` asks `triton.knobs.runtime.interpret`.
 """
 
 import atexit
-from collections.abc import Callable
 import concurrent.futures
 import contextlib
 import functools
@@ -20,12 +19,8 @@ import importlib.util
 import multiprocessing
 import os
 import pathlib
-import re
-import subprocess
 import sys
-import tempfile
 import types
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -165,70 +160,3 @@ def lower_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.skip("needs jax's CUDA plugin, without which jax_triton cannot be imported")
   library = jax_triton.triton_lib.triton_kernel_call_lib
   monkeypatch.setattr(library, "get_compute_capability", lambda device: capability)
-
-
-class Machine(NamedTuple):
-  """What Triton makes of a kernel for one GPU."""
-
-  ptx_version: tuple[int, int]
-  stack: int  # bytes per thread; registers that spill need some
-  registers: int  # per thread
-  shared: int  # bytes of shared memory per program
-  instructions: Callable[[str], int]  # how often one occurs, e.g. "HGMMA"
-  machine_code: str  # disassembled
-
-
-def compiled(
-  kernel, capability: int, types: dict[str, str], constants: dict, warps: int, stages: int
-) -> Machine:
-  """Compiles a kernel to machine code, for which no GPU is needed.
-
-  Args:
-    kernel: made by `triton.jit`
-    capability: of the GPU; 80 for an A100, 90 for an H100 or H200
-    types: of the arguments that are no constants, e.g. {"x_ptr": "*fp32", "size": "i32"};
-      all are taken to be multiples of 16, as jax's arrays and most sizes are
-    constants: the other arguments
-    warps, stages: as the wrapper asks for
-  """
-  import triton
-  from triton.backends import compiler as backends
-
-  if os.environ.get("TRITON_CACHE_DIR") == "":  # importing jax_triton leaves it so
-    del os.environ["TRITON_CACHE_DIR"]
-  names = kernel.arg_names
-  source = triton.compiler.ASTSource(
-    fn=kernel,
-    signature={name: types.get(name, "constexpr") for name in names},
-    constexprs={name: constants[name] for name in names if name not in types},
-    attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types},
-  )
-  program = triton.compile(
-    source,
-    target=backends.GPUTarget("cuda", capability, 32),
-    options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
-  )
-  usage = _dump(program.asm["cubin"], "-res-usage")
-  machine_code = _dump(program.asm["cubin"], "-sass")
-  number = lambda pattern: int(re.search(pattern, usage)[1])
-  major, minor = re.search(r"\.version (\d+)\.(\d+)", program.asm["ptx"]).groups()
-  return Machine(
-    ptx_version=(int(major), int(minor)),
-    stack=number(r"STACK:(\d+)"),
-    registers=number(r"REG:(\d+)"),
-    shared=program.metadata.shared,
-    instructions=lambda name: len(re.findall(rf"\b{name}\b", machine_code)),
-    machine_code=machine_code,
-  )
-
-
-def _dump(cubin: bytes, option: str) -> str:
-  import triton
-
-  tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-  with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    file.write(cubin)
-    file.flush()
-    done = subprocess.run([tool, option, file.name], capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
-  return done.stdout

@@ -11,6 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from tlt_jax.pallas_kernels import hbm
+
 _BITS = 5
 TILE = 1 << _BITS  # slots; whole tiles of memory for every dtype
 
@@ -91,4 +93,4 @@ def cache_write(
     compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
     interpret=interpret,
     name="cache_write",
-  )(start, new, new, cache)
+  )(start, new, new, cache if interpret else hbm.pinned(cache))

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from tlt_jax.pallas_kernels import hbm
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 BLOCK = 512  # slots of a block
@@ -139,6 +140,8 @@ def tree_attention(
   queries = (q * H**-0.5).reshape(B, J, K, G, H).transpose(0, 2, 1, 3, 4)
   queries = padded(queries.reshape(B, K, J * G, H))
   bits = padded(jnp.repeat(seen.bits, G, 1))  # i32[B rows words]
+  if not interpret:
+    k, v = hbm.pinned(k), hbm.pinned(v)
   specs = _specs(rows, bits.shape[-1], H, seen.size, S, keys)
   scratch = lambda width: pltpu.VMEM((rows, width), jnp.float32)
   out = pl.pallas_call(

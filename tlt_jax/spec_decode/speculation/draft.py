@@ -50,7 +50,9 @@ class Draft:
     params,
     longest: int,
   ):
-    """Makes tables of rotations and the head's columns; best outside of a loop.
+    """Makes tables of rotations, weights to compute with and the head's columns.
+
+    Best outside of a loop.
 
     Args:
       config, params: the drafter's
@@ -60,7 +62,9 @@ class Draft:
     """
     self._module = drafter_lib.Drafter(config)
     self._layout = layout
-    self._target, self._params = target_params, params
+    # Cast here, not in each step of a loop that follows: XLA would leave it there.
+    self._params = jax.tree.map(lambda x: x.astype(config.layer.dtype), params)
+    self._target = target_params
     self._head = self._apply(drafter_lib.Drafter.output_head, target_params)
     # i32[U], the target's id of each token that may be drafted; None: all, in order.
     self.ids = jnp.asarray(config.target_ids) if config.vocab else None
