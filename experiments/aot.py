@@ -10,15 +10,11 @@ moved per step and memory per device, and writes MODEL.json and MODEL.md. What i
 compiled already stays, in --workdir, until the code changes or with --again.
 """
 
-import collections
-from collections.abc import Iterable
 import datetime
-import gzip
 import hashlib
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +23,7 @@ import tempfile
 from absl import flags
 
 from experiments import aot_programs
-from experiments import hlo_counts
+from experiments import aot_report
 from experiments import launch
 from experiments import machine_code
 
@@ -41,8 +37,6 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/aot", "Compiled programs, as tex
 _OUTPUT = flags.DEFINE_string("output", "experiments/results/aot", "The report.")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_FILL = 0.5  # of the cache's slots that hold something
-_LEAST = 2**20  # elements; no donated array but caches and features is as large
 
 
 def source() -> str:
@@ -53,24 +47,6 @@ def source() -> str:
   for file in files:
     whole.update(file.read_bytes())
   return whole.hexdigest()[:12]
-
-
-def cases(targets: Iterable[str], programs: Iterable[str]) -> list[tuple[str, str, str]]:
-  """(target, program, kernels) of what is compiled.
-
-  Raises:
-    ValueError: there is no such target or program
-  """
-  for name, known in ((targets, aot_programs.TARGETS), (programs, aot_programs.PROGRAMS)):
-    if unknown := [x for x in name if x not in known]:
-      raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
-  return [
-    (target, program, kernels)
-    for target in targets
-    for program in programs
-    if aot_programs.runs(target, program)
-    for kernels in aot_programs.kernels_of(target, program)
-  ]
 
 
 def compile_case(model: str, case: tuple[str, str, str], layers: int, folder) -> None:
@@ -98,79 +74,6 @@ def compile_case(model: str, case: tuple[str, str, str], layers: int, folder) ->
   (folder / "compiled.json").write_text(json.dumps(told))
 
 
-def counted(folder: pathlib.Path, program: str, layers: int) -> dict:
-  """The figures of a compiled program."""
-  told = json.loads((folder / "compiled.json").read_text())
-  text = gzip.open(folder / "text.hlo.gz", "rt").read()
-  caches = hlo_counts.donated(text, _LEAST)
-  if program == "update":  # gradients are as large as parameters
-    caches = set()
-  found = told | {
-    "copies": hlo_counts.copies_of(text, caches),
-    "collectives": _collectives(text),
-  }
-  if program in aot_programs.CHUNKS:
-    step = hlo_counts.Counter(text, caches, _FILL).step()
-    found["step"] = _per_step(step, layers)
-    drafting = max(step.inner, key=lambda s: s.num_bytes, default=None)
-    if program != "plain" and drafting is not None:
-      found["draft_step"] = _per_step(drafting, layers)
-  if (folder / "thunks.txt").exists():
-    found["launches"] = launches((folder / "thunks.txt").read_text())
-  return found
-
-
-def _per_step(step: hlo_counts.Step, layers: int) -> dict:
-  """A step's figures, and its bytes with all layers of the target."""
-  layer = step.layer_bytes / layers
-  rest = step.num_bytes - step.layer_bytes
-  return {
-    "kernels_per_layer": step.layer_kernels / layers,
-    "other_kernels": step.kernels - step.layer_kernels,
-    "bytes": round(step.num_bytes),
-    "bytes_per_layer": round(layer),
-    "bytes_all_layers": round(rest + layer * aot_programs.MODEL.num_layers),
-  }
-
-
-def _collectives(text: str) -> dict[str, dict[str, int]]:
-  """By kind: how many there are in loops, and the elements of the largest."""
-  found = {}
-  for i in hlo_counts.collectives(text):
-    kind = found.setdefault(i.opcode.removesuffix("-start"), {"count": 0, "largest": 0})
-    kind["count"] += 1
-    kind["largest"] = max(kind["largest"], i.num_elements)
-  return found
-
-
-def launches(thunks: str) -> dict[str, int]:
-  """What a GPU's host launches in an iteration of the longest loop, by kind.
-
-  A command buffer is one launch: a CUDA graph. What is inside another loop or a branch
-  counts with it.
-
-  Args:
-    thunks: the file "thunk_sequence_after_thunk_passes" of XLA's dump
-  """
-  loops, found, body = [], None, None
-  for line in thunks.splitlines():
-    indent = len(line) - len(line.lstrip())
-    kind = re.match(r"\d+: (k\w+)", line.strip())
-    if kind and indent == 0:
-      found = None
-      if kind[1] == "kWhile":
-        found = collections.Counter()
-        loops.append((found, [0]))
-      body = False
-    elif line.strip() == "body:" and indent == 2:
-      body = True
-    elif found is not None and body:
-      loops[-1][1][0] += 1
-      if kind and indent == 4:
-        found[kind[1].removeprefix("k")] += 1
-  return dict(max(loops, key=lambda loop: loop[1][0])[0]) if loops else {}
-
-
 def instructions_per_logit() -> dict[str, float]:
   """Of `verify_sample`'s Triton kernel by GPU, where no token of a tile may win."""
   from tlt_jax.pallas_kernels.verify_sample import triton
@@ -189,47 +92,10 @@ def instructions_per_logit() -> dict[str, float]:
   return {f"sm_{c}": round(count(c) / per_thread, 1) for c in (80, 90)}
 
 
-_HEADER = (
-  *("target", "program", "kernels", "cache-sized copies", "all-gathers (largest)"),
-  *("all-reduces (largest)", "kernels per layer", "other kernels", "launches"),
-  *("GB per step", "GB per drafting step", "temp GiB", "arguments GiB"),
-)
-
-
-def row(case: tuple[str, str, str], found: dict) -> list[str]:
-  """A line of the table."""
-  if "error" in found:
-    return [*case, found["error"], *[""] * (len(_HEADER) - 4)]
-  step, draft = found.get("step"), found.get("draft_step")
-
-  def collective(kind):
-    known = found["collectives"].get(kind)
-    return f"{known['count']} ({known['largest']:,})" if known else "0"
-
-  giga = lambda x: f"{x['bytes_all_layers'] / 1e9:.2f}" if x else ""
-  kernels = lambda name: f"{step[name]:g}" if step else ""
-  by_kind = ", ".join(f"{n} {kind}" for kind, n in found.get("launches", {}).items())
-  gibi = lambda x: f"{x / 2**30:.2f}"
-  return [
-    *case,
-    str(len(found["copies"])) if case[1] != "update" else "",
-    *(collective("all-gather"), collective("all-reduce")),
-    *(kernels("kernels_per_layer"), kernels("other_kernels"), by_kind),
-    *(giga(step), giga(draft)),
-    *(gibi(found["memory"]["temp"]), gibi(found["all_layers_argument"])),
-  ]
-
-
-def table(rows: Iterable[list[str]]) -> str:
-  """Lines of Markdown."""
-  lines = [_HEADER, ["---"] * len(_HEADER), *rows]
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def main():
   workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
-  chosen, layers, now = cases(_TARGETS.value, _PROGRAMS.value), _LAYERS.value, source()
-  model = _MODEL.value
+  chosen = aot_report.cases(_TARGETS.value, _PROGRAMS.value)
+  model, layers, now = _MODEL.value, _LAYERS.value, source()
   platforms = {aot_programs.TARGETS[target].platform for target, _, _ in chosen}
   lacking = list(filter(None, map(aot_programs.missing, sorted(platforms))))
   if lacking and not _REPORT.value:
@@ -243,10 +109,10 @@ def main():
       print(f"{' '.join(case)}: compiling", flush=True)
       compile_case(model, case, layers, folder)
     if file.exists():
-      report.append((case, counted(folder, case[1], layers)))
+      report.append((case, aot_report.counted(folder, case[1], layers)))
     elif (folder / "error.txt").exists():
       report.append((case, {"error": (folder / "error.txt").read_text().strip()}))
-  rows = table(row(*line) for line in report)
+  rows = aot_report.table(aot_report.row(*line) for line in report)
   names = ("target", "program", "kernels")
   programs = [dict(zip(names, case, strict=True)) | found for case, found in report]
   per_logit = instructions_per_logit()

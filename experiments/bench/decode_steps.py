@@ -270,7 +270,9 @@ if __name__ == "__main__":
   nodes = flags.DEFINE_list("nodes", ["1", "4", "8", "16"], "J of a pass.")
   length = flags.DEFINE_integer("length", 4096, "Tokens of a cache.", lower_bound=64)
   repeats = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=2)
-  minutes = flags.DEFINE_float("minutes", 60.0, "After which no live batch is begun.")
+  minutes = flags.DEFINE_float(
+    "minutes", 60.0, "After which no live batch is begun.", lower_bound=0.0
+  )
   dry_run = flags.DEFINE_bool("dry_run", False, "Tiny sizes, kernels interpreted.")
   launch.run(
     lambda: main(

@@ -239,5 +239,7 @@ if __name__ == "__main__":
   only = flags.DEFINE_list("only", list(PARTS), "Parts, see above.")
   dry_run = flags.DEFINE_bool("dry_run", False, "Tiny sizes, kernels interpreted.")
   repeats = flags.DEFINE_integer("repeats", 7, "Of each measurement.", lower_bound=2)
-  minutes = flags.DEFINE_float("minutes", 60.0, "After which no new shape is begun.")
+  minutes = flags.DEFINE_float(
+    "minutes", 60.0, "After which no new shape is begun.", lower_bound=0.0
+  )
   launch.run(lambda: main(only.value, dry_run.value, repeats.value, minutes.value))
