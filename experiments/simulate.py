@@ -38,6 +38,7 @@ _LENGTHS = flags.DEFINE_string("lengths", "", "Trace: JSON list, or rollouts.jso
 _ACCEPTANCE = flags.DEFINE_list(
   "acceptance", [], "Chance of each drafted position, or a JSON list, or metrics.jsonl."
 )
+_MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, for its config.json.")
 _TABLE = flags.DEFINE_string("table", "", "Last line of bench.rollout, for the costs.")
 _OUT = flags.DEFINE_string("out", "runs/simulate", "Folder of the figures.")
 _SENSITIVITY = flags.DEFINE_bool("sensitivity", True, "Whether to vary the workload.")
@@ -62,6 +63,9 @@ def chosen() -> scenario_lib.Scenario:
   changes = {}
   if _SLICES.value:
     changes["slices"] = tuple(int(n) for n in _SLICES.value)
+  if _MODEL.value:
+    text = (pathlib.Path(_MODEL.value) / "config.json").read_text()
+    changes["model"] = json.loads(text)
   if _LENGTHS.value:
     changes["lengths"] = {"trace": _LENGTHS.value}
   if _ACCEPTANCE.value:
@@ -91,12 +95,19 @@ def parts(samples: samples_lib.Samples) -> dict[str, float]:
 
 
 def by_slices(scenario: scenario_lib.Scenario) -> tuple[dict, samples_lib.Samples]:
-  """Simulates all sides on each number of slices; also the samples of the last TLT."""
+  """Simulates all sides on each number of slices.
+
+  A whole step is a rollout and the policy's update, which the roofline tells; rewards and
+  weight sync are left out.
+
+  Returns:
+    slices -> side -> what came of it; and the samples of the last TLT
+  """
   found, tokens = {}, int(scenario.draw_lengths().sum())
   prompts = scenario.prompts * scenario.responses * scenario.prompt_tokens
   for slices in scenario.slices:
     sides = {side: scenario.run(side, slices) for side in scenario_lib.SIDES}
-    update_s = 0.0
+    update_s = None  # a table does not tell
     if isinstance(scenario.costs, costs_lib.Roofline):
       update_s = scenario.costs.policy_update_s(tokens + prompts, slices)
     seconds = {side: samples.timeline[-1][0] for side, samples in sides.items()}
@@ -104,7 +115,8 @@ def by_slices(scenario: scenario_lib.Scenario) -> tuple[dict, samples_lib.Sample
       side: {
         "rollout_s": seconds[side],
         "speedup_rollout": seconds["plain"] / seconds[side],
-        "speedup_step": (seconds["plain"] + update_s) / (seconds[side] + update_s),
+        "speedup_step": update_s
+        and (seconds["plain"] + update_s) / (seconds[side] + update_s),
         "mean_acceptance_length": samples.mean_acceptance_length,
         "chunks": len(samples.chunks),
         "parts": parts(samples),
@@ -175,7 +187,7 @@ def verdict(found: Mapping) -> str:
   best = max(tlt, frozen)
   if best < 1.1:
     return f"TLT would not help here: rollouts {best:.2f}x as fast on {last} slices."
-  who = "TLT" if tlt >= frozen else "a frozen drafter (training costs more than it brings)"
+  who = "TLT" if tlt >= frozen else "A frozen drafter (training costs more than it brings)"
   return f"{who} would make rollouts {best:.2f}x as fast on {last} slices."
 
 
@@ -190,7 +202,7 @@ def report(found: Mapping, varied: Mapping, beside: list[list[str]], even: int) 
         side,
         f"{r['rollout_s']:.1f}",
         f"{r['speedup_rollout']:.2f}x",
-        f"{r['speedup_step']:.2f}x",
+        f"{r['speedup_step']:.2f}x" if r["speedup_step"] else "",
         f"{r['mean_acceptance_length']:.2f}",
         *(f"{share:.0%}" for share in r["parts"].values()),
       ]
@@ -221,7 +233,7 @@ def draw(found: Mapping, samples: samples_lib.Samples, out: pathlib.Path) -> lis
   at = np.arange(len(found))
   for i, side in enumerate(("frozen", "tlt")):
     for j, measure in enumerate(("speedup_rollout", "speedup_step")):
-      values = [sides[side][measure] for sides in found.values()]
+      values = [sides[side][measure] or 0.0 for sides in found.values()]
       label = f"{side}, {'rollout' if j == 0 else 'whole step'}"
       ax.bar(at + 0.2 * (2 * i + j) - 0.3, values, 0.2, label=label)
   ax.axhline(1.0, color="black", linewidth=0.8)

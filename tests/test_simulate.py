@@ -56,7 +56,7 @@ def counts(samples) -> list[tuple]:
   ]
 
 
-ON = [1, *(tiny.slow(n) for n in (4, 8)), 2]
+ON = [2, *(tiny.slow(n) for n in (1, 4, 8))]
 
 
 def follow(real, requests, slices, sizes, **changes):
@@ -83,7 +83,7 @@ def test_chunks_and_passes_of_plain_decoding_are_those_of_a_rollout(slices):
   assert again.length.tolist() == real.length.tolist()
 
 
-@pytest.mark.parametrize("slices", [tiny.slow(n) for n in (1, 4, 8)] + [2])
+@pytest.mark.parametrize("slices", ON)
 def test_chunks_and_passes_of_speculation_are_those_of_a_rollout(slices, monkeypatch):
   """With what stood in each pass replayed, of chunks of a single pass."""
   mesh, requests = tiny.mesh(slices), tiny.requests()
