@@ -19,6 +19,7 @@ SOURCES = sorted(
 FLOORS = {
   "experiments": 7,
   "tlt_jax.rl": 6,
+  "tlt_jax.simulate": 6,
   "tlt_jax.spec_decode.rollout": 5,
   "tlt_jax.spec_decode.spot": 4,
   "tlt_jax.spec_decode.speculation": 3,

@@ -158,6 +158,15 @@ class Batch:
     where = self.running.pages.where(request, known)  # whole pages: of few shapes
     return np.asarray(self.slots.features.data[where])[:known]
 
+  def store(self, rows: jax.Array, pieces: np.ndarray, count: np.ndarray) -> jax.Array:
+    """Training rows with the features of requests that have just ended.
+
+    Args:
+      rows, pieces, count: see `spot.rows.make_store`
+    """
+    placed = map(self._place, (pieces, count))
+    return self.programs.run("store", (), rows, self.slots.features.data, *placed)
+
   def _seated(self, kv, features) -> slots_lib.Slots:
     """The slots of who sits there, with their KV and features."""
     running, r = self.running, self.running.requests

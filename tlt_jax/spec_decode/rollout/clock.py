@@ -8,6 +8,7 @@ must several processes agree, and a rollout can be decided alike again.
 
 from collections.abc import Callable, Iterable
 import logging
+import time
 
 import numpy as np
 
@@ -22,8 +23,13 @@ _WINDOW = 16  # chunks that are remembered of each bucket and strategy
 class Clock:
   """The seconds that steps and micro-batches take on the machine at hand."""
 
-  def __init__(self):
-    """Knows nothing; `measured` and `book` tell it."""
+  def __init__(self, now: Callable[[], float] = time.perf_counter):
+    """Knows nothing; `measured` and `book` tell it.
+
+    Args:
+      now: the time, in seconds
+    """
+    self.now = now
     self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
     self.micro_batch_s = 0.0  # of a micro-batch, measured alone; 0: not yet

@@ -4,12 +4,9 @@ What depends on the clock goes through `clock.Decisions`, so that it can be done
 alike. The device's side, and what outlives a rollout, is `spot`.
 """
 
-import time
-
 import numpy as np
 
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
@@ -121,19 +118,14 @@ class Harvest:
         pieces[e.slice, count[e.slice, 0]] = *piece, *e.pages
         count[e.slice] += 1
     if count.any():
-      mesh = self._programs.shapes.mesh
-      placed = [slices.place(mesh, x) for x in (pieces, count)]
-      data = self.batch.slots.features.data
-      spot.take_features(
-        self._programs.run("store", (), spot.features, data, *placed)
-      )
+      spot.take_features(self.batch.store(spot.features, pieces, count))
 
   def finish(self, params, rollout_s: float) -> None:
     """Ends the rollout: one slice alone trains for a share of its time.
 
     And where there is held-out data it is asked whether what was trained may draft.
     """
-    spot, began = self.spot, time.perf_counter()
+    spot, began = self.spot, self.clock.now()
     options = spot.options
     alone = len(self.schedule.queues) == 1
     wanted = options.after_rollout_share * rollout_s if alone else 0.0
@@ -143,7 +135,7 @@ class Harvest:
     trained = any(any(chunk.trained) for chunk in self.samples.chunks)
     if trained and options.micro_batches_per_update > 1:
       self._train(params, 1)  # with what no update has been made of
-    more = lambda: time.perf_counter() - began < wanted
+    more = lambda: self.clock.now() - began < wanted
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, 1)
     if options.held_out_rows and self.samples.training:
@@ -152,15 +144,15 @@ class Harvest:
       )
       spot.publish(published)
       self.samples.published = bool(better)
-    self.samples.training_s = time.perf_counter() - began
+    self.samples.training_s = self.clock.now() - began
     self.samples.micro_batch_s = self.clock.micro_batch_s
 
   def _train(self, params, most: int) -> float:
     """Trains on all slices; returns the seconds that it took."""
-    began = time.perf_counter()
+    began = self.clock.now()
     training = self.spot.training(most)
     trained = trainer_lib.on_host(self._programs.run("train", (), params, training))
-    seconds = time.perf_counter() - began
+    seconds = self.clock.now() - began
     self._take(trained)
     return seconds
 

@@ -11,7 +11,6 @@ requests. Everything on the devices but the parameters is freed at the end.
 """
 
 import logging
-import time
 
 import jax
 import numpy as np
@@ -19,7 +18,6 @@ import numpy as np
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
@@ -56,11 +54,11 @@ class Loop:
       train: whether idle slices train the drafter
       decide: where decisions are made
     """
-    self._began = time.perf_counter()
+    self._began = parts.clock.now()
     self.parts, self.options = parts, options
     self.params, self.draft_params = params, draft_params
     parts.clock.begin_rollout()
-    self.batch = batch_lib.Batch(parts.programs, options, requests)
+    self.batch = parts.batch(options, requests)
     self.running = self.batch.running
     self.schedule = schedule_lib.Schedule(options, self.running, parts.clock, decide)
     self.samples = self._empty(requests)
@@ -75,7 +73,7 @@ class Loop:
   @property
   def elapsed_s(self) -> float:
     """Seconds since the start."""
-    return time.perf_counter() - self._began
+    return self.parts.clock.now() - self._began
 
   def run(self) -> samples_lib.Samples:
     """Runs all requests to their end; see `Rollout.__call__`."""

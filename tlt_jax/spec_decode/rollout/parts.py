@@ -3,6 +3,8 @@
 import dataclasses
 
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
@@ -29,6 +31,12 @@ class Parts:
   def clock(self) -> clock_lib.Clock:
     """The ledger of time."""
     return self.drafting.clock
+
+  def batch(
+    self, options: options_lib.Options, requests: requests_lib.Requests
+  ) -> batch_lib.Batch:
+    """The slots of a rollout that has not begun."""
+    return batch_lib.Batch(self.programs, options, requests)
 
   def weights(self, params, draft_params) -> chunk_lib.Weights:
     """All weights; the drafter's are the trainer's, where there is one.

@@ -1,0 +1,257 @@
+"""The simulator: what it counts is what rollouts count; its clock; its scenarios."""
+
+import dataclasses
+import json
+import pathlib
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from experiments import simulate as command
+from tests import tiny
+from tlt_jax.simulate import acceptance as acceptance_lib
+from tlt_jax.simulate import costs as costs_lib
+from tlt_jax.simulate import rollout as simulated
+from tlt_jax.simulate import scenario as scenario_lib
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import clock
+from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import selector
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot
+
+CHAIN = strategy_lib.Strategy(3, 1, 4)
+DEVICE = costs_lib.Device("test", 1e9, 1e12, 1e-6, 1e9, 1e-5)
+COSTS = costs_lib.Roofline(tiny.CONFIG, DEVICE, host_s=1e-4)
+SPOT = spot.Options(row_tokens=32, context_tokens=4, rows=8, carried_rows=4)
+SCENARIOS = sorted(command.SCENARIOS.glob("*.json"))
+
+
+def options(slots: int = 8, chunk: int = 16, single: bool = False) -> rollout.Options:
+  buckets = () if single else ((slots, 48), (max(slots // 2, 1), 96), (2, 96))
+  return rollout.Options(**tiny.SIZES, slots=slots, buckets=buckets, chunk=chunk)
+
+
+def simulate(slices, lengths, slots=8, costs=COSTS, **changes):
+  """A simulated rollout of responses of these lengths, each of a prompt of its own."""
+  prompts = [np.ones(5, np.int32)] * len(lengths)
+  return simulated.simulate(
+    simulated.Machine(slices, costs),
+    tiny.CONFIG,
+    options(slots),
+    requests_lib.make_requests(prompts, max_tokens=80),
+    np.asarray(lengths),
+    **changes,
+  )
+
+
+def counts(samples) -> list[tuple]:
+  """What chunks count, in order."""
+  return [
+    (c.batch, c.length, c.strategy, c.live, c.steps, c.tokens, c.passes)
+    for c in samples.chunks
+  ]
+
+
+ON = [2, *(tiny.slow(n) for n in (1, 4, 8))]
+
+
+def follow(real, requests, slices, sizes, **changes):
+  """Simulates a rollout that has run, decision by decision."""
+  return simulated.simulate(
+    simulated.Machine(slices, COSTS),
+    tiny.CONFIG,
+    sizes,
+    requests,
+    real.length,
+    decide=clock.Decisions(real.decisions),
+    **changes,
+  )
+
+
+@pytest.mark.parametrize("slices", ON)
+def test_chunks_and_passes_of_plain_decoding_are_those_of_a_rollout(slices):
+  """Bucket, live requests, steps, tokens and passes of every chunk, and all lengths."""
+  mesh, sizes = tiny.mesh(slices), options(slots=4)
+  requests = tiny.requests()
+  real = rollout.make(tiny.CONFIG, mesh, sizes)(tiny.on(mesh), requests)
+  again = follow(real, requests, slices, sizes)
+  assert counts(again) == counts(real)
+  assert again.length.tolist() == real.length.tolist()
+
+
+@pytest.mark.parametrize("slices", ON)
+def test_chunks_and_passes_of_speculation_are_those_of_a_rollout(slices, monkeypatch):
+  """With what stood in each pass replayed, of chunks of a single pass."""
+  mesh, requests = tiny.mesh(slices), tiny.requests()
+  speculative = lambda sizes: rollout.make(
+    tiny.CONFIG, mesh, sizes, tiny.DRAFTERS["eagle2"], selector.always(CHAIN)
+  )
+  draft = tiny.draft_params("eagle2", 0)
+  stood, one = {}, speculative(options(4, CHAIN.depth + 1, single=True))
+  run = one.parts.chunks.run
+
+  def watched(batch, *args):
+    owner, drawn = batch.running.owner.reshape(-1), batch.running.drawn.copy()
+    ran = run(batch, *args)
+    for i, count in zip(owner, ran.emitted.count, strict=True):
+      if i >= 0:
+        stood[int(i), int(drawn[i])] = int(count) - 1
+    return ran
+
+  monkeypatch.setattr(one.parts.chunks, "run", watched)
+  one(tiny.on(mesh), requests, draft)
+  sizes = options(4, single=slices < 4)
+  real = speculative(sizes)(tiny.on(mesh), requests, draft)
+  replayed = acceptance_lib.Replay(stood)
+  how = dict(selector=selector.always(CHAIN), acceptance=replayed)
+  again = follow(real, requests, slices, sizes, **how)
+  assert counts(again) == counts(real)
+  assert again.accepted.tolist() == real.accepted.tolist()
+
+
+LENGTHS = st.lists(st.integers(1, 80), min_size=1, max_size=24)
+fast = hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
+
+
+@fast
+@hypothesis.given(LENGTHS, st.sampled_from([1, 2, 3, 8]), st.floats(0, 1), st.booleans())
+def test_no_request_is_lost_and_time_only_passes(lengths, slices, rate, train):
+  """Whatever is accepted and trained, all responses come out, chunk behind chunk."""
+  samples = simulate(
+    slices,
+    lengths,
+    slots=4,
+    selector=levels.make("up to 4 live: off or 3_1_4 or 4_2_6", "predictive", True),
+    acceptance=acceptance_lib.Rates([rate]),
+    spot=SPOT if train else None,
+  )
+  assert samples.length.tolist() == lengths
+  assert sum(c.tokens for c in samples.chunks) == sum(lengths)
+  times = [t for c in samples.chunks for t in (c.start_s, c.end_s)]
+  assert times[0] >= 0 and np.all(np.diff(times) >= 0)
+  assert samples.passes <= sum(lengths)
+
+
+@fast
+@hypothesis.given(LENGTHS, st.sampled_from([1, 2, 4]))
+def test_drafts_that_never_stand_draw_a_token_per_pass(lengths, slices):
+  """As plain decoding, in the passes of plain decoding; only each costs more."""
+  how = dict(selector=selector.always(CHAIN), acceptance=acceptance_lib.Rates([0.0]))
+  plain, none = simulate(slices, lengths, 24), simulate(slices, lengths, 24, **how)
+  assert none.passes == plain.passes == sum(lengths)
+  assert none.mean_acceptance_length == 1.0
+  assert none.chunks[-1].end_s >= plain.chunks[-1].end_s
+
+
+@fast
+@hypothesis.given(LENGTHS, st.sampled_from([1, 2, 4]))
+def test_more_slices_are_never_slower(lengths, slices):
+  """Where every request has a slot, twice the slices take no longer."""
+  few, many = simulate(slices, lengths, 24), simulate(2 * slices, lengths, 24)
+  assert many.chunks[-1].end_s <= few.chunks[-1].end_s * (1 + 1e-9)
+
+
+def test_idle_slices_train_and_frozen_ones_do_not():
+  """By the real quota: slices without a request, for as long as a chunk has time."""
+  how = dict(
+    selector=selector.always(CHAIN), acceptance=acceptance_lib.Rates([0.8]), rollouts=2
+  )
+  lengths = [80, 5, 5, 5]
+  frozen, trained = simulate(2, lengths, **how), simulate(2, lengths, spot=SPOT, **how)
+  assert frozen.harvested_s == 0 and trained.harvested_s > 0
+  for chunk in trained.chunks:
+    assert all(
+      not n or not live or s < max(chunk.steps)
+      for n, live, s in zip(chunk.trained, chunk.live, chunk.steps, strict=True)
+    )
+  assert trained.harvested_s <= trained.idle_s * 1.5
+  assert counts(frozen)[0] == counts(trained)[0]
+
+
+def test_a_pass_reads_its_weights_and_caches():
+  """A hand number: one token, memory-bound, on a device of 1 GB/s."""
+  ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)
+  costs = costs_lib.Roofline(tiny.CONFIG, ideal)
+  layer = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48
+  weights = 2 * (2 * layer + 64 * 32)
+  caches = 2 * 2 * 2 * 16 * 2 * 10  # layers, k and v, heads, size, bytes, tokens
+  assert costs.pass_s(1, 10) == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
+
+
+def test_measured_costs_are_read_from_the_benchmark():
+  """Plain steps, what a strategy costs in them, and what was not measured."""
+  arm = {"speedup": 1.5, "mean_acceptance_length": 3.0}
+  table = {
+    "steps": {"1": {"step_ms": {"160": 1.0, "640": 2.0}}},
+    "by_live_batch": {"1": {"arms": {"3_1_4": arm}}},
+  }
+  costs, bucket = costs_lib.Measured(table), rollout.grid([1], [320])[0]
+  assert costs.step_s(bucket, None, 0) == pytest.approx(1e-3 * 2**0.5)
+  assert costs.step_s(bucket, CHAIN, 0) == pytest.approx(2e-3 * 2**0.5)
+  with pytest.raises(ValueError, match="5_1_6 was not measured"):
+    costs.step_s(bucket, strategy_lib.Strategy(5, 1, 6), 0)
+
+
+def test_acceptance_is_drawn_at_its_rate_and_grows_with_it():
+  """The draws hold what `length` promises; a higher rate never accepts less."""
+  low, high = (acceptance_lib.Rates([rate]) for rate in (0.6, 0.8))
+  i, drawn = np.arange(2000), np.zeros(2000, int)
+  few, many = (rates.ahead(i, drawn, 1, CHAIN)[:, 0] for rates in (low, high))
+  assert np.mean(few + 1) == pytest.approx(low.length(CHAIN), abs=0.1)
+  assert np.all(few <= many)
+  assert acceptance_lib.conditional([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_bundled_scenarios_can_be_read(path):
+  """Their costs, lengths and sizes exist for each number of slices."""
+  scenario = scenario_lib.read(path)
+  assert len(scenario.draw_lengths()) == scenario.prompts * scenario.responses
+  assert scenario.draw_lengths().max() <= scenario.max_tokens
+  assert scenario.break_even() >= 1
+  for slices in scenario.slices:
+    assert scenario.options(slices).buckets[-1].length > scenario.max_tokens
+
+
+def test_the_answer_for_short_answers_is_no():
+  """Where there is no tail, the simulator says that TLT would not help."""
+  scenario = scenario_lib.read(command.SCENARIOS / "short_answers.json")
+  found, samples = command.by_slices(scenario)
+  assert "would not help" in command.verdict(found)
+  shares = found[8]["plain"]["parts"]
+  assert sum(shares.values()) == pytest.approx(1) and shares["drafted"] == 0
+  assert samples.length.sum() == scenario.draw_lengths().sum()
+
+
+def test_lengths_and_acceptance_of_a_run(tmp_path: pathlib.Path):
+  """A run's rollouts.jsonl and metrics.jsonl are read, as is a list."""
+  rollouts, metrics = tmp_path / "rollouts.jsonl", tmp_path / "metrics.jsonl"
+  rollouts.write_text('{"step": 0, "length": [3, 900]}\n')
+  rate = "rollout/acceptance_rate_pos_"
+  metrics.write_text(json.dumps({"step": 0, f"{rate}1": 0.8, f"{rate}2": 0.4}) + "\n")
+  drawn = scenario_lib.draw_lengths({"trace": rollouts}, 2, 100)
+  assert drawn.tolist() == [3, 100]
+  assert scenario_lib.read_acceptance(metrics) == pytest.approx((0.8, 0.5))
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(lenghts={}), "keys that no scenario has"),
+    (dict(device=None), "a device or a measured table"),
+    (dict(slices=[]), "slices are numbers"),
+    (dict(lengths={"uniform": 3}), "lengths are log_normal"),
+    (dict(frozen=[1.2]), "acceptance is a share"),
+  ],
+)
+def test_bad_scenarios_are_refused(changes, message):
+  """With one message that names the cause."""
+  raw = json.loads((command.SCENARIOS / "short_answers.json").read_text())
+  with pytest.raises(ValueError, match=message):
+    scenario = scenario_lib.parse(raw | changes)
+    scenario.draw_lengths()
+    scenario.acceptance("frozen")

@@ -1,0 +1,114 @@
+"""How many drafted tokens stand in a pass of the target: from rates, or replayed."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+
+class Acceptance(Protocol):
+  """Says what stands."""
+
+  def ahead(
+    self,
+    request: np.ndarray,
+    drawn: np.ndarray,
+    tokens: int,
+    strategy: strategy_lib.Strategy,
+  ) -> np.ndarray:
+    """Drafted tokens that stand in a pass, in [0, depth].
+
+    Args:
+      request: i32[n]
+      drawn: i32[n]  response tokens of each so far
+      tokens: T, that each draws next
+      strategy: that drafts
+    Returns:
+      i64[n T]: for a pass that begins 0, 1, ... tokens from now
+    """
+
+
+def children(strategy: strategy_lib.Strategy) -> float:
+  """Children of a node on the accepted path, on average.
+
+  The nodes of a tree are spread evenly over its depth, up to its width.
+  """
+  return min(float(strategy.width), (strategy.verify - 1) / strategy.depth)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+  """Independent draws: the k-th drafted token stands with a given chance.
+
+  Given that those before it stand. Deeper drafts than are known stand like the deepest
+  of them. The draw for a token depends on (seed, request, position) alone, so that
+  neither schedule nor slices change what stands, and higher rates never accept less.
+
+  A tree is approximated: with w children per node of its path (`children`), and each of
+  them right as often as a chain's single one, and independently, level k stands with
+  1 - (1 - rate_k)^w. Later children are in truth less likely than the first, so that
+  this flatters wide trees. A rate measured with trees is given by `trees`, as it is.
+  """
+
+  rates: Sequence[float]
+  trees: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+  seed: int = 0
+
+  def __post_init__(self):
+    for rates in (self.rates, *self.trees.values()):
+      if not len(rates) or not all(0 <= rate <= 1 for rate in rates):
+        raise ValueError(
+          f"acceptance is a share from 0 to 1 for each drafted position, not {rates}"
+        )
+
+  def of(self, strategy: strategy_lib.Strategy) -> np.ndarray:
+    """f[depth]: the chance that each drafted token stands, given those before it."""
+    known = self.trees.get(str(strategy))
+    rates = np.asarray(self.rates if known is None else known, float)
+    rates = np.append(rates, np.full(strategy.depth, rates[-1]))[: strategy.depth]
+    return rates if known is not None else 1 - (1 - rates) ** children(strategy)
+
+  def ahead(self, request, drawn, tokens, strategy) -> np.ndarray:
+    rates = self.of(strategy)
+    at = drawn[:, None] + np.arange(tokens + len(rates))
+    chance = _uniform(request[:, None], at, self.seed)
+    stands, stood = np.ones((len(request), tokens), bool), 0
+    for k, rate in enumerate(rates):
+      stands &= chance[:, k : k + tokens] < rate
+      stood = stood + stands
+    return stood
+
+  def length(self, strategy: strategy_lib.Strategy) -> float:
+    """The expected acceptance length: tokens per pass, its own included."""
+    return 1.0 + float(np.cumprod(self.of(strategy)).sum())
+
+
+def conditional(shares: Sequence[float]) -> list[float]:
+  """Rates from `rollout/acceptance_rate_pos_k`: shares of all passes, k = 1, 2, ..."""
+  above = np.append(1.0, shares)
+  known = above[:-1] > 0
+  return (above[1:][known] / above[:-1][known]).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+  """What stood in a rollout that has run: by request and tokens drawn before the pass."""
+
+  stood: Mapping[tuple[int, int], int]
+
+  def ahead(self, request, drawn, tokens, strategy) -> np.ndarray:
+    stood = lambda i, start: [self.stood.get((i, start + t), 0) for t in range(tokens)]
+    rows = zip(request.tolist(), drawn.tolist(), strict=True)
+    return np.array([stood(i, start) for i, start in rows], np.int64)
+
+
+def _uniform(request: np.ndarray, position: np.ndarray, seed: int) -> np.ndarray:
+  """f[...] in [0, 1): a hash of its arguments (splitmix64)."""
+  x = (request.astype(np.uint64) << np.uint64(32)) + position.astype(np.uint64)
+  x = x + np.uint64(1 + seed) * np.uint64(0x9E3779B97F4A7C15)
+  for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+  return (x ^ (x >> np.uint64(31))) / 2.0**64

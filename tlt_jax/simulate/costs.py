@@ -1,0 +1,242 @@
+"""What steps take: from tables that were measured, or a roofline of a device."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from tlt_jax import ranges
+from tlt_jax.models import config as config_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+Arm = strategy_lib.Strategy | None  # None: plain decoding
+
+
+class Costs(Protocol):
+  """Seconds of whatever a slice does."""
+
+  host_s: float  # between two chunks
+
+  def step_s(self, bucket: options_lib.Bucket, arm: Arm, seen: float) -> float:
+    """Seconds of a step.
+
+    Args:
+      bucket: of the program
+      arm: how it decodes
+      seen: tokens in the caches of a slice's live requests
+    """
+
+  def prefill_s(self, tokens: int) -> float:
+    """Seconds of computing so many tokens of prompts."""
+
+  def micro_batch_s(self, tokens: int) -> float:
+    """Seconds of training on a row of so many tokens."""
+
+  def update_s(self, slices: int) -> float:
+    """Seconds of summing the drafter's gradients over the slices, and its update."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """An accelerator, as its data sheet has it, and what programs get of that."""
+
+  name: str
+  bandwidth: float  # of its memory, bytes/s
+  flops: float  # of matrix products, FLOP/s, at the precision of the weights
+  launch_s: ranges.NotNegative  # overhead of a kernel
+  link: float  # between the devices of a slice, bytes/s and direction
+  link_s: ranges.NotNegative  # latency of an all-reduce
+  bandwidth_share: ranges.ShareAboveZero = 0.8  # of the bandwidth that decoding reaches
+  flops_share: ranges.ShareAboveZero = 0.5  # of the FLOP/s that large products reach
+
+  def __post_init__(self):
+    if min(self.bandwidth, self.flops, self.link) <= 0:
+      raise ValueError(f"{self.name}: bandwidth, flops and link must be above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+  """A drafter of one decoder layer, as EAGLE's."""
+
+  features: ranges.Count = 3  # hidden states of the target that it reads, side by side
+  vocab_size: ranges.Count = 32_000  # of its head
+  unrolled: ranges.Count = 3  # drafting steps that training unrolls
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+  """Seconds that follow from bytes moved, FLOPs, kernels and all-reduces.
+
+  A pass takes the longer of reading its bytes and computing its products, for the
+  weights and for attention apart, then its kernels' overhead and, where a slice has
+  several devices, two all-reduces per layer. Nothing overlaps otherwise.
+
+  What it leaves out: sampling from filtered distributions, uneven shards, pages of the
+  cache that are only partly full, interference of communication and memory.
+  """
+
+  model: config_lib.ModelConfig
+  device: Device
+  tensor: ranges.Count = 1  # devices of a slice
+  drafter: Drafter = Drafter()
+  weight_bytes: ranges.Positive = 2  # of a number in weights, caches and activations
+  layer_kernels: ranges.Count = 10  # of a decoder layer
+  step_kernels: ranges.Count = 10  # outside of the layers: drawing, bookkeeping
+  host_s: ranges.NotNegative = 5e-3
+
+  def step_s(self, bucket, arm, seen) -> float:
+    if arm is None:
+      return self.pass_s(bucket.batch, seen)
+    verified = self.pass_s(bucket.batch * arm.verify, seen, per_row=arm.verify)
+    first, later = (self.draft_s(bucket.batch * n, seen) for n in (2, arm.width))
+    return verified + first + (arm.depth - 1) * later
+
+  def pass_s(self, tokens: float, seen: float, per_row: int = 1) -> float:
+    """Seconds of a pass of the target.
+
+    Args:
+      tokens: of all rows
+      seen: tokens in their caches
+      per_row: tokens of a row, which read its cache together
+    """
+    m = self.model
+    head = m.vocab_size * m.width
+    weights = self._products_s(m.num_layers * self._layer + head, tokens)
+    attention = m.num_layers * self._attention_s(seen, per_row)
+    kernels = m.num_layers * self.layer_kernels + self.step_kernels
+    logits = 2 * 4 * tokens * m.vocab_size / self.tensor / self._bandwidth
+    around = kernels * self.device.launch_s + logits
+    return weights + attention + around + m.num_layers * self._all_reduces_s(tokens)
+
+  def draft_s(self, tokens: float, seen: float) -> float:
+    """Seconds of a drafting step, for so many tokens of all rows."""
+    weights = self._products_s(self.draft_weights, tokens)
+    kernels = self.layer_kernels + self.step_kernels
+    around = kernels * self.device.launch_s + self._all_reduces_s(tokens)
+    return weights + self._attention_s(seen, 1) + around
+
+  def prefill_s(self, tokens) -> float:
+    return self.pass_s(tokens, tokens) if tokens else 0.0
+
+  def micro_batch_s(self, tokens) -> float:
+    own = 3 * self.drafter.unrolled * self.draft_weights  # forward, and twice backward
+    judged = self.model.vocab_size * self.model.width  # by the target's own head
+    return self._compute_s(2 * (own + judged) * tokens) + self.host_s
+
+  def update_s(self, slices) -> float:
+    size = 4 * self.draft_weights / self.tensor
+    moved = 2 * (slices - 1) / slices * size / self.device.link
+    return moved + 6 * size / self._bandwidth  # gradients, parameters, two moments
+
+  def policy_update_s(self, tokens: float, slices: int, passes: float = 4.0) -> float:
+    """Seconds of a policy update on so many tokens, on all devices.
+
+    Args:
+      passes: in forward passes: 3 for the gradient, 1 for log-probabilities
+    """
+    m = self.model
+    weights = m.num_layers * self._layer + m.vocab_size * m.width
+    return passes * self._compute_s(2 * weights * tokens) / slices
+
+  @property
+  def draft_weights(self) -> int:
+    """Numbers of the drafter that a pass reads."""
+    d = self.drafter
+    fused = (d.features + 1) * self.model.width**2
+    return self._layer + fused + d.vocab_size * self.model.width
+
+  @property
+  def _layer(self) -> int:
+    """Weights of a decoder layer."""
+    m = self.model
+    heads = 2 * m.num_heads + 2 * m.num_kv_heads  # queries, outputs, keys, values
+    return m.width * m.head_dim * heads + 3 * m.width * m.mlp_width
+
+  @property
+  def _bandwidth(self) -> float:
+    return self.device.bandwidth * self.device.bandwidth_share
+
+  def _compute_s(self, flops: float) -> float:
+    return flops / self.tensor / (self.device.flops * self.device.flops_share)
+
+  def _products_s(self, weights: float, tokens: float) -> float:
+    read_s = weights * self.weight_bytes / self.tensor / self._bandwidth
+    return max(read_s, self._compute_s(2 * weights * tokens))
+
+  def _attention_s(self, seen: float, per_row: int) -> float:
+    m = self.model
+    read = 2 * m.num_kv_heads * m.head_dim * self.weight_bytes * seen
+    flops = 4 * m.num_heads * m.head_dim * seen * per_row
+    return max(read / self.tensor / self._bandwidth, self._compute_s(flops))
+
+  def _all_reduces_s(self, tokens: float) -> float:
+    """Two per layer."""
+    if self.tensor == 1:
+      return 0.0
+    share = 2 * (self.tensor - 1) / self.tensor
+    size = share * tokens * self.model.width * self.weight_bytes
+    return 2 * (self.device.link_s + size / self.device.link)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """Seconds from what `experiments.bench.rollout --only=steps,speculation` prints.
+
+  Plain steps by live batch and cache length. Strategies by what they cost against a
+  plain step: tokens per pass over speed-up, at each live batch. Between what was
+  measured: linear in the logarithms; beyond it: like the nearest.
+  """
+
+  table: Mapping  # the last line of the benchmark
+  micro_batch: ranges.NotNegative = 0.0  # seconds of a micro-batch
+  prefill_token: ranges.NotNegative = 0.0  # seconds of a prompt's token
+  host_s: ranges.NotNegative = 0.0
+  update: ranges.NotNegative = 0.0  # seconds
+
+  def __post_init__(self):
+    if not self.table.get("steps"):
+      raise ValueError(
+        "no step times: give the last line of experiments.bench.rollout "
+        "--only=steps,speculation"
+      )
+
+  def step_s(self, bucket, arm, seen) -> float:
+    steps = self.table["steps"]
+    at = lambda column: _between(
+      {int(b): row["step_ms"][column] for b, row in steps.items()}, bucket.batch
+    )
+    lengths = next(iter(steps.values()))["step_ms"]
+    plain_s = _between({int(n): at(n) for n in lengths}, bucket.length) / 1e3
+    return plain_s if arm is None else plain_s * self._passes(str(arm), bucket.batch)
+
+  def _passes(self, arm: str, batch: int) -> float:
+    """Plain steps that a step of a strategy takes."""
+    rows = self.table.get("by_live_batch", {})
+    known = {int(b): row["arms"][arm] for b, row in rows.items() if arm in row["arms"]}
+    if not known:
+      raise ValueError(
+        f"strategy {arm} was not measured: give --strategies={arm} to "
+        "experiments.bench.rollout --only=steps,speculation"
+      )
+    cost = lambda row: row["mean_acceptance_length"] / row["speedup"]
+    return _between({b: cost(row) for b, row in known.items()}, batch)
+
+  def prefill_s(self, tokens) -> float:
+    return tokens * self.prefill_token
+
+  def micro_batch_s(self, tokens) -> float:
+    del tokens
+    return self.micro_batch
+
+  def update_s(self, slices) -> float:
+    del slices
+    return self.update
+
+
+def _between(known: Mapping[int, float], x: float) -> float:
+  """The value at x > 0, in logarithms linear between those that are known."""
+  at = sorted(known)
+  values = np.log([known[a] for a in at])
+  return float(np.exp(np.interp(np.log(x), np.log(at), values)))

@@ -1,0 +1,263 @@
+"""Stand-ins for what a rollout has on devices; they spend simulated time.
+
+Who sits where, and what is decided, stays with the objects of `spec_decode.rollout`.
+"""
+
+import jax
+import numpy as np
+
+from tlt_jax import axes
+from tlt_jax import programs as pool_lib
+from tlt_jax.simulate import acceptance as acceptance_lib
+from tlt_jax.simulate import costs as costs_lib
+from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.rollout import batch as batch_lib
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.spot import buffer as buffer_lib
+from tlt_jax.spec_decode.spot import fused
+from tlt_jax.spec_decode.spot import rows as rows_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+
+class Timer:
+  """The simulated time."""
+
+  def __init__(self):
+    """Starts at 0."""
+    self.seconds = 0.0
+
+  def now(self) -> float:
+    """Seconds since the start."""
+    return self.seconds
+
+  def spend(self, seconds: float) -> None:
+    """Lets time pass."""
+    self.seconds += seconds
+
+
+class Programs:
+  """In place of `rollout.programs.Programs`: knows the shapes, runs only training."""
+
+  def __init__(
+    self,
+    shapes: programs_lib.Shapes,
+    costs: costs_lib.Costs,
+    timer: Timer,
+    row_tokens: int,
+  ):
+    """Compiles nothing.
+
+    Args:
+      shapes: of the rollout
+      costs, timer: of the simulation
+      row_tokens: of a micro-batch
+    """
+    self.shapes, self.costs, self.timer = shapes, costs, timer
+    self.pool = pool_lib.Pool(shapes.options.budget)
+    self._micro_batch_s = costs.micro_batch_s(row_tokens)
+
+  def run(self, name: str, key: tuple, *args) -> trainer_lib.Trained:
+    """Trains on all slices, outside of a chunk."""
+    if name != "train":
+      raise ValueError(f"program {name!r} is not simulated: set spot.held_out_rows=0")
+    del key
+    training = args[1]
+    filled = training.rows.order[:, 0]
+    mine = np.where(filled > 0, training.most, 0)
+    self.timer.spend(int(training.most) * self._micro_batch_s)
+    return trained(training, mine, self, per_update=1)
+
+  def update(self) -> None:
+    """Spends the time of an update of the drafter."""
+    self.timer.spend(self.costs.update_s(self.shapes.slices))
+
+
+def trained(
+  training: trainer_lib.Training, mine: np.ndarray, programs: Programs, per_update: int
+) -> trainer_lib.Trained:
+  """The account of micro-batches i32[slices], and the update if they are enough."""
+  waiting = training.pending + int(mine.sum())
+  enough = bool(training.most > 0) and waiting >= per_update
+  if enough:
+    programs.update()
+  return trainer_lib.Trained(
+    state=None,
+    pending=0 if enough else waiting,
+    micro_batches=mine,
+    exchanged=np.bool_(enough),
+    metrics={"updated": np.float32(enough)},
+  )
+
+
+class Spot(spot_lib.Spot):
+  """The drafter's training: its buffer is real, its arrays are not there."""
+
+  def __init__(self, trainer: trainer_lib.Trainer, options: spot_lib.Options):
+    """Starts with an empty buffer; `trainer` has neither loss nor optimizer."""
+    self.trainer, self.options = trainer, options
+    self.row_tokens = spot_lib.row_tokens(trainer, options)
+    self.buffer = buffer_lib.Buffer(
+      trainer.mesh.shape[axes.DATA],
+      rows=options.rows,
+      length=self.row_tokens,
+      carried=options.carried_rows,
+      context=options.context_tokens,
+      held_out=options.held_out_rows,
+    )
+    self.rollouts = 0
+    self._state = self._features = None
+    self._pending = 0  # micro-batches
+
+  @property
+  def params(self):
+    """None: nothing is there."""
+    return None
+
+  def rows(self) -> rows_lib.Rows:
+    return rows_lib.Rows(None, None, self.buffer.order())
+
+
+class Batch(batch_lib.Batch):
+  """The slots of a rollout, without arrays."""
+
+  def fit(self, bucket, tokens) -> None:
+    running = self.running
+    if running.bucket is None:
+      sizes = self._shapes.options.page_sizes if self._shapes.layout else None
+      running.open(bucket, sizes)
+    for goal in self._options.path(running.bucket, bucket):
+      running.move(goal)
+    self.extend(tokens)
+
+  def _admit(self, params, plan, tokens) -> None:
+    prompts = self.running.requests.prompts
+    work = [0] * self._shapes.slices
+    for p in plan.prefills:
+      work[p.slice] += len(prompts[p.prompt])
+    self.programs.timer.spend(self.programs.costs.prefill_s(max(work)))
+    for a in plan.admissions:
+      self.running.seat(a.slice, a.request)
+    self.extend(tokens)
+
+  def extend(self, tokens) -> None:
+    if self.running.pages:
+      self.running.pages.assign(self.running.owner, self.running.end(tokens))
+
+  def store(self, rows, pieces, count) -> None:
+    """Nothing is there to be copied."""
+
+
+class Chunks:
+  """In place of `rollout.chunks.Chunks`: counts what a chunk draws, and spends its time.
+
+  The loops of `decoding.decode` and `speculation.speculate`, without tokens.
+  """
+
+  def __init__(
+    self,
+    programs: Programs,
+    acceptance: acceptance_lib.Acceptance | None,
+    lengths: np.ndarray,
+    spot: Spot | None,
+  ):
+    """Knows how long each response gets.
+
+    Args:
+      programs: with shapes, costs and timer
+      acceptance: of drafts
+      lengths: i32[B]  tokens of each response
+      spot: what trains, if anything does
+    """
+    self._programs, self._acceptance, self._lengths = programs, acceptance, lengths
+    self._spot = spot
+    self._quota = jax.jit(jax.vmap(fused.quota, in_axes=(_TRAINING, _EMITTED)))
+
+  def run(self, batch, way, draft_state, limits, training) -> chunks_lib.Ran:
+    """Runs a chunk; see `rollout.chunks.Chunks.run`."""
+    running, programs = batch.running, self._programs
+    owner = running.owner
+    left = np.where(owner < 0, 0, self._lengths[owner] - running.drawn[owner])
+    seen = np.where(owner < 0, 0, running.position[owner] + 1)
+    if way.arm is None:
+      count = np.minimum(left, int(limits.tokens))
+      steps, accepted = count.max(1), None
+    else:
+      start = np.where(owner < 0, 0, running.drawn[owner])
+      count, steps, accepted = self._speculate(owner, left, start, way.arm, limits)
+    mean_seen = (seen + count / 2).sum(1)  # while the chunk runs
+    step_s = [programs.costs.step_s(running.bucket, way.arm, s) for s in mean_seen]
+    busy_s = steps * np.array(step_s)
+    emitted = slots_lib.Emitted(
+      tokens=np.broadcast_to(np.int32(0), (owner.size, max(int(count.max()), 1))),
+      logp=None,
+      logp_filtered=None,
+      count=count.reshape(-1).astype(np.int32),
+      remaining=(left - count).reshape(-1).astype(np.int32),
+      steps=steps.astype(np.int32),
+      accepted=accepted,
+    )
+    began, done = programs.timer.now(), None
+    programs.timer.spend(programs.costs.host_s)
+    if training is None:
+      programs.timer.spend(float(busy_s.max()))
+    else:
+      done = self._train(training, emitted, busy_s)
+    return chunks_lib.Ran(emitted, None, done, programs.timer.now() - began)
+
+  def _speculate(self, owner, left, start, arm, limits):
+    """Tokens drawn i32[slices batch], passes i32[slices], Emitted.accepted."""
+    slices, most = len(owner), self._programs.shapes.room.longest
+    steps, accepted = np.zeros(slices, np.int64), np.zeros((slices, most), np.int64)
+    where = np.nonzero(left)
+    s, left_of = where[0], left[where]
+    stood = self._acceptance.ahead(owner[where], start[where], int(limits.tokens), arm)
+    drawn, row = np.zeros_like(left_of), np.arange(len(s))
+    passes = []
+    while True:
+      live = drawn < left_of
+      fullest = np.zeros(slices, np.int64)
+      np.maximum.at(fullest, s[live], drawn[live])
+      room = fullest + int(limits.depth) + 1 <= int(limits.tokens)
+      runs = np.zeros(slices, bool)
+      runs[s[live]] = True
+      runs &= room & (steps < int(limits.steps))
+      at = row[live & runs[s]]
+      if not len(at):
+        break
+      drew = np.minimum(stood[at, drawn[at]] + 1, left_of[at] - drawn[at])
+      drawn[at] += drew
+      steps += runs
+      passes.append((s[at], drew))
+    of, drew = (np.concatenate(x) for x in zip(*passes, strict=True))
+    for a in range(most):
+      accepted[:, a] = np.bincount(of[drew > a], minlength=slices)
+    count = np.zeros_like(left)
+    count[where] = drawn
+    return count, steps, accepted
+
+  def _train(self, training, emitted, busy_s) -> trainer_lib.Trained:
+    """Spends the time of a chunk in which idle slices train."""
+    slices, programs = self._programs.shapes.slices, self._programs
+    view = emitted.replace(
+      tokens=None,
+      count=None,
+      accepted=None,
+      remaining=emitted.remaining.reshape(slices, -1),
+      steps=emitted.steps[:, None],
+    )
+    mine = np.asarray(self._quota(training.replace(pending=None), view))
+    micro_batch_s = programs.costs.micro_batch_s(self._spot.row_tokens)
+    programs.timer.spend(float((busy_s + mine * micro_batch_s).max()))
+    per_update = self._spot.options.micro_batches_per_update
+    return trained(training, mine, programs, per_update)
+
+
+# The axis of the slices in the arguments of `fused.quota`.
+_TRAINING = trainer_lib.Training(
+  state=None, pending=None, rows=rows_lib.Rows(None, None, 0), most=None, expected=None
+)
+_EMITTED = slots_lib.Emitted(
+  tokens=None, logp=None, logp_filtered=None, count=None, remaining=0, steps=0
+)

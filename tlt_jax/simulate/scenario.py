@@ -1,0 +1,231 @@
+"""Scenarios: what is simulated, as a JSON file describes it.
+
+The keys are the fields of `Scenario`; `experiments/scenarios/README.md` explains them.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from tlt_jax import metrics
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import hf_config
+from tlt_jax.simulate import acceptance as acceptance_lib
+from tlt_jax.simulate import costs as costs_lib
+from tlt_jax.simulate import rollout as rollout_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+SIDES = ("plain", "frozen", "tlt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+  """A workload on a machine. Paths are relative to the working directory."""
+
+  about: str
+  model: Mapping[str, Any]  # config.json of a Hugging Face folder
+  slices: tuple[int, ...]  # numbers of slices to compare
+  prompts: int
+  responses: int  # per prompt
+  prompt_tokens: int
+  max_tokens: int  # of a response
+  lengths: Mapping[str, Any]  # see `draw_lengths`
+  strategies: str  # as configs write them, see `speculation.levels`
+  frozen: tuple[float, ...]  # chance of each drafted position, given those before it
+  adapted: tuple[float, ...] = ()  # with the drafter trained in rollouts; (): as frozen
+  trees: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+  rule: str = "predictive"
+  device: Mapping[str, Any] | None = None  # fields of `costs.Device`
+  tensor: int = 1  # devices of a slice
+  table: Mapping[str, Any] | None = (
+    None  # fields of `costs.Measured`, if there is no device
+  )
+  rollout: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `Options`
+  spot: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `spot.Options`
+  shortest: int = 2048  # the shortest bucket, in tokens
+  rollouts: int = 2  # the last one counts; those before teach the selector
+  paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # to print beside
+
+  def __post_init__(self):
+    if (self.device is None) == (self.table is None):
+      raise ValueError("a scenario gives a device or a measured table, one of both")
+    if not self.slices or min(self.slices) < 1:
+      raise ValueError("slices are numbers from 1 on, at least one")
+
+  @property
+  def config(self) -> config_lib.ModelConfig:
+    """The target's shape."""
+    return hf_config.parse(dict(self.model))
+
+  @property
+  def costs(self) -> costs_lib.Costs:
+    """What everything takes."""
+    if self.device is None:
+      return costs_lib.Measured(**self.table)
+    return costs_lib.Roofline(self.config, costs_lib.Device(**self.device), self.tensor)
+
+  def acceptance(self, side: str) -> acceptance_lib.Rates:
+    """What is accepted of the drafts of "frozen" or "tlt"."""
+    rates = self.adapted if side == "tlt" and self.adapted else self.frozen
+    return acceptance_lib.Rates(rates, self.trees)
+
+  def options(self, slices: int) -> options_lib.Options:
+    """The sizes of a rollout on so many slices: slots for all requests, unless given."""
+    total = self.prompt_tokens + self.max_tokens
+    slots = -(-self.prompts // slices) * self.responses
+    slots = min(slots, self.rollout.get("slots", slots))
+    doublings = range((total // self.shortest).bit_length())
+    lengths = {min(self.shortest << i, total) for i in doublings} | {total}
+    buckets = options_lib.grid(
+      [slots >> i for i in range(slots.bit_length())], sorted(lengths)
+    )
+    sizes = dict(max_length=total, max_prompt=self.prompt_tokens, buckets=buckets)
+    return options_lib.Options(**sizes | dict(self.rollout) | {"slots": slots})
+
+  def draw_lengths(self) -> np.ndarray:
+    """Tokens of each response, i32[prompts * responses]; see `draw_lengths`."""
+    count = self.prompts * self.responses
+    return draw_lengths(self.lengths, count, self.max_tokens)
+
+  def run(self, side: str, slices: int) -> samples_lib.Samples:
+    """Simulates a side of `SIDES` on so many slices."""
+    speculates = side != "plain"
+    return rollout_lib.simulate(
+      rollout_lib.Machine(slices, self.costs),
+      self.config,
+      self.options(slices),
+      requests_lib.make_requests(
+        [np.ones(self.prompt_tokens, np.int32)] * self.prompts,
+        self.responses,
+        max_tokens=self.max_tokens,
+      ),
+      self.draw_lengths(),
+      selector=levels.make(self.strategies, self.rule, True) if speculates else None,
+      acceptance=self.acceptance(side) if speculates else None,
+      spot=spot_lib.Options(**self.spot) if side == "tlt" else None,
+      rollouts=self.rollouts,
+    )
+
+  def speedup(self, live: int, strategy: str, side: str = "frozen") -> float:
+    """The speed-up of a strategy while so many requests of a slice are live.
+
+    Their caches hold the prompt and the median response.
+    """
+    tokens = self.prompt_tokens + int(np.median(self.draw_lengths()))
+    arm = strategy_lib.parse(strategy)
+    bucket, seen = options_lib.Bucket(live, tokens), live * tokens
+    step_s = lambda arm: self.costs.step_s(bucket, arm, seen)
+    return self.acceptance(side).length(arm) * step_s(None) / step_s(arm)
+
+  def break_even(self) -> int:
+    """The most live requests per slice that speculation speeds up, in powers of two.
+
+    Of as many as run on the fewest slices; 0: it never pays.
+    """
+    chosen = [arm for level in levels.parse(self.strategies) for arm in level.arms if arm]
+    slots = self.options(min(self.slices)).slots
+    lives = [1 << i for i in range(slots.bit_length())]
+    gains = lambda live: any(self.speedup(live, str(arm)) > 1 for arm in chosen)
+    return max(filter(gains, lives), default=0)
+
+
+def read(path: str | pathlib.Path) -> Scenario:
+  """Reads a scenario.
+
+  Raises:
+    ValueError: no such file, no JSON, or keys that a scenario does not have
+  """
+  try:
+    raw = json.loads(pathlib.Path(path).read_text())
+  except (OSError, json.JSONDecodeError) as e:
+    raise ValueError(f"{path}: no scenario can be read there ({e})") from e
+  return parse(raw, str(path))
+
+
+def parse(raw: Mapping[str, Any], where: str = "the scenario") -> Scenario:
+  """Makes a scenario of what a file holds; raises as `read`."""
+  fields = {f.name: f for f in dataclasses.fields(Scenario)}
+  missing = dataclasses.MISSING
+  needed = {
+    name
+    for name, f in fields.items()
+    if f.default is missing and f.default_factory is missing
+  }
+  if unknown := set(raw) - set(fields):
+    raise ValueError(f"{where} has keys that no scenario has: {sorted(unknown)}")
+  if lacks := needed - set(raw):
+    raise ValueError(f"{where} lacks {sorted(lacks)}")
+  tuples = {"slices", "frozen", "adapted"}
+  return Scenario(**{k: tuple(v) if k in tuples else v for k, v in raw.items()})
+
+
+def draw_lengths(what: Mapping[str, Any], count: int, most: int) -> np.ndarray:
+  """Response lengths i32[count], at most `most` tokens each.
+
+  Args:
+    what: {"log_normal": {"median", "sigma"}}, {"geometric": {"mean"}}, {"trace": path}
+      of a JSON list or a run's rollouts.jsonl, or {"given": list}. A trace of another
+      length is drawn from, with replacement
+  Raises:
+    ValueError: none of these
+  """
+  rng = np.random.default_rng(0)
+  match dict(what):
+    case {"log_normal": {"median": median, "sigma": sigma}}:
+      drawn = rng.lognormal(np.log(median), sigma, count)
+    case {"geometric": {"mean": mean}}:
+      drawn = rng.geometric(1 / mean, count)
+    case {"trace": path}:
+      drawn = _as_many(rng, read_trace(path), count)
+    case {"given": lengths}:
+      drawn = _as_many(rng, np.asarray(lengths), count)
+    case _:
+      raise ValueError(
+        f"lengths are log_normal, geometric, trace or given, with their numbers; not {what}"
+      )
+  return np.clip(drawn, 1, most).astype(np.int32)
+
+
+def _as_many(rng, known: np.ndarray, count: int) -> np.ndarray:
+  return known if len(known) == count else rng.choice(known, count)
+
+
+def read_trace(path: str | pathlib.Path) -> np.ndarray:
+  """Response lengths i64[n] of a JSON list, or of all rollouts of a run.
+
+  Raises:
+    ValueError, metrics.MetricError: neither
+  """
+  if str(path).endswith(".jsonl"):
+    found = [n for rollout in metrics.read(path) for n in rollout.get("length", [])]
+  else:
+    found = json.loads(pathlib.Path(path).read_text())
+  if not found or not all(isinstance(n, int) and n > 0 for n in found):
+    raise ValueError(f"{path}: a trace is a list of whole numbers from 1 on")
+  return np.asarray(found)
+
+
+def read_acceptance(path: str | pathlib.Path) -> tuple[float, ...]:
+  """Chances of each drafted position: a JSON list, or means over a run's metrics.jsonl.
+
+  Raises:
+    ValueError, metrics.MetricError: the run did not speculate, or no such file
+  """
+  if not str(path).endswith(".jsonl"):
+    return tuple(json.loads(pathlib.Path(path).read_text()))
+  name, shares = "rollout/acceptance_rate_pos_{}", []
+  steps = metrics.read(path)
+  while found := [r[key] for r in steps if (key := name.format(len(shares) + 1)) in r]:
+    shares.append(float(np.mean(found)))
+  if not shares:
+    raise ValueError(f"{path}: its rollouts did not speculate; set strategies")
+  return tuple(acceptance_lib.conditional(shares))
