@@ -1,4 +1,4 @@
-"""Families of decoders: what a model is, where config.json names its architecture alone.
+"""Families of decoders: what the name of an architecture in config.json stands for.
 
 `FAMILIES` has those that are built in. One of your own is a module with `FAMILY`, which
 config.json names in place of the architecture: `"architectures": ["my_package.my_module"]`.

@@ -12,8 +12,8 @@ from tlt_jax.models import families
 from tlt_jax.models import hf_folder
 from tlt_jax.models import json_fields
 
-# Keys of config.json that change the outputs, and the values that do not; those of one
-# family stand there.
+# Keys of config.json that change the outputs, and the values that do not. `families` has
+# those of one family alone.
 _NEUTRAL = {
   "attention_bias": (False,),
   "mlp_bias": (False,),
