@@ -54,11 +54,14 @@ def test_the_table_and_the_figure_are_written(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_algorithms_are_compared(home, tmp_path):
-  """And a second call finds everything done."""
+  """A second call adds another to them, and a third finds everything done."""
   config = commands.tiny_run(home, *commands.DRAFTING.items())
-  more = ["--names=grpo,ppo", "--tokens=300", "--prompts=2", "--compared_steps=1"]
-  more.append(f"--workdir={tmp_path}")
-  first = commands.found(home, "bench.algorithms", *config, *more)
-  assert [row["algorithm"] for row in first] == ["grpo", "ppo"]
-  assert all(row["same"] and row["tokens"] >= 300 for row in first)
-  assert commands.found(home, "bench.algorithms", *config, *more) == first
+  more = ["--tokens=300", "--prompts=2", "--compared_steps=1", f"--workdir={tmp_path}"]
+  call = lambda names: commands.found(
+    home, "bench.algorithms", *config, *more, f"--names={names}"
+  )
+  first = call("grpo")
+  both = call("grpo,ppo")
+  assert both[:1] == first and [row["algorithm"] for row in both] == ["grpo", "ppo"]
+  assert all(row["same"] and row["tokens"] >= 300 for row in both)
+  assert call("grpo,ppo") == both

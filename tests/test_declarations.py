@@ -18,7 +18,7 @@ from experiments import launch
 from tests import commands
 from tests import test_configs as configs
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import hf_config
+from tlt_jax.models import families
 
 DEFAULTS = {"countdown": keys.RUN, "drafter": keys.DRAFTER, "warm_start": keys.WARM_START}
 
@@ -130,7 +130,7 @@ def test_a_closed_set_is_refused_at_the_door_with_its_members(key):
 
 
 def test_a_model_may_be_of_every_family_that_can_be_saved():
-  assert set(config_lib.ARCHITECTURES) == set(hf_config._FAMILIES)
+  assert set(config_lib.ARCHITECTURES) == set(families.FAMILIES)
 
 
 def no_flags(monkeypatch) -> None:

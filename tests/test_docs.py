@@ -43,11 +43,20 @@ def test_a_journey_is_short_and_does_not_come_back_again_and_again(title):
   assert max(collections.Counter(entered).values()) <= 2
 
 
-@pytest.mark.parametrize("name", ["repeat", "in_turn"])
-def test_the_extensions_that_are_tested_are_those_of_the_document(name):
-  """Character for character; `test_extensions` runs them."""
+FORK = DOCS.parent / "examples" / "my_fork"
+
+
+def test_the_document_quotes_the_example():
+  """Character for character; `test_fork` and `test_extensions` run it."""
   text = (DOCS / "extending.md").read_text()
-  code = re.search(rf"```python\n# my_package/{name}\.py\n(.*?)```", text, re.DOTALL)[1]
-  tested = pathlib.Path(__file__).parent / "extensions" / f"{name}.py"
-  assert code == tested.read_text()
-  assert len(code.splitlines()) <= 60
+  quoted = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL))
+  files = {str(path.relative_to(FORK)): path for path in FORK.rglob("*.py")}
+  assert files.keys() - quoted.keys() == {"my_package/mtp.py"}
+  for name, code in quoted.items():
+    assert code == files[name].read_text(), name
+    assert len(code.splitlines()) <= 60
+
+
+def test_the_example_says_what_each_of_its_files_is_for():
+  named = re.findall(r"^\| `(\S+)` \|", (FORK / "README.md").read_text(), re.MULTILINE)
+  assert sorted(named) == sorted(str(p.relative_to(FORK)) for p in FORK.rglob("*.py"))

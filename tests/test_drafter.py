@@ -33,7 +33,7 @@ from tlt_jax.spec_decode.spot import offline as draft_learner
 
 VOCAB = tiny.DRAFT_VOCAB
 CONFIGS = tiny.DRAFTERS | {
-  "mtp": drafter_lib.of_target(tiny.CONFIG, "tests.extensions.mtp", taps=(0, 1)),
+  "mtp": drafter_lib.of_target(tiny.CONFIG, "my_package.mtp", taps=(0, 1)),
 }
 
 

@@ -3,13 +3,13 @@
 import pathlib
 
 import jax
+from my_package import mtp
 import numpy as np
 import optax
 import pytest
 
 from tests import test_drafter
 from tests import tiny
-from tests.extensions import mtp
 from tlt_jax import packing
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafters
@@ -76,7 +76,7 @@ def test_a_new_kind_is_one_file_that_trains_and_drafts():
 
 
 def test_names_of_kinds_are_told_from_folders():
-  for name in ("eagle2", "eagle3", "tests.extensions.mtp"):
+  for name in ("eagle2", "eagle3", "my_package.mtp"):
     assert drafters.is_kind(name)
   for name in ("experiments/drafters/countdown", "eagle4", "runs.d", "../eagle2", ""):
     assert not drafters.is_kind(name)

@@ -1,8 +1,19 @@
-"""A fork adds a source of drafts, or a rule, as one file, and edits no other."""
+"""A fork adds a source of drafts, a rule or a family as one file, and edits no other.
 
+The files are those of `examples/my_fork`; see `pythonpath` in pyproject.toml.
+"""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests import tiny
+from tlt_jax.models import convert
+from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
@@ -31,19 +42,19 @@ def run(selector, verification="coupled"):
 @pytest.mark.parametrize(("verification", "depth"), [("coupled", 3), ("rejection", 2)])
 def test_a_source_of_ones_own_drafts_losslessly(verification, depth):
   """Named by its module in the strategy; rejection is tried where it has one outcome."""
-  strategy = strategy_lib.parse(f"tests.extensions.repeat_{depth}")
-  assert str(strategy) == f"tests.extensions.repeat_{depth}"
+  strategy = strategy_lib.parse(f"my_package.repeat_{depth}")
+  assert str(strategy) == f"my_package.repeat_{depth}"
   samples = run(selector_lib.always(strategy), verification)
   if verification == "coupled":
     assert samples.mean_acceptance_length > 1
 
 
 def test_a_rule_of_ones_own_chooses():
-  arms = tuple(map(strategy_lib.parse, ("off", "ngram_3", "tests.extensions.repeat_2")))
-  selector = selector_lib.make([(8, arms)], "tests.extensions.in_turn")
+  arms = tuple(map(strategy_lib.parse, ("off", "ngram_3", "my_package.repeat_2")))
+  selector = selector_lib.make([(8, arms)], "my_package.in_turn")
   samples = run(selector)
   assert [c.strategy for c in samples.chunks[:3]] == [*map(strategy_lib.name, arms)]
-  again = selector_lib.make([(8, arms)], "tests.extensions.in_turn")
+  again = selector_lib.make([(8, arms)], "my_package.in_turn")
   again.restore(selector.state())
   assert again.count == selector.count == len(samples.chunks)
 
@@ -51,7 +62,7 @@ def test_a_rule_of_ones_own_chooses():
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("tests.extensions.reapeat_3", "no source of drafts 'tests.extensions.reapeat'"),
+    ("my_package.reapeat_3", "no source of drafts 'my_package.reapeat'"),
     ("ngarm_3", "no source of drafts 'ngarm'"),
     ("ngram_3_2_7", "n-grams draft chains only"),
   ],
@@ -66,3 +77,76 @@ def test_a_rule_that_is_none_is_refused():
   arms = tuple(map(strategy_lib.parse, ("off", "ngram_3")))
   with pytest.raises(ValueError, match="no strategy rule 'predictve'"):
     selector_lib.make([(8, arms)], "predictve")
+
+
+ARCEE = dataclasses.replace(
+  tiny.CONFIG, architecture="my_package.arcee", qk_norm=False, num_layers=1
+)
+
+
+def arcee_params():
+  made = jax.jit(lambda key: target.init_params(ARCEE, key))(jax.random.key(0))
+  return made | {"head": made["head"] * 20.0}
+
+
+def test_a_family_of_ones_own_is_read_and_saved(tmp_path):
+  """With its own tensors, and under its own name."""
+  params = arcee_params()
+  convert.save_hf(tmp_path, ARCEE, params)
+  raw = json.loads((tmp_path / "config.json").read_text())
+  assert raw["architectures"] == ["my_package.arcee"]
+  assert (raw["model_type"], raw["hidden_act"]) == ("arcee", "relu2")
+  stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  assert sorted(name for name in stored if ".mlp." in name) == [
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.0.mlp.up_proj.weight",
+  ]
+  config, again = convert.load_hf(tmp_path)
+  assert config == ARCEE
+  jax.tree.map(np.testing.assert_array_equal, params, again)
+
+
+def test_a_family_of_ones_own_computes_with_its_own_block():
+  """What the MLP adds to the residual stream, by NumPy."""
+  params = arcee_params()
+  without = jax.tree.map(np.asarray, params)
+  without["layer_0"]["mlp"]["down_proj"] = np.zeros((ARCEE.mlp_width, ARCEE.width))
+  tokens = np.arange(12)[None]
+  model = lambda params: target.Target(ARCEE).apply(
+    {"params": params}, tokens, tokens, (0,), method=target.Target.with_taps
+  )[1]
+  before, after = np.float64(model(without)), np.float64(model(params))
+  layer = params["layer_0"]
+  normed = before / np.sqrt(np.mean(before**2, -1, keepdims=True) + ARCEE.norm_eps)
+  hidden = np.maximum(normed @ np.float64(layer["mlp"]["up_proj"]), 0) ** 2
+  np.testing.assert_allclose(
+    after - before, hidden @ np.float64(layer["mlp"]["down_proj"]), atol=1e-6
+  )
+  assert np.abs(after - before).max() > 1e-5
+
+
+def test_a_family_of_ones_own_is_drafted_for_losslessly():
+  mesh, made, params = tiny.mesh(1), tiny.requests(temperature=0.5), arcee_params()
+  selector = selector_lib.always(strategy_lib.parse("ngram_3"))
+  plain, drafted = (
+    rollout.make(ARCEE, mesh, OPTIONS, selector=s)(params, made) for s in (None, selector)
+  )
+  result = compare.compare(ARCEE, params, made, plain, drafted)
+  assert result.differing_tokens == 0, result.where
+  assert drafted.mean_acceptance_length > 1
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("my_package.arcce", "no model family 'my_package.arcce'.*did you mean 'arcee'"),
+    ("my_package.repeat", "no model family .*has no 'FAMILY'"),
+    ("ArceeForCausalLM", "ArceeForCausalLM is not supported; .* by their dotted names"),
+  ],
+)
+def test_a_family_that_is_none_is_refused(tmp_path, name, message):
+  convert.save_hf(tmp_path, ARCEE, arcee_params())
+  file = tmp_path / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [name]}))
+  with pytest.raises(convert.CheckpointError, match=message):
+    convert.load_config(tmp_path)

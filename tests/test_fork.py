@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import textwrap
 
@@ -12,7 +13,7 @@ from tests import commands
 from tlt_jax import metrics
 
 TEXT = (commands.ROOT / "docs" / "extending.md").read_text()
-FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
+FORK = commands.ROOT / "examples" / "my_fork"
 COMMANDS = [
   textwrap.dedent(block)
   for block in re.findall(r"(?:^    .*\n)+", TEXT, re.MULTILINE)
@@ -22,12 +23,9 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-  """A folder with the files of the document, and nothing else."""
+  """A folder with a copy of the example, and nothing else."""
   folder = tmp_path_factory.mktemp("outside")
-  for name, text in FILES.items():
-    path = folder / "my_fork" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"# {name}\n{text}")
+  shutil.copytree(FORK, folder / "my_fork", ignore=shutil.ignore_patterns("__pycache__"))
   return folder
 
 
@@ -44,10 +42,10 @@ def bash(folder: pathlib.Path, script: str) -> subprocess.CompletedProcess:
   )
 
 
-def test_the_document_has_an_algorithm_a_reward_and_a_task():
-  assert {"my_config.py", "my_package/rloo.py", "my_package/parity.py"} <= FILES.keys()
-  assert "def score(" in FILES["my_package/parity.py"]
+def test_the_document_has_a_command_for_either_way_and_the_example_one_of_them():
   assert len(COMMANDS) == 2
+  readme = (FORK / "README.md").read_text()
+  assert "--config=my_config.py:smoke --workdir=runs/mine" in readme
 
 
 def test_its_commands_run(folder):
@@ -64,6 +62,7 @@ def test_its_commands_run(folder):
     rollouts = metrics.read(runs / name / "rollouts.jsonl")
     outcomes = [o for r in rollouts for o in r["outcome"]]
     assert "solved" in outcomes
+    assert ("reward/brief.score" in steps[0]) == (name == "mine")  # of the config
     assert 0 <= last["eval/accuracy"] <= 1 and "eval/reward_mean" in last
     solved = sum(o == "solved" for o in rollouts[0]["outcome"])
     assert steps[0]["reward/solved"] == pytest.approx(solved / len(rollouts[0]["outcome"]))

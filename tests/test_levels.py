@@ -62,7 +62,7 @@ def test_without_a_drafter_n_grams_are_left_or_nothing():
 
 
 def test_a_rule_of_ones_own_is_called_by_its_module():
-  rule = "tests.extensions.in_turn"
+  rule = "my_package.in_turn"
   selector = levels_lib.make("up to 2 live: off or 3_1_4", rule, True)
   assert isinstance(selector, selector_lib.Selector)
   assert [selector.choose(1, None) for _ in range(3)] == [None, CHAIN, None]
@@ -72,7 +72,7 @@ def test_a_rule_of_ones_own_is_called_by_its_module():
   "rule, message",
   [
     ("predictve", "no strategy rule 'predictve': .* did you mean 'predictive'"),
-    ("tests.extensions.in_trun", "did you mean 'in_turn'"),
+    ("my_package.in_trun", "did you mean 'in_turn'"),
   ],
 )
 def test_a_rule_that_does_not_exist_is_told_with_the_nearest(rule, message):

@@ -29,7 +29,8 @@ class ModelConfig:
   """A pre-norm decoder with GQA, RoPE, RMSNorm and a SwiGLU MLP.
 
   The three supported families differ only in two switches: Qwen2 adds a bias
-  to q, k and v; Qwen3 normalises q and k per head; Llama 3 does neither.
+  to q, k and v; Qwen3 normalises q and k per head; Llama 3 does neither. A family
+  of one's own is named by its module (`families`).
   `head_dim` is free: it need not be `width / num_heads`.
   """
 

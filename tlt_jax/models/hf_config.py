@@ -8,24 +8,13 @@ import dataclasses
 from typing import Any
 
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import families
 from tlt_jax.models import hf_folder
 from tlt_jax.models import json_fields
 
-# What a family fixes, and its defaults for keys that its config.json may lack.
-_FAMILIES = {
-  "Qwen2ForCausalLM": dict(
-    model_type="qwen2", qkv_bias=True, qk_norm=False, head_dim=None, max_position=32768
-  ),
-  "Qwen3ForCausalLM": dict(
-    model_type="qwen3", qkv_bias=False, qk_norm=True, head_dim=128, max_position=32768
-  ),
-  "LlamaForCausalLM": dict(
-    model_type="llama", qkv_bias=False, qk_norm=False, head_dim=None, max_position=2048
-  ),
-}
-# Keys of config.json that change the outputs, and the values that do not.
+# Keys of config.json that change the outputs, and the values that do not. `families` has
+# those of one family alone.
 _NEUTRAL = {
-  "hidden_act": ("silu", "swish"),
   "attention_bias": (False,),
   "mlp_bias": (False,),
   "partial_rotary_factor": (1,),
@@ -40,8 +29,7 @@ def parse(raw: dict) -> config_lib.ModelConfig:
     CheckpointError: it describes what we would compute differently, or no model
     ValueError: it makes no model
   """
-  architecture = _architecture(raw)
-  family = _FAMILIES[architecture]
+  architecture, family = _family(raw)
   rope = {**_get(raw, "rope_parameters", dict, {}), **_get(raw, "rope_scaling", dict, {})}
   _refuse_unsupported(raw, rope, family)
   dtype = _get(raw, "dtype", str, _get(raw, "torch_dtype", str, "float32"))
@@ -66,13 +54,13 @@ def parse(raw: dict) -> config_lib.ModelConfig:
     num_layers=_need(raw, "num_hidden_layers"),
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
-    head_dim=_get(raw, "head_dim", int, family["head_dim"] or width // num_heads),
+    head_dim=_get(raw, "head_dim", int, family.head_dim or width // num_heads),
     rope_theta=float(theta),
     rope_scaling=_parse_rope_scaling(rope),
     norm_eps=_get(raw, "rms_norm_eps", float, 1e-6),
-    max_position=_get(raw, "max_position_embeddings", int, family["max_position"]),
-    qkv_bias=family["qkv_bias"],
-    qk_norm=family["qk_norm"],
+    max_position=_get(raw, "max_position_embeddings", int, family.max_position),
+    qkv_bias=family.qkv_bias,
+    qk_norm=family.qk_norm,
     tie_embeddings=_get(raw, "tie_word_embeddings", bool, False),
     dtype=dtype,
   )
@@ -92,15 +80,13 @@ def _need(raw: dict, key: str, kind: type = int) -> Any:
   return json_fields.check(key, raw[key], kind)
 
 
-def _architecture(raw: dict) -> str:
-  """The first of `architectures`, if it is supported."""
+def _family(raw: dict) -> tuple[str, families.Family]:
+  """The first of `architectures`, and its family, if it is supported."""
   names = _get(raw, "architectures", list) or ["(none)"]
-  if names[0] not in list(_FAMILIES):
-    raise hf_folder.CheckpointError(
-      f"architecture {names[0]!s:.60} is not supported (architectures); supported: "
-      f"{', '.join(_FAMILIES)}"
-    )
-  return names[0]
+  try:
+    return names[0], families.find(str(names[0]))
+  except ValueError as e:
+    raise hf_folder.CheckpointError(f"{e} (architectures)") from e
 
 
 def _parse_rope_scaling(rope: dict) -> config_lib.RopeScaling | None:
@@ -136,10 +122,11 @@ def _parse_rope_scaling(rope: dict) -> config_lib.RopeScaling | None:
   return scaling
 
 
-def _refuse_unsupported(raw: dict, rope: dict, family: dict) -> None:
+def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
   """Raises on a feature that would silently change the outputs."""
-  for key, harmless in _NEUTRAL.items():
-    if key == "attention_bias" and family["qkv_bias"]:
+  neutral = {"hidden_act": family.hidden_act, **_NEUTRAL, **family.neutral}
+  for key, harmless in neutral.items():
+    if key == "attention_bias" and family.qkv_bias:
       continue  # Qwen2 has its biases whatever this key says
     for value in (raw.get(key), rope.get(key)):
       if value is not None and value not in harmless:
@@ -172,16 +159,16 @@ def unparse(config: config_lib.ModelConfig) -> dict:
   Raises:
     CheckpointError: its architecture cannot express it
   """
-  family = _FAMILIES.get(config.architecture)
-  if family is None:
+  try:
+    family = families.find(config.architecture)
+  except ValueError as e:
     raise hf_folder.CheckpointError(
-      f"architecture {config.architecture} cannot be saved; supported: "
-      f"{', '.join(_FAMILIES)}"
-    )
+      f"architecture {config.architecture:.60} cannot be saved: {e}"
+    ) from e
   scaling = config.rope_scaling
   raw = {
     "architectures": [config.architecture],
-    "model_type": family["model_type"],
+    "model_type": family.model_type,
     "vocab_size": config.vocab_size,
     "hidden_size": config.width,
     "intermediate_size": config.mlp_width,
@@ -189,7 +176,7 @@ def unparse(config: config_lib.ModelConfig) -> dict:
     "num_attention_heads": config.num_heads,
     "num_key_value_heads": config.num_kv_heads,
     "head_dim": config.head_dim,
-    "hidden_act": "silu",
+    "hidden_act": family.hidden_act[0],
     "rope_theta": config.rope_theta,
     "rope_scaling": scaling and _unparse_rope_scaling(scaling),
     "rms_norm_eps": config.norm_eps,

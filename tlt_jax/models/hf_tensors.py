@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import families
 
 # Hugging Face name, path in our tree, our axes, their axes. One letter per axis;
 # `NH` is one axis of N*H entries, N outermost. Rows of a tensor that a model does
@@ -86,10 +87,11 @@ class Layout:
 def layouts(config: config_lib.ModelConfig) -> dict[str, Layout]:
   """Writes the table out for a model: path in our tree -> layout."""
   rows = [(theirs, ours, *axes) for theirs, ours, *axes in _MODEL_TENSORS]
+  of_layer = (*_LAYER_TENSORS, *families.find(config.architecture).tensors)
   rows += [
     (f"model.layers.{i}.{theirs}", f"layer_{i}/{ours}", *axes)
     for i in range(config.num_layers)
-    for theirs, ours, *axes in _LAYER_TENSORS
+    for theirs, ours, *axes in of_layer
   ]
   return {
     path: Layout(name, tuple(ours.split()), tuple(theirs.split()))

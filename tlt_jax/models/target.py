@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import families
 from tlt_jax.models import layers
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
@@ -36,7 +37,8 @@ class Target(nn.Module):
       nn.with_logical_partitioning(init, ("vocab", "embed")),
       (c.vocab_size, c.width),
     )
-    block = nn.remat(layers.Block) if self.remat else layers.Block
+    block = families.find(c.architecture).block
+    block = nn.remat(block) if self.remat else block
     self.blocks = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
     self.final_norm = layers.RMSNorm(c.norm_eps)
     if not c.tie_embeddings:

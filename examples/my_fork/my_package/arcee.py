@@ -1,0 +1,46 @@
+"""Arcee's models: Llama with a squared ReLU in place of SwiGLU, and so without a gate.
+
+Its config.json says `"architectures": ["my_package.arcee"]`.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import families
+from tlt_jax.models import layers
+
+
+class MLP(nn.Module):
+  """`down(relu(up(x))^2)`."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    D, F = self.config.width, self.config.mlp_width
+    made = lambda axes: nn.with_logical_partitioning(nn.initializers.normal(0.02), axes)
+    up = self.param("up_proj", made(("embed", "mlp")), (D, F))
+    down = self.param("down_proj", made(("mlp", "embed")), (F, D))
+    return jnp.square(jax.nn.relu(x @ up.astype(x.dtype))) @ down.astype(x.dtype)
+
+
+class Block(nn.Module):
+  """One decoder layer; see `layers.Block`."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x, by, seen, layer_cache=None, start=None):
+    norm = lambda name: layers.RMSNorm(self.config.norm_eps, name=name)
+    y, layer_cache = layers.Attention(self.config, name="attention")(
+      norm("input_norm")(x), by, seen, layer_cache, start
+    )
+    x = x + y
+    return x + MLP(self.config, name="mlp")(norm("post_norm")(x)), layer_cache
+
+
+FAMILY = families.Family(
+  model_type="arcee", max_position=4096, hidden_act=("relu2",), block=Block
+)
