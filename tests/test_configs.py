@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import pathlib
 import re
 import subprocess
@@ -23,6 +24,7 @@ from experiments import declarations
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_plan
 from experiments import sizes
 from tests import tiny
 from tlt_jax import axes
@@ -31,6 +33,7 @@ from tlt_jax import packing
 from tlt_jax import prompt_checks
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
@@ -71,26 +74,77 @@ def command(name: str) -> str:
 
 KEYS = {"train": keys.RUN, "train_drafter": keys.DRAFTER, "warm_start": keys.WARM_START}
 TRAIN = [name for name in NAMES if command(name) == "train"]
+BF16 = dict(dtype="bfloat16", head_dim=128, num_layers=28)
+QWEN2_5_7B = config_lib.ModelConfig(
+  architecture="Qwen2ForCausalLM",
+  vocab_size=152064,
+  width=3584,
+  mlp_width=18944,
+  num_heads=28,
+  num_kv_heads=4,
+  rope_theta=1e6,
+  max_position=32768,
+  qkv_bias=True,
+  **BF16,
+)
+MATH = {  # what `policy` holds by the argument of `math_problems`, and its parameters
+  "qwen2_5_7b": (QWEN2_5_7B, 7_615_616_512),
+  "qwen2_5_1_5b": (
+    dataclasses.replace(
+      QWEN2_5_7B,
+      vocab_size=151936,
+      width=1536,
+      mlp_width=8960,
+      num_heads=12,
+      num_kv_heads=2,
+      tie_embeddings=True,
+    ),
+    1_543_714_304,
+  ),
+  "qwen3_8b": (
+    dataclasses.replace(
+      QWEN2_5_7B,
+      architecture="Qwen3ForCausalLM",
+      vocab_size=151936,
+      width=4096,
+      mlp_width=12288,
+      num_layers=36,
+      num_heads=32,
+      num_kv_heads=8,
+      max_position=40960,
+      qkv_bias=False,
+      qk_norm=True,
+    ),
+    8_190_735_360,
+  ),
+  "llama3_1_8b": (
+    dataclasses.replace(
+      QWEN2_5_7B,
+      architecture="LlamaForCausalLM",
+      vocab_size=128256,
+      width=4096,
+      mlp_width=14336,
+      num_layers=32,
+      num_heads=32,
+      num_kv_heads=8,
+      rope_theta=5e5,
+      rope_scaling=config_lib.RopeScaling(8.0, 1.0, 4.0, 8192),
+      norm_eps=1e-5,
+      max_position=131072,
+      qkv_bias=False,
+    ),
+    8_030_261_248,
+  ),
+}
 MODELS = {  # what `policy` holds at full size
   **dict.fromkeys(
     ("countdown", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
   ),
-  "smollm2": tiny.SMOLLM2,
-  "qwen2_5_7b": config_lib.ModelConfig(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=152064,
-    width=3584,
-    mlp_width=18944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rope_theta=1e6,
-    max_position=32768,
-    qkv_bias=True,
-    dtype="bfloat16",
-  ),
+  **dict.fromkeys(("smollm2", "reasoning_mix"), tiny.SMOLLM2),
+  **dict.fromkeys(("qwen2_5_7b", "math_problems"), QWEN2_5_7B),
 }
+# Those that differ from another in prompts and algorithm only are not traced again.
+SHAPES = [name for name in TRAIN if name not in ("reasoning_mix", "math_problems")]
 
 
 def completed(name: str, arg: str = "") -> dict:
@@ -292,7 +346,7 @@ def shape(*sizes, dtype=jnp.int32):
   return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-@pytest.fixture(params=TRAIN)
+@pytest.fixture(params=SHAPES)
 def full(request):
   """(config, model, mesh) of a training config at full size, two slices."""
   config = completed(request.param)
@@ -407,6 +461,35 @@ def test_seven_billion_parameters_fit_the_machine_they_are_meant_for():
   weights = abstract_params(model, mesh, axes.ROLLOUT, jnp.bfloat16)
   reference = per_device(state.params)
   assert per_device((store, weights)) + per_device(state) + reference < 70
+
+
+@pytest.mark.parametrize("arg", MATH)
+def test_models_for_math_are_those_that_are_meant(arg):
+  """By their parameters; and their heads can be split over the devices of a slice."""
+  model, count = MATH[arg]
+  boxed = target.abstract_params(model)
+  assert sum(x.value.size for x in jax.tree.leaves(boxed, is_leaf=is_boxed)) == count
+  devices = load("math_problems", arg)["tensor_parallel"]
+  assert model.num_kv_heads % devices == model.num_heads % devices == 0
+
+
+def is_boxed(x) -> bool:
+  return hasattr(x, "value")
+
+
+PLANNED = [(name, "", MODELS[name]) for name in TRAIN]
+PLANNED += [("math_problems", arg, model) for arg, (model, _) in MATH.items()]
+
+
+@pytest.mark.parametrize(("name", "arg", "model"), PLANNED)
+def test_a_dry_run_prints_one_screen(name, arg, model, tmp_path, capsys):
+  """From config.json alone, whatever the machine."""
+  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(model)))
+  config = completed(name, arg) | {"policy": str(tmp_path)}
+  with pytest.raises((SystemExit, MemoryError)):  # it fits here or it does not
+    memory_plan.check(memory_plan.of_run(config), dry_run=True)
+  printed = capsys.readouterr().out
+  assert "policy in training" in printed and len(printed.splitlines()) <= 40
 
 
 def test_importing_a_command_reads_neither_the_command_line_nor_a_config():
