@@ -165,7 +165,16 @@ def compare_sides(
     plain: which of them only decode; the fastest of these is what others are held
       against, in speed and token by token
   """
-  run = lambda engine, draft: lambda _: engine(models.params, requests, draft)
+
+  def run(engine: rollout.Rollout, draft_params):
+    began = engine.state()
+
+    def call(_):
+      engine.restore(began)  # n-grams know the responses of the turn before
+      return engine(models.params, requests, draft_params)
+
+    return call
+
   calls = {
     name: run(engine, None if name in plain else models.draft_params)
     for name, engine in sides.items()
