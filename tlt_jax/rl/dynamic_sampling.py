@@ -45,7 +45,7 @@ def make(
   """The rule of a run; None if no prompt is replaced.
 
   Args:
-    algorithm: whose `keeps` judges each prompt by its own responses
+    algorithm: its `keeps` judges each prompt by that prompt's responses alone
     prompts: P, that are wanted of each step
     most_prompts: that a step may ask; 0: P
   Raises:
@@ -67,7 +67,7 @@ def make(
 
 
 class Scored(NamedTuple):
-  """Responses of consecutive requests, judged."""
+  """What the responses to consecutive requests are worth."""
 
   text: list[str]
   scores: reward_lib.Scores
@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
 
   asked: int  # prompts, the first of the queue
   kept: np.ndarray  # i32[P]  those that are trained on, ascending
-  useless: int  # prompts asked that `keeps` says nothing for
+  useless: int  # of those that were asked
   seconds: float  # that the rollout went on after the first P prompts were answered
 
   def metrics(self) -> dict[str, float]:
@@ -110,12 +110,12 @@ class Replacement:
     Args:
       rule: of the run
       requests: of all prompts that may be asked, R each, side by side
-      score: judges a range of requests that have ended
+      score: scores a range of requests that have ended
     """
     self._rule, self._requests, self._score = rule, requests, score
     self._responses = len(requests) // len(requests.prompts)  # R
+    # Responses to each prompt that have not ended yet.
     self._missing = collections.Counter(requests.prompt_idx.tolist())
-    self._ended: list[int] = []  # prompts that wait for their scores
     self._found: dict[int, Scored] = {}
     self._keeps: dict[int, bool] = {}
     self._answered_s = 0.0  # when the last of the first P prompts was answered
@@ -125,16 +125,16 @@ class Replacement:
   def __call__(self, samples: samples_lib.Samples, ended: list[int], idle: bool) -> int:
     """How many prompts are asked by now; see `samples.Ask`."""
     self._collect(samples)
+    answered = []
     for i in ended:
       prompt = int(self._requests.prompt_idx[i])
       self._missing[prompt] -= 1
       if not self._missing[prompt]:
-        self._ended.append(prompt)
+        answered.append(prompt)
         if prompt < self._rule.prompts:
           self._answered_s = time.perf_counter()
-    if self._ended:
-      prompts, self._ended = self._ended, []
-      score = lambda: {p: self._score(samples, self._of(p)) for p in prompts}
+    if answered:
+      score = lambda: {p: self._score(samples, self._of(p)) for p in answered}
       self._scoring = self._pool.submit(score)
     if idle:
       self._collect(samples)

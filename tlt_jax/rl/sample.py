@@ -206,7 +206,7 @@ class Sampler:
     records: Sequence[dict],
     index: range,
   ) -> dynamic_sampling.Scored:
-    """Judges the responses to some of the requests, whose records are given by request."""
+    """Scores the responses to some of the requests; there is a record for each request."""
     began = time.perf_counter()
     text = [self.tokenizer.decode(samples.response(i)) for i in index]
     scores = reward_lib.score_terms(
