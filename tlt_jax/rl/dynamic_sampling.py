@@ -66,7 +66,7 @@ def make(
   return Rule(algorithm.keeps, prompts)
 
 
-class Scored(NamedTuple):
+class Judged(NamedTuple):
   """What the responses to consecutive requests are worth."""
 
   text: list[str]
@@ -103,7 +103,7 @@ class Replacement:
     self,
     rule: Rule,
     requests: requests_lib.Requests,
-    score: Callable[[samples_lib.Samples, range], Scored],
+    score: Callable[[samples_lib.Samples, range], Judged],
   ):
     """Has asked nobody yet.
 
@@ -116,7 +116,7 @@ class Replacement:
     self._responses = len(requests) // len(requests.prompts)  # R
     # Responses to each prompt that have not ended yet.
     self._missing = collections.Counter(requests.prompt_idx.tolist())
-    self._found: dict[int, Scored] = {}
+    self._found: dict[int, Judged] = {}
     self._keeps: dict[int, bool] = {}
     self._answered_s = 0.0  # when the last of the first P prompts was answered
     self._pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -164,7 +164,7 @@ class Replacement:
     """Ends the thread."""
     self._pool.shutdown()
 
-  def finish(self) -> tuple[Scored, Outcome]:
+  def finish(self) -> tuple[Judged, Outcome]:
     """The scores of all prompts that were asked, and the account of the rollout."""
     now, P, asked = time.perf_counter(), self._rule.prompts, self._asked
     keeps = np.array([self._keeps[prompt] for prompt in range(asked)])
@@ -178,7 +178,7 @@ class Replacement:
     return _joined([self._found[prompt] for prompt in range(asked)]), outcome
 
 
-def _joined(parts: Sequence[Scored]) -> Scored:
+def _joined(parts: Sequence[Judged]) -> Judged:
   """The same responses as one."""
   each = [part.scores for part in parts]
   scores = reward_lib.Scores(
@@ -187,7 +187,7 @@ def _joined(parts: Sequence[Scored]) -> Scored:
     parts={k: np.concatenate([s.parts[k] for s in each]) for k in each[0].parts},
   )
   text = [t for part in parts for t in part.text]
-  return Scored(text, scores, sum(part.seconds for part in parts))
+  return Judged(text, scores, sum(part.seconds for part in parts))
 
 
 def responses(
@@ -195,7 +195,7 @@ def responses(
   samples: samples_lib.Samples,
   scores: reward_lib.Scores,
   R: int,
-  index: Sequence[int] | slice = slice(None),
+  index: Sequence[int],
 ) -> algorithm_lib.Responses:
   """What an algorithm sees of scored responses, R per prompt.
 

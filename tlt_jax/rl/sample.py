@@ -205,7 +205,7 @@ class Sampler:
     requests: requests_lib.Requests,
     records: Sequence[dict],
     index: range,
-  ) -> dynamic_sampling.Scored:
+  ) -> dynamic_sampling.Judged:
     """Scores the responses to some of the requests; there is a record for each request."""
     began = time.perf_counter()
     text = [self.tokenizer.decode(samples.response(i)) for i in index]
@@ -218,7 +218,7 @@ class Sampler:
       length=samples.length[index],
       max_tokens=requests.max_tokens[index],
     )
-    return dynamic_sampling.Scored(text, scores, time.perf_counter() - began)
+    return dynamic_sampling.Judged(text, scores, time.perf_counter() - began)
 
   def _limits(self, lengths: np.ndarray | None) -> dict[str, Any]:
     """How requests are sampled and when they stop; see `make_requests`."""
