@@ -130,7 +130,8 @@ def complete(config: dict, workdir: str = "") -> dict:
   config = sizes.resumed(config, workdir, keys.RUN) if workdir else config
   if sizes.is_open(config, "rollout"):
     asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
-    config = sized(config, *asked, **config["batch"])
+    batch = {k: config["batch"][k] for k in ("prompts", "responses")}
+    config = sized(config, *asked, **batch)
   if sizes.is_open(config, "learner"):
     machine = sizes.Machine.here(config["tensor_parallel"])
     config = sizes.fit_learner(config, max_length(config), machine)

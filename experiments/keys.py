@@ -119,6 +119,12 @@ RUN = {
   ),
   "batch": {
     "prompts": Key(ranges.Count, "prompts per step"),
+    "most_prompts": Key(
+      ranges.CountOrZero,
+      "prompts that a step may ask at most, to replace those that the algorithm does not "
+      "keep; 0: none is replaced",
+      default=0,
+    ),
     "responses": Key(ranges.Count, "responses per prompt"),
   },
   "sampling": {

@@ -25,6 +25,7 @@ from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
+from tlt_jax.rl import dynamic_sampling
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
@@ -59,8 +60,9 @@ def main(config):
   spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
   draft_params = None if spot else draft_params  # spot training has them from here on
   sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
-  P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  prompts = data.prompt_iterator(asked, P, config["seed"])
+  P, R, most = (config["batch"][k] for k in ("prompts", "responses", "most_prompts"))
+  replace = dynamic_sampling.make(algorithm, P, most)
+  prompts = dynamic_sampling.Queue(data.prompt_iterator(asked, P, config["seed"]))
 
   # Where it stands.
   step = 0
@@ -94,32 +96,30 @@ def main(config):
       if step == config["steps"]:
         writer.write(step, metrics)
         break
-
       began = time.perf_counter()
-      records = next(prompts)
+      records = prompts.peek(most or P)
       train = bool(spot) and step % config["spot"]["every"] == 0
       scored = sampler(
         policy,
         records,
         R,
         seed=config["seed"],
-        first_request=step * P * R,
+        first_request=step * len(records) * R,
         draft_params=draft_params,
         train=train,
         decide=decisions(step) if train else None,
+        replace=replace,
       )
+      prompts.take(len(scored.records) // R)
 
       policy = None  # the update has its memory
       launch.release_freed_memory()
       updating = time.perf_counter()
       state, policy_metrics = learner.train(state, scored.batch(R), reference, critic)
-
       syncing = time.perf_counter()
       policy = jax.block_until_ready(learner.to_rollout(state.params))
-
       done = time.perf_counter()
-      metrics |= scored.metrics() | policy_metrics
-      metrics |= {
+      metrics |= scored.metrics() | policy_metrics | {
         "policy/seconds_s": syncing - updating,
         "weight_sync/seconds_s": done - syncing,
         "step/seconds_s": done - began,

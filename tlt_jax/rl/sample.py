@@ -5,6 +5,7 @@ back what the clock decided in a run's rollouts, as `Scored.record` kept it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import logging
 import pathlib
@@ -15,8 +16,8 @@ import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax import tokenization
-from tlt_jax.rl import algorithm
 from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import dynamic_sampling
 from tlt_jax.rl import reward as reward_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -26,7 +27,10 @@ from tlt_jax.spec_decode.rollout import clock
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """P x R responses with their rewards; the responses of a prompt side by side."""
+  """The responses to prompts with their rewards; those of a prompt side by side.
+
+  With dynamic sampling these are all prompts that were asked; `batch` takes its choice.
+  """
 
   requests: requests_lib.Requests
   samples: samples_lib.Samples
@@ -37,6 +41,7 @@ class Scored:
   records: list[dict]  # B records that were asked, {"prompt", "answer"} each
   rollout_s: float
   reward_s: float
+  choice: dynamic_sampling.Outcome | None = None  # None: all prompts are trained on
 
   @property
   def outcome(self) -> list[str]:
@@ -49,21 +54,15 @@ class Scored:
 
   def batch(self, R: int) -> batch_lib.Batch:
     """What the learner trains on, of R responses per prompt."""
-    prompts, samples = self.requests.prompts, self.samples
-    by_prompt = lambda x: x.reshape(-1, R, *x.shape[1:])
-    scored = algorithm.Responses(
-      reward=by_prompt(self.reward),
-      length=by_prompt(samples.length),
-      max_tokens=by_prompt(self.requests.max_tokens),
-      truncated=by_prompt(samples.finish_reason == samples_lib.LENGTH),
-      solved=by_prompt(self.solved),
-      logp=by_prompt(samples.logp),
-    )
+    requests, samples, index = self.requests, self.samples, np.arange(len(self.reward))
+    if self.choice is not None:
+      index = index.reshape(-1, R)[self.choice.kept].reshape(-1)
+    scores = reward_lib.Scores(self.reward[index], self.solved[index], parts={})
     return batch_lib.Batch(
-      prompts=[prompts[p] for p in self.requests.prompt_idx],
-      responses=[samples.response(i) for i in range(len(self.requests))],
-      temperature=self.requests.temperature,
-      scored=scored,
+      prompts=[requests.prompt(i) for i in index],
+      responses=[samples.response(i) for i in index],
+      temperature=requests.temperature[index],
+      scored=dynamic_sampling.responses(requests, samples, scores, R, index),
     )
 
   def record(self) -> dict[str, list]:
@@ -98,6 +97,7 @@ class Scored:
         for k, rate in enumerate(self.samples.acceptance_rate, 1)
       },
       **{f"rollout/{name}": gain for name, gain in self.samples.gain.items()},
+      **(self.choice.metrics() if self.choice else {}),
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/solved": float(self.solved.mean()),
@@ -136,6 +136,7 @@ class Sampler:
     first_request: int = 0,
     draft_params=None,
     lengths: np.ndarray | None = None,
+    replace: dynamic_sampling.Rule | None = None,
     **options: Any,
   ) -> Scored:
     """Answers and scores.
@@ -149,6 +150,8 @@ class Sampler:
       draft_params: the drafter's, if one drafts and is not trained meanwhile
       lengths: i32[P * R], to follow a trace: tokens of each response, none of which
         stops before
+      replace: which of the prompts are replaced by later ones of `records`; None: all
+        are asked, none is replaced
       options: further arguments of the rollout (`train`, `decide`)
     Raises:
       FloatingPointError: the policy's log-probabilities are not finite
@@ -158,34 +161,64 @@ class Sampler:
     requests = requests_lib.make_requests(
       prompts, responses, **noise, **self._limits(lengths)
     )
-    began = time.perf_counter()
+    asked = [records[p] for p in requests.prompt_idx]
+    score = lambda samples, index: self._score(samples, requests, asked, index)
+    if replace is None:
+      began = time.perf_counter()
+      samples = self._run(params, requests, draft_params, **options)
+      rollout_s = time.perf_counter() - began
+      judged, choice = score(samples, range(len(requests))), None
+    else:
+      replacement = dynamic_sampling.Replacement(replace, requests, score)
+      with contextlib.closing(replacement):
+        began = time.perf_counter()
+        samples = self._run(params, requests, draft_params, ask=replacement, **options)
+        rollout_s = time.perf_counter() - began
+        judged, choice = replacement.finish()
+      count = len(judged.text)
+      requests, asked = requests.subset(np.arange(count)), asked[:count]
+      samples = samples.first(count)
+    return Scored(
+      requests=requests,
+      samples=samples,
+      text=judged.text,
+      **judged.scores._asdict(),
+      records=asked,
+      rollout_s=rollout_s,
+      reward_s=judged.seconds,
+      choice=choice,
+    )
+
+  def _run(self, params, requests, draft_params, **options) -> samples_lib.Samples:
+    """The responses, whose log-probabilities are finite."""
     samples = self.rollout(params, requests, draft_params, **options)
-    sampled = time.perf_counter()
     if not np.isfinite(samples.logp).all():
       raise FloatingPointError(
         "the policy's log-probabilities are not finite: its weights hold NaN or "
         "infinity, or have grown too large"
       )
-    text = [self.tokenizer.decode(samples.response(i)) for i in range(len(requests))]
-    asked = [records[p] for p in requests.prompt_idx]
+    return samples
+
+  def _score(
+    self,
+    samples: samples_lib.Samples,
+    requests: requests_lib.Requests,
+    records: Sequence[dict],
+    index: range,
+  ) -> dynamic_sampling.Judged:
+    """Scores the responses to some of the requests; there is a record for each request."""
+    began = time.perf_counter()
+    text = [self.tokenizer.decode(samples.response(i)) for i in index]
     scores = reward_lib.score_terms(
       self.reward,
-      prompts=[r["prompt"] for r in asked],
+      prompts=[records[i]["prompt"] for i in index],
       responses=text,
-      answers=[r["answer"] for r in asked],
+      answers=[records[i]["answer"] for i in index],
       solved_at=self.solved_at,
-      length=samples.length,
-      max_tokens=requests.max_tokens,
+      length=samples.length[index],
+      max_tokens=requests.max_tokens[index],
     )
-    return Scored(
-      requests=requests,
-      samples=samples,
-      text=text,
-      **scores._asdict(),
-      records=asked,
-      rollout_s=sampled - began,
-      reward_s=time.perf_counter() - sampled,
-    )
+    return dynamic_sampling.Judged(text, scores, time.perf_counter() - began)
 
   def _limits(self, lengths: np.ndarray | None) -> dict[str, Any]:
     """How requests are sampled and when they stop; see `make_requests`."""

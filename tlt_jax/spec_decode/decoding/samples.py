@@ -1,5 +1,6 @@
 """Samples: what comes out of a rollout. Host arrays, in request order."""
 
+from collections.abc import Callable
 import dataclasses
 
 import numpy as np
@@ -54,6 +55,13 @@ class Samples:
   def response(self, i: int) -> np.ndarray:
     """The tokens of a response that has ended, i32[...]."""
     return self.tokens[i, : self.length[i]]
+
+  def first(self, count: int) -> "Samples":
+    """Those of the first requests, where the others were not asked."""
+    names = ("tokens", "length", "logp", "logp_filtered", "finish_reason")
+    cut = {name: getattr(self, name)[:count] for name in names}
+    features = None if self.features is None else self.features[:count]
+    return dataclasses.replace(self, **cut, features=features)
 
   def extend(self, i: int, start: int, emitted: slots_lib.Emitted, row: int) -> None:
     """Takes what a chunk drew for request `i`, from its token `start` on.
@@ -136,6 +144,11 @@ class Samples:
     """
     idle = lambda chunk: sum(1 - n / max(*chunk.steps, 1) for n in chunk.steps)
     return sum((chunk.end_s - chunk.start_s) * idle(chunk) for chunk in self.chunks)
+
+
+# How many prompts are asked by now: of the samples so far, the requests that have ended
+# since the last time, and whether no request is left.
+Ask = Callable[[Samples, list[int], bool], int]
 
 
 def empty(

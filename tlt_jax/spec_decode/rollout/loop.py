@@ -44,8 +44,9 @@ class Loop:
     *,
     train: bool,
     decide: clock_lib.Decisions,
+    ask: samples_lib.Ask | None = None,
   ):
-    """Queues all requests; `run` does the rest.
+    """Queues all requests, or those that are asked first; `run` does the rest.
 
     Args:
       parts, options: of the rollout
@@ -53,6 +54,7 @@ class Loop:
       requests: what is to be answered
       train: whether idle slices train the drafter
       decide: where decisions are made
+      ask: says how many prompts are asked by now; None: all are from the start
     """
     self._began = parts.clock.now()
     self.parts, self.options = parts, options
@@ -60,8 +62,12 @@ class Loop:
     parts.clock.begin_rollout()
     self.batch = parts.batch(options, requests)
     self.running = self.batch.running
-    self.schedule = schedule_lib.Schedule(options, self.running, parts.clock, decide)
-    self.samples = self._empty(requests)
+    self.schedule = schedule_lib.Schedule(
+      options, self.running, parts.clock, decide, grows=ask is not None
+    )
+    most = parts.shapes.room.longest if parts.drafting.selector else None
+    self.samples = samples_lib.empty(requests, most=most, features=options.features)
+    self._ask = ask
     self.harvest: harvest_lib.Harvest | None = None
     if train:
       self.harvest = harvest_lib.Harvest(
@@ -77,6 +83,9 @@ class Loop:
 
   def run(self) -> samples_lib.Samples:
     """Runs all requests to their end; see `Rollout.__call__`."""
+    self._ask_more([])
+    waiting = [min(len(q), self.options.slots) for q in self.schedule.queues]
+    self.samples.timeline.append((0.0, waiting))
     while not self.schedule.done:
       self.schedule.begin_chunk(self.parts.shapes.room.longest, *self._longer())
       try:
@@ -93,16 +102,15 @@ class Loop:
       record = _record(bucket, way.arm, live, ran, start_s, self.elapsed_s)
       self.samples.note(record, self.running.live)
       ran = way = None  # nothing here holds on to the devices' memory
+      self._ask_more([e.request for e in ended])
     self._finish()
     return self.samples
 
-  def _empty(self, requests: requests_lib.Requests) -> samples_lib.Samples:
-    """The samples of a rollout that has not begun."""
-    most = self.parts.shapes.room.longest if self.parts.drafting.selector else None
-    samples = samples_lib.empty(requests, most=most, features=self.options.features)
-    waiting = [min(len(q), self.options.slots) for q in self.schedule.queues]
-    samples.timeline.append((0.0, waiting))
-    return samples
+  def _ask_more(self, ended: list[int]) -> None:
+    """Queues the prompts that are asked now that these requests have ended."""
+    if self._ask is not None:
+      idle = self.schedule.done
+      self.schedule.ask(self._ask(self.samples, ended, idle))
 
   def _longer(self) -> tuple[int, float]:
     """Tokens and seconds of a longer chunk, where slices can train in it."""

@@ -39,6 +39,7 @@ class Rollout:
     draft_params=None,
     train: bool = False,
     decide: clock_lib.Decisions | None = None,
+    ask: samples_lib.Ask | None = None,
   ) -> samples_lib.Samples:
     """Runs all requests to their end.
 
@@ -52,6 +53,8 @@ class Rollout:
       train: whether idle slices train the drafter (see `spot`)
       decide: to follow the `Samples.decisions` of an earlier rollout, whose drafter was
         trained alike
+      ask: says at the start and after every chunk how many of the prompts, from the
+        first on, are asked by now; None: all. Responses to the others stay empty
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
@@ -68,6 +71,7 @@ class Rollout:
       requests,
       train=train,
       decide=decide or clock_lib.Decisions(),
+      ask=ask,
     ).run()
 
   def compile(self, params, stop_tokens: int, draft_params=None) -> None:

@@ -49,14 +49,23 @@ class Schedule:
     running: running_lib.Running,
     clock: clock_lib.Clock,
     decide: clock_lib.Decisions,
+    grows: bool = False,
   ):
-    """Queues all requests; a prompt and its responses stay on one slice."""
+    """Queues all requests; a prompt and its responses stay on one slice.
+
+    Args:
+      options, running: of the rollout
+      clock, decide: what says when, and where that is decided
+      grows: starts with empty queues instead; `ask` fills them while requests run
+    """
     self.options, self.running, self.clock, self.decide = options, running, clock, decide
+    self._grows = grows
+    self._asked = 0  # prompts that were queued by `ask`
     slices = len(running.owner)
     # Per slice: the requests not yet admitted; and prompt -> row of the store.
     self.queues = [collections.deque() for _ in range(slices)]
     self.prompt_row: list[dict[int, int]] = [{} for _ in range(slices)]
-    for i, prompt in enumerate(running.requests.prompt_idx):
+    for i, prompt in enumerate(() if grows else running.requests.prompt_idx):
       self.queues[prompt % slices].append(i)
     self.tokens = options.chunk  # that a slot may draw in the next chunk
     self.excluded: set[options_lib.Bucket] = set()  # that ran out of memory
@@ -66,6 +75,18 @@ class Schedule:
   def done(self) -> bool:
     """Whether no request is left."""
     return not (any(self.queues) or self.running.live.any())
+
+  def ask(self, prompts: int) -> None:
+    """Queues what is new of the first prompts, each where the fewest requests are left.
+
+    Args:
+      prompts: that are asked by now, in all
+    """
+    for prompt in range(self._asked, prompts):
+      left = self.running.live + [len(queue) for queue in self.queues]
+      requests = np.flatnonzero(self.running.requests.prompt_idx == prompt)
+      self.queues[int(np.argmin(left))].extend(requests.tolist())
+    self._asked = max(self._asked, prompts)
 
   def need(self, requests: Sequence[int] | np.ndarray) -> int:
     """Cache slots that these requests touch in one more chunk."""
@@ -156,7 +177,8 @@ class Schedule:
 
     All slots attend over as many tokens as the longest request needs, which may
     cost more than it brings: requests join when the tokens that they add to a step
-    are not dearer than a token was so far.
+    are not dearer than a token was so far. Slots that were given up as requests ended
+    come back only in a rollout whose queues grow.
     """
     running, bucket = self.running.seated, self.running.bucket
     waiting = sum(map(len, self.queues))
@@ -165,15 +187,18 @@ class Schedule:
     smallest = self.choose(int(max(self.running.live)), self.need(running))
     if smallest is None:
       return False
-    if bucket.batch < self.widest(bucket.length):
-      return False  # has begun to drain
-    free = min(waiting, self.running.owner.size - len(running))
+    goal = bucket
+    if bucket.batch < self.widest(bucket.length):  # has begun to drain
+      if not self._grows:
+        return False
+      fullest = max(self.running.live + [len(queue) for queue in self.queues])
+      goal = self.choose(min(fullest, self.widest(bucket.length)), bucket.length)
+    free = min(waiting, goal.batch * len(self.queues) - len(running))
 
     def cheap():
-      step_s = self.clock.step_s(bucket, None)
-      if not step_s:
+      if not self.clock.step_s(bucket, None):
         return True
-      added_s = step_s - self.clock.estimate(smallest, bucket)
+      added_s = self.clock.estimate(goal, bucket) - self.clock.estimate(smallest, bucket)
       return added_s * self.clock.tokens <= free * self.clock.seconds
 
     return bool(self.decide("joins", cheap))

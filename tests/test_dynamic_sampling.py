@@ -1,0 +1,219 @@
+"""Dynamic sampling: what is kept depends on responses, not on when they end."""
+
+import functools
+import shutil
+
+import numpy as np
+import pytest
+
+from tests import commands
+from tests import test_commands
+from tests import tiny
+from tlt_jax import data
+from tlt_jax import metrics
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import dynamic_sampling
+from tlt_jax.rl import reward
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import running as running_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+
+home = commands.home
+P, R, MOST = 3, 2, 12
+DAPO = algorithm_lib.make("dapo")
+
+
+class Numbers:
+  """A tokenizer whose text is the token ids."""
+
+  stop_tokens = (3,)
+
+  def encode(self, prompt, system, chat):
+    return np.array([int(number) for number in prompt.split()], np.int32)
+
+  def decode(self, ids):
+    return " ".join(map(str, ids))
+
+
+def divisible(prompt, response, answer):
+  """Solved by responses whose sum is a multiple of four, about a quarter of all."""
+  return float(sum(map(int, response.split())) % 4 == 0)
+
+
+def records(count):
+  prompts = tiny.prompts(count, seed=5)
+  return [
+    {"prompt": " ".join(map(str, p)), "answer": str(i)} for i, p in enumerate(prompts)
+  ]
+
+
+@functools.cache
+def sampler(slices, **changes):
+  sizes = dict(slots=8, chunk=8, buckets=((8, 64), (2, 64))) | changes
+  engine = rollout.make(
+    tiny.CONFIG, tiny.mesh(slices), rollout.Options(**tiny.SIZES | sizes)
+  )
+  return sample.Sampler(
+    rollout=engine,
+    tokenizer=Numbers(),
+    reward=(reward.Term("sum", 1.0, divisible),),
+    solved_at=1.0,
+    sampling={"temperature": 1.0, "max_tokens": 30},
+  )
+
+
+def draw(slices=1, most=MOST, replaces=True, first_request=0, **changes):
+  """The responses of a rollout that may ask so many prompts."""
+  return sampler(slices, **changes)(
+    tiny.on(tiny.mesh(slices)),
+    records(most),
+    R,
+    seed=0,
+    first_request=first_request,
+    replace=dynamic_sampling.make(DAPO, P, most) if replaces else None,
+  )
+
+
+@functools.cache
+def expected(first_request):
+  """By the rule's words, of a rollout that asks everybody: the mask of useful prompts, and
+  how many must be asked for P useful ones."""
+  whole = draw(replaces=False, first_request=first_request)
+  useful = np.asarray(DAPO.keeps(whole.batch(R).scored))
+  n = P
+  while n < P + np.sum(~useful[:n]):
+    n = P + np.sum(~useful[:n])
+  return whole, useful, n
+
+
+# Numbered so, requests need 9 and 5 prompts for 3 useful ones.
+@pytest.mark.parametrize("first_request", (0, 100))
+@pytest.mark.parametrize(
+  "slices, changes", [(1, {}), (1, {"chunk": 3}), (2, {"slots": 2, "buckets": ()})]
+)
+def test_the_first_useful_prompts_are_kept_whatever_the_timing(
+  slices, changes, first_request
+):
+  """For other chunks, slots and slices; the others are left as if never asked."""
+  whole, useful, n = expected(first_request)
+  assert P < n < MOST  # else this says nothing
+  found = draw(slices, first_request=first_request, **changes)
+  kept = np.flatnonzero(useful)[:P]
+  assert found.choice.kept.tolist() == kept.tolist()
+  assert (found.choice.asked, found.choice.useless) == (n, n - P)
+  assert found.text == whole.text[: n * R] and found.records == whole.records[: n * R]
+  np.testing.assert_array_equal(found.reward, whole.reward[: n * R])
+  of = (kept[:, None] * R + np.arange(R)).reshape(-1)
+  batch, everybody = found.batch(R), whole.batch(R)
+  assert np.asarray(DAPO.keeps(batch.scored)).all()
+  for i, j in enumerate(of):
+    np.testing.assert_array_equal(batch.prompts[i], everybody.prompts[j])
+    np.testing.assert_array_equal(batch.responses[i], everybody.responses[j])
+  logp = everybody.scored.logp.reshape(len(everybody.responses), -1)[of]
+  np.testing.assert_allclose(batch.scored.logp.reshape(len(of), -1), logp, atol=1e-5)
+  said = found.metrics()
+  assert said["rollout/prompts_asked"] == n
+  assert said["rollout/useless_groups"] == pytest.approx((n - P) / n)
+  assert 0 < said["rollout/replacement_s"] < said["rollout/seconds_s"]
+
+
+def test_a_spent_budget_fills_the_batch_with_useless_prompts():
+  """The first of them, in the queue's order."""
+  _, useful, n = expected(0)
+  most = n - 1
+  found = draw(most=most)
+  assert found.choice.asked == most
+  good, bad = np.flatnonzero(useful[:most]), np.flatnonzero(~useful[:most])
+  assert len(good) < P
+  assert found.choice.kept.tolist() == sorted([*good, *bad[: P - len(good)]])
+  assert len(found.batch(R).responses) == P * R
+
+
+def test_an_algorithm_that_keeps_all_cannot_replace():
+  assert dynamic_sampling.make(DAPO, P, 0) is None
+  assert dynamic_sampling.make(DAPO, P, P) is None
+  assert dynamic_sampling.make(algorithm_lib.make("grpo"), P, 0) is None
+  with pytest.raises(ValueError, match="most_prompts=9: this algorithm keeps every prompt"):
+    dynamic_sampling.make(algorithm_lib.make("grpo"), P, 9)
+  with pytest.raises(ValueError, match="most_prompts=2 is less than batch.prompts=3"):
+    dynamic_sampling.make(DAPO, P, 2)
+
+
+def test_a_queue_goes_on_where_it_was_left():
+  """Its records are the iterator's; its state goes back to any of them."""
+  iterator = lambda: data.prompt_iterator(records(10), 4, 0)
+  batches, queue = iterator(), dynamic_sampling.Queue(iterator())
+  stream = [record for _ in range(10) for record in next(batches)]
+  at, states = 0, []
+  for count in (3, 1, 9, 4, 7, 8):
+    states.append((at, queue.get_state()))
+    assert queue.peek(count + 5) == stream[at : at + count + 5]
+    queue.take(count)
+    at += count
+  for at, state in states:
+    for other in (queue, dynamic_sampling.Queue(iterator())):
+      other.set_state(state)
+      assert other.get_state() == state
+      assert other.peek(6) == stream[at : at + 6]
+
+
+def test_whole_batches_leave_the_states_of_an_iterator():
+  """So that a run without replacement resumes what older runs have saved."""
+  batches = data.prompt_iterator(records(10), 4, 0)
+  queue = dynamic_sampling.Queue(data.prompt_iterator(records(10), 4, 0))
+  for _ in range(3):
+    assert queue.get_state() == batches.get_state()
+    assert queue.peek(4) == next(batches)
+    queue.take(4)
+
+
+def test_replacements_get_slots_while_the_rest_drains():
+  """Slots that were given up come back; a prompt goes where the fewest requests are."""
+  requests = requests_lib.make_requests([[1]] * 4, 2, max_tokens=63)
+  running = running_lib.Running(requests, slices=2)
+  options = options_lib.Options(
+    max_length=64, max_prompt=8, slots=4, buckets=((4, 64), (1, 64)), chunk=4
+  )
+  decide = clock_lib.Decisions()
+  schedule = schedule_lib.Schedule(options, running, clock_lib.Clock(), decide, grows=True)
+  assert schedule.done
+  schedule.ask(2)
+  assert [list(queue) for queue in schedule.queues] == [[0, 1], [2, 3]]
+  schedule.begin_chunk()
+  running.open(schedule.plan().bucket, None)
+  running.owner[0, 0] = 0  # one request is left
+  running.move(options_lib.Bucket(1, 64))
+  schedule.ask(3)
+  schedule.ask(3)
+  assert [list(queue) for queue in schedule.queues] == [[], [4, 5]]
+  plan = schedule.plan()
+  assert [(a.slice, a.request) for a in plan.admissions] == [(1, 4), (1, 5)]
+  assert plan.bucket == (4, 64)
+
+
+def test_a_run_with_replacements_resumes_exactly(home, tmp_path):
+  """Prompts, responses and weights are those of a run that was not interrupted."""
+  overrides = {
+    "algorithm.name": "dapo",
+    "batch.most_prompts": 12,
+    "steps": 3,
+    "checkpoint.every": 1,
+    "evaluation.every": 0,
+  }
+  args = commands.tiny_run(home, *overrides.items())
+  whole, again = tmp_path / "whole", tmp_path / "again"
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={whole}"))
+  asked = [m["rollout/prompts_asked"] for m in metrics.read(whole / "metrics.jsonl")[:-1]]
+  assert max(asked) > 4 and any(n % 4 for n in asked[:2])
+  shutil.copytree(whole, again)
+  shutil.rmtree(again / "checkpoints" / "3")
+  result = commands.succeed(commands.run(home, "train", *args, f"--workdir={again}"))
+  assert "restored" in result.stderr
+  assert test_commands.computed(again) == test_commands.computed(whole)
+  assert test_commands.responses(again) == test_commands.responses(whole)
+  weights = lambda workdir: test_commands.weights(workdir / "policy")
+  assert weights(again) == weights(whole)
