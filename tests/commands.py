@@ -5,6 +5,7 @@ All share one cache of compiled programs. A test file that uses the fixtures say
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 
+from absl import flags
 import jax
 import pytest
 import tokenizers
@@ -53,6 +55,18 @@ def home(tmp_path_factory) -> pathlib.Path:
   write_policy(folder / "policy")
   (folder / "user_rewards.py").write_text(VERIFIER)
   return folder
+
+
+def module(name: str):
+  """The module of a command, without its flags: other commands have some of these names."""
+  known = flags.FlagValues()
+  known.append_flag_values(flags.FLAGS)
+  flags.FLAGS.remove_flag_values(known)
+  try:
+    return importlib.import_module(f"experiments.{name}")
+  finally:
+    flags.FLAGS.remove_flag_values(list(flags.FLAGS))
+    flags.FLAGS.append_flag_values(known)
 
 
 def start(home: pathlib.Path, command: str, *args) -> subprocess.Popen:

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from experiments.bench import algorithms
 from tests import commands
 
+algorithms = commands.module("bench.algorithms")
 home = commands.home
 
 

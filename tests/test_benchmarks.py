@@ -75,7 +75,7 @@ def test_whole_steps_are_compared_side_by_side(home):
     *("--steps=2", "--warm_up=1", "--targets=default", "--lengths=log-normal"),
     f"--workdir={home / 'bench_step'}",
   )
-  assert result["workload"]["batch"] == {"prompts": 4, "responses": 2}
+  assert result["workload"]["batch"] == {"prompts": 4, "responses": 2, "most_prompts": 0}
   default = result["targets"]["default"]
   assert default["identical"] and default["near_ties"] == 0 and default["steps"] == 2
   assert default["plain"] in ("plain", "plain+rebalance")  # the faster one

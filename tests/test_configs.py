@@ -155,7 +155,7 @@ def completed(name: str, arg: str = "") -> dict:
   declarations.fill_in(keys.RUN, config, {})
   machine = sizes.Machine(slices=2, free=2**33, is_cpu=True)
   if sizes.is_open(config, "rollout"):
-    asked = sizes.Asked(100, **config["batch"])
+    asked = sizes.Asked(100, config["batch"]["prompts"], config["batch"]["responses"])
     config = sizes.fit_rollout(config, MODELS[name], asked, machine)
   if sizes.is_open(config, "learner"):
     config = sizes.fit_learner(config, from_config.max_length(config), machine)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from experiments import simulate as command
+from tests import commands
 from tests import tiny
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
@@ -23,6 +23,7 @@ from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot
 
+command = commands.module("simulate")
 CHAIN = strategy_lib.Strategy(3, 1, 4)
 DEVICE = costs_lib.Device("test", 1e9, 1e12, 1e-6, 1e9, 1e-5)
 COSTS = costs_lib.Roofline(tiny.CONFIG, DEVICE, host_s=1e-4)

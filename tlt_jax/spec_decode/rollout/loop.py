@@ -65,8 +65,7 @@ class Loop:
     self.schedule = schedule_lib.Schedule(
       options, self.running, parts.clock, decide, grows=ask is not None
     )
-    most = parts.shapes.room.longest if parts.drafting.selector else None
-    self.samples = samples_lib.empty(requests, most=most, features=options.features)
+    self.samples = self._empty(requests)
     self._ask = ask
     self.harvest: harvest_lib.Harvest | None = None
     if train:
@@ -105,6 +104,11 @@ class Loop:
       self._ask_more([e.request for e in ended])
     self._finish()
     return self.samples
+
+  def _empty(self, requests: requests_lib.Requests) -> samples_lib.Samples:
+    """The samples of a rollout that has not begun."""
+    most = self.parts.shapes.room.longest if self.parts.drafting.selector else None
+    return samples_lib.empty(requests, most=most, features=self.options.features)
 
   def _ask_more(self, ended: list[int]) -> None:
     """Queues the prompts that are asked now that these requests have ended."""
