@@ -23,6 +23,7 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 import optax
 
+from experiments.bench import shapes
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax import programs as pool_lib
@@ -67,21 +68,7 @@ _KERNELS = {"tpu": ("pallas", "ref"), "cuda": ("triton", "ref")}
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_triton")}
 _CAPABILITY = 90  # of an H200
 
-# Qwen2.5-7B but for the number of layers.
-MODEL = config_lib.ModelConfig(
-  architecture="Qwen2ForCausalLM",
-  vocab_size=152_064,
-  width=3584,
-  mlp_width=18_944,
-  num_layers=28,
-  num_heads=28,
-  num_kv_heads=4,
-  head_dim=128,
-  rope_theta=1e6,
-  max_position=32_768,
-  qkv_bias=True,
-  dtype="bfloat16",
-)
+MODEL = shapes.MODELS["qwen2.5-7b"]  # but for the number of layers
 # The same caches in a model that compiles in a tenth of the time: what is copied and
 # gathered shows there, too.
 NARROW = dataclasses.replace(MODEL, width=512, mlp_width=1024, vocab_size=4096)
