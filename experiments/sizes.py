@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from experiments import declarations
 from experiments import workdirs
-from tlt_jax import json_objects
 from tlt_jax import memory
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode import rollout
@@ -163,8 +162,7 @@ def resumed(config: dict, workdir: str, declared: declarations.Section) -> dict:
   """
   filled = copy.deepcopy(config)
   try:
-    old = json_objects.parse((pathlib.Path(workdir) / workdirs.CONFIG).read_bytes())
-    old = workdirs.with_defaults(old, declared)
+    old = workdirs.read(pathlib.Path(workdir), declared, "")
     for new, section, name in _open(filled):
       was = old["run"] if new is filled.get("run") else old
       value = was[section][name]

@@ -155,7 +155,7 @@ def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping, declared) -> Wo
   """A run in a new folder that goes on from the latest checkpoint of another."""
   start = _checkpoints(old, config)
   _check_steps(start, config)
-  changes = [*_changes(_read(old, declared, "no fork can start from there"), config)]
+  changes = [*_changes(read(old, declared, "no fork can start from there"), config)]
   differs = lambda keys: any(f"{key}.".startswith(keys) for key, _, _ in changes)
   return Workdir(
     new,
@@ -196,7 +196,7 @@ def _check_settings(
   """Raises if a config differs from a folder's in a key that counts."""
   changed = [
     f"{key} was {_shown(old)} and is {_shown(new)} now"
-    for key, old, new in _changes(_read(folder, declared, ways_out), config)
+    for key, old, new in _changes(read(folder, declared, ways_out), config)
     if counts(key)
   ]
   if changed:
@@ -209,7 +209,7 @@ def _check_settings(
 def _own_log(folder: pathlib.Path, config: Mapping, declared) -> pathlib.Path | None:
   """The log of a run that was killed before its first checkpoint, if it is this one."""
   try:
-    is_same = not list(_changes(_read(folder, declared, ""), config))
+    is_same = not list(_changes(read(folder, declared, ""), config))
   except WorkdirError:
     return None
   return folder / "rollouts.jsonl" if is_same else None
@@ -229,8 +229,14 @@ def _origin(folder: pathlib.Path) -> pathlib.Path | None:
     ) from e
 
 
-def _read(workdir: pathlib.Path, declared, ways_out: str) -> dict[str, Any]:
-  """Reads `workdir/config.json`; keys that are declared and not there get their default."""
+def read(
+  workdir: pathlib.Path, declared: declarations.Section, ways_out: str
+) -> dict[str, Any]:
+  """Reads `workdir/config.json`; keys that are declared and not there get their default.
+
+  Raises:
+    WorkdirError: it cannot be read; names `ways_out`
+  """
   path = workdir / CONFIG
   try:
     config = json_objects.parse(path.read_bytes())
@@ -239,10 +245,10 @@ def _read(workdir: pathlib.Path, declared, ways_out: str) -> dict[str, Any]:
       f"{path} holds the settings that this folder was made with, and cannot be read "
       f"({e}); restore it: {ways_out}"
     ) from e
-  return with_defaults(config, declared)
+  return _with_defaults(config, declared)
 
 
-def with_defaults(config: dict, declared: declarations.Section) -> dict[str, Any]:
+def _with_defaults(config: dict, declared: declarations.Section) -> dict[str, Any]:
   """The config of an older run, and the defaults of declared keys that it lacks."""
   config = copy.deepcopy(config)
   with contextlib.suppress(declarations.ConfigError):  # what it chose is gone: it differs

@@ -54,17 +54,12 @@ def make(
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
     return weight * tokens.advantage * tokens.logp, weight != ratio
 
-  loss = policy_loss.make(
+  return policy_loss.make_algorithm(
+    advantages,
     surrogate,
     aggregation=aggregation,
     kl_coef=kl_coef,
     kl_estimator=kl_estimator,
     entropy_coef=entropy_coef,
     importance_cap=importance_cap,
-  )
-  return algorithm.Algorithm(
-    advantages,
-    loss,
-    uses_reference=bool(kl_coef),
-    skips_zero_advantage=not (kl_coef or entropy_coef),
   )

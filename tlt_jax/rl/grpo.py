@@ -59,17 +59,12 @@ def make(
   def advantages(responses: algorithm.Responses) -> jax.Array:
     return advantage.group_relative(responses.reward, normalize_std)
 
-  loss = policy_loss.make(
+  return policy_loss.make_algorithm(
+    advantages,
     policy_loss.clipped_ratio(clip_low, clip_high, dual_clip),
     aggregation=aggregation,
     kl_coef=kl_coef,
     kl_estimator=kl_estimator,
     entropy_coef=entropy_coef,
     importance_cap=importance_cap,
-  )
-  return algorithm.Algorithm(
-    advantages,
-    loss,
-    uses_reference=bool(kl_coef),
-    skips_zero_advantage=not (kl_coef or entropy_coef),
   )

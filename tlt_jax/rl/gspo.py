@@ -56,17 +56,12 @@ def make(
       of_response = stop(of_response) + own - stop(own)
     return policy_loss.clipped(jnp.exp(of_response), tokens.advantage, clip_low, clip_high)
 
-  loss = policy_loss.make(
+  return policy_loss.make_algorithm(
+    advantages,
     surrogate,
     aggregation="sequence",
     kl_coef=kl_coef,
     kl_estimator=kl_estimator,
     entropy_coef=entropy_coef,
     importance_cap=importance_cap,
-  )
-  return algorithm.Algorithm(
-    advantages,
-    loss,
-    uses_reference=bool(kl_coef),
-    skips_zero_advantage=not (kl_coef or entropy_coef),
   )

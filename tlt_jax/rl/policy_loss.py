@@ -73,6 +73,30 @@ def make(
   return loss
 
 
+def make_algorithm(
+  advantages: Callable[[algorithm.Responses], jax.Array],
+  surrogate: Surrogate,
+  *,
+  kl_coef: float,
+  entropy_coef: float,
+  **others,
+) -> algorithm.Algorithm:
+  """Makes an algorithm whose KL and entropy, if any, are in the loss.
+
+  Where there are none, responses of advantage 0 have no gradient.
+
+  Args:
+    advantages: see `algorithm.Algorithm`
+    surrogate, kl_coef, entropy_coef, others: as of `make`
+  """
+  return algorithm.Algorithm(
+    advantages,
+    make(surrogate, kl_coef=kl_coef, entropy_coef=entropy_coef, **others),
+    uses_reference=bool(kl_coef),
+    skips_zero_advantage=not (kl_coef or entropy_coef),
+  )
+
+
 def weight(tokens: algorithm.Tokens, aggregation: Aggregation) -> jax.Array:
   """The weight of each token in the loss, f32[rows T].
 
