@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import accelerator
 from experiments.bench import attention
 from experiments.bench import device_time
 from experiments.bench import program_counts
@@ -17,6 +16,8 @@ from tests import commands
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax.models import config as config_lib
+
+accelerator = commands.module("bench.accelerator")
 
 # Modules that stand for commands.
 WORKS = "import pathlib, sys; print('a table'); print('{\"found\": 1}')"

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from experiments import launch
-from experiments.bench import step
+from tests import commands
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.speculation import levels
+
+step = commands.module("bench.step")
 
 
 def samples(seconds: float, passes: int, trained: int = 0) -> samples_lib.Samples:

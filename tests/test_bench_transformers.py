@@ -5,10 +5,12 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.bench import transformers as bench
+from tests import commands
 from tests import tiny
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+
+bench = commands.module("bench.transformers")
 
 # Speaks as `transformers_side` does, and answers with what it was asked.
 STAND_IN = """

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import compare_programs
+from tests import commands
+
+compare_programs = commands.module("compare_programs")
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 

@@ -8,11 +8,13 @@ import types
 import numpy as np
 import pytest
 
-from experiments import compare
 from experiments import evaluations
+from tests import commands
 from tlt_jax import metrics
 from tlt_jax.rl import evaluation
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+
+compare = commands.module("compare")
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k():

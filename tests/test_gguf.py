@@ -21,7 +21,6 @@ import tokenizers
 from tokenizers import pre_tokenizers
 import transformers
 
-from experiments import import_gguf
 from tests import commands
 from tests import test_damaged_files as damaged
 from tlt_jax import tokenization
@@ -31,6 +30,7 @@ from tlt_jax.models import gguf_tokenizer
 from tlt_jax.models import hf_folder
 from tlt_jax.models import target
 
+import_gguf = commands.module("import_gguf")
 home = commands.home
 D, F, L, N, K, H = 32, 64, 2, 4, 2, 16  # heads are wider than width / heads
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
