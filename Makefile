@@ -11,6 +11,8 @@ ACCELERATOR := $(shell sh .ci/accelerator.sh)
 endif
 
 BIN := .venv/bin
+# A file's tests share a worker, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # One stamp per kind of device: .venv may be shared by a machine with and one without.
 STAMP := .venv/.installed-$(ACCELERATOR)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
@@ -28,10 +30,10 @@ quickstart: venv ## the default RL run on this machine's devices, into runs/quic
 
 test: venv ## the test suite, on the CPU as 8 devices
 	@echo 'Test suite on the CPU: some minutes, less when its programs are compiled already.'
-	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile $(or $(ARGS),tests)
+	@$(PYTEST) $(or $(ARGS),tests)
 
 test-all: venv ## the test suite with its slowest cases
-	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile --all $(or $(ARGS),tests)
+	@$(PYTEST) --all $(or $(ARGS),tests)
 
 gpu: venv ## tests and benchmarks of an NVIDIA GPU, 40 minutes; goes on where it stopped
 	@$(BIN)/python -m experiments.bench.accelerator --kind=gpu $(ARGS)

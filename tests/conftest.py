@@ -12,6 +12,8 @@ import pytest
 
 _NUM_DEVICES = 8
 _ACCELERATORS = ("gpu", "tpu")
+# Files that take minutes come first: one that began last would keep a single worker busy.
+_LONGEST = ("test_commands.py", "test_spot.py", "test_speculation.py", "test_benchmarks.py")
 
 
 def pytest_addoption(parser):
@@ -50,6 +52,7 @@ def pytest_collection_modifyitems(config, items):
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
+  items.sort(key=lambda item: item.path.name not in _LONGEST)
   asked = _accelerator(config)
   for item in items:
     needs = next((k for k in _ACCELERATORS if item.get_closest_marker(k)), None)

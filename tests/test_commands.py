@@ -22,6 +22,7 @@ from experiments import outcomes
 from experiments import responses as responses_lib
 from tests import commands
 from tests import test_full_disk
+from tests import tiny
 from tlt_jax import metrics
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
@@ -137,10 +138,12 @@ def test_running_a_finished_run_again_changes_nothing(home, whole, tmp_path):
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
 
 
-def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_path):
-  """Just after steps, in the middle of them, while a checkpoint is being written, during
-  the export. A drafter trains in it, which changes nothing of the plain run; following
-  the schedule of a run that was not killed, it ends with the same drafter too."""
+@pytest.mark.parametrize("kills", [(3,), tiny.slow((1, 3, 4, 6, STEPS))])
+def test_a_run_that_is_killed_ends_the_same(home, whole, tmp_path, kills):
+  """Once and again, after so many steps: just after them, in the middle of the next, while
+  a checkpoint is being written, during the export. A drafter trains in it, which changes
+  nothing of the plain run; following the schedule of a run that was not killed, it ends
+  with the same drafter too."""
   args = tiny_run(home, *commands.DRAFTING.items())
   workdir, other = tmp_path / "whole", tmp_path / "killed"
   succeed(run(home, "train", *args, f"--workdir={workdir}"))
@@ -151,7 +154,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_pat
 
   dice = random.Random(0)
   args += [f"--workdir={other}", f"--schedule={workdir / 'rollouts.jsonl'}"]
-  for done in (1, 3, 4, 6, STEPS):
+  for done in kills:
     kill_after(home, done, dice.choice((0.0, 0.01, 0.05, 0.2)), *args)
   succeed(run(home, "train", *args))
   assert outcomes.of(other) == outcomes.of(workdir)

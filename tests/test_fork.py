@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 from tests import commands
+from tests import tiny
 from tlt_jax import metrics
 
 TEXT = (commands.ROOT / "docs" / "extending.md").read_text()
@@ -48,24 +49,22 @@ def test_the_document_has_a_command_for_either_way_and_the_example_one_of_them()
   assert "--config=my_config.py:smoke --workdir=runs/mine" in readme
 
 
-def test_its_commands_run(folder):
+@pytest.mark.parametrize("name", ["mine", tiny.slow("rloo")])
+def test_its_commands_run(folder, name):
   """With a config of one's own, and with names on the command line."""
   first, second = COMMANDS
-  commands.succeed(bash(folder, first))
   start = "cd my_fork; export PYTHONPATH=$TLT\n"
-  commands.succeed(bash(folder, start + second))
-  runs = folder / "my_fork" / "runs"
-  for name in ("mine", "rloo"):
-    *steps, last = metrics.read(runs / name / "metrics.jsonl")
-    assert [r["step"] for r in steps] == [0, 1, 2]
-    assert (runs / name / "policy" / "model.safetensors").is_file()
-    rollouts = metrics.read(runs / name / "rollouts.jsonl")
-    outcomes = [o for r in rollouts for o in r["outcome"]]
-    assert "solved" in outcomes
-    assert ("reward/brief.score" in steps[0]) == (name == "mine")  # of the config
-    assert 0 <= last["eval/accuracy"] <= 1 and "eval/reward_mean" in last
-    solved = sum(o == "solved" for o in rollouts[0]["outcome"])
-    assert steps[0]["reward/solved"] == pytest.approx(solved / len(rollouts[0]["outcome"]))
+  commands.succeed(bash(folder, first if name == "mine" else start + second))
+  run = folder / "my_fork" / "runs" / name
+  *steps, last = metrics.read(run / "metrics.jsonl")
+  assert [r["step"] for r in steps] == [0, 1, 2]
+  assert (run / "policy" / "model.safetensors").is_file()
+  rollouts = metrics.read(run / "rollouts.jsonl")
+  assert "solved" in [o for r in rollouts for o in r["outcome"]]
+  assert ("reward/brief.score" in steps[0]) == (name == "mine")  # of the config
+  assert 0 <= last["eval/accuracy"] <= 1 and "eval/reward_mean" in last
+  solved = sum(o == "solved" for o in rollouts[0]["outcome"])
+  assert steps[0]["reward/solved"] == pytest.approx(solved / len(rollouts[0]["outcome"]))
 
 
 def test_its_mistakes_are_told_in_one_line(folder):

@@ -275,7 +275,8 @@ def default_task():
   return model, params, drafter, made, make, make()(params, made)
 
 
-@pytest.mark.parametrize("strategy", ["5_1_6", tiny.slow("3_4_16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["5_1_6", "3_4_16"])
 def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
   """More than 30,000 tokens of the default task."""
   model, params, (drafter, draft_params), made, make, samples = default_task()
