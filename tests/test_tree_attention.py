@@ -42,15 +42,37 @@ class Case(NamedTuple):
   v: np.ndarray
   start: np.ndarray  # i32[B]
   tail: np.ndarray  # bool[B J size]
+  pages: np.ndarray | None = None  # i32[B S/L], with k and v as f[P K L H]
 
   def __call__(self, attend=attend, **options):
     """Runs an implementation on it: f[B J N H], in float64."""
     k = self.k.swapaxes(2, 3) if options.get("keys") == "transposed" else self.k
     seen = seen_lib.of_mask(jnp.asarray(self.start), jnp.asarray(self.tail))
-    return np.asarray(attend(self.q, k.copy(), self.v, seen, **options)).astype(float)
+    table = () if self.pages is None else (self.pages,)
+    out = attend(self.q, k.copy(), self.v, seen, *table, **options)
+    return np.asarray(out).astype(float)
 
   def rows(self, rows) -> "Case":
-    return Case(*(x[rows] for x in self))
+    return Case(*(x[rows] for x in self[:5]))
+
+  def in_pages(self, L: int, shared: int = 0) -> "Case":
+    """With the cache in pages of L slots, in random order, and NaN in a page of nobody.
+
+    The first `shared` pages of all rows are those of the first one.
+    """
+    B, K, S, H = self.v.shape
+    M = -(-S // L)
+    order = np.random.default_rng(0).permutation(B * M + 1).astype(np.int32)
+    pages, nobody = order[:-1].reshape(B, M), order[-1]
+    pages[:, :shared] = pages[0, :shared]
+    pools = []
+    for x in (self.k, self.v):
+      x = np.pad(x, ((0, 0), (0, 0), (0, M * L - S), (0, 0)))
+      pool = np.full((B * M + 1, K, L, H), np.nan, x.dtype)
+      pool[pages] = x.reshape(B, K, M, L, H).swapaxes(1, 2)
+      pools.append(pool)
+    beyond = np.arange(M) * L >= self.start[:, None] + self.tail.shape[2]
+    return Case(self.q, *pools, self.start, self.tail, np.where(beyond, nobody, pages))
 
   def poisoned(self) -> "Case":
     """With NaN in every slot that no node of its row may see."""
@@ -153,6 +175,25 @@ def test_a_row_has_the_same_bits_in_any_batch_and_bucket(impl, dtype):
     np.testing.assert_array_equal(part(impl=impl), want[rows])
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_cache_may_lie_in_pages(impl):
+  """With those of a prompt shared, and with the bits of rows that have their own cache."""
+  c = case([0, 300, 1020, 550], 1100, J=5, G=2)
+  prompt = c.k[:1, :, :128], c.v[:1, :, :128]
+  c.k[:, :, :128], c.v[:, :, :128] = prompt
+  want = c(impl=impl)
+  np.testing.assert_allclose(want, exact(c), rtol=0, atol=1e-5)
+  for L, shared in [(64, 2), (1024, 0)]:
+    paged = c.in_pages(L, shared)
+    if impl == "ref":  # reads everything
+      paged = paged._replace(k=np.nan_to_num(paged.k), v=np.nan_to_num(paged.v))
+    out = paged(impl=impl)
+    if impl == "ref" or impl == "interpret" and L < pallas.BLOCK:
+      np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+    else:
+      np.testing.assert_array_equal(out, want)
+
+
 def test_a_token_sees_itself_and_all_before_it():
   """As `causal` packs it: consecutive tokens, the last of them beyond the cache."""
   start = jnp.array([0, 7, 37])
@@ -187,7 +228,7 @@ def test_heads_stay_on_their_devices():
     specs = (None, axes.MODEL), (heads,), (heads,), (), ()
     *qkv, start, tail = (
       jax.device_put(x, axes.sharding(mesh, axes.DATA, *spec))
-      for x, spec in zip(c, specs, strict=True)
+      for x, spec in zip(c[:5], specs, strict=True)
     )
     args = *qkv, seen_lib.of_mask(start, tail)
     # Unchecked, because types cannot say of interpreted kernels what varies.
@@ -220,8 +261,14 @@ def test_lowers_for_tpus(kind):
     kv, start = array((2, 4, S, 128), dtype), array((2,), jnp.int32)
     k = array((2, 4, 128, S), dtype) if keys == "transposed" else kv
     seen = jax.eval_shape(functools.partial(seen_lib.causal, num_tokens=J), start)
-    text = tpu_kernels.lowered(run, kind, array((2, J, 28, 128), dtype), k, kv, seen)
+    q = array((2, J, 28, 128), dtype)
+    text = tpu_kernels.lowered(run, kind, q, k, kv, seen)
     assert text.count("tpu_custom_call") == 1
+    if S == 1024:
+      for L in (64, 1024):
+        pool, pages = array((40, 4, L, 128), dtype), array((2, S // L), jnp.int32)
+        text = tpu_kernels.lowered(run, kind, q, pool, pool, seen, pages)
+        assert text.count("tpu_custom_call") == 1
 
 
 @triton_kernels.requires_triton
@@ -234,8 +281,10 @@ def test_lowers_for_cuda(monkeypatch):
     q, kv = array((2, J, 28, 128), jnp.bfloat16), array((2, 4, S, 128), jnp.bfloat16)
     start = array((2,), jnp.int32)
     seen = jax.eval_shape(functools.partial(seen_lib.causal, num_tokens=J), start)
-    lowered = jax.jit(run).trace(q, kv, kv, seen).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("triton_kernel_call") == calls
+    pool, pages = array((40, 4, 64, 128), jnp.bfloat16), array((2, S // 64), jnp.int32)
+    for args in [(kv, kv, seen), (pool, pool, seen, pages)]:
+      lowered = jax.jit(run).trace(q, *args).lower(lowering_platforms=("cuda",))
+      assert lowered.as_text().count("triton_kernel_call") == calls
 
 
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -243,15 +292,17 @@ _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @triton_kernels.requires_triton
 @pytest.mark.parametrize(
-  "capability, J, H",
+  "capability, J, H, page",
   [
-    (80, 8, 128),
-    (90, 16, 128),
-    *(_slow(80, *shape) for shape in [(1, 128), (5, 64), (16, 128), (48, 128)]),
-    *(_slow(90, *shape) for shape in [(1, 128), (5, 64), (8, 128), (48, 128)]),
+    (80, 8, 128, 0),
+    (90, 16, 128, 0),
+    (90, 16, 128, 64),
+    *(_slow(80, *shape, 0) for shape in [(1, 128), (5, 64), (16, 128), (48, 128)]),
+    *(_slow(90, *shape, 0) for shape in [(1, 128), (5, 64), (8, 128), (48, 128)]),
+    *(_slow(capability, 8, 128, 256) for capability in (80, 90)),
   ],
 )
-def test_machine_code_spills_nothing(capability, J, H):
+def test_machine_code_spills_nothing(capability, J, H, page):
   """It multiplies on tensor cores, fits in shared memory, and old drivers load it."""
   from tlt_jax.pallas_kernels.tree_attention import triton
 
@@ -259,9 +310,11 @@ def test_machine_code_spills_nothing(capability, J, H):
   cut = triton.Tiles.of(J, G, jnp.bfloat16)
   constants = dict(
     J=J, G=G, K=4, H=H, SIZE=J, NODES=cut.nodes, ROWS=cut.rows, BLOCK=cut.block,
-    SPLIT=cut.split, SCALE=H**-0.5, TRANSPOSED=False, DIRECT=False,
+    SPLIT=cut.split, SCALE=H**-0.5, TRANSPOSED=False, PAGE=page,
+    DIRECT=False,
   )  # fmt: skip
-  types = dict(q_ptr=array, k_ptr=array, v_ptr=array, start_ptr="*i32", bits_ptr="*i32")
+  types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), array)
+  types |= dict.fromkeys(("start_ptr", "bits_ptr", "pages_ptr"), "*i32")
   types |= dict(length="i32", sum_ptr="*fp32", largest_ptr="*fp32", total_ptr="*fp32")
   code = machine_code.compiled(
     triton._attend, capability, types, constants, cut.warps, cut.stages
@@ -301,6 +354,21 @@ def test_unknown_names_are_refused_with_a_remedy(options):
     case([3], 8, J=1, G=1)(tree_attention.tree_attention, **options)
 
 
+@pytest.mark.parametrize(
+  "L, keys, message",
+  [
+    (96, "plain", "pages must have 64, 128, 256, ... slots, not 96"),
+    (32, "plain", "not 32"),
+    (64, "transposed", 'takes keys="plain"'),
+  ],
+)
+def test_pages_that_no_kernel_can_have_are_refused(L, keys, message):
+  """Of a size that is no power of two, or too small; and with transposed keys."""
+  paged = case([3], 192, J=1, G=1).in_pages(L)
+  with pytest.raises(ValueError, match=message):
+    paged(tree_attention.tree_attention, keys=keys)
+
+
 def test_triton_without_jax_triton_is_refused_with_a_remedy(monkeypatch):
   """As on machines without CUDA."""
   monkeypatch.setitem(sys.modules, "jax_triton", None)
@@ -317,7 +385,9 @@ PALLAS_FAULTS = {
   "order of bits": ("offset & 31)", "31 - (offset & 31))"),
   "total is not rescaled": ("total_ref[...] * rescale +", "total_ref[...] +"),
   "not made anew for each head": ("(step == 0)", "(step + pl.program_id(1) == 0)"),
-  "wrong head": ("(b, h, block(b, s, start), 0)", "(b, 0, block(b, s, start), 0)"),
+  "wrong head": ("return b, h, number, 0", "return b, 0, number, 0"),
+  "wrong page": ("(number, per_page)], h", "(number, per_page + 1)], h"),
+  "wrong block of a page": ("jax.lax.rem(number, per_page)", "number"),
   "bits not repeated": ("jnp.repeat(seen.bits, G, 1)", "jnp.tile(seen.bits, (1, G, 1))"),
   "the end of the cache": ("(offset < length - start)", "(offset < length)"),
 }
@@ -332,25 +402,33 @@ TRITON_FAULTS = {
   "splits are not rescaled": ("sum * mine[:, None] +", "sum +"),
   "a split less": ("range(0, tl.cdiv(end, SPLIT))", "range(0, tl.cdiv(end, SPLIT) - 1)"),
   "wrong head": ("v_ptr += bk.to", "v_ptr += (bk // K * K).to"),
+  "wrong page": ("block * BLOCK // PAGE)", "0)"),
+  "wrong head of a page": ("v_ptr += head * PAGE", "v_ptr += 0 * PAGE"),
+  "wrong block of a page": ("block * BLOCK % PAGE", "0"),
+  "pages of another row": ("pages_ptr += b *", "pages_ptr += 0 *"),
   "bits of another node": ("row // G) * ((SIZE", "row % G) * ((SIZE"),
   "bits of another tile": ("(b * J + tile * NODES + row", "(b * J + row"),
 }
 
 
 @functools.cache
-def _telling(dtype: str) -> tuple[Case, np.ndarray]:
+def _telling(dtype: str, S: int) -> tuple[Case, np.ndarray]:
   """A small case that tells the faults, at the end of a block, of a split, of the cache.
 
   The largest scores come last, so that what came before must be rescaled.
   """
-  c = case([1, 508, 513, 518], 520, J=5, G=7, dtype=jnp.dtype(dtype))
-  c.k[:, :, 512:] *= 3
+  c = case([1, S - 12, S - 7, S - 2], S, J=5, G=7, dtype=jnp.dtype(dtype))
+  c.k[:, :, S - 8 :] *= 3
   return c.poisoned(), exact(c)
 
 
-def _finds(attend, dtype: str, atol: float, **options) -> bool:
-  """Whether the tests would find that an implementation is wrong."""
-  c, want = _telling(dtype)
+def _finds(
+  attend, dtype: str, atol: float, S: int = 520, page: int = 0, **options
+) -> bool:
+  """Whether the tests would find that an implementation is wrong, or wrong with pages."""
+  c, want = _telling(dtype, S)
+  if page:  # the last row's nodes lie beyond a cache that ends within a page
+    c, want = c.rows([0, 1, 2]).in_pages(page), want[:3]
   out = c(attend, keys="plain", **options)
   return not np.allclose(out, want, rtol=0, atol=atol)
 
@@ -360,7 +438,9 @@ def test_faults_of_the_pallas_kernel_are_found(fault, tmp_path):
   """And no fault in the kernel as it is."""
   text = PALLAS_FAULTS[fault] if fault else ("", "")
   mutant = mutants.load(pathlib.Path(pallas.__file__), text, tmp_path).tree_attention
-  assert _finds(mutant, "float32", 1e-5, interpret=True) == (fault is not None)
+  found = _finds(mutant, "float32", 1e-5, interpret=True)
+  found = found or _finds(mutant, "float32", 1e-5, S=1544, page=1024, interpret=True)
+  assert found == (fault is not None)
 
 
 @triton_kernels.requires_triton
@@ -372,4 +452,5 @@ def test_faults_of_the_triton_kernel_are_found(fault, tmp_path):
   mutant = mutants.load(file, text, tmp_path).tree_attention
   # In float32 a row has two tiles, and takes longer.
   found = _finds(mutant, "bfloat16", 2e-2) or _finds(mutant, "float32", 1e-5)
+  found = found or _finds(mutant, "bfloat16", 2e-2, page=128)
   assert found == (fault is not None)

@@ -12,6 +12,7 @@ from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 KEYS = ("plain", "transposed")
+_SMALLEST_PAGE = 64  # slots: what the kernels fold at once, at least
 
 
 def tree_attention(
@@ -19,6 +20,7 @@ def tree_attention(
   k: jax.Array,
   v: jax.Array,
   seen: seen_lib.Seen,
+  pages: jax.Array | None = None,
   *,
   keys: str = "plain",
   impl: str | None = None,
@@ -30,44 +32,58 @@ def tree_attention(
   the cache already. The kernels read no more of it than the rows' lengths need, and what
   lies beyond may hold anything, NaN too.
 
+  A cache may lie in pages of L slots (PagedAttention, https://arxiv.org/abs/2309.06180):
+  then k and v are a pool of P pages, rows may share some, and slot s of row b is slot s % L
+  of page `pages[b, s // L]`.
+
   The kernels give a row the same bits in any batch and with a cache of any length. With
   another number of nodes the last bits may differ: matrix units add up in another order.
+  On a TPU so they may with pages of fewer than 512 slots.
   Heads that are split over the mesh axis `model` stay where they are.
 
   Args:
     q: f[B J N H]
-    k: f[B K S H], or f[B K H S] with keys="transposed"
-    v: f[B K S H]
+    k: f[B K S H], or f[B K H S] with keys="transposed"; f[P K L H] with pages
+    v: f[B K S H]; f[P K L H] with pages
     seen: of J nodes; one that sees nothing gets zeros
+    pages: i32[B S/L], or None: each row has a cache of its own. The kernels do not read
+      pages beyond a row's length; "ref" does
     keys: "plain", which accelerators read faster, or "transposed", for CPUs
     impl: "ref", "pallas", "interpret" or "triton"; None: see `implementations.choose`
   Returns:
     f[B J N H]
 
   Raises:
-    ValueError: there are no such keys or no such implementation, or the implementation
-      cannot have heads of this size
+    ValueError: there are no such keys or no such implementation, the implementation
+      cannot have heads of this size, or no implementation pages of this size
   """
   B, J, N, H = q.shape
-  K, S = v.shape[1:3]
+  rows, K, S = v.shape[:3]
   if keys not in KEYS:
     raise ValueError(f"keys must be one of {', '.join(KEYS)}, not {keys!r}")
-  chex.assert_shape(v, (B, K, S, H))
-  chex.assert_shape(k, (B, K, H, S) if keys == "transposed" else (B, K, S, H))
+  if pages is not None:
+    if keys != "plain":
+      raise ValueError(f'a cache in pages takes keys="plain", not {keys!r}')
+    if S < _SMALLEST_PAGE or S & (S - 1):
+      raise ValueError(f"pages must have {_SMALLEST_PAGE}, 128, 256, ... slots, not {S}")
+    chex.assert_shape(pages, (B, None))
+  chex.assert_shape(v, (B if pages is None else rows, K, S, H))
+  chex.assert_shape(k, (B, K, H, S) if keys == "transposed" else v.shape)
   chex.assert_is_divisible(N, K)
   chex.assert_shape(seen.start, (B,))
   chex.assert_shape(seen.bits, (B, J, -(-seen.size // 32)))
   impl = implementations.choose(impl)
   if impl == "ref":
-    return ref.tree_attention(q, k, v, seen, keys=keys)
+    return ref.tree_attention(q, k, v, seen, pages, keys=keys)
   if impl == "triton":
     from tlt_jax.pallas_kernels.tree_attention import triton  # not on every platform
 
     kernel = triton.tree_attention
   else:
     kernel = functools.partial(pallas.tree_attention, interpret=impl == "interpret")
-  run = lambda q, k, v, start, bits: kernel(
-    q, k, v, seen_lib.Seen(start, bits, seen.size), keys=keys
+  run = lambda q, k, v, start, bits, *pages: kernel(
+    q, k, v, seen_lib.Seen(start, bits, seen.size), *pages, keys=keys
   )
-  args, head_axes = (q, k, v, seen.start, seen.bits), (2, 1, 1, None, None)
+  args = q, k, v, seen.start, seen.bits, *(() if pages is None else (pages,))
+  head_axes = 2, 1, 1, *(None,) * (len(args) - 3)
   return heads.over_heads(run, K, args, head_axes, result_axis=2)

@@ -6,7 +6,8 @@ rows of one matrix, so that the cache is read once for all of them: node j and h
 the group are row j*G + g.
 
 Blocks are of one size whatever the cache's length, and are folded in their order: a row's
-result depends neither on the batch around it nor on the length of the cache.
+result depends neither on the batch around it nor on the length of the cache. Where the
+cache lies in pages, a block is read from where the table says.
 """
 
 import functools
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from tlt_jax.pallas_kernels import hbm
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-BLOCK = 512  # slots of a block
+BLOCK = 512  # slots of a block; a page, where it has fewer
 ROWS = 512  # rows of a program, at most; more would not fit in the chip's fast memory
 _MASKED = -1e30
 _LANES = 128
@@ -98,23 +99,31 @@ def _kernel(
     o_ref[...] = out.astype(o_ref.dtype)
 
 
-def _specs(rows: int, words: int, H: int, size: int, length: int, keys: str) -> list:
-  """How q, bits, k and v are cut; blocks are chosen by a row's `start`."""
+def _specs(
+  rows: int, words: int, H: int, size: int, length: int, keys: str, page: int | None
+) -> list:
+  """How q, bits, k and v are cut; blocks are chosen by a row's `start`, and its pages."""
+  block = min(BLOCK, page or BLOCK)
 
-  def block(b, step, start):
+  def seen(b, step, start):
     """Blocks that nobody sees are not read: the last that is stays where it is."""
-    last = jax.lax.div(jnp.minimum(start[b] + size, length) - 1, BLOCK)
+    last = jax.lax.div(jnp.minimum(start[b] + size, length) - 1, block)
     return jnp.minimum(step, last)
 
-  values = pl.BlockSpec(
-    (None, None, BLOCK, H), lambda b, h, t, s, start: (b, h, block(b, s, start), 0)
-  )
+  def of_values(b, h, t, s, start, *pages):
+    number = seen(b, s, start)
+    if not pages:
+      return b, h, number, 0
+    per_page = page // block
+    return pages[0][b, jax.lax.div(number, per_page)], h, jax.lax.rem(number, per_page), 0
+
+  values = pl.BlockSpec((None, None, block, H), of_values)
   transposed = pl.BlockSpec(
-    (None, None, H, BLOCK), lambda b, h, t, s, start: (b, h, 0, block(b, s, start))
+    (None, None, H, block), lambda b, h, t, s, start: (b, h, 0, seen(b, s, start))
   )
   return [
-    pl.BlockSpec((None, None, rows, H), lambda b, h, t, s, start: (b, h, t, 0)),
-    pl.BlockSpec((None, rows, words), lambda b, h, t, s, start: (b, t, 0)),
+    pl.BlockSpec((None, None, rows, H), lambda b, h, t, s, *_: (b, h, t, 0)),
+    pl.BlockSpec((None, rows, words), lambda b, h, t, s, *_: (b, t, 0)),
     transposed if keys == "transposed" else values,
     values,
   ]
@@ -125,6 +134,7 @@ def tree_attention(
   k: jax.Array,
   v: jax.Array,
   seen: seen_lib.Seen,
+  pages: jax.Array | None = None,
   *,
   keys: str,
   interpret: bool = False,
@@ -132,6 +142,9 @@ def tree_attention(
   """Does what the package's function says; `interpret` runs it on any machine."""
   B, J, N, H = q.shape
   K, S = v.shape[1:3]
+  page, table = None, ()
+  if pages is not None:
+    page, table, S = S, (pages,), S * pages.shape[1]
   G = N // K
   tiles = pl.cdiv(J * G, ROWS)
   rows = pl.cdiv(pl.cdiv(J * G, tiles), _SUBLANES) * _SUBLANES
@@ -142,16 +155,17 @@ def tree_attention(
   bits = padded(jnp.repeat(seen.bits, G, 1))  # i32[B rows words]
   if not interpret:
     k, v = hbm.pinned(k), hbm.pinned(v)
-  specs = _specs(rows, bits.shape[-1], H, seen.size, S, keys)
+  specs = _specs(rows, bits.shape[-1], H, seen.size, S, keys, page)
+  kernel = functools.partial(_kernel, size=seen.size, length=S, keys=keys)
   scratch = lambda width: pltpu.VMEM((rows, width), jnp.float32)
   out = pl.pallas_call(
-    functools.partial(_kernel, size=seen.size, length=S, keys=keys),
+    lambda start_ref, *refs: kernel(start_ref, *refs[len(table) :]),
     out_shape=jax.ShapeDtypeStruct(
       queries.shape, v.dtype, manual_axis_type=jax.typeof(v).manual_axis_type
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1,
-      grid=(B, K, tiles, pl.cdiv(S, BLOCK)),
+      num_scalar_prefetch=1 + len(table),
+      grid=(B, K, tiles, pl.cdiv(S, min(BLOCK, page or BLOCK))),
       in_specs=specs,
       out_specs=specs[0],
       scratch_shapes=[scratch(_LANES), scratch(_LANES), scratch(H)],
@@ -161,6 +175,6 @@ def tree_attention(
     ),
     interpret=interpret,
     name="tree_attention",
-  )(seen.start, queries, bits, k, v)
+  )(seen.start, *table, queries, bits, k, v)
   out = out[:, :, : J * G].reshape(B, K, J, G, H)
   return out.transpose(0, 2, 1, 3, 4).reshape(B, J, N, H)

@@ -9,12 +9,26 @@ _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
 
 
 def tree_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, *, keys: str
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  seen: seen_lib.Seen,
+  pages: jax.Array | None = None,
+  *,
+  keys: str,
 ) -> jax.Array:
   """Does what the package's function says; reads the whole cache, all of it finite."""
+  if pages is not None:
+    k, v = _rows(k, pages), _rows(v, pages)
   mask = seen.mask(v.shape[2])
   sees_any = jnp.any(mask, -1)[:, :, None, None]
   return jnp.where(sees_any, attend(q, k, v, mask, keys=keys), 0)
+
+
+def _rows(pool: jax.Array, pages: jax.Array) -> jax.Array:
+  """The cache of each row, f[B K S H], from a pool f[P K L H] and i32[B S/L]."""
+  (B, M), (_, K, L, H) = pages.shape, pool.shape
+  return pool[pages].swapaxes(1, 2).reshape(B, K, M * L, H)
 
 
 def attend(

@@ -38,9 +38,9 @@ def _seen(bits_ptr, valid, offset, SIZE: tl.constexpr):
 
 @triton.jit
 def _fold(
-  state, q, k_ptr, v_ptr, bits_ptr, valid, lo, hi, start, length,
-  H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
-  TRANSPOSED: tl.constexpr, TAIL: tl.constexpr,
+  state, q, k_ptr, v_ptr, bits_ptr, pages_ptr, valid, lo, hi, start, length,
+  K: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+  SCALE: tl.constexpr, TRANSPOSED: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
   """Folds blocks lo..hi-1 into (largest, total, sum); with TAIL not all is seen."""
   largest, total, sum = state
@@ -52,6 +52,10 @@ def _fold(
   for block in range(lo, hi):
     slot = block * BLOCK + i
     exists = slot < end  # what lies beyond may hold anything, and 0 * NaN is NaN
+    if PAGE:
+      page = tl.load(pages_ptr + block * BLOCK // PAGE).to(tl.int64)
+      at = (page * K * PAGE + block * BLOCK % PAGE) * H
+      v_base, k_base = v_ptr + at, k_ptr + at
     v_ptrs = v_base + (i[:, None] * H + h[None, :])
     if TRANSPOSED:
       k_ptrs = k_base + (h[:, None] * length + i[None, :])
@@ -79,8 +83,9 @@ def _fold(
       weights, v = weights.to(tl.float32), v.to(tl.float32)
     sum = tl.dot(weights, v, sum * rescale[:, None], input_precision="ieee")
     largest = new
-    v_base += BLOCK * H
-    k_base += BLOCK * (1 if TRANSPOSED else H)
+    if not PAGE:
+      v_base += BLOCK * H
+      k_base += BLOCK * (1 if TRANSPOSED else H)
   return largest, total, sum
 
 
@@ -92,10 +97,11 @@ def _divide(sum, total):
 @triton.jit
 def _attend(
   q_ptr,  # [B J K G H]
-  k_ptr,  # [B K S H], or [B K H S] if TRANSPOSED
-  v_ptr,  # [B K S H]
+  k_ptr,  # [B K S H], or [B K H S] if TRANSPOSED; [P K PAGE H] if PAGE
+  v_ptr,  # [B K S H]; [P K PAGE H] if PAGE
   start_ptr,  # i32[B]
   bits_ptr,  # i32[B J ceil(SIZE/32)]
+  pages_ptr,  # i32[B S/PAGE]; not read if PAGE is 0
   length,  # S
   sum_ptr,  # f32[B K splits J*G H], or if DIRECT the result, f[B J K G H]
   largest_ptr,  # f32[B K splits J*G]; not written if DIRECT
@@ -103,7 +109,7 @@ def _attend(
   J: tl.constexpr, G: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
   SIZE: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
   SPLIT: tl.constexpr, SCALE: tl.constexpr, TRANSPOSED: tl.constexpr,
-  DIRECT: tl.constexpr,
+  PAGE: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
   """Attends to one split: program (tile of rows, split, batch row and kv head).
 
@@ -123,8 +129,13 @@ def _attend(
   first = ((b.to(tl.int64) * J + tile * NODES) * K + head) * G
   at = (row // G * (K * G) + row % G)[:, None] * H + h[None, :]
   q = tl.load(q_ptr + first * H + at, mask=valid[:, None], other=0.0)
-  k_ptr += bk.to(tl.int64) * length * H
-  v_ptr += bk.to(tl.int64) * length * H
+  if PAGE:  # this head's part of the pool's first page
+    k_ptr += head * PAGE * H
+    v_ptr += head * PAGE * H
+    pages_ptr += b * (length // PAGE)
+  else:
+    k_ptr += bk.to(tl.int64) * length * H
+    v_ptr += bk.to(tl.int64) * length * H
   bits_ptr += (b * J + tile * NODES + row // G) * ((SIZE + 31) // 32)
   state = (
     tl.full((ROWS,), _MASKED, tl.float32),
@@ -133,12 +144,12 @@ def _attend(
   )
   tail = tl.minimum(hi, tl.maximum(lo, start // BLOCK))  # blocks before are seen whole
   state = _fold(
-    state, q, k_ptr, v_ptr, bits_ptr, valid, lo, tail, start, length,
-    H, SIZE, BLOCK, SCALE, TRANSPOSED, TAIL=False,
+    state, q, k_ptr, v_ptr, bits_ptr, pages_ptr, valid, lo, tail, start, length,
+    K, H, SIZE, BLOCK, SCALE, TRANSPOSED, PAGE, TAIL=False,
   )  # fmt: skip
   largest, total, sum = _fold(
-    state, q, k_ptr, v_ptr, bits_ptr, valid, tail, hi, start, length,
-    H, SIZE, BLOCK, SCALE, TRANSPOSED, TAIL=True,
+    state, q, k_ptr, v_ptr, bits_ptr, pages_ptr, valid, tail, hi, start, length,
+    K, H, SIZE, BLOCK, SCALE, TRANSPOSED, PAGE, TAIL=True,
   )  # fmt: skip
   if DIRECT:
     out = _divide(sum, total).to(sum_ptr.dtype.element_ty)
@@ -213,7 +224,13 @@ class Tiles(NamedTuple):
 
 
 def tree_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, *, keys: str
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  seen: seen_lib.Seen,
+  pages: jax.Array | None = None,
+  *,
+  keys: str,
 ) -> jax.Array:
   """Does what the package's function says.
 
@@ -224,6 +241,9 @@ def tree_attention(
 
   B, J, N, H = q.shape
   K, S = v.shape[1:3]
+  page, table = 0, seen.start  # no table is read, but one must be given
+  if pages is not None:
+    page, table, S = S, pages, S * pages.shape[1]
   G = N // K
   if H < 16 or H & (H - 1):
     raise ValueError(
@@ -239,7 +259,7 @@ def tree_attention(
   )
   unused = jax.ShapeDtypeStruct((1,), jnp.float32)
   attended = jax_triton.triton_call(
-    q, k, v, seen.start, seen.bits, S,
+    q, k, v, seen.start, seen.bits, table, S,
     kernel=_attend,
     out_shape=[partial(H), partial(), partial()] if splits > 1 else [out, unused, unused],
     grid=(triton.cdiv(J, cut.nodes), splits, B * K),
@@ -252,6 +272,7 @@ def tree_attention(
     BLOCK=cut.block,
     SCALE=H**-0.5 * _LOG2E,
     TRANSPOSED=keys == "transposed",
+    PAGE=page,
     DIRECT=splits == 1,
     **shapes,
   )  # fmt: skip
