@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from experiments import outcomes
 from tests import commands
 from tests import test_commands
 from tests import tiny
@@ -195,8 +196,9 @@ def test_replacements_get_slots_while_the_rest_drains():
   assert plan.bucket == (4, 64)
 
 
-def test_a_run_with_replacements_resumes_exactly(home, tmp_path):
-  """Prompts, responses and weights are those of a run that was not interrupted."""
+def test_a_run_with_replacements_speculates_and_resumes_exactly(home, tmp_path):
+  """Which prompts replace others depends neither on speculation nor on a drafter's training
+  in idle slices; following its own schedule, a run that was interrupted ends the same."""
   overrides = {
     "algorithm.name": "dapo",
     "batch.most_prompts": 12,
@@ -204,16 +206,20 @@ def test_a_run_with_replacements_resumes_exactly(home, tmp_path):
     "checkpoint.every": 1,
     "evaluation.every": 0,
   }
+  plain, whole, again = (tmp_path / name for name in ("plain", "whole", "again"))
   args = commands.tiny_run(home, *overrides.items())
-  whole, again = tmp_path / "whole", tmp_path / "again"
-  commands.succeed(commands.run(home, "train", *args, f"--workdir={whole}"))
-  asked = [m["rollout/prompts_asked"] for m in metrics.read(whole / "metrics.jsonl")[:-1]]
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={plain}"))
+  asked = [m["rollout/prompts_asked"] for m in metrics.read(plain / "metrics.jsonl")[:-1]]
   assert max(asked) > 4 and any(n % 4 for n in asked[:2])
+  args = commands.tiny_run(home, *overrides.items(), *commands.DRAFTING.items())
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={whole}"))
+  assert outcomes.updates(whole) > 0
+  assert test_commands.responses(whole) == test_commands.responses(plain)
+  weights = lambda workdir: test_commands.weights(workdir / "policy")
+  assert weights(whole) == weights(plain)
   shutil.copytree(whole, again)
   shutil.rmtree(again / "checkpoints" / "3")
-  result = commands.succeed(commands.run(home, "train", *args, f"--workdir={again}"))
+  args += [f"--workdir={again}", f"--schedule={whole / 'rollouts.jsonl'}"]
+  result = commands.succeed(commands.run(home, "train", *args))
   assert "restored" in result.stderr
-  assert test_commands.computed(again) == test_commands.computed(whole)
-  assert test_commands.responses(again) == test_commands.responses(whole)
-  weights = lambda workdir: test_commands.weights(workdir / "policy")
-  assert weights(again) == weights(whole)
+  assert outcomes.of(again) == outcomes.of(whole)
