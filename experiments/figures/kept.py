@@ -118,7 +118,8 @@ def trees(outputs: Outputs) -> dict:
 def children(outputs: Outputs) -> dict:
   """Tokens per pass by strategy."""
   (row,) = outputs.last("children")["by_live_batch"].values()
-  return {name: arm["mean_acceptance_length"] for name, arm in row["arms"].items()}
+  of = lambda arm: arm["mean_acceptance_length"]
+  return {"trees": {name: of(arm) for name, arm in row["arms"].items()}}
 
 
 def simulated(outputs: Outputs) -> dict:
@@ -142,7 +143,7 @@ def kinds(outputs: Outputs) -> dict:
       "updates": len(steps),
       "agreement": [r["drafter/agreement_1"] for r in steps],
     }
-  return found
+  return {"unrolled": found}
 
 
 def end_to_end(outputs: Outputs) -> dict:

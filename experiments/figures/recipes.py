@@ -50,13 +50,15 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     "--config.spot.every=0 '--config.strategies=up to 16 live: 3_1_4'",
     "switching": "experiments.figures.switching --requests=128 --at=32",
     "rules": "experiments.figures.rules --scenario=qwen2_5_7b --slices=8",
-    "counted": f"experiments.figures.counted {_TAIL}:4 --config.batch.prompts=128",
+    "counted": f"experiments.figures.counted {_TAIL}:4 --config.batch.prompts=128 "
+    f"--config.sampling.max_tokens={size(480, 1024)}",
   }
   for name, (kind, unrolled) in TRAINED.items():
     found[f"train_{name}"] = (
       f"experiments.train_drafter --config.steps={size(60, 1200)} "
       f"--config.optimizer.total={size(60, 1200)} --config.drafter.kind={kind} "
-      f"--config.loss.steps={unrolled} --config.responses.prompts={size(32, 256)}"
+      f"--config.loss.steps={unrolled} --config.responses.prompts={size(16, 256)} "
+      "--config.checkpoint.every=20"
     )
   for slices in SLICES:
     found[f"table_{slices}"] = (
@@ -69,7 +71,10 @@ def commands(runs: str, full: bool) -> dict[str, str]:
         f"--config.batch.prompts={2 * slices} --table={runs}/table_{slices}.out "
         f"--steps={size(3, 10)} --warm_up=1"
       )
-  for name, slices in (("7b", "8,16,32,64,128,256,512"), ("32b", "2,4,8,16,32,64,128")):
+  for name, slices in (
+    ("7b", size("8,16,32,64,128", "8,16,32,64,128,256,512")),
+    ("32b", size("2,4,8,16,32", "2,4,8,16,32,64,128")),
+  ):
     found[f"scale_{name}"] = (
       f"experiments.simulate --scenario=qwen2_5_{name} --slices={slices} "
       f"--nosensitivity --out={runs}/scale_{name}"

@@ -29,7 +29,7 @@ def executed(paths: Iterable[pathlib.Path]) -> Iterator[nbformat.NotebookNode]:
   Raises:
     nbclient.exceptions.CellExecutionError: a cell failed
   """
-  kernel = manager.KernelManager(kernel_name="python3", transport="ipc")
+  kernel = manager.KernelManager(kernel_name="python3")
   kernel.start_kernel(cwd=str(FOLDER))
   try:
     for path in paths:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 import json
 
+import matplotlib as mpl
 from matplotlib import figure
 import numpy as np
 
@@ -24,7 +25,9 @@ def trees(found: Mapping) -> figure.Figure:
     width=4.5,
   )
   grid = {tuple(map(int, k.split("_"))): v for k, v in found["grid"].items()}
-  for depth, color in zip(sorted({k[0] for k in grid}), _LINES, strict=True):
+  depths = sorted({k[0] for k in grid})
+  shades = mpl.colormaps["Blues"](np.linspace(0.35, 1.0, len(depths)))
+  for depth, color in zip(depths, shades, strict=True):
     points = sorted((k[2], v) for k, v in grid.items() if k[0] == depth)
     label = f"depth {depth}"
     left.plot(
@@ -33,11 +36,11 @@ def trees(found: Mapping) -> figure.Figure:
   theirs = sorted((n, v) for (_, n), v in paper.TOKENS_PER_PASS.items())
   left.plot(*zip(*theirs, strict=True), "D", color=layout.PAPER, label="paper, 32B")
   for (depth, nodes), length in paper.TOKENS_PER_PASS.items():
-    at = dict(textcoords="offset points", ha="right", color=layout.PAPER, fontsize=8.5)
-    left.annotate(f"depth {depth}", (nodes, length), (-7, -3), **at)
+    at = dict(textcoords="offset points", ha="center", color=layout.PAPER, fontsize=8.5)
+    left.annotate(f"depth {depth}", (nodes, length), (0, 7), **at)
   layout.counts(left, [4, 8, 16, 32, 64])
-  left.set(xlabel="nodes verified per pass", ylabel="tokens per pass", ylim=(0, 9.8))
-  left.legend(loc="upper left", fontsize=8.5)
+  left.set(xlabel="nodes verified per pass", ylabel="tokens per pass", ylim=(0, 11.5))
+  left.legend(loc="upper left", fontsize=8.5, ncols=2)
   for ax, rows in ((middle, found["by_batch"]), (right, found["simulated"])):
     lives = [int(live) for live in rows]
     for name, color in zip(next(iter(rows.values())), _LINES, strict=False):
@@ -73,16 +76,14 @@ def trees_beside(found: Mapping) -> str:
 @layout.shown
 def children(found: Mapping) -> figure.Figure:
   """Tokens per pass by children per node; what stands by position."""
-  fig, (left, middle, right) = layout.panels(
-    "Trees of depth 6, 16 nodes",
-    "SmolLM2 on GSM8K, chains of 5",
-    "SmolLM2 on sums, after 40 steps",
-    width=4.5,
-  )
-  places = range(len(found))
-  layout.bars(left, {_top_k(name): {"": n} for name, n in found.items()}, {"": layout.BLUE})
-  left.set_xticks(places, [_top_k(name) for name in found])
-  left.set(xlabel="children per node (top-k)", ylabel="tokens per pass")
+  titles = ["SmolLM2 on GSM8K, chains of 5", "SmolLM2 on sums, after 40 steps"]
+  if found["trees"]:
+    titles.append("Countdown: trees of depth 6, 16 nodes")
+  fig, (middle, right, *rest) = layout.panels(*titles, width=4.6)
+  for ax in rest:
+    groups = {_top_k(name): {"": n} for name, n in found["trees"].items()}
+    layout.bars(ax, groups, {"": layout.BLUE})
+    ax.set(xlabel="children per node (top-k)", ylabel="tokens per pass")
   path = results.RESULTS / "smollm2_gsm8k" / "acceptance.json"
   cases = [c for c in json.loads(path.read_text()) if c["drafter"] == "EAGLE-2"]
   for case, color in zip(cases, _LINES, strict=False):
@@ -115,8 +116,14 @@ def _by_position(ax, rates: list[float], color: str, label: str) -> None:
 
 def children_beside(found: Mapping) -> str:
   """Tokens per pass by children; the paper's figures are not on record."""
-  rows = [[f"top-k {_top_k(name)}", None, length] for name, length in found.items()]
-  return layout.table(["tokens per pass, Countdown", "paper", "here"], rows)
+  trees = found["trees"] or {}
+  rows = [[f"Countdown, top-k {_top_k(name)}", None, n] for name, n in trees.items()]
+  last = {r["drafter"]: r["acceptance_rate_pos"] for r in follows() if r["step"] == 40}
+  for k in (1, 2, 3):
+    frozen, adapted = (f"{last[name][k - 1]:.2f}" for name in ("frozen", "trained"))
+    rows.append([f"SmolLM2, token {k} stands, frozen and adapted", None])
+    rows[-1].append(f"{frozen}, {adapted}")
+  return layout.table(["", "paper", "here"], rows)
 
 
 def follows() -> list[Mapping]:
@@ -127,28 +134,16 @@ def follows() -> list[Mapping]:
 
 @layout.shown
 def following(found: Mapping) -> figure.Figure:
-  """Agreement after every update of the drafter; adapted against frozen by step."""
-  fig, (left, right) = layout.panels(
-    "Agreement of drafter and policy, Countdown",
-    "SmolLM2 on sums: chains of 3",
-    width=5.6,
-    width_ratios=(1.5, 1.0),
-  )
-  at = 0
-  for i, values in enumerate(found["agreement"]):
-    xs = np.arange(at, at + len(values))
-    left.plot(xs, values, color=layout.SIDES["TLT"], linewidth=1.2)
-    at += len(values)
-    if i + 1 < len(found["agreement"]):
-      label = "the policy is updated" if i == 0 else None
-      left.axvline(at - 0.5, color="black", linewidth=0.7, dashes=(4, 3), label=label)
-  left.set(xlabel="updates of the drafter", ylabel="1 - total variation")
-  left.legend(loc="lower right", frameon=True, framealpha=0.9)
+  """Adapted against frozen drafters over RL steps, and agreement as they train."""
+  titles = ["SmolLM2 on sums: chains of 3", "SmolLM2 on sums: agreement"]
+  if found["agreement"]:
+    titles.append("Countdown: agreement by update")
+  fig, (left, middle, *rest) = layout.panels(*titles, width=4.6)
   for drafter, side in (("frozen", "frozen"), ("trained", "TLT")):
     rows = [r for r in follows() if r["drafter"] == drafter]
     if drafter == "trained":
       rows = [next(r for r in follows() if r["step"] == 0), *rows]
-    right.plot(
+    left.plot(
       [r["step"] for r in rows],
       [r["tokens_per_pass"] for r in rows],
       color=layout.SIDES[side],
@@ -156,24 +151,52 @@ def following(found: Mapping) -> figure.Figure:
       linewidth=1.8,
       label="frozen" if drafter == "frozen" else "adapted in the run",
     )
-  right.set(xlabel="policy after so many RL steps", ylabel="tokens per pass")
-  right.legend()
+  left.set(xlabel="policy after so many RL steps", ylabel="tokens per pass")
+  left.legend()
+  steps = _smollm2_steps()
+  for k, color in zip((1, 2, 3), _LINES, strict=False):
+    values = [step[f"drafter/agreement_{k}"] for step in steps]
+    at = [step["step"] + 1 for step in steps]
+    middle.plot(at, values, color=color, linewidth=1.4, label=f"drafted token {k}")
+  middle.set(xlabel="RL step", ylabel="1 - total variation, mean of a step")
+  middle.legend(loc="lower right")
+  for ax in rest:
+    _by_update(ax, found["agreement"])
   return fig
+
+
+def _smollm2_steps() -> list[dict]:
+  """Metrics of the steps in which the drafter trained."""
+  text = (results.RESULTS / "smollm2_sums" / "metrics.jsonl").read_text()
+  steps = map(json.loads, text.splitlines())
+  return [step for step in steps if "drafter/agreement_1" in step]
+
+
+def _by_update(ax, agreement: list[list[float]]) -> None:
+  at = 0
+  for i, values in enumerate(agreement):
+    xs = np.arange(at, at + len(values))
+    ax.plot(xs, values, color=layout.SIDES["TLT"], linewidth=1.2)
+    at += len(values)
+    if i + 1 < len(agreement):
+      label = "the policy is updated" if i == 0 else None
+      ax.axvline(at - 0.5, color="black", linewidth=0.7, dashes=(4, 3), label=label)
+  ax.set(xlabel="updates of the drafter", ylabel="1 - total variation")
+  ax.legend(loc="lower right", frameon=True, framealpha=0.9)
 
 
 def following_beside(found: Mapping) -> str:
   """Tokens per pass of frozen and adapted drafters."""
   last = {r["drafter"]: r["tokens_per_pass"] for r in follows() if r["step"] == 40}
-  dip, gain = dips(found["agreement"])
-  return layout.table(
-    ["", "paper", "here"],
-    [
-      ["tokens per pass, frozen", paper.FOLLOWING["frozen"], f"{last['frozen']:.2f}"],
-      ["tokens per pass, adapted", paper.FOLLOWING["adapted"], f"{last['trained']:.2f}"],
-      ["agreement, change at an update of the policy", None, f"{dip:+.3f}"],
-      ["agreement, change between two of them", None, f"{gain:+.3f}"],
-    ],
-  )
+  ratio = lambda both: both["adapted"] / both["frozen"]
+  ours = {"frozen": last["frozen"], "adapted": last["trained"]}
+  rows = [[f"tokens per pass, {name}", paper.FOLLOWING[name], ours[name]] for name in ours]
+  rows.append(["adapted over frozen", ratio(paper.FOLLOWING), ratio(ours)])
+  if found["agreement"]:
+    dip, gain = dips(found["agreement"])
+    rows.append(["agreement, change at an update of the policy", None, f"{dip:+.3f}"])
+    rows.append(["agreement, change between two of them", None, f"{gain:+.3f}"])
+  return layout.table(["", "paper", "here"], rows)
 
 
 def dips(agreement: list[list[float]], count: int = 5) -> tuple[float, float]:
@@ -192,57 +215,62 @@ def dips(agreement: list[list[float]], count: int = 5) -> tuple[float, float]:
 
 @layout.shown
 def kinds(found: Mapping) -> figure.Figure:
-  """Acceptance and training cost of kinds of drafters."""
-  fig, (left, middle, right) = layout.panels(
-    "SmolLM2-135M on GSM8K, chains of 5",
-    "Countdown, equal number of updates",
-    "Training, seconds an update",
-    width=4.5,
-  )
-  path = results.RESULTS / "smollm2_gsm8k" / "acceptance.json"
+  """Acceptance of kinds of drafters, and what their training takes."""
+  titles = ["SmolLM2-135M on GSM8K, chains of 5", "The same, as they are trained"]
+  unrolled = found["unrolled"]
+  if unrolled:
+    titles += ["Countdown, equal number of updates"]
+  fig, (left, middle, *rest) = layout.panels(*titles, width=4.6)
+  folder = results.RESULTS / "smollm2_gsm8k"
   colors = {"n-gram": layout.SIDES["n-gram"], "EAGLE-2": "#0072b2", "EAGLE-3": "#009e73"}
   groups = {}
-  for case in json.loads(path.read_text()):
-    group = groups.setdefault(f"T = {case['temperature']:g}", {})
+  for case in json.loads((folder / "acceptance.json").read_text()):
+    group = groups.setdefault(f"temperature {case['temperature']:g}", {})
     group[case["drafter"]] = case["mean_acceptance_length"]
   layout.bars(left, groups, colors)
-  left.set(ylabel="tokens per pass")
+  left.set(ylabel="tokens per pass; plain decoding has 1")
   layout.one(left)
-  left.legend(ncols=1, loc="upper right")
-  colors = {"3_1_4": "#56b4e9", "5_1_6": "#0072b2"}
-  groups = {}
-  for name, kind in _KINDS.items():
-    cases = found[name]["acceptance"]
-    groups[kind.replace(", ", ",\n")] = {
-      c["strategy"]: c["mean_acceptance_length"] for c in cases if c["strategy"] in colors
+  left.legend(loc="upper right")
+  learning = json.loads((folder / "learning.json").read_text())
+  for name in ("EAGLE-2", "EAGLE-3"):
+    points = zip(*learning[name], strict=True)
+    middle.plot(*points, marker="o", color=colors[name], label=name, linewidth=1.8)
+  middle.set(xlabel="updates of the drafter (1.4 to 1.6 s each)", xlim=(0, None))
+  middle.set(ylabel="tokens per pass (held-out rows)", ylim=(1, None))
+  middle.legend(loc="lower right")
+  for ax in rest:
+    groups = {
+      kind.replace(", ", ",\n"): {
+        "chains of 3" if c["strategy"] == "3_1_4" else "chains of 5": n
+        for c in unrolled[name]["acceptance"]
+        if c["strategy"] in ("3_1_4", "5_1_6") and (n := c["mean_acceptance_length"])
+      }
+      for name, kind in _KINDS.items()
+      if name in unrolled
     }
-  layout.bars(middle, groups, colors)
-  middle.set(ylabel="tokens per pass")
-  middle.legend(["chains of 3", "chains of 5"], ncols=2, loc="upper left")
-  middle.margins(y=0.25)
-  layout.one(middle)
-  costs = {k.replace(", ", ",\n"): {"s": cost(found[n])} for n, k in _KINDS.items()}
-  layout.bars(right, costs, {"s": layout.GREY})
-  right.set(ylabel="seconds")
+    layout.bars(ax, groups, {"chains of 3": "#56b4e9", "chains of 5": "#0072b2"})
+    ax.set(ylabel="tokens per pass")
+    ax.margins(y=0.25)
+    ax.legend(ncols=2, loc="upper left")
   return fig
 
 
-def cost(found: Mapping) -> float:
-  """Seconds of the whole command over its updates: start, responses and measuring too."""
-  return found["seconds"] / found["updates"]
-
-
 def kinds_beside(found: Mapping) -> str:
-  """Tokens per pass by kind, and what its training took."""
-  rows = [
+  """Tokens per pass by kind."""
+  folder = results.RESULTS / "smollm2_gsm8k"
+  cases = json.loads((folder / "acceptance.json").read_text())
+  rows = [["none", None, "1.00"]]
+  rows += [
     [
-      kind,
+      f"{c['drafter']}, SmolLM2, T = {c['temperature']:g}",
       None,
-      " and ".join(f"{c['mean_acceptance_length']:.2f}" for c in found[name]["acceptance"]),
-      f"{cost(found[name]):.2f} s",
+      c["mean_acceptance_length"],
     ]
-    for name, kind in _KINDS.items()
+    for c in cases
   ]
-  updates = next(iter(found.values()))["updates"]
-  heads = [f"Countdown, {updates} updates", "paper", "tokens per pass", "an update"]
-  return layout.table(heads, rows)
+  for name, run in (found["unrolled"] or {}).items():
+    length = next(
+      c["mean_acceptance_length"] for c in run["acceptance"] if c["strategy"] == "5_1_6"
+    )
+    rows.append([f"{_KINDS[name]}, Countdown, {run['updates']} updates", None, length])
+  return layout.table(["tokens per pass, chains of 5", "paper", "here"], rows)

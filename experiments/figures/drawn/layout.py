@@ -11,6 +11,7 @@ from IPython import display
 import matplotlib as mpl
 from matplotlib import axes as mpl_axes
 from matplotlib import figure
+from matplotlib import patheffects
 import numpy as np
 from PIL import Image as pil
 
@@ -24,6 +25,7 @@ SIDES = {
   "frozen": "#009e73",
   "TLT": "#e69f00",
 }
+_ABOVE = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5}
 PAPER = "#d55e00"  # what the paper reports
 BLUE, GREY = "#0072b2", "#8c8c8c"
 
@@ -96,7 +98,6 @@ def bars(
     errors: the bounds of some of the values
   """
   width = 0.8 / len(colors)
-  top = max(v for group in groups.values() for v in group.values())
   for j, (what, color) in enumerate(colors.items()):
     at = [i + (j - (len(colors) - 1) / 2) * width for i in range(len(groups))]
     values = [group.get(what, np.nan) for group in groups.values()]
@@ -107,8 +108,8 @@ def bars(
         ax.plot([x, x], bounds, color="black", linewidth=0.9)
         high = max(bounds)
       if np.isfinite(value):
-        text = ax.text(x, high + 0.015 * top, form.format(value), ha="center", fontsize=8.5)
-        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        text = ax.annotate(form.format(value), (x, high), (0, 3), **_ABOVE)
+        text.set_path_effects([patheffects.withStroke(linewidth=2, foreground="white")])
   ax.set_xticks(range(len(groups)), list(groups))
   ax.margins(y=0.12)
 

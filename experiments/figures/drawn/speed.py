@@ -125,7 +125,8 @@ def strategies(found: Mapping) -> figure.Figure:
     (left, measured_rules(found["measured"]), "{:.2f}"),
     (right, {"": simulated_rules(found["simulated"])}, "{:.0f}"),
   ):
-    layout.bars(ax, groups, _CHOSEN, form)
+    drawn = {name for group in groups.values() for name in group}
+    layout.bars(ax, groups, {n: c for n, c in _CHOSEN.items() if n in drawn}, form)
     ax.set_ylabel("seconds of a rollout")
   handles, labels = right.get_legend_handles_labels()
   fig.legend(handles, labels, loc="outside lower center", ncols=3)
