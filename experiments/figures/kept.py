@@ -100,7 +100,7 @@ def trees(outputs: Outputs) -> dict:
   """Tokens per pass of the grid, speed-ups measured here and simulated of an H100."""
   scenario = scenario_lib.read(SCENARIOS / "qwen2_5_32b.json")
   lives = [1, 2, 4, 8, 16, 32]
-  trees = {f"{d}_8_{n}": n for d, n in paper.TOKENS_PER_PASS}
+  trees = [f"{depth}_8_{nodes}" for depth, nodes in paper.TOKENS_PER_PASS]
   (grid,) = outputs.last("grid")["by_live_batch"].values()
   batches = outputs.last("by_batch")["by_live_batch"]
   return {
@@ -123,9 +123,10 @@ def children(outputs: Outputs) -> dict:
 
 
 def simulated(outputs: Outputs) -> dict:
-  """All cases that were timed, and what was counted."""
+  """What is on record, all cases that were timed now, and what was counted."""
   cases = sorted(outputs.folder.glob("simulated_*.out"))
   return {
+    "recorded": outputs.last("recorded"),
     "cases": [outputs.last(path.stem) for path in cases],
     "counted": outputs.last("counted"),
   }
@@ -141,7 +142,6 @@ def kinds(outputs: Outputs) -> dict:
       "acceptance": outputs.last(run)["acceptance"],
       "seconds": outputs.seconds(run),
       "updates": len(steps),
-      "agreement": [r["drafter/agreement_1"] for r in steps],
     }
   return {"unrolled": found}
 

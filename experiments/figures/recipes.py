@@ -9,6 +9,10 @@ _TAIL = "--config=experiments/configs/tail.py"
 _PLAIN = "--config.drafter= --config.strategies="
 _WIDTHS = "6_1_7,6_2_16,6_4_16,6_8_16,6_12_16,6_16_16"
 _GRID = "2_4_4,2_4_8,4_4_8,4_4_16,4_4_32,8_4_16,8_4_48,12_4_16,12_4_64"
+_SHORT = (
+  "--config.sampling.max_tokens=96 --config.rollout.chunk=16 "
+  "'--config.rollout.buckets=((4,64),(4,128),(2,128))'"
+)
 SLICES, SLOTS = (1, 2), (4, 8, 16, 32)  # that simulations are compared on
 TRAINED = {"eagle2": ("eagle2", 1), "hass": ("eagle2", 3), "eagle3": ("eagle3", 3)}
 
@@ -50,8 +54,9 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     "--config.spot.every=0 '--config.strategies=up to 16 live: 3_1_4'",
     "switching": "experiments.figures.switching --requests=128 --at=32",
     "rules": "experiments.figures.rules --scenario=qwen2_5_7b --slices=8",
-    "counted": f"experiments.figures.counted {_TAIL}:4 --config.batch.prompts=128 "
-    f"--config.sampling.max_tokens={size(480, 1024)}",
+    "recorded": "experiments.figures.recorded",
+    "counted": f"experiments.figures.counted {_TAIL}:4 --config.batch.prompts="
+    + size(f"64 --layers=1 {_SHORT}", "128"),
   }
   for name, (kind, unrolled) in TRAINED.items():
     found[f"train_{name}"] = (
@@ -79,10 +84,10 @@ def commands(runs: str, full: bool) -> dict[str, str]:
       f"experiments.simulate --scenario=qwen2_5_{name} --slices={slices} "
       f"--nosensitivity --out={runs}/scale_{name}"
     )
-  own = (".train ", ".train_drafter", ".step", ".rollout", ".widen", ".simulated ")
+  own = {"train", "train_drafter", "step", "rollout", "widen", "simulated"}
   return {
     name: f"{command} --workdir={runs}/{name}"
-    if any(kind in command + " " for kind in own)
+    if command.split()[0].rpartition(".")[2] in own
     else command
     for name, command in found.items()
   }
@@ -140,6 +145,7 @@ RECIPES: dict[str, Recipe] = {
     (
       *(f"table_{slices}" for slices in SLICES),
       *(f"simulated_{slices}_{slots}" for slices in SLICES for slots in SLOTS),
+      "recorded",
       "counted",
     ),
     kept.simulated,

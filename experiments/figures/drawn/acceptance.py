@@ -272,5 +272,6 @@ def kinds_beside(found: Mapping) -> str:
     length = next(
       c["mean_acceptance_length"] for c in run["acceptance"] if c["strategy"] == "5_1_6"
     )
-    rows.append([f"{_KINDS[name]}, Countdown, {run['updates']} updates", None, length])
+    each = f"{run['updates']} updates of {run['seconds'] / run['updates']:.1f} s"
+    rows.append([f"{_KINDS[name]}, Countdown, {each}", None, length])
   return layout.table(["tokens per pass, chains of 5", "paper", "here"], rows)
