@@ -23,26 +23,12 @@ from matplotlib import ticker
 import numpy as np
 
 from experiments import launch
+from experiments import style
 from experiments import timeline
 from tlt_jax import metrics
 from tlt_jax import writing
 
-STYLE = {
-  "axes.grid": True,
-  "axes.grid.axis": "y",
-  "axes.axisbelow": True,
-  "axes.spines.right": False,
-  "axes.spines.top": False,
-  "axes.titlelocation": "left",
-  "axes.titlesize": 11,
-  "axes.labelsize": 10,
-  "figure.dpi": 150,
-  "font.size": 9.5,
-  "grid.color": "#e4e4e4",
-  "grid.linewidth": 0.7,
-  "legend.frameon": False,
-  "lines.solid_capstyle": "round",
-}
+STYLE = style.STYLE
 # Okabe-Ito, told apart by colour-blind readers.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"
 _SKY = "#56b4e9"

@@ -176,19 +176,20 @@ def summary(pairs: list[dict], slices: int) -> dict:
 def checkpoints(spot: spot_lib.Spot, params) -> dict:
   """Measures the seconds that a step loses to checkpoints of the drafter.
 
-  Of its own arrays, written behind the step; or of these and the target's, that it
-  drafts with, while the step waits.
+  Of its own arrays, written behind the step ("selective"); or of these and the target's,
+  that it drafts with, also behind the step ("behind"), or while it waits ("full").
   """
   whole = {"drafter": spot.arrays(), "target": params}
   with tempfile.TemporaryDirectory() as folder:
     with (
       checkpoint.Checkpoints(f"{folder}/a") as ours,
       checkpoint.Checkpoints(f"{folder}/b") as theirs,
+      checkpoint.Checkpoints(f"{folder}/c") as late,
     ):
 
-      def selective(turn: int) -> float:
-        saved = interleave.timed(ours.save, turn + 1, spot.arrays(), spot.data())
-        ours.wait()
+      def behind(into, arrays, turn: int) -> float:
+        saved = interleave.timed(into.save, turn + 1, arrays, spot.data())
+        into.wait()
         return saved.seconds
 
       def full(turn: int) -> float:
@@ -197,11 +198,19 @@ def checkpoints(spot: spot_lib.Spot, params) -> dict:
         theirs.wait()
         return time.perf_counter() - began
 
-      sides = {"selective": selective, "full": full}
+      sides = {
+        "selective": lambda turn: behind(ours, spot.arrays(), turn),
+        "behind": lambda turn: behind(late, whole, turn),
+        "full": full,
+      }
       seconds = interleave.results(list(interleave.turns(sides, repeats=6)))
-  ours, theirs = (float(np.median(seconds[side])) for side in sides)
-  print(f"checkpoint: {1e3 * ours:.0f} ms of a step, {1e3 * theirs:.0f} ms if it waits")
-  return {"selective_s": ours, "full_s": theirs, "ratio": theirs / ours}
+  found = {f"{side}_s": float(np.median(taken)) for side, taken in seconds.items()}
+  ms = {side: f"{1e3 * taken:.0f} ms" for side, taken in found.items()}
+  print(
+    f"checkpoint: {ms['selective_s']} of a step; with the target {ms['behind_s']}, "
+    f"{ms['full_s']} if it waits"
+  )
+  return found | {"ratio": found["full_s"] / found["selective_s"]}
 
 
 def micro_batch_s(spot: spot_lib.Spot, params) -> float:

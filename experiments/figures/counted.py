@@ -1,0 +1,138 @@
+"""Counts chunks and passes of real rollouts on many slices, and of simulated ones.
+
+    python -m experiments.figures.counted --config=experiments/configs/tail.py:4 \\
+      --config.batch.prompts=128 --slices=64 --layers=1
+
+On a CPU so many devices share its cores: counts mean something, times do not. A rollout
+of plain decoding and one of chains of 3 run; a third, of a pass per chunk, tells what
+stands at each token. Lengths are drawn from a log-normal distribution, and with --layers
+the policy has only its first ones: what it says does not matter to what is counted. The
+simulator then follows the decisions of the first two. The last line is JSON: of each,
+chunks, passes of the target, and whether every chunk has the bucket, live requests, steps,
+tokens and passes of the real one.
+"""
+
+import dataclasses
+import json
+
+from absl import flags
+import numpy as np
+
+from experiments import from_config
+from experiments import keys
+from experiments import launch
+from tlt_jax import axes
+from tlt_jax.rl import sample
+from tlt_jax.simulate import acceptance as acceptance_lib
+from tlt_jax.simulate import costs as costs_lib
+from tlt_jax.simulate import rollout as simulated_lib
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+_SLICES = flags.DEFINE_integer("slices", 64, "Devices of a CPU.", lower_bound=1)
+
+_LAYERS = flags.DEFINE_integer("layers", 0, "Of the policy; 0: all.", lower_bound=0)
+
+CHAIN = strategy_lib.Strategy(3, 1, 4)
+_PASS = {"speedup": 1.0, "mean_acceptance_length": 1.0}
+ANY = costs_lib.Measured(  # what a step takes: counts do not depend on it
+  {
+    "steps": {"1": {"step_ms": {"256": 1.0}}},
+    "by_live_batch": {"1": {"arms": {str(CHAIN): _PASS}}},
+  }
+)
+
+
+def shallow(models: from_config.Models, layers: int) -> from_config.Models:
+  """The policy cut off after so many layers."""
+  kept = lambda name: not name.startswith("layer_") or int(name[6:]) < layers
+  return dataclasses.replace(
+    models,
+    model=dataclasses.replace(models.model, num_layers=layers),
+    params={name: part for name, part in models.params.items() if kept(name)},
+  )
+
+
+def sampler(config: dict, models: from_config.Models, chain: bool) -> sample.Sampler:
+  """A sampler that decodes plainly, or drafts by chains."""
+  selector = selector_lib.always(CHAIN) if chain else None
+  drafter = models.drafter if chain else None
+  return from_config.sampler(config, models.model, models.mesh, drafter, selector)
+
+
+def watch(made: sample.Sampler) -> dict[tuple[int, int], int]:
+  """What stands by (request, tokens drawn before), filled while the sampler runs."""
+  stood, run = {}, made.rollout.parts.chunks.run
+
+  def watched(batch, *args):
+    owner, drawn = batch.running.owner.reshape(-1), batch.running.drawn.copy()
+    ran = run(batch, *args)
+    for i, count in zip(owner, ran.emitted.count, strict=True):
+      if i >= 0:
+        stood[int(i), int(drawn[i])] = int(count) - 1
+    return ran
+
+  made.rollout.parts.chunks.run = watched
+  return stood
+
+
+def counts(samples: samples_lib.Samples) -> list[tuple]:
+  """What chunks count, in order."""
+  return [
+    (c.batch, c.length, c.strategy, c.live, c.steps, c.tokens, c.passes)
+    for c in samples.chunks
+  ]
+
+
+def main(config):
+  launch.start(_SLICES.value)
+  config = from_config.complete(config)
+  models = from_config.load_models(config)
+  models = shallow(models, _LAYERS.value) if _LAYERS.value else models
+  P, R = config["batch"]["prompts"], config["batch"]["responses"]
+  records = list(from_config.prompts(config, config["prompts"] | {"size": P}))
+
+  most = config["sampling"]["max_tokens"]
+  drawn = np.random.default_rng(config["seed"]).lognormal(np.log(most / 6), 1, P * R)
+  lengths = np.clip(drawn, 1, most).astype(np.int32)
+
+  def run(made: sample.Sampler, chain: bool) -> sample.Scored:
+    draft = models.draft_params if chain else None
+    how = dict(seed=config["seed"], draft_params=draft, lengths=lengths)
+    return made(models.params, records, R, **how)
+
+  one_pass = {"chunk": CHAIN.depth + 1, "buckets": ()}
+  single = sampler(config | {"rollout": config["rollout"] | one_pass}, models, True)
+  stood = watch(single)
+  run(single, True)
+  machine = simulated_lib.Machine(models.mesh.shape[axes.DATA], ANY)
+  found = {}
+  for name, chain in (("plain", False), (str(CHAIN), True)):
+    scored = run(sampler(config, models, chain), chain)
+    real = scored.samples
+    again = simulated_lib.simulate(
+      machine,
+      models.model,
+      rollout.Options(max_length=from_config.max_length(config), **config["rollout"]),
+      scored.requests,
+      real.length,
+      selector=selector_lib.always(CHAIN) if chain else None,
+      acceptance=acceptance_lib.Replay(stood) if chain else None,
+      decide=clock_lib.Decisions(real.decisions),
+    )
+    found[name] = {
+      "requests": len(real.length),
+      "tokens": int(real.length.sum()),
+      "chunks": [len(real.chunks), len(again.chunks)],
+      "passes": [real.passes, again.passes],
+      "equal": counts(real) == counts(again),
+    }
+    print(name, found[name], flush=True)
+  print(json.dumps({"slices": _SLICES.value} | found))
+
+
+if __name__ == "__main__":
+  launch.run(main, config=("tail", keys.RUN))

@@ -1,0 +1,69 @@
+"""Watches a drafter follow a policy: its agreement after each of its updates.
+
+    python -m experiments.figures.following --steps=12 --config.spot.warm_up_s=2 \\
+      --config.spot.warm_up_rollouts=1000
+
+RL steps of two sides in turn, which draw the same tokens: on one the drafter trains (in
+idle slices, and after each rollout for `spot.warm_up_s`), on the other it stays as it
+was. Agreement is the share of probability that drafter and policy put on the same token,
+1 less their total variation, on the rows that are trained on. The flags are those of
+`bench.step`. The last line is JSON.
+"""
+
+import json
+
+from absl import flags
+
+from experiments import from_config
+from experiments import keys
+from experiments import launch
+from experiments.bench import interleave
+from experiments.bench import step as step_lib
+from tlt_jax import axes
+from tlt_jax import data
+from tlt_jax.models import convert
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
+
+SIDES = ("tlt", "frozen")
+
+
+def sides(config: dict) -> dict[str, step_lib.Side]:
+  """Both sides, with the same policy."""
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  learner = learner_lib.make(
+    model,
+    algorithm_lib.make(**config["algorithm"]),
+    optimizer.make(**config["optimizer"]),
+    mesh,
+    **config["learner"],
+  )
+  return {name: step_lib.Side(name, config, learner, params) for name in SIDES}
+
+
+def main(config):
+  launch.start(flags.FLAGS.slices)
+  config = from_config.complete(config)
+  asked = from_config.prompts(config, config["prompts"])
+  prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
+  made, agreement, accepted = sides(config), [], {name: [] for name in SIDES}
+  for step in range(flags.FLAGS.steps):
+    records, hashes = next(prompts), set()
+    for name in interleave.in_turn(SIDES, step):
+      _, scored, digest = made[name].step(step, records)
+      hashes.add(digest)
+      accepted[name].append(scored.samples.acceptance_rate)
+      if name == "tlt":
+        done = [m for m in scored.samples.training if m["updated"]]
+        agreement.append([float(m["agreement_1"]) for m in done])
+    if len(hashes) > 1:
+      raise ArithmeticError(f"step {step}: the sides differ in tokens or parameters")
+    first = {name: rates[-1][:1] for name, rates in accepted.items()}
+    print(f"step {step}: {len(agreement[-1])} updates, {first}", flush=True)
+  print(json.dumps({"agreement": agreement, "acceptance_rate_pos": accepted}))
+
+
+if __name__ == "__main__":
+  launch.run(main, config=("tail", keys.RUN))

@@ -1,0 +1,186 @@
+"""What is kept of the commands that made a figure's data."""
+
+from collections.abc import Callable, Mapping
+import hashlib
+import json
+import pathlib
+
+from experiments.figures import paper
+from tlt_jax import metrics
+from tlt_jax.simulate import scenario as scenario_lib
+
+SCENARIOS = pathlib.Path(__file__).parents[1] / "scenarios"
+
+
+class Outputs:
+  """What the commands of a figure left behind."""
+
+  def __init__(self, folder: pathlib.Path):
+    """Reads from the folder in which they ran."""
+    self.folder = folder
+
+  def last(self, name: str) -> dict:
+    """The JSON of a command's last line."""
+    return json.loads((self.folder / f"{name}.out").read_text().splitlines()[-1])
+
+  def seconds(self, name: str) -> float:
+    """That a command took, start and compilation included."""
+    return float((self.folder / f"{name}.seconds").read_text())
+
+  def records(self, name: str, file: str) -> list[dict]:
+    """Of a run's metrics or rollouts, those that are steps."""
+    found = metrics.read(self.folder / name / f"{file}.jsonl")
+    return [r for r in found if file != "metrics" or "rollout/seconds_s" in r]
+
+  def digest(self, name: str) -> str:
+    """A hash of the policy that a run ended with."""
+    weights = hashlib.sha256()
+    for file in sorted((self.folder / name / "policy").glob("*.safetensors")):
+      weights.update(file.read_bytes())
+    return weights.hexdigest()[:16]
+
+
+ROLLOUTS = ("plain", "tlt", "frozen", "ngram")
+PARTS = {
+  "rollout": "rollout/seconds_s",
+  "reward": "reward/seconds_s",
+  "update": "policy/seconds_s",
+  "sync": "weight_sync/seconds_s",
+  "step": "step/seconds_s",
+}
+
+
+def lengths(outputs: Outputs) -> dict:
+  """Seconds by part, lengths, and how three rollouts drain."""
+  steps, rollouts = (outputs.records("plain", f) for f in ("metrics", "rollouts"))
+  by_time = sorted(rollouts, key=lambda r: r["live_time_s"][-1])
+  chosen = [by_time[round(q * (len(by_time) - 1))] for q in (0.25, 0.5, 0.9)]
+  return {
+    "seconds": [{part: r[key] for part, key in PARTS.items()} for r in steps],
+    "lengths": [n for r in rollouts for n in r["length"]],
+    "limit": 1024,
+    "tail": [tail(r) for r in rollouts],
+    "draining": [_draining(r) for r in chosen],
+  }
+
+
+def _draining(rollout: Mapping) -> dict:
+  """Live requests over the time of a rollout, and the strategy of each chunk."""
+  return {
+    "step": rollout["step"],
+    "time_s": rollout["live_time_s"],
+    "live": rollout["live_requests"],
+    "strategies": [c["strategy"] for c in rollout["chunks"]],
+  }
+
+
+def tail(rollout: Mapping) -> float:
+  """The share of a rollout's time in which at most an eighth of the requests live."""
+  time, live = rollout["live_time_s"], rollout["live_requests"]
+  few = next(i for i, n in enumerate(live) if n <= max(live) / 8)
+  return (time[-1] - time[few]) / time[-1]
+
+
+def reward(outputs: Outputs) -> dict:
+  """Rewards of both runs, and whether they are one."""
+  names = ("plain", "tlt")
+  steps = {name: outputs.records(name, "metrics") for name in names}
+  lengths = [[r["length"] for r in outputs.records(name, "rollouts")] for name in names]
+  of = lambda key: {name: [r[key] for r in steps[name]] for name in names}
+  return {
+    "reward": of("reward/mean"),
+    "grad_norm": of("policy/grad_norm"),
+    "tokens_per_pass": of("rollout/mean_acceptance_length"),
+    "equal_lengths": lengths[0] == lengths[1],
+    "policy": {name: outputs.digest(name) for name in names},
+  }
+
+
+def trees(outputs: Outputs) -> dict:
+  """Tokens per pass of the grid, speed-ups measured here and simulated of an H100."""
+  scenario = scenario_lib.read(SCENARIOS / "qwen2_5_32b.json")
+  lives = [1, 2, 4, 8, 16, 32]
+  trees = [f"{depth}_8_{nodes}" for depth, nodes in paper.TOKENS_PER_PASS]
+  (grid,) = outputs.last("grid")["by_live_batch"].values()
+  batches = outputs.last("by_batch")["by_live_batch"]
+  return {
+    "grid": {name: arm["mean_acceptance_length"] for name, arm in grid["arms"].items()},
+    "by_batch": {
+      live: {name: arm["speedup"] for name, arm in row["arms"].items()}
+      for live, row in batches.items()
+    },
+    "simulated": {
+      live: {name: scenario.speedup(live, name, "tlt") for name in trees} for live in lives
+    },
+  }
+
+
+def children(outputs: Outputs) -> dict:
+  """Tokens per pass by strategy."""
+  (row,) = outputs.last("children")["by_live_batch"].values()
+  of = lambda arm: arm["mean_acceptance_length"]
+  return {"trees": {name: of(arm) for name, arm in row["arms"].items()}}
+
+
+def simulated(outputs: Outputs) -> dict:
+  """What is on record, all cases that were timed now, and what was counted."""
+  cases = sorted(outputs.folder.glob("simulated_*.out"))
+  return {
+    "recorded": outputs.last("recorded"),
+    "cases": [outputs.last(path.stem) for path in cases],
+    "counted": outputs.last("counted"),
+  }
+
+
+def kinds(outputs: Outputs) -> dict:
+  """What each kind of drafter accepts, and what its training took."""
+  found = {}
+  for name in ("eagle2", "hass", "eagle3"):
+    run = f"train_{name}"
+    steps = metrics.read(outputs.folder / run / "metrics.jsonl")
+    found[name] = {
+      "acceptance": outputs.last(run)["acceptance"],
+      "seconds": outputs.seconds(run),
+      "updates": len(steps),
+    }
+  return {"unrolled": found}
+
+
+def end_to_end(outputs: Outputs) -> dict:
+  """Seconds and speed-ups of all sides."""
+  found = outputs.last("sides")["targets"]["default"]
+  of = lambda what: {s: r for s, r in found[what].items() if s in ROLLOUTS}
+  return found | {what: of(what) for what in ("seconds", "sides")}
+
+
+def strategies(outputs: Outputs) -> dict:
+  """Each rule with fixed strategies beside it, measured, and all of them simulated."""
+  of = lambda name: outputs.last(name)["targets"]["default"]
+  runs = {"predictive": of("sides"), "bandit": of("bandit")}
+  keys = ("seconds", "over_hindsight", "steps")
+  return {
+    "measured": {rule: {key: run[key] for key in keys} for rule, run in runs.items()},
+    "simulated": outputs.last("rules"),
+  }
+
+
+def case_128(outputs: Outputs) -> dict:
+  """How rollouts drain, simulated and measured."""
+  of = lambda name: outputs.records(name, "rollouts")[-1]
+  runs = {"plain": of("case_plain"), "switched": of("case_switched")}
+  if runs["plain"]["length"] != runs["switched"]["length"]:
+    raise ValueError("speculation changed the lengths of responses")
+  return {
+    "simulated": outputs.last("switching"),
+    "measured": {name: _draining(r) for name, r in runs.items()},
+  }
+
+
+def scale(outputs: Outputs) -> dict:
+  """Both scenarios by number of slices."""
+  return {name: outputs.last(f"scale_{name}")["by_slices"] for name in ("7b", "32b")}
+
+
+def last(name: str) -> Callable[[Outputs], Mapping]:
+  """Keeps the whole last line of a command."""
+  return lambda outputs: outputs.last(name)

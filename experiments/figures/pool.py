@@ -1,0 +1,83 @@
+"""Measures what compiled programs take: one, buckets with few of them, and all.
+
+    python -m experiments.figures.pool --config=experiments/configs/tail.py
+
+Each case in a process of its own with an empty compilation cache: how many programs there
+are, seconds until they are ready, scratch memory of the hungriest, and by how much the
+process grows (its resident set, MiB). "one strategy" is plain decoding and one chain in
+the largest bucket; "buckets" is what the config asks for, whose levels say which
+strategies go with which live batch; "naive" compiles every strategy for every bucket.
+Paper: captured CUDA graphs (arXiv 2511.16665). The last line is JSON.
+"""
+
+import json
+import subprocess
+import sys
+
+from absl import flags
+import jax
+import psutil
+
+from experiments import from_config
+from experiments import keys
+from experiments import launch
+from tlt_jax.spec_decode.speculation import levels
+
+_CASE = flags.DEFINE_string("case", "", "To measure here; default: all, one by one.")
+
+CASES = ("one strategy", "buckets", "naive")
+
+
+def settings(config: dict, case: str) -> dict:
+  """The config of a case."""
+  known, sizes = levels.parse(config["strategies"]), config["rollout"]
+  arms = dict.fromkeys(arm for level in known for arm in level.arms)
+  slots = sizes["slots"]
+  if case == "one strategy":
+    chain = next(arm for arm in arms if arm is not None)
+    chosen = [levels.Level(slots, (None, chain))]
+    config = config | {"rollout": sizes | {"buckets": ()}}  # leaves the largest
+  elif case == "naive":
+    chosen = [levels.Level(slots, tuple(arms))]
+  else:
+    chosen = known
+  return config | {"strategies": levels.write(chosen)}
+
+
+def measure(config: dict) -> dict:
+  """Compiles what a rollout of the config can need."""
+  models = from_config.load_models(config)
+  selector = from_config.selector(config)
+  made = from_config.sampler(config, models.model, models.mesh, models.drafter, selector)
+  resident = lambda: psutil.Process().memory_info().rss / 2**20
+  before = resident()
+  stops = len(made.tokenizer.stop_tokens) + 1
+  made.rollout.compile(models.params, stops, models.draft_params)
+  pool = made.rollout.pool
+  return {
+    "programs": len(pool),
+    "compile_s": pool.seconds,
+    "scratch_mib": pool.temp_bytes / 2**20,
+    "resident_mib": resident() - before,
+  }
+
+
+def main(config):
+  if _CASE.value:
+    launch.start()
+    jax.config.update("jax_enable_compilation_cache", False)
+    print(json.dumps(measure(settings(from_config.complete(config), _CASE.value))))
+    return
+  found = {}
+  for case in CASES:
+    command = [sys.executable, "-m", "experiments.figures.pool", f"--case={case}"]
+    ran = subprocess.run([*command, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
+    if ran.returncode:
+      raise ValueError(f"{case} could not be measured: its error stands above")
+    found[case] = json.loads(ran.stdout.splitlines()[-1])
+    print(case, found[case], flush=True)
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  launch.run(main, config=("tail", keys.RUN))

@@ -1,0 +1,154 @@
+"""What makes the data of each figure: its commands, and what is kept of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from experiments.figures import kept
+
+_TAIL = "--config=experiments/configs/tail.py"
+_PLAIN = "--config.drafter= --config.strategies="
+_WIDTHS = "6_1_7,6_2_16,6_4_16,6_8_16,6_12_16,6_16_16"
+_GRID = "2_4_4,2_4_8,4_4_8,4_4_16,4_4_32,8_4_16,8_4_48,12_4_16,12_4_64"
+_SHORT = (
+  "--config.sampling.max_tokens=96 --config.rollout.chunk=16 "
+  "'--config.rollout.buckets=((4,64),(4,128),(2,128))'"
+)
+SLICES, SLOTS = (1, 2), (4, 8, 16, 32)  # that simulations are compared on
+TRAINED = {"eagle2": ("eagle2", 1), "hass": ("eagle2", 3), "eagle3": ("eagle3", 3)}
+
+
+def commands(runs: str, full: bool) -> dict[str, str]:
+  """The commands: name -> what comes after `python -m`.
+
+  Args:
+    runs: folder of all; that of a command is named like it
+    full: in the size of a paper, instead of minutes on 2 cores
+  """
+  size = lambda cheap, whole: whole if full else cheap
+  quiet = "--config.evaluation.every=0"
+  train = f"experiments.train {size(f'{_TAIL} --config.steps=20 {quiet}', '')}".rstrip()
+  rollout, step = (f"experiments.bench.{name} {_TAIL}" for name in ("rollout", "step"))
+  rules = f"{step} --warm_up=1 --steps={size(6, 20)} --sides=plain,frozen,3_1_4,8_1_9"
+  case = (
+    f"experiments.train {_TAIL}:64 --config.batch.prompts=16 --config.batch.responses=8 "
+    f"{quiet} --config.steps={size(1, 8)} --config.learner.only=head "
+    f"--config.policy={runs}/wide/policy"
+  )
+  found = {
+    "plain": f"{train} {_PLAIN}",
+    "tlt": train,
+    "sides": f"{rules},tlt,ngram",
+    "bandit": f"{rules} --config.strategy_rule=epsilon_greedy",
+    "grid": f"{rollout} --live={size(8, 32)} --repeats={size(1, 3)} --strategies={_GRID}",
+    "by_batch": f"{rollout} --live={size('1,2,4,8', '1,2,4,8,16,32')} "
+    f"--repeats={size(2, 5)} --strategies=2_4_8,4_8_16,8_8_48",
+    "children": f"{rollout} --live={size(8, 32)} --repeats={size(1, 3)} "
+    f"--strategies={_WIDTHS}",
+    "following": f"experiments.figures.following {_TAIL} --steps={size(12, 32)} "
+    f"--config.spot.warm_up_s={size(2, 12)} --config.spot.warm_up_rollouts=1000",
+    "pool": f"experiments.figures.pool {_TAIL}",
+    "spot": f"experiments.bench.spot --pairs={size(8, 20)}",
+    "wide": "experiments.bench.widen",
+    "case_plain": f"{case} {_PLAIN}",
+    "case_switched": f"{case} --config.drafter={runs}/wide/drafter "
+    "--config.spot.every=0 '--config.strategies=up to 16 live: 3_1_4'",
+    "switching": "experiments.figures.switching --requests=128 --at=32",
+    "rules": "experiments.figures.rules --scenario=qwen2_5_7b --slices=8",
+    "recorded": "experiments.figures.recorded",
+    "counted": f"experiments.figures.counted {_TAIL}:4 --config.batch.prompts="
+    + size(f"64 --layers=1 {_SHORT}", "128"),
+  }
+  for name, (kind, unrolled) in TRAINED.items():
+    found[f"train_{name}"] = (
+      f"experiments.train_drafter --config.steps={size(60, 1200)} "
+      f"--config.optimizer.total={size(60, 1200)} --config.drafter.kind={kind} "
+      f"--config.loss.steps={unrolled} --config.responses.prompts={size(16, 256)} "
+      "--config.checkpoint.every=20"
+    )
+  for slices in SLICES:
+    found[f"table_{slices}"] = (
+      f"{rollout} --slices={slices} --only=steps,speculation --repeats=3 "
+      "--lengths=256,512,1056 --strategies=3_1_4,8_1_9"
+    )
+    for slots in SLOTS:
+      found[f"simulated_{slices}_{slots}"] = (
+        f"experiments.figures.simulated {_TAIL}:{slots} --slices={slices} "
+        f"--config.batch.prompts={2 * slices} --table={runs}/table_{slices}.out "
+        f"--steps={size(3, 10)} --warm_up=1"
+      )
+  for name, slices in (
+    ("7b", size("8,16,32,64,128", "8,16,32,64,128,256,512")),
+    ("32b", size("2,4,8,16,32", "2,4,8,16,32,64,128")),
+  ):
+    found[f"scale_{name}"] = (
+      f"experiments.simulate --scenario=qwen2_5_{name} --slices={slices} "
+      f"--nosensitivity --out={runs}/scale_{name}"
+    )
+  own = {"train", "train_drafter", "step", "rollout", "widen", "simulated"}
+  return {
+    name: f"{command} --workdir={runs}/{name}"
+    if command.split()[0].rpartition(".")[2] in own
+    else command
+    for name, command in found.items()
+  }
+
+
+class Recipe(NamedTuple):
+  """How the data of a figure are made."""
+
+  commands: Sequence[str]  # names, in order
+  keep: Callable[[kept.Outputs], Mapping]  # the figure's `result`
+  conditions: str  # what its reader must know
+
+
+_SMALL = "default policy (1.5M parameters), {}; 2 CPU devices on 2 shared cores, float32"
+RECIPES: dict[str, Recipe] = {
+  "lengths": Recipe(("plain",), kept.lengths, _SMALL.format("32 responses a step, plain")),
+  "reward": Recipe(("plain", "tlt"), kept.reward, _SMALL.format("32 responses a step")),
+  "end_to_end": Recipe(
+    ("sides",),
+    kept.end_to_end,
+    _SMALL.format("16 responses per slice"),
+  ),
+  "trees": Recipe(
+    ("grid", "by_batch"), kept.trees, _SMALL.format("temperature 1, 192 tokens a request")
+  ),
+  "children": Recipe(
+    ("children",), kept.children, _SMALL.format("temperature 1, 192 tokens a request")
+  ),
+  "following": Recipe(
+    ("following",), kept.last("following"), _SMALL.format("32 responses a step")
+  ),
+  "kinds": Recipe(
+    ("train_eagle2", "train_hass", "train_eagle3"),
+    kept.kinds,
+    _SMALL.format("drafters from random weights; 32 held-out prompts x 2"),
+  ),
+  "strategies": Recipe(
+    ("sides", "bandit", "rules"), kept.strategies, _SMALL.format("16 responses per slice")
+  ),
+  "pool": Recipe(("pool",), kept.last("pool"), _SMALL.format("buckets of configs/tail.py")),
+  "spot": Recipe(("spot",), kept.last("spot"), _SMALL.format("32 responses a rollout")),
+  "case_128": Recipe(
+    ("switching", "wide", "case_plain", "case_switched"),
+    kept.case_128,
+    "the default policy in 12 layers x 384 (20M parameters), 128 responses; 2 CPU devices"
+    " on 2 shared cores, float32",
+  ),
+  "scale": Recipe(
+    ("scale_7b", "scale_32b"),
+    kept.scale,
+    "SIMULATED, by a roofline of H100s: no such device was there; lengths and acceptance"
+    " are assumed (experiments/scenarios)",
+  ),
+  "simulated": Recipe(
+    (
+      *(f"table_{slices}" for slices in SLICES),
+      *(f"simulated_{slices}_{slots}" for slices in SLICES for slots in SLOTS),
+      "recorded",
+      "counted",
+    ),
+    kept.simulated,
+    _SMALL.format("configs/tail.py"),
+  ),
+}

@@ -1,0 +1,123 @@
+"""The notebooks of the paper's figures: they run, and the index and commands are right."""
+
+import importlib.util
+import json
+import pathlib
+import re
+
+import nbformat
+import pytest
+
+from experiments.figures import recipes
+from experiments.figures import render
+from experiments.figures import results
+from tests import commands
+
+home = commands.home
+ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOKS = render.notebooks()
+NAMES = [path.stem for path in NOTEBOOKS]
+
+
+def shown(notebook: nbformat.NotebookNode) -> list[tuple]:
+  """What each output is, and what it says if it is text."""
+  return [
+    (output.output_type, *sorted(output.get("data", {})), output.get("text"))
+    for cell in notebook.cells
+    if cell.cell_type == "code"
+    for output in cell.outputs
+  ]
+
+
+def test_every_notebook_runs_and_shows_what_is_committed():
+  """All in one kernel, each without the variables of the others; pictures by their kind."""
+  for path, notebook in zip(NOTEBOOKS, render.executed(NOTEBOOKS), strict=True):
+    assert shown(notebook) == shown(nbformat.read(path, as_version=4)), path.name
+    assert path.stat().st_size < 100_000
+
+
+def test_a_cell_that_fails_is_found(tmp_path):
+  """The check itself."""
+  cell = nbformat.v4.new_code_cell("1 / 0")
+  path = tmp_path / "fails.ipynb"
+  nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+  with pytest.raises(Exception, match="ZeroDivisionError"):
+    next(render.executed([path]))
+
+
+def test_the_index_lists_every_notebook_once():
+  text = (ROOT / "docs" / "figures.md").read_text()
+  linked = re.findall(r"\(\.\./experiments/figures/(\w+)\.ipynb\)", text)
+  assert sorted(linked) == NAMES
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_a_notebook_names_the_command_of_its_data(path):
+  """It collects this figure, and its code is shorter than a screen."""
+  cells = nbformat.read(path, as_version=4).cells
+  text = "\n".join(cell.source for cell in cells)
+  named = re.findall(r"experiments\.figures\.collect --figure=(\w+)", text)
+  assert set(named) == {path.stem} and path.stem in recipes.RECIPES
+  assert all(len(cell.source.splitlines()) <= 30 for cell in cells)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_command_exists(full):
+  """Those of the recipes are modules; the data name no others."""
+  known = recipes.commands("runs/figures", full)
+  used = {name for recipe in recipes.RECIPES.values() for name in recipe.commands}
+  assert used == set(known)
+  for command in known.values():
+    assert importlib.util.find_spec(command.split()[0]), command
+
+
+@pytest.mark.parametrize("path", sorted(results.FOLDER.glob("*.json")), ids=str)
+def test_data_say_how_they_were_made(path):
+  assert path.stem in recipes.RECIPES
+  found = results.load(path.stem)
+  assert set(found) == {"date", "hardware", "conditions", "commands", "result"}
+  assert all(found.values())
+
+
+@pytest.fixture
+def drafting(home) -> list[str]:
+  """Arguments of a tiny run that drafts."""
+  return commands.tiny_run(home, *commands.DRAFTING.items())
+
+
+@pytest.mark.slow
+def test_counts_on_64_slices_are_those_of_the_simulator(home, drafting):
+  """Every chunk of plain decoding and of chains, on 64 devices of one CPU."""
+  args = (*drafting, "--config.batch.prompts=32", "--slices=64")
+  found = commands.found(home, "figures.counted", *args)
+  for side in ("plain", "3_1_4"):
+    assert found[side]["equal"] and len(set(found[side]["passes"])) == 1
+
+
+@pytest.mark.slow
+def test_pools_of_programs_are_measured(home, drafting):
+  """A naive pool has no fewer programs than buckets have."""
+  found = commands.found(home, "figures.pool", *drafting)
+  programs = [found[case]["programs"] for case in ("one strategy", "buckets", "naive")]
+  assert programs == sorted(programs) and programs[0] > 0
+
+
+@pytest.mark.slow
+def test_a_drafter_is_watched_as_it_trains(home, drafting):
+  """Its agreement after each update, step by step."""
+  found = commands.found(home, "figures.following", *drafting, "--steps=3")
+  assert len(found["agreement"]) == 3 and any(found["agreement"])
+
+
+@pytest.mark.slow
+def test_simulated_rollouts_stand_beside_measured_ones(home, drafting, tmp_path):
+  """Of every side, by a table of step times."""
+  arm = {"speedup": 1.5, "mean_acceptance_length": 2.0}
+  arms = {"arms": {name: arm for name in ("2_1_3", "3_1_4", "8_1_9")}}
+  table = {"steps": {"1": {"step_ms": {"32": 1.0}}}, "by_live_batch": {"1": arms}}
+  path = tmp_path / "table.out"
+  path.write_text(json.dumps(table) + "\n")
+  args = (f"--table={path}", f"--workdir={tmp_path}", "--steps=2", "--warm_up=1")
+  found = commands.found(home, "figures.simulated", *drafting, *args)
+  assert set(found["sides"]) == {"plain", "frozen", "3_1_4", "8_1_9"}
+  assert found["sides"]["plain"]["passes"][0] == found["sides"]["plain"]["passes"][1]
