@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from experiments import from_config
+from experiments import declarations
+from experiments import keys
 from experiments import launch
 from experiments.bench import interleave
 from experiments.bench import run_record
@@ -114,7 +115,7 @@ def test_a_scenario_sets_keys_of_any_config(name, file):
   assert own["spot"]["warm_up_s"] == config["spot"]["warm_up_s"]
   assert own["optimizer"].get("total") in (None, own["steps"])
   assert levels.parse(own["strategies"])
-  from_config.check_longest(own | {"rollout": {"max_prompt": 0}}, [(1, 2048)])
+  declarations.check(keys.RUN, own)
   rate = config["optimizer"]["learning_rate"] * (3 if name == "drift" else 1)
   assert own["optimizer"]["learning_rate"] == rate
 
@@ -135,12 +136,15 @@ def test_flags_that_list_numbers(texts):
     bench_run.numbers("seeds", texts)
 
 
-def tiny(home, workdir, headroom: str, *overrides) -> list[str]:
-  """Arguments of a run of two tiny steps, each with a checkpoint."""
-  settings = [*commands.DRAFTING.items(), ("checkpoint.every", 1), ("steps", 2)]
+def tiny(home, workdir, headroom: str) -> list[str]:
+  """Arguments of a run of two tiny steps, each with a checkpoint.
+
+  Their programs are those of the tiny runs of other tests: the scenario changes nothing.
+  """
+  settings = {"checkpoint.every": 1, "steps": 2, "optimizer.total": 30}
   return [
-    *commands.tiny_run(home, *settings, *overrides),
-    *("--scenario=cold", "--seeds=0", "--sides=plain,frozen,tlt"),
+    *commands.tiny_run(home, *commands.DRAFTING.items(), *settings.items()),
+    *("--scenario=elsewhere", "--seeds=0", "--sides=plain,tlt"),
     *("--probe_every=1", f"--headroom={headroom}"),
     "--offline=experiments/configs/drafter.py:smoke",
     *("--offline.steps=1", "--offline.responses.prompts=2"),
@@ -150,43 +154,47 @@ def tiny(home, workdir, headroom: str, *overrides) -> list[str]:
 
 
 def test_a_tiny_run(home, tmp_path):
-  """All that it writes; done again, nothing is done."""
-  args = tiny(home, tmp_path, headroom="")
-  s = found(home, "bench.run", *args)
-  assert (s["scenario"], s["steps"], list(s["sides"])) == ("cold", 2, [*SIDES])
+  """All that it writes."""
+  s = found(home, "bench.run", *tiny(home, tmp_path, headroom=""))
+  assert (s["scenario"], s["steps"], list(s["sides"])) == ("elsewhere", 2, ["plain", "tlt"])
   assert s["updates_equal"] and s["differing_tokens"] == s["near_ties"] == 0
   assert s["logp_apart"] < 1e-4
-  folder = tmp_path / "cold"
+  folder = tmp_path / "elsewhere"
   lines = metrics.read(folder / "seed_0" / "metrics.jsonl")
   assert [r["step"] for r in lines] == [0, 1, 2]
   for r in lines[:2]:
     parts = sum(r[f"tlt/{key}"] for key in run_record.PARTS.values())
     assert parts == pytest.approx(r["tlt/rollout_s"])
-    assert len({r[f"{side}/tokens"] for side in SIDES}) == 1
+    assert r["plain/tokens"] == r["tlt/tokens"]
     assert r["plain/passes"] == r["plain/tokens"] and r["plain/training_s"] == 0
   assert sum(r["tlt/updates"] for r in lines[:2]) > 0
   assert [step for step, _ in s["sides"]["tlt"]["probes"]] == [0, 1, 2]
   assert (folder / "summary.png").stat().st_size > 20_000
   assert json.loads((folder / "summary.json").read_text()) == s
-  written = (folder / "seed_0" / "metrics.jsonl").stat().st_mtime_ns
-  assert found(home, "bench.run", *args) == s
-  assert (folder / "seed_0" / "metrics.jsonl").stat().st_mtime_ns == written
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_trains_the_same_policy(home, tmp_path):
-  """It has each step once then; and a drafter that is trained to its limit."""
+  """It has each step once then; and a drafter that is trained to its limit.
+
+  Done again, nothing is done.
+  """
   args = {name: tiny(home, tmp_path / name, "2") for name in ("straight", "killed")}
   with commands.start(home, "bench.run", *args["killed"]) as process:
     for line in process.stdout:
       if line.startswith("seed 0, step 2/2"):
         process.kill()
     process.stderr.read()
+  ended = {}
   for name, of_run in args.items():
-    (headroom,) = found(home, "bench.run", *of_run)["headroom"]
+    s = found(home, "bench.run", *of_run)
+    (headroom,) = s["headroom"]
     assert headroom["step"] == 2 and headroom["limit"] >= 1
-    folder = tmp_path / name / "cold" / "seed_0"
+    folder = tmp_path / name / "elsewhere" / "seed_0"
     lines = metrics.read(folder / "metrics.jsonl")
     policy = (folder / "at_000002" / "policy" / "model.safetensors").read_bytes()
-    args[name] = [[r.get("policy/loss") for r in lines], hash(policy)]
-  assert len(args["killed"][0]) == 3 and args["killed"] == args["straight"]
+    ended[name] = [[r.get("policy/loss") for r in lines], policy]
+  assert len(ended["killed"][0]) == 3 and ended["killed"] == ended["straight"]
+  written = (folder / "metrics.jsonl").stat().st_mtime_ns
+  assert found(home, "bench.run", *of_run) == s
+  assert (folder / "metrics.jsonl").stat().st_mtime_ns == written

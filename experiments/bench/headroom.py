@@ -18,6 +18,7 @@ from experiments import from_config
 from experiments import responses as responses_lib
 from experiments import train_drafter
 from tlt_jax import checkpoint
+from tlt_jax import metrics
 from tlt_jax import writing
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
@@ -127,10 +128,8 @@ def _to_the_limit(run: dict, offline: dict, models: from_config.Models, folder):
 
 
 def read(path: pathlib.Path) -> list[dict]:
-  """The records of a file that `append` wrote; none if there is none."""
-  if not path.exists():
-    return []
-  return [json.loads(line) for line in path.read_text().splitlines() if line]
+  """The records of a file that `append` wrote; none if there is no file."""
+  return metrics.read(path) if path.exists() else []
 
 
 def append(path: pathlib.Path, record: dict) -> None:

@@ -6,9 +6,12 @@
 | `elsewhere` | of other problems, or another policy; to be named | all four sides |
 | `drift` | the config's, a good one; the policy moves far from it | all four sides |
 
-What the command line says of a key goes before what a scenario says. A drafter from
-elsewhere, for the default policy: one that has seen problems with three numbers only, for
-a run on problems with four.
+What the command line says of a key goes before what a scenario says. In `cold` a new
+drafter guesses every token; for a large vocabulary name an untrained one of fewer tokens,
+as `train_drafter --config.steps=0 --config.drafter.vocab_size=4096` writes it.
+
+A drafter from elsewhere, for the default policy: one that has seen problems with three
+numbers only, for a run on problems with four.
 
     python -m experiments.train_drafter --workdir=runs/three --config.steps=300 \\
         --run.prompts.four_share=0 --run.held_out.four_share=0
