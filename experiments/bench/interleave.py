@@ -74,3 +74,21 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> dict:
     "interval": [float(np.exp(middle - half)), float(np.exp(middle + half))],
     "range": [float(each.min()), float(each.max())],
   }
+
+
+def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> dict:
+  """The ratio of two sums over the same turns, and its 95% interval.
+
+  The interval is that of a ratio estimator: Student's t over the turns' differences from
+  the ratio, above - ratio * below, relative to the sum (Cochran, Sampling Techniques,
+  1977, section 6.3).
+
+  Args:
+    above, below: of each turn
+  """
+  above, below = np.array(above), np.array(below)
+  found, half = float(above.sum() / below.sum()), 0.0
+  if len(above) > 1:
+    _, half = metrics.interval(above - found * below)
+    half /= above.mean()
+  return {"mean": found, "interval": [found * np.exp(-half), found * np.exp(half)]}

@@ -21,11 +21,8 @@ first that trains its drafter (else the second side).
 
 import collections
 from collections.abc import Sequence
-import gc
-import hashlib
 import json
 import pathlib
-import shutil
 import time
 
 from absl import flags
@@ -39,11 +36,11 @@ from experiments import launch
 from experiments import tables
 from experiments import workdirs
 from experiments.bench import interleave
-from experiments.bench import widen
+from experiments.bench import sides as sides_lib
+from experiments.bench import targets
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import convert
-from tlt_jax.models import drafters
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
@@ -51,17 +48,13 @@ from tlt_jax.rl import sample
 from tlt_jax.rl import trainer
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
-from tlt_jax.spec_decode.speculation import levels
-from tlt_jax.spec_decode.speculation import strategy
 
-SIDES = ("plain", "tlt", "frozen", "ngram")
 TARGETS = ("default", "wide")
-_REBALANCE = "+rebalance"
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_step", "Keeps the wide target.")
 _STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.", lower_bound=1)
-_SIDES = flags.DEFINE_list("sides", list(SIDES), "To compare; plain first.")
+_SIDES = flags.DEFINE_list("sides", list(sides_lib.SIDES), "To compare; plain first.")
 _TARGETS = flags.DEFINE_list("targets", ["default"], "Of default and wide.")
 _WIDE = flags.DEFINE_string("wide", "", "Folder of `widen`; default: made in the workdir.")
 _LENGTHS = flags.DEFINE_enum(
@@ -75,35 +68,8 @@ _SLICES = flags.DEFINE_integer(
 )
 
 
-def bare(side: str) -> str:
-  """The name of a side without its suffix."""
-  return side.removesuffix(_REBALANCE)
-
-
-def settings(side: str, config: dict) -> dict:
-  """The config of a side."""
-  if side.endswith(_REBALANCE):
-    config = config | {"rollout": config["rollout"] | {"rebalance": True}}
-  side, known = bare(side), levels.parse(config["strategies"])
-  if side == "plain":
-    return config | {"drafter": "", "strategies": ""}
-  if side == "ngram":
-    arms = tuple(map(strategy.parse, ("off", "ngram_3", "ngram_5")))
-    known = [level._replace(arms=arms) for level in known]
-    return config | {"drafter": "", "strategies": levels.write(known)}
-  if side not in SIDES:
-    arm = strategy.parse(side)
-    known = [known[-1]._replace(arms=(arm,))]
-    if arm is not None and arm.source == strategy.NGRAM:
-      config = config | {"drafter": ""}
-  return config | {
-    "strategies": levels.write(known),
-    "spot": config["spot"] | {"every": 1 if side == "tlt" else 0},
-  }
-
-
-class Side:
-  """One way to roll out, and the policy that it trains."""
+class Learning:
+  """A side, and the policy that it trains."""
 
   def __init__(self, name: str, config: dict, learner: learner_lib.Learner, params):
     """Makes everything ready.
@@ -114,15 +80,10 @@ class Side:
       learner: the same for all sides
       params: the policy's, to start from
     """
-    config, model, mesh = settings(name, config), learner.config, learner.mesh
-    self.config, self.learner = config, learner
+    self.learner = learner
     self.go_on_from(learner.init(jax.tree.map(jnp.copy, params)))
-    drafter, draft_params = from_config.load_drafter(config, model, mesh)
-    self.spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
-    self.draft_params = None if self.spot else draft_params
-    chosen = from_config.selector(config)
-    self.sampler = from_config.sampler(config, model, mesh, drafter, chosen, self.spot)
-    self.sampler.compile(self.policy, self.draft_params)
+    self.side = sides_lib.Side(name, config, learner.config, learner.mesh)
+    self.side.compile(self.policy)
 
   def go_on_from(self, state: trainer.State) -> None:
     """Takes over a policy and its optimizer."""
@@ -133,45 +94,26 @@ class Side:
     self, step: int, records: Sequence[dict]
   ) -> tuple[dict[str, float], sample.Scored, str]:
     """Does an RL step: seconds by part, samples, hash of tokens and of the policy."""
-    config = self.config
+    config = self.side.config
     P, R = config["batch"]["prompts"], config["batch"]["responses"]
     lengths = None
     if _LENGTHS.value == "log-normal":
       drawn = np.random.default_rng([config["seed"], step]).lognormal(np.log(100), 1, P * R)
       lengths = np.clip(drawn, 1, config["sampling"]["max_tokens"]).astype(np.int32)
-    gc.collect()  # or it takes half a second of some side's step
-    began = time.perf_counter()
-    scored = self.sampler(
-      self.policy,
-      records,
-      R,
-      seed=config["seed"],
-      first_request=step * P * R,
-      draft_params=self.draft_params,
-      lengths=lengths,
-      train=self.spot is not None,
-    )
-    sampled = time.perf_counter()
+    scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
+    updating = time.perf_counter()
     self.state, _ = self.learner.train(self.state, scored.batch(R))
     updated = time.perf_counter()
     self.go_on_from(self.state)
     done = time.perf_counter()
     seconds = {
       "rollout": scored.rollout_s,
-      "reward": sampled - began - scored.rollout_s,
-      "update": updated - sampled,
+      "reward": scored.reward_s,
+      "update": updated - updating,
       "sync": done - updated,
-      "step": done - began,
     }
-    return seconds, scored, digest([scored.samples.tokens, self.state.params])
-
-
-def digest(tree) -> str:
-  """A hash of all arrays."""
-  found = hashlib.sha256()
-  for x in jax.tree.leaves(jax.device_get(tree)):
-    found.update(np.ascontiguousarray(x))
-  return found.hexdigest()
+    seconds["step"] = sum(seconds.values())
+    return seconds, scored, sides_lib.digest([scored.samples.tokens, self.state.params])
 
 
 def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
@@ -186,8 +128,9 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
     mesh,
     **config["learner"],
   )
-  sides = {name: Side(name, config, learner, params) for name in _SIDES.value}
-  plain = sides["plain"]
+  sides = {name: Learning(name, config, learner, params) for name in _SIDES.value}
+  first = _SIDES.value[0]
+  plain = sides[first]
   seconds = {name: [] for name in sides}
   samples = {name: [] for name in sides}
   same, ties, differing = True, 0, 0
@@ -200,7 +143,7 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
         seconds[name].append(took)
         samples[name].append(drawn[name].samples)
     if len(set(hashes.values())) > 1:
-      same, expected = False, drawn["plain"]
+      same, expected = False, drawn[first]
       for name, side in sides.items():
         result = compare.compare(
           model, before, expected.requests, expected.samples, drawn[name].samples
@@ -229,7 +172,7 @@ def summary(
   """
   of = lambda side, part: np.array([s[part] for s in seconds[side]])
   plain = min(
-    (side for side in seconds if bare(side) == "plain"),
+    (side for side in seconds if sides_lib.bare(side) == "plain"),
     key=lambda side: of(side, "rollout").sum(),
   )
   share = float(of(plain, "rollout").sum() / of(plain, "step").sum())
@@ -247,10 +190,10 @@ def summary(
       **work(samples[side]),
     }
     frozen = "frozen" + side.removeprefix("tlt")
-    if bare(side) == "tlt" and frozen in seconds:
+    if sides_lib.bare(side) == "tlt" and frozen in seconds:
       lost = interleave.ratio(of(side, "rollout"), of(frozen, "rollout"))
       sides[side]["busy_overhead"] = lost["mean"] - 1
-  trained = [side for side in seconds if bare(side) == "tlt"]
+  trained = [side for side in seconds if sides_lib.bare(side) == "tlt"]
   shown = (trained or [*seconds][1:] or [plain])[0]
   found = {
     "steps": len(seconds[plain]),
@@ -264,7 +207,8 @@ def summary(
     "shown": shown,
     **sides[shown],
   }
-  fixed = [side for side in seconds if side not in SIDES[1:] and side == bare(side)]
+  fixed = [side for side in seconds if side == "plain" or side not in sides_lib.SIDES]
+  fixed = [side for side in fixed if side == sides_lib.bare(side)]
   if len(fixed) > 1 and "frozen" in seconds:
     by_side = [seconds_by_bucket(samples[side]) for side in fixed]
     buckets = set().union(*by_side)
@@ -327,18 +271,10 @@ def report(name: str, found: dict) -> None:
   )
 
 
-def weights_digest(folder: str | pathlib.Path) -> str:
-  """A hash of a model folder's weights."""
-  weights = hashlib.sha256()
-  for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
-    weights.update(file.read_bytes())
-  return weights.hexdigest()
-
-
 def workload(config: dict) -> dict:
   """Describes what was pinned."""
   return {
-    "policy": weights_digest(config["policy"]),
+    "policy": targets.weights_digest(config["policy"]),
     "seeds": [config["seed"], config["prompts"].get("seed")],
     **{key: config[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
     "rollout": config["rollout"],
@@ -347,39 +283,11 @@ def workload(config: dict) -> dict:
   }
 
 
-def wide(config: dict) -> dict:
-  """Returns the config with a wide policy and drafter, which it makes if need be."""
-  drafter = config["drafter"]
-  has_folder = bool(drafter) and not drafters.is_kind(drafter)
-  folder = pathlib.Path(_WIDE.value)
-  if not _WIDE.value:
-    name = "wide_" + weights_digest(config["policy"])[:8]
-    name += "_" + weights_digest(drafter)[:8] if has_folder else ""
-    folder = pathlib.Path(_WORKDIR.value) / name
-    if not folder.exists():
-      partial = folder.with_suffix(".partial")
-      shutil.rmtree(partial, ignore_errors=True)
-      widen.widen(config["policy"], drafter if has_folder else None, partial)
-      partial.rename(folder)
-  if has_folder:
-    drafter = str(folder / "drafter")
-  return config | {"policy": str(folder / "policy"), "drafter": drafter}
-
-
 def check_flags(config: dict) -> None:
   """Says what is wrong with them before anything is loaded."""
-  sides = {bare(side) for side in _SIDES.value}
-  if _SIDES.value[:1] != ["plain"]:
-    raise ValueError(f"--sides starts with plain, not {_SIDES.value[:1]}")
-  for side in sides - set(SIDES):
-    strategy.parse(side)
+  sides_lib.check(_SIDES.value, config)
   if unknown := set(_TARGETS.value) - set(TARGETS):
     raise ValueError(f"no target {min(unknown)!r}; there are {', '.join(TARGETS)}")
-  if not config["drafter"] and (drafting := sides & {"tlt", "frozen"}):
-    raise ValueError(
-      f"nothing drafts on side {min(drafting)!r}: the config has no drafter; give "
-      "--config.drafter=DIR (or eagle2, a new one), or --sides=plain,ngram"
-    )
 
 
 def main(config):
@@ -390,7 +298,10 @@ def main(config):
   mesh = axes.make_mesh(config["tensor_parallel"])
   found = {}
   for name in _TARGETS.value:
-    found[name] = measure(wide(config) if name == "wide" else config, mesh)
+    of_target = config
+    if name == "wide":
+      of_target = targets.wide(config, _WORKDIR.value, _WIDE.value)
+    found[name] = measure(of_target, mesh)
     report(name, found[name])
   print(json.dumps({"workload": workload(config), "targets": found}))
 

@@ -1,0 +1,119 @@
+"""Scenarios of whole RL runs: named overrides of any run's config.
+
+| name | the drafter at first | compared are |
+|---|---|---|
+| `cold` | none exists: random weights | plain, n-grams, TLT |
+| `elsewhere` | of other problems, or another policy; to be named | all four sides |
+| `drift` | the config's, a good one; the policy moves far from it | all four sides |
+
+What the command line says of a key goes before what a scenario says. In `cold` a new
+drafter guesses every token; for a large vocabulary name an untrained one of fewer tokens,
+as `train_drafter --config.steps=0 --config.drafter.vocab_size=4096` writes it.
+
+A drafter from elsewhere, for the default policy: one that has seen problems with three
+numbers only, for a run on problems with four.
+
+    python -m experiments.train_drafter --workdir=runs/three --config.steps=300 \\
+        --run.prompts.four_share=0 --run.held_out.four_share=0
+    python -m experiments.bench.run --scenario=elsewhere \\
+        --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
+        --config.prompts.four_share=1 --config.held_out.four_share=1
+"""
+
+from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from typing import Any
+
+from tlt_jax import named
+from tlt_jax.models import drafters
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+  """What is compared, and the dotted keys that are set, given the config."""
+
+  sides: tuple[str, ...]
+  settings: Callable[[Mapping], dict[str, Any]]
+  wants_drafter: str = ""  # what the command line must name as drafter; "": nothing
+
+
+def _cold(config: Mapping) -> dict[str, Any]:
+  """A new drafter learns fast, and for some seconds after each of the first rollouts."""
+  kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
+  return {
+    "steps": 100,
+    "drafter": kind,
+    "spot.warm_up_s": 3.0,
+    "spot.warm_up_rollouts": 20,
+    "spot.optimizer.learning_rate": 2e-3,
+    "spot.optimizer.floor": 0.1,
+    "spot.optimizer.total": 4000,
+  }
+
+
+def _elsewhere(config: Mapping) -> dict[str, Any]:
+  """The drafter is named on the command line, and what it knows decides the rest."""
+  del config
+  return {"steps": 100}
+
+
+def _drift(config: Mapping) -> dict[str, Any]:
+  """All parameters are trained, for longer and three times as fast."""
+  rate = config["optimizer"]["learning_rate"]
+  return {"steps": 200, "learner.only": "", "optimizer.learning_rate": 3 * rate}
+
+
+_ALL = ("plain", "ngram", "frozen", "tlt")
+SCENARIOS = {
+  "cold": Scenario(("plain", "ngram", "tlt"), _cold),
+  "elsewhere": Scenario(
+    _ALL, _elsewhere, "a drafter that was trained for other problems or another policy"
+  ),
+  "drift": Scenario(_ALL, _drift),
+}
+
+
+def get(name: str) -> Scenario:
+  """The scenario of that name.
+
+  Raises:
+    ValueError: there is none
+  """
+  if name not in SCENARIOS:
+    raise ValueError(
+      f"--scenario={name}: there are {', '.join(SCENARIOS)}{named.nearest(name, SCENARIOS)}"
+    )
+  return SCENARIOS[name]
+
+
+def apply(name: str, config: Mapping, given: Mapping[str, Any]) -> dict[str, Any]:
+  """The config as a scenario wants it.
+
+  The policy's learning rate falls over the whole run, if it falls at all.
+
+  Args:
+    name: of the scenario
+    config: of a run
+    given: dotted keys that the command line has set, which stay
+  Raises:
+    ValueError: there is no such scenario, or what it wants is not given
+  """
+  scenario, config = get(name), copy.deepcopy(dict(config))
+  if scenario.wants_drafter and "drafter" not in given:
+    raise ValueError(
+      f"--scenario={name} takes {scenario.wants_drafter}: give --config.drafter=DIR, a "
+      "folder that experiments.train_drafter wrote"
+    )
+  settings = scenario.settings(config)
+  if total := config["optimizer"].get("total"):
+    steps = config["steps"] if "steps" in given else 0
+    settings["optimizer.total"] = max(total, steps, settings["steps"])
+  for key, value in settings.items():
+    if key not in given:
+      *sections, last = key.split(".")
+      section = config
+      for part in sections:
+        section = section[part]
+      section[last] = value
+  return config
