@@ -140,10 +140,19 @@ def test_running_a_finished_run_again_changes_nothing(home, whole, tmp_path):
 def test_a_run_that_is_killed_again_and_again_ends_the_same(home, whole, tmp_path):
   """Just after steps, in the middle of them, while a checkpoint is being written, during
   the export. A drafter trains in it, which changes nothing of the plain run; following
-  the schedule of a run that was not killed, it ends with the same drafter too."""
-  args = tiny_run(home, *commands.DRAFTING.items())
+  the schedule of a run that was not killed, it ends with the same drafter too. Some
+  rollouts are repeated plainly: their tokens are the same, and a resumed run keeps them.
+  """
+  args = tiny_run(home, *commands.DRAFTING.items(), ("compare.every", 3))
   workdir, other = tmp_path / "whole", tmp_path / "killed"
-  succeed(run(home, "train", *args, f"--workdir={workdir}"))
+  told = succeed(run(home, "train", *args, f"--workdir={workdir}")).stdout
+  assert f"in 2 of {STEPS} steps the rollout was repeated plainly" in " ".join(told.split())
+  records = metrics.read(workdir / "metrics.jsonl")
+  repeated = {r["step"]: r for r in records if "plain/tokens" in r}
+  assert [*repeated] == [2, 5]
+  for step, record in repeated.items():
+    assert record["plain/tokens"] == sum(responses(workdir)[step][1])
+    assert record["plain/differing_tokens"] == 0 == record["plain/near_ties"]
   assert responses(workdir) == responses(whole[0])
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
   assert outcomes.updates(workdir) > 2
