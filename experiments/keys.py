@@ -227,6 +227,9 @@ WARM_START = {
   "max_response": Key(ranges.Tokens, "longest written search, in characters"),
   "checkpoint": _CHECKPOINT,
   "export": Key(str, "folder of the exported policy; '': WORKDIR/policy"),
+  "export_dtype": Key(
+    Literal[config_lib.DTYPES], "number format of the exported weights", default="float32"
+  ),
   "problems": {
     "four_share": Key(
       ranges.Share, "share of problems with four numbers; the others have three"

@@ -361,10 +361,13 @@ def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
   """Its export is a policy."""
   sizes = {"steps": 3, "sequences": 4, "model.width": 32, "model.mlp_width": 48}
   args = ["--config=experiments/configs/warm_start.py:smoke", f"--workdir={tmp_path}"]
+  args += ["--config.export_dtype=bfloat16"]
   args += [f"--config.{key}={value}" for key, value in sizes.items()]
   succeed(run(home, "warm_start", *args))
   first = weights(tmp_path / "policy")
-  assert convert.load_hf(tmp_path / "policy")[0].vocab_size == 24
+  model, params = convert.load_hf(tmp_path / "policy")
+  assert (model.vocab_size, model.dtype) == (24, "float32")
+  assert params["head"].dtype == jnp.bfloat16
   assert (tmp_path / "policy" / "tokenizer.json").is_file()
   assert "restored" in succeed(run(home, "warm_start", *args)).stderr
   assert weights(tmp_path / "policy") == first
