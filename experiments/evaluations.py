@@ -27,7 +27,9 @@ def evaluate(
   workdir: pathlib.Path,
   draft_params: Any = None,
 ) -> dict[str, float]:
-  """The metrics of an evaluation, whose results by problem go to the workdir.
+  """The metrics of a step's evaluation, whose results by problem go to the workdir.
+
+  There are none in a step that the config asks no evaluation for; the last one has one.
 
   Args:
     config: of a run
@@ -38,7 +40,9 @@ def evaluate(
     workdir: of the run
     draft_params: the drafter's, if one drafts and is not trained in rollouts
   """
-  n = config["evaluation"]["samples"]
+  every, n = config["evaluation"]["every"], config["evaluation"]["samples"]
+  if step != config["steps"] and not (every and step % every == 0):
+    return {}
   scored = sample.evaluate(sampler, params, records, n, config["seed"], draft_params)
   write(config, scored, n, step, workdir)
   return evaluation.metrics(scored, n)

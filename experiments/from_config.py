@@ -202,12 +202,12 @@ def load_models(config: dict, dtype: str | None = None) -> Models:
 
   Args:
     config: of a run
-    dtype: of the policy's weights and of what it computes; None: its folder's
+    dtype: of the policy's weights and of what it computes; None: that of its config.json
   """
   mesh = axes.make_mesh(config["tensor_parallel"])
+  dtype = dtype or convert.load_config(config["policy"]).dtype
   model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT, dtype)
-  if dtype is not None:
-    model = dataclasses.replace(model, dtype=dtype)
+  model = dataclasses.replace(model, dtype=dtype)
   drafter, draft_params = load_drafter(config, model, mesh)
   return Models(mesh, model, params, drafter, draft_params)
 

@@ -152,6 +152,14 @@ RUN = {
   ),
   "optimizer": _OPTIMIZER,
   "learner": _sizes("learner", _LEARNER),
+  "compare": {
+    "every": Key(
+      ranges.StepsOrZero,
+      "steps between rollouts that are repeated without drafts and training, to say what "
+      "these gain and, in float32, that no token differs; 0: none",
+      default=0,
+    ),
+  },
   "evaluation": {
     "every": Key(ranges.StepsOrZero, "steps between evaluations; 0: only at the end"),
     "samples": Key(ranges.Count, "responses per held-out prompt"),
@@ -219,6 +227,9 @@ WARM_START = {
   "max_response": Key(ranges.Tokens, "longest written search, in characters"),
   "checkpoint": _CHECKPOINT,
   "export": Key(str, "folder of the exported policy; '': WORKDIR/policy"),
+  "export_dtype": Key(
+    Literal[config_lib.DTYPES], "number format of the exported weights", default="float32"
+  ),
   "problems": {
     "four_share": Key(
       ranges.Share, "share of problems with four numbers; the others have three"

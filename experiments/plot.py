@@ -2,8 +2,8 @@
 
     python -m experiments.plot --workdir=DIR
 
-writes, into DIR/figures: reward.png (reward and accuracy over steps),
-lengths.png (response lengths by outcome, early against late),
+writes, into DIR/figures: reward.png (reward and accuracy over steps), gain.png (rollouts
+that were repeated plainly), lengths.png (response lengths by outcome, early against late),
 live_requests.png (how the batch drains within a rollout) and, of the last rollout,
 timeline.png (what every slice did) and rollout_trace.json (the same as a trace; it
 opens in https://ui.perfetto.dev).
@@ -23,6 +23,7 @@ from matplotlib import ticker
 import numpy as np
 
 from experiments import launch
+from experiments import plot_gain
 from experiments import style
 from experiments import timeline
 from tlt_jax import metrics
@@ -51,11 +52,13 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
     raise metrics.MetricError(f"{of_steps}: holds no step yet")
   _check_numbers(of_steps, records)
   rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
+  repeated = [r for r in records if "plain/seconds_s" in r]
   # A run of an earlier version has no chunks.
   last = next((r for r in reversed(rollouts) if r.get("chunks")), None)
   written = []
   for name, draw, data, file in (
     ("reward.png", plot_reward, records, of_steps),
+    ("gain.png", plot_gain.plot_gain, repeated, of_steps),
     ("lengths.png", plot_lengths, rollouts, of_rollouts),
     ("live_requests.png", plot_live_requests, rollouts, of_rollouts),
     ("timeline.png", plot_timeline, last, of_rollouts),

@@ -1,8 +1,8 @@
 """Trains a policy by reinforcement learning, straight down.
 
 Each step: prompts, a rollout of R responses each, in which idle slices train the drafter,
-rewards, updates, weight sync, metrics and, now and then, a checkpoint. Running the same
---workdir again resumes; with other settings --fork=NEW_WORKDIR goes on elsewhere.
+rewards, updates, weight sync, metrics. Running the same --workdir again resumes; with
+other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
 import time
@@ -15,7 +15,9 @@ from experiments import from_config
 from experiments import keys
 from experiments import launch
 from experiments import memory_plan
+from experiments import plain_rollouts
 from experiments import plot
+from experiments import summary
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
@@ -81,18 +83,16 @@ def main(config):
     sampler.rollout.restore(saved.get("rollout"))
   policy = learner.to_rollout(state.params)
   sampler.compile(policy, draft_params)
+  repeated = plain_rollouts.make(config, model, mesh, policy)
   run.begin(step)
   writer = metrics_lib.Writer(run.path, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
 
   with run.checkpoints as checkpoints:  # what is being written is finished
     while True:
-      metrics = {}
-      every = config["evaluation"]["every"]
-      if (every and step % every == 0) or step == config["steps"]:
-        metrics |= evaluations.evaluate(
-          config, sampler, policy, held_out, step, run.path, draft_params
-        )
+      metrics = evaluations.evaluate(
+        config, sampler, policy, held_out, step, run.path, draft_params
+      )
       if step == config["steps"]:
         writer.write(step, metrics)
         break
@@ -111,7 +111,7 @@ def main(config):
         replace=replace,
       )
       prompts.take(len(scored.records) // R)
-
+      plain = repeated(step, policy, scored)
       policy = None  # the update has its memory
       launch.release_freed_memory()
       updating = time.perf_counter()
@@ -119,10 +119,10 @@ def main(config):
       syncing = time.perf_counter()
       policy = jax.block_until_ready(learner.to_rollout(state.params))
       done = time.perf_counter()
-      metrics |= scored.metrics() | policy_metrics | {
+      metrics |= scored.metrics() | plain | policy_metrics | {
         "policy/seconds_s": syncing - updating,
         "weight_sync/seconds_s": done - syncing,
-        "step/seconds_s": done - began,
+        "step/seconds_s": done - began - plain.get("plain/seconds_s", 0.0),
       }
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
@@ -143,7 +143,7 @@ def main(config):
   if spot:
     drafter_files.save(run.path / "drafter", drafter, spot.params)
   plot.plot_all(run.path)
-  print(metrics_lib.summary_table(metrics_lib.read(run.path / "metrics.jsonl")))
+  print(summary.text(metrics_lib.read(run.path / "metrics.jsonl")))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ def main(config):
       checkpoints.save(step, state, saved, force=step == config["steps"])
 
   folder = pathlib.Path(config["export"] or run.path / "policy")
-  convert.save_hf(folder, model, state.params)
+  params = jax.tree.map(lambda x: x.astype(config["export_dtype"]), state.params)
+  convert.save_hf(folder, model, params)
   tokenizer.save_pretrained(folder)
   logging.info("exported the policy to %s", folder)
 

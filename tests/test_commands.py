@@ -143,10 +143,18 @@ def test_a_run_that_is_killed_ends_the_same(home, whole, tmp_path, kills):
   """Once and again, after so many steps: just after them, in the middle of the next, while
   a checkpoint is being written, during the export. A drafter trains in it, which changes
   nothing of the plain run; following the schedule of a run that was not killed, it ends
-  with the same drafter too."""
-  args = tiny_run(home, *commands.DRAFTING.items())
+  with the same drafter too. Some rollouts are repeated plainly: their tokens are the same,
+  and a resumed run keeps them."""
+  args = tiny_run(home, *commands.DRAFTING.items(), ("compare.every", 3))
   workdir, other = tmp_path / "whole", tmp_path / "killed"
-  succeed(run(home, "train", *args, f"--workdir={workdir}"))
+  told = succeed(run(home, "train", *args, f"--workdir={workdir}")).stdout
+  assert f"in 2 of {STEPS} steps the rollout was repeated plainly" in " ".join(told.split())
+  records = metrics.read(workdir / "metrics.jsonl")
+  repeated = {r["step"]: r for r in records if "plain/tokens" in r}
+  assert [*repeated] == [2, 5]
+  for step, record in repeated.items():
+    assert record["plain/tokens"] == sum(responses(workdir)[step][1])
+    assert record["plain/differing_tokens"] == 0 == record["plain/near_ties"]
   assert responses(workdir) == responses(whole[0])
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
   assert outcomes.updates(workdir) > 2
@@ -355,10 +363,13 @@ def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
   """Its export is a policy."""
   sizes = {"steps": 3, "sequences": 4, "model.width": 32, "model.mlp_width": 48}
   args = ["--config=experiments/configs/warm_start.py:smoke", f"--workdir={tmp_path}"]
+  args += ["--config.export_dtype=bfloat16"]
   args += [f"--config.{key}={value}" for key, value in sizes.items()]
   succeed(run(home, "warm_start", *args))
   first = weights(tmp_path / "policy")
-  assert convert.load_hf(tmp_path / "policy")[0].vocab_size == 24
+  model, params = convert.load_hf(tmp_path / "policy")
+  assert (model.vocab_size, model.dtype) == (24, "float32")
+  assert params["head"].dtype == jnp.bfloat16
   assert (tmp_path / "policy" / "tokenizer.json").is_file()
   assert "restored" in succeed(run(home, "warm_start", *args)).stderr
   assert weights(tmp_path / "policy") == first

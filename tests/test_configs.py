@@ -189,6 +189,14 @@ def test_the_tail_is_as_long_as_asked():
     assert len(set(map(tuple, buckets))) == len(buckets)
 
 
+def test_the_larger_warm_start_has_the_size_that_it_says():
+  """Its config has the same keys."""
+  config = load("warm_start", "7m")
+  assert leaves(config) == leaves(load("warm_start"))
+  boxed = target.abstract_params(config_lib.ModelConfig(**config["model"]))
+  assert 7.05e6 < sum(x.size for x in jax.tree.leaves(boxed)) < 7.15e6
+
+
 @pytest.mark.parametrize("arg", ["", "smoke"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_builds_and_the_flag_locks_it(name, arg):
@@ -211,7 +219,8 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
   read = set()
-  for source in (f"{command(name)}.py", "from_config.py", "workdirs.py"):
+  modules = ("from_config.py", "plain_rollouts.py", "workdirs.py")
+  for source in (f"{command(name)}.py", *modules):
     tree = ast.parse((ROOT / "experiments" / source).read_text())
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
     for node in ast.walk(tree):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import plot
+from experiments import summary
 from tlt_jax import metrics
 from tlt_jax.spec_decode.decoding import samples
 
@@ -195,7 +196,7 @@ def test_the_summary_compares_ends_and_shares_out_the_time():
   records[0]["eval/accuracy"] = 0.25
   records[4]["eval/accuracy"] = 0.75
   records[4]["eval/reward_mean"] = 1.5
-  table = metrics.summary_table(records, k=2)
+  table = summary.text(records, k=2)
   rows = {" ".join(line.split()) for line in table.splitlines()}
   assert "reward mean 0.050 0.450" in rows
   assert "eval accuracy (one) 0.250 0.750" in rows
@@ -204,15 +205,49 @@ def test_the_summary_compares_ends_and_shares_out_the_time():
   assert "other 6.0 10%" in rows
   assert "all steps 60.0 100%" in rows
   assert "\x1b" not in table
-  assert "reward mean" in metrics.summary_table(records[:1])
+  assert "reward mean" in summary.text(records[:1])
   assert "Speculation" not in table and "Spot training" not in table
   for record in records:
     record |= {"rollout/idle_s": 2.0, "rollout/harvested_s": 1.5, "drafter/updates": 7}
   records[3] |= {"rollout/predicted_gain": 1.3, "rollout/saved_s": 9.0}
-  told = " ".join(metrics.summary_table(records).split())
+  told = " ".join(summary.text(records).split())
   assert "rollouts took 36.0 s, 9.0 s less than without it (1.25x)" in told
   assert "idle for 12.0 s, and trained the drafter on what takes about 9.0 s alone" in told
   assert "42 updates in all" in told
+
+
+def test_the_summary_tells_what_compared_rollouts_gained():
+  """Twice as fast, then four times: a geometric mean, which replaces the estimate."""
+  compared = {"plain/tokens": 600, "plain/differing_tokens": 0, "plain/near_ties": 0}
+  records = [
+    {
+      "rollout/predicted_gain": 1.5,
+      "rollout/saved_s": 1.0,
+      "rollout/seconds_s": 2.0,
+      "rollout/speculating_s": 1.0,
+      "rollout/mean_acceptance_length": 2.0,
+      "rollout/slices": 2,
+      "rollout/idle_s": 1.0,
+      "rollout/harvested_s": 0.5,
+      "drafter/updates": 3,
+      "step/seconds_s": 4.0,
+    }
+    for _ in range(4)
+  ]
+  records[1] |= compared | {"plain/seconds_s": 4.0}
+  told = " ".join(summary.text(records).split())
+  assert "in 1 of 4 steps" in told and "own were 2.00 times as fast, its" in told
+  records[3] |= compared | {"plain/seconds_s": 8.0}
+  told = " ".join(summary.text(records).split())
+  assert "in 2 of 4 steps the rollout was repeated plainly" in told
+  assert "2.83 times as fast (95% interval 0.03 to 231.22), its steps 1.94 times" in told
+  assert "Of 1,200 tokens compared 0 were different." in told
+  assert "less than without it" not in told
+  assert "Speculation ran for 50% of the rollouts' time" in told
+  assert "drew 2.00 tokens" in told
+  assert "slices were idle for 4.0 s (25% of their time)" in told
+  records[0] |= compared | {"plain/seconds_s": 2.0, "plain/near_ties": 1}
+  assert "and 1 at a tie in rounding." in " ".join(summary.text(records).split())
 
 
 def test_the_share_of_solved_responses_is_drawn_where_it_is_not_the_reward():
@@ -227,21 +262,22 @@ def test_the_share_of_solved_responses_is_drawn_where_it_is_not_the_reward():
 
 
 def test_a_run_gives_its_figures(tmp_path):
-  """Long-tailed and short runs; without rollouts, one."""
+  """Long-tailed and short runs; without rollouts, two."""
   rng = np.random.default_rng(0)
   for steps in (1, 25):
     workdir = tmp_path / str(steps)
     writer = metrics.Writer(workdir)
     for step in range(steps):
-      writer.write(step, {"reward/mean": rng.random(), "eval/accuracy": 0.5})
+      seconds = {"rollout/seconds_s": 1.0, "plain/seconds_s": 2.0} if step % 5 == 0 else {}
+      writer.write(step, {"reward/mean": rng.random(), "eval/accuracy": 0.5} | seconds)
       outcome = metrics.OUTCOMES[step % 3]
       lengths = np.exp(rng.normal(4, 1, 64)).astype(int)
       writer.write_rollout(step, rollout(lengths, outcome))
     writer.close()
     *figures, trace = plot.plot_all(workdir)
-    names = ["reward.png", "lengths.png", "live_requests.png", "timeline.png"]
+    names = ["reward.png", "gain.png", "lengths.png", "live_requests.png", "timeline.png"]
     assert [f.name for f in figures] == names
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in figures)
     assert trace.name == "rollout_trace.json"
     (workdir / "rollouts.jsonl").unlink()
-    assert len(plot.plot_all(workdir)) == 1
+    assert len(plot.plot_all(workdir)) == 2

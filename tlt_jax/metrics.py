@@ -1,12 +1,11 @@
 """The reports of a run: metrics.jsonl, rollouts.jsonl, TensorBoard, the terminal.
 
-`Writer` keeps the files, `read` reads them back, `Progress` shows a line per
-step, `summary_table` closes the run. Keys are `phase/quantity`; seconds end in
-`_s`. `interval` is the confidence interval of everything that is measured here.
+`Writer` keeps the files, `read` reads them back, `Progress` shows a line per step. Keys
+are `phase/quantity`; seconds end in `_s`. `interval` is the confidence interval of
+everything that is measured here.
 """
 
 from collections.abc import Mapping, Sequence
-import io
 import json
 import math
 import os
@@ -16,9 +15,6 @@ from typing import TextIO
 
 import numpy as np
 from numpy import typing as npt
-import rich.box
-import rich.console
-import rich.table
 from scipy import special
 import tqdm
 
@@ -33,26 +29,6 @@ _ROLLOUT_KEYS = (*_ROLLOUT_LISTS, "chunks", "micro_batch_s", "decisions")
 _CHUNK_KEYS = ("start_s", "end_s", "batch", "length", "strategy", "tokens", "passes")
 _SLICE_KEYS = ("live", "steps", "trained")
 _BEGINNING = b'{"step": '  # of every record
-
-# Seconds of one step, and the label of each phase in the final table.
-_PHASES = {
-  "rollout": "rollout/seconds_s",
-  "reward": "reward/seconds_s",
-  "policy update": "policy/seconds_s",
-  "weight sync": "weight_sync/seconds_s",
-}
-# Rows of the final table: label, key, format.
-_QUANTITIES = (
-  ("reward mean", "reward/mean", ".3f"),
-  ("solved", "reward/solved", ".3f"),
-  ("response length, mean", "rollout/length_mean", ".0f"),
-  ("response length, p50", "rollout/length_p50", ".0f"),
-  ("response length, p99", "rollout/length_p99", ".0f"),
-  ("response length, max", "rollout/length_max", ".0f"),
-  ("acceptance length", "rollout/mean_acceptance_length", ".2f"),
-  ("rollout tokens/s", "rollout/tokens_per_s", ".0f"),
-  ("step seconds", "step/seconds_s", ".2f"),
-)
 
 
 class MetricError(ValueError):
@@ -325,75 +301,3 @@ def _progress_parts(record: Mapping[str, float]) -> list[str]:
     except KeyError:  # not every step has every metric
       continue
   return parts
-
-
-def summary_table(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
-  """Tells the run in two tables: first and last steps, then where the time went.
-
-  First and last are means over `k` steps, at most half of the run each; of
-  evaluations they are the first and the last one. Coloured on a terminal.
-
-  Args:
-    records: as `Writer.write` returns them
-    k: steps at each end
-  """
-  k = max(1, min(k, len(records) // 2))
-  ends = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-  ends.add_column("quantity")
-  steps = "step" if k == 1 else f"{k} steps"
-  for column in (f"first {steps}", f"last {steps}"):
-    ends.add_column(column, justify="right")
-  for label, key, form in _QUANTITIES:
-    first, last = _mean(records[:k], key), _mean(records[-k:], key)
-    if first is not None and last is not None:
-      ends.add_row(label, format(first, form), format(last, form))
-  for label, key in (("accuracy", "eval/accuracy"), ("reward", "eval/reward_mean")):
-    if found := [f"{r[key]:.3f}" for r in records if key in r]:
-      ends.add_row(f"eval {label} (one)", found[0], found[-1])
-
-  times = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-  times.add_column("phase")
-  times.add_column("seconds", justify="right")
-  times.add_column("share", justify="right")
-  seconds = {label: sum(r.get(key, 0.0) for r in records) for label, key in _PHASES.items()}
-  total = sum(r.get("step/seconds_s", 0.0) for r in records)
-  seconds["other"] = max(0.0, total - sum(seconds.values()))
-  seconds["all steps"] = total
-  for label, spent in seconds.items():
-    share = f"{spent / total:.0%}" if total else "-"
-    times.add_row(label, f"{spent:.1f}", share)
-
-  text = io.StringIO()
-  terminal = sys.stdout.isatty()
-  console = rich.console.Console(
-    file=text, force_terminal=terminal, no_color=not terminal, width=80
-  )
-  console.print(ends, times)
-  if speculated := _speculated(records):
-    console.print(speculated)
-  return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
-
-
-def _speculated(records: Sequence[Mapping[str, float]]) -> str:
-  """Sums up the gain by speculation and by spot training; empty without either."""
-  total = lambda key: sum(r.get(key, 0.0) for r in records)
-  lines, saved, spent = [], total("rollout/saved_s"), total("rollout/seconds_s")
-  if any("rollout/predicted_gain" in r for r in records):
-    lines.append(
-      f"Speculation: rollouts took {spent:.1f} s, {saved:.1f} s less than without it "
-      f"({(spent + saved) / spent:.2f}x). That compares chunks that speculated with "
-      "what their tokens take in plain steps, timed in the same buckets of this run."
-    )
-  idle, harvested = total("rollout/idle_s"), total("rollout/harvested_s")
-  if any("drafter/updates" in r for r in records):
-    lines.append(
-      f"Spot training: slices were idle for {idle:.1f} s, and trained the drafter on what "
-      f"takes about {harvested:.1f} s alone; {total('drafter/updates'):.0f} updates in all."
-    )
-  return "\n".join(lines)
-
-
-def _mean(records: Sequence[Mapping[str, float]], key: str) -> float | None:
-  """Averages a metric over the steps that have it; None if none has."""
-  values = [r[key] for r in records if key in r]
-  return sum(values) / len(values) if values else None

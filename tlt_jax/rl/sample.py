@@ -89,6 +89,8 @@ class Scored:
       "rollout/length_p99": float(np.percentile(length, 99)),
       "rollout/length_max": int(length.max()),
       "rollout/mean_acceptance_length": self.samples.mean_acceptance_length,
+      "rollout/slices": len(self.samples.chunks[0].live),
+      "rollout/speculating_s": self.samples.speculating_s,
       "rollout/idle_s": self.samples.idle_s,
       "rollout/useful_share": self.samples.useful_share,
       "rollout/truncated": self.outcome.count("truncated") / len(length),

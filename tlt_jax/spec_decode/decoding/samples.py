@@ -136,6 +136,11 @@ class Samples:
     return (self.accepted[1:] / self.accepted[0]).tolist()
 
   @property
+  def speculating_s(self) -> float:
+    """Seconds of chunks that speculated."""
+    return sum(c.end_s - c.start_s for c in self.chunks if c.strategy != "off")
+
+  @property
   def idle_s(self) -> float:
     """Seconds of chunks in which slices had no request left, summed over slices.
 

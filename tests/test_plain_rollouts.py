@@ -1,0 +1,27 @@
+"""When rollouts are repeated plainly; `test_commands` runs one that does."""
+
+import pytest
+
+from experiments import plain_rollouts
+
+DRAFTING = {
+  "compare": {"every": 2},
+  "drafter": "eagle2",
+  "strategies": "up to 4 live: 3_1_4",
+  "strategy_rule": "predictive",
+  "verification": "coupled",
+}
+
+
+@pytest.mark.parametrize(
+  "change", [{"compare": {"every": 0}}, {"drafter": ""}, {"strategies": ""}]
+)
+def test_nothing_is_repeated_where_nobody_asks_or_nothing_drafts(change):
+  repeated = plain_rollouts.make(DRAFTING | change, None, None, None)
+  assert not any(repeated(step, None, None) for step in range(4))
+
+
+def test_rollouts_whose_drafts_change_tokens_are_not_compared():
+  config = DRAFTING | {"verification": "rejection"}
+  with pytest.raises(ValueError, match=r"set compare\.every=0"):
+    plain_rollouts.make(config, None, None, None)
