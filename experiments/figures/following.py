@@ -1,4 +1,4 @@
-"""Watches a drafter follow a policy: its agreement after each of its updates.
+"""Watches a drafter follow a policy: its agreement in each program that trains it.
 
     python -m experiments.figures.following --steps=12 --config.spot.warm_up_s=2 \\
       --config.spot.warm_up_rollouts=1000
@@ -29,7 +29,7 @@ from tlt_jax.rl import optimizer
 SIDES = ("tlt", "frozen")
 
 
-def sides(config: dict) -> dict[str, step_lib.Side]:
+def sides(config: dict) -> dict[str, step_lib.Learning]:
   """Both sides, with the same policy."""
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
@@ -40,7 +40,7 @@ def sides(config: dict) -> dict[str, step_lib.Side]:
     mesh,
     **config["learner"],
   )
-  return {name: step_lib.Side(name, config, learner, params) for name in SIDES}
+  return {name: step_lib.Learning(name, config, learner, params) for name in SIDES}
 
 
 def main(config):
@@ -56,12 +56,12 @@ def main(config):
       hashes.add(digest)
       accepted[name].append(scored.samples.acceptance_rate)
       if name == "tlt":
-        done = [m for m in scored.samples.training if m["updated"]]
+        done = [m for m in scored.samples.training if m["updates"]]
         agreement.append([float(m["agreement_1"]) for m in done])
     if len(hashes) > 1:
       raise ArithmeticError(f"step {step}: the sides differ in tokens or parameters")
     first = {name: rates[-1][:1] for name, rates in accepted.items()}
-    print(f"step {step}: {len(agreement[-1])} updates, {first}", flush=True)
+    print(f"step {step}: {len(agreement[-1])} programs, {first}", flush=True)
   print(json.dumps({"agreement": agreement, "acceptance_rate_pos": accepted}))
 
 

@@ -84,7 +84,7 @@ def commands(runs: str, full: bool) -> dict[str, str]:
       f"experiments.simulate --scenario=qwen2_5_{name} --slices={slices} "
       f"--nosensitivity --out={runs}/scale_{name}"
     )
-  own = {"train", "train_drafter", "step", "rollout", "widen", "simulated"}
+  own = {"train", "train_drafter", "step", "rollout", "widen"}
   return {
     name: f"{command} --workdir={runs}/{name}"
     if command.split()[0].rpartition(".")[2] in own

@@ -6,8 +6,7 @@
 
 Real rollouts of each side, in turn; then the simulator is given their lengths, the step
 times of the table, and what was accepted. What the host takes between two chunks is
-taken from the plain rollouts: nothing else is. The flags are those of `bench.step`. The
-last line is JSON.
+taken from the plain rollouts: nothing else is. The last line is JSON.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from experiments import keys
 from experiments import launch
 from experiments import tables
 from experiments.bench import interleave
-from experiments.bench import step as step_lib
+from experiments.bench import sides as sides_lib
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
@@ -31,6 +30,9 @@ from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 
 _TABLE = flags.DEFINE_string("table", None, "Last line of bench.rollout.", required=True)
+_STEPS = flags.DEFINE_integer("steps", 10, "Rollouts of each side.", lower_bound=1)
+_WARM_UP = flags.DEFINE_integer("warm_up", 1, "Rollouts before, unmeasured.", lower_bound=1)
+_SLICES = flags.DEFINE_integer("slices", 2, "Devices on a CPU.", lower_bound=1)
 
 SIDES = ("plain", "frozen", "3_1_4", "8_1_9")
 DEEPEST = "8_1_9"  # tells what is accepted at every position
@@ -40,7 +42,7 @@ def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampl
   """A sampler for each side, its programs compiled and its steps timed."""
   made = {}
   for side in SIDES:
-    own = step_lib.settings(side, config)
+    own = sides_lib.settings(side, config)
     chosen = from_config.selector(own)
     drafts = chosen is not None
     made[side] = from_config.sampler(
@@ -81,7 +83,7 @@ def simulate(
   config: dict, model, side: str, scored: sample.Scored, machine, rates
 ) -> samples_lib.Samples:
   """The rollout of a side, simulated with the lengths that a real one had."""
-  own = step_lib.settings(side, config)
+  own = sides_lib.settings(side, config)
   selector = from_config.selector(own)
   return simulated_lib.simulate(
     machine,
@@ -130,13 +132,13 @@ def compare(
 
 
 def main(config):
-  launch.start(flags.FLAGS.slices)
+  launch.start(_SLICES.value)
   config = from_config.complete(config)
   models = from_config.load_models(config)
-  found = measure(config, models, flags.FLAGS.steps, flags.FLAGS.warm_up)
-  result = compare(config, models.model, flags.FLAGS.slices, found)
+  found = measure(config, models, _STEPS.value, _WARM_UP.value)
+  result = compare(config, models.model, _SLICES.value, found)
   tables.show(
-    f"Seconds of a rollout, {flags.FLAGS.slices} slices",
+    f"Seconds of a rollout, {_SLICES.value} slices",
     ["side", "measured", "simulated", "deviation"],
     [
       [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"]
@@ -144,8 +146,8 @@ def main(config):
       for side, r in result["sides"].items()
     ],
   )
-  case = {"slices": flags.FLAGS.slices, "slots": config["rollout"]["slots"]}
-  print(json.dumps(case | {"turns": flags.FLAGS.steps} | result))
+  case = {"slices": _SLICES.value, "slots": config["rollout"]["slots"]}
+  print(json.dumps(case | {"turns": _STEPS.value} | result))
 
 
 if __name__ == "__main__":
