@@ -56,8 +56,8 @@ def main(config):
       hashes.add(digest)
       accepted[name].append(scored.samples.acceptance_rate)
       if name == "tlt":
-        done = [m for m in scored.samples.training if m["updated"]]
-        agreement.append([float(m["agreement_1"]) for m in done])
+        of = [m.get("agreement_1") for m in scored.samples.training]
+        agreement.append([float(share) for share in of if share])  # where it was updated
     if len(hashes) > 1:
       raise ArithmeticError(f"step {step}: the sides differ in tokens or parameters")
     first = {name: rates[-1][:1] for name, rates in accepted.items()}
