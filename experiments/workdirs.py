@@ -1,9 +1,9 @@
 """The folder of a run: what its checkpoints were made with, and when it may be resumed.
 
 `config.json` in a workdir is the config that its checkpoints were made with. A run that
-resumes may change how long it is, when it evaluates and when it saves (`FREE`). Anything
-else would mix two experiments in one folder: it is refused, or goes on in another folder
-(`--fork`), from the latest checkpoint of the first. Such a folder says in
+resumes may change how long it is, and when it evaluates, compares and saves (`FREE`).
+Anything else would mix two experiments in one folder: it is refused, or goes on in another
+folder (`--fork`), from the latest checkpoint of the first. Such a folder says in
 `forked_from.json` where it began.
 """
 
@@ -27,7 +27,7 @@ SCHEDULE = (
   "A run's rollouts.jsonl, to train the drafter as it was there; default: this run's own, "
   "for steps that are done again after a crash."
 )
-FREE = ("steps", "evaluation", "checkpoint")  # what a resumed run may change
+FREE = ("steps", "evaluation", "compare", "checkpoint")  # what a resumed run may change
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 # Part of a checkpoint -> where one of these differs, a fork makes the part anew.
 _ANEW = {

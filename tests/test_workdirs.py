@@ -22,6 +22,7 @@ CONFIG = {
   "sampling": {"max_tokens": 8},
   "checkpoint": {"every": 2, "keep": 2},
   "evaluation": {"every": 4},
+  "compare": {"every": 0},
 }
 STATE = {"policy": jnp.arange(3.0), "drafter": jnp.zeros(2)}
 
@@ -104,6 +105,7 @@ def test_only_commands_that_can_fork_offer_it(tmp_path):
 def test_a_run_may_be_longer_and_be_saved_and_evaluated_otherwise(tmp_path):
   folder = made(tmp_path / "run", 2, 4)
   changes = {"steps": 4, "evaluation": {"every": 0}, "checkpoint": {"every": 1, "keep": 3}}
+  changes["compare"] = {"every": 2}
   run = workdirs.open(str(folder), config(**changes))
   assert run.start.latest() == 4 and run.log == folder / "rollouts.jsonl"
 
