@@ -41,7 +41,6 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
-from tlt_jax.spec_decode.spot import state as state_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 _HERE = pathlib.Path(__file__).parent
@@ -205,8 +204,9 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   trainer, training = None, None
   if program in _TRAINS:
     trainer, training = _training(model, drafter, mesh, options.max_length)
-    weights = weights.replace(draft=training.state.params)
-  chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=options.chunk, per_update=1)
+    drafting = drafter_lib.abstract_params(drafter)
+    weights = weights.replace(draft=axes.with_shardings(mesh, axes.ROLLOUT, drafting))
+  chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=options.chunk)
   way = chunks_lib.Way(arm, source, weights)
   chunks.program(bucket, way, full, state, limits, training)
   return pool.asked[way.name + ("+training" if training else "")]
@@ -238,10 +238,10 @@ def _training(model, drafter, mesh, longest: int):
   features = spot_lib.abstract_features(trainer, options)
   table = integers((slices * m, 4, features.shape[1]), over)
   training = trainer_lib.Training(
-    state=state_lib.abstract_state(drafter, trainer.optimizer, mesh),
-    pending=trainer.abstract_pending(),
+    states=trainer.abstract_states(),
     rows=rows_lib.Rows(features, table, integers((slices * (1 + m),), over)),
     most=integers((), whole),
+    later=integers((), whole),
     expected=integers((), whole),
   )
   return trainer, training

@@ -218,7 +218,8 @@ class _Run:
     if spot is None:
       return ()
     trainer, options = spot
-    state = state_lib.abstract_state(trainer.drafter, trainer.optimizer, self.mesh)
+    args = trainer.drafter, trainer.optimizer, self.mesh, trainer.average > 0
+    state = state_lib.abstract_state(*args)
     published = state.params if options.held_out_rows else ()
     return state, published, spot_lib.abstract_features(trainer, options)
 
@@ -230,9 +231,8 @@ class _Run:
       return []
     if spot is None:
       return [self.part("drafter", self.draft_params(drafter), "drafter")]
-    state, published, features = self.spot_arrays(spot)
-    pending = spot[0].abstract_pending()
-    held = (state, published, pending)
+    _, _, features = self.spot_arrays(spot)
+    held = (spot[0].abstract_states(), self.draft_params(drafter))
     return [
       self.part("drafter in training", held, "spot.every"),
       self.part("drafter's training rows", features, "spot.rows"),
@@ -294,8 +294,7 @@ class _Run:
       trainer, spot_options = spot
       row = spot_lib.row_tokens(trainer, spot_options)
       size = scratch_memory.draft_micro_batch(trainer, row)
-      state, _, _ = self.spot_arrays(spot)
-      after = (state, trainer.abstract_pending())
+      after = trainer.abstract_states()
       parts += [
         self.part("drafter after an update", after, "spot.every"),
         self.scratch("drafter's micro-batch", size, "spot.row_tokens"),

@@ -77,12 +77,13 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
     "moments": held(state.opt_state),
     "reference policy": held(reference),
     "policy in rollouts": held(policy),
-    "drafter in training": held((spot.state, spot._published, spot._pending)),
+    "drafter in training": held((spot.training(0).states, spot.params)),
     "drafter's training rows": held(spot.features),
   }
-  trained = (state, spot.state, spot._published, spot.features)
+  published = spot.arrays().get("published")
+  trained = (state, spot.state, published, spot.features)
   expected["state of the checkpoint"] = held(trained)
-  expected["drafter after an update"] = held((spot.state, spot._pending))
+  expected["drafter after an update"] = held(spot.training(0).states)
   # The bucket that needs the most, full.
   batches = [
     ready.Ready(parts)._full(bucket, 1)[0] for bucket in sampler.rollout.options.buckets

@@ -173,6 +173,52 @@ def test_idle_slices_train_and_frozen_ones_do_not():
   assert counts(frozen)[0] == counts(trained)[0]
 
 
+class MadeUp(costs_lib.Costs):
+  """Costs of a machine on which an empty cache costs next to nothing."""
+
+  host_s = 0.0
+
+  def step_s(self, bucket, arm, seen):
+    full = seen / bucket.batch / bucket.length
+    return (0.002 + 0.01 * full) * (1 if arm is None else 2)
+
+  def prefill_s(self, tokens):
+    return 0.0
+
+  def micro_batch_s(self, tokens):
+    return 0.01
+
+  def exchange_s(self, slices):
+    return 0.001
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.7])
+def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate):
+  """Even where steps were timed with full caches, and while they get slower.
+
+  Without acceptance it decodes plainly, else by chains.
+  """
+  sizes = rollout.Options(
+    max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=((4, 512), (2, 2048))
+  )
+  run = lambda **changes: simulated.simulate(
+    simulated.Machine(2, MadeUp()),
+    tiny.CONFIG,
+    sizes,
+    requests_lib.make_requests([np.ones(5, np.int32)] * 4, max_tokens=2000),
+    np.array([1900, 5, 6, 7]),
+    selector=levels.make("up to 4 live: off or 3_1_4", "predictive", True),
+    acceptance=acceptance_lib.Rates([rate]),
+    **changes,
+  )
+  train = spot.Options(row_tokens=128, chunk_tokens=64, rows=8, carried_rows=4)
+  frozen, trained = run(), run(spot=train)
+  assert {c.strategy for c in trained.chunks[-9:]} == {"3_1_4" if rate else "off"}
+  seconds = lambda samples: sum(c.end_s - c.start_s for c in samples.chunks)
+  assert seconds(trained) < 1.03 * seconds(frozen)
+  assert trained.harvested_s > 0.8 * trained.idle_s
+
+
 def test_a_pass_reads_its_weights_and_caches():
   """A hand number: one token, memory-bound, on a device of 1 GB/s."""
   ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)

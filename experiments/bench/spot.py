@@ -59,18 +59,23 @@ class Stamps:
     stamps = self
 
     class Watched(trainer_lib.Trainer):
-      def accumulate(self, target_params, training, count):
+      def train(self, target_params, training, count):
         s = jax.lax.axis_index(axes.DATA)
         tell = lambda which, x: jax.debug.callback(
           functools.partial(stamps, which), s, count, x
         )
         tell("began", count)
-        sums = super().accumulate(target_params, training, count)
-        tell("ended", sums.loss)
-        return sums
+        trained = super().train(target_params, training, count)
+        tell("ended", trained.told)
+        return trained
 
     fields = dataclasses.fields(trainer)
     return Watched(**{field.name: getattr(trainer, field.name) for field in fields})
+
+
+def updates(samples: samples_lib.Samples) -> int:
+  """Updates of the drafter, of all slices."""
+  return sum(told["updates"] for told in samples.training)
 
 
 def last_third(samples: samples_lib.Samples) -> float:
@@ -126,7 +131,7 @@ def harvest(
     print(
       f"pair {len(pairs)}: {off.rollout_s:.2f} s without, {trained.rollout_s:.2f} s with "
       f"training; idle {trained.samples.idle_s:.2f} s, harvested "
-      f"{trained.samples.harvested_s:.2f} s in {len(trained.samples.training)} updates",
+      f"{trained.samples.harvested_s:.2f} s in {updates(trained.samples)} updates",
       flush=True,
     )
   return summary(pairs, slices=len(spot.buffer.rows))
@@ -153,7 +158,7 @@ def summary(pairs: list[dict], slices: int) -> dict:
     "harvested_share": float(harvested / idle) if idle else 0.0,
     "busy_overhead": mean,
     "busy_overhead_half_width": half,
-    "updates": float(np.mean([len(s.training) for s in trained])),
+    "updates": float(np.mean([updates(s) for s in trained])),
   }
   print(
     f"idle {found['idle_share']:.1%} of slice time, {found['harvested_share']:.1%} of "

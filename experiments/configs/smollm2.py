@@ -81,6 +81,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         warm_up_s=2.0,
         warm_up_rollouts=200 if gpu else 40,
         micro_batches_per_update=1,
+        updates_per_exchange=16,
+        average=0.0,
         loss=dict(steps=3, decay=0.8, distance="cross_entropy", regression=0.1),
         optimizer=dict(name="adamw", learning_rate=3e-4, b2=0.99, weight_decay=0.0),
       ),

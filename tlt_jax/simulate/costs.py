@@ -32,10 +32,10 @@ class Costs(Protocol):
     """Seconds of computing so many tokens of prompts."""
 
   def micro_batch_s(self, tokens: int) -> float:
-    """Seconds of training on a row of so many tokens."""
+    """Seconds of training on a row of so many tokens, an update included."""
 
-  def update_s(self, slices: int) -> float:
-    """Seconds of summing the drafter's gradients over the slices, and its update."""
+  def exchange_s(self, slices: int) -> float:
+    """Seconds in which slices average their drafters, moments included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +123,12 @@ class Roofline:
   def micro_batch_s(self, tokens) -> float:
     own = 3 * self.drafter.unrolled * self.draft_weights  # forward, and twice backward
     judged = self.model.vocab_size * self.model.width  # by the target's own head
-    return self._compute_s(2 * (own + judged) * tokens) + self.host_s
+    update_s = 7 * self._state / self._bandwidth  # reads four arrays, writes three
+    return self._compute_s(2 * (own + judged) * tokens) + update_s + self.host_s
 
-  def update_s(self, slices) -> float:
-    size = 4 * self.draft_weights / self.tensor
-    moved = 2 * (slices - 1) / slices * size / self.device.link
-    return moved + 6 * size / self._bandwidth  # gradients, parameters, two moments
+  def exchange_s(self, slices) -> float:
+    moved = 2 * (slices - 1) / slices * 3 * self._state / self.device.link
+    return moved + self.host_s
 
   def policy_update_s(self, tokens: float, slices: int, passes: float = 4.0) -> float:
     """Seconds of a policy update on so many tokens, on all devices.
@@ -146,6 +146,11 @@ class Roofline:
     d = self.drafter
     fused = (d.features + 1) * self.model.width**2
     return self._layer + fused + d.vocab_size * self.model.width
+
+  @property
+  def _state(self) -> float:
+    """Bytes of the drafter's weights in training, on a device; each moment has as many."""
+    return 4 * self.draft_weights / self.tensor
 
   @property
   def _layer(self) -> int:
@@ -193,7 +198,7 @@ class Measured:
   micro_batch: ranges.NotNegative = 0.0  # seconds of a micro-batch
   prefill_token: ranges.NotNegative = 0.0  # seconds of a prompt's token
   host_s: ranges.NotNegative = 0.0
-  update: ranges.NotNegative = 0.0  # seconds
+  exchange: ranges.NotNegative = 0.0  # seconds
 
   def __post_init__(self):
     if not self.table.get("steps"):
@@ -230,9 +235,9 @@ class Measured:
     del tokens
     return self.micro_batch
 
-  def update_s(self, slices) -> float:
+  def exchange_s(self, slices) -> float:
     del slices
-    return self.update
+    return self.exchange
 
 
 def _between(known: Mapping[int, float], x: float) -> float:

@@ -3,6 +3,8 @@
 Who sits where, and what is decided, stays with the objects of `spec_decode.rollout`.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -58,37 +60,28 @@ class Programs:
     self.pool = pool_lib.Pool(shapes.options.budget)
     self._micro_batch_s = costs.micro_batch_s(row_tokens)
 
-  def run(self, name: str, key: tuple, *args) -> trainer_lib.Trained:
-    """Trains on all slices, outside of a chunk."""
+  def run(self, name: str, key: tuple, *args):
+    """Trains on all slices, outside of a chunk, or exchanges what was trained."""
+    del key
+    if name == "exchange":
+      self.timer.spend(self.costs.exchange_s(self.shapes.slices))
+      return None, None
     if name != "train":
       raise ValueError(f"program {name!r} is not simulated: set spot.held_out_rows=0")
-    del key
     training = args[1]
     filled = training.rows.order[:, 0]
-    mine = np.where(filled > 0, training.most, 0)
     self.timer.spend(int(training.most) * self._micro_batch_s)
-    return trained(training, mine, self, per_update=1)
-
-  def update(self) -> None:
-    """Spends the time of an update of the drafter."""
-    self.timer.spend(self.costs.update_s(self.shapes.slices))
+    return np.where(filled > 0, training.most, 0)
 
 
-def trained(
-  training: trainer_lib.Training, mine: np.ndarray, programs: Programs, per_update: int
-) -> trainer_lib.Trained:
-  """The account of micro-batches i32[slices], and the update if they are enough."""
-  waiting = training.pending + int(mine.sum())
-  enough = bool(training.most > 0) and waiting >= per_update
-  if enough:
-    programs.update()
-  return trainer_lib.Trained(
-    state=None,
-    pending=0 if enough else waiting,
-    micro_batches=mine,
-    exchanged=np.bool_(enough),
-    metrics={"updated": np.float32(enough)},
-  )
+@dataclasses.dataclass(frozen=True)
+class Trainer(trainer_lib.Trainer):
+  """Has neither loss nor optimizer: what it trains is counted."""
+
+  def account(self, trained: np.ndarray) -> trainer_lib.Account:
+    """The account of micro-batches i32[slices]."""
+    updates = trained // self.per_update
+    return trainer_lib.Account(None, updates * self.per_update, updates, 0, {})
 
 
 class Spot(spot_lib.Spot):
@@ -107,8 +100,8 @@ class Spot(spot_lib.Spot):
       held_out=options.held_out_rows,
     )
     self.rollouts = 0
-    self._state = self._features = None
-    self._pending = 0  # micro-batches
+    self._states = self._features = None
+    self._updates = np.zeros(len(self.buffer.rows), np.int32)
 
   @property
   def params(self):
@@ -117,6 +110,10 @@ class Spot(spot_lib.Spot):
 
   def rows(self) -> rows_lib.Rows:
     return rows_lib.Rows(None, None, self.buffer.order())
+
+  def exchange(self, program) -> None:
+    program(None, None)
+    self._updates = np.zeros_like(self._updates)
 
 
 class Batch(batch_lib.Batch):
@@ -237,7 +234,7 @@ class Chunks:
     count[where] = drawn
     return count, steps, accepted
 
-  def _train(self, training, emitted, busy_s) -> trainer_lib.Trained:
+  def _train(self, training, emitted, busy_s) -> trainer_lib.Account:
     """Spends the time of a chunk in which idle slices train."""
     slices, programs = self._programs.shapes.slices, self._programs
     view = emitted.replace(
@@ -247,16 +244,15 @@ class Chunks:
       remaining=emitted.remaining.reshape(slices, -1),
       steps=emitted.steps[:, None],
     )
-    mine = np.asarray(self._quota(training.replace(pending=None), view))
+    mine = np.asarray(self._quota(training, view))
     micro_batch_s = programs.costs.micro_batch_s(self._spot.row_tokens)
     programs.timer.spend(float((busy_s + mine * micro_batch_s).max()))
-    per_update = self._spot.options.micro_batches_per_update
-    return trained(training, mine, programs, per_update)
+    return self._spot.trainer.account(mine)
 
 
 # The axis of the slices in the arguments of `fused.quota`.
 _TRAINING = trainer_lib.Training(
-  state=None, pending=None, rows=rows_lib.Rows(None, None, 0), most=None, expected=None
+  states=None, rows=rows_lib.Rows(None, None, 0), most=None, later=None, expected=None
 )
 _EMITTED = slots_lib.Emitted(
   tokens=None, logp=None, logp_filtered=None, count=None, remaining=0, steps=0

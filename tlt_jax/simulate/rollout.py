@@ -24,7 +24,6 @@ from tlt_jax.spec_decode.rollout import ready as ready_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
-from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +109,8 @@ def simulate(
   trains = None
   if spot is not None:
     longest = options.max_length
-    trainer = trainer_lib.Trainer(config, drafter, mesh, None, None, longest)
+    args = config, drafter, mesh, None, None, longest
+    trainer = devices.Trainer(*args, per_update=spot.micro_batches_per_update)
     trains = devices.Spot(trainer, spot)
   timer = devices.Timer()
   row_tokens = trains.row_tokens if trains else 1

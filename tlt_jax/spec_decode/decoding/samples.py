@@ -47,7 +47,8 @@ class Samples:
   peak_bytes: int = 0  # memory per device in the fullest chunk
   chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
   decisions: list[tuple[str, int]] = dataclasses.field(default_factory=list)
-  training: list[dict] | None = None  # of the drafter, per update: its means
+  # Of the drafter, by program that trained it: "updates", "skipped", and means over them.
+  training: list[dict] | None = None
   training_s: float = 0.0  # that it went on after the last token
   published: bool | None = None  # whether what was trained drafts; None: not asked
   micro_batch_s: float = 0.0  # of it, measured alone
@@ -106,16 +107,18 @@ class Samples:
     """`drafter/*` of the drafter's training, means over its updates; none without it."""
     if self.training is None:
       return {}
-    done = [m for m in self.training if m["updated"]]
-    names = sorted(set(done[0]) - {"updated"}) if done else []
+    count = lambda name: sum(m[name] for m in self.training)
+    names = sorted({name for m in self.training for name in m} - {"updates", "skipped"})
+    updates = count("updates")
+    mean = lambda k: sum(m["updates"] * m.get(k, 0.0) for m in self.training) / updates
     asked = self.published is not None
     return {
       **({"drafter/published": float(self.published)} if asked else {}),
       "rollout/harvested_s": self.harvested_s,
       "drafter/training_s": self.training_s,
-      "drafter/updates": len(done),
-      "drafter/skipped": len(self.training) - len(done),
-      **{f"drafter/{k}": float(np.mean([m[k] for m in done])) for k in names},
+      "drafter/updates": updates,
+      "drafter/skipped": count("skipped"),
+      **({f"drafter/{k}": mean(k) for k in names} if updates else {}),
     }
 
   @property

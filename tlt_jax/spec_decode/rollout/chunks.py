@@ -41,7 +41,7 @@ class Ran(NamedTuple):
 
   emitted: slots_lib.Emitted  # on the host
   draft_state: Any
-  trained: trainer_lib.Trained | None  # on the host but for state and pending
+  trained: trainer_lib.Account | None
   seconds: float  # that it took
 
   @property
@@ -92,7 +92,6 @@ class Chunks:
     trainer: trainer_lib.Trainer | None,
     *,
     tokens: int,
-    per_update: int,
   ):
     """Compiles nothing yet.
 
@@ -101,10 +100,9 @@ class Chunks:
       pool: gets the compiled programs
       trainer: of the drafter, where idle slices train it
       tokens: per slot that a chunk may draw, at most
-      per_update: micro-batches of all slices, at least, that make an update
     """
     self._shapes, self._pool, self._trainer = shapes, pool, trainer
-    self._tokens, self._per_update = tokens, per_update
+    self._tokens = tokens
     self._jitted: dict[tuple[str, bool], Callable] = {}
 
   def program(
@@ -143,7 +141,7 @@ class Chunks:
       run = speculate.decode(way.source, way.arm, self._tokens)
       shardings = chunk_lib.Done(slots, way.source.state_shardings, None)
     if trains:
-      return fused.make(self._trainer, run, shardings, self._per_update, kernels)
+      return fused.make(self._trainer, run, shardings, kernels)
     run = chunk_lib.without_training(run)
     return chunk_lib.make(s.mesh, run, shardings, kernels=kernels)
 
@@ -168,6 +166,6 @@ class Chunks:
     began = time.perf_counter()  # compiling is not timed
     done = program()
     batch.slots = done.slots
-    trained = done.training and trainer_lib.on_host(done.training)
+    trained = done.training and self._trainer.account(done.training)
     emitted = jax.device_get(done.emitted)
     return Ran(emitted, done.draft_state, trained, time.perf_counter() - began)

@@ -18,6 +18,10 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 Arm = strategy_lib.Strategy | None  # None: plain decoding
 
 _WINDOW = 16  # chunks that are remembered of each bucket and strategy
+_LATE = 3  # of them, which say how long the next chunk decodes
+_FILLED = 0.9  # share of that time which idle slices train
+_PROBING = 0.5  # share in one chunk of so many, whose time is surely that of decoding
+_PROBES = 8
 
 
 class Clock:
@@ -31,7 +35,10 @@ class Clock:
     """
     self.now = now
     self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
+    self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}  # of chunks
+    self._chunks: dict[tuple[options_lib.Bucket, Arm], int] = {}  # that were booked
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
+    self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
     self.micro_batch_s = 0.0  # of a micro-batch, measured alone; 0: not yet
     self._slower = 1.0  # what chunks say of that, see `adapt`
     self.begin_rollout()
@@ -55,6 +62,7 @@ class Clock:
     tokens: int,
     longest: int,
     seconds: float,
+    learns: bool = True,
   ) -> None:
     """Books a chunk.
 
@@ -64,12 +72,18 @@ class Clock:
       tokens: that all slots drew
       longest: tokens that the fullest slot drew
       seconds: that decoding took
+      learns: whether these say what a step takes
     """
-    self._last = bucket, arm
-    times = self._step_s.setdefault((bucket, arm), [])
-    times.append(seconds / max(steps, 1))
-    del times[:-_WINDOW]
-    self._step_tokens[bucket, arm] = longest / max(steps, 1)
+    self._last = key = bucket, arm
+    for ledger, most in ((self._step_s, _WINDOW), (self._late_s, _LATE)):
+      if learns:
+        times = ledger.setdefault(key, [])
+        times.append(seconds / max(steps, 1))
+        del times[:-most]
+    self._chunks[key] = self._chunks.get(key, 0) + 1
+    tokens_of_step = longest / max(steps, 1)
+    before = self._step_tokens.get(key, tokens_of_step)
+    self._step_tokens[key] = self._arm_tokens[arm] = (3 * before + tokens_of_step) / 4
     self.seconds += seconds
     self.tokens += tokens
 
@@ -78,9 +92,24 @@ class Clock:
     times = self._step_s.get((bucket, arm))
     return float(np.median(times)) if times else 0.0
 
+  def decoding_s(self, bucket: options_lib.Bucket, arm: Arm, steps: int) -> float:
+    """Seconds that so many steps of the next chunk take, rather too few.
+
+    As in the last chunk, or in most of the last few if these were faster. 0 before the
+    first: steps that were timed on their own had full caches, which may cost many times
+    what nearly empty ones do.
+    """
+    late = self._late_s.get((bucket, arm))
+    return steps * float(min(late[-1], np.median(late))) if late else 0.0
+
   def tokens_of_step(self, bucket: options_lib.Bucket, arm: Arm) -> float:
-    """Tokens that the fullest slot draws in a step; 1 if unknown."""
-    return max(self._step_tokens.get((bucket, arm), 1.0), 1.0)
+    """Tokens that the fullest slot draws in a step, on average of late.
+
+    If unknown, those of the strategy in another bucket, or else the most that it draws.
+    """
+    most = 1.0 if arm is None else arm.depth + 1.0
+    known = self._step_tokens.get((bucket, arm), self._arm_tokens.get(arm, most))
+    return max(known, 1.0)
 
   def token_s(self, bucket: options_lib.Bucket | None) -> float:
     """Seconds of a token of the fullest slot, as the bucket runs now; 0 if unknown."""
@@ -104,18 +133,35 @@ class Clock:
       self.step_s(known, None) * bucket.batch / known.batch
     )
 
-  def micro_batches_within(self, seconds: float) -> int:
-    """How many micro-batches take about that long."""
-    one = self.micro_batch_s * self._slower
-    return round(seconds / one) if one else 0
+  def micro_batches_within(
+    self, bucket: options_lib.Bucket, arm: Arm, steps: int
+  ) -> int:
+    """Micro-batches that idle slices train while others decode so many steps.
+
+    They fill most of the time that this is thought to take, not all: a chunk that lasts
+    as long as they train says nothing of decoding, and the next would be filled as long.
+    One of some is filled half, and shows what decoding takes by now.
+    """
+    share = _PROBING if self.probes(bucket, arm) else _FILLED
+    one = self.micro_batches_s(1)
+    decoding_s = self.decoding_s(bucket, arm, steps)
+    return int(share * decoding_s / one + 0.25) if one else 0  # few are not rounded to less
+
+  def probes(self, bucket: options_lib.Bucket, arm: Arm) -> bool:
+    """Whether the next chunk is one that is filled half."""
+    return self._chunks.get((bucket, arm), 0) % _PROBES == 0
+
+  def micro_batches_s(self, count: int) -> float:
+    """Seconds of so many micro-batches beside slices that decode."""
+    return count * self.micro_batch_s * self._slower
 
   def adapt(self, too_long: bool) -> None:
-    """Learns from a chunk whether it had too much to train: it took longer for it.
+    """Learns from a filled chunk whether it had too much to train: it took longer for it.
 
-    Settles where a third of the chunks does, as many as do for other reasons.
+    Settles where a third of the chunks do, as many as do for other reasons.
     """
     factor = 1.04 if too_long else 0.98
-    self._slower = float(np.clip(self._slower * factor, 0.8, 2.0))
+    self._slower = float(np.clip(self._slower * factor, 0.9, 1.5))
 
 
 class Decisions:

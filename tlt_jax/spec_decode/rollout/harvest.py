@@ -4,6 +4,8 @@ What depends on the clock goes through `clock.Decisions`, so that it can be done
 alike. The device's side, and what outlives a rollout, is `spot`.
 """
 
+import functools
+
 import numpy as np
 
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -36,6 +38,7 @@ class Harvest:
     self.schedule, self.clock, self.decide = schedule, schedule.clock, schedule.decide
     self._programs = batch.programs
     self._expected = 0  # steps of the next chunk
+    self._probes = False  # whether it is to show what decoding takes
     samples.training = []
     spot.buffer.begin_rollout()
 
@@ -58,8 +61,10 @@ class Harvest:
     if not self.ready or not self.decide("measures", unknown):
       return
     self._train(params, 1)  # the first time is slower
-    one, three = self._train(params, 1), self._train(params, 3)
-    self.clock.micro_batch_s = max((three - one) / 2, 1e-4)
+    pairs = [(self._train(params, 1), self._train(params, 3)) for _ in range(3)]
+    seconds = float(np.median([three - one for one, three in pairs])) / 2
+    per_update = self.spot.options.micro_batches_per_update
+    self.clock.micro_batch_s = max(seconds, 1e-4) / per_update
 
   def training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training:
     """The training that the next chunk may do.
@@ -68,37 +73,49 @@ class Harvest:
       arm: with which it decodes
       steps: its most
     """
-    running = self.batch.running
+    running, clock = self.batch.running, self.clock
+    self._probes = clock.probes(running.bucket, arm)
     left = running.requests.max_tokens[running.seated] - running.drawn[running.seated]
     tokens = min(self.schedule.tokens, int(max(left)))
-    expect = lambda: self.clock.expected_steps(running.bucket, arm, steps, tokens)
+    expect = lambda: clock.expected_steps(running.bucket, arm, steps, tokens)
     self._expected = self.decide("expected", expect)
     if not self.spot.buffer.holds_any:
       return self.spot.training(0, self._expected)
-    seconds = self._expected * self.clock.step_s(running.bucket, arm)
-    within = lambda: self.clock.micro_batches_within(seconds)
-    return self.spot.training(self.decide("micro_batches", within), self._expected)
+    within = lambda: clock.micro_batches_within(running.bucket, arm, self._expected)
+    most = self.decide("micro_batches", within)
+    # Where a single slice decodes, nobody waits for anything once that has run dry.
+    several = np.count_nonzero(running.live) > 1
+    return self.spot.training(most, self._expected, later=most if several else 0)
 
   def book(
-    self, trained: trainer_lib.Trained, steps: int, decoding_s: float, took: float
-  ) -> float:
+    self, arm: clock_lib.Arm, trained: trainer_lib.Account, steps: np.ndarray, took: float
+  ) -> tuple[float, bool]:
     """Books what a chunk trained.
 
     Args:
-      trained: by the chunk, on the host but for state and pending
-      steps: of the busiest slice
-      decoding_s: what they took before, 0 if unknown
+      arm: with which it decoded
+      trained: by the chunk
+      steps: i32[slices]  that it decoded
       took: seconds of the whole chunk
     Returns:
-      the seconds of it that decoding took
+      the seconds of it that decoding took, as far as one knows; and whether one does
     """
     self._take(trained)
-    if not trained.micro_batches.any() or not decoding_s:
-      return took
+    clock, bucket, busiest = self.clock, self.batch.running.bucket, int(steps.max())
+    before_s = clock.decoding_s(bucket, arm, busiest)
+    if not trained.micro_batches.any() or not before_s:
+      return took, True
+    until_s = max(
+      before_s * n / busiest + clock.micro_batches_s(count)
+      for n, count in zip(steps, trained.micro_batches, strict=True)
+      if count
+    )
     # Where the busiest slice ended early the others had too much to train anyhow.
-    if steps >= 0.8 * self._expected:
-      self.clock.adapt(took > 1.15 * decoding_s)
-    return min(took, 1.05 * decoding_s)
+    if busiest >= 0.8 * self._expected and not self._probes:
+      clock.adapt(took > 1.15 * before_s)
+    if until_s < 0.85 * took or took < before_s:
+      return took, True
+    return before_s, False
 
   def store(self, ended: list[running_lib.Ended]) -> None:
     """Keeps the features of requests that have ended, as far as there is room.
@@ -132,31 +149,43 @@ class Harvest:
     if spot.rollouts < options.warm_up_rollouts:
       wanted = max(wanted, options.warm_up_s)
     spot.rollouts += 1
-    trained = any(any(chunk.trained) for chunk in self.samples.chunks)
-    if trained and options.micro_batches_per_update > 1:
-      self._train(params, 1)  # with what no update has been made of
     more = lambda: self.clock.now() - began < wanted
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, 1)
+      self.exchange()
+    self.exchange(least=1)
     if options.held_out_rows and self.samples.training:
-      published, better = self._programs.run(
-        "judge", (), params, spot.params, spot.state.params, spot.rows()
-      )
+      drafting = spot.state.drafting
+      args = params, spot.params, drafting, spot.rows()
+      published, better = self._programs.run("judge", (), *args)
       spot.publish(published)
       self.samples.published = bool(better)
     self.samples.training_s = self.clock.now() - began
     self.samples.micro_batch_s = self.clock.micro_batch_s
 
-  def _train(self, params, most: int) -> float:
+  def exchange(self, least: int | None = None) -> None:
+    """Lets slices exchange what they have learnt, if they have made updates enough.
+
+    Args:
+      least: updates, of all slices; None: as the options say
+    """
+    least = least or self.spot.options.updates_per_exchange
+    if self.spot.updates.sum() >= least:
+      self.spot.exchange(functools.partial(self._programs.run, "exchange", ()))
+
+  def _train(self, params, updates: int) -> float:
     """Trains on all slices; returns the seconds that it took."""
     began = self.clock.now()
-    training = self.spot.training(most)
-    trained = trainer_lib.on_host(self._programs.run("train", (), params, training))
+    training = self.spot.training(updates * self.spot.options.micro_batches_per_update)
+    trained = self._programs.run("train", (), params, training)
+    account = self.spot.trainer.account(trained)
     seconds = self.clock.now() - began
-    self._take(trained)
+    self._take(account)
     return seconds
 
-  def _take(self, trained: trainer_lib.Trained) -> None:
+  def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)
-    if trained.exchanged:
-      self.samples.training.append({k: float(v) for k, v in trained.metrics.items()})
+    updates = int(trained.updates.sum())
+    if updates or trained.skipped:
+      told = {"updates": updates, "skipped": trained.skipped, **trained.metrics}
+      self.samples.training.append(told)

@@ -140,6 +140,8 @@ class Loop:
     bucket, live = self.running.bucket, int(max(self.running.live))
     if self.harvest and self.parts.trains(bucket):
       self.harvest.measure(self.params)
+    if self.harvest:
+      self.harvest.exchange()
     arm = self.parts.drafting.choose(self.schedule)
     self.gains.append(self.parts.drafting.gain(arm, live, bucket))
     weights = self.parts.weights(self.params, self.draft_params)
@@ -170,9 +172,10 @@ class Loop:
       ran: what came of it
     """
     bucket, clock, seconds = self.running.bucket, self.parts.clock, ran.seconds
+    learns = True
     if self.harvest and ran.trained is not None:
-      decoding_s = ran.steps * clock.step_s(bucket, arm)
-      seconds = self.harvest.book(ran.trained, ran.steps, decoding_s, ran.seconds)
+      book = self.harvest.book
+      seconds, learns = book(arm, ran.trained, ran.emitted.steps, seconds)
     longest = int(ran.emitted.count.max())
     clock.book(
       bucket,
@@ -181,6 +184,7 @@ class Loop:
       tokens=ran.tokens,
       longest=longest,
       seconds=seconds,
+      learns=learns,
     )
     if self.parts.drafting.selector is None:
       return

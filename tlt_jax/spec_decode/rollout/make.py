@@ -57,7 +57,6 @@ def make(
     pool,
     trainer,
     tokens=max(options.chunk, spot_options.chunk_tokens if spot else 0),
-    per_update=spot_options.micro_batches_per_update,
   )
   sources = drafting_lib.make_sources(selector, shapes, pool, verification, drafter)
   drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())

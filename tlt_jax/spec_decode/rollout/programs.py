@@ -126,6 +126,7 @@ class Programs:
     if trainer is not None:
       self._jitted |= {
         "train": trainer.make_train(),
+        "exchange": trainer.make_exchange(),
         "judge": trainer.make_judge(held_out_rows),
         "store": rows_lib.make_store(mesh),
       }
@@ -135,7 +136,7 @@ class Programs:
 
     Args:
       name: "prefill", "admit" (see `prompts`), "resize" (`decode`), "move_features"
-        (`pages`), "train", "judge" (`trainer`), "store" (`rows`)
+        (`pages`), "train", "exchange", "judge" (`trainer`), "store" (`rows`)
       key: of the bucket
       args, static: what the program takes
     """

@@ -1,17 +1,19 @@
 """Spot training: a slice that has nothing left to decode trains the drafter.
 
 A fused chunk (`fused`) is one program: each slice decodes; one that runs dry goes on
-with micro-batches of its own finished sequences, from that moment to the chunk's
-expected end. Once there are enough of them gradients are summed over the slices, and one
-guarded update follows, the same everywhere (`trainer`). The new drafter drafts from the
-next chunk on, or, where it must pass on held-out data, from the next rollout on. It
-cannot change a token: what is drawn does not depend on the drafter.
+with micro-batches of its own finished sequences, from that moment to shortly before the
+chunk's expected end. It updates a drafter of its own, so that nobody waits for it. Once
+there are enough updates, and when the rollout ends, slices exchange what they have
+learnt (`trainer`). From then on it drafts or, where it must pass on held-out data, from
+the next rollout on. It cannot change a token: what is drawn does not depend on it.
 
 Departures from TLT (https://arxiv.org/abs/2511.16665): no process group of its own and
-no coordinator; training is deterministic, by a logged schedule; a drafter can be judged
-on held-out rows before it drafts.
+no coordinator; training is deterministic, by a logged schedule; slices train apart and
+are averaged; an average over updates drafts; a drafter can be judged on held-out rows
+before it drafts.
 """
 
+from collections.abc import Callable
 import dataclasses
 
 import jax
@@ -52,8 +54,13 @@ class Options:
   chunk_tokens: ranges.Tokens = 128  # most tokens per slot in a chunk that also trains
   # micro-batches that a chunk that trains should have time for
   min_micro_batches: ranges.Count = 6
-  # fewest micro-batches, over all slices, per optimizer update
+  # micro-batches whose gradients a slice sums up for an optimizer update
   micro_batches_per_update: ranges.Count = 1
+  # updates, of all slices, after which these exchange what they have learnt
+  updates_per_exchange: ranges.Count = 16
+  # decay, per update, of the average of the drafter's weights, which drafts; 0: the last
+  # weights do
+  average: ranges.ShareBelowOne = 0.0
   # time of training after a rollout, as a share of the rollout's, where one slice decodes
   # alone and is never idle
   after_rollout_share: ranges.NotNegative = 0.05
@@ -110,9 +117,10 @@ class Spot:
       held_out=options.held_out_rows,
     )
     self.rollouts = 0  # that it was trained in
-    self._state = state_lib.init_state(t.drafter, t.optimizer, t.mesh, params)
-    self._published = self._state.params if options.held_out_rows else None
-    self._pending = t.init_pending()
+    self._states = t.init_states(params)
+    self._params = self.state.drafting
+    # Updates of each slice that the others do not have yet.
+    self._updates = np.zeros(num_slices, np.int32)
     features = abstract_features(trainer, options)
     memory.announce(
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
@@ -122,13 +130,13 @@ class Spot:
 
   @property
   def state(self) -> state_lib.State:
-    """The drafter in training."""
-    return self._state
+    """The drafter in training, as all slices have it between rollouts."""
+    return self.trainer.gather(self._states)
 
   @property
   def params(self):
     """The parameters that draft."""
-    return self._published if self.options.held_out_rows else self._state.params
+    return self._params
 
   def trains_in(self, batch: int) -> bool:
     """Whether slices that run dry train in buckets of so many slots.
@@ -138,19 +146,22 @@ class Spot:
     alone = self.trainer.mesh.shape[axes.DATA] == 1
     return not alone and batch <= (self.options.max_batch or batch)
 
-  def training(self, most: int, expected: int | None = None) -> trainer_lib.Training:
+  def training(
+    self, most: int, expected: int | None = None, later: int = 0
+  ) -> trainer_lib.Training:
     """The input of a program that trains.
 
     Args:
-      most: micro-batches of a slice
+      most: micro-batches of a slice that has nothing to decode
       expected: steps of the chunk that it is part of
+      later: micro-batches of one that runs dry in the chunk, if it did at its start
     """
+    of_chunk = {} if expected is None else {"later": later, "expected": expected}
     return trainer_lib.Training(
-      state=self._state,
-      pending=self._pending,
+      states=self._states,
       rows=self.rows(),
       most=np.int32(most),
-      expected=None if expected is None else np.int32(expected),
+      **{name: np.int32(x) for name, x in of_chunk.items()},
     )
 
   def on_nothing(self) -> trainer_lib.Training:
@@ -159,16 +170,38 @@ class Spot:
     order[:, 0] = 1
     table = self._place(np.zeros_like(self.buffer.table))
     rows = rows_lib.Rows(self._features, table, self._place(order))
-    return self.training(most=1, expected=1).replace(rows=rows)
+    one = self.options.micro_batches_per_update
+    return self.training(most=one, expected=1).replace(rows=rows)
 
-  def take(self, trained: trainer_lib.Trained) -> None:
+  def take(self, trained: trainer_lib.Account) -> None:
     """Goes on from what a program has trained; other rows are next."""
-    self._state, self._pending = trained.state, trained.pending
-    self.buffer.trained(np.asarray(trained.micro_batches))
+    self._states = trained.states
+    self._updates = self._updates + trained.updates
+    self.buffer.trained(trained.micro_batches)
+
+  @property
+  def updates(self) -> np.ndarray:
+    """Updates since the last exchange, i32[slices]."""
+    return self._updates
+
+  def exchange(self, program: Callable) -> None:
+    """Lets all slices go on from what each has learnt.
+
+    Where no rows are held out it drafts from now on, else once it is published.
+
+    Args:
+      program: of `Trainer.make_exchange`
+    """
+    updates = slices.place(self.trainer.mesh, self._updates[:, None])
+    self._states, drafting = program(self._states, updates)
+    self._updates = np.zeros_like(self._updates)
+    if not self.options.held_out_rows:
+      self._params = drafting
 
   def restart(self, state: state_lib.State) -> None:
     """Goes on from another state of the drafter, with the data at hand."""
-    self._state = state
+    self._states, self._params = self.trainer.spread(state), state.drafting
+    self._updates = np.zeros_like(self._updates)
 
   @property
   def features(self) -> jax.Array:
@@ -181,16 +214,16 @@ class Spot:
 
   def publish(self, params) -> None:
     """Lets other parameters draft, where rows are held out."""
-    self._published = params
+    self._params = params
 
   def arrays(self) -> dict:
     """The arrays of a checkpoint: the drafter's own state, and the training data at hand.
 
     Neither the target's embedding nor its head, which the drafter uses.
     """
-    published = {"published": self._published} if self.options.held_out_rows else {}
+    published = {"published": self._params} if self.options.held_out_rows else {}
     rows = {"features": self._features, "table": self.rows().table}
-    return {"state": self._state, **published, **rows}
+    return {"state": self.state, **published, **rows}
 
   def data(self) -> dict:
     """The rest of it, which JSON can hold."""
@@ -200,8 +233,9 @@ class Spot:
     """Goes on from what `arrays` and `data` gave."""
     table = np.asarray(arrays["table"]).reshape(self.buffer.table.shape)
     self.buffer.set_state(data["buffer"], table)
-    self._state, self._features = arrays["state"], arrays["features"]
-    self._published = arrays.get("published")
+    self.restart(arrays["state"])
+    self._features = arrays["features"]
+    self._params = arrays.get("published", self._params)
     self.rollouts = data["rollouts"]
 
   def _place(self, x: np.ndarray) -> jax.Array:
@@ -248,4 +282,8 @@ def make_trainer(
       f"context_tokens ({options.context_tokens}) must be at least the drafting steps of "
       f"the loss ({loss.steps}): the first tokens of a piece have no earlier steps"
     )
-  return trainer_lib.Trainer(config, drafter, mesh, loss, optimizer, longest)
+  return trainer_lib.Trainer(
+    *(config, drafter, mesh, loss, optimizer, longest),
+    per_update=options.micro_batches_per_update,
+    average=options.average,
+  )

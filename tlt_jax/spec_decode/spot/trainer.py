@@ -1,15 +1,20 @@
-"""The drafter's training on the devices: micro-batches of a slice, the update of all.
+"""The drafter's training on the devices: each slice's own updates, and their exchange.
 
-Gradients are summed per slice first; only `exchange_and_update` talks to other slices.
+A slice that trains updates a drafter of its own, micro-batch by micro-batch, and waits
+for nobody (local SGD, https://arxiv.org/abs/1805.09767). Now and then, in a program
+between two chunks, slices exchange what they have learnt: `make_exchange`. Until then
+all draft with what was handed out last.
 """
 
 from collections.abc import Callable
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tlt_jax import accumulate
@@ -35,56 +40,44 @@ class Sums:
 
 
 @flax.struct.dataclass
-class Pending:
-  """The work of slices since the last update, not exchanged yet."""
-
-  micro_batches: jax.Array  # i32[slices]
-  sums: Sums  # f32[slices ...] each
-
-
-@flax.struct.dataclass
 class Training:
   """The input of a program that trains."""
 
-  state: state_lib.State
-  pending: Pending
+  states: state_lib.State  # of each slice: [slices ...] each
   rows: rows_lib.Rows
-  most: jax.Array  # i32[]  micro-batches of a slice; 0: not even counts are exchanged
-  expected: jax.Array | None = None  # i32[]  steps of the chunk, where it is part of one
+  most: jax.Array  # i32[]  micro-batches of a slice that has nothing to decode
+  # Where it is part of a chunk, i32[]: micro-batches of a slice that runs dry in it, if it
+  # did at its start; and the chunk's steps.
+  later: jax.Array | None = None
+  expected: jax.Array | None = None
 
 
 @flax.struct.dataclass
 class Trained:
   """The result of a program that trains."""
 
-  state: state_lib.State
-  pending: Pending
-  micro_batches: jax.Array  # i32[slices]
-  exchanged: jax.Array  # bool[]  whether gradients were summed over the slices
-  metrics: dict  # of the update, f32[] each; zeros if there was none
-
-
-def on_host(trained: Trained) -> Trained:
-  """Fetches what the host looks at; state and pending stay on the devices."""
-  told = (trained.micro_batches, trained.exchanged, trained.metrics)
-  micro_batches, exchanged, metrics = jax.device_get(told)
-  return trained.replace(
-    micro_batches=micro_batches, exchanged=exchanged, metrics=metrics
-  )
+  states: state_lib.State  # of each slice: [slices ...] each
+  told: jax.Array  # f32[slices n]  see `Trainer.account`
 
 
 ROWS, WHOLE = slices.ROWS, slices.WHOLE
-TRAINING_SPECS = Training(
-  state=WHOLE, pending=ROWS, rows=ROWS, most=WHOLE, expected=WHOLE
-)
-TRAINED_SPECS = Trained(
-  state=WHOLE, pending=ROWS, micro_batches=WHOLE, exchanged=WHOLE, metrics=WHOLE
-)
+TRAINING_SPECS = Training(ROWS, ROWS, WHOLE, WHOLE, WHOLE)
+TRAINED_SPECS = Trained(states=ROWS, told=WHOLE)
+
+
+class Account(NamedTuple):
+  """What came of a program that trains; on the host, but for the states."""
+
+  states: state_lib.State  # of each slice: [slices ...] each
+  micro_batches: np.ndarray  # i32[slices]
+  updates: np.ndarray  # i32[slices]
+  skipped: int  # updates left out, of all slices: their gradient was not finite
+  metrics: dict[str, float]  # means over all updates; none of none
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-  """The training of one drafter for one target: micro-batches and updates."""
+  """The training of one drafter for one target: micro-batches, updates, exchanges."""
 
   config: config_lib.ModelConfig
   drafter: drafter_lib.DrafterConfig
@@ -92,6 +85,8 @@ class Trainer:
   loss: loss_lib.Loss
   optimizer: optax.GradientTransformation
   longest: int  # tokens of the longest sequence
+  per_update: int = 1  # micro-batches of a slice that make an update
+  average: float = 0.0  # decay per update of the weights' average; 0: none is kept
 
   @property
   def layout(self) -> features_lib.Layout:
@@ -122,79 +117,88 @@ class Trainer:
     """`_loss` and its gradient. Jitted: traced once for all the programs that train."""
     return jax.jit(jax.value_and_grad(self._loss, has_aux=True))
 
-  def accumulate(self, target_params, training: Training, count: jax.Array) -> Sums:
-    """Sums over what is pending of this slice and `count` i32[] micro-batches more."""
-    params, rotations = apart(training.state.params), self._rotations()
+  def train(self, target_params, training: Training, most: jax.Array) -> Trained:
+    """Trains a slice's own drafter on `most` i32[] micro-batches, in whole updates."""
+    rotations = self._rotations()
+    start = jax.tree.map(lambda x: x[0], training.states)
 
-    def micro_batch(i):
-      packed, features = training.rows.micro_batch(i)
-      (loss, metrics), grads = self._value_and_grad(
-        params, target_params, rotations, packed, features
+    def update(i, carry):
+      state, told = carry
+
+      def micro_batch(j):
+        packed, features = training.rows.micro_batch(i * self.per_update + j)
+        (loss, metrics), grads = self._value_and_grad(
+          state.params, target_params, rotations, packed, features
+        )
+        return Sums(loss, metrics, grads)
+
+      sums = micro_batch(0)
+      if self.per_update > 1:
+        sums = accumulate.sum_over(self.per_update - 1, lambda j: micro_batch(j + 1), sums)
+      state, means = state_lib.update(
+        self.optimizer, state, sums.loss, sums.metrics, sums.grads, self.average
       )
-      return Sums(loss, metrics, grads)
+      made = means.pop("updated")
+      means = {k: jnp.where(made > 0, x, 0.0) for k, x in means.items()}
+      return state, told + jnp.stack([jnp.float32(1), made, *_in_order(means)])
 
-    pending = jax.tree.map(lambda x: x[0], training.pending.sums)
-    return accumulate.sum_over(count, micro_batch, pending)
-
-  def exchange_and_update(
-    self, training: Training, sums: Sums, mine: jax.Array, per_update: int
-  ) -> Trained:
-    """Sums over the slices, and one update, if there are micro-batches enough.
-
-    The only collectives over `data`. What was summed too early for an update stays
-    pending.
-
-    Args:
-      sums: of this slice, from `accumulate`
-      mine: i32[]  micro-batches of this slice that were added to them just now
-      per_update: micro-batches of all slices, at least, that make an update
-    """
+    told = slices.varying(jnp.zeros(len(self._told), jnp.float32))
+    state, told = jax.lax.fori_loop(0, most // self.per_update, update, (start, told))
+    # Told behind the training, never before: who waited for it would not train until all
+    # others have decoded.
     here = jnp.arange(self.mesh.shape[axes.DATA]) == jax.lax.axis_index(axes.DATA)
+    told = jax.lax.psum(jnp.where(here[:, None], told, 0.0), axes.DATA)
+    return Trained(jax.tree.map(lambda x: x[None], state), told)
 
-    def update(state, sums):
-      total = jax.lax.psum(sums, axes.DATA)
-      state, metrics = state_lib.update(
-        self.optimizer, state, total.loss, total.metrics, total.grads
-      )
-      return state, jax.tree.map(slices.varying, _zeros(sums)), metrics
+  @property
+  def _told(self) -> list[str]:
+    """The names of what `train` counts and sums up."""
+    names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
+    return ["tried", "updates", *sorted(names)]
 
-    def exchange(state, pending):
-      waiting, sums = pending
-      # The counts are exchanged after the training, never before: a slice that waited
-      # for them would not train until all others have decoded.
-      counts = jnp.where(here, jnp.stack([mine, waiting + mine])[:, None], 0)
-      counts = slices.after(counts, sums.metrics["tokens"])
-      now, since = jax.lax.psum(counts, axes.DATA)
-      enough = jnp.sum(since) >= per_update
-      state, sums, metrics = jax.lax.cond(enough, update, _skip(update), state, sums)
-      left = jnp.where(enough, 0, jnp.sum(jnp.where(here, since, 0)))
-      return state, (left, sums), (now, enough, metrics)
-
-    pending = (training.pending.micro_batches[0], sums)
-    state, (left, sums), told = jax.lax.cond(
-      training.most > 0, exchange, _skip(exchange), training.state, pending
-    )
-    now, enough, metrics = told
-    return Trained(
-      state=state,
-      pending=Pending(left[None], jax.tree.map(lambda x: x[None], sums)),
-      micro_batches=now,
-      exchanged=enough,
-      metrics=metrics,
-    )
+  def account(self, trained: Trained) -> Account:
+    """The account of what was trained."""
+    told = np.asarray(jax.device_get(trained.told))
+    tried, updates = told[:, :2].T.astype(np.int32)
+    count, skipped = int(updates.sum()), int((tried - updates).sum())
+    sums = zip(self._told[2:], told[:, 2:].sum(0).tolist(), strict=True)
+    metrics = {name: x / count for name, x in sums} if count else {}
+    return Account(trained.states, tried * self.per_update, updates, skipped, metrics)
 
   def make_train(self) -> Callable:
-    """(target params, Training) -> Trained: all slices train, and an update follows."""
+    """(target params, Training) -> Trained: all slices train, each its own drafter."""
 
     def train(target_params, training):
       mine = jnp.where(training.rows.filled > 0, training.most, 0)
-      sums = self.accumulate(target_params, training, mine)
-      return self.exchange_and_update(training, sums, mine, per_update=1)
+      return self.train(target_params, training, mine)
 
     mapped = slices.per_slice(
       self.mesh, train, in_specs=(WHOLE, TRAINING_SPECS), out_specs=TRAINED_SPECS
     )
     return jax.jit(mapped, out_shardings=self.trained_shardings)
+
+  def make_exchange(self) -> Callable:
+    """(states, updates i32[slices]) -> (states, parameters that draft).
+
+    All slices go on from the mean of the drafters, their moments and averages, weighted
+    by the updates that each slice has made since the last time. One that trained alone
+    is taken as it is. Counts are those of the slice that has most.
+    """
+
+    def exchange(states, updates):
+      share = updates[0] / jnp.maximum(jax.lax.psum(updates[0], axes.DATA), 1)
+
+      def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+          return jax.lax.pmax(x[0], axes.DATA)
+        return jax.lax.psum((share * x[0]).astype(x.dtype), axes.DATA)
+
+      state = jax.tree.map(mean, states)
+      return jax.tree.map(lambda x: slices.varying(x)[None], state), state.drafting
+
+    mapped = slices.per_slice(self.mesh, exchange, (ROWS, ROWS), (ROWS, WHOLE))
+    shardings = (self.trained_shardings.states, slices.shardings(self._abstract.params))
+    return jax.jit(mapped, out_shardings=shardings)
 
   def make_judge(self, held_out_rows: int) -> Callable:
     """(target params, draft params, others, Rows) -> (the better ones, bool[]).
@@ -220,49 +224,57 @@ class Trainer:
     mapped = slices.per_slice(
       self.mesh, judge, in_specs=(WHOLE, WHOLE, WHOLE, ROWS), out_specs=WHOLE
     )
-    shardings = (self.trained_shardings.state.params, axes.sharding(self.mesh))
+    shardings = (slices.shardings(self._abstract.params), axes.sharding(self.mesh))
     return jax.jit(mapped, out_shardings=shardings)
 
-  def init_pending(self) -> Pending:
-    """Pending work of no micro-batch, on every slice."""
-    return slices.zeros(self.abstract_pending())
+  def init_states(self, params) -> state_lib.State:
+    """The state of every slice before the first update, from parameters of any layout."""
+    averages = self.average > 0
+    args = self.drafter, self.optimizer, self.mesh, params, averages
+    return self.spread(state_lib.init_state(*args))
 
-  def abstract_pending(self) -> Pending:
-    """Shapes, dtypes and shardings of pending work."""
+  @functools.cached_property
+  def _abstract(self) -> state_lib.State:
+    """Shapes, dtypes and shardings of a state that is the same on every slice."""
+    averages = self.average > 0
+    return state_lib.abstract_state(self.drafter, self.optimizer, self.mesh, averages)
+
+  @functools.cached_property
+  def spread(self) -> Callable[[state_lib.State], state_lib.State]:
+    """A state -> [slices ...] each: every slice has its own."""
+    n = self.mesh.shape[axes.DATA]
+    own = lambda state: jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
+    return jax.jit(own, out_shardings=self.trained_shardings.states)
+
+  @functools.cached_property
+  def gather(self) -> Callable[[state_lib.State], state_lib.State]:
+    """The states of all slices, which are equal -> one that all have."""
+
+    def first(states):
+      is_first = jax.lax.axis_index(axes.DATA) == 0
+      mine = lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0]))
+      return jax.tree.map(lambda x: jax.lax.psum(mine(x), axes.DATA), states)
+
+    mapped = slices.per_slice(self.mesh, first, in_specs=(ROWS,), out_specs=WHOLE)
+    return jax.jit(mapped, out_shardings=slices.shardings(self._abstract))
+
+  def abstract_states(self) -> state_lib.State:
+    """Shapes, dtypes and shardings of the states of all slices."""
     num_slices = self.mesh.shape[axes.DATA]
-    grads = state_lib.abstract_state(self.drafter, self.optimizer, self.mesh).params
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    metrics = dict.fromkeys(self.loss.metrics, scalar)
-    shapes = Pending(jax.ShapeDtypeStruct((), jnp.int32), Sums(scalar, metrics, grads))
-    over = lambda x, s: jax.ShapeDtypeStruct((num_slices, *x.shape), x.dtype, sharding=s)
-    return jax.tree.map(over, shapes, self.trained_shardings.pending)
+
+    def own(x):
+      over = axes.sharding(self.mesh, axes.DATA, *x.sharding.spec)
+      return jax.ShapeDtypeStruct((num_slices, *x.shape), x.dtype, sharding=over)
+
+    return jax.tree.map(own, self._abstract)
 
   @functools.cached_property
   def trained_shardings(self) -> Trained:
     """The shardings of what programs that train give back."""
-    abstract = state_lib.abstract_state(self.drafter, self.optimizer, self.mesh)
-    state = slices.shardings(abstract)
-    over, whole = axes.sharding(self.mesh, axes.DATA), axes.sharding(self.mesh)
-    grads = jax.tree.map(
-      lambda s: axes.sharding(self.mesh, axes.DATA, *s.spec), state.params
-    )
-    sums = Sums(over, dict.fromkeys(self.loss.metrics, over), grads)
-    return Trained(state, Pending(over, sums), whole, whole, whole)
+    states = slices.shardings(self.abstract_states())
+    return Trained(states, axes.sharding(self.mesh))
 
 
-def apart(params):
-  """Parameters as values that may differ between slices.
-
-  A gradient with respect to replicated ones is summed over the slices where it is made,
-  inside the loop; slices with other trip counts would never arrive there.
-  """
-  return jax.tree.map(slices.varying, params)
-
-
-def _skip(step: Callable) -> Callable:
-  """A branch beside `step`, (a, b) -> (a, b, ...): these, and zeros for the third."""
-  return lambda a, b: (a, b, _zeros(jax.eval_shape(step, a, b)[2]))
-
-
-def _zeros(shapes):
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+def _in_order(means: dict) -> list:
+  """The values by their names in order."""
+  return [means[name] for name in sorted(means)]
