@@ -215,8 +215,8 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate):
   frozen, trained = run(), run(spot=train)
   assert {c.strategy for c in trained.chunks[-9:]} == {"3_1_4" if rate else "off"}
   seconds = lambda samples: sum(c.end_s - c.start_s for c in samples.chunks)
-  assert seconds(trained) < 1.02 * seconds(frozen)
-  assert trained.harvested_s > 0.75 * trained.idle_s
+  assert seconds(trained) < 1.03 * seconds(frozen)
+  assert trained.harvested_s > 0.8 * trained.idle_s
 
 
 def test_a_pass_reads_its_weights_and_caches():

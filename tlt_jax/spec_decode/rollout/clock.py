@@ -35,7 +35,7 @@ class Clock:
     """
     self.now = now
     self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
-    self._measured_s: dict[tuple[options_lib.Bucket, Arm], float] = {}
+    self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}  # of chunks
     self._chunks: dict[tuple[options_lib.Bucket, Arm], int] = {}  # that were booked
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
@@ -50,9 +50,8 @@ class Clock:
     self._last: tuple[options_lib.Bucket, Arm] | None = None
 
   def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
-    """Books a step that was timed on its own; it counts until a chunk is booked."""
-    self._step_s.pop((bucket, arm), None)
-    self._measured_s[bucket, arm] = seconds
+    """Books a step that was timed on its own, instead of what was known."""
+    self._step_s[bucket, arm] = [seconds]
 
   def book(
     self,
@@ -76,10 +75,11 @@ class Clock:
       learns: whether these say what a step takes
     """
     self._last = key = bucket, arm
-    if learns:
-      times = self._step_s.setdefault(key, [])
-      times.append(seconds / max(steps, 1))
-      del times[:-_WINDOW]
+    for ledger, most in ((self._step_s, _WINDOW), (self._late_s, _LATE)):
+      if learns:
+        times = ledger.setdefault(key, [])
+        times.append(seconds / max(steps, 1))
+        del times[:-most]
     self._chunks[key] = self._chunks.get(key, 0) + 1
     tokens_of_step = longest / max(steps, 1)
     before = self._step_tokens.get(key, tokens_of_step)
@@ -90,7 +90,7 @@ class Clock:
   def step_s(self, bucket: options_lib.Bucket, arm: Arm) -> float:
     """Seconds of a step, the median of late; 0 if unknown."""
     times = self._step_s.get((bucket, arm))
-    return float(np.median(times)) if times else self._measured_s.get((bucket, arm), 0.0)
+    return float(np.median(times)) if times else 0.0
 
   def decoding_s(self, bucket: options_lib.Bucket, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.
@@ -99,7 +99,7 @@ class Clock:
     first: steps that were timed on their own had full caches, which may cost many times
     what nearly empty ones do.
     """
-    late = self._step_s.get((bucket, arm), [])[-_LATE:]
+    late = self._late_s.get((bucket, arm))
     return steps * float(min(late[-1], np.median(late))) if late else 0.0
 
   def tokens_of_step(self, bucket: options_lib.Bucket, arm: Arm) -> float:

@@ -112,7 +112,7 @@ class Harvest:
     )
     # Where the busiest slice ended early the others had too much to train anyhow.
     if busiest >= 0.8 * self._expected and not self._probes:
-      clock.adapt(took > 1.15 * busiest * clock.step_s(bucket, arm))
+      clock.adapt(took > 1.15 * before_s)
     if until_s < 0.85 * took or took < before_s:
       return took, True
     return before_s, False
