@@ -25,12 +25,12 @@ import optax
 
 from experiments.bench import shapes
 from tlt_jax import axes
-from tlt_jax import packing
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target as target_lib
 from tlt_jax.rl import algorithm
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
@@ -252,30 +252,8 @@ def _update(mesh, model):
   learner = learner_lib.make(
     model, algorithm.make("grpo"), optax.adamw(1e-6), mesh, buckets=_LEARNER_ROWS
   )
-  by_rows = axes.sharding(mesh, None, axes.DATA)
-  whole = lambda shape, dtype: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=axes.sharding(mesh)
-  )
-
-  def packed(bucket):
-    array = lambda dtype: jax.ShapeDtypeStruct(
-      (ROWS // bucket.rows, bucket.rows, bucket.length), dtype, sharding=by_rows
-    )
-    fields = ("tokens", "targets", "positions", "segments", "sequence_idx")
-    integers = {name: array(jnp.int32) for name in fields}
-    return packing.Packed(**integers, mask=array(jnp.bool), count=whole((), jnp.int32))
-
-  sequences = learner_lib.Sequences(
-    advantage=whole((ROWS, 1), jnp.float32),
-    length=whole((ROWS,), jnp.int32),
-    prompt_length=whole((ROWS,), jnp.int32),
-    temperature=whole((ROWS,), jnp.float32),
-  )
-  return learner.update, (
-    learner.abstract_state(),
-    tuple(map(packed, learner.buckets)),
-    sequences,
-  )
+  batch = batch_lib.abstract(mesh, learner.buckets, ROWS)
+  return learner.update, (learner.abstract_state(), *batch)
 
 
 def missing(platform: str) -> str | None:

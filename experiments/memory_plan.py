@@ -359,7 +359,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
       "rollout": [*always, weights, *checkpoint, *run.rollout_parts(rollouts, spot)],
       "update": [
         *always,
-        *run.of_process("compiling the update", scratch_memory.compiling_update(run.model)),
+        *run.of_process("compiling the update", scratch_memory.compiling_update(learner)),
         run.scratch("update's scratch", scratch_memory.update(learner), "learner.buckets"),
       ],
       "sync": [*always, weights],

@@ -1,18 +1,16 @@
 """Estimates of the memory that programs take beside the arrays they are given.
 
 From shapes, in bytes on one device. Factors are fitted to what XLA says of compiled
-programs (`memory_analysis`, on CPUs): that of an update was between 11% above and 10%
-below the estimate for 11 shapes, with 6 to 30 layers of width 576, all or half of them
-trained, vocabularies of 1,000 and 49,152, 2 to 8 rows of 512 or 1,024 tokens, on one slice
-and on two.
+programs (`memory_analysis`, on CPUs); `tests/test_memory_plan.py` compares that of an
+update of a small model.
 """
 
-import jax
 import numpy as np
 
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import stacked
 from tlt_jax.models import target
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
@@ -22,7 +20,8 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 _F32 = 4
 _PROCESS = 400 * 2**20  # Python, JAX and the tokenizer
 _LAYER = 7 * 2**20  # a layer of a compiled pass of the policy
-_UPDATE_LAYER = 25 * 2**20  # a layer of the update, while it is compiled
+_UPDATE_LOOP = 50 * 2**20  # a loop over layers in the update, while it is compiled
+_SCORES = 512  # keys, about, of which scores exist at a time
 
 
 def process(model: config_lib.ModelConfig, passes: int) -> int:
@@ -35,57 +34,49 @@ def process(model: config_lib.ModelConfig, passes: int) -> int:
   return _PROCESS + _LAYER * model.num_layers * passes
 
 
-def compiling_update(model: config_lib.ModelConfig) -> int:
+def compiling_update(learner: learner_lib.Learner) -> int:
   """Bytes that compiling the learner's update takes, on the host."""
-  return _UPDATE_LAYER * model.num_layers
+  trained = learner.trained(learner.abstract_state().params)
+  return _UPDATE_LOOP * len(stacked.runs(trained, learner.config.num_layers))
 
 
 def update(learner: learner_lib.Learner) -> float:
   """Bytes of the learner's update.
 
-  The gradients that are added up, and the parameters where they are gathered from all
-  slices; beside them either what the layers keep for the backward pass and the logits of
-  the head, or the logits and what follows from them, with the embedding's gradient.
+  A copy of the layers' parameters, stacked; the gradients that are added up, and those of
+  a micro-batch; the parameters that are gathered from all slices. Beside them either what
+  the layers keep for the backward pass and the logits of a part of the tokens, or these
+  logits and what follows from them, with the embedding's gradient.
   """
-  model, mesh = learner.config, learner.mesh
+  model, mesh, params = learner.config, learner.mesh, learner.abstract_state().params
   tensor, slices = mesh.shape[axes.MODEL], mesh.shape[axes.DATA]
-  gradients = _bytes(learner.trained(learner.abstract_state().params))
+  gradients = 2 * _bytes(learner.trained(params))
+  outside = stacked.outside(params)
+  layers = _bytes({name: x for name, x in params.items() if name not in outside})
   whole = axes.with_shardings(mesh, axes.ROLLOUT, target.abstract_params(model))
-  gathered = _bytes(whole) if slices > 1 else 0
+  of_layer = _bytes(whole["layer_0"]) * (1 if learner.remat else model.num_layers)
+  gathered = _bytes(stacked.outside(whole)) + of_layer if slices > 1 else 0
   embedding = _bytes(whole["embedding"])
 
   def micro_batch(rows: int, length: int) -> float:
-    kept = rows * _kept(model, length, learner.remat, mesh) / (slices * tensor)
-    chunk = min(length, learner_lib.LOGIT_CHUNK)
-    logits = rows * chunk * model.vocab_size * _F32 / (slices * tensor)
+    tokens = rows * length / slices
+    kept = tokens * _kept(model, length, learner.remat) / tensor
+    logits = min(tokens, learner_lib.LOGIT_CHUNK) * model.vocab_size * _F32 / tensor
     return max(kept + 3.5 * logits, 4 * (logits + embedding))
 
   largest = max(micro_batch(b.rows, b.length) for b in learner.buckets)
-  return gradients + gathered + largest
+  return gradients + layers + gathered + largest
 
 
-def _kept(
-  model: config_lib.ModelConfig, length: int, remat: bool, mesh: jax.sharding.Mesh
-) -> float:
-  """Bytes that the layers keep of a row for the backward pass.
-
-  XLA's CPU backend does not honour that layers are to be computed again: there, `remat`
-  saves a fifth.
-  """
+def _kept(model: config_lib.ModelConfig, length: int, remat: bool) -> float:
+  """Bytes that the layers keep of a token for the backward pass, and attention's scores."""
   size = np.dtype(model.dtype).itemsize
   heads = model.num_heads + 2 * model.num_kv_heads + model.num_heads
-  numbers = heads * model.head_dim + 2 * model.width + 3 * model.mlp_width
-  scores = 2 * model.num_heads * _keys(length) * _F32
-  layer = length * (numbers * size + scores)
-  if remat and next(mesh.devices.flat).platform != "cpu":
-    return layer + model.num_layers * length * model.width * size
-  return model.num_layers * layer * (1.0 if remat else 1.25)
-
-
-def _keys(length: int) -> float:
-  """How many keys a query of a row is shown, on average: blocks see up to their end."""
-  blocks = max(round(length / 512), 1)
-  return length * (blocks + 1) / (2 * blocks)
+  layer = (heads * model.head_dim + 2 * model.width + 3 * model.mlp_width) * size
+  scores = 3 * model.num_heads * min(length, _SCORES) * _F32
+  if remat:
+    return layer + scores + model.num_layers * model.width * size
+  return model.num_layers * layer + scores
 
 
 def decoding(

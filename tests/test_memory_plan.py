@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from experiments import from_config
@@ -16,7 +15,6 @@ from tests import test_memory
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
-from tlt_jax import packing
 from tlt_jax.models import convert
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
@@ -208,13 +206,7 @@ def test_the_estimate_of_an_update_is_near_what_xla_says(slices):
     tiny.mesh(slices),
     buckets=((4, 256),),
   )
-  one = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-  rows = lambda dtype: one(dtype, 2, 4, 256)
-  packed = packing.Packed(
-    *[rows(jnp.int32)] * 5, mask=rows(jnp.bool_), count=one(jnp.int32)
-  )
-  f32, i32 = one(jnp.float32, 8), one(jnp.int32, 8)
-  sequences = batch_lib.Sequences(one(jnp.float32, 8, 1), i32, i32, f32)
-  compiled = learner.update.lower(learner.abstract_state(), (packed,), sequences).compile()
+  batch = batch_lib.abstract(learner.mesh, learner.buckets, 8)
+  compiled = learner.update.lower(learner.abstract_state(), *batch).compile()
   measured = compiled.memory_analysis().temp_size_in_bytes
   assert scratch_memory.update(learner) == pytest.approx(measured, rel=0.3)

@@ -22,6 +22,13 @@ def sum_over(
   """
   if start is None:
     shapes = jax.eval_shape(f, 0)
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    start = jax.tree.map(_zeros, shapes)
   add = lambda i, total: jax.tree.map(jnp.add, total, f(i))
   return jax.lax.fori_loop(0, count, add, start)
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Zeros of a shape, varying over the mesh axes over which an array of it does."""
+  zeros, kind = jnp.zeros(shape.shape, shape.dtype), shape.manual_axis_type
+  over = tuple(sorted(kind.varying)) if kind is not None else ()
+  return jax.lax.pcast(zeros, over, to="varying") if over else zeros

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.pallas_kernels import packed_attention
 from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -274,7 +275,7 @@ class Attention(nn.Module):
     self,
     x: jax.Array,
     by: Rotation,
-    seen: jax.Array | seen_lib.Seen,
+    seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
     layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
@@ -283,12 +284,17 @@ class Attention(nn.Module):
     Args:
       x: f[B T *]
       by: of the tokens' positions
-      seen: what each token sees of the cache; without one a mask, bool[B T T]
+      seen: what each token sees of the cache; without one the segments of the rows, or
+        a mask, bool[B T T]
       layer_cache: this layer's keys and values, updated in place under jit
       start: i32[B]  the slot of a row's first token there; the others follow
     Returns:
       f[B T D] and the updated layer cache (None without one)
     """
+    if isinstance(seen, packed_attention.Segments):
+      k, v = self.keys_values(x, by, "plain")
+      found = packed_attention.packed_attention(self._queries(x, by), k, v, seen)
+      return self._output(found), None
     if layer_cache is None:
       k, v = self.keys_values(x, by)
       return self._output(attend_causal(self._queries(x, by), k, v, seen)), None
@@ -323,7 +329,7 @@ class Block(nn.Module):
     self,
     x: jax.Array,
     by: Rotation,
-    seen: jax.Array | seen_lib.Seen,
+    seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
     layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:

@@ -27,7 +27,6 @@ class Target(nn.Module):
   """A decoder: tokens -> features -> logits."""
 
   config: config_lib.ModelConfig
-  remat: bool = False  # recompute layers in the backward pass, keep no activations
 
   def setup(self) -> None:
     c = self.config
@@ -38,7 +37,6 @@ class Target(nn.Module):
       (c.vocab_size, c.width),
     )
     block = families.find(c.architecture).block
-    block = nn.remat(block) if self.remat else block
     self.blocks = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
     self.final_norm = layers.RMSNorm(c.norm_eps)
     if not c.tie_embeddings:

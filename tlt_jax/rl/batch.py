@@ -133,3 +133,33 @@ def by_response(
 def place(x: Sequences, mesh: jax.sharding.Mesh) -> Sequences:
   """Moves the facts of sequences to the devices, whole on each."""
   return jax.device_put(x, axes.sharding(mesh))
+
+
+def abstract(
+  mesh: jax.sharding.Mesh, buckets: Sequence[packing.Bucket], count: int
+) -> tuple[tuple[packing.Packed, ...], Sequences]:
+  """Shapes of what an update takes of `count` responses without a critic: `pack`, `place`.
+
+  Args:
+    buckets: of the rows
+    count: responses
+  """
+  made = lambda sharding, dtype, *shape: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=sharding
+  )
+  by_rows, whole = axes.sharding(mesh, None, axes.DATA), axes.sharding(mesh)
+
+  def packed(bucket: packing.Bucket) -> packing.Packed:
+    shape = -(-count // bucket.rows), bucket.rows, bucket.length
+    names = [f.name for f in dataclasses.fields(packing.Packed)]
+    arrays = {name: made(by_rows, jnp.int32, *shape) for name in names}
+    mask = made(by_rows, jnp.bool, *shape)
+    return packing.Packed(**arrays | dict(mask=mask, count=made(whole, jnp.int32)))
+
+  known = Sequences(
+    advantage=made(whole, jnp.float32, count, 1),
+    length=made(whole, jnp.int32, count),
+    prompt_length=made(whole, jnp.int32, count),
+    temperature=made(whole, jnp.float32, count),
+  )
+  return tuple(map(packed, buckets)), known

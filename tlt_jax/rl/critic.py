@@ -43,8 +43,8 @@ class ValueTrainer(trainer_lib.Trainer):
   def per_token(self, params, packed, temperature, rotations):
     """See `trainer.Trainer.per_token`: the values before the targets."""
     del temperature
-    params, features = self.features(params, packed, rotations)
-    return jnp.dot(features.astype(jnp.float32), params[_HEAD])
+    outside, features = self.features(params, packed, rotations)
+    return jnp.dot(features.astype(jnp.float32), outside[_HEAD])
 
   def share(self, params, packed, sequences, totals, rotations):
     """See `trainer.Trainer.share`."""

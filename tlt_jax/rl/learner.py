@@ -27,7 +27,7 @@ from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import trainer
 
-LOGIT_CHUNK = 1024  # tokens of a row whose f32 logits exist at a time
+LOGIT_CHUNK = 2048  # tokens of a slice, about, whose f32 logits exist at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,23 +162,30 @@ class Learner(trainer.Trainer):
     Returns:
       log-probability of the targets and entropy of their distribution, f32[rows T] each
     """
-    params, features = self.features(params, packed, rotations)
+    outside, features = self.features(params, packed, rotations)
     model = target.Target(self.config)
-    temperature = jnp.where(temperature > 0, temperature, 1.0)[packed.sequence_idx]
 
     @jax.checkpoint
-    def head(features, targets, temperature):
-      logits = model.apply({"params": params}, features, method=target.Target.logits)
+    def head(chunk):
+      features, targets, temperature = chunk
+      temperature = jnp.where(temperature > 0, temperature, 1.0)
+      logits = model.apply({"params": outside}, features, method=target.Target.logits)
       logp = jax.nn.log_softmax(logits / temperature[..., None], -1)
       entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
       return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy
 
-    starts = range(0, features.shape[1], LOGIT_CHUNK)
-    parts = [slice(start, start + LOGIT_CHUNK) for start in starts]
-    scored = [
-      head(features[:, p], packed.targets[:, p], temperature[:, p]) for p in parts
-    ]
-    return tuple(jnp.concatenate(x, 1) for x in zip(*scored, strict=True))
+    rows, T = packed.targets.shape
+    least = min(-(-rows * T // LOGIT_CHUNK), T)
+    count = next((n for n in range(least, 2 * least) if T % n == 0), least)
+    size = -(-T // count)
+
+    def cut(x):
+      x = jnp.pad(x, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x.ndim - 2))
+      return x.reshape(rows, count, size, *x.shape[2:]).swapaxes(0, 1)
+
+    chunks = features, packed.targets, temperature[packed.sequence_idx]
+    join = lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, :T]
+    return jax.tree.map(join, jax.lax.map(head, jax.tree.map(cut, chunks)))
 
 
 def make(

@@ -2,8 +2,9 @@
 
 An update is one jitted program: for each bucket a loop over its micro-batches
 (as many as there are, read at run time) adds up gradients, then one optimizer
-step follows. Parameters are split by `axes.TRAIN` (FSDP over `data`, tensor
-parallel over `model`), rows of a micro-batch over `data`.
+step follows. Parameters are split by `axes.TRAIN` (FSDP over `data`, see `fsdp`, and
+tensor parallel over `model`), rows of a micro-batch over `data`. Within a program a slice
+computes its own rows; layers run in a loop (`models.stacked`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,12 @@ from tlt_jax import packing
 from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
+from tlt_jax.models import stacked
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels import packed_attention
+from tlt_jax.pallas_kernels import varying
 from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import fsdp
 
 
 @flax.struct.dataclass
@@ -69,10 +74,10 @@ class Trainer:
     return target.abstract_params(self.config)
 
   def per_token(self, params, packed: packing.Packed, temperature, rotations):
-    """What `score` returns of a micro-batch, f32[rows T].
+    """What `score` returns of a micro-batch, f32[rows T], of the rows of this slice.
 
     Args:
-      params: of the model
+      params: this slice's parts, as `stacked.stack` gives them
       packed: arrays [rows T]
       temperature: f32[B]  of each sequence
       rotations: of all positions
@@ -80,7 +85,7 @@ class Trainer:
     raise NotImplementedError
 
   def share(self, params, packed, sequences, totals: Totals, rotations):
-    """A micro-batch's share of the loss, and of the metrics.
+    """The share of the loss, and of the metrics, of this slice's rows of a micro-batch.
 
     Args:
       params, packed, rotations: as of `per_token`
@@ -188,8 +193,9 @@ class Trainer:
       f32[M rows T] per bucket
     """
 
-    def run(params, packed, temperature):
+    def of_slice(params, packed, temperature):
       rotations = self._rotations()
+      params = stacked.stack(params, self._runs)
 
       def score(bucket):
         def score_one(i, out):
@@ -198,9 +204,15 @@ class Trainer:
           return out.at[i].set(found)
 
         zeros = jnp.zeros(bucket.tokens.shape, jnp.float32)
+        zeros = varying.like(zeros, bucket.tokens)
         return jax.lax.fori_loop(0, bucket.count, score_one, zeros)
 
       return tuple(score(bucket) for bucket in packed)
+
+    def run(params, packed, temperature):
+      in_specs = self._specs, _specs_of(packed), fsdp.WHOLE
+      mapped = fsdp.on_slices(self.mesh, of_slice, in_specs, fsdp.MICRO_BATCHES)
+      return mapped(params, packed, temperature)
 
     return jax.jit(run)
 
@@ -220,13 +232,28 @@ class Trainer:
 
   def _update(self, state, packed, sequences):
     """See `update`."""
-    totals, rotations = _totals(packed, sequences), self._rotations()
     trained = self.trained(state.params)
+    in_specs = self._specs, _specs_of(packed), fsdp.WHOLE, fsdp.WHOLE
+    out_specs = self.trained(self._specs), fsdp.WHOLE
+    gradient = fsdp.on_slices(self.mesh, self._gradient, in_specs, out_specs)
+    totals = _totals(packed, sequences)
+    grads, metrics = gradient(state.params, packed, sequences, totals)
+    updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
+    metrics[f"{self.name}/grad_norm"] = optax.tree.norm(grads)
+    params = _merge(state.params, optax.apply_updates(trained, updates))
+    return State(params, opt_state, state.step + 1), metrics
+
+  def _gradient(self, params, packed, sequences, totals: Totals) -> tuple[dict, dict]:
+    """A slice's part of the gradient of a whole batch; and the metrics."""
+    rotations = self._rotations()
+    trained = stacked.stack(self.trained(params), self._runs)
+    params = stacked.stack(params, self._runs)
 
     def loss(trained, micro_batch):
-      params = _merge(state.params, trained)
-      share, metrics = self.share(params, micro_batch, sequences, totals, rotations)
-      return share, {f"{self.name}/loss": share, **metrics}
+      of_all = _merge(params, trained)
+      share, metrics = self.share(of_all, micro_batch, sequences, totals, rotations)
+      metrics = {f"{self.name}/loss": share, **metrics}
+      return share, jax.tree.map(lambda x: varying.like(x, micro_batch.tokens), metrics)
 
     gradient_of = jax.grad(loss, has_aux=True)
 
@@ -239,10 +266,22 @@ class Trainer:
       of_bucket = functools.partial(gradient, bucket)
       total = accumulate.sum_over(bucket.count, of_bucket, total)
     grads, metrics = total
-    updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
-    metrics[f"{self.name}/grad_norm"] = optax.tree.norm(grads)
-    params = _merge(state.params, optax.apply_updates(trained, updates))
-    return State(params, opt_state, state.step + 1), metrics
+    return stacked.unstack(grads, self._runs), jax.lax.psum(metrics, axes.DATA)
+
+  @functools.cached_property
+  def _specs(self) -> dict:
+    """How parameters are split over the slices."""
+    return fsdp.specs(self._shardings)
+
+  @functools.cached_property
+  def _shardings(self) -> dict:
+    """The shardings of the parameters."""
+    return axes.shardings(self.mesh, axes.TRAIN, self.abstract_params())
+
+  @functools.cached_property
+  def _runs(self) -> list[stacked.Run]:
+    """The layers that run in one loop each."""
+    return stacked.runs(self.trained(self._specs), self.config.num_layers)
 
   def features(self, params, packed: packing.Packed, rotations):
     """Runs the decoder on a micro-batch.
@@ -250,23 +289,23 @@ class Trainer:
     Args:
       params, packed, rotations: as of `per_token`
     Returns:
-      the parameters gathered from the slices, and the features f[rows T D]
+      the parameters outside of the layers, whole, and the features f[rows T D]
     """
-    by_rows = axes.sharding(self.mesh, axes.DATA)
-    # Gathered from the slices: left to itself XLA gathers the activations of all rows
-    # instead, and has the logits of all of them on every slice.
-    whole = axes.shardings(self.mesh, axes.ROLLOUT, self.abstract_params())
-    params = jax.lax.with_sharding_constraint(params, whole)
-    features, _, _ = target.Target(self.config, remat=self.remat).apply(
-      {"params": params},
-      jax.lax.with_sharding_constraint(packed.tokens, by_rows),
-      packed.positions,
-      taps=(),
-      seen=packing.segment_mask(packed.segments, packed.positions),
-      rotations=rotations,
-      method=target.Target.with_taps,
+    dtype = self.config.dtype
+    shardings = self._shardings
+    outside = fsdp.gather(stacked.outside(params), shardings, dtype)
+    of_layer = lambda params: fsdp.gather(params, shardings["layer_0"], dtype)
+    features = stacked.features(
+      self.config,
+      params | outside,
+      self._runs,
+      packed.tokens,
+      packed_attention.Segments(packed.segments),
+      rotations.at(packed.positions),
+      gather=of_layer,
+      remat=self.remat,
     )
-    return params, features
+    return outside, features
 
   def _rotations(self) -> layers.Rotation:
     """RoPE's tables of all positions, made outside the loops over micro-batches."""
@@ -292,3 +331,10 @@ def _merge(params: dict, part: dict) -> dict:
   """Puts a part of a parameter tree in its place: `params`, and `part` where it is."""
   flat = lambda tree: traverse_util.flatten_dict(tree, sep="/")
   return traverse_util.unflatten_dict(flat(params) | flat(part), sep="/")
+
+
+def _specs_of(packed: Sequence[packing.Packed]):
+  """How micro-batches are split over the slices."""
+  return jax.tree.map(
+    lambda x: fsdp.MICRO_BATCHES if x.ndim else fsdp.WHOLE, tuple(packed)
+  )
