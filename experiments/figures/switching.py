@@ -18,7 +18,9 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 
 _SCENARIO = flags.DEFINE_string("scenario", "qwen2_5_32b", "A bundled name.")
 _REQUESTS = flags.DEFINE_integer("requests", 128, "In the rollout.", lower_bound=1)
-_AT = flags.DEFINE_integer("at", 32, "Live requests from which on to speculate.")
+_AT = flags.DEFINE_integer(
+  "at", 32, "Live requests from which on to speculate.", lower_bound=1
+)
 _STRATEGY = flags.DEFINE_string("strategy", "4_8_16", "With which to do so.")
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "scenarios"
