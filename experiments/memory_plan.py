@@ -339,13 +339,13 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   trained, rollouts = run.spot_arrays(spot), run.rollouts(drafter, spot)
   critic_trainer = critic_lib.make_trainer(algorithm.critic, learner)
   critic = critic_trainer.abstract_state() if critic_trainer else ()
-  always = [
+  beside = [
     *run.process(rollouts),
-    *policy,
     run.part("reference policy", reference, "algorithm.kl_coef"),
     run.part("critic in training", critic, "algorithm.name"),
     *run.drafter_parts(drafter, spot),
   ]
+  always = [*beside, *policy]
   weights = run.part("policy in rollouts", run.weights(run.model.dtype), _SMALLER_POLICY)
   tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
   saved = (state, trained, critic)
@@ -355,7 +355,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
   return run.plan(
     {
       "load": [*always, *run.on_host("largest tensor", tensor, _SMALLER_POLICY)],
-      "resume": [*always, restored],
+      "resume": [*beside, restored],  # which takes the place of the first policy
       "rollout": [*always, weights, *checkpoint, *run.rollout_parts(rollouts, spot)],
       "update": [
         *always,

@@ -10,6 +10,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
 from experiments import scratch_memory
+from experiments.bench import sides
 from tests import commands
 from tests import test_memory
 from tests import tiny
@@ -173,6 +174,17 @@ def test_a_dry_run_prints_every_part_and_allocates_nothing(config, capsys):
     assert all(part.name in printed for part in parts)
   assert f"needed in the {plan.fullest}: {plan.needed(plan.fullest) / GIB:.2f}" in printed
   assert "~0.0" in printed  # an estimate
+
+
+def test_each_side_of_a_benchmark_holds_a_run_of_its_own(config):
+  one = memory_plan.of_run(config)
+  three = sides.memory(("plain", "tlt", "frozen"), config)
+  more = 2 * one.needed("sync")
+  assert all(three.needed(phase) == one.needed(phase) + more for phase in one.phases)
+  most = three.needed(three.fullest)
+  tight = dataclasses.replace(three, room=memory.Room(most - 1, most))
+  with pytest.raises(MemoryError, match="helps most is less of --sides"):
+    memory_plan.check(tight)
 
 
 def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):

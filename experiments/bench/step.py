@@ -33,6 +33,7 @@ import numpy as np
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_plan
 from experiments import tables
 from experiments import workdirs
 from experiments.bench import interleave
@@ -301,6 +302,7 @@ def main(config):
     of_target = config
     if name == "wide":
       of_target = targets.wide(config, _WORKDIR.value, _WIDE.value)
+    memory_plan.check(sides_lib.memory(_SIDES.value, of_target))
     found[name] = measure(of_target, mesh)
     report(name, found[name])
   print(json.dumps({"workload": workload(config), "targets": found}))
