@@ -98,19 +98,26 @@ def is_same_without_drafter(folder: pathlib.Path, settings: Mapping, steps: int)
   return ends[0] == ends[1]
 
 
-def measured(folder: pathlib.Path, baseline: str) -> dict[str, float]:
-  """Accuracy of a run's policy, and its gain over the policy it began as."""
-  path, tokens = folder / "evaluation.json", sum(drawn(folder))
-  asked = {"tokens": tokens, "prompts": _PROMPTS.value}
-  if path.exists():
-    known = json.loads(path.read_text())
-    if known["asked"] == asked:
-      return known["found"]
-  policy = str(folder / "policy")
-  told = [f"--model={policy}", f"--baseline={baseline}", f"--prompts={_PROMPTS.value}"]
-  found = json.loads(run("evaluate", *told).splitlines()[-1])["models"][policy]
-  path.write_text(json.dumps({"asked": asked, "found": found}) + "\n")
-  return found
+def measured(
+  folders: Sequence[pathlib.Path], baseline: str
+) -> list[dict[str, float]]:
+  """Accuracy of each run's policy, and its gain over the policy that they began as.
+
+  All that is not known yet is asked in one process, which asks the baseline once.
+  """
+  asked = [{"tokens": sum(drawn(f)), "prompts": _PROMPTS.value} for f in folders]
+  paths = [folder / "evaluation.json" for folder in folders]
+  known = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+  new = [i for i, a in enumerate(asked) if known[i].get("asked") != a]
+  if new:
+    models = {i: str(folders[i] / "policy") for i in new}
+    told = [f"--model={','.join(models.values())}", f"--baseline={baseline}"]
+    told.append(f"--prompts={_PROMPTS.value}")
+    found = json.loads(run("evaluate", *told).splitlines()[-1])["models"]
+    for i, model in models.items():
+      known[i] = {"asked": asked[i], "found": found[model]}
+      paths[i].write_text(json.dumps(known[i]) + "\n")
+  return [x["found"] for x in known]
 
 
 def write(workdir: pathlib.Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -153,26 +160,28 @@ def show(rows: Sequence[Mapping[str, object]]) -> None:
 def main(config):
   if unknown := sorted(set(_NAMES.value) - set(ALGORITHMS)):
     raise ValueError(f"--names takes of {', '.join(ALGORITHMS)}, not {unknown[0]}")
-  workdir, rows = pathlib.Path(_WORKDIR.value), []
+  workdir, same = pathlib.Path(_WORKDIR.value), {}
   for name in _NAMES.value:
     algorithm = {"name": name, **ALGORITHMS[name]}
     settings = {f"algorithm.{key}": value for key, value in algorithm.items()}
     settings["evaluation.every"] = 0
-    folder, same = workdir / name, None
     if _COMPARED.value:
-      same = is_same_without_drafter(folder, settings, _COMPARED.value)
-    train_until(folder / "run", settings, _TOKENS.value)
-    found, by_step = measured(folder / "run", config["policy"]), drawn(folder / "run")
-    rows.append(
-      {
-        "algorithm": name,
-        "steps": len(by_step),
-        "tokens": sum(by_step),
-        **{key: found[key] for key in ("accuracy", "gain", "gain_half_width")},
-        "same": same,
-      }
+      same[name] = is_same_without_drafter(workdir / name, settings, _COMPARED.value)
+    train_until(workdir / name / "run", settings, _TOKENS.value)
+  runs = [workdir / name / "run" for name in _NAMES.value]
+  rows = [
+    {
+      "algorithm": name,
+      "steps": len(drawn(folder)),
+      "tokens": sum(drawn(folder)),
+      **{key: found[key] for key in ("accuracy", "gain", "gain_half_width")},
+      "same": same.get(name),
+    }
+    for name, folder, found in zip(
+      _NAMES.value, runs, measured(runs, config["policy"]), strict=True
     )
-    write(workdir, rows)
+  ]
+  write(workdir, rows)
   show(rows)
   print(json.dumps(rows))
 
