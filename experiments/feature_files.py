@@ -14,6 +14,7 @@ import time
 import numpy as np
 
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax import writing
 from tlt_jax.spec_decode.spot import offline
 
@@ -68,6 +69,7 @@ def compute(
   sizes = tuple(len(p) + len(r) for p, r in sequences)
   files = FeatureFiles(folder, sizes, learner.layout.size)
   missing = list(_missing(files))
+  processes.barrier()  # before the first process adds some
   if not missing:
     return files
   folder.mkdir(exist_ok=True)
@@ -87,11 +89,14 @@ def compute(
       logging.info("features: %d of %d sequences", first, len(sequences))
     prompts, responses = zip(*sequences[first : first + _AT_ONCE], strict=True)
     made = learner.features(target_params, prompts, responses)
+    if not processes.is_first():
+      continue
     path = _path(folder, first // _AT_ONCE)
     partial = path.with_suffix(".tmp.npy")
     with writing.to(path):
       np.save(partial, np.concatenate([x.astype(np.float32) for x in made]))
     partial.replace(path)
+  processes.barrier()
   seconds = time.time() - began
   logging.info("features: %.0f s, %.0f tokens/s", seconds, tokens / seconds)
   return files

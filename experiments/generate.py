@@ -27,6 +27,7 @@ from experiments import launch
 from experiments import memory_plan
 from experiments import sizes
 from tlt_jax import data
+from tlt_jax import processes
 from tlt_jax import writing
 from tlt_jax.models import convert
 from tlt_jax.rl import sample
@@ -111,6 +112,8 @@ def main(config):
     seed=config["seed"],
     draft_params=models.draft_params,
   )
+  if not processes.is_first():
+    return
   if _OUTPUT.value:
     with writing.to(_OUTPUT.value), open(_OUTPUT.value, "w") as out:
       write(scored, records, out)

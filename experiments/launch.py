@@ -3,6 +3,10 @@
 A command ends with `launch.run(main, config=("countdown", keys.RUN))`. That defines
 `--config`, parses the command line, checks the config and calls `main(config)`, which
 begins with `launch.start()`. Nothing happens before `run`: any command can be imported.
+
+    python -m experiments.launch --processes=2 -- experiments.train --workdir=DIR
+
+runs a command as several processes; see `launcher`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +26,11 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from experiments import declarations
+from experiments import distributed
+from experiments import launcher
 from experiments import logs
 from tlt_jax import named
+from tlt_jax import processes
 from tlt_jax import programs
 from tlt_jax import ranges
 
@@ -50,6 +57,8 @@ def run(
   if os.getcwd() not in sys.path:
     sys.path.insert(0, os.getcwd())
 
+  distributed.define_flags()
+
   def parse(argv):
     try:
       for name, (default, section) in configs.items():
@@ -66,24 +75,32 @@ def run(
       for name, (_, section) in configs.items():
         declarations.check(section, given[name], name)
       main(*argv[1:], **given)
-    except (ValueError, FloatingPointError, MemoryError, OSError) as e:
-      if os.environ.get("TLT_TRACEBACK"):
+    except processes.Stopped:
+      logging.info("stopped by SIGTERM; the same command goes on from there")
+      sys.exit(distributed.STOPPED)
+    except Exception as e:
+      line = None if os.environ.get("TLT_TRACEBACK") else _one_line(e)
+      if processes.count() > 1:
+        is_lost = isinstance(e, jax.errors.JaxRuntimeError) and line is None
+        distributed.lost(e) if is_lost else distributed.fail(line)
+      if line is None:
         raise
-      sys.exit(_one_line(e))
-    except jax.errors.JaxRuntimeError as e:
-      if os.environ.get("TLT_TRACEBACK") or not programs.is_out_of_memory(e):
-        raise
-      told = str(e).splitlines()[0][:200]
-      sys.exit(
-        f"error: a device's memory is full ({told}); smaller values of rollout.slots, "
-        "sampling.max_tokens, learner.buckets or spot.rows of the config need less"
-      )
+      sys.exit(line)
 
   app.run(guarded, flags_parser=parse)
 
 
-def _one_line(e: Exception) -> str:
-  return "error: " + (" ".join(str(e).split()) or type(e).__name__)
+def _one_line(e: Exception) -> str | None:
+  """What to tell of an error that a user can mend; None of any other."""
+  if isinstance(e, ValueError | FloatingPointError | MemoryError | OSError):
+    return "error: " + (" ".join(str(e).split()) or type(e).__name__)
+  if not programs.is_out_of_memory(e):
+    return None
+  told = str(e).splitlines()[0][:200]
+  return (
+    f"error: a device's memory is full ({told}); smaller values of rollout.slots, "
+    "sampling.max_tokens, learner.buckets or spot.rows of the config need less"
+  )
 
 
 def config_flag(
@@ -192,22 +209,31 @@ def read_config(path: str) -> dict:
 
 
 def start(cpu_slices: int = 2) -> None:
-  """Sets up devices and logging.
+  """Sets up devices and logging; with --distributed, joins the job.
 
-  On a machine with CPUs only, JAX shows `cpu_slices` devices; must therefore run
-  before anything touches a device.
+  On a machine with CPUs only, JAX shows `cpu_slices` devices, unless --cpu_devices says
+  otherwise, or one of each process of a job; must therefore run before anything touches
+  a device.
   """
   logs.start()
   keep_freed_memory()
-  jax.config.update("jax_num_cpu_devices", cpu_slices)
+  shown = 1 if distributed.flag("distributed") else cpu_slices
+  jax.config.update("jax_num_cpu_devices", distributed.flag("cpu_devices") or shown)
+  if distributed.flag("core_per_device"):
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{given} --xla_cpu_multi_thread_eigen=false".strip()
   # Queued ahead, programs of one CPU device can take all places in its queue while
   # another device waits for it in a collective: a deadlock, seen on two cores.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   if not jax.config.jax_compilation_cache_dir:  # the second start compiles nothing
     jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  devices = jax.devices()
-  logging.info("%d x %s", len(devices), devices[0].device_kind)
+  distributed.join()
+  devices, of = jax.devices(), ""
+  if processes.count() > 1:
+    logs.start(processes.index())
+    of = f" of {processes.count()} processes"
+  logging.info("%d x %s%s", len(devices), devices[0].device_kind, of)
 
 
 def keep_freed_memory() -> None:
@@ -236,3 +262,7 @@ def release_freed_memory() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
   except (OSError, AttributeError):
     return
+
+
+if __name__ == "__main__":
+  sys.exit(launcher.main(sys.argv[1:]))

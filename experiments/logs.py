@@ -10,10 +10,16 @@ import sys
 import threading
 
 
-def start() -> None:
-  """Begins to log, and takes what threads leave uncaught."""
+def start(process: int | None = None) -> None:
+  """Begins to log, and takes what threads leave uncaught.
+
+  Args:
+    process: its number, which every line gets, where a job has several
+  """
   handler = logging.StreamHandler(sys.stderr)
-  handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+  number = "" if process is None else f"[{process}] "
+  form = f"%(asctime)s {number}%(message)s"
+  handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
   logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
   for name in ("absl", "jax", "orbax"):
     logging.getLogger(name).setLevel(logging.WARNING)

@@ -164,7 +164,7 @@ class _Run:
   @property
   def shared(self) -> bool:
     """Whether the devices share the machine's memory."""
-    return memory.room(self.mesh.devices.flat)[1]
+    return memory.room(self.mesh.local_devices)[1]
 
   def size(self, arrays: Any) -> int:
     """Bytes of arrays, given as shapes and shardings."""
@@ -177,7 +177,8 @@ class _Run:
 
   def scratch(self, name: str, size: float, option: str) -> Part:
     """An estimated part of so many bytes on every device."""
-    return Part(name, int(size * (self.mesh.size if self.shared else 1)), option, True)
+    devices = len(self.mesh.local_devices) if self.shared else 1
+    return Part(name, int(size * devices), option, True)
 
   def on_host(self, name: str, arrays: Any, option: str) -> list[Part]:
     """Copies on the host; nothing where the devices' own memory is planned."""
@@ -303,12 +304,12 @@ class _Run:
 
   def plan(self, phases: Mapping[str, list[Part]]) -> Plan:
     """The plan of these phases; parts that are empty are left out."""
-    room, shared = memory.room(self.mesh.devices.flat)
-    where = f"each of {self.mesh.size} devices (the fullest)"
+    room, shared = memory.room(self.mesh.local_devices)
+    where = f"each of {len(self.mesh.local_devices)} devices (the fullest)"
     if shared:
       own = psutil.Process().memory_info().rss  # is part of the plan
       room = memory.Room(min(room.free + own, room.total), room.total)
-      where = f"the machine's memory ({self.mesh.size} CPU devices share it)"
+      where = f"the machine's memory ({len(self.mesh.local_devices)} CPU devices share it)"
     phases = {k: tuple(p for p in v if p.size) for k, v in phases.items()}
     return Plan(phases, room, where)
 

@@ -27,6 +27,7 @@ from experiments import plot_gain
 from experiments import style
 from experiments import timeline
 from tlt_jax import metrics
+from tlt_jax import processes
 from tlt_jax import writing
 
 STYLE = style.STYLE
@@ -41,9 +42,13 @@ _OUTCOME_COLOR = dict(zip(metrics.OUTCOMES, (_GREEN, _ORANGE, _GREY), strict=Tru
 def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   """Draws what the run has data for; returns the files written.
 
+  Of several processes the first one draws.
+
   Raises:
     metrics.MetricError: the run has no metrics.jsonl, or a damaged file
   """
+  if not processes.is_first():
+    return []
   workdir = pathlib.Path(workdir)
   folder = workdir / "figures"
   of_steps, of_rollouts = workdir / "metrics.jsonl", workdir / "rollouts.jsonl"

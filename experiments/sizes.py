@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from experiments import declarations
 from experiments import workdirs
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode import rollout
 
@@ -49,13 +50,15 @@ class Machine(NamedTuple):
   @classmethod
   def here(cls, tensor_parallel: int) -> "Machine":
     """This machine, with so many devices to a slice."""
-    devices = jax.devices()
-    slices = max(len(devices) // tensor_parallel, 1)
+    devices = jax.local_devices()
+    slices = max(jax.device_count() // tensor_parallel, 1)
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
       free = (stats["bytes_limit"] - stats["bytes_in_use"]) * tensor_parallel
     else:
       free = memory.machine().free // slices
+    if processes.count() > 1:  # all need the same sizes
+      free = int(processes.of_first(free))
     return cls(slices, free, devices[0].platform == "cpu")
 
 

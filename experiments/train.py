@@ -22,6 +22,7 @@ from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
+from tlt_jax import processes
 from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
@@ -70,9 +71,20 @@ def main(config):
   step = 0
   beside = {k: x for k, x in (("drafter", spot), ("critic", critic)) if x is not None}
   trained = lambda state: {"policy": state} | {k: x.arrays() for k, x in beside.items()}
+
+  def standing():
+    saved = {
+      "prompts": prompts.get_state(),
+      "drafter": spot.data() if spot else None,
+      "rollout": sampler.rollout.state(),
+    }
+    return step, trained(state), saved
+
   if run.start is not None:
     params = state = None  # the checkpoint's have their memory
     like = trained(learner.abstract_state())
+    if spot and "drafter" not in run.not_restored:
+      like["drafter"] = spot.saved_arrays(run.start.data()[1]["drafter"])
     step, restored, saved = run.start.restore(like, without=run.not_restored)
     state = restored["policy"]
     prompts.set_state(saved["prompts"])
@@ -88,7 +100,8 @@ def main(config):
   writer = metrics_lib.Writer(run.path, resume_step=step)
   progress = metrics_lib.Progress(config["steps"], step)
 
-  with run.checkpoints as checkpoints:  # what is being written is finished
+  processes.stop_on_sigterm()
+  with run.checkpoints.at_stop(standing) as checkpoints:  # what it writes is finished
     while True:
       metrics = evaluations.evaluate(
         config, sampler, policy, held_out, step, run.path, draft_params
@@ -128,13 +141,9 @@ def main(config):
       writer.write_rollout(step, scored.record())
       evaluations.write_examples(config, scored, run.path, f"train_{step:06}")
       step += 1
-      saved = {
-        "prompts": prompts.get_state(),
-        "drafter": spot.data() if spot else None,
-        "rollout": sampler.rollout.state(),
-      }
-      checkpoints.save(step, trained(state), saved, force=step == config["steps"])
+      checkpoints.save(*standing(), force=step == config["steps"])
       progress.update(step, record)
+      processes.stop_if_told()
 
   progress.close()
   writer.close()
@@ -143,7 +152,8 @@ def main(config):
   if spot:
     drafter_files.save(run.path / "drafter", drafter, spot.params)
   plot.plot_all(run.path)
-  print(summary.text(metrics_lib.read(run.path / "metrics.jsonl")))
+  if processes.is_first():
+    print(summary.text(metrics_lib.read(run.path / "metrics.jsonl")))
 
 
 if __name__ == "__main__":

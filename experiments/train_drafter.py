@@ -36,6 +36,7 @@ from experiments import memory_plan
 from experiments import responses
 from experiments import workdirs
 from tlt_jax import checkpoint
+from tlt_jax import processes
 from tlt_jax import writing
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
@@ -153,7 +154,8 @@ def train(
   n = min(config["sequences"], len(sequences))
   per_epoch = len(sequences) // n
   began, tokens = time.time(), 0
-  with checkpoints:
+  processes.stop_on_sigterm()
+  with checkpoints.at_stop(lambda: (step, state, {})):
     while step < config["steps"]:
       order = np.random.default_rng([config["seed"], step // per_epoch])
       order = order.permutation(len(sequences))
@@ -166,8 +168,9 @@ def train(
       step += 1
       tokens += sum(map(len, responses))
       path = workdir / "metrics.jsonl"
-      with writing.to(path), path.open("a") as f:
-        f.write(json.dumps({"step": step} | metrics) + "\n")
+      if processes.is_first():
+        with writing.to(path), path.open("a") as f:
+          f.write(json.dumps({"step": step} | metrics) + "\n")
       if step % 20 == 0 or step == config["steps"]:
         depths = range(1, learner.loss.steps + 1)
         agreement = " ".join(f"{metrics[f'drafter/agreement_{k}']:.2f}" for k in depths)
@@ -177,6 +180,7 @@ def train(
           f"agreement {agreement}  {rate:.0f} tokens/s"
         )
       checkpoints.save(step, state, {}, force=step == config["steps"])
+      processes.stop_if_told()
   return state.params
 
 
@@ -197,9 +201,14 @@ def main(config, run):
   models = from_config.load_models(run | {"drafter": ""})
   check(models, config, run)
   path = workdir / _RESPONSES
-  if not path.exists():
+  is_new = not path.exists()
+  processes.barrier()  # every process has looked
+  if is_new:
     workdirs.record(workdir, whole)
-    responses.store(path, responses_of(models, config, run, prompts))
+    found = responses_of(models, config, run, prompts)
+    if processes.is_first():
+      responses.store(path, found)
+    processes.barrier()
   sequences = responses.load(path, models.model.vocab_size)
 
   drafter, params = first_drafter(models, config, [tokens for _, tokens in sequences])

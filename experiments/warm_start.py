@@ -19,6 +19,7 @@ from experiments import launch
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
+from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import target
@@ -94,7 +95,9 @@ def main(config):
   stream = data.prefetch(made)
   run.begin(step)
   began, tokens = time.time(), 0
-  with run.checkpoints as checkpoints:  # what is being written is finished
+  processes.stop_on_sigterm()
+  standing = lambda: (step, state, saved)
+  with run.checkpoints.at_stop(standing) as checkpoints:  # what it writes is finished
     while step < config["steps"]:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
@@ -113,11 +116,13 @@ def main(config):
           "step %d/%d  loss %.4f  %.0f tokens/s", step, config["steps"], loss, rate
         )
       checkpoints.save(step, state, saved, force=step == config["steps"])
+      processes.stop_if_told()
 
   folder = pathlib.Path(config["export"] or run.path / "policy")
   params = jax.tree.map(lambda x: x.astype(config["export_dtype"]), state.params)
   convert.save_hf(folder, model, params)
-  tokenizer.save_pretrained(folder)
+  if processes.is_first():
+    tokenizer.save_pretrained(folder)
   logging.info("exported the policy to %s", folder)
 
 

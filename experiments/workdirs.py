@@ -1,7 +1,8 @@
 """The folder of a run: what its checkpoints were made with, and when it may be resumed.
 
 `config.json` in a workdir is the config that its checkpoints were made with. A run that
-resumes may change how long it is, and when it evaluates, compares and saves (`FREE`).
+resumes may change how long it is, when it evaluates, compares and saves, and which
+devices it has (`FREE`).
 Anything else would mix two experiments in one folder: it is refused, or goes on in another
 folder (`--fork`), from the latest checkpoint of the first. Such a folder says in
 `forked_from.json` where it began.
@@ -20,6 +21,7 @@ from experiments import declarations
 from tlt_jax import checkpoint
 from tlt_jax import json_objects
 from tlt_jax import metrics
+from tlt_jax import processes
 from tlt_jax import writing
 
 FORK = "Go on in this folder, from --workdir's latest checkpoint, with other settings."
@@ -27,14 +29,14 @@ SCHEDULE = (
   "A run's rollouts.jsonl, to train the drafter as it was there; default: this run's own, "
   "for steps that are done again after a crash."
 )
-FREE = ("steps", "evaluation", "compare", "checkpoint")  # what a resumed run may change
+# What a resumed run may change.
+FREE = ("steps", "evaluation", "compare", "checkpoint", "tensor_parallel")
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 # Part of a checkpoint -> where one of these differs, a fork makes the part anew.
 _ANEW = {
   "drafter": (
     "drafter.",
     "spot.",
-    "tensor_parallel.",
     "rollout.max_prompt.",
     "sampling.max_tokens.",
   ),
@@ -64,6 +66,9 @@ class Workdir:
     Args:
       step: that the run goes on from
     """
+    processes.barrier()  # every process has read what is there
+    if not processes.is_first():
+      return
     if self.forked_from is not None:
       self.path.mkdir(parents=True, exist_ok=True)
       origin = {"workdir": str(self.forked_from.resolve()), "step": step}
@@ -139,7 +144,9 @@ def _is_free(key: str) -> bool:
 
 
 def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
-  """Writes `workdir/config.json`, at once or not at all."""
+  """Writes `workdir/config.json`, at once or not at all; the first process does."""
+  if not processes.is_first():
+    return
   workdir.mkdir(parents=True, exist_ok=True)
   partial = workdir / f"{CONFIG}.new"
   with writing.to(workdir / CONFIG):

@@ -462,3 +462,28 @@ def test_a_buffer_goes_on_from_its_saved_state():
   again.set_state(json.loads(json.dumps(buffer.state())), buffer.table)
   assert again.state() == buffer.state()
   assert again.add(0, *sequence(5)) == buffer.add(0, *sequence(5)) == [(0, 4, 0, 5)]
+
+
+@pytest.mark.parametrize("slices, held_out", [(1, 0), (1, 1), (4, 0), (3, 1)])
+def test_a_buffer_of_other_slices_is_dealt_out(slices, held_out):
+  """The longest sequences first; held-out rows stay held out; nothing is there twice."""
+  make = lambda n: buffer_lib.Buffer(n, 3, 40, carried=1, context=2, held_out=held_out)
+  buffer, again = make(2), make(slices)
+  for s, lengths in enumerate([(38, 20, 9), (30, 25)]):
+    buffer.added[s] = 6  # the second of each is held out, if any is
+    for length in lengths:
+      buffer.add(s, *sequence(length))
+  source = again.set_state(json.loads(json.dumps(buffer.state())), buffer.table)
+  before, after = buffer.table.reshape(-1, 4, 40), again.table.reshape(-1, 4, 40)
+  kept = source.reshape(-1)
+  np.testing.assert_array_equal(after[kept >= 0], before[kept[kept >= 0]])
+  assert not after[kept < 0].any()
+  assert len(set(kept[kept >= 0])) == np.count_nonzero(kept >= 0)
+  is_held = lambda row: row % 3 < held_out
+  assert all(is_held(i) == is_held(int(row)) for i, row in enumerate(kept) if row >= 0)
+  filled = [i for i, row in enumerate(sum(buffer.rows, [])) if row.sizes]
+  longest = [sum(buffer.rows, [])[i].longest for i in filled if not is_held(i)]
+  room = slices * (3 - held_out)
+  dealt = [row.longest for rows in again.rows for row in rows[held_out:] if row.sizes]
+  assert sorted(dealt) == sorted(sorted(longest)[-room:])
+  again.add(0, *sequence(5))

@@ -8,7 +8,7 @@ abstract state.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import contextlib
 import functools
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from tlt_jax import processes
 from tlt_jax import writing
 
 _LIST = "checksums.json"  # in a step's folder: {"step", "files": {name: [bytes, sha256]}}
@@ -48,7 +49,8 @@ class Checkpoints:
   """Keeps the checkpoints of one run: an array tree plus small JSON data per step.
 
   Leaving a `with` block waits for what is being written, after an error too:
-  the interpreter's own exit would cut it off.
+  the interpreter's own exit would cut it off. A job that was told to stop saves then
+  what it has, see `at_stop`. Of several processes each writes its part of the arrays.
   """
 
   def __init__(self, folder: str | pathlib.Path, keep: int = 2, every: int = 1):
@@ -66,6 +68,7 @@ class Checkpoints:
     self.folder = pathlib.Path(folder).absolute()
     self._keep, self._every = keep, every
     self._whole: int | None = None  # the step whose files were found to be whole
+    self._standing: Callable[[], tuple[int, Any, dict]] | None = None
     _steps(self.folder)
 
   @functools.cached_property
@@ -91,8 +94,22 @@ class Checkpoints:
   def __enter__(self) -> "Checkpoints":
     return self
 
-  def __exit__(self, *_):
+  def __exit__(self, kind, *_):
+    if kind is processes.Stopped and self._standing is not None:
+      step, state, data = self._standing()
+      self.save(step, state, data, force=True)
+      self.wait()
+      logging.info("step %d is saved in %s", step, self.folder)
     self.close()
+
+  def at_stop(self, standing: Callable[[], tuple[int, Any, dict]]) -> "Checkpoints":
+    """Has what `standing` gives saved if the `with` block is left by `Stopped`.
+
+    Args:
+      standing: gives the arguments of `save`, as they are at that moment
+    """
+    self._standing = standing
+    return self
 
   def latest(self) -> int | None:
     """The last complete step, None if there is none."""
@@ -151,7 +168,9 @@ class Checkpoints:
     """
     step = self.latest()
     if step is None or step != self._whole:
-      self._whole = step = checked(self.folder)
+      if processes.is_first():  # for all: the files are the same
+        step = checked(self.folder)
+      self._whole = step = int(processes.of_first(step or 0))
     handler = ocp.JsonCheckpointHandler()
     return step, handler.restore(epath.Path(self.folder / str(step) / _DATA))
 

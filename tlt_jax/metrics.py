@@ -19,6 +19,7 @@ from scipy import special
 import tqdm
 
 from tlt_jax import json_objects
+from tlt_jax import processes
 from tlt_jax import tensorboard
 from tlt_jax import writing
 
@@ -55,7 +56,8 @@ class Writer:
   """Writes the metrics files of one run: one record per step, in step order.
 
   Opening drops what a killed run wrote after its last checkpoint, so that a
-  resumed run has each step once.
+  resumed run has each step once. Of several processes the first one writes; the others
+  only check what it is given.
 
   Args:
     workdir: folder of the run
@@ -65,6 +67,9 @@ class Writer:
   """
 
   def __init__(self, workdir: str | pathlib.Path, resume_step: int = 0):
+    self._writes = processes.is_first()
+    if not self._writes:
+      return
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     paths = [workdir / "metrics.jsonl", workdir / "rollouts.jsonl"]
@@ -89,6 +94,8 @@ class Writer:
     record = {"step": int(step)}
     for key, value in metrics.items():
       record[key] = _scalar(key, step, value)
+    if not self._writes:
+      return record
     _append(self._metrics, record)
     self._board.write(step, {key: x for key, x in record.items() if key != "step"})
     return record
@@ -132,10 +139,13 @@ class Writer:
     record["decisions"] = [
       (name, _scalar(name, step, value)) for name, value in rollout["decisions"]
     ]
-    _append(self._rollouts, record)
+    if self._writes:
+      _append(self._rollouts, record)
 
   def close(self) -> None:
     """Closes all files."""
+    if not self._writes:
+      return
     self._metrics.close()
     self._rollouts.close()
     self._board.close()
@@ -251,6 +261,8 @@ class Progress:
 
       step 12/60  reward 0.61  solved 50%  length 143/1024  rollout 3.1 s  update 2.0 s
 
+  Of several processes the first one shows it.
+
   Args:
     total: steps of the whole run
     done: steps that were done before, if the run resumes
@@ -261,7 +273,8 @@ class Progress:
     self._total = total
     self._stream = sys.stderr if stream is None else stream
     self._bar = None
-    if self._stream.isatty():
+    self._shows = processes.is_first()
+    if self._shows and self._stream.isatty():
       self._bar = tqdm.tqdm(
         total=total, initial=done, unit="step", file=self._stream, dynamic_ncols=True
       )
@@ -269,6 +282,8 @@ class Progress:
   def update(self, done: int, record: Mapping[str, float]) -> None:
     """Shows the record of the latest step, after which `done` steps are done."""
     parts = _progress_parts(record)
+    if not self._shows:
+      return
     if self._bar is None:
       line = "  ".join([f"step {done}/{self._total}", *parts])
       print(line, file=self._stream, flush=True)

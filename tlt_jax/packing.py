@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import axes
+from tlt_jax import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def place(packed: Sequence[Packed], mesh: jax.sharding.Mesh) -> tuple[Packed, ..
   """Moves packed micro-batches to the devices, rows over `data`."""
   rows, whole = axes.sharding(mesh, None, axes.DATA), axes.sharding(mesh)
   return jax.tree.map(
-    lambda x: jax.device_put(x, rows if x.ndim else whole), tuple(packed)
+    lambda x: processes.place(x, rows if x.ndim else whole), tuple(packed)
   )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from tlt_jax import data
 from tlt_jax import json_objects
+from tlt_jax import processes
 from tlt_jax import writing
 
 _FILES = (
@@ -25,7 +26,12 @@ _FILES = (
 
 
 def copy_files(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
-  """Copies a model folder's tokenizer, chat template and the like to another one."""
+  """Copies a model folder's tokenizer, chat template and the like to another one.
+
+  Of several processes the first one does.
+  """
+  if not processes.is_first():
+    return
   for path in pathlib.Path(source).iterdir():
     if path.name in _FILES:
       with writing.to(pathlib.Path(folder) / path.name):

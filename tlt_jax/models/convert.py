@@ -7,6 +7,7 @@ approximated. The parts: `hf_folder` (the files), `hf_config` (config.json), `hf
 """
 
 import contextlib
+import itertools
 import pathlib
 import re
 
@@ -19,6 +20,7 @@ import safetensors.numpy
 
 from tlt_jax import axes as axes_lib
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf_config
 from tlt_jax.models import hf_folder
@@ -228,7 +230,7 @@ def save_hf(
     path: folder, made if need be; a checkpoint in it is replaced
     config: the model; its `dtype` becomes config.json's
     params: nested dict as from `load_hf` or `target.init_params`, sharded over the
-      devices of this process or not
+      devices of all processes or not; every process calls, the first one writes
     max_file_bytes: above it the tensors are spread over files with an index
   Raises:
     CheckpointError: params or config do not fit the architecture
@@ -238,9 +240,14 @@ def save_hf(
   _check_params(config, tensors)
   sizes = {name: tensors[name].nbytes for name in layouts if name in tensors}
   files = hf_folder.split(sizes, max_file_bytes)
+  if not processes.is_first():  # has its part of what the first one writes
+    for name in itertools.chain(*files.values()):
+      processes.fetch(tensors[name])
+    return
+  whole = lambda name: layouts[name].store(processes.fetch(tensors[name]))
   with hf_folder.replacing(pathlib.Path(path)) as folder:
     for file, members in files.items():
-      stored = {layouts[n].name: layouts[n].store(np.asarray(tensors[n])) for n in members}
+      stored = {layouts[n].name: whole(n) for n in members}
       safetensors.numpy.save_file(stored, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
       holder = {layouts[n].name: file for file, members in files.items() for n in members}

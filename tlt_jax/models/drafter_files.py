@@ -25,6 +25,7 @@ import safetensors.numpy
 
 from tlt_jax import axes
 from tlt_jax import json_objects
+from tlt_jax import processes
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
@@ -37,7 +38,9 @@ _TENSORS = "model.safetensors"
 def save(path: str | pathlib.Path, config: drafter.DrafterConfig, params: dict) -> None:
   """Writes the folder, whole or not at all; see `hf_folder.replacing`."""
   flat = traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")
-  flat = {name: np.asarray(x) for name, x in flat.items()}
+  flat = {name: processes.fetch(x) for name, x in flat.items()}
+  if not processes.is_first():
+    return
   raw = dataclasses.asdict(config)
   vocab = np.array(raw.pop("vocab"), np.int64)
   raw["draft_vocab_size"] = len(vocab) or None
@@ -83,7 +86,7 @@ def load(
     params = {name: jnp.asarray(tensor[:]) for name, tensor in stored.items()}
   params = traverse_util.unflatten_dict(params, sep="/")
   if mesh is not None:
-    params = jax.device_put(params, axes.shardings(mesh, rules, abstract))
+    params = jax.tree.map(processes.place, params, axes.shardings(mesh, rules, abstract))
   return config, params
 
 

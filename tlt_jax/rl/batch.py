@@ -15,6 +15,7 @@ import numpy as np
 
 from tlt_jax import axes
 from tlt_jax import packing
+from tlt_jax import processes
 from tlt_jax.rl import algorithm as algorithm_lib
 
 
@@ -132,7 +133,8 @@ def by_response(
 
 def place(x: Sequences, mesh: jax.sharding.Mesh) -> Sequences:
   """Moves the facts of sequences to the devices, whole on each."""
-  return jax.device_put(x, axes.sharding(mesh))
+  whole = axes.sharding(mesh)
+  return jax.tree.map(lambda x: processes.place(x, whole), x)
 
 
 def abstract(

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tlt_jax import processes
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import reward as reward_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -72,6 +73,21 @@ class Judged(NamedTuple):
   text: list[str]
   scores: reward_lib.Scores
   seconds: float  # that this took
+
+  def whole(self) -> "Judged":
+    """With the scores of all processes, of which each has judged every n-th response.
+
+    So a reward that differs from process to process, as one with a time limit may, is the
+    same for all.
+    """
+    n, scores = processes.count(), self.scores
+    if n == 1:
+      return self
+    mine = np.zeros((2 + len(scores.parts), len(self.text)), np.float32)
+    mine[:, processes.index() :: n] = scores.reward, scores.solved, *scores.parts.values()
+    reward, solved, *parts = processes.total(mine)
+    by_name = dict(zip(scores.parts, parts, strict=True))
+    return self._replace(scores=reward_lib.Scores(reward, solved > 0, by_name))
 
 
 class Outcome(NamedTuple):
@@ -154,8 +170,8 @@ class Replacement:
     if self._scoring is None:
       return
     found, self._scoring = self._scoring.result(), None
-    self._found |= found
-    for prompt, scored in found.items():
+    for prompt, mine in found.items():
+      scored = self._found[prompt] = mine.whole()
       of = list(self._of(prompt))
       group = responses(self._requests, samples, scored.scores, self._responses, of)
       self._keeps[prompt] = bool(self._rule.keeps(group)[0])

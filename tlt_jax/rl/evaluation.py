@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax import metrics as metrics_lib
+from tlt_jax import processes
 from tlt_jax import writing
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -115,9 +116,13 @@ def examples(scored: sample.Scored, count: int) -> list[dict[str, Any]]:
 def write(path: str | pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
   """Writes a JSON object per line; a file of that name is replaced, its folder made.
 
+  Of several processes the first one does.
+
   Raises:
     OSError: it cannot be written; names the remedy where the disk is full
   """
+  if not processes.is_first():
+    return
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax import metrics
+from tlt_jax import processes
 from tlt_jax import tokenization
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import dynamic_sampling
@@ -169,7 +170,7 @@ class Sampler:
       began = time.perf_counter()
       samples = self._run(params, requests, draft_params, **options)
       rollout_s = time.perf_counter() - began
-      judged, choice = score(samples, range(len(requests))), None
+      judged, choice = score(samples, range(len(requests))).whole(), None
     else:
       replacement = dynamic_sampling.Replacement(replace, requests, score)
       with contextlib.closing(replacement):
@@ -208,17 +209,21 @@ class Sampler:
     records: Sequence[dict],
     index: range,
   ) -> dynamic_sampling.Judged:
-    """Scores the responses to some of the requests; there is a record for each request."""
+    """Scores the responses to some of the requests; there is a record for each request.
+
+    Of several processes each scores its share of them, see `Judged.whole`.
+    """
     began = time.perf_counter()
+    mine = index[processes.index() :: processes.count()]
     text = [self.tokenizer.decode(samples.response(i)) for i in index]
     scores = reward_lib.score_terms(
       self.reward,
-      prompts=[records[i]["prompt"] for i in index],
-      responses=text,
-      answers=[records[i]["answer"] for i in index],
+      prompts=[records[i]["prompt"] for i in mine],
+      responses=text[processes.index() :: processes.count()],
+      answers=[records[i]["answer"] for i in mine],
       solved_at=self.solved_at,
-      length=samples.length[index],
-      max_tokens=requests.max_tokens[index],
+      length=samples.length[mine],
+      max_tokens=requests.max_tokens[mine],
     )
     return dynamic_sampling.Judged(text, scores, time.perf_counter() - began)
 

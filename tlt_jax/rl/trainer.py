@@ -24,6 +24,7 @@ from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import packing
+from tlt_jax import processes
 from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
@@ -107,7 +108,7 @@ class Trainer:
     what = f"the {self.name}'s moments"
     memory.announce(what, abstract.opt_state, "learner.only, policy")
     params = jax.tree.map(
-      lambda x, like: jax.device_put(jnp.asarray(x, like.dtype), like.sharding),
+      lambda x, like: processes.place(jnp.asarray(x, like.dtype), like.sharding),
       params,
       abstract.params,
     )
@@ -150,9 +151,9 @@ class Trainer:
     every = np.arange(len(batch.responses))
     packed = batch_lib.pack(batch, every, self.buckets, chosen)
     placed = packing.place(packed, self.mesh)
-    temperature = jax.device_put(batch.temperature, axes.sharding(self.mesh))
+    temperature = processes.place(batch.temperature, axes.sharding(self.mesh))
     found = self.run("score", self.score, len(every), params, placed, temperature)
-    return batch_lib.by_response(batch, packed, jax.device_get(found))
+    return batch_lib.by_response(batch, packed, processes.fetch(found))
 
   def train_on(
     self,

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
 from tlt_jax import axes
+from tlt_jax import processes
 
 # How an argument or a result lies: split by rows over the slices, or whole on each.
 ROWS, WHOLE = PartitionSpec(axes.DATA), PartitionSpec()
@@ -43,7 +44,7 @@ def per_slice(
 def place(mesh: Mesh, x: np.ndarray) -> jax.Array:
   """Puts [slices, b, ...] of the host on the devices as [slices * b, ...]."""
   flat = x.reshape(-1, *x.shape[2:])
-  return jax.device_put(flat, axes.sharding(mesh, axes.DATA))
+  return processes.place(flat, axes.sharding(mesh, axes.DATA))
 
 
 def abstract(mesh: Mesh, rows: int, dtype, *shape: int) -> jax.ShapeDtypeStruct:

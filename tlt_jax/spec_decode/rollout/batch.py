@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from tlt_jax import processes
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
@@ -156,7 +157,7 @@ class Batch:
     """The features of a request that has just ended, f[prompt + length - 1, E]."""
     known = int(self.running.position[request])
     where = self.running.pages.where(request, known)  # whole pages: of few shapes
-    return np.asarray(self.slots.features.data[where])[:known]
+    return processes.fetch(self.slots.features.data[where])[:known]
 
   def store(self, rows: jax.Array, pieces: np.ndarray, count: np.ndarray) -> jax.Array:
     """Training rows with the features of requests that have just ended.

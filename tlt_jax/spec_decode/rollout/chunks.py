@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
@@ -42,7 +43,8 @@ class Ran(NamedTuple):
   emitted: slots_lib.Emitted  # on the host
   draft_state: Any
   trained: trainer_lib.Account | None
-  seconds: float  # that it took
+  seconds: float  # that it took, on the first process
+  stop: bool = False  # whether the job was told to stop meanwhile
 
   @property
   def steps(self) -> int:
@@ -168,4 +170,5 @@ class Chunks:
     batch.slots = done.slots
     trained = done.training and self._trainer.account(done.training)
     emitted = jax.device_get(done.emitted)
-    return Ran(emitted, done.draft_state, trained, time.perf_counter() - began)
+    told = processes.tell(time.perf_counter() - began)
+    return Ran(emitted, done.draft_state, trained, *told)

@@ -1,9 +1,9 @@
 """The clock of a rollout: what steps take, and the decisions that follow from it.
 
 `Clock` is the one ledger of time: of steps, by bucket and strategy, and of micro-batches.
-What it says differs from machine to machine and from process to process. So whatever is
-decided by it, or by a rule that learns from it, goes through `Decisions`: nowhere else
-must several processes agree, and a rollout can be decided alike again.
+Several processes all book the seconds of the first one (`processes.tell`), and so decide
+alike. Whatever is decided by them, or by a rule that learns from them, goes through
+`Decisions`, so that a rollout can be decided alike again.
 """
 
 from collections.abc import Callable, Iterable
@@ -168,8 +168,8 @@ class Decisions:
   """The decisions of a rollout by the clock, in order; another one can decide alike.
 
   No decision changes a token. But they say on what data, and when, a drafter that is
-  trained meanwhile is trained. (Where several processes run, all must take the first
-  one's value in `__call__`; nothing else depends on the clock.)
+  trained meanwhile is trained. (With several processes, what `decide` reads of a clock is
+  the first one's, see `processes`; nothing else depends on a clock.)
   """
 
   def __init__(

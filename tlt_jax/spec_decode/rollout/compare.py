@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import target
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -72,6 +73,7 @@ def redraw(
     run(params, tokens[b], starts[b], jax.tree.map(lambda x, b=b: x[b], sampling))
     for b in range(B)
   ]
+  rows = processes.fetch(rows)
   return sampling_lib.Draw(*(np.stack(x) for x in zip(*rows, strict=True)))
 
 

@@ -8,6 +8,7 @@ import functools
 
 import numpy as np
 
+from tlt_jax import processes
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -63,6 +64,7 @@ class Harvest:
     self._train(params, 1)  # the first time is slower
     pairs = [(self._train(params, 1), self._train(params, 3)) for _ in range(3)]
     seconds = float(np.median([three - one for one, three in pairs])) / 2
+    seconds = processes.of_first(seconds)
     per_update = self.spot.options.micro_batches_per_update
     self.clock.micro_batch_s = max(seconds, 1e-4) / per_update
 
@@ -149,7 +151,7 @@ class Harvest:
     if spot.rollouts < options.warm_up_rollouts:
       wanted = max(wanted, options.warm_up_s)
     spot.rollouts += 1
-    more = lambda: self.clock.now() - began < wanted
+    more = lambda: processes.of_first(wanted - self.clock.now() + began) > 0
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, 1)
       self.exchange()

@@ -15,6 +15,7 @@ import logging
 import jax
 import numpy as np
 
+from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -100,7 +101,10 @@ class Loop:
       self._keep(ended)
       record = _record(bucket, way.arm, live, ran, start_s, self.elapsed_s)
       self.samples.note(record, self.running.live)
+      stop = ran.stop
       ran = way = None  # nothing here holds on to the devices' memory
+      if stop:
+        self._abandon()
       self._ask_more([e.request for e in ended])
     self._finish()
     return self.samples
@@ -212,8 +216,11 @@ class Loop:
       self.harvest.store(ended)
 
   def _go_on_with_less(self, error: Exception) -> None:
-    """Sends what runs back to the queues, for smaller buckets; raises other errors."""
-    if not pool_lib.is_out_of_memory(error):
+    """Sends what runs back to the queues, for smaller buckets; raises other errors.
+
+    Other processes of the job would wait for this one: there, it is an error as well.
+    """
+    if not pool_lib.is_out_of_memory(error) or processes.count() > 1:
       raise error
     self.draft_state.reset()
     self.batch.drop()
@@ -222,6 +229,14 @@ class Loop:
       "no request is lost",
       *self.schedule.out_of_memory(),
     )
+
+  def _abandon(self) -> None:
+    """Ends the rollout, because the job is to stop; what it has trained is kept."""
+    self.draft_state.reset()
+    self.batch.drop()
+    if self.harvest:
+      self.harvest.exchange(least=1)
+    raise processes.Stopped
 
   def _finish(self) -> None:
     """Frees the devices, trains what is left to train, and sums up."""

@@ -8,6 +8,7 @@ import time
 import jax
 import numpy as np
 
+from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -224,6 +225,6 @@ def _unless_out_of_memory(bucket: options_lib.Bucket):
   try:
     yield
   except jax.errors.JaxRuntimeError as e:
-    if not pool_lib.is_out_of_memory(e):
+    if not pool_lib.is_out_of_memory(e) or processes.count() > 1:
       raise
     logging.warning("no memory to try %d slots of %d tokens a slice", *bucket)

@@ -58,6 +58,7 @@ class Rollout:
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
+      processes.Stopped: the job was told to stop
       ValueError: the decisions to follow are of another rollout; or what trains is
         missing, or given twice
     """

@@ -196,10 +196,44 @@ class Buffer:
     counts = {"cursor": list(self.cursor), "added": list(self.added)}
     return {"rows": rows, "evicted": self.evicted, **counts}
 
-  def set_state(self, state: dict, table: np.ndarray) -> None:
-    """Goes on from a saved state, of a buffer of the same shape."""
-    self.rows = [[Row(**row) for row in rows] for rows in state["rows"]]
-    self.cursor, self.added = list(state["cursor"]), list(state["added"])
+  def set_state(self, state: dict, table: np.ndarray) -> np.ndarray:
+    """Goes on from a saved state; of another number of slices, its rows are dealt out.
+
+    Args:
+      state: of `state`
+      table: that was saved beside it, i32[... 4 T], the rows of all slices
+    Returns:
+      i32[slices m], which of the saved rows is each row here; -1: none, it is empty
+    """
+    saved = [Row(**row) for rows in state["rows"] for row in rows]
+    num_slices, each = self.table.shape[:2]
     self.evicted = state["evicted"]
-    self.table = np.array(table, np.int32)
+    if len(state["rows"]) == num_slices:
+      source = np.arange(len(saved)).reshape(num_slices, each)
+      self.cursor, self.added = list(state["cursor"]), list(state["added"])
+    else:
+      source = self._deal(saved)
+      self.cursor = [0] * num_slices
+      self.added = [sum(state["added"]) // num_slices] * num_slices
+      lost = set(range(len(saved))) - set(source.flat)
+      self.evicted += sum(len(saved[i].sizes) for i in lost)
+    self.rows = [[saved[i] if i >= 0 else Row() for i in row] for row in source]
+    table = np.asarray(table).reshape(-1, *self.table.shape[2:])
+    self.table = np.where(source[..., None, None] >= 0, table[source], 0)
     self.version += 1
+    return source
+
+  def _deal(self, saved: list[Row]) -> np.ndarray:
+    """The saved row of each row here, the longest sequences first, slice by slice in turn.
+
+    Rows that were held out stay so. What there is no room for is left.
+    """
+    num_slices, each = self.table.shape[:2]
+    source = np.full((num_slices, each), -1)
+    for rows in (range(self.held_out), range(self.held_out, each)):
+      found = [i for i, row in enumerate(saved) if row.sizes and i % each in rows]
+      found.sort(key=lambda i: (-saved[i].longest, i))
+      places = ((s, row) for row in rows for s in range(num_slices))
+      for i, place in zip(found, places, strict=False):
+        source[place] = i
+    return source

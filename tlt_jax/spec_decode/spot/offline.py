@@ -22,6 +22,7 @@ import optax
 from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
+from tlt_jax import processes
 from tlt_jax import programs
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
@@ -104,7 +105,7 @@ class DraftLearner:
     key = (len(prompts),)
     made = self.pool.run("features", key, self.all_features, target_params, placed)
     sizes = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    return _unpacked(jax.device_get(made), packed, sizes)
+    return _unpacked(processes.fetch(made), packed, sizes)
 
   @functools.cached_property
   def update(self):

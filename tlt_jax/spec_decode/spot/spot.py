@@ -17,11 +17,13 @@ from collections.abc import Callable
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from tlt_jax import axes
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -229,12 +231,27 @@ class Spot:
     """The rest of it, which JSON can hold."""
     return {"buffer": self.buffer.state(), "rollouts": self.rollouts}
 
+  def saved_arrays(self, data: dict) -> dict:
+    """The shapes of what `arrays` gave when `data` gave this: of other slices, maybe."""
+    count = sum(map(len, data["buffer"]["rows"]))
+
+    def of_rows(x):
+      even = count % self.trainer.mesh.shape[axes.DATA] == 0
+      over = axes.sharding(self.trainer.mesh, *[axes.DATA] * even)
+      return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=over)
+
+    arrays = self.arrays()
+    return arrays | {name: of_rows(arrays[name]) for name in ("features", "table")}
+
   def restore(self, arrays: dict, data: dict) -> None:
-    """Goes on from what `arrays` and `data` gave."""
-    table = np.asarray(arrays["table"]).reshape(self.buffer.table.shape)
-    self.buffer.set_state(data["buffer"], table)
+    """Goes on from what `arrays` and `data` gave, with as many slices or others."""
+    source = self.buffer.set_state(data["buffer"], processes.fetch(arrays["table"]))
     self.restart(arrays["state"])
     self._features = arrays["features"]
+    if len(data["buffer"]["rows"]) != len(source):
+      over = axes.sharding(self.trainer.mesh, axes.DATA)
+      deal = jax.jit(_rows_of, out_shardings=over)
+      self._features = deal(self._features, source.reshape(-1))
     self._params = arrays.get("published", self._params)
     self.rollouts = data["rollouts"]
 
@@ -252,6 +269,11 @@ class Spot:
   def most_pieces(self, slots: int, length: int) -> int:
     """The pieces of so many full slots."""
     return slots * self.buffer.most_pieces(length)
+
+
+def _rows_of(x: jax.Array, index: np.ndarray) -> jax.Array:
+  """These rows of an array; zeros for -1."""
+  return jnp.where(index.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[index], 0)
 
 
 def make_trainer(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from tlt_jax import axes
+from tlt_jax import processes
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import slices
 
@@ -57,7 +58,7 @@ def init_state(
   """
   abstract = abstract_state(drafter, optimizer, mesh, averages)
   # A copy: the state is donated, the drafter at hand may still be drafting.
-  put = lambda x, like: jax.device_put(jnp.array(x, like.dtype), like.sharding)
+  put = lambda x, like: processes.place(jnp.array(x, like.dtype), like.sharding)
   average = jax.tree.map(put, params, abstract.params) if averages else None
   params = jax.tree.map(put, params, abstract.params)
   shardings = slices.shardings(abstract.opt_state)

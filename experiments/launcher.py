@@ -1,0 +1,187 @@
+"""Starts the processes of a job on this machine, and watches over them.
+
+    python -m experiments.launch --processes=2 -- experiments.train --workdir=runs/mine
+
+Each process has cores of its own. If one dies, is out of memory or hangs, all of them end,
+with one line that names it; with --restarts=N they start again, and a run goes on from its
+last checkpoint. SIGTERM and Ctrl-C reach all of them.
+"""
+
+import argparse
+from collections.abc import Sequence
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from experiments import distributed
+
+_HANG_S = 40.0  # without a sign of life, after which a process is taken for dead
+_STOP_S = 60.0  # that processes have to save and end after SIGTERM
+_LOOK_S = 0.2
+
+
+class Process:
+  """A process of the job."""
+
+  def __init__(self, number: int, command: Sequence[str], cores: Sequence[int]):
+    """Starts it.
+
+    Args:
+      number: of the process
+      command: that it runs
+      cores: that it may use; none: any
+    """
+    self.number = number
+    self.pulse, its_end = os.pipe()
+    environment = os.environ | {distributed.PULSE_FD: str(its_end)}
+    self._child = subprocess.Popen(command, env=environment, pass_fds=[its_end])
+    os.close(its_end)
+    if cores:  # before it has any threads
+      os.sched_setaffinity(self._child.pid, cores)
+    self._beat_s: float | None = None  # when it last showed that it lives
+
+  @property
+  def status(self) -> int | None:
+    """Its exit status, negative for a signal; None: it runs."""
+    return self._child.poll()
+
+  def listen(self) -> None:
+    """Takes its signs of life, of which there are some, or the end of them."""
+    if os.read(self.pulse, 4096):
+      self._beat_s = time.monotonic()
+
+  def fault(self, stopping: bool) -> str | None:
+    """What is wrong with it; None: nothing. SIGTERM may end it while the job stops."""
+    status = self.status
+    if status is None:
+      silent_s = time.monotonic() - (self._beat_s or time.monotonic())
+      hangs = silent_s > _HANG_S
+      return f"has given no sign of life for {silent_s:.0f} s" if hangs else None
+    if status in (0, distributed.STOPPED) or (stopping and status == -signal.SIGTERM):
+      return None
+    if status < 0:
+      name = signal.Signals(-status).name
+      memory = ", as by a system that is out of memory" if name == "SIGKILL" else ""
+      return f"was killed by {name}{memory}"
+    return f"ended with status {status}"
+
+  def send(self, number: int) -> None:
+    """Sends it a signal, if it runs."""
+    if self.status is None:
+      self._child.send_signal(number)
+
+  def close(self) -> None:
+    """Kills it, if it runs."""
+    self.send(signal.SIGKILL)
+    self._child.wait()
+    os.close(self.pulse)
+
+
+class Job:
+  """The processes of one attempt; leaving a `with` block ends them."""
+
+  def __init__(self, command: Sequence[str], count: int, pin: bool):
+    """Starts `count` processes; `pin` gives each cores of its own."""
+    told = ["--distributed", f"--coordinator=localhost:{_free_port()}"]
+    told.append(f"--num_processes={count}")
+    self._all = [
+      Process(i, [*command, *told, f"--process_id={i}"], cores)
+      for i, cores in enumerate(_shares(count) if pin else [()] * count)
+    ]
+    self._deadline: float | None = None  # by which all must have ended
+
+  def __enter__(self) -> "Job":
+    return self
+
+  def __exit__(self, *_):
+    for process in self._all:
+      process.close()
+
+  def stop(self) -> None:
+    """Asks all processes to save and end."""
+    if self._deadline is None:
+      self._deadline = time.monotonic() + _STOP_S
+      for process in self._all:
+        process.send(signal.SIGTERM)
+
+  def look(self) -> str | None:
+    """Waits a moment; returns why the job is over, None if it is not.
+
+    "" if all is well, "stopped" after SIGTERM, else what went wrong.
+    """
+    time.sleep(_LOOK_S)
+    listening = {p.pulse: p for p in self._all if p.status is None}
+    for pulse in select.select([*listening], [], [], 0)[0]:
+      listening[pulse].listen()
+    statuses = [p.status for p in self._all]
+    if distributed.STOPPED in statuses:
+      self.stop()
+    stopping = self._deadline is not None
+    faults = {p.number: fault for p in self._all if (fault := p.fault(stopping))}
+    if faults:
+      number = min(faults)
+      return f"process {number} of {len(self._all)} {faults[number]}"
+    if None not in statuses:
+      return "stopped" if stopping else ""
+    if stopping and time.monotonic() > self._deadline:
+      return f"process {statuses.index(None)} did not end within {_STOP_S:.0f} s of SIGTERM"
+    return None
+
+
+def _free_port() -> int:
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    return s.getsockname()[1]
+
+
+def _shares(count: int) -> list[list[int]]:
+  """The cores of each process; none where there are fewer cores than processes."""
+  cores = sorted(os.sched_getaffinity(0))
+  each = len(cores) // count
+  return [cores[i * each : (i + 1) * each] for i in range(count)]
+
+
+def _run(options: argparse.Namespace, command: Sequence[str], is_told) -> str:
+  """Runs the job once; returns what `Job.look` says in the end."""
+  with Job(command, options.processes, options.pin) as job:
+    while True:
+      if is_told():
+        job.stop()
+      if (said := job.look()) is not None:
+        return said
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command line; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="python -m experiments.launch",
+    usage="%(prog)s [options] -- MODULE [its flags]",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  add = parser.add_argument
+  add("--processes", type=int, default=2, help="processes of the job (2)")
+  add("--restarts", type=int, default=0, help="how often it may start again (0)")
+  pin = argparse.BooleanOptionalAction
+  add("--pin", action=pin, default=True, help="whether each process has its own cores")
+  cut = argv.index("--") if "--" in argv else len(argv)
+  options, command = parser.parse_args(argv[:cut]), argv[cut + 1 :]
+  if options.processes < 1 or options.restarts < 0 or not command:
+    parser.error("takes --processes >= 1, --restarts >= 0, and -- MODULE with its flags")
+  told = []
+  signal.signal(signal.SIGTERM, lambda *_: told.append(signal.SIGTERM))
+  command = [sys.executable, "-m", *command]
+  for left in reversed(range(options.restarts + 1)):
+    try:
+      said = _run(options, command, lambda: bool(told))
+    except KeyboardInterrupt:
+      return 130
+    if said in ("", "stopped"):
+      return distributed.STOPPED if said else 0
+    then = f"; starting again ({left} restarts left)" if left else ""
+    print(f"error: {said}: the job has ended{then}", file=sys.stderr, flush=True)
+  return 1
