@@ -45,6 +45,7 @@ class Loop:
     train: bool,
     decide: clock_lib.Decisions,
     ask: samples_lib.Ask | None = None,
+    watch: samples_lib.Watch | None = None,
   ):
     """Queues all requests, or those that are asked first; `run` does the rest.
 
@@ -55,6 +56,7 @@ class Loop:
       train: whether idle slices train the drafter
       decide: where decisions are made
       ask: says how many prompts are asked by now; None: all are from the start
+      watch: looks on after every chunk
     """
     self._began = parts.clock.now()
     self.parts, self.options = parts, options
@@ -66,7 +68,7 @@ class Loop:
       options, self.running, parts.clock, decide, grows=ask is not None
     )
     self.samples = self._empty(requests)
-    self._ask = ask
+    self._ask, self._watch = ask, watch
     self.harvest: harvest_lib.Harvest | None = None
     if train:
       self.harvest = harvest_lib.Harvest(
@@ -101,6 +103,8 @@ class Loop:
       record = _record(bucket, way.arm, live, ran, start_s, self.elapsed_s)
       self.samples.note(record, self.running.live)
       ran = way = None  # nothing here holds on to the devices' memory
+      if self._watch is not None:
+        self._watch(self.samples, [e.request for e in ended])
       self._ask_more([e.request for e in ended])
     self._finish()
     return self.samples
