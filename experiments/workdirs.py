@@ -27,7 +27,7 @@ SCHEDULE = (
   "A run's rollouts.jsonl, to train the drafter as it was there; default: this run's own, "
   "for steps that are done again after a crash."
 )
-FREE = ("steps", "evaluation", "compare", "checkpoint")  # what a resumed run may change
+FREE = ("steps", "evaluation", "compare", "checkpoint", "wandb")  # may change on resuming
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 # Part of a checkpoint -> where one of these differs, a fork makes the part anew.
 _ANEW = {

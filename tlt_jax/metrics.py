@@ -20,6 +20,7 @@ import tqdm
 
 from tlt_jax import json_objects
 from tlt_jax import tensorboard
+from tlt_jax import wandb_board
 from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
@@ -60,11 +61,17 @@ class Writer:
   Args:
     workdir: folder of the run
     resume_step: the step that comes next; records from it on are dropped
+    beside: takes the metrics too, beside TensorBoard (`wandb_board.Board`)
   Raises:
     MetricError: an existing file is damaged before its last line
   """
 
-  def __init__(self, workdir: str | pathlib.Path, resume_step: int = 0):
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    resume_step: int = 0,
+    beside: wandb_board.Board | None = None,
+  ):
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     paths = [workdir / "metrics.jsonl", workdir / "rollouts.jsonl"]
@@ -73,7 +80,8 @@ class Writer:
       _open_at(path, [r for r in records if r["step"] < resume_step])
       for path, records in zip(paths, found, strict=True)
     )
-    self._board = tensorboard.Board(workdir / "tensorboard", resume_step)
+    self._boards = [tensorboard.Board(workdir / "tensorboard", resume_step)]
+    self._boards += [beside] if beside is not None else []
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
     """Records one step; on disk when it returns.
@@ -90,7 +98,8 @@ class Writer:
     for key, value in metrics.items():
       record[key] = _scalar(key, step, value)
     _append(self._metrics, record)
-    self._board.write(step, {key: x for key, x in record.items() if key != "step"})
+    for board in self._boards:
+      board.write(step, {key: x for key, x in record.items() if key != "step"})
     return record
 
   def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
@@ -138,7 +147,8 @@ class Writer:
     """Closes all files."""
     self._metrics.close()
     self._rollouts.close()
-    self._board.close()
+    for board in self._boards:
+      board.close()
 
 
 def _scalar(key: str, step: int, value: object) -> int | float:
