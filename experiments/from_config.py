@@ -36,11 +36,6 @@ from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
-# What "auto" chooses from, at up to so many live requests per slice.
-_MOST_LIVE = 8
-_LOOKED_UP = ("off", "ngram_3", "ngram_5")
-_DRAFTED = ("off", "3_1_4", "5_1_6", "4_2_8", "ngram_3")
-
 
 @dataclasses.dataclass(frozen=True)
 class Models:
@@ -287,8 +282,7 @@ def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
   """
   has_drafter = bool(config["drafter"])
   if text == "auto":
-    arms = _DRAFTED if has_drafter else _LOOKED_UP
-    text = f"up to {_MOST_LIVE} live: {' or '.join(arms)}"
+    text = levels.automatic(has_drafter)
   if " live: " in text:
     return levels.make(text, config["strategy_rule"], has_drafter)
   strategy = strategy_lib.parse(text)

@@ -1,13 +1,17 @@
-"""Answers a file of prompts, with speculative decoding if there is a drafter.
+"""Answers a prompt or a file of them, with speculative decoding if there is a drafter.
 
-    python -m experiments.generate --model=DIR --prompts=FILE.jsonl \\
+    python -m experiments.generate --model=DIR (--prompt=TEXT | --prompts=FILE.jsonl) \\
         [--drafter=DIR] [--strategy=auto|off|DEPTH_WIDTH_VERIFY|ngram_DEPTH] \\
         [--max_tokens=N] [--output=FILE.jsonl]
 
-One JSON line per response: the prompt's index, the prompt and the response, its
-length and why it ended. The tokens are the same with and without a drafter, for every
-strategy. A strategy that is named runs always; `auto` chooses between plain decoding,
-n-grams and, with a drafter, its chains and trees, by what they are measured to bring;
+On a terminal, responses are shown while they grow, one after the other. Into a file or a
+pipe goes one JSON line per response: the prompt's index, the prompt and the response, its
+length and why it ended. At the end stderr has tokens per second and the acceptance length.
+`--drafter` is a folder of `train_drafter` or of `export`, or a published one.
+
+The tokens are the same with and without a drafter, for every strategy. A strategy that is
+named runs always; `auto` chooses between plain decoding, n-grams and, with a drafter, its
+chains and trees, by what they are measured to bring;
 "up to 2 live: off or 3_1_4" chooses among others (see the README). The sizes of the rollout
 follow from the prompts, the model and the memory. How requests are sampled, and whether
 the chat template is applied, is the config's (`--config.sampling.temperature=0`,
@@ -26,6 +30,7 @@ from experiments import keys
 from experiments import launch
 from experiments import memory_plan
 from experiments import sizes
+from experiments import streaming
 from tlt_jax import data
 from tlt_jax import processes
 from tlt_jax import writing
@@ -34,8 +39,9 @@ from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=True)
-_DRAFTER = flags.DEFINE_string("drafter", None, "Folder of `train_drafter`.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.", required=True)
+_DRAFTER = flags.DEFINE_string("drafter", None, "Folder of a drafter.")
+_PROMPT = flags.DEFINE_string("prompt", None, "A prompt, instead of a file.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.")
 _FIELD = flags.DEFINE_string("prompt_field", "prompt", "Where a record has its prompt.")
 _STRATEGY = flags.DEFINE_string(
   "strategy",
@@ -51,6 +57,9 @@ _MAX_TOKENS = flags.DEFINE_integer(
 )
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
+_STREAM = flags.DEFINE_bool(
+  "stream", None, "Show responses while they grow; default: on a terminal."
+)
 
 
 def fitted(config: dict, records: Sequence[dict]) -> dict:
@@ -80,6 +89,21 @@ def fitted(config: dict, records: Sequence[dict]) -> dict:
   )
 
 
+def asked(config: dict) -> list[dict]:
+  """The prompts, numbered.
+
+  Raises:
+    ValueError: none or two sources are named, or a prompt is refused
+  """
+  if (_PROMPT.value is None) == (_PROMPTS.value is None):
+    raise ValueError("give either --prompt=TEXT or --prompts=FILE")
+  name, records = _PROMPTS.value or "--prompt", [{"prompt": _PROMPT.value, "answer": None}]
+  if _PROMPTS.value:
+    records = data.load_prompts(name, _FIELD.value, answer_field=None)
+  records = [record | {"index": i} for i, record in enumerate(records)]
+  return from_config.usable(config, records, name, max_prompt=None)
+
+
 def check_writable(path: pathlib.Path) -> None:
   """Raises OSError unless a file can be written there, and leaves none behind."""
   is_new = not path.exists()
@@ -93,9 +117,7 @@ def main(config):
   if _OUTPUT.value:
     check_writable(pathlib.Path(_OUTPUT.value))
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
-  records = data.load_prompts(_PROMPTS.value, _FIELD.value, answer_field=None)
-  records = [record | {"index": i} for i, record in enumerate(records)]
-  records = from_config.usable(config, records, _PROMPTS.value, max_prompt=None)
+  records = asked(config)
   chosen = from_config.selector_of(_STRATEGY.value, config)
   if chosen is None:
     config["drafter"] = ""
@@ -105,26 +127,37 @@ def main(config):
   sampler = from_config.sampler(
     config, models.model, models.mesh, models.drafter, chosen
   )
+  streams = _STREAM.value
+  if streams is None:
+    streams = sys.stdout.isatty() and not _OUTPUT.value
+  prompts = [r["prompt"] for r in records for _ in range(_SAMPLES.value)]
+  shown = streaming.Stream(sampler.tokenizer.decode, prompts, sys.stdout)
   scored = sampler(
     models.params,
     records,
     _SAMPLES.value,
     seed=config["seed"],
     draft_params=models.draft_params,
+    watch=shown if streams else None,
   )
   if not processes.is_first():
     return
   if _OUTPUT.value:
     with writing.to(_OUTPUT.value), open(_OUTPUT.value, "w") as out:
       write(scored, records, out)
-  else:
+  elif not streams:
     write(scored, records, sys.stdout)
-  samples, compile_s = scored.samples, sampler.rollout.pool.seconds
-  print(
-    f"{samples.length.sum()} tokens in {scored.rollout_s - compile_s:.1f} s, and "
-    f"{compile_s:.1f} s to make programs ready; "
-    f"{samples.mean_acceptance_length:.2f} tokens per pass of the target",
-    file=sys.stderr,
+  print(told(scored, sampler.rollout.pool.seconds), file=sys.stderr)
+
+
+def told(scored: sample.Scored, compile_s: float) -> str:
+  """What it took, in a line; `compile_s` is the time to make programs ready."""
+  samples, seconds = scored.samples, max(scored.rollout_s - compile_s, 1e-9)
+  count = int(samples.length.sum())
+  return (
+    f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s), and "
+    f"{compile_s:.1f} s to make programs ready; acceptance length "
+    f"{samples.mean_acceptance_length:.2f} (tokens per pass of the target)"
   )
 
 

@@ -15,7 +15,9 @@ from tlt_jax import data
 from tlt_jax import programs
 from tlt_jax import prompt_checks
 from tlt_jax import ranges
+from tlt_jax import wandb_board
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import families
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import learner
 from tlt_jax.rl import optimizer
@@ -171,6 +173,7 @@ RUN = {
     ),
   },
   "checkpoint": _CHECKPOINT,
+  "wandb": of(wandb_board.Options),
 }
 
 DRAFTER = {
@@ -194,6 +197,13 @@ DRAFTER = {
   },
   "drafter": {
     "kind": Key(str, "kind of drafter: eagle2, eagle3, or a module of your own"),
+    "architecture": Key(
+      str,
+      "family of the drafter's layer; '': the policy's. SGLang and vLLM load eagle3 with "
+      "the layer of LlamaForCausalLM only",
+      default="",
+      find=lambda name: name and families.find(name),
+    ),
     "vocab_size": Key(
       ranges.CountOrZero,
       "number of most frequent tokens of the responses that it may predict; 0: all",

@@ -188,10 +188,14 @@ def _put(config: dict, key: str, value) -> None:
 def read_config(path: str) -> dict:
   """The config that `FILE.py[:arg]` names, as plain dicts and tuples.
 
+  One of `configs/` can be named alone, as in `countdown:smoke`.
+
   Raises:
     ConfigError: no such file, or one that gives no config
   """
   file, _, arg = path.partition(":")
+  if file.isidentifier() and (CONFIGS / f"{file}.py").is_file():
+    file = str(CONFIGS / f"{file}.py")
   if not pathlib.Path(file).is_file():
     raise declarations.ConfigError(f"no such file (in folder {pathlib.Path.cwd()})")
   spec = importlib.util.spec_from_file_location("config", file)

@@ -205,7 +205,7 @@ class _Run:
     name = self.config["drafter"]
     if not name or drafters.is_kind(name):
       return drafter_lib.of_target(self.model, name) if name else None
-    return drafter_files.load_shape(name)
+    return drafter_files.load_shape(name, self.model)
 
   def draft_params(self, drafter: drafter_lib.DrafterConfig | None) -> Any:
     """The drafter's parameters; None of none."""

@@ -22,6 +22,7 @@ from matplotlib import patches
 from matplotlib import ticker
 import numpy as np
 
+from experiments import drawing as drawing_lib
 from experiments import launch
 from experiments import plot_gain
 from experiments import style
@@ -39,6 +40,33 @@ _COLUMNS = 2400  # that time is divided into there
 _OUTCOME_COLOR = dict(zip(metrics.OUTCOMES, (_GREEN, _ORANGE, _GREY), strict=True))
 
 
+def drawings(workdir: pathlib.Path) -> list[drawing_lib.Drawing]:
+  """What can be drawn of a run.
+
+  Raises:
+    metrics.MetricError: the run has no metrics.jsonl, or a damaged file
+  """
+  of_steps, of_rollouts = workdir / "metrics.jsonl", workdir / "rollouts.jsonl"
+  records = metrics.read(of_steps)
+  if not records:
+    raise metrics.MetricError(f"{of_steps}: holds no step yet")
+  _check_numbers(of_steps, records)
+  rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
+  repeated = [r for r in records if "plain/seconds_s" in r]
+  # A run of an earlier version has no chunks.
+  last = next((r for r in reversed(rollouts) if r.get("chunks")), None)
+  made = drawing_lib.Drawing
+  found = (
+    made("reward.png", plot_reward, records, of_steps),
+    made("gain.png", plot_gain.plot_gain, repeated, of_steps),
+    made("lengths.png", plot_lengths, rollouts, of_rollouts),
+    made("live_requests.png", plot_live_requests, rollouts, of_rollouts),
+    made("timeline.png", plot_timeline, last, of_rollouts),
+    made("rollout_trace.json", timeline.trace, last, of_rollouts),
+  )
+  return [drawing for drawing in found if drawing.data]
+
+
 def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   """Draws what the run has data for; returns the files written.
 
@@ -50,35 +78,12 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   if not processes.is_first():
     return []
   workdir = pathlib.Path(workdir)
-  folder = workdir / "figures"
-  of_steps, of_rollouts = workdir / "metrics.jsonl", workdir / "rollouts.jsonl"
-  records = metrics.read(of_steps)
-  if not records:
-    raise metrics.MetricError(f"{of_steps}: holds no step yet")
-  _check_numbers(of_steps, records)
-  rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
-  repeated = [r for r in records if "plain/seconds_s" in r]
-  # A run of an earlier version has no chunks.
-  last = next((r for r in reversed(rollouts) if r.get("chunks")), None)
-  written = []
-  for name, draw, data, file in (
-    ("reward.png", plot_reward, records, of_steps),
-    ("gain.png", plot_gain.plot_gain, repeated, of_steps),
-    ("lengths.png", plot_lengths, rollouts, of_rollouts),
-    ("live_requests.png", plot_live_requests, rollouts, of_rollouts),
-    ("timeline.png", plot_timeline, last, of_rollouts),
-    ("rollout_trace.json", timeline.trace, last, of_rollouts),
-  ):
-    if not data:
-      continue
+  folder, written = workdir / "figures", []
+  for drawing in drawings(workdir):
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-      _write(folder / name, draw, data)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as e:
-      raise metrics.MetricError(
-        f"{file}: {name} cannot be drawn, its records are not those of a run ({e!r:.200})"
-      ) from e
-    written.append(folder / name)
+    with drawing.told():
+      _write(folder / drawing.name, drawing.draw, drawing.data)
+    written.append(folder / drawing.name)
   return written
 
 

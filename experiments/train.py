@@ -24,6 +24,7 @@ from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax import processes
 from tlt_jax import tokenization
+from tlt_jax import wandb_board
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -97,7 +98,8 @@ def main(config):
   sampler.compile(policy, draft_params)
   repeated = plain_rollouts.make(config, model, mesh, policy)
   run.begin(step)
-  writer = metrics_lib.Writer(run.path, resume_step=step)
+  board = wandb_board.make(config["wandb"], run.path, config)
+  writer = metrics_lib.Writer(run.path, resume_step=step, beside=board)
   progress = metrics_lib.Progress(config["steps"], step)
 
   processes.stop_on_sigterm()
@@ -147,7 +149,7 @@ def main(config):
 
   progress.close()
   writer.close()
-  convert.save_hf(run.path / "policy", model, state.params)
+  convert.save_hf(run.path / "policy", model, state.params, dtype=model.dtype)
   tokenization.copy_files(config["policy"], run.path / "policy")
   if spot:
     drafter_files.save(run.path / "drafter", drafter, spot.params)

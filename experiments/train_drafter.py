@@ -40,6 +40,7 @@ from tlt_jax import processes
 from tlt_jax import writing
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import families
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline
@@ -86,6 +87,10 @@ def first_drafter(
   if config["init"]:
     return drafter_files.load(config["init"], models.model)
   shape = dict(config["drafter"])
+  if architecture := shape.pop("architecture", ""):
+    family = families.find(architecture)
+    shape |= {"architecture": architecture, "qkv_bias": family.qkv_bias}
+    shape["qk_norm"] = family.qk_norm
   if size := shape.pop("vocab_size"):
     tokens = np.concatenate([np.zeros(0, np.int32), *responses])
     vocab = drafter_lib.most_frequent([tokens], models.model.vocab_size, size)

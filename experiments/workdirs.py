@@ -30,7 +30,7 @@ SCHEDULE = (
   "for steps that are done again after a crash."
 )
 # What a resumed run may change.
-FREE = ("steps", "evaluation", "compare", "checkpoint", "tensor_parallel")
+FREE = ("steps", "evaluation", "compare", "checkpoint", "tensor_parallel", "wandb")
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 # Part of a checkpoint -> where one of these differs, a fork makes the part anew.
 _ANEW = {

@@ -18,6 +18,7 @@ SOURCES = sorted(
 # The longest matching prefix gives a module's floor; all else in tlt_jax is floor 0.
 FLOORS = {
   "experiments": 7,
+  "tlt_jax.api": 6,
   "tlt_jax.rl": 6,
   "tlt_jax.simulate": 6,
   "tlt_jax.spec_decode.rollout": 5,

@@ -64,6 +64,25 @@ def test_rollout_draws_what_an_uncached_forward_pass_draws():
   assert set(samples.finish_reason) == {samples_lib.STOP, samples_lib.LENGTH}
 
 
+def test_who_watches_sees_responses_grow_into_what_they_end_as():
+  """After every chunk; each request ends once."""
+  requests, samples = reference()
+  seen, ended = [[] for _ in range(len(requests))], []
+
+  def watch(so_far, now):
+    ended.extend(now)
+    for i in range(len(requests)):
+      seen[i].append(so_far.response(i).tolist())
+
+  make(1, 1, OPTIONS)(tiny.on(tiny.mesh(1)), requests, watch=watch)
+  assert sorted(ended) == [*range(len(requests))]
+  for i, responses in enumerate(seen):
+    whole = samples.response(i).tolist()
+    assert responses[-1] == whole
+    assert all(whole[: len(part)] == part for part in responses)
+  assert any(0 < len(part) < len(s[-1]) for s in seen for part in s)
+
+
 @pytest.mark.parametrize(
   ("data", "model", "options"),
   [

@@ -26,3 +26,5 @@ of decoding iterations in one program. A *slice* is a group of devices that hold
 replica of the target; a *slot* is a row of its batch. *Features* are the hidden states of
 the target that drafters read.
 """
+
+__version__ = "0.1.0"  # the only place: the package and the documents follow

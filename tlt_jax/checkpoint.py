@@ -187,18 +187,45 @@ class Checkpoints:
         `abstract_state`
     """
     step, data = self.data()
+    kept = lambda tree: {k: x for k, x in tree.items() if k not in without}
+    if without:
+      state = self._read(step, kept(abstract_state), kept, partial=True)
+    else:
+      state = self._read(step, abstract_state, lambda found: found, partial=False)
+    return step, state, data
+
+  def restore_part(self, abstract_part: dict) -> tuple[int, dict]:
+    """Reads (step, part) of the latest state, after checking all its files.
+
+    Args:
+      abstract_part: shapes, dtypes and shardings; nested dicts, with keys of the state
+    Raises:
+      CheckpointError: as of `restore`
+    """
+    step, _ = self.data()
+    return step, self._read(
+      step, abstract_part, lambda found: _part(found, abstract_part), partial=True
+    )
+
+  def _read(self, step: int, wanted: Any, of_wanted: Callable, partial: bool) -> Any:
+    """Reads a state whose files are whole.
+
+    Args:
+      step: of the checkpoint
+      wanted: shapes, dtypes and shardings
+      of_wanted: takes what the checkpoint has to what is compared with that
+      partial: whether the checkpoint may have more
+    """
     folder = self.folder / str(step)
     handler, path = ocp.PyTreeCheckpointHandler(), epath.Path(folder / _STATE)
-    kept = lambda tree: {k: x for k, x in tree.items() if k not in without}
-    wanted = kept(abstract_state) if without else abstract_state
     try:
       found = ocp.StandardCheckpointHandler().metadata(path)
-      difference = _first_difference(kept(found) if without else found, wanted)
+      difference = _first_difference(of_wanted(found), wanted)
       if not difference:
         args = ocp.args.PyTreeRestore(
           wanted,
           restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-          partial_restore=bool(without),
+          partial_restore=partial,
         )
         state = jax.block_until_ready(handler.restore(path, args=args))
     except Exception as e:  # orbax and tensorstore raise many kinds
@@ -211,7 +238,7 @@ class Checkpoints:
         "to the policy and optimizer it was made with, or use another workdir"
       )
     logging.info("restored %s", folder)
-    return step, state, data
+    return state
 
   def wait(self) -> None:
     """Returns when nothing is being written any more."""
@@ -357,6 +384,13 @@ def _first_damaged(folder: pathlib.Path, files: dict) -> str | None:
     if found != checksum:
       return f"{name} differs from its checksum"
   return None
+
+
+def _part(found: Any, like: Any) -> dict[str, Any]:
+  """Those leaves of a tree that another one has, by their names."""
+  names = {_name(path) for path, _ in jax.tree.leaves_with_path(like)}
+  found = {_name(path): x for path, x in jax.tree.leaves_with_path(found)}
+  return {name: x for name, x in found.items() if name in names}
 
 
 def _first_difference(found, expected) -> str | None:

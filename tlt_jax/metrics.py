@@ -21,6 +21,7 @@ import tqdm
 from tlt_jax import json_objects
 from tlt_jax import processes
 from tlt_jax import tensorboard
+from tlt_jax import wandb_board
 from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
@@ -62,11 +63,17 @@ class Writer:
   Args:
     workdir: folder of the run
     resume_step: the step that comes next; records from it on are dropped
+    beside: takes the metrics too, beside TensorBoard (`wandb_board.Board`)
   Raises:
     MetricError: an existing file is damaged before its last line
   """
 
-  def __init__(self, workdir: str | pathlib.Path, resume_step: int = 0):
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    resume_step: int = 0,
+    beside: wandb_board.Board | None = None,
+  ):
     self._writes = processes.is_first()
     if not self._writes:
       return
@@ -78,7 +85,8 @@ class Writer:
       _open_at(path, [r for r in records if r["step"] < resume_step])
       for path, records in zip(paths, found, strict=True)
     )
-    self._board = tensorboard.Board(workdir / "tensorboard", resume_step)
+    self._boards = [tensorboard.Board(workdir / "tensorboard", resume_step)]
+    self._boards += [beside] if beside is not None else []
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
     """Records one step; on disk when it returns.
@@ -97,7 +105,8 @@ class Writer:
     if not self._writes:
       return record
     _append(self._metrics, record)
-    self._board.write(step, {key: x for key, x in record.items() if key != "step"})
+    for board in self._boards:
+      board.write(step, {key: x for key, x in record.items() if key != "step"})
     return record
 
   def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
@@ -148,7 +157,8 @@ class Writer:
       return
     self._metrics.close()
     self._rollouts.close()
-    self._board.close()
+    for board in self._boards:
+      board.close()
 
 
 def _scalar(key: str, step: int, value: object) -> int | float:

@@ -220,8 +220,9 @@ def save_hf(
   config: config_lib.ModelConfig,
   params: dict,
   max_file_bytes: int = MAX_FILE_BYTES,
+  dtype: str | None = None,
 ) -> None:
-  """Writes a folder that transformers and `load_hf` read; parameters keep their dtype.
+  """Writes a folder that transformers and `load_hf` read.
 
   A save that is killed leaves the earlier checkpoint, or none. Tokenizer and
   generation_config.json are not written; other files stay.
@@ -232,22 +233,27 @@ def save_hf(
     params: nested dict as from `load_hf` or `target.init_params`, sharded over the
       devices of all processes or not; every process calls, the first one writes
     max_file_bytes: above it the tensors are spread over files with an index
+    dtype: of the stored weights; None: each as it is
   Raises:
     CheckpointError: params or config do not fit the architecture
   """
   raw = hf_config.unparse(config)
   layouts, tensors = hf_tensors.layouts(config), _flat(params)
   _check_params(config, tensors)
-  sizes = {name: tensors[name].nbytes for name in layouts if name in tensors}
+  as_stored = lambda x: jnp.dtype(x.dtype if dtype is None else dtype)
+  there = {name: tensors[name] for name in layouts if name in tensors}
+  sizes = {name: x.size * as_stored(x).itemsize for name, x in there.items()}
   files = hf_folder.split(sizes, max_file_bytes)
   if not processes.is_first():  # has its part of what the first one writes
     for name in itertools.chain(*files.values()):
       processes.fetch(tensors[name])
     return
-  whole = lambda name: layouts[name].store(processes.fetch(tensors[name]))
   with hf_folder.replacing(pathlib.Path(path)) as folder:
     for file, members in files.items():
-      stored = {layouts[n].name: whole(n) for n in members}
+      stored = {}
+      for n in members:
+        x = processes.fetch(tensors[n])
+        stored[layouts[n].name] = layouts[n].store(x.astype(as_stored(x), copy=False))
       safetensors.numpy.save_file(stored, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
       holder = {layouts[n].name: file for file, members in files.items() for n in members}

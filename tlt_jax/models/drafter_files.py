@@ -1,13 +1,14 @@
 """A drafter as a folder: `config.json` and `model.safetensors`.
 
-Arrays carry their place in the parameter tree as name. The embedding is the target's
-and not in it, nor is the head, unless the drafter has its own; a folder says which
-shape of target it is for. `kind` in `config.json` is the name of the kind's module, as
-`drafters.find` takes it.
+`load` takes the published layouts of `eagle_files` as well. What `save` writes is this
+project's own, for drafters of any kind: arrays carry their place in the parameter tree as
+name. The embedding is the target's and not in it, nor is the head, unless the drafter has
+its own; a folder says which shape of target it is for. `kind` in `config.json` is the
+name of the kind's module, as `drafters.find` takes it.
 
 The vocabulary of a drafter of any kind is stored as in published EAGLE-3 files: its size in
-`config.json` (`draft_vocab_size`, else null), its tokens beside the weights. Token i of
-the drafter is token i + d2t[i] of the target; t2d marks these among all of the target's.
+`config.json` (`draft_vocab_size`, else null), its tokens beside the weights
+(`drafter_tensors`).
 """
 
 import contextlib
@@ -29,6 +30,8 @@ from tlt_jax import processes
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
+from tlt_jax.models import drafter_tensors
+from tlt_jax.models import eagle_files
 from tlt_jax.models import hf_folder
 from tlt_jax.models import json_fields
 
@@ -42,12 +45,8 @@ def save(path: str | pathlib.Path, config: drafter.DrafterConfig, params: dict) 
   if not processes.is_first():
     return
   raw = dataclasses.asdict(config)
-  vocab = np.array(raw.pop("vocab"), np.int64)
-  raw["draft_vocab_size"] = len(vocab) or None
-  if config.vocab:
-    t2d = np.zeros(config.layer.vocab_size, bool)
-    t2d[vocab] = True
-    flat |= {"d2t": vocab - np.arange(len(vocab)), "t2d": t2d}
+  raw["draft_vocab_size"] = len(raw.pop("vocab")) or None
+  flat |= drafter_tensors.vocab_tables(config)
   with hf_folder.replacing(pathlib.Path(path)) as folder:
     safetensors.numpy.save_file(flat, folder / _TENSORS)
     hf_folder.write_json(folder / hf_folder.CONFIG, raw)
@@ -71,43 +70,33 @@ def load(
     hf_folder.CheckpointError: the folder is missing, damaged, or for another target
   """
   path = pathlib.Path(path)
-  config, draft_vocab_size = _load_config(path)
-  _check_target(path, config, target_config)
-  with contextlib.ExitStack() as stack:
-    stored = hf_folder.open_tensors(path, stack).lazy
-    try:
-      if draft_vocab_size is not None:
-        vocab = _take_vocab(stored, draft_vocab_size, config.layer.vocab_size)
-        config = dataclasses.replace(config, vocab=vocab)
-      abstract = drafter.abstract_params(config)
-      _check_tensors(abstract, stored)
-    except ValueError as e:
-      raise hf_folder.CheckpointError(f"{path / _TENSORS}: {e}") from e
-    params = {name: jnp.asarray(tensor[:]) for name, tensor in stored.items()}
-  params = traverse_util.unflatten_dict(params, sep="/")
+  if eagle_files.is_published(path):
+    config, params = eagle_files.load(path, target_config)
+  else:
+    config, params = _load_own(path, target_config)
   if mesh is not None:
+    abstract = drafter.abstract_params(config)
     params = jax.tree.map(processes.place, params, axes.shardings(mesh, rules, abstract))
   return config, params
 
 
-def _check_target(
-  path: pathlib.Path,
-  config: drafter.DrafterConfig,
-  target_config: config_lib.ModelConfig,
-) -> None:
-  """Raises if the drafter is for a target of another shape."""
-  for name in ("vocab_size", "width", "tie_embeddings"):
-    have, want = getattr(config.layer, name), getattr(target_config, name)
-    if have != want:
-      raise hf_folder.CheckpointError(
-        f"{path}: this drafter is for a target of {name} {have}, not {want}; train one "
-        "with experiments.train_drafter"
-      )
-  if config.taps and max(config.taps) >= target_config.num_layers:
-    raise hf_folder.CheckpointError(
-      f"{path}: this drafter reads layer {max(config.taps)} of the target (taps), which "
-      f"has {target_config.num_layers} layers"
-    )
+def _load_own(path: pathlib.Path, target_config: config_lib.ModelConfig):
+  """Reads a folder of `save`: DrafterConfig and parameters."""
+  config, draft_vocab_size = _load_config(path)
+  drafter_tensors.check_target(path, config, target_config)
+  with contextlib.ExitStack() as stack:
+    stored = hf_folder.open_tensors(path, stack).lazy
+    try:
+      if draft_vocab_size is not None:
+        vocab = drafter_tensors.take_vocab(
+          stored, draft_vocab_size, config.layer.vocab_size
+        )
+        config = dataclasses.replace(config, vocab=vocab)
+      _check_tensors(drafter.abstract_params(config), stored)
+    except ValueError as e:
+      raise hf_folder.CheckpointError(f"{path / _TENSORS}: {e}") from e
+    params = {name: jnp.asarray(tensor[:]) for name, tensor in stored.items()}
+  return config, traverse_util.unflatten_dict(params, sep="/")
 
 
 def _check_tensors(abstract: dict, stored: dict) -> None:
@@ -115,49 +104,21 @@ def _check_tensors(abstract: dict, stored: dict) -> None:
   flat = traverse_util.flatten_dict(nn.meta.unbox(abstract), sep="/")
   for name in sorted(flat.keys() | stored.keys()):
     shape = tuple(flat[name].shape) if name in flat else None
-    _check_tensor(name, stored.get(name), shape, hf_folder.FLOATS)
+    drafter_tensors.check(name, stored.get(name), shape, hf_folder.FLOATS)
 
 
-def _check_tensor(name: str, tensor: Any, shape: tuple | None, dtypes: tuple) -> None:
-  """Raises ValueError unless a stored tensor is there and as it should be.
-
-  Args:
-    name: of the tensor
-    tensor: lazy; None: it is missing
-    shape: that it should have; None: it should not be there
-    dtypes: of safetensors, that it may have
-  """
-  found = None if tensor is None else tuple(tensor.get_shape())
-  if found != shape:
-    raise ValueError(f"{name:.100} has shape {found!s:.100}, config.json says {shape}")
-  if tensor.get_dtype() not in dtypes:
-    raise ValueError(
-      f"{name} is stored as {tensor.get_dtype()}, not as {' or '.join(dtypes)}"
-    )
-
-
-def _take_vocab(stored: dict, size: int, target_size: int) -> tuple[int, ...]:
-  """Takes a drafter's own vocabulary out of its tables; ValueError if damaged."""
-  d2t, t2d = stored.pop("d2t", None), stored.pop("t2d", None)
-  _check_tensor("d2t", d2t, (size,), ("I64",))
-  _check_tensor("t2d", t2d, (target_size,), ("BOOL",))
-  d2t, t2d = d2t[:], t2d[:]
-  ids = np.arange(len(d2t)) + d2t
-  for id in ids[(ids < 0) | (ids >= target_size)][:1]:
-    raise ValueError(f"d2t names token {id}; the target has tokens 0 to {target_size - 1}")
-  vocab = np.flatnonzero(t2d)
-  if not np.array_equal(vocab, ids):
-    raise ValueError("d2t and t2d name different tokens, or in another order")
-  return tuple(vocab.tolist())
-
-
-def load_shape(path: str | pathlib.Path) -> drafter.DrafterConfig:
+def load_shape(
+  path: str | pathlib.Path, target_config: config_lib.ModelConfig
+) -> drafter.DrafterConfig:
   """The drafter of a folder without its weights; of a vocabulary, the size is right.
 
   Raises:
-    CheckpointError: `path` is no folder of `save`
+    CheckpointError: `path` is no folder of a drafter
   """
-  config, size = _load_config(pathlib.Path(path))
+  path = pathlib.Path(path)
+  if eagle_files.is_published(path):
+    return eagle_files.load_shape(path, target_config)
+  config, size = _load_config(path)
   return dataclasses.replace(config, vocab=tuple(range(size or 0)))
 
 

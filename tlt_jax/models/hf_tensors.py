@@ -20,7 +20,7 @@ _MODEL_TENSORS = (
   ("model.norm.weight", "final_norm/scale", "D", "D"),
   ("lm_head.weight", "head", "D V", "V D"),
 )
-_LAYER_TENSORS = (  # below `model.layers.{i}.` and `layer_{i}/`
+LAYER_TENSORS = (  # below `model.layers.{i}.` and `layer_{i}/`
   ("input_layernorm.weight", "input_norm/scale", "D", "D"),
   ("self_attn.q_proj.weight", "attention/q_proj", "D N H", "NH D"),
   ("self_attn.k_proj.weight", "attention/k_proj", "D K H", "KH D"),
@@ -87,7 +87,7 @@ class Layout:
 def layouts(config: config_lib.ModelConfig) -> dict[str, Layout]:
   """Writes the table out for a model: path in our tree -> layout."""
   rows = [(theirs, ours, *axes) for theirs, ours, *axes in _MODEL_TENSORS]
-  of_layer = (*_LAYER_TENSORS, *families.find(config.architecture).tensors)
+  of_layer = (*LAYER_TENSORS, *families.find(config.architecture).tensors)
   rows += [
     (f"model.layers.{i}.{theirs}", f"layer_{i}/{ours}", *axes)
     for i in range(config.num_layers)

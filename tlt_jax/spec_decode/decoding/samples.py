@@ -32,7 +32,7 @@ class Samples:
   """The responses, in the order of the requests."""
 
   tokens: np.ndarray  # i32[B T]  the response; 0 beyond its length
-  length: np.ndarray  # i32[B]
+  length: np.ndarray  # i32[B]  of what is drawn so far, if a response still runs
   logp: np.ndarray  # f32[B T]  under logits / T, before filters
   logp_filtered: np.ndarray  # f32[B T]  of the distribution drawn from
   finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
@@ -54,7 +54,7 @@ class Samples:
   micro_batch_s: float = 0.0  # of it, measured alone
 
   def response(self, i: int) -> np.ndarray:
-    """The tokens of a response that has ended, i32[...]."""
+    """The tokens of a response, i32[...]."""
     return self.tokens[i, : self.length[i]]
 
   def first(self, count: int) -> "Samples":
@@ -75,6 +75,7 @@ class Samples:
     self.tokens[i, start : start + count] = emitted.tokens[row, :count]
     self.logp[i, start : start + count] = emitted.logp[row, :count]
     self.logp_filtered[i, start : start + count] = emitted.logp_filtered[row, :count]
+    self.length[i] = start + count
 
   def end(self, i: int, length: int, stop_tokens: np.ndarray) -> None:
     """Ends response `i` at so many tokens."""
@@ -154,6 +155,8 @@ class Samples:
     return sum((chunk.end_s - chunk.start_s) * idle(chunk) for chunk in self.chunks)
 
 
+# Looks at the samples so far after every chunk, and at the requests that ended in it.
+Watch = Callable[[Samples, list[int]], None]
 # How many prompts are asked by now: of the samples so far, the requests that have ended
 # since the last time, and whether no request is left.
 Ask = Callable[[Samples, list[int], bool], int]

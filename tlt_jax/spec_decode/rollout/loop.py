@@ -46,6 +46,7 @@ class Loop:
     train: bool,
     decide: clock_lib.Decisions,
     ask: samples_lib.Ask | None = None,
+    watch: samples_lib.Watch | None = None,
   ):
     """Queues all requests, or those that are asked first; `run` does the rest.
 
@@ -56,6 +57,7 @@ class Loop:
       train: whether idle slices train the drafter
       decide: where decisions are made
       ask: says how many prompts are asked by now; None: all are from the start
+      watch: looks on after every chunk
     """
     self._began = parts.clock.now()
     self.parts, self.options = parts, options
@@ -67,7 +69,7 @@ class Loop:
       options, self.running, parts.clock, decide, grows=ask is not None
     )
     self.samples = self._empty(requests)
-    self._ask = ask
+    self._ask, self._watch = ask, watch
     self.harvest: harvest_lib.Harvest | None = None
     if train:
       self.harvest = harvest_lib.Harvest(
@@ -105,6 +107,8 @@ class Loop:
       ran = way = None  # nothing here holds on to the devices' memory
       if stop:
         self._abandon()
+      if self._watch is not None:
+        self._watch(self.samples, [e.request for e in ended])
       self._ask_more([e.request for e in ended])
     self._finish()
     return self.samples

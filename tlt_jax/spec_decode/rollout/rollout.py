@@ -40,6 +40,7 @@ class Rollout:
     train: bool = False,
     decide: clock_lib.Decisions | None = None,
     ask: samples_lib.Ask | None = None,
+    watch: samples_lib.Watch | None = None,
   ) -> samples_lib.Samples:
     """Runs all requests to their end.
 
@@ -55,6 +56,8 @@ class Rollout:
         trained alike
       ask: says at the start and after every chunk how many of the prompts, from the
         first on, are asked by now; None: all. Responses to the others stay empty
+      watch: called after every chunk with the samples so far, and the requests that ended
+        in it; where memory ran out, a response may be shorter than it was
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
@@ -73,6 +76,7 @@ class Rollout:
       train=train,
       decide=decide or clock_lib.Decisions(),
       ask=ask,
+      watch=watch,
     ).run()
 
   def compile(self, params, stop_tokens: int, draft_params=None) -> None:

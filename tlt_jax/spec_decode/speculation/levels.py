@@ -47,6 +47,12 @@ def parse(text: str) -> tuple[Level, ...]:
   return tuple(sorted(levels, key=lambda level: level.most))
 
 
+def automatic(has_drafter: bool) -> str:
+  """The strategies to choose from where nobody has named any."""
+  drafted = "off or 3_1_4 or 5_1_6 or 4_2_8 or ngram_3"
+  return f"up to 8 live: {drafted if has_drafter else 'off or ngram_3 or ngram_5'}"
+
+
 def write(levels: Iterable[Level]) -> str:
   """Writes levels as `parse` reads them."""
   return "; ".join(map(str, levels))

@@ -1,0 +1,57 @@
+"""Puts the package together; what it is stands in pyproject.toml.
+
+Two things need a program. Dependencies are those of requirements.txt, whose headings in
+brackets are extras. And `experiments/` goes into the wheel as
+`tlt_jax/bundled/experiments`, where `tlt` finds it (`tlt_jax/command_line.py`).
+"""
+
+import pathlib
+import re
+
+import setuptools
+
+_BUNDLED = "tlt_jax.bundled.experiments"
+# The paper's figures and the records of benchmarks stay in the checkout.
+_LEFT_OUT = ("figures*", "results*", "*__pycache__*")
+_DATA = ["*.json", "*.safetensors", "*.txtpb", "*.md"]
+_EXTRAS = {
+  "cuda": ["jax[cuda12]"],  # NVIDIA drivers from 525 on
+  "cuda13": ["jax[cuda13]"],  # from 580 on
+  "tpu": ["jax[tpu]"],
+  "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
+  "wandb": ["wandb>=0.18"],
+}
+
+
+def requirements() -> dict[str, list[str]]:
+  """The lines of requirements.txt by extra; "" has those of the package itself."""
+  found, extra = {"": []}, ""
+  for line in pathlib.Path(__file__).with_name("requirements.txt").read_text().splitlines():
+    heading = re.match(r"# \[(\w+)\]", line)
+    if heading:
+      extra = heading[1]
+    elif line and not line.startswith("#"):
+      found.setdefault(extra, []).append(line)
+  return found
+
+
+def packages() -> list[str]:
+  """Every folder with code or with what the commands read."""
+  inside = setuptools.find_namespace_packages("experiments", exclude=_LEFT_OUT)
+  library = setuptools.find_namespace_packages(
+    include=["tlt_jax", "tlt_jax.*"], exclude=["*__pycache__*"]
+  )
+  return [*library, _BUNDLED, *(f"{_BUNDLED}.{name}" for name in inside)]
+
+
+if __name__ == "__main__":
+  own = requirements()
+  setuptools.setup(
+    packages=packages(),
+    package_dir={_BUNDLED: "experiments"},
+    package_data={"": _DATA},
+    exclude_package_data={"": ["LOG.md"]},
+    include_package_data=False,
+    install_requires=own.pop(""),
+    extras_require=own | _EXTRAS,
+  )

@@ -1,0 +1,61 @@
+"""The stable API, as the README shows it."""
+
+import pathlib
+import re
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests import commands
+from tlt_jax import api
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import eagle_files
+
+home = commands.home
+README = (commands.ROOT / "README.md").read_text()
+EXAMPLE = re.search(r"### From Python\n.*?\n((?: {4}.*\n|\n)+)", README, re.DOTALL)[1]
+
+
+def test_the_lines_of_the_readme_run(home, tmp_path):
+  """Ten at most. A trainer's parameters are taken in, and the drafter changes no token."""
+  drafter = drafter_lib.of_target(commands.COUNTDOWN)
+  params = drafter_lib.init_params(drafter, jax.random.key(1))
+  eagle_files.save(tmp_path / "drafter", drafter, params)
+  lines = textwrap.dedent(EXAMPLE).strip()
+  assert len([line for line in lines.splitlines() if line]) <= 10
+  lines = lines.replace("runs/served/policy", str(home / "policy"))
+  lines = lines.replace("runs/served/drafter", str(tmp_path / "drafter"))
+  small = 'max_tokens=24, slots=4, strategies="up to 9 live: 2_1_3", devices=one)'
+  lines, replaced = re.subn(r"max_tokens=\d+\)", small, lines)
+  assert replaced == 1
+  lines = re.sub(r"max_tokens=\d+,(?! slots)", "max_tokens=24,", lines)
+  made = {"texts": ["1 2>3:", "4 5>9:"], "step": 3, "one": jax.devices()[:1]}
+  exec(lines, made)
+  policy, requests, samples = (made[k] for k in ("policy", "requests", "samples"))
+  assert isinstance(policy, api.Policy) and isinstance(samples, api.Samples)
+  assert len(requests) == 16 and all(0 < n <= 24 for n in samples.length)
+  assert samples.mean_acceptance_length > 1
+  trained = policy.place(jax.tree.map(lambda x: x.astype(jnp.float32) + 0, policy.params))
+  again = policy.rollout(trained, requests, jax.tree.map(jnp.zeros_like, params))
+  np.testing.assert_array_equal(again.tokens, samples.tokens)
+
+
+def test_what_is_laid_out_outlives_what_was_handed_in(home):
+  """In the policy's dtype; without strategies nothing drafts."""
+  policy = api.load(
+    home / "policy",
+    max_prompt=8,
+    max_tokens=8,
+    strategies="",
+    dtype="bfloat16",
+    devices=jax.devices()[:1],
+  )
+  assert policy.drafter is None and policy.rollouts.selector is None
+  handed_in = jax.tree.map(jnp.copy, policy.params)
+  placed = policy.place(handed_in)
+  jax.tree.map(lambda x: x.delete(), handed_in)
+  jax.tree.map(np.testing.assert_array_equal, placed, policy.params)
+  assert placed["head"].dtype == jnp.bfloat16
+  assert pathlib.Path(policy.folder) == home / "policy"

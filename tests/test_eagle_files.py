@@ -1,0 +1,372 @@
+"""Drafters in published layouts: bit for bit there and back, and torch's logits."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests import test_damaged_files as damaged
+from tests import tiny
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import drafter_files
+from tlt_jax.models import eagle_files
+from tlt_jax.models import layers
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "drafters"
+NAMES = ("qwen2_eagle2", "llama_eagle2", "llama_eagle3")
+LAYERS = 8  # of the target
+
+
+def target_of(architecture: str, **changes) -> config_lib.ModelConfig:
+  return dataclasses.replace(
+    tiny.CONFIG,
+    architecture=f"{architecture}ForCausalLM",
+    num_layers=LAYERS,
+    qk_norm=architecture == "Qwen3",
+    qkv_bias=architecture == "Qwen2",
+    **changes,
+  )
+
+
+QWEN2, QWEN3, LLAMA = map(target_of, ("Qwen2", "Qwen3", "Llama"))
+SCALING = config_lib.RopeScaling(8.0, 1.0, 4.0, 32)
+LLAMA_LAYER = dict(architecture="LlamaForCausalLM", qkv_bias=False, qk_norm=False)
+# Target, drafter, server.
+CASES = {
+  "qwen2": (QWEN2, drafter_lib.of_target(QWEN2), "sglang"),
+  "qwen2 in vllm": (QWEN2, drafter_lib.of_target(QWEN2), "vllm"),
+  "qwen3": (QWEN3, drafter_lib.of_target(QWEN3), "sglang"),
+  "llama": (LLAMA, drafter_lib.of_target(LLAMA), "sglang"),
+  "llama in vllm": (LLAMA, drafter_lib.of_target(LLAMA), "vllm"),
+  "llama with a bias": (LLAMA, drafter_lib.of_target(LLAMA, fc_bias=True), "sglang"),
+  "part of the vocabulary": (
+    QWEN2,
+    drafter_lib.of_target(QWEN2, vocab=tiny.DRAFT_VOCAB),
+    "sglang",
+  ),
+  "eagle3": (LLAMA, drafter_lib.of_target(LLAMA, "eagle3"), "sglang"),
+  "eagle3 for qwen2, own head": (
+    QWEN2,
+    drafter_lib.of_target(QWEN2, "eagle3", vocab=tiny.DRAFT_VOCAB, **LLAMA_LAYER),
+    "vllm",
+  ),
+  "eagle3, tied and scaled": (
+    target_of("Llama", tie_embeddings=True, rope_scaling=SCALING),
+    drafter_lib.of_target(
+      target_of("Llama", tie_embeddings=True, rope_scaling=SCALING),
+      "eagle3",
+      vocab=tuple(range(64)),
+      taps=(0, 1, 3),
+    ),
+    "sglang",
+  ),
+}
+
+
+def random_params(config: drafter_lib.DrafterConfig, dtype=jnp.float32):
+  """Every parameter random, biases and norms too."""
+  flat, tree = jax.tree.flatten(drafter_lib.abstract_params(config))
+  rng = np.random.default_rng(0)
+  made = [jnp.asarray(rng.normal(size=x.shape), dtype) for x in flat]
+  params = jax.tree.unflatten(tree, made)
+  return jax.tree.map(
+    lambda x: getattr(x, "value", x), params, is_leaf=lambda x: hasattr(x, "value")
+  )
+
+
+def assert_equal(a, b):
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_drafter_comes_back_bit_for_bit(case, tmp_path):
+  """And is written again as the very same files."""
+  target, config, server = CASES[case]
+  params = random_params(config, jnp.bfloat16)
+  eagle_files.save(tmp_path / "a", config, params, server)
+  found, again = drafter_files.load(tmp_path / "a", target)
+  assert found == config
+  assert_equal(again, params)
+  assert len(drafter_files.load_shape(tmp_path / "a", target).vocab) == len(config.vocab)
+  eagle_files.save(tmp_path / "b", found, again, server)
+  for name in ("config.json", "model.safetensors"):
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_the_folder_is_what_servers_look_for(tmp_path):
+  """Names of classes and tensors; zeros where SGLang's class would leave a bias random."""
+  stored, raw = {}, {}
+  for case, (_, config, server) in CASES.items():
+    eagle_files.save(tmp_path / case, config, random_params(config), server)
+    stored[case] = safetensors.numpy.load_file(tmp_path / case / "model.safetensors")
+    raw[case] = json.loads((tmp_path / case / "config.json").read_text())
+  name = {case: raw[case]["architectures"][0] for case in CASES}
+  assert name["qwen2"] == "Qwen2ForCausalLMEagle"
+  assert name["llama"] == "LlamaForCausalLMEagle"
+  assert name["qwen2 in vllm"] == name["llama in vllm"] == "EagleLlamaForCausalLM"
+  assert name["eagle3"] == name["eagle3 for qwen2, own head"] == "LlamaForCausalLMEagle3"
+  eagle2 = {"fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight"}
+  eagle2 |= {f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"}
+  eagle2 |= {f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+  biases = {f"layers.0.self_attn.{p}_proj.bias" for p in "qkv"}
+  assert stored["llama"].keys() == eagle2
+  assert stored["llama in vllm"].keys() == eagle2 - {"fc.bias"}
+  assert stored["qwen2"].keys() == eagle2 | biases
+  assert (
+    not stored["qwen2"]["fc.bias"].any() and stored["llama with a bias"]["fc.bias"].any()
+  )
+  assert raw["qwen2 in vllm"]["qkv_bias"] and not raw["llama in vllm"]["qkv_bias"]
+  assert stored["qwen2"]["fc.weight"].shape == (32, 64)
+  own = stored["eagle3 for qwen2, own head"]
+  assert {"midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight"} < own.keys()
+  assert own["midlayer.self_attn.q_proj.weight"].shape == (64, 64)
+  assert own["lm_head.weight"].shape == (32, 32) and own["d2t"].dtype == np.int64
+  assert raw["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+  assert raw["eagle3"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+
+
+def golden(name: str):
+  """The drafter of a folder, its target, and what torch says of it."""
+  arrays = np.load(GOLDEN / name / "golden.npz")
+  raw = json.loads((GOLDEN / name / "config.json").read_text())
+  target = config_lib.ModelConfig(
+    architecture="Qwen2ForCausalLM" if "qwen2" in name else "LlamaForCausalLM",
+    vocab_size=raw["vocab_size"],
+    width=raw["hidden_size"],
+    mlp_width=24,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    max_position=64,
+    qkv_bias="qwen2" in name,
+  )
+  return target, *drafter_files.load(GOLDEN / name, target), arrays
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_those_of_torch(name):
+  """Of a first drafting step over the target's features, and a second over its output."""
+  _, config, params, a = golden(name)
+  frozen = {"embedding": jnp.asarray(a["embedding"]), "head": jnp.asarray(a["head"].T)}
+  T = a["features"].shape[1]
+
+  @jax.jit
+  def draft(params):
+    def run(module):
+      h = module.features(jnp.asarray(a["features"]))
+      by = lambda n: layers.rotation(config.layer, jnp.arange(n)[None])
+      mask = lambda n: jnp.tril(jnp.ones((1, n, n), bool))
+      once, _ = module(frozen, h, a["tokens"][:, :T], by(T), mask(T))
+      h = jnp.concatenate([h, once[:, -1:]], 1)
+      both, _ = module(frozen, h, a["tokens"], by(T + 1), mask(T + 1))
+      return both, module.logits(module.output_head(frozen), both)
+
+    return drafter_lib.Drafter(config).apply({"params": params}, method=run)
+
+  outputs, logits = draft(params)
+  np.testing.assert_allclose(outputs, a["outputs"], atol=1e-4)
+  np.testing.assert_allclose(logits, a["logits"], atol=1e-4)
+
+
+def test_a_published_folder_keeps_what_it_computes(tmp_path):
+  """A bias that is not there is none; the embedding goes; the layers it reads stay."""
+  _, config, params, _ = golden("qwen2_eagle2")
+  assert not config.fc_bias and config.layer.rope_theta == 1000
+  _, config, params, _ = golden("llama_eagle2")
+  assert config.fc_bias and config.layer.rope_theta == 10_000 and "embedding" not in params
+  target, config, params, a = golden("llama_eagle3")
+  assert config.taps == (0, 2, 4) and len(config.vocab) == 12
+  eagle_files.save(tmp_path, config, params)
+  assert_equal(drafter_files.load(tmp_path, target), (config, params))
+  stored = safetensors.numpy.load_file(GOLDEN / "llama_eagle3" / "model.safetensors")
+  written = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  assert_equal(written, stored)
+
+
+def edited(tmp_path, name, tensors=(), **keys) -> pathlib.Path:
+  """A copy of a golden folder with other tensors and keys; None removes."""
+  folder = tmp_path / "edited"
+  shutil.rmtree(folder, ignore_errors=True)
+  shutil.copytree(GOLDEN / name, folder)
+  stored = safetensors.numpy.load_file(folder / "model.safetensors") | dict(tensors)
+  stored = {k: x for k, x in stored.items() if x is not None}
+  safetensors.numpy.save_file(stored, folder / "model.safetensors")
+  raw = json.loads((folder / "config.json").read_text()) | keys
+  (folder / "config.json").write_text(json.dumps(raw))
+  return folder
+
+
+def test_names_as_training_code_leaves_them_are_read(tmp_path):
+  """With "model." before them, and with the head; d2t alone says the vocabulary."""
+  target, config, params, a = golden("llama_eagle2")
+  stored = safetensors.numpy.load_file(GOLDEN / "llama_eagle2" / "model.safetensors")
+  prefixed = {f"model.{k}": x for k, x in stored.items()} | dict.fromkeys(stored)
+  folder = edited(tmp_path, "llama_eagle2", prefixed | {"lm_head.weight": a["head"]})
+  assert_equal(drafter_files.load(folder, target), (config, params))
+  target, config, params, _ = golden("llama_eagle3")
+  stored = safetensors.numpy.load_file(GOLDEN / "llama_eagle3" / "model.safetensors")
+  mid = {k for k in stored if k.startswith("midlayer.")}
+  renamed = {k.replace("midlayer.", "layers.0."): stored[k] for k in mid}
+  folder = edited(tmp_path, "llama_eagle3", renamed | dict.fromkeys(mid) | {"t2d": None})
+  assert_equal(drafter_files.load(folder, target), (config, params))
+
+
+VARIANTS = {
+  "fc_norm": True,
+  "norm_output": True,
+  "norm_before_residual": True,
+  "target_hidden_size": 32,
+  "num_hidden_layers": 2,
+  "hidden_act": "gelu",
+  "rope_scaling": {"rope_type": "yarn"},
+  "eagle_config": {"use_aux_hidden_state": False},
+}
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+def test_a_variant_that_computes_something_else_is_refused(key, tmp_path):
+  target, *_ = golden("llama_eagle3")
+  folder = edited(tmp_path, "llama_eagle3", **{key: VARIANTS[key]})
+  told = {"rope_scaling": "yarn", "eagle_config": "use_aux_hidden_state"}.get(key, key)
+  with pytest.raises(convert.CheckpointError, match=f"config.json: .*{told}"):
+    drafter_files.load(folder, target)
+
+
+@pytest.mark.parametrize(
+  ("target", "changes", "server", "message"),
+  [
+    (
+      QWEN2,
+      dict(kind="eagle3"),
+      "sglang",
+      "neither biases nor norms.*architecture=Llama",
+    ),
+    (QWEN3, dict(kind="eagle3"), "vllm", "neither biases nor norms"),
+    (QWEN3, {}, "vllm", "no EAGLE-2 drafter with norms of q and k"),
+    (LLAMA, dict(fc_bias=True), "vllm", "fc has a bias"),
+    (LLAMA, dict(kind="eagle3", taps=(0, 1)), "sglang", "three layers; this one reads 2"),
+    (LLAMA, dict(kind="my_package.mtp", taps=(0, 1)), "sglang", "no published layout"),
+  ],
+)
+def test_what_no_server_computes_is_not_written(target, changes, server, message, tmp_path):
+  config = drafter_lib.of_target(target, **changes)
+  with pytest.raises(convert.CheckpointError, match=message):
+    eagle_files.save(tmp_path / "d", config, random_params(config), server)
+  assert not (tmp_path / "d").exists()
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path):
+  target, *_ = golden("llama_eagle2")
+  folder = edited(tmp_path, "llama_eagle2")
+  (folder / "model.safetensors").unlink()
+  damaged.pickled(folder / "pytorch_model.bin")
+  with pytest.raises(convert.CheckpointError, match="never loaded; convert it.*python -c"):
+    drafter_files.load(folder, target)
+  assert not (folder / "unpickled").exists()
+
+
+# --- damaged and hostile files
+
+NO_TENSOR = (None, np.zeros((3, 5), np.float32), np.zeros((), np.float32))
+WRONG_KEYS = {
+  "vocab_size": (0, -1, "x", 41, 10**9, 2**40, None),
+  "hidden_size": (0, -1, "x", 18, 10**9, None),
+  "intermediate_size": (0, 21, 2**40, [2]),
+  "num_attention_heads": (0, 3, 8, "x"),
+  "num_key_value_heads": (0, 3, 4, "x"),
+  "head_dim": (0, 5, 8, "x"),
+  "rms_norm_eps": (-1.0, "x", float("nan")),
+  "rope_theta": ("x", 0, float("inf")),
+  "rope_scaling": ("x", [1], {"rope_type": "llama3"}, {"rope_type": "dynamic"}),
+  "hidden_act": ("gelu", 0, []),
+  "num_hidden_layers": (0, 2, 10**9, "x"),
+  "draft_vocab_size": (0, 13, "x", 10**9, None, 2**40),
+  "eagle_config": ("x", 1, {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]})
+  + tuple({"eagle_aux_hidden_state_layer_ids": x} for x in ("x", [9, 10, 11], [2**40])),
+}
+
+
+def hostile(folder: pathlib.Path):
+  """Damages the golden EAGLE-3 folder in many ways, one at a time; yields what was done."""
+  tensors, config = folder / "model.safetensors", folder / "config.json"
+  original = {file: file.read_bytes() for file in (tensors, config)}
+  stored = safetensors.numpy.load_file(tensors)
+
+  def restored():
+    for file, content in original.items():
+      if file.is_dir():
+        file.rmdir()
+      file.unlink(missing_ok=True)
+      file.write_bytes(content)
+
+  for file in (tensors, config):
+    for name, damage in damaged.ALWAYS.items():
+      restored()
+      damage(file)
+      yield f"{file.name}: {name}"
+  for name, lie in damaged.HEADERS.items():
+    restored()
+    tensors.write_bytes(lie(original[tensors]))
+    yield f"header: {name}"
+  for name, x in stored.items():
+    for other in (*NO_TENSOR, x.astype(np.int32), np.concatenate([x, x])):
+      if (name, other is None) == ("t2d", True):
+        continue  # it says nothing that d2t does not
+      restored()
+      changed = {k: y for k, y in (stored | {name: other}).items() if y is not None}
+      safetensors.numpy.save_file(changed, tensors)
+      yield f"{name}: {other if other is None else (other.dtype, other.shape)}"
+  for key, values in WRONG_KEYS.items():
+    for value in values:
+      restored()
+      damaged.edit_json(config, key, value)
+      yield f"{key}={value}"
+  for name in ("../x.safetensors", "/etc/passwd", "a/b.safetensors", "x\0.safetensors"):
+    restored()
+    tensors.unlink()
+    index = {"weight_map": dict.fromkeys(stored, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    yield f"index: {name}"
+
+
+def test_hundreds_of_hostile_files_are_each_one_clear_error(tmp_path, monkeypatch):
+  """Nothing is loaded, nothing is lost, and no memory is asked for on their word."""
+  abstract_params = functools.cache(drafter_lib.abstract_params)  # else most of the time
+  monkeypatch.setattr(drafter_lib, "abstract_params", abstract_params)
+  target, *_ = golden("llama_eagle3")
+  folder = shutil.copytree(GOLDEN / "llama_eagle3", tmp_path / "d")
+  count = 0
+  with damaged.as_any_user(), damaged.little_memory():
+    for what in hostile(folder):
+      before = sorted(os.listdir(folder))
+      with pytest.raises((ValueError, OSError)) as e:
+        drafter_files.load(folder, target)
+        pytest.fail(f"not noticed: {what}")
+      line = " ".join(str(e.value).split())
+      assert str(folder) in line and len(line) < 500 + 2 * len(str(folder)), (what, line)
+      assert sorted(os.listdir(folder)) == before
+      assert not (folder / "unpickled").exists()
+      count += 1
+  assert count >= 200
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_is_stored_in_the_format_that_its_config_names(dtype, tmp_path):
+  """Trained in float32, as it is; rounded once, by numpy as by jax."""
+  config = dataclasses.replace(tiny.CONFIG, dtype=dtype)
+  convert.save_hf(tmp_path, config, tiny.params(), dtype=dtype)
+  _, again = convert.load_hf(tmp_path)
+  assert_equal(again, jax.tree.map(lambda x: x.astype(dtype), tiny.params()))
+  stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  assert {str(x.dtype) for x in stored.values()} == {dtype}
