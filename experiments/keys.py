@@ -17,6 +17,7 @@ from tlt_jax import prompt_checks
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import algorithm
+from tlt_jax.rl import judge
 from tlt_jax.rl import learner
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
@@ -117,6 +118,7 @@ RUN = {
     "reward from which on a response counts as solved, unless the reward function says "
     "so itself",
   ),
+  "verifier": of(judge.Options),
   "batch": {
     "prompts": Key(ranges.Count, "prompts per step"),
     "most_prompts": Key(

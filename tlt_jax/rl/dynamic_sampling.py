@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import reward as reward_lib
+from tlt_jax.rl import judge as judge_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 
@@ -70,7 +70,7 @@ class Judged(NamedTuple):
   """What the responses to consecutive requests are worth."""
 
   text: list[str]
-  scores: reward_lib.Scores
+  scores: judge_lib.Scores
   seconds: float  # that this took
 
 
@@ -180,20 +180,15 @@ class Replacement:
 
 def _joined(parts: Sequence[Judged]) -> Judged:
   """The same responses as one."""
-  each = [part.scores for part in parts]
-  scores = reward_lib.Scores(
-    reward=np.concatenate([s.reward for s in each]),
-    solved=np.concatenate([s.solved for s in each]),
-    parts={k: np.concatenate([s.parts[k] for s in each]) for k in each[0].parts},
-  )
   text = [t for part in parts for t in part.text]
+  scores = judge_lib.join([part.scores for part in parts])
   return Judged(text, scores, sum(part.seconds for part in parts))
 
 
 def responses(
   requests: requests_lib.Requests,
   samples: samples_lib.Samples,
-  scores: reward_lib.Scores,
+  scores: judge_lib.Scores,
   R: int,
   index: Sequence[int],
 ) -> algorithm_lib.Responses:
