@@ -7,6 +7,7 @@ in `train.py`.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import judge
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
@@ -120,8 +122,12 @@ def complete(config: dict, workdir: str = "") -> dict:
     config: of a run
     workdir: its folder; a run that began there keeps its sizes
   Raises:
-    ValueError: its learner cannot take what its rollouts give, or a prompt is refused
+    ValueError: the policy's context is too short, its learner cannot take what its
+      rollouts give, or a prompt is refused
   """
+  longest, max_tokens = config["rollout"]["max_prompt"], config["sampling"]["max_tokens"]
+  if longest is not None:
+    sizes.check_context(longest, max_tokens, convert.load_config(config["policy"]))
   config = sizes.resumed(config, workdir, keys.RUN) if workdir else config
   if sizes.is_open(config, "rollout"):
     asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
@@ -192,6 +198,27 @@ def longest_prompt(config: dict, records: Sequence[dict]) -> int:
   return longest if is_list else 2 * longest
 
 
+def make_mesh(config: dict, planned: int | None = None) -> jax.sharding.Mesh:
+  """The devices in slices that can share the config's policy out.
+
+  Args:
+    config: of a run
+    planned: devices that are not there, for shapes only; None: those of this machine
+  Raises:
+    ValueError: slices of so many devices do not divide the devices, or the policy's heads
+  """
+  devices, model = config["tensor_parallel"], convert.load_config(config["policy"])
+  mesh = axes.make_mesh(devices, planned)
+  for kind, heads in (("query", model.num_heads), ("key/value", model.num_kv_heads)):
+    if heads % devices:
+      raise ValueError(
+        f"tensor_parallel={devices} does not divide the policy's {heads} {kind} heads: "
+        "each device would hold and compute all of them; take a divisor of "
+        f"{math.gcd(model.num_heads, model.num_kv_heads)}"
+      )
+  return mesh
+
+
 def load_models(config: dict, dtype: str | None = None) -> Models:
   """Loads the config's policy and drafter onto this machine's devices.
 
@@ -199,7 +226,7 @@ def load_models(config: dict, dtype: str | None = None) -> Models:
     config: of a run
     dtype: of the policy's weights and of what it computes; None: that of its config.json
   """
-  mesh = axes.make_mesh(config["tensor_parallel"])
+  mesh = make_mesh(config)
   dtype = dtype or convert.load_config(config["policy"]).dtype
   model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT, dtype)
   model = dataclasses.replace(model, dtype=dtype)
@@ -359,8 +386,9 @@ def sampler(
   return sample.make(
     engine,
     tokenizer=tokenizer(config["policy"]),
-    reward=config["reward"],
-    solved_at=config["solved_at"],
+    judge=judge.Judge(
+      config["reward"], config["solved_at"], judge.Options(**config["verifier"])
+    ),
     sampling=config["sampling"],
     chat=config["chat"],
   )

@@ -19,6 +19,7 @@ from tlt_jax import wandb_board
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import families
 from tlt_jax.rl import algorithm
+from tlt_jax.rl import judge
 from tlt_jax.rl import learner
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
@@ -119,6 +120,7 @@ RUN = {
     "reward from which on a response counts as solved, unless the reward function says "
     "so itself",
   ),
+  "verifier": of(judge.Options),
   "batch": {
     "prompts": Key(ranges.Count, "prompts per step"),
     "most_prompts": Key(

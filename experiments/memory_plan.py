@@ -20,8 +20,8 @@ import jax
 import psutil
 
 from experiments import from_config
+from experiments import memory_phases
 from experiments import scratch_memory
-from experiments import tables
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import programs as pool_lib
@@ -49,37 +49,14 @@ from tlt_jax.spec_decode.spot import state as state_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 DRY_RUN = "Print the memory that this takes, and stop before anything is allocated."
-_SMALLER_POLICY = "policy"  # the option of what only a smaller policy makes smaller
+DRY_RUN_ON = (
+  "DEVICESxGIGABYTES, such as 64x80: --dry_run for these accelerators, of so much memory "
+  "each, which need not be there."
+)
+_SMALLER_POLICY = memory_phases.SMALLER_POLICY
 
 
-class Part(NamedTuple):
-  """Something that takes memory."""
-
-  name: str
-  size: int  # bytes, of all devices that share memory, or of the fullest
-  option: str  # the entry of the config that makes it smaller
-  is_estimate: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """The parts of each phase, and the memory there is."""
-
-  phases: Mapping[str, tuple[Part, ...]]
-  room: memory.Room  # what may be used, this process's own memory included
-  where: str  # whose memory it is
-
-  def needed(self, phase: str) -> int:
-    """Bytes of a phase."""
-    return sum(part.size for part in self.phases[phase])
-
-  @property
-  def fullest(self) -> str:
-    """The phase that needs the most."""
-    return max(self.phases, key=self.needed)
-
-
-def check(plan: Plan, dry_run: bool = False) -> None:
+def check(plan: memory_phases.Plan, dry_run: bool = False) -> None:
   """Refuses what does not fit; with `dry_run` prints the plan, and ends the process.
 
   Raises:
@@ -88,50 +65,16 @@ def check(plan: Plan, dry_run: bool = False) -> None:
     SystemExit: with `dry_run`, of a plan that fits
   """
   if dry_run:
-    show(plan)
+    memory_phases.show(plan)
   phase = plan.fullest
   if plan.needed(phase) > plan.room.free:
     parts = plan.phases[phase]
     raise MemoryError(
       f"the phase '{phase}' needs {memory.text(plan.needed(phase))} of memory, with "
-      f"{plan.room}; {_remedy(parts, plan.room.free)}"
+      f"{plan.room}; {memory_phases.remedy(parts, plan.room.free)}"
     )
   if dry_run:
     sys.exit(0)
-
-
-def _remedy(parts: tuple[Part, ...], free: int) -> str:
-  """What to change so that a phase fits."""
-  by_option: dict[str, int] = {}
-  for part in parts:
-    by_option[part.option] = by_option.get(part.option, 0) + part.size
-  fixed = by_option.pop(_SMALLER_POLICY, 0)
-  if fixed > free or not by_option:
-    return (
-      f"{memory.text(fixed)} of it follow from the policy's size: take a smaller policy, "
-      "or a machine with more memory"
-    )
-  option = max(by_option, key=by_option.get)
-  return (
-    f"what helps most is less of {option}, which takes {memory.text(by_option[option])}"
-  )
-
-
-def show(plan: Plan) -> None:
-  """Prints the plan: what each part takes in each phase, what is free, and the margin."""
-  gib = lambda size: f"{size / 2**30:.2f}"
-  names = dict.fromkeys(p.name for parts in plan.phases.values() for p in parts)
-  rows = []
-  for name in names:
-    found = [[p for p in parts if p.name == name] for parts in plan.phases.values()]
-    mark = lambda p: "~" * p.is_estimate + gib(p.size)
-    rows.append([name, *(mark(ps[0]) if ps else "" for ps in found)])
-  needed = [plan.needed(phase) for phase in plan.phases]
-  rows.append(["all", *map(gib, needed)])
-  rows.append(["free", *[gib(plan.room.free)] * len(needed)])
-  rows.append(["margin", *(gib(plan.room.free - size) for size in needed)])
-  tables.show(f"GiB of {plan.where}; ~ is estimated", ["", *plan.phases], rows)
-  print(f"the most is needed in the {plan.fullest}: {gib(max(needed))} GiB")
 
 
 class _NoPool(pool_lib.Pool):
@@ -160,39 +103,37 @@ class _Run:
   model: config_lib.ModelConfig
   selector: selector_lib.Selector | None  # of strategies; None: plain decoding
   stops: int  # stop tokens of a request
-
-  @property
-  def shared(self) -> bool:
-    """Whether the devices share the machine's memory."""
-    return memory.room(self.mesh.local_devices)[1]
+  room: memory.Room  # of the machine, or of each device
+  shared: bool  # whether the devices share the machine's memory
 
   def size(self, arrays: Any) -> int:
     """Bytes of arrays, given as shapes and shardings."""
     held = memory.bytes_by_device(arrays).values()
     return sum(held) if self.shared else max(held, default=0)
 
-  def part(self, name: str, arrays: Any, option: str) -> Part:
+  def part(self, name: str, arrays: Any, option: str) -> memory_phases.Part:
     """A part of arrays, given as shapes and shardings."""
-    return Part(name, self.size(arrays), option)
+    return memory_phases.Part(name, self.size(arrays), option)
 
-  def scratch(self, name: str, size: float, option: str) -> Part:
+  def scratch(self, name: str, size: float, option: str) -> memory_phases.Part:
     """An estimated part of so many bytes on every device."""
-    devices = len(self.mesh.local_devices) if self.shared else 1
-    return Part(name, int(size * devices), option, True)
+    size = int(size * (len(self.mesh.local_devices) if self.shared else 1))
+    return memory_phases.Part(name, size, option, True)
 
-  def on_host(self, name: str, arrays: Any, option: str) -> list[Part]:
+  def on_host(self, name: str, arrays: Any, option: str) -> list[memory_phases.Part]:
     """Copies on the host; nothing where the devices' own memory is planned."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-    return [Part(name, size, option, True)] if self.shared else []
+    return [memory_phases.Part(name, size, option, True)] if self.shared else []
 
-  def files_written(self, params: Any) -> list[Part]:
+  def files_written(self, params: Any) -> list[memory_phases.Part]:
     """A file of the exported policy: its arrays, and the same once more as bytes."""
     whole = self.on_host("files being written", params, _SMALLER_POLICY)
     return [p._replace(size=2 * min(p.size, convert.MAX_FILE_BYTES)) for p in whole]
 
-  def of_process(self, name: str, size: int) -> list[Part]:
+  def of_process(self, name: str, size: int) -> list[memory_phases.Part]:
     """Memory of the process, on the host like `on_host`."""
-    return [Part(name, size, _SMALLER_POLICY, True)] if self.shared else []
+    part = memory_phases.Part(name, size, _SMALLER_POLICY, True)
+    return [part] if self.shared else []
 
   def weights(self, dtype: str) -> Any:
     """The policy in the layout of rollouts."""
@@ -226,7 +167,7 @@ class _Run:
 
   def drafter_parts(
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
-  ) -> list[Part]:
+  ) -> list[memory_phases.Part]:
     """The drafter, and its training if there is any."""
     if drafter is None:
       return []
@@ -262,13 +203,13 @@ class _Run:
     ways = {bucket: list(map(way, arms[bucket])) for bucket in allowed}
     return _Rollouts(shapes, ways)
 
-  def process(self, rollouts: _Rollouts) -> list[Part]:
+  def process(self, rollouts: _Rollouts) -> list[memory_phases.Part]:
     """The process itself and the compiled programs of its rollouts."""
     passes = 1 + sum(1 + len(x) for x in rollouts.ways.values())  # of prefill as well
     size = scratch_memory.process(self.model, passes)
     return self.of_process("process and programs", size)
 
-  def rollout_parts(self, rollouts: _Rollouts, spot: _Spot) -> list[Part]:
+  def rollout_parts(self, rollouts: _Rollouts, spot: _Spot) -> list[memory_phases.Part]:
     """The arrays of the bucket that needs the most, and scratch."""
     shapes, by_bucket = rollouts
 
@@ -302,26 +243,28 @@ class _Run:
       ]
     return parts
 
-  def plan(self, phases: Mapping[str, list[Part]]) -> Plan:
+  def plan(self, phases: Mapping[str, list[memory_phases.Part]]) -> memory_phases.Plan:
     """The plan of these phases; parts that are empty are left out."""
-    room, shared = memory.room(self.mesh.local_devices)
-    where = f"each of {len(self.mesh.local_devices)} devices (the fullest)"
-    if shared:
+    room, where = self.room, f"each of {self.mesh.size} devices (the fullest)"
+    if self.shared:
       own = psutil.Process().memory_info().rss  # is part of the plan
       room = memory.Room(min(room.free + own, room.total), room.total)
       where = f"the machine's memory ({len(self.mesh.local_devices)} CPU devices share it)"
     phases = {k: tuple(p for p in v if p.size) for k, v in phases.items()}
-    return Plan(phases, room, where)
+    return memory_phases.Plan(phases, room, where)
 
 
-def of_run(config: dict, stops: int = 1) -> Plan:
+def of_run(
+  config: dict, machine: memory_phases.Machine | None = None, stops: int = 1
+) -> memory_phases.Plan:
   """The memory of `experiments.train`.
 
   Args:
     config: of the run
+    machine: that it is planned for; None: this one
     stops: stop tokens of a request
   """
-  run = _described(config, from_config.selector(config), stops)
+  run = _described(config, from_config.selector(config), stops, machine)
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = learner_lib.make(
     run.model,
@@ -371,7 +314,7 @@ def of_run(config: dict, stops: int = 1) -> Plan:
 
 def of_rollout(
   config: dict, selector: selector_lib.Selector | None = None, stops: int = 1
-) -> Plan:
+) -> memory_phases.Plan:
   """The memory of a command that only asks a policy, such as `experiments.generate`.
 
   Args:
@@ -393,7 +336,12 @@ def of_rollout(
 
 
 def _described(
-  config: dict, selector: selector_lib.Selector | None, stops: int
+  config: dict,
+  selector: selector_lib.Selector | None,
+  stops: int,
+  machine: memory_phases.Machine | None = None,
 ) -> _Run:
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  return _Run(config, mesh, convert.load_config(config["policy"]), selector, stops)
+  mesh = from_config.make_mesh(config, machine and machine.devices)
+  room = (machine.room, False) if machine else memory.room(mesh.local_devices)
+  model = convert.load_config(config["policy"])
+  return _Run(config, mesh, model, selector, stops, *room)

@@ -14,6 +14,7 @@ from experiments import evaluations
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_phases
 from experiments import memory_plan
 from experiments import plain_rollouts
 from experiments import plot
@@ -38,6 +39,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything go
 _FORK = flags.DEFINE_string("fork", "", workdirs.FORK)
 _SCHEDULE = flags.DEFINE_string("schedule", "", workdirs.SCHEDULE)
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
+_DRY_RUN_ON = flags.DEFINE_string("dry_run_on", "", memory_plan.DRY_RUN_ON)
 
 
 def main(config):
@@ -45,8 +47,10 @@ def main(config):
   config = from_config.complete(config, _FORK.value or _WORKDIR.value)
   run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.RUN)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  memory_plan.check(memory_plan.of_run(config), _DRY_RUN.value)
+  planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
+  plan = memory_plan.of_run(config, planned)
+  memory_plan.check(plan, _DRY_RUN.value or planned is not None)
+  mesh = from_config.make_mesh(config)
   asked = from_config.prompts(config, config["prompts"])
   held_out = from_config.prompts(config, config["held_out"], whole=True)
 

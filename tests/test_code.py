@@ -12,6 +12,7 @@ import pytest
 
 from tlt_jax import isolation
 from tlt_jax import sandbox
+from tlt_jax.rl import judge
 from tlt_jax.rl import reward
 from tlt_jax.tasks import code
 
@@ -210,12 +211,14 @@ def scorer():
 
 def test_an_attack_costs_only_its_sample(isolates):
   """Of several at a time; without partial rewards one failure is enough."""
-  score = code.passes(wall_s=20.0, cpu_s=1.0, at_once=3)
-  responses = [ECHO, "```\nwhile True: pass\n```", ECHO.replace("sum", "max"), ECHO]
-  rewards, solved = reward.score_all(
-    score, "pppp", responses, [[["1 2", "3"], ["5 0", "5"]]] * 4
+  judges = judge.Judge(
+    "tlt_jax.tasks.code.passes(wall_s=20.0, cpu_s=1.0, at_once=3)",
+    options=judge.Options(processes=0),
   )
-  assert rewards.tolist() == [1, 0, 0, 1] and solved.tolist() == [True, False, False, True]
+  responses = [ECHO, "```\nwhile True: pass\n```", ECHO.replace("sum", "max"), ECHO]
+  found = judges("pppp", responses, [[["1 2", "3"], ["5 0", "5"]]] * 4)
+  assert found.reward.tolist() == [1, 0, 0, 1] and not any(found.failure)
+  assert found.solved.tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("answer", [[], "x", "{}", [3], [["a"]], [["a", 1]], None])

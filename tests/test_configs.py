@@ -24,11 +24,13 @@ from experiments import declarations
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import memory_phases
 from experiments import memory_plan
 from experiments import sizes
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
+from tlt_jax import memory
 from tlt_jax import packing
 from tlt_jax import prompt_checks
 from tlt_jax.models import config as config_lib
@@ -37,6 +39,7 @@ from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import judge
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward
@@ -141,10 +144,34 @@ MODELS = {  # what `policy` holds at full size
     ("countdown", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
   ),
   **dict.fromkeys(("smollm2", "reasoning_mix"), tiny.SMOLLM2),
-  **dict.fromkeys(("qwen2_5_7b", "math_problems"), QWEN2_5_7B),
+  **dict.fromkeys(("qwen2_5_7b", "math_problems", "long_reasoning"), QWEN2_5_7B),
+}
+LONG_CONTEXT = dataclasses.replace(QWEN2_5_7B, max_position=131072)
+LONG = {  # what `policy` holds by the argument of `long_reasoning`, on which machine
+  "qwen2_5_7b": (LONG_CONTEXT, "8x80"),
+  "r1_distill_qwen_7b": (dataclasses.replace(LONG_CONTEXT, rope_theta=1e4), "8x80"),
+  "qwen2_5_32b": (
+    dataclasses.replace(
+      LONG_CONTEXT,
+      width=5120,
+      mlp_width=27648,
+      num_layers=64,
+      num_heads=40,
+      num_kv_heads=8,
+    ),
+    "32x80",
+  ),
+  "llama3_3_70b": (
+    dataclasses.replace(
+      MATH["llama3_1_8b"][0], width=8192, mlp_width=28672, num_layers=80, num_heads=64
+    ),
+    "64x80",
+  ),
+  "tpu": (LONG_CONTEXT, "16x32"),
 }
 # Those that differ from another in prompts and algorithm only are not traced again.
-SHAPES = [name for name in TRAIN if name not in ("reasoning_mix", "math_problems")]
+ALIKE = ("reasoning_mix", "math_problems", "long_reasoning")
+SHAPES = [name for name in TRAIN if name not in ALIKE]
 
 
 def completed(name: str, arg: str = "") -> dict:
@@ -276,6 +303,7 @@ def doors(config: dict, mesh) -> dict:
     "prompts": build,
     "held_out": build,
     "unusable_prompts": prompt_checks.Unusable,
+    "verifier": judge.Options,
     "sampling": lambda **section: requests_lib.make_requests([[1, 2]], **section),
     "rollout": lambda **section: rollout.Options(max_length=length, **section),
     "algorithm": algorithm_lib.make,
@@ -327,6 +355,17 @@ def test_sizes_that_do_not_fit_each_other_are_named(section, changes, message):
   config[section] |= changes
   with pytest.raises(ValueError, match=message):
     from_config.check_sizes(config)
+
+
+def test_a_policy_that_cannot_take_what_is_asked_is_named(tmp_path):
+  """From its config.json alone."""
+  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(tiny.CONFIG)))
+  config = load("countdown") | {"policy": str(tmp_path), "tensor_parallel": 4}
+  with pytest.raises(ValueError, match="parallel=4 .* 2 key/value heads: .* divisor of 2"):
+    from_config.make_mesh(config)
+  config["sampling"] |= {"max_tokens": 4096}
+  with pytest.raises(ValueError, match="prompt of 32 tokens leaves 4064 .* may have 4096"):
+    from_config.complete(config)
 
 
 def test_a_learner_names_the_argument_that_is_wrong():
@@ -499,6 +538,33 @@ def test_a_dry_run_prints_one_screen(name, arg, model, tmp_path, capsys):
     memory_plan.check(memory_plan.of_run(config), dry_run=True)
   printed = capsys.readouterr().out
   assert "policy in training" in printed and len(printed.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("arg", LONG)
+def test_a_policy_of_long_responses_fits_its_machine(arg, tmp_path, capsys):
+  """Which is not there; every part is planned, and the policy has the context."""
+  model, machine = LONG[arg]
+  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(model)))
+  config = completed("long_reasoning", arg) | {"policy": str(tmp_path)}
+  assert from_config.complete(config) == config
+  plan = memory_plan.of_run(config, memory_phases.Machine.parse(machine))
+  with pytest.raises(SystemExit):
+    memory_plan.check(plan, dry_run=True)
+  assert f"GiB of each of {machine.partition('x')[0]} devices" in capsys.readouterr().out
+  rollout, update = plan.phases["rollout"], plan.phases["update"]
+  assert {"kept features", "state of drafts", "drafter in training"} <= {
+    part.name for part in rollout if part.size
+  }
+  assert "update's scratch" in {part.name for part in update if part.size}
+
+
+def test_a_machine_to_plan_for_is_read():
+  machine = memory_phases.Machine.parse("64x79.5")
+  assert machine == (64, memory.Room(int(0.9 * 79.5e9), int(79.5e9)))
+  assert memory_phases.Machine.parse("") is None
+  for wrong in ("64", "0x80", "64x", "64*80", "64x80GB"):
+    with pytest.raises(ValueError, match="DEVICESxGIGABYTES, such as 64x80, not"):
+      memory_phases.Machine.parse(wrong)
 
 
 def test_importing_a_command_reads_neither_the_command_line_nor_a_config():

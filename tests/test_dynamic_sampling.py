@@ -14,7 +14,7 @@ from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import dynamic_sampling
-from tlt_jax.rl import reward
+from tlt_jax.rl import judge
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -61,8 +61,7 @@ def sampler(slices, **changes):
   return sample.Sampler(
     rollout=engine,
     tokenizer=Numbers(),
-    reward=(reward.Term("sum", 1.0, divisible),),
-    solved_at=1.0,
+    judge=judge.Judge(f"{__name__}.divisible", options=judge.Options(processes=0)),
     sampling={"temperature": 1.0, "max_tokens": 30},
   )
 

@@ -8,6 +8,7 @@ import pytest
 
 from experiments import from_config
 from experiments import launch
+from experiments import memory_phases
 from experiments import memory_plan
 from experiments import scratch_memory
 from experiments.bench import sides
@@ -45,7 +46,7 @@ def config(home) -> dict:
   }
 
 
-def sizes(plan: memory_plan.Plan) -> dict[str, int]:
+def sizes(plan: memory_phases.Plan) -> dict[str, int]:
   """Bytes of each part that is no estimate."""
   parts = [p for parts in plan.phases.values() for p in parts if not p.is_estimate]
   return {part.name: part.size for part in parts}
@@ -149,9 +150,9 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
   ],
 )
 def test_what_does_not_fit_is_refused_with_the_option_that_helps_most(parts, remedy):
-  made = tuple(memory_plan.Part(k, n * GIB, k) for k, n in parts.items())
+  made = tuple(memory_phases.Part(k, n * GIB, k) for k, n in parts.items())
   phases = {"load": made[:1], "update": made}
-  plan = memory_plan.Plan(phases, memory.Room(5 * GIB, 8 * GIB), "the machine's memory")
+  plan = memory_phases.Plan(phases, memory.Room(5 * GIB, 8 * GIB), "the machine's memory")
   with pytest.raises(MemoryError) as refused:
     memory_plan.check(plan)
   needed = f"{sum(parts.values())}.0 GiB"

@@ -1,4 +1,4 @@
-"""Verifiers: finding them, and running them."""
+"""Verifiers: finding them, and asking them."""
 
 import sys
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tlt_jax.rl import judge
 from tlt_jax.rl import reward
 from tlt_jax.tasks import countdown
 
@@ -20,8 +21,7 @@ def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
   (tmp_path / "broken_reward.py").write_text("import not_there_at_all\n")
   monkeypatch.syspath_prepend(tmp_path)
   score = reward.make("mine_reward.length")
-  rewards, _ = reward.score_all(score, "ab", ["x", "yz"], "cd")
-  np.testing.assert_array_equal(rewards, [1, 2])
+  assert [verify(score, text).reward for text in ("x", "yz")] == [1, 2]
   with pytest.raises(reward.RewardError, match="cannot be called as two"):
     reward.make("mine_reward.two")
   with pytest.raises(reward.RewardError, match="failed: No module named 'not_there"):
@@ -44,12 +44,16 @@ def test_a_mistyped_path_names_the_nearest(path, message):
     reward.make(path)
 
 
+def verify(score, response="b", solved_at=1.0, **given):
+  return reward.verify(score, "p", response, "x", given, solved_at)
+
+
 def constant(value):
   def score(prompt, response, answer):
     del prompt, answer
-    if isinstance(value, BaseException) and response == "b":
+    if isinstance(value, BaseException):
       raise value
-    return value if response == "b" else 0
+    return value
 
   return score
 
@@ -57,10 +61,8 @@ def constant(value):
 def test_every_kind_of_number_is_a_reward():
   """Python's, numpy's and JAX's."""
   for value in (True, 1, 1.0, np.float32(1), np.int64(1), jnp.float32(1)):
-    rewards, solved = reward.score_all(constant(value), "pp", ["a", "b"], "xx")
-    assert rewards.dtype == np.float32 and solved.dtype == bool
-    np.testing.assert_array_equal(rewards, [0, 1])
-    np.testing.assert_array_equal(solved, [False, True])
+    found = verify(constant(value))
+    assert found == (1.0, True, "") and type(found.reward) is float
 
 
 @pytest.mark.parametrize(
@@ -71,43 +73,35 @@ def test_every_kind_of_number_is_a_reward():
     *((np.nan, True), (None, True), (True, 0.5), ((1.0, True), True), (1.0, np.ones(2))),
   ],
 )
-def test_a_result_that_is_no_finite_number_or_pair_names_the_sample(value):
-  """And the function. A pair is a number and a bool."""
-  with pytest.raises(reward.RewardError, match=r"constant\S*score.*sample 1.*finite"):
-    reward.score_all(constant(value), "pp", ["a", "b"], "xx")
+def test_a_result_that_is_no_finite_number_or_pair_is_a_failure(value):
+  """That is told, with the sample. A pair is a number and a bool."""
+  found = verify(constant(value))
+  assert not found.solved
+  assert found.failure.startswith("returned ") and "finite number" in found.failure
+  assert found.failure.endswith("(response 'b', answer 'x')")
 
 
 def test_a_response_is_solved_at_a_threshold():
   """Of rewards that are no 0 and 1."""
   for solved_at, expected in ((1.0, False), (0.5, True), (0.75, False), (-1.0, True)):
-    rewards, solved = reward.score_all(constant(0.5), "p", "b", "x", solved_at=solved_at)
-    assert (rewards.tolist(), solved.tolist()) == ([0.5], [expected])
+    assert verify(constant(0.5), solved_at=solved_at) == (0.5, expected, "")
 
 
 def test_a_verifier_may_say_itself_what_is_solved():
   """Whatever the threshold; numpy's and JAX's bools too."""
   for said in (True, np.True_, jnp.bool_(True)):
-    rewards, solved = reward.score_all(constant((0.25, said)), "pp", ["b", "a"], "xx")
-    assert (rewards.tolist(), solved.tolist()) == ([0.25, 0.0], [True, False])
-  _, solved = reward.score_all(constant((2.0, False)), "p", "b", "x")
-  assert solved.tolist() == [False]
+    assert verify(constant((0.25, said))) == (0.25, True, "")
+  assert verify(constant((2.0, False))) == (2.0, False, "")
 
 
-@pytest.mark.parametrize("leaves", [SystemExit(0), SystemExit("done"), GeneratorExit()])
-def test_a_verifier_that_would_end_the_run_is_an_error(leaves):
+@pytest.mark.parametrize(
+  "leaves", [SystemExit(0), SystemExit("done"), GeneratorExit(), KeyError("k")]
+)
+def test_a_verifier_that_raises_or_would_end_the_run_fails(leaves):
   """`sys.exit()` in a reward would end training with status 0, and nothing saved."""
-  name = type(leaves).__name__
-  with pytest.raises(reward.RewardError, match=f"score failed on sample 1: {name}"):
-    reward.score_all(constant(leaves), "pp", ["a", "b"], "xx")
+  assert verify(constant(leaves)).failure.startswith(f"{type(leaves).__name__}: ")
   with pytest.raises(KeyboardInterrupt):
-    reward.score_all(constant(KeyboardInterrupt()), "pp", ["a", "b"], "xx")
-
-
-def test_a_verifier_that_fails_names_the_sample():
-  """The cause stays attached."""
-  with pytest.raises(reward.RewardError, match="failed on sample 1: KeyError") as e:
-    reward.score_all(constant(KeyError("k")), "pp", ["a", "b"], "xx")
-  assert isinstance(e.value.__cause__, KeyError)
+    verify(constant(KeyboardInterrupt()))
 
 
 @pytest.fixture
@@ -126,15 +120,19 @@ def mine(tmp_path, monkeypatch):
   sys.modules.pop("mine_sum", None)
 
 
+def here(text, solved_at=1.0):
+  """Judges in this process."""
+  return judge.Judge(text, solved_at, judge.Options(processes=0))
+
+
 def test_several_rewards_are_added_up_and_the_first_says_what_is_solved(mine):
   """Hand numbers; each part is there unweighted, by a name of its own."""
-  terms = reward.parse(
+  judges = here(
     "mine_sum.right + 0.5 * mine_sum.says(word='b') - mine_sum.says(word='c', worth=2)"
     " + 0.25 * mine_sum.short"
   )
-  samples = "ppp", ["a", "b", "bc"], ["a", "a", "bc"]
   lengths = {"length": [1, 4, 5], "max_tokens": [4, 4, 4]}
-  found = reward.score_terms(terms, *samples, 1.0, **lengths)
+  found = judges("ppp", ["a", "b", "bc"], ["a", "a", "bc"], **lengths)
   np.testing.assert_allclose(found.reward, [1.25, 0.5, 1 + 0.5 - 2])
   assert found.solved.tolist() == [True, False, True]
   assert {name: part.tolist() for name, part in found.parts.items()} == {
@@ -149,9 +147,7 @@ def test_one_reward_is_what_it_always_was(mine):
   """No parts, and the same numbers, of a name with brackets too."""
   (term,) = reward.parse("tlt_jax.tasks.countdown.score")
   assert term.score is countdown.score and term.weight == 1.0
-  found = reward.score_terms(
-    reward.parse("mine_sum.says(word='b', worth=0.5)"), "pp", "ab", "xx", 0.5
-  )
+  found = here("mine_sum.says(word='b', worth=0.5)", 0.5)("pp", "ab", "xx")
   assert (found.reward.tolist(), found.solved.tolist()) == ([0, 0.5], [False, True])
   assert found.parts == {}
 
@@ -177,20 +173,15 @@ def test_a_sum_that_cannot_be_is_said_in_one_line(mine, text, message):
   assert "\n" not in str(e.value)
 
 
-def test_a_reward_that_takes_what_is_not_known_is_an_error(mine):
-  with pytest.raises(reward.RewardError, match="takes length, which is not known here"):
-    reward.score_all(reward.make("mine_sum.short"), "p", "a", "a")
-
-
-def test_threads_of_a_verifier_change_no_result():
-  """Each sample keeps its place, and the first that fails is named."""
-
-  def score(prompt, response, answer):
-    return 1 / (int(response) - 5)
-
-  score.threads = 4
-  texts = [str(i) for i in range(5)]
-  rewards, _ = reward.score_all(score, texts, texts, texts)
-  np.testing.assert_allclose(rewards, [1 / (i - 5) for i in range(5)], rtol=1e-6)
-  with pytest.raises(reward.RewardError, match="sample 5: ZeroDivisionError"):
-    reward.score_all(score, "ppp" * 3, [str(i) for i in range(9)], "x" * 9)
+def test_threads_of_a_verifier_change_no_result(tmp_path, monkeypatch):
+  """Each sample keeps its place."""
+  (tmp_path / "mine_threads.py").write_text(
+    "def score(prompt, response, answer):\n  return 1 / (int(response) - 5)\n"
+    "score.threads = 4\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  texts = [str(i) for i in range(9)]
+  found = here("mine_threads.score")(texts, texts, texts)
+  expected = [0 if i == 5 else 1 / (i - 5) for i in range(9)]
+  np.testing.assert_allclose(found.reward, expected, rtol=1e-6)
+  assert np.flatnonzero(found.failure != "").tolist() == [5]

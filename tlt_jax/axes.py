@@ -10,7 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 import optax
 
 DATA, MODEL = "data", "model"
@@ -21,18 +21,28 @@ ROLLOUT: Rules = {"vocab": MODEL, "heads": MODEL, "kv": MODEL, "mlp": MODEL}
 TRAIN: Rules = {**ROLLOUT, "embed": DATA}
 
 
-def make_mesh(model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A (data, model) mesh over all devices (by default), `model` neighbours to a slice."""
+def make_mesh(
+  model: int = 1, devices: Sequence[jax.Device] | int | None = None
+) -> Mesh | AbstractMesh:
+  """A (data, model) mesh, `model` neighbours to a slice.
+
+  Args:
+    model: devices of a slice
+    devices: None: all there are; a number: so many that are not there, for shapes only
+  Raises:
+    ValueError: slices do not divide the devices
+  """
   devices = jax.devices() if devices is None else devices
-  if model < 1 or len(devices) % model:
+  count = devices if isinstance(devices, int) else len(devices)
+  if model < 1 or count % model:
     raise ValueError(
-      f"tensor parallelism over {model} devices does not divide the "
-      f"{len(devices)} devices there are"
+      f"tensor parallelism over {model} devices does not divide the {count} devices "
+      "there are"
     )
-  shape = (len(devices) // model, model)
-  return jax.make_mesh(
-    shape, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices
-  )
+  shape, kinds = (count // model, model), (AxisType.Auto,) * 2
+  if isinstance(devices, int):
+    return AbstractMesh(shape, (DATA, MODEL), axis_types=kinds)
+  return jax.make_mesh(shape, (DATA, MODEL), axis_types=kinds, devices=devices)
 
 
 def sharding(mesh: Mesh, *spec: str | None) -> NamedSharding:

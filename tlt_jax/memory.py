@@ -68,13 +68,19 @@ def announce_programs(what: str, beside: Any) -> None:
     logging.info("compiling %s, whose scratch memory is not known yet; %s", what, have)
 
 
-def bytes_by_device(arrays: Any) -> dict[jax.Device, int]:
-  """Bytes that a tree of arrays, or of shapes with shardings, takes on each device."""
+def bytes_by_device(arrays: Any) -> dict[jax.Device | int, int]:
+  """Bytes that a tree of arrays, or of shapes with shardings, takes on each device.
+
+  Devices that are not there, of an abstract mesh, are numbers.
+  """
   held = collections.Counter()
   for x in jax.tree.leaves(arrays):
     sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     size = math.prod(sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
-    held.update(dict.fromkeys(sharding.addressable_devices, size))
+    mesh = getattr(sharding, "mesh", None)
+    is_abstract = isinstance(mesh, jax.sharding.AbstractMesh)
+    on = range(mesh.size) if is_abstract else sharding.addressable_devices
+    held.update(dict.fromkeys(on, size))
   return dict(held)
 
 

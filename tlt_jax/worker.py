@@ -12,7 +12,8 @@ output to a computer algebra system:
 CPU time, unlike wall time, does not depend on what else the machine does. A call that
 exceeds it is killed by the kernel (SIGPROF), even inside C code. The process is a fresh
 Python, not a fork, so that threads of the parent do not matter; arguments and results
-travel through pipes, one line of JSON each. It ends when its parent does.
+travel through pipes, one line of JSON each. It ends when its parent does. JAX, should the
+function use it, has only the CPU there: accelerators are the parent's.
 """
 
 import json
@@ -103,6 +104,7 @@ class Worker:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
+      env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     reply = self._ask("", _START_S)
     if reply is None or "error" in reply:

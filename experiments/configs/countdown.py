@@ -78,7 +78,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
       chat=dict(apply=False, system=""),  # see rl.sample.make
       reward="tlt_jax.tasks.countdown.score",
-      solved_at=1.0,  # the least reward of a solved response, see rl.sample.make
+      solved_at=1.0,  # the least reward of a solved response, see rl.judge.Judge
+      verifier=dict(processes=0 if smoke else 2),  # see rl.judge.Options
       batch=dict(prompts=4 if smoke else 32, responses=2 if smoke else 8),
       sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens),
       # See spec_decode.rollout.Options.

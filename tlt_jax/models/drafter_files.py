@@ -21,7 +21,6 @@ from flax import traverse_util
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import safetensors.numpy
 
 from tlt_jax import axes

@@ -5,6 +5,7 @@ features to the vocabulary, so that a prefill never pays for the head.
 """
 
 from collections.abc import Sequence
+import dataclasses
 
 import chex
 import flax.linen as nn
@@ -137,12 +138,18 @@ class Target(nn.Module):
 
 
 def abstract_params(config: config_lib.ModelConfig) -> dict:
-  """Shapes and logical axes of every parameter, without making one."""
+  """Shapes and logical axes of every parameter, without making one.
+
+  One layer is traced: all are alike.
+  """
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  init = lambda t: Target(config).init(
+  shallow = Target(dataclasses.replace(config, num_layers=1))
+  init = lambda t: shallow.init(
     jax.random.key(0), t, t, method=Target.features_and_logits
   )
-  return jax.eval_shape(init, tokens)["params"]
+  params = dict(jax.eval_shape(init, tokens)["params"])
+  layer = params.pop("layer_0")
+  return params | {f"layer_{i}": layer for i in range(config.num_layers)}
 
 
 def init_params(config: config_lib.ModelConfig, key: jax.Array) -> dict:

@@ -28,7 +28,7 @@ import numpy as np
 
 from tlt_jax import processes
 from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import reward as reward_lib
+from tlt_jax.rl import judge as judge_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 
@@ -71,7 +71,7 @@ class Judged(NamedTuple):
   """What the responses to consecutive requests are worth."""
 
   text: list[str]
-  scores: reward_lib.Scores
+  scores: judge_lib.Scores
   seconds: float  # that this took
 
   def whole(self) -> "Judged":
@@ -83,11 +83,16 @@ class Judged(NamedTuple):
     n, scores = processes.count(), self.scores
     if n == 1:
       return self
-    mine = np.zeros((2 + len(scores.parts), len(self.text)), np.float32)
-    mine[:, processes.index() :: n] = scores.reward, scores.solved, *scores.parts.values()
-    reward, solved, *parts = processes.total(mine)
+    ours = slice(processes.index(), None, n)
+    mine = np.zeros((3 + len(scores.parts), len(self.text)), np.float32)
+    failed = scores.failure != ""
+    mine[:, ours] = scores.reward, scores.solved, failed, *scores.parts.values()
+    reward, solved, failed, *parts = processes.total(mine)
+    elsewhere = "a verifier failed in another process"
+    failure = np.where(failed > 0, elsewhere, "").astype(object)
+    failure[ours] = scores.failure
     by_name = dict(zip(scores.parts, parts, strict=True))
-    return self._replace(scores=reward_lib.Scores(reward, solved > 0, by_name))
+    return self._replace(scores=judge_lib.Scores(reward, solved > 0, failure, by_name))
 
 
 class Outcome(NamedTuple):
@@ -196,20 +201,15 @@ class Replacement:
 
 def _joined(parts: Sequence[Judged]) -> Judged:
   """The same responses as one."""
-  each = [part.scores for part in parts]
-  scores = reward_lib.Scores(
-    reward=np.concatenate([s.reward for s in each]),
-    solved=np.concatenate([s.solved for s in each]),
-    parts={k: np.concatenate([s.parts[k] for s in each]) for k in each[0].parts},
-  )
   text = [t for part in parts for t in part.text]
+  scores = judge_lib.join([part.scores for part in parts])
   return Judged(text, scores, sum(part.seconds for part in parts))
 
 
 def responses(
   requests: requests_lib.Requests,
   samples: samples_lib.Samples,
-  scores: reward_lib.Scores,
+  scores: judge_lib.Scores,
   R: int,
   index: Sequence[int],
 ) -> algorithm_lib.Responses:

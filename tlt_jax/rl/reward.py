@@ -11,17 +11,16 @@ with weights:
 
     tlt_jax.tasks.math.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
 
-The first one says which responses are solved. `parse` reads such a text, and `score_terms`
-runs its verifiers over a batch. Whatever goes wrong inside a verifier is reported with its
-name and the sample it failed on.
+The first one says which responses are solved. `parse` reads such a text, and `verify` asks
+one verifier about one response. Whatever goes wrong inside is part of its verdict; `judge`
+asks about whole batches, in processes of their own.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
-import concurrent.futures
+from collections.abc import Callable, Mapping
 import inspect
 import numbers
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +32,7 @@ _ON_REQUEST = ("length", "max_tokens")  # that a verifier may take besides
 
 
 class RewardError(ValueError):
-  """A verifier that cannot be found, fails, or returns no usable number."""
+  """A verifier that cannot be found or called, or that fails too often."""
 
 
 class Term(NamedTuple):
@@ -44,12 +43,12 @@ class Term(NamedTuple):
   score: Score
 
 
-class Scores(NamedTuple):
-  """What B responses are worth."""
+class Verdict(NamedTuple):
+  """What a verifier says of one response."""
 
-  reward: np.ndarray  # f32[B]
-  solved: np.ndarray  # bool[B]
-  parts: dict[str, np.ndarray]  # f32[B] of each verifier, unweighted; {} of one alone
+  reward: float
+  solved: bool
+  failure: str = ""  # what went wrong, if it gave no reward; then the rest means nothing
 
 
 def parse(text: str) -> tuple[Term, ...]:
@@ -105,7 +104,8 @@ def _make(call: calls.Call) -> Score:
     if not callable(score):
       raise RewardError(f"reward {call.path!r}: {name}(...) returns no function")
   try:
-    inspect.signature(score).bind("prompt", "response", "answer", **_wanted(score, 0))
+    wanted = dict.fromkeys(_wanted(score), 0)
+    inspect.signature(score).bind("prompt", "response", "answer", **wanted)
   except TypeError as e:
     raise RewardError(
       f"reward {call.path!r} cannot be called as {name}(prompt, response, answer): {e}"
@@ -113,110 +113,44 @@ def _make(call: calls.Call) -> Score:
   return score
 
 
-def _wanted(score: Score, value) -> dict:
-  """What a verifier takes besides prompt, response and answer, with `value` for each."""
+def _wanted(score: Score) -> list[str]:
+  """What a verifier takes besides prompt, response and answer."""
   known = inspect.signature(score).parameters
-  return {name: value for name in _ON_REQUEST if name in known}
+  return [name for name in _ON_REQUEST if name in known]
 
 
-def score_terms(
-  terms: Sequence[Term],
-  prompts: Sequence,
-  responses: Sequence[str],
-  answers: Sequence,
-  solved_at: float,
-  **given: Sequence[int],
-) -> Scores:
-  """Scores every sample by a weighted sum; the first verifier says what is solved.
-
-  Args:
-    terms: of `parse`
-    prompts, responses, answers, solved_at: see `score_all`
-    given: `length` and `max_tokens`, B of each
-  Raises:
-    RewardError: see `score_all`
-  """
-  scored = [
-    score_all(term.score, prompts, responses, answers, solved_at, **given)
-    for term in terms
-  ]
-  if len(terms) == 1 and terms[0].weight == 1.0:
-    return Scores(*scored[0], parts={})
-  reward = sum(
-    term.weight * part.astype(np.float64)
-    for term, (part, _) in zip(terms, scored, strict=True)
-  ).astype(np.float32)
-  if not np.isfinite(reward).all():
-    raise RewardError("the weighted sum of rewards exceeds what a float32 can hold")
-  parts = {term.name: part for term, (part, _) in zip(terms, scored, strict=True)}
-  return Scores(reward, scored[0][1], parts)
-
-
-def score_all(
+def verify(
   score: Score,
-  prompts: Sequence,
-  responses: Sequence[str],
-  answers: Sequence,
-  solved_at: float = 1.0,
-  **given: Sequence[int],
-) -> tuple[np.ndarray, np.ndarray]:
-  """Scores every sample; each reward is a finite number.
+  prompt: Any,
+  response: str,
+  answer: Any,
+  given: Mapping[str, int],
+  solved_at: float,
+) -> Verdict:
+  """Asks a verifier about a response; what goes wrong in it is told, not raised.
 
   Args:
-    score: a verifier; one with an attribute `threads` runs on so many samples at a time
-    prompts, responses, answers: B of each
-    solved_at: the least reward of a solved response, where the verifier returns a number
-      only
-    given: `length` and `max_tokens`, B of each, for a verifier that takes them
-  Returns:
-    rewards: f32[B]
-    solved: bool[B]
-  Raises:
-    RewardError: the verifier failed, or returned neither a finite number nor a pair of
-      one and a bool; names it and the sample
+    score: the verifier
+    prompt, response, answer: what it judges
+    given: `length` and `max_tokens`, for a verifier that takes them
+    solved_at: the least reward of a solved response, where it returns a number only
   """
-  wanted = _wanted(score, None)
-  if missing := sorted(set(wanted) - set(given)):
-    raise RewardError(f"reward {_name(score)} takes {missing[0]}, which is not known here")
-  more = [
-    {name: int(given[name][i]) for name in wanted} for i in range(len(responses))
-  ]
-  samples = list(zip(prompts, responses, answers, more, strict=True))
-  one = lambda i: _score_one(score, i, *samples[i], solved_at=solved_at)
-  with concurrent.futures.ThreadPoolExecutor(_threads(score)) as pool:
-    run = map if _threads(score) == 1 else pool.map
-    judged = list(run(one, range(len(samples))))
-  rewards = np.array([reward for reward, _ in judged], np.float32)
-  return rewards, np.array([solved for _, solved in judged], bool)
-
-
-def _threads(score: Score) -> int:
-  return getattr(score, "threads", 1)
-
-
-def _name(score: Score) -> str:
-  return f"{score.__module__}.{getattr(score, '__qualname__', score)}"
-
-
-def _score_one(
-  score: Score, i: int, prompt, response: str, answer, more: Mapping, solved_at: float
-) -> tuple[float, bool]:
-  """Reward of sample i, and whether it is solved."""
-  where = f"(response {_shortened(response)}, answer {_shortened(answer)})"
+  where = f"(response {shortened(response)}, answer {shortened(answer)})"
+  wanted = {name: given[name] for name in _wanted(score)}
   try:
-    returned = score(prompt, response, answer, **more)
+    returned = score(prompt, response, answer, **wanted)
   except (Exception, SystemExit, GeneratorExit) as e:  # Ctrl-C still ends the run
-    raise RewardError(
-      f"reward {_name(score)} failed on sample {i}: {type(e).__name__}: {e} {where}"
-    ) from e
+    return Verdict(0.0, False, f"{type(e).__name__}: {e} {where}")
   is_pair = isinstance(returned, tuple) and len(returned) == 2
   reward, said = map(_python, returned if is_pair else (returned, None))
   if not _is_finite_number(reward) or (is_pair and not isinstance(said, bool)):
-    raise RewardError(
-      f"reward {_name(score)} returned {_shortened(returned)} for sample {i}, neither a "
-      f"finite number nor a pair of one and a bool, (reward, solved) {where}"
+    return Verdict(
+      0.0,
+      False,
+      f"returned {shortened(returned)}, neither a finite number nor a pair of one and a "
+      f"bool, (reward, solved) {where}",
     )
-  return float(reward), said if is_pair else bool(reward >= solved_at)
+  return Verdict(float(reward), said if is_pair else bool(reward >= solved_at))
 
 
 def _python(value):
@@ -229,6 +163,7 @@ def _is_finite_number(value) -> bool:
   return isinstance(value, numbers.Real) and abs(value) <= largest
 
 
-def _shortened(value) -> str:
+def shortened(value: Any) -> str:
+  """A value for a message: both ends of a long one."""
   text = repr(value)
   return text if len(text) <= 120 else f"{text[:60]}...{text[-57:]}"

@@ -19,7 +19,7 @@ from tlt_jax import processes
 from tlt_jax import tokenization
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import dynamic_sampling
-from tlt_jax.rl import reward as reward_lib
+from tlt_jax.rl import judge as judge_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -38,7 +38,8 @@ class Scored:
   text: list[str]  # B responses
   reward: np.ndarray  # f32[B]
   solved: np.ndarray  # bool[B]
-  parts: dict[str, np.ndarray]  # f32[B] of each reward of a sum, see `reward.Scores`
+  failure: np.ndarray  # str[B]  what went wrong where a verifier failed, "" elsewhere
+  parts: dict[str, np.ndarray]  # f32[B] of each reward of a sum, see `judge.Scores`
   records: list[dict]  # B records that were asked, {"prompt", "answer"} each
   rollout_s: float
   reward_s: float
@@ -58,7 +59,8 @@ class Scored:
     requests, samples, index = self.requests, self.samples, np.arange(len(self.reward))
     if self.choice is not None:
       index = index.reshape(-1, R)[self.choice.kept].reshape(-1)
-    scores = reward_lib.Scores(self.reward[index], self.solved[index], parts={})
+    of = self.reward[index], self.solved[index], self.failure[index]
+    scores = judge_lib.Scores(*of, parts={})
     return batch_lib.Batch(
       prompts=[requests.prompt(i) for i in index],
       responses=[samples.response(i) for i in index],
@@ -104,6 +106,7 @@ class Scored:
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/solved": float(self.solved.mean()),
+      "reward/failed": float(np.mean(self.failure != "")),
       **{f"reward/{name}": float(part.mean()) for name, part in self.parts.items()},
       "reward/seconds_s": self.reward_s,
       "memory/rollout_bytes": self.samples.peak_bytes,
@@ -116,8 +119,7 @@ class Sampler:
 
   rollout: rollout_lib.Rollout
   tokenizer: tokenization.Tokenizer
-  reward: tuple[reward_lib.Term, ...]
-  solved_at: float  # the least reward of a solved response, see `reward.score_all`
+  judge: judge_lib.Judge
   sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
   chat: bool = False  # wrap plain prompts in the chat template
   system: str = ""  # system message of that template
@@ -158,6 +160,7 @@ class Sampler:
       options: further arguments of the rollout (`train`, `decide`)
     Raises:
       FloatingPointError: the policy's log-probabilities are not finite
+      RewardError: verifiers fail on more responses than they may, see `judge.Options`
     """
     prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
     noise = {"seed": seed, "first_request": first_request}
@@ -181,6 +184,7 @@ class Sampler:
       count = len(judged.text)
       requests, asked = requests.subset(np.arange(count)), asked[:count]
       samples = samples.first(count)
+    self.judge.check(judged.scores)
     return Scored(
       requests=requests,
       samples=samples,
@@ -216,12 +220,10 @@ class Sampler:
     began = time.perf_counter()
     mine = index[processes.index() :: processes.count()]
     text = [self.tokenizer.decode(samples.response(i)) for i in index]
-    scores = reward_lib.score_terms(
-      self.reward,
+    scores = self.judge(
       prompts=[records[i]["prompt"] for i in mine],
       responses=text[processes.index() :: processes.count()],
       answers=[records[i]["answer"] for i in mine],
-      solved_at=self.solved_at,
       length=samples.length[mine],
       max_tokens=requests.max_tokens[mine],
     )
@@ -239,8 +241,7 @@ def make(
   rollout: rollout_lib.Rollout,
   *,
   tokenizer: tokenization.Tokenizer,
-  reward: str,
-  solved_at: float,
+  judge: judge_lib.Judge,
   sampling: Mapping[str, Any],
   chat: Mapping[str, Any],
 ) -> Sampler:
@@ -248,9 +249,7 @@ def make(
 
   Args:
     tokenizer: the policy's
-    reward: names of verifiers, see `reward.parse`; "": every response is worth 0
-    solved_at: the least reward of a response that counts as solved, where the verifier
-      returns a number only
+    judge: of the responses
     sampling: temperature, top_k, top_p, min_p and max_tokens of every request
     chat: {"apply": whether plain prompts are wrapped in the chat template, "system": the
       system message of that template, or ""}
@@ -258,21 +257,11 @@ def make(
   return Sampler(
     rollout=rollout,
     tokenizer=tokenizer,
-    reward=reward_lib.parse(reward) if reward else (_NOTHING,),
-    solved_at=solved_at,
+    judge=judge,
     sampling=sampling,
     chat=chat["apply"],
     system=chat["system"],
   )
-
-
-def _nothing(prompt, response: str, answer) -> tuple[float, bool]:
-  """The reward of a response that nobody judges."""
-  del prompt, response, answer
-  return 0.0, False
-
-
-_NOTHING = reward_lib.Term("nothing", 1.0, _nothing)
 
 
 def encode(

@@ -27,6 +27,8 @@ _PROBES = 8
 class Clock:
   """The seconds that steps and micro-batches take on the machine at hand."""
 
+  measures = True  # whether it must be told what they take
+
   def __init__(self, now: Callable[[], float] = time.perf_counter):
     """Knows nothing; `measured` and `book` tell it.
 
@@ -48,6 +50,25 @@ class Clock:
     self.seconds = 0.0  # of chunks so far
     self.tokens = 0  # that were drawn in them
     self._last: tuple[options_lib.Bucket, Arm] | None = None
+
+  def chunk_took(
+    self, bucket: options_lib.Bucket, arm: Arm, steps: int, seconds: float
+  ) -> float:
+    """The seconds of a chunk that decisions go by: here those that were measured.
+
+    Args:
+      bucket, arm, steps: how it ran, and how far
+      seconds: that were measured
+    """
+    return seconds
+
+  def training_took(self, micro_batches: int, seconds: float) -> float:
+    """The seconds of so many micro-batches that decisions go by; see `chunk_took`."""
+    return seconds
+
+  def rollout_took(self, seconds: float) -> float:
+    """The seconds of a rollout that decisions go by; see `chunk_took`."""
+    return seconds
 
   def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
     """Books a step that was timed on its own, instead of what was known."""
@@ -113,6 +134,8 @@ class Clock:
 
   def token_s(self, bucket: options_lib.Bucket | None) -> float:
     """Seconds of a token of the fullest slot, as the bucket runs now; 0 if unknown."""
+    if bucket is None:
+      return 0.0
     arm = self._last[1] if self._last and self._last[0] == bucket else None
     return self.step_s(bucket, arm) / self.tokens_of_step(bucket, arm)
 

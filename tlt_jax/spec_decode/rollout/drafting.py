@@ -122,7 +122,7 @@ class Drafting:
   ) -> dict[str, float]:
     """The gains of speculation, predicted and realised; see `Samples.gain`."""
     predicted = [gain for gain in predicted if gain is not None]
-    if not predicted:
+    if not predicted or not self.clock.measures:
       return {}
     return {"predicted_gain": float(np.mean(predicted)), **self._realised(samples)}
 

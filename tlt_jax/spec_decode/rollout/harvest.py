@@ -147,13 +147,20 @@ class Harvest:
     spot, began = self.spot, self.clock.now()
     options = spot.options
     alone = len(self.schedule.queues) == 1
+    rollout_s = self.clock.rollout_took(rollout_s)
     wanted = options.after_rollout_share * rollout_s if alone else 0.0
     if spot.rollouts < options.warm_up_rollouts:
       wanted = max(wanted, options.warm_up_s)
     spot.rollouts += 1
-    more = lambda: processes.of_first(wanted - self.clock.now() + began) > 0
+    done = 0
+
+    def more():
+      took = self.clock.training_took(done, self.clock.now() - began)
+      return processes.of_first(wanted - took) > 0
+
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, 1)
+      done += options.micro_batches_per_update
       self.exchange()
     self.exchange(least=1)
     if options.held_out_rows and self.samples.training:

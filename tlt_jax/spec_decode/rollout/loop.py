@@ -179,8 +179,8 @@ class Loop:
       arm, live: how it ran, and for how many requests of the fullest slice
       ran: what came of it
     """
-    bucket, clock, seconds = self.running.bucket, self.parts.clock, ran.seconds
-    learns = True
+    bucket, clock, learns = self.running.bucket, self.parts.clock, True
+    seconds = clock.chunk_took(bucket, arm, ran.steps, ran.seconds)
     if self.harvest and ran.trained is not None:
       book = self.harvest.book
       seconds, learns = book(arm, ran.trained, ran.emitted.steps, seconds)

@@ -172,7 +172,8 @@ class Rollout:
     for name, source in self.parts.drafting.sources.items():
       if name in state["sources"]:
         source.restore(state["sources"][name])
-    self.parts.clock.micro_batch_s = state["micro_batch_s"]
+    if self.parts.clock.measures:
+      self.parts.clock.micro_batch_s = state["micro_batch_s"]
 
   def _announce(self, stop_tokens: int) -> None:
     """Logs, once, what a rollout allocates at most."""

@@ -1,0 +1,95 @@
+"""What a plan of memory says: the parts of each phase, the room there is, and a remedy."""
+
+from collections.abc import Mapping
+import dataclasses
+import re
+from typing import NamedTuple
+
+from experiments import tables
+from tlt_jax import memory
+
+SMALLER_POLICY = "policy"  # the option of what only a smaller policy makes smaller
+_USABLE = 0.9  # of a device's memory: the rest is the runtime's
+
+
+class Machine(NamedTuple):
+  """Devices that a plan is made for, without being there."""
+
+  devices: int
+  room: memory.Room  # of each
+
+  @classmethod
+  def parse(cls, text: str) -> "Machine | None":
+    """Reads "64x80", 64 devices of 80 GB each, of which nine tenths are free; None of "".
+
+    Raises:
+      ValueError: it reads otherwise
+    """
+    if not text:
+      return None
+    match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
+    if match is None:
+      raise ValueError(f"a machine reads DEVICESxGIGABYTES, such as 64x80, not {text!r}")
+    total = int(float(match[2]) * 1e9)
+    return cls(int(match[1]), memory.Room(int(_USABLE * total), total))
+
+
+class Part(NamedTuple):
+  """Something that takes memory."""
+
+  name: str
+  size: int  # bytes, of all devices that share memory, or of the fullest
+  option: str  # the entry of the config that makes it smaller
+  is_estimate: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The parts of each phase, and the memory there is."""
+
+  phases: Mapping[str, tuple[Part, ...]]
+  room: memory.Room  # what may be used, this process's own memory included
+  where: str  # whose memory it is
+
+  def needed(self, phase: str) -> int:
+    """Bytes of a phase."""
+    return sum(part.size for part in self.phases[phase])
+
+  @property
+  def fullest(self) -> str:
+    """The phase that needs the most."""
+    return max(self.phases, key=self.needed)
+
+
+def remedy(parts: tuple[Part, ...], free: int) -> str:
+  """What to change so that a phase fits."""
+  by_option: dict[str, int] = {}
+  for part in parts:
+    by_option[part.option] = by_option.get(part.option, 0) + part.size
+  fixed = by_option.pop(SMALLER_POLICY, 0)
+  if fixed > free or not by_option:
+    return (
+      f"{memory.text(fixed)} of it follow from the policy's size: take a smaller policy, "
+      "or a machine with more memory"
+    )
+  option = max(by_option, key=by_option.get)
+  return (
+    f"what helps most is less of {option}, which takes {memory.text(by_option[option])}"
+  )
+
+
+def show(plan: Plan) -> None:
+  """Prints the plan: what each part takes in each phase, what is free, and the margin."""
+  gib = lambda size: f"{size / 2**30:.2f}"
+  names = dict.fromkeys(p.name for parts in plan.phases.values() for p in parts)
+  rows = []
+  for name in names:
+    found = [[p for p in parts if p.name == name] for parts in plan.phases.values()]
+    mark = lambda p: "~" * p.is_estimate + gib(p.size)
+    rows.append([name, *(mark(ps[0]) if ps else "" for ps in found)])
+  needed = [plan.needed(phase) for phase in plan.phases]
+  rows.append(["all", *map(gib, needed)])
+  rows.append(["free", *[gib(plan.room.free)] * len(needed)])
+  rows.append(["margin", *(gib(plan.room.free - size) for size in needed)])
+  tables.show(f"GiB of {plan.where}; ~ is estimated", ["", *plan.phases], rows)
+  print(f"the most is needed in the {plan.fullest}: {gib(max(needed))} GiB")

@@ -1,0 +1,103 @@
+"""A clock that counts instead of measuring: what rollouts decide follows from tokens alone.
+
+In bfloat16 a program of another shape rounds differently, and may draw another token. So
+two runs are identical only if they choose the same buckets, strategies and chunks, and
+train the drafter as much. All of that is decided by a clock. This one says how long steps
+would take on a machine that is made up: it reads so many numbers a second, and computes
+with each of them for so many tokens meanwhile. Choices are as good as this is near.
+"""
+
+from typing import NamedTuple
+
+from tlt_jax.models import config as config_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+
+class Machine(NamedTuple):
+  """A slice that is made up."""
+
+  numbers_per_s: float  # that it reads
+  tokens: float  # for which it computes with a weight in the time that it takes to read it
+
+  @classmethod
+  def like(cls, platform: str, devices: int) -> "Machine":
+    """A slice of so many devices of a kind: "cpu", or an accelerator."""
+    if platform == "cpu":
+      return cls(5e9 * devices, 4.0)
+    return cls(1e12 * devices, 256.0)
+
+
+class Clock(clock_lib.Clock):
+  """Knows what everything takes from the start, and learns nothing.
+
+  Each rollout begins with the same ledger, so that a resumed run decides as one that was
+  not interrupted. What it reports, `now`, is still the time.
+  """
+
+  measures = False
+
+  def __init__(
+    self,
+    machine: Machine,
+    target: config_lib.ModelConfig,
+    layer: config_lib.ModelConfig | None = None,
+    trained_tokens: int = 0,
+  ):
+    """Starts a ledger.
+
+    Args:
+      machine: a slice
+      target: the model that decodes
+      layer: the shape of the drafter's layer; None: there is no drafter
+      trained_tokens: passes of the drafter over a token, in a micro-batch of its training
+    """
+    self._machine = machine
+    head = target.width * target.vocab_size
+    self._target = target.num_layers * _of_layer(target) + head
+    self._kv = 2 * target.num_layers * target.num_kv_heads * target.head_dim
+    self._drafter = _of_layer(layer) + head if layer else 0
+    super().__init__()
+    training = 3 * trained_tokens * self._drafter / machine.tokens  # with the gradient
+    self.micro_batch_s = training / machine.numbers_per_s
+
+  def begin_rollout(self) -> None:
+    super().begin_rollout()
+    self._slower = 1.0
+    for ledger in (self._late_s, self._chunks, self._step_tokens, self._arm_tokens):
+      ledger.clear()
+
+  def step_s(self, bucket: options_lib.Bucket, arm: clock_lib.Arm) -> float:
+    nodes = 1 if arm is None else arm.verify
+    numbers = self._weights(self._target, bucket.batch * nodes)
+    numbers += bucket.batch * bucket.length * self._kv
+    if arm is not None and arm.source == strategy_lib.MODEL:
+      numbers += arm.depth * self._weights(self._drafter, bucket.batch * arm.width)
+    return numbers / self._machine.numbers_per_s
+
+  def _weights(self, count: int, tokens: int) -> float:
+    """The time of a pass through so many weights, in numbers read."""
+    return count * (1 + tokens / self._machine.tokens)
+
+  def decoding_s(
+    self, bucket: options_lib.Bucket, arm: clock_lib.Arm, steps: int
+  ) -> float:
+    return steps * self.step_s(bucket, arm)
+
+  def chunk_took(
+    self, bucket: options_lib.Bucket, arm: clock_lib.Arm, steps: int, seconds: float
+  ) -> float:
+    return self.decoding_s(bucket, arm, steps)
+
+  def training_took(self, micro_batches: int, seconds: float) -> float:
+    return self.micro_batches_s(micro_batches)
+
+  def rollout_took(self, seconds: float) -> float:
+    return self.seconds
+
+
+def _of_layer(config: config_lib.ModelConfig) -> int:
+  """Weights of a decoder layer."""
+  heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+  return config.width * (heads + 3 * config.mlp_width)
