@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from experiments import from_config
+from experiments import memory_phases
 from experiments import memory_plan
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import sample
@@ -74,7 +75,7 @@ def settings(side: str, config: dict) -> dict:
   }
 
 
-def memory(sides: Sequence[str], config: dict) -> memory_plan.Plan:
+def memory(sides: Sequence[str], config: dict) -> memory_phases.Plan:
   """The memory of sides that train in one process, each with a state of its own.
 
   Args:
@@ -84,7 +85,7 @@ def memory(sides: Sequence[str], config: dict) -> memory_plan.Plan:
   plan = memory_plan.of_run(config)
   # What a run holds between its phases, its programs included, is held once more by each.
   size = (len(sides) - 1) * plan.needed("sync")
-  others = memory_plan.Part("other sides", size, "--sides", is_estimate=True)
+  others = memory_phases.Part("other sides", size, "--sides", is_estimate=True)
   phases = {name: (*parts, others) for name, parts in plan.phases.items()}
   return dataclasses.replace(plan, phases=phases)
 
