@@ -81,8 +81,9 @@ def run(
     except Exception as e:
       line = None if os.environ.get("TLT_TRACEBACK") else _one_line(e)
       if processes.count() > 1:
-        is_lost = isinstance(e, jax.errors.JaxRuntimeError) and line is None
-        distributed.lost(e) if is_lost else distributed.fail(line)
+        if isinstance(e, jax.errors.JaxRuntimeError) and line is None:
+          distributed.lost(e)
+        distributed.fail(line)
       if line is None:
         raise
       sys.exit(line)

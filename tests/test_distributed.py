@@ -132,8 +132,12 @@ def job(home, workdir, schedule, *options, devices: int = 1, of=ARGS):
   return commands.run(home, "launch", *options, "--", "experiments.train", *args)
 
 
+@pytest.mark.slow
 def test_two_processes_end_as_one_with_two_devices(home, one, tmp_path):
-  """Bit for bit: tokens, rewards, policy and drafter; one of them writes and tells."""
+  """Bit for bit: tokens, rewards, policy and drafter; one of them writes and tells.
+
+  (The short form is in `test_commands`: a run that was killed goes on as two processes.)
+  """
   result = commands.succeed(job(home, tmp_path, one))
   assert outcomes.updates(one) > 0
   assert outcomes.of(tmp_path) == outcomes.of(one)
