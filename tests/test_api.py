@@ -15,7 +15,7 @@ from tlt_jax.models import eagle_files
 
 home = commands.home
 README = (commands.ROOT / "README.md").read_text()
-EXAMPLE = re.search(r"### From Python\n.*?\n((?: {4}.*\n|\n)+)", README, re.DOTALL)[1]
+EXAMPLE = re.search(r"### From Python\n[^#]*?\n\n((?: {4}.*\n|\n)+)", README)[1]
 
 
 def test_the_lines_of_the_readme_run(home, tmp_path):
