@@ -99,7 +99,7 @@ def test_without_its_frozen_twin_an_overhead_is_not_known():
     ("ngram_3", "up to 16 live: ngram_3", False, False),
   ],
 )
-@pytest.mark.parametrize("suffix", ["", "+rebalance"])
+@pytest.mark.parametrize("suffix", ["", "+rebalance", "+deterministic+rebalance"])
 def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains, suffix):
   config = launch.read_config("experiments/configs/tail.py")
   own = sides.settings(side + suffix, config)
@@ -108,4 +108,10 @@ def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains,
   assert bool(own["drafter"]) == drafts
   assert (drafts and own["spot"]["every"] > 0) == trains
   assert own["rollout"]["rebalance"] == bool(suffix)
+  assert own["rollout"].get("deterministic", False) == ("deterministic" in suffix)
   assert own["sampling"] == config["sampling"]
+
+
+def test_a_suffix_that_does_not_exist_is_named():
+  with pytest.raises(ValueError, match=r"no suffix \+balance; there are \+reb"):
+    sides.check(["plain", "frozen+balance"], {"drafter": "eagle2"})

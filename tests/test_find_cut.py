@@ -93,6 +93,35 @@ def test_it_keeps_what_sorting_keeps(V, bits):
   assert cut[0] == -np.inf
 
 
+def test_it_keeps_what_sorting_keeps_of_ten_thousand_rows():
+  """Of 24 tokens: with ties, all alike, and top_p 0 and 1, in every combination."""
+  rng, rows, V = np.random.default_rng(0), 10_000, 24
+  logits = rng.normal(0, rng.choice([0.3, 2.0], (rows, 1)), (rows, V)).astype(np.float32)
+  logits[::3] = np.round(logits[::3])
+  logits[::50] = logits[::50, :1]
+  columns = dict(
+    temperature=rng.choice([0.0, 0.7, 1.0, 1.3], rows).astype(np.float32),
+    top_k=rng.choice([0, 1, 5, 24, 100], rows).astype(np.int32),
+    top_p=rng.choice([0.0, 0.31, 0.87, 1.0], rows).astype(np.float32),
+    min_p=rng.choice([0.0, 0.03, 0.5], rows).astype(np.float32),
+  )
+  cut = find(logits, *columns.values(), bits=4)
+  kept = np.sum(logits >= cut[:, None], -1)
+  for row in range(rows):
+    s = {name: x[row] for name, x in columns.items()}
+    falling = np.sort(logits[row].astype(np.float64))[::-1]
+    last = falling[min(s["top_k"] or V, V) - 1]
+    largest = falling[falling >= last]  # of top-k, ties with the last of them included
+
+    def count(slack, s=s, falling=falling, largest=largest):
+      """Tokens that are kept if the bounds, which are rounded, are moved so far."""
+      top_p = s["top_p"] + slack * (0 < s["top_p"] < 1)
+      by_p = num_kept(largest, s["temperature"], 0, top_p, s["min_p"] * (1 - slack))
+      return np.sum(falling >= falling[by_p - 1])
+
+    assert count(-1e-6) <= kept[row] <= count(1e-6), (row, s, kept[row])
+
+
 def test_it_is_a_logit_of_the_row_and_keeps_ties():
   """Whatever the temperature rounds: exactly k distinct logits stay, or their equals."""
   logits = some_logits(64, 1.0)

@@ -4,6 +4,7 @@ What is asked of the program text holds a positive control each: the same detect
 finds the fault in a program that has it.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,6 +18,7 @@ from tlt_jax import axes
 from tlt_jax import programs
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import layers
+from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
@@ -160,6 +162,17 @@ def test_slices_do_not_wait_for_each_other_in_the_loop():
   assert across_slices(text, tiny.mesh(2, 2)) == []
   assert hlo_counts.collectives(text)  # tensor parallelism is there, and seen
   assert max(i.num_elements for i in hlo_counts.collectives(text)) < layer_size(2) / 8
+
+
+def test_no_logits_are_gathered_where_tokens_are_filtered():
+  """Of a vocabulary that two devices share: a few numbers per row are exchanged."""
+  mesh, V = tiny.mesh(1, 2), 4096
+  config = dataclasses.replace(tiny.CONFIG, vocab_size=V)
+  made = axes.with_shardings(mesh, axes.ROLLOUT, target.abstract_params(config))
+  args = chunk_lib.Weights(made), *arguments(mesh, None)[1:]
+  text = decode.make_chunk(config, mesh, 8, None).lower(*args).compile().as_text()
+  exchanged = hlo_counts.collectives(text)
+  assert exchanged and max(i.num_elements for i in exchanged) < ROWS * V / 8
 
 
 def whole_chunk(mesh):

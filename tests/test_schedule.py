@@ -39,6 +39,27 @@ def admit_all(schedule):
   return plan.admissions
 
 
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("prompts, responses", [(3, 4), (3, 1), (8, 2), (11, 2)])
+def test_no_slice_stays_empty_where_there_are_requests(prompts, responses, grows):
+  """Fewer prompts than slices are dealt out; else a prompt's responses stay together."""
+  made = requests_lib.make_requests([[1]] * prompts, responses, max_tokens=9)
+  running = running_lib.Running(made, slices=8)
+  schedule = schedule_lib.Schedule(
+    options(), running, clock_lib.Clock(), clock_lib.Decisions(), grows
+  )
+  if grows:
+    schedule.ask(prompts)
+  queued = [list(queue) for queue in schedule.queues]
+  assert sorted(sum(queued, [])) == list(range(prompts * responses))
+  homes = [{int(made.prompt_idx[i]) for i in queue} for queue in queued]
+  slices_of = [sum(p in of for of in homes) for p in range(prompts)]
+  if prompts < 8:
+    assert sum(map(bool, queued)) == min(prompts * responses, 6 if grows else 8)
+  else:
+    assert all(queued) and slices_of == [1] * prompts
+
+
 def test_the_ladder_halves_the_slots_for_twice_the_tokens():
   rungs = options_lib.ladder(16, 512, 128)
   assert rungs == ((16, 128), (16, 256), (8, 256), (8, 512), (4, 512), (2, 512))

@@ -3,7 +3,7 @@
 "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter as it
 is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts so
 wherever the config would choose. With "+rebalance" live requests move to slices that have
-fewer.
+fewer; with "+deterministic" tokens alone decide what the clock would.
 """
 
 from collections.abc import Sequence
@@ -24,25 +24,34 @@ from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
 
 SIDES = ("plain", "tlt", "frozen", "ngram")
-_REBALANCE = "+rebalance"
+# Suffix -> what differs in the section `rollout` of the config.
+_OPTIONS = {
+  "rebalance": {"rebalance": True},
+  "deterministic": {"deterministic": True},
+}
 
 
 def bare(side: str) -> str:
-  """The name of a side without its suffix."""
-  return side.removesuffix(_REBALANCE)
+  """The name of a side without its suffixes."""
+  return side.partition("+")[0]
 
 
 def check(sides: Sequence[str], config: dict) -> None:
   """Raises ValueError for sides that cannot be compared with this config.
 
   Args:
-    sides: their names, those of `SIDES` or strategies, with or without "+rebalance"
+    sides: their names, those of `SIDES` or strategies, with suffixes or without
     config: of a run
   """
   if bare((sides or [""])[0]) != "plain":
     raise ValueError(f"--sides starts with plain, not {[*sides[:1]]}")
   if repeated := [side for i, side in enumerate(sides) if side in sides[:i]]:
     raise ValueError(f"--sides names {repeated[0]} twice; name every side once")
+  for side in sides:
+    if unknown := set(side.split("+")[1:]) - set(_OPTIONS):
+      raise ValueError(
+        f"side {side!r}: no suffix +{min(unknown)}; there are +{', +'.join(_OPTIONS)}"
+      )
   known = {bare(side) for side in sides}
   for side in known - set(SIDES):
     strategy.parse(side)
@@ -55,8 +64,8 @@ def check(sides: Sequence[str], config: dict) -> None:
 
 def settings(side: str, config: dict) -> dict:
   """The config of a side."""
-  if side.endswith(_REBALANCE):
-    config = config | {"rollout": config["rollout"] | {"rebalance": True}}
+  for option in side.split("+")[1:]:
+    config = config | {"rollout": config["rollout"] | _OPTIONS[option]}
   side, known = bare(side), levels.parse(config["strategies"])
   if side == "plain":
     return config | {"drafter": "", "strategies": ""}

@@ -8,8 +8,13 @@ The sides train the same policy on the same prompts with the same seeds, step by
 turn: "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter
 as it is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts
 so wherever the config would choose. With "+rebalance" live requests move to slices that
-have fewer. A side may only differ in time: tokens and the policy's parameters are
-compared at every step.
+have fewer. With "+deterministic" tokens alone decide what the clock would, and
+
+    python -m experiments.bench.step --config.rollout.budget.compile_s=None \\
+        --sides=plain,plain+deterministic,frozen,frozen+deterministic,tlt,tlt+deterministic
+
+says what that costs, side by side. A side may only differ in time: tokens and the policy's
+parameters are compared at every step.
 
 The target "default" is the config's policy; "wide" is that policy embedded in a larger
 one (`experiments.bench.widen`), which is made when it is first asked for and kept in the

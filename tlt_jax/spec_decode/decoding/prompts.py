@@ -13,9 +13,10 @@ from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
-from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
+
+_BLOCK = 128  # tokens of a prompt that are copied at a time
 
 
 def make_prefill(
@@ -57,34 +58,43 @@ def make_prefill(
 def make_admit(
   config: config_lib.ModelConfig, mesh: Mesh, layout: features_lib.Layout | None
 ) -> Callable:
-  """(kv, features, store, row i32[B]) -> kv, features.
+  """(kv, features, store, row i32[B], known i32[B]) -> kv, features.
 
-  Slots whose `row` is not negative take over that row of the prompt store; the others
-  stay as they are. KV and features are donated.
+  Slots take over the first `known` tokens of a row of the prompt store, block by block;
+  those of which 0 are known stay as they are, and cost nothing. KV and features are
+  donated.
   """
 
-  def admit(kv, features, store, row):
-    taken = row >= 0
+  def admit(kv, features, store, row, known):
+    size = min(_BLOCK, kv[0].length, store.kv[0].length)
+    blocks = -(-known // size)
+    before = jnp.cumsum(blocks)  # blocks of all slots up to here
 
-    def copy(old, stored, axis):
-      prompt = stored[jnp.maximum(row, 0)]
-      size = min(old.shape[axis], prompt.shape[axis])
-      prompt = jax.lax.slice_in_dim(prompt, 0, size, axis=axis)
-      head = jax.lax.slice_in_dim(old, 0, size, axis=axis)
-      mask = taken.reshape((-1,) + (1,) * (old.ndim - 1))
-      return jax.lax.dynamic_update_slice_in_dim(
-        old, jnp.where(mask, prompt, head), 0, axis
+    def copy(i, arrays):
+      kv, features = arrays
+      slot = jnp.sum(before <= i)
+      first = (i - before[slot] + blocks[slot]) * size
+
+      def block(old, stored, axis):
+        # The last block begins earlier where it would exceed the cache or the store.
+        start = jnp.minimum(first, min(old.shape[axis], stored.shape[axis]) - size)
+        at = [start if d == axis else 0 for d in range(1, old.ndim)]
+        sizes = [size if d == axis else old.shape[d] for d in range(1, old.ndim)]
+        new = jax.lax.dynamic_slice(stored, (row[slot], *at), (1, *sizes))
+        return jax.lax.dynamic_update_slice(old, new, (slot, *at))
+
+      kv = tuple(
+        jax.tree.map(block, old, stored, old.slot_axis)
+        for old, stored in zip(kv, store.kv, strict=True)
       )
+      if features is not None:
+        of_slot = features.replace(page=features.page[slot][None])
+        at = first + jnp.arange(size)[None]
+        of_slot = of_slot.write(at, store.features.at[row[slot], at].get(mode="clip"))
+        features = features.replace(data=of_slot.data)
+      return kv, features
 
-    kv = tuple(
-      jax.tree.map(copy, old, stored, old.slot_axis)
-      for old, stored in zip(kv, store.kv, strict=True)
-    )
-    if features is not None:
-      nowhere = features.page.shape[1] * pages_lib.PAGE
-      at = jnp.where(taken[:, None], jnp.arange(store.features.shape[1]), nowhere)
-      features = features.write(at, store.features[jnp.maximum(row, 0)])
-    return kv, features
+    return jax.lax.fori_loop(0, before[-1], copy, (kv, features))
 
   slots = slots_lib.slots_shardings(mesh, config, layout)
   return jax.jit(

@@ -93,13 +93,14 @@ class Batch:
     if self._store is None:
       self._store = slices.zeros(self._shapes.store())
     self._prefill(params, plan.prefills)
-    row = np.full(self.running.owner.shape, -1, np.int32)
+    row, known = np.zeros((2, *self.running.owner.shape), np.int32)
     for a in plan.admissions:
-      row[a.slice, self.running.seat(a.slice, a.request)] = a.row
-    features = self._paged(self.slots.features, tokens)
-    key, row = self.running.bucket, self._place(row)
+      at = a.slice, self.running.seat(a.slice, a.request)
+      row[at], known[at] = a.row, self.running.position[a.request]
+    features, key = self._paged(self.slots.features, tokens), self.running.bucket
     kv, features = self.programs.run(
-      "admit", key, self.slots.kv, features, self._store, row
+      *("admit", key, self.slots.kv, features, self._store),
+      *map(self._place, (row, known)),
     )
     self.slots = self._seated(kv, features)
 

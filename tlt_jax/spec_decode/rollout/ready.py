@@ -93,7 +93,7 @@ class Ready:
   def _compile_admit(self, bucket, stops: int) -> None:
     slots, store = self._shapes.slots(bucket, stops), self._shapes.store()
     row = self._shapes.rows(bucket.batch)
-    self._programs.compile("admit", bucket, slots.kv, slots.features, store, row)
+    self._programs.compile("admit", bucket, slots.kv, slots.features, store, row, row)
 
   def _compile_chunk(self, arm, bucket, stops: int, weights) -> None:
     """The chunk of a strategy in a bucket; where slices train in it, it is tried too."""

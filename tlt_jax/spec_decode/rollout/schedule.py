@@ -51,7 +51,9 @@ class Schedule:
     decide: clock_lib.Decisions,
     grows: bool = False,
   ):
-    """Queues all requests; a prompt and its responses stay on one slice.
+    """Queues all requests; the responses to a prompt stay on one slice.
+
+    Where there are fewer prompts than slices, they are dealt out over several.
 
     Args:
       options, running: of the rollout
@@ -65,8 +67,12 @@ class Schedule:
     # Per slice: the requests not yet admitted; and prompt -> row of the store.
     self.queues = [collections.deque() for _ in range(slices)]
     self.prompt_row: list[dict[int, int]] = [{} for _ in range(slices)]
-    for i, prompt in enumerate(() if grows else running.requests.prompt_idx):
-      self.queues[prompt % slices].append(i)
+    prompts = len(running.requests.prompts)
+    dealt = collections.Counter()  # requests of each prompt
+    for i, prompt in enumerate(() if grows else running.requests.prompt_idx.tolist()):
+      homes = range(prompt, slices, prompts) or (prompt % slices,)
+      self.queues[homes[dealt[prompt] % len(homes)]].append(i)
+      dealt[prompt] += 1
     self.tokens = options.chunk  # that a slot may draw in the next chunk
     self.excluded: set[options_lib.Bucket] = set()  # that ran out of memory
     self._plan: Plan | None = None  # the last one
@@ -79,13 +85,17 @@ class Schedule:
   def ask(self, prompts: int) -> None:
     """Queues what is new of the first prompts, each where the fewest requests are left.
 
+    Where these are fewer than slices, each is dealt out over several.
+
     Args:
       prompts: that are asked by now, in all
     """
+    homes = max(len(self.queues) // max(prompts, 1), 1)
     for prompt in range(self._asked, prompts):
-      left = self.running.live + [len(queue) for queue in self.queues]
       requests = np.flatnonzero(self.running.requests.prompt_idx == prompt)
-      self.queues[int(np.argmin(left))].extend(requests.tolist())
+      for part in np.array_split(requests, min(homes, len(requests))):
+        left = self.running.live + [len(queue) for queue in self.queues]
+        self.queues[int(np.argmin(left))].extend(part.tolist())
     self._asked = max(self._asked, prompts)
 
   def need(self, requests: Sequence[int] | np.ndarray) -> int:
