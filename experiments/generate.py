@@ -113,7 +113,8 @@ def check_writable(path: pathlib.Path) -> None:
 
 
 def main(config):
-  launch.start()
+  # Of two slices one would wait: a single response has all cores of a CPU instead.
+  launch.start(1 if _PROMPT.value is not None and _SAMPLES.value == 1 else 2)
   if _OUTPUT.value:
     check_writable(pathlib.Path(_OUTPUT.value))
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
