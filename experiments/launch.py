@@ -80,9 +80,9 @@ def run(
       sys.exit(distributed.STOPPED)
     except Exception as e:
       line = None if os.environ.get("TLT_TRACEBACK") else _one_line(e)
+      if distributed.is_lost(e):
+        distributed.lost(e)
       if processes.count() > 1:
-        if isinstance(e, jax.errors.JaxRuntimeError) and line is None:
-          distributed.lost(e)
         distributed.fail(line)
       if line is None:
         raise
