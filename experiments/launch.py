@@ -93,7 +93,8 @@ def run(
 
 def _one_line(e: Exception) -> str | None:
   """What to tell of an error that a user can mend; None of any other."""
-  if isinstance(e, ValueError | FloatingPointError | MemoryError | OSError):
+  mendable = flags.Error, ValueError, FloatingPointError, MemoryError, OSError
+  if isinstance(e, mendable):
     return "error: " + (" ".join(str(e).split()) or type(e).__name__)
   if not programs.is_out_of_memory(e):
     return None
