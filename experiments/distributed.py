@@ -15,6 +15,7 @@ from absl import flags
 import jax
 
 from tlt_jax import processes
+from tlt_jax import programs
 
 PULSE_FD = "TLT_PULSE_FD"  # names the pipe on which a launcher listens for signs of life
 PULSE_S = 1.0
@@ -128,11 +129,18 @@ def fail(line: str | None = None) -> NoReturn:
   os._exit(1)
 
 
-def lost(error: Exception) -> NoReturn:
-  """Ends this process after an error of the runtime: most likely another one is gone.
+def is_lost(error: Exception) -> bool:
+  """Whether an error of this process comes from another one that is gone.
 
-  A launcher knows which; it has the first word.
+  What jax raises of collectives between CPUs is a ValueError.
   """
+  is_ours = programs.is_out_of_memory(error)
+  of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+  return processes.count() > 1 and of_runtime and not is_ours
+
+
+def lost(error: Exception) -> NoReturn:
+  """Ends this process because another one is gone; a launcher may say first which."""
   if PULSE_FD in os.environ:
     time.sleep(_LAUNCHER_S)
   reason = str(error).splitlines()[0][:200]

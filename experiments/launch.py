@@ -80,9 +80,9 @@ def run(
       sys.exit(distributed.STOPPED)
     except Exception as e:
       line = None if os.environ.get("TLT_TRACEBACK") else _one_line(e)
+      if distributed.is_lost(e):
+        distributed.lost(e)
       if processes.count() > 1:
-        if isinstance(e, jax.errors.JaxRuntimeError) and line is None:
-          distributed.lost(e)
         distributed.fail(line)
       if line is None:
         raise
@@ -93,7 +93,8 @@ def run(
 
 def _one_line(e: Exception) -> str | None:
   """What to tell of an error that a user can mend; None of any other."""
-  if isinstance(e, ValueError | FloatingPointError | MemoryError | OSError):
+  mendable = flags.Error, ValueError, FloatingPointError, MemoryError, OSError
+  if isinstance(e, mendable):
     return "error: " + (" ".join(str(e).split()) or type(e).__name__)
   if not programs.is_out_of_memory(e):
     return None
