@@ -18,7 +18,7 @@ _EXTRAS = {
   "cuda": ["jax[cuda12]"],  # NVIDIA drivers from 525 on
   "cuda13": ["jax[cuda13]"],  # from 580 on
   "tpu": ["jax[tpu]"],
-  "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
+  "docs": ["mkdocs-material>=9.5"],
   "wandb": ["wandb>=0.18"],
 }
 

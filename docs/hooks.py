@@ -1,13 +1,15 @@
 """Makes pages of the site from files beside this folder, and mends links between them.
 
 README.md is the start page. A link to a page or a picture of the site stays one; what it
-says of any other file of the repository stays as text.
+says of any other file of the repository stays as text. In reference.md a line
+`::: package.module` becomes what the docstrings of that module say.
 """
 
+import ast
+from collections.abc import Iterator
 import pathlib
 import re
-
-from mkdocs.structure import files as files_lib
+import textwrap
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {  # file of the repository -> page
@@ -20,6 +22,8 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 def on_files(files, config):
   """Adds the pages of files beside the folder of documents."""
+  from mkdocs.structure import files as files_lib  # the rest needs no mkdocs
+
   for source, page in PAGES.items():
     text = mended((ROOT / source).read_text(), ROOT)
     files.append(files_lib.File.generated(config, page, content=text))
@@ -30,7 +34,7 @@ def on_page_markdown(markdown, page, config, files):
   """Mends the links of a page that lies in the folder of documents."""
   if page.file.src_uri in PAGES.values():
     return markdown
-  return mended(markdown, (ROOT / "docs" / page.file.src_uri).parent)
+  return described(mended(markdown, (ROOT / "docs" / page.file.src_uri).parent))
 
 
 def mended(markdown: str, folder: pathlib.Path) -> str:
@@ -50,3 +54,52 @@ def mended(markdown: str, folder: pathlib.Path) -> str:
     return text
 
   return _LINK.sub(link, markdown)
+
+
+def described(markdown: str) -> str:
+  """The text with what modules say of themselves."""
+  say = lambda match: "\n".join(_module(match[1]))
+  return re.sub(r"^::: (\S+)$", say, markdown, flags=re.MULTILINE)
+
+
+def _module(name: str) -> Iterator[str]:
+  """Yields a module's docstring, and its public classes and functions."""
+  path = ROOT / name.replace(".", "/")
+  path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+  source = path.read_text()
+  tree = ast.parse(source)
+  yield f"### {name}\n"
+  yield _fenced(ast.get_docstring(tree))
+  for node in tree.body:
+    if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+      yield from _class(node, source.splitlines())
+    elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+      yield from _function(node, node.name)
+
+
+def _class(node: ast.ClassDef, lines: list[str]) -> Iterator[str]:
+  """Yields a class: its fields as they are written, with comments, and its methods."""
+  yield f"#### `{node.name}`\n"
+  yield _fenced(ast.get_docstring(node))
+  methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+  fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+  if fields:
+    end = min([m.lineno - 1 - len(m.decorator_list) for m in methods] or [node.end_lineno])
+    written = lines[node.body[0].end_lineno : end]
+    yield _fenced(textwrap.dedent("\n".join(written)).strip(), "python")
+  for method in methods:
+    if not method.name.startswith("_"):
+      yield from _function(method, f"{node.name}.{method.name}")
+
+
+def _function(node: ast.FunctionDef, name: str) -> Iterator[str]:
+  """Yields a function: its signature and its docstring."""
+  returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+  yield f"#### `{name}`\n"
+  yield _fenced(f"{node.name}({ast.unparse(node.args)}){returns}", "python")
+  yield _fenced(ast.get_docstring(node))
+
+
+def _fenced(text: str | None, language: str = "text") -> str:
+  """A block that stands as it is written; nothing of nothing."""
+  return f"```{language}\n{text}\n```\n" if text else ""

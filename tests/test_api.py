@@ -7,6 +7,7 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests import commands
 from tlt_jax import api
@@ -18,6 +19,7 @@ README = (commands.ROOT / "README.md").read_text()
 EXAMPLE = re.search(r"### From Python\n[^#]*?\n\n((?: {4}.*\n|\n)+)", README)[1]
 
 
+@pytest.mark.slow  # programs of a rollout of its own
 def test_the_lines_of_the_readme_run(home, tmp_path):
   """Ten at most. A trainer's parameters are taken in, and the drafter changes no token."""
   drafter = drafter_lib.of_target(commands.COUNTDOWN)

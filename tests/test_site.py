@@ -12,7 +12,7 @@ PAGES = ("", "design", "architecture", "extending", "figures", "reference", "cha
 
 
 @pytest.mark.skipif(
-  not all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings"))),
+  not all(map(importlib.util.find_spec, ("mkdocs", "material"))),
   reason='needs pip install ".[docs]"',
 )
 def test_the_site_is_built_with_strict_links(tmp_path):
@@ -23,5 +23,31 @@ def test_the_site_is_built_with_strict_links(tmp_path):
   for page in PAGES:
     assert (tmp_path / page / "index.html").stat().st_size > 5_000
   reference = (tmp_path / "reference" / "index.html").read_text()
-  assert "tlt_jax.api.Policy.rollout" in reference
+  assert "Policy.rollout" in reference
   assert "Draws a response to each request" in reference
+
+
+@pytest.fixture(scope="module")
+def hooks():
+  """What makes the pages; it needs no mkdocs for that."""
+  spec = importlib.util.spec_from_file_location("hooks", commands.ROOT / "docs/hooks.py")
+  hooks = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(hooks)
+  return hooks
+
+
+def test_the_reference_says_what_docstrings_say(hooks):
+  """Signatures, fields with their comments, methods; nothing that is private."""
+  text = hooks.described((commands.ROOT / "docs" / "reference.md").read_text())
+  assert ":::" not in text and "#### `Policy.rollout`" in text
+  assert "Draws a response to each request." in text and "_copy" not in text
+  assert "rollout(self, params: dict, requests: Requests" in text
+  assert "slots: ranges.Count  # requests that run at a time, per slice" in text
+
+
+def test_links_to_what_is_no_page_become_text(hooks):
+  """And links between files become links between pages."""
+  mended = lambda text, folder: hooks.mended(text, commands.ROOT / folder)
+  assert mended("[a](docs/design.md#x) [b](CITATION.cff)", "") == "[a](design.md#x) b"
+  assert mended("[a](../README.md#words)", "docs") == "[a](index.md#words)"
+  assert mended("[a](https://example.org) [b](#x)", "docs").endswith("org) [b](#x)")
