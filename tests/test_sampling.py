@@ -14,6 +14,7 @@ import pytest
 from scipy import special
 from scipy import stats
 
+from experiments import hlo_counts
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import noise
@@ -238,6 +239,29 @@ def test_a_sharded_vocabulary_draws_the_same(data, model):
   np.testing.assert_array_equal(split.token, whole.token)
   for name in ("logp", "logp_filtered", "margin"):
     np.testing.assert_allclose(getattr(split, name), getattr(whole, name), atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [1, 4])
+def test_the_likeliest_are_those_of_a_softmax(model):
+  """The first of equals first; of a split vocabulary few numbers are exchanged."""
+  rng, V, count = np.random.default_rng(0), 4096, 3
+  logits = rng.normal(0, 3, (6, V)).astype(np.float32)
+  logits[1] = np.round(logits[1])  # many ties
+  logits[2, 5:] = -np.inf
+  logits[3] = 0.0
+  mesh = tiny.mesh(1, model)
+  with jax.set_mesh(mesh):
+    split = jax.device_put(logits, axes.sharding(mesh, None, axes.MODEL))
+    run = jax.jit(lambda x: sampling.likeliest(x, count)).lower(split).compile()
+  logp, token = map(np.asarray, run(split))
+  order = np.argsort(-logits, -1, kind="stable")[:, :count]
+  np.testing.assert_array_equal(token, order)
+  every = special.log_softmax(logits.astype(np.float64), -1)
+  np.testing.assert_allclose(logp, np.take_along_axis(every, order, -1), atol=1e-5)
+  bodies = hlo_counts.computations(run.as_text()).values()
+  exchanged = [i for body in bodies for i in body if hlo_counts.is_collective(i)]
+  assert exchanged or model == 1
+  assert max((i.num_elements for i in exchanged), default=0) <= 6 * count * model
 
 
 def test_perturbing_logits_within_the_margin_changes_no_token():

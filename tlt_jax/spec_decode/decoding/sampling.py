@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from tlt_jax import noise
 from tlt_jax.pallas_kernels import find_cut
+from tlt_jax.pallas_kernels import shards
 from tlt_jax.pallas_kernels import verify_sample
 from tlt_jax.pallas_kernels.verify_sample import parts
 
@@ -96,6 +97,36 @@ def argmax(x: jax.Array) -> jax.Array:
   best = x == jnp.max(x, -1, keepdims=True)
   first = jnp.min(jnp.where(best, jnp.arange(V, dtype=jnp.int32), V), -1)
   return jnp.minimum(first, V - 1)  # of a row of NaN, any
+
+
+def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The largest of a row, and how likely `softmax` makes them.
+
+  No array of log-probabilities is made. Where the vocabulary is split over devices, each
+  offers its own largest, and `count` numbers of each are exchanged.
+
+  Args:
+    logits: f32[B V]
+    count: W
+  Returns:
+    log-probabilities f32[B W] and tokens i32[B W], the likeliest first, and among equals
+    the first
+  """
+
+  def find(axis, logits):
+    largest = shards.largest(jnp.max(logits, -1), axis)[:, None]
+    own = jnp.sum(jnp.exp(logits - largest), -1)
+    value, token = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+    if axis is not None:
+      token = token + jax.lax.axis_index(axis) * logits.shape[-1]
+      beside = lambda x: jnp.concatenate([*shards.side_by_side(x, axis)], -1)
+      every = beside(token)
+      value, at = jax.lax.top_k(beside(value), count)
+      token = jnp.take_along_axis(every, at, -1)
+    logp = value - largest - jnp.log(shards.add(own, axis))[:, None]
+    return logp, token.astype(jnp.int32)
+
+  return shards.over_vocabulary(find, logits)
 
 
 def repeat(sampling: Sampling, count: int) -> Sampling:

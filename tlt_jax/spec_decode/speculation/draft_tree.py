@@ -130,8 +130,8 @@ def _top_children(draft, contest, width: int, h, sampling, position):
     position: i32[b]  of the children
   """
   runners = contest(draft.logits(h), sampling, position, draft.ids)
-  score, place = jax.lax.top_k(jax.nn.log_softmax(runners, -1), width)
-  return score, draft.tokens(place.astype(jnp.int32))
+  score, place = sampling_lib.likeliest(runners, width)
+  return score, draft.tokens(place)
 
 
 def _first_level(score: jax.Array, token: jax.Array) -> Nodes:
