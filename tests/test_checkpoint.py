@@ -18,6 +18,7 @@ import pytest
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
+from tlt_jax import checksums
 
 
 @functools.cache
@@ -367,8 +368,8 @@ def test_steps_that_changed_places_are_told(whole, tmp_path):
 def test_the_data_are_read_alone_and_the_files_checked_once(whole, tmp_path, monkeypatch):
   """So that settings are compared before a model is loaded."""
   folder = shutil.copytree(whole, tmp_path / "run")
-  sums, read = checkpoint._sums, []
-  monkeypatch.setattr(checkpoint, "_sums", lambda paths: read.extend(paths) or sums(paths))
+  sums, read = checksums.sums, []
+  monkeypatch.setattr(checksums, "sums", lambda paths: read.extend(paths) or sums(paths))
   with checkpoint.Checkpoints(folder) as run:
     assert run.data() == (2, {"next": 2})
     assert read
@@ -430,10 +431,8 @@ def test_a_step_has_its_list_before_its_name(whole, tmp_path, monkeypatch, kille
 
 def test_training_goes_on_while_checksums_are_computed(tmp_path, monkeypatch):
   """`save` returns before, and until they are there no step is."""
-  write, go_on = checkpoint._write_list, threading.Event()
-  monkeypatch.setattr(
-    checkpoint, "_write_list", lambda *args: go_on.wait() and write(*args)
-  )
+  write, go_on = checksums.write, threading.Event()
+  monkeypatch.setattr(checksums, "write", lambda *args: go_on.wait() and write(*args))
   with checkpoint.Checkpoints(tmp_path) as run:
     run.save(1, state(1), {"next": 1})
     assert run.latest() is None
@@ -442,12 +441,12 @@ def test_training_goes_on_while_checksums_are_computed(tmp_path, monkeypatch):
 
 
 def test_a_step_that_is_deleted_while_it_is_read_is_told(whole, tmp_path, monkeypatch):
-  folder, sums = shutil.copytree(whole, tmp_path / "run"), checkpoint._sums
+  folder, sums = shutil.copytree(whole, tmp_path / "run"), checksums.sums
 
   def deleted(paths):
     shutil.move(folder / "2", folder / "3")
     return sums(paths)
 
-  monkeypatch.setattr(checkpoint, "_sums", deleted)
+  monkeypatch.setattr(checksums, "sums", deleted)
   with pytest.raises(checkpoint.CheckpointError, match="replaced .* while it was read;"):
     checkpoint.checked(folder)

@@ -9,10 +9,8 @@ abstract state.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import pathlib
@@ -24,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from tlt_jax import checksums
 from tlt_jax import processes
 from tlt_jax import writing
 
-_LIST = "checksums.json"  # in a step's folder: {"step", "files": {name: [bytes, sha256]}}
 _STATE, _DATA = "state", "data"  # the folders in it
 
 
@@ -41,7 +39,7 @@ class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
   async def finalize(self):
     """Runs in the thread that writes. `state` and `data` are finalized likewise."""
     if _is_step(self.get_final().name):
-      await asyncio.to_thread(_write_list, self.get(), int(self.get_final().name))
+      await asyncio.to_thread(checksums.write, self.get(), int(self.get_final().name))
     await super().finalize()
 
 
@@ -322,68 +320,26 @@ def _is_step(name: str) -> bool:
   return bool(re.fullmatch("0|[1-9][0-9]*", name))
 
 
-def _sums(paths: list[pathlib.Path]) -> list[str]:
-  """The SHA-256 of each file; in threads, 1.4 GB/s each."""
-
-  def sha256(path):
-    with path.open("rb") as file:
-      return hashlib.file_digest(file, "sha256").hexdigest()
-
-  with futures.ThreadPoolExecutor() as threads:
-    return list(threads.map(sha256, paths))
-
-
-def _write_list(folder: pathlib.Path, step: int) -> None:
-  """Lists all that is restored: the files beside the list are orbax's own notes."""
-  paths = _files(folder)
-  files = {
-    name: [path.stat().st_size, checksum]
-    for (name, path), checksum in zip(paths.items(), _sums([*paths.values()]), strict=True)
-  }
-  (folder / _LIST).write_text(json.dumps({"step": step, "files": files}))
-
-
-def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-  """All that a list names, by its name there."""
-  paths = sorted(path for path in pathlib.Path(folder).glob("*/**/*") if path.is_file())
-  return {str(path.relative_to(folder)): path for path in paths}
-
-
 def _fault(folder: pathlib.Path, step: int) -> str | None:
   """What is to be said of a checkpoint that is not as it was written; None if it is."""
+  name = checksums.LIST
   try:
-    listed = json.loads((folder / _LIST).read_bytes())
-    damage = f"its {_LIST} is of step {listed['step']}"
+    listed = json.loads((folder / name).read_bytes())
+    damage = f"its {name} is of step {listed['step']}"
     if listed["step"] == step:
-      damage = _first_damaged(folder, listed["files"])
+      damage = checksums.first_damaged(folder, listed["files"])
   except PermissionError as e:
     raise CheckpointError(
       f"checkpoint {folder} may not be read ({e.filename}); allow it, or use another "
       "workdir"
     ) from e
   except OSError as e:
-    if isinstance(e, FileNotFoundError) and e.filename == str(folder / _LIST):
-      return f"has no {_LIST}: it is incomplete, or was written by an earlier version"
-    damage = f"{pathlib.Path(e.filename or _LIST).name}: {e.strerror}"
+    if isinstance(e, FileNotFoundError) and e.filename == str(folder / name):
+      return f"has no {name}: it is incomplete, or was written by an earlier version"
+    damage = f"{pathlib.Path(e.filename or name).name}: {e.strerror}"
   except (ValueError, LookupError, TypeError, AttributeError):
-    damage = f"its {_LIST} makes no sense"
+    damage = f"its {name} makes no sense"
   return f"is damaged ({damage})" if damage else None
-
-
-def _first_damaged(folder: pathlib.Path, files: dict) -> str | None:
-  """Names the first file that is not what the list says of it, or is not in the list."""
-  paths = [folder / name for name in files]
-  for path, (name, (size, _)) in zip(paths, files.items(), strict=True):
-    found = path.stat().st_size if path.is_file() else 0
-    if found != size:
-      return f"{name} has {found} of {size} bytes"
-  unlisted = [name for name in _files(folder) if name not in files]
-  if unlisted or not files:
-    return f"its {_LIST} does not name {unlisted[0] if unlisted else 'any file'}"
-  for found, (name, (_, checksum)) in zip(_sums(paths), files.items(), strict=True):
-    if found != checksum:
-      return f"{name} differs from its checksum"
-  return None
 
 
 def _part(found: Any, like: Any) -> dict[str, Any]:
