@@ -32,29 +32,35 @@ class JobError(ValueError):
 
 def define_flags() -> None:
   """Defines the flags of a process of a job."""
-  if "distributed" in flags.FLAGS:
+  of = flags.FLAGS
+  if "distributed" in of:
     return
   flags.DEFINE_bool(
     "distributed",
     False,
     "Be one process of a job: what Slurm, GKE or a TPU pod says of it counts, or else "
     "--coordinator, --num_processes and --process_id. See docs/distributed.md.",
+    flag_values=of,
   )
-  flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
-  flags.DEFINE_integer("num_processes", None, "Processes of the job.", lower_bound=1)
-  flags.DEFINE_integer("process_id", None, "Number of this process.", lower_bound=0)
+  flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.", flag_values=of)
+  told = "Processes of the job."
+  flags.DEFINE_integer("num_processes", None, told, lower_bound=1, flag_values=of)
+  told = "Number of this process."
+  flags.DEFINE_integer("process_id", None, told, lower_bound=0, flag_values=of)
   flags.DEFINE_integer(
     "cpu_devices",
     None,
     "Devices that JAX shows of this process on a machine with CPUs only; default: 2, or "
     "1 in each process of a job.",
     lower_bound=1,
+    flag_values=of,
   )
   flags.DEFINE_bool(
     "core_per_device",
     False,
     "On a CPU each device computes on one core: a slice that trains takes none from one "
     "that decodes.",
+    flag_values=of,
   )
 
 

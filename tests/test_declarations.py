@@ -162,7 +162,8 @@ NUMBERS = [
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_the_command_line_is_held_to_them_too(monkeypatch, key):
-  negative = "-1e30" if key == "solved_at" else "-1"  # rewards may be negative
+  may_be_negative = key in ("solved_at", "verifier.failed_reward")  # as rewards
+  negative = "-1e30" if may_be_negative else "-1"
   for value in ("x", "1e30", negative, str(10**30), ""):
     line = exit_line(monkeypatch, f"--config.{key}={value}")
     assert line.startswith("error: ") and f"config.{key}=" in line
