@@ -82,14 +82,17 @@ class Model(source_lib.Source):
 
       blocks = -(-jnp.max(position) // block)
       cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(slices.varying, cache))
-      last = jnp.maximum(position - 1, 0)[:, None]
+      count = jnp.minimum(position, 1)
+      last = (position - count)[:, None]
+      # A prompt of one token has no pair yet: what its slot held before is not read.
+      lacked = jnp.where(count[:, None, None] > 0, features.read(last), 0)
       more = (0, room.longest - 1)
       pad = lambda x: jnp.pad(x, ((0, 0), more) + ((0, 0),) * (x.ndim - 2))
       return draft_lib.DraftState(
         cache=cache,
-        features=pad(features.read(last)),
+        features=pad(lacked),
         tokens=pad(jnp.take_along_axis(following, last, 1)),
-        count=jnp.minimum(position, 1),
+        count=count,
       )
 
     rows = slices.ROWS
