@@ -54,6 +54,7 @@ def test_rollouts_are_measured(home, chat):
   assert result["switch"]["plain_steps"] > 0
 
 
+@pytest.mark.slow
 def test_spot_training_is_measured(home):
   """Pairs of rollouts, checkpoints, packing."""
   config = tiny_run(home, *commands.DRAFTING.items())

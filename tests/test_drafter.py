@@ -146,7 +146,7 @@ def test_features_computed_once_train_like_those_of_each_update(kind):
     tiny.slow("eagle2", "cross_entropy"),
     ("eagle3", "cross_entropy"),
     tiny.slow("eagle3_vocab", "cross_entropy"),
-    ("eagle2", "total_variation"),
+    tiny.slow("eagle2", "total_variation"),
     tiny.slow("eagle3", "total_variation"),
     ("eagle2_vocab", "total_variation"),
     tiny.slow("eagle3_vocab", "total_variation"),

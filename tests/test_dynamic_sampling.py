@@ -195,6 +195,7 @@ def test_replacements_get_slots_while_the_rest_drains():
   assert plan.bucket == (4, 64)
 
 
+@pytest.mark.slow
 def test_a_run_with_replacements_speculates_and_resumes_exactly(home, tmp_path):
   """Which prompts replace others depends neither on speculation nor on a drafter's training
   in idle slices; following its own schedule, a run that was interrupted ends the same."""

@@ -201,7 +201,7 @@ def test_guessing_the_likeliest_tokens_draws_the_same(strategy):
 
 REJECTING = [
   (CHAIN, "eagle2"),
-  (TREE, "eagle2_vocab"),
+  tiny.slow(TREE, "eagle2_vocab"),
   tiny.slow(CHAIN, "eagle3_vocab"),
   tiny.slow(TREE, "eagle2"),
   tiny.slow(strategy_lib.parse("ngram_4"), "eagle2"),

@@ -342,6 +342,7 @@ def test_one_slice_trains_when_the_rollout_is_over():
   assert samples.harvested_s == 0 and samples.training_s > 0
 
 
+@pytest.mark.slow
 def test_thirty_steps_of_training_are_those_of_a_plain_run():
   """Tokens, rewards and the policy, step by step, while the drafter learns beside.
 

@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
@@ -46,6 +47,7 @@ def run(policy, drafter):
   return features, logits, *run_drafter(params, draft_params, features)
 
 
+@pytest.mark.slow
 def test_larger_models_compute_the_same(tmp_path):
   widen = [sys.executable, "-m", "experiments.bench.widen", "--layers=9"]
   widen.append(f"--times={TIMES}")
