@@ -30,9 +30,9 @@ def test_a_run_ends_after_the_first_step_that_has_drawn_enough(
 
   monkeypatch.setattr(algorithms, "train", train)
   enough = next(i for i in range(1, 10) if sum(by_step[:i]) >= 150)
-  algorithms.train_until(tmp_path, {}, 150)
+  algorithms.train_until(tmp_path, {}, 150, most=200)
   assert asked == sorted(set(asked)) and asked[-1] == enough
-  algorithms.train_until(tmp_path, {}, 150)
+  algorithms.train_until(tmp_path, {}, 150, most=200)
   assert asked[-1] == enough and len(asked) == len(set(asked))
 
 

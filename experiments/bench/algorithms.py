@@ -72,9 +72,18 @@ def drawn(folder: pathlib.Path) -> list[int]:
   return [sum(r["length"]) for r in metrics.read(folder / "rollouts.jsonl")]
 
 
-def train_until(folder: pathlib.Path, settings: Mapping[str, object], tokens: int) -> None:
-  """Takes an RL run to about the first step after which it has drawn so many tokens."""
-  steps = checkpoint.latest(folder / "checkpoints") or 1
+def train_until(
+  folder: pathlib.Path, settings: Mapping[str, object], tokens: int, most: int
+) -> None:
+  """Takes an RL run to about the first step after which it has drawn so many tokens.
+
+  Args:
+    folder: of the run
+    settings: of its config
+    tokens: that it draws
+    most: that a step can draw
+  """
+  steps = checkpoint.latest(folder / "checkpoints") or max(tokens // most, 1)
   if (folder / "policy").exists() and sum(drawn(folder)) >= tokens:
     return
   while True:
@@ -82,8 +91,8 @@ def train_until(folder: pathlib.Path, settings: Mapping[str, object], tokens: in
     by_step = drawn(folder)
     if sum(by_step) >= tokens:
       return
-    # As many as it takes if each is as long as the longest so far, so seldom too many.
-    steps += max((tokens - sum(by_step)) // max(by_step), 1)
+    left, mean = tokens - sum(by_step), sum(by_step) / len(by_step)
+    steps += max(int(left / mean), 1)  # rounded down: the last one is seldom too many
 
 
 def is_same_without_drafter(folder: pathlib.Path, settings: Mapping, steps: int) -> bool:
@@ -161,13 +170,16 @@ def main(config):
   if unknown := sorted(set(_NAMES.value) - set(ALGORITHMS)):
     raise ValueError(f"--names takes of {', '.join(ALGORITHMS)}, not {unknown[0]}")
   workdir, same = pathlib.Path(_WORKDIR.value), {}
+  batch, sampling = config["batch"], config["sampling"]
+  prompts = max(batch["prompts"], batch["most_prompts"])
+  most = prompts * batch["responses"] * sampling["max_tokens"]
   for name in _NAMES.value:
     algorithm = {"name": name, **ALGORITHMS[name]}
     settings = {f"algorithm.{key}": value for key, value in algorithm.items()}
     settings["evaluation.every"] = 0
     if _COMPARED.value:
       same[name] = is_same_without_drafter(workdir / name, settings, _COMPARED.value)
-    train_until(workdir / name / "run", settings, _TOKENS.value)
+    train_until(workdir / name / "run", settings, _TOKENS.value, most)
   runs = [workdir / name / "run" for name in _NAMES.value]
   rows = [
     {
