@@ -362,6 +362,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(home, whole, t
   assert checkpointed(fork) == [STEPS + 1] and contents(whole[0]) == before
 
 
+@pytest.mark.slow
 def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
   """Its export is a policy."""
   sizes = {"steps": 3, "sequences": 4, "model.width": 32, "model.mlp_width": 48}

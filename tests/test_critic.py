@@ -5,6 +5,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests import commands
 from tests import test_learner
@@ -81,6 +82,7 @@ def before_and_after(critic):
     yield jax.tree_util.keystr(path, simple=True, separator="/"), x
 
 
+@pytest.mark.slow
 def test_a_run_with_a_critic_goes_on_where_it_was(home, tmp_path):
   """Its second step is done twice, and ends in the same policy, bit for bit."""
   changes = [("algorithm.name", "ppo"), ("steps", 2), ("checkpoint.every", 1)]

@@ -149,6 +149,7 @@ def test_the_clock_books_chunks():
   assert clock.step_s(Bucket(8, 16), None) == pytest.approx(0.6) and clock.tokens == 0
 
 
+@pytest.mark.slow
 def test_the_budget_leaves_buckets_out(caplog):
   """The largest bucket stays; fewer programs draw the same."""
   sizes = dict(max_length=64, max_prompt=12, slots=8, chunk=8, buckets=LADDER)

@@ -133,6 +133,7 @@ def test_a_policy_of_a_real_shape_is_evaluated_on_a_file(home, real_shape):
   assert result["prompts"] == 3 and str(real_shape) in result["models"]
 
 
+@pytest.mark.slow
 def test_a_run_of_a_real_shape_trains_and_tells_its_sizes(home, real_shape):
   """In its folder's config.json, where a run that resumes finds them."""
   workdir = home / "real_shape_run"
