@@ -180,6 +180,7 @@ def test_an_exported_drafter_drafts_what_it_did(kind, tmp_path):
       folder,
       max_prompt=8,
       max_tokens=24,
+      slots=4,
       strategies="up to 9 live: 2_1_3",
       devices=jax.devices()[:1],
     )
