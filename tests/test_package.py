@@ -34,11 +34,11 @@ def built(tmp_path_factory) -> pathlib.Path:
 
 def build(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   """Builds a folder of sources; gives where the result is."""
-  setup(root, "build_py", f"--build-lib={folder}")
+  run_setup(root, "build_py", f"--build-lib={folder}")
   return folder
 
 
-def setup(root: pathlib.Path, *args: str) -> None:
+def run_setup(root: pathlib.Path, *args: str) -> None:
   """Runs setup.py."""
   pytest.importorskip("setuptools")
   command = [sys.executable, "setup.py", "-q", *args]
@@ -54,7 +54,7 @@ def files_of(folder: pathlib.Path) -> set[str]:
 def test_a_wheel_can_be_built_of_the_packed_sources(built, tmp_path):
   """As pip does where it has no wheel: with the same files."""
   meta, packed = f"--egg-base={tmp_path}", f"--dist-dir={tmp_path}"
-  setup(ROOT, "egg_info", meta, "sdist", packed)
+  run_setup(ROOT, "egg_info", meta, "sdist", packed)
   with tarfile.open(*tmp_path.glob("*.tar.gz")) as tar:
     tar.extractall(tmp_path / "sources", filter="data")
   (sources,) = (tmp_path / "sources").iterdir()

@@ -77,7 +77,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> dict:
 
 
 def median_ratio(above: np.ndarray, below: np.ndarray) -> dict:
-  """Median and range of the ratio of f[repeats] each."""
+  """Median of ratios, and their range; f64[turns] each, as `seconds` gives them."""
   each = above / below
   return {
     "speedup": float(np.median(each)),

@@ -254,7 +254,7 @@ def traces(config: dict, models: from_config.Models) -> dict:
   """Prints the table of schedules; returns its part of the last line."""
   result = {}
   for name in traces_lib.NAMES:
-    lengths = traces_lib.lengths(name, _REQUESTS.value)
+    lengths = traces_lib.draw(name, _REQUESTS.value)
     measured, compared = traces_lib.measure(lengths, config, models, _REPEATS.value)
     result[name] = counts(compared) | measured
   both = ("scheduled", "static")

@@ -15,7 +15,7 @@ from tlt_jax.spec_decode.rollout import compare
 NAMES = ("geometric", "log-normal")
 
 
-def lengths(name: str, count: int) -> np.ndarray:
+def draw(name: str, count: int) -> np.ndarray:
   """Response lengths i32[count] of a synthetic trace."""
   rng = np.random.default_rng(0)
   if name == "log-normal":  # median 100, cap 2,000
