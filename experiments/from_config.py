@@ -7,7 +7,6 @@ in `train.py`.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -209,13 +208,7 @@ def make_mesh(config: dict, planned: int | None = None) -> jax.sharding.Mesh:
   """
   devices, model = config["tensor_parallel"], convert.load_config(config["policy"])
   mesh = axes.make_mesh(devices, planned)
-  for kind, heads in (("query", model.num_heads), ("key/value", model.num_kv_heads)):
-    if heads % devices:
-      raise ValueError(
-        f"tensor_parallel={devices} does not divide the policy's {heads} {kind} heads: "
-        "each device would hold and compute all of them; take a divisor of "
-        f"{math.gcd(model.num_heads, model.num_kv_heads)}"
-      )
+  model.check_split(devices)
   return mesh
 
 

@@ -144,7 +144,7 @@ def main(config):
   if not processes.is_first():
     return
   if _OUTPUT.value:
-    with writing.to(_OUTPUT.value), open(_OUTPUT.value, "w") as out:
+    with writing.to(_OUTPUT.value), open(_OUTPUT.value, "w", encoding="utf-8") as out:
       write(scored, records, out)
   elif not streams:
     write(scored, records, sys.stdout)

@@ -124,6 +124,12 @@ def test_no_drawer_files():
   assert not [str(path) for path in SOURCES if path.stem in drawers]
 
 
+def test_files_are_short():
+  """What would be longer than 400 lines is two things."""
+  lines = {str(path): (ROOT / path).read_text().count("\n") for path in SOURCES}
+  assert {path: n for path, n in lines.items() if n > 400} == {}
+
+
 # No such platform exists, so the first device work of an import fails where it stands.
 _IMPORT_ALL = """
 import importlib, sys
