@@ -259,8 +259,8 @@ def test_tests_that_are_none_are_an_error(answer):
     code.read_tests(answer)
 
 
-def test_a_run_that_is_killed_leaves_no_program(isolates):
-  """The parent's end is that of all."""
+def test_a_run_that_is_killed_leaves_no_program(isolates, tmp_path):
+  """The parent's end is that of all; nor does a folder stay."""
   name = mark()
   text = (
     "import sys; sys.path.insert(0, {root!r})\n"
@@ -272,7 +272,9 @@ def test_a_run_that_is_killed_leaves_no_program(isolates):
     f"'import time; time.sleep(500)', {name!r}], {{}})"
   )
   root = str(pathlib.Path(__file__).parents[1])
-  run = subprocess.Popen([sys.executable, "-c", text.format(root=root, program=program)])
+  text = text.format(root=root, program=program)
+  own = os.environ | {"TMPDIR": str(tmp_path)}
+  run = subprocess.Popen([sys.executable, "-c", text], env=own)
   for _ in range(3000):
     if left_of(name + "\0"):
       break
@@ -285,3 +287,4 @@ def test_a_run_that_is_killed_leaves_no_program(isolates):
       break
     time.sleep(0.05)
   assert not left_of(name + "\0")
+  assert not list(tmp_path.iterdir())

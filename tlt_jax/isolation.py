@@ -179,8 +179,13 @@ def _make_root(job: dict) -> None:
   number = _PIVOT_ROOT.get(os.uname().machine)
   if number is None:
     raise OSError(f"pivot_root on {os.uname().machine} is not known")
+  outside = os.path.realpath(root)
   _call("syscall", number, root.encode(), f"{root}/old".encode())
   os.chdir("/")
+  try:  # here and now, so that nobody who is killed leaves the folder behind
+    os.rmdir("/old" + outside)
+  except OSError:
+    pass
   _call("umount2", b"/old", _MNT_DETACH)
 
 
