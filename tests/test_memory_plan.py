@@ -144,7 +144,7 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
 def test_processes_of_verifiers_are_planned_where_they_run(config):
   """On the host, from the first response on; none without a reward."""
   held = lambda plan, phase: {part.name: part.size for part in plan.phases[phase]}
-  config["verifier"]["processes"] = 3
+  config |= {"drafter": "", "strategies": "", "verifier": {"processes": 3}}
   plan, size = memory_plan.of_run(config), 3 * scratch_memory.VERIFIER
   assert held(plan, "rollout")["verifiers"] == held(plan, "update")["verifiers"] == size
   assert "verifiers" not in held(plan, "load")
@@ -155,7 +155,7 @@ def test_processes_of_verifiers_are_planned_where_they_run(config):
 def test_a_machine_that_is_planned_for_gives_all_shapes(config):
   """Open sizes follow from it; caches are those of accelerators, not of this CPU."""
   machine = memory_phases.Machine.parse("4x80")
-  config["verifier"]["processes"] = 3
+  config |= {"drafter": "", "strategies": "", "verifier": {"processes": 3}}
   plan = memory_plan.of_run(config, machine)
   named = config | {"rollout": config["rollout"] | {"kernels": "interpret"}}
   assert sizes(plan) == sizes(memory_plan.of_run(named, machine))
