@@ -191,12 +191,12 @@ def serve(
     parent: process number of the parent
     folder: of temporary files, which is removed in the end
   """
+  _spare_from_signals()
+  _end_with(parent, folder)
   # What the function prints must not mix with the replies, nor may it read the calls.
   requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
-  _end_with(parent, folder)
-  _handle_signals()
   os.register_at_fork(after_in_child=replies.close)  # they end with this process
 
   def reply(text: str) -> None:
@@ -223,8 +223,8 @@ def serve(
     reply(answer(json.loads(line), cpu_s))
 
 
-def _handle_signals() -> None:
-  """Spares this process; its children, which it may want to end so, are as others."""
+def _spare_from_signals() -> None:
+  """This process survives SIGTERM and SIGINT; what it starts ends by them, as usual."""
 
   def restore():
     for number in _SPARED:
@@ -238,7 +238,7 @@ def _handle_signals() -> None:
 
 
 def _end_with(parent: int, folder: str) -> None:
-  """Ends the session with this process, and this process with its parent."""
+  """Sees to it that this process ends with its parent, and its session with it."""
 
   def end():
     shutil.rmtree(folder, ignore_errors=True)

@@ -63,10 +63,11 @@ def passes(
       times `processes`, times the responses that are tested at a time
     processes: processes and threads that a test may have at a time
     file_mb: MiB of all files that a test writes, and of what it prints
-    at_once: responses that are tested at a time where the run's own process tests them
-      (verifier.processes=0); else there are as many as processes of verifiers
-    total_s: seconds that all tests of a response may take, one behind the other; what is
-      not tested by then is not passed. To be kept below verifier.wall_s, where all is lost
+    at_once: responses that are tested at a time where verifier.processes is 0; elsewhere
+      that is their number
+    total_s: seconds that all tests of a response may take, one after the other; those that
+      have not ended by then are not passed. Keep it below verifier.wall_s: a verdict that
+      takes longer than that is a failure, whatever was passed
     partial: whether the reward is the share of tests that are passed; a response is solved
       if that is all of them
     isolation: 'namespaces'; or 'limits', where Linux does not allow those: then code is

@@ -53,8 +53,8 @@ class Schedule:
   ):
     """Queues all requests; the responses to a prompt begin on one slice.
 
-    Where there are fewer prompts than slices, those to some or all prompts begin on
-    several, so that no slice is left out.
+    Where there are fewer prompts than slices, the responses to a prompt begin on several,
+    so that as many slices as possible have some.
 
     Args:
       options, running: of the rollout
