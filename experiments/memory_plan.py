@@ -345,8 +345,8 @@ def of_rollout(
     *run.drafter_parts(drafter, None),
   ]
   decoding = run.rollout_parts(rollouts, None)
-  rollout_ = [*always, *run.verifiers(), *decoding]
-  return run.plan({"load": always, "rollout": rollout_})
+  asked = [*always, *run.verifiers(), *decoding]
+  return run.plan({"load": always, "rollout": asked})
 
 
 def _described(
