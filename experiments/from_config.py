@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments import keys
+from experiments import memory_phases
 from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import data
@@ -114,12 +115,15 @@ def _rules(config: dict, max_prompt: int | None) -> prompt_checks.Rules:
   )
 
 
-def complete(config: dict, workdir: str = "") -> dict:
+def complete(
+  config: dict, workdir: str = "", planned: memory_phases.Machine | None = None
+) -> dict:
   """A run's config with every size, checked; see `sizes`. Devices must have been set up.
 
   Args:
     config: of a run
     workdir: its folder; a run that began there keeps its sizes
+    planned: devices that are not there, which sizes follow from; None: this machine's
   Raises:
     ValueError: the policy's context is too short, its learner cannot take what its
       rollouts give, or a prompt is refused
@@ -131,9 +135,9 @@ def complete(config: dict, workdir: str = "") -> dict:
   if sizes.is_open(config, "rollout"):
     asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
     batch = {k: config["batch"][k] for k in ("prompts", "responses")}
-    config = sized(config, *asked, **batch)
+    config = sized(config, *asked, **batch, planned=planned)
   if sizes.is_open(config, "learner"):
-    machine = sizes.Machine.here(config["tensor_parallel"])
+    machine = _machine(config, planned)
     config = sizes.fit_learner(config, max_length(config), machine)
   check_sizes(config)
   return config
@@ -161,13 +165,28 @@ def complete_training(config: dict, run: dict, workdir: str) -> tuple[dict, dict
   return config, run
 
 
-def sized(config: dict, *records: Sequence[dict], prompts: int, responses: int) -> dict:
+def _machine(config: dict, planned: memory_phases.Machine | None) -> sizes.Machine:
+  """What a run's sizes follow from."""
+  if planned is None:
+    return sizes.Machine.here(config["tensor_parallel"])
+  free = planned.room.free
+  return sizes.Machine.planned(planned.devices, free, config["tensor_parallel"])
+
+
+def sized(
+  config: dict,
+  *records: Sequence[dict],
+  prompts: int,
+  responses: int,
+  planned: memory_phases.Machine | None = None,
+) -> dict:
   """The config with the sizes of the rollout that it leaves open; see `sizes`.
 
   Args:
     config: of a run
     records: sources of prompts; of each the longest counts
     prompts, responses: that are asked at a time, and of each prompt
+    planned: see `complete`
   """
   if not sizes.is_open(config, "rollout"):
     return config
@@ -178,7 +197,7 @@ def sized(config: dict, *records: Sequence[dict], prompts: int, responses: int) 
     config,
     convert.load_config(config["policy"]),
     sizes.Asked(longest, prompts, responses),
-    sizes.Machine.here(config["tensor_parallel"]),
+    _machine(config, planned),
   )
 
 
@@ -379,9 +398,15 @@ def sampler(
   return sample.make(
     engine,
     tokenizer=tokenizer(config["policy"]),
-    judge=judge.Judge(
+    judge=_judge(
       config["reward"], config["solved_at"], judge.Options(**config["verifier"])
     ),
     sampling=config["sampling"],
     chat=config["chat"],
   )
+
+
+@functools.cache
+def _judge(text: str, solved_at: float, options: judge.Options) -> judge.Judge:
+  """The judge of a task, whose processes all samplers of a command share."""
+  return judge.Judge(text, solved_at, options)

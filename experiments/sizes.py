@@ -61,6 +61,11 @@ class Machine(NamedTuple):
       free = int(processes.of_first(free))
     return cls(slices, free, devices[0].platform == "cpu")
 
+  @classmethod
+  def planned(cls, devices: int, free: int, tensor_parallel: int) -> "Machine":
+    """Accelerators that are not there, with so many bytes free on each."""
+    return cls(max(devices // tensor_parallel, 1), free * tensor_parallel, False)
+
 
 def is_open(config: Mapping, section: str) -> bool:
   """Whether a section of a config leaves a size open."""

@@ -44,10 +44,10 @@ _DRY_RUN_ON = flags.DEFINE_string("dry_run_on", "", memory_plan.DRY_RUN_ON)
 
 def main(config):
   launch.start()
-  config = from_config.complete(config, _FORK.value or _WORKDIR.value)
+  planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
+  config = from_config.complete(config, _FORK.value or _WORKDIR.value, planned)
   run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.RUN)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
-  planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
   plan = memory_plan.of_run(config, planned)
   memory_plan.check(plan, _DRY_RUN.value or planned is not None)
   mesh = from_config.make_mesh(config)

@@ -119,10 +119,12 @@ def test_nominal_seconds_follow_the_shape():
     assert clock.chunk_took(bucket(4, 1024), None, 3, seconds=1e6) == 3 * plain
 
 
-def test_what_would_follow_from_the_machine_is_refused():
-  budget = dict(compile_s=60.0)
-  with pytest.raises(ValueError, match="deterministic.*budget.compile_s=60; set it to"):
-    rollout.Options(**SIZES, deterministic=True, budget=budget)
+def test_what_would_follow_from_the_machine_is_refused_or_no_limit():
+  """Slots that nobody gave; the time that programs take to compile."""
+  budget = dict(programs=7, compile_s=60.0)
+  found = rollout.Options(**SIZES, deterministic=True, budget=budget).budget
+  assert (found.programs, found.compile_s) == (7, None)
+  assert rollout.Options(**SIZES, budget=budget).budget.compile_s == 60.0
   asked = sizes.Asked(longest=150, prompts=8, responses=4)
   with pytest.raises(ValueError, match="deterministic: rollout.slots .* give a number"):
     test_sizes.fit(asked, deterministic=True)
