@@ -5,6 +5,7 @@ the processes of a run agree on is in `tlt_jax.processes`.
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,11 @@ HEARTBEAT_S = 55
 # A process that lost another one waits for so long before it ends: its launcher will have
 # named the other one, and ended both.
 _LAUNCHER_S = 60
+_JOIN_S = 300  # that a process waits for the others to join
+_ALONE = (
+  f"this process has waited {_JOIN_S} s for the others of its job: one was not started, "
+  "has ended, or cannot reach process 0 (--coordinator); start all of them again"
+)
 STOPPED = 143  # exit status of a run that SIGTERM has stopped: as of one that it killed
 
 
@@ -88,34 +94,56 @@ def join() -> None:
   # It would take SIGTERM for itself; see `processes.stop_on_sigterm`.
   jax.config.update("jax_enable_preemption_service", False)
   _show_signs_of_life()
-  try:  # for as long as JAX waits for the others: 5 minutes
+  if told["coordinator"] is not None:
+    _check_port(told["coordinator"], listens=told["process_id"] == 0)
+  # JAX would abort this process, and show its stack.
+  late = threading.Timer(_JOIN_S, fail, (f"error: {_ALONE}",))
+  late.start()
+  try:
     jax.distributed.initialize(
       told["coordinator"],
       told["num_processes"],
       told["process_id"],
+      initialization_timeout=2 * _JOIN_S,
       heartbeat_timeout_seconds=HEARTBEAT_S,
     )
   except (ValueError, RuntimeError) as e:
-    raise JobError(_cannot_join(e, told)) from e
+    missing = [f"--{name}" for name, value in told.items() if value is None]
+    raise JobError(
+      f"this process cannot join its job ({_first_line(e)}); give "
+      f"{', '.join(missing) or 'other values of these flags'}, or start it by Slurm, GKE "
+      "or experiments.launch (docs/distributed.md)"
+    ) from e
+  finally:
+    late.cancel()
   if PULSE_FD in os.environ:
     os.write(int(os.environ[PULSE_FD]), JOINED)
   if not processes.is_first():
     sys.stdout = open(os.devnull, "w")  # what is to be read is printed by the first one
 
 
-def _cannot_join(error: Exception, told: dict[str, str | int | None]) -> str:
-  """Says why a process does not join its job; `told` is what the flags say of that."""
-  line = f"this process cannot join its job ({str(error).splitlines()[0][:200]}); "
-  missing = [f"--{name}" for name, value in told.items() if value is None]
-  if isinstance(error, ValueError):
-    return line + (
-      f"give {', '.join(missing) or 'other numbers'}, or start it by Slurm, GKE or "
-      "experiments.launch (docs/distributed.md)"
-    )
-  return line + (
-    "another process was not started, or cannot reach process 0, or the port of process 0 "
-    "(--coordinator) is taken: start all of them again, if need be with another port"
-  )
+def _check_port(coordinator: str, listens: bool) -> None:
+  """Raises JobError for an address that JAX would crash on.
+
+  Args:
+    coordinator: the address of process 0
+    listens: whether this is process 0
+  """
+  port = coordinator.rpartition(":")[2]
+  if not port.isdigit():
+    raise JobError(f"--coordinator={coordinator} names no port; give HOST:PORT")
+  if listens:
+    try:
+      socket.create_server(("", int(port))).close()
+    except (OSError, OverflowError) as e:
+      raise JobError(
+        f"--coordinator={coordinator}: process 0 cannot listen on that port ({e}); give "
+        "all processes another one"
+      ) from e
+
+
+def _first_line(error: BaseException) -> str:
+  return str(error).strip().splitlines()[0][:200]
 
 
 def _show_signs_of_life() -> None:
@@ -175,11 +203,10 @@ def lost(error: BaseException) -> NoReturn:
     traceback.print_exc()
   if PULSE_FD in os.environ:
     time.sleep(_LAUNCHER_S)
-  reason = str(error).splitlines()[0][:200]
   fail(
     "error: another process of the job is gone, or this one's device failed: "
-    f"{reason} (process {processes.index()}); run the same command again: it goes on from "
-    "the last checkpoint. TLT_TRACEBACK=1 shows where"
+    f"{_first_line(error)} (process {processes.index()}); run the same command again: it "
+    "goes on from the last checkpoint. TLT_TRACEBACK=1 shows where"
   )
 
 

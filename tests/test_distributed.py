@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -187,23 +188,27 @@ def test_a_lost_process_is_told_apart_from_other_errors(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "error, flags, remedy",
+  "told, message",
   [
-    (ValueError("coordinator_address"), {}, "give --coordinator, --num_processes, --proc"),
-    (RuntimeError("DEADLINE_EXCEEDED"), {"coordinator": "a:1"}, "process was not started"),
+    ({"num_processes": 2}, r"\(no address\); give --coordinator, --process_id, or start"),
+    ({"coordinator": "host"}, "--coordinator=host names no port; give HOST:PORT"),
+    ({"coordinator": "taken", "process_id": 0}, "cannot listen on that port .*another one"),
   ],
 )
-def test_a_process_that_cannot_join_says_what_is_missing(monkeypatch, error, flags, remedy):
-  """A flag, or another process."""
+def test_a_process_that_cannot_join_says_why(monkeypatch, told, message):
+  """A flag is missing, or wrong."""
 
   def initialize(*args, **options):
-    raise error
+    raise ValueError("no address")
 
   monkeypatch.setattr(jax.distributed, "initialize", initialize)
   monkeypatch.setattr(jax.config, "update", lambda *setting: None)
-  monkeypatch.setattr(distributed, "flag", ({"distributed": True} | flags).get)
-  with pytest.raises(distributed.JobError, match=rf"\({error}\); .*{remedy}"):
-    distributed.join()
+  with socket.create_server(("", 0)) as server:
+    if told.get("coordinator") == "taken":
+      told = told | {"coordinator": f"localhost:{server.getsockname()[1]}"}
+    monkeypatch.setattr(distributed, "flag", ({"distributed": True} | told).get)
+    with pytest.raises(distributed.JobError, match=message):
+      distributed.join()
 
 
 def test_a_stop_saves_a_snapshot(tmp_path):
