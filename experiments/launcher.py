@@ -220,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
       return 130
     if said in ("", "stopped"):
       return distributed.STOPPED if said else 0
-    then = f"; starting again ({left} restarts left)" if left and may_restart else ""
+    then = f"; starting again ({left - 1} restarts left)" if left and may_restart else ""
     print(f"error: {said}: the job has ended{then}", file=sys.stderr, flush=True)
     if not may_restart:
       break
