@@ -73,6 +73,15 @@ class Process:
       return f"was killed by {name}{memory}"
     return f"ended with status {status}"
 
+  @property
+  def blame(self) -> int:
+    """How surely it was the cause, of several that failed at once.
+
+    No signal is sent to those that notice; but JAX aborts them if process 0 is gone.
+    """
+    status = self.status or 0
+    return 1 if status >= 0 else 0 if status == -signal.SIGABRT else 2
+
   def send(self, number: int) -> None:
     """Sends it a signal, if it runs."""
     if self.status is None:
@@ -144,8 +153,7 @@ class Job:
       self.stop()
     faults = [(p, fault) for p in self._all if (fault := p.fault(self.stopping))]
     if faults:
-      # Others may have noticed already, and ended with a status: no signal killed them.
-      process, fault = min(faults, key=lambda found: (found[0].status or 0) >= 0)
+      process, fault = max(faults, key=lambda found: found[0].blame)
       return f"process {process.number} of {len(self._all)} {fault}"
     if None not in statuses:
       return "stopped" if self.stopping else ""

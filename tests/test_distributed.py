@@ -110,14 +110,20 @@ def test_a_process_that_fails_ends_all(launch, monkeypatch, what, told):
   assert launch(what) == (1, [f"error: {told}: the job has ended"])
 
 
-def test_a_process_that_was_killed_is_named_before_one_that_noticed():
-  """Whatever their numbers."""
-  ends = "os.kill(os.getpid(), 9) if sys.argv[-1] == '--process_id=1' else sys.exit(1)"
-  command = [sys.executable, "-c", f"import os, sys; {ends}"]
-  with launcher.Job(command, 2, pin=False, stop_s=60.0) as job:
+@pytest.mark.parametrize(
+  "ends, told",
+  [
+    ("kill(getpid(), 9) if me else _exit(1)", "process 1 of 2 was killed by SIGKILL"),
+    ("_exit(1) if me else abort()", "process 1 of 2 ended with status 1"),
+  ],
+)
+def test_of_two_that_fail_the_cause_is_named(ends, told):
+  """Others notice, and end with a status; or JAX aborts them."""
+  code = f"from os import *; import sys; me = int(sys.argv[-1][-1]); {ends}"
+  with launcher.Job([sys.executable, "-c", code], 2, pin=False, stop_s=60.0) as job:
     while None in [process.status for process in job._all]:
       time.sleep(0.01)
-    assert job.look().startswith("process 1 of 2 was killed by SIGKILL")
+    assert job.look().startswith(told)
 
 
 def test_a_job_ends_well_on_cores_of_its_own(launch, tmp_path):
@@ -300,7 +306,7 @@ def test_a_job_that_is_killed_starts_again_and_ends_the_same(home, one, tmp_path
   )
   of = (*ARGS, ("reward", "deadly.digits"))
   result = commands.succeed(job(home, tmp_path, one, "--restarts=1", of=of))
-  lines = [line for line in result.stderr.splitlines() if "error" in line]
+  lines = [line for line in result.stderr.splitlines() if line.startswith("error")]
   assert lines == [
     f"error: process {which} of 2 was killed by SIGKILL, as by a system that is out of "
     "memory: the job has ended; starting again (0 restarts left)"
