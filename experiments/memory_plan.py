@@ -24,6 +24,7 @@ from experiments import memory_phases
 from experiments import scratch_memory
 from tlt_jax import axes
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
@@ -254,8 +255,10 @@ class _Run:
     room, where = self.room, f"each of {self.mesh.size} devices (the fullest)"
     if self.shared:
       own = psutil.Process().memory_info().rss  # is part of the plan
-      room = memory.Room(min(room.free + own, room.total), room.total)
+      n = processes.on_this_host()  # of which each has as much to allocate
+      room = memory.Room(min(room.free // n + own, room.total // n), room.total // n)
       where = f"the machine's memory ({len(self.mesh.local_devices)} CPU devices share it)"
+      where += f", of which each of {n} processes has its share" if n > 1 else ""
     phases = {k: tuple(p for p in v if p.size) for k, v in phases.items()}
     return memory_phases.Plan(phases, room, where)
 

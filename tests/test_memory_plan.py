@@ -17,6 +17,7 @@ from tests import test_memory
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax.models import convert
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
@@ -126,6 +127,18 @@ def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
   assert not {"moments", "drafter in training"} & names
   plain = sizes(memory_plan.of_rollout(config | {"drafter": ""}))
   assert not {"drafter", "kept features", "state of drafts"} & set(plain)
+
+
+def test_processes_on_one_machine_share_its_memory(config, monkeypatch):
+  """Each may take its part of what is free, beside what it has."""
+  monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, 64 * GIB), True))
+  plain = config | {"drafter": ""}
+  alone = memory_plan.of_rollout(plain).room
+  monkeypatch.setattr(processes, "on_this_host", lambda: 2)
+  both = memory_plan.of_rollout(plain).room
+  own = alone.free - GIB  # which may grow meanwhile
+  assert own <= both.free - GIB // 2 < own + GIB // 4
+  assert both.total == 32 * GIB == alone.total // 2
 
 
 def test_accelerators_have_memory_of_their_own(config, monkeypatch):
