@@ -18,7 +18,6 @@ from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
-from tlt_jax import packing
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
@@ -138,8 +137,8 @@ def complete(
     config = sized(config, *asked, **batch, planned=planned)
   if sizes.is_open(config, "learner"):
     machine = _machine(config, planned)
-    config = sizes.fit_learner(config, max_length(config), machine)
-  check_sizes(config)
+    config = sizes.fit_learner(config, sizes.max_length(config), machine)
+  sizes.check_sizes(config)
   return config
 
 
@@ -160,8 +159,8 @@ def complete_training(config: dict, run: dict, workdir: str) -> tuple[dict, dict
     run = sized(run, *asked, prompts=wanted["prompts"], responses=wanted["samples"])
   if sizes.is_open(config, "learner"):
     machine = sizes.Machine.here(run["tensor_parallel"])
-    config = sizes.fit_learner(config, max_length(run), machine)
-  check_longest(run, config["learner"]["buckets"])
+    config = sizes.fit_learner(config, sizes.max_length(run), machine)
+  sizes.check_longest(run, config["learner"]["buckets"])
   return config, run
 
 
@@ -301,7 +300,7 @@ def spot_trainer(
     drafter,
     mesh,
     optimizer=optimizer.make(**optimizer_options),
-    longest=max_length(config),
+    longest=sizes.max_length(config),
     loss=draft_loss.Loss(**loss, temperature=config["sampling"]["temperature"] or 1.0),
     options=options,
   )
@@ -344,32 +343,6 @@ def spot_training(
   return made and spot_lib.Spot(*made, draft_params)
 
 
-def max_length(config: dict) -> int:
-  """Tokens of the longest sequence."""
-  return config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
-
-
-def check_sizes(config: dict) -> None:
-  """Raises ValueError unless a run's learner can take what its rollouts give."""
-  check_longest(config, config["learner"]["buckets"])
-  responses = config["batch"]["prompts"] * config["batch"]["responses"]
-  if responses % config["learner"]["updates"]:
-    raise ValueError(
-      f"{responses} responses cannot be shared out over {config['learner']['updates']} "
-      "updates: batch.prompts * batch.responses must be a multiple of learner.updates"
-    )
-
-
-def check_longest(config: dict, buckets: Sequence[tuple[int, int]]) -> None:
-  """Raises ValueError unless the longest sequence of a run fits a learner's buckets."""
-  longest, room = max_length(config), packing.over_slices(buckets, 1)[-1].length
-  if longest > room:
-    raise ValueError(
-      f"sequences of this run may have {longest} tokens (rollout.max_prompt + "
-      f"sampling.max_tokens), the longest of learner.buckets holds {room}"
-    )
-
-
 def sampler(
   config: dict,
   model: config_lib.ModelConfig,
@@ -389,7 +362,7 @@ def sampler(
   engine = rollout.make(
     model,
     mesh,
-    rollout.Options(max_length=max_length(config), **config["rollout"]),
+    rollout.Options(max_length=sizes.max_length(config), **config["rollout"]),
     drafter=drafter,
     selector=selector,
     verification=config["verification"],

@@ -22,6 +22,7 @@ import psutil
 from experiments import from_config
 from experiments import memory_phases
 from experiments import scratch_memory
+from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
@@ -192,7 +193,7 @@ class _Run:
   ) -> _Rollouts:
     """The shapes of the rollout, and by bucket the ways to speculate there."""
     config, selector = self.config, self.selector
-    longest = from_config.max_length(config)
+    longest = sizes.max_length(config)
     options = rollout.Options(max_length=longest, **config["rollout"])
     strategies = selector.strategies if selector else ()
     shapes = programs_lib.Shapes.of(
