@@ -44,8 +44,9 @@ class Process:
     os.close(its_end)
     if cores:  # before it has any threads
       os.sched_setaffinity(self._child.pid, cores)
-    self._beat_s, self._limit_s = time.monotonic(), _START_S  # its last sign of life
-    self.joined = False  # the job
+    self._beat_s = time.monotonic()  # of its start, then of its last sign of life
+    self._limit_s = _START_S  # after which the next one is overdue
+    self.joined = False  # whether it has found the others
 
   @property
   def status(self) -> int | None:
