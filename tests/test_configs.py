@@ -246,7 +246,7 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
   read = set()
-  modules = ("from_config.py", "plain_rollouts.py", "workdirs.py")
+  modules = ("from_config.py", "plain_rollouts.py", "sizes.py", "workdirs.py")
   for source in (f"{command(name)}.py", *modules):
     tree = ast.parse((ROOT / "experiments" / source).read_text())
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
