@@ -16,7 +16,6 @@ from absl import flags
 import jax
 
 from tlt_jax import processes
-from tlt_jax import programs
 
 PULSE_FD = "TLT_PULSE_FD"  # names the pipe on which a launcher listens for signs of life
 PULSE_S = 1.0
@@ -179,26 +178,12 @@ def fail(line: str | None) -> NoReturn:
   os._exit(1)
 
 
-def loss(error: BaseException | None) -> BaseException | None:
-  """The error by which a process noticed that another one is gone; None: it is another.
-
-  It may be hidden by what came of it. A device of this process that fails looks the same.
-  """
-  if processes.count() == 1:
-    return None
-  chain = []
-  while error is not None and error not in chain:
-    chain.append(error)
-    error = error.__cause__ or error.__context__
-  if any(map(programs.is_out_of_memory, chain)):
-    return None
-  # What jax raises of collectives between CPUs is a ValueError.
-  of_runtime = lambda e: isinstance(e, jax.errors.JaxRuntimeError) or "Gloo" in str(e)
-  return next(filter(of_runtime, reversed(chain)), None)
-
-
 def lost(error: BaseException) -> NoReturn:
-  """Ends this process because of a `loss`; a launcher may say first which one is gone."""
+  """Ends this process because another one is gone; a launcher may say first which.
+
+  Args:
+    error: by which it noticed, see `programs.loss`
+  """
   if wants_traceback():
     traceback.print_exc()
   if PULSE_FD in os.environ:

@@ -87,7 +87,7 @@ def run(
       distributed.fail(None if distributed.wants_traceback() else _one_line(e))
     except Exception as e:
       line = None if distributed.wants_traceback() else _one_line(e)
-      if (found := distributed.loss(e)) is not None:
+      if (found := programs.loss(e)) is not None:
         distributed.lost(found)
       if processes.count() > 1:
         distributed.fail(line and f"{line} (process {processes.index()})")

@@ -19,6 +19,7 @@ from tests import commands
 from tlt_jax import checkpoint
 from tlt_jax import metrics
 from tlt_jax import processes
+from tlt_jax import programs
 
 home = commands.home
 
@@ -178,8 +179,8 @@ def test_processes_go_by_what_the_first_one_sees(launch, tmp_path):
   assert launch("agrees") == (0, [])
 
 
-def test_a_lost_process_is_told_apart_from_other_errors(monkeypatch):
-  """Even where other errors have come of it."""
+def test_a_lost_process_is_told_apart_from_other_errors(monkeypatch, tmp_path):
+  """Even where other errors have come of it. No checkpoint waits for it."""
   monkeypatch.setattr(processes, "count", lambda: 2)
   gone = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset by peer")
   full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -187,10 +188,14 @@ def test_a_lost_process_is_told_apart_from_other_errors(monkeypatch):
   damaged, late, user = ValueError("cannot be restored"), TimeoutError(), ValueError("no")
   damaged.__cause__ = gone
   late.__context__ = gloo
-  told = [distributed.loss(e) for e in (gone, gloo, damaged, late, full, user)]
+  told = [programs.loss(e) for e in (gone, gloo, damaged, late, full, user)]
   assert told == [gone, gloo, gone, gloo, None, None]
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  monkeypatch.setattr(checkpoints, "close", lambda: pytest.fail("it waits"))
+  with pytest.raises(jax.errors.JaxRuntimeError), checkpoints:
+    raise gone
   monkeypatch.setattr(processes, "count", lambda: 1)
-  assert distributed.loss(gone) is None
+  assert programs.loss(gone) is None
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 
 from tlt_jax import checksums
 from tlt_jax import processes
+from tlt_jax import programs
 from tlt_jax import writing
 
 _STATE, _DATA = "state", "data"  # the folders in it
@@ -93,7 +94,9 @@ class Checkpoints:
   def __enter__(self) -> "Checkpoints":
     return self
 
-  def __exit__(self, kind, *_):
+  def __exit__(self, kind, error, _):
+    if programs.loss(error) is not None:
+      return  # orbax would wait for a process that is gone
     if kind is processes.Stopped and (last := self._at_stop()) is not None:
       step, state, data = last
       self.save(step, state, data, force=True)

@@ -116,8 +116,26 @@ def live_bytes() -> int:
   return held.get(jax.local_devices()[0], 0)
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
   """Whether a program failed because the device has no memory left."""
   return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(
     error
   )
+
+
+def loss(error: BaseException | None) -> BaseException | None:
+  """The error by which a process noticed that another one is gone; None: it is another.
+
+  It may be hidden by what came of it. A device of this process that fails looks the same.
+  """
+  if processes.count() == 1:
+    return None
+  chain = []
+  while error is not None and error not in chain:
+    chain.append(error)
+    error = error.__cause__ or error.__context__
+  if any(map(is_out_of_memory, chain)):
+    return None
+  # What jax raises of collectives between CPUs is a ValueError.
+  of_runtime = lambda e: isinstance(e, jax.errors.JaxRuntimeError) or "Gloo" in str(e)
+  return next(filter(of_runtime, reversed(chain)), None)
