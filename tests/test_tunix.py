@@ -4,6 +4,7 @@ Where tunix is installed its own types and models are used, else stand-ins of th
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import sys
@@ -16,7 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import commands
+from tlt_jax import tokenization
 from tlt_jax.integrations import tunix_params
+from tlt_jax.models import convert
 from tlt_jax.models import target
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -339,3 +343,82 @@ def test_speculation_and_spot_training_change_no_token(tlt, engine, tmp_path):
     strict=True,
   ):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def example():
+  """The example's module, where tunix is installed."""
+  pytest.importorskip("tunix", reason="needs google-tunix==0.1.7, see docs/tunix.md")
+  path = commands.ROOT / "examples" / "tunix_grpo.py"
+  spec = importlib.util.spec_from_file_location("tunix_grpo", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.mark.slow  # and needs tunix
+def test_speculation_changes_nothing_in_a_run_of_tunix(example, tlt, tmp_path, monkeypatch):
+  """Three steps of GRPO: the same responses, and the same policy to the last bit."""
+  source = commands.ROOT / "experiments" / "policies" / "countdown"
+  config = dataclasses.replace(convert.load_config(source), num_layers=2, rope_theta=1e6)
+  start = target.init_params(config, jax.random.key(0))
+  start["head"] *= 20.0
+  convert.save_hf(tmp_path / "policy", config, start)
+  tokenization.copy_files(source, tmp_path / "policy")
+  score = lambda prompts, completions, **_: [len(text) / 24 for text in completions]
+  few = jax.devices()[:2]
+  monkeypatch.setattr(jax, "devices", lambda *_: few)
+  sizes = dict(steps=3, prompts=2, responses=4, tokens=24)
+
+  def run(**options):
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+      seen.extend(completions)
+      return score(prompts, completions)
+
+    monkeypatch.setattr(example, "reward", reward)
+    engine = functools.partial(tlt.Rollout, slots=8, chunk=8, **options)
+    cluster = example.train(tmp_path / "policy", engine, **sizes)
+    return seen, cluster.rollout, nnx.state(cluster.actor_trainer.model, nnx.Param)
+
+  told, plain, policy = run(strategies="")
+  again, drafted, same = run(
+    strategies="up to 8 live: 2_1_3",
+    drafter="eagle2",
+    spot=spot_lib.Options(row_tokens=16, context_tokens=8, rows=8, carried_rows=4),
+  )
+  assert len(told) == 3 * 2 * 4 and told == again
+  jax.tree.map(np.testing.assert_array_equal, same, policy)
+  assert plain.samples.mean_acceptance_length == 1 < drafted.samples.mean_acceptance_length
+  # What the engine has is what the learner has made.
+  made = tunix_params.from_tunix(plain._config, policy)
+  jax.tree.map(np.testing.assert_array_equal, plain._params, made)
+  moved = np.asarray(policy["lm_head"]["w"][...]) - np.asarray(start["head"])
+  assert np.abs(moved).max() > 1e-6
+
+
+@pytest.mark.slow  # and needs tunix
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Llama3"])
+def test_log_probabilities_are_those_of_tunix(tlt, name):
+  """Of its models with their own parameters, padding on both sides; greedy tokens too."""
+  pytest.importorskip("tunix", reason="needs google-tunix==0.1.7, see docs/tunix.md")
+  models = importlib.import_module(f"tunix.models.{name.lower()}.model")
+  fields = vars(actor(name, rope_theta=10_000).config)
+  model = getattr(models, name)(models.ModelConfig(**fields), rngs=nnx.Rngs(0))
+  nnx.update(model, tree(name))
+  engine = make(tlt, model)
+  common = importlib.import_module("tunix.rl.common")
+  out = engine.generate(PROMPTS, settings(tlt))
+  completions = np.full((6, 24), PAD, np.int32)
+  for row, x in zip(completions, out.tokens, strict=True):
+    row[: len(x)] = x
+  prompts, completions = map(jnp.asarray, (out.left_padded_prompt_tokens, completions))
+  tokens = dict(prompt_tokens=prompts, completion_tokens=completions)
+  ids = dict(pad_id=PAD, eos_id=EOS)
+  theirs = common.compute_per_token_logps(
+    *nnx.split(model), **tokens, **ids, temperature=0.8
+  )
+  real = completions != PAD
+  ours = engine.get_per_token_logps(prompts, completions)
+  np.testing.assert_allclose(ours[real], theirs[real], rtol=1e-3, atol=1e-3)
