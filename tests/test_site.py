@@ -8,7 +8,10 @@ import pytest
 
 from tests import commands
 
-PAGES = ("", "design", "architecture", "extending", "figures", "reference", "changelog")
+PAGES = (
+  *("", "design", "architecture", "extending", "tunix"),
+  *("figures", "reference", "changelog"),
+)
 
 
 @pytest.mark.skipif(

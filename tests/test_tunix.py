@@ -169,8 +169,7 @@ def test_parameters_go_both_ways(name, tied):
   """Every array of tunix's is one of ours, and comes back where it was."""
   model = actor(name, tied)
   config = tunix_params.model_config(model)
-  mapped = tunix_params.from_tunix(config, nnx.state(model, nnx.Param))
-  ours = tunix_params.with_heads(config, mapped)
+  ours = tunix_params.from_tunix(config, nnx.state(model, nnx.Param))
   shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
   abstract = flax.linen.meta.unbox(target.abstract_params(config))
   assert shapes(ours) == shapes(abstract)
@@ -187,10 +186,10 @@ def test_heads_and_biases_are_where_they_belong():
   """Head 1 of k has the second H entries of tunix's bias."""
   made = tree("Qwen2")
   config = tunix_params.model_config(actor("Qwen2"))
-  ours = tunix_params.with_heads(config, tunix_params.from_tunix(config, made))
+  ours = tunix_params.from_tunix(config, made)
   bias = made["layers"][1]["attn"]["k_bias"]
   np.testing.assert_array_equal(ours["layer_1"]["attention"]["k_bias"][1], bias[H:])
-  assert ours["final_norm"]["scale"] is not None and config.qkv_bias
+  assert config.qkv_bias and not config.qk_norm
 
 
 def test_a_model_that_we_would_compute_differently_is_refused(caplog):
@@ -310,6 +309,8 @@ def test_what_cannot_be_drawn_is_refused(tlt, engine):
     engine.save_drafter("/nowhere")
   with pytest.raises(ValueError, match="give drafter='eagle2'"):
     make(tlt, spot=spot_lib.Options())
+  with pytest.raises(ValueError, match=r"add spot=spot.Options\(\) to train it"):
+    make(tlt, drafter="eagle2")
 
 
 @pytest.mark.slow  # programs of two rollouts of its own

@@ -1,4 +1,4 @@
-"""A rollout engine for google-tunix: lossless speculation in its GRPO and PPO runs.
+"""A rollout engine for google-tunix: lossless speculation in its runs of RL.
 
     from tlt_jax.integrations import tunix as tlt
 
@@ -7,8 +7,8 @@
 
 Nothing else of the run changes. `Rollout` answers prompts on the devices of tunix's rollout
 mesh and takes the actor's parameters after every step of the learner. With `spot` the
-drafter trains in the same rollouts. Of all this, tokens know nothing: they are a function
-of parameters, prompts, the seed and the number of responses drawn before.
+drafter trains in the same rollouts. None of this changes a token: they are a function of
+parameters, prompts, the seed and the number of responses drawn before.
 
 docs/tunix.md says how, and what differs from tunix's own engines.
 """
@@ -103,7 +103,7 @@ class Rollout(base_rollout.BaseRollout):
     lengths = dict(max_length=length, max_prompt=max_prompt)
     sizes = rollout_lib.Options(slots=slots, **lengths, **options)
     self._params = self._place(nnx.state(rollout_actor, nnx.Param))
-    made = _load_drafter(drafter, self._config, self._mesh)
+    made = _load_drafter(drafter, self._config, self._mesh, trains=spot is not None)
     self._drafter, self._draft_params = made
     selector = self._selector(strategies, spot)
     self._spot = None
@@ -144,7 +144,7 @@ class Rollout(base_rollout.BaseRollout):
     first = [i for i, p in enumerate(prompts) if not i or p != prompts[i - 1]]
     prompt_idx = np.searchsorted(first, np.arange(len(prompts)), side="right") - 1
     tokens = [self._encode(prompts[i]) for i in first]
-    stops = rollout_config.eos_tokens or [self.eos_id()]
+    stops = self._stop_tokens(rollout_config)
     padded = _left_padded(tokens, rollout_config.max_prompt_length, self.pad_id())
     self._check_room(tokens, rollout_config.max_tokens_to_generate)
     requests = requests_lib.make_requests(
@@ -181,8 +181,10 @@ class Rollout(base_rollout.BaseRollout):
     Returns:
       f32[B C]; of padding, something
     """
-    tokens = map(processes.fetch, (prompt_tokens, completion_tokens))
-    logp = self._score(self._params, *tokens)
+    even = prompt_tokens.shape[0] % self._mesh.shape[axes.DATA] == 0
+    rows = axes.sharding(self._mesh, axes.DATA if even else None)
+    tokens = processes.fetch((prompt_tokens, completion_tokens))
+    logp = self._score(self._params, *(processes.place(x, rows) for x in tokens))
     return jnp.asarray(processes.fetch(logp))  # where the learner has the tokens
 
   @functools.cached_property
@@ -220,26 +222,20 @@ class Rollout(base_rollout.BaseRollout):
     mine = tunix_params.from_tunix(self._config, params)
     # On CPUs, devices exchange arrays by way of the host, which tunix has forbidden here.
     with jax.transfer_guard("allow"):
-      moved = jax.device_put(mine, self._layout(mine))
+      moved = jax.device_put(mine, self._shardings)
     return self._copy(moved)
-
-  def _layout(self, params: dict) -> dict:
-    """The shardings of `from_tunix`'s parameters: ours where there is an axis for heads."""
-    whole, ours = axes.sharding(self._mesh), self._shardings
-    return jax.tree.map(lambda x, s: s if len(s.spec) <= x.ndim else whole, params, ours)
 
   @functools.cached_property
   def _shardings(self) -> dict:
-    """Those of our parameters."""
+    """Where parameters lie in rollouts."""
     abstract = target.abstract_params(self._config)
     return axes.shardings(self._mesh, axes.ROLLOUT, abstract)
 
   @functools.cached_property
   def _copy(self) -> Callable[[dict], dict]:
-    """A program that gives parameters their dtype and shapes, in arrays of their own."""
+    """A program: what was handed in, and moved nowhere, may be donated soon."""
     copy = lambda x: jnp.copy(x.astype(self._config.dtype))
-    with_heads = functools.partial(tunix_params.with_heads, self._config)
-    make = lambda params: jax.tree.map(copy, with_heads(params))
+    make = lambda params: jax.tree.map(copy, params)
     return jax.jit(make, out_shardings=self._shardings)
 
   def pad_id(self) -> int:
@@ -296,6 +292,12 @@ class Rollout(base_rollout.BaseRollout):
       options=options,
     )
 
+  def _stop_tokens(self, config: base_rollout.RolloutConfig) -> list[int]:
+    """The tokens that end a response."""
+    if config.eos_tokens or self.eos_id() is not None:
+      return list(config.eos_tokens or [self.eos_id()])
+    raise ValueError("the tokenizer has no end of a text: set RolloutConfig.eos_tokens")
+
   def _check_room(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
     """Raises ValueError unless such prompts and responses fit what was made."""
     sizes, longest = self._rollout.options, max(map(len, prompts))
@@ -317,12 +319,19 @@ def _load_drafter(
   name: str | pathlib.Path | None,
   config: config_lib.ModelConfig,
   mesh: jax.sharding.Mesh,
+  *,
+  trains: bool,
 ) -> tuple[drafter_lib.DrafterConfig | None, dict | None]:
   """A drafter and its parameters, of a folder or new."""
   if name is None:
     return None, None
   if not drafters.is_kind(str(name)):
     return drafter_files.load(name, config, mesh)
+  if not trains:
+    raise ValueError(
+      f"drafter={name!r} is a new one, whose guesses are random: add spot=spot.Options() "
+      "to train it, or give the folder of one that is trained"
+    )
   drafter = drafter_lib.of_target(config, str(name))
   layout = axes.shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
   init = jax.jit(lambda key: drafter_lib.init_params(drafter, key), out_shardings=layout)

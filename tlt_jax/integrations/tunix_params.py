@@ -94,13 +94,13 @@ def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig
 
 
 def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
-  """Takes a model's parameters to where ours are; arrays stay what they are.
+  """Takes a model's parameters to where ours are, on the devices that they are on.
 
   Args:
     config: of `model_config`
     params: `nnx.state(model, nnx.Param)`, or nested dicts of arrays like it
   Returns:
-    nested as `Policy.params`; biases still have their heads in one axis
+    nested as `Policy.params`; arrays are those that were handed in, but for biases
   Raises:
     ValueError: parameters that are no such model's, such as LoRA's, or of other shapes
   """
@@ -125,7 +125,8 @@ def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
         f"tunix's {name} has the shape {theirs[name].shape}, its config says "
         f"{_stored(ours, shapes[ours])}"
       )
-  return traverse_util.unflatten_dict({o: theirs[name] for o, name in names.items()}, "/")
+  mapped = {ours: theirs[name].reshape(shapes[ours]) for ours, name in names.items()}
+  return traverse_util.unflatten_dict(mapped, "/")
 
 
 def to_tunix(config: config_lib.ModelConfig, params: dict) -> dict:
@@ -141,13 +142,6 @@ def to_tunix(config: config_lib.ModelConfig, params: dict) -> dict:
     path = tuple(int(part) if part.isdigit() else part for part in name.split("/"))
     theirs[path] = flat[ours].reshape(_stored(ours, flat[ours].shape))
   return traverse_util.unflatten_dict(theirs)
-
-
-def with_heads(config: config_lib.ModelConfig, params: dict) -> dict:
-  """The parameters of `from_tunix` with an axis for heads in the biases too."""
-  flat = traverse_util.flatten_dict(params, sep="/")
-  shaped = {name: flat[name].reshape(shape) for name, shape in _shapes(config).items()}
-  return traverse_util.unflatten_dict(shaped, "/")
 
 
 def _shapes(config: config_lib.ModelConfig) -> dict[str, tuple[int, ...]]:
