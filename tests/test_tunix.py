@@ -277,6 +277,15 @@ def test_an_answer_is_what_tunix_expects(tlt, engine):
     np.testing.assert_allclose(row[: len(logp)], logp, rtol=1e-4, atol=1e-4)
 
 
+def test_nothing_is_compiled_once_it_is_prepared(tlt):
+  """Requests of tunix's options have the shapes that `prepare` compiles for."""
+  ready = make(tlt, slots=2)
+  ready.prepare()
+  count = len(ready._rollout.pool)
+  ready.generate(PROMPTS, settings(tlt))
+  assert len(ready._rollout.pool) == count > 0
+
+
 def test_parameters_are_taken_in_a_copy(tlt, engine):
   """Under tunix's guards; the learner donates what it handed in. Noise is never reused."""
   greedy = settings(tlt, temperature=0.0, top_p=None)

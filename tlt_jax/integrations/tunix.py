@@ -97,7 +97,7 @@ class Rollout(base_rollout.BaseRollout):
     dtype = rollout_config.data_type and jnp.dtype(rollout_config.data_type).name
     self._config = tunix_params.model_config(rollout_actor, dtype)
     self._mesh = axes.make_mesh(tensor_parallel, list(mesh.devices.flat))
-    self._tokenizer, self._temperature = tokenizer, rollout_config.temperature
+    self._tokenizer, self._rollout_config = tokenizer, rollout_config
     max_prompt = max_prompt or rollout_config.max_prompt_length
     length = max_prompt + (max_tokens or rollout_config.max_tokens_to_generate)
     lengths = dict(max_length=length, max_prompt=max_prompt)
@@ -122,6 +122,12 @@ class Rollout(base_rollout.BaseRollout):
     self._drawn = 0  # responses so far: each has noise of its own
     self.samples: samples_lib.Samples | None = None  # of the latest call, for metrics
 
+  def prepare(self) -> None:
+    """Compiles every program and times the strategies now, not when they are first used."""
+    stop_tokens = len(self._stop_tokens(self._rollout_config)) + 1
+    self._rollout.compile(self._params, stop_tokens, self._draft_params)
+    self._rollout.measure(self._params, stop_tokens, self._draft_params)
+
   def generate(
     self,
     prompts: list[str],
@@ -144,13 +150,13 @@ class Rollout(base_rollout.BaseRollout):
     first = [i for i, p in enumerate(prompts) if not i or p != prompts[i - 1]]
     prompt_idx = np.searchsorted(first, np.arange(len(prompts)), side="right") - 1
     tokens = [self._encode(prompts[i]) for i in first]
-    stops = self._stop_tokens(rollout_config)
+    ends = self._stop_tokens(rollout_config)
     padded = _left_padded(tokens, rollout_config.max_prompt_length, self.pad_id())
     self._check_room(tokens, rollout_config.max_tokens_to_generate)
     requests = requests_lib.make_requests(
       [tokens[i] for i in prompt_idx],
       first_request=self._drawn,
-      stop_tokens=[*stops, self.pad_id()],
+      stop_tokens=ends,
       **_sampling(rollout_config),
     )
     requests = dataclasses.replace(
@@ -163,7 +169,7 @@ class Rollout(base_rollout.BaseRollout):
     kept = [_before(samples.response(i), [self.pad_id()]) for i in range(len(prompts))]
     logp = [samples.logp[i, : len(x)] for i, x in enumerate(kept)]
     return base_rollout.RolloutOutput(
-      text=[self._tokenizer.decode(_before(x, stops).tolist()) for x in kept],
+      text=[self._tokenizer.decode(_before(x, ends).tolist()) for x in kept],
       logits=[],
       tokens=kept,
       left_padded_prompt_tokens=padded[prompt_idx],
@@ -191,7 +197,7 @@ class Rollout(base_rollout.BaseRollout):
   def _score(self) -> Callable:
     """The program of `get_per_token_logps`."""
     model, pad = target.Target(self._config), self.pad_id()
-    temperature = self._temperature or 1.0
+    temperature = self._rollout_config.temperature or 1.0
 
     def score(params, prompts, completions):
       tokens = jnp.concatenate([prompts, completions], 1)
@@ -288,15 +294,15 @@ class Rollout(base_rollout.BaseRollout):
       self._mesh,
       optimizer=rule or optimizer.make("adamw", 3e-4, b2=0.99),
       longest=longest,
-      loss=loss or loss_lib.Loss(temperature=self._temperature or 1.0),
+      loss=loss or loss_lib.Loss(temperature=self._rollout_config.temperature or 1.0),
       options=options,
     )
 
   def _stop_tokens(self, config: base_rollout.RolloutConfig) -> list[int]:
-    """The tokens that end a response."""
-    if config.eos_tokens or self.eos_id() is not None:
-      return list(config.eos_tokens or [self.eos_id()])
-    raise ValueError("the tokenizer has no end of a text: set RolloutConfig.eos_tokens")
+    """The tokens that end a response, with that of padding."""
+    if not config.eos_tokens and self.eos_id() is None:
+      raise ValueError("the tokenizer has no end of a text: set RolloutConfig.eos_tokens")
+    return [*(config.eos_tokens or [self.eos_id()]), self.pad_id()]
 
   def _check_room(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
     """Raises ValueError unless such prompts and responses fit what was made."""
