@@ -198,6 +198,8 @@ def test_a_model_that_we_would_compute_differently_is_refused(caplog):
     tunix_params.model_config(actor("Gemma3"))
   with pytest.raises(ValueError, match="Qwen3 with experts"):
     tunix_params.model_config(actor(num_experts=8))
+  with pytest.raises(ValueError, match="not in float64: set data_type"):
+    tunix_params.model_config(actor(), "float64")
   assert not caplog.records
   assert tunix_params.model_config(actor("Llama3", rope_theta=500_000)).rope_theta == 1e6
   assert "RoPE's base at 1e+06, not at the 500000" in caplog.text

@@ -75,6 +75,12 @@ def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig
       *(name, base, theirs.rope_theta),
     )
   stored = model.embedder.input_embedding.dtype
+  dtype = dtype or jax.numpy.dtype(getattr(theirs, "dtype", stored)).name
+  if dtype not in config_lib.DTYPES:
+    raise ValueError(
+      f"rollouts compute in {', '.join(config_lib.DTYPES)}, not in {dtype}: set data_type "
+      "in the RolloutConfig"
+    )
   return config_lib.ModelConfig(
     architecture=architecture,
     vocab_size=theirs.vocab_size,
@@ -89,7 +95,7 @@ def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig
     qkv_bias=name == "Qwen2",
     qk_norm=name == "Qwen3",
     tie_embeddings=getattr(theirs, tied),
-    dtype=dtype or jax.numpy.dtype(getattr(theirs, "dtype", stored)).name,
+    dtype=dtype,
   )
 
 
