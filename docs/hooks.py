@@ -63,18 +63,33 @@ def described(markdown: str) -> str:
 
 
 def _module(name: str) -> Iterator[str]:
-  """Yields a module's docstring, and its public classes and functions."""
+  """Yields a module's docstring, and its public constants, classes and functions."""
   path = ROOT / name.replace(".", "/")
   path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
   source = path.read_text()
   tree = ast.parse(source)
   yield f"### {name}\n"
   yield _fenced(ast.get_docstring(tree))
+  yield _fenced("\n".join(_constants(tree, source.splitlines())), "python")
   for node in tree.body:
     if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
       yield from _class(node, source.splitlines())
     elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
       yield from _function(node, node.name)
+
+
+def _constants(tree: ast.Module, lines: list[str]) -> Iterator[str]:
+  """Yields the lines of public names that are assigned, with comments as they stand."""
+  for node in tree.body:
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+      continue
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    names = [x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name)]
+    if any(not name.startswith("_") for name in names):
+      first = node.lineno - 1
+      while lines[first - 1].startswith("#"):
+        first -= 1
+      yield from lines[first : node.end_lineno]
 
 
 def _class(node: ast.ClassDef, lines: list[str]) -> Iterator[str]:

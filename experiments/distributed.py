@@ -5,6 +5,7 @@ the processes of a run agree on is in `tlt_jax.processes`.
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,15 +20,23 @@ from tlt_jax import programs
 
 PULSE_FD = "TLT_PULSE_FD"  # names the pipe on which a launcher listens for signs of life
 PULSE_S = 1.0
-# A process that gives no sign of life for so long is dead to the others. The launcher,
-# which can name it, is faster.
+LIVES, JOINED = b".", b"+"  # what is written there: it runs; it has joined the others
+# JAX takes a process that is silent for so long for dead. The launcher, which can say
+# which one it was, waits less.
 HEARTBEAT_S = 55
-_LAUNCHER_S = 60  # that a process which lost the others leaves a launcher to name the cause
-STOPPED = 143  # exit status after SIGTERM, as of a process that it has killed
+# A process that lost another one waits for so long before it ends: its launcher will have
+# named the other one, and ended both.
+_LAUNCHER_S = 60
+_JOIN_S = 300  # that a process waits for the others to join
+_ALONE = (
+  f"this process has waited {_JOIN_S} s for the others of its job: one was not started, "
+  "has ended, or cannot reach process 0 (--coordinator); start all of them again"
+)
+STOPPED = 143  # exit status of a run that SIGTERM has stopped: as of one that it killed
 
 
 class JobError(ValueError):
-  """A process cannot join its job; the message names the remedy."""
+  """A process that cannot join its job; the message names the remedy."""
 
 
 def define_flags() -> None:
@@ -38,8 +47,9 @@ def define_flags() -> None:
   flags.DEFINE_bool(
     "distributed",
     False,
-    "Be one process of a job: what Slurm, GKE or a TPU pod says of it counts, or else "
-    "--coordinator, --num_processes and --process_id. See docs/distributed.md.",
+    "Be one process of a job. Which one, and of how many, JAX asks Slurm, GKE or the TPU "
+    "pod; elsewhere --coordinator, --num_processes and --process_id say it. See "
+    "docs/distributed.md.",
     flag_values=of,
   )
   flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.", flag_values=of)
@@ -73,7 +83,7 @@ def join() -> None:
   """Joins the job, if the flags ask for it; before anything touches a device.
 
   Raises:
-    JobError: not all of what that takes is known
+    JobError: not all of what that takes is known, or not all processes have come
   """
   told = {name: flag(name) for name in ("coordinator", "num_processes", "process_id")}
   if not flag("distributed"):
@@ -84,22 +94,56 @@ def join() -> None:
   # It would take SIGTERM for itself; see `processes.stop_on_sigterm`.
   jax.config.update("jax_enable_preemption_service", False)
   _show_signs_of_life()
+  if told["coordinator"] is not None:
+    _check_port(told["coordinator"], listens=told["process_id"] == 0)
+  # JAX would abort this process, and show its stack.
+  late = threading.Timer(_JOIN_S, fail, (f"error: {_ALONE}",))
+  late.start()
   try:
     jax.distributed.initialize(
       told["coordinator"],
       told["num_processes"],
       told["process_id"],
+      initialization_timeout=2 * _JOIN_S,
       heartbeat_timeout_seconds=HEARTBEAT_S,
     )
   except (ValueError, RuntimeError) as e:
-    reason = str(e).splitlines()[0]
+    missing = [f"--{name}" for name, value in told.items() if value is None]
     raise JobError(
-      f"this process cannot join its job ({reason}); name --coordinator=HOST:PORT, "
-      "--num_processes and --process_id, or start it by Slurm, GKE or "
-      "experiments.launch (docs/distributed.md)"
+      f"this process cannot join its job ({_first_line(e)}); give "
+      f"{', '.join(missing) or 'other values of these flags'}, or start it by Slurm, GKE "
+      "or experiments.launch (docs/distributed.md)"
     ) from e
+  finally:
+    late.cancel()
+  if PULSE_FD in os.environ:
+    os.write(int(os.environ[PULSE_FD]), JOINED)
   if not processes.is_first():
     sys.stdout = open(os.devnull, "w")  # what is to be read is printed by the first one
+
+
+def _check_port(coordinator: str, listens: bool) -> None:
+  """Raises JobError for an address that JAX would crash on.
+
+  Args:
+    coordinator: the address of process 0
+    listens: whether this is process 0
+  """
+  port = coordinator.rpartition(":")[2]
+  if not port.isdigit():
+    raise JobError(f"--coordinator={coordinator} names no port; give HOST:PORT")
+  if listens:
+    try:
+      socket.create_server(("", int(port))).close()
+    except (OSError, OverflowError) as e:
+      raise JobError(
+        f"--coordinator={coordinator}: process 0 cannot listen on that port ({e}); give "
+        "all processes another one"
+      ) from e
+
+
+def _first_line(error: BaseException) -> str:
+  return str(error).strip().splitlines()[0][:200]
 
 
 def _show_signs_of_life() -> None:
@@ -111,7 +155,7 @@ def _show_signs_of_life() -> None:
   def beat():
     while True:
       try:
-        os.write(pipe, b".")
+        os.write(pipe, LIVES)
       except OSError:
         os._exit(1)
       time.sleep(PULSE_S)
@@ -119,7 +163,7 @@ def _show_signs_of_life() -> None:
   threading.Thread(target=beat, name="signs of life", daemon=True).start()
 
 
-def fail(line: str | None = None) -> NoReturn:
+def fail(line: str | None) -> NoReturn:
   """Ends this process after an error; the others cannot go on without it.
 
   At once: an orderly end would wait for them.
@@ -130,27 +174,42 @@ def fail(line: str | None = None) -> NoReturn:
   if line is None:
     traceback.print_exc()
   else:
-    print(f"{line} (process {processes.index()})", file=sys.stderr)
+    print(line, file=sys.stderr)
   sys.stderr.flush()
   os._exit(1)
 
 
-def is_lost(error: Exception) -> bool:
-  """Whether an error of this process comes from another one that is gone.
+def loss(error: BaseException | None) -> BaseException | None:
+  """The error by which a process noticed that another one is gone; None: it is another.
 
-  What jax raises of collectives between CPUs is a ValueError.
+  It may be hidden by what came of it. A device of this process that fails looks the same.
   """
-  is_ours = programs.is_out_of_memory(error)
-  of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-  return processes.count() > 1 and of_runtime and not is_ours
+  if processes.count() == 1:
+    return None
+  chain = []
+  while error is not None and error not in chain:
+    chain.append(error)
+    error = error.__cause__ or error.__context__
+  if any(map(programs.is_out_of_memory, chain)):
+    return None
+  # What jax raises of collectives between CPUs is a ValueError.
+  of_runtime = lambda e: isinstance(e, jax.errors.JaxRuntimeError) or "Gloo" in str(e)
+  return next(filter(of_runtime, reversed(chain)), None)
 
 
-def lost(error: Exception) -> NoReturn:
-  """Ends this process because another one is gone; a launcher may say first which."""
+def lost(error: BaseException) -> NoReturn:
+  """Ends this process because of a `loss`; a launcher may say first which one is gone."""
+  if wants_traceback():
+    traceback.print_exc()
   if PULSE_FD in os.environ:
     time.sleep(_LAUNCHER_S)
-  reason = str(error).splitlines()[0][:200]
   fail(
-    f"error: another process of the job is gone, or does not answer ({reason}); run the "
-    "same command again: it goes on from the last checkpoint"
+    "error: another process of the job is gone, or this one's device failed: "
+    f"{_first_line(error)} (process {processes.index()}); run the same command again: it "
+    "goes on from the last checkpoint. TLT_TRACEBACK=1 shows where"
   )
+
+
+def wants_traceback() -> bool:
+  """Whether errors are shown with their tracebacks: TLT_TRACEBACK asks for it."""
+  return bool(os.environ.get("TLT_TRACEBACK"))

@@ -123,4 +123,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  launch.run(main, joins_jobs=True, config=("countdown", keys.RUN))

@@ -1,23 +1,28 @@
 """Writes what a run has trained as two folders that other tools open.
 
-    python -m experiments.export --workdir=runs/mine --output=DIR [--server=vllm]
+    python -m experiments.export --workdir=runs/mine --output=DIR [--server=vllm] \\
+        [--policy_only]
 
 `DIR/policy` is a Hugging Face folder with tokenizer, in the number format of the policy
 that the run began with. `DIR/drafter` is a drafter that SGLang loads, or vLLM, beside that
 policy. Both are of the latest checkpoint; the run may still go on. Of a workdir of
-`train_drafter` only the drafter is written. Commands of this project take the same folders
-(`--model=DIR/policy --drafter=DIR/drafter` of `generate`).
+`train_drafter` only the drafter is written, with `--policy_only` only the policy. Commands
+of this project take the same folders (`--model=DIR/policy --drafter=DIR/drafter` of
+`generate`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+import json
 import logging
 import pathlib
+import shlex
 from typing import Any
 
 from absl import flags
 import flax.linen as nn
 import jax
 
+from experiments import keys
 from experiments import launch
 from experiments import workdirs
 from tlt_jax import checkpoint
@@ -35,50 +40,83 @@ _OUTPUT = flags.DEFINE_string("output", None, "Where the folders go.", required=
 _SERVER = flags.DEFINE_enum(
   "server", "sglang", eagle_files.SERVERS, "That loads the drafter."
 )
+_POLICY_ONLY = flags.DEFINE_bool("policy_only", False, "Leave the drafter out.")
 
 _REMEDY = "give the folder of a run"
-_HOW = {
-  "sglang": "python -m sglang.launch_server --model-path {policy} --speculative-algorithm "
-  "{method} --speculative-draft-model-path {drafter}",
-  "vllm": 'vllm serve {policy} --speculative-config \'{{"method": "{method}", "model": '
-  '"{drafter}", "num_speculative_tokens": 3}}\'',
-}
+# Makes the list of the target's tokens that SGLang drafts among. Takes the drafter's
+# safetensors, whose d2t has what is to be added to 0, 1, 2..., and the file to write.
+_TOKEN_MAP = (
+  "python -c 'import sys, torch; from safetensors.torch import load_file; d = "
+  'load_file(sys.argv[1])["d2t"]; torch.save((d + torch.arange(len(d))).tolist(), '
+  "sys.argv[2])'"
+)
 
 
-def export(workdir: pathlib.Path, output: pathlib.Path, server: str) -> str:
+def export(
+  workdir: pathlib.Path, output: pathlib.Path, server: str, policy_only: bool = False
+) -> str:
   """Writes both folders; returns what is to be said of them.
 
   Args:
     workdir: of `train` or `train_drafter`
     output: where to
     server: that loads the drafter, see `eagle_files.save`
+    policy_only: leave the drafter out
   Raises:
-    ValueError: there is nothing to export, or no server computes what the drafter does
+    ValueError: there is nothing to export, no server computes what the drafter does, or
+      what is read would be overwritten
   """
   config = workdirs.read(workdir, {}, _REMEDY)
-  run = config.get("run", config)  # of a drafter's training: that it is for
+  offline = "run" in config  # a drafter's training, which has no policy of its own
+  run = config["run"] if offline else workdirs.read(workdir, keys.RUN, _REMEDY)
+  if "policy" not in run or "drafter" not in run:
+    raise ValueError(
+      f"{workdir} is the folder of neither `train` nor `train_drafter`: its config.json "
+      "names no policy and drafter"
+    )
+  if offline and policy_only:
+    raise ValueError(f"--policy_only: {workdir} is of `train_drafter`, and has no policy")
+  parts = ["policy"] * (not offline) + ["drafter"] * (not policy_only)
+  _check_output([output / part for part in parts], workdir, run)
   model = convert.load_config(run["policy"])
-  if (output / "policy").resolve() == pathlib.Path(run["policy"]).resolve():
-    raise ValueError(f"--output={output} has the policy that the run began with")
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints")
-  if run is config:
-    drafter, draft_params = drafter_of_run(run, model, checkpoints)
-  else:
-    drafter, draft_params = drafter_files.load(workdir / "drafter", model)
+  drafter = None
+  if offline:
+    drafter, params = drafter_files.load(workdir / "drafter", model)
+  elif not policy_only:
+    drafter, params = drafter_of_run(run, model, checkpoints)
   if drafter is not None:  # first: it may be refused
-    eagle_files.save(output / "drafter", drafter, draft_params, server, model.dtype)
+    try:
+      eagle_files.save(output / "drafter", drafter, params, server, model.dtype)
+    except convert.CheckpointError as e:
+      way_out = "" if offline else "; or export without it: --policy_only"
+      raise ValueError(f"{e}{way_out}") from e
   policy = run["policy"]
-  if run is config:
+  if not offline:
     like = {"policy": {"params": on_host(target.abstract_params(model))}}
     step, state = checkpoints.restore_part(like)
     policy = output / "policy"
-    params = state["policy"]["params"]
-    convert.save_hf(policy, model, params, dtype=model.dtype)
+    convert.save_hf(policy, model, state["policy"]["params"], dtype=model.dtype)
     tokenization.copy_files(run["policy"], policy)
     logging.info("exported the policy of step %d to %s", step, policy)
-  if drafter is None:
-    return f"{policy}: {model.architecture}, {model.dtype}. The run has no drafter."
-  return _told(policy, output / "drafter", drafter, server)
+  if drafter is not None:
+    return _told(policy, output, drafter, server)
+  why = "" if policy_only else " The run has no drafter."
+  return f"{policy}: {model.architecture}, {model.dtype}.{why}"
+
+
+def _check_output(
+  folders: Sequence[pathlib.Path], workdir: pathlib.Path, run: Mapping[str, Any]
+) -> None:
+  """Raises ValueError if a folder is one that the run began with or writes itself."""
+  kept = [run["policy"], run["drafter"], workdir / "policy", workdir / "drafter"]
+  kept = [pathlib.Path(folder).resolve() for folder in kept if folder]
+  for folder in folders:
+    if folder.resolve() in kept:
+      raise ValueError(
+        f"{folder} would be replaced, which the run began with or writes itself; name "
+        "another --output"
+      )
 
 
 def drafter_of_run(
@@ -100,7 +138,7 @@ def drafter_of_run(
   if run["spot"]["held_out_rows"]:
     _, part = checkpoints.restore_part({"drafter": {"published": params}})
     return drafter, part["drafter"]["published"]
-  name = "average" if run["spot"].get("average") else "params"
+  name = "average" if run["spot"]["average"] else "params"
   _, part = checkpoints.restore_part({"drafter": {"state": {name: params}}})
   return drafter, part["drafter"]["state"][name]
 
@@ -114,24 +152,59 @@ def on_host(abstract: Any) -> Any:
 
 def _told(
   policy: str | pathlib.Path,
-  folder: pathlib.Path,
+  output: pathlib.Path,
   drafter: drafter_lib.DrafterConfig,
   server: str,
 ) -> str:
-  """Names the folders, and the command that serves them."""
+  """Names the folders, and the commands that serve them."""
+  folder = output / "drafter"
   if not eagle_files.has_server(drafter):
     return (
       f"{policy}, {folder}: no released server has a class for this drafter, with norms of "
       "q and k; commands of this project take it"
     )
+  serve = {"sglang": _with_sglang, "vllm": _with_vllm}[server]
+  return serve(str(policy), folder, drafter)
+
+
+def _with_sglang(
+  policy: str, folder: pathlib.Path, drafter: drafter_lib.DrafterConfig
+) -> str:
+  """The commands that make SGLang serve a policy with the drafter of a folder."""
+  method = {"eagle2": "EAGLE", "eagle3": "EAGLE3"}[drafter.kind]
+  command = (
+    f"python -m sglang.launch_server --model-path {shlex.quote(policy)} "
+    f"--speculative-algorithm {method} "
+    f"--speculative-draft-model-path {shlex.quote(str(folder))}"
+  )
+  if drafter.kind != "eagle2" or not drafter.vocab:
+    return command
+  tensors = shlex.quote(str(folder / "model.safetensors"))
+  tokens = shlex.quote(str(folder.with_name("token_map.pt")))
+  return f"{_TOKEN_MAP} {tensors} {tokens}\n{command} --speculative-token-map {tokens}"
+
+
+def _with_vllm(
+  policy: str, folder: pathlib.Path, drafter: drafter_lib.DrafterConfig
+) -> str:
+  """The command that makes vLLM do so, and what to know of it."""
   method = {"eagle2": "eagle", "eagle3": "eagle3"}[drafter.kind]
-  method = method.upper() if server == "sglang" else method
-  return _HOW[server].format(policy=policy, drafter=folder, method=method)
+  options = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+  spelt = shlex.quote(json.dumps(options))
+  command = f"vllm serve {shlex.quote(policy)} --speculative-config {spelt}"
+  if drafter.kind != "eagle2" or not drafter.vocab:
+    return command
+  return (
+    f"vLLM drafts among all {drafter.layer.vocab_size:,} tokens, not the "
+    f"{len(drafter.vocab):,} of this drafter, which changes no response; what it does to "
+    f"acceptance is not measured:\n{command}"
+  )
 
 
 def main():
   launch.start()
-  print(export(pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value), _SERVER.value))
+  folders = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
+  print(export(*folders, _SERVER.value, _POLICY_ONLY.value))
 
 
 if __name__ == "__main__":

@@ -68,8 +68,7 @@ def compute(
   """
   sizes = tuple(len(p) + len(r) for p, r in sequences)
   files = FeatureFiles(folder, sizes, learner.layout.size)
-  missing = list(_missing(files))
-  processes.barrier()  # before the first process adds some
+  missing = processes.on_first(lambda: list(_missing(files)))
   if not missing:
     return files
   folder.mkdir(exist_ok=True)

@@ -7,18 +7,17 @@ in `train.py`.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments import keys
+from experiments import memory_phases
 from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
-from tlt_jax import packing
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
@@ -115,12 +114,15 @@ def _rules(config: dict, max_prompt: int | None) -> prompt_checks.Rules:
   )
 
 
-def complete(config: dict, workdir: str = "") -> dict:
+def complete(
+  config: dict, workdir: str = "", planned: memory_phases.Machine | None = None
+) -> dict:
   """A run's config with every size, checked; see `sizes`. Devices must have been set up.
 
   Args:
     config: of a run
     workdir: its folder; a run that began there keeps its sizes
+    planned: devices that are not there, which sizes follow from; None: this machine's
   Raises:
     ValueError: the policy's context is too short, its learner cannot take what its
       rollouts give, or a prompt is refused
@@ -132,11 +134,11 @@ def complete(config: dict, workdir: str = "") -> dict:
   if sizes.is_open(config, "rollout"):
     asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
     batch = {k: config["batch"][k] for k in ("prompts", "responses")}
-    config = sized(config, *asked, **batch)
+    config = sized(config, *asked, **batch, planned=planned)
   if sizes.is_open(config, "learner"):
-    machine = sizes.Machine.here(config["tensor_parallel"])
-    config = sizes.fit_learner(config, max_length(config), machine)
-  check_sizes(config)
+    machine = _machine(config, planned)
+    config = sizes.fit_learner(config, sizes.max_length(config), machine)
+  sizes.check_sizes(config)
   return config
 
 
@@ -157,18 +159,33 @@ def complete_training(config: dict, run: dict, workdir: str) -> tuple[dict, dict
     run = sized(run, *asked, prompts=wanted["prompts"], responses=wanted["samples"])
   if sizes.is_open(config, "learner"):
     machine = sizes.Machine.here(run["tensor_parallel"])
-    config = sizes.fit_learner(config, max_length(run), machine)
-  check_longest(run, config["learner"]["buckets"])
+    config = sizes.fit_learner(config, sizes.max_length(run), machine)
+  sizes.check_longest(run, config["learner"]["buckets"])
   return config, run
 
 
-def sized(config: dict, *records: Sequence[dict], prompts: int, responses: int) -> dict:
+def _machine(config: dict, planned: memory_phases.Machine | None) -> sizes.Machine:
+  """What a run's sizes follow from."""
+  if planned is None:
+    return sizes.Machine.here(config["tensor_parallel"])
+  free = planned.room.free
+  return sizes.Machine.planned(planned.devices, free, config["tensor_parallel"])
+
+
+def sized(
+  config: dict,
+  *records: Sequence[dict],
+  prompts: int,
+  responses: int,
+  planned: memory_phases.Machine | None = None,
+) -> dict:
   """The config with the sizes of the rollout that it leaves open; see `sizes`.
 
   Args:
     config: of a run
     records: sources of prompts; of each the longest counts
     prompts, responses: that are asked at a time, and of each prompt
+    planned: see `complete`
   """
   if not sizes.is_open(config, "rollout"):
     return config
@@ -179,7 +196,7 @@ def sized(config: dict, *records: Sequence[dict], prompts: int, responses: int) 
     config,
     convert.load_config(config["policy"]),
     sizes.Asked(longest, prompts, responses),
-    sizes.Machine.here(config["tensor_parallel"]),
+    _machine(config, planned),
   )
 
 
@@ -209,13 +226,7 @@ def make_mesh(config: dict, planned: int | None = None) -> jax.sharding.Mesh:
   """
   devices, model = config["tensor_parallel"], convert.load_config(config["policy"])
   mesh = axes.make_mesh(devices, planned)
-  for kind, heads in (("query", model.num_heads), ("key/value", model.num_kv_heads)):
-    if heads % devices:
-      raise ValueError(
-        f"tensor_parallel={devices} does not divide the policy's {heads} {kind} heads: "
-        "each device would hold and compute all of them; take a divisor of "
-        f"{math.gcd(model.num_heads, model.num_kv_heads)}"
-      )
+  model.check_split(devices)
   return mesh
 
 
@@ -289,7 +300,7 @@ def spot_trainer(
     drafter,
     mesh,
     optimizer=optimizer.make(**optimizer_options),
-    longest=max_length(config),
+    longest=sizes.max_length(config),
     loss=draft_loss.Loss(**loss, temperature=config["sampling"]["temperature"] or 1.0),
     options=options,
   )
@@ -332,32 +343,6 @@ def spot_training(
   return made and spot_lib.Spot(*made, draft_params)
 
 
-def max_length(config: dict) -> int:
-  """Tokens of the longest sequence."""
-  return config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
-
-
-def check_sizes(config: dict) -> None:
-  """Raises ValueError unless a run's learner can take what its rollouts give."""
-  check_longest(config, config["learner"]["buckets"])
-  responses = config["batch"]["prompts"] * config["batch"]["responses"]
-  if responses % config["learner"]["updates"]:
-    raise ValueError(
-      f"{responses} responses cannot be shared out over {config['learner']['updates']} "
-      "updates: batch.prompts * batch.responses must be a multiple of learner.updates"
-    )
-
-
-def check_longest(config: dict, buckets: Sequence[tuple[int, int]]) -> None:
-  """Raises ValueError unless the longest sequence of a run fits a learner's buckets."""
-  longest, room = max_length(config), packing.over_slices(buckets, 1)[-1].length
-  if longest > room:
-    raise ValueError(
-      f"sequences of this run may have {longest} tokens (rollout.max_prompt + "
-      f"sampling.max_tokens), the longest of learner.buckets holds {room}"
-    )
-
-
 def sampler(
   config: dict,
   model: config_lib.ModelConfig,
@@ -377,7 +362,7 @@ def sampler(
   engine = rollout.make(
     model,
     mesh,
-    rollout.Options(max_length=max_length(config), **config["rollout"]),
+    rollout.Options(max_length=sizes.max_length(config), **config["rollout"]),
     drafter=drafter,
     selector=selector,
     verification=config["verification"],
@@ -386,9 +371,15 @@ def sampler(
   return sample.make(
     engine,
     tokenizer=tokenizer(config["policy"]),
-    judge=judge.Judge(
+    judge=_judge(
       config["reward"], config["solved_at"], judge.Options(**config["verifier"])
     ),
     sampling=config["sampling"],
     chat=config["chat"],
   )
+
+
+@functools.cache
+def _judge(text: str, solved_at: float, options: judge.Options) -> judge.Judge:
+  """The judge of a task, whose processes all samplers of a command share."""
+  return judge.Judge(text, solved_at, options)

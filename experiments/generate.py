@@ -116,7 +116,7 @@ def main(config):
   # Of two slices one would wait: a single response has all cores of a CPU instead.
   launch.start(1 if _PROMPT.value is not None and _SAMPLES.value == 1 else 2)
   if _OUTPUT.value:
-    check_writable(pathlib.Path(_OUTPUT.value))
+    processes.on_first(lambda: check_writable(pathlib.Path(_OUTPUT.value)))
   config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
   records = asked(config)
   chosen = from_config.selector_of(_STRATEGY.value, config)
@@ -144,7 +144,7 @@ def main(config):
   if not processes.is_first():
     return
   if _OUTPUT.value:
-    with writing.to(_OUTPUT.value), open(_OUTPUT.value, "w") as out:
+    with writing.to(_OUTPUT.value), open(_OUTPUT.value, "w", encoding="utf-8") as out:
       write(scored, records, out)
   elif not streams:
     write(scored, records, sys.stdout)
@@ -178,4 +178,4 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  launch.run(main, joins_jobs=True, config=("countdown", keys.RUN))

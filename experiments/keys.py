@@ -75,8 +75,8 @@ RUN = {
   ),
   "drafter": Key(
     str,
-    "drafter folder written by train_drafter, 'eagle2' or 'eagle3' for a new one, '' for "
-    "none",
+    "folder of a drafter (of train_drafter, of export, or a published EAGLE-2 or EAGLE-3 "
+    "one), 'eagle2', 'eagle3' or a module of your own for a new one, '' for none",
   ),
   "strategies": Key(
     str,

@@ -42,6 +42,7 @@ _HELP = ("help", "helpshort", "helpfull", "?")
 def run(
   main: Callable[..., None],
   takes_arguments: bool = False,
+  joins_jobs: bool = False,
   **configs: tuple[str, declarations.Section],
 ) -> None:
   """Runs a command; what a user can mend ends in one line and exit status 1.
@@ -51,6 +52,7 @@ def run(
   Args:
     main: called with the configs, as plain dicts and tuples, by the names of their flags
     takes_arguments: whether `main` takes what is on the command line without -- first
+    joins_jobs: whether several processes may run it as one job (--distributed)
     configs: flag name -> (default file in `configs/`, its keys). A config is given as
       `--name=FILE.py[:arg]`, with overrides `--name.a.b=value`; see `config_flag`
   """
@@ -70,20 +72,25 @@ def run(
   def guarded(argv):
     if argv[1:] and not takes_arguments:
       sys.exit(f"error: unexpected argument {argv[1]!r}; flags start with --")
+    if distributed.flag("distributed") and not joins_jobs:
+      name = pathlib.Path(argv[0]).stem
+      sys.exit(f"error: --distributed: {name} writes its files from one process only")
     given = {name: flags.FLAGS[name].value.to_dict() for name in configs}
     try:
       for name, (_, section) in configs.items():
         declarations.check(section, given[name], name)
       main(*argv[1:], **given)
     except processes.Stopped:
-      logging.info("stopped by SIGTERM; the same command goes on from there")
+      logging.info("stopped by SIGTERM; the same command goes on")
       sys.exit(distributed.STOPPED)
+    except distributed.JobError as e:
+      distributed.fail(None if distributed.wants_traceback() else _one_line(e))
     except Exception as e:
-      line = None if os.environ.get("TLT_TRACEBACK") else _one_line(e)
-      if distributed.is_lost(e):
-        distributed.lost(e)
+      line = None if distributed.wants_traceback() else _one_line(e)
+      if (found := distributed.loss(e)) is not None:
+        distributed.lost(found)
       if processes.count() > 1:
-        distributed.fail(line)
+        distributed.fail(line and f"{line} (process {processes.index()})")
       if line is None:
         raise
       sys.exit(line)

@@ -4,7 +4,8 @@
 
 Each process has cores of its own. If one dies, is out of memory or hangs, all of them end,
 with one line that names it; with --restarts=N they start again, and a run goes on from its
-last checkpoint. SIGTERM and Ctrl-C reach all of them.
+last checkpoint. SIGTERM and Ctrl-C reach all of them: after SIGTERM the exit status is 143,
+or 1 if a process failed to save, and nothing starts again.
 """
 
 import argparse
@@ -16,11 +17,12 @@ import socket
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 from experiments import distributed
 
 _HANG_S = 40.0  # without a sign of life, after which a process is taken for dead
-_STOP_S = 60.0  # that processes have to save and end after SIGTERM
+_START_S = 300.0  # the same before its first one: until then it imports modules
 _LOOK_S = 0.2
 
 
@@ -42,7 +44,8 @@ class Process:
     os.close(its_end)
     if cores:  # before it has any threads
       os.sched_setaffinity(self._child.pid, cores)
-    self._beat_s: float | None = None  # when it last showed that it lives
+    self._beat_s, self._limit_s = time.monotonic(), _START_S  # its last sign of life
+    self.joined = False  # the job
 
   @property
   def status(self) -> int | None:
@@ -50,16 +53,17 @@ class Process:
     return self._child.poll()
 
   def listen(self) -> None:
-    """Takes its signs of life, of which there are some, or the end of them."""
-    if os.read(self.pulse, 4096):
-      self._beat_s = time.monotonic()
+    """Reads its signs of life from the pipe; there are none once it has ended."""
+    if read := os.read(self.pulse, 4096):
+      self._beat_s, self._limit_s = time.monotonic(), _HANG_S
+      self.joined |= distributed.JOINED in read
 
   def fault(self, stopping: bool) -> str | None:
     """What is wrong with it; None: nothing. SIGTERM may end it while the job stops."""
     status = self.status
     if status is None:
-      silent_s = time.monotonic() - (self._beat_s or time.monotonic())
-      hangs = silent_s > _HANG_S
+      silent_s = time.monotonic() - self._beat_s
+      hangs = silent_s > self._limit_s
       return f"has given no sign of life for {silent_s:.0f} s" if hangs else None
     if status in (0, distributed.STOPPED) or (stopping and status == -signal.SIGTERM):
       return None
@@ -68,6 +72,15 @@ class Process:
       memory = ", as by a system that is out of memory" if name == "SIGKILL" else ""
       return f"was killed by {name}{memory}"
     return f"ended with status {status}"
+
+  @property
+  def blame(self) -> int:
+    """How surely it was the cause, of several that failed at once.
+
+    No signal is sent to those that notice; but JAX aborts them if process 0 is gone.
+    """
+    status = self.status or 0
+    return 1 if status >= 0 else 0 if status == -signal.SIGABRT else 2
 
   def send(self, number: int) -> None:
     """Sends it a signal, if it runs."""
@@ -84,14 +97,22 @@ class Process:
 class Job:
   """The processes of one attempt; leaving a `with` block ends them."""
 
-  def __init__(self, command: Sequence[str], count: int, pin: bool):
-    """Starts `count` processes; `pin` gives each cores of its own."""
+  def __init__(self, command: Sequence[str], count: int, pin: bool, stop_s: float):
+    """Starts it.
+
+    Args:
+      command: of every process
+      count: processes
+      pin: gives each cores of its own
+      stop_s: seconds that they have to save and end after SIGTERM
+    """
     told = ["--distributed", f"--coordinator=localhost:{_free_port()}"]
     told.append(f"--num_processes={count}")
     self._all = [
       Process(i, [*command, *told, f"--process_id={i}"], cores)
       for i, cores in enumerate(_shares(count) if pin else [()] * count)
     ]
+    self._stop_s = stop_s
     self._deadline: float | None = None  # by which all must have ended
 
   def __enter__(self) -> "Job":
@@ -101,10 +122,20 @@ class Job:
     for process in self._all:
       process.close()
 
+  @property
+  def stopping(self) -> bool:
+    """Whether a process has been told to stop, and so all have."""
+    return self._deadline is not None
+
+  @property
+  def joined(self) -> bool:
+    """Whether a process has joined the others."""
+    return any(process.joined for process in self._all)
+
   def stop(self) -> None:
     """Asks all processes to save and end."""
     if self._deadline is None:
-      self._deadline = time.monotonic() + _STOP_S
+      self._deadline = time.monotonic() + self._stop_s
       for process in self._all:
         process.send(signal.SIGTERM)
 
@@ -114,21 +145,21 @@ class Job:
     "" if all is well, "stopped" after SIGTERM, else what went wrong.
     """
     time.sleep(_LOOK_S)
-    listening = {p.pulse: p for p in self._all if p.status is None}
+    listening = {p.pulse: p for p in self._all}
     for pulse in select.select([*listening], [], [], 0)[0]:
       listening[pulse].listen()
     statuses = [p.status for p in self._all]
     if distributed.STOPPED in statuses:
       self.stop()
-    stopping = self._deadline is not None
-    faults = {p.number: fault for p in self._all if (fault := p.fault(stopping))}
+    faults = [(p, fault) for p in self._all if (fault := p.fault(self.stopping))]
     if faults:
-      number = min(faults)
-      return f"process {number} of {len(self._all)} {faults[number]}"
+      process, fault = max(faults, key=lambda found: found[0].blame)
+      return f"process {process.number} of {len(self._all)} {fault}"
     if None not in statuses:
-      return "stopped" if stopping else ""
-    if stopping and time.monotonic() > self._deadline:
-      return f"process {statuses.index(None)} did not end within {_STOP_S:.0f} s of SIGTERM"
+      return "stopped" if self.stopping else ""
+    if self.stopping and time.monotonic() > self._deadline:
+      late = statuses.index(None)
+      return f"process {late} did not end within {self._stop_s:g} s of SIGTERM"
     return None
 
 
@@ -145,43 +176,60 @@ def _shares(count: int) -> list[list[int]]:
   return [cores[i * each : (i + 1) * each] for i in range(count)]
 
 
-def _run(options: argparse.Namespace, command: Sequence[str], is_told) -> str:
-  """Runs the job once; returns what `Job.look` says in the end."""
-  with Job(command, options.processes, options.pin) as job:
+class Outcome(NamedTuple):
+  """How an attempt ended."""
+
+  said: str  # see `Job.look`
+  may_restart: bool  # it was not told to stop, and failed after processes had joined
+
+
+def _run(options: argparse.Namespace, command: Sequence[str], is_told) -> Outcome:
+  """Runs the job once."""
+  with Job(command, options.processes, options.pin, options.stop_s) as job:
     while True:
       if is_told():
         job.stop()
       if (said := job.look()) is not None:
-        return said
+        return Outcome(said, may_restart=job.joined and not job.stopping)
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command line; returns the exit status."""
+def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
+  """The options of the launcher, and the command that it launches."""
   parser = argparse.ArgumentParser(
     prog="python -m experiments.launch",
     usage="%(prog)s [options] -- MODULE [its flags]",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  add = parser.add_argument
+  add, pin = parser.add_argument, argparse.BooleanOptionalAction
   add("--processes", type=int, default=2, help="processes of the job (2)")
   add("--restarts", type=int, default=0, help="how often it may start again (0)")
-  pin = argparse.BooleanOptionalAction
   add("--pin", action=pin, default=True, help="whether each process has its own cores")
+  told = "seconds that processes have after SIGTERM, to save and end (60)"
+  add("--stop_s", type=float, default=60.0, help=told)
   cut = argv.index("--") if "--" in argv else len(argv)
   options, command = parser.parse_args(argv[:cut]), argv[cut + 1 :]
-  if options.processes < 1 or options.restarts < 0 or not command:
-    parser.error("takes --processes >= 1, --restarts >= 0, and -- MODULE with its flags")
+  if options.processes < 1 or options.restarts < 0 or options.stop_s <= 0 or not command:
+    parser.error(
+      "takes --processes >= 1, --restarts >= 0, --stop_s > 0, and -- MODULE with its flags"
+    )
+  return options, [sys.executable, "-m", *command]
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command line; returns the exit status."""
+  options, command = _parsed(argv)
   told = []
   signal.signal(signal.SIGTERM, lambda *_: told.append(signal.SIGTERM))
-  command = [sys.executable, "-m", *command]
   for left in reversed(range(options.restarts + 1)):
     try:
-      said = _run(options, command, lambda: bool(told))
+      said, may_restart = _run(options, command, lambda: bool(told))
     except KeyboardInterrupt:
       return 130
     if said in ("", "stopped"):
       return distributed.STOPPED if said else 0
-    then = f"; starting again ({left} restarts left)" if left else ""
+    then = f"; starting again ({left - 1} restarts left)" if left and may_restart else ""
     print(f"error: {said}: the job has ended{then}", file=sys.stderr, flush=True)
+    if not may_restart:
+      break
   return 1

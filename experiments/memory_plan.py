@@ -22,8 +22,10 @@ import psutil
 from experiments import from_config
 from experiments import memory_phases
 from experiments import scratch_memory
+from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
@@ -135,6 +137,12 @@ class _Run:
     part = memory_phases.Part(name, size, _SMALLER_POLICY, True)
     return [part] if self.shared else []
 
+  def verifiers(self) -> list[memory_phases.Part]:
+    """The processes that verifiers run in, on the host; none without a reward."""
+    count = self.config["verifier"]["processes"] if self.config["reward"] else 0
+    size, option = count * scratch_memory.VERIFIER, "verifier.processes"
+    return [memory_phases.Part("verifiers", size, option, True)] if self.shared else []
+
   def weights(self, dtype: str) -> Any:
     """The policy in the layout of rollouts."""
     abstract = target.abstract_params(self.model)
@@ -185,7 +193,7 @@ class _Run:
   ) -> _Rollouts:
     """The shapes of the rollout, and by bucket the ways to speculate there."""
     config, selector = self.config, self.selector
-    longest = from_config.max_length(config)
+    longest = sizes.max_length(config)
     options = rollout.Options(max_length=longest, **config["rollout"])
     strategies = selector.strategies if selector else ()
     shapes = programs_lib.Shapes.of(
@@ -248,8 +256,10 @@ class _Run:
     room, where = self.room, f"each of {self.mesh.size} devices (the fullest)"
     if self.shared:
       own = psutil.Process().memory_info().rss  # is part of the plan
-      room = memory.Room(min(room.free + own, room.total), room.total)
+      n = processes.on_this_host()  # of which each has as much to allocate
+      room = memory.Room(min(room.free // n + own, room.total // n), room.total // n)
       where = f"the machine's memory ({len(self.mesh.local_devices)} CPU devices share it)"
+      where += f", of which each of {n} processes has its share" if n > 1 else ""
     phases = {k: tuple(p for p in v if p.size) for k, v in phases.items()}
     return memory_phases.Plan(phases, room, where)
 
@@ -289,7 +299,7 @@ def of_run(
     run.part("critic in training", critic, "algorithm.name"),
     *run.drafter_parts(drafter, spot),
   ]
-  always = [*beside, *policy]
+  always, verifiers = [*beside, *policy], run.verifiers()
   weights = run.part("policy in rollouts", run.weights(run.model.dtype), _SMALLER_POLICY)
   tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
   saved = (state, trained, critic)
@@ -300,14 +310,21 @@ def of_run(
     {
       "load": [*always, *run.on_host("largest tensor", tensor, _SMALLER_POLICY)],
       "resume": [*beside, restored],  # which takes the place of the first policy
-      "rollout": [*always, weights, *checkpoint, *run.rollout_parts(rollouts, spot)],
+      "rollout": [
+        *always,
+        *verifiers,
+        weights,
+        *checkpoint,
+        *run.rollout_parts(rollouts, spot),
+      ],
       "update": [
         *always,
+        *verifiers,
         *run.of_process("compiling the update", scratch_memory.compiling_update(learner)),
         run.scratch("update's scratch", scratch_memory.update(learner), "learner.buckets"),
       ],
-      "sync": [*always, weights],
-      "export": [*always, weights, *files],
+      "sync": [*always, weights],  # what each of several runs in one process holds
+      "export": [*always, *verifiers, weights, *files],
     }
   )
 
@@ -332,7 +349,8 @@ def of_rollout(
     *run.drafter_parts(drafter, None),
   ]
   decoding = run.rollout_parts(rollouts, None)
-  return run.plan({"load": always, "rollout": [*always, *decoding]})
+  asked = [*always, *run.verifiers(), *decoding]
+  return run.plan({"load": always, "rollout": asked})
 
 
 def _described(
@@ -341,6 +359,9 @@ def _described(
   stops: int,
   machine: memory_phases.Machine | None = None,
 ) -> _Run:
+  if machine and config["rollout"].get("kernels") is None:
+    # Those of this machine, which may be a CPU. All others keep caches in one shape.
+    config = config | {"rollout": config["rollout"] | {"kernels": "ref"}}
   mesh = from_config.make_mesh(config, machine and machine.devices)
   room = (machine.room, False) if machine else memory.room(mesh.local_devices)
   model = convert.load_config(config["policy"])

@@ -5,7 +5,7 @@ memory, or a prompt that is refused. A run that is resumed has the sizes that it
 with: they are in the config.json of its folder, however much memory is free now.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import copy
 import logging
 import pathlib
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from experiments import declarations
 from experiments import workdirs
 from tlt_jax import memory
+from tlt_jax import packing
 from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode import rollout
@@ -60,6 +61,11 @@ class Machine(NamedTuple):
     if processes.count() > 1:  # all need the same sizes
       free = int(processes.of_first(free))
     return cls(slices, free, devices[0].platform == "cpu")
+
+  @classmethod
+  def planned(cls, devices: int, free: int, tensor_parallel: int) -> "Machine":
+    """Accelerators that are not there, with so many bytes free on each."""
+    return cls(max(devices // tensor_parallel, 1), free * tensor_parallel, False)
 
 
 def is_open(config: Mapping, section: str) -> bool:
@@ -195,3 +201,29 @@ def _shown(value: Any) -> str:
   if isinstance(value, int):
     return str(value)
   return " ".join("x".join(map(str, bucket)) for bucket in value)
+
+
+def max_length(config: dict) -> int:
+  """Tokens of the longest sequence."""
+  return config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
+
+
+def check_sizes(config: dict) -> None:
+  """Raises ValueError unless a run's learner can take what its rollouts give."""
+  check_longest(config, config["learner"]["buckets"])
+  responses = config["batch"]["prompts"] * config["batch"]["responses"]
+  if responses % config["learner"]["updates"]:
+    raise ValueError(
+      f"{responses} responses cannot be shared out over {config['learner']['updates']} "
+      "updates: batch.prompts * batch.responses must be a multiple of learner.updates"
+    )
+
+
+def check_longest(config: dict, buckets: Sequence[tuple[int, int]]) -> None:
+  """Raises ValueError unless the longest sequence of a run fits a learner's buckets."""
+  longest, room = max_length(config), packing.over_slices(buckets, 1)[-1].length
+  if longest > room:
+    raise ValueError(
+      f"sequences of this run may have {longest} tokens (rollout.max_prompt + "
+      f"sampling.max_tokens), the longest of learner.buckets holds {room}"
+    )

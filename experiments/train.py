@@ -44,10 +44,10 @@ _DRY_RUN_ON = flags.DEFINE_string("dry_run_on", "", memory_plan.DRY_RUN_ON)
 
 def main(config):
   launch.start()
-  config = from_config.complete(config, _FORK.value or _WORKDIR.value)
+  planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
+  config = from_config.complete(config, _FORK.value or _WORKDIR.value, planned)
   run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.RUN)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
-  planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
   plan = memory_plan.of_run(config, planned)
   memory_plan.check(plan, _DRY_RUN.value or planned is not None)
   mesh = from_config.make_mesh(config)
@@ -77,13 +77,18 @@ def main(config):
   beside = {k: x for k, x in (("drafter", spot), ("critic", critic)) if x is not None}
   trained = lambda state: {"policy": state} | {k: x.arrays() for k, x in beside.items()}
 
-  def standing():
+  def snapshot():
     saved = {
       "prompts": prompts.get_state(),
       "drafter": spot.data() if spot else None,
       "rollout": sampler.rollout.state(),
     }
     return step, trained(state), saved
+
+  def at_stop():
+    # A step that is cut short will be done again, and may have trained the drafter.
+    inexact = within_step and sampler.rollout.options.deterministic
+    return None if step == first or inexact else snapshot()
 
   if run.start is not None:
     params = state = None  # the checkpoint's have their memory
@@ -106,9 +111,11 @@ def main(config):
   writer = metrics_lib.Writer(run.path, resume_step=step, beside=board)
   progress = metrics_lib.Progress(config["steps"], step)
 
+  first = step
   processes.stop_on_sigterm()
-  with run.checkpoints.at_stop(standing) as checkpoints:  # what it writes is finished
+  with run.checkpoints.at_stop(at_stop) as checkpoints:  # what it writes is finished
     while True:
+      within_step = True
       metrics = evaluations.evaluate(
         config, sampler, policy, held_out, step, run.path, draft_params
       )
@@ -129,7 +136,6 @@ def main(config):
         decide=decisions(step) if train else None,
         replace=replace,
       )
-      prompts.take(len(scored.records) // R)
       plain = repeated(step, policy, scored)
       policy = None  # the update has its memory
       launch.release_freed_memory()
@@ -146,8 +152,9 @@ def main(config):
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
       evaluations.write_examples(config, scored, run.path, f"train_{step:06}")
-      step += 1
-      checkpoints.save(*standing(), force=step == config["steps"])
+      prompts.take(len(scored.records) // R)  # no earlier: a stop would skip them
+      step, within_step = step + 1, False
+      checkpoints.save(*snapshot(), force=step == config["steps"])
       progress.update(step, record)
       processes.stop_if_told()
 
@@ -163,4 +170,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  launch.run(main, joins_jobs=True, config=("countdown", keys.RUN))

@@ -206,9 +206,7 @@ def main(config, run):
   models = from_config.load_models(run | {"drafter": ""})
   check(models, config, run)
   path = workdir / _RESPONSES
-  is_new = not path.exists()
-  processes.barrier()  # every process has looked
-  if is_new:
+  if processes.on_first(lambda: not path.exists()):
     workdirs.record(workdir, whole)
     found = responses_of(models, config, run, prompts)
     if processes.is_first():
@@ -240,6 +238,7 @@ def main(config, run):
 if __name__ == "__main__":
   launch.run(
     main,
+    joins_jobs=True,
     config=("drafter", keys.DRAFTER),
     run=("countdown", keys.RUN),
   )

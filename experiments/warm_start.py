@@ -96,8 +96,8 @@ def main(config):
   run.begin(step)
   began, tokens = time.time(), 0
   processes.stop_on_sigterm()
-  standing = lambda: (step, state, saved)
-  with run.checkpoints.at_stop(standing) as checkpoints:  # what it writes is finished
+  snapshot = lambda: (step, state, saved)
+  with run.checkpoints.at_stop(snapshot) as checkpoints:  # what it writes is finished
     while step < config["steps"]:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
@@ -127,4 +127,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("warm_start", keys.WARM_START))
+  launch.run(main, joins_jobs=True, config=("warm_start", keys.WARM_START))

@@ -91,6 +91,8 @@ def open(
 ) -> Workdir:
   """Opens a run's folder, a new one or one to go on in; changes nothing on disk.
 
+  All processes of a job go by what the first one finds there.
+
   Args:
     path: the folder
     config: of the run, with a section "checkpoint" and an entry "steps"
@@ -105,8 +107,8 @@ def open(
     CheckpointError: the latest one is damaged
   """
   folder, declared = pathlib.Path(path), declared or {}
-  origin = _origin(folder)
-  if origin is not None and checkpoint.latest(folder / _CHECKPOINTS) is None and not fork:
+  origin, last = _origin(folder), checkpoint.latest(folder / _CHECKPOINTS)
+  if origin is not None and last is None and not fork:
     folder, fork = origin, str(folder)  # a fork that was killed before it saved anything
   if fork:
     new = pathlib.Path(fork)
@@ -122,7 +124,9 @@ def open(
       "latest checkpoint with the new settings: --fork=NEW_WORKDIR"
     )
   if checkpoints.latest() is None:
-    bound = {k for f, keys in (holds or {}).items() if (folder / f).exists() for k in keys}
+    holds = holds or {}
+    held = processes.on_first(lambda: [f for f in holds if (folder / f).exists()])
+    bound = {key for file in held for key in holds[file]}
     if bound:
       counts = lambda key: key.split(".")[0] in bound
       _check_settings(folder, config, declared, ways_out, counts)
@@ -177,11 +181,12 @@ def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping, declared) -> Wo
 
 def _check_target(old: pathlib.Path, new: pathlib.Path) -> None:
   """Raises if a fork cannot have this folder: it is another run's."""
+  origin = _origin(new)
   if new.resolve() == old.resolve():
     raise WorkdirError(f"--fork={new} is the workdir itself; name another folder")
   if new.exists() and not new.is_dir():
     raise WorkdirError(f"--fork={new} is a file; name another folder")
-  if new.is_dir() and any(new.iterdir()) and _origin(new) != old.resolve():
+  if new.is_dir() and any(new.iterdir()) and origin != old.resolve():
     raise WorkdirError(
       f"--fork={new} holds something else than a fork of {old}; name a new folder"
     )
@@ -225,10 +230,15 @@ def _own_log(folder: pathlib.Path, config: Mapping, declared) -> pathlib.Path | 
 def _origin(folder: pathlib.Path) -> pathlib.Path | None:
   """The workdir that a folder was forked from, None if it was not."""
   path = folder / _ORIGIN
-  if not path.exists():
-    return None
+
+  def named():
+    if not path.exists():
+      return None
+    return str(pathlib.Path(json_objects.parse(path.read_bytes())["workdir"]))
+
   try:
-    return pathlib.Path(json_objects.parse(path.read_bytes())["workdir"])
+    found = processes.on_first(named)
+    return None if found is None else pathlib.Path(found)
   except (OSError, LookupError, TypeError, ValueError) as e:
     raise WorkdirError(
       f"{path} says what this folder was forked from, and cannot be read ({e!r:.200}); "
@@ -246,7 +256,7 @@ def read(
   """
   path = workdir / CONFIG
   try:
-    config = json_objects.parse(path.read_bytes())
+    config = processes.on_first(lambda: json_objects.parse(path.read_bytes()))
   except (OSError, ValueError) as e:
     raise WorkdirError(
       f"{path} holds the settings that this folder was made with, and cannot be read "

@@ -33,14 +33,16 @@ def test_the_lines_of_the_readme_run(home, tmp_path):
   lines, replaced = re.subn(r"max_tokens=\d+\)", small, lines)
   assert replaced == 1
   lines = re.sub(r"max_tokens=\d+,(?! slots)", "max_tokens=24,", lines)
-  made = {"texts": ["1 2>3:", "4 5>9:"], "step": 3, "one": jax.devices()[:1]}
+  made = {"one": jax.devices()[:1]}
   exec(lines, made)
   policy, requests, samples = (made[k] for k in ("policy", "requests", "samples"))
   assert isinstance(policy, api.Policy) and isinstance(samples, api.Samples)
   assert len(requests) == 16 and all(0 < n <= 24 for n in samples.length)
   assert samples.mean_acceptance_length > 1
-  trained = policy.place(jax.tree.map(lambda x: x.astype(jnp.float32) + 0, policy.params))
-  again = policy.rollout(trained, requests, jax.tree.map(jnp.zeros_like, params))
+  elsewhere = lambda tree: jax.device_put(tree, jax.devices()[1])  # a trainer's device
+  trained = policy.place(elsewhere(policy.params))
+  zeros = policy.place_drafter(elsewhere(jax.tree.map(jnp.zeros_like, params)))
+  again = policy.rollout(trained, requests, zeros)
   np.testing.assert_array_equal(again.tokens, samples.tokens)
 
 
@@ -55,9 +57,70 @@ def test_what_is_laid_out_outlives_what_was_handed_in(home):
     devices=jax.devices()[:1],
   )
   assert policy.drafter is None and policy.rollouts.selector is None
-  handed_in = jax.tree.map(jnp.copy, policy.params)
+  handed_in = jax.tree.map(lambda x: x.astype(jnp.float32), policy.params)
   placed = policy.place(handed_in)
   jax.tree.map(lambda x: x.delete(), handed_in)
   jax.tree.map(np.testing.assert_array_equal, placed, policy.params)
   assert placed["head"].dtype == jnp.bfloat16
   assert pathlib.Path(policy.folder) == home / "policy"
+  with pytest.raises(ValueError, match="there is no drafter"):
+    policy.place_drafter({})
+
+
+def test_parameters_of_other_devices_are_laid_out_on_its_own(home, tmp_path):
+  """Policy and drafter, on one device and split over two; always as a copy."""
+  drafter = drafter_lib.of_target(commands.COUNTDOWN)
+  params = drafter_lib.init_params(drafter, jax.random.key(1))
+  eagle_files.save(tmp_path / "drafter", drafter, params)
+  for devices in (jax.devices()[1:2], jax.devices()[1:3]):
+    policy = api.load(
+      home / "policy",
+      tmp_path / "drafter",
+      max_prompt=8,
+      max_tokens=8,
+      tensor_parallel=len(devices),
+      devices=devices,
+    )
+    for place, own in (
+      (policy.place, policy.params),
+      (policy.place_drafter, policy.draft_params),
+    ):
+      elsewhere = jax.device_put(jax.tree.map(np.asarray, own), jax.devices()[0])
+      for given in (elsewhere, own):
+        placed = place(given)
+        jax.tree.map(np.testing.assert_array_equal, placed, own)
+        jax.tree.map(check_laid_out, placed, own)
+
+
+def check_laid_out(x, like):
+  """As `like`, but in other memory."""
+  assert x.sharding == like.sharding and x.dtype == like.dtype
+  for a, b in zip(x.addressable_shards, like.addressable_shards, strict=True):
+    assert a.data.unsafe_buffer_pointer() != b.data.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(slot=4), "load takes no 'slot'; did you mean 'slots'"),
+    (dict(max_length=40), "load takes no 'max_length'"),
+    (dict(tensor_parallel=8), "does not divide the policy's 4 query heads"),
+  ],
+)
+def test_what_cannot_be_is_told_before_anything_is_read(home, options, message):
+  with pytest.raises(ValueError, match=message):
+    api.load(home / "policy", max_prompt=8, max_tokens=8, **options)
+
+
+def test_devices_that_may_deadlock_are_told(home, caplog):
+  """Several of a CPU, where programs are queued ahead."""
+  option = "jax_cpu_enable_async_dispatch"
+  before = jax.config.values[option]
+  jax.config.update(option, True)
+  try:
+    for count in (1, 2):
+      caplog.clear()
+      api.load(home / "policy", max_prompt=8, max_tokens=8, devices=jax.devices()[:count])
+      assert (option in caplog.text) == (count == 2)
+  finally:
+    jax.config.update(option, before)

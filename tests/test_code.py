@@ -1,13 +1,17 @@
 """Code that a model wrote: judged by tests, and kept from doing harm."""
 
+import concurrent.futures
+import contextlib
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 
+import psutil
 import pytest
 
 from tlt_jax import isolation
@@ -143,6 +147,25 @@ def test_time_is_limited(how, text, isolates, limited):
   assert sandbox.run(text, "", limits, how).status != 0
 
 
+def test_who_runs_the_program_is_not_ended_by_signals_to_all_of_a_job(isolates):
+  """The program may be, and may rely on it."""
+  text = "import signal, time\ntime.sleep(0.5)\nprint(signal.getsignal(15) == 0)"
+
+  def script():
+    for child in psutil.Process().children():
+      with contextlib.suppress(psutil.Error):
+        if sandbox._SCRIPT in child.cmdline() and child.children():  # it has begun
+          return child
+
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    ran = pool.submit(sandbox.run, text, "", LIMITS)
+    while not (found := script()) and not ran.done():
+      time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGINT):
+      found.send_signal(number)
+    assert ran.result() == sandbox.Ran(0, "True\n")
+
+
 def test_there_is_no_network(isolates):
   """Not even to this machine."""
   with socket.create_server(("127.0.0.1", 0)) as server:
@@ -209,6 +232,15 @@ def scorer():
   return _SCORER[0]
 
 
+def test_tests_beyond_the_total_time_are_not_passed(isolates):
+  """What was found until then counts."""
+  score = code.passes(total_s=1.0, partial=True)
+  tests = [["", "1"], ["x", "1"], *[["", "1"]] * 6]
+  program = "import sys, time\ntime.sleep(1000 * len(sys.stdin.read()))\nprint(1)"
+  found, solved = score("", f"```\n{program}\n```", tests)
+  assert found in (0.0, 1 / 8) and not solved
+
+
 def test_an_attack_costs_only_its_sample(isolates):
   """Of several at a time; without partial rewards one failure is enough."""
   judges = judge.Judge(
@@ -227,8 +259,8 @@ def test_tests_that_are_none_are_an_error(answer):
     code.read_tests(answer)
 
 
-def test_a_run_that_is_killed_leaves_no_program(isolates):
-  """The parent's end is that of all."""
+def test_a_run_that_is_killed_leaves_no_program(isolates, tmp_path):
+  """The parent's end is that of all; nor does a folder stay."""
   name = mark()
   text = (
     "import sys; sys.path.insert(0, {root!r})\n"
@@ -240,7 +272,9 @@ def test_a_run_that_is_killed_leaves_no_program(isolates):
     f"'import time; time.sleep(500)', {name!r}], {{}})"
   )
   root = str(pathlib.Path(__file__).parents[1])
-  run = subprocess.Popen([sys.executable, "-c", text.format(root=root, program=program)])
+  text = text.format(root=root, program=program)
+  own = os.environ | {"TMPDIR": str(tmp_path)}
+  run = subprocess.Popen([sys.executable, "-c", text], env=own)
   for _ in range(3000):
     if left_of(name + "\0"):
       break
@@ -253,3 +287,4 @@ def test_a_run_that_is_killed_leaves_no_program(isolates):
       break
     time.sleep(0.05)
   assert not left_of(name + "\0")
+  assert not list(tmp_path.iterdir())

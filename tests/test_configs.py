@@ -185,7 +185,7 @@ def completed(name: str, arg: str = "") -> dict:
     asked = sizes.Asked(100, config["batch"]["prompts"], config["batch"]["responses"])
     config = sizes.fit_rollout(config, MODELS[name], asked, machine)
   if sizes.is_open(config, "learner"):
-    config = sizes.fit_learner(config, from_config.max_length(config), machine)
+    config = sizes.fit_learner(config, sizes.max_length(config), machine)
   return config
 
 
@@ -333,7 +333,7 @@ def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
 def test_sizes_fit_each_other(name, arg):
   """The longest sequence fits a training row, and updates share the responses out."""
   config = completed(name, arg)
-  from_config.check_sizes(config)
+  sizes.check_sizes(config)
   responses = config["batch"]["prompts"] * config["batch"]["responses"]
   assert responses // config["learner"]["updates"] % config["batch"]["responses"] == 0
 
@@ -354,7 +354,7 @@ def test_sizes_that_do_not_fit_each_other_are_named(section, changes, message):
   config = load("countdown")
   config[section] |= changes
   with pytest.raises(ValueError, match=message):
-    from_config.check_sizes(config)
+    sizes.check_sizes(config)
 
 
 def test_a_policy_that_cannot_take_what_is_asked_is_named(tmp_path):

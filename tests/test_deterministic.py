@@ -15,6 +15,7 @@ from tests import test_sizes
 from tests import tiny
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import nominal
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
@@ -43,8 +44,11 @@ def params():
   return jax.tree.map(lambda x: x.astype(jnp.bfloat16), made)
 
 
-def run(monkeypatch, seed: int, deterministic: bool):
-  """Two rollouts in which a drafter trains: samples of each, and the drafter."""
+def run(monkeypatch, seed: int, deterministic: bool, replay=None):
+  """Two rollouts in which a drafter trains: samples of each, the drafter, and the selector.
+
+  The first may be done as the log of another run has it, as by a run that resumes.
+  """
   now, mesh = uneven_clock(seed), tiny.mesh(2)
   monkeypatch.setattr(time, "perf_counter", now)
   options = spot_lib.Options(
@@ -76,9 +80,10 @@ def run(monkeypatch, seed: int, deterministic: bool):
     requests = tiny.requests(
       4, 4, max_tokens=limits, stop_tokens=[], seed=7, first_request=100 * i
     )
-    drawn.append(engine(params(), requests, train=True))
+    decide = clock_lib.Decisions(replay if i == 0 else None)
+    drawn.append(engine(params(), requests, train=True, decide=decide))
   monkeypatch.undo()
-  return drawn, jax.device_get(spot.state.params)
+  return drawn, jax.device_get(spot.state.params), engine.selector.state()
 
 
 def decided(drawn):
@@ -87,9 +92,13 @@ def decided(drawn):
 
 def test_bfloat16_runs_are_the_same_whatever_the_clock_says(monkeypatch):
   """Tokens, log-probabilities, chunks and the drafter that trained meanwhile, bit for bit.
-  Without the option, the clock decides otherwise."""
-  one, drafter = run(monkeypatch, seed=0, deterministic=True)
-  two, other = run(monkeypatch, seed=1, deterministic=True)
+
+  So it is where one of them replays its first rollout: it knows as much of strategies
+  then. Without the option, the clock decides otherwise.
+  """
+  one, drafter, knows = run(monkeypatch, seed=0, deterministic=True)
+  replay = one[0].decisions
+  two, other, knows_too = run(monkeypatch, seed=1, deterministic=True, replay=replay)
   for a, b in zip(one, two, strict=True):
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_array_equal(a.logp, b.logp)
@@ -97,11 +106,12 @@ def test_bfloat16_runs_are_the_same_whatever_the_clock_says(monkeypatch):
     assert list(map(shape, a.chunks)) == list(map(shape, b.chunks))
   assert decided(one) == decided(two)
   jax.tree.map(np.testing.assert_array_equal, drafter, other)
+  assert knows == knows_too
   chunks = [c for samples in one for c in samples.chunks]
   assert len({(c.batch, c.length) for c in chunks}) > 1  # else this says nothing
   assert {c.strategy for c in chunks} == {"off", "2_1_3"}
   assert sum(sum(c.trained) for c in chunks) > 0
-  by_clock, _ = run(monkeypatch, seed=0, deterministic=False)
+  by_clock, *_ = run(monkeypatch, seed=0, deterministic=False)
   assert decided(by_clock) != decided(one)
 
 
@@ -119,10 +129,12 @@ def test_nominal_seconds_follow_the_shape():
     assert clock.chunk_took(bucket(4, 1024), None, 3, seconds=1e6) == 3 * plain
 
 
-def test_what_would_follow_from_the_machine_is_refused():
-  budget = dict(compile_s=60.0)
-  with pytest.raises(ValueError, match="deterministic.*budget.compile_s=60; set it to"):
-    rollout.Options(**SIZES, deterministic=True, budget=budget)
+def test_what_would_follow_from_the_machine_is_refused_or_no_limit():
+  """Slots that nobody gave; the time that programs take to compile."""
+  budget = dict(programs=7, compile_s=60.0)
+  found = rollout.Options(**SIZES, deterministic=True, budget=budget).budget
+  assert (found.programs, found.compile_s) == (7, None)
+  assert rollout.Options(**SIZES, budget=budget).budget.compile_s == 60.0
   asked = sizes.Asked(longest=150, prompts=8, responses=4)
   with pytest.raises(ValueError, match="deterministic: rollout.slots .* give a number"):
     test_sizes.fit(asked, deterministic=True)

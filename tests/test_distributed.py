@@ -3,8 +3,12 @@
 import os
 import shutil
 import signal
+import socket
+import sys
 import threading
+import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,25 +26,56 @@ home = commands.home
 CHILD = """
 import os, pathlib, signal, sys, time
 told = dict(arg.lstrip("-").split("=") for arg in sys.argv[1:] if "=" in arg)
-me, folder = int(told["process_id"]), pathlib.Path(__file__).parent
-os.write(int(os.environ["TLT_PULSE_FD"]), b".")
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+me, what = int(told["process_id"]), told["what"] if told["process_id"] == "1" else "waits"
+on_sigterm = {"cannot save": lambda *_: os._exit(1), "is late": signal.SIG_IGN}
+signal.signal(signal.SIGTERM, on_sigterm.get(what, lambda *_: sys.exit(143)))
+if what == "never begins":
+  time.sleep(60)
+tell = lambda sign: os.write(int(os.environ["TLT_PULSE_FD"]), sign)
+tell(b".")
 cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-with open(folder / f"{me}.log", "a") as log:
+with open(pathlib.Path(__file__).parent / f"{me}.log", "a") as log:
   print(cores, told["coordinator"], file=log)
-while me != 1 and told["what"] not in ("ends", "again"):
-  time.sleep(0.1)
-  os.write(int(os.environ["TLT_PULSE_FD"]), b".")
-if me == 1 and told["what"] == "fails":
+if told["what"] not in ("fails", "never begins"):
+  tell(b"+")
+if what == "again" and len(open(log.name).readlines()) < 3 or what == "fails":
   sys.exit(7)
-if me == 1 and told["what"] == "dies":
+if what == "dies":
   os.kill(os.getpid(), signal.SIGKILL)
-if me == 1 and told["what"] == "hangs":
+if what == "hangs":
   os.kill(os.getpid(), signal.SIGSTOP)
-if me == 1 and told["what"] == "stops":
+if what == "stops":
   sys.exit(143)
-if me == 1 and told["what"] == "again" and len(open(log.name).readlines()) < 3:
-  sys.exit(7)
+while told["what"] not in ("ends", "again"):
+  time.sleep(0.1)
+  tell(b".")
+"""
+
+# Two processes of JAX that see and measure different things, and go by the first one's.
+AGREES = """
+import sys
+import jax
+from tlt_jax import processes, programs
+told = dict(arg.lstrip("-").split("=") for arg in sys.argv[1:] if "=" in arg)
+me = int(told["process_id"])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(told["coordinator"], 2, me)
+assert processes.on_first(lambda: {"seen": [me, None]}) == {"seen": [0, None]}
+def missing():
+  raise OSError(f"process {me} finds no file")
+try:
+  processes.on_first(missing)
+except (OSError, ValueError) as e:
+  assert str(e) == "process 0 finds no file", e
+  assert type(e) is (OSError, ValueError)[me]
+else:
+  raise AssertionError
+for seconds in ((0.1, 9.0), (9.0, 0.1)):  # to compile a program, on either process
+  pool = programs.Pool(programs.Budget(compile_s=1.0))
+  compiled = lambda: programs.Program(None, seconds[me], 0)
+  pool._programs["chunk",] = compiled()
+  assert pool.has_room(1) == (seconds[0] < 1)
+assert processes.on_this_host() == 2
 """
 
 
@@ -65,12 +100,30 @@ def launch(tmp_path, monkeypatch, capfd):
     ("fails", "process 1 of 2 ended with status 7"),
     ("dies", "process 1 of 2 was killed by SIGKILL, as by a system that is out of memory"),
     ("hangs", "process 1 of 2 has given no sign of life for 2 s"),
+    ("never begins", "process 1 of 2 has given no sign of life for 2 s"),
   ],
 )
 def test_a_process_that_fails_ends_all(launch, monkeypatch, what, told):
   """With one line that names it."""
   monkeypatch.setattr(launcher, "_HANG_S", 2.0)
+  monkeypatch.setattr(launcher, "_START_S", 2.0)
   assert launch(what) == (1, [f"error: {told}: the job has ended"])
+
+
+@pytest.mark.parametrize(
+  "ends, told",
+  [
+    ("kill(getpid(), 9) if me else _exit(1)", "process 1 of 2 was killed by SIGKILL"),
+    ("_exit(1) if me else abort()", "process 1 of 2 ended with status 1"),
+  ],
+)
+def test_of_two_that_fail_the_cause_is_named(ends, told):
+  """Others notice, and end with a status; or JAX aborts them."""
+  code = f"from os import *; import sys; me = int(sys.argv[-1][-1]); {ends}"
+  with launcher.Job([sys.executable, "-c", code], 2, pin=False, stop_s=60.0) as job:
+    while None in [process.status for process in job._all]:
+      time.sleep(0.01)
+    assert job.look().startswith(told)
 
 
 def test_a_job_ends_well_on_cores_of_its_own(launch, tmp_path):
@@ -86,9 +139,29 @@ def test_a_job_ends_well_on_cores_of_its_own(launch, tmp_path):
 def test_a_job_that_fails_starts_again(launch, tmp_path):
   """As often as it may."""
   fails = "error: process 1 of 2 ended with status 7: the job has ended"
-  again = [f"{fails}; starting again ({left} restarts left)" for left in (5, 4)]
+  again = [f"{fails}; starting again ({left} restarts left)" for left in (4, 3)]
   assert launch("again", "--restarts=5") == (0, again)
   assert len((tmp_path / "1.log").read_text().splitlines()) == 3
+
+
+def test_a_job_that_fails_before_it_has_begun_does_not_start_again(launch, tmp_path):
+  """As with a flag that does not exist: it would fail again."""
+  fails = "error: process 1 of 2 ended with status 7: the job has ended"
+  assert launch("fails", "--restarts=5") == (1, [fails])
+
+
+@pytest.mark.parametrize(
+  "what, told",
+  [
+    ("cannot save", "process 1 of 2 ended with status 1"),
+    ("is late", "process 1 did not end within 0.5 s of SIGTERM"),
+  ],
+)
+def test_a_job_that_fails_as_it_stops_does_not_start_again(launch, what, told):
+  """It was told to end."""
+  threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+  found = launch(what, "--restarts=1", "--stop_s=0.5")
+  assert found == (1, [f"error: {told}: the job has ended"])
 
 
 @pytest.mark.parametrize("what", ["stops", "ends on SIGTERM"])
@@ -99,15 +172,62 @@ def test_a_job_that_is_told_to_stop_stops(launch, what):
   assert launch("stops" if what == "stops" else "waits") == (distributed.STOPPED, [])
 
 
-def test_what_is_left_standing_is_saved_at_a_stop(tmp_path):
-  """Once; after any other error nothing is."""
+def test_processes_go_by_what_the_first_one_sees(launch, tmp_path):
+  """What it returns and raises, which programs it has time for; and who is where."""
+  (tmp_path / "child.py").write_text(AGREES)
+  assert launch("agrees") == (0, [])
+
+
+def test_a_lost_process_is_told_apart_from_other_errors(monkeypatch):
+  """Even where other errors have come of it."""
+  monkeypatch.setattr(processes, "count", lambda: 2)
+  gone = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset by peer")
+  full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+  gloo = ValueError("UNKNOWN: Gloo all-reduce failed")
+  damaged, late, user = ValueError("cannot be restored"), TimeoutError(), ValueError("no")
+  damaged.__cause__ = gone
+  late.__context__ = gloo
+  told = [distributed.loss(e) for e in (gone, gloo, damaged, late, full, user)]
+  assert told == [gone, gloo, gone, gloo, None, None]
+  monkeypatch.setattr(processes, "count", lambda: 1)
+  assert distributed.loss(gone) is None
+
+
+@pytest.mark.parametrize(
+  "told, message",
+  [
+    ({"num_processes": 2}, r"\(no address\); give --coordinator, --process_id, or start"),
+    ({"coordinator": "host"}, "--coordinator=host names no port; give HOST:PORT"),
+    ({"coordinator": "taken", "process_id": 0}, "cannot listen on that port .*another one"),
+  ],
+)
+def test_a_process_that_cannot_join_says_why(monkeypatch, told, message):
+  """A flag is missing, or wrong."""
+
+  def initialize(*args, **options):
+    raise ValueError("no address")
+
+  monkeypatch.setattr(jax.distributed, "initialize", initialize)
+  monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+  with socket.create_server(("", 0)) as server:
+    if told.get("coordinator") == "taken":
+      told = told | {"coordinator": f"localhost:{server.getsockname()[1]}"}
+    monkeypatch.setattr(distributed, "flag", ({"distributed": True} | told).get)
+    with pytest.raises(distributed.JobError, match=message):
+      distributed.join()
+
+
+def test_a_stop_saves_a_snapshot(tmp_path):
+  """Once, if there is one; after any other error nothing is saved."""
   state = {"w": np.arange(3.0)}
-  standing = lambda: (2, state, {"next": 5})
-  with pytest.raises(KeyError), checkpoint.Checkpoints(tmp_path).at_stop(standing):
+  snapshot = lambda: (2, state, {"next": 5})
+  with pytest.raises(KeyError), checkpoint.Checkpoints(tmp_path).at_stop(snapshot):
     raise KeyError
-  assert checkpoint.latest(tmp_path) is None
   stopped = pytest.raises(processes.Stopped)
-  with stopped, checkpoint.Checkpoints(tmp_path, every=5).at_stop(standing) as run:
+  with stopped, checkpoint.Checkpoints(tmp_path).at_stop(lambda: None):
+    raise processes.Stopped
+  assert checkpoint.latest(tmp_path) is None
+  with stopped, checkpoint.Checkpoints(tmp_path, every=5).at_stop(snapshot) as run:
     run.save(1, state, {}, force=True)
     raise processes.Stopped
   assert checkpoint.Checkpoints(tmp_path).data() == (2, {"next": 5})
@@ -136,7 +256,7 @@ def job(home, workdir, schedule, *options, devices: int = 1, of=ARGS):
 def test_two_processes_end_as_one_with_two_devices(home, one, tmp_path):
   """Bit for bit: tokens, rewards, policy and drafter; one of them writes and tells.
 
-  (The short form is in `test_commands`: a run that was killed goes on as two processes.)
+  (`test_commands` has a run that was killed and goes on as two processes.)
   """
   result = commands.succeed(job(home, tmp_path, one))
   assert outcomes.updates(one) > 0
@@ -186,7 +306,7 @@ def test_a_job_that_is_killed_starts_again_and_ends_the_same(home, one, tmp_path
   )
   of = (*ARGS, ("reward", "deadly.digits"))
   result = commands.succeed(job(home, tmp_path, one, "--restarts=1", of=of))
-  lines = [line for line in result.stderr.splitlines() if "error" in line]
+  lines = [line for line in result.stderr.splitlines() if line.startswith("error")]
   assert lines == [
     f"error: process {which} of 2 was killed by SIGKILL, as by a system that is out of "
     "memory: the job has ended; starting again (0 restarts left)"
@@ -207,12 +327,52 @@ def test_sigterm_saves_and_the_run_goes_on(home, one, tmp_path, job_of):
       break
   _, told = process.communicate(timeout=60)
   assert process.returncode == distributed.STOPPED, told
-  assert "stopped by SIGTERM; the same command goes on from there" in told
+  assert "stopped by SIGTERM; the same command goes on" in told
   assert checkpoint.latest(tmp_path / "checkpoints") == 3
   commands.succeed(commands.run(home, "train" if job_of == 1 else "launch", *args))
   same = ("policy", "responses")
   found, expected = outcomes.of(tmp_path), outcomes.of(one)
   assert [found[name] for name in same] == [expected[name] for name in same]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_that_is_cut_short_leaves_no_trace(home, tmp_path, deterministic):
+  """A stop in the first step saves nothing. One in the plain repetition of a rollout skips
+  no prompt; of a deterministic run it saves nothing either: the drafter has been trained.
+  """
+  at = tmp_path / "stop_at"  # holds a number of steps that are done
+  (home / "stopping.py").write_text(
+    "import os, pathlib, signal\n"
+    "from user_rewards import digits as score_digits\n"
+    f"at = pathlib.Path({str(at)!r})\n"
+    "records = at.parent / 'run' / 'metrics.jsonl'\n\n\n"
+    "def digits(prompt, response, answer):\n"
+    "  done = len(records.read_text().splitlines()) if records.exists() else 0\n"
+    "  if at.exists() and int(at.read_text()) == done:\n"
+    "    at.unlink()\n"
+    "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    "  return score_digits(prompt, response, answer)\n"
+  )
+  settings = dict(ARGS) | {
+    "reward": "stopping.digits",
+    "compare.every": 1,
+    "rollout.deterministic": deterministic,
+    "rollout.budget.compile_s": None,
+  }
+  args = commands.tiny_run(home, *settings.items())
+  whole, run = tmp_path / "whole", tmp_path / "run"
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={whole}"))
+  for done, saved in ((0, None), (3, 2 if deterministic else 3)):
+    at.write_text(str(done))
+    result = commands.run(home, "train", *args, f"--workdir={run}")
+    assert result.returncode == distributed.STOPPED, result.stderr
+    assert checkpoint.latest(run / "checkpoints") == saved
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={run}"))
+  found, expected = outcomes.of(run), outcomes.of(whole)
+  same = found if deterministic else ("policy", "responses")
+  assert [found[name] for name in same] == [expected[name] for name in same]
+  assert outcomes.updates(run) > 0
 
 
 @pytest.mark.slow

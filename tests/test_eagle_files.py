@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import shlex
 import shutil
 
 import jax
@@ -21,6 +22,7 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import eagle_files
 from tlt_jax.models import layers
+from tlt_jax.models import pickled_weights
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "drafters"
 NAMES = ("qwen2_eagle2", "llama_eagle2", "llama_eagle3")
@@ -133,6 +135,30 @@ def test_the_folder_is_what_servers_look_for(tmp_path):
   assert own["lm_head.weight"].shape == (32, 32) and own["d2t"].dtype == np.int64
   assert raw["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
   assert raw["eagle3"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+
+
+def test_no_key_says_what_a_server_would_take_amiss(tmp_path):
+  """A tied head: SGLang deletes it twice. A vocabulary of null: it makes an array of it."""
+  for case, (target, config, server) in CASES.items():
+    eagle_files.save(tmp_path / case, config, random_params(config), server)
+    raw = json.loads((tmp_path / case / "config.json").read_text())
+    assert raw["tie_word_embeddings"] is False, case
+    if config.kind == "eagle2":
+      assert "draft_vocab_size" not in raw, case
+    else:  # null: the head is the target's
+      assert raw["draft_vocab_size"] == (len(config.vocab) or None), case
+    assert drafter_files.load_shape(tmp_path / case, target) == config
+
+
+def test_vllm_gets_no_tables_of_an_eagle2_vocabulary(tmp_path):
+  """It knows each tensor of a file, or stops."""
+  _, config, _ = CASES["llama in vllm"]
+  part = dataclasses.replace(config, vocab=tiny.DRAFT_VOCAB)
+  params = random_params(config)
+  for name, chosen in (("all", config), ("part", part)):
+    eagle_files.save(tmp_path / name, chosen, params, "vllm")
+  for name in ("config.json", "model.safetensors"):
+    assert (tmp_path / "all" / name).read_bytes() == (tmp_path / "part" / name).read_bytes()
 
 
 def golden(name: str):
@@ -274,6 +300,26 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path):
   with pytest.raises(convert.CheckpointError, match="never loaded; convert it.*python -c"):
     drafter_files.load(folder, target)
   assert not (folder / "unpickled").exists()
+
+
+@pytest.mark.parametrize(
+  ("files", "converted"),
+  [
+    (["optimizer.pt", "pytorch_model.bin"], "pytorch_model*.bin"),
+    (["pytorch_model-00001-of-00002.bin", "rng.pth"], "pytorch_model*.bin"),
+    (["x' $(touch hacked) '.pt"], "x' $(touch hacked) '.pt"),
+    (["a.ckpt", "b.ckpt"], "FILE"),
+  ],
+)
+def test_the_command_converts_the_weights_and_nothing_else(files, converted, tmp_path):
+  """A name stays a name, whatever it holds."""
+  for name in files:
+    (tmp_path / name).touch()
+  with pytest.raises(convert.CheckpointError) as e:
+    pickled_weights.refuse(tmp_path)
+  command = shlex.split(str(e.value)[str(e.value).index("python -c") :])
+  assert command[:2] == ["python", "-c"] and command[3:] == [converted]
+  compile(command[2], "converts", "exec")
 
 
 # --- damaged and hostile files

@@ -1,21 +1,26 @@
 """What a run has trained, as folders that other tools open."""
 
+import dataclasses
 import functools
 import json
+import shlex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests import commands
+from tlt_jax import api
 from tlt_jax import checkpoint
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import eagle_files
 
 home = commands.home
-MODEL = commands.COUNTDOWN
+MODEL, SERVERS = commands.COUNTDOWN, eagle_files.SERVERS
 
 
 @functools.cache
@@ -88,12 +93,100 @@ def test_a_frozen_drafter_and_one_trained_offline_are_exported(home, tmp_path):
     found = drafter_files.load(tmp_path / "out" / name / "drafter", MODEL)
     assert_equal(found, (drafter, params))
     assert (tmp_path / "out" / name / "policy").exists() == (name == "rl")
-  with pytest.raises(ValueError, match="has the policy that the run began with"):
+  with pytest.raises(ValueError, match="policy would be replaced, which the run be"):
     export.export(tmp_path / "rl", home, "vllm")
   drafter_files.save(run["drafter"], *of_qwen3())
-  with pytest.raises(ValueError, match="no EAGLE-2 drafter with norms"):
+  with pytest.raises(ValueError, match="no EAGLE-2 drafter with norms.*--policy_only"):
     export.export(tmp_path / "rl", tmp_path / "refused", "vllm")
   assert not (tmp_path / "refused").exists()
+  only = export.export(tmp_path / "rl", tmp_path / "refused", "vllm", policy_only=True)
+  assert only.startswith(str(tmp_path / "refused" / "policy"))
+  assert not (tmp_path / "refused" / "drafter").exists()
+
+
+def test_what_a_run_has_is_not_overwritten(home, tmp_path):
+  """With itself, rounded: by a run's own folder, or that of its drafter."""
+  export = commands.module("export")
+  params = of_qwen3()
+  for name in ("offline", "rl"):
+    drafter_files.save(tmp_path / name / "drafter", *params)
+  run = {"policy": str(home / "policy"), "spot": {"every": 0}}
+  run["drafter"] = str(tmp_path / "offline" / "drafter")
+  workdir_of(tmp_path / "rl", run, state_of())
+  (tmp_path / "offline" / "config.json").write_text(json.dumps({"run": run}))
+  for workdir, output in (("offline", "offline"), ("rl", "offline"), ("rl", "rl")):
+    with pytest.raises(ValueError, match="would be replaced, which the run began with"):
+      export.export(tmp_path / workdir, tmp_path / output, "sglang")
+  with pytest.raises(ValueError, match="is of `train_drafter`, and has no policy"):
+    export.export(tmp_path / "offline", tmp_path / "out", "sglang", policy_only=True)
+
+
+def test_a_part_of_the_vocabulary_is_served_as_each_server_can(home, tmp_path):
+  """SGLang gets a list of tokens, by a command that is printed; vLLM drafts among all."""
+  export = commands.module("export")
+  vocab = (2, 3, 5, 7, 11)
+  drafter = drafter_lib.of_target(
+    MODEL, qk_norm=False, architecture="LlamaForCausalLM", vocab=vocab
+  )
+  params = drafter_lib.init_params(drafter, jax.random.key(1))
+  eagle_files.save(tmp_path / "it's" / "drafter", drafter, params)
+  config = {"run": {"policy": str(home / "policy"), "drafter": ""}}
+  (tmp_path / "it's" / "config.json").write_text(json.dumps(config))
+  told = {s: export.export(tmp_path / "it's", tmp_path / f"s {s}", s) for s in SERVERS}
+  make, serve = map(shlex.split, told["sglang"].splitlines())
+  assert make[:2] == ["python", "-c"] and serve[-2:] == [
+    "--speculative-token-map",
+    make[-1],
+  ]
+  compile(make[2], "made", "exec")
+  d2t = safetensors.numpy.load_file(make[3])["d2t"]
+  assert tuple(d2t + np.arange(len(d2t))) == vocab
+  found = drafter_files.load(tmp_path / "s sglang" / "drafter", MODEL)
+  assert_equal(found, (drafter, params))
+  note, serve = told["vllm"].splitlines()
+  assert "among all 24 tokens, not the 5" in note
+  spoken = json.loads(shlex.split(serve)[-1])
+  whole = dataclasses.replace(drafter, vocab=())
+  assert_equal(drafter_files.load(spoken["model"], MODEL), (whole, params))
+
+
+@pytest.mark.slow  # programs of two rollouts
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_an_exported_drafter_drafts_what_it_did(kind, tmp_path):
+  """To the last digit of its acceptance, also where the target's head is its embedding."""
+  export = commands.module("export")
+  model = dataclasses.replace(
+    MODEL,
+    architecture="LlamaForCausalLM",
+    num_layers=3,
+    qk_norm=False,
+    tie_embeddings=True,
+  )
+  commands.write_policy(tmp_path / "policy", model, commands.init(model))
+  drafter = drafter_lib.of_target(
+    model, kind, **({"taps": (0, 1, 2)} if kind == "eagle3" else {})
+  )
+  params = drafter_lib.init_params(drafter, jax.random.key(1))
+  drafter_files.save(tmp_path / "drafter", drafter, params)
+  config = {"run": {"policy": str(tmp_path / "policy"), "drafter": ""}}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  export.export(tmp_path, tmp_path / "out", "sglang")
+  prompts = [np.arange(i, i + 5) for i in range(1, 9)]
+  requests = api.make_requests(prompts, responses=2, max_tokens=24, seed=0)
+  measured = []
+  for folder in (tmp_path / "drafter", tmp_path / "out" / "drafter"):
+    policy = api.load(
+      tmp_path / "policy",
+      folder,
+      max_prompt=8,
+      max_tokens=24,
+      slots=4,
+      strategies="up to 9 live: 2_1_3",
+      devices=jax.devices()[:1],
+    )
+    samples = policy.rollout(policy.params, requests)
+    measured.append(samples.mean_acceptance_length)
+  assert measured[0] == measured[1] > 1
 
 
 def of_qwen3():
@@ -105,3 +198,18 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
   export = commands.module("export")
   with pytest.raises(ValueError, match="give the folder of a run"):
     export.export(tmp_path, tmp_path / "out", "sglang")
+  (tmp_path / "config.json").write_text('{"steps": 3, "model": {}}')  # of warm_start
+  with pytest.raises(ValueError, match="is the folder of neither"):
+    export.export(tmp_path, tmp_path / "out", "sglang")
+
+
+def test_a_run_of_before_a_key_existed_is_exported(home, tmp_path):
+  """What its config.json lacks had its default."""
+  export = commands.module("export")
+  drafter = drafter_lib.of_target(MODEL)
+  params = drafter_lib.init_params(drafter, jax.random.key(1))
+  run = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": {"every": 1}}
+  trained = {"state": {"params": params}, "published": params}
+  run = workdir_of(tmp_path, run, state_of(drafter=trained))
+  export.export(run, tmp_path / "out", "sglang")
+  assert_equal(drafter_files.load(tmp_path / "out" / "drafter", MODEL), (drafter, params))

@@ -117,7 +117,7 @@ def test_simulated_rollouts_stand_beside_measured_ones(home, drafting, tmp_path)
   table = {"steps": {"1": {"step_ms": {"32": 1.0}}}, "by_live_batch": {"1": arms}}
   path = tmp_path / "table.out"
   path.write_text(json.dumps(table) + "\n")
-  args = (f"--table={path}", "--steps=2", "--warm_up=1")
+  args = (f"--table={path}", "--steps=2", "--warm_up=1", "--config.rollout.chunk=16")
   found = commands.found(home, "figures.simulated", *drafting, *args)
   assert set(found["sides"]) == {"plain", "frozen", "3_1_4", "8_1_9"}
   assert found["sides"]["plain"]["passes"][0] == found["sides"]["plain"]["passes"][1]

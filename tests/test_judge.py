@@ -103,12 +103,25 @@ def test_failures_on_too_many_responses_end_the_run(made):
 
 
 def test_messages_and_answers_reach_a_process_whole(made):
-  """Chats, any text, and what else JSON holds; other things are refused."""
+  """Chats, any text, and what else JSON gives back; other things are refused."""
   judges = made("own_verifiers.named", processes=1)
   prompt, answer = [{"role": "user", "content": "x\n"}], {"is": "ä\ud800"}
   assert judges([prompt] * 2, ["x\n", "y"], [answer] * 2).reward.tolist() == [1, 0]
   with pytest.raises(reward.RewardError, match="not JSON serializable; .*processes=0"):
     judges([prompt], ["x"], [{1j}])
+  for lost in ({"is": ("ä",)}, {"is": "ä", 1: 2}):
+    with pytest.raises(reward.RewardError, match="the answer .* tuples .*processes=0"):
+      judges([prompt], ["x"], [lost])
+  here = made("own_verifiers.named", processes=0)
+  assert here([prompt], ["x\n"], [{"is": "ä\ud800", 1: 2}]).reward.tolist() == [1]
+
+
+def test_what_a_verifier_takes_must_be_given(made):
+  """Said once, of whichever processes."""
+  for processes in (0, 1):
+    judges = made("own_verifiers.good", processes=processes)
+    with pytest.raises(reward.RewardError, match="good takes length, which is not known"):
+      judges("p", "r", "a", max_tokens=[1])
 
 
 def test_a_sum_that_no_float_holds_is_a_failure(made):

@@ -17,6 +17,7 @@ from tests import test_memory
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax.models import convert
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
@@ -128,6 +129,18 @@ def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
   assert not {"drafter", "kept features", "state of drafts"} & set(plain)
 
 
+def test_processes_on_one_machine_share_its_memory(config, monkeypatch):
+  """Each may take its part of what is free, beside what it has."""
+  monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, 64 * GIB), True))
+  plain = config | {"drafter": ""}
+  alone = memory_plan.of_rollout(plain).room
+  monkeypatch.setattr(processes, "on_this_host", lambda: 2)
+  both = memory_plan.of_rollout(plain).room
+  own = alone.free - GIB  # which may grow meanwhile
+  assert own <= both.free - GIB // 2 < own + GIB // 4
+  assert both.total == 32 * GIB == alone.total // 2
+
+
 def test_accelerators_have_memory_of_their_own(config, monkeypatch):
   """The fullest device counts; what lies on the host does not."""
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
@@ -139,6 +152,42 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
   mesh = axes.make_mesh(config["tensor_parallel"])
   fullest = memory.bytes_by_device(axes.with_shardings(mesh, axes.ROLLOUT, whole))
   assert sizes(plan)["policy in rollouts"] == max(fullest.values())
+
+
+def test_processes_of_verifiers_are_planned_where_they_run(config):
+  """On the host, from the first response on; none without a reward."""
+  held = lambda plan, phase: {part.name: part.size for part in plan.phases[phase]}
+  config |= {"drafter": "", "strategies": "", "verifier": {"processes": 3}}
+  plan, size = memory_plan.of_run(config), 3 * scratch_memory.VERIFIER
+  assert held(plan, "rollout")["verifiers"] == held(plan, "update")["verifiers"] == size
+  assert "verifiers" not in held(plan, "load")
+  unjudged = memory_plan.of_rollout(config | {"reward": ""})
+  assert "verifiers" not in held(unjudged, "rollout")
+
+
+def test_a_machine_that_is_planned_for_gives_all_shapes(config):
+  """Open sizes follow from it; caches are those of accelerators, not of this CPU."""
+  machine = memory_phases.Machine.parse("4x80")
+  config |= {"drafter": "", "strategies": "", "verifier": {"processes": 3}}
+  plan = memory_plan.of_run(config, machine)
+  named = config | {"rollout": config["rollout"] | {"kernels": "interpret"}}
+  assert sizes(plan) == sizes(memory_plan.of_run(named, machine))
+  assert "verifiers" not in {part.name for part in plan.phases["rollout"]}
+
+  for part in ("prompts", "held_out"):
+    config[part]["size"] = 8
+  config["batch"] |= {"prompts": 100, "responses": 8}
+  config["rollout"] |= dict.fromkeys(("slots", "buckets"))
+  config["learner"]["buckets"] = None
+  slots, buckets = [], []
+  for text in ("4x80", "64x80", "4x0.001"):
+    machine = memory_phases.Machine.parse(text)
+    found = from_config.complete(config, planned=machine)
+    slots.append(found["rollout"]["slots"])
+    buckets.append(found["learner"]["buckets"])
+  # 400 requests per slice of two devices, of which 256 run; 25; as the memory allows.
+  assert slots[:2] == [256, 32] and slots[2] < 256
+  assert buckets == [((32, 512),)] * 3
 
 
 @pytest.mark.parametrize(

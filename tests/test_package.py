@@ -1,11 +1,14 @@
 """The package: what a wheel holds, and that its parts say the same."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from tests import commands
 import tlt_jax
 from tlt_jax import command_line
+from tlt_jax import metrics
 
 ROOT = commands.ROOT
 LEFT_OUT = ("figures", "results")  # of experiments/
@@ -25,17 +29,41 @@ def read(name: str) -> str:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> pathlib.Path:
   """What setuptools puts into a wheel, without its metadata."""
-  pytest.importorskip("setuptools")
-  folder = tmp_path_factory.mktemp("built")
-  command = [sys.executable, "setup.py", "-q", "build_py", f"--build-lib={folder}"]
-  found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert found.returncode == 0, found.stderr
+  return build(ROOT, tmp_path_factory.mktemp("built"))
+
+
+def build(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Builds a folder of sources; gives where the result is."""
+  run_setup(root, "build_py", f"--build-lib={folder}")
   return folder
+
+
+def run_setup(root: pathlib.Path, *args: str) -> None:
+  """Runs setup.py."""
+  pytest.importorskip("setuptools")
+  command = [sys.executable, "setup.py", "-q", *args]
+  found = subprocess.run(command, cwd=root, capture_output=True, text=True)
+  assert found.returncode == 0, found.stderr
+
+
+def files_of(folder: pathlib.Path) -> set[str]:
+  return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow  # files are seldom left out
+def test_a_wheel_can_be_built_of_the_packed_sources(built, tmp_path):
+  """As pip does where it has no wheel: with the same files."""
+  meta, packed = f"--egg-base={tmp_path}", f"--dist-dir={tmp_path}"
+  run_setup(ROOT, "egg_info", meta, "sdist", packed)
+  with tarfile.open(*tmp_path.glob("*.tar.gz")) as tar:
+    tar.extractall(tmp_path / "sources", filter="data")
+  (sources,) = (tmp_path / "sources").iterdir()
+  assert files_of(build(sources, tmp_path / "again")) == files_of(built)
 
 
 def test_a_wheel_has_all_code_and_what_commands_read(built):
   """No tests, no figures, no records; `experiments` only inside of tlt_jax."""
-  files = {str(p.relative_to(built)) for p in built.rglob("*") if p.is_file()}
+  files = files_of(built)
   source = lambda top: [p.relative_to(ROOT / top) for p in (ROOT / top).rglob("*.py")]
   expected = {f"tlt_jax/{path}" for path in source("tlt_jax")}
   kept = [path for path in source("experiments") if path.parts[0] not in LEFT_OUT]
@@ -50,8 +78,26 @@ def test_a_wheel_has_all_code_and_what_commands_read(built):
   assert not [name for name in files if re.search(r"LOG|results|\.png|pyc", name)]
 
 
+def test_other_packages_of_that_name_are_not_in_the_way(built, tmp_path):
+  """Whatever `experiments` another package or the current folder has."""
+  for folder in (tmp_path / "installed", tmp_path / "here"):
+    (folder / "experiments" / "configs").mkdir(parents=True)
+    (folder / "experiments" / "configs" / "countdown.py").touch()
+  (tmp_path / "installed" / "experiments" / "__init__.py").touch()
+  bundled = built / "tlt_jax" / "bundled"
+  first, then = str(bundled), [str(tmp_path / "installed"), str(tmp_path / "here")]
+  for path in ([first, *then], [str(tmp_path / "here"), first]):
+    find = "import sys; sys.path[:0] = sys.argv[1:]; import experiments.configs as found; "
+    command = [sys.executable, "-c", f"{find}print(*found.__path__)", *path]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout == f"{bundled / 'experiments' / 'configs'}\n", found.stderr
+
+
 def test_every_command_can_be_named_outside_of_the_checkout(built, tmp_path):
-  """With the first line of its docstring, and importing none of them."""
+  """With the first line of its docstring, and importing none of them.
+
+  Those that need the checkout are not among them.
+  """
   run = lambda *args: subprocess.run(
     [sys.executable, "-m", "tlt_jax.command_line", *args],
     cwd=tmp_path,
@@ -66,13 +112,34 @@ def test_every_command_can_be_named_outside_of_the_checkout(built, tmp_path):
     r"  generate +Answers a prompt or a file of them.*",
   ):
     assert re.search(f"^{line}$", told, re.MULTILINE), told
-  assert not re.search(r"^  configs\b", told, re.MULTILINE)
+  assert not re.search(r"^  (configs|aot|compare_programs)\b", told, re.MULTILINE)
+  assert told.splitlines()[-1].startswith("The checkout alone has aot, ")
   assert run("trian").stderr == "error: no command 'trian'; `tlt` alone lists them\n"
+
+
+@pytest.mark.slow  # a run
+def test_a_fork_trains_with_the_installed_package(built, tmp_path):
+  """In a folder of its own, with nothing of the checkout."""
+  fork = shutil.copytree(ROOT / "examples" / "my_fork", tmp_path / "my_fork")
+  command = [sys.executable, "-m", "tlt_jax.command_line", "train"]
+  result = subprocess.run(
+    [*command, "--config=my_config.py:smoke", "--workdir=runs/mine"],
+    cwd=fork,
+    env=os.environ | {"PYTHONPATH": str(built)},
+    capture_output=True,
+    text=True,
+  )
+  commands.succeed(result)
+  config = json.loads((fork / "runs" / "mine" / "config.json").read_text())
+  assert config["policy"].startswith(str(built / "tlt_jax" / "bundled"))
+  steps = metrics.read(fork / "runs" / "mine" / "metrics.jsonl")
+  assert "reward/brief.score" in steps[0]  # of the fork
+  assert (fork / "runs" / "mine" / "policy" / "model.safetensors").is_file()
 
 
 def test_the_checkout_has_the_same_commands():
   known = command_line.commands()
-  assert {"train", "generate", "export", "bench.step"} < known.keys()
+  assert {"train", "generate", "export", "bench.step", "aot"} < known.keys()
   assert command_line.home() == ROOT
 
 

@@ -5,7 +5,9 @@ import json
 import pytest
 from reasoning_gym import factory
 
+from tests import tiny
 from tlt_jax import data
+from tlt_jax.rl import judge
 from tlt_jax.tasks import reasoning
 
 SUMS = "min_terms=2, max_terms=2, min_digits=1, max_digits=2"
@@ -74,6 +76,33 @@ def test_thoughts_and_answers_of_several_lines():
   assert reasoning.score("", "c d", grid) == 0.0
 
 
+ALL_TASKS = sorted(set(factory.DATASETS) - {"composite"})
+
+
+@pytest.mark.parametrize("tasks", [("rearc", "arc_agi"), tiny.slow(ALL_TASKS)])
+def test_a_process_of_its_own_judges_as_reasoning_gym_does(tasks):
+  """The right answer of a problem, and that of another; however the problem got there."""
+  responses, answers, expected = [], [], []
+  for name in tasks:
+    made = reasoning.Problems(name, "train", 2)
+    problems = [made._draw(i) for i in range(2)]
+    for i, j in ((0, 0), (0, 1), (1, 1)):
+      text = problems[j]["answer"]
+      if text is None:  # some tasks have many right answers, and name none
+        continue
+      response = f"\\boxed{{{text}}}"
+      final = reasoning.final_answer(response, problems[i]["answer"])
+      expected.append(float(made._all.score_answer(final, problems[i])))
+      responses.append(response)
+      answers.append(made[i]["answer"])
+      assert i != j or expected[-1] == 1.0
+  options = judge.Options(processes=1, cpu_s=60.0)
+  judges = judge.Judge("tlt_jax.tasks.reasoning.graded", options=options)
+  found = judges([""] * len(answers), responses, answers)
+  judges.close()
+  assert found.reward.tolist() == pytest.approx(expected) and not any(found.failure)
+
+
 # One of each kind, and those that need care: see `_FEWER`.
 SOME_TASKS = ("gcd", "base_conversion", "mini_sudoku", "list_functions", "word_ladder")
 
@@ -97,7 +126,7 @@ def test_tasks_go_by_name(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(factory.DATASETS) - {"composite"}))
+@pytest.mark.parametrize("name", ALL_TASKS)
 def test_every_task_goes_by_name(name):
   check_task(name)
 

@@ -1,6 +1,7 @@
 """The documents as a site: every link leads somewhere."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -8,10 +9,8 @@ import pytest
 
 from tests import commands
 
-PAGES = (
-  *("", "design", "architecture", "extending", "tunix"),
-  *("figures", "reference", "changelog"),
-)
+NAMES = "design architecture distributed extending tunix figures reference changelog"
+PAGES = ("", *NAMES.split(), "contributing")
 
 
 @pytest.mark.skipif(
@@ -46,6 +45,19 @@ def test_the_reference_says_what_docstrings_say(hooks):
   assert "Draws a response to each request." in text and "_copy" not in text
   assert "rollout(self, params: dict, requests: Requests" in text
   assert "slots: ranges.Count  # requests that run at a time, per slice" in text
+  assert "Count = Annotated[int, Interval(ge=1, le=2**20)]  # at least one of" in text
+  assert "make_requests = requests_lib.make_requests" in text and "_WORDS" not in text
+
+
+def test_every_document_is_in_the_navigation():
+  """The pages of the folder, and those that are made of files beside it."""
+  nav = (commands.ROOT / "mkdocs.yml").read_text()
+  named = set(re.findall(r"^ +- .*: (\w+)\.md$", nav, re.MULTILINE))
+  assert named == {path.stem for path in (commands.ROOT / "docs").glob("*.md")} | {
+    "index",
+    "changelog",
+    "contributing",
+  }
 
 
 def test_links_to_what_is_no_page_become_text(hooks):

@@ -40,3 +40,18 @@ def test_others_wait_for_their_turn():
 def test_half_a_character_is_not_shown():
   texts = shown(["a", "b"], [([4, 1], [0]), ([4, 2], []), ([4, 4], []), ([4, 5], [1])])
   assert [text.split("--- b\n")[1] for text in texts] == ["", "é", "ét", "été\n"]
+
+
+def test_an_empty_response_has_its_prompt_too():
+  assert shown(["a", "b"], [([0, 2], [0]), ([0, 5], [1])])[-1] == "--- a\n\n--- b\nété\n"
+
+
+def test_a_terminal_neither_obeys_a_response_nor_stops_at_it():
+  """Escape sequences lose what makes them such; ASCII shows what it has not as escapes."""
+  text = "a\x1b[2J\x9b1m\r\tb\n\u2713"
+  terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="")
+  stream = streaming.Stream(decode, ["\x1b]0;x\x07", "b"], terminal)
+  tokens = [list(text.encode()), []]
+  lengths = list(map(len, tokens))
+  stream(types.SimpleNamespace(length=lengths, response=tokens.__getitem__), [0])
+  assert terminal.buffer.getvalue() == b"--- ]0;x\na[2J1m\tb\n\\u2713\n"

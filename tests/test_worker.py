@@ -1,6 +1,7 @@
 """A function in a process of its own: its results, its limits, and its end."""
 
 import os
+import pathlib
 import resource
 import signal
 import subprocess
@@ -8,12 +9,13 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from tlt_jax import worker
 
 SOURCE = """
-import os, sys, time
+import os, pathlib, signal, subprocess, sys, tempfile, time
 
 def echo(value):
   print("printed")  # must not be taken for the reply
@@ -41,7 +43,49 @@ def unlike_json(value):
 
 def pid(value):
   return os.getpid()
+
+def fork(how):
+  child = os.fork()
+  if not child:
+    time.sleep(1000)
+  pathlib.Path(how["file"]).write_text(str(child))
+  while how["spins"]:
+    pass
+
+def told_to_stop(value):
+  for number in (signal.SIGTERM, signal.SIGINT):
+    os.kill(os.getpid(), number)
+  forked, started = os.fork(), subprocess.Popen(["sleep", "1000"])
+  if not forked:
+    time.sleep(1000)
+  os.kill(forked, signal.SIGTERM)
+  started.terminate()
+  return [value, os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), started.wait()]
+
+def leave_file(value):
+  return tempfile.mkstemp()[1]
+
+def touch_and_wait(path):
+  pathlib.Path(path).touch()
+  time.sleep(1000)
 """
+
+
+def wait_until(found) -> None:
+  """Returns when `found()` is true; fails after a minute."""
+  for _ in range(1200):
+    if found():
+      return
+    time.sleep(0.05)
+  raise AssertionError("waited for a minute")
+
+
+def runs(pid: int) -> bool:
+  """Whether a process runs; one that has ended may be there until it is waited for."""
+  try:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
+    return False
 
 
 @pytest.fixture
@@ -155,18 +199,59 @@ def test_an_interrupted_call_leaves_no_reply_for_the_next(made, monkeypatch):
   assert echo(2) == 2
 
 
+@pytest.mark.parametrize("spins", [True, False])
+def test_its_children_end_with_it(made, tmp_path, spins):
+  """Stopped or closed. They do not keep a call waiting for the reply of a dead process."""
+  file = tmp_path / "child"
+  fork = made("fork", wall_s=1000.0)
+  if spins:
+    with pytest.raises(worker.Stopped):
+      fork({"file": str(file), "spins": True})
+  else:
+    fork({"file": str(file), "spins": False})
+    assert runs(int(file.read_text()))
+    fork.close()
+  wait_until(lambda: not runs(int(file.read_text())))
+
+
+def test_signals_to_all_of_a_job_end_no_call(made):
+  """But they end what the function starts, which may rely on them."""
+  ended = -signal.SIGTERM
+  assert made("told_to_stop")(7) == [7, ended, ended]
+
+
+def test_its_temporary_files_go_with_it(made):
+  leave_file = made("leave_file")
+  path = pathlib.Path(leave_file(0))
+  assert path.exists() and leave_file._process.pid != os.getpid()
+  leave_file.close()
+  assert not path.parent.exists()
+  assert pathlib.Path(leave_file(0)).exists()
+
+
 PARENT = """
-import os, signal
+import os, pathlib, signal, sys, threading, time
+sys.path.insert(0, sys.argv[1])
 from tlt_jax import worker
-pid = worker.Worker("os.getpid", cpu_s=0.05)
-pid()
+leave_file = worker.Worker("own_functions.leave_file", cpu_s=0.5)
+print(leave_file(0), flush=True)
+waits = worker.Worker("own_functions.touch_and_wait", cpu_s=0.5, wall_s=1000.0)
+touched = pathlib.Path(sys.argv[1], "touched")
+threading.Thread(target=waits, args=[str(touched)], daemon=True).start()
+while not touched.exists():
+  time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_it_ends_with_its_parent():
-  """Even if that is killed. The worker shares its stderr, which ends with the last."""
+def test_it_ends_with_its_parent(tmp_path):
+  """Even if that is killed, idle or waiting, and its files go.
+
+  The workers share their parent's stderr, which ends with the last of them.
+  """
+  (tmp_path / "own_functions.py").write_text(SOURCE)
   process = subprocess.run(
-    [sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=120
+    [sys.executable, "-c", PARENT, tmp_path], capture_output=True, text=True, timeout=120
   )
   assert process.returncode == -signal.SIGKILL, process.stderr
+  assert not pathlib.Path(process.stdout.strip()).parent.exists()

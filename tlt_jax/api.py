@@ -5,8 +5,9 @@
     samples = policy.rollout(policy.params, requests)
 
 `rollout` takes any parameters of the policy's shape, so that a trainer hands in its own:
-`policy.place(params)` lays them out. Nothing is compiled again when they change. The
-tokens that are drawn are a function of parameters and requests, not of the drafter.
+`policy.place(params)` lays them out, `place_drafter` those of the drafter. Nothing is
+compiled again when they change. The tokens that are drawn are a function of parameters and
+requests, not of the drafter.
 
 Stable are the names and meanings in this file; `Requests`, and of `Samples` the fields
 `tokens`, `length`, `logp`, `logp_filtered` and `finish_reason`, `response` and
@@ -14,22 +15,23 @@ Stable are the names and meanings in this file; `Requests`, and of `Samples` the
 whenever it must.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
+import inspect
+import logging
 import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tlt_jax import axes
+from tlt_jax import named
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
-from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -68,7 +70,8 @@ class Policy:
     Args:
       params: of the policy, as `place` lays them out
       requests: of `make_requests`; no longer than `load` was told
-      draft_params: of the drafter; None: those that were loaded
+      draft_params: of the drafter, as `place_drafter` lays them out; None: those that
+        were loaded
     Raises:
       RequestError: a request is too long
     """
@@ -76,20 +79,32 @@ class Policy:
     return self.rollouts(params, requests, draft_params)
 
   def place(self, params: dict) -> dict:
-    """Lays a trainer's parameters out for `rollout`: a copy, in the dtype of `params`.
+    """Lays a trainer's parameters out for `rollout`, after every update of them.
 
     Args:
-      params: nested as `Policy.params`, of any layout and dtype
+      params: nested as `Policy.params`, of any dtype, on any devices
+    Returns:
+      a copy, on the devices and in the dtypes of `Policy.params`; a trainer may donate
+      what it hands in to its next update
     """
-    return self._copy(params)
+    return jax.tree.map(_copy_like, params, self.params)
 
-  @functools.cached_property
-  def _copy(self) -> Callable[[dict], dict]:
-    """A program: a trainer may donate what it hands in to its next update."""
-    layout = axes.shardings(self.mesh, axes.ROLLOUT, target.abstract_params(self.config))
-    dtypes = jax.tree.map(lambda x: x.dtype, self.params)
-    copy = lambda x, dtype: jnp.copy(x.astype(dtype))
-    return jax.jit(lambda tree: jax.tree.map(copy, tree, dtypes), out_shardings=layout)
+  def place_drafter(self, draft_params: dict) -> dict:
+    """Lays a drafter's parameters out for `rollout`, as `place` does a policy's.
+
+    Args:
+      draft_params: nested as `Policy.draft_params`
+    Raises:
+      ValueError: no drafter was loaded
+    """
+    if self.draft_params is None:
+      raise ValueError("place_drafter: there is no drafter; give one to `load`")
+    return jax.tree.map(_copy_like, draft_params, self.draft_params)
+
+
+def _copy_like(x: jax.Array, like: jax.Array) -> jax.Array:
+  """A copy of `x` that lies, and is stored, as `like`."""
+  return jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
 
 
 def load(
@@ -116,14 +131,19 @@ def load(
     strategies: how to decode by live requests per slice, as "up to 8 live: off or 3_1_4";
       "" for plain decoding; None: a choice, of which the fastest is used
     tensor_parallel: devices that share one copy of the policy
-    devices: None: all that there are
+    devices: None: all that there are. Several of a CPU need the jax option
+      `jax_cpu_enable_async_dispatch` off, or can deadlock
     dtype: of parameters and computation; None: that of config.json
     options: further sizes, see `rollout.Options`; none of them changes a token
   Raises:
     ValueError: a folder or an option that cannot be; names the cause and the remedy
   """
+  _check_options(options)
   mesh = axes.make_mesh(tensor_parallel, devices)
-  dtype = dtype or convert.load_config(policy).dtype
+  _warn_of_queues(mesh)
+  stored = convert.load_config(policy)
+  stored.check_split(tensor_parallel)
+  dtype = dtype or stored.dtype
   config, params = convert.load_hf(policy, mesh, axes.ROLLOUT, dtype)
   config = dataclasses.replace(config, dtype=dtype)
   draft, draft_params = None, None
@@ -141,3 +161,23 @@ def load(
     selector=selector,
   )
   return Policy(config, mesh, params, pathlib.Path(policy), draft, draft_params, rollouts)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+  """Raises ValueError for a size that `load` does not take, with the nearest."""
+  sizes = {field.name for field in dataclasses.fields(rollout_lib.Options)}
+  sizes -= {"max_length", "features"}  # follow from others
+  known = sizes | inspect.signature(load).parameters.keys() - {"options"}
+  for name in options:
+    if name not in known:
+      raise ValueError(f"load takes no {name!r:.60}" + named.nearest(name, known))
+
+
+def _warn_of_queues(mesh: jax.sharding.Mesh) -> None:
+  """Warns where programs that are queued ahead may keep devices from meeting."""
+  cpus = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+  if cpus and jax.config.values["jax_cpu_enable_async_dispatch"]:
+    logging.warning(
+      "several CPU devices can deadlock with programs queued ahead: before anything "
+      "touches a device, jax.config.update('jax_cpu_enable_async_dispatch', False)"
+    )

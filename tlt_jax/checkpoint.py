@@ -47,8 +47,9 @@ class Checkpoints:
   """Keeps the checkpoints of one run: an array tree plus small JSON data per step.
 
   Leaving a `with` block waits for what is being written, after an error too:
-  the interpreter's own exit would cut it off. A job that was told to stop saves then
-  what it has, see `at_stop`. Of several processes each writes its part of the arrays.
+  the interpreter's own exit would cut it off. A job that was told to stop saves once more
+  then, see `at_stop`. Of several processes each writes its part of the arrays; which step
+  is the latest is what the first process finds.
   """
 
   def __init__(self, folder: str | pathlib.Path, keep: int = 2, every: int = 1):
@@ -66,7 +67,7 @@ class Checkpoints:
     self.folder = pathlib.Path(folder).absolute()
     self._keep, self._every = keep, every
     self._whole: int | None = None  # the step whose files were found to be whole
-    self._standing: Callable[[], tuple[int, Any, dict]] | None = None
+    self._at_stop: Callable[[], tuple | None] = lambda: None
     _steps(self.folder)
 
   @functools.cached_property
@@ -93,24 +94,24 @@ class Checkpoints:
     return self
 
   def __exit__(self, kind, *_):
-    if kind is processes.Stopped and self._standing is not None:
-      step, state, data = self._standing()
+    if kind is processes.Stopped and (last := self._at_stop()) is not None:
+      step, state, data = last
       self.save(step, state, data, force=True)
       self.wait()
       logging.info("step %d is saved in %s", step, self.folder)
     self.close()
 
-  def at_stop(self, standing: Callable[[], tuple[int, Any, dict]]) -> "Checkpoints":
-    """Has what `standing` gives saved if the `with` block is left by `Stopped`.
+  def at_stop(self, snapshot: Callable[[], tuple | None]) -> "Checkpoints":
+    """Saves once more when the `with` block is left by `processes.Stopped`.
 
     Args:
-      standing: gives the arguments of `save`, as they are at that moment
+      snapshot: gives the arguments of `save` at that moment, None to save nothing
     """
-    self._standing = standing
+    self._at_stop = snapshot
     return self
 
   def latest(self) -> int | None:
-    """The last complete step, None if there is none."""
+    """The last complete step, None if there is none; see the function of that name."""
     return latest(self.folder)
 
   def save(self, step: int, state: Any, data: dict, force: bool = False) -> None:
@@ -126,7 +127,8 @@ class Checkpoints:
         latest checkpoint stays one to go on from
     """
     saved = step == self._manager.latest_step()
-    if saved or not (force or self._manager.should_save(step)):
+    wanted = not saved and (force or self._manager.should_save(step))
+    if not processes.of_first(wanted):  # orbax asks what this process sees of the folder
       return
     finite = jax.device_get(_finite(state))
     bad = [_name(path) for path, ok in jax.tree.leaves_with_path(finite) if not ok]
@@ -134,24 +136,28 @@ class Checkpoints:
       self.wait()
       raise FloatingPointError(
         f"step {step}: {bad[0]} has no finite norm, the run has diverged; the last "
-        f"checkpoint in {self.folder} is of step {self.latest()}"
+        f"checkpoint in {self.folder} is of step {_last(self.folder)}"
       )
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
     )
     with self._room_for_it():
-      self._manager.save(step, args=args, force=force)
+      self._manager.save(step, args=args, force=True)
 
   @contextlib.contextmanager
   def _room_for_it(self) -> Iterator[None]:
-    """Tells a full disk, of the checkpoint before too: it is written behind."""
+    """Raises one OSError for a full disk, which names it and the step that is left.
+
+    The disk may have been full for the checkpoint before: that one is still being written
+    when `save` returns.
+    """
     try:
       yield
     except Exception as e:
       reason = writing.full_disk(e)
       if reason is None:
         raise
-      step = self.latest()
+      step = _last(self.folder)
       there = "starts from the beginning" if step is None else f"goes on from step {step}"
       raise OSError(
         f"a checkpoint in {self.folder} cannot be written ({reason}); {writing.REMEDY}: "
@@ -166,9 +172,7 @@ class Checkpoints:
     """
     step = self.latest()
     if step is None or step != self._whole:
-      if processes.is_first():  # for all: the files are the same
-        step = checked(self.folder)
-      self._whole = step = int(processes.of_first(step or 0))
+      self._whole = step = processes.on_first(lambda: checked(self.folder))
     handler = ocp.JsonCheckpointHandler()
     return step, handler.restore(epath.Path(self.folder / str(step) / _DATA))
 
@@ -252,8 +256,16 @@ class Checkpoints:
 
 
 def latest(folder: str | pathlib.Path) -> int | None:
-  """The last step in a folder of checkpoints, None if there is none."""
-  return max(_steps(pathlib.Path(folder)), default=None)
+  """The last step in a folder of checkpoints, None if there is none.
+
+  What the first process finds; all processes of a job ask, or none.
+  """
+  return processes.on_first(lambda: _last(pathlib.Path(folder)))
+
+
+def _last(folder: pathlib.Path) -> int | None:
+  """The same, as this process sees the folder."""
+  return max(_steps(folder), default=None)
 
 
 def checked(folder: str | pathlib.Path) -> int:
@@ -271,7 +283,7 @@ def checked(folder: str | pathlib.Path) -> int:
   fault = _fault(folder / str(last), last)
   if not fault:
     return last
-  if latest(folder) != last:  # its run goes on, and may have deleted this one
+  if _last(folder) != last:  # its run goes on, and may have deleted this one
     raise CheckpointError(
       f"checkpoint {folder / str(last)} was replaced by a newer checkpoint while it was "
       "read; run the same command again"

@@ -2,8 +2,9 @@
 
     python -I -S isolation.py < JOB > REPORT
 
-It runs as a script, imports the standard library only, and is single-threaded, as
-namespaces demand. The processes, each the parent of the next:
+It runs as a script in a session of its own, imports the standard library only, and is
+single-threaded, as namespaces demand. SIGTERM and SIGINT do not end it: a run that is told
+to stop wants the result first. The processes, each the parent of the next:
 
     this script   user, mount, PID, network and IPC namespaces of its own; keeps the time
     process 1     of the PID namespace: when it ends, the kernel kills whatever is left
@@ -50,9 +51,9 @@ class _Attributes(ctypes.Structure):
 
 def main() -> None:
   """Runs the job on stdin; what became of it goes to stdout."""
+  _handle(signal.SIG_IGN)
   job = json.load(sys.stdin)
   _die_with_parent()
-  os.setsid()
   try:
     if job["isolation"] == "namespaces":
       _enter_namespaces()
@@ -81,6 +82,12 @@ def _call(name: str, *args) -> int:
     code = ctypes.get_errno()
     raise OSError(code, f"{name}: {os.strerror(code)}")
   return result
+
+
+def _handle(how: signal.Handlers) -> None:
+  """Sets what becomes of SIGTERM and SIGINT, here and in children."""
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, how)
 
 
 def _die_with_parent() -> None:
@@ -172,8 +179,13 @@ def _make_root(job: dict) -> None:
   number = _PIVOT_ROOT.get(os.uname().machine)
   if number is None:
     raise OSError(f"pivot_root on {os.uname().machine} is not known")
+  outside = os.path.realpath(root)
   _call("syscall", number, root.encode(), f"{root}/old".encode())
   os.chdir("/")
+  try:  # here and now, so that nobody who is killed leaves the folder behind
+    os.rmdir("/old" + outside)
+  except OSError:
+    pass
   _call("umount2", b"/old", _MNT_DETACH)
 
 
@@ -195,6 +207,7 @@ def _be_process_one(job: dict, output: int) -> None:
 def _become(job: dict, output: int) -> None:
   """Turns this process into the program."""
   try:
+    _handle(signal.SIG_DFL)
     stdin = os.memfd_create("stdin")
     _write_all(stdin, job["stdin"].encode(errors="surrogatepass"))
     os.lseek(stdin, 0, os.SEEK_SET)

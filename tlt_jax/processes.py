@@ -7,10 +7,13 @@ happens here, and every other module asks here where an array lies and who write
 With one process all of it is free. docs/distributed.md counts what is exchanged.
 """
 
+from collections.abc import Callable
 import functools
+import json
 import signal
-import threading
+import socket
 from typing import Any, NamedTuple
+import zlib
 
 import jax
 from jax.experimental import multihost_utils
@@ -18,11 +21,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-_sigterm = threading.Event()  # set once this process has been told to stop
+# Whether this process has been told to stop. A plain value: a lock that a signal handler
+# takes may be held by the handler that it interrupts.
+_is_told = False
 
 
 class Stopped(BaseException):
-  """The job was told to stop (SIGTERM); it saves where it is, and can be resumed."""
+  """Ends the job, which was told to stop (SIGTERM) and can be resumed."""
 
 
 class Told(NamedTuple):
@@ -102,6 +107,44 @@ def of_first(value: float) -> float:
   return float(total(np.array([value if is_first() else 0.0]))[0]) if count() > 1 else value
 
 
+def on_first(call: Callable[[], Any]) -> Any:
+  """Gives, on every process, what `call` returns on the first one.
+
+  For what processes may see differently, such as the files of a network file system, which
+  each machine remembers for some time. All processes come here, or none; `call` must not
+  come here again.
+
+  Args:
+    call: returns what JSON can hold
+  Raises:
+    ValueError: `call` has failed; the first process raises its own error
+  """
+  if count() == 1:
+    return call()
+  error, told = None, b""
+  if is_first():
+    try:
+      found = {"value": call()}
+    except Exception as e:
+      error, found = e, {"error": str(e)}
+    told = json.dumps(found).encode()
+  sent = np.zeros(int(of_first(len(told))), np.float32)  # a byte each
+  sent[: len(told)] = np.frombuffer(told, np.uint8)
+  found = json.loads(total(sent).astype(np.uint8).tobytes())
+  if "error" in found:
+    raise error or ValueError(found["error"])
+  return found["value"]
+
+
+@functools.cache
+def on_this_host() -> int:
+  """Counts the processes of the job on the machine of this one; all ask, or none."""
+  names = np.zeros(count(), np.float32)
+  names[index()] = zlib.crc32(socket.gethostname().encode()) % 2**24  # f32 is exact there
+  names = total(names)
+  return int(np.sum(names == names[index()]))
+
+
 def barrier() -> None:
   """Returns when every process has come here."""
   total(np.zeros(1))
@@ -112,16 +155,20 @@ def tell(seconds: float) -> Told:
 
   Once per chunk: 8 bytes, one all-reduce.
   """
-  stop = _sigterm.is_set()
   if count() == 1:
-    return Told(seconds, stop)
-  found = total(np.array([seconds if is_first() else 0.0, stop]))
+    return Told(seconds, _is_told)
+  found = total(np.array([seconds if is_first() else 0.0, _is_told]))
   return Told(float(found[0]), bool(found[1]))
 
 
 def stop_on_sigterm() -> None:
   """From now on SIGTERM asks the job to stop at the next chance; see `stop_if_told`."""
-  signal.signal(signal.SIGTERM, lambda *_: _sigterm.set())
+
+  def remember(*_):
+    global _is_told
+    _is_told = True
+
+  signal.signal(signal.SIGTERM, remember)
 
 
 def stop_if_told() -> None:

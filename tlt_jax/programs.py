@@ -8,6 +8,7 @@ import time
 import jax
 
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax import ranges
 
 
@@ -41,14 +42,18 @@ class Pool:
     self._programs: dict[tuple, Program] = {}
 
   def has_room(self, count: int) -> bool:
-    """Whether `count` programs more are within the budget, as far as one can tell."""
+    """Whether `count` programs more are within the budget, as far as one can tell.
+
+    The first process of a job decides for all, by its own seconds; all ask at once.
+    """
     within = lambda used, limit: limit is None or used <= limit
     average = self.seconds / max(len(self), 1)
-    return (
+    has_room = (
       within(len(self) + count, self.budget.programs)
       and within(self.seconds + count * average, self.budget.compile_s)
       and within(self.temp_bytes, self.budget.scratch_bytes)
     )
+    return bool(processes.of_first(has_room))
 
   def run(self, name: str, bucket: tuple, jitted: Callable, *args, **static):
     """Runs the program of that name and bucket on `args`; see `get`."""

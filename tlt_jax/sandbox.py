@@ -92,6 +92,7 @@ def run(
         capture_output=True,
         timeout=limits.wall_s + _LATE_S,
         env={"PATH": os.environ.get("PATH", "")},
+        start_new_session=True,
       )
     except subprocess.TimeoutExpired:
       return Ran(None, "")

@@ -12,17 +12,28 @@ output to a computer algebra system:
 CPU time, unlike wall time, does not depend on what else the machine does. A call that
 exceeds it is killed by the kernel (SIGPROF), even inside C code. The process is a fresh
 Python, not a fork, so that threads of the parent do not matter; arguments and results
-travel through pipes, one line of JSON each. It ends when its parent does. JAX, should the
-function use it, has only the CPU there: accelerators are the parent's.
+travel through pipes, one line of JSON each. JAX, should the function use it, has only the
+CPU there: accelerators are the parent's.
+
+The process has a session and a folder for temporary files of its own. When it ends, and
+when its parent does, all processes that it started in this session end too, and the
+folder goes. SIGTERM and SIGINT, which often reach all processes of a job, do not end it:
+its parent may want the results of calls before it stops.
 """
 
+import atexit
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from typing import Any
+import weakref
 
 from tlt_jax import named
 
@@ -33,6 +44,8 @@ from tlt_jax import worker
 worker.serve(*json.loads(sys.argv[2]))
 """
 _START_S = 300.0  # wall time for a process to start and to import its module
+_LOOK_S = 1.0  # between two looks of a process whether its parent is still there
+_SPARED = (signal.SIGTERM, signal.SIGINT)  # signals that do not end a process
 
 
 class Stopped(Exception):
@@ -69,6 +82,7 @@ class Worker:
     self._wall_s = wall_s
     self._lock = threading.Lock()
     self._process: subprocess.Popen | None = None
+    self._remove_folder = lambda: None  # that of the process
 
   def __call__(self, *args: Any) -> Any:
     """The function's result.
@@ -80,7 +94,7 @@ class Worker:
     """
     name = self._arguments[0]
     with self._lock:
-      if self._process is None or self._process.poll() is not None:
+      if self._process is None or _has_ended(self._process):
         self.close()
         self._start()
       reply = self._ask(json.dumps(args) + "\n", self._wall_s)
@@ -93,18 +107,26 @@ class Worker:
   def close(self) -> None:
     """Ends the process; the next call starts another."""
     if self._process is not None:
-      self._process.kill()
-      self._process.communicate()  # closes the pipes and waits
+      _kill(self._process)
+      for pipe in (self._process.stdin, self._process.stdout):
+        with contextlib.suppress(OSError):  # of what was not sent
+          pipe.close()
+      self._process.wait()
       self._process = None
+      self._remove_folder()
 
   def _start(self) -> None:
-    paths, arguments = json.dumps(sys.path), json.dumps(self._arguments)
+    folder = tempfile.mkdtemp(prefix="tlt_jax_worker_")
+    os.chmod(folder, 0o711)  # another user's programs may run in folders within
+    self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, True)
+    arguments = json.dumps([*self._arguments, os.getpid(), folder])
     self._process = subprocess.Popen(
-      [sys.executable, "-c", _SERVE, paths, arguments],
+      [sys.executable, "-c", _SERVE, json.dumps(sys.path), arguments],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
-      env=os.environ | {"JAX_PLATFORMS": "cpu"},
+      env=os.environ | {"JAX_PLATFORMS": "cpu", "TMPDIR": folder},
+      start_new_session=True,
     )
     reply = self._ask("", _START_S)
     if reply is None or "error" in reply:
@@ -118,37 +140,64 @@ class Worker:
 
     def kill():  # ends a write to a full pipe as well as a read
       killed.set()
-      process.kill()
+      _kill(process)
 
     timer = threading.Timer(wall_s, kill)
     timer.daemon = True
     timer.start()
     try:
-      process.stdin.write(line)
-      process.stdin.flush()
-      reply = process.stdout.readline()
-    except BrokenPipeError:
-      reply = ""
+      try:
+        process.stdin.write(line)
+        process.stdin.flush()
+        reply = process.stdout.readline()
+      except BrokenPipeError:
+        reply = ""
+      finally:
+        timer.cancel()
+        timer.join()  # from here on it kills nothing
     except BaseException:  # Ctrl-C: the next call must not get the reply of this one
       self.close()
       raise
-    finally:
-      timer.cancel()
-      timer.join()  # from here on it kills nothing
     is_whole = reply.endswith("\n")
     if killed.is_set() or not is_whole:
       self.close()
     return json.loads(reply) if is_whole else None
 
 
-def serve(function: str, cpu_s: float, warm_up: list[list]) -> None:
-  """Answers calls from stdin on stdout, a line of JSON each, until stdin ends."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; meant for the parent
-  signal.signal(signal.SIGPROF, signal.SIG_DFL)
+def _has_ended(process: subprocess.Popen) -> bool:
+  """Whether a process has ended; its number stays its own until it is waited for."""
+  if process.returncode is not None:
+    return True
+  state = os.WEXITED | os.WNOHANG | os.WNOWAIT
+  return os.waitid(os.P_PID, process.pid, state) is not None
+
+
+def _kill(process: subprocess.Popen) -> None:
+  """Kills a process and those of its session, unless it has been waited for."""
+  if process.returncode is None:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)
+
+
+def serve(
+  function: str, cpu_s: float, warm_up: list[list], parent: int, folder: str
+) -> None:
+  """Answers calls from stdin on stdout, a line of JSON each, until stdin ends.
+
+  Args:
+    function: its dotted name
+    cpu_s: CPU seconds that a call may take
+    warm_up: arguments of calls that are made first
+    parent: process number of the parent
+    folder: of temporary files, which is removed in the end
+  """
+  _spare_from_signals()
+  _end_with(parent, folder)
   # What the function prints must not mix with the replies, nor may it read the calls.
   requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
+  os.register_at_fork(after_in_child=replies.close)  # they end with this process
 
   def reply(text: str) -> None:
     replies.write(text + "\n")
@@ -172,3 +221,35 @@ def serve(function: str, cpu_s: float, warm_up: list[list]) -> None:
   reply(json.dumps({"result": None}))
   for line in requests:
     reply(answer(json.loads(line), cpu_s))
+
+
+def _spare_from_signals() -> None:
+  """This process survives SIGTERM and SIGINT; what it starts ends by them, as usual."""
+
+  def restore():
+    for number in _SPARED:
+      signal.signal(number, signal.SIG_DFL)
+
+  for number in _SPARED:
+    signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs would inherit
+    signal.siginterrupt(number, False)
+  signal.signal(signal.SIGPROF, signal.SIG_DFL)
+  os.register_at_fork(after_in_child=restore)
+
+
+def _end_with(parent: int, folder: str) -> None:
+  """Sees to it that this process ends with its parent, and its session with it."""
+
+  def end():
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+  def watch():
+    while os.getppid() == parent:
+      time.sleep(_LOOK_S)
+    end()
+
+  atexit.register(end)
+  atexit.register(sys.stdout.flush)  # before that
+  os.register_at_fork(after_in_child=lambda: atexit.unregister(end))
+  threading.Thread(target=watch, daemon=True).start()

@@ -76,6 +76,15 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> dict:
   }
 
 
+def median_ratio(above: np.ndarray, below: np.ndarray) -> dict:
+  """Median of ratios, and their range; f64[turns] each, as `seconds` gives them."""
+  each = above / below
+  return {
+    "speedup": float(np.median(each)),
+    "speedup_range": [float(each.min()), float(each.max())],
+  }
+
+
 def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> dict:
   """The ratio of two sums over the same turns, and its 95% interval.
 

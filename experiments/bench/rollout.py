@@ -14,7 +14,6 @@ is JSON.
 """
 
 from collections.abc import Iterable
-import dataclasses
 import json
 import pathlib
 
@@ -29,11 +28,11 @@ from experiments import launch
 from experiments import tables
 from experiments import workdirs
 from experiments.bench import interleave
+from experiments.bench import traces as traces_lib
 from tlt_jax import axes
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
-from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import source
@@ -73,15 +72,6 @@ def numbers(flag: flags.FlagHolder) -> list[int]:
     return [int(text) for text in flag.value]
   except ValueError as e:
     raise ValueError(f"--{flag.name} takes numbers: {e}") from e
-
-
-def ratio(above: np.ndarray, below: np.ndarray) -> dict:
-  """Median and range of the ratio of f[repeats] each."""
-  each = above / below
-  return {
-    "speedup": float(np.median(each)),
-    "speedup_range": [float(each.min()), float(each.max())],
-  }
 
 
 def counts(compared: compare.Comparison) -> dict[str, int]:
@@ -190,7 +180,7 @@ def compare_sides(
         models.model, models.params, requests, samples[off][-1], drawn
       )
       arms[name] = {
-        **ratio(seconds[off], seconds[name]),
+        **interleave.median_ratio(seconds[off], seconds[name]),
         "mean_acceptance_length": drawn.mean_acceptance_length,
         **counts(compared),
       }
@@ -260,77 +250,13 @@ def steps(config: dict, models: from_config.Models) -> dict:
   }
 
 
-def trace(name: str, count: int) -> np.ndarray:
-  """Response lengths i32[count] of a synthetic trace."""
-  rng = np.random.default_rng(0)
-  if name == "log-normal":  # median 100, cap 2,000
-    drawn = rng.lognormal(np.log(100), 1.0, count)
-    return np.clip(drawn, 1, 2000).astype(np.int32)
-  drawn = rng.geometric(1 / 64, count)  # mean 64, cap 512
-  return np.minimum(drawn, 512).astype(np.int32)
-
-
-def measure_trace(lengths: np.ndarray, config: dict, models: from_config.Models) -> dict:
-  """Measures rollouts of such lengths, scheduled and in a static batch."""
-  cap = int(lengths.max())
-  requests = requests_lib.make_requests(
-    [np.arange(1, 17)] * len(lengths), max_tokens=lengths, seed=1
-  )
-  slots = min(config["rollout"]["slots"], 32)
-  length = config["rollout"]["max_prompt"] + cap
-  sizes = {"slots": slots, "max_length": length, "budget": {}}
-  sizes["buckets"] = rollout.ladder(slots, length)
-  options = rollout.Options(**config["rollout"] | sizes)
-  whole = dataclasses.replace(options, buckets=())
-  scheduled, static = (
-    rollout.make(models.model, models.mesh, chosen) for chosen in (options, whole)
-  )
-  at_a_time = slots * models.mesh.shape[axes.DATA]
-  sides = {
-    "scheduled": lambda _: scheduled(models.params, requests),
-    "static": lambda _: in_groups(static, models.params, requests, at_a_time),
-  }
-  measured = list(interleave.turns(sides, _REPEATS.value))
-  seconds, last = interleave.seconds(measured), measured[-1]
-  samples = {side: last[side].result for side in sides}
-  compared = compare.compare(
-    models.model, models.params, requests, samples["scheduled"], samples["static"]
-  )
-  total = int(lengths.sum())
-  return {
-    "requests": len(lengths),
-    **counts(compared),
-    "total_tokens": total,
-    **ratio(seconds["static"], seconds["scheduled"]),
-    "tokens_per_s": {side: total / float(np.median(s)) for side, s in seconds.items()},
-    "useful_share": {side: s.useful_share for side, s in samples.items()},
-    "programs": len(scheduled.pool),
-    "compile_s": scheduled.pool.seconds,
-  }
-
-
-def in_groups(
-  engine: rollout.Rollout, params, requests: requests_lib.Requests, size: int
-) -> samples_lib.Samples:
-  """Rolls out as a static batch does, `size` requests at a time until the last ends."""
-  groups = np.array_split(np.arange(len(requests)), range(size, len(requests), size))
-  parts = [engine(params, requests.subset(group)) for group in groups]
-  T = max(p.tokens.shape[1] for p in parts)
-  widen = lambda x: np.pad(x, ((0, 0), (0, T - x.shape[1])))
-  return dataclasses.replace(
-    parts[0],
-    tokens=np.concatenate([widen(p.tokens) for p in parts]),
-    length=np.concatenate([p.length for p in parts]),
-    computed_tokens=sum(p.computed_tokens for p in parts),
-  )
-
-
 def traces(config: dict, models: from_config.Models) -> dict:
   """Prints the table of schedules; returns its part of the last line."""
-  result = {
-    name: measure_trace(trace(name, _REQUESTS.value), config, models)
-    for name in ("geometric", "log-normal")
-  }
+  result = {}
+  for name in traces_lib.NAMES:
+    lengths = traces_lib.draw(name, _REQUESTS.value)
+    measured, compared = traces_lib.measure(lengths, config, models, _REPEATS.value)
+    result[name] = counts(compared) | measured
   both = ("scheduled", "static")
   tables.show(
     "Rollouts of fixed lengths",

@@ -169,7 +169,7 @@ def engines(
   machine = sizes.Machine.here(config["tensor_parallel"])
   config = sizes.fit_rollout(config, models.model, asked, machine)
   options = dict(config["rollout"]) | {"budget": {}}
-  options["max_length"] = from_config.max_length(config)
+  options["max_length"] = sizes.max_length(config)
 
   def side(text: str):
     chosen = from_config.selector_of(text, config)

@@ -201,7 +201,7 @@ def workloads(slices: int) -> list[Workload]:
     prompt_rows=1,
     prefill_rows=1,
     prefill_block=256,
-    rebalance=slices > 1,  # a prompt's responses start on one slice
+    rebalance=slices > 1,
   )
   return [
     equal(32, 128),

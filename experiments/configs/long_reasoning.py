@@ -22,9 +22,9 @@ each phase takes on 32 devices of 80 GB, from the policy's `config.json` alone a
 machine; a test holds the table above against that plan. Expect the drafter, which begins at
 random, to draft little in the first steps, and the tail of each rollout to run in few slots
 of many tokens. No such run has been made: neither time nor memory nor accuracy was measured
-on any hardware, and a run is one process, so that all devices must be of one host.
-`:smoke` shrinks every size for a tiny model on a CPU. Entries are those of
-`configs/qwen2_5_7b.py`.
+on any hardware. Devices of several hosts take a process of this command on each host
+(docs/distributed.md), which has not been tried on more than one machine. `:smoke` shrinks
+every size for a tiny model on a CPU. Entries are those of `configs/qwen2_5_7b.py`.
 """
 
 from typing import NamedTuple

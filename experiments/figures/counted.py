@@ -21,6 +21,7 @@ import numpy as np
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import sizes
 from tlt_jax import axes
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
@@ -116,7 +117,7 @@ def main(config):
     again = simulated_lib.simulate(
       machine,
       models.model,
-      rollout.Options(max_length=from_config.max_length(config), **config["rollout"]),
+      rollout.Options(max_length=sizes.max_length(config), **config["rollout"]),
       scored.requests,
       real.length,
       selector=selector_lib.always(CHAIN) if chain else None,

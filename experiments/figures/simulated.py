@@ -19,6 +19,7 @@ import numpy as np
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import sizes
 from experiments import tables
 from experiments.bench import interleave
 from experiments.bench import sides as sides_lib
@@ -88,7 +89,7 @@ def simulate(
   return simulated_lib.simulate(
     machine,
     model,
-    rollout.Options(max_length=from_config.max_length(own), **own["rollout"]),
+    rollout.Options(max_length=sizes.max_length(own), **own["rollout"]),
     scored.requests,
     scored.samples.length,
     selector=selector,

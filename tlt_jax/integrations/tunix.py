@@ -226,23 +226,17 @@ class Rollout(base_rollout.BaseRollout):
   def _place(self, params: Any) -> dict:
     """The actor's parameters laid out for rollouts."""
     mine = tunix_params.from_tunix(self._config, params)
+    dtype = self._config.dtype
+    copy = lambda x, to: jax.device_put(x.astype(dtype), to, may_alias=False)
     # On CPUs, devices exchange arrays by way of the host, which tunix has forbidden here.
     with jax.transfer_guard("allow"):
-      moved = jax.device_put(mine, self._shardings)
-    return self._copy(moved)
+      return jax.tree.map(copy, mine, self._shardings)
 
   @functools.cached_property
   def _shardings(self) -> dict:
     """Where parameters lie in rollouts."""
     abstract = target.abstract_params(self._config)
     return axes.shardings(self._mesh, axes.ROLLOUT, abstract)
-
-  @functools.cached_property
-  def _copy(self) -> Callable[[dict], dict]:
-    """A program: what was handed in, and moved nowhere, may be donated soon."""
-    copy = lambda x: jnp.copy(x.astype(self._config.dtype))
-    make = lambda params: jax.tree.map(copy, params)
-    return jax.jit(make, out_shardings=self._shardings)
 
   def pad_id(self) -> int:
     """The tokenizer's token for padding."""

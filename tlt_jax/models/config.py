@@ -1,6 +1,7 @@
 """The shape of a decoder: one frozen description for Qwen2, Qwen3 and Llama 3."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from tlt_jax import ranges
@@ -60,3 +61,13 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f"RoPE needs an even head_dim, got {self.head_dim}")
+
+  def check_split(self, devices: int) -> None:
+    """Raises ValueError unless the heads can be shared out over the devices of a slice."""
+    for kind, heads in (("query", self.num_heads), ("key/value", self.num_kv_heads)):
+      if heads % devices:
+        raise ValueError(
+          f"tensor_parallel={devices} does not divide the policy's {heads} {kind} heads: "
+          "each device would hold and compute all of them; take a divisor of "
+          f"{math.gcd(self.num_heads, self.num_kv_heads)}"
+        )

@@ -8,17 +8,24 @@
 
 `load` reads either, also as training code leaves it (names that begin with "model.", an
 embedding, no `fc.bias`); `save` writes what one of the servers reads in full. Neither the
-embedding nor the target's head is stored: a server shares the target's. EAGLE-2 folders
-differ between the servers: SGLang's class leaves `fc.bias` random unless the file has it,
-vLLM's has none, and takes the biases of q, k and v from `qkv_bias`.
+embedding nor the target's head is stored: a server shares the target's. So config.json
+never says that they are tied, even where the target's are: SGLang would drop one tensor
+twice.
+
+EAGLE-2 folders differ between the servers. SGLang's class leaves `fc.bias` random unless
+the file has it, vLLM's has none, and takes the biases of q, k and v from `qkv_bias`. A
+draft vocabulary (FR-Spec) is no part of the layout: SGLang takes it from a file of its own
+and passes over d2t and t2d, which are there for `load`; vLLM has none, stops at these
+tables, and drafts among all tokens without them.
 
 Two spellings say which layers an EAGLE-3 drafter reads. In `eagle_config` (SGLang) i is the
 output of layer i, from 0, as in `DrafterConfig.taps`; at the top level (vLLM) it is what
-enters layer i.
+enters layer i. Taps (1, 13, 24) are [1, 13, 24] and [2, 14, 25].
 """
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import re
 from typing import Any, Literal
@@ -38,6 +45,7 @@ from tlt_jax.models import hf_config
 from tlt_jax.models import hf_folder
 from tlt_jax.models import hf_tensors
 from tlt_jax.models import json_fields
+from tlt_jax.models import pickled_weights
 
 SERVERS = ("sglang", "vllm")
 _TENSORS = "model.safetensors"
@@ -59,12 +67,6 @@ _NEUTRAL = {
   "norm_before_residual": (False,),
   "norm_output": (False,),
 }
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_CONVERT = (
-  'python -c "import torch; from safetensors.torch import save_file as s; s({{k: '
-  "v.clone().contiguous() for k, v in torch.load('{}', map_location='cpu', "
-  "weights_only=True).items()}}, 'model.safetensors')\""
-)
 
 
 def is_published(path: pathlib.Path) -> bool:
@@ -91,7 +93,8 @@ def save(
   Args:
     path: folder, made if need be; a drafter in it is replaced
     config, params: the drafter
-    server: an EAGLE-3 drafter is the same for both
+    server: an EAGLE-3 drafter is the same for both; of an EAGLE-2 one vLLM gets no
+      vocabulary of its own
     dtype: of the stored weights; None: each as it is
   Raises:
     CheckpointError: the server's classes do not compute what this drafter does
@@ -106,6 +109,8 @@ def save(
     flat.pop("fc_bias", None)
   if config.kind == "eagle2" and server == "sglang":
     flat.setdefault("fc_bias", np.zeros(config.layer.width, flat["fc"].dtype))
+  if config.kind == "eagle2" and server == "vllm":
+    config = dataclasses.replace(config, vocab=())
   kept = lambda x: x if dtype is None else x.astype(jnp.dtype(dtype))
   table = _layouts(config.kind)
   stored = {table[name].name: table[name].store(kept(x)) for name, x in flat.items()}
@@ -140,7 +145,7 @@ def _config_json(
       "this drafter's fc has a bias, which only SGLang's EAGLE-2 drafters have; train one "
       "without (fc_bias)"
     )
-  raw = hf_config.unparse(layer) | {"draft_vocab_size": len(config.vocab) or None}
+  raw = hf_config.unparse(layer) | {"tie_word_embeddings": False}
   if config.kind == "eagle3":
     return raw | _as_eagle3(config)
   if server == "sglang":
@@ -175,7 +180,7 @@ def _as_eagle3(config: drafter.DrafterConfig) -> dict[str, Any]:
   return {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    "tie_word_embeddings": config.layer.tie_embeddings and not config.has_own_head,
+    "draft_vocab_size": len(config.vocab) or None,  # null: the target's head
     "eagle_config": {"use_aux_hidden_state": True, _LAYER_IDS: list(config.taps)},
     _LAYER_IDS: [tap + 1 for tap in config.taps],
   }
@@ -248,7 +253,7 @@ def _open(
   Returns:
     the drafter, and its tensors: lazy, by the names of `_layouts`
   """
-  _refuse_pickles(path)
+  pickled_weights.refuse(path)
   raw = hf_folder.read_json(path / hf_folder.CONFIG)
   opened = hf_folder.open_tensors(path, stack).lazy
   try:
@@ -265,17 +270,6 @@ def _open(
   except ValueError as e:
     raise hf_folder.CheckpointError(f"{path / _TENSORS}: {e!s:.350}") from e
   return config, stored
-
-
-def _refuse_pickles(path: pathlib.Path) -> None:
-  """Raises if a folder has PyTorch's files only; loading them may run what they hold."""
-  if any(path.glob("*.safetensors")):
-    return
-  for file in sorted(file.name for p in _PICKLES for file in path.glob(p)):
-    raise hf_folder.CheckpointError(
-      f"{path} holds {file:.60} but no safetensors, and pickles are never loaded; convert "
-      f"it, in that folder and with torch 2.6 or later: {_CONVERT.format(f'{file:.60}')}"
-    )
 
 
 def _named(opened: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -346,7 +340,8 @@ def _take_vocab(raw: dict, stored: dict, kind: str, target_size: int) -> tuple[i
   if size is not None:
     json_fields.check("draft_vocab_size", size, int)
   if "d2t" in stored:
-    size = target_size if size is None else size
+    if size is None:  # only EAGLE-3 folders must say it
+      size = math.prod(stored["d2t"].get_shape()) if kind == "eagle2" else target_size
     return drafter_tensors.take_vocab(stored, size, target_size, needs_t2d=False)
   stored.pop("t2d", None)
   if size not in (None, target_size):

@@ -2,14 +2,15 @@
 
 A response may make a verifier hang, raise, end its process or return NaN. That costs this
 response only: it gets a reward that the config names, and is counted. So that this holds,
-verifiers run in processes of their own (`worker`), under a limit of CPU time, and prompts
-and answers travel there as JSON.
+verifiers run in processes of their own (`worker`), under a limit of CPU time. Prompts and
+answers travel there as JSON; what JSON would change, such as a tuple, is refused.
 """
 
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import logging
 import queue
 from typing import Any, NamedTuple
@@ -25,11 +26,12 @@ from tlt_jax.rl import reward
 class Options:
   """Where verifiers run, and what a failure of one costs."""
 
-  # processes that verifiers run in; 0: the run's own, without any limit of time
+  # processes that verifiers run in, each on a response at a time; 0: they run in the run's
+  # own process, without any limit of time
   processes: ranges.CountOrZero = 2
-  cpu_s: ranges.Positive = 10.0  # seconds of CPU time that the verdict on a response takes
-  # seconds that it takes, for verifiers that wait for something; where this limit decides,
-  # another machine may judge otherwise
+  cpu_s: ranges.Positive = 10.0  # CPU seconds that the verdict on a response may take
+  # seconds that it may take, for verifiers that wait for something; where this limit
+  # decides, another machine may judge otherwise
   wall_s: ranges.Positive = 120.0
   failed_reward: ranges.Real = 0.0  # reward of a response that a verifier fails on
   # share of a rollout's responses that verifiers may fail on; with more the run ends
@@ -65,14 +67,14 @@ class Judge:
     self._idle: queue.LifoQueue[worker.Worker] = queue.LifoQueue()
     if options.processes:
       limits = dict(cpu_s=options.cpu_s, wall_s=options.wall_s)
-      for _ in range(max(map(self._at_once, self.terms), default=0)):
+      for _ in range(options.processes if self.terms else 0):
         # Imports of a verifier may take seconds, which are not the first response's.
         process = worker.Worker(f"{__name__}.verify", warm_up=((text,),), **limits)
         self._idle.put(process)
 
   def _at_once(self, term: reward.Term) -> int:
     """Responses that a verifier judges at a time."""
-    return max(self.options.processes, getattr(term.score, "threads", 1))
+    return self.options.processes or getattr(term.score, "threads", 1)
 
   def __call__(
     self,
@@ -87,9 +89,19 @@ class Judge:
       prompts, responses, answers: B of each
       given: `length` and `max_tokens`, B of each, for verifiers that take them
     Raises:
-      RewardError: a prompt or answer that JSON cannot hold, or verifiers cannot be called
-        in processes of their own
+      RewardError: a verifier takes what is not given, a prompt or answer that JSON does
+        not give back as it is, or verifiers cannot be called in processes of their own
     """
+    for term in self.terms:
+      for name in set(reward.wanted(term.score)) - set(given):
+        raise reward.RewardError(
+          f"reward {term.name} takes {name}, which is not known here: judge with {name}="
+          "[...], one of each response"
+        )
+    if self.options.processes:
+      for name, values in (("prompt", prompts), ("answer", answers)):
+        for value in {id(value): value for value in values}.values():
+          _check_json(name, value)
     B = len(responses)
     more = [{name: int(of[i]) for name, of in given.items()} for i in range(B)]
     samples = list(zip(prompts, responses, answers, more, strict=True))
@@ -157,14 +169,28 @@ class Judge:
         f"{self.options.wall_s:g}, or ended its process "
         f"(response {reward.shortened(sample[1])}, answer {reward.shortened(sample[2])})",
       )
-    except (worker.WorkerError, TypeError) as e:
+    except worker.WorkerError as e:
       raise reward.RewardError(
-        f"reward {self.terms[number].name} does not run in a process of its own: {e}; "
-        "prompts and answers must be what JSON holds, and its module must be importable "
-        "there; verifier.processes=0 runs it in this one"
+        f"reward {self.terms[number].name} does not run in a process of its own: {e}; its "
+        "module must be importable there; verifier.processes=0 runs it in this one"
       ) from e
     finally:
       self._idle.put(process)
+
+
+def _check_json(name: str, value: Any) -> None:
+  """Raises RewardError unless a value comes back from JSON as it is."""
+  try:
+    is_same = json.loads(json.dumps(value)) == value
+    why = "tuples come back as lists, keys that are numbers as texts, NaN equals nothing"
+  except (TypeError, ValueError, RecursionError) as e:
+    is_same, why = False, e
+  if not is_same:
+    raise reward.RewardError(
+      f"the {name} {reward.shortened(value)} would not reach a verifier's process as it "
+      f"is, in JSON: {why}; give texts, numbers, lists, and dicts with texts as keys, or "
+      "run verifiers in this process (verifier.processes=0)"
+    )
 
 
 def verify(

@@ -104,8 +104,8 @@ def _make(call: calls.Call) -> Score:
     if not callable(score):
       raise RewardError(f"reward {call.path!r}: {name}(...) returns no function")
   try:
-    wanted = dict.fromkeys(_wanted(score), 0)
-    inspect.signature(score).bind("prompt", "response", "answer", **wanted)
+    besides = dict.fromkeys(wanted(score), 0)
+    inspect.signature(score).bind("prompt", "response", "answer", **besides)
   except TypeError as e:
     raise RewardError(
       f"reward {call.path!r} cannot be called as {name}(prompt, response, answer): {e}"
@@ -113,7 +113,7 @@ def _make(call: calls.Call) -> Score:
   return score
 
 
-def _wanted(score: Score) -> list[str]:
+def wanted(score: Score) -> list[str]:
   """What a verifier takes besides prompt, response and answer."""
   known = inspect.signature(score).parameters
   return [name for name in _ON_REQUEST if name in known]
@@ -136,9 +136,9 @@ def verify(
     solved_at: the least reward of a solved response, where it returns a number only
   """
   where = f"(response {shortened(response)}, answer {shortened(answer)})"
-  wanted = {name: given[name] for name in _wanted(score)}
+  besides = {name: given[name] for name in wanted(score)}
   try:
-    returned = score(prompt, response, answer, **wanted)
+    returned = score(prompt, response, answer, **besides)
   except (Exception, SystemExit, GeneratorExit) as e:  # Ctrl-C still ends the run
     return Verdict(0.0, False, f"{type(e).__name__}: {e} {where}")
   is_pair = isinstance(returned, tuple) and len(returned) == 2

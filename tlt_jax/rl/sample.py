@@ -289,7 +289,8 @@ def replay(
     metrics.MetricError: the file is missing or damaged
   """
   known = {}
-  if strict or (path and pathlib.Path(path).exists()):
+  exists = lambda: pathlib.Path(path).exists()
+  if strict or (path and processes.on_first(exists)):
     known = {r["step"]: _decisions(path, r) for r in metrics.read(path)}
 
   def decisions(step):

@@ -15,9 +15,11 @@ true. Pairs do not have this weakness.
 """
 
 from collections.abc import Callable
+import dataclasses
 import json
 import re
 import secrets
+import time
 
 from tlt_jax import ranges
 from tlt_jax import sandbox
@@ -47,6 +49,7 @@ def passes(
   processes: ranges.Count = 4,
   file_mb: ranges.Count = 4,
   at_once: ranges.Count = 4,
+  total_s: ranges.Positive = 90.0,
   partial: bool = False,
   isolation: sandbox.Isolation = "namespaces",
 ) -> Callable[[object, str, object], float | tuple[float, bool]]:
@@ -57,10 +60,14 @@ def passes(
       machine may judge otherwise
     cpu_s: seconds of CPU time that each process of a test may take, rounded up
     memory_mb: MiB of address space of each process; all tests of a moment can take this
-      times `processes` times `at_once`
+      times `processes`, times the responses that are tested at a time
     processes: processes and threads that a test may have at a time
     file_mb: MiB of all files that a test writes, and of what it prints
-    at_once: responses that are tested at a time
+    at_once: responses that are tested at a time where verifier.processes is 0; elsewhere
+      that is their number
+    total_s: seconds that all tests of a response may take, one after the other; those that
+      have not ended by then are not passed. Keep it below verifier.wall_s: a verdict that
+      takes longer than that is a failure, whatever was passed
     partial: whether the reward is the share of tests that are passed; a response is solved
       if that is all of them
     isolation: 'namespaces'; or 'limits', where Linux does not allow those: then code is
@@ -75,11 +82,10 @@ def passes(
 
   def score(prompt: object, response: str, answer: object) -> float | tuple[float, bool]:
     del prompt
-    tests = read_tests(answer)
-    code = find_code(response)
-    passed = 0
+    tests, code = read_tests(answer), find_code(response)
+    until, passed = time.monotonic() + total_s, 0
     for test in tests:
-      if code is not None and _passes(code, test, limits, isolation):
+      if code is not None and _passes(code, test, limits, isolation, until):
         passed += 1
       elif not partial:
         return 0.0
@@ -116,8 +122,17 @@ def read_tests(answer: object) -> list[str | list[str]]:
 
 
 def _passes(
-  code: str, test: str | list[str], limits: sandbox.Limits, isolation: sandbox.Isolation
+  code: str,
+  test: str | list[str],
+  limits: sandbox.Limits,
+  isolation: sandbox.Isolation,
+  until: float,
 ) -> bool:
+  """Whether code passes a test before `time.monotonic()` is `until`."""
+  left_s = until - time.monotonic()
+  if left_s <= 0:
+    return False
+  limits = dataclasses.replace(limits, wall_s=min(limits.wall_s, left_s))
   if isinstance(test, str):
     passed = secrets.token_hex(16)
     stdin = f"{json.dumps(code)}\n{json.dumps([test, passed])}\n"

@@ -15,6 +15,7 @@ reasoning-gym to say: `score` gives 1 for what it takes as right, `graded` what 
 import ast
 import functools
 import hashlib
+import json
 import random
 from typing import Any, Literal
 
@@ -30,12 +31,17 @@ _PROBLEMS = 2**48  # of a task, among which is drawn
 # These tasks write all their problems down before the first one, or take smaller seeds.
 _FEWER = dict.fromkeys(("acre", "gsm_symbolic", "list_functions", "word_ladder"), 20_000)
 _FEWER["pool_matrix"] = 2**31
+# Their verifiers compare a grid with a tuple of rows; rows that come from JSON are lists.
+_GRIDS = ("arc_agi", "rearc")
 _TRIES = 2000  # problems that are looked at for one of a split
 _REPEATS = 2000  # of held-out problems, until it is believed that there are no others
 
 
 class Problems:
   """A random-access source of `{"prompt", "answer"}` records of a reasoning-gym task.
+
+  An answer has the task, and the whole problem in reasoning-gym's format: as JSON gives
+  it back, so that every process judges alike.
 
   Problem i depends on (task, options, split, seed, i) alone. The splits share no
   question: one in 16 is kept for `held_out`, whose problems differ from each other, as
@@ -98,6 +104,7 @@ class Problems:
 
   def _record(self, problem: dict[str, Any]) -> dict[str, Any]:
     # The verifiers of some tasks need the whole problem to judge an answer.
+    problem = json.loads(json.dumps(problem))
     answer = {"task": self._task, "options": self._options, "problem": problem}
     return {"prompt": problem["question"], "answer": answer}
 
@@ -152,9 +159,12 @@ def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
     prompt, response, answer: as for `score`
   """
   del prompt
-  problem = answer["problem"]
+  task, problem = answer["task"], answer["problem"]
+  if task in _GRIDS:
+    grid = tuple(map(tuple, problem["metadata"]["output"]))
+    problem = problem | {"metadata": problem["metadata"] | {"output": grid}}
   final = final_answer(response, problem["answer"])
-  dataset = _dataset(answer["task"], answer["options"])
+  dataset = _dataset(task, answer["options"])
   return float(dataset.score_answer(final, problem))
 
 

@@ -60,9 +60,9 @@ def make_admit(
 ) -> Callable:
   """(kv, features, store, row i32[B], known i32[B]) -> kv, features.
 
-  Slots take over the first `known` tokens of a row of the prompt store, block by block;
-  those of which 0 are known stay as they are, and cost nothing. KV and features are
-  donated.
+  Slot b takes over KV and features of `known[b]` prompt tokens, the first of row `row[b]`
+  of the prompt store, block by block. Slots with `known` 0 get no prompt: they stay as they
+  are, and cost nothing. KV and features are donated.
   """
 
   def admit(kv, features, store, row, known):

@@ -155,7 +155,8 @@ class Samples:
     return sum((chunk.end_s - chunk.start_s) * idle(chunk) for chunk in self.chunks)
 
 
-# Looks at the samples so far after every chunk, and at the requests that ended in it.
+# Is called after every chunk with the samples so far, and the numbers of the requests that
+# ended in it; such as to show responses while they grow.
 Watch = Callable[[Samples, list[int]], None]
 # How many prompts are asked by now: of the samples so far, the requests that have ended
 # since the last time, and whether no request is left.

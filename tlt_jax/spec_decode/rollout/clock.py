@@ -190,9 +190,9 @@ class Clock:
 class Decisions:
   """The decisions of a rollout by the clock, in order; another one can decide alike.
 
-  No decision changes a token. But they say on what data, and when, a drafter that is
-  trained meanwhile is trained. (With several processes, what `decide` reads of a clock is
-  the first one's, see `processes`; nothing else depends on a clock.)
+  In float32 no decision changes a token. But they say on what data, and when, a drafter
+  that is trained meanwhile is trained. With several processes, what `decide` reads of a
+  clock is the first one's (`processes.tell`).
   """
 
   def __init__(
@@ -217,16 +217,19 @@ class Decisions:
   def __call__(self, name: str, decide: Callable[[], int]) -> int:
     """The decision of that name, now.
 
+    `decide` is asked in a replay as well, and not followed: a rule that learns by choosing
+    (`speculation.rules`) then knows afterwards what it would know without a replay.
+
     Raises:
       ValueError: the log is of another rollout
     """
-    value = None
+    value = int(decide())
     if self._replay is not None:
-      logged, value = next(self._replay, ("nothing", 0))
+      logged, followed = next(self._replay, ("nothing", 0))
       if logged != name:
         self._differs(logged, name)
-        value = None
-    value = int(decide()) if value is None else value
+      else:
+        value = followed
     self.log.append((name, value))
     return value
 

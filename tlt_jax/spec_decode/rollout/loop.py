@@ -235,7 +235,7 @@ class Loop:
     )
 
   def _abandon(self) -> None:
-    """Ends the rollout, because the job is to stop; what it has trained is kept."""
+    """Ends the rollout, because the job is to stop; the drafter keeps what it learnt."""
     self.draft_state.reset()
     self.batch.drop()
     if self.harvest:

@@ -2,9 +2,10 @@
 
 In bfloat16 a program of another shape rounds differently, and may draw another token. So
 two runs are identical only if they choose the same buckets, strategies and chunks, and
-train the drafter as much. All of that is decided by a clock. This one says how long steps
-would take on a machine that is made up: it reads so many numbers a second, and computes
-with each of them for so many tokens meanwhile. Choices are as good as this is near.
+train the drafter as much. All of that is decided by a clock. This one computes how long
+steps would take on a nominal machine, from two figures: the numbers (weights and KV) that
+it reads per second, and the tokens that it multiplies a weight with in the time of reading
+one. The closer these are to the real machine, the better are the choices.
 """
 
 from typing import NamedTuple
@@ -16,14 +17,16 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 class Machine(NamedTuple):
-  """A slice that is made up."""
+  """The nominal speed of a slice: memory bandwidth, and compute relative to it."""
 
-  numbers_per_s: float  # that it reads
-  tokens: float  # for which it computes with a weight in the time that it takes to read it
+  numbers_per_s: float  # weights and cached keys and values that it reads
+  # Tokens that a weight is multiplied with in the time that it takes to read one weight
+  # (the machine balance of a roofline): a pass over so many takes as long again as reading.
+  tokens_per_read: float
 
   @classmethod
   def like(cls, platform: str, devices: int) -> "Machine":
-    """A slice of so many devices of a kind: "cpu", or an accelerator."""
+    """The rounded figures of so many devices of a platform: "cpu", or any accelerator."""
     if platform == "cpu":
       return cls(5e9 * devices, 4.0)
     return cls(1e12 * devices, 256.0)
@@ -59,8 +62,9 @@ class Clock(clock_lib.Clock):
     self._kv = 2 * target.num_layers * target.num_kv_heads * target.head_dim
     self._drafter = _of_layer(layer) + head if layer else 0
     super().__init__()
-    training = 3 * trained_tokens * self._drafter / machine.tokens  # with the gradient
-    self.micro_batch_s = training / machine.numbers_per_s
+    computed = 3 * trained_tokens * self._drafter  # with the gradient
+    read = computed / machine.tokens_per_read
+    self.micro_batch_s = read / machine.numbers_per_s
 
   def begin_rollout(self) -> None:
     super().begin_rollout()
@@ -78,7 +82,7 @@ class Clock(clock_lib.Clock):
 
   def _weights(self, count: int, tokens: int) -> float:
     """The time of a pass through so many weights, in numbers read."""
-    return count * (1 + tokens / self._machine.tokens)
+    return count * (1 + tokens / self._machine.tokens_per_read)
 
   def decoding_s(
     self, bucket: options_lib.Bucket, arm: clock_lib.Arm, steps: int

@@ -51,9 +51,10 @@ class Schedule:
     decide: clock_lib.Decisions,
     grows: bool = False,
   ):
-    """Queues all requests; the responses to a prompt stay on one slice.
+    """Queues all requests; the responses to a prompt begin on one slice.
 
-    Where there are fewer prompts than slices, they are dealt out over several.
+    Where there are fewer prompts than slices, the responses to a prompt begin on several,
+    so that as many slices as possible have some.
 
     Args:
       options, running: of the rollout
@@ -70,7 +71,7 @@ class Schedule:
     prompts = len(running.requests.prompts)
     dealt = collections.Counter()  # requests of each prompt
     for i, prompt in enumerate(() if grows else running.requests.prompt_idx.tolist()):
-      homes = range(prompt, slices, prompts) or (prompt % slices,)
+      homes = _dealt_out(prompt, prompts, slices)
       self.queues[homes[dealt[prompt] % len(homes)]].append(i)
       dealt[prompt] += 1
     self.tokens = options.chunk  # that a slot may draw in the next chunk
@@ -85,14 +86,14 @@ class Schedule:
   def ask(self, prompts: int) -> None:
     """Queues what is new of the first prompts, each where the fewest requests are left.
 
-    Where these are fewer than slices, each is dealt out over several.
+    Where these are fewer than slices, requests of a prompt are parted as at the start.
 
     Args:
       prompts: that are asked by now, in all
     """
-    homes = max(len(self.queues) // max(prompts, 1), 1)
     for prompt in range(self._asked, prompts):
       requests = np.flatnonzero(self.running.requests.prompt_idx == prompt)
+      homes = len(_dealt_out(prompt, prompts, len(self.queues)))
       for part in np.array_split(requests, min(homes, len(requests))):
         left = self.running.live + [len(queue) for queue in self.queues]
         self.queues[int(np.argmin(left))].extend(part.tolist())
@@ -291,3 +292,8 @@ class Schedule:
     self.prompt_row = [{} for _ in self.queues]
     running.close()
     return goal
+
+
+def _dealt_out(prompt: int, prompts: int, slices: int) -> Sequence[int]:
+  """The slices that a prompt's responses begin on: several if there are fewer prompts."""
+  return range(prompt, slices, prompts) or (prompt % slices,)

@@ -1,0 +1,1 @@
+"""Commands, benchmarks, configs and figures; README.md has a list of them."""
