@@ -9,7 +9,7 @@ import pytest
 
 from tests import commands
 
-NAMES = "design architecture distributed extending figures reference changelog"
+NAMES = "design architecture distributed extending tunix figures reference changelog"
 PAGES = ("", *NAMES.split(), "contributing")
 
 

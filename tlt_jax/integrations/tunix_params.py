@@ -1,0 +1,170 @@
+"""The models of google-tunix as this project has them: their shape and their parameters.
+
+`model_config` reads the shape off a model, `from_tunix` its parameters, and `to_tunix`
+takes ours back: `nnx.update(model, to_tunix(model_config(model), params))`. None of them
+imports tunix. Qwen2, Qwen3 and Llama of tunix 0.1.7 differ from ours only in names, and in
+that heads of biases are in one axis.
+"""
+
+import logging
+from typing import Any
+
+from flax import nnx
+from flax import traverse_util
+import flax.linen as nn
+import jax
+
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import target
+
+# Class of tunix's model -> architecture, and the field that says whether the head is tied.
+_FAMILIES = {
+  "Qwen2": ("Qwen2ForCausalLM", "use_tied_embedding"),
+  "Qwen3": ("Qwen3ForCausalLM", "use_tied_embedding"),
+  "Llama3": ("LlamaForCausalLM", "weight_tying"),
+}
+# Their layers rotate by this base, whatever their config says.
+_FIXED_BASE = {"Qwen3": 1e6, "Llama3": 1e6}
+
+# Path in our tree -> path in theirs. Rows of a parameter that a model lacks are not used.
+_OF_MODEL = {
+  "embedding": "embedder/input_embedding",
+  "final_norm/scale": "final_norm/w",
+  "head": "lm_head/w",
+}
+_OF_LAYER = {  # below `layer_{i}/` and `layers/{i}/`
+  "input_norm/scale": "input_layernorm/w",
+  "attention/q_proj": "attn/q_proj/w",
+  "attention/k_proj": "attn/k_proj/w",
+  "attention/v_proj": "attn/v_proj/w",
+  "attention/q_bias": "attn/q_bias",
+  "attention/k_bias": "attn/k_bias",
+  "attention/v_bias": "attn/v_bias",
+  "attention/q_norm/scale": "attn/q_norm/w",
+  "attention/k_norm/scale": "attn/k_norm/w",
+  "attention/o_proj": "attn/o_proj/w",
+  "post_norm/scale": "post_attention_layernorm/w",
+  "mlp/gate_proj": "mlp/gate_proj/kernel",
+  "mlp/up_proj": "mlp/up_proj/kernel",
+  "mlp/down_proj": "mlp/down_proj/kernel",
+}
+
+
+def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig:
+  """Reads the shape off a model of tunix.
+
+  Args:
+    model: Qwen2, Qwen3 or Llama3 of tunix
+    dtype: that we compute in; None: the model's
+  Raises:
+    ValueError: another model, one with experts, or a dtype that we do not compute in
+  """
+  name, theirs = type(model).__name__, getattr(model, "config", None)
+  if name not in _FAMILIES or getattr(theirs, "num_experts", None):
+    what = f"{name} with experts" if name in _FAMILIES else name
+    raise ValueError(
+      f"tlt_jax answers for dense {', '.join(_FAMILIES)} of tunix, not for {what}; use "
+      "another rollout_engine for it"
+    )
+  architecture, tied = _FAMILIES[name]
+  base = _FIXED_BASE.get(name, theirs.rope_theta)
+  if base != theirs.rope_theta:
+    logging.warning(
+      "tunix trains this %s with RoPE's base at %g, not at the %g of its config; rollouts "
+      "do as the trainer does",
+      *(name, base, theirs.rope_theta),
+    )
+  stored = model.embedder.input_embedding.dtype
+  dtype = dtype or jax.numpy.dtype(getattr(theirs, "dtype", stored)).name
+  if dtype not in config_lib.DTYPES:
+    raise ValueError(
+      f"rollouts compute in {', '.join(config_lib.DTYPES)}, not in {dtype}: set data_type "
+      "in the RolloutConfig"
+    )
+  return config_lib.ModelConfig(
+    architecture=architecture,
+    vocab_size=theirs.vocab_size,
+    width=theirs.embed_dim,
+    mlp_width=theirs.hidden_dim,
+    num_layers=theirs.num_layers,
+    num_heads=theirs.num_heads,
+    num_kv_heads=theirs.num_kv_heads,
+    head_dim=theirs.head_dim,
+    rope_theta=float(base),
+    norm_eps=theirs.norm_eps,
+    qkv_bias=name == "Qwen2",
+    qk_norm=name == "Qwen3",
+    tie_embeddings=getattr(theirs, tied),
+    dtype=dtype,
+  )
+
+
+def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
+  """Takes a model's parameters to where ours are, on the devices that they are on.
+
+  Args:
+    config: of `model_config`
+    params: `nnx.state(model, nnx.Param)`, or nested dicts of arrays like it
+  Returns:
+    nested as `Policy.params`; arrays are those that were handed in, but for biases
+  Raises:
+    ValueError: parameters that are no such model's, such as LoRA's, or of other shapes
+  """
+  params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+  flat = traverse_util.flatten_dict(params)
+  theirs = {"/".join(map(str, path)): x for path, x in flat.items()}
+  shapes, names = _shapes(config), _names(config)
+  if unknown := sorted(theirs.keys() - set(names.values())):
+    lora = any("lora" in name for name in unknown)
+    raise ValueError(
+      f"tunix's model has parameters that tlt_jax knows nothing of, such as {unknown[0]}; "
+      + ("merge LoRA's into the weights" if lora else "is it one of tunix 0.1.7?")
+    )
+  if missing := sorted(set(names.values()) - theirs.keys()):
+    raise ValueError(
+      f"tunix handed in no {missing[0]}, nor {len(missing) - 1} others; rollouts need all "
+      "parameters of the model (without LoRA)"
+    )
+  for ours, name in names.items():
+    if theirs[name].shape != _stored(ours, shapes[ours]):
+      raise ValueError(
+        f"tunix's {name} has the shape {theirs[name].shape}, its config says "
+        f"{_stored(ours, shapes[ours])}"
+      )
+  mapped = {ours: theirs[name].reshape(shapes[ours]) for ours, name in names.items()}
+  return traverse_util.unflatten_dict(mapped, "/")
+
+
+def to_tunix(config: config_lib.ModelConfig, params: dict) -> dict:
+  """Takes our parameters to where tunix's model has its own, for `nnx.update`.
+
+  Args:
+    config: of `model_config`, or of a folder that `convert.load_hf` has read
+    params: nested as `Policy.params`
+  """
+  flat = traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")
+  theirs = {}
+  for ours, name in _names(config).items():
+    path = tuple(int(part) if part.isdigit() else part for part in name.split("/"))
+    theirs[path] = flat[ours].reshape(_stored(ours, flat[ours].shape))
+  return traverse_util.unflatten_dict(theirs)
+
+
+def _shapes(config: config_lib.ModelConfig) -> dict[str, tuple[int, ...]]:
+  """The shapes of our parameters by path."""
+  abstract = nn.meta.unbox(target.abstract_params(config))
+  flat = traverse_util.flatten_dict(abstract, sep="/")
+  return {path: x.shape for path, x in flat.items()}
+
+
+def _names(config: config_lib.ModelConfig) -> dict[str, str]:
+  """Path in our tree -> path in theirs, of the parameters that the model has."""
+  rows = dict(_OF_MODEL)
+  for i in range(config.num_layers):
+    rows |= {f"layer_{i}/{o}": f"layers/{i}/{name}" for o, name in _OF_LAYER.items()}
+  return {ours: rows[ours] for ours in _shapes(config)}
+
+
+def _stored(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The shape that tunix stores for our parameter of that path and shape."""
+  return (shape[0] * shape[1],) if path.endswith("_bias") else shape
