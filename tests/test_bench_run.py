@@ -154,6 +154,7 @@ def tiny(home, workdir, headroom: str) -> list[str]:
   ]
 
 
+@pytest.mark.slow
 def test_a_tiny_run(home, tmp_path):
   """All that it writes."""
   s = found(home, "bench.run", *tiny(home, tmp_path, headroom=""))

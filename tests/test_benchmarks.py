@@ -66,6 +66,7 @@ def test_spot_training_is_measured(home):
   assert "give --drafter" in error(run(home, "bench.spot", *tiny_run(home)))
 
 
+@pytest.mark.slow
 def test_whole_steps_are_compared_side_by_side(home):
   """Responses follow a trace; a drafter trains, and requests move between slices."""
   result = found(

@@ -306,6 +306,7 @@ def test_a_finished_run_is_safe_from_other_settings(home, whole, tmp_path):
   assert "config.json holds the settings" in message and "--fork=NEW_WORKDIR" in message
 
 
+@pytest.mark.slow
 def test_a_run_may_become_longer(home, whole, tmp_path):
   """And be evaluated and saved at other steps; config.json says what ran last."""
   workdir = shutil.copytree(whole[0], tmp_path / "run")
@@ -321,6 +322,7 @@ def test_a_run_may_become_longer(home, whole, tmp_path):
   assert json.loads((workdir / "config.json").read_text())["steps"] == STEPS + 2
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_elsewhere_with_other_settings(home, whole, tmp_path):
   """Killed and run again too; what it starts from stays as it is."""
   before = contents(whole[0])

@@ -148,7 +148,7 @@ def test_features_computed_once_train_like_those_of_each_update(kind):
     tiny.slow("eagle3_vocab", "cross_entropy"),
     tiny.slow("eagle2", "total_variation"),
     tiny.slow("eagle3", "total_variation"),
-    ("eagle2_vocab", "total_variation"),
+    tiny.slow("eagle2_vocab", "total_variation"),
     tiny.slow("eagle3_vocab", "total_variation"),
   ],
 )
@@ -514,7 +514,7 @@ def test_config_and_tables_of_a_draft_vocabulary_must_fit(tmp_path):
     ("eagle2_vocab", "3_1_4"),
     ("eagle2_vocab", "3_4_12"),
     tiny.slow("eagle3_vocab", "3_1_4"),
-    ("eagle3_vocab", "3_4_12"),
+    tiny.slow("eagle3_vocab", "3_4_12"),
   ],
 )
 def test_a_draft_vocabulary_changes_no_token(kind, strategy):

@@ -370,6 +370,7 @@ def test_slices_train_without_waiting_for_each_other():
   assert exchanged
 
 
+@pytest.mark.slow
 def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch):
   """As they would be if slices trained one drafter together."""
   mesh, update = tiny.mesh(2, 1), state_lib.update
@@ -383,6 +384,7 @@ def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch)
   assert across_slices(program.lower(*args).compile().as_text(), mesh)
 
 
+@pytest.mark.slow
 def test_the_detector_sees_an_exchange_that_training_waits_for(monkeypatch):
   """Slices that have run dry would wait there until the others have decoded."""
   mesh = tiny.mesh(2, 1)

@@ -236,6 +236,7 @@ def filtered(logp, k: int):
   return p / p.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kind"), REJECTING, ids=str)
 def test_rejection_keeps_the_distribution(strategy, kind):
   """Of the second token, which follows a draft that stood or one that fell."""

@@ -55,9 +55,13 @@ def fork(how):
 def told_to_stop(value):
   for number in (signal.SIGTERM, signal.SIGINT):
     os.kill(os.getpid(), number)
-  forked, started = os.fork(), subprocess.Popen(["sleep", "1000"])
+  read, write = os.pipe()
+  forked = os.fork()
   if not forked:
+    os.write(write, b".")
     time.sleep(1000)
+  started = subprocess.Popen(["sleep", "1000"])
+  os.read(read, 1)  # until the child has got as far as its own code
   os.kill(forked, signal.SIGTERM)
   started.terminate()
   return [value, os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), started.wait()]
