@@ -97,7 +97,7 @@ def flat(params):
 
 @pytest.mark.parametrize(
   ("kind", "data", "model"),
-  [("eagle2", 2, 1), tiny.slow("eagle3", 2, 1), tiny.slow("eagle2_vocab", 4, 2)],
+  [tiny.slow("eagle2", 2, 1), tiny.slow("eagle3", 2, 1), ("eagle2_vocab", 4, 2)],
 )
 def test_idle_slices_train_and_no_token_changes(kind, data, model):
   """The loss falls over a few rollouts, on data that never left the devices."""
@@ -109,7 +109,7 @@ def test_idle_slices_train_and_no_token_changes(kind, data, model):
     assert_same(seed, samples)
     trained = np.sum([c.trained for c in samples.chunks], 0)
     assert trained.sum() > 0 and samples.training
-    losses.append(np.mean([m["loss"] for m in samples.training]))
+    losses.append(samples.training[0]["loss"])  # on data that it has not learnt from
   assert np.abs(flat(spot.state.params) - before).max() > 1e-3
   assert losses[-1] < losses[0]
   assert int(spot.state.skipped) == 0 and int(spot.state.step) > 4
