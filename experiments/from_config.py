@@ -262,9 +262,7 @@ def load_drafter(
   if not drafters.is_kind(config["drafter"]):
     return drafter_files.load(config["drafter"], model, mesh)
   drafter = drafter_lib.of_target(model, config["drafter"])
-  layout = axes.shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
-  init = jax.jit(lambda key: drafter_lib.init_params(drafter, key), out_shardings=layout)
-  return drafter, init(jax.random.key(config["seed"]))
+  return drafter, drafter_lib.new_params(drafter, mesh, config["seed"])
 
 
 def selector(config: dict) -> selector_lib.Selector | None:

@@ -52,6 +52,11 @@ def is_first() -> bool:
   return index() == 0
 
 
+def share() -> slice:
+  """Which items of a list are this process's, where each does every n-th of them."""
+  return slice(index(), None, count())
+
+
 def place(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
   """Puts an array that every process has on the devices, each process its own part.
 

@@ -333,9 +333,7 @@ def _load_drafter(
       "to train it, or give the folder of one that is trained"
     )
   drafter = drafter_lib.of_target(config, str(name))
-  layout = axes.shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
-  init = jax.jit(lambda key: drafter_lib.init_params(drafter, key), out_shardings=layout)
-  return drafter, init(jax.random.key(0))
+  return drafter, drafter_lib.new_params(drafter, mesh, seed=0)
 
 
 def _sampling(config: base_rollout.RolloutConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafters
@@ -337,6 +338,13 @@ def abstract_params(config: DrafterConfig) -> dict:
 def init_params(config: DrafterConfig, key: jax.Array) -> dict:
   """Random float32 parameters (normal, std 0.02; norms one; biases zero)."""
   return nn.meta.unbox(_init(config, key))
+
+
+def new_params(config: DrafterConfig, mesh: jax.sharding.Mesh, seed: int) -> dict:
+  """Makes the parameters of a new drafter on a mesh, in the layout of rollouts."""
+  layout = axes.shardings(mesh, axes.ROLLOUT, abstract_params(config))
+  init = jax.jit(lambda key: init_params(config, key), out_shardings=layout)
+  return init(jax.random.key(seed))
 
 
 def _init(config: DrafterConfig, key):

@@ -80,10 +80,10 @@ class Judged(NamedTuple):
     So a reward that differs from process to process, as one with a time limit may, is the
     same for all.
     """
-    n, scores = processes.count(), self.scores
-    if n == 1:
+    scores = self.scores
+    if processes.count() == 1:
       return self
-    ours = slice(processes.index(), None, n)
+    ours = processes.share()
     mine = np.zeros((3 + len(scores.parts), len(self.text)), np.float32)
     failed = scores.failure != ""
     mine[:, ours] = scores.reward, scores.solved, failed, *scores.parts.values()

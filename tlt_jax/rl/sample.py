@@ -218,11 +218,11 @@ class Sampler:
     Of several processes each scores its share of them, see `Judged.whole`.
     """
     began = time.perf_counter()
-    mine = index[processes.index() :: processes.count()]
+    mine = index[processes.share()]
     text = [self.tokenizer.decode(samples.response(i)) for i in index]
     scores = self.judge(
       prompts=[records[i]["prompt"] for i in mine],
-      responses=text[processes.index() :: processes.count()],
+      responses=text[processes.share()],
       answers=[records[i]["answer"] for i in mine],
       length=samples.length[mine],
       max_tokens=requests.max_tokens[mine],
