@@ -84,7 +84,9 @@ def train(
       try:
         _, stderr = process.communicate(timeout=seconds)
       except subprocess.TimeoutExpired:
-        return stop(process, which)
+        if pids := processes_of(process):
+          return stop(process, pids[which])
+        _, stderr = process.communicate()
     except BaseException:
       process.terminate()
       raise
@@ -93,26 +95,34 @@ def train(
   return None
 
 
-def stop(run: subprocess.Popen, which: int) -> Stopped:
+def processes_of(run: subprocess.Popen) -> list[int]:
+  """The ids of a run's processes, once all have begun; none: it is over."""
+  if _PROCESSES.value == 1:
+    return [run.pid]
+  children = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children")
+  while run.poll() is None:
+    pids = [int(pid) for pid in children.read_text().split()]
+    if len(pids) == _PROCESSES.value:
+      return pids
+    time.sleep(0.01)
+  return []
+
+
+def stop(run: subprocess.Popen, pid: int) -> Stopped:
   """Sends the signal to one process of a run, and waits for the end of all.
 
   Raises:
     ResumeError: they do not end in time, or do not say in one line why
   """
-  children = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children")
-  several, limit_s = _PROCESSES.value > 1, _LIMITS_S[_SIGNAL.value]
-  pids = [run.pid]
-  while several and len(pids := children.read_text().split()) < _PROCESSES.value:
-    time.sleep(0.01)  # the launcher has only begun
-  began = time.perf_counter()
-  os.kill(int(pids[which]), signal.Signals[_SIGNAL.value])
+  limit_s, began = _LIMITS_S[_SIGNAL.value], time.perf_counter()
+  os.kill(pid, signal.Signals[_SIGNAL.value])
   try:
     _, stderr = run.communicate(timeout=limit_s)
   except subprocess.TimeoutExpired as e:
     raise ResumeError(f"{limit_s} s after {_SIGNAL.value} a run still runs") from e
   seconds = time.perf_counter() - began
   lines = [x for x in stderr.splitlines() if x.startswith("error") or "stopped by" in x]
-  if several and len(lines) != 1:
+  if _PROCESSES.value > 1 and len(lines) != 1:
     raise ResumeError(f"of {_SIGNAL.value} a job does not say one line: {stderr[-500:]}")
   return Stopped(seconds, lines)
 
