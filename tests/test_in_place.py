@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -412,3 +413,37 @@ def test_device_groups_are_read_in_every_notation(text, groups):
   """As the compiler prints them; an empty list stands for all devices."""
   exchange = hlo_counts.Instruction("x", "f32[]", "all-reduce", False, text)
   assert hlo_counts.device_groups(exchange) == groups
+
+
+def resized(mesh, resize, layer, row):
+  return resize.lower(layer, slices.place(mesh, row), length=LENGTH).compile()
+
+
+def test_rows_change_their_slice_one_by_one():
+  """Each lies where it should; nothing larger than a row crosses slices, or is made."""
+  mesh, rng = tiny.mesh(4), np.random.default_rng(0)
+  shapes = slots_lib.abstract_cache(mesh, tiny.CONFIG, ROWS, LENGTH)[0]
+  filled = lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding)
+  layer = jax.tree.map(filled, shapes)
+  row = np.full((4, 3), -1, np.int32)
+  row[[0, 0, 1, 3, 3], [0, 2, 1, 0, 2]] = [13, 1, 2, 15, 6]  # of 16; three move
+  resize = decode.make_resize(mesh, tiny.CONFIG, move=True)
+  program = resized(mesh, resize, layer, row)
+  found = program(layer, slices.place(mesh, row))
+  for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(layer), strict=True):
+    asked = row.reshape(-1) >= 0
+    taken = row.reshape(-1)[asked]
+    np.testing.assert_array_equal(np.asarray(new)[asked], np.asarray(old)[taken])
+
+  def largest(program):
+    bodies = hlo_counts.computations(program.as_text()).values()
+    crossing = [i for body in bodies for i in body if hlo_counts.is_collective(i)]
+    return max(i.num_elements for i in crossing)
+
+  assert largest(program) <= layer_size(1) // ROWS
+  at_once = jax.jit(
+    lambda layer, row, length: jax.tree.map(lambda x: x[row], layer),
+    static_argnames="length",
+    out_shardings=slots_lib.cache_sharding(mesh, tiny.CONFIG),
+  )
+  assert largest(resized(mesh, at_once, layer, np.maximum(row, 0))) >= layer_size(1)
