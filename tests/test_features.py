@@ -71,7 +71,7 @@ def test_what_is_written_is_read_wherever_the_request_runs():
   shapes = features_lib.abstract(mesh, WIDTH, jnp.float32, BATCH, SIZES)
   place = lambda x, like: jax.device_put(x.reshape(like.shape), like.sharding)
   data = place(np.full(shapes.data.shape, np.nan, np.float32), shapes.data)
-  move = features_lib.make_move(mesh)
+  move = features_lib.make_move(mesh, WIDTH)
   over = jax.sharding.PartitionSpec(axes.DATA)
   mapped = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=over, out_specs=over))
   write = mapped(lambda features, at, x: features.write(at, x).data)

@@ -165,6 +165,17 @@ def test_slices_do_not_wait_for_each_other_in_the_loop():
   assert max(i.num_elements for i in hlo_counts.collectives(text)) < layer_size(2) / 8
 
 
+def test_kept_features_are_split_within_a_slice():
+  """A device has its part of each token's numbers; they are not whole in between."""
+  features = arguments(tiny.mesh(2, 2), LAYOUT)[1].features.data
+  rows, size = features.sharding.shard_shape(features.shape)
+  assert (rows, size) == (features.shape[0] // 2, LAYOUT.size // 2)
+  made = hlo_counts.made(chunk(2, 2, LAYOUT).as_text(), in_entry=True)
+  assert max(i.num_elements for _, i in made) <= max(rows * size, layer_size(2))
+  odd = features_lib.abstract(tiny.mesh(2, 2), 4, "float32", 3)
+  assert odd.sharding.shard_shape(odd.shape) == (4, 3)
+
+
 def test_no_logits_are_gathered_where_tokens_are_filtered():
   """Of a vocabulary that two devices share: a few numbers per row are exchanged."""
   mesh, V = tiny.mesh(1, 2), 4096
