@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -162,6 +163,17 @@ def test_slices_do_not_wait_for_each_other_in_the_loop():
   assert across_slices(text, tiny.mesh(2, 2)) == []
   assert hlo_counts.collectives(text)  # tensor parallelism is there, and seen
   assert max(i.num_elements for i in hlo_counts.collectives(text)) < layer_size(2) / 8
+
+
+def test_kept_features_are_split_within_a_slice():
+  """A device has its part of each token's numbers; they are not whole in between."""
+  features = arguments(tiny.mesh(2, 2), LAYOUT)[1].features.data
+  rows, size = features.sharding.shard_shape(features.shape)
+  assert (rows, size) == (features.shape[0] // 2, LAYOUT.size // 2)
+  made = hlo_counts.made(chunk(2, 2, LAYOUT).as_text(), in_entry=True)
+  assert max(i.num_elements for _, i in made) <= max(rows * size, layer_size(2))
+  odd = features_lib.abstract(tiny.mesh(2, 2), 4, "float32", 3)
+  assert odd.sharding.shard_shape(odd.shape) == (4, 3)
 
 
 def test_no_logits_are_gathered_where_tokens_are_filtered():
@@ -412,3 +424,38 @@ def test_device_groups_are_read_in_every_notation(text, groups):
   """As the compiler prints them; an empty list stands for all devices."""
   exchange = hlo_counts.Instruction("x", "f32[]", "all-reduce", False, text)
   assert hlo_counts.device_groups(exchange) == groups
+
+
+def resized(mesh, resize, layer, row):
+  return resize.lower(layer, slices.place(mesh, row), length=LENGTH).compile()
+
+
+def test_rows_change_their_slice_one_by_one():
+  """Each lies where it should; nothing larger than a row crosses slices, or is made."""
+  mesh, rng = tiny.mesh(4, 2), np.random.default_rng(0)
+  config = dataclasses.replace(tiny.CONFIG, dtype="bfloat16")
+  shapes = slots_lib.abstract_cache(mesh, config, ROWS, LENGTH)[0]
+  filled = lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding)
+  layer = jax.tree.map(filled, shapes)
+  row = np.full((4, 3), -1, np.int32)
+  row[[0, 0, 1, 3, 3], [0, 2, 1, 0, 2]] = [13, 1, 2, 15, 6]  # of 16; three move
+  resize = decode.make_resize(mesh, config, move=True)
+  program = resized(mesh, resize, layer, row)
+  found = program(layer, slices.place(mesh, row))
+  for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(layer), strict=True):
+    asked = row.reshape(-1) >= 0
+    taken = row.reshape(-1)[asked]
+    np.testing.assert_array_equal(np.asarray(new)[asked], np.asarray(old)[taken])
+
+  def largest(program):
+    bodies = hlo_counts.computations(program.as_text()).values()
+    crossing = [i for body in bodies for i in body if hlo_counts.is_collective(i)]
+    return max(i.num_elements for i in crossing)
+
+  assert largest(program) <= layer_size(2) // ROWS
+  at_once = jax.jit(
+    lambda layer, row, length: jax.tree.map(lambda x: x[row], layer),
+    static_argnames="length",
+    out_shardings=slots_lib.cache_sharding(mesh, config),
+  )
+  assert largest(resized(mesh, at_once, layer, np.maximum(row, 0))) >= layer_size(2)

@@ -158,29 +158,69 @@ def make_resize(
 ) -> Callable:
   """(layer, row i32[b], length) -> the chosen rows of a layer's KV, cut or filled up.
 
-  Rows are counted over all slices; -1 takes any. Without `move` every row stays on
-  its slice, and the program has no communication. New cache slots are zero.
+  Rows are counted over all slices; -1 takes any. Without `move` every row stays on its
+  slice, and the program has no communication; with it, rows that change their slice are
+  handed over one after the other. New cache slots are zero.
   """
 
-  def resized(x, axis, row, length):
-    x = x[jnp.maximum(row, 0)]
+  def resize(layer, row, length):
+    def local(layer, row):
+      start = jax.lax.axis_index(axes.DATA) * layer.k.shape[0]
+      return _rows(layer, row - start, length)
+
+    def across(layer, row, every):
+      return _hand_over(layer, local(layer, row), every, length)
+
+    if not move:
+      return slices.per_slice(mesh, local, slices.ROWS, slices.ROWS)(layer, row)
+    into = (slices.ROWS, slices.ROWS, slices.WHOLE)
+    return slices.per_slice(mesh, across, into, slices.ROWS)(layer, row, row)
+
+  over = slots_lib.cache_sharding(mesh, config)
+  return jax.jit(resize, static_argnames="length", out_shardings=over)
+
+
+def _rows(
+  layer: cache_lib.LayerCache, row: jax.Array, length: int
+) -> cache_lib.LayerCache:
+  """Rows i32[b] of a slice's cache, cut or filled up; others' rows are any of its own."""
+
+  def rows(x, axis):
+    x = x[jnp.clip(row, 0, x.shape[0] - 1)]
     if length <= x.shape[axis]:
       return jax.lax.slice_in_dim(x, 0, length, axis=axis)
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, length - x.shape[axis])
     return jnp.pad(x, pad)
 
-  def resize(layer, row, length):
-    def across(layer, row):
-      cut = lambda x, axis: resized(x, axis, row, length)
-      return jax.tree.map(cut, layer, layer.slot_axis)
+  return jax.tree.map(rows, layer, layer.slot_axis)
 
-    def local(layer, row):
-      start = jax.lax.axis_index(axes.DATA) * layer.k.shape[0]
-      return across(layer, row - start)
 
-    apart = slices.per_slice(mesh, local, slices.ROWS, slices.ROWS)
-    return (across if move else apart)(layer, row)
+def _hand_over(
+  old: cache_lib.LayerCache, new: cache_lib.LayerCache, every: jax.Array, length: int
+) -> cache_lib.LayerCache:
+  """Writes the rows into `new` that come from other slices' `old`, one at a time.
 
-  over = slots_lib.cache_sharding(mesh, config)
-  return jax.jit(resize, static_argnames="length", out_shardings=over)
+  Args:
+    old, new: of one slice
+    every: i32[slices b]  the old row of each new one of all slices; -1: any
+    length: of the new rows
+  """
+  n, b = old.k.shape[0], new.k.shape[0]
+  here, goal = jax.lax.axis_index(axes.DATA), jnp.arange(len(every))
+  moves = (every >= 0) & (every // n != goal // b)
+  first = jnp.argsort(~moves)
+
+  def hand_over(i, new):
+    source, goal = every[first[i]], first[i]
+    sent = _rows(old, (source - here * n)[None], length)
+
+    def write(x, sent):
+      sent = slices.handed_out(sent, source // n == here)
+      was = jax.lax.dynamic_slice_in_dim(x, goal % b, 1)
+      row = jnp.where(goal // b == here, sent, was)
+      return jax.lax.dynamic_update_slice_in_dim(x, row, goal % b, 0)
+
+    return jax.tree.map(write, new, sent)
+
+  return jax.lax.fori_loop(0, jnp.sum(moves), hand_over, new)

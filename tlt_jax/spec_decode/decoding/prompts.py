@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -50,8 +49,9 @@ def make_prefill(
   rows = slices.ROWS
   specs = (slices.WHOLE, rows, rows, rows, rows)
   mapped = slices.per_slice(mesh, prefill, specs, rows, kernels)
-  kv, over = slots_lib.cache_sharding(mesh, config), axes.sharding(mesh, axes.DATA)
-  store = slots_lib.PromptStore(kv, over if layout else None)
+  kv = slots_lib.cache_sharding(mesh, config)
+  kept = features_lib.sharding(mesh, 3, layout.size) if layout else None
+  store = slots_lib.PromptStore(kv, kept)
   return jax.jit(mapped, donate_argnums=1, out_shardings=store)
 
 

@@ -116,7 +116,7 @@ def abstract_store(
   """
   kept = None
   if layout:
-    kept = slices.abstract(mesh, rows, config.dtype, length, layout.size)
+    kept = features_lib.abstract(mesh, rows, config.dtype, length, layout.size)
   return PromptStore(abstract_cache(mesh, config, rows, length, kernels), kept)
 
 
