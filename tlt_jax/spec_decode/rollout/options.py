@@ -101,7 +101,7 @@ class Options:
     pages = self.slots * most
     if self.cache_tokens is not None:  # each slot's last page may be nearly empty
       pages = min(pages, self.cache_tokens // pages_lib.PAGE + self.slots)
-    return pages_lib.Sizes(pages, most)
+    return pages_lib.Sizes(pages, most, pages_lib.PAGE)
 
   def steps_from(self, bucket: Bucket) -> list[Bucket]:
     """The next buckets with fewer slots or more tokens: none lies in between."""
