@@ -296,7 +296,7 @@ def test_the_detector_sees_caches_that_speculation_does_not_donate(name):
 
 
 def moved_by_permutation(layer, source, start):
-  """`cache.move`, for all slots of a row at once."""
+  """`LayerCache.move`, for all slots of a row at once."""
   B, moved = source.shape
   slots = start[:, None] + jnp.arange(moved)
   at = jnp.broadcast_to(jnp.arange(layer.length), (B, layer.length))
@@ -309,7 +309,7 @@ def moved_by_permutation(layer, source, start):
 
 def test_the_detector_sees_an_accepted_path_that_moves_with_all_else(monkeypatch):
   """Keys and values of every layer of the target, made anew in each iteration."""
-  monkeypatch.setattr(cache_lib, "move", moved_by_permutation)
+  monkeypatch.setattr(cache_lib.LayerCache, "move", moved_by_permutation)
   program, args = speculative("tree", tiny.mesh(1))
   text = program.lower(*args).compile().as_text()
   copies = hlo_counts.large_copies(text, layer_size(1))

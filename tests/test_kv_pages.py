@@ -80,15 +80,15 @@ class World:
 def test_no_page_has_two_writers_and_all_come_back(steps):
   """Pages that requests share are full ones of prompts; when all have gone, all are free."""
   world = World()
-  for what, s, slot, number in steps:
+  for what, s, slot, size in steps:
     if what == "end":
       world.owner[s, slot] = -1
       world.pages.keep(world.owner)
     elif what == "grow" and world.owner[s, slot] >= 0:
       i = world.owner[s, slot]
-      world.tokens[i] = min(world.tokens[i] + number, LONGEST)
+      world.tokens[i] = min(world.tokens[i] + size, LONGEST)
     elif what in ("same", "new"):
-      world.begin(s, slot % ROWS, number if what == "new" else None)
+      world.begin(s, slot % ROWS, size if what == "new" else None)
     expected = world.pages.left(world.owner, world.tokens)
     assert world.pages.assign(world.owner, world.tokens) == []
     np.testing.assert_array_equal(SIZES.pages - world.pages.used, expected)

@@ -180,7 +180,7 @@ def verify_and_accept(
   place = slots.position[:, None] + jnp.arange(most)
   if width > 1:  # the accepted path moves to where a sequence has its tokens
     source = slots.start[:, None] + stands.path
-    kv = tuple(cache_lib.move(layer, source, slots.start) for layer in kv)
+    kv = cache_lib.with_layers(kv, [layer.move(source, slots.start) for layer in kv])
   new = slots.replace(
     pending=jnp.where(live, last, slots.pending),
     position=slots.position + count,
