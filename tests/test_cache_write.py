@@ -66,7 +66,7 @@ def paged(J, dtype="float32"):
   Rows 1 and 4 lack some pages: what goes there is dropped.
   """
   (cache, new, start), want = case(J, dtype, S=3 * PAGE)
-  (B, K, S, H), rng = cache.shape, np.random.default_rng(J)
+  (B, K, _, H), rng = cache.shape, np.random.default_rng(J)
   pages = rng.permutation(B * 3 + 5)[: B * 3].reshape(B, 3).astype(np.int32)
   nobodys = B * 3 + 5
   pool = rng.normal(size=(nobodys + 1, K, PAGE, H)).astype(cache.dtype)

@@ -1,11 +1,18 @@
 """The KV cache in pages: whose they are, and that rollouts draw what they draw without."""
 
+import dataclasses
+import functools
+
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import numpy as np
+import pytest
 
+from tests import tiny
+from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as pages_lib
+from tlt_jax.spec_decode.rollout import compare
 
 SLICES, BATCH, ROWS, PAGE, LONGEST = 2, 3, 2, 4, 18
 SIZES = pages_lib.Sizes(pages=BATCH * 5 + ROWS * 2 + 1, most=5, page=PAGE)
@@ -78,9 +85,10 @@ class World:
   )
 )
 def test_no_page_has_two_writers_and_all_come_back(steps):
-  """Pages that requests share are full ones of prompts; when all have gone, all are free."""
+  """Requests share full pages of prompts alone; once all have gone, every page is free."""
   world = World()
-  for what, s, slot, size in steps:
+  for step in steps:
+    what, s, slot, size = step
     if what == "end":
       world.owner[s, slot] = -1
       world.pages.keep(world.owner)
@@ -97,3 +105,47 @@ def test_no_page_has_two_writers_and_all_come_back(steps):
   for s, row in world.held:
     world.pages.hold(s, row, 0)
   assert not world.pages.used.any()
+
+
+OPTIONS = rollout.Options(
+  max_length=64, max_prompt=12, slots=24, chunk=8, prompt_rows=4, prefill_rows=4
+)
+
+
+@functools.cache
+def make(data, options):
+  return rollout.make(tiny.CONFIG, tiny.mesh(data), options)
+
+
+def run(requests, data, **options):
+  made = make(data, dataclasses.replace(OPTIONS, **options))
+  samples = made(tiny.on(tiny.mesh(data)), requests)
+  return samples
+
+
+@functools.cache
+def reference():
+  requests = tiny.requests()
+  return requests, run(requests, 1)
+
+
+def assert_same(samples):
+  requests, want = reference()
+  result = compare.compare(tiny.CONFIG, tiny.params(), requests, want, samples)
+  assert result.total_tokens > 0
+  assert result.differing_tokens == 0, result.where
+  assert result.near_ties <= 1 + result.total_tokens // 10_000
+
+
+@pytest.mark.parametrize(
+  "data, options",
+  [
+    (1, dict(kv_page_tokens=4)),
+    (2, dict(kv_page_tokens=8, slots=4, prompt_rows=1, chunk=5, cache_tokens=100)),
+  ],
+)
+def test_a_paged_rollout_draws_the_same(data, options):
+  """Alone, and with buckets, refills and a budget that sends requests back."""
+  requests, _ = reference()
+  options = dict(buckets=rollout.grid((2, 8), (16, 32))) | options
+  assert_same(run(requests, data, **options))

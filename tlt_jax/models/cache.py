@@ -77,6 +77,11 @@ def with_layers(kv: KVCache, layers: Iterable[Layer]) -> KVCache:
   return kv.with_layers(layers) if isinstance(kv, paged_cache.PagedCache) else tuple(layers)
 
 
+def of_live(kv: KVCache, live: jax.Array) -> KVCache:
+  """A cache in which only rows bool[B] still write to pages, which others may share."""
+  return kv.of_live(live) if isinstance(kv, paged_cache.PagedCache) else kv
+
+
 def keys_for(kernels: str | None) -> str:
   """How keys lie for these kernels, None for those of this machine."""
   on_cpu = kernels is None and jax.default_backend() == "cpu"

@@ -99,6 +99,11 @@ class PagedCache:
     """With the pools of these layers."""
     return self.replace(pools=tuple(layer.pool for layer in layers))
 
+  def of_live(self, live: jax.Array) -> "PagedCache":
+    """With pages for these rows bool[B] only: what others write is dropped."""
+    nobodys = self[0].v.shape[0] - 1
+    return self.replace(pages=jnp.where(live[:, None], self.pages, nobodys))
+
 
 def init(
   config: config_lib.ModelConfig,
