@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +15,9 @@ from tests import tiny
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.rollout import running as running_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 SLICES, BATCH, ROWS, PAGE, LONGEST = 2, 3, 2, 4, 18
 SIZES = pages_lib.Sizes(pages=BATCH * 5 + ROWS * 2 + 1, most=5, page=PAGE)
@@ -107,20 +112,60 @@ def test_no_page_has_two_writers_and_all_come_back(steps):
   assert not world.pages.used.any()
 
 
+CHAIN, TREE = map(strategy_lib.parse, ("3_1_4", "3_2_6"))
 OPTIONS = rollout.Options(
   max_length=64, max_prompt=12, slots=24, chunk=8, prompt_rows=4, prefill_rows=4
 )
 
 
+class Chosen(selector_lib.Selector):
+  """Draws plainly, along a chain or along a tree, from chunk to chunk as `rule` says."""
+
+  strategies = (CHAIN, TREE)
+  rule = itertools.repeat(None)
+
+  def choose(self, live, step_s):
+    return next(self.rule)
+
+  def arms(self, live):
+    return None, CHAIN, TREE
+
+
+def guarded(run):
+  """`Chunks.run`; raises where it changes pages that are shared, prompts', or nobody's."""
+
+  def chunk(batch, *args):
+    pages = batch.running.kv_pages
+    fixed = np.pad(pages._users > 1, ((0, 0), (0, 1)), constant_values=True)
+    for (s, _), held in pages._held.items():
+      fixed[s, held] = True
+    read = lambda: [np.asarray(x)[fixed.reshape(-1)] for x in jax.tree.leaves(pools())]
+    pools = lambda: batch.slots.kv.pools
+    before = read()
+    ran = run(batch, *args)
+    for old, new in zip(before, read(), strict=True):
+      np.testing.assert_array_equal(old, new)
+    return ran
+
+  return chunk
+
+
 @functools.cache
-def make(data, options):
-  return rollout.make(tiny.CONFIG, tiny.mesh(data), options)
+def make(data, options, drafts):
+  drafter, selector = (tiny.DRAFTERS["eagle2"], Chosen()) if drafts else (None, None)
+  made = rollout.make(tiny.CONFIG, tiny.mesh(data), options, drafter, selector)
+  if options.kv_page_tokens:
+    made.parts.chunks.run = guarded(made.parts.chunks.run)
+  return made
 
 
-def run(requests, data, **options):
-  made = make(data, dataclasses.replace(OPTIONS, **options))
-  samples = made(tiny.on(tiny.mesh(data)), requests)
-  return samples
+def run(requests, data, rule=None, **options):
+  """A rollout; with a rule, one that drafts."""
+  made = make(data, dataclasses.replace(OPTIONS, **options), rule is not None)
+  if rule is not None:
+    made.selector.rule = itertools.cycle(rule)
+  draft = tiny.draft_params("eagle2", 5) if rule is not None else None
+  return made(tiny.on(tiny.mesh(data)), requests, draft)
 
 
 @functools.cache
@@ -137,15 +182,73 @@ def assert_same(samples):
   assert result.near_ties <= 1 + result.total_tokens // 10_000
 
 
+TIGHT = dict(kv_page_tokens=8, slots=6, prompt_rows=1, chunk=5, cache_tokens=100)
+
+
 @pytest.mark.parametrize(
-  "data, options",
+  "data, rule, options",
   [
-    (1, dict(kv_page_tokens=4)),
-    (2, dict(kv_page_tokens=8, slots=4, prompt_rows=1, chunk=5, cache_tokens=100)),
+    (2, None, TIGHT | dict(buckets=((6, 16), (2, 32)))),
+    (1, (CHAIN, TREE, None), dict(kv_page_tokens=4, slots=8)),
+    tiny.slow(2, (TREE,), TIGHT),
+    tiny.slow(2, (CHAIN,), dict(kv_page_tokens=64, buckets=((4, 32),))),
+    tiny.slow(1, None, dict(kv_page_tokens=16, slots=1)),
   ],
 )
-def test_a_paged_rollout_draws_the_same(data, options):
-  """Alone, and with buckets, refills and a budget that sends requests back."""
-  requests, _ = reference()
-  options = dict(buckets=rollout.grid((2, 8), (16, 32))) | options
-  assert_same(run(requests, data, **options))
+def test_rollouts_with_pages_draw_the_same(data, rule, options, monkeypatch):
+  """Plainly and with drafts; where the budget is tight, requests start over."""
+  sent_back = []
+  inner = running_lib.Running.send_back
+  counted = lambda self, s: sent_back.append(inner(self, s)) or sent_back[-1]
+  monkeypatch.setattr(running_lib.Running, "send_back", counted)
+  assert_same(run(reference()[0], data, rule, **options))
+  assert bool(sent_back) == ("cache_tokens" in options)
+
+
+@pytest.mark.slow
+@settings(max_examples=16, deadline=None)
+@given(
+  data=st.sampled_from([1, 2]),
+  rule=st.none() | st.lists(st.sampled_from([None, CHAIN, TREE]), min_size=1, max_size=5),
+  options=st.fixed_dictionaries(
+    dict(
+      kv_page_tokens=st.sampled_from([4, 16, 64]),
+      slots=st.sampled_from([1, 3, 8]),
+      chunk=st.sampled_from([4, 7, 16]),
+      prompt_rows=st.sampled_from([1, 3]),
+      buckets=st.sampled_from([(), ((8, 64), (3, 16)), rollout.grid((1, 4), (16, 64))]),
+      prefill_block=st.sampled_from([3, 12]),
+      cache_tokens=st.sampled_from([None, 256, 512]),
+    )
+  ),
+)
+def test_tokens_do_not_depend_on_pages_whatever_the_schedule(data, rule, options):
+  """Random pages, budgets, buckets, refill orders, chunk sizes, and ways to draft."""
+  assert_same(run(reference()[0], data, rule, **options))
+
+
+def test_nothing_compiles_after_compiling_ahead_and_nothing_resizes():
+  """`compile` covers every program; with pages there is none that copies KV to another."""
+  options = dict(kv_page_tokens=8, slots=8, buckets=((8, 24), (4, 64), (1, 64)))
+  made = make(1, dataclasses.replace(OPTIONS, **options), False)
+  params, requests = tiny.on(tiny.mesh(1)), tiny.requests(2, 3)
+  made.compile(params, requests.stop_tokens.shape[1])
+  count = len(made.pool)
+  made(params, requests)
+  assert len(made.pool) == count
+  assert "resize" not in made.pool.report()
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(rebalance=True), "cannot move pages: set kv_page_tokens to None"),
+    (dict(cache_tokens=64), "no room for a chunk of 8 tokens in each of 24 slots"),
+    (dict(kernels="interpret"), "pages must have 64, 128, 256, ... slots, not 8"),
+  ],
+)
+def test_pages_that_cannot_be_are_refused(options, message):
+  """At once, with a remedy."""
+  with pytest.raises(ValueError, match=message):
+    options = dataclasses.replace(OPTIONS, kv_page_tokens=8, **options)
+    rollout.make(tiny.CONFIG, tiny.mesh(1), options)
