@@ -65,6 +65,16 @@ class Running:
     """i32[B]: index of each request's last known token."""
     return self.total - self.requests.max_tokens + self.drawn - 1
 
+  @property
+  def kv_tokens(self) -> int:
+    """Tokens of KV that a slice has memory for: all slots', or the pages' in use.
+
+    Of the fullest slice; pages of prompts count, rows of prompts in a store do not.
+    """
+    if self.kv_pages is None:
+      return self.bucket.batch * self.bucket.length
+    return int(self.kv_pages.used.max()) * self.kv_pages.sizes.page
+
   def end(self, tokens: int) -> np.ndarray:
     """i32[B]: tokens of each request after it has drawn so many more, at most."""
     return np.minimum(self.position + tokens, self.total)
