@@ -137,10 +137,12 @@ def test_odd_lengths_are_refused_with_a_remedy():
 
 @pytest.mark.parametrize("kind", tpu_kernels.KINDS)
 def test_lowers_for_tpus(kind):
-  """In place: the kernel's result is its input."""
+  """In place, with pages and without: the kernel's result is its input."""
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
   start = jax.ShapeDtypeStruct((8,), jnp.int32)
   for J in (1, 16, 48):
     args = shape(8, 4, 1024, 128), shape(8, 4, J, 128), start
-    text = tpu_kernels.lowered(pallas.cache_write, kind, *args)
-    assert "tpu_custom_call" in text and "output_operand_alias" in text
+    pages = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    for more in (), (pages,):
+      text = tpu_kernels.lowered(pallas.cache_write, kind, *args, *more)
+      assert "tpu_custom_call" in text and "output_operand_alias" in text
