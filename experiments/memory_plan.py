@@ -230,8 +230,9 @@ class _Run:
     slots, state = max(map(arrays, by_bucket), key=self.size)
     most = max(bucket.batch for bucket in by_bucket)
     strategies = self.selector.strategies if self.selector else ()
+    smaller_kv = "rollout.slots" if shapes.kv_pages is None else "rollout.cache_tokens"
     parts = [
-      self.part("KV cache", slots.replace(features=None), "rollout.slots"),
+      self.part("KV cache", slots.replace(features=None), smaller_kv),
       self.part("kept features", slots.features, "rollout.cache_tokens"),
       self.part("state of drafts", state, "strategies"),
       self.part("prompt store", shapes.store(), "rollout.prompt_rows"),

@@ -12,7 +12,9 @@ from tlt_jax import memory
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import stacked
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels import implementations
 from tlt_jax.rl import learner as learner_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -99,8 +101,22 @@ def decoding(
   logits = 6 * slots * nodes * model.vocab_size * _F32 / shapes.mesh.shape[axes.MODEL]
   rows = min(options.prefill_rows, options.prompt_rows) / options.prompt_rows
   store = rows * _bytes(shapes.store())
-  layer = max(_bytes(shapes.slots(b, 1).kv[0]) for b in options.buckets)
+  layer = max(_layer(shapes, bucket) for bucket in options.buckets)
   return max(logits, store, layer)
+
+
+def _layer(shapes: programs_lib.Shapes, bucket: options_lib.Bucket) -> float:
+  """Bytes of one layer's KV of all slots, which a resize has twice.
+
+  From pages "ref" puts it together to attend to it; kernels read pages where they are.
+  """
+  layer = shapes.slots(bucket, 1).kv[0]
+  if shapes.kv_pages is None:
+    return _bytes(layer)
+  if implementations.choose(shapes.options.kernels) != "ref":
+    return 0
+  pages = shapes.kv_pages.pages + 1
+  return _bytes(layer.pool) * bucket.batch * layer.pages.shape[1] / pages
 
 
 def draft_micro_batch(trainer: trainer_lib.Trainer, row_tokens: int) -> float:

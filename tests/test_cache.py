@@ -7,6 +7,7 @@ import pytest
 
 from tests import tiny
 from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import paged_cache
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 
 B, K, S, H = 3, tiny.CONFIG.num_kv_heads, 32, tiny.CONFIG.head_dim
@@ -38,17 +39,59 @@ def test_writes_consecutive_slots_and_drops_what_is_outside(kernels):
   v = jnp.full((B, K, 3, H), 7.0)
   k = -v if layer.keys == "plain" else -v.swapaxes(2, 3)
   number[0, 4:7] = number[1, :2] = number[2, S - 2 :] = 7
-  check(jax.jit(cache_lib.write)(layer, k, v, start), number)
+  check(jax.jit(cache_lib.LayerCache.write)(layer, k, v, start), number)
 
 
 @pytest.mark.parametrize("kernels", LAYOUTS)
 def test_moves_a_path_to_consecutive_slots(kernels):
   layer, number = filled(kernels)
   start, path = jnp.array([4, 0, 20]), jnp.array([[0, 2, 5], [0, 1, 1], [0, 3, 9]])
-  moved = jax.jit(cache_lib.move)(layer, start[:, None] + path, start)
+  moved = jax.jit(cache_lib.LayerCache.move)(layer, start[:, None] + path, start)
   for row, first, nodes in zip(number, start, path, strict=True):
     row[first + np.arange(3)] = row[first + np.asarray(nodes)]
   check(moved, number)
+
+
+def in_pages(layer, page, kernels):
+  """A layer with plain keys in pages, in random order; and how to put it together."""
+  n = B * S // page
+  order = np.random.default_rng(0).permutation(n).reshape(B, -1).astype(np.int32)
+  made = paged_cache.init(tiny.CONFIG, B, S, pages=n, page=page, kernels=kernels)[0]
+  split = lambda x: x.reshape(B, K, -1, page, H).swapaxes(1, 2)
+  fill = lambda pool, x: pool.at[order].set(split(x))
+  pool = jax.tree.map(fill, made.pool, paged_cache.Pool(layer.k, layer.v))
+
+  def whole(layer):
+    join = lambda x: np.asarray(x)[order].swapaxes(1, 2).reshape(B, K, S, H)
+    assert not np.asarray(layer.k)[-1].any()  # nobody's page
+    return cache_lib.LayerCache(join(layer.k), join(layer.v), "plain", kernels)
+
+  return made.replace(pool=pool, pages=jnp.asarray(order)), whole
+
+
+@pytest.mark.parametrize("page, kernels", [(8, "ref"), (32, "interpret")])
+def test_pages_hold_what_a_row_in_one_piece_holds(page, kernels):
+  """Slots are written and moved across the ends of pages; what is outside is dropped."""
+  layer, number = filled("ref")
+  paged, whole = in_pages(layer, page, kernels)
+  assert paged.length == S
+  start, v = jnp.array([4, -1, S - 2]), jnp.full((B, K, 9, H), 7.0)
+  number[0, 4:13] = number[1, :8] = number[2, S - 2 :] = 7
+  paged = jax.jit(paged_cache.PagedLayer.write)(paged, -v, v, start)
+  check(whole(paged), number)
+  start, path = jnp.array([4, 0, 14]), jnp.array([[0, 2, 5], [0, 1, 9], [0, 3, 9]])
+  paged = jax.jit(paged_cache.PagedLayer.move)(paged, start[:, None] + path, start)
+  for row, first, nodes in zip(number, start, path, strict=True):
+    row[first + np.arange(3)] = row[first + np.asarray(nodes)]
+  check(whole(paged), number)
+
+
+def test_rows_without_pages_write_nowhere():
+  """Where the table names the last page, nothing comes to be."""
+  made = paged_cache.init(tiny.CONFIG, B, S, pages=4, page=8, kernels="ref")[0]
+  one = jnp.ones((B, K, 3, H))
+  written = jax.jit(paged_cache.PagedLayer.write)(made, one, one, jnp.zeros(B, jnp.int32))
+  assert not np.asarray(written.k).any() and not np.asarray(written.v).any()
 
 
 def test_kernels_get_whole_tiles():

@@ -57,6 +57,39 @@ def test_what_is_narrower_is_widened():
     np.testing.assert_array_equal(out[0, :, :5], new[0].astype(np.float32))
 
 
+PAGE = 64
+
+
+def paged(J, dtype="float32"):
+  """`case` with its rows in pages in random order; beside them, pages of other rows.
+
+  Rows 1 and 4 lack some pages: what goes there is dropped.
+  """
+  (cache, new, start), want = case(J, dtype, S=3 * PAGE)
+  (B, K, _, H), rng = cache.shape, np.random.default_rng(J)
+  pages = rng.permutation(B * 3 + 5)[: B * 3].reshape(B, 3).astype(np.int32)
+  nobodys = B * 3 + 5
+  pool = rng.normal(size=(nobodys + 1, K, PAGE, H)).astype(cache.dtype)
+  split = lambda x: x.reshape(B, K, 3, PAGE, H).swapaxes(1, 2)
+  pool[pages] = split(cache)
+  mine, there = pages.copy(), np.ones((B, 3), bool)
+  there[1, 0] = there[4, 1:] = there[6] = False
+  after = pool.copy()
+  after[pages[there]] = split(want)[there]
+  return (pool, new, start, np.where(there, mine, nobodys)), after
+
+
+@pytest.mark.parametrize(
+  "J, dtype", [(1, "float32"), (33, "float32"), (48, "bfloat16")]
+)
+@pytest.mark.parametrize("impl", ["ref", "interpret"])
+def test_writes_through_a_table_of_pages(impl, J, dtype):
+  """To the pages of each row, wherever they lie; to no other page, and to nobody's."""
+  args, want = paged(J, dtype)
+  out = np.asarray(write(*args, impl=impl))
+  np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32))
+
+
 FAULTS = {
   "a tile less": ("pl.cdiv(J - 1, TILE) + 1", "pl.cdiv(J, TILE)"),
   "not rolled": ("range(_BITS)", "range(_BITS - 1)"),
@@ -78,6 +111,23 @@ def test_faults_of_the_kernel_are_found(fault, tmp_path):
   assert np.array_equal(out, want, equal_nan=True) == (fault is None)
 
 
+PAGE_FAULTS = {
+  "wrong page": ("div(tile, of_page)]", "div(tile, of_page + 1)]"),
+  "wrong tile of a page": ("jax.lax.rem(tile, of_page)", "tile % 1"),
+  "what is nobody's": ("& ~is_nobodys", ""),
+  "nothing for nobody": ("| is_nobodys", ""),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *PAGE_FAULTS])
+def test_faults_of_the_kernel_with_pages_are_found(fault, tmp_path):
+  """By the test of pages; and no fault in the kernel as it is."""
+  mutant = mutants.load(pallas.__file__, PAGE_FAULTS.get(fault), tmp_path)
+  args, want = paged(33)
+  out = np.asarray(mutant.cache_write(*args, interpret=pltpu.InterpretParams()))
+  assert np.array_equal(out, want, equal_nan=True) == (fault is None)
+
+
 def test_odd_lengths_are_refused_with_a_remedy():
   """The kernel writes whole tiles."""
   (cache, new, start), _ = case(5, S=40)
@@ -87,10 +137,12 @@ def test_odd_lengths_are_refused_with_a_remedy():
 
 @pytest.mark.parametrize("kind", tpu_kernels.KINDS)
 def test_lowers_for_tpus(kind):
-  """In place: the kernel's result is its input."""
+  """In place, with pages and without: the kernel's result is its input."""
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
   start = jax.ShapeDtypeStruct((8,), jnp.int32)
   for J in (1, 16, 48):
     args = shape(8, 4, 1024, 128), shape(8, 4, J, 128), start
-    text = tpu_kernels.lowered(pallas.cache_write, kind, *args)
-    assert "tpu_custom_call" in text and "output_operand_alias" in text
+    pages = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    for more in (), (pages,):
+      text = tpu_kernels.lowered(pallas.cache_write, kind, *args, *more)
+      assert "tpu_custom_call" in text and "output_operand_alias" in text

@@ -64,14 +64,16 @@ def drafting(strategy, shapes):
   return speculate.decode(source, strategy, OPTIONS.chunk), state
 
 
-def lowered(mesh, strategy):
-  """The chunk of a strategy, as text."""
+def lowered(mesh, strategy, page=None):
+  """The chunk of a strategy, as text; with KV in pages of so many tokens."""
   arms = () if strategy is None else (strategy,)
-  shapes = programs_lib.Shapes.of(CONFIG, mesh, OPTIONS, DRAFTER, arms, train=False)
+  options = dataclasses.replace(OPTIONS, kv_page_tokens=page)
+  shapes = programs_lib.Shapes.of(CONFIG, mesh, options, DRAFTER, arms, train=False)
   run, state = decode.decode(CONFIG, OPTIONS.chunk, shapes.layout), None
   if strategy is not None:
     run, state = drafting(strategy, shapes)
-  slots = slots_lib.slots_shardings(mesh, CONFIG, shapes.layout)
+  how = OPTIONS.kernels, page is not None
+  slots = slots_lib.slots_shardings(mesh, CONFIG, shapes.layout, *how)
   chunk = chunk_lib.make(
     mesh,
     chunk_lib.without_training(run),
@@ -88,6 +90,7 @@ def lowered(mesh, strategy):
   return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.parametrize("page", [None, tiny.slow(64)])
 @pytest.mark.parametrize(
   ("strategy", "attentions", "writes"),
   # In each of the target's 2 layers; of the pairs that the drafter lacks, and of each of
@@ -95,9 +98,9 @@ def lowered(mesh, strategy):
   [(None, 2, 4), (CHAIN, 2 + 2, 4 + 4), (TREE, 2 + 2, 4 + 4 + 4)],
   ids=str,
 )
-def test_attention_and_writes_are_kernels(strategy, attentions, writes):
+def test_attention_and_writes_are_kernels(strategy, attentions, writes, page):
   """All of them, on slices of two devices, and one for sampling."""
-  text = lowered(tpus(tpu_kernels.KINDS[1]), strategy)
+  text = lowered(tpus(tpu_kernels.KINDS[1]), strategy, page)
   assert collections.Counter(re.findall(r'kernel_name = "(\w+)"', text)) == {
     "tree_attention": attentions,
     "cache_write": writes,

@@ -13,7 +13,6 @@ import safetensors.numpy
 
 from tests import tiny
 from tlt_jax import packing
-from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
@@ -82,7 +81,7 @@ def test_the_unrolled_steps_are_those_of_drafting(kind):
   for start in (3, 7):  # the last true pair
     known = slice(start + 1)
     first = jnp.zeros(1, jnp.int32)
-    cache = cache_lib.write(empty, k[..., known], v[:, :, known], first)
+    cache = empty.write(k[..., known], v[:, :, known], first)
     at = jnp.full((1, 1), start)
     args = (frozen, h[:, start][:, None], following[:, start][:, None], by(at))
     out = apply(kind, *args, seen_lib.causal(at[:, 0], 1), cache, method="over_cache")

@@ -20,11 +20,13 @@ from tlt_jax import programs
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels.cache_write import ref as cache_write_ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
+from tlt_jax.spec_decode.decoding import prompts
 from tlt_jax.spec_decode.decoding import sampling
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
@@ -68,7 +70,7 @@ def before_loops(text: str, mesh) -> list[str]:
 LAYOUT = features_lib.Layout(tiny.CONFIG.width)
 
 
-def arguments(mesh, layout: features_lib.Layout | None):
+def arguments(mesh, layout: features_lib.Layout | None, kv_pages=None):
   """What a plain chunk takes, as shapes and shardings."""
   slots = slots_lib.abstract_slots(
     mesh,
@@ -78,6 +80,7 @@ def arguments(mesh, layout: features_lib.Layout | None):
     stops=2,
     layout=layout,
     sizes=pages_lib.Sizes(ROWS * LENGTH // pages_lib.PAGE, 4),
+    kv_pages=kv_pages,
   )
   limits = chunk_lib.Limits(jax.ShapeDtypeStruct((), jnp.int32))
   return chunk_lib.Weights(tiny.on(mesh)), slots, None, limits, None
@@ -246,24 +249,24 @@ def source_of(name, mesh, verification=source_lib.COUPLED):
   return source_lib.make("model", setting)
 
 
-def speculative_arguments(source, mesh):
+def speculative_arguments(source, mesh, kv_pages=None):
   """What a chunk that drafts takes."""
-  weights, slots, *_ = arguments(mesh, source.setting.layout)
+  weights, slots, *_ = arguments(mesh, source.setting.layout, kv_pages)
   weights = weights.replace(draft=tiny.draft_params("eagle2", 5))
   state = source.ready((), weights, slots)
   one = jax.ShapeDtypeStruct((), jnp.int32)
   return weights, slots, state, chunk_lib.Limits(one, one, one), None
 
 
-def speculative(name, mesh, verification=source_lib.COUPLED):
+def speculative(name, mesh, verification=source_lib.COUPLED, kv_pages=None):
   """A chunk that drafts, and what it takes."""
   source = source_of(name, mesh, verification)
-  layout = source.setting.layout
-  slots = slots_lib.slots_shardings(mesh, tiny.CONFIG, layout)
+  layout, paged = source.setting.layout, kv_pages is not None
+  slots = slots_lib.slots_shardings(mesh, tiny.CONFIG, layout, None, paged)
   run = speculate.decode(source, STRATEGIES[name], tokens=8)
   shardings = chunk_lib.Done(slots, source.state_shardings, None)
   program = chunk_lib.make(mesh, chunk_lib.without_training(run), shardings)
-  return program, speculative_arguments(source, mesh)
+  return program, speculative_arguments(source, mesh, kv_pages)
 
 
 @functools.cache
@@ -306,8 +309,65 @@ def test_the_detector_sees_caches_that_speculation_does_not_donate(name):
   assert len(hlo_counts.large_copies(text, layer_size(1), in_entry=True)) >= CACHES
 
 
+# So many that a pool is larger than all rows put together, which the reference reads.
+KV_PAGES = pages_lib.Sizes(pages=3 * ROWS * LENGTH // 64, most=LENGTH // 64, page=64)
+
+
+def paged_chunk(name, data, model):
+  """A chunk over KV in pages, plain or drafting; and the elements of a pool's keys."""
+  mesh = tiny.mesh(data, model)
+  if name == "plain":
+    program = decode.make_chunk(tiny.CONFIG, mesh, 8, None, paged=True)
+    args = arguments(mesh, None, KV_PAGES)
+  else:
+    program, args = speculative(name, mesh, kv_pages=KV_PAGES)
+  return program, args, args[1].kv[0].k.size // (data * model)
+
+
+@pytest.mark.parametrize(
+  ("name", "data", "model"),
+  [("plain", 2, 2), ("tree", 1, 1), tiny.slow("chain", 1, 1), tiny.slow("tree", 2, 2)],
+)
+def test_no_pool_of_pages_is_copied(name, data, model):
+  """It is written in place, and read page by page; pools stay on their slices."""
+  program, args, size = paged_chunk(name, data, model)
+  text = program.lower(*args).compile().as_text()
+  assert hlo_counts.large_copies(text, size, in_entry=True) == []
+  assert hlo_counts.unaliased(text, size) == []
+  assert across_slices(text, tiny.mesh(data, model)) == []
+  exchanged = [i.num_elements for i in hlo_counts.collectives(text)]
+  assert max(exchanged, default=0) < size / 8
+
+
+def test_an_admission_to_pages_copies_no_pool():
+  """Of a pool, single pages are copied; the pools that go in come out."""
+  mesh = tiny.mesh(2)
+  _, slots, *_ = arguments(mesh, LAYOUT, KV_PAGES)
+  store = slots_lib.abstract_store(mesh, tiny.CONFIG, 2, 64, LAYOUT, paged=True)
+  admit = prompts.make_admit_to_pages(tiny.CONFIG, mesh, LAYOUT)
+  args = slots.kv, slots.features, store, *(slots.position,) * 4
+  text, size = admit.lower(*args).compile().as_text(), slots.kv[0].k.size // 2
+  assert hlo_counts.large_copies(text, size, in_entry=True) == []
+  assert hlo_counts.unaliased(text, size) == []
+
+
+def test_the_detector_sees_pools_that_are_written_by_page_and_head(monkeypatch):
+  """A scatter into slots within pages, instead of into a matrix, makes them anew."""
+
+  def by_slots(pool, new, start, pages):
+    slots = start[:, None] + jnp.arange(new.shape[2])
+    page = jnp.take_along_axis(pages, slots // pool.shape[2], 1)
+    moved = pool.swapaxes(1, 2).at[page, slots % pool.shape[2]].set(new.swapaxes(1, 2))
+    return moved.swapaxes(1, 2)
+
+  monkeypatch.setattr(cache_write_ref, "cache_write", by_slots)
+  program, args, size = paged_chunk("plain", 1, 1)
+  text = program.lower(*args).compile().as_text()
+  assert hlo_counts.large_copies(text, size, in_entry=True)
+
+
 def moved_by_permutation(layer, source, start):
-  """`cache.move`, for all slots of a row at once."""
+  """`LayerCache.move`, for all slots of a row at once."""
   B, moved = source.shape
   slots = start[:, None] + jnp.arange(moved)
   at = jnp.broadcast_to(jnp.arange(layer.length), (B, layer.length))
@@ -320,7 +380,7 @@ def moved_by_permutation(layer, source, start):
 
 def test_the_detector_sees_an_accepted_path_that_moves_with_all_else(monkeypatch):
   """Keys and values of every layer of the target, made anew in each iteration."""
-  monkeypatch.setattr(cache_lib, "move", moved_by_permutation)
+  monkeypatch.setattr(cache_lib.LayerCache, "move", moved_by_permutation)
   program, args = speculative("tree", tiny.mesh(1))
   text = program.lower(*args).compile().as_text()
   copies = hlo_counts.large_copies(text, layer_size(1))

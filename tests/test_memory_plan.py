@@ -101,6 +101,19 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   assert found == expected
 
 
+def test_a_pool_of_pages_is_planned_whatever_the_slots_would_take(config):
+  """All of it, from the start; how many of its pages are in use shows as it runs."""
+  config["rollout"] |= {"kv_page_tokens": 16, "cache_tokens": 128}
+  plan = memory_plan.of_rollout(config)
+  run = memory_plan._described(config, None, stops=1)
+  shapes = run.rollouts(None, None).shapes
+  slots = shapes.slots(shapes.options.buckets[-1], 1)
+  held = sum(memory.bytes_by_device(slots.replace(features=None)).values())
+  assert sizes(plan)["KV cache"] == held
+  options = {part.name: part.option for part in plan.phases["rollout"]}
+  assert options["KV cache"] == "rollout.cache_tokens"
+
+
 def test_a_critic_is_planned_where_there_is_one(config):
   """Its parameters and moments, in every phase and in checkpoints."""
   assert "critic in training" not in sizes(memory_plan.of_run(config))

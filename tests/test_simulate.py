@@ -84,6 +84,18 @@ def test_chunks_and_passes_of_plain_decoding_are_those_of_a_rollout(slices):
   assert again.length.tolist() == real.length.tolist()
 
 
+def test_pages_of_kv_are_those_of_a_rollout():
+  """Tokens of KV that are held in each chunk, where a budget sends requests back."""
+  mesh, requests = tiny.mesh(2), tiny.requests()
+  sizes = dataclasses.replace(
+    options(slots=4), kv_page_tokens=16, cache_tokens=128, prompt_rows=1
+  )
+  real = rollout.make(tiny.CONFIG, mesh, sizes)(tiny.on(mesh), requests)
+  again = follow(real, requests, 2, sizes)
+  assert counts(again) == counts(real)
+  assert again.kv_tokens == real.kv_tokens and len(set(real.kv_tokens)) > 2
+
+
 @pytest.mark.parametrize("slices", ON)
 def test_chunks_and_passes_of_speculation_are_those_of_a_rollout(slices, monkeypatch):
   """With what stood in each pass replayed, of chunks of a single pass."""

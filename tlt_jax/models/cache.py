@@ -7,8 +7,12 @@ kernels are named keys are plain, whichever machine compiles the program.
 
 Token t of a row lives in slot t. A row is cut back by forgetting its length:
 what lies beyond is masked, and overwritten when the row grows again.
+
+Here each row lies in one piece, of the batch's length. `paged_cache` has the same in
+pages.
 """
 
+from collections.abc import Iterable
 import functools
 
 import flax.struct
@@ -16,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import paged_cache
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import heads
 
@@ -40,8 +45,41 @@ class LayerCache:
     """Which axis of each array counts the slots."""
     return self.replace(k=3 if self.keys == "transposed" else 2, v=2)
 
+  @property
+  def pages(self) -> None:
+    """None: it does not lie in pages."""
+    return None
 
-KVCache = tuple[LayerCache, ...]  # one entry per layer
+  def write(self, k: jax.Array, v: jax.Array, start: jax.Array) -> "LayerCache":
+    """Stores keys and values in consecutive slots, in place under jit.
+
+    Args:
+      k: f[B K T H], or f[B K H T] if its keys are transposed
+      v: f[B K T H]
+      start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
+    """
+    put = functools.partial(cache_write.cache_write, impl=self.kernels)
+    put_keys = _write_transposed if self.keys == "transposed" else put
+    return self.replace(k=put_keys(self.k, k, start), v=put(self.v, v, start))
+
+  def move(self, source: jax.Array, start: jax.Array) -> "LayerCache":
+    """Copies slots `source` i32[B T] to start, start+1, ... i32[B] of the same row."""
+    read_keys = _read_transposed if self.keys == "transposed" else _read
+    return self.write(read_keys(self.k, source), _read(self.v, source), start)
+
+
+Layer = LayerCache | paged_cache.PagedLayer
+KVCache = tuple[LayerCache, ...] | paged_cache.PagedCache  # either gives its layers
+
+
+def with_layers(kv: KVCache, layers: Iterable[Layer]) -> KVCache:
+  """A cache with these layers in place of its own."""
+  return kv.with_layers(layers) if isinstance(kv, paged_cache.PagedCache) else tuple(layers)
+
+
+def of_live(kv: KVCache, live: jax.Array) -> KVCache:
+  """A cache in which only rows bool[B] still write to pages, which others may share."""
+  return kv.of_live(live) if isinstance(kv, paged_cache.PagedCache) else kv
 
 
 def keys_for(kernels: str | None) -> str:
@@ -57,7 +95,7 @@ def slots_for(tokens: int, kernels: str | None) -> int:
 
 def init(
   config: config_lib.ModelConfig, batch: int, length: int, kernels: str | None = None
-) -> KVCache:
+) -> tuple[LayerCache, ...]:
   """Makes an empty cache for `batch` rows of at most `length` tokens.
 
   Args:
@@ -76,20 +114,6 @@ def init(
   )
 
 
-def write(layer: LayerCache, k: jax.Array, v: jax.Array, start: jax.Array) -> LayerCache:
-  """Stores keys and values in consecutive slots.
-
-  Args:
-    layer: updated in place under jit
-    k: f[B K T H], or f[B K H T] if its keys are transposed
-    v: f[B K T H]
-    start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
-  """
-  put = functools.partial(cache_write.cache_write, impl=layer.kernels)
-  put_keys = _write_transposed if layer.keys == "transposed" else put
-  return layer.replace(k=put_keys(layer.k, k, start), v=put(layer.v, v, start))
-
-
 def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   """Is `cache_write`, of keys f[B K H T] to f[B K H S]."""
   slots = start[:, None] + jnp.arange(new.shape[3])
@@ -97,12 +121,6 @@ def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax
   put = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
   # Batched over rows and heads, so that sharded heads are written where they are.
   return jax.vmap(jax.vmap(put, (0, 0, None)))(cache, new, slots)
-
-
-def move(layer: LayerCache, source: jax.Array, start: jax.Array) -> LayerCache:
-  """Copies slots `source` i32[B T] to start, start+1, ... i32[B] of the same row."""
-  read_keys = _read_transposed if layer.keys == "transposed" else _read
-  return write(layer, read_keys(layer.k, source), _read(layer.v, source), start)
 
 
 def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:

@@ -194,7 +194,7 @@ class Attention(nn.Module):
     x: jax.Array,
     by: Rotation,
     seen: seen_lib.Seen,
-    layer_cache: cache_lib.LayerCache,
+    layer_cache: cache_lib.Layer,
   ) -> jax.Array:
     """Attends to what a cache holds: f[B T D].
 
@@ -206,9 +206,8 @@ class Attention(nn.Module):
     """
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
     how = dict(keys=layer_cache.keys, impl=layer_cache.kernels)
-    return self._output(
-      tree_attention.tree_attention(self._queries(x, by), k, v, seen, **how)
-    )
+    args = self._queries(x, by), k, v, seen, layer_cache.pages
+    return self._output(tree_attention.tree_attention(*args, **how))
 
   def _output(self, out: jax.Array) -> jax.Array:
     """Projects f[B T N H] to f[B T D].
@@ -276,9 +275,9 @@ class Attention(nn.Module):
     x: jax.Array,
     by: Rotation,
     seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
-    layer_cache: cache_lib.LayerCache | None = None,
+    layer_cache: cache_lib.Layer | None = None,
     start: jax.Array | None = None,
-  ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
+  ) -> tuple[jax.Array, cache_lib.Layer | None]:
     """Attends to its own tokens, or writes them to a cache and attends to that.
 
     Args:
@@ -299,7 +298,7 @@ class Attention(nn.Module):
       k, v = self.keys_values(x, by)
       return self._output(attend_causal(self._queries(x, by), k, v, seen)), None
     k, v = self.keys_values(x, by, layer_cache.keys)
-    layer_cache = cache_lib.write(layer_cache, k, v, start)
+    layer_cache = layer_cache.write(k, v, start)
     return self.attend_to(x, by, seen, layer_cache), layer_cache
 
 
@@ -330,9 +329,9 @@ class Block(nn.Module):
     x: jax.Array,
     by: Rotation,
     seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
-    layer_cache: cache_lib.LayerCache | None = None,
+    layer_cache: cache_lib.Layer | None = None,
     start: jax.Array | None = None,
-  ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
+  ) -> tuple[jax.Array, cache_lib.Layer | None]:
     """Runs the layer; arguments and results are those of `Attention.__call__`."""
     eps = self.config.norm_eps
     y, layer_cache = Attention(self.config, name="attention")(

@@ -110,7 +110,9 @@ class Target(nn.Module):
         if i in taps:
           tapped.append(x)
       tapped = jnp.concatenate(tapped, -1) if taps else None
-      return self.final_norm(x), tapped, None if cache is None else tuple(new_cache)
+      if cache is not None:
+        cache = cache_lib.with_layers(cache, new_cache)
+      return self.final_norm(x), tapped, cache
 
   def logits(self, features: jax.Array) -> jax.Array:
     """Turns features into logits: f[... D] -> f32[... V]."""

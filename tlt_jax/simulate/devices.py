@@ -133,14 +133,19 @@ class Batch(batch_lib.Batch):
     work = [0] * self._shapes.slices
     for p in plan.prefills:
       work[p.slice] += len(prompts[p.prompt])
+      if self.running.kv_pages:
+        self.running.hold(p.slice, p.row, p.prompt)
     self.programs.timer.spend(self.programs.costs.prefill_s(max(work)))
     for a in plan.admissions:
+      if self.running.kv_pages:
+        self.running.share(a.slice, a.row, a.request)
       self.running.seat(a.slice, a.request)
     self.extend(tokens)
 
   def extend(self, tokens) -> None:
-    if self.running.pages:
-      self.running.pages.assign(self.running.owner, self.running.end(tokens))
+    for pages in (self.running.pages, self.running.kv_pages):
+      if pages:
+        pages.assign(self.running.owner, self.running.end(tokens))
 
   def store(self, rows, pieces, count) -> None:
     """Nothing is there to be copied."""

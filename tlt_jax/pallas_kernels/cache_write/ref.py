@@ -4,10 +4,28 @@ import jax
 import jax.numpy as jnp
 
 
-def cache_write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+def cache_write(
+  cache: jax.Array, new: jax.Array, start: jax.Array, pages: jax.Array | None = None
+) -> jax.Array:
   """Does what the package's function says."""
   slots = start[:, None] + jnp.arange(new.shape[2])
+  if pages is not None:
+    return _to_pages(cache, new, slots, pages)
   slots = jnp.where(slots < 0, cache.shape[2], slots)  # else they count from the end
   write = lambda row, x, at: row.at[at].set(x.astype(row.dtype), mode="drop")
   # Batched over rows and heads, so that sharded heads are written where they are.
   return jax.vmap(jax.vmap(write, (0, 0, None)))(cache, new, slots)
+
+
+def _to_pages(pool, new, slots, pages):
+  """Writes f[B K J H] to the slots i32[B J] of rows that have pages i32[B M] of a pool.
+
+  Into a matrix: of slots within pages and heads, XLA would make a pool laid out anew.
+  """
+  P, K, L, H = pool.shape
+  page = jnp.take_along_axis(pages, slots // L, 1, mode="clip")
+  exists = (slots >= 0) & (slots < pages.shape[1] * L) & (page < P - 1)
+  at = (page[:, None] * K + jnp.arange(K)[:, None]) * L + (slots % L)[:, None]
+  at = jnp.where(exists[:, None], at, P * K * L)
+  matrix = pool.reshape(-1, H).at[at].set(new.astype(pool.dtype), mode="drop")
+  return matrix.reshape(pool.shape)

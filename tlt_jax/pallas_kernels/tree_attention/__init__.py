@@ -15,6 +15,15 @@ KEYS = ("plain", "transposed")
 _SMALLEST_PAGE = 64  # slots: what the kernels fold at once, at least
 
 
+def check_page(slots: int) -> None:
+  """Raises ValueError unless the kernels can read pages of so many slots."""
+  if slots < _SMALLEST_PAGE or slots & (slots - 1):
+    raise ValueError(
+      f"pages must have {_SMALLEST_PAGE}, 128, 256, ... slots, not {slots}; only the "
+      'implementation "ref" takes any'
+    )
+
+
 def tree_attention(
   q: jax.Array,
   k: jax.Array,
@@ -54,8 +63,8 @@ def tree_attention(
     f[B J N H]
 
   Raises:
-    ValueError: there are no such keys or no such implementation, the implementation
-      cannot have heads of this size, or no implementation pages of this size
+    ValueError: there are no such keys or no such implementation, or the implementation
+      cannot have heads, or pages, of this size
   """
   B, J, N, H = q.shape
   rows, K, S = v.shape[:3]
@@ -64,8 +73,8 @@ def tree_attention(
   if pages is not None:
     if keys != "plain":
       raise ValueError(f'a cache in pages takes keys="plain", not {keys!r}')
-    if S < _SMALLEST_PAGE or S & (S - 1):
-      raise ValueError(f"pages must have {_SMALLEST_PAGE}, 128, 256, ... slots, not {S}")
+    if implementations.choose(impl) != "ref":
+      check_page(S)
     chex.assert_shape(pages, (B, None))
   chex.assert_shape(v, (B if pages is None else rows, K, S, H))
   chex.assert_shape(k, (B, K, H, S) if keys == "transposed" else v.shape)

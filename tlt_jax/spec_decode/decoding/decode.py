@@ -107,14 +107,16 @@ def make_chunk(
   tokens: int,
   layout: features_lib.Layout | None,
   kernels: str | None = None,
+  paged: bool = False,
 ) -> Callable[..., chunk_lib.Done]:
   """The plain chunk program; see `chunk` for how it is called.
 
   Args:
     tokens, layout: see `decode`
     kernels: those of the slots' caches
+    paged: whether these lie in pages
   """
-  slots = slots_lib.slots_shardings(mesh, config, layout)
+  slots = slots_lib.slots_shardings(mesh, config, layout, kernels, paged)
   run = chunk_lib.without_training(decode(config, tokens, layout))
   return chunk_lib.make(mesh, run, chunk_lib.Done(slots, None, None), kernels=kernels)
 
@@ -143,11 +145,12 @@ def decode_step(
   drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1, slots.kernels)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)
+  remaining = jnp.where(live & ~stopped, slots.remaining - 1, 0)
   slots = slots.replace(
     pending=jnp.where(live, drawn.token, slots.pending),
     position=slots.position + live,
-    remaining=jnp.where(live & ~stopped, slots.remaining - 1, 0),
-    kv=kv,
+    remaining=remaining,
+    kv=cache_lib.of_live(kv, remaining > 0),
     features=slots.features and slots.features.write(positions, features),
   )
   return slots, drawn

@@ -45,6 +45,7 @@ class Samples:
   gain: dict[str, float] = dataclasses.field(default_factory=dict)
   computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
   peak_bytes: int = 0  # memory per device in the fullest chunk
+  kv_tokens: list[int] = dataclasses.field(default_factory=list)  # that each chunk held
   chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
   decisions: list[tuple[str, int]] = dataclasses.field(default_factory=list)
   # Of the drafter, by program that trained it: "updates", "skipped", and means over them.

@@ -1,5 +1,8 @@
 """The arrays of a rollout on the devices: slots, the prompt store, what a chunk emits.
 
+The KV of slots has one of two layouts: each slot has a row in one piece, or pages of a
+pool (`models.paged_cache`), which prompts have then too.
+
 Slots are the rows of a batch; each holds one running request. A slot's last known token
 is *pending*: its KV is not computed yet. A prompt's prefill therefore stops before its
 last token, and every token that is drawn is drawn in the same loop.
@@ -13,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import paged_cache
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
@@ -21,7 +25,11 @@ from tlt_jax.spec_decode.decoding import slices
 
 @flax.struct.dataclass
 class PromptStore:
-  """The target's KV, and features, of some prompts; a row for each."""
+  """The target's KV, and features, of some prompts; a row for each.
+
+  Where KV lies in pages, so does that of prompts, in the pool of the slots: `kv` is that
+  pool while prompts are computed, with a table of theirs, and otherwise ().
+  """
 
   kv: cache_lib.KVCache
   features: jax.Array | None  # f[B S E], if they are kept
@@ -74,7 +82,10 @@ class Emitted:
 
 
 def cache_sharding(mesh: Mesh, config: config_lib.ModelConfig) -> NamedSharding:
-  """Of all keys and values: rows over `data`, kv heads over `model` where they divide."""
+  """Of all keys and values: rows over `data`, kv heads over `model` where they divide.
+
+  Pages are the rows of a pool.
+  """
   tensor = mesh.shape[axes.MODEL]
   heads = axes.MODEL if config.num_kv_heads % tensor == 0 else None
   return axes.sharding(mesh, axes.DATA, heads)
@@ -98,6 +109,44 @@ def abstract_cache(
   return jax.tree.map(lambda x: x.update(sharding=over), shapes)
 
 
+def paged_shardings(
+  mesh: Mesh, config: config_lib.ModelConfig, kernels: str | None
+) -> paged_cache.PagedCache:
+  """The shardings of a KV cache in pages."""
+  over = cache_sharding(mesh, config)
+  return paged_cache.PagedCache(over, axes.sharding(mesh, axes.DATA), kernels)
+
+
+def abstract_paged_cache(
+  mesh: Mesh,
+  config: config_lib.ModelConfig,
+  rows: int,
+  length: int,
+  sizes: pages_lib.Sizes,
+  kernels: str | None = None,
+) -> paged_cache.PagedCache:
+  """Shapes and shardings of a KV cache in pages.
+
+  Args:
+    rows: per slice
+    length: tokens of a row for which the table has entries
+    sizes: of the pages
+    kernels: as for `cache.init`
+  """
+  num_slices, over = mesh.shape[axes.DATA], paged_shardings(mesh, config, kernels)
+  page = dict(pages=sizes.pages, page=sizes.page)
+  shapes = jax.eval_shape(
+    lambda: paged_cache.init(config, rows, length, **page, kernels=kernels)
+  )
+  of_all = lambda x, over: x.update(
+    shape=(num_slices * x.shape[0], *x.shape[1:]), sharding=over
+  )
+  return shapes.replace(
+    pools=jax.tree.map(lambda x: of_all(x, over.pools), shapes.pools),
+    pages=of_all(shapes.pages, over.pages),
+  )
+
+
 def abstract_store(
   mesh: Mesh,
   config: config_lib.ModelConfig,
@@ -105,6 +154,7 @@ def abstract_store(
   length: int,
   layout: features_lib.Layout | None,
   kernels: str | None = None,
+  paged: bool = False,
 ) -> PromptStore:
   """Shapes and shardings of a store.
 
@@ -113,11 +163,13 @@ def abstract_store(
     length: S, room for the longest prompt
     layout: of the features that are kept; None: none are
     kernels: as for `cache.init`
+    paged: whether its KV lies in pages, elsewhere
   """
   kept = None
   if layout:
     kept = features_lib.abstract(mesh, rows, config.dtype, length, layout.size)
-  return PromptStore(abstract_cache(mesh, config, rows, length, kernels), kept)
+  kv = () if paged else abstract_cache(mesh, config, rows, length, kernels)
+  return PromptStore(kv, kept)
 
 
 def abstract_slots(
@@ -130,6 +182,7 @@ def abstract_slots(
   layout: features_lib.Layout | None,
   sizes: pages_lib.Sizes,
   kernels: str | None = None,
+  kv_pages: pages_lib.Sizes | None = None,
 ) -> Slots:
   """Shapes and shardings of the slots of a bucket.
 
@@ -140,7 +193,12 @@ def abstract_slots(
     layout: of the features that are kept; None: none are
     sizes: of their pages
     kernels: as for `cache.init`
+    kv_pages: of the KV; None: each slot has a row in one piece
   """
+  if kv_pages:
+    kv = abstract_paged_cache(mesh, config, batch, length, kv_pages, kernels)
+  else:
+    kv = abstract_cache(mesh, config, batch, length, kernels)
   i32, u32, f32 = (
     slices.abstract(mesh, batch, dtype) for dtype in (jnp.int32, jnp.uint32, jnp.float32)
   )
@@ -155,15 +213,26 @@ def abstract_slots(
     sampling=sampling_lib.Sampling(
       seed=u32, request=u32, temperature=f32, top_k=i32, top_p=f32, min_p=f32
     ),
-    kv=abstract_cache(mesh, config, batch, length, kernels),
+    kv=kv,
     features=features,
   )
 
 
 def slots_shardings(
-  mesh: Mesh, config: config_lib.ModelConfig, layout: features_lib.Layout | None
+  mesh: Mesh,
+  config: config_lib.ModelConfig,
+  layout: features_lib.Layout | None,
+  kernels: str | None = None,
+  paged: bool = False,
 ) -> Slots:
-  """The shardings of slots, which are the same in every bucket."""
+  """The shardings of slots, which are the same in every bucket.
+
+  Args:
+    layout: of the features that are kept; None: none are
+    kernels: of the slots' caches
+    paged: whether KV lies in pages
+  """
+  kv = paged_shardings(mesh, config, kernels) if paged else cache_sharding(mesh, config)
   smallest = abstract_slots(
     mesh,
     config,
@@ -173,7 +242,7 @@ def slots_shardings(
     layout=layout,
     sizes=pages_lib.Sizes(pages=1, most=1),
   )
-  return slices.shardings(smallest).replace(kv=cache_sharding(mesh, config))
+  return slices.shardings(smallest).replace(kv=kv)
 
 
 def nothing_emitted(slots: Slots, tokens: int, most: int | None = None) -> Emitted:

@@ -4,12 +4,14 @@ A `Batch` and the `Running` inside it change together: whoever is seated there h
 arrays of a slot here.
 """
 
+from collections.abc import Iterator
 import dataclasses
 
 import jax
 import numpy as np
 
 from tlt_jax import processes
+from tlt_jax.models import cache as cache_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
@@ -22,7 +24,7 @@ from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 
 
 class Batch:
-  """The slots of a rollout, and who sits in them."""
+  """The slots of a rollout, and who sits in them; each has a row of KV in one piece."""
 
   def __init__(
     self,
@@ -32,7 +34,11 @@ class Batch:
   ):
     """Starts without slots; `fit` makes them. Options name the buckets that are ready."""
     self.programs, self._shapes, self._options = programs, programs.shapes, options
-    self.running = running_lib.Running(requests, self._shapes.slices)
+    slices, pages = self._shapes.slices, None
+    if self._shapes.kv_pages:
+      sizes, beyond = self._shapes.kv_pages, self._shapes.room.target
+      pages = pages_lib.Pages(slices, sizes, beyond)
+    self.running = running_lib.Running(requests, slices, pages)
     self.slots: slots_lib.Slots | None = None
     self._store: slots_lib.PromptStore | None = None
     self._stops = requests.stop_tokens.shape[1]
@@ -62,7 +68,7 @@ class Batch:
     return changed or bool(plan.admissions)
 
   def fit(self, bucket: options_lib.Bucket, tokens: int) -> None:
-    """Brings the slots into a bucket, layer by layer: only one layer exists twice.
+    """Brings the slots into a bucket.
 
     Args:
       bucket: for whoever sits there
@@ -70,39 +76,56 @@ class Batch:
     """
     running, shapes = self.running, self._shapes
     if running.bucket is None:
-      self.slots = None  # before new ones are made
       empty = shapes.slots(bucket, self._stops)
       running.open(bucket, shapes.options.page_sizes if shapes.layout else None)
-      kv, features = slices.zeros((empty.kv, empty.features))
+      kv, features = slices.zeros((self._emptied(empty.kv), empty.features))
       self.slots = self._seated(kv, self._paged(features, tokens))
       return
     for goal in self._options.path(running.bucket, bucket):
-      key, length = (*running.bucket, *goal), shapes.length(goal)
-      row = self._place(running.move(goal))
-      kv, features = list(self.slots.kv), self.slots.features
-      self.slots = None
-      for i in range(len(kv)):
-        # Not queued: only one layer is to exist twice; and where rows change slices,
-        # XLA's CPU devices can deadlock in collectives of several queued programs.
-        kv[i] = self.programs.run("resize", key, kv[i], row, length=length)
-        jax.block_until_ready(kv[i])
-      self.slots = self._seated(tuple(kv), self._paged(features, tokens))
+      start, features = running.bucket, self.slots.features
+      kv = self._resized(start, goal, running.move(goal))
+      self.slots = self._seated(kv, self._paged(features, tokens))
+
+  def _emptied(self, empty: cache_lib.KVCache) -> cache_lib.KVCache:
+    """Gives the slots up; what of their KV serves in new ones, and shapes of the rest."""
+    self.slots = None
+    return empty
+
+  def _resized(
+    self, start: options_lib.Bucket, goal: options_lib.Bucket, order: np.ndarray
+  ) -> cache_lib.KVCache:
+    """Gives the slots up; their KV in another bucket.
+
+    Args:
+      order: i32[slices batch]  the old slot of each new one, see `Running.move`
+    """
+    key, length, row = (*start, *goal), self._shapes.length(goal), self._place(order)
+    kv, self.slots = list(self.slots.kv), None
+    for i in range(len(kv)):
+      # Not queued: only one layer is to exist twice; and where rows change slices,
+      # XLA's CPU devices can deadlock in collectives of several queued programs.
+      kv[i] = self.programs.run("resize", key, kv[i], row, length=length)
+      jax.block_until_ready(kv[i])
+    return tuple(kv)
 
   def _admit(self, params, plan: schedule_lib.Plan, tokens: int) -> None:
     """Computes new prompts, and seats requests with a copy of theirs."""
-    if self._store is None:
-      self._store = slices.zeros(self._shapes.store())
     self._prefill(params, plan.prefills)
-    row, known = np.zeros((2, *self.running.owner.shape), np.int32)
-    for a in plan.admissions:
-      at = a.slice, self.running.seat(a.slice, a.request)
-      row[at], known[at] = a.row, self.running.position[a.request]
+    row, known = self._seat(plan.admissions)
     features, key = self._paged(self.slots.features, tokens), self.running.bucket
     kv, features = self.programs.run(
       *("admit", key, self.slots.kv, features, self._store),
       *map(self._place, (row, known)),
     )
     self.slots = self._seated(kv, features)
+
+  def _seat(self, admissions: list[schedule_lib.Admission]) -> np.ndarray:
+    """Seats requests; i32[2 slices batch], row and known tokens of each one's prompt."""
+    row, known = places = np.zeros((2, *self.running.owner.shape), np.int32)
+    for a in admissions:
+      at = a.slice, self.running.seat(a.slice, a.request)
+      row[at], known[at] = a.row, self.running.position[a.request]
+    return places
 
   def seat_all(self, tokens: int) -> None:
     """Seats requests 0, 1, ... in all slots, without their prompts: for timing.
@@ -116,6 +139,16 @@ class Batch:
 
   def _prefill(self, params, prefills: list[schedule_lib.Prefill]) -> None:
     """Computes the KV of new prompts, a block of tokens of some rows at a time."""
+    if self._store is None:
+      self._store = slices.zeros(self._shapes.store())
+    for tokens, start, row in self._blocks(prefills):
+      placed = map(self._place, (tokens, start, row))
+      self._store = self.programs.run("prefill", (), params, self._store, *placed)
+
+  def _blocks(
+    self, prefills: list[schedule_lib.Prefill]
+  ) -> Iterator[tuple[np.ndarray, ...]]:
+    """What a prefill takes: tokens, where they begin, and rows of the store."""
     prompts, options = self.running.requests.prompts, self._shapes.options
     width, block = options.prefill_rows, self._shapes.prefill_block
     waiting = [
@@ -134,8 +167,7 @@ class Batch:
             part = prompts[p.prompt][start : start + block]
             tokens[s, j, : len(part)] = part
             row[s, j] = p.row
-        placed = map(self._place, (tokens, np.full_like(row, start), row))
-        self._store = self.programs.run("prefill", (), params, self._store, *placed)
+        yield tokens, np.full_like(row, start), row
 
   def extend(self, tokens: int) -> None:
     """Gives requests in slots pages for so many tokens more, where features are kept."""

@@ -95,6 +95,7 @@ class Loop:
         way = self._choose()
         start_s, bucket, live = self.elapsed_s, self.running.bucket, self.running.live
         ran = self._run_chunk(way)
+        self.samples.kv_tokens.append(self.running.kv_tokens)
       except jax.errors.JaxRuntimeError as error:
         self._go_on_with_less(error)
         continue

@@ -7,6 +7,7 @@ from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.pallas_kernels import implementations
+from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
@@ -17,6 +18,7 @@ from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 
@@ -78,7 +80,11 @@ def _nominal_clock(config, mesh, drafter, spot) -> nominal.Clock:
 
 def _check(options, strategies, drafter, selector, verification: str, spot) -> None:
   """Raises if these do not go together; see `make`."""
-  implementations.choose(options.kernels)
+  impl = implementations.choose(options.kernels)
+  if options.kv_page_tokens:
+    if impl != "ref":
+      tree_attention.check_page(options.kv_page_tokens)
+    options.kv_page_sizes(strategy_lib.Room.of(strategies).target)
   if verification not in source_lib.VERIFICATIONS:
     known = ", ".join(source_lib.VERIFICATIONS)
     raise ValueError(f"verification is one of {known}, not {verification!r}")

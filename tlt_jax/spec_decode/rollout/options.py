@@ -60,6 +60,9 @@ class Options:
   prefill_block: ranges.Tokens = 128  # tokens of each prompt per prefill call
   # KV memory per slice, in tokens; None: for all slots at full length
   cache_tokens: ranges.Large | None = None
+  # KV in pages of so many tokens, that requests get as they grow; None: each slot has a
+  # row of the bucket's length, which is faster on a CPU
+  kv_page_tokens: ranges.Tokens | None = None
   budget: programs.Budget = programs.Budget()  # limits of what is compiled ahead
   memory_tokens: ranges.Large = 2**20  # tokens of earlier responses kept for n-gram drafts
   memory_rows: ranges.Count = 16  # earlier responses searched per slice and chunk
@@ -88,11 +91,21 @@ class Options:
         f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "
         f"({self.max_length})"
       )
+    if self.kv_page_tokens and self.rebalance:
+      raise ValueError(
+        "rebalance moves rows of KV between slices, and cannot move pages: set "
+        "kv_page_tokens to None, or rebalance to False"
+      )
 
   def allows(self, bucket: Bucket) -> bool:
-    """Whether the memory budget has room for the KV of all its slots."""
+    """Whether the memory budget has room for the KV of all its slots.
+
+    KV in pages takes memory by the token, whatever the bucket.
+    """
     budget = self.cache_tokens
-    return budget is None or bucket.batch * bucket.length <= budget
+    if budget is None or self.kv_page_tokens:
+      return True
+    return bucket.batch * bucket.length <= budget
 
   @property
   def page_sizes(self) -> pages_lib.Sizes:
@@ -101,7 +114,33 @@ class Options:
     pages = self.slots * most
     if self.cache_tokens is not None:  # each slot's last page may be nearly empty
       pages = min(pages, self.cache_tokens // pages_lib.PAGE + self.slots)
-    return pages_lib.Sizes(pages, most)
+    return pages_lib.Sizes(pages, most, pages_lib.PAGE)
+
+  def kv_page_sizes(self, beyond: int) -> pages_lib.Sizes | None:
+    """Pages of KV for the requests that may run, and for prompts; None: there are none.
+
+    Args:
+      beyond: tokens behind the longest sequence for which it has pages, too
+    Raises:
+      ValueError: there are fewer than a chunk takes in all slots
+    """
+    page = self.kv_page_tokens
+    if page is None:
+      return None
+    pages_for = lambda tokens: pages_lib.pages_for(tokens, page)
+    most = pages_for(self.max_length + beyond)
+    pages = self.slots * most
+    if self.cache_tokens is not None:
+      pages = min(pages, max(self.cache_tokens // page, most))
+    if pages < self.slots * pages_for(self.chunk + beyond):
+      raise ValueError(
+        f"cache_tokens ({self.cache_tokens}) in pages of kv_page_tokens ({page}) have no "
+        f"room for a chunk of {self.chunk} tokens in each of {self.slots} slots; raise "
+        "cache_tokens, or lower slots, chunk or kv_page_tokens"
+      )
+    # One more, for the copy of a prompt's last page.
+    pages += 1 + self.prompt_rows * pages_for(self.max_prompt)
+    return pages_lib.Sizes(pages, most, page)
 
   def steps_from(self, bucket: Bucket) -> list[Bucket]:
     """The next buckets with fewer slots or more tokens: none lies in between."""
@@ -111,15 +150,20 @@ class Options:
 
   @property
   def edges(self) -> list[tuple[Bucket, Bucket]]:
-    """Every resize that a draining rollout can need."""
+    """Every resize that a draining rollout can need; none of KV in pages."""
+    if self.kv_page_tokens:
+      return []
     return [(a, b) for a in self.buckets for b in self.steps_from(a)]
 
   def path(self, start: Bucket, goal: Bucket) -> list[Bucket]:
     """Resizes that lead from one bucket to another, each of them a program.
 
     Fewer slots, more tokens: through the buckets between, so that few programs are
-    enough. Anything else, which is rare, in one step.
+    enough. Anything else, which is rare, in one step. So is KV in pages, for which none
+    is needed.
     """
+    if self.kv_page_tokens:
+      return [goal] if goal != start else []
     path = [start]
     while path[-1] != goal:
       steps = [b for b in self.steps_from(path[-1]) if _follows(goal, b)]

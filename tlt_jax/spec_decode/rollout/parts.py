@@ -9,6 +9,7 @@ from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import paged_batch
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -36,7 +37,9 @@ class Parts:
     self, options: options_lib.Options, requests: requests_lib.Requests
   ) -> batch_lib.Batch:
     """The slots of a rollout that has not begun."""
-    return batch_lib.Batch(self.programs, options, requests)
+    paged = self.shapes.kv_pages is not None
+    make = paged_batch.PagedBatch if paged else batch_lib.Batch
+    return make(self.programs, options, requests)
 
   def weights(self, params, draft_params) -> chunk_lib.Weights:
     """All weights; the drafter's are the trainer's, where there is one.

@@ -62,6 +62,11 @@ class Shapes:
     """Cache slots of a row: room for the nodes of a tree lies behind the sequence."""
     return cache_lib.slots_for(bucket.length + self.room.target, self.options.kernels)
 
+  @property
+  def kv_pages(self) -> pages_lib.Sizes | None:
+    """The pages of the KV; None: each slot has a row in one piece."""
+    return self.options.kv_page_sizes(self.room.target)
+
   def slots(self, bucket: options_lib.Bucket, stops: int) -> slots_lib.Slots:
     """Slots of a bucket, for `stops` stop tokens per request."""
     return slots_lib.abstract_slots(
@@ -73,6 +78,7 @@ class Shapes:
       layout=self.layout,
       sizes=self.options.page_sizes,
       kernels=self.options.kernels,
+      kv_pages=self.kv_pages,
     )
 
   def store(self) -> slots_lib.PromptStore:
@@ -85,7 +91,17 @@ class Shapes:
       cache_lib.slots_for(options.max_prompt, options.kernels),
       self.layout,
       options.kernels,
+      paged=bool(options.kv_page_tokens),
     )
+
+  def prefilled(self) -> slots_lib.PromptStore:
+    """What a prefill writes to: the store, and KV in pages, if it lies there."""
+    o, kv = self.options, self.kv_pages
+    if kv is None:
+      return self.store()
+    rows, length = o.prefill_rows, o.max_prompt
+    args = self.mesh, self.config, rows, length, kv, o.kernels
+    return self.store().replace(kv=slots_lib.abstract_paged_cache(*args))
 
   def rows(self, count: int, *shape: int) -> jax.ShapeDtypeStruct:
     """Integers, `count` rows a slice."""
@@ -117,9 +133,13 @@ class Programs:
     """
     self.shapes, self.pool = shapes, pool
     config, mesh, layout = shapes.config, shapes.mesh, shapes.layout
+    paged, kernels = bool(shapes.options.kv_page_tokens), shapes.options.kernels
+    admit = prompts.make_admit(config, mesh, layout)
+    if paged:
+      admit = prompts.make_admit_to_pages(config, mesh, layout, kernels)
     self._jitted = {
-      "prefill": prompts.make_prefill(config, mesh, layout, shapes.options.kernels),
-      "admit": prompts.make_admit(config, mesh, layout),
+      "prefill": prompts.make_prefill(config, mesh, layout, kernels, paged),
+      "admit": admit,
       "resize": decode.make_resize(mesh, config, shapes.options.rebalance),
     }
     if layout is not None:

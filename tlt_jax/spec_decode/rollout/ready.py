@@ -14,7 +14,6 @@ from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import slices
-from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
@@ -73,7 +72,7 @@ class Ready:
   def _compile_shared(self, weights) -> None:
     """The programs that serve every bucket."""
     compile, shapes, spot = self._programs.compile, self._shapes, self._spot
-    o, store = shapes.options, shapes.store()
+    o, store = shapes.options, shapes.prefilled()
     row = shapes.rows(o.prefill_rows)
     tokens = shapes.rows(o.prefill_rows, shapes.prefill_block)
     compile("prefill", (), weights.target, store, tokens, row, row)
@@ -92,8 +91,8 @@ class Ready:
 
   def _compile_admit(self, bucket, stops: int) -> None:
     slots, store = self._shapes.slots(bucket, stops), self._shapes.store()
-    row = self._shapes.rows(bucket.batch)
-    self._programs.compile("admit", bucket, slots.kv, slots.features, store, row, row)
+    rows = [self._shapes.rows(bucket.batch)] * (4 if self._shapes.kv_pages else 2)
+    self._programs.compile("admit", bucket, slots.kv, slots.features, store, *rows)
 
   def _compile_chunk(self, arm, bucket, stops: int, weights) -> None:
     """The chunk of a strategy in a bucket; where slices train in it, it is tried too."""
@@ -194,15 +193,21 @@ class Ready:
     return time.perf_counter() - began
 
   def _full(self, bucket, stops: int):
-    """A batch with all slots of a bucket live, and its schedule."""
+    """A batch with all slots of a bucket live, and its schedule.
+
+    As full as a chunk leaves room for; and as there are pages, where KV lies in some.
+    """
     options, length = self._shapes.options, bucket.length
+    full, kv = length - 1, self._shapes.kv_pages
+    if kv is not None:
+      full = min(full, kv.pages // bucket.batch * kv.page - self._shapes.room.target)
     B = bucket.batch * self._shapes.slices
     requests = requests_lib.make_requests(
       [[1]] * B, max_tokens=length - 1, stop_tokens=np.full((B, stops), -1, np.int32)
     )
-    batch = batch_lib.Batch(self._programs, options, requests)
+    batch = self._parts.batch(options, requests)
     schedule = _schedule(options, batch.running)
-    batch.running.drawn[:] = length - 1 - options.chunk
+    batch.running.drawn[:] = full - options.chunk
     batch.fit(bucket, schedule.tokens)
     batch.seat_all(schedule.tokens)
     return batch, schedule

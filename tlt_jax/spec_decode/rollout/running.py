@@ -27,8 +27,19 @@ class Ended(NamedTuple):
 class Running:
   """Where every request of a rollout stands."""
 
-  def __init__(self, requests: requests_lib.Requests, slices: int):
-    """Starts with every slot free and no bucket."""
+  def __init__(
+    self,
+    requests: requests_lib.Requests,
+    slices: int,
+    kv_pages: pages_lib.Pages | None = None,
+  ):
+    """Starts with every slot free and no bucket.
+
+    Args:
+      requests: that are to run
+      slices: that they run on
+      kv_pages: of the KV, where it lies in pages; prompts have theirs there too
+    """
     self.requests = requests
     self.total = requests.total_length  # i32[B]  of the prompt and the longest response
     self.drawn = np.zeros(len(requests), np.int32)  # i32[B]  response tokens so far
@@ -37,6 +48,7 @@ class Running:
     # i32[slices batch]  request in each slot, -1 if it is free
     self.owner = np.full((slices, 0), -1, np.int32)
     self.pages: pages_lib.Pages | None = None  # where features are kept
+    self.kv_pages = kv_pages
 
   @property
   def live(self) -> np.ndarray:
@@ -52,6 +64,16 @@ class Running:
   def position(self) -> np.ndarray:
     """i32[B]: index of each request's last known token."""
     return self.total - self.requests.max_tokens + self.drawn - 1
+
+  @property
+  def kv_tokens(self) -> int:
+    """Tokens of KV that a slice has memory for: all slots', or the pages' in use.
+
+    Of the fullest slice; pages of prompts count, rows of prompts in a store do not.
+    """
+    if self.kv_pages is None:
+      return self.bucket.batch * self.bucket.length
+    return int(self.kv_pages.used.max()) * self.kv_pages.sizes.page
 
   def end(self, tokens: int) -> np.ndarray:
     """i32[B]: tokens of each request after it has drawn so many more, at most."""
@@ -87,6 +109,18 @@ class Running:
     self.owner[s, slot] = -1
     self.start_over([request])
     return request
+
+  def hold(self, s: int, row: int, prompt: int) -> np.ndarray:
+    """Gives a prompt pages of KV, in a row of a slice's store: i32[most].
+
+    Its last token stays pending: its KV is computed with the first draw.
+    """
+    known = len(self.requests.prompts[prompt]) - 1
+    return self.kv_pages.hold(s, row, known)
+
+  def share(self, s: int, row: int, request: int) -> list[tuple[int, int]]:
+    """Lets a request begin with the pages of its prompt; which are to be copied."""
+    return self.kv_pages.share(request, s, row, int(self.position[request]))
 
   def start_over(self, requests: list[int]) -> None:
     """Forgets what these have drawn."""

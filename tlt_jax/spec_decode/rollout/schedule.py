@@ -76,6 +76,9 @@ class Schedule:
       dealt[prompt] += 1
     self.tokens = options.chunk  # that a slot may draw in the next chunk
     self.excluded: set[options_lib.Bucket] = set()  # that ran out of memory
+    # i32[slices]  requests that a slice kept when its pages ran out: until one of them has
+    # ended, none joins them. 0: it has pages
+    self._full = np.zeros(slices, np.int32)
     self._plan: Plan | None = None  # the last one
 
   @property
@@ -121,14 +124,30 @@ class Schedule:
       running.close()
     tokens = lambda: self._tokens_within(least, most, long_s)
     self.tokens = self.decide("tokens", tokens)
-    while self.choose(int(max(running.live)), self.need(running.seated)) is None:
-      s = int(np.argmax(running.live))
+    while (s := self._without_room()) is not None:
       if running.live[s] <= 1:
         raise MemoryError(
           f"no allowed bucket holds one request of {self.need(running.seated)} tokens; "
           "lower slots, or set cache_tokens, which kept features follow"
         )
       self.queues[s].appendleft(running.send_back(s))
+      self._full[s] = running.live[s] if running.kv_pages else 0
+
+  def _without_room(self) -> int | None:
+    """A slice whose requests need more memory than there is; None: none does."""
+    running = self.running
+    if self.choose(int(max(running.live)), self.need(running.seated)) is None:
+      return int(np.argmax(running.live))
+    if running.kv_pages is None:
+      return None
+    left = self._pages_left(self.tokens)
+    return int(np.argmin(left)) if min(left) < 0 else None
+
+  def _pages_left(self, tokens: int) -> np.ndarray:
+    """i32[slices]: pages of KV that are free once who runs may draw so many tokens."""
+    running = self.running
+    running.kv_pages.keep(running.owner)
+    return running.kv_pages.left(running.owner, running.end(tokens))
 
   def _tokens_within(self, least: int, most: int, long_s: float) -> int:
     """Tokens per slot that the next chunk has time for."""
@@ -137,6 +156,8 @@ class Schedule:
     if bucket is not None:  # no longer than what the cache has room for
       longest = int(max(self.running.position[self.running.seated]))
       most = min(most, bucket.length - longest - 1)
+    if most > self.options.chunk and self.running.kv_pages:
+      most = most if min(self._pages_left(most)) >= 0 else 0
     if token_s:
       wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
@@ -156,13 +177,18 @@ class Schedule:
   def _admit(self) -> tuple[list[Admission], list[Prefill]]:
     """The requests that get a slot, and the prompts that must be prefilled.
 
-    A slice stops when its slots are full, when the cache would get too large, or
-    when every row of its store is in use for this admission. The row that is
-    needed again last makes room.
+    A slice stops when its slots are full, when the cache would get too large or its pages
+    would run out, or when every row of its store is in use for this admission. The row
+    that is needed again last makes room.
     """
     admissions, prefills = [], []
     if not self.joins():
       return admissions, prefills
+    left = None
+    if self.running.kv_pages:
+      left = self._pages_left(self.tokens)
+      self._full[self.running.live < self._full] = 0
+      left[self._full > 0] = 0
     count, length = self.running.live, self.need(self.running.seated)
     for s, queue in enumerate(self.queues):
       used = set()
@@ -170,6 +196,9 @@ class Schedule:
         longer = max(length, self.need(queue[0]))
         fuller = int(max(count.max(), count[s] + 1))
         if self.choose(fuller, longer) is None:
+          break
+        taken = self._pages_of_next(s)
+        if left is not None and taken > left[s]:
           break
         row, is_new = self._store_row(s, used)
         if row is None:
@@ -181,7 +210,18 @@ class Schedule:
           prefills.append(Prefill(s, row, prompt))
         admissions.append(Admission(s, row, request))
         count[s], length = count[s] + 1, longer
+        if left is not None:
+          left[s] -= taken
     return admissions, prefills
+
+  def _pages_of_next(self, s: int) -> int:
+    """Pages of KV that the next request of a slice takes, 0 where there are none."""
+    running, request = self.running, self.queues[s][0]
+    if running.kv_pages is None:
+      return 0
+    known, tokens = running.position[request], running.end(self.tokens)[request]
+    is_new = int(running.requests.prompt_idx[request]) not in self.prompt_row[s]
+    return running.kv_pages.added(int(tokens), int(known), is_new)
 
   def joins(self) -> bool:
     """Whether waiting requests join those that run, or wait until these are done.

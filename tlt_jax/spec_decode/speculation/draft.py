@@ -156,7 +156,7 @@ def extend(
   pair = start[:, None] + jnp.arange(state.tokens.shape[1])
   k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0), state.cache.keys)
   # All A of them: those beyond the last `count` are seen by nobody before others are there.
-  cache = cache_lib.write(state.cache, k, v, start)
+  cache = state.cache.write(k, v, start)
   last = jnp.maximum(state.count - 1, 0)
   h = jnp.take_along_axis(h, last[:, None, None], 1)
   at = jnp.maximum(position - 1, 0)

@@ -180,12 +180,13 @@ def verify_and_accept(
   place = slots.position[:, None] + jnp.arange(most)
   if width > 1:  # the accepted path moves to where a sequence has its tokens
     source = slots.start[:, None] + stands.path
-    kv = tuple(cache_lib.move(layer, source, slots.start) for layer in kv)
+    kv = cache_lib.with_layers(kv, [layer.move(source, slots.start) for layer in kv])
+  remaining = jnp.where(live & ~stopped, slots.remaining - count, 0)
   new = slots.replace(
     pending=jnp.where(live, last, slots.pending),
     position=slots.position + count,
-    remaining=jnp.where(live & ~stopped, slots.remaining - count, 0),
-    kv=kv,
+    remaining=remaining,
+    kv=cache_lib.of_live(kv, remaining > 0),
     features=slots.features and slots.features.write(place, features),
   )
   return new, verify.Output(
