@@ -4,6 +4,7 @@ What is asked of the program text holds a positive control each: the same detect
 finds the fault in a program that has it.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -463,6 +464,24 @@ def test_the_detector_sees_an_exchange_that_training_waits_for(monkeypatch):
   program, args = fused(mesh)
   monkeypatch.setattr(slices, "after", lambda x, count: x)
   assert before_loops(program.lower(*args).compile().as_text(), mesh)
+
+
+@pytest.mark.slow
+def test_what_a_chunk_exchanges_grows_with_slots_and_slices_alone():
+  """As many messages for 2, 4 and 8 slices, of as many bytes for each."""
+  found = []
+  for n in (2, 4, 8):
+    mesh = tiny.mesh(n)
+    program, args = fused(mesh)
+    text = program.lower(*args).compile().as_text()
+    bodies = hlo_counts.computations(text).values()
+    crossing = [i for body in bodies for i in body if hlo_counts.is_collective(i)]
+    num_bytes = collections.Counter()
+    for i in crossing:
+      num_bytes[i.opcode] += sum(x.num_bytes for x in i.arrays) // n
+    found.append((len(crossing), num_bytes))
+  assert found[0] == found[1] == found[2]
+  assert set(num_bytes) == {"all-gather", "all-reduce"}
 
 
 @pytest.mark.parametrize(
