@@ -235,6 +235,34 @@ def test_tokens_do_not_depend_on_pages_whatever_the_schedule(data, rule, options
 
 
 @pytest.mark.slow
+def test_heads_may_be_split():
+  """Each device of a slice writes and reads the pages of its own heads."""
+  mesh = tiny.mesh(1, 2)
+  made = rollout.make(tiny.CONFIG, mesh, dataclasses.replace(OPTIONS, kv_page_tokens=8))
+  assert_same(made(tiny.on(mesh), reference()[0]))
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+def test_features_have_pages_for_whatever_kv_has(page):
+  """Requests that share the KV of a long prompt each have its features."""
+  given = rollout.Options(
+    *(4096, 1000, 16), cache_tokens=8192, kv_page_tokens=page, prompt_rows=1
+  )
+  beyond = 48
+  kv = pages_lib.Pages(1, given.kv_page_sizes(beyond), beyond)
+  features = pages_lib.Pages(1, given.page_sizes)
+  owner = np.arange(16)[None]
+  kv.hold(0, 0, 999)
+  for i in range(16):
+    kv.share(i, 0, 0, 999)
+  for tokens in range(1000, 4097):
+    if kv.left(owner, np.full(16, tokens)).min() < 0:
+      break
+    features.assign(owner, np.full(16, tokens))
+  assert 1000 < tokens < 4096
+
+
+@pytest.mark.slow
 def test_nothing_compiles_after_compiling_ahead():
   """`compile` covers every program of rollouts, and of timing their steps."""
   options = dict(kv_page_tokens=8, slots=8, buckets=((8, 24), (4, 64), (1, 64)))
