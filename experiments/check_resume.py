@@ -9,18 +9,25 @@ writes a checkpoint or exports. After each kill the same command resumes. After
 bit: policy, drafter, metrics (less seconds and memory), responses, and the drafter's
 micro-batches. The drafter must train in idle slices. The last line is JSON; the exit
 status is 1 if anything differs.
+
+With `--processes=N` a run is a job of `experiments.launch`; one process of it, drawn by
+lot, gets the signal, and the others must end within a minute, with one line that says why.
+With `--signal=SIGTERM` runs are not killed but told to stop, which takes at most 30 s.
 """
 
 from collections.abc import Sequence
 import json
 import logging
+import os
 import pathlib
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 from absl import flags
 
@@ -33,6 +40,9 @@ _KILLS = flags.DEFINE_integer("kills", 40, "In all.", lower_bound=1)
 _PER_RUN = flags.DEFINE_integer("kills_per_run", 5, "Before it may end.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 8, "Of each run.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the moments of the kills.", lower_bound=0)
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Of a run.", lower_bound=1)
+_LIMITS_S = {"SIGKILL": 60, "SIGTERM": 30}  # by which all processes must have ended
+_SIGNAL = flags.DEFINE_enum("signal", "SIGKILL", list(_LIMITS_S), "What runs get.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "For the runs; default: a temporary one.")
 
 
@@ -40,30 +50,81 @@ class ResumeError(ValueError):
   """A run that does not end, or in which no drafter trains."""
 
 
-def train(args: Sequence[str], seconds: float | None = None) -> bool:
-  """Runs the training command; kills it after so many seconds.
+class Stopped(NamedTuple):
+  """A run that got the signal before it was over."""
 
+  seconds: float  # from the signal to the end of all its processes
+  lines: list[str]  # what it said of it
+
+
+def train(
+  args: Sequence[str], seconds: float | None = None, which: int = 0
+) -> Stopped | None:
+  """Runs the training command.
+
+  Args:
+    args: of the command
+    seconds: after which a process of it gets the signal; None: none does
+    which: of its processes
   Returns:
-    whether it was killed; a run that is over by then was not
+    how it ended then; None: it was over by then
   Raises:
     ResumeError: it failed
   """
-  command = [sys.executable, "-m", "experiments.train", *args]
+  count, command = _PROCESSES.value, ["experiments.train", *args]
+  if count > 1:
+    command = ["experiments.launch", f"--processes={count}", "--", *command]
   with subprocess.Popen(
-    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    [sys.executable, "-m", *command],
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
   ) as process:
     try:
-      _, stderr = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-      process.kill()
-      process.communicate()
-      return True
+      try:
+        _, stderr = process.communicate(timeout=seconds)
+      except subprocess.TimeoutExpired:
+        if pids := processes_of(process):
+          return stop(process, pids[which])
+        _, stderr = process.communicate()
     except BaseException:
-      process.kill()
+      process.terminate()
       raise
   if process.returncode:
     raise ResumeError(f"a run ended with status {process.returncode}: {stderr[-500:]}")
-  return False
+  return None
+
+
+def processes_of(run: subprocess.Popen) -> list[int]:
+  """The ids of a run's processes, once all have begun; none: it is over."""
+  if _PROCESSES.value == 1:
+    return [run.pid]
+  children = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children")
+  while run.poll() is None:
+    pids = [int(pid) for pid in children.read_text().split()]
+    if len(pids) == _PROCESSES.value:
+      return pids
+    time.sleep(0.01)
+  return []
+
+
+def stop(run: subprocess.Popen, pid: int) -> Stopped:
+  """Sends the signal to one process of a run, and waits for the end of all.
+
+  Raises:
+    ResumeError: they do not end in time, or do not say in one line why
+  """
+  limit_s, began = _LIMITS_S[_SIGNAL.value], time.perf_counter()
+  os.kill(pid, signal.Signals[_SIGNAL.value])
+  try:
+    _, stderr = run.communicate(timeout=limit_s)
+  except subprocess.TimeoutExpired as e:
+    raise ResumeError(f"{limit_s} s after {_SIGNAL.value} a run still runs") from e
+  seconds = time.perf_counter() - began
+  lines = [x for x in stderr.splitlines() if x.startswith("error") or "stopped by" in x]
+  if _PROCESSES.value > 1 and len(lines) != 1:
+    raise ResumeError(f"of {_SIGNAL.value} a job does not say one line: {stderr[-500:]}")
+  return Stopped(seconds, lines)
 
 
 def main(config):
@@ -88,17 +149,22 @@ def main(config):
   expected, dice = outcomes.of(first), random.Random(_SEED.value)
   found = {"kills": 0, "runs": 0, "finished_before_the_kill": 0}
   found |= {"updates": [outcomes.updates(first)], "differing": []}
+  found |= {"longest_end_s": 0.0, "lines": {}}
   while found["kills"] < _KILLS.value:
     workdir, kills = folder / f"killed_{found['runs']}", 0
     args = [*given, f"--workdir={workdir}", f"--schedule={first / 'rollouts.jsonl'}"]
     while kills < min(_PER_RUN.value, _KILLS.value - found["kills"]):
       began = time.perf_counter()
-      if not train(args, dice.uniform(0, whole_s)):
+      stopped = train(args, dice.uniform(0, whole_s), dice.randrange(_PROCESSES.value))
+      if stopped is None:
         found["finished_before_the_kill"] += 1
         if not kills:  # a whole run, whose programs were compiled before
           whole_s = min(whole_s, time.perf_counter() - began)
         break
       kills += 1
+      found["longest_end_s"] = max(found["longest_end_s"], stopped.seconds)
+      for line in stopped.lines:
+        found["lines"][line] = found["lines"].get(line, 0) + 1
     else:
       train(args)
     found["kills"] += kills

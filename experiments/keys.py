@@ -249,6 +249,12 @@ WARM_START = {
     "seed": Key(ranges.Seed, "seed of the sequence of problems"),
   },
   "model": of(config_lib.ModelConfig, without=("rope_scaling",)),
+  "begin_as": Key(
+    str,
+    "folder of a smaller policy, which the model computes the same as at first; '': it "
+    "begins at random",
+    default="",
+  ),
   "optimizer": _OPTIMIZER,
   "learner": _LEARNER,
 }

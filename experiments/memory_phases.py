@@ -9,7 +9,9 @@ from experiments import tables
 from tlt_jax import memory
 
 SMALLER_POLICY = "policy"  # the option of what only a smaller policy makes smaller
-_USABLE = 0.9  # of a device's memory: the rest is the runtime's
+# Of a device's memory; the rest is the runtime's. Of a GPU's, JAX uses no more than
+# XLA_PYTHON_CLIENT_MEM_FRACTION says.
+_USABLE = 0.9
 
 
 class Machine(NamedTuple):

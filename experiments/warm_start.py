@@ -14,6 +14,7 @@ from absl import flags
 import jax
 import numpy as np
 
+from experiments import growth
 from experiments import keys
 from experiments import launch
 from experiments import workdirs
@@ -78,7 +79,10 @@ def main(config):
   learner = learner_lib.make(
     model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
   )
-  state = learner.init(target.init_params(model, jax.random.key(config["seed"])))
+  params = target.init_params(model, jax.random.key(config["seed"]))
+  if config["begin_as"]:
+    params = growth.begin_as(config["begin_as"], model, params)
+  state = learner.init(params)
   step, saved = 0, {"next": 0}
   if run.start is not None:
     step, state, saved = run.start.restore(learner.abstract_state())

@@ -53,3 +53,14 @@ def test_runs_go_to_an_empty_folder(home, tmp_path):
     commands.run(home, "check_resume", *args, f"--workdir={tmp_path}")
   )
   assert f"{tmp_path} is not empty" in message
+
+
+@pytest.mark.slow
+def test_a_process_of_a_job_is_told_to_stop(home, tmp_path):
+  """The job says so in one line, and goes on as if nothing had been."""
+  args = commands.tiny_run(home, *commands.DRAFTING.items())
+  more = ["--steps=2", "--kills=1", "--processes=2", "--signal=SIGTERM"]
+  found = commands.found(home, "check_resume", *args, *more, f"--workdir={tmp_path}")
+  assert (found["kills"], found["differing"]) == (1, [])
+  assert sum(found["lines"].values()) == 1
+  assert found["longest_end_s"] > 0

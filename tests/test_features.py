@@ -68,10 +68,10 @@ def test_each_request_has_pages_of_its_own(seed):
 def test_what_is_written_is_read_wherever_the_request_runs():
   mesh, world = tiny.mesh(SLICES), World(0)
   pages, known = features_lib.Pages(SLICES, SIZES), {}
-  shapes = features_lib.abstract(mesh, WIDTH, jnp.float32, BATCH, SIZES)
+  shapes = features_lib.abstract(mesh, WIDTH, jnp.bfloat16, BATCH, SIZES)
   place = lambda x, like: jax.device_put(x.reshape(like.shape), like.sharding)
-  data = place(np.full(shapes.data.shape, np.nan, np.float32), shapes.data)
-  move = features_lib.make_move(mesh)
+  data = place(np.full(shapes.data.shape, np.nan, shapes.data.dtype), shapes.data)
+  move = features_lib.make_move(mesh, WIDTH)
   over = jax.sharding.PartitionSpec(axes.DATA)
   mapped = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=over, out_specs=over))
   write = mapped(lambda features, at, x: features.write(at, x).data)
@@ -90,7 +90,7 @@ def test_what_is_written_is_read_wherever_the_request_runs():
         where = pages.where(i, len(known[i]))[: len(known[i])]
         np.testing.assert_array_equal(np.asarray(data)[where], known[i])
     states = np.random.default_rng(step).normal(size=(*at.shape, WIDTH))
-    states = states.astype(np.float32)
+    states = states.astype(jnp.bfloat16)
     data = write(features, at, states)  # beyond a request's pages too: dropped
     for slot, i in live:
       known[i] = states[slot, : world.tokens[i]]

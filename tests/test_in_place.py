@@ -168,6 +168,17 @@ def test_slices_do_not_wait_for_each_other_in_the_loop():
   assert max(i.num_elements for i in hlo_counts.collectives(text)) < layer_size(2) / 8
 
 
+def test_kept_features_are_split_within_a_slice():
+  """A device has its part of each token's numbers; they are not whole in between."""
+  features = arguments(tiny.mesh(2, 2), LAYOUT)[1].features.data
+  rows, size = features.sharding.shard_shape(features.shape)
+  assert (rows, size) == (features.shape[0] // 2, LAYOUT.size // 2)
+  made = hlo_counts.made(chunk(2, 2, LAYOUT).as_text(), in_entry=True)
+  assert max(i.num_elements for _, i in made) <= max(rows * size, layer_size(2))
+  odd = features_lib.abstract(tiny.mesh(2, 2), 4, "float32", 3)
+  assert odd.sharding.shard_shape(odd.shape) == (4, 3)
+
+
 def test_no_logits_are_gathered_where_tokens_are_filtered():
   """Of a vocabulary that two devices share: a few numbers per row are exchanged."""
   mesh, V = tiny.mesh(1, 2), 4096
@@ -481,13 +492,14 @@ def resized(mesh, resize, layer, row):
 
 def test_rows_change_their_slice_one_by_one():
   """Each lies where it should; nothing larger than a row crosses slices, or is made."""
-  mesh, rng = tiny.mesh(4), np.random.default_rng(0)
-  shapes = slots_lib.abstract_cache(mesh, tiny.CONFIG, ROWS, LENGTH)[0]
+  mesh, rng = tiny.mesh(4, 2), np.random.default_rng(0)
+  config = dataclasses.replace(tiny.CONFIG, dtype="bfloat16")
+  shapes = slots_lib.abstract_cache(mesh, config, ROWS, LENGTH)[0]
   filled = lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding)
   layer = jax.tree.map(filled, shapes)
   row = np.full((4, 3), -1, np.int32)
   row[[0, 0, 1, 3, 3], [0, 2, 1, 0, 2]] = [13, 1, 2, 15, 6]  # of 16; three move
-  resize = decode.make_resize(mesh, tiny.CONFIG, move=True)
+  resize = decode.make_resize(mesh, config, move=True)
   program = resized(mesh, resize, layer, row)
   found = program(layer, slices.place(mesh, row))
   for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(layer), strict=True):
@@ -500,10 +512,10 @@ def test_rows_change_their_slice_one_by_one():
     crossing = [i for body in bodies for i in body if hlo_counts.is_collective(i)]
     return max(i.num_elements for i in crossing)
 
-  assert largest(program) <= layer_size(1) // ROWS
+  assert largest(program) <= layer_size(2) // ROWS
   at_once = jax.jit(
     lambda layer, row, length: jax.tree.map(lambda x: x[row], layer),
     static_argnames="length",
-    out_shardings=slots_lib.cache_sharding(mesh, tiny.CONFIG),
+    out_shardings=slots_lib.cache_sharding(mesh, config),
   )
-  assert largest(resized(mesh, at_once, layer, np.maximum(row, 0))) >= layer_size(1)
+  assert largest(resized(mesh, at_once, layer, np.maximum(row, 0))) >= layer_size(2)

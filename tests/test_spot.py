@@ -442,7 +442,7 @@ def test_features_are_stored_where_their_pieces_are():
   pieces = {i: add(x) for i, x in zip((7, 8), sequences, strict=True)}
   assert [len(p) for p in pieces.values()] == [3, 1]
   where = np.array([(*p, *pages[i][1]) for i, of in pieces.items() for p in of], np.int32)
-  store = rows_lib.make_store(spot.trainer.mesh)
+  store = rows_lib.make_store(spot.trainer.mesh, shape[1])
   spot.take_features(store(spot.features, features, where, np.full(1, 4, np.int32)))
   for i, of_request in pieces.items():
     for row, offset, start, size in of_request:

@@ -6,9 +6,7 @@ The default policy is so small that a step costs what its operations cost to sta
 larger one costs what its weights cost to read, as real models do, and still answers the
 default task: benchmarks on it use the lengths and the acceptance of the real policy.
 
-Width is padded with zeros (which root-mean-square norms notice: their scales make up
-for it), heads and the MLP likewise, and layers are added whose output is zero. What is
-computed is the same up to rounding.
+How, `experiments.growth` says.
 
 The drafter's hidden states get the policy's width; its heads and its MLP stay as they
 are. It costs a 23rd of a pass of the larger policy then, as the drafters of models with
@@ -16,16 +14,13 @@ are. It costs a 23rd of a pass of the larger policy then, as the drafters of mod
 """
 
 import dataclasses
-import functools
 import logging
 import pathlib
 
 from absl import flags
-from flax import traverse_util
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from experiments import growth
 from experiments import keys
 from experiments import launch
 from experiments import workdirs
@@ -63,47 +58,6 @@ def padded(config: config_lib.ModelConfig, times: int) -> config_lib.ModelConfig
   )
 
 
-def embed(small: dict, random: dict, times: int, parts: int = 1) -> dict:
-  """Parameters of the larger model, from the smaller's and random ones of its shape.
-
-  Args:
-    small: the smaller model's
-    random: of the larger model
-    times: its width over the smaller one's
-    parts: inputs of width D that lie side by side in a drafter's "fc"
-  """
-  flat = traverse_util.flatten_dict(small, sep="/")
-  found = {}
-  for path, like in traverse_util.flatten_dict(random, sep="/").items():
-    shape = like.shape
-    if path not in flat:  # an added layer: what it adds to the residual stream is zero
-      ends = path.endswith(("o_proj", "down_proj"))
-      found[path] = np.zeros(shape, like.dtype) if ends else np.asarray(like)
-      continue
-    x = np.asarray(flat[path])
-    if path.endswith("scale") and x.shape != shape:
-      x = x / times**0.5
-    if path == "fc":
-      split = np.split(x, parts)
-      D = shape[0] // parts
-      x = np.concatenate([np.pad(s, ((0, D - len(s)), (0, 0))) for s in split])
-    found[path] = np.pad(x, [(0, n - m) for m, n in zip(x.shape, shape, strict=True)])
-  return traverse_util.unflatten_dict(found, sep="/")
-
-
-def logits(config: config_lib.ModelConfig, params) -> jax.Array:
-  """f32[1 32 V] after some tokens."""
-
-  @jax.jit
-  def run(params):
-    at = jnp.arange(32)[None]
-    apply = functools.partial(target.Target(config).apply, {"params": params})
-    features, _ = apply(at % config.vocab_size, at)
-    return apply(features, method=target.Target.logits)
-
-  return run(params)
-
-
 def widen(
   policy: str | pathlib.Path,
   drafter: str | pathlib.Path | None,
@@ -126,11 +80,8 @@ def widen(
   small, params = convert.load_hf(policy)
   model = larger(small, layers or -(-small.num_layers * 3 // 2), times)
   init = jax.jit(lambda key: target.init_params(model, key))
-  wide = embed(params, init(jax.random.key(0)), times)
-  apart = float(jnp.max(jnp.abs(logits(small, params) - logits(model, wide))))
-  logging.info("logits of the two differ by at most %.1e", apart)
-  if apart > 1e-3:
-    raise ValueError(f"the larger policy's logits differ by {apart:.1e} from the policy's")
+  wide = growth.embed(params, init(jax.random.key(0)), times)
+  growth.check_same(small, params, model, wide)
   convert.save_hf(folder / "policy", model, wide)
   tokenization.copy_files(policy, folder / "policy")
   logging.info("exported the policy to %s", folder / "policy")
@@ -141,7 +92,8 @@ def widen(
     one = dataclasses.replace(config, layer=padded(config.layer, times))
     init = jax.jit(lambda key: drafter_lib.init_params(one, key))
     random = init(jax.random.key(0))
-    drafter_files.save(folder / "drafter", one, embed(params, random, times, parts=2))
+    wider = growth.embed(params, random, times, parts=2)
+    drafter_files.save(folder / "drafter", one, wider)
     logging.info("exported its drafter to %s", folder / "drafter")
 
 

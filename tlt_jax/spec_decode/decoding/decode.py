@@ -219,10 +219,10 @@ def _hand_over(
     sent = _rows(old, (source - here * n)[None], length)
 
     def write(x, sent):
-      sent = jax.lax.psum(jnp.where(source // n == here, sent, 0), axes.DATA)
+      sent = slices.handed_out(sent, source // n == here)
       was = jax.lax.dynamic_slice_in_dim(x, goal % b, 1)
-      x_row = jnp.where(goal // b == here, sent, was)
-      return jax.lax.dynamic_update_slice_in_dim(x, x_row, goal % b, 0)
+      row = jnp.where(goal // b == here, sent, was)
+      return jax.lax.dynamic_update_slice_in_dim(x, row, goal % b, 0)
 
     return jax.tree.map(write, new, sent)
 

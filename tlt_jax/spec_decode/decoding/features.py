@@ -11,8 +11,11 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tlt_jax import axes
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import slices
 
 
 class Kept(NamedTuple):
@@ -58,3 +61,32 @@ class Layout:
 def of_drafter(drafter: drafter_lib.DrafterConfig, train: bool = False) -> Layout:
   """The layout that a drafter needs to draft, or, with `train`, to be trained as well."""
   return Layout(drafter.layer.width, drafter.taps, final=train or not drafter.taps)
+
+
+def sharding(mesh: Mesh, ndim: int, size: int) -> NamedSharding:
+  """How kept features of `ndim` dimensions lie, the last of them of `size` numbers.
+
+  Rows are split over `data`; the numbers of a token over `model`, where it divides them:
+  they are read seldom, and then a few tokens at a time, see `whole`.
+  """
+  split = axes.MODEL if size % mesh.shape[axes.MODEL] == 0 else None
+  return axes.sharding(mesh, axes.DATA, *[None] * (ndim - 2), split)
+
+
+def abstract(mesh: Mesh, rows: int, dtype, *shape: int) -> jax.ShapeDtypeStruct:
+  """Describes kept features of `rows` rows a slice, f[slices*rows *shape]."""
+  over = sharding(mesh, 1 + len(shape), shape[-1])
+  return slices.abstract(mesh, rows, dtype, *shape).update(sharding=over)
+
+
+def whole(features: jax.Array) -> jax.Array:
+  """Gathers features that are read on every device of their slice, in a slice's program.
+
+  Left to the compiler, products with them could be split, and round otherwise than those
+  of features that have just been computed.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  if types.get(axes.MODEL) != AxisType.Auto:
+    return features
+  return jax.lax.with_sharding_constraint(features, PartitionSpec())

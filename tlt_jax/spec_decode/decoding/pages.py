@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from tlt_jax import axes
+from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import slices
 
 PAGE = 128  # tokens of a page of features
@@ -68,15 +69,16 @@ def abstract(mesh: Mesh, size: int, dtype, batch: int, sizes: Sizes) -> Features
     sizes: of the pages
   """
   return Features(
-    data=slices.abstract(mesh, sizes.pages * PAGE, dtype, size),
+    data=features_lib.abstract(mesh, sizes.pages * PAGE, dtype, size),
     page=slices.abstract(mesh, batch, jnp.int32, sizes.most),
   )
 
 
-def make_move(mesh: Mesh) -> Callable:
+def make_move(mesh: Mesh, size: int) -> Callable:
   """(data f[pages*PAGE E], source i32[m], goal i32[m]) -> data, pages copied across slices.
 
   Pages are counted over all slices; where `goal` is -1 nothing is copied. Data is donated.
+  `size` is E, the numbers per token.
   """
 
   def local(data, source, goal):
@@ -86,13 +88,13 @@ def make_move(mesh: Mesh) -> Callable:
     source, goal = source - start, goal - start
     mine = (source >= 0) & (source < n)
     read = paged.at[source].get(mode="clip")
-    read = jax.lax.psum(jnp.where(mine[:, None, None], read, 0), axes.DATA)
+    read = slices.handed_out(read, mine[:, None, None])
     goal = jnp.where(goal >= 0, goal, n)  # others' lie beyond either end
     return paged.at[goal].set(read, mode="drop").reshape(data.shape)
 
   into = (slices.ROWS, slices.WHOLE, slices.WHOLE)
   mapped = slices.per_slice(mesh, local, into, slices.ROWS)
-  over = axes.sharding(mesh, axes.DATA)
+  over = features_lib.sharding(mesh, 2, size)
   return jax.jit(mapped, donate_argnums=0, out_shardings=over)
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -62,8 +61,8 @@ def make_prefill(
   specs = (slices.WHOLE, *(slices.ROWS,) * 4)
   mapped = slices.per_slice(mesh, prefill, specs, slices.ROWS, kernels)
   kv = slots_lib.slots_shardings(mesh, config, layout, kernels, paged).kv
-  over = axes.sharding(mesh, axes.DATA)
-  store = slots_lib.PromptStore(kv, over if layout else None)
+  over = features_lib.sharding(mesh, 3, layout.size) if layout else None
+  store = slots_lib.PromptStore(kv, over)
   return jax.jit(mapped, donate_argnums=1, out_shardings=store)
 
 

@@ -75,6 +75,20 @@ def varying(x: jax.Array) -> jax.Array:
   return jax.lax.pcast(x, axes.DATA, to="varying")
 
 
+def handed_out(x: jax.Array, is_source: jax.Array) -> jax.Array:
+  """The `x` of the one slice that is the source, on every slice; zeros if none is.
+
+  Args:
+    x: of any floating point type
+    is_source: bool[...]  whether this slice is; broadcast against x
+  """
+  # In float32, which holds narrower numbers exactly: XLA's compiler for CPUs dies of sums
+  # of bfloat16 over an axis that a program is manual over.
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  sent = jnp.where(is_source, x, 0).astype(wide)
+  return jax.lax.psum(sent, axes.DATA).astype(x.dtype)
+
+
 def after(x: jax.Array, count: jax.Array) -> jax.Array:
   """`x`, in a program that computes `count` first.
 

@@ -167,7 +167,7 @@ def abstract_store(
   """
   kept = None
   if layout:
-    kept = slices.abstract(mesh, rows, config.dtype, length, layout.size)
+    kept = features_lib.abstract(mesh, rows, config.dtype, length, layout.size)
   kv = () if paged else abstract_cache(mesh, config, rows, length, kernels)
   return PromptStore(kv, kept)
 

@@ -141,14 +141,15 @@ class Programs:
       "prefill": prompts.make_prefill(config, mesh, layout, kernels, paged),
       "admit": admit,
       "resize": decode.make_resize(mesh, config, shapes.options.rebalance),
-      "move_features": pages_lib.make_move(mesh),
     }
+    if layout is not None:
+      self._jitted["move_features"] = pages_lib.make_move(mesh, layout.size)
     if trainer is not None:
       self._jitted |= {
         "train": trainer.make_train(),
         "exchange": trainer.make_exchange(),
         "judge": trainer.make_judge(held_out_rows),
-        "store": rows_lib.make_store(mesh),
+        "store": rows_lib.make_store(mesh, layout.size),
       }
 
   def run(self, name: str, key: tuple, *args, **static):

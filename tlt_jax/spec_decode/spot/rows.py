@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax import axes
 from tlt_jax import packing
+from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import slices
 
@@ -45,14 +45,15 @@ class Rows:
       mask=mask > 0,
       count=jnp.int32(1),
     )
-    return packed, self.features[row][None]
+    return packed, features_lib.whole(self.features[row][None])
 
 
-def make_store(mesh: Mesh) -> Callable:
+def make_store(mesh: Mesh, size: int) -> Callable:
   """(rows f[m T E], features f[n E], i32[p 4+pages], count i32[slices]) -> rows.
 
   Copies pieces of sequences into the rows (donated): where as in `buffer.Piece`, and
-  the pages of the sequence's features (`pages.Pages`); the first `count` of p.
+  the pages of the sequence's features (`pages.Pages`); the first `count` of p. `size` is
+  E, the numbers per token.
   """
 
   def store(kept, data, pieces, count):
@@ -68,5 +69,5 @@ def make_store(mesh: Mesh) -> Callable:
     return jax.lax.fori_loop(0, count[0], put, kept)
 
   mapped = slices.per_slice(mesh, store, slices.ROWS, slices.ROWS)
-  over = axes.sharding(mesh, axes.DATA)
+  over = features_lib.sharding(mesh, 3, size)
   return jax.jit(mapped, donate_argnums=0, out_shardings=over)

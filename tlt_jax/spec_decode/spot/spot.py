@@ -27,6 +27,7 @@ from tlt_jax import processes
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import loss as loss_lib
@@ -99,7 +100,7 @@ def abstract_features(
   """The shape and sharding of the features of all rows, f[slices*m T E]."""
   dtype, size = trainer.config.dtype, trainer.layout.size
   length = row_tokens(trainer, options)
-  return slices.abstract(trainer.mesh, options.rows, dtype, length, size)
+  return features_lib.abstract(trainer.mesh, options.rows, dtype, length, size)
 
 
 class Spot:
@@ -236,8 +237,10 @@ class Spot:
     count = sum(map(len, data["buffer"]["rows"]))
 
     def of_rows(x):
-      even = count % self.trainer.mesh.shape[axes.DATA] == 0
-      over = axes.sharding(self.trainer.mesh, *[axes.DATA] * even)
+      spec = x.sharding.spec
+      if count % self.trainer.mesh.shape[axes.DATA]:
+        spec = (None, *spec[1:])
+      over = axes.sharding(self.trainer.mesh, *spec)
       return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=over)
 
     arrays = self.arrays()
@@ -247,9 +250,8 @@ class Spot:
     """Goes on from what `arrays` and `data` gave, with as many slices or others."""
     source = self.buffer.set_state(data["buffer"], processes.fetch(arrays["table"]))
     self.restart(arrays["state"])
-    self._features = arrays["features"]
+    over, self._features = self._features.sharding, arrays["features"]
     if len(data["buffer"]["rows"]) != len(source):
-      over = axes.sharding(self.trainer.mesh, axes.DATA)
       deal = jax.jit(_rows_of, out_shardings=over)
       self._features = deal(self._features, source.reshape(-1))
     self._params = arrays.get("published", self._params)

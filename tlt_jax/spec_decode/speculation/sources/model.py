@@ -14,6 +14,7 @@ import numpy as np
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
@@ -68,12 +69,13 @@ class Model(source_lib.Source):
       length = cache_lib.slots_for(S + room.drafter, setting.kernels)
       cache = drafter_lib.init_cache(setting.drafter, B, length, setting.kernels)
       block = min(_FILL_BLOCK, S)
+      read = lambda at: features_lib.whole(features.read(at))
 
       def step(i, cache):
         start = jnp.minimum(i * block, S - block)
         tokens = jax.lax.dynamic_slice_in_dim(following, start, block, 1)
         at = jnp.broadcast_to(start + jnp.arange(block), (B, block))
-        h = draft.features(features.read(at))
+        h = draft.features(read(at))
         k, v = draft.keys_values(h, tokens, at, cache.keys)
         put = lambda x, y, axis: jax.lax.dynamic_update_slice_in_dim(
           x, y.astype(x.dtype), start, axis
@@ -85,7 +87,7 @@ class Model(source_lib.Source):
       count = jnp.minimum(position, 1)
       last = (position - count)[:, None]
       # A prompt of one token has no pair yet: what its slot held before is not read.
-      lacked = jnp.where(count[:, None, None] > 0, features.read(last), 0)
+      lacked = jnp.where(count[:, None, None] > 0, read(last), 0)
       more = (0, room.longest - 1)
       pad = lambda x: jnp.pad(x, ((0, 0), more) + ((0, 0),) * (x.ndim - 2))
       return draft_lib.DraftState(

@@ -1,0 +1,111 @@
+"""A larger model that begins as a smaller one, and computes the same.
+
+Width is padded (which root-mean-square norms notice: their scales make up for it), heads
+and the MLP likewise, and layers are added whose output is zero; as in Net2Net (Chen et al.
+2016, https://arxiv.org/abs/1511.05641), but without copies of what is there. What is
+computed is the same up to rounding.
+
+Padded with zeros, what is new stays zero in training. A model that is to learn more has
+random weights where it reads, and zeros where it writes.
+"""
+
+import functools
+import logging
+import pathlib
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import convert
+from tlt_jax.models import target
+
+_WRITE = ("o_proj", "down_proj", "embedding")  # into the residual stream
+
+
+def embed(
+  small: dict, random: dict, times: float, parts: int = 1, learns: bool = False
+) -> dict:
+  """Parameters of the larger model, from the smaller's and random ones of its shape.
+
+  Args:
+    small: the smaller model's
+    random: of the larger model
+    times: its width over the smaller one's
+    parts: inputs of width D that lie side by side in a drafter's "fc"
+    learns: whether what is new can be trained
+  """
+  flat = traverse_util.flatten_dict(small, sep="/")
+  found = {}
+  for path, like in traverse_util.flatten_dict(random, sep="/").items():
+    shape = like.shape
+    like, writes = np.array(like), path.endswith(_WRITE)
+    if path not in flat:  # an added layer: what it adds to the residual stream is zero
+      found[path] = np.zeros_like(like) if writes else like
+      continue
+    x = np.asarray(flat[path])
+    if path.endswith("scale") and x.shape != shape:
+      x, like = x / times**0.5, like / times**0.5
+    if path == "fc":
+      split = np.split(x, parts)
+      D = shape[0] // parts
+      x = np.concatenate([np.pad(s, ((0, D - len(s)), (0, 0))) for s in split])
+    found[path] = like if learns and not writes else np.zeros_like(like)
+    found[path][tuple(map(slice, x.shape))] = x
+  return traverse_util.unflatten_dict(found, sep="/")
+
+
+def logits(config: config_lib.ModelConfig, params) -> jax.Array:
+  """f32[1 32 V] after some tokens."""
+
+  @jax.jit
+  def run(params):
+    at = jnp.arange(32)[None]
+    apply = functools.partial(target.Target(config).apply, {"params": params})
+    features, _ = apply(at % config.vocab_size, at)
+    return apply(features, method=target.Target.logits)
+
+  return run(params)
+
+
+def check_same(small: config_lib.ModelConfig, params, large: config_lib.ModelConfig, grown):
+  """Compares the two models on some tokens.
+
+  Raises:
+    ValueError: they do not compute the same
+  """
+  apart = float(jnp.max(jnp.abs(logits(small, params) - logits(large, grown))))
+  logging.info("logits of the two differ by at most %.1e", apart)
+  if apart > 1e-3:
+    raise ValueError(f"the larger policy's logits differ by {apart:.1e} from the policy's")
+
+
+def begin_as(folder: str | pathlib.Path, model: config_lib.ModelConfig, random) -> dict:
+  """The parameters of a model that begins as a smaller policy, and can learn more.
+
+  Args:
+    folder: of the smaller policy
+    model: the larger one's shape
+    random: its parameters at random
+  Raises:
+    ValueError: a model of this shape cannot compute what the policy does
+  """
+  small, params = convert.load_hf(folder)
+  same = ("architecture", "vocab_size", "head_dim", "rope_theta", "qk_norm")
+  same += ("qkv_bias", "rope_scaling", "tie_embeddings")
+  larger = ("width", "mlp_width", "num_layers", "num_heads", "num_kv_heads")
+  wrong = [name for name in same if getattr(small, name) != getattr(model, name)]
+  wrong += [name for name in larger if getattr(small, name) > getattr(model, name)]
+  groups = [c.num_heads // c.num_kv_heads for c in (small, model)]
+  if groups[0] != groups[1]:
+    wrong.append("num_heads / num_kv_heads")
+  if wrong:
+    raise ValueError(
+      f"a model cannot begin as {folder}: {', '.join(wrong)} must be as there, or larger "
+      f"where they are sizes (config.model)"
+    )
+  grown = embed(params, random, model.width / small.width, learns=True)
+  check_same(small, params, model, grown)
+  return grown
