@@ -119,6 +119,7 @@ PAGE_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, *PAGE_FAULTS])
 def test_faults_of_the_kernel_with_pages_are_found(fault, tmp_path):
   """By the test of pages; and no fault in the kernel as it is."""

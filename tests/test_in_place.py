@@ -327,7 +327,7 @@ def paged_chunk(name, data, model):
 
 @pytest.mark.parametrize(
   ("name", "data", "model"),
-  [("plain", 2, 2), ("tree", 1, 1), tiny.slow("chain", 1, 1), tiny.slow("tree", 2, 2)],
+  [("plain", 2, 2), *(tiny.slow(*case) for case in (("tree", 1, 1), ("chain", 2, 2)))],
 )
 def test_no_pool_of_pages_is_copied(name, data, model):
   """It is written in place, and read page by page; pools stay on their slices."""

@@ -189,7 +189,8 @@ TIGHT = dict(kv_page_tokens=8, slots=6, prompt_rows=1, chunk=5, cache_tokens=100
   "data, rule, options",
   [
     (2, None, TIGHT | dict(buckets=((6, 16), (2, 32)))),
-    (1, (CHAIN, TREE, None), dict(kv_page_tokens=4, slots=8)),
+    (1, (TREE,), dict(kv_page_tokens=4, slots=8)),
+    tiny.slow(1, (CHAIN, TREE, None), dict(kv_page_tokens=4, slots=8)),
     tiny.slow(2, (TREE,), TIGHT),
     tiny.slow(2, (CHAIN,), dict(kv_page_tokens=64, buckets=((4, 32),))),
     tiny.slow(1, None, dict(kv_page_tokens=16, slots=1)),
@@ -202,6 +203,8 @@ def test_rollouts_with_pages_draw_the_same(data, rule, options, monkeypatch):
   counted = lambda self, s: sent_back.append(inner(self, s)) or sent_back[-1]
   monkeypatch.setattr(running_lib.Running, "send_back", counted)
   assert_same(run(reference()[0], data, rule, **options))
+  made = make(data, dataclasses.replace(OPTIONS, **options), rule is not None)
+  assert "resize" not in made.pool.report()
   assert bool(sent_back) == ("cache_tokens" in options)
 
 
@@ -218,25 +221,76 @@ def test_rollouts_with_pages_draw_the_same(data, rule, options, monkeypatch):
       prompt_rows=st.sampled_from([1, 3]),
       buckets=st.sampled_from([(), ((8, 64), (3, 16)), rollout.grid((1, 4), (16, 64))]),
       prefill_block=st.sampled_from([3, 12]),
-      cache_tokens=st.sampled_from([None, 256, 512]),
     )
   ),
+  tight=st.booleans(),
 )
-def test_tokens_do_not_depend_on_pages_whatever_the_schedule(data, rule, options):
+def test_tokens_do_not_depend_on_pages_whatever_the_schedule(data, rule, options, tight):
   """Random pages, budgets, buckets, refill orders, chunk sizes, and ways to draft."""
+  if tight:  # a chunk in every slot, and no more
+    page, tokens = options["kv_page_tokens"], options["chunk"] + TREE.verify
+    least = options["slots"] * pages_lib.pages_for(tokens, page) * page
+    options = options | {"cache_tokens": max(least, OPTIONS.max_length)}
   assert_same(run(reference()[0], data, rule, **options))
 
 
-def test_nothing_compiles_after_compiling_ahead_and_nothing_resizes():
-  """`compile` covers every program; with pages there is none that copies KV to another."""
+@pytest.mark.slow
+def test_heads_may_be_split():
+  """Each device of a slice writes and reads the pages of its own heads."""
+  mesh = tiny.mesh(1, 2)
+  made = rollout.make(tiny.CONFIG, mesh, dataclasses.replace(OPTIONS, kv_page_tokens=8))
+  assert_same(made(tiny.on(mesh), reference()[0]))
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+def test_features_have_pages_for_whatever_kv_has(page):
+  """Requests that share the KV of a long prompt each have its features."""
+  given = rollout.Options(
+    *(4096, 1000, 16), cache_tokens=8192, kv_page_tokens=page, prompt_rows=1
+  )
+  beyond = 48
+  kv = pages_lib.Pages(1, given.kv_page_sizes(beyond), beyond)
+  features = pages_lib.Pages(1, given.page_sizes)
+  owner = np.arange(16)[None]
+  kv.hold(0, 0, 999)
+  for i in range(16):
+    kv.share(i, 0, 0, 999)
+  for tokens in range(1000, 4097):
+    if kv.left(owner, np.full(16, tokens)).min() < 0:
+      break
+    features.assign(owner, np.full(16, tokens))
+  assert 1000 < tokens < 4096
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_compiling_ahead():
+  """`compile` covers every program of rollouts, and of timing their steps."""
   options = dict(kv_page_tokens=8, slots=8, buckets=((8, 24), (4, 64), (1, 64)))
   made = make(1, dataclasses.replace(OPTIONS, **options), False)
   params, requests = tiny.on(tiny.mesh(1)), tiny.requests(2, 3)
   made.compile(params, requests.stop_tokens.shape[1])
   count = len(made.pool)
   made(params, requests)
+  made.time_step(params, (8, 24), stop_tokens=requests.stop_tokens.shape[1])
   assert len(made.pool) == count
-  assert "resize" not in made.pool.report()
+
+
+@pytest.mark.slow
+def test_out_of_memory_lowers_the_bucket_and_loses_no_request(monkeypatch):
+  """The pools are made anew, prompts computed again; every request still finishes."""
+  options = dict(kv_page_tokens=8, buckets=rollout.grid((4, 8, 24), (16, 32, 64)))
+  made = make(2, dataclasses.replace(OPTIONS, **options), False)
+  inner, refused = made.parts.chunks.program, []
+
+  def limited(key, *args):
+    if key[0] * key[1] > 8 * 32:
+      refused.append(key)
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
+    return inner(key, *args)
+
+  monkeypatch.setattr(made.parts.chunks, "program", limited)
+  assert_same(made(tiny.on(tiny.mesh(2)), reference()[0]))
+  assert refused
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def requests():
 
 
 @functools.cache
-def responses(kernels, dtype, strategy):
+def responses(kernels, dtype, strategy, page=None):
   """A rollout of requests of unequal lengths, through two buckets."""
   config, params, drafter, draft_params = model(dtype)
   parsed = strategy_lib.parse(strategy)
@@ -99,7 +99,9 @@ def responses(kernels, dtype, strategy):
     config,
     axes.make_mesh(1, jax.devices()[:1]),
     rollout.Options(
-      max_length=96, max_prompt=12, slots=8, buckets=((4, 96),), chunk=8, kernels=kernels
+      **dict(max_length=96, max_prompt=12, slots=8, buckets=((4, 96),), chunk=8),
+      kernels=kernels,
+      kv_page_tokens=page,
     ),
     drafter,
     selector,
@@ -107,12 +109,14 @@ def responses(kernels, dtype, strategy):
   return engine(params, requests(), draft_params)
 
 
+@pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("impl", [GPU, TPU])
-def test_a_rollout_draws_the_tokens_of_one_without_kernels(impl, strategy):
-  """In float32, but for near-ties."""
+def test_a_rollout_draws_the_tokens_of_one_without_kernels(impl, strategy, page):
+  """In float32, but for near-ties; with KV in pages, too."""
   config, params, _, _ = model("float32")
-  want, got = responses("ref", "float32", "off"), responses(impl, "float32", strategy)
+  want = responses("ref", "float32", "off")
+  got = responses(impl, "float32", strategy, page)
   found = compare.compare(config, params, requests(), want, got)
   assert found.total_tokens > 50
   assert found.differing_tokens == 0, found.where

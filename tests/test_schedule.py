@@ -6,6 +6,7 @@ import pytest
 from tests import tiny
 from tlt_jax import programs
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
@@ -173,3 +174,35 @@ def test_a_request_is_booked_under_its_own_number():
   part = made.subset(np.array([5, 0]))
   assert part.request.tolist() == [5, 0] and part.prompt_idx.tolist() == [2, 0]
   assert len(part) == 2
+
+
+def test_none_joins_a_slice_whose_pages_ran_out_until_one_has_ended():
+  """It would have pages for a chunk, and be sent back again soon."""
+  given = options(buckets=(), slots=4, kv_page_tokens=4, cache_tokens=64, prompt_rows=1)
+  pages = pages_lib.Pages(1, given.kv_page_sizes(beyond=0))  # 16, 1, and 2 of prompts
+  made = requests_lib.make_requests([[1]] * 9, max_tokens=63)
+  running = running_lib.Running(made, 1, pages)
+  schedule = schedule_lib.Schedule(
+    given, running, clock_lib.Clock(), clock_lib.Decisions()
+  )
+
+  def admitted():
+    schedule.begin_chunk()
+    plan = schedule.plan()
+    if running.bucket is None:
+      running.open(plan.bucket, None)
+    for p in plan.prefills:
+      running.hold(p.slice, p.row, p.prompt)
+    for a in plan.admissions:
+      running.share(a.slice, a.row, a.request)
+      running.seat(a.slice, a.request)
+    pages.assign(running.owner, running.end(schedule.tokens))
+    return [a.request for a in plan.admissions]
+
+  seats = [admitted() for _ in range(5)]  # one prompt at a time has a row of the store
+  assert seats == [[0], [1], [2], [3], []]
+  running.drawn[:4] = [16, 16, 16, 15]  # 5 pages each in the next chunk; there are 19
+  assert admitted() == [] and sorted(running.seated) == [0, 1, 2]
+  assert pages.left(running.owner, running.end(4))[0] == 4
+  running.owner[running.owner == 0] = -1
+  assert admitted() == [3] and running.drawn[3] == 0

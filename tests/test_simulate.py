@@ -84,6 +84,7 @@ def test_chunks_and_passes_of_plain_decoding_are_those_of_a_rollout(slices):
   assert again.length.tolist() == real.length.tolist()
 
 
+@pytest.mark.slow
 def test_pages_of_kv_are_those_of_a_rollout():
   """Tokens of KV that are held in each chunk, where a budget sends requests back."""
   mesh, requests = tiny.mesh(2), tiny.requests()

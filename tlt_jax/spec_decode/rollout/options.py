@@ -111,9 +111,13 @@ class Options:
   def page_sizes(self) -> pages_lib.Sizes:
     """Pages of features for whatever runs in a bucket that is allowed."""
     most = pages_lib.pages_for(self.max_length)
-    pages = self.slots * most
-    if self.cache_tokens is not None:  # each slot's last page may be nearly empty
-      pages = min(pages, self.cache_tokens // pages_lib.PAGE + self.slots)
+    pages, tokens = self.slots * most, self.cache_tokens
+    if tokens is not None:
+      if self.kv_page_tokens:  # requests share their prompts' KV, but not their features
+        kv = self.kv_page_sizes(beyond=0)
+        tokens = (kv.pages + 2) * kv.page + self.slots * self.max_prompt
+      # Each slot's last page may be nearly empty.
+      pages = min(pages, tokens // pages_lib.PAGE + self.slots)
     return pages_lib.Sizes(pages, most, pages_lib.PAGE)
 
   def kv_page_sizes(self, beyond: int) -> pages_lib.Sizes | None:

@@ -57,13 +57,14 @@ class PagedBatch(batch_lib.Batch):
     shapes, running = self._shapes, self.running
     if self._store is None:
       self._store = slices.zeros(shapes.store())
-    width, none = shapes.options.prompt_rows, shapes.kv_pages.pages
-    blank = np.full((shapes.slices, width + 1, shapes.kv_pages.most), none, np.int32)
+    rows, sizes = shapes.options.prompt_rows, shapes.kv_pages
+    # Of every row of the store, and of one beyond it, which has none.
+    pages = np.full((shapes.slices, rows + 1, sizes.most), sizes.pages, np.int32)
     for p in prefills:
-      blank[p.slice, p.row] = running.hold(p.slice, p.row, p.prompt)
-    most = pages_lib.pages_for(shapes.options.max_prompt, shapes.kv_pages.page)
+      pages[p.slice, p.row] = running.hold(p.slice, p.row, p.prompt)
+    most = pages_lib.pages_for(shapes.options.max_prompt, sizes.page)
     for tokens, start, row in self._blocks(prefills):
-      table = np.take_along_axis(blank, row[..., None], 1)[..., :most]
+      table = np.take_along_axis(pages, row[..., None], 1)[..., :most]
       kv = self.slots.kv.replace(pages=self._place(table))
       store, placed = self._store.replace(kv=kv), map(self._place, (tokens, start, row))
       store = self.programs.run("prefill", (), params, store, *placed)
