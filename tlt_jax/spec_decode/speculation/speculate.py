@@ -175,7 +175,6 @@ def verify_and_accept(
   count, stopped = verify.cut(tokens, stands.count + 1, slots.stop_tokens, slots.remaining)
   count = jnp.where(live, count, 0)
   last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
-
   features = jnp.take_along_axis(features, stands.path[..., None], 1)
   place = slots.position[:, None] + jnp.arange(most)
   if width > 1:  # the accepted path moves to where a sequence has its tokens
