@@ -27,13 +27,21 @@ from tlt_jax.simulate import scenario as scenario_lib
 
 _SCENARIO = pathlib.Path(__file__).parent / "scenarios" / "qwen2_5_7b.json"
 
-_MEDIAN = flags.DEFINE_float("median", 4096, "Tokens of the median response.")
-_SIGMA = flags.DEFINE_float("sigma", 1.2, "Of the logarithm of their number.")
-_LONGEST = flags.DEFINE_integer("longest", 32768, "Tokens of the longest response.")
-_PROMPTS = flags.DEFINE_integer("prompts", 32, "Each with 8 responses.")
-_SLOTS = flags.DEFINE_integer("slots", 64, "Requests that run at a time.")
+_MEDIAN = flags.DEFINE_float(
+  "median", 4096, "Tokens of the median response.", lower_bound=1.0
+)
+_SIGMA = flags.DEFINE_float(
+  "sigma", 1.2, "Of the logarithm of their number.", lower_bound=0.0
+)
+_LONGEST = flags.DEFINE_integer(
+  "longest", 32768, "Tokens of the longest response.", lower_bound=1
+)
+_PROMPTS = flags.DEFINE_integer("prompts", 32, "Each with 8 responses.", lower_bound=1)
+_SLOTS = flags.DEFINE_integer("slots", 64, "Requests that run at a time.", lower_bound=1)
 _PAGES = flags.DEFINE_list("pages", ["64", "128", "512"], "Tokens of a page, each a case.")
-_BUDGET = flags.DEFINE_integer("budget", 8192, "Tokens of KV per slot, in cases with one.")
+_BUDGET = flags.DEFINE_integer(
+  "budget", 8192, "Tokens of KV per slot, in cases with one.", lower_bound=1
+)
 
 
 def scenario() -> scenario_lib.Scenario:

@@ -133,6 +133,7 @@ def test_speculation_is_checked_token_by_token(home, chat):
   assert "give --drafter" in error(without)
 
 
+@pytest.mark.slow
 def test_a_revision_compiles_to_the_same_programs_as_itself(home):
   args = ["--base=HEAD", "--head=HEAD", "--only=resize"]
   result = found(home, "compare_programs", *args)

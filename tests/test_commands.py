@@ -172,6 +172,7 @@ def test_a_run_that_is_killed_ends_the_same(home, whole, tmp_path, kills):
   assert outcomes.of(other) == outcomes.of(workdir)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_path):
   """After the usual log; with space again it ends as if nothing had happened."""
   args = [*tiny_run(home), f"--workdir={tmp_path}"]

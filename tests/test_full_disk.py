@@ -76,7 +76,6 @@ def test_a_config_or_a_figure_that_does_not_fit_is_named(tmp_path):
     plot.plot_all(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
   """Which the error names, and the run goes on from."""
   state = lambda step: {"w": np.random.default_rng(step).random(10_000, np.float32)}
