@@ -15,6 +15,7 @@ lot, gets the signal, and the others must end within a minute, with one line tha
 With `--signal=SIGTERM` runs are not killed but told to stop, which takes at most 30 s.
 """
 
+import collections
 from collections.abc import Sequence
 import json
 import logging
@@ -149,7 +150,7 @@ def main(config):
   expected, dice = outcomes.of(first), random.Random(_SEED.value)
   found = {"kills": 0, "runs": 0, "finished_before_the_kill": 0}
   found |= {"updates": [outcomes.updates(first)], "differing": []}
-  found |= {"longest_end_s": 0.0, "lines": {}}
+  found |= {"longest_end_s": 0.0, "lines": collections.Counter()}
   while found["kills"] < _KILLS.value:
     workdir, kills = folder / f"killed_{found['runs']}", 0
     args = [*given, f"--workdir={workdir}", f"--schedule={first / 'rollouts.jsonl'}"]
@@ -163,8 +164,7 @@ def main(config):
         break
       kills += 1
       found["longest_end_s"] = max(found["longest_end_s"], stopped.seconds)
-      for line in stopped.lines:
-        found["lines"][line] = found["lines"].get(line, 0) + 1
+      found["lines"].update(stopped.lines)
     else:
       train(args)
     found["kills"] += kills

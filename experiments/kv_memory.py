@@ -17,12 +17,11 @@ import json
 import pathlib
 
 from absl import flags
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import launch
+from experiments import sizes
 from experiments import tables
-from tlt_jax.models import config as config_lib
 from tlt_jax.simulate import scenario as scenario_lib
 
 _SCENARIO = pathlib.Path(__file__).parent / "scenarios" / "qwen2_5_7b.json"
@@ -68,19 +67,13 @@ def cases() -> dict[str, dict]:
   return free | bounded
 
 
-def bytes_of_token(model: config_lib.ModelConfig) -> int:
-  """Bytes of the keys and values of one token, in all layers."""
-  values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  return values * jnp.dtype(model.dtype).itemsize
-
-
 def measure(work: scenario_lib.Scenario, given: Mapping) -> dict[str, float]:
   """The KV of a case in bytes, and what its rollout took."""
   work = dataclasses.replace(work, rollout={**work.rollout, **given})
   samples, options = work.run("plain", 1), work.options(1)
-  held = np.array(samples.kv_tokens) * bytes_of_token(work.config)
+  held = np.array(samples.kv_tokens) * sizes.kv_bytes(work.config)
   if options.kv_page_tokens is None:
-    held += options.prompt_rows * options.max_prompt * bytes_of_token(work.config)
+    held += options.prompt_rows * options.max_prompt * sizes.kv_bytes(work.config)
   seconds = [chunk.end_s - chunk.start_s for chunk in samples.chunks]
   return {
     "peak_bytes": int(held.max()),
@@ -110,7 +103,7 @@ def main():
       for name, r in found.items()
     ],
   )
-  print(json.dumps({"bytes_of_token": bytes_of_token(work.config), "cases": found}))
+  print(json.dumps({"bytes_of_token": sizes.kv_bytes(work.config), "cases": found}))
 
 
 if __name__ == "__main__":

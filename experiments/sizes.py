@@ -147,10 +147,15 @@ def power_of_two(least: int) -> int:
   return 1 << max(least - 1, 0).bit_length()
 
 
+def kv_bytes(model: config_lib.ModelConfig) -> int:
+  """Bytes of the keys and values of one token, in all layers."""
+  values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+  return values * jnp.dtype(model.dtype).itemsize
+
+
 def fitting_slots(model: config_lib.ModelConfig, length: int, machine: Machine) -> int:
   """Requests of `length` tokens per slice, a power of two, whose KV the memory holds."""
-  values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  each = values * length * jnp.dtype(model.dtype).itemsize
+  each = length * kv_bytes(model)
   fitting = max(int(_KV_SHARE * machine.free / each), 1)
   return min(1 << (fitting.bit_length() - 1), 64 if machine.is_cpu else 256)
 

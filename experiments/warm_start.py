@@ -80,7 +80,7 @@ def main(config):
     model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
   )
   params = target.init_params(model, jax.random.key(config["seed"]))
-  if config["begin_as"]:
+  if config["begin_as"] and run.start is None:  # else it has begun
     params = growth.begin_as(config["begin_as"], model, params)
   state = learner.init(params)
   step, saved = 0, {"next": 0}

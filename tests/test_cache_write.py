@@ -101,14 +101,19 @@ FAULTS = {
 }
 
 
+def is_right(fault, case, tmp_path) -> bool:
+  """Whether the kernel with a fault writes what it should."""
+  mutant = mutants.load(pallas.__file__, fault, tmp_path)
+  args, want = case
+  # As a TPU does it: what lies in fast memory is NaN until it is written.
+  out = np.asarray(mutant.cache_write(*args, interpret=pltpu.InterpretParams()))
+  return np.array_equal(out, want, equal_nan=True)
+
+
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_faults_of_the_kernel_are_found(fault, tmp_path):
   """By the test above; and no fault in the kernel as it is."""
-  mutant = mutants.load(pallas.__file__, FAULTS.get(fault), tmp_path)
-  args, want = case(16)
-  # As a TPU does it: what lies in fast memory is NaN until it is written.
-  out = np.asarray(mutant.cache_write(*args, interpret=pltpu.InterpretParams()))
-  assert np.array_equal(out, want, equal_nan=True) == (fault is None)
+  assert is_right(FAULTS.get(fault), case(16), tmp_path) == (fault is None)
 
 
 PAGE_FAULTS = {
@@ -123,10 +128,7 @@ PAGE_FAULTS = {
 @pytest.mark.parametrize("fault", [None, *PAGE_FAULTS])
 def test_faults_of_the_kernel_with_pages_are_found(fault, tmp_path):
   """By the test of pages; and no fault in the kernel as it is."""
-  mutant = mutants.load(pallas.__file__, PAGE_FAULTS.get(fault), tmp_path)
-  args, want = paged(33)
-  out = np.asarray(mutant.cache_write(*args, interpret=pltpu.InterpretParams()))
-  assert np.array_equal(out, want, equal_nan=True) == (fault is None)
+  assert is_right(PAGE_FAULTS.get(fault), paged(33), tmp_path) == (fault is None)
 
 
 def test_odd_lengths_are_refused_with_a_remedy():

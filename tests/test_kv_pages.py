@@ -280,15 +280,7 @@ def test_out_of_memory_lowers_the_bucket_and_loses_no_request(monkeypatch):
   """The pools are made anew, prompts computed again; every request still finishes."""
   options = dict(kv_page_tokens=8, buckets=rollout.grid((4, 8, 24), (16, 32, 64)))
   made = make(2, dataclasses.replace(OPTIONS, **options), False)
-  inner, refused = made.parts.chunks.program, []
-
-  def limited(key, *args):
-    if key[0] * key[1] > 8 * 32:
-      refused.append(key)
-      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
-    return inner(key, *args)
-
-  monkeypatch.setattr(made.parts.chunks, "program", limited)
+  refused = tiny.refuse_chunks(monkeypatch, made, most=8 * 32)
   assert_same(made(tiny.on(tiny.mesh(2)), reference()[0]))
   assert refused
 

@@ -223,20 +223,12 @@ def test_a_memory_budget_sends_requests_back_and_loses_none():
   assert_same(requests, samples, run(requests, 2, **options))
 
 
-def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog):
+def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog, monkeypatch):
   """A program that does not fit is not used again; every request still finishes."""
   requests, samples = reference()
   options = dict(buckets=rollout.grid((4, 8, 24), (16, 32, 64)))
   engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
-  inner, refused = engine.parts.chunks.program, []
-
-  def limited(key, *args):
-    if key[0] * key[1] > 8 * 32:
-      refused.append(key)
-      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
-    return inner(key, *args)
-
-  engine.parts.chunks.program = limited
+  refused = tiny.refuse_chunks(monkeypatch, engine, most=8 * 32)
   assert_same(requests, samples, engine(tiny.on(tiny.mesh(2)), requests))
   assert refused and len(set(refused)) == len(refused)
   assert "out of memory" in caplog.text

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from experiments import sizes
 from tests import commands
 from tests import tiny
 from tlt_jax.simulate import acceptance as acceptance_lib
@@ -321,7 +322,7 @@ def test_a_rollout_in_pages_holds_less_kv_than_in_buckets():
   """At its peak and on average; with the same lengths it takes as long on the clock."""
   module = commands.module("kv_memory")
   work = scenario_lib.read(command.SCENARIOS / "qwen2_5_7b.json")
-  assert module.bytes_of_token(work.config) == 2 * 28 * 4 * 128 * 2
+  assert sizes.kv_bytes(work.config) == 2 * 28 * 4 * 128 * 2
   work = dataclasses.replace(
     work,
     **dict(slices=(1,), prompts=4, responses=8, max_tokens=4096, rollouts=1),

@@ -100,3 +100,17 @@ def requests(num_prompts: int = 6, responses: int = 4, **options):
   return requests_lib.make_requests(
     prompts(num_prompts), responses, **{**defaults, **options}
   )
+
+
+def refuse_chunks(monkeypatch, engine, most: int) -> list:
+  """Lets chunks of more cache slots run out of memory; the list gets their keys."""
+  inner, refused = engine.parts.chunks.program, []
+
+  def limited(key, *args):
+    if key[0] * key[1] > most:
+      refused.append(key)
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
+    return inner(key, *args)
+
+  monkeypatch.setattr(engine.parts.chunks, "program", limited)
+  return refused

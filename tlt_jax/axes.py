@@ -50,6 +50,18 @@ def sharding(mesh: Mesh, *spec: str | None) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def model_if_divides(mesh: Mesh, size: int) -> str | None:
+  """The axis `model` for a dimension that it divides; None: the dimension stays whole."""
+  return MODEL if size % mesh.shape[MODEL] == 0 else None
+
+
+def mesh_of_compiler() -> AbstractMesh | None:
+  """The mesh around, if its axis `model` is left to the compiler; None otherwise."""
+  mesh = jax.sharding.get_abstract_mesh()
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  return mesh if types.get(MODEL) == AxisType.Auto else None
+
+
 def shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
   """A NamedSharding for each parameter of a tree made by `abstract_params`.
 

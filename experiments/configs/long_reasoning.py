@@ -17,16 +17,17 @@ The policies of the TLT paper (https://arxiv.org/abs/2511.16665). The files hold
 | `:llama3_3_70b` | Llama-3.3-70B-Instruct | 64 devices of 80 GB, 8 slices of 8 |
 | `:tpu` | Qwen2.5-7B | 16 TPU cores of 32 GB, 4 slices of 4 |
 
-More devices are more slices, up to 64 devices for each. `--dry_run_on=32x80` prints what
-each phase takes on 32 devices of 80 GB, from the policy's `config.json` alone and on any
-machine; a test holds the table above against that plan. GPUs need
+More devices are more slices, up to 64 devices for each. `--dry_run_on=32x80` prints
+what each phase takes on 32 devices of 80 GB, from the policy's `config.json` alone and
+on any machine; a test holds the table above against that plan. GPUs need
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 in the environment: JAX takes three quarters of their
-memory otherwise. Expect the drafter, which begins at
-random, to draft little in the first steps, and the tail of each rollout to run in few slots
-of many tokens. No such run has been made: neither time nor memory nor accuracy was measured
-on any hardware. Devices of several hosts take a process of this command on each host
-(docs/distributed.md), which has not been tried on more than one machine. `:smoke` shrinks
-every size for a tiny model on a CPU. Entries are those of `configs/qwen2_5_7b.py`.
+memory otherwise. Expect the drafter, which begins at random, to draft little in the
+first steps, and the tail of each rollout to run in few slots of many tokens. No such
+run has been made: neither time nor memory nor accuracy was measured on any hardware.
+Devices of several hosts take a process of this command on each host
+(docs/distributed.md), which has not been tried on more than one machine. `:smoke`
+shrinks every size for a tiny model on a CPU. Entries are those of
+`configs/qwen2_5_7b.py`.
 """
 
 from typing import NamedTuple

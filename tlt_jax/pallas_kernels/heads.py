@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tlt_jax import axes
 from tlt_jax.pallas_kernels import varying
@@ -29,9 +29,8 @@ def over_heads(
     head_axes: for each argument the axis that counts heads, or None
     result_axis: that of the result
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if types.get(axes.MODEL) != AxisType.Auto:
+  mesh = axes.mesh_of_compiler()
+  if mesh is None:
     return varying.like(f(*args), *args)
   splits = num_kv_heads % mesh.shape[axes.MODEL] == 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tlt_jax import axes
 from tlt_jax.pallas_kernels import varying
@@ -28,9 +28,8 @@ def over_vocabulary(f: Callable, logits: jax.Array, *args: jax.Array) -> Any:
     logits: f32[R V]
     args: whole on every shard
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if types.get(axes.MODEL) != AxisType.Auto:
+  mesh = axes.mesh_of_compiler()
+  if mesh is None:
     return f(None, logits, *args)
   whole = PartitionSpec()
   splits = logits.shape[1] % mesh.shape[axes.MODEL] == 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax import axes
 from tlt_jax.models import drafter as drafter_lib
@@ -69,8 +69,8 @@ def sharding(mesh: Mesh, ndim: int, size: int) -> NamedSharding:
   Rows are split over `data`; the numbers of a token over `model`, where it divides them:
   they are read seldom, and then a few tokens at a time, see `whole`.
   """
-  split = axes.MODEL if size % mesh.shape[axes.MODEL] == 0 else None
-  return axes.sharding(mesh, axes.DATA, *[None] * (ndim - 2), split)
+  numbers = axes.model_if_divides(mesh, size)
+  return axes.sharding(mesh, axes.DATA, *[None] * (ndim - 2), numbers)
 
 
 def abstract(mesh: Mesh, rows: int, dtype, *shape: int) -> jax.ShapeDtypeStruct:
@@ -85,8 +85,6 @@ def whole(features: jax.Array) -> jax.Array:
   Left to the compiler, products with them could be split, and round otherwise than those
   of features that have just been computed.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if types.get(axes.MODEL) != AxisType.Auto:
+  if axes.mesh_of_compiler() is None:
     return features
   return jax.lax.with_sharding_constraint(features, PartitionSpec())

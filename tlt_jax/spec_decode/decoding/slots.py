@@ -86,8 +86,7 @@ def cache_sharding(mesh: Mesh, config: config_lib.ModelConfig) -> NamedSharding:
 
   Pages are the rows of a pool.
   """
-  tensor = mesh.shape[axes.MODEL]
-  heads = axes.MODEL if config.num_kv_heads % tensor == 0 else None
+  heads = axes.model_if_divides(mesh, config.num_kv_heads)
   return axes.sharding(mesh, axes.DATA, heads)
 
 

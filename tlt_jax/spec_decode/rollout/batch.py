@@ -4,7 +4,7 @@ A `Batch` and the `Running` inside it change together: whoever is seated there h
 arrays of a slot here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 
 import jax
@@ -111,16 +111,15 @@ class Batch:
   def _admit(self, params, plan: schedule_lib.Plan, tokens: int) -> None:
     """Computes new prompts, and seats requests with a copy of theirs."""
     self._prefill(params, plan.prefills)
-    row, known = self._seat(plan.admissions)
+    placed = map(self._place, self._copied(plan.admissions))
     features, key = self._paged(self.slots.features, tokens), self.running.bucket
     kv, features = self.programs.run(
-      *("admit", key, self.slots.kv, features, self._store),
-      *map(self._place, (row, known)),
+      *("admit", key, self.slots.kv, features, self._store), *placed
     )
     self.slots = self._seated(kv, features)
 
-  def _seat(self, admissions: list[schedule_lib.Admission]) -> np.ndarray:
-    """Seats requests; i32[2 slices batch], row and known tokens of each one's prompt."""
+  def _copied(self, admissions: list[schedule_lib.Admission]) -> Sequence[np.ndarray]:
+    """Seats requests; row and known tokens of each one's prompt, i32[slices batch]."""
     row, known = places = np.zeros((2, *self.running.owner.shape), np.int32)
     for a in admissions:
       at = a.slice, self.running.seat(a.slice, a.request)

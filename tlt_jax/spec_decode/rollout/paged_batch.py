@@ -3,7 +3,8 @@
 The pools of pages outlive buckets: a resize changes a table, an admission copies a page.
 """
 
-import jax
+from collections.abc import Sequence
+
 import numpy as np
 
 from tlt_jax.models import paged_cache
@@ -35,23 +36,16 @@ class PagedBatch(batch_lib.Batch):
     """As it is: `_seated` changes the table."""
     return self.slots.kv
 
-  def _admit(self, params, plan: schedule_lib.Plan, tokens: int) -> None:
-    """Computes new prompts, and seats requests that share the pages of theirs."""
-    running, key = self.running, self.running.bucket
-    self._prefill(params, plan.prefills)
+  def _copied(self, admissions: list[schedule_lib.Admission]) -> Sequence[np.ndarray]:
+    """Further, pages that are copied, and where to: requests share those of prompts."""
+    running = self.running
     copies = [[] for _ in range(self._shapes.slices)]
-    for a in plan.admissions:
+    for a in admissions:
       copies[a.slice] += running.share(a.slice, a.row, a.request)
-    row, known = self._seat(plan.admissions)
-    features = self._paged(self.slots.features, tokens)
     pages = np.full((2, *running.owner.shape), self._shapes.kv_pages.pages, np.int32)
     for s, of_slice in enumerate(copies):
       pages[:, s, : len(of_slice)] = np.array(of_slice).reshape(-1, 2).T
-    placed = map(self._place, (row, known, *pages))
-    kv, features = self.programs.run(
-      *("admit", key, self.slots.kv, features, self._store), *placed
-    )
-    self.slots = self._seated(kv, features)
+    return *super()._copied(admissions), *pages
 
   def _prefill(self, params, prefills: list[schedule_lib.Prefill]) -> None:
     shapes, running = self._shapes, self.running
@@ -88,12 +82,9 @@ class PagedBatch(batch_lib.Batch):
     return super()._seated(self._with_table(kv), features)
 
   def _with_table(self, kv: paged_cache.PagedCache) -> paged_cache.PagedCache:
-    return kv.replace(pages=self._table())
-
-  def _table(self) -> jax.Array:
-    """The pages of who sits there, as far as the bucket's length goes."""
+    """With the pages of who sits there, as far as the bucket's length goes."""
     running, sizes = self.running, self._shapes.kv_pages
     length = running.bucket.length + self._shapes.room.target
     table = running.kv_pages.table(running.owner)
-    return self._place(table[..., : pages_lib.pages_for(length, sizes.page)])
-
+    table = table[..., : pages_lib.pages_for(length, sizes.page)]
+    return kv.replace(pages=self._place(table))
