@@ -141,7 +141,8 @@ MATH = {  # what `policy` holds by the argument of `math_problems`, and its para
 }
 MODELS = {  # what `policy` holds at full size
   **dict.fromkeys(
-    ("countdown", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
+    ("algorithms", "countdown", "tail"),
+    config_lib.ModelConfig(**load("warm_start")["model"]),
   ),
   **dict.fromkeys(("smollm2", "reasoning_mix"), tiny.SMOLLM2),
   **dict.fromkeys(("qwen2_5_7b", "math_problems", "long_reasoning"), QWEN2_5_7B),

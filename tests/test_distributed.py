@@ -381,14 +381,15 @@ def test_a_step_that_is_cut_short_leaves_no_trace(home, tmp_path, deterministic)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_run_goes_on_with_other_slices(home, tmp_path, devices):
+@pytest.mark.parametrize("devices, tensor_parallel", [(1, 1), (4, 1), (4, 2), (2, 2)])
+def test_a_run_goes_on_with_other_slices(home, tmp_path, devices, tensor_parallel):
   """Drafter and all: its data are dealt out; the tokens of the next step are the same."""
   # It trains after each rollout: tiny slices may have no idle time.
   settings = commands.DRAFTING | {"spot.warm_up_rollouts": 6}
 
-  def train(workdir, devices, steps):
-    args = commands.tiny_run(home, *settings.items(), ("steps", steps))
+  def train(workdir, devices, steps, tensor_parallel=1):
+    sizes = (("steps", steps), ("tensor_parallel", tensor_parallel))
+    args = commands.tiny_run(home, *settings.items(), *sizes)
     args += [f"--workdir={workdir}", f"--cpu_devices={devices}"]
     commands.succeed(commands.run(home, "train", *args))
 
@@ -396,7 +397,7 @@ def test_a_run_goes_on_with_other_slices(home, tmp_path, devices):
   train(same, 2, steps=4)
   shutil.copytree(same, other)
   train(same, 2, steps=6)
-  train(other, devices, steps=6)
+  train(other, devices, 6, tensor_parallel)
   responses = [outcomes.of(folder)["responses"] for folder in (same, other)]
   assert responses[0][:5] == responses[1][:5]
   records = metrics.read(other / "metrics.jsonl")

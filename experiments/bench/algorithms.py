@@ -1,13 +1,13 @@
 """Compares RL algorithms: the same start, the same config, the same number of tokens.
 
-    python -m experiments.bench.algorithms --workdir=runs/algorithms --tokens=2000000
+    python -m experiments.bench.algorithms --workdir=runs/algorithms --tokens=1000000
 
 Each algorithm trains, with its own defaults, until its rollouts have drawn so many tokens,
 and is then measured against the policy that all began with, on the same held-out prompts
 under the same noise. Before that, a few of its steps are done with the config's drafter and
-without: both must end in the same policy. What is done is not done again, a run that was
-killed goes on. Writes algorithms.csv and algorithms.png. `--config=FILE` and overrides are
-passed on to the runs.
+without: both must end in the same policy, and so the long run is done without. What is done
+is not done again, a run that was killed goes on. Writes algorithms.csv and algorithms.png.
+`--config=FILE`, overrides and `--cpu_devices` are passed on to the runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ COLUMNS = ("algorithm", "steps", "tokens", "accuracy", "gain", "gain_half_width"
 _WORKDIR = flags.DEFINE_string("workdir", "runs/algorithms", "Where everything goes.")
 _NAMES = flags.DEFINE_list("names", list(ALGORITHMS), "Which to run.")
 _TOKENS = flags.DEFINE_integer(
-  "tokens", 2_000_000, "Response tokens that each draws, or a little more.", lower_bound=1
+  "tokens", 1_000_000, "Response tokens that each draws, or a little more.", lower_bound=1
 )
 _COMPARED = flags.DEFINE_integer(
   "compared_steps", 3, "Steps with and without the drafter; 0: none.", lower_bound=0
@@ -56,7 +56,8 @@ _PROMPTS = flags.DEFINE_integer("prompts", 500, "Held-out prompts.", lower_bound
 
 def run(command: str, *args: str) -> str:
   """Runs a command with this one's config, and gives what it prints."""
-  given = [arg for arg in sys.argv[1:] if arg.startswith(("--config", "--noconfig"))]
+  passed_on = ("--config", "--noconfig", "--cpu_devices")
+  given = [arg for arg in sys.argv[1:] if arg.startswith(passed_on)]
   whole = [sys.executable, "-m", f"experiments.{command}", *given, *args]
   return subprocess.run(whole, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -87,7 +88,7 @@ def train_until(
   if (folder / "policy").exists() and sum(drawn(folder)) >= tokens:
     return
   while True:
-    train(folder, {**settings, "steps": steps})
+    train(folder, {**settings, "drafter": "", "steps": steps})
     by_step = drawn(folder)
     if sum(by_step) >= tokens:
       return
@@ -199,4 +200,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  launch.run(main, config=("algorithms", keys.RUN))

@@ -1,0 +1,37 @@
+"""The setting in which RL algorithms are compared, on the default task.
+
+    python -m experiments.train --config=experiments/configs/algorithms.py \
+        --config.algorithm.name=rloo --workdir=runs/rloo
+
+`experiments.bench.algorithms` makes the table of all of them with it. Few parameters are
+trained, the head and the norms, in four updates a step: so one number per response moves
+the policy within a million tokens, with any algorithm. The entries are those of
+`configs/countdown.py`.
+"""
+
+import ml_collections
+
+from experiments.configs import countdown
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  config = countdown.get_config(arg)
+  config.learner.update(only="head|norm", updates=4)
+  config.optimizer.update(learning_rate=1e-3, floor=1.0)  # constant after the warm-up
+  if arg == "smoke":
+    return config
+  longest = countdown.MAX_PROMPT + countdown.MAX_TOKENS
+  # All responses of a step decode at once, so that long ones start as early as short ones.
+  config.rollout.update(
+    slots=256,
+    buckets=(
+      *((256, 128), (256, 256)),
+      *((128, 256), (128, 512)),
+      *((64, 512), (64, longest)),
+      *((batch, longest) for batch in (32, 16, 8)),
+    ),
+    prompt_rows=32,
+    prefill_rows=32,
+  )
+  config.learner.buckets = ((8, 128), (8, 256), (4, 512), (2, 768), (2, longest))
+  return config
