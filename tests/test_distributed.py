@@ -381,14 +381,7 @@ def test_a_step_that_is_cut_short_leaves_no_trace(home, tmp_path, deterministic)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "devices, tensor_parallel",
-  [
-    *((1, 1), (4, 1), (4, 2)),
-    # XLA: "Cross-partition allreduce must be in (partial) manual partitioning mode".
-    pytest.param(2, 2, marks=pytest.mark.xfail(reason="one slice of two devices")),
-  ],
-)
+@pytest.mark.parametrize("devices, tensor_parallel", [(1, 1), (4, 1), (4, 2), (2, 2)])
 def test_a_run_goes_on_with_other_slices(home, tmp_path, devices, tensor_parallel):
   """Drafter and all: its data are dealt out; the tokens of the next step are the same."""
   # It trains after each rollout: tiny slices may have no idle time.

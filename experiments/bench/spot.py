@@ -26,6 +26,7 @@ from experiments.bench import interleave
 from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import metrics
+from tlt_jax import processes
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.speculation import levels
@@ -280,19 +281,21 @@ def main(config):
   )
   sampler.compile(models.params)
   found = harvest(config, problems, sampler, models.params, spot, stamps)
-  found["checkpoint"] = checkpoints(spot, models.params)
-  longest = spot.trainer.longest
-  whole = {
-    "row_tokens": longest,
-    "context_tokens": min(config["spot"]["context_tokens"], longest // 2),
-    "rows": 2,
-    "carried_rows": 1,
-  }
-  padded = make(config | {"spot": config["spot"] | whole})
-  found["packing"] = packing(spot, padded, models.params)
+  if processes.count() == 1:
+    found["checkpoint"] = checkpoints(spot, models.params)
+    longest = spot.trainer.longest
+    whole = {
+      "row_tokens": longest,
+      "context_tokens": min(config["spot"]["context_tokens"], longest // 2),
+      "rows": 2,
+      "carried_rows": 1,
+    }
+    padded = make(config | {"spot": config["spot"] | whole})
+    found["packing"] = packing(spot, padded, models.params)
   found |= {"batch": dict(config["batch"]), "drafter": config["drafter"]}
+  found["processes"] = processes.count()
   print(json.dumps(found))
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN))
+  launch.run(main, joins_jobs=True, config=("tail", keys.RUN))

@@ -147,7 +147,7 @@ class Trainer:
     # Told behind the training, never before: who waited for it would not train until all
     # others have decoded.
     here = jnp.arange(self.mesh.shape[axes.DATA]) == jax.lax.axis_index(axes.DATA)
-    told = jax.lax.psum(jnp.where(here[:, None], told, 0.0), axes.DATA)
+    told = slices.total(jnp.where(here[:, None], told, 0.0))
     return Trained(jax.tree.map(lambda x: x[None], state), told)
 
   @property
@@ -186,12 +186,12 @@ class Trainer:
     """
 
     def exchange(states, updates):
-      share = updates[0] / jnp.maximum(jax.lax.psum(updates[0], axes.DATA), 1)
+      share = updates[0] / jnp.maximum(slices.total(updates[0]), 1)
 
       def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
           return jax.lax.pmax(x[0], axes.DATA)
-        return jax.lax.psum((share * x[0]).astype(x.dtype), axes.DATA)
+        return slices.total((share * x[0]).astype(x.dtype))
 
       state = jax.tree.map(mean, states)
       return jax.tree.map(lambda x: slices.varying(x)[None], state), state.drafting
@@ -217,7 +217,7 @@ class Trainer:
         return jnp.stack([value(params), value(others)])
 
       zeros = slices.varying(jnp.zeros(2, jnp.float32))
-      old, new = jax.lax.psum(accumulate.sum_over(held_out_rows, both, zeros), axes.DATA)
+      old, new = slices.total(accumulate.sum_over(held_out_rows, both, zeros))
       better = jnp.isfinite(new) & ~(new > old)
       return jax.tree.map(lambda a, b: jnp.where(better, b, a), params, others), better
 
@@ -253,7 +253,7 @@ class Trainer:
     def first(states):
       is_first = jax.lax.axis_index(axes.DATA) == 0
       mine = lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0]))
-      return jax.tree.map(lambda x: jax.lax.psum(mine(x), axes.DATA), states)
+      return jax.tree.map(lambda x: slices.total(mine(x)), states)
 
     mapped = slices.per_slice(self.mesh, first, in_specs=(ROWS,), out_specs=WHOLE)
     return jax.jit(mapped, out_shardings=slices.shardings(self._abstract))
