@@ -26,7 +26,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     slots=256,
     buckets=(
       *((256, 128), (256, 256)),
-      *((128, 256), (128, 512)),
+      *((128, 256), (128, 512), (128, longest)),
       *((64, 512), (64, longest)),
       *((batch, longest) for batch in (32, 16, 8)),
     ),

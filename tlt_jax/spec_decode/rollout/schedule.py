@@ -238,12 +238,10 @@ class Schedule:
     smallest = self.choose(int(max(self.running.live)), self.need(running))
     if smallest is None:
       return False
-    goal = bucket
-    if bucket.batch < self.widest(bucket.length):  # has begun to drain
-      if not self._grows:
-        return False
-      fullest = max(self.running.live + [len(queue) for queue in self.queues])
-      goal = self.choose(min(fullest, self.widest(bucket.length)), bucket.length)
+    batch = self._batch_to_admit(self.running.live, bucket.length)
+    if bucket.batch < batch and not self._grows:  # has begun to drain
+      return False
+    goal = self.choose(max(bucket.batch, batch), bucket.length)
     free = min(waiting, goal.batch * len(self.queues) - len(running))
 
     def cheap():
@@ -253,6 +251,22 @@ class Schedule:
       return added_s * self.clock.tokens <= free * self.clock.seconds
 
     return bool(self.decide("joins", cheap))
+
+  def _batch_to_admit(self, running: np.ndarray, length: int) -> int:
+    """Slots for those that run and those that wait.
+
+    Of a queue that is known from the start all slots, so that a request is admitted in one
+    batch size only. The few that come to one that grows, while the rest drains, would pay
+    for slots that stay empty: no more than they take.
+
+    Args:
+      running: i32[slices]  requests that run, or are to
+      length: cache tokens
+    """
+    widest = self.widest(length)
+    if not self._grows:
+      return widest
+    return min(int(max(running + [len(queue) for queue in self.queues])), widest)
 
   def _store_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
     """The store's row for the next prompt of a slice, and whether it is new there."""
@@ -274,16 +288,16 @@ class Schedule:
   def _fit(self, admissions: list[Admission]) -> options_lib.Bucket:
     """The bucket that holds the fullest slice, admissions included, for all slices.
 
-    While requests are admitted, all slots are there, so that a request is admitted
-    in one batch size only. A cache is cut only if memory demands it.
+    A cache is cut only if memory demands it.
     """
     coming = np.bincount([a.slice for a in admissions], minlength=len(self.queues))
     requests = [*self.running.seated, *(a.request for a in admissions)]
-    batch, length = int(max(self.running.live + coming)), self.need(requests)
+    running = self.running.live + coming
+    batch, length = int(max(running)), self.need(requests)
     bucket = self.running.bucket
     longer = max(length, bucket.length) if bucket else length
     if admissions or (any(self.queues) and self.joins()):
-      batch = max(batch, self.widest(longer))
+      batch = max(batch, self._batch_to_admit(running, longer))
     elif self.options.rebalance:
       batch = -(-len(requests) // len(self.queues))
     return self.choose(batch, longer) or self.choose(batch, length)
