@@ -56,8 +56,8 @@ def test_rollouts_are_measured(home, chat):
 
 @pytest.mark.slow
 def test_spot_training_is_measured(home):
-  """Pairs of rollouts, checkpoints, packing."""
-  config = tiny_run(home, *commands.DRAFTING.items())
+  """Pairs of rollouts, checkpoints, packing; sizes that the config leaves open."""
+  config = tiny_run(home, *commands.DRAFTING.items(), ("rollout.slots", None))
   result = found(home, "bench.spot", *config, "--pairs=2")
   assert result["pairs"] == 2
   assert 0 <= result["idle_share"] <= 1 and 0 <= result["harvested_share"]

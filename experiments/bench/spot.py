@@ -259,6 +259,7 @@ def main(config):
   # The last of several arms, and always: the sides are to differ in nothing else.
   known = levels.parse(config["strategies"])
   config["strategies"] = levels.write(lvl._replace(arms=lvl.arms[-1:]) for lvl in known)
+  config = from_config.complete(config)
   problems = from_config.prompts(config, config["prompts"])
   models = from_config.load_models(config)
   make = functools.partial(
