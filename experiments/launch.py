@@ -81,7 +81,8 @@ def run(
         declarations.check(section, given[name], name)
       main(*argv[1:], **given)
     except processes.Stopped:
-      logging.info("stopped by SIGTERM; the same command goes on")
+      if processes.is_first():
+        logging.info("stopped by SIGTERM; the same command goes on")
       sys.exit(distributed.STOPPED)
     except distributed.JobError as e:
       distributed.fail(None if distributed.wants_traceback() else _one_line(e))
