@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 
 from absl import flags
 import jax
@@ -19,6 +18,7 @@ import pytest
 import tokenizers
 import transformers
 
+from tests import forked
 from tests import tiny
 from tlt_jax.models import convert
 from tlt_jax.models import target
@@ -69,16 +69,11 @@ def module(name: str):
     flags.FLAGS.append_flag_values(known)
 
 
-def start(home: pathlib.Path, command: str, *args) -> subprocess.Popen:
+def start(home: pathlib.Path, command: str, *args) -> subprocess.Popen | forked.Process:
+  """Starts `python -m experiments.command` in the checkout; it can import from `home`."""
   path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
-  return subprocess.Popen(
-    [sys.executable, "-m", f"experiments.{command}", *map(str, args)],
-    cwd=ROOT,
-    env=os.environ | {"PYTHONPATH": path},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  env = os.environ | {"PYTHONPATH": path}
+  return forked.start(f"experiments.{command}", [*map(str, args)], str(ROOT), env)
 
 
 def run(home: pathlib.Path, command: str, *args) -> subprocess.CompletedProcess:

@@ -9,6 +9,7 @@ import gc
 import importlib.metadata
 import os
 
+import hypothesis
 import pytest
 
 _NUM_DEVICES = 8
@@ -31,6 +32,10 @@ def pytest_configure(config):
   os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
   os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.rootpath / ".jax_cache")
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+  # Of tests that do not say how many: each example compiles programs.
+  examples = 24 if config.getoption("all") else 6
+  hypothesis.settings.register_profile("ours", max_examples=examples, deadline=None)
+  hypothesis.settings.load_profile("ours")
   if kind := _accelerator(config):
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax

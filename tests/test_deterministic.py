@@ -39,6 +39,19 @@ def uneven_clock(seed: int):
 
 
 @functools.cache
+def trainer(options):
+  return spot_lib.make_trainer(
+    BF16,
+    DRAFTER,
+    tiny.mesh(2),
+    optimizer=optax.adam(1e-2),
+    longest=SIZES["max_length"],
+    loss=draft_loss.Loss(steps=1),
+    options=options,
+  )
+
+
+@functools.cache
 def params():
   made = {k: x for k, x in tiny.params().items() if k != "layer_1"}
   return jax.tree.map(lambda x: x.astype(jnp.bfloat16), made)
@@ -52,27 +65,19 @@ def run(monkeypatch, seed: int, deterministic: bool, replay=None):
   now, mesh = uneven_clock(seed), tiny.mesh(2)
   monkeypatch.setattr(time, "perf_counter", now)
   options = spot_lib.Options(
-    row_tokens=32, context_tokens=4, rows=4, carried_rows=2, chunk_tokens=16
-  )
-  trainer = spot_lib.make_trainer(
-    BF16,
-    DRAFTER,
-    mesh,
-    optimizer=optax.adam(1e-2),
-    longest=SIZES["max_length"],
-    loss=draft_loss.Loss(steps=1),
-    options=options,
+    row_tokens=32, context_tokens=4, rows=4, carried_rows=2, max_batch=2, chunk_tokens=16
   )
   first = drafter_lib.init_params(DRAFTER, jax.random.key(1))
-  spot = spot_lib.Spot(trainer, options, first)
-  engine = rollout.make(
-    BF16,
-    mesh,
-    rollout.Options(**SIZES, deterministic=deterministic),
-    DRAFTER,
-    levels.make("up to 4 live: off or 2_1_3", "predictive", has_drafter=True),
-    spot=spot,
-  )
+  spot = spot_lib.Spot(trainer(options), options, first)
+  with tiny.shared_programs(BF16):
+    engine = rollout.make(
+      BF16,
+      mesh,
+      rollout.Options(**SIZES, deterministic=deterministic),
+      DRAFTER,
+      levels.make("up to 4 live: off or 2_1_3", "predictive", has_drafter=True),
+      spot=spot,
+    )
   engine.parts.clock.now = now
   limits = np.where(np.arange(16) // 4 % 2, np.linspace(20, 80, 16).astype(int), 6)
   drawn = []

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import textwrap
@@ -10,6 +11,7 @@ import textwrap
 import pytest
 
 from tests import commands
+from tests import forked
 from tests import tiny
 from tlt_jax import metrics
 
@@ -69,15 +71,18 @@ def test_its_commands_run(folder, name):
 
 def test_its_mistakes_are_told_in_one_line(folder):
   """Of the fork's own arguments, by their names."""
-  start = "cd my_fork; export PYTHONPATH=$TLT\n"
-  command = COMMANDS[0].splitlines()[-2:]
-  train = start + "\n".join(command)
+  _, _, command = COMMANDS[0].strip().split("\n", 2)
+  _, _, module, *args = shlex.split(command.replace("\\\n", " "))
+  env = os.environ | {"PYTHONPATH": str(commands.ROOT)}
   for more, message in (
     ("--config.algorithm.scale=-1", "algorithm.scale=-1.0: takes a number above 0"),
     ("--config.algorithm.scael=1", "did you mean 'algorithm.scale'"),
     ("--config.algorithm.name=my_package.rlo", "no module 'my_package.rlo'"),
     ("--config.reward=my_package.parity.scor", "did you mean 'score'"),
   ):
-    result = bash(folder, f"{train} {more} --workdir=runs/wrong")
+    wrong = [*args, more, "--workdir=runs/wrong"]
+    with forked.start(module, wrong, str(folder / "my_fork"), env) as process:
+      stdout, stderr = process.communicate(timeout=300)
+    result = subprocess.CompletedProcess(wrong, process.returncode, stdout, stderr)
     assert message in commands.error(result)
     assert not (folder / "my_fork" / "runs" / "wrong").exists()

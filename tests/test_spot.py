@@ -48,12 +48,13 @@ SIZES = {
   "rows": 12,
   "carried_rows": 6,
   "chunk_tokens": 16,
+  "max_batch": 4,  # of two buckets one, which leaves a program out
 }
 
 
-def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
-  options = spot_lib.Options(**(SIZES | options))
-  trainer = spot_lib.make_trainer(
+@functools.cache
+def trainer_of(kind, data, model, learning_rate, options):
+  return spot_lib.make_trainer(
     tiny.CONFIG,
     tiny.DRAFTERS[kind],
     tiny.mesh(data, model),
@@ -62,6 +63,11 @@ def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
     loss=draft_loss.Loss(steps=2),
     options=options,
   )
+
+
+def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
+  options = spot_lib.Options(**(SIZES | options))
+  trainer = trainer_of(kind, data, model, learning_rate, options)
   return spot_lib.Spot(trainer, options, tiny.draft_params(kind, seed=5))
 
 
@@ -72,10 +78,9 @@ def two_micro_batches(monkeypatch):
 
 
 def make_engine(spot, kind="eagle2", data=2, model=1, selector=SWITCHES):
-  mesh = tiny.mesh(data, model)
-  return rollout.make(
-    tiny.CONFIG, mesh, OPTIONS, tiny.DRAFTERS[kind], selector, spot=spot
-  )
+  mesh, drafter = tiny.mesh(data, model), tiny.DRAFTERS[kind]
+  with tiny.shared_programs(spot.trainer, selector):
+    return rollout.make(tiny.CONFIG, mesh, OPTIONS, drafter, selector, spot=spot)
 
 
 @functools.cache
@@ -175,7 +180,7 @@ def test_a_drafter_is_published_if_it_is_no_worse_on_held_out_rows(learning_rate
 
 def test_slices_train_in_buckets_of_so_many_slots_only():
   """Programs of wider ones are the plain ones, which compile sooner."""
-  spot = make_spot(max_batch=4)
+  spot = make_spot()
   engine = make_engine(spot)
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
   assert_same(7, samples)
@@ -194,7 +199,9 @@ def equal_on_all_slices(spot):
 
 def test_what_slices_learn_is_exchanged_after_so_many_updates_and_at_the_end():
   """Between exchanges nothing drafts with it; a checkpoint holds what all have."""
-  spot = make_spot(updates_per_exchange=5, micro_batches_per_update=2, average=0.5)
+  spot = make_spot(
+    updates_per_exchange=5, micro_batches_per_update=2, average=0.5, max_batch=16
+  )
   engine = make_engine(spot)
   engine.parts.clock.micro_batch_s = 1e-3  # as if measured, which takes updates of its own
   exchanged, exchange = [], spot.exchange
@@ -276,7 +283,7 @@ def test_micro_batches_of_an_update_are_summed():
     (a, told_a), (b, told_b) = value(0), value(1)
     return (a + b) / (told_a["tokens"] + told_b["tokens"])
 
-  grads = jax.grad(summed)(first.params)
+  grads = jax.jit(jax.grad(summed))(first.params)
   updates, _ = optax.adam(0.1).update(grads, optax.adam(0.1).init(first.params))
   expected = optax.apply_updates(first.params, updates)
   sure = np.abs(flat(grads)) > 1e-6  # where it is nearly 0 Adam's first step is noise

@@ -1,12 +1,15 @@
 """Models and request batches that the tests share: small real ones, and a real shape."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from tlt_jax import axes
+from tlt_jax import programs
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
 from tlt_jax.models import target
@@ -79,6 +82,18 @@ def on(mesh):
 
 def mesh(data: int, model: int = 1):
   return axes.make_mesh(model, jax.devices()[: data * model])
+
+
+_pools: dict[tuple, programs.Pool] = {}
+
+
+@contextlib.contextmanager
+def shared_programs(*key):
+  """Rollouts that are made inside share the programs of others with this key, so that each
+  is compiled once: all that a program depends on must be the same for them."""
+  pool = _pools.setdefault(key, programs.Pool())
+  with mock.patch.object(programs, "Pool", lambda *_: pool):
+    yield
 
 
 def prompts(count: int, seed: int = 0, longest: int = 9) -> list[np.ndarray]:
