@@ -510,7 +510,7 @@ def test_config_and_tables_of_a_draft_vocabulary_must_fit(tmp_path):
 @pytest.mark.parametrize(
   ("kind", "strategy"),
   [
-    ("eagle2_vocab", "3_1_4"),
+    tiny.slow("eagle2_vocab", "3_1_4"),
     ("eagle2_vocab", "3_4_12"),
     tiny.slow("eagle3_vocab", "3_1_4"),
     tiny.slow("eagle3_vocab", "3_4_12"),

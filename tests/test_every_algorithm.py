@@ -64,8 +64,9 @@ def train(learner, engine, **options):
   return drawn, jax.device_get((state, critic and critic.state))
 
 
-ORDINARY = [("dapo", {}), ("ppo", {})]  # a filter of prompts; a critic
+ORDINARY = [("ppo", {})]  # with a critic
 SLOW = [
+  ("dapo", {}),  # a filter of prompts
   ("grpo", {"kl_coef": 0.1}),
   ("grpo_gae", {}),
   ("dr_grpo", {}),

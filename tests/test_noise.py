@@ -146,6 +146,7 @@ def test_shards_of_the_vocabulary_have_the_noise_of_the_whole():
   np.testing.assert_allclose(by_hand, whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_tail_is_filled_beyond_24_bits():
   """2^27 draws: all finite, and as many beyond 14 and beyond 16.64 as there should be.
 

@@ -85,12 +85,12 @@ def test_who_watches_sees_responses_grow_into_what_they_end_as():
 @pytest.mark.parametrize(
   ("data", "model", "options"),
   [
-    (1, 1, dict(slots=1)),
+    tiny.slow(1, 1, dict(slots=1)),
     (1, 1, dict(slots=5, chunk=3)),
     (1, 1, dict(buckets=rollout.grid((1, 2, 4, 8, 16, 24), (16, 32, 64)))),
     (2, 1, {}),
-    (8, 1, dict(slots=2)),
-    (1, 2, {}),
+    tiny.slow(8, 1, dict(slots=2)),
+    tiny.slow(1, 2, {}),
     (2, 2, dict(buckets=((24, 24), (4, 64), (2, 64)))),
     (4, 2, {}),
   ],

@@ -72,9 +72,8 @@ def assert_same(samples):
 @pytest.mark.parametrize(
   ("strategy", "data", "model"),
   [
-    (None, 2, 2),
     (TREE, 2, 2),
-    tiny.slow(CHAIN, 2, 2),
+    *(tiny.slow(strategy, 2, 2) for strategy in (None, CHAIN)),
     *(tiny.slow(strategy, 2, 1) for strategy in (None, CHAIN, TREE)),
   ],
   ids=str,

@@ -53,7 +53,8 @@ class Chosen(selector_lib.Selector):
 @functools.cache
 def engine(data=1, model=1, kind=None, verification="coupled"):
   drafter, selector = (DRAFTERS[kind], Chosen()) if kind else (None, None)
-  mesh, options = tiny.mesh(data, model), OPTIONS if verification == "coupled" else NARROW
+  usual = (data, model) == (1, 1) and kind != "eagle3" and verification == "coupled"
+  mesh, options = tiny.mesh(data, model), OPTIONS if usual else NARROW
   return rollout.make(tiny.CONFIG, mesh, options, drafter, selector, verification)
 
 
