@@ -69,22 +69,32 @@ def module(name: str):
     flags.FLAGS.append_flag_values(known)
 
 
-def start(home: pathlib.Path, command: str, *args) -> subprocess.Popen | forked.Process:
+def start(home: pathlib.Path, command: str, *args) -> forked.Process | subprocess.Popen:
   """Starts `python -m experiments.command` in the checkout; it can import from `home`."""
   path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
   env = os.environ | {"PYTHONPATH": path}
-  return forked.start(f"experiments.{command}", [*map(str, args)], str(ROOT), env)
+  return forked.start(["-m", f"experiments.{command}", *map(str, args)], str(ROOT), env)
 
 
 def run(home: pathlib.Path, command: str, *args) -> subprocess.CompletedProcess:
   """Runs a command to its end."""
-  with start(home, command, *args) as process:
+  return finish(start(home, command, *args))
+
+
+def run_text(text: str, *args) -> subprocess.CompletedProcess:
+  """Runs `python -c TEXT ...` in the checkout to its end."""
+  return finish(forked.start(["-c", text, *map(str, args)], str(ROOT), os.environ))
+
+
+def finish(process: forked.Process | subprocess.Popen) -> subprocess.CompletedProcess:
+  """Waits for the end of a command."""
+  with process:
     try:
       stdout, stderr = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
       process.kill()
       raise
-  return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+  return subprocess.CompletedProcess([], process.returncode, stdout, stderr)
 
 
 def succeed(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

@@ -33,7 +33,7 @@ def pytest_configure(config):
   os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.rootpath / ".jax_cache")
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   # Of tests that do not say how many: each example compiles programs.
-  examples = 24 if config.getoption("all") else 6
+  examples = 24 if config.getoption("all") else 4
   hypothesis.settings.register_profile("ours", max_examples=examples, deadline=None)
   hypothesis.settings.load_profile("ours")
   if kind := _accelerator(config):

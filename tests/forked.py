@@ -104,13 +104,21 @@ class Process:
     return told["stdout"], told["stderr"]
 
 
-def start(module: str, args: Sequence[str], cwd: str, env: Mapping[str, str]):
-  """Runs `python -m module` in a folder, with its standard output and error in pipes."""
-  env = dict(env)
+def start(
+  args: Sequence[str], cwd: str, env: Mapping[str, str]
+) -> Process | subprocess.Popen:
+  """Runs `python -m MODULE ...` or `python -c TEXT ...` with its output in pipes.
+
+  Args:
+    args: of Python
+    cwd: the folder in which it runs
+    env: its environment
+  """
+  args, env = list(args), dict(env)
   context, early = _server()
   if early != _read_early():
     return subprocess.Popen(
-      [sys.executable, "-m", module, *args],
+      [sys.executable, *args],
       cwd=cwd,
       env=env,
       stdout=subprocess.PIPE,
@@ -120,9 +128,7 @@ def start(module: str, args: Sequence[str], cwd: str, env: Mapping[str, str]):
   pipes = [context.Pipe(duplex=False) for _ in range(2)]
   limit = resource.getrlimit(resource.RLIMIT_FSIZE)
   writers = [writer for _, writer in pipes]
-  process = context.Process(
-    target=_run, args=(module, args, cwd, env, limit, *writers), name=module
-  )
+  process = context.Process(target=_run, args=(args, cwd, env, limit, *writers))
   process.start()
   for writer in writers:
     writer.close()
@@ -132,7 +138,7 @@ def start(module: str, args: Sequence[str], cwd: str, env: Mapping[str, str]):
   return Process(process, *texts)
 
 
-def _run(module, args, cwd, env, limit, stdout, stderr):
+def _run(args, cwd, env, limit, stdout, stderr):
   """What the forked process does."""
   os.dup2(stdout.fileno(), 1)
   os.dup2(stderr.fileno(), 2)
@@ -146,9 +152,13 @@ def _run(module, args, cwd, env, limit, stdout, stderr):
   os.environ.clear()
   os.environ.update(env)
   sys.path[:0] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-  sys.argv = [module, *args]
+  kind, what, *rest = args
+  sys.argv = [kind if kind == "-c" else what, *rest]
   try:
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if kind == "-c":
+      exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+      runpy.run_module(what, run_name="__main__", alter_sys=True)
   finally:
     atexit._run_exitfuncs()  # a process that is forked so leaves them out
 

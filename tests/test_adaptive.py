@@ -201,7 +201,7 @@ def test_long_after_it_was_useless_a_drafter_is_tried_again():
 
 
 def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
-  options = rollout.Options(**tiny.SIZES, slots=8, chunk=8, buckets=((4, 96),))
+  options = rollout.Options(**tiny.SIZES, slots=8, chunk=8)
   mesh = tiny.mesh(1)
   selector = predictive_lib.Predictive(((4, (None, CHAIN, TREE)), (8, (None, CHAIN))))
   engine = rollout.make(tiny.CONFIG, mesh, options, tiny.DRAFTERS["eagle2"], selector)

@@ -72,7 +72,7 @@ def test_its_commands_run(folder, name):
 def test_its_mistakes_are_told_in_one_line(folder):
   """Of the fork's own arguments, by their names."""
   _, _, command = COMMANDS[0].strip().split("\n", 2)
-  _, _, module, *args = shlex.split(command.replace("\\\n", " "))
+  _, *args = shlex.split(command.replace("\\\n", " "))
   env = os.environ | {"PYTHONPATH": str(commands.ROOT)}
   for more, message in (
     ("--config.algorithm.scale=-1", "algorithm.scale=-1.0: takes a number above 0"),
@@ -81,8 +81,6 @@ def test_its_mistakes_are_told_in_one_line(folder):
     ("--config.reward=my_package.parity.scor", "did you mean 'score'"),
   ):
     wrong = [*args, more, "--workdir=runs/wrong"]
-    with forked.start(module, wrong, str(folder / "my_fork"), env) as process:
-      stdout, stderr = process.communicate(timeout=300)
-    result = subprocess.CompletedProcess(wrong, process.returncode, stdout, stderr)
+    result = commands.finish(forked.start(wrong, str(folder / "my_fork"), env))
     assert message in commands.error(result)
     assert not (folder / "my_fork" / "runs" / "wrong").exists()

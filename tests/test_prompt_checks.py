@@ -4,8 +4,6 @@ import itertools
 import json
 import logging
 import pathlib
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -349,12 +347,7 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
   }
   for name in ("bench.spot", "bench.step"):  # they ask no others
     by_command[name]["prompts"] = source(bad)
-  result = subprocess.run(
-    [sys.executable, "-c", _COMMANDS, json.dumps(given), json.dumps(by_command)],
-    cwd=commands.ROOT,
-    capture_output=True,
-    text=True,
-  )
+  result = commands.run_text(_COMMANDS, json.dumps(given), json.dumps(by_command))
   assert result.returncode == 0, result.stderr
   refused = f"{bad}, line 2: the tokenizer does not know 'é'"
   said = [line.split("; ")[0] for line in result.stdout.splitlines() if "; " in line]
@@ -384,8 +377,7 @@ except ValueError as e:
 
 def test_policies_are_asked_the_same_of_many_prompts(home):
   """More than are checked at once without having been asked for."""
-  command = [sys.executable, "-c", _LONG, str(home / "policy")]
-  result = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True)
+  result = commands.run_text(_LONG, home / "policy")
   assert result.stdout == "list of 9\n", result.stderr
 
 

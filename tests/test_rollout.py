@@ -13,6 +13,7 @@ from tlt_jax.spec_decode.decoding import pages as features_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.rollout import running as running_lib
 
 OPTIONS = rollout.Options(
   max_length=64, max_prompt=12, slots=24, chunk=8, prompt_rows=4, prefill_rows=4
@@ -87,7 +88,8 @@ def test_who_watches_sees_responses_grow_into_what_they_end_as():
   [
     tiny.slow(1, 1, dict(slots=1)),
     (1, 1, dict(slots=5, chunk=3)),
-    (1, 1, dict(buckets=rollout.grid((1, 2, 4, 8, 16, 24), (16, 32, 64)))),
+    tiny.slow(1, 1, dict(buckets=rollout.grid((1, 2, 4, 8, 16, 24), (16, 32, 64)))),
+    (1, 1, dict(buckets=((24, 24), (8, 32), (4, 64), (1, 64)))),
     (2, 1, {}),
     tiny.slow(8, 1, dict(slots=2)),
     tiny.slow(1, 2, {}),
@@ -214,11 +216,15 @@ def test_rebalancing_moves_requests_and_changes_no_token():
   assert busiest(moved) <= busiest(plain)
 
 
-def test_a_memory_budget_sends_requests_back_and_loses_none():
+def test_a_memory_budget_sends_requests_back_and_loses_none(monkeypatch):
   """When lengths outgrow the budget, the youngest requests start over."""
   requests, samples = reference()
-  options = dict(buckets=rollout.grid((2, 4, 8, 24), (16, 32, 64)), cache_tokens=130)
+  sent_back, inner = [], running_lib.Running.send_back
+  counted = lambda self, s: sent_back.append(inner(self, s)) or sent_back[-1]
+  monkeypatch.setattr(running_lib.Running, "send_back", counted)
+  options = dict(buckets=((24, 16), (8, 16), (4, 32), (2, 64)), cache_tokens=130)
   assert_same(requests, samples, run(requests, 2, **options))
+  assert sent_back
 
 
 def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog, monkeypatch):

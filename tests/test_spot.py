@@ -102,7 +102,12 @@ def flat(params):
 
 @pytest.mark.parametrize(
   ("kind", "data", "model"),
-  [tiny.slow("eagle2", 2, 1), tiny.slow("eagle3", 2, 1), ("eagle2_vocab", 4, 2)],
+  [
+    tiny.slow("eagle2", 2, 1),
+    tiny.slow("eagle3", 2, 1),
+    ("eagle2_vocab", 2, 2),
+    tiny.slow("eagle2_vocab", 4, 2),
+  ],
 )
 def test_idle_slices_train_and_no_token_changes(kind, data, model):
   """The loss falls over a few rollouts, on data that never left the devices."""

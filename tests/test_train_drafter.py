@@ -1,8 +1,6 @@
 """Offline training of a drafter: what is wrong with its settings costs no responses."""
 
 import json
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -72,10 +70,8 @@ def test_settings_that_are_wrong_are_told_before_the_policy_answers(home, tmp_pa
     {},
     {"drafter.vocab_size": 16},
   ]
-  command = [sys.executable, "-c", SCRIPT, str(home / "policy"), str(tmp_path / "run")]
-  result = subprocess.run(
-    [*command, json.dumps(cases)], cwd=commands.ROOT, capture_output=True, text=True
-  )
+  args = [home / "policy", tmp_path / "run", json.dumps(cases)]
+  result = commands.run_text(SCRIPT, *args)
   assert result.returncode == 0, result.stderr
   told = [json.loads(line) for line in result.stdout.splitlines()]
   assert len(told) == len(cases)

@@ -12,6 +12,7 @@ import pytest
 
 from experiments import machine_code
 from tests import mutants
+from tests import tiny
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax import axes
@@ -411,6 +412,10 @@ TRITON_FAULTS = {
 }
 
 
+# Two others of pages are found in the same case, which takes seconds.
+_SLOW = ("wrong head of a page", "wrong block of a page")
+
+
 @functools.cache
 def _telling(dtype: str, S: int) -> tuple[Case, np.ndarray]:
   """A small case that tells the faults, at the end of a block, of a split, of the cache.
@@ -444,7 +449,9 @@ def test_faults_of_the_pallas_kernel_are_found(fault, tmp_path):
 
 
 @triton_kernels.requires_triton
-@pytest.mark.parametrize("fault", [None, *TRITON_FAULTS])
+@pytest.mark.parametrize(
+  "fault", [None, *(tiny.slow(x) if x in _SLOW else x for x in TRITON_FAULTS)]
+)
 def test_faults_of_the_triton_kernel_are_found(fault, tmp_path):
   """And no fault in the kernel as it is."""
   text = TRITON_FAULTS[fault] if fault else ("", "")
