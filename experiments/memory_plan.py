@@ -295,13 +295,14 @@ def of_run(
   trained, rollouts = run.spot_arrays(spot), run.rollouts(drafter, spot)
   critic_trainer = critic_lib.make_trainer(algorithm.critic, learner)
   critic = critic_trainer.abstract_state() if critic_trainer else ()
-  beside = [
-    *run.process(rollouts),
+  waiting = [
     run.part("reference policy", reference, "algorithm.kl_coef"),
     run.part("critic in training", critic, "algorithm.name"),
-    *run.drafter_parts(drafter, spot),
   ]
-  always, verifiers = [*beside, *policy], run.verifiers()
+  beside = [*run.process(rollouts), *run.drafter_parts(drafter, spot)]
+  parked = learner.offload and not run.shared  # a CPU's memory is the host's
+  at_rest = beside if parked else [*beside, *waiting, *policy]
+  verifiers = run.verifiers()
   weights = run.part("policy in rollouts", run.weights(run.model.dtype), _SMALLER_POLICY)
   tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
   saved = (state, trained, critic)
@@ -310,23 +311,32 @@ def of_run(
   files = run.files_written(state.params)
   return run.plan(
     {
-      "load": [*always, *run.on_host("largest tensor", tensor, _SMALLER_POLICY)],
-      "resume": [*beside, restored],  # which takes the place of the first policy
+      "load": [
+        *beside,
+        *waiting,
+        *policy,
+        *run.on_host("largest tensor", tensor, _SMALLER_POLICY),
+      ],
+      # What is restored takes the place of the first policy.
+      "resume": [*beside, *waiting, restored],
       "rollout": [
-        *always,
+        *at_rest,
         *verifiers,
         weights,
         *checkpoint,
         *run.rollout_parts(rollouts, spot),
       ],
       "update": [
-        *always,
+        *beside,
+        *([] if parked else waiting),  # reference and critic take their turns
+        *policy,
         *verifiers,
         *run.of_process("compiling the update", scratch_memory.compiling_update(learner)),
         run.scratch("update's scratch", scratch_memory.update(learner), "learner.buckets"),
       ],
-      "sync": [*always, weights],  # what each of several runs in one process holds
-      "export": [*always, *verifiers, weights, *files],
+      # What each of several runs in one process holds.
+      "sync": [*beside, *([] if parked else waiting), *policy, weights],
+      "export": [*at_rest, *verifiers, weights, *files],
     }
   )
 

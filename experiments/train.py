@@ -60,7 +60,7 @@ def main(config):
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
   )
-  reference = from_config.reference(algorithm, params)
+  reference = learner.parked(from_config.reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
   drafter, draft_params = from_config.load_drafter(config, model, mesh)
@@ -104,6 +104,7 @@ def main(config):
       critic.restore(restored["critic"])
     sampler.rollout.restore(saved.get("rollout"))
   policy = learner.to_rollout(state.params)
+  state = learner.parked(state)
   sampler.compile(policy, draft_params)
   repeated = plain_rollouts.make(config, model, mesh, policy)
   run.begin(step)
@@ -143,6 +144,7 @@ def main(config):
       state, policy_metrics = learner.train(state, scored.batch(R), reference, critic)
       syncing = time.perf_counter()
       policy = jax.block_until_ready(learner.to_rollout(state.params))
+      state = learner.parked(state)
       done = time.perf_counter()
       metrics |= scored.metrics() | plain | policy_metrics | {
         "policy/seconds_s": syncing - updating,

@@ -422,6 +422,23 @@ def test_the_weight_sync_hands_over_the_same_numbers():
   assert all(jax.tree.leaves(jax.tree.map(same, handed, layout)))
 
 
+def test_what_waits_on_the_host_trains_alike():
+  """Weights, moments and reference, through two steps of two updates, bit for bit."""
+  made, found = make(2, updates=2), {}
+  for offload in (False, True):
+    made = dataclasses.replace(made, offload=offload)
+    state, reference = made.init(params()), made.init(params()).params
+    reference = made.parked(reference)
+    for seed in range(2):
+      state = made.parked(state)
+      kinds = {x.sharding.memory_kind for x in jax.tree.leaves((state, reference))}
+      assert kinds == {"pinned_host" if offload else "device"}
+      state, _ = made.train(state, batch(seed).as_step(), reference)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
+    found[offload] = jax.device_get(state)
+  jax.tree.map(np.testing.assert_array_equal, found[False], found[True])
+
+
 def test_rows_are_rounded_up_to_what_the_slices_divide():
   """The same micro-batch sizes serve any number of devices."""
   made = make(4, 2, ((8, 16), (6, 48)))

@@ -167,6 +167,19 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
   assert sizes(plan)["policy in rollouts"] == max(fullest.values())
 
 
+def test_what_waits_on_the_host_takes_no_device_memory_in_rollouts(config, monkeypatch):
+  """Nor the reference in updates; on a CPU, whose memory is the host's, nothing changes."""
+  offloaded = config | {"learner": config["learner"] | {"offload": True}}
+  assert memory_plan.of_run(offloaded).phases == memory_plan.of_run(config).phases
+  monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
+  before, after = memory_plan.of_run(config), memory_plan.of_run(offloaded)
+  waiting = {"policy in training", "moments", "reference policy"}
+  names = lambda plan, phase: {part.name for part in plan.phases[phase]}
+  assert waiting < names(before, "rollout")
+  assert names(after, "rollout") == names(before, "rollout") - waiting
+  assert names(after, "update") == names(before, "update") - {"reference policy"}
+
+
 def test_processes_of_verifiers_are_planned_where_they_run(config):
   """On the host, from the first response on; none without a reward."""
   held = lambda plan, phase: {part.name: part.size for part in plan.phases[phase]}

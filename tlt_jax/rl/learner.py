@@ -61,14 +61,14 @@ class Learner(trainer.Trainer):
     that also computes the gradient's, before the first update.
 
     Args:
-      state: the policy; donated
+      state: the policy; donated; it may be parked
       batch: B responses, B a multiple of `updates`
       reference: parameters of the reference policy in `axes.TRAIN` layout, if the
-        algorithm uses one
+        algorithm uses one; they may be parked
       critic: trained on the same shares, if the algorithm has one
     Returns:
-      the new state; `policy/*` and `critic/*` as floats, averaged over the updates, and
-      the phase's peak memory per device
+      the new state, on the devices; `policy/*` and `critic/*` as floats, averaged over
+      the updates, and the phase's peak memory per device
     Raises:
       ValueError: the responses cannot be shared out
     """
@@ -197,6 +197,7 @@ def make(
   updates: ranges.Count = 1,
   remat: bool = True,
   only: str = "",
+  offload: bool = False,
 ) -> Learner:
   """A learner for one model, algorithm, optimizer and mesh.
 
@@ -213,6 +214,8 @@ def make(
     remat: whether layers are computed again in the backward pass, to save memory
     only: regular expression of the paths ("layer_0/mlp/up_proj") of the parameters that
       are trained; '': all
+    offload: whether float32 weights, moments, critic and reference wait in the host's
+      memory while they are not used, as in rollouts
   Raises:
     ValueError: `buckets` are none or out of order, `only` is no regular expression
   """
@@ -230,5 +233,6 @@ def make(
     updates=updates,
     remat=remat,
     only=only,
+    offload=offload,
   )
 

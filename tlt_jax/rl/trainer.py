@@ -35,6 +35,8 @@ from tlt_jax.pallas_kernels import varying
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import fsdp
 
+_HOST = "pinned_host"  # JAX's name of the host memory that devices copy from
+
 
 @flax.struct.dataclass
 class State:
@@ -68,6 +70,7 @@ class Trainer:
   updates: int
   remat: bool
   only: str
+  offload: bool = False
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_params(self) -> dict:
@@ -132,6 +135,21 @@ class Trainer:
       raise ValueError(f"only={self.only!r} matches no parameter; there is {min(flat)}")
     return traverse_util.unflatten_dict(chosen, sep="/")
 
+  def parked(self, tree):
+    """The arrays in the host's memory, if they are to wait there; else as they are."""
+    if not self.offload:
+      return tree
+    over = jax.tree.map(lambda x: x.sharding.with_memory_kind(_HOST), tree)
+    return jax.block_until_ready(jax.device_put(tree, over))
+
+  def _at_hand(self, tree):
+    """The arrays in the devices' memory, copied there if they wait on the host."""
+    if not self.offload:
+      return tree
+    kind = self.mesh.devices.flat[0].default_memory().kind
+    over = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
+    return jax.device_put(tree, over)
+
   def run(self, name: str, jitted: Callable, count: int, *args):
     """Runs a program on `count` sequences, compiled if it is the first for so many."""
     if (name, count) not in self.pool:
@@ -144,10 +162,11 @@ class Trainer:
     """What `score` says of each response token of a batch: f32[P R T] on the host.
 
     Args:
-      params: of the model
+      params: of the model; they may be parked
       batch: B = P * R responses
       chosen: bool[B]  those that are scored, the others are zero; None: all
     """
+    params = self._at_hand(params)
     every = np.arange(len(batch.responses))
     packed = batch_lib.pack(batch, every, self.buckets, chosen)
     placed = packing.place(packed, self.mesh)
@@ -165,14 +184,14 @@ class Trainer:
     """Takes `updates` optimizer steps, each on its share of the responses.
 
     Args:
-      state: donated
+      state: donated; it may be parked
       batch: B responses, B a multiple of `updates`
       sequences: what is known of them, on the host
       chosen: bool[B]  those that may have a gradient
     Returns:
-      the new state, and metrics as means over the updates
+      the new state, on the devices, and metrics as means over the updates
     """
-    every = []
+    state, every = self._at_hand(state), []
     for share in np.split(np.arange(len(batch.responses)), self.updates):
       packed = batch_lib.pack(batch, share, self.buckets, chosen[share])
       known = jax.tree.map(lambda x, share=share: x[share], sequences)
