@@ -92,8 +92,19 @@ def train(
       process.terminate()
       raise
   if process.returncode:
-    raise ResumeError(f"a run ended with status {process.returncode}: {stderr[-500:]}")
+    raise ResumeError(
+      f"a run ended with status {process.returncode}: {last_words(stderr)}"
+    )
   return None
+
+
+def last_words(stderr: str) -> str:
+  """What a process that failed said of it: from the line of the fault on, not much.
+
+  A process that was aborted ends with stacks and lists of modules, which say nothing.
+  """
+  fault = re.search(r"^(error|F\d{4} |Fatal|Traceback)", stderr, re.MULTILINE)
+  return stderr[fault.start() :][:1500] if fault else stderr[-500:]
 
 
 def processes_of(run: subprocess.Popen) -> list[int]:

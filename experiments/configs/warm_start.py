@@ -10,7 +10,8 @@ nothing.
 `:9m` is a larger policy, 8.8M parameters (12 layers x 256), on the same searches: a pass
 costs what its weights cost to read, as one of a real model does. It begins as the smaller
 one of the repo, so that it need not learn everything anew (`experiments.growth`); the
-weights are exported in bfloat16, 18 MB.
+weights are exported in bfloat16, 18 MB. 50 steps, of 25 s on 2 CPU cores with nothing
+beside; it solves 66.4% +- 4.9 then (250 problems x 2, the smaller one 59.6%).
 """
 
 import ml_collections
@@ -59,7 +60,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   if arg == "9m":
     config.update(
-      steps=100,
+      steps=50,
       export_dtype="bfloat16",
       checkpoint=dict(every=10),
       begin_as=countdown.POLICY,
