@@ -301,7 +301,10 @@ def of_run(
   ]
   beside = [*run.process(rollouts), *run.drafter_parts(drafter, spot)]
   parked = learner.offload and not run.shared  # a CPU's memory is the host's
-  at_rest = beside if parked else [*beside, *waiting, *policy]
+  always = [*beside, *waiting, *policy]
+  at_rest = beside if parked else always
+  # Of what was parked, reference, critic and policy take their turns.
+  updating = [*beside, *policy] if parked else always
   verifiers = run.verifiers()
   weights = run.part("policy in rollouts", run.weights(run.model.dtype), _SMALLER_POLICY)
   tensor = max(jax.tree.leaves(state.params), key=lambda x: x.size)
@@ -311,12 +314,7 @@ def of_run(
   files = run.files_written(state.params)
   return run.plan(
     {
-      "load": [
-        *beside,
-        *waiting,
-        *policy,
-        *run.on_host("largest tensor", tensor, _SMALLER_POLICY),
-      ],
+      "load": [*always, *run.on_host("largest tensor", tensor, _SMALLER_POLICY)],
       # What is restored takes the place of the first policy.
       "resume": [*beside, *waiting, restored],
       "rollout": [
@@ -327,15 +325,12 @@ def of_run(
         *run.rollout_parts(rollouts, spot),
       ],
       "update": [
-        *beside,
-        *([] if parked else waiting),  # reference and critic take their turns
-        *policy,
+        *updating,
         *verifiers,
         *run.of_process("compiling the update", scratch_memory.compiling_update(learner)),
         run.scratch("update's scratch", scratch_memory.update(learner), "learner.buckets"),
       ],
-      # What each of several runs in one process holds.
-      "sync": [*beside, *([] if parked else waiting), *policy, weights],
+      "sync": [*updating, weights],  # what each of several runs in one process holds
       "export": [*at_rest, *verifiers, weights, *files],
     }
   )

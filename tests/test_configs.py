@@ -229,7 +229,7 @@ def test_the_larger_warm_start_has_the_size_that_it_says():
   [*itertools.product(NAMES, ("", "smoke")), ("countdown", "9m"), ("warm_start", "9m")],
 )
 def test_a_config_builds_and_the_flag_locks_it(name, arg):
-  """And says in its docstring which command it is for; `:smoke` has the same keys."""
+  """And says in its docstring which command it is for; every variant has the same keys."""
   path, section = FOLDER / f"{name}.py", KEYS[command(name)]
   given = f"--config={path}:{arg}" if arg else f"--config={path}"
   assert launch.config_flag("config", "", section, ["command", given]) == ["command"]

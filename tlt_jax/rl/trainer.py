@@ -137,18 +137,12 @@ class Trainer:
 
   def parked(self, tree):
     """The arrays in the host's memory, if they are to wait there; else as they are."""
-    if not self.offload:
-      return tree
-    over = jax.tree.map(lambda x: x.sharding.with_memory_kind(_HOST), tree)
-    return jax.block_until_ready(jax.device_put(tree, over))
+    return jax.block_until_ready(_moved(tree, _HOST)) if self.offload else tree
 
   def _at_hand(self, tree):
     """The arrays in the devices' memory, copied there if they wait on the host."""
-    if not self.offload:
-      return tree
-    kind = self.mesh.devices.flat[0].default_memory().kind
-    over = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
-    return jax.device_put(tree, over)
+    own = self.mesh.devices.flat[0].default_memory().kind
+    return _moved(tree, own) if self.offload else tree
 
   def run(self, name: str, jitted: Callable, count: int, *args):
     """Runs a program on `count` sequences, compiled if it is the first for so many."""
@@ -330,6 +324,12 @@ class Trainer:
   def _rotations(self) -> layers.Rotation:
     """RoPE's tables of all positions, made outside the loops over micro-batches."""
     return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
+
+
+def _moved(tree, kind: str):
+  """The arrays in memory of another kind, split over the devices as they are."""
+  over = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
+  return jax.device_put(tree, over)
 
 
 def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) -> Totals:
