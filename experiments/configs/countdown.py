@@ -19,12 +19,10 @@ import pathlib
 
 import ml_collections
 
-_HERE = pathlib.Path(__file__).parents[1]
-POLICY, POLICY_9M = (
-  str(_HERE / "policies" / name) for name in ("countdown", "countdown_9m")
-)
-DRAFTER, DRAFTER_9M = (
-  str(_HERE / "drafters" / name) for name in ("countdown", "countdown_9m")
+POLICY, POLICY_9M, DRAFTER, DRAFTER_9M = (
+  str(pathlib.Path(__file__).parents[1] / folder / name)
+  for folder in ("policies", "drafters")
+  for name in ("countdown", "countdown_9m")
 )
 MAX_PROMPT, MAX_TOKENS = 32, 1024  # of a prompt, and of a response
 
