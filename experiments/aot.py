@@ -22,12 +22,13 @@ import tempfile
 
 from absl import flags
 
+from experiments import aot_machines
 from experiments import aot_programs
 from experiments import aot_report
 from experiments import launch
 from experiments import machine_code
 
-_TARGETS = flags.DEFINE_list("targets", list(aot_programs.TARGETS), "Machines.")
+_TARGETS = flags.DEFINE_list("targets", list(aot_machines.TARGETS), "Machines.")
 _PROGRAMS = flags.DEFINE_list("programs", list(aot_programs.PROGRAMS), "Programs.")
 _MODEL = flags.DEFINE_enum("model", "7b", list(aot_programs.MODELS), "Widths.")
 _LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the target.", lower_bound=1)
@@ -42,7 +43,8 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 def source() -> str:
   """A hash of the code that is compiled."""
   files = sorted((_ROOT / "tlt_jax").rglob("*.py"))
-  files.append(_ROOT / "experiments" / "aot_programs.py")
+  own = ("aot_machines.py", "aot_programs.py")
+  files += (_ROOT / "experiments" / name for name in own)
   whole = hashlib.sha256()
   for file in files:
     whole.update(file.read_bytes())
@@ -54,7 +56,8 @@ def compile_case(model: str, case: tuple[str, str, str], layers: int, folder) ->
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir(parents=True)
   with tempfile.TemporaryDirectory() as dump:
-    env = os.environ | aot_programs.environment(case[0], pathlib.Path(dump))
+    platform = aot_machines.TARGETS[case[0]].platform
+    env = os.environ | aot_machines.environment(platform, pathlib.Path(dump))
     command = [sys.executable, "-m", "experiments.aot_programs"]
     command += [model, *case, str(layers), str(folder)]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True)
@@ -96,8 +99,8 @@ def main():
   workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
   chosen = aot_report.cases(_TARGETS.value, _PROGRAMS.value)
   model, layers, now = _MODEL.value, _LAYERS.value, source()
-  platforms = {aot_programs.TARGETS[target].platform for target, _, _ in chosen}
-  lacking = list(filter(None, map(aot_programs.missing, sorted(platforms))))
+  platforms = {aot_machines.TARGETS[target].platform for target, _, _ in chosen}
+  lacking = list(filter(None, map(aot_machines.missing, sorted(platforms))))
   if lacking and not _REPORT.value:
     raise ValueError(lacking[0])
   report = []

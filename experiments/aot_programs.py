@@ -4,27 +4,29 @@
 
 Compiles one program and writes its text and what the compiler says of its memory;
 `experiments.aot` runs this, in a process of its own for each. It needs what
-requirements-aot.txt names. First the targets, then the programs, then the compilation.
+requirements-aot.txt names. First the programs, then their compilation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import gzip
-import importlib.metadata
 import json
 import math
 import pathlib
 import sys
 import time
 from typing import NamedTuple
+from unittest import mock
 
 import jax
-from jax.experimental import topologies
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from experiments import aot_machines
 from experiments.bench import shapes
 from tlt_jax import axes
+from tlt_jax import memory
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -33,39 +35,21 @@ from tlt_jax.rl import algorithm
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import ready
+from tlt_jax.spec_decode.rollout import rollout as rollout_lib
 from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
-_HERE = pathlib.Path(__file__).parent
-
-
-class Target(NamedTuple):
-  """Machines that programs are compiled for."""
-
-  platform: str  # "tpu" or "cuda"
-  topology: str  # as the platform's compiler names it
-  devices: int
-  model: int  # devices of a slice
-
-
-TARGETS = {
-  "v5e_2x2": Target("tpu", "v5e:2x2", devices=4, model=2),
-  "v5p_2x2": Target("tpu", "v5p:2x2x1", devices=4, model=2),
-  "v6e": Target("tpu", "v6e:2x2", devices=1, model=1),
-  "v6e_2x2": Target("tpu", "v6e:2x2", devices=4, model=2),
-  "h200": Target("cuda", "1x1x1", devices=1, model=1),
-  "h200_2x2": Target("cuda", "1x1x4", devices=4, model=2),
-}
 _KERNELS = {"tpu": ("pallas", "ref"), "cuda": ("triton", "ref")}
-_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_triton")}
-_CAPABILITY = 90  # of an H200
 
 MODEL = shapes.MODELS["qwen2.5-7b"]  # but for the number of layers
 # The same caches in a model that compiles in a tenth of the time: what is copied and
@@ -85,7 +69,7 @@ _LEARNER_ROWS = ((2, 4096),)  # per bucket: rows of a micro-batch, tokens of a r
 
 def runs(target: str, program: str) -> bool:
   """Whether a machine has any use for a program."""
-  machine = TARGETS[target]
+  machine = aot_machines.TARGETS[target]
   return program not in _TRAINS or machine.devices > machine.model
 
 
@@ -93,7 +77,20 @@ def kernels_of(target: str, program: str) -> tuple[str, ...]:
   """What attends, writes and draws in a program: the platform's kernels, and XLA alone."""
   if program in ("fill", "update"):  # have none of these
     return ("ref",)
-  return _KERNELS[TARGETS[target].platform]
+  return _KERNELS[aot_machines.TARGETS[target].platform]
+
+
+class Program(NamedTuple):
+  """A program that can be compiled."""
+
+  jitted: Callable
+  args: tuple  # shapes with shardings, and numbers
+  static: Mapping = {}
+
+  def lower(self, platform: str | None = None) -> jax.stages.Lowered:
+    """Lowers it for a platform; None: that of its arguments' devices."""
+    traced = self.jitted.trace(*self.args, **self.static)
+    return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
 
 
 class _Recorder(pool_lib.Pool):
@@ -101,11 +98,81 @@ class _Recorder(pool_lib.Pool):
 
   def __init__(self):
     super().__init__()
-    self.asked: dict[str, tuple[Callable, tuple]] = {}
+    self.asked: dict[tuple, Program] = {}
 
   def get(self, name, bucket, jitted, *args, **static):
-    self.asked[name] = (jitted, args)
+    self.asked[name, *bucket] = Program(jitted, args, static)
     return None
+
+
+class SpotShapes(spot_lib.Spot):
+  """The drafter's training as a rollout's programs take it: its arrays are shapes."""
+
+  def __init__(self, trainer: trainer_lib.Trainer, options: spot_lib.Options):
+    """Allocates nothing; see `spot.make_trainer` for the arguments."""
+    self.trainer, self.options = trainer, options
+    self.row_tokens = spot_lib.row_tokens(trainer, options)
+    self._states = trainer.abstract_states()
+    self._params = axes.with_shardings(
+      trainer.mesh, axes.ROLLOUT, drafter_lib.abstract_params(trainer.drafter)
+    )
+    self._features = spot_lib.abstract_features(trainer, options)
+    self.buffer = buffer_lib.Buffer(
+      trainer.mesh.shape[axes.DATA],
+      rows=options.rows,
+      length=self.row_tokens,
+      carried=options.carried_rows,
+      context=options.context_tokens,
+      held_out=options.held_out_rows,
+    )
+
+  def rows(self) -> rows_lib.Rows:
+    shapes = (
+      slices.abstract(self.trainer.mesh, x.shape[1], np.int32, *x.shape[2:])
+      for x in (self.buffer.table, self.buffer.order())
+    )
+    return rows_lib.Rows(self._features, *shapes)
+
+
+def of_rollout(
+  rollout: rollout_lib.Rollout, weights: chunk_lib.Weights, stops: int = 1
+) -> dict[tuple, Program]:
+  """The programs that a rollout compiles ahead of time, by name and bucket.
+
+  Args:
+    rollout: made for a mesh of devices that need not exist; it can no longer be used
+    weights: of target and drafter, as shapes and shardings
+    stops: stop tokens per request
+  """
+  recorder = _Recorder()
+  rollout.pool.get = recorder.get
+  ready.Ready(rollout.parts).compile(weights, stops, rollout.options)
+  return recorder.asked
+
+
+def of_update(
+  learner: learner_lib.Learner, count: int, tables: Sequence[str] = ()
+) -> Program:
+  """The learner's update.
+
+  Args:
+    learner: for a mesh of devices that need not exist
+    count: responses of an update
+    tables: the fields of `batch.Sequences` that it takes beside those it always has
+  """
+  packed, known = batch_lib.abstract(learner.mesh, learner.buckets, count)
+  whole = axes.sharding(learner.mesh)
+  shape = count, learner.buckets[-1].length
+  of_token = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
+  known = known.replace(**dict.fromkeys(tables, of_token))
+  return Program(learner.update, (learner.abstract_state(), packed, known))
+
+
+def of_score(learner: learner_lib.Learner, count: int) -> Program:
+  """The learner's scoring of so many responses; see `of_update`."""
+  packed, known = batch_lib.abstract(learner.mesh, learner.buckets, count)
+  args = learner.abstract_state().params, packed, known.temperature
+  return Program(learner.score, args)
 
 
 def lower(
@@ -129,9 +196,7 @@ def lower(
     rows: requests of a slice
     platform: of the mesh; None: that of its devices
   """
-  jitted, args = made(program, mesh, kernels, model, slots=slots, rows=rows)
-  traced = jitted.trace(*args)
-  return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
+  return made(program, mesh, kernels, model, slots=slots, rows=rows).lower(platform)
 
 
 def made(
@@ -142,8 +207,8 @@ def made(
   *,
   slots: int = SLOTS,
   rows: int = ROWS,
-) -> tuple[Callable, tuple]:
-  """A jitted program and the shapes of its arguments; see `lower`."""
+) -> Program:
+  """A program and the shapes of its arguments; see `lower`."""
   if program == "update":
     return _update(mesh, model)
   return _of_rollout(program, mesh, kernels, model, slots, rows)
@@ -151,10 +216,16 @@ def made(
 
 def argument_bytes(args) -> int:
   """Bytes of arguments on one device, without what layouts pad."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(args)
+  on_device = lambda x: (
+    x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape
   )
+  return sum(math.prod(on_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(args))
+
+
+def of_sync(learner: learner_lib.Learner) -> Program:
+  """The weight sync."""
+  with mock.patch.object(memory, "announce"):  # asks the devices what is free
+    return Program(learner.to_rollout, (learner.abstract_state().params,))
 
 
 def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
@@ -179,7 +250,7 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
     tokens = shapes.rows(options.prefill_rows, shapes.prefill_block)
     device_programs = programs_lib.Programs(shapes, pool, None)
     device_programs.compile("prefill", (), weights.target, shapes.store(), tokens, row, row)
-    return pool.asked["prefill"]
+    return pool.asked["prefill",]
   source = source_lib.make(
     "model",
     source_lib.Setting(
@@ -193,7 +264,7 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   full = shapes.slots(bucket, stops=1)
   state = source.ready(bucket, weights, full)
   if program == "fill":
-    return pool.asked["fill"]
+    return pool.asked["fill", *bucket]
   arm = {"plain": None, "chain": CHAIN, "tree": TREE, "fused": CHAIN}[program]
   whole = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(mesh))
   limits = chunk_lib.Limits(whole)
@@ -209,7 +280,7 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=options.chunk)
   way = chunks_lib.Way(arm, source, weights)
   chunks.program(bucket, way, full, state, limits, training)
-  return pool.asked[way.name + ("+training" if training else "")]
+  return pool.asked[way.name + ("+training" if training else ""), *bucket]
 
 
 def _parameters(mesh, abstract, dtype: str = "float32"):
@@ -230,21 +301,7 @@ def _training(model, drafter, mesh, longest: int):
     loss=loss_lib.Loss(steps=3),
     options=options,
   )
-  slices, m = mesh.shape[axes.DATA], options.rows
-  over, whole = axes.sharding(mesh, axes.DATA), axes.sharding(mesh)
-  integers = lambda shape, sharding: jax.ShapeDtypeStruct(
-    shape, jnp.int32, sharding=sharding
-  )
-  features = spot_lib.abstract_features(trainer, options)
-  table = integers((slices * m, 4, features.shape[1]), over)
-  training = trainer_lib.Training(
-    states=trainer.abstract_states(),
-    rows=rows_lib.Rows(features, table, integers((slices * (1 + m),), over)),
-    most=integers((), whole),
-    later=integers((), whole),
-    expected=integers((), whole),
-  )
-  return trainer, training
+  return trainer, SpotShapes(trainer, options).training(most=1, expected=1)
 
 
 def _update(mesh, model):
@@ -252,105 +309,30 @@ def _update(mesh, model):
   learner = learner_lib.make(
     model, algorithm.make("grpo"), optax.adamw(1e-6), mesh, buckets=_LEARNER_ROWS
   )
-  batch = batch_lib.abstract(mesh, learner.buckets, ROWS)
-  return learner.update, (learner.abstract_state(), *batch)
-
-
-def missing(platform: str) -> str | None:
-  """One line that says how to install what compiles for a platform; None: it is there."""
-  for package in _PACKAGES[platform]:
-    try:
-      importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-      return (
-        f"compiling for {platform} needs the package {package}, which is not installed; "
-        "`make aot` installs what requirements-aot.txt names, and runs this"
-      )
-  return None
-
-
-def environment(target: str, dump: pathlib.Path) -> dict[str, str]:
-  """Environment variables of the process that compiles for a target.
-
-  Args:
-    target: a name of `TARGETS`
-    dump: folder in which XLA says what a GPU's host launches
-  """
-  env = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-  if TARGETS[target].platform == "cuda":
-    env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver
-    env |= {"XLA_FLAGS": f"--xla_dump_to={dump}"}
-  else:
-    # Asks nobody over the network what machine this is.
-    env |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    env |= {"TPU_ACCELERATOR_TYPE": "v6e-4"}
-  return env
-
-
-def mesh_of(target: str) -> jax.sharding.Mesh:
-  """The mesh of a target's devices.
-
-  Raises:
-    ValueError: what compiles for them is not installed
-  """
-  machine = TARGETS[target]
-  if lacking := missing(machine.platform):
-    raise ValueError(lacking)
-  if machine.platform == "cuda":
-    _lower_triton_for(_CAPABILITY)
-    topology = topologies.get_topology_desc(
-      platform="cuda",
-      topology_name="",
-      target_config=(_HERE / "h200.txtpb").read_text(),
-      topology=machine.topology,
-    )
-  else:
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
-  return axes.make_mesh(machine.model, topology.devices[: machine.devices])
-
-
-def _lower_triton_for(capability: int) -> None:
-  """Has jax_triton lower for a GPU that is not there."""
-  import jax_triton
-
-  library = jax_triton.triton_lib.triton_kernel_call_lib
-  library.get_compute_capability = lambda device: capability
+  return of_update(learner, ROWS)
 
 
 def compile_to(
   model: str, target: str, program: str, kernels: str, layers: int, folder: pathlib.Path
 ) -> None:
   """Compiles a program; writes text.hlo.gz and compiled.json into the folder."""
-  mesh = mesh_of(target)
+  mesh = aot_machines.mesh_of(aot_machines.TARGETS[target])
   whole = MODELS[model]
   part = dataclasses.replace(whole, num_layers=layers)
   began = time.perf_counter()
   lowered = lower(program, mesh, kernels, part)
   lowered_at = time.perf_counter()
   compiled = lowered.compile()
-  memory = compiled.memory_analysis()
-  names = ("argument", "output", "alias", "temp")
   told = {
     "lower_s": round(lowered_at - began, 1),
     "compile_s": round(time.perf_counter() - lowered_at, 1),
-    "memory": {name: getattr(memory, f"{name}_size_in_bytes") for name in names},
-    "all_layers_argument": argument_bytes(made(program, mesh, kernels, whole)[1]),
-    "versions": versions(TARGETS[target].platform),
+    "memory": aot_machines.memory_of(compiled),
+    "all_layers_argument": argument_bytes(made(program, mesh, kernels, whole).args),
+    "versions": aot_machines.versions(aot_machines.TARGETS[target].platform),
   }
   with gzip.open(folder / "text.hlo.gz", "wt") as file:
     file.write(compiled.as_text())
   (folder / "compiled.json").write_text(json.dumps(told))
-
-
-def versions(platform: str) -> dict[str, str]:
-  """Versions of what compiles."""
-  names = {
-    "tpu": ("libtpu",),
-    "cuda": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "jax-triton", "triton"),
-  }
-  return {
-    name: importlib.metadata.version(name) for name in ("jax", "jaxlib", *names[platform])
-  }
 
 
 def main(model, target, program, kernels, layers, folder) -> None:

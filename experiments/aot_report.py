@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 
+from experiments import aot_machines
 from experiments import aot_programs
 from experiments import hlo_counts
 
@@ -20,7 +21,7 @@ def cases(targets: Iterable[str], programs: Iterable[str]) -> list[tuple[str, st
   Raises:
     ValueError: there is no such target or program
   """
-  for name, known in ((targets, aot_programs.TARGETS), (programs, aot_programs.PROGRAMS)):
+  for name, known in ((targets, aot_machines.TARGETS), (programs, aot_programs.PROGRAMS)):
     if unknown := [x for x in name if x not in known]:
       raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
   return [

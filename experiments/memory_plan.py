@@ -98,7 +98,7 @@ class _Rollouts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class Run:
   """What a config describes, as shapes; the parts of its memory."""
 
   config: dict
@@ -276,7 +276,7 @@ def of_run(
     machine: that it is planned for; None: this one
     stops: stop tokens of a request
   """
-  run = _described(config, from_config.selector(config), stops, machine)
+  run = described(config, from_config.selector(config), stops, machine)
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = learner_lib.make(
     run.model,
@@ -346,7 +346,7 @@ def of_rollout(
     selector: of the strategies that it may run; None: plain decoding
     stops: stop tokens of a request
   """
-  run = _described(config, selector, stops)
+  run = described(config, selector, stops)
   drafter = run.drafter()
   rollouts = run.rollouts(drafter, None)
   weights = run.part("policy", run.weights(run.model.dtype), _SMALLER_POLICY)
@@ -360,16 +360,16 @@ def of_rollout(
   return run.plan({"load": always, "rollout": asked})
 
 
-def _described(
+def described(
   config: dict,
   selector: selector_lib.Selector | None,
   stops: int,
   machine: memory_phases.Machine | None = None,
-) -> _Run:
+) -> Run:
   if machine and config["rollout"].get("kernels") is None:
     # Those of this machine, which may be a CPU. All others keep caches in one shape.
     config = config | {"rollout": config["rollout"] | {"kernels": "ref"}}
   mesh = from_config.make_mesh(config, machine and machine.devices)
   room = (machine.room, False) if machine else memory.room(mesh.local_devices)
   model = convert.load_config(config["policy"])
-  return _Run(config, mesh, model, selector, stops, *room)
+  return Run(config, mesh, model, selector, stops, *room)

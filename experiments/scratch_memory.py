@@ -65,7 +65,7 @@ def update(learner: learner_lib.Learner) -> float:
 
   def micro_batch(rows: int, length: int) -> float:
     tokens = rows * length / slices
-    kept = tokens * _kept(model, length, learner.remat) / tensor
+    kept = tokens * _kept(model, length, learner.remat, tensor)
     logits = min(tokens, learner_lib.LOGIT_CHUNK) * model.vocab_size * _F32 / tensor
     return max(kept + 3.5 * logits, 4 * (logits + embedding))
 
@@ -73,14 +73,20 @@ def update(learner: learner_lib.Learner) -> float:
   return gradients + layers + gathered + largest
 
 
-def _kept(model: config_lib.ModelConfig, length: int, remat: bool) -> float:
-  """Bytes that the layers keep of a token for the backward pass, and attention's scores."""
+def _kept(model: config_lib.ModelConfig, length: int, remat: bool, tensor: int) -> float:
+  """Bytes that the layers keep of a token for the backward pass, and attention's scores.
+
+  Of `tensor` devices of a slice each has a part of the heads, of the MLP and of what goes
+  from layer to layer (`stacked.splits`), but all of what a layer reads.
+  """
   size = np.dtype(model.dtype).itemsize
   heads = model.num_heads + 2 * model.num_kv_heads + model.num_heads
-  layer = (heads * model.head_dim + 2 * model.width + 3 * model.mlp_width) * size
-  scores = 3 * model.num_heads * min(length, _SCORES) * _F32
+  split = (heads * model.head_dim + 3 * model.mlp_width) * size / tensor
+  layer = split + 2 * model.width * size
+  scores = 3 * model.num_heads * min(length, _SCORES) * _F32 / tensor
   if remat:
-    return layer + scores + model.num_layers * model.width * size
+    parts = tensor if stacked.splits(length, tensor) else 1
+    return layer + scores + model.num_layers * model.width * size / parts
   return model.num_layers * layer + scores
 
 

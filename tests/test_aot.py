@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import pytest
 
+from experiments import aot_machines
 from experiments import aot_programs
 from experiments import aot_report
 from experiments import hlo_counts
@@ -113,7 +114,7 @@ def test_what_is_missing_is_said_in_one_line(platform, monkeypatch):
     raise importlib.metadata.PackageNotFoundError(name)
 
   monkeypatch.setattr(importlib.metadata, "distribution", absent)
-  line = aot_programs.missing(platform)
+  line = aot_machines.missing(platform)
   assert "make aot" in line and "requirements-aot.txt" in line
   assert "\n" not in line
 

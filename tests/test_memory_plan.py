@@ -105,7 +105,7 @@ def test_a_pool_of_pages_is_planned_whatever_the_slots_would_take(config):
   """All of it, from the start; how many of its pages are in use shows as it runs."""
   config["rollout"] |= {"kv_page_tokens": 16, "cache_tokens": 128}
   plan = memory_plan.of_rollout(config)
-  run = memory_plan._described(config, None, stops=1)
+  run = memory_plan.described(config, None, stops=1)
   shapes = run.rollouts(None, None).shapes
   slots = shapes.slots(shapes.options.buckets[-1], 1)
   held = sum(memory.bytes_by_device(slots.replace(features=None)).values())
@@ -298,3 +298,26 @@ def test_the_estimate_of_an_update_is_near_what_xla_says(slices):
   compiled = learner.update.lower(learner.abstract_state(), *batch).compile()
   measured = compiled.memory_analysis().temp_size_in_bytes
   assert scratch_memory.update(learner) == pytest.approx(measured, rel=0.3)
+
+
+def test_the_estimate_of_an_update_grows_with_depth_as_xla_says():
+  """By what layers hand on, of which each device of a slice keeps a part."""
+
+  def sizes_of(layers: int) -> tuple[int, float]:
+    model = dataclasses.replace(
+      tiny.CONFIG, num_layers=layers, width=128, num_heads=4, num_kv_heads=4
+    )
+    learner = learner_lib.make(
+      model,
+      algorithm_lib.make("grpo"),
+      optimizer.make("adamw", 1e-3),
+      axes.make_mesh(4, jax.devices()[:4]),
+      buckets=((2, 1024),),
+    )
+    batch = batch_lib.abstract(learner.mesh, learner.buckets, 2)
+    compiled = learner.update.lower(learner.abstract_state(), *batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, scratch_memory.update(learner)
+
+  shallow, deep = sizes_of(2), sizes_of(6)
+  measured, estimated = (b - a for a, b in zip(shallow, deep, strict=True))
+  assert estimated == pytest.approx(measured, rel=0.2)

@@ -14,7 +14,10 @@ import sys
 _HERE = pathlib.Path(__file__).parent
 _START = 'if __name__ == "__main__":'  # at the end of a file that is a command
 # Commands that need what a wheel has not: tests, results, git, virtual environments.
-_OF_CHECKOUT = ("aot", "aot_programs", "bench.accelerator", "compare_programs")
+_OF_CHECKOUT = (
+  *("aot", "aot_memory", "aot_programs"),
+  *("bench.accelerator", "compare_programs"),
+)
 
 
 def home() -> pathlib.Path:

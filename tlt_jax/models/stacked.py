@@ -9,7 +9,9 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import families
 from tlt_jax.models import layers
@@ -80,18 +82,42 @@ def features(
     features f[B T D], the hidden states after the final norm
   """
   block = families.find(config.architecture).block(config)
+  by_tokens = (None, axes.MODEL)
 
   def layer(x, params):
-    return block.apply({"params": gather(params)}, x, by, seen)[0], None
+    # Gathered from parts here, so that parts are what is kept for the backward pass.
+    x = _laid_out(_laid_out(x, *by_tokens))
+    x = block.apply({"params": gather(params)}, x, by, seen)[0]
+    return _laid_out(x, *by_tokens), None
 
   if remat:  # a loop's body is compiled apart: nothing in it is found twice
     layer = jax.checkpoint(layer, prevent_cse=False)
   with jax.default_matmul_precision(target.matmul_precision(config.dtype)):
     x = params["embedding"].astype(config.dtype)[tokens]
+    x = _laid_out(x, *by_tokens)
     for run in runs:
       x, _ = jax.lax.scan(layer, x, params[_stack(run)])
     norm = layers.RMSNorm(config.norm_eps)
-    return norm.apply({"params": params["final_norm"]}, x)
+    return norm.apply({"params": params["final_norm"]}, _laid_out(x))
+
+
+def splits(length: int, devices: int) -> bool:
+  """Whether rows of so many tokens are split over the devices of a slice between layers.
+
+  The backward pass keeps what every layer was handed, so that each device keeps a part.
+  It costs nothing more to send: the sum over the devices that a layer ends with becomes a
+  scattered sum here and a gather in the next layer (sequence parallelism, Korthikanti et
+  al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.2).
+  """
+  return devices > 1 and length % devices == 0
+
+
+def _laid_out(x: jax.Array, *spec: str | None) -> jax.Array:
+  """Has f[B T D] lie so over the devices of a slice, if `splits` says that it may."""
+  mesh = axes.mesh_of_compiler()
+  if mesh is None or not splits(x.shape[1], mesh.shape[axes.MODEL]):
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def outside(stacked: dict) -> dict:

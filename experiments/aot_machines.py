@@ -1,0 +1,114 @@
+"""Machines that are not there: what they are, and what compilers for them need and say.
+
+It needs what requirements-aot.txt names.
+"""
+
+import importlib.metadata
+import pathlib
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from tlt_jax import axes
+
+_HERE = pathlib.Path(__file__).parent
+
+
+class Target(NamedTuple):
+  """Machines that programs are compiled for."""
+
+  platform: str  # "tpu" or "cuda"
+  topology: str  # as the platform's compiler names it
+  devices: int
+  model: int  # devices of a slice
+
+
+TARGETS = {
+  "v5e_2x2": Target("tpu", "v5e:2x2", devices=4, model=2),
+  "v5p_2x2": Target("tpu", "v5p:2x2x1", devices=4, model=2),
+  "v6e": Target("tpu", "v6e:2x2", devices=1, model=1),
+  "v6e_2x2": Target("tpu", "v6e:2x2", devices=4, model=2),
+  "h200": Target("cuda", "1x1x1", devices=1, model=1),
+  "h200_2x2": Target("cuda", "1x1x4", devices=4, model=2),
+}
+_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_triton")}
+_CAPABILITY = 90  # of an H200
+
+
+def missing(platform: str) -> str | None:
+  """One line that says how to install what compiles for a platform; None: it is there."""
+  for package in _PACKAGES[platform]:
+    try:
+      importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+      return (
+        f"compiling for {platform} needs the package {package}, which is not installed; "
+        "`make aot` installs what requirements-aot.txt names, and runs this"
+      )
+  return None
+
+
+def environment(platform: str, dump: pathlib.Path | None = None) -> dict[str, str]:
+  """Environment variables of the process that compiles for a platform.
+
+  Args:
+    platform: "tpu" or "cuda"
+    dump: folder in which XLA says what a GPU's host launches; None: it does not
+  """
+  env = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+  if platform == "cuda":
+    env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver
+    env |= {"XLA_FLAGS": f"--xla_dump_to={dump}"} if dump else {}
+  else:
+    # Asks nobody over the network what machine this is.
+    env |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    env |= {"TPU_ACCELERATOR_TYPE": "v6e-4"}
+  return env
+
+
+def mesh_of(machine: Target) -> jax.sharding.Mesh:
+  """The mesh of a target's devices.
+
+  Raises:
+    ValueError: what compiles for them is not installed
+  """
+  if lacking := missing(machine.platform):
+    raise ValueError(lacking)
+  if machine.platform == "cuda":
+    _lower_triton_for(_CAPABILITY)
+    topology = topologies.get_topology_desc(
+      platform="cuda",
+      topology_name="",
+      target_config=(_HERE / "h200.txtpb").read_text(),
+      topology=machine.topology,
+    )
+  else:
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
+  return axes.make_mesh(machine.model, topology.devices[: machine.devices])
+
+
+def _lower_triton_for(capability: int) -> None:
+  """Has jax_triton lower for a GPU that is not there."""
+  import jax_triton
+
+  library = jax_triton.triton_lib.triton_kernel_call_lib
+  library.get_compute_capability = lambda device: capability
+
+
+def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
+  """What the compiler says of a program: bytes on each device, by kind."""
+  memory = compiled.memory_analysis()
+  kinds = ("argument", "output", "alias", "temp")
+  return {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}
+
+
+def versions(platform: str) -> dict[str, str]:
+  """Versions of what compiles."""
+  names = {
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "jax-triton", "triton"),
+  }
+  return {
+    name: importlib.metadata.version(name) for name in ("jax", "jaxlib", *names[platform])
+  }

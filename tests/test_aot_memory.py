@@ -1,0 +1,124 @@
+"""What `experiments.aot_memory` compiles and adds up, on the CPU as several devices."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from experiments import aot_machines
+from experiments import aot_memory
+from experiments import aot_programs
+from experiments import from_config
+from experiments import launch
+from experiments import memory_phases
+from experiments import memory_plan
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax.models import hf_config
+
+MACHINE = memory_phases.Machine.parse("4x80")
+NAMES = {"prefill", "update", "score", "to_rollout", "train", "exchange", "store"}
+
+
+@pytest.fixture
+def config(tmp_path) -> dict:
+  """Of a run that speculates, trains a drafter and scores, with a policy of two layers."""
+  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(tiny.CONFIG)))
+  config = launch.read_config("experiments/configs/countdown.py:smoke")
+  config["spot"] |= {"rows": 4, "carried_rows": 2, "max_batch": 2}
+  config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96)), "cache_tokens": 256}
+  config["rollout"] |= {"kernels": "ref"}
+  config["learner"] |= {"updates": 2, "only": "", "remat": True}
+  return config | {
+    "policy": str(tmp_path),
+    "tensor_parallel": 2,
+    "drafter": "eagle2",
+    "strategies": "up to 9 live: 2_1_3",
+    "algorithm": {"name": "grpo", "kl_coef": 1e-3},
+  }
+
+
+def run_of(config: dict, layers: int) -> memory_plan.Run:
+  """A run of a policy of so many layers, on four devices of this machine."""
+  selector = from_config.selector(config)
+  run = memory_plan.described(config, selector, stops=1, machine=MACHINE)
+  model = dataclasses.replace(run.model, num_layers=layers)
+  mesh = axes.make_mesh(config["tensor_parallel"], jax.devices()[:4])
+  return dataclasses.replace(run, model=model, mesh=mesh)
+
+
+def compiled(program: aot_programs.Program) -> aot_memory.Bytes:
+  return aot_memory.Bytes(**aot_machines.memory_of(program.lower().compile()))
+
+
+def test_programs_are_those_of_the_run_in_buckets_that_it_allows(config):
+  """Where slices train, they do in chunks that are compiled for it."""
+  found = aot_memory.programs(run_of(config, 2))
+  assert set(found) >= NAMES
+  longest = max(length for _, length in config["rollout"]["buckets"])
+  chunks = {name for name in found if name.startswith(("chunk", "speculate"))}
+  assert f"chunk+training 2x{longest}" in chunks and "chunk 4x64" in chunks
+  assert any(name.startswith("speculate") and "+training 2x" in name for name in chunks)
+  assert not [name for name in found if f"4x{longest}" in name]  # beyond cache_tokens
+
+
+def test_what_compilers_say_of_arguments_is_what_the_plan_adds_up(config):
+  run = run_of(config, 2)
+  found = aot_memory.programs(run)
+  plan = memory_plan.of_run(config, MACHINE)
+  exact = {p.name: p.size for parts in plan.phases.values() for p in parts}
+  chunk, update = found["chunk 4x64"], found["update"]
+  for program in (chunk, update):
+    by_shapes = aot_programs.argument_bytes(program.args)
+    assert compiled(program).argument == by_shapes
+  state, *batch = update.args
+  held = aot_programs.argument_bytes(state) - 4  # but for the step's number
+  assert held == exact["policy in training"] + exact["moments"]
+  weights, slots, *_ = chunk.args
+  assert aot_programs.argument_bytes(weights) == exact["policy in rollouts"]
+  kept = exact["KV cache"] + exact["kept features"]
+  assert aot_programs.argument_bytes(slots) <= kept
+
+
+@pytest.mark.parametrize("name", ["chunk 4x64", "update"])
+def test_six_layers_lie_on_the_line_through_two_and_four(name, config):
+  """Arguments exactly, scratch memory within a tenth."""
+  two, four, six = (
+    compiled(aot_memory.programs(run_of(config, layers))[name]) for layers in (2, 4, 6)
+  )
+  told = two.at(2, four, 4, 6)
+  assert told[:3] == six[:3]
+  assert told.temp == pytest.approx(six.temp, rel=0.1)
+
+
+def test_a_phase_has_the_arrays_of_the_plan_and_its_hungriest_program():
+  """Results that the plan lists among the arrays are not counted again."""
+  part = memory_phases.Part
+  parts = {
+    "rollout": (part("KV cache", 8, ""), part("chunk's scratch", 5, "", True)),
+    "update": (part("moments", 6, ""), part("update's scratch", 1, "", True)),
+  }
+  plan = memory_phases.Plan(parts, memory_phases.memory.Room(10, 12), "each device")
+  made = lambda name, *sizes: aot_memory.Compared(name, 8, aot_memory.Bytes(*sizes), {})
+  found = [
+    made("fill 4x64", 8, 3, 0, 1),
+    made("chunk 4x64", 9, 4, 4, 0),
+    made("update", 8, 4, 1, 2),
+  ]
+  told = aot_memory.phases(plan, found)
+  assert told["rollout"]["compiled"] == 1
+  assert told["rollout"]["compiled_total"] == 9 and told["rollout"]["estimated"] == 5
+  assert told["update"]["program"] == "update"
+  assert told["update"]["compiled_total"] == 6 + 2 + 3
+  assert list(aot_memory.phases(plan, found[2:])) == ["update"]
+  text = aot_memory.report("title", plan, found)
+  assert "yes, NO" in text and "NO, yes" in text
+
+
+def test_machines_that_are_not_made_are_refused():
+  assert aot_memory.target_of(16, 4, "v6e").topology == "v6e:4x4"
+  assert aot_memory.target_of(32, 8, "v6e").topology == "v6e:4x8"
+  assert aot_memory.target_of(24, 8, "h200").topology == "1x1x24"
+  with pytest.raises(ValueError, match="v6e come as 4, 8, .* devices, not 24"):
+    aot_memory.target_of(24, 8, "v6e")
