@@ -66,9 +66,9 @@ def define_flags() -> None:
   )
   flags.DEFINE_bool(
     "core_per_device",
-    False,
+    None,
     "On a CPU each device computes on one core: a slice that trains takes none from one "
-    "that decodes.",
+    "that decodes. Default: where there are no more cores than devices.",
     flag_values=of,
   )
 
