@@ -237,6 +237,12 @@ WARM_START = {
   "steps": _STEPS,
   "sequences": _SEQUENCES,
   "max_response": Key(ranges.Tokens, "longest written search, in characters"),
+  "give_up": Key(
+    ranges.Share,
+    "share of the searches that end unsolved, at a dead end drawn from theirs: what RL can "
+    "then teach is to go on",
+    default=0.0,
+  ),
   "checkpoint": _CHECKPOINT,
   "export": Key(str, "folder of the exported policy; '': WORKDIR/policy"),
   "export_dtype": Key(

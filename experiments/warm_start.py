@@ -1,4 +1,4 @@
-"""Trains the default policy's warm start on written-out Countdown searches.
+"""Trains the warm start of a policy on written-out Countdown searches.
 
 Running the same --workdir again resumes. The result is a Hugging Face folder
 (safetensors, config, tokenizer) that `experiments.train` starts from.
@@ -41,6 +41,7 @@ def batches(
   *,
   sequences: int,
   max_response: int,
+  give_up: float,
   start: int,
 ) -> Iterator[tuple[int, list[np.ndarray], list[np.ndarray]]]:
   """Yields (index of the next problem, prompts, responses) for ever.
@@ -53,6 +54,7 @@ def batches(
     tokenizer: of transformers, for Countdown's characters
     sequences: of a batch
     max_response: characters of a search, at most
+    give_up: share of the searches that end at a dead end, where they have one
     start: index of the first problem
   """
   i = start
@@ -64,6 +66,8 @@ def batches(
         rng = random.Random(f"{i} {attempt}")
         search = countdown.write_search(prompt, rng, max_response)
         if search is not None:
+          if rng.random() < give_up:
+            search = countdown.give_up(search, rng)
           prompts.append(np.array(tokenizer.encode(prompt), np.int32))
           responses.append(np.array(tokenizer.encode(search), np.int32))
           break
@@ -94,6 +98,7 @@ def main(config):
     tokenizer,
     sequences=config["sequences"],
     max_response=config["max_response"],
+    give_up=config["give_up"],
     start=saved["next"],
   )
   stream = data.prefetch(made)

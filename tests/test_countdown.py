@@ -238,3 +238,13 @@ def test_the_tokenizer_survives_being_saved_next_to_a_policy(tmp_path):
     assert tokenizer.decode(tokens) == text
     assert tokenizer.decode([*tokens, 0, 0]) == text
   assert tokenizer.stop_tokens == tuple(tokenizer.encode(countdown.STOP))
+
+
+def test_a_search_that_gives_up_ends_at_one_of_its_dead_ends():
+  """All of them are drawn; a search that has none stays as it is."""
+  search = "14+12=26,26-11=15;14-12=2,2+11=13;11*2=22!\n"
+  found = {countdown.give_up(search, random.Random(seed)) for seed in range(20)}
+  assert found == {"14+12=26,26-11=15;\n", "14+12=26,26-11=15;14-12=2,2+11=13;\n"}
+  assert not any(countdown.score("14 12 11>22:", text, "") for text in found)
+  at_once = "14-12=2,11*2=22!\n"
+  assert countdown.give_up(at_once, random.Random(0)) == at_once

@@ -153,6 +153,12 @@ def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None
   return "".join(text) + STOP if found and length < max_length else None
 
 
+def give_up(search: str, rng: random.Random) -> str:
+  """A written search that ends at one of its dead ends, where it has any; not solved."""
+  ends = [i + 1 for i, character in enumerate(search) if character == ";"]
+  return search[: rng.choice(ends)] + STOP if ends else search
+
+
 def _is_right(a: int, op: str, b: int, result: int) -> bool:
   """Whether `a op b` is `result`."""
   if op == "/":
