@@ -1,7 +1,7 @@
 """Measures the accuracy of policies on held-out prompts, alone or paired with another's.
 
     python -m experiments.evaluate --model=runs/countdown/policy \\
-        --baseline=experiments/policies/countdown
+        --baseline=experiments/policies/countdown_9m
 
 All policies answer the same prompts under the same noise; several are separated by
 commas. Intervals are 95%, over prompts (a prompt's samples count as one

@@ -215,16 +215,16 @@ def _plot_lengths_of(ax, part: Sequence[Mapping], edges: np.ndarray) -> None:
   )
   ax.margins(y=0.12)  # room for the labels of the percentiles
   top = ax.get_xaxis_transform()
-  for percent in (50, 99):
+  for percent, height in ((50, 1.0), (99, 0.93)):
     length = np.percentile(lengths, percent)
     ax.axvline(length, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
     ax.text(
       length,
-      1.0,
+      height,
       f" p{percent} = {length:.0f} ",
       transform=top,
       va="top",
-      ha="right" if percent == 50 else "left",
+      ha="right",
       fontsize=8.5,
     )
   first, last = part[0]["step"], part[-1]["step"]

@@ -197,7 +197,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_pa
     ("--noconfig.chat.aply", "did you mean 'chat.apply'"),
     ("--config.steps=abc", "--config.steps=abc: invalid literal for int"),
     ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
-    ("--config=experiments/configs/countdown.py:smok", "'smoke', '9m' or none, not 'smok'"),
+    ("--config=experiments/configs/countdown.py:smok", "small, smoke or none, not 'smok'"),
     ("--config.spot.evry=1", "did you mean 'spot.every'"),
     ("--schedule=none.jsonl", "none.jsonl: no such file"),
     ("--wrokdir=x", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
@@ -464,9 +464,7 @@ def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
   asked.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
   dropping = ("unusable_prompts.unknown_characters", "drop")
   args = [*tiny_run(home, dropping), f"--model={home / 'policy'}", f"--prompts={asked}"]
-  answer = lambda strategy: succeed(
-    run(home, "generate", *args, f"--strategy={strategy}")
-  )
+  answer = lambda strategy: succeed(run(home, "generate", *args, f"--strategy={strategy}"))
   plain, drafted = answer("off"), answer("ngram_4")
   assert plain.stdout == drafted.stdout
   records = [json.loads(line) for line in plain.stdout.splitlines()]

@@ -141,9 +141,9 @@ MATH = {  # what `policy` holds by the argument of `math_problems`, and its para
   ),
 }
 MODELS = {  # what `policy` holds at full size
+  "countdown": config_lib.ModelConfig(**load("warm_start", "9m")["model"]),
   **dict.fromkeys(
-    ("algorithms", "countdown", "tail"),
-    config_lib.ModelConfig(**load("warm_start")["model"]),
+    ("algorithms", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
   ),
   **dict.fromkeys(("smollm2", "reasoning_mix"), tiny.SMOLLM2),
   **dict.fromkeys(("qwen2_5_7b", "math_problems", "long_reasoning"), QWEN2_5_7B),
@@ -226,7 +226,12 @@ def test_the_larger_warm_start_has_the_size_that_it_says():
 
 @pytest.mark.parametrize(
   ("name", "arg"),
-  [*itertools.product(NAMES, ("", "smoke")), ("countdown", "9m"), ("warm_start", "9m")],
+  [
+    *itertools.product(NAMES, ("", "smoke")),
+    ("countdown", "small"),
+    ("drafter", "small"),
+    ("warm_start", "9m"),
+  ],
 )
 def test_a_config_builds_and_the_flag_locks_it(name, arg):
   """And says in its docstring which command it is for; every variant has the same keys."""

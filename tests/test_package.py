@@ -70,8 +70,9 @@ def test_a_wheel_has_all_code_and_what_commands_read(built):
   expected |= {f"tlt_jax/bundled/experiments/{path}" for path in kept}
   assert {name for name in files if name.endswith(".py")} == expected
   inside = "tlt_jax/bundled/experiments/"
-  assert f"{inside}policies/countdown/model.safetensors" in files
-  assert f"{inside}drafters/countdown/config.json" in files
+  for name in ("countdown", "countdown_9m"):
+    assert f"{inside}policies/{name}/model.safetensors" in files
+    assert f"{inside}drafters/{name}/config.json" in files
   assert f"{inside}scenarios/qwen2_5_7b.json" in files
   assert f"{inside}h200.txtpb" in files
   assert all(name.startswith("tlt_jax/") for name in files)

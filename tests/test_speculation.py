@@ -166,8 +166,8 @@ def test_a_drafter_that_is_always_wrong_changes_no_token(monkeypatch):
   """It guesses the rarest of all tokens: a pass yields one token, with few exceptions."""
   made, samples = plain()
   rarest = int(np.argmin(np.bincount(samples.tokens.ravel(), minlength=64)))
-  logits = lambda self, h: 100.0 * jax.nn.one_hot(
-    jax.numpy.full(h.shape[:-1], rarest), tiny.CONFIG.vocab_size
+  logits = lambda self, h: (
+    100.0 * jax.nn.one_hot(jax.numpy.full(h.shape[:-1], rarest), tiny.CONFIG.vocab_size)
   )
   monkeypatch.setattr(draft_lib.Draft, "logits", logits)
   selector = selector_lib.ByLiveBatch(((99, CHAIN),))
@@ -261,8 +261,8 @@ def test_rejection_keeps_the_distribution(strategy, kind):
 
 @functools.cache
 def default_task():
-  """The default policy and its drafter, 256 responses and what plain decoding draws."""
-  run = launch.read_config("experiments/configs/countdown.py")
+  """The small policy and its drafter, 256 responses and what plain decoding draws."""
+  run = launch.read_config("experiments/configs/countdown.py:small")
   mesh = tiny.mesh(2)
   model, params = convert.load_hf(run["policy"], mesh, axes.ROLLOUT)
   drafter = drafter_files.load("experiments/drafters/countdown", model, mesh)

@@ -90,7 +90,7 @@ def parts(kind: str) -> tuple[Part, ...]:
 
 
 def _of_rollouts() -> tuple[Part, ...]:
-  """The parts that answer prompts with the default policy, or with a wider one."""
+  """The parts that answer prompts with a policy of the repo, or with a wider one."""
   tail = "--config=experiments/configs/tail.py"
   smoke = (f"{tail}:smoke", "--config.policy=experiments/policies/countdown")
   work = WORKDIR.relative_to(_ROOT)  # where commands run

@@ -10,11 +10,13 @@ What the command line says of a key goes before what a scenario says. In `cold` 
 drafter guesses every token; for a large vocabulary name an untrained one of fewer tokens,
 as `train_drafter --config.steps=0 --config.drafter.vocab_size=4096` writes it.
 
-A drafter from elsewhere, for the default policy: one that has seen problems with three
+A drafter from elsewhere, for the small policy: one that has seen problems with three
 numbers only, for a run on problems with four.
 
     python -m experiments.train_drafter --workdir=runs/three --config.steps=300 \\
-        --run.prompts.four_share=0 --run.held_out.four_share=0
+        --config=experiments/configs/drafter.py:small \\
+        --run=experiments/configs/countdown.py:small --run.prompts.four_share=0 \\
+        --run.held_out.four_share=0
     python -m experiments.bench.run --scenario=elsewhere \\
         --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
         --config.prompts.four_share=1 --config.held_out.four_share=1

@@ -2,9 +2,9 @@
 
     python -m experiments.bench.widen --drafter=DIR --workdir=runs/wide
 
-The default policy is so small that a step costs what its operations cost to start. The
-larger one costs what its weights cost to read, as real models do, and still answers the
-default task: benchmarks on it use the lengths and the acceptance of the real policy.
+The policy of 1.5M parameters is so small that a step costs what its operations cost to
+start. The larger one costs what its weights cost to read, as real models do, and still
+answers Countdown: benchmarks on it use the lengths and the acceptance of the real policy.
 
 How, `experiments.growth` says.
 

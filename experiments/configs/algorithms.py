@@ -1,4 +1,4 @@
-"""The setting in which RL algorithms are compared, on the default task.
+"""The setting in which RL algorithms are compared: the default task, the small policy.
 
     python -m experiments.train --config=experiments/configs/algorithms.py \
         --config.algorithm.name=rloo --workdir=runs/rloo
@@ -15,7 +15,7 @@ from experiments.configs import countdown
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  config = countdown.get_config(arg)
+  config = countdown.get_config(arg or "small")
   config.learner.update(only="head|norm", updates=4)
   config.optimizer.update(learning_rate=1e-3, floor=1.0)  # constant after the warm-up
   if arg == "smoke":

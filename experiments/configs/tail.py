@@ -2,11 +2,11 @@
 
     python -m experiments.train --config=experiments/configs/tail.py --workdir=runs/tail
 
-4 prompts x 8 responses, up to 1,024 tokens each, with the drafter in the repo: after a
-second all but a few responses have ended. `bench.step` and `bench.spot` measure on it:
-on 2 CPU cores speculation makes its rollouts 1.07 to 1.17 times as fast. `:32` is another
-number of responses per slice, where there are two slices; `:16,1536` another limit of
-tokens too. The entries are those of `configs/countdown.py`.
+4 prompts x 8 responses, up to 1,024 tokens each, of `countdown.py:small`, with its drafter:
+after a second all but a few responses have ended. `bench.step` and `bench.spot` measure on
+it: on 2 CPU cores speculation makes its rollouts 1.07 to 1.17 times as fast. `:32` is
+another number of responses per slice, where there are two slices; `:16,1536` another limit
+of tokens too. The entries are those of `configs/countdown.py`.
 """
 
 import re
@@ -25,9 +25,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       "an even number of responses per slice, 4 or more, and a limit of "
       f"{usual:,} tokens or more, not {arg!r}"
     )
-  config = countdown.get_config("" if numbers else arg)
+  config = countdown.get_config("small" if numbers else arg or "small")
   config.batch = dict(prompts=4, responses=slots // 2)
-  config.drafter = countdown.DRAFTER  # of `smoke` too
+  config.drafter = countdown.SMALL_DRAFTER  # of `smoke` too
   config.strategies = "up to 4 live: off or 3_1_4 or 8_1_9; up to 16 live: off or 3_1_4"
   halves = [slots >> i for i in range(1, slots.bit_length() - 1)]  # down to 2
   longest = cap + countdown.MAX_PROMPT

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from experiments.figures import kept
 
 _TAIL = "--config=experiments/configs/tail.py"
+_SMALL_RUN = "experiments/configs/countdown.py:small"
 _PLAIN = "--config.drafter= --config.strategies="
 _WIDTHS = "6_1_7,6_2_16,6_4_16,6_8_16,6_12_16,6_16_16"
 _GRID = "2_4_4,2_4_8,4_4_8,4_4_16,4_4_32,8_4_16,8_4_48,12_4_16,12_4_64"
@@ -26,7 +27,8 @@ def commands(runs: str, full: bool) -> dict[str, str]:
   """
   size = lambda cheap, whole: whole if full else cheap
   quiet = "--config.evaluation.every=0"
-  train = f"experiments.train {size(f'{_TAIL} --config.steps=20 {quiet}', '')}".rstrip()
+  whole_run = f"--config={_SMALL_RUN}"
+  train = f"experiments.train {size(f'{_TAIL} --config.steps=20 {quiet}', whole_run)}"
   rollout, step = (f"experiments.bench.{name} {_TAIL}" for name in ("rollout", "step"))
   rules = f"{step} --warm_up=1 --steps={size(6, 20)} --sides=plain,frozen,3_1_4,8_1_9"
   case = (
@@ -48,7 +50,7 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     f"--config.spot.warm_up_s={size(2, 12)} --config.spot.warm_up_rollouts=1000",
     "pool": f"experiments.figures.pool {_TAIL}",
     "spot": f"experiments.bench.spot --pairs={size(8, 20)}",
-    "wide": "experiments.bench.widen",
+    "wide": f"experiments.bench.widen --config={_SMALL_RUN}",
     "case_plain": f"{case} {_PLAIN}",
     "case_switched": f"{case} --config.drafter={runs}/wide/drafter "
     "--config.spot.every=0 '--config.strategies=up to 16 live: 3_1_4'",
@@ -60,7 +62,8 @@ def commands(runs: str, full: bool) -> dict[str, str]:
   }
   for name, (kind, unrolled) in TRAINED.items():
     found[f"train_{name}"] = (
-      f"experiments.train_drafter --config.steps={size(60, 1200)} "
+      "experiments.train_drafter --config=experiments/configs/drafter.py:small "
+      f"--run={_SMALL_RUN} --config.steps={size(60, 1200)} "
       f"--config.optimizer.total={size(60, 1200)} --config.drafter.kind={kind} "
       f"--config.loss.steps={unrolled} --config.responses.prompts={size(16, 256)} "
       "--config.checkpoint.every=20"
@@ -101,7 +104,7 @@ class Recipe(NamedTuple):
   conditions: str  # what its reader must know
 
 
-_SMALL = "default policy (1.5M parameters), {}; 2 CPU devices on 2 shared cores, float32"
+_SMALL = "small policy (1.5M parameters), {}; 2 CPU devices on 2 shared cores, float32"
 RECIPES: dict[str, Recipe] = {
   "lengths": Recipe(("plain",), kept.lengths, _SMALL.format("32 responses a step, plain")),
   "reward": Recipe(("plain", "tlt"), kept.reward, _SMALL.format("32 responses a step")),
@@ -132,7 +135,7 @@ RECIPES: dict[str, Recipe] = {
   "case_128": Recipe(
     ("switching", "wide", "case_plain", "case_switched"),
     kept.case_128,
-    "the default policy in 12 layers x 384 (20M parameters), 128 responses; 2 CPU devices"
+    "the small policy in 12 layers x 384 (20M parameters), 128 responses; 2 CPU devices"
     " on 2 shared cores, float32",
   ),
   "scale": Recipe(
