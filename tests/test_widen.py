@@ -55,7 +55,7 @@ def run(policy, drafter):
 @pytest.mark.slow
 def test_larger_models_compute_the_same(tmp_path):
   widen = [sys.executable, "-m", "experiments.bench.widen", "--layers=9"]
-  widen.append(f"--times={TIMES}")
+  widen += ["--config=experiments/configs/countdown.py:small", f"--times={TIMES}"]
   subprocess.run([*widen, f"--workdir={tmp_path}"], cwd=ROOT, check=True)
   small = run(ROOT / POLICY, ROOT / DRAFTER)
   wide = run(tmp_path / "policy", tmp_path / "drafter")
