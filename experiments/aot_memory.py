@@ -33,8 +33,6 @@ from experiments import memory_phases
 from experiments import memory_plan
 from experiments import sizes
 from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import learner as learner_lib
-from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout as rollout_lib
 
 _DEVICES = flags.DEFINE_string("devices", "8x80", memory_plan.DRY_RUN_ON)
@@ -135,13 +133,7 @@ def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
   """The programs of the learner."""
   config = run.config
   algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = learner_lib.make(
-    run.model,
-    algorithm,
-    optimizer.make(**config["optimizer"]),
-    run.mesh,
-    **config["learner"],
-  )
+  learner = run.learner(algorithm)
   count = config["batch"]["prompts"] * config["batch"]["responses"]
   tables, scored = ["sampler_logp"], False
   if learner.updates > 1:

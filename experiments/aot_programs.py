@@ -43,7 +43,6 @@ from tlt_jax.spec_decode.rollout import ready
 from tlt_jax.spec_decode.rollout import rollout as rollout_lib
 from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
-from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
@@ -117,14 +116,7 @@ class SpotShapes(spot_lib.Spot):
       trainer.mesh, axes.ROLLOUT, drafter_lib.abstract_params(trainer.drafter)
     )
     self._features = spot_lib.abstract_features(trainer, options)
-    self.buffer = buffer_lib.Buffer(
-      trainer.mesh.shape[axes.DATA],
-      rows=options.rows,
-      length=self.row_tokens,
-      carried=options.carried_rows,
-      context=options.context_tokens,
-      held_out=options.held_out_rows,
-    )
+    self.buffer = spot_lib.make_buffer(trainer, options)
 
   def rows(self) -> rows_lib.Rows:
     shapes = (

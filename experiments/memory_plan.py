@@ -150,6 +150,13 @@ class Run:
     made = axes.with_shardings(self.mesh, axes.ROLLOUT, abstract)
     return jax.tree.map(lambda x: x.update(dtype=dtype), made)
 
+  def learner(self, algorithm: algorithm_lib.Algorithm) -> learner_lib.Learner:
+    """The config's learner, by its algorithm."""
+    rule = optimizer.make(**self.config["optimizer"])
+    return learner_lib.make(
+      self.model, algorithm, rule, self.mesh, **self.config["learner"]
+    )
+
   def drafter(self) -> drafter_lib.DrafterConfig | None:
     """The config's drafter."""
     name = self.config["drafter"]
@@ -278,13 +285,7 @@ def of_run(
   """
   run = described(config, from_config.selector(config), stops, machine)
   algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = learner_lib.make(
-    run.model,
-    algorithm,
-    optimizer.make(**config["optimizer"]),
-    run.mesh,
-    **config["learner"],
-  )
+  learner = run.learner(algorithm)
   state, drafter = learner.abstract_state(), run.drafter()
   policy = [
     run.part("policy in training", state.params, _SMALLER_POLICY),

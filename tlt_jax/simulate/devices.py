@@ -8,7 +8,6 @@ import dataclasses
 import jax
 import numpy as np
 
-from tlt_jax import axes
 from tlt_jax import programs as pool_lib
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
@@ -16,7 +15,6 @@ from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
-from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import fused
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
@@ -91,14 +89,7 @@ class Spot(spot_lib.Spot):
     """Starts with an empty buffer; `trainer` has neither loss nor optimizer."""
     self.trainer, self.options = trainer, options
     self.row_tokens = spot_lib.row_tokens(trainer, options)
-    self.buffer = buffer_lib.Buffer(
-      trainer.mesh.shape[axes.DATA],
-      rows=options.rows,
-      length=self.row_tokens,
-      carried=options.carried_rows,
-      context=options.context_tokens,
-      held_out=options.held_out_rows,
-    )
+    self.buffer = spot_lib.make_buffer(trainer, options)
     self.rollouts = 0
     self._states = self._features = None
     self._updates = np.zeros(len(self.buffer.rows), np.int32)

@@ -94,6 +94,18 @@ def row_tokens(trainer: trainer_lib.Trainer, options: Options) -> int:
   return min(options.row_tokens, trainer.longest)
 
 
+def make_buffer(trainer: trainer_lib.Trainer, options: Options) -> buffer_lib.Buffer:
+  """An empty buffer of training data."""
+  return buffer_lib.Buffer(
+    trainer.mesh.shape[axes.DATA],
+    rows=options.rows,
+    length=row_tokens(trainer, options),
+    carried=options.carried_rows,
+    context=options.context_tokens,
+    held_out=options.held_out_rows,
+  )
+
+
 def abstract_features(
   trainer: trainer_lib.Trainer, options: Options
 ) -> jax.ShapeDtypeStruct:
@@ -111,14 +123,7 @@ class Spot:
     self.trainer, self.options = trainer, options
     t, num_slices = trainer, trainer.mesh.shape[axes.DATA]
     self.row_tokens = row_tokens(trainer, options)
-    self.buffer = buffer_lib.Buffer(
-      num_slices,
-      rows=options.rows,
-      length=self.row_tokens,
-      carried=options.carried_rows,
-      context=options.context_tokens,
-      held_out=options.held_out_rows,
-    )
+    self.buffer = make_buffer(trainer, options)
     self.rollouts = 0  # that it was trained in
     self._states = t.init_states(params)
     self._params = self.state.drafting
