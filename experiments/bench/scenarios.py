@@ -20,6 +20,9 @@ numbers only, for a run on problems with four.
     python -m experiments.bench.run --scenario=elsewhere \\
         --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
         --config.prompts.four_share=1 --config.held_out.four_share=1
+
+Such a drafter has more to learn than the config's, and learns it faster at a higher
+`--config.spot.optimizer.learning_rate`; 1e-3 was best for the default policy (see the log).
 """
 
 from collections.abc import Callable, Mapping

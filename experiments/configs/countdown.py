@@ -75,7 +75,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         loss=dict(steps=3, decay=0.8, distance="total_variation", regression=0.1),
         optimizer=dict(
           name="adamw",
-          learning_rate=1e-3,
+          learning_rate=3e-4,  # higher ones make a good drafter worse
           total=1000,
           floor=1.0,
           b2=0.99,
@@ -145,7 +145,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       policy=SMALL_POLICY,
       drafter=SMALL_DRAFTER,
       strategies="up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3",
-      spot=dict(max_batch=8, optimizer=dict(learning_rate=3e-4), average=0.0),
+      spot=dict(max_batch=8, average=0.0),
       batch=dict(prompts=32, responses=8),
       rollout=dict(
         slots=64,
