@@ -217,11 +217,14 @@ def speculation(config: dict, models: from_config.Models) -> dict:
 def steps(config: dict, models: from_config.Models) -> dict:
   """Prints the table of step times; returns its part of the last line."""
   lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
+  # A program's call costs as much as several steps of a small model: as many share it here
+  # as in a rollout.
+  chunk = config["rollout"]["chunk"]
   engines = {
     (batch, length): rollout.make(
       models.model,
       models.mesh,
-      rollout.Options(max_length=length, max_prompt=length, slots=batch, chunk=32),
+      rollout.Options(max_length=length, max_prompt=length, slots=batch, chunk=chunk),
     )
     for batch in batches
     for length in lengths
