@@ -122,6 +122,13 @@ def children(outputs: Outputs) -> dict:
   return {"trees": {name: of(arm) for name, arm in row["arms"].items()}}
 
 
+def spot(outputs: Outputs) -> dict:
+  """What spot training brings and costs."""
+  found = outputs.last("spot")
+  del found["drafter"]  # a path of the machine
+  return found
+
+
 def simulated(outputs: Outputs) -> dict:
   """What is on record, all cases that were timed now, and what was counted."""
   cases = sorted(outputs.folder.glob("simulated_*.out"))

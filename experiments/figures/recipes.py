@@ -131,7 +131,7 @@ RECIPES: dict[str, Recipe] = {
     ("sides", "bandit", "rules"), kept.strategies, _SMALL.format("16 responses per slice")
   ),
   "pool": Recipe(("pool",), kept.last("pool"), _SMALL.format("buckets of configs/tail.py")),
-  "spot": Recipe(("spot",), kept.last("spot"), _SMALL.format("32 responses a rollout")),
+  "spot": Recipe(("spot",), kept.spot, _SMALL.format("32 responses a rollout")),
   "case_128": Recipe(
     ("switching", "wide", "case_plain", "case_switched"),
     kept.case_128,
