@@ -133,7 +133,7 @@ def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
   """The programs of the learner."""
   config = run.config
   algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = run.learner(algorithm)
+  learner = from_config.learner(config, run.model, algorithm, run.mesh)
   count = config["batch"]["prompts"] * config["batch"]["responses"]
   tables, scored = ["sampler_logp"], False
   if learner.updates > 1:

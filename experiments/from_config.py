@@ -27,6 +27,7 @@ from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import judge
+from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
@@ -243,6 +244,17 @@ def load_models(config: dict, dtype: str | None = None) -> Models:
   model = dataclasses.replace(model, dtype=dtype)
   drafter, draft_params = load_drafter(config, model, mesh)
   return Models(mesh, model, params, drafter, draft_params)
+
+
+def learner(
+  config: dict,
+  model: config_lib.ModelConfig,
+  algorithm: algorithm_lib.Algorithm,
+  mesh: jax.sharding.Mesh,
+) -> learner_lib.Learner:
+  """The learner of a run's policy, by its optimizer and its own section."""
+  rule = optimizer.make(**config["optimizer"])
+  return learner_lib.make(model, algorithm, rule, mesh, **config["learner"])
 
 
 def reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:

@@ -235,7 +235,7 @@ def start(cpu_slices: int = 2) -> None:
   shown = distributed.flag("cpu_devices") or usual
   jax.config.update("jax_num_cpu_devices", shown)
   asked = distributed.flag("core_per_device")
-  if shown >= _cores() if asked is None else asked:
+  if shown >= cores() if asked is None else asked:
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{given} --xla_cpu_multi_thread_eigen=false".strip()
   # Queued ahead, programs of one CPU device can take all places in its queue while
@@ -252,7 +252,7 @@ def start(cpu_slices: int = 2) -> None:
   logging.info("%d x %s%s", len(devices), devices[0].device_kind, of)
 
 
-def _cores() -> int:
+def cores() -> int:
   """The cores that this process may use."""
   if hasattr(os, "sched_getaffinity"):  # Linux
     return len(os.sched_getaffinity(0))

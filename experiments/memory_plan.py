@@ -35,8 +35,6 @@ from tlt_jax.models import drafters
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
-from tlt_jax.rl import learner as learner_lib
-from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.rollout import chunks
@@ -149,13 +147,6 @@ class Run:
     abstract = target.abstract_params(self.model)
     made = axes.with_shardings(self.mesh, axes.ROLLOUT, abstract)
     return jax.tree.map(lambda x: x.update(dtype=dtype), made)
-
-  def learner(self, algorithm: algorithm_lib.Algorithm) -> learner_lib.Learner:
-    """The config's learner, by its algorithm."""
-    rule = optimizer.make(**self.config["optimizer"])
-    return learner_lib.make(
-      self.model, algorithm, rule, self.mesh, **self.config["learner"]
-    )
 
   def drafter(self) -> drafter_lib.DrafterConfig | None:
     """The config's drafter."""
@@ -285,7 +276,7 @@ def of_run(
   """
   run = described(config, from_config.selector(config), stops, machine)
   algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = run.learner(algorithm)
+  learner = from_config.learner(config, run.model, algorithm, run.mesh)
   state, drafter = learner.abstract_state(), run.drafter()
   policy = [
     run.part("policy in training", state.params, _SMALLER_POLICY),

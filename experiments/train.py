@@ -31,8 +31,6 @@ from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import dynamic_sampling
-from tlt_jax.rl import learner as learner_lib
-from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/countdown", "Where everything goes.")
@@ -57,9 +55,7 @@ def main(config):
   # What is trained, on what, and how.
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = learner_lib.make(
-    model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
-  )
+  learner = from_config.learner(config, model, algorithm, mesh)
   reference = learner.parked(from_config.reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)

@@ -64,8 +64,6 @@ from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import learner as learner_lib
-from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.rl import trainer
 
@@ -96,9 +94,8 @@ class Shared:
     self.prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
     model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
     algorithm = algorithm_lib.make(**config["algorithm"])
-    rule = optimizer.make(**config["optimizer"])
     self.config = config
-    self.learner = learner_lib.make(model, algorithm, rule, mesh, **config["learner"])
+    self.learner = from_config.learner(config, model, algorithm, mesh)
     self.reference = from_config.reference(algorithm, params)
     self.go_on_from(self.learner.init(params))
 

@@ -49,7 +49,6 @@ from tlt_jax import data
 from tlt_jax.models import convert
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
-from tlt_jax.rl import optimizer
 from tlt_jax.rl import sample
 from tlt_jax.rl import trainer
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -127,13 +126,8 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   asked = from_config.prompts(config, config["prompts"])
   prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  learner = learner_lib.make(
-    model,
-    algorithm_lib.make(**config["algorithm"]),
-    optimizer.make(**config["optimizer"]),
-    mesh,
-    **config["learner"],
-  )
+  algorithm = algorithm_lib.make(**config["algorithm"])
+  learner = from_config.learner(config, model, algorithm, mesh)
   sides = {name: Learning(name, config, learner, params) for name in _SIDES.value}
   first = _SIDES.value[0]
   plain = sides[first]

@@ -237,7 +237,7 @@ def main(config):
   records = records[: max(lives) * (1 + _REPEATS.value)]
   prompts = sample.encode(tokenizer, records, chat=chat["apply"], system=chat["system"])
   models = from_config.load_models(config, "float32")
-  threads = len(os.sched_getaffinity(0))
+  threads = launch.cores()
   source = [_PYTHON.value, "-c", _PROGRAM.read_text(), _MODEL.value, str(threads)]
   with Transformers(source) as theirs:
     found = {}

@@ -1,6 +1,7 @@
 """Embeds a policy, and its drafter, in a larger one that computes the same.
 
-    python -m experiments.bench.widen --drafter=DIR --workdir=runs/wide
+    python -m experiments.bench.widen --config=experiments/configs/countdown.py:small \
+        --workdir=runs/wide
 
 The policy of 1.5M parameters is so small that a step costs what its operations cost to
 start. The larger one costs what its weights cost to read, as real models do, and still

@@ -23,8 +23,6 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import convert
 from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import learner as learner_lib
-from tlt_jax.rl import optimizer
 
 SIDES = ("tlt", "frozen")
 
@@ -33,13 +31,8 @@ def sides(config: dict) -> dict[str, step_lib.Learning]:
   """Both sides, with the same policy."""
   mesh = axes.make_mesh(config["tensor_parallel"])
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  learner = learner_lib.make(
-    model,
-    algorithm_lib.make(**config["algorithm"]),
-    optimizer.make(**config["optimizer"]),
-    mesh,
-    **config["learner"],
-  )
+  algorithm = algorithm_lib.make(**config["algorithm"])
+  learner = from_config.learner(config, model, algorithm, mesh)
   return {name: step_lib.Learning(name, config, learner, params) for name in SIDES}
 
 
