@@ -24,7 +24,7 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 
 BF16 = dataclasses.replace(tiny.CONFIG, dtype="bfloat16", num_layers=1)
 DRAFTER = drafter_lib.of_target(BF16, "eagle2")
-SIZES = dict(tiny.SIZES, slots=4, chunk=8, buckets=((4, 48), (2, 96)))
+SIZES = dict(tiny.SIZES, slots=4, chunk=16, buckets=((4, 48), (2, 96)))
 
 
 def uneven_clock(seed: int):
@@ -65,7 +65,7 @@ def run(monkeypatch, seed: int, deterministic: bool, replay=None):
   now, mesh = uneven_clock(seed), tiny.mesh(2)
   monkeypatch.setattr(time, "perf_counter", now)
   options = spot_lib.Options(
-    row_tokens=32, context_tokens=4, rows=4, carried_rows=2, max_batch=2, chunk_tokens=16
+    row_tokens=32, context_tokens=4, rows=4, carried_rows=2, max_batch=4, chunk_tokens=16
   )
   first = drafter_lib.init_params(DRAFTER, jax.random.key(1))
   spot = spot_lib.Spot(trainer(options), options, first)

@@ -163,10 +163,17 @@ class Schedule:
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
 
   def steps_within(self, bucket: options_lib.Bucket, arm: clock_lib.Arm) -> int:
-    """How many steps of a program a chunk has time for."""
+    """How many steps of a strategy the next chunk may take, within its time.
+
+    While several slices decode, as many as every row has room for, whatever is accepted:
+    all slices take them then, where else the luckiest would be full first, and wait.
+    """
+    most = self.tokens
+    if np.count_nonzero(self.running.live) > 1:
+      most = max(self.tokens // (arm.depth + 1), 1)
     step_s = self.clock.step_s(bucket, arm)
-    within = self.options.chunk_s / step_s if step_s else self.tokens
-    return int(np.clip(within, 1, self.tokens))
+    within = self.options.chunk_s / step_s if step_s else most
+    return int(np.clip(within, 1, most))
 
   def plan(self) -> Plan:
     """Takes requests off the queues, and chooses the bucket for all that run then."""
