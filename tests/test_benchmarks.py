@@ -51,6 +51,7 @@ def test_rollouts_are_measured(home, chat):
   traced = sum(trace["total_tokens"] for trace in result["traces"].values())
   assert result["total_tokens"] == traced + 2 * 8
   assert set(result["steps"]) == set(result["by_live_batch"]) == {"1"}
+  assert set(result["steps"]["1"]["step_ms"]) == {"off", "2_1_3"}
   assert result["switch"]["plain_steps"] > 0
 
 

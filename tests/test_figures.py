@@ -112,9 +112,8 @@ def test_a_drafter_is_watched_as_it_trains(home, drafting):
 @pytest.mark.slow
 def test_simulated_rollouts_stand_beside_measured_ones(home, drafting, tmp_path):
   """Of every side, by a table of step times."""
-  arm = {"speedup": 1.5, "mean_acceptance_length": 2.0}
-  arms = {"arms": {name: arm for name in ("2_1_3", "3_1_4", "8_1_9")}}
-  table = {"steps": {"1": {"step_ms": {"32": 1.0}}}, "by_live_batch": {"1": arms}}
+  times = {name: {"32": 1.0} for name in ("off", "2_1_3", "3_1_4", "8_1_9")}
+  table = {"steps": {"1": {"step_ms": times}}}
   path = tmp_path / "table.out"
   path.write_text(json.dumps(table) + "\n")
   args = (f"--table={path}", "--steps=2", "--warm_up=1", "--config.rollout.chunk=16")

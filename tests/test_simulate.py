@@ -1,6 +1,7 @@
 """The simulator: what it counts is what rollouts count; its clock; its scenarios."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 
@@ -83,6 +84,20 @@ def test_chunks_and_passes_of_plain_decoding_are_those_of_a_rollout(slices):
   again = follow(real, requests, slices, sizes)
   assert counts(again) == counts(real)
   assert again.length.tolist() == real.length.tolist()
+
+
+def test_slices_that_speculate_take_equally_many_steps():
+  """Whatever is accepted: none waits for another, as long as its requests run."""
+  samples = simulate(
+    4,
+    [80] * 16,
+    slots=4,
+    selector=selector.always(CHAIN),
+    acceptance=acceptance_lib.Rates([0.7] * 3),
+  )
+  pairs = itertools.pairwise(samples.chunks)
+  steps = [c.steps for c, after in pairs if c.live == after.live]  # nothing ended
+  assert len(steps) > 3 and all(s == [16 // 4] * 4 for s in steps)
 
 
 @pytest.mark.slow
@@ -244,16 +259,13 @@ def test_a_pass_reads_its_weights_and_caches():
 
 
 def test_measured_costs_are_read_from_the_benchmark():
-  """Plain steps, what a strategy costs in them, and what was not measured."""
-  arm = {"speedup": 1.5, "mean_acceptance_length": 3.0}
-  table = {
-    "steps": {"1": {"step_ms": {"160": 1.0, "640": 2.0}}},
-    "by_live_batch": {"1": {"arms": {"3_1_4": arm}}},
-  }
-  costs, bucket = costs_lib.Measured(table), rollout.grid([1], [320])[0]
+  """Plain steps, those of a strategy, and what was not measured."""
+  times = {"off": {"160": 1.0, "640": 2.0}, "3_1_4": {"320": 4.0}}
+  costs = costs_lib.Measured({"steps": {"1": {"step_ms": times}}})
+  bucket = rollout.grid([1], [320])[0]
   assert costs.step_s(bucket, None, 0) == pytest.approx(1e-3 * 2**0.5)
-  assert costs.step_s(bucket, CHAIN, 0) == pytest.approx(2e-3 * 2**0.5)
-  with pytest.raises(ValueError, match="5_1_6 was not measured"):
+  assert costs.step_s(bucket, CHAIN, 0) == pytest.approx(4e-3)
+  with pytest.raises(ValueError, match="5_1_6 were not measured"):
     costs.step_s(bucket, strategy_lib.Strategy(5, 1, 6), 0)
 
 

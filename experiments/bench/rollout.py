@@ -5,15 +5,16 @@
 
 Tables, by default the first: "speculation", every strategy against plain decoding by
 live batch, where plain is the fastest of its own paddings; "steps", seconds per decoding
-step by live batch and by real length; "traces", useful tokens per second of whole
-rollouts, scheduled against a static batch, on lengths drawn beforehand; "acceptance",
-tokens per pass of the target by strategy and way of verification; "switch", what
-switching speculation on costs. Without a drafter n-grams are looked up. Sides take turns
-in one process; ratios are medians over the repetitions, with their range. The last line
-is JSON.
+step, plain and of --strategies, by live batch and by real length; "traces", useful tokens
+per second of whole rollouts, scheduled against a static batch, on lengths drawn
+beforehand; "acceptance", tokens per pass of the target by strategy and way of
+verification; "switch", what switching speculation on costs. Without a drafter n-grams are
+looked up. Sides take turns in one process; ratios are medians over the repetitions, with
+their range. The last line is JSON.
 """
 
 from collections.abc import Iterable
+import itertools
 import json
 import pathlib
 
@@ -48,7 +49,8 @@ _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the conf
 _STRATEGIES = flags.DEFINE_list(
   "strategies",
   [],
-  "To compare; default: 3_1_4, 5_1_6, 8_1_9 and 4_2_8, or n-grams without a drafter.",
+  "To compare; default: 3_1_4, 5_1_6, 8_1_9 and 4_2_8, or n-grams without a drafter. "
+  "For steps, default: none.",
 )
 _LIVE = flags.DEFINE_list(
   "live", ["1", "2", "4", "8", "16", "32"], "Live requests per slice."
@@ -215,38 +217,44 @@ def speculation(config: dict, models: from_config.Models) -> dict:
 
 
 def steps(config: dict, models: from_config.Models) -> dict:
-  """Prints the table of step times; returns its part of the last line."""
+  """Prints the table of step times; returns its part of the last line.
+
+  Of plain steps, and of a strategy's where --strategies names some.
+  """
   lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
   # A program's call costs as much as several steps of a small model: as many share it here
   # as in a rollout.
   chunk = config["rollout"]["chunk"]
-  engines = {
-    (batch, length): rollout.make(
-      models.model,
-      models.mesh,
-      rollout.Options(max_length=length, max_prompt=length, slots=batch, chunk=chunk),
-    )
-    for batch in batches
-    for length in lengths
-  }
-  step = lambda cell: lambda _: engines[cell].time_step(models.params, cell)
-  measured = interleave.turns({cell: step(cell) for cell in engines}, _REPEATS.value)
+  arms = {"off": None} | {name: strategy_lib.parse(name) for name in _STRATEGIES.value}
+
+  def step(name: str, batch: int, length: int):
+    sizes = dict(max_length=length, max_prompt=length, slots=batch, chunk=chunk)
+    options, arm = rollout.Options(**sizes), arms[name]
+    drafting = () if arm is None else (models.drafter, selector_lib.always(arm))
+    engine = rollout.make(models.model, models.mesh, options, *drafting)
+    draft_params = models.draft_params if drafting else None
+    return lambda _: engine.time_step(models.params, (batch, length), draft_params, arm)
+
+  cells = itertools.product(arms, batches, lengths)
+  measured = interleave.turns({cell: step(*cell) for cell in cells}, _REPEATS.value)
   seconds = interleave.results(list(measured))
   slices = models.mesh.shape[axes.DATA]
   tables.show(
     f"Milliseconds per decoding step, median (range), {slices} slices",
-    ["live per slice", *(f"cache {length}" for length in lengths)],
+    ["live per slice", "strategy", *(f"cache {length}" for length in lengths)],
     [
-      [str(b), *(tables.spread(seconds[b, length], 1e3) for length in lengths)]
+      [str(b), name, *(tables.spread(seconds[name, b, length], 1e3) for length in lengths)]
       for b in batches
+      for name in arms
     ],
   )
   median = {cell: float(np.median(s)) for cell, s in seconds.items()}
+  of = lambda name, b: {str(length): 1e3 * median[name, b, length] for length in lengths}
   return {
     "steps": {
       str(b): {
-        "step_ms": {str(length): 1e3 * median[b, length] for length in lengths},
-        "tokens_per_s": b * slices / median[b, lengths[0]],
+        "step_ms": {name: of(name, b) for name in arms},
+        "tokens_per_s": b * slices / median["off", b, lengths[0]],
       }
       for b in batches
     }

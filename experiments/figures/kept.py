@@ -130,10 +130,9 @@ def spot(outputs: Outputs) -> dict:
 
 
 def simulated(outputs: Outputs) -> dict:
-  """What is on record, all cases that were timed now, and what was counted."""
+  """All cases that were timed, and what was counted."""
   cases = sorted(outputs.folder.glob("simulated_*.out"))
   return {
-    "recorded": outputs.last("recorded"),
     "cases": [outputs.last(path.stem) for path in cases],
     "counted": outputs.last("counted"),
   }

@@ -56,7 +56,6 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     "--config.spot.every=0 '--config.strategies=up to 16 live: 3_1_4'",
     "switching": "experiments.figures.switching --requests=128 --at=32",
     "rules": "experiments.figures.rules --scenario=qwen2_5_7b --slices=8",
-    "recorded": "experiments.figures.recorded",
     "counted": f"experiments.figures.counted {_TAIL}:4 --config.batch.prompts="
     + size(f"64 --layers=1 {_SHORT}", "128"),
   }
@@ -70,7 +69,7 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     )
   for slices in SLICES:
     found[f"table_{slices}"] = (
-      f"{rollout} --slices={slices} --only=steps,speculation --repeats=3 "
+      f"{rollout} --slices={slices} --only=steps --repeats=3 "
       "--lengths=256,512,1056 --strategies=3_1_4,8_1_9"
     )
     for slots in SLOTS:
@@ -128,7 +127,10 @@ RECIPES: dict[str, Recipe] = {
     _SMALL.format("drafters from random weights; 32 held-out prompts x 2"),
   ),
   "strategies": Recipe(
-    ("sides", "bandit", "rules"), kept.strategies, _SMALL.format("16 responses per slice")
+    ("sides", "bandit", "rules"),
+    kept.strategies,
+    _SMALL.format("16 responses per slice")
+    + ". SIMULATED: scenarios/qwen2_5_7b.json, frozen drafter, the last of 6 rollouts",
   ),
   "pool": Recipe(("pool",), kept.last("pool"), _SMALL.format("buckets of configs/tail.py")),
   "spot": Recipe(("spot",), kept.spot, _SMALL.format("32 responses a rollout")),
@@ -148,7 +150,6 @@ RECIPES: dict[str, Recipe] = {
     (
       *(f"table_{slices}" for slices in SLICES),
       *(f"simulated_{slices}_{slots}" for slices in SLICES for slots in SLOTS),
-      "recorded",
       "counted",
     ),
     kept.simulated,

@@ -1,7 +1,7 @@
 """Compares simulated rollouts with measured ones, on this machine.
 
     python -m experiments.bench.rollout --config=experiments/configs/tail.py \\
-      --only=steps,speculation --lengths=256,512,1056 --strategies=3_1_4,8_1_9 | tail -1 > T
+      --only=steps --lengths=256,512,1056 --strategies=3_1_4,8_1_9 | tail -1 > T
     python -m experiments.figures.simulated --config=experiments/configs/tail.py:8 --table=T
 
 Real rollouts of each side, in turn; then the simulator is given their lengths, the step

@@ -187,11 +187,11 @@ class Roofline:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """Seconds from what `experiments.bench.rollout --only=steps,speculation` prints.
+  """Seconds from what `experiments.bench.rollout --only=steps` prints.
 
-  Plain steps by live batch and cache length. Strategies by what they cost against a
-  plain step: tokens per pass over speed-up, at each live batch. Between what was
-  measured: linear in the logarithms; beyond it: like the nearest.
+  Steps by strategy ("off": plain), live batch and cache length. Between what was measured:
+  linear in the logarithms; beyond it: like the nearest, so measure the largest buckets.
+  What lies in the caches does not count: steps are measured where they are nearly full.
   """
 
   table: Mapping  # the last line of the benchmark
@@ -203,30 +203,24 @@ class Measured:
   def __post_init__(self):
     if not self.table.get("steps"):
       raise ValueError(
-        "no step times: give the last line of experiments.bench.rollout "
-        "--only=steps,speculation"
+        "no step times: give the last line of experiments.bench.rollout --only=steps"
       )
 
   def step_s(self, bucket, arm, seen) -> float:
-    steps = self.table["steps"]
-    at = lambda column: _between(
-      {int(b): row["step_ms"][column] for b, row in steps.items()}, bucket.batch
-    )
-    lengths = next(iter(steps.values()))["step_ms"]
-    plain_s = _between({int(n): at(n) for n in lengths}, bucket.length) / 1e3
-    return plain_s if arm is None else plain_s * self._passes(str(arm), bucket.batch)
-
-  def _passes(self, arm: str, batch: int) -> float:
-    """Plain steps that a step of a strategy takes."""
-    rows = self.table.get("by_live_batch", {})
-    known = {int(b): row["arms"][arm] for b, row in rows.items() if arm in row["arms"]}
-    if not known:
+    del seen
+    arm = "off" if arm is None else str(arm)
+    rows = {int(b): row["step_ms"] for b, row in self.table["steps"].items()}
+    by_batch = {
+      b: _between({int(n): ms for n, ms in row[arm].items()}, bucket.length)
+      for b, row in rows.items()
+      if arm in row
+    }
+    if not by_batch:
       raise ValueError(
-        f"strategy {arm} was not measured: give --strategies={arm} to "
-        "experiments.bench.rollout --only=steps,speculation"
+        f"steps of {arm} were not measured: give --strategies={arm} to "
+        "experiments.bench.rollout --only=steps"
       )
-    cost = lambda row: row["mean_acceptance_length"] / row["speedup"]
-    return _between({b: cost(row) for b, row in known.items()}, batch)
+    return _between(by_batch, bucket.batch) / 1e3
 
   def prefill_s(self, tokens) -> float:
     return tokens * self.prefill_token

@@ -10,44 +10,38 @@ from experiments.figures.drawn import layout
 _NAMES = {
   "plain": "plain",
   "frozen": "rule",
-  "3_1_4": "always\n3_1_4",
-  "8_1_9": "always\n8_1_9",
+  "3_1_4": "always 3_1_4",
+  "8_1_9": "always 8_1_9",
 }
-_COLORS = {"measured": layout.SIDES["frozen"], "simulated": layout.GREY}
+_COLORS = dict(zip(_NAMES, ("black", layout.BLUE, layout.GREY, "#c44e52"), strict=True))
 BAND = 0.1  # the goal: within 10%
 
 
 @layout.shown
 def simulated(found: Mapping) -> figure.Figure:
-  """Seconds, chunks and passes of what is on record; seconds of what was timed now."""
-  titles = ["Seconds of a rollout", "Chunks of a rollout", "Passes of the busiest slices"]
-  if found["cases"]:
-    titles.append("Seconds, other cases")
-  fig, panels = layout.panels(*titles, width=4.4)
-  sides = found["recorded"]["sides"]
-  pair = lambda values: dict(zip(_COLORS, values, strict=True))
-  for ax, form, of in (
-    (panels[0], "{:.2f}", lambda r: pair((r["measured_s"], r["simulated_s"]))),
-    (panels[1], "{:.1f}", lambda r: pair(r["chunks"])),
-    (panels[2], "{:.0f}", lambda r: pair(r["passes"])),
+  """Simulated over measured: seconds of rollouts, their chunks and passes, by case."""
+  fig, panels = layout.panels(
+    "Seconds of a rollout", "Chunks of a rollout", "Passes of the busiest slices", width=4.4
+  )
+  for ax, of in (
+    (panels[0], lambda r: (r["measured_s"], r["simulated_s"])),
+    (panels[1], lambda r: r["chunks"]),
+    (panels[2], lambda r: r["passes"]),
   ):
-    groups = {_NAMES[side]: of(r) for side, r in sides.items()}
-    layout.bars(ax, groups, _COLORS, form)
-    ax.margins(y=0.25)
-    ax.legend(ncols=2, loc="upper left")
-  panels[0].set_ylabel("seconds, mean of 10 steps")
-  for ax in panels[3:]:
-    _scatter(ax, found["cases"])
+    _scatter(ax, [{side: of(r) for side, r in c["sides"].items()} for c in found["cases"]])
+  panels[0].legend(loc="upper left")
   return fig
 
 
-def _scatter(ax, cases: list[Mapping]) -> None:
-  """Simulated over measured seconds of every rollout, and the band of 10%."""
-  each = np.array([x for case in cases for r in case["sides"].values() for x in r["each"]])
-  line = np.array([0.8 * each.min(), 1.2 * each.max()])
+def _scatter(ax, cases: list[Mapping[str, tuple[float, float]]]) -> None:
+  """A mark for each side of each case, measured and simulated; and the band of 10%."""
+  each = np.array([pair for case in cases for pair in case.values()])
+  line = np.array([0.8 * each.min(), 1.1 * each.max()])
   ax.fill_between(line, (1 - BAND) * line, (1 + BAND) * line, color="#e4e4e4", zorder=0)
   ax.plot(line, line, color="black", linewidth=0.8)
-  ax.plot(each[:, 0], each[:, 1], "o", color=layout.BLUE, markersize=4)
+  for side, name in _NAMES.items():
+    of = np.array([case[side] for case in cases])
+    ax.plot(of[:, 0], of[:, 1], "o", color=_COLORS[side], markersize=5, label=name)
   ax.set(xlabel="measured", ylabel="simulated", xlim=line, ylim=line)
 
 
@@ -59,15 +53,16 @@ def ranking(case: Mapping, key: str) -> list[str]:
 def beside(found: Mapping) -> str:
   """Deviations by case; whether the sides rank the same; and what was counted."""
   rows, each = [], []
-  for case in (found["recorded"], *found["cases"]):
+  for case in found["cases"]:
     of = [case["sides"][side] for side in _NAMES]
     deviations = [r["simulated_s"] / r["measured_s"] - 1 for r in of]
     same = ranking(case, "measured_s") == ranking(case, "simulated_s")
-    name = f"{case['slices']} slices, {case['slots']} responses each"
+    slices = "1 slice" if case["slices"] == 1 else f"{case['slices']} slices"
+    name = f"{slices}, {case['slots']} responses each"
     ranks = "same" if same else "different"
     rows.append([name, *(f"{d:+.0%}" for d in deviations), ranks])
     each += deviations
-  heads = ["simulated over measured", *(n.replace("\n", " ") for n in _NAMES.values())]
+  heads = ["simulated over measured", *_NAMES.values()]
   within = np.mean(np.less_equal(np.abs(each), BAND))
   lines = [layout.table([*heads, "ranking"], rows), ""]
   lines.append(f"median deviation {np.median(np.abs(each)):.0%}; {within:.0%} within 10%")
