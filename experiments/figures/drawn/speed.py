@@ -116,7 +116,7 @@ _CHOSEN = {
 def strategies(found: Mapping) -> figure.Figure:
   """Seconds of a rollout by what chooses the strategy."""
   fig, (left, right) = layout.panels(
-    "Measured: default target, 2 CPU cores",
+    "Measured: small policy, 2 CPU cores",
     "SIMULATED: Qwen2.5-7B, 8 H100",
     width=6.0,
     height=3.6,
