@@ -92,6 +92,16 @@ def strategies(models: from_config.Models) -> list[str]:
   return _STRATEGIES.value or list(WITHOUT if models.drafter is None else WITH_DRAFTER)
 
 
+def make_engine(
+  models: from_config.Models,
+  options: rollout.Options,
+  arm: strategy_lib.Strategy | None = None,
+) -> rollout.Rollout:
+  """A rollout that always decodes with a strategy; None: plainly."""
+  drafting = () if arm is None else (models.drafter, selector_lib.always(arm))
+  return rollout.make(models.model, models.mesh, options, *drafting)
+
+
 def measure_speculation(config: dict, models: from_config.Models) -> dict:
   """Measures plain decoding against every strategy, by live batch per slice.
 
@@ -117,12 +127,9 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   sizes = config["rollout"] | {"buckets": (), "chunk": 64, "budget": {}}
   sizes["max_length"] = config["rollout"]["max_prompt"] + n
 
-  def engine(slots: int | None = None, strategy: str = "off") -> rollout.Rollout:
+  def engine(slots: int | None = None, arm: strategy_lib.Strategy | None = None):
     options = rollout.Options(**sizes | ({"slots": slots} if slots else {}))
-    if strategy == "off":
-      return rollout.make(models.model, models.mesh, options)
-    always = selector_lib.always(strategy_lib.parse(strategy))
-    return rollout.make(models.model, models.mesh, options, models.drafter, always)
+    return make_engine(models, options, arm)
 
   first = engine()(models.params, requests)
   long = np.flatnonzero(first.length == n)
@@ -133,7 +140,9 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
     paddings = sorted({live, max(2 * live, 2)})
     sides = {f"off, {slots} slots": engine(slots) for slots in paddings}
     plain = list(sides)
-    sides |= {name: engine(live, name) for name in strategies(models)}
+    sides |= {
+      name: engine(live, strategy_lib.parse(name)) for name in strategies(models)
+    }
     result[live] = compare_sides(models, chosen, sides, plain)
   if not result:
     raise ValueError(
@@ -229,10 +238,9 @@ def steps(config: dict, models: from_config.Models) -> dict:
 
   def step(name: str, batch: int, length: int):
     sizes = dict(max_length=length, max_prompt=length, slots=batch, chunk=chunk)
-    options, arm = rollout.Options(**sizes), arms[name]
-    drafting = () if arm is None else (models.drafter, selector_lib.always(arm))
-    engine = rollout.make(models.model, models.mesh, options, *drafting)
-    draft_params = models.draft_params if drafting else None
+    arm = arms[name]
+    engine = make_engine(models, rollout.Options(**sizes), arm)
+    draft_params = None if arm is None else models.draft_params
     return lambda _: engine.time_step(models.params, (batch, length), draft_params, arm)
 
   cells = itertools.product(arms, batches, lengths)
@@ -309,9 +317,7 @@ def switch(config: dict, models: from_config.Models) -> dict:
   slots, length = bucket = (8, 512)
   options = rollout.Options(max_length=length, max_prompt=32, slots=slots, chunk=32)
   chain = strategy_lib.Strategy(5, 1, 6)
-  always = selector_lib.always(chain)
-  plain = rollout.make(models.model, models.mesh, options)
-  engine = rollout.make(models.model, models.mesh, options, models.drafter, always)
+  plain, engine = make_engine(models, options), make_engine(models, options, chain)
   sides = {
     "step": lambda _: plain.time_step(models.params, bucket),
     "fill": lambda _: engine.time_switch(

@@ -13,7 +13,12 @@ _NAMES = {
   "3_1_4": "always 3_1_4",
   "8_1_9": "always 8_1_9",
 }
-_COLORS = dict(zip(_NAMES, ("black", layout.BLUE, layout.GREY, "#c44e52"), strict=True))
+_COLORS = {
+  "plain": layout.SIDES["plain"],
+  "frozen": layout.SIDES["frozen"],
+  "3_1_4": layout.BLUE,
+  "8_1_9": layout.GREY,
+}
 BAND = 0.1  # the goal: within 10%
 
 
