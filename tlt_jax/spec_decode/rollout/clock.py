@@ -19,9 +19,10 @@ Arm = strategy_lib.Strategy | None  # None: plain decoding
 
 _WINDOW = 16  # chunks that are remembered of each bucket and strategy
 _LATE = 3  # of them, which say how long the next chunk decodes
-_FILLED = 0.9  # share of that time which idle slices train
-_PROBING = 0.5  # share in one chunk of so many, whose time is surely that of decoding
+_FILLED = 0.95  # share of that time which idle slices train
+_PROBING = 0.6  # share in one chunk of so many, whose time is surely that of decoding
 _PROBES = 8
+_WAITS = 5  # chunks that waited for training, which say what micro-batches take
 
 
 class Clock:
@@ -38,11 +39,11 @@ class Clock:
     self.now = now
     self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
     self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}  # of chunks
-    self._chunks: dict[tuple[options_lib.Bucket, Arm], int] = {}  # that were booked
+    self._doubted: set[tuple[options_lib.Bucket, Arm]] = set()  # see `doubt`
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
     self.micro_batch_s = 0.0  # of a micro-batch, measured alone; 0: not yet
-    self._slower = 1.0  # what chunks say of that, see `adapt`
+    self._in_chunks_s: list[float] = []  # of micro-batches, see `waited`
     self.begin_rollout()
 
   def begin_rollout(self) -> None:
@@ -50,6 +51,7 @@ class Clock:
     self.seconds = 0.0  # of chunks so far
     self.tokens = 0  # that were drawn in them
     self._last: tuple[options_lib.Bucket, Arm] | None = None
+    self._chunks: dict[tuple[options_lib.Bucket, Arm], int] = {}  # that were booked
 
   def chunk_took(
     self, bucket: options_lib.Bucket, arm: Arm, steps: int, seconds: float
@@ -162,29 +164,38 @@ class Clock:
     """Micro-batches that idle slices train while others decode so many steps.
 
     They fill most of the time that this is thought to take, not all: a chunk that lasts
-    as long as they train says nothing of decoding, and the next would be filled as long.
-    One of some is filled half, and shows what decoding takes by now.
+    as long as they train says nothing of decoding. One of some is filled less, and
+    shows what decoding takes by now. If it does not, the next trains nothing.
     """
+    if (bucket, arm) in self._doubted:
+      return 0
     share = _PROBING if self.probes(bucket, arm) else _FILLED
     one = self.micro_batches_s(1)
     decoding_s = self.decoding_s(bucket, arm, steps)
     return int(share * decoding_s / one + 0.25) if one else 0  # few are not rounded to less
 
   def probes(self, bucket: options_lib.Bucket, arm: Arm) -> bool:
-    """Whether the next chunk is one that is filled half."""
+    """Whether the next chunk is one that is filled less, to show what decoding takes."""
     return self._chunks.get((bucket, arm), 0) % _PROBES == 0
 
   def micro_batches_s(self, count: int) -> float:
     """Seconds of so many micro-batches beside slices that decode."""
-    return count * self.micro_batch_s * self._slower
+    late = self._in_chunks_s
+    return count * (float(np.median(late)) if late else self.micro_batch_s)
 
-  def adapt(self, too_long: bool) -> None:
-    """Learns from a filled chunk whether it had too much to train: it took longer for it.
+  def waited(self, micro_batch_s: float) -> None:
+    """Books what a micro-batch took in a chunk that waited for training.
 
-    Settles where a third of the chunks do, as many as do for other reasons.
+    It may be more than in the program that trains alone. If chunks were filled by too
+    small a time they would last as long as they train, be taken for ones that decode as
+    long, and the next would be filled longer still.
     """
-    factor = 1.04 if too_long else 0.98
-    self._slower = float(np.clip(self._slower * factor, 0.9, 1.5))
+    self._in_chunks_s.append(micro_batch_s)
+    del self._in_chunks_s[:-_WAITS]
+
+  def doubt(self, bucket: options_lib.Bucket, arm: Arm, doubted: bool) -> None:
+    """Says whether what decoding takes is in doubt: then the next chunk trains nothing."""
+    (self._doubted.add if doubted else self._doubted.discard)((bucket, arm))
 
 
 class Decisions:

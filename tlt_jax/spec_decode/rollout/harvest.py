@@ -17,6 +17,10 @@ from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
+_SURE = 0.85  # where training took no more of a chunk, the chunk lasted as it decoded
+_GROWS = 1.1  # times as long as the one before is what a filled chunk may seem to decode
+_WAITED = 1.3  # times the time of decoding: a chunk that took longer waited for training
+
 
 class Harvest:
   """Spot training in one rollout."""
@@ -106,18 +110,23 @@ class Harvest:
     clock, bucket, busiest = self.clock, self.batch.running.bucket, int(steps.max())
     before_s = clock.decoding_s(bucket, arm, busiest)
     if not trained.micro_batches.any() or not before_s:
+      clock.doubt(bucket, arm, False)
       return took, True
-    until_s = max(
-      before_s * n / busiest + clock.micro_batches_s(count)
+    own = [
+      (before_s * n / busiest, count)
       for n, count in zip(steps, trained.micro_batches, strict=True)
       if count
-    )
-    # Where the busiest slice ended early the others had too much to train anyhow.
-    if busiest >= 0.8 * self._expected and not self._probes:
-      clock.adapt(took > 1.15 * before_s)
-    if until_s < 0.85 * took or took < before_s:
-      return took, True
-    return before_s, False
+    ]
+    until_s = max(alone + clock.micro_batches_s(count) for alone, count in own)
+    is_known = until_s < _SURE * took or took < before_s
+    if busiest < 0.8 * self._expected:  # it ended early: others had too much to train
+      if took > _WAITED * before_s:
+        clock.waited(min((took - alone) / count for alone, count in own))
+    elif self._probes:
+      clock.doubt(bucket, arm, not is_known)
+    if not is_known:
+      return before_s, False
+    return (took if self._probes else min(took, _GROWS * before_s)), True
 
   def store(self, ended: list[running_lib.Ended]) -> None:
     """Keeps the features of requests that have ended, as far as there is room.

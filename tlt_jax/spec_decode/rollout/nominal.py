@@ -68,9 +68,10 @@ class Clock(clock_lib.Clock):
 
   def begin_rollout(self) -> None:
     super().begin_rollout()
-    self._slower = 1.0
-    for ledger in (self._late_s, self._chunks, self._step_tokens, self._arm_tokens):
+    for ledger in (self._late_s, self._step_tokens, self._arm_tokens):
       ledger.clear()
+    self._doubted.clear()
+    self._in_chunks_s.clear()
 
   def step_s(self, bucket: options_lib.Bucket, arm: clock_lib.Arm) -> float:
     nodes = 1 if arm is None else arm.verify
