@@ -7,7 +7,7 @@ happens here, and every other module asks here where an array lies and who write
 With one process all of it is free. docs/distributed.md counts what is exchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import json
 import signal
@@ -33,7 +33,7 @@ class Stopped(BaseException):
 class Told(NamedTuple):
   """What all processes know after `tell`."""
 
-  seconds: float  # of the first process
+  seconds: np.ndarray  # the sum of what each has read
   stop: bool  # whether any process was told to stop
 
 
@@ -78,6 +78,20 @@ def fetch(tree: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
   return jax.tree.map(whole, tree)
+
+
+def gather(tree: Any) -> Any:
+  """Brings arrays of one mesh to the host, whole, on every process; all at once."""
+  first = jax.tree.leaves(tree)[0]
+  if count() > 1:
+    tree = _whole(first.sharding.mesh)(tree)
+  return jax.device_get(tree)
+
+
+@functools.cache
+def _whole(mesh: jax.sharding.Mesh) -> Callable:
+  """The program that puts arrays on every device of a mesh, whole."""
+  return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def total(values: np.ndarray) -> np.ndarray:
@@ -155,15 +169,18 @@ def barrier() -> None:
   total(np.zeros(1))
 
 
-def tell(seconds: float) -> Told:
-  """Hands out the first process's reading of a clock, and who was told to stop.
+def tell(seconds: Sequence[float] = ()) -> Told:
+  """Hands out readings of clocks, and whether a process was told to stop.
 
-  Once per chunk: 8 bytes, one all-reduce.
+  Once per chunk: 4 bytes for each and 4 more, one all-reduce.
+
+  Args:
+    seconds: as many on every process, and 0 on all but one, whose reading it is
   """
   if count() == 1:
-    return Told(seconds, _is_told)
-  found = total(np.array([seconds if is_first() else 0.0, _is_told]))
-  return Told(float(found[0]), bool(found[1]))
+    return Told(np.asarray(seconds), _is_told)
+  found = total(np.array([*seconds, _is_told]))
+  return Told(found[:-1], bool(found[-1]))
 
 
 def stop_on_sigterm() -> None:
@@ -178,5 +195,5 @@ def stop_on_sigterm() -> None:
 
 def stop_if_told() -> None:
   """Raises `Stopped` on all processes if one of them was told to stop."""
-  if tell(0.0).stop:
+  if tell().stop:
     raise Stopped

@@ -191,13 +191,13 @@ class Chunks:
       steps=steps.astype(np.int32),
       accepted=accepted,
     )
-    began, done = programs.timer.now(), None
-    programs.timer.spend(programs.costs.host_s)
-    if training is None:
-      programs.timer.spend(float(busy_s.max()))
-    else:
-      done = self._train(training, emitted, busy_s)
-    return chunks_lib.Ran(emitted, None, done, programs.timer.now() - began)
+    slice_s, trained = busy_s, None
+    if training is not None:
+      mine = self._micro_batches(training, emitted)
+      slice_s = busy_s + mine * programs.costs.micro_batch_s(self._spot.row_tokens)
+      trained = self._spot.trainer.account(mine)
+    programs.timer.spend(programs.costs.host_s + float(slice_s.max()))
+    return chunks_lib.Ran(emitted, None, trained, slice_s)
 
   def _speculate(self, owner, left, start, arm, limits):
     """Tokens drawn i32[slices batch], passes i32[slices], Emitted.accepted."""
@@ -230,9 +230,9 @@ class Chunks:
     count[where] = drawn
     return count, steps, accepted
 
-  def _train(self, training, emitted, busy_s) -> trainer_lib.Account:
-    """Spends the time of a chunk in which idle slices train."""
-    slices, programs = self._programs.shapes.slices, self._programs
+  def _micro_batches(self, training, emitted) -> np.ndarray:
+    """The micro-batches that each slice trains, i32[slices]."""
+    slices = self._programs.shapes.slices
     view = emitted.replace(
       tokens=None,
       count=None,
@@ -240,10 +240,7 @@ class Chunks:
       remaining=emitted.remaining.reshape(slices, -1),
       steps=emitted.steps[:, None],
     )
-    mine = np.asarray(self._quota(training, view))
-    micro_batch_s = programs.costs.micro_batch_s(self._spot.row_tokens)
-    programs.timer.spend(float((busy_s + mine * micro_batch_s).max()))
-    return self._spot.trainer.account(mine)
+    return np.asarray(self._quota(training, view))
 
 
 # The axis of the slices in the arguments of `fused.quota`.

@@ -43,7 +43,7 @@ class Done:
 
   slots: slots_lib.Slots
   draft_state: Any  # what the source of drafts goes on with
-  emitted: slots_lib.Emitted  # the same on every process
+  emitted: slots_lib.Emitted  # of each slice
   training: Any = None  # of a fused chunk: `trainer.Trained`
 
 
@@ -72,7 +72,8 @@ def make(
 ) -> Callable[..., Done]:
   """Jits a chunk; slots and the drafts' state are donated.
 
-  What was emitted comes back replicated, so that every process sees the same.
+  What was emitted stays where it is: no slice waits for another in a chunk, and the host
+  sees when each is done (`slices.ready_s`).
 
   Args:
     run: the chunk of one slice, (weights, slots, draft_state, limits, training) -> Done
@@ -95,5 +96,5 @@ def make(
   return jax.jit(
     chunk,
     donate_argnames=("slots", "draft_state"),
-    out_shardings=shardings.replace(emitted=axes.sharding(mesh)),
+    out_shardings=shardings.replace(emitted=axes.sharding(mesh, axes.DATA)),
   )

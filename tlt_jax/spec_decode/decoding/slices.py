@@ -6,6 +6,9 @@ Tensor parallelism inside a slice is left to the compiler.
 """
 
 from collections.abc import Callable
+from concurrent import futures
+import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +102,29 @@ def total(x: jax.Array) -> jax.Array:
   return x if jax.lax.axis_size(axes.DATA) == 1 else jax.lax.psum(x, axes.DATA)
 
 
-def after(x: jax.Array, count: jax.Array) -> jax.Array:
-  """`x`, in a program that computes `count` first.
+def ready_s(x: jax.Array, began: float) -> np.ndarray:
+  """The seconds until each slice's rows of `x` were there: f64[slices].
 
-  The compiler orders collectives by their operands alone. `count`, which is never
-  negative, becomes one of them: min(count, 0) is 0, but XLA does not know that.
+  Only this process's slices; those of others are 0. A slice of several devices is ready
+  when one of them is: they work in step.
+
+  Args:
+    x: [slices ...]  what a program gives back
+    began: `time.perf_counter()` when it was called
   """
-  return x + jnp.minimum(count, 0).astype(x.dtype)
+  found = np.zeros(x.shape[0])
+  mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+
+  def wait(shard) -> float:
+    shard.data.block_until_ready()
+    return time.perf_counter() - began
+
+  for shard, seconds in zip(mine, _waiting(len(mine)).map(wait, mine), strict=True):
+    found[shard.index[0]] = seconds
+  return found
+
+
+@functools.cache
+def _waiting(count: int) -> futures.ThreadPoolExecutor:
+  """Threads that wait for a device each."""
+  return futures.ThreadPoolExecutor(max(count, 1), thread_name_prefix="slice")

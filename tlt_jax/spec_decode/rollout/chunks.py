@@ -4,13 +4,13 @@ from collections.abc import Callable
 import time
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
+from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -43,8 +43,13 @@ class Ran(NamedTuple):
   emitted: slots_lib.Emitted  # on the host
   draft_state: Any
   trained: trainer_lib.Account | None
-  seconds: float  # that it took, on the first process
+  slice_s: np.ndarray  # f[slices]  seconds until each had decoded, and trained
   stop: bool = False  # whether the job was told to stop meanwhile
+
+  @property
+  def seconds(self) -> float:
+    """Until the last slice was done."""
+    return float(self.slice_s.max())
 
   @property
   def steps(self) -> int:
@@ -169,7 +174,6 @@ class Chunks:
     began = time.perf_counter()  # compiling is not timed
     done = program()
     batch.slots = done.slots
+    told = processes.tell(slices.ready_s(done.emitted.steps, began))
     trained = done.training and self._trainer.account(done.training)
-    emitted = jax.device_get(done.emitted)
-    told = processes.tell(time.perf_counter() - began)
-    return Ran(emitted, done.draft_state, trained, *told)
+    return Ran(processes.gather(done.emitted), done.draft_state, trained, *told)

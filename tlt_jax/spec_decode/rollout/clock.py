@@ -20,9 +20,7 @@ Arm = strategy_lib.Strategy | None  # None: plain decoding
 _WINDOW = 16  # chunks that are remembered of each bucket and strategy
 _LATE = 3  # of them, which say how long the next chunk decodes
 _FILLED = 0.95  # share of that time which idle slices train
-_PROBING = 0.6  # share in one chunk of so many, whose time is surely that of decoding
-_PROBES = 8
-_WAITS = 5  # chunks that waited for training, which say what micro-batches take
+_TRAINED = 5  # chunks in which a slice only trained, which say what micro-batches take
 
 
 class Clock:
@@ -38,12 +36,12 @@ class Clock:
     """
     self.now = now
     self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
-    self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}  # of chunks
-    self._doubted: set[tuple[options_lib.Bucket, Arm]] = set()  # see `doubt`
+    # The same of this rollout, behind that of the last one's first chunk.
+    self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
-    self.micro_batch_s = 0.0  # of a micro-batch, measured alone; 0: not yet
-    self._in_chunks_s: list[float] = []  # of micro-batches, see `waited`
+    self.micro_batch_s = 0.0  # of a micro-batch, while others decode; 0: not known yet
+    self._micro_batches_s: list[float] = []  # the same, in late chunks
     self.begin_rollout()
 
   def begin_rollout(self) -> None:
@@ -51,7 +49,8 @@ class Clock:
     self.seconds = 0.0  # of chunks so far
     self.tokens = 0  # that were drawn in them
     self._last: tuple[options_lib.Bucket, Arm] | None = None
-    self._chunks: dict[tuple[options_lib.Bucket, Arm], int] = {}  # that were booked
+    late = self._late_s.items()
+    self._late_s = {key: times[1:2] or times for key, times in late}
 
   def chunk_took(
     self, bucket: options_lib.Bucket, arm: Arm, steps: int, seconds: float
@@ -85,7 +84,6 @@ class Clock:
     tokens: int,
     longest: int,
     seconds: float,
-    learns: bool = True,
   ) -> None:
     """Books a chunk.
 
@@ -95,15 +93,11 @@ class Clock:
       tokens: that all slots drew
       longest: tokens that the fullest slot drew
       seconds: that decoding took
-      learns: whether these say what a step takes
     """
     self._last = key = bucket, arm
-    for ledger, most in ((self._step_s, _WINDOW), (self._late_s, _LATE)):
-      if learns:
-        times = ledger.setdefault(key, [])
-        times.append(seconds / max(steps, 1))
-        del times[:-most]
-    self._chunks[key] = self._chunks.get(key, 0) + 1
+    for ledger in (self._step_s, self._late_s):
+      ledger.setdefault(key, []).append(seconds / max(steps, 1))
+    del self._step_s[key][:-_WINDOW]
     tokens_of_step = longest / max(steps, 1)
     before = self._step_tokens.get(key, tokens_of_step)
     self._step_tokens[key] = self._arm_tokens[arm] = (3 * before + tokens_of_step) / 4
@@ -118,11 +112,11 @@ class Clock:
   def decoding_s(self, bucket: options_lib.Bucket, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.
 
-    As in the last chunk, or in most of the last few if these were faster. 0 before the
-    first: steps that were timed on their own had full caches, which may cost many times
-    what nearly empty ones do.
+    As in the last chunk, or in most of the last few if these were faster; in the first one
+    of a rollout as in the first of the last rollout. 0 before: steps that were timed on
+    their own had full caches, which may cost many times what nearly empty ones do.
     """
-    late = self._late_s.get((bucket, arm))
+    late = self._late_s.get((bucket, arm), [])[-_LATE:]
     return steps * float(min(late[-1], np.median(late))) if late else 0.0
 
   def tokens_of_step(self, bucket: options_lib.Bucket, arm: Arm) -> float:
@@ -163,39 +157,20 @@ class Clock:
   ) -> int:
     """Micro-batches that idle slices train while others decode so many steps.
 
-    They fill most of the time that this is thought to take, not all: a chunk that lasts
-    as long as they train says nothing of decoding. One of some is filled less, and
-    shows what decoding takes by now. If it does not, the next trains nothing.
+    They fill most of the time that this is thought to take, not all: others would wait
+    for what takes longer than it is thought to.
     """
-    if (bucket, arm) in self._doubted:
-      return 0
-    share = _PROBING if self.probes(bucket, arm) else _FILLED
-    one = self.micro_batches_s(1)
+    one = self.micro_batch_s
     decoding_s = self.decoding_s(bucket, arm, steps)
-    return int(share * decoding_s / one + 0.25) if one else 0  # few are not rounded to less
+    most = _FILLED * decoding_s / one if one else 0.0
+    return int(most + 0.25)  # few are not rounded to less
 
-  def probes(self, bucket: options_lib.Bucket, arm: Arm) -> bool:
-    """Whether the next chunk is one that is filled less, to show what decoding takes."""
-    return self._chunks.get((bucket, arm), 0) % _PROBES == 0
-
-  def micro_batches_s(self, count: int) -> float:
-    """Seconds of so many micro-batches beside slices that decode."""
-    late = self._in_chunks_s
-    return count * (float(np.median(late)) if late else self.micro_batch_s)
-
-  def waited(self, micro_batch_s: float) -> None:
-    """Books what a micro-batch took in a chunk that waited for training.
-
-    It may be more than in the program that trains alone. If chunks were filled by too
-    small a time they would last as long as they train, be taken for ones that decode as
-    long, and the next would be filled longer still.
-    """
-    self._in_chunks_s.append(micro_batch_s)
-    del self._in_chunks_s[:-_WAITS]
-
-  def doubt(self, bucket: options_lib.Bucket, arm: Arm, doubted: bool) -> None:
-    """Says whether what decoding takes is in doubt: then the next chunk trains nothing."""
-    (self._doubted.add if doubted else self._doubted.discard)((bucket, arm))
+  def trained(self, micro_batch_s: float) -> None:
+    """Books the seconds that each micro-batch took in a slice that only trained."""
+    late = self._micro_batches_s
+    late.append(micro_batch_s)
+    del late[:-_TRAINED]
+    self.micro_batch_s = float(np.median(late))
 
 
 class Decisions:

@@ -11,15 +11,12 @@ import numpy as np
 from tlt_jax import processes
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
-
-_SURE = 0.85  # where training took no more of a chunk, the chunk lasted as it decoded
-_GROWS = 1.1  # times as long as the one before is what a filled chunk may seem to decode
-_WAITED = 1.3  # times the time of decoding: a chunk that took longer waited for training
 
 
 class Harvest:
@@ -42,8 +39,6 @@ class Harvest:
     self.spot, self.batch, self.samples = spot, batch, samples
     self.schedule, self.clock, self.decide = schedule, schedule.clock, schedule.decide
     self._programs = batch.programs
-    self._expected = 0  # steps of the next chunk
-    self._probes = False  # whether it is to show what decoding takes
     samples.training = []
     spot.buffer.begin_rollout()
 
@@ -60,18 +55,6 @@ class Harvest:
     options = self.spot.options
     return options.chunk_tokens, options.min_micro_batches * self.clock.micro_batch_s
 
-  def measure(self, params) -> None:
-    """Times a micro-batch alone, the first time that a slice could train."""
-    unknown = lambda: not self.clock.micro_batch_s
-    if not self.ready or not self.decide("measures", unknown):
-      return
-    self._train(params, 1)  # the first time is slower
-    pairs = [(self._train(params, 1), self._train(params, 3)) for _ in range(3)]
-    seconds = float(np.median([three - one for one, three in pairs])) / 2
-    seconds = processes.of_first(seconds)
-    per_update = self.spot.options.micro_batches_per_update
-    self.clock.micro_batch_s = max(seconds, 1e-4) / per_update
-
   def training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training:
     """The training that the next chunk may do.
 
@@ -80,53 +63,32 @@ class Harvest:
       steps: its most
     """
     running, clock = self.batch.running, self.clock
-    self._probes = clock.probes(running.bucket, arm)
     left = running.requests.max_tokens[running.seated] - running.drawn[running.seated]
     tokens = min(self.schedule.tokens, int(max(left)))
     expect = lambda: clock.expected_steps(running.bucket, arm, steps, tokens)
-    self._expected = self.decide("expected", expect)
+    expected = self.decide("expected", expect)
     if not self.spot.buffer.holds_any:
-      return self.spot.training(0, self._expected)
-    within = lambda: clock.micro_batches_within(running.bucket, arm, self._expected)
+      return self.spot.training(0, expected)
+
+    def within():
+      if not clock.micro_batch_s:  # the first ones say what they take
+        return self.spot.options.micro_batches_per_update
+      return clock.micro_batches_within(running.bucket, arm, expected)
+
     most = self.decide("micro_batches", within)
     # Where a single slice decodes, nobody waits for anything once that has run dry.
     several = np.count_nonzero(running.live) > 1
-    return self.spot.training(most, self._expected, later=most if several else 0)
+    return self.spot.training(most, expected, later=most if several else 0)
 
-  def book(
-    self, arm: clock_lib.Arm, trained: trainer_lib.Account, steps: np.ndarray, took: float
-  ) -> tuple[float, bool]:
-    """Books what a chunk trained.
-
-    Args:
-      arm: with which it decoded
-      trained: by the chunk
-      steps: i32[slices]  that it decoded
-      took: seconds of the whole chunk
-    Returns:
-      the seconds of it that decoding took, as far as one knows; and whether one does
-    """
-    self._take(trained)
-    clock, bucket, busiest = self.clock, self.batch.running.bucket, int(steps.max())
-    before_s = clock.decoding_s(bucket, arm, busiest)
-    if not trained.micro_batches.any() or not before_s:
-      clock.doubt(bucket, arm, False)
-      return took, True
-    own = [
-      (before_s * n / busiest, count)
-      for n, count in zip(steps, trained.micro_batches, strict=True)
-      if count
-    ]
-    until_s = max(alone + clock.micro_batches_s(count) for alone, count in own)
-    is_known = until_s < _SURE * took or took < before_s
-    if busiest < 0.8 * self._expected:  # it ended early: others had too much to train
-      if took > _WAITED * before_s:
-        clock.waited(min((took - alone) / count for alone, count in own))
-    elif self._probes:
-      clock.doubt(bucket, arm, not is_known)
-    if not is_known:
-      return before_s, False
-    return (took if self._probes else min(took, _GROWS * before_s)), True
+  def book(self, ran: chunks_lib.Ran) -> float:
+    """Books what a chunk trained; returns the seconds that decoding took in it."""
+    self._take(ran.trained)
+    micro_batches, decoded = ran.trained.micro_batches, ran.emitted.steps > 0
+    only = (micro_batches > 0) & ~decoded
+    if only.any():
+      self.clock.trained(float(max(ran.slice_s[only] / micro_batches[only])))
+    decoding_s = ran.slice_s - micro_batches * self.clock.micro_batch_s
+    return float(max(decoding_s[decoded], default=0.0))
 
   def store(self, ended: list[running_lib.Ended]) -> None:
     """Keeps the features of requests that have ended, as far as there is room.
@@ -191,15 +153,11 @@ class Harvest:
     if self.spot.updates.sum() >= least:
       self.spot.exchange(functools.partial(self._programs.run, "exchange", ()))
 
-  def _train(self, params, updates: int) -> float:
-    """Trains on all slices; returns the seconds that it took."""
-    began = self.clock.now()
+  def _train(self, params, updates: int) -> None:
+    """Trains on all slices."""
     training = self.spot.training(updates * self.spot.options.micro_batches_per_update)
     trained = self._programs.run("train", (), params, training)
-    account = self.spot.trainer.account(trained)
-    seconds = self.clock.now() - began
-    self._take(account)
-    return seconds
+    self._take(self.spot.trainer.account(trained))
 
   def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)

@@ -147,8 +147,6 @@ class Loop:
   def _choose(self) -> chunks_lib.Way:
     """How the next chunk decodes."""
     bucket, live = self.running.bucket, int(max(self.running.live))
-    if self.harvest and self.parts.trains(bucket):
-      self.harvest.measure(self.params)
     if self.harvest:
       self.harvest.exchange()
     arm = self.parts.drafting.choose(self.schedule)
@@ -180,11 +178,10 @@ class Loop:
       arm, live: how it ran, and for how many requests of the fullest slice
       ran: what came of it
     """
-    bucket, clock, learns = self.running.bucket, self.parts.clock, True
-    seconds = clock.chunk_took(bucket, arm, ran.steps, ran.seconds)
+    bucket, clock, seconds = self.running.bucket, self.parts.clock, ran.seconds
     if self.harvest and ran.trained is not None:
-      book = self.harvest.book
-      seconds, learns = book(arm, ran.trained, ran.emitted.steps, seconds)
+      seconds = self.harvest.book(ran)
+    seconds = clock.chunk_took(bucket, arm, ran.steps, seconds)
     longest = int(ran.emitted.count.max())
     clock.book(
       bucket,
@@ -193,7 +190,6 @@ class Loop:
       tokens=ran.tokens,
       longest=longest,
       seconds=seconds,
-      learns=learns,
     )
     if self.parts.drafting.selector is None:
       return

@@ -68,10 +68,8 @@ class Clock(clock_lib.Clock):
 
   def begin_rollout(self) -> None:
     super().begin_rollout()
-    for ledger in (self._late_s, self._step_tokens, self._arm_tokens):
+    for ledger in (self._step_tokens, self._arm_tokens):
       ledger.clear()
-    self._doubted.clear()
-    self._in_chunks_s.clear()
 
   def step_s(self, bucket: options_lib.Bucket, arm: clock_lib.Arm) -> float:
     nodes = 1 if arm is None else arm.verify
@@ -96,7 +94,10 @@ class Clock(clock_lib.Clock):
     return self.decoding_s(bucket, arm, steps)
 
   def training_took(self, micro_batches: int, seconds: float) -> float:
-    return self.micro_batches_s(micro_batches)
+    return micro_batches * self.micro_batch_s
+
+  def trained(self, micro_batch_s: float) -> None:
+    """Learns nothing."""
 
   def rollout_took(self, seconds: float) -> float:
     return self.seconds

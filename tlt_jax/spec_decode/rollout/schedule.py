@@ -165,11 +165,12 @@ class Schedule:
   def steps_within(self, bucket: options_lib.Bucket, arm: clock_lib.Arm) -> int:
     """How many steps of a strategy the next chunk may take, within its time.
 
-    While several slices decode, as many as every row has room for, whatever is accepted:
-    all slices take them then, where else the luckiest would be full first, and wait.
+    On several slices, as many as every row has room for, whatever is accepted: all that
+    decode take them then, where else the luckiest would be full first, and wait; and it is
+    known before how long those that train may take.
     """
     most = self.tokens
-    if np.count_nonzero(self.running.live) > 1:
+    if len(self.running.live) > 1:
       most = max(self.tokens // (arm.depth + 1), 1)
     step_s = self.clock.step_s(bucket, arm)
     within = self.options.chunk_s / step_s if step_s else most

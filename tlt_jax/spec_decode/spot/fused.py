@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
-from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
@@ -26,7 +25,6 @@ def with_training(
     slots, draft_state, emitted = decode(weights, slots, draft_state, limits)
     mine = quota(training, emitted)
     trained = trainer.train(weights.target, training, mine)
-    emitted = gathered_after(trained, emitted)
     return chunk_lib.Done(slots, draft_state, emitted, trained)
 
   return run
@@ -43,17 +41,6 @@ def quota(training: trainer_lib.Training, emitted: slots_lib.Emitted) -> jax.Arr
   most = jnp.where(steps > 0, training.later, training.most)
   left = jnp.maximum(expected - steps, 0)
   return jnp.where(idle, most * left // jnp.maximum(expected, 1), 0)
-
-
-def gathered_after(
-  trained: trainer_lib.Trained, emitted: slots_lib.Emitted
-) -> slots_lib.Emitted:
-  """Orders the exchanges: what was emitted is gathered after what training tells.
-
-  Two exchanges without an order can wait for each other, where threads are few (XLA's
-  CPU devices).
-  """
-  return jax.tree.map(lambda x: slices.after(x, trained.told[0, 0]), emitted)
 
 
 def make(

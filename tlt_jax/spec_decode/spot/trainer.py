@@ -20,6 +20,7 @@ import optax
 from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
+from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
@@ -57,12 +58,12 @@ class Trained:
   """The result of a program that trains."""
 
   states: state_lib.State  # of each slice: [slices ...] each
-  told: jax.Array  # f32[slices n]  see `Trainer.account`
+  told: jax.Array  # f32[slices n]  of each slice, see `Trainer.account`
 
 
 ROWS, WHOLE = slices.ROWS, slices.WHOLE
 TRAINING_SPECS = Training(ROWS, ROWS, WHOLE, WHOLE, WHOLE)
-TRAINED_SPECS = Trained(states=ROWS, told=WHOLE)
+TRAINED_SPECS = Trained(ROWS, ROWS)
 
 
 class Account(NamedTuple):
@@ -144,11 +145,7 @@ class Trainer:
 
     told = slices.varying(jnp.zeros(len(self._told), jnp.float32))
     state, told = jax.lax.fori_loop(0, most // self.per_update, update, (start, told))
-    # Told behind the training, never before: who waited for it would not train until all
-    # others have decoded.
-    here = jnp.arange(self.mesh.shape[axes.DATA]) == jax.lax.axis_index(axes.DATA)
-    told = slices.total(jnp.where(here[:, None], told, 0.0))
-    return Trained(jax.tree.map(lambda x: x[None], state), told)
+    return Trained(jax.tree.map(lambda x: x[None], state), told[None])
 
   @property
   def _told(self) -> list[str]:
@@ -158,7 +155,7 @@ class Trainer:
 
   def account(self, trained: Trained) -> Account:
     """The account of what was trained."""
-    told = np.asarray(jax.device_get(trained.told))
+    told = processes.gather(trained.told)
     tried, updates = told[:, :2].T.astype(np.int32)
     count, skipped = int(updates.sum()), int((tried - updates).sum())
     sums = zip(self._told[2:], told[:, 2:].sum(0).tolist(), strict=True)
@@ -272,7 +269,7 @@ class Trainer:
   def trained_shardings(self) -> Trained:
     """The shardings of what programs that train give back."""
     states = slices.shardings(self.abstract_states())
-    return Trained(states, axes.sharding(self.mesh))
+    return Trained(states, axes.sharding(self.mesh, axes.DATA))
 
 
 def _in_order(means: dict) -> list:
