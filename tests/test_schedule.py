@@ -150,6 +150,19 @@ def test_the_clock_books_chunks():
   assert clock.step_s(Bucket(8, 16), None) == pytest.approx(0.6) and clock.tokens == 0
 
 
+def test_a_rollout_begins_as_fast_as_the_last_one_began():
+  """Caches that are nearly empty again cost less than those at its end."""
+  clock, bucket = clock_lib.Clock(), Bucket(8, 16)
+  assert clock.decoding_s(bucket, None, 4) == 0
+  for first in (1.0, 2.0):
+    clock.begin_rollout()
+    for seconds in (first, 6.0, 8.0, 7.0):
+      clock.book(bucket, None, steps=4, tokens=20, longest=4, seconds=seconds)
+    assert clock.decoding_s(bucket, None, 4) == 7
+    clock.begin_rollout()
+    assert clock.decoding_s(bucket, None, 4) == first
+
+
 @pytest.mark.slow
 def test_the_budget_leaves_buckets_out(caplog):
   """The largest bucket stays; fewer programs draw the same."""

@@ -207,10 +207,6 @@ class MadeUp(costs_lib.Costs):
 
   host_s = 0.0
 
-  def __init__(self, beside: float):
-    """Takes what micro-batches in chunks cost over those of training alone."""
-    self._micro_batch_s = itertools.chain([0.01], itertools.repeat(0.01 * beside))
-
   def step_s(self, bucket, arm, seen):
     full = seen / bucket.batch / bucket.length
     return (0.002 + 0.01 * full) * (1 if arm is None else 2)
@@ -219,29 +215,23 @@ class MadeUp(costs_lib.Costs):
     return 0.0
 
   def micro_batch_s(self, tokens):
-    return next(self._micro_batch_s)  # chunks ask after the program that only trains
+    return 0.01
 
   def exchange_s(self, slices):
     return 0.001
 
 
-@pytest.mark.parametrize(
-  "rate, beside, rollouts", [(0.0, 1, 1), (0.7, 1, 1), (0.0, 1.4, 6)]
-)
-def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(
-  rate, beside, rollouts
-):
+@pytest.mark.parametrize(("rate", "rollouts"), [(0.0, 1), (0.7, 1), (0.0, 6)])
+def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, rollouts):
   """Even where steps were timed with full caches, and while they get slower.
 
-  And where micro-batches take longer in chunks than was measured: chunks that waited for
-  them were taken for ones that decoded as long, and the next were filled longer still.
   Without acceptance it decodes plainly, else by chains.
   """
   sizes = rollout.Options(
     max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=((4, 512), (2, 2048))
   )
   run = lambda **changes: simulated.simulate(
-    simulated.Machine(2, MadeUp(beside)),
+    simulated.Machine(2, MadeUp()),
     tiny.CONFIG,
     sizes,
     requests_lib.make_requests([np.ones(5, np.int32)] * 4, max_tokens=2000),
@@ -256,7 +246,7 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(
   assert {c.strategy for c in trained.chunks[-9:]} == {"3_1_4" if rate else "off"}
   seconds = lambda samples: sum(c.end_s - c.start_s for c in samples.chunks)
   assert seconds(trained) < 1.03 * seconds(frozen)
-  assert trained.harvested_s * beside > 0.8 * trained.idle_s
+  assert trained.harvested_s > 0.8 * trained.idle_s
 
 
 def test_a_pass_reads_its_weights_and_caches():

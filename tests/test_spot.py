@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,12 @@ from tlt_jax.rl import grpo
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as features_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.rollout import chunks
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.rollout import harvest
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import buffer as buffer_lib
@@ -330,6 +334,24 @@ def test_what_a_slice_may_train(remaining, steps, later, quota):
     *[None] * 4, remaining=np.array(remaining), steps=np.array([steps])
   )
   assert int(fused.quota(training, emitted)) == quota
+
+
+def test_a_chunk_says_what_decoding_and_micro_batches_took():
+  """By hand, of two slices: also where it lasted as long as one of them trained."""
+  clock = clock_lib.Clock()
+  anything = mock.MagicMock()
+  schedule = mock.MagicMock(clock=clock)
+  made = harvest.Harvest(anything, anything, schedule, samples_lib.empty(requests()))
+
+  def book(slice_s, steps, micro_batches):
+    emitted = slots_lib.Emitted(*[None] * 5, steps=np.array(steps))
+    trained = mock.MagicMock(micro_batches=np.array(micro_batches), skipped=0)
+    return made.book(chunks.Ran(emitted, None, trained, np.array(slice_s)))
+
+  assert book([2.0, 3.0], [8, 0], [0, 6]) == 2.0 and clock.micro_batch_s == 0.5
+  assert book([2.0, 2.5], [8, 2], [0, 4]) == 2.0  # ran dry on the way
+  assert book([4.0, 2.0], [8, 0], [0, 1]) == 4.0 and clock.micro_batch_s == 1.25
+  assert book([4.0, 3.0], [8, 4], [2, 1]) == 1.75  # both ran dry
 
 
 def test_one_slice_of_two_devices_trains_the_same_drafter():

@@ -53,8 +53,8 @@ def of_rollout(scored: sample.Scored) -> dict[str, float]:
 def seconds_by_part(samples: samples_lib.Samples, rollout_s: float) -> dict[str, float]:
   """Splits a rollout's seconds by what its slices did; means over them, see `PARTS`.
 
-  `idle_training_s` is what micro-batches take alone (`timeline.split`); outside of chunks
-  are prefills, the host, and moves between buckets.
+  `idle_training_s` is what micro-batches take in slices that only train
+  (`timeline.split`); outside of chunks are prefills, the host, and moves between buckets.
   """
   chunks = [dataclasses.asdict(chunk) for chunk in samples.chunks]
   found = dict.fromkeys(PARTS.values(), 0.0)

@@ -9,7 +9,6 @@ ones. Seconds are wall time, intervals 95% over pairs. The last line is JSON.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 import json
 import tempfile
@@ -23,7 +22,6 @@ from experiments import from_config
 from experiments import keys
 from experiments import launch
 from experiments.bench import interleave
-from tlt_jax import axes
 from tlt_jax import checkpoint
 from tlt_jax import metrics
 from tlt_jax import processes
@@ -31,47 +29,11 @@ from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.spot import spot as spot_lib
-from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of rollouts.", lower_bound=2)
-_STAMPS = flags.DEFINE_bool("stamps", False, "Let slices say themselves when they train.")
 
 _WARM_UP = 4  # pairs: every program runs once, the buffer fills
-
-
-class Stamps:
-  """Stamps of the host's clock, whenever a slice begins or ends to train."""
-
-  def __init__(self):
-    self.seconds = 0.0  # of all slices together
-    self._began = {}
-
-  def __call__(self, which, s, mine, _):
-    if int(mine) == 0:
-      return
-    if which == "began":
-      self._began[int(s)] = time.perf_counter()
-    else:
-      self.seconds += time.perf_counter() - self._began.pop(int(s))
-
-  def watch(self, trainer: trainer_lib.Trainer) -> trainer_lib.Trainer:
-    """Returns a trainer that tells; for that its loop waits for the host twice."""
-    stamps = self
-
-    class Watched(trainer_lib.Trainer):
-      def train(self, target_params, training, count):
-        s = jax.lax.axis_index(axes.DATA)
-        tell = lambda which, x: jax.debug.callback(
-          functools.partial(stamps, which), s, count, x
-        )
-        tell("began", count)
-        trained = super().train(target_params, training, count)
-        tell("ended", trained.told)
-        return trained
-
-    fields = dataclasses.fields(trainer)
-    return Watched(**{field.name: getattr(trainer, field.name) for field in fields})
 
 
 def updates(samples: samples_lib.Samples) -> int:
@@ -93,7 +55,6 @@ def harvest(
   sampler: sample.Sampler,
   params,
   spot: spot_lib.Spot,
-  stamps: Stamps,
 ) -> dict:
   """Runs pairs of rollouts of the same requests, with training and without.
 
@@ -103,15 +64,13 @@ def harvest(
     sampler: whose rollouts train the drafter
     params: the policy's
     spot: the drafter's training; starts from the same state in every rollout
-    stamps: what slices say themselves, if they do
   """
   saved = spot.state
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
 
-  def rollout(turn: int, train: bool) -> tuple[sample.Scored, float]:
+  def rollout(turn: int, train: bool) -> sample.Scored:
     spot.restart(saved)
-    stamps.seconds = 0.0
-    scored = sampler(
+    return sampler(
       params,
       [problems[i % len(problems)] for i in range(turn * P, (turn + 1) * P)],
       R,
@@ -119,7 +78,6 @@ def harvest(
       first_request=turn * P * R,
       train=train,
     )
-    return scored, stamps.seconds
 
   sides = {
     "off": functools.partial(rollout, train=False),
@@ -128,7 +86,7 @@ def harvest(
   pairs = []
   for found in interleave.turns(sides, _PAIRS.value, _WARM_UP):
     pairs.append({side: timed.result for side, timed in found.items()})
-    (off, _), (trained, _) = pairs[-1]["off"], pairs[-1]["train"]
+    off, trained = pairs[-1]["off"], pairs[-1]["train"]
     print(
       f"pair {len(pairs)}: {off.rollout_s:.2f} s without, {trained.rollout_s:.2f} s with "
       f"training; idle {trained.samples.idle_s:.2f} s, harvested "
@@ -142,10 +100,10 @@ def summary(pairs: list[dict], slices: int) -> dict:
   """Prints and returns what the pairs tell.
 
   Args:
-    pairs: what was scored, and the stamped seconds, by "off" and "train"
+    pairs: what was scored, by "off" and "train"
     slices: that a rollout runs on
   """
-  scored = {side: [pair[side][0] for pair in pairs] for side in ("off", "train")}
+  scored = {side: [pair[side] for pair in pairs] for side in ("off", "train")}
   off, train = (np.array([s.rollout_s for s in scored[side]]) for side in scored)
   late = {side: [last_third(s.samples) for s in scored[side]] for side in scored}
   trained = [s.samples for s in scored["train"]]
@@ -173,9 +131,6 @@ def summary(pairs: list[dict], slices: int) -> dict:
       f"tokens per pass in the last third: {means['off']:.2f} with the drafter of the "
       f"start, {means['train']:.2f} trained meanwhile; {gain:+.2f} +- {half:.2f}"
     )
-  if _STAMPS.value and harvested:
-    stamped = sum(pair["train"][1] for pair in pairs)
-    found["stamped_over_harvested"] = float(stamped / harvested)
   return found
 
 
@@ -269,9 +224,7 @@ def main(config):
     drafter=models.drafter,
     draft_params=models.draft_params,
   )
-  spot, stamps = make(config), Stamps()
-  if _STAMPS.value:
-    spot.trainer = stamps.watch(spot.trainer)
+  spot = make(config)
   sampler = from_config.sampler(
     config,
     models.model,
@@ -281,7 +234,7 @@ def main(config):
     spot=spot,
   )
   sampler.compile(models.params)
-  found = harvest(config, problems, sampler, models.params, spot, stamps)
+  found = harvest(config, problems, sampler, models.params, spot)
   if processes.count() == 1:
     found["checkpoint"] = checkpoints(spot, models.params)
     longest = spot.trainer.longest

@@ -56,7 +56,7 @@ class Programs:
     """
     self.shapes, self.costs, self.timer = shapes, costs, timer
     self.pool = pool_lib.Pool(shapes.options.budget)
-    self._micro_batch_s = costs.micro_batch_s(row_tokens)
+    self.micro_batch_s = costs.micro_batch_s(row_tokens)
 
   def run(self, name: str, key: tuple, *args):
     """Trains on all slices, outside of a chunk, or exchanges what was trained."""
@@ -68,7 +68,7 @@ class Programs:
       raise ValueError(f"program {name!r} is not simulated: set spot.held_out_rows=0")
     training = args[1]
     filled = training.rows.order[:, 0]
-    self.timer.spend(int(training.most) * self._micro_batch_s)
+    self.timer.spend(int(training.most) * self.micro_batch_s)
     return np.where(filled > 0, training.most, 0)
 
 
@@ -194,7 +194,7 @@ class Chunks:
     slice_s, trained = busy_s, None
     if training is not None:
       mine = self._micro_batches(training, emitted)
-      slice_s = busy_s + mine * programs.costs.micro_batch_s(self._spot.row_tokens)
+      slice_s = busy_s + mine * programs.micro_batch_s
       trained = self._spot.trainer.account(mine)
     programs.timer.spend(programs.costs.host_s + float(slice_s.max()))
     return chunks_lib.Ran(emitted, None, trained, slice_s)

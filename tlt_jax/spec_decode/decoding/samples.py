@@ -52,7 +52,7 @@ class Samples:
   training: list[dict] | None = None
   training_s: float = 0.0  # that it went on after the last token
   published: bool | None = None  # whether what was trained drafts; None: not asked
-  micro_batch_s: float = 0.0  # of it, measured alone
+  micro_batch_s: float = 0.0  # of it, in slices that only train
 
   def response(self, i: int) -> np.ndarray:
     """The tokens of a response, i32[...]."""

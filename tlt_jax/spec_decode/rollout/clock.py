@@ -36,7 +36,7 @@ class Clock:
     """
     self.now = now
     self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
-    # The same of this rollout, behind that of the last one's first chunk.
+    # The same of this rollout, behind the first one of the last rollout.
     self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
@@ -95,9 +95,10 @@ class Clock:
       seconds: that decoding took
     """
     self._last = key = bucket, arm
-    for ledger in (self._step_s, self._late_s):
-      ledger.setdefault(key, []).append(seconds / max(steps, 1))
+    step_s = seconds / max(steps, 1)
+    self._step_s.setdefault(key, []).append(step_s)
     del self._step_s[key][:-_WINDOW]
+    self._late_s.setdefault(key, [step_s]).append(step_s)
     tokens_of_step = longest / max(steps, 1)
     before = self._step_tokens.get(key, tokens_of_step)
     self._step_tokens[key] = self._arm_tokens[arm] = (3 * before + tokens_of_step) / 4
