@@ -74,17 +74,18 @@ class Ran(NamedTuple):
 
 
 def limits(
-  schedule: schedule_lib.Schedule, arm: clock_lib.Arm
+  schedule: schedule_lib.Schedule, arm: clock_lib.Arm, known: bool
 ) -> tuple[chunk_lib.Limits, int]:
   """How far the next chunk goes, and the steps that this is at most.
 
   Args:
     arm: with which it decodes
+    known: whether it is to take that many in any case, see `Schedule.steps_within`
   """
   tokens = np.int32(schedule.tokens)
   if arm is None:
     return chunk_lib.Limits(tokens), schedule.tokens
-  within = lambda: schedule.steps_within(schedule.running.bucket, arm)
+  within = lambda: schedule.steps_within(schedule.running.bucket, arm, known)
   steps = schedule.decide("steps", within)
   return chunk_lib.Limits(tokens, np.int32(steps), np.int32(arm.depth)), steps
 

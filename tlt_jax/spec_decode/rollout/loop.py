@@ -125,11 +125,14 @@ class Loop:
       idle = self.schedule.done
       self.schedule.ask(self._ask(self.samples, ended, idle))
 
+  @property
+  def _harvests(self) -> bool:
+    """Whether slices may train in the bucket that runs."""
+    return self.harvest is not None and self.parts.trains(self.running.bucket)
+
   def _longer(self) -> tuple[int, float]:
     """Tokens and seconds of a longer chunk, where slices can train in it."""
-    if self.harvest and self.parts.trains(self.running.bucket):
-      return self.harvest.long_chunk()
-    return 0, 0.0
+    return self.harvest.long_chunk() if self._harvests else (0, 0.0)
 
   def _admit_and_fit(self) -> None:
     """Seats requests until no more can be, in the smallest bucket that holds them."""
@@ -157,7 +160,8 @@ class Loop:
   def _run_chunk(self, way: chunks_lib.Way) -> chunks_lib.Ran:
     """Runs the next chunk."""
     state = self.draft_state.take(way, self.batch, self.samples)
-    limits, steps = chunks_lib.limits(self.schedule, way.arm)
+    trains = self._harvests and self.harvest.ready
+    limits, steps = chunks_lib.limits(self.schedule, way.arm, known=trains)
     training = self._training(way.arm, steps)
     ran = self.parts.chunks.run(self.batch, way, state, limits, training)
     self.draft_state.give(ran.draft_state)

@@ -162,7 +162,7 @@ class Ready:
     way = self._drafting.way(arm, weights)
     samples = samples_lib.empty(batch.running.requests)
     state = drafting_lib.DraftState().take(way, batch, samples)
-    limits, _ = chunks_lib.limits(schedule, arm)
+    limits, _ = chunks_lib.limits(schedule, arm, known=False)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=0, expected=1)

@@ -162,15 +162,20 @@ class Schedule:
       wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
 
-  def steps_within(self, bucket: options_lib.Bucket, arm: clock_lib.Arm) -> int:
+  def steps_within(
+    self, bucket: options_lib.Bucket, arm: clock_lib.Arm, known: bool
+  ) -> int:
     """How many steps of a strategy the next chunk may take, within its time.
 
-    On several slices, as many as every row has room for, whatever is accepted: all that
-    decode take them then, where else the luckiest would be full first, and wait; and it is
-    known before how long those that train may take.
+    While several slices decode, as many as every row has room for, whatever is accepted:
+    all slices take them then, where else the luckiest would be full first, and wait.
+
+    Args:
+      bucket, arm: how it runs
+      known: whether it is to take that many in any case, because slices train for as long
     """
     most = self.tokens
-    if len(self.running.live) > 1:
+    if known or np.count_nonzero(self.running.live) > 1:
       most = max(self.tokens // (arm.depth + 1), 1)
     step_s = self.clock.step_s(bucket, arm)
     within = self.options.chunk_s / step_s if step_s else most
