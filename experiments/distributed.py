@@ -64,13 +64,6 @@ def define_flags() -> None:
     lower_bound=1,
     flag_values=of,
   )
-  flags.DEFINE_bool(
-    "core_per_device",
-    None,
-    "On a CPU each device computes on one core: a slice that trains takes none from one "
-    "that decodes. Default: where there are no more cores than devices.",
-    flag_values=of,
-  )
 
 
 def flag(name: str):

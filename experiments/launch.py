@@ -226,18 +226,14 @@ def start(cpu_slices: int = 2) -> None:
   """Sets up devices and logging; with --distributed, joins the job.
 
   On a machine with CPUs only, JAX shows `cpu_slices` devices, unless --cpu_devices says
-  otherwise, or one of each process of a job, with a core for each of them where there are
-  no more cores (`--core_per_device`); must therefore run before anything touches a device.
+  otherwise, or one of each process of a job; must therefore run before anything touches a
+  device.
   """
   logs.start()
   keep_freed_memory()
   usual = 1 if distributed.flag("distributed") else cpu_slices
   shown = distributed.flag("cpu_devices") or usual
   jax.config.update("jax_num_cpu_devices", shown)
-  asked = distributed.flag("core_per_device")
-  if shown >= cores() if asked is None else asked:
-    given = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{given} --xla_cpu_multi_thread_eigen=false".strip()
   # Queued ahead, programs of one CPU device can take all places in its queue while
   # another device waits for it in a collective: a deadlock, seen on two cores.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -250,13 +246,6 @@ def start(cpu_slices: int = 2) -> None:
     logs.start(processes.index())
     of = f" of {processes.count()} processes"
   logging.info("%d x %s%s", len(devices), devices[0].device_kind, of)
-
-
-def cores() -> int:
-  """The cores that this process may use."""
-  if hasattr(os, "sched_getaffinity"):  # Linux
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

@@ -176,6 +176,17 @@ def test_a_tiny_run(home, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_tiny_run_of_two_processes(home, tmp_path):
+  """Each has a slice; all that it writes comes from the first one."""
+  run = ["--processes=2", "--", "experiments.bench.run", *tiny(home, tmp_path, "")]
+  s = found(home, "launch", *run)
+  assert s["steps"] == 2 and s["updates_equal"] and s["differing_tokens"] == 0
+  assert s["sides"]["tlt"]["updates"] > 0
+  lines = metrics.read(tmp_path / "elsewhere" / "seed_0" / "metrics.jsonl")
+  assert [r["step"] for r in lines] == [0, 1, 2]
+
+
+@pytest.mark.slow
 def test_a_run_that_is_killed_trains_the_same_policy(home, tmp_path):
   """It has each step once then; and a drafter that is trained to its limit.
 

@@ -31,6 +31,15 @@ command goes on from the latest checkpoint, of policy, prompts, drafters and wha
 know; every process begins with a rollout per side that is not measured and leaves
 nothing. WORKDIR/SCENARIO gets summary.json and summary.png, over all seeds. The last line
 is the summary's JSON.
+
+Devices of one process share its threads on a CPU: a slice that decodes is faster while
+another one has nothing to do, which flatters sides that train nothing. `experiments.launch`
+gives each slice a process and a core of its own:
+
+    python -m experiments.launch --processes=2 -- experiments.bench.run ...
+
+It takes no --wide: give what `experiments.bench.widen` has made. The headroom is measured
+when the same command runs in one process afterwards.
 """
 
 from collections.abc import Mapping
@@ -60,6 +69,7 @@ from experiments.bench import targets
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
+from tlt_jax import processes
 from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
@@ -268,7 +278,8 @@ class Run:
     took = "  ".join(f"{n} {metrics[f'{n}/rollout_s']:.2f} s" for n in self.sides)
     seed, steps = self.config["seed"], self.config["steps"]
     reward = f"reward {metrics['reward/mean']:.2f}"
-    print(f"seed {seed}, step {self.step + 1}/{steps}: {took}  {reward}", flush=True)
+    if processes.is_first():
+      print(f"seed {seed}, step {self.step + 1}/{steps}: {took}  {reward}", flush=True)
 
 
 def warm_up(side: sides_lib.Side, policy, records: list[dict], first: int) -> None:
@@ -342,8 +353,13 @@ def main(config, offline):
   config, root = prepared(config), pathlib.Path(_WORKDIR.value)
   launch.start()
   if _WIDE.value:
+    if processes.count() > 1:
+      raise ValueError(
+        "--wide is made in one process: run experiments.bench.widen before, and give "
+        "--config.policy=DIR/policy --config.drafter=DIR/drafter instead"
+      )
     config = targets.wide(config, root)
-  folder, runs, gains = root / _SCENARIO.value, {}, {}
+  folder = root / _SCENARIO.value
   for seed in numbers("seeds", _SEEDS.value):
     own, of_seed = folder / f"seed_{seed}", config | {"seed": seed}
     if "seed" in config["prompts"]:
@@ -352,9 +368,18 @@ def main(config, offline):
     training, _ = from_config.complete_training(offline, of_seed, str(own / "limit"))
     if not is_done(own, of_seed):
       Run(of_seed, training, own).to_the_end()
-    measure_headroom(of_seed, training, own)
-    runs[seed] = metrics_lib.read(own / "metrics.jsonl")
-    gains[seed] = headroom.read(own / "headroom.jsonl")
+    if processes.count() == 1:
+      measure_headroom(of_seed, training, own)
+  if processes.is_first():
+    sum_up(folder, config)
+
+
+def sum_up(folder: pathlib.Path, config: dict) -> None:
+  """Writes and prints what the runs in a folder come to."""
+  runs, gains = {}, {}
+  for seed in numbers("seeds", _SEEDS.value):
+    runs[seed] = metrics_lib.read(folder / f"seed_{seed}" / "metrics.jsonl")
+    gains[seed] = headroom.read(folder / f"seed_{seed}" / "headroom.jsonl")
   found = run_summary.summarize(_SCENARIO.value, config["bench"]["sides"], runs, gains)
   (folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
   run_figure.draw(folder / "summary.png", found, runs)
@@ -363,4 +388,9 @@ def main(config, offline):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN), offline=("drafter", keys.DRAFTER))
+  launch.run(
+    main,
+    joins_jobs=True,
+    config=("tail", keys.RUN),
+    offline=("drafter", keys.DRAFTER),
+  )

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from experiments import timeline
+from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -84,7 +84,7 @@ def differences(
   a, b = expected.samples, found.samples
   near_ties = differing = 0
   if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.length, b.length)):
-    result = compare.compare(model, jax.device_get(policy), expected.requests, a, b)
+    result = compare.compare(model, processes.fetch(policy), expected.requests, a, b)
     near_ties, differing = result.near_ties, result.differing_tokens
   same = np.cumprod(a.tokens == b.tokens, axis=1) > 0
   return {

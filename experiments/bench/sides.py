@@ -18,6 +18,7 @@ import numpy as np
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
+from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.speculation import levels
@@ -163,6 +164,6 @@ class Side:
 def digest(tree: Any) -> str:
   """A hash of all arrays, to compare what sides have drawn or trained bit for bit."""
   found = hashlib.sha256()
-  for x in jax.tree.leaves(jax.device_get(tree)):
+  for x in jax.tree.leaves(processes.fetch(tree)):
     found.update(np.ascontiguousarray(x))
   return found.hexdigest()
