@@ -12,6 +12,8 @@ import optax
 import pytest
 
 from tests import tiny
+from tlt_jax import axes
+from tlt_jax import processes
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import grpo
@@ -19,6 +21,7 @@ from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as features_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.rollout import chunks
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -240,6 +243,12 @@ def test_what_slices_learn_is_exchanged_after_so_many_updates_and_at_the_end():
   state = spot.state
   np.testing.assert_array_equal(flat(spot.params), flat(state.average))
   assert np.abs(flat(state.average) - flat(state.params)).max() > 1e-4
+  assert engine.parts.clock.exchange_s > 0
+  exchanged.clear()
+  engine.parts.clock.exchange_s = 1e6  # then only the end of a rollout is worth one
+  samples = engine(tiny.on(engine.mesh), requests(seed=8), train=True)
+  assert exchanged == [samples.training_metrics()["drafter/updates"]]
+  assert ("exchange", 0) in samples.decisions and engine.parts.clock.exchange_s < 1e6
   again = make_spot(average=0.5)
   again.restore(spot.arrays(), json.loads(json.dumps(spot.data())))
   for x, y in ((spot, again), (spot.training(0).states, again.training(0).states)):
@@ -260,7 +269,7 @@ def filled_spot(sizes, **options):
 def train(spot, most):
   program = spot.trainer.make_train()
   trained = program(tiny.on(spot.trainer.mesh), spot.training(most))
-  spot.take(spot.trainer.account(trained))
+  spot.take(spot.trainer.account(trained.states, processes.gather(trained.told)))
   return spot
 
 
@@ -277,6 +286,29 @@ def test_the_mean_of_slices_counts_their_updates():
   mean = jax.tree.map(lambda x: x.mean(0), own.params)
   np.testing.assert_allclose(flat(both.params), flat(mean), atol=1e-6)
   assert int(both.state.step) == 3 and not both.updates.any()
+
+
+def test_slices_exchange_small_arrays_in_one_collective(monkeypatch):
+  """One per dtype, and one per large array; the sums are those of each array alone."""
+  mesh = tiny.mesh(data=2, model=1)
+  monkeypatch.setattr(slices, "_SMALL_BYTES", 100)
+  tree = {
+    "a": np.float32([1, 2]),
+    "large": np.arange(26, dtype=np.float32).reshape(13, 2),
+    "b": np.ones((3, 2), np.float32),
+    "count": np.int32(5),
+  }
+
+  def sums(tree):
+    factor = 1 + jax.lax.axis_index(axes.DATA)
+    mine = jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
+    return slices.combined(slices.total, mine)
+
+  whole = slices.WHOLE
+  program = jax.jit(slices.per_slice(mesh, sums, in_specs=whole, out_specs=whole))
+  expected = jax.tree.map(lambda x: 3 * x, tree)
+  jax.tree.map(np.testing.assert_array_equal, program(tree), expected)
+  assert program.lower(tree).as_text().count("all_reduce") == 3
 
 
 def test_micro_batches_of_an_update_are_summed():

@@ -81,44 +81,59 @@ def fetch(tree: Any) -> Any:
 
 
 def gather(tree: Any) -> Any:
-  """Brings arrays of one mesh to the host, whole, on every process; all at once."""
-  first = jax.tree.leaves(tree)[0]
-  if count() > 1:
-    tree = _whole(first.sharding.mesh)(tree)
-  return jax.device_get(tree)
+  """Brings arrays [n ...] to the host, whole, on every process, in one all-gather.
+
+  Args:
+    tree: of arrays that all are split by rows over the same axis of a mesh
+  """
+  if count() == 1:
+    return jax.device_get(tree)
+  leaves, structure = jax.tree.flatten(tree)
+  packed = np.asarray(_pack(leaves[0].sharding)(leaves))
+  ends = np.cumsum([x.nbytes // len(packed) for x in leaves])
+  parts = map(np.ascontiguousarray, np.split(packed, ends[:-1], axis=1))
+  whole = [
+    part.view(x.dtype).reshape(x.shape) for part, x in zip(parts, leaves, strict=True)
+  ]
+  return jax.tree.unflatten(structure, whole)
 
 
 @functools.cache
-def _whole(mesh: jax.sharding.Mesh) -> Callable:
-  """The program that puts arrays on every device of a mesh, whole."""
-  return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
+def _pack(sharding: NamedSharding) -> Callable:
+  """The program that puts the bytes of arrays on every device, u8[parts bytes]."""
+  parts = sharding.mesh.shape[sharding.spec[0]]
+
+  def pack(leaves):
+    as_bytes = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in leaves)
+    return jnp.concatenate([x.reshape(parts, -1) for x in as_bytes], axis=1)
+
+  return jax.jit(pack, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def total(values: np.ndarray) -> np.ndarray:
-  """The sum of f32 values over the processes, on each: one all-reduce.
+  """The sum of f32 values over the processes, on each: one all-gather.
 
-  Zeros of all processes but one hand out what that one has, exactly.
+  Zeros of all processes but one hand out what that one has, exactly. (An all-reduce takes
+  ten times as long between processes on CPUs, 4 ms.)
   """
   values = np.asarray(values, np.float32)
   if count() == 1:
     return values
-  sharding, add = _adder()
   width = 1 << max(values.size - 1, 0).bit_length()  # of few sizes: each is a program
+  sharding = _over_all()
   devices = sharding.mesh.devices.flat
   mine = next(i for i, d in enumerate(devices) if d.process_index == index())
   rows = np.zeros((len(devices), width), np.float32)
   rows[mine, : values.size] = values.ravel()
   placed = jax.make_array_from_callback(rows.shape, sharding, lambda part: rows[part])
-  return np.asarray(add(placed))[: values.size].reshape(values.shape)
+  return gather(placed).sum(0)[: values.size].reshape(values.shape)
 
 
 @functools.cache
-def _adder():
-  """The sharding of rows [devices n], and the program that adds these up on all devices."""
+def _over_all() -> NamedSharding:
+  """How rows [devices n] lie on all devices, one each."""
   mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
-  over = NamedSharding(mesh, PartitionSpec("all"))
-  whole = NamedSharding(mesh, PartitionSpec())
-  return over, jax.jit(lambda x: jnp.sum(x, 0), out_shardings=whole)
+  return NamedSharding(mesh, PartitionSpec("all"))
 
 
 def of_first(value: float) -> float:

@@ -69,17 +69,17 @@ class Programs:
     training = args[1]
     filled = training.rows.order[:, 0]
     self.timer.spend(int(training.most) * self.micro_batch_s)
-    return np.where(filled > 0, training.most, 0)
+    return trainer_lib.Trained(None, np.where(filled > 0, training.most, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer(trainer_lib.Trainer):
   """Has neither loss nor optimizer: what it trains is counted."""
 
-  def account(self, trained: np.ndarray) -> trainer_lib.Account:
-    """The account of micro-batches i32[slices]."""
-    updates = trained // self.per_update
-    return trainer_lib.Account(None, updates * self.per_update, updates, 0, {})
+  def account(self, states, told: np.ndarray) -> trainer_lib.Account:
+    """The account of micro-batches i32[slices]; there are no states."""
+    updates = told // self.per_update
+    return trainer_lib.Account(states, updates * self.per_update, updates, 0, {})
 
 
 class Spot(spot_lib.Spot):
@@ -195,7 +195,7 @@ class Chunks:
     if training is not None:
       mine = self._micro_batches(training, emitted)
       slice_s = busy_s + mine * programs.micro_batch_s
-      trained = self._spot.trainer.account(mine)
+      trained = self._spot.trainer.account(None, mine)
     programs.timer.spend(programs.costs.host_s + float(slice_s.max()))
     return chunks_lib.Ran(emitted, None, trained, slice_s)
 

@@ -176,5 +176,8 @@ class Chunks:
     done = program()
     batch.slots = done.slots
     told = processes.tell(slices.ready_s(done.emitted.steps, began))
-    trained = done.training and self._trainer.account(done.training)
-    return Ran(processes.gather(done.emitted), done.draft_state, trained, *told)
+    emitted, of_training = processes.gather(
+      (done.emitted, done.training and done.training.told)
+    )
+    trained = done.training and self._trainer.account(done.training.states, of_training)
+    return Ran(emitted, done.draft_state, trained, *told)

@@ -41,6 +41,7 @@ class Clock:
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
     self.micro_batch_s = 0.0  # of a micro-batch, while others decode; 0: not known yet
+    self.exchange_s = 0.0  # of an exchange of drafters, the last one
     self._micro_batches_s: list[float] = []  # the same, in late chunks
     self.begin_rollout()
 
@@ -65,6 +66,10 @@ class Clock:
 
   def training_took(self, micro_batches: int, seconds: float) -> float:
     """The seconds of so many micro-batches that decisions go by; see `chunk_took`."""
+    return seconds
+
+  def exchange_took(self, seconds: float) -> float:
+    """The seconds of an exchange that decisions go by; see `chunk_took`."""
     return seconds
 
   def rollout_took(self, seconds: float) -> float:

@@ -6,6 +6,7 @@ alike. The device's side, and what outlives a rollout, is `spot`.
 
 import functools
 
+import jax
 import numpy as np
 
 from tlt_jax import processes
@@ -17,6 +18,8 @@ from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+_EXCHANGING = 0.01  # share of the time that slices which decode wait for exchanges
 
 
 class Harvest:
@@ -39,6 +42,7 @@ class Harvest:
     self.spot, self.batch, self.samples = spot, batch, samples
     self.schedule, self.clock, self.decide = schedule, schedule.clock, schedule.decide
     self._programs = batch.programs
+    self._exchanged_s = 0.0  # seconds of chunks before the last exchange
     samples.training = []
     spot.buffer.begin_rollout()
 
@@ -132,8 +136,14 @@ class Harvest:
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, 1)
       done += options.micro_batches_per_update
-      self.exchange()
-    self.exchange(least=1)
+      if self._learnt(options.updates_per_exchange):
+        self._exchange()
+    if self._learnt(1):
+      since = self.clock.now()
+      self._exchange()
+      jax.block_until_ready(spot.params)
+      took = processes.of_first(self.clock.now() - since)
+      self.clock.exchange_s = self.clock.exchange_took(took)
     if options.held_out_rows and self.samples.training:
       drafting = spot.state.drafting
       args = params, spot.params, drafting, spot.rows()
@@ -143,21 +153,39 @@ class Harvest:
     self.samples.training_s = self.clock.now() - began
     self.samples.micro_batch_s = self.clock.micro_batch_s
 
-  def exchange(self, least: int | None = None) -> None:
-    """Lets slices exchange what they have learnt, if they have made updates enough.
+  def exchange_if_due(self) -> None:
+    """Lets slices exchange what they have learnt, if that is enough and takes little.
 
-    Args:
-      least: updates, of all slices; None: as the options say
+    Those that decode wait for it: it takes no more than a small share of the time since
+    the last one.
     """
-    least = least or self.spot.options.updates_per_exchange
-    if self.spot.updates.sum() >= least:
-      self.spot.exchange(functools.partial(self._programs.run, "exchange", ()))
+    if not self._learnt(self.spot.options.updates_per_exchange):
+      return
+    seconds = self.clock.seconds
+    due = lambda: self.clock.exchange_s <= _EXCHANGING * (seconds - self._exchanged_s)
+    if self.decide("exchange", due):
+      self._exchange()
+      self._exchanged_s = seconds
+
+  def abandon(self) -> None:
+    """Ends a rollout that is cut short; the drafter keeps what it has learnt."""
+    if self._learnt(1):
+      self._exchange()
+
+  def _learnt(self, least: int) -> bool:
+    """Whether slices have made so many updates, all together, since the last exchange."""
+    return self.spot.updates.sum() >= least
+
+  def _exchange(self) -> None:
+    """Lets slices exchange what they have learnt."""
+    self.spot.exchange(functools.partial(self._programs.run, "exchange", ()))
 
   def _train(self, params, updates: int) -> None:
     """Trains on all slices."""
     training = self.spot.training(updates * self.spot.options.micro_batches_per_update)
     trained = self._programs.run("train", (), params, training)
-    self._take(self.spot.trainer.account(trained))
+    told = processes.gather(trained.told)
+    self._take(self.spot.trainer.account(trained.states, told))
 
   def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)

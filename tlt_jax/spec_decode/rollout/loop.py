@@ -151,7 +151,7 @@ class Loop:
     """How the next chunk decodes."""
     bucket, live = self.running.bucket, int(max(self.running.live))
     if self.harvest:
-      self.harvest.exchange()
+      self.harvest.exchange_if_due()
     arm = self.parts.drafting.choose(self.schedule)
     self.gains.append(self.parts.drafting.gain(arm, live, bucket))
     weights = self.parts.weights(self.params, self.draft_params)
@@ -240,7 +240,7 @@ class Loop:
     self.draft_state.reset()
     self.batch.drop()
     if self.harvest:
-      self.harvest.exchange(least=1)
+      self.harvest.abandon()
     raise processes.Stopped
 
   def _finish(self) -> None:

@@ -59,7 +59,7 @@ class Options:
   min_micro_batches: ranges.Count = 6
   # micro-batches whose gradients a slice sums up for an optimizer update
   micro_batches_per_update: ranges.Count = 1
-  # updates, of all slices, after which these exchange what they have learnt
+  # least updates, of all slices, after which these exchange what they have learnt
   updates_per_exchange: ranges.Count = 16
   # decay, per update, of the average of the drafter's weights, which drafts; 0: the last
   # weights do

@@ -20,7 +20,6 @@ import optax
 from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
-from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
@@ -153,14 +152,13 @@ class Trainer:
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
     return ["tried", "updates", *sorted(names)]
 
-  def account(self, trained: Trained) -> Account:
-    """The account of what was trained."""
-    told = processes.gather(trained.told)
+  def account(self, states: state_lib.State, told: np.ndarray) -> Account:
+    """The account of what was trained; `told` is that of `Trained`, on the host."""
     tried, updates = told[:, :2].T.astype(np.int32)
     count, skipped = int(updates.sum()), int((tried - updates).sum())
     sums = zip(self._told[2:], told[:, 2:].sum(0).tolist(), strict=True)
     metrics = {name: x / count for name, x in sums} if count else {}
-    return Account(trained.states, tried * self.per_update, updates, skipped, metrics)
+    return Account(states, tried * self.per_update, updates, skipped, metrics)
 
   def make_train(self) -> Callable:
     """(target params, Training) -> Trained: all slices train, each its own drafter."""
@@ -185,12 +183,12 @@ class Trainer:
     def exchange(states, updates):
       share = updates[0] / jnp.maximum(slices.total(updates[0]), 1)
 
-      def mean(x):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-          return jax.lax.pmax(x[0], axes.DATA)
-        return slices.total((share * x[0]).astype(x.dtype))
-
-      state = jax.tree.map(mean, states)
+      is_count = lambda x: jnp.issubdtype(x.dtype, jnp.integer)
+      part = lambda x: x[0] if is_count(x) else (share * x[0]).astype(x.dtype)
+      over_slices = lambda x: (
+        jax.lax.pmax(x, axes.DATA) if is_count(x) else slices.total(x)
+      )
+      state = slices.combined(over_slices, jax.tree.map(part, states))
       return jax.tree.map(lambda x: slices.varying(x)[None], state), state.drafting
 
     mapped = slices.per_slice(self.mesh, exchange, (ROWS, ROWS), (ROWS, WHOLE))
@@ -250,7 +248,7 @@ class Trainer:
     def first(states):
       is_first = jax.lax.axis_index(axes.DATA) == 0
       mine = lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0]))
-      return jax.tree.map(lambda x: slices.total(mine(x)), states)
+      return slices.combined(slices.total, jax.tree.map(mine, states))
 
     mapped = slices.per_slice(self.mesh, first, in_specs=(ROWS,), out_specs=WHOLE)
     return jax.jit(mapped, out_shardings=slices.shardings(self._abstract))
