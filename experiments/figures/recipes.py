@@ -80,8 +80,8 @@ def commands(runs: str, full: bool) -> dict[str, str]:
         f"--steps={size(3, 10)} --warm_up=1"
       )
   for name, slices in (
-    ("7b", size("8,16,32,64,128", "8,16,32,64,128,256,512")),
-    ("32b", size("2,4,8,16,32", "2,4,8,16,32,64,128")),
+    ("7b", "8,16,32,64,128,256,512"),
+    ("32b", "2,4,8,16,32,64,128"),
   ):
     found[f"scale_{name}"] = (
       f"experiments.simulate --scenario=qwen2_5_{name} --slices={slices} "

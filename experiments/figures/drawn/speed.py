@@ -199,7 +199,7 @@ def scale(found: Mapping) -> figure.Figure:
         )
     layout.counts(ax, list(rows))
     layout.one(ax)
-    ax.set(xlabel="H100s (8 a node)", ylabel="speed-up over plain", ylim=(0, 3.4))
+    ax.set(xlabel="H100s (8 a node)", ylabel="speed-up over plain", ylim=(0, 4.2))
     band = dict(color=layout.PAPER, ha="right", va="bottom")
     ax.text(list(rows)[-1], least + 0.02, "paper, whole steps", **band)
   panels[1].legend(loc="lower right", ncols=2)
