@@ -12,6 +12,7 @@ import functools
 import time
 
 import jax
+from jax import flatten_util
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
@@ -118,18 +119,16 @@ def combined(reduce: Callable[[jax.Array], jax.Array], tree):
   """
   leaves, structure = jax.tree.flatten(tree)
   split = jax.sharding.get_abstract_mesh().shape[axes.MODEL] > 1
-  groups = collections.defaultdict(list)  # dtype, or place of one that goes alone -> places
+  together = collections.defaultdict(list)  # dtype -> places of small leaves
   for i, x in enumerate(leaves):
-    groups[i if split or x.nbytes > _SMALL_BYTES else x.dtype].append(i)
-  for places in groups.values():
-    if len(places) == 1:
-      leaves[places[0]] = reduce(leaves[places[0]])
-      continue
-    parts = [leaves[i] for i in places]
-    ends = np.cumsum([x.size for x in parts])
-    found = jnp.split(reduce(jnp.concatenate([x.reshape(-1) for x in parts])), ends[:-1])
-    for i, x, part in zip(places, found, parts, strict=True):
-      leaves[i] = x.reshape(part.shape)
+    if split or x.nbytes > _SMALL_BYTES:
+      leaves[i] = reduce(x)
+    else:
+      together[x.dtype].append(i)
+  for places in together.values():
+    vector, restore = flatten_util.ravel_pytree([leaves[i] for i in places])
+    for i, x in zip(places, restore(reduce(vector)), strict=True):
+      leaves[i] = x
   return jax.tree.unflatten(structure, leaves)
 
 

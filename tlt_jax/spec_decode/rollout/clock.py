@@ -68,10 +68,6 @@ class Clock:
     """The seconds of so many micro-batches that decisions go by; see `chunk_took`."""
     return seconds
 
-  def exchange_took(self, seconds: float) -> float:
-    """The seconds of an exchange that decisions go by; see `chunk_took`."""
-    return seconds
-
   def rollout_took(self, seconds: float) -> float:
     """The seconds of a rollout that decisions go by; see `chunk_took`."""
     return seconds
@@ -177,6 +173,10 @@ class Clock:
     late.append(micro_batch_s)
     del late[:-_TRAINED]
     self.micro_batch_s = float(np.median(late))
+
+  def exchanged(self, seconds: float) -> None:
+    """Books the seconds that an exchange of drafters took."""
+    self.exchange_s = seconds
 
 
 class Decisions:

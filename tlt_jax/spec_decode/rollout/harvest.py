@@ -142,8 +142,7 @@ class Harvest:
       since = self.clock.now()
       self._exchange()
       jax.block_until_ready(spot.params)
-      took = processes.of_first(self.clock.now() - since)
-      self.clock.exchange_s = self.clock.exchange_took(took)
+      self.clock.exchanged(processes.of_first(self.clock.now() - since))
     if options.held_out_rows and self.samples.training:
       drafting = spot.state.drafting
       args = params, spot.params, drafting, spot.rows()

@@ -99,8 +99,8 @@ class Clock(clock_lib.Clock):
   def trained(self, micro_batch_s: float) -> None:
     """Learns nothing."""
 
-  def exchange_took(self, seconds: float) -> float:
-    return 0.0
+  def exchanged(self, seconds: float) -> None:
+    """Learns nothing."""
 
   def rollout_took(self, seconds: float) -> float:
     return self.seconds
