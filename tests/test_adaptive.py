@@ -35,10 +35,11 @@ class World:
     self.seconds = self.tokens = 0.0
     self.by_live = {}  # live: [tokens of a request, seconds]
     self.clock = clock_lib.Clock()
+    self.bucket = BUCKET
 
   def step_s(self, arm):
     """Seconds of a step, as far as they are known."""
-    return self.clock.step_s(BUCKET, arm)
+    return self.clock.step_s(self.bucket, arm)
 
   def rate(self, arm, live):
     """Tokens per second of a request."""
@@ -55,10 +56,10 @@ class World:
     tokens = sum(accepted)
     step_s = self.cost(arm, live) * self.dice.lognormvariate(0, self.noise)
     book = dict(steps=STEPS, tokens=tokens, longest=STEPS, seconds=STEPS * step_s)
-    self.clock.book(BUCKET, arm, **book)
+    self.clock.book(self.bucket, arm, **book)
     seen = selector_lib.Observation(
       live=live,
-      bucket=BUCKET,
+      bucket=self.bucket,
       strategy=arm,
       steps=STEPS,
       tokens=tokens,
@@ -104,6 +105,28 @@ def test_speculation_goes_off_and_on_again_with_acceptance():
   assert [world.run(selector, 4) for _ in range(60)][-1] is None
   world.stands = 0.9
   assert [world.run(selector, 4) for _ in range(1500)].count(LONG) > 300
+
+
+def test_slow_steps_of_a_while_do_not_end_speculation_in_a_bucket():
+  """As where another program takes a core; it is tried again although others speculate."""
+  slow = 1.0
+  world = World(0.9, lambda arm, live: cost(arm, 1) * (slow if arm else 1.0))
+  selector = predictive(world)
+  other = options_lib.Bucket(4, 128)
+  for arm in selector.arms(4):
+    world.clock.measured(other, arm, world.cost(arm, 4))
+
+  def chunks(count, bucket):
+    world.bucket = bucket
+    return [world.run(selector, 4) for _ in range(count)]
+
+  chunks(20, other)
+  assert chunks(20, BUCKET)[-1] == LONG
+  slow = 6.0
+  assert chunks(40, BUCKET)[-1] is None
+  slow = 1.0
+  later = [arm for _ in range(10) for b in (other, BUCKET) for arm in chunks(10, b)]
+  assert later[-20:].count(LONG) >= 18
 
 
 def test_what_one_live_batch_teaches_serves_another():

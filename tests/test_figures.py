@@ -110,13 +110,9 @@ def test_a_drafter_is_watched_as_it_trains(home, drafting):
 
 
 @pytest.mark.slow
-def test_simulated_rollouts_stand_beside_measured_ones(home, drafting, tmp_path):
-  """Of every side, by a table of step times."""
-  times = {name: {"32": 1.0} for name in ("off", "2_1_3", "3_1_4", "8_1_9")}
-  table = {"steps": {"1": {"step_ms": times}}}
-  path = tmp_path / "table.out"
-  path.write_text(json.dumps(table) + "\n")
-  args = (f"--table={path}", "--steps=2", "--warm_up=1", "--config.rollout.chunk=16")
+def test_simulated_rollouts_stand_beside_measured_ones(home, drafting):
+  """Of every side, by steps that are timed between."""
+  args = ("--steps=2", "--warm_up=1", "--config.rollout.chunk=16")
   found = commands.found(home, "figures.simulated", *drafting, *args)
   assert set(found["sides"]) == {"plain", "frozen", "3_1_4", "8_1_9"}
   assert found["sides"]["plain"]["passes"][0] == found["sides"]["plain"]["passes"][1]

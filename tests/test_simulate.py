@@ -214,6 +214,9 @@ class MadeUp(costs_lib.Costs):
   def prefill_s(self, tokens):
     return 0.0
 
+  def fill_s(self, bucket, longest):
+    return 0.0
+
   def micro_batch_s(self, tokens):
     return 0.01
 
@@ -260,14 +263,31 @@ def test_a_pass_reads_its_weights_and_caches():
 
 
 def test_measured_costs_are_read_from_the_benchmark():
-  """Plain steps, those of a strategy, and what was not measured."""
+  """Plain steps, those of a strategy, what was not measured, and filling caches."""
   times = {"off": {"160": 1.0, "640": 2.0}, "3_1_4": {"320": 4.0}}
-  costs = costs_lib.Measured({"steps": {"1": {"step_ms": times}}})
+  costs = costs_lib.Measured({"steps": {"1": {"step_ms": times, "fill_ms": {"320": 8.0}}}})
   bucket = rollout.grid([1], [320])[0]
   assert costs.step_s(bucket, None, 0) == pytest.approx(1e-3 * 2**0.5)
   assert costs.step_s(bucket, CHAIN, 0) == pytest.approx(4e-3)
+  assert costs.fill_s(bucket, 160) == pytest.approx(4e-3)  # half full
   with pytest.raises(ValueError, match="5_1_6 were not measured"):
     costs.step_s(bucket, strategy_lib.Strategy(5, 1, 6), 0)
+
+
+def test_a_drafter_fills_its_caches_only_when_slots_have_changed():
+  """Before the first chunk, and whenever a request has left a bucket or come."""
+  filled = []
+
+  class Costs(MadeUp):
+    def fill_s(self, bucket, longest):
+      filled.append((bucket.batch, longest))
+      return 1.0
+
+  how = dict(selector=selector.always(CHAIN), acceptance=acceptance_lib.Rates([0.7]))
+  without, with_ = (simulate(1, [80, 5], 2, c, **how) for c in (MadeUp(), Costs()))
+  assert filled[0] == (2, 5) and len(filled) == len({c.batch for c in with_.chunks})
+  seconds = [samples.chunks[-1].end_s for samples in (without, with_)]
+  assert seconds[1] - seconds[0] == pytest.approx(len(filled))
 
 
 def test_acceptance_is_drawn_at_its_rate_and_grows_with_it():

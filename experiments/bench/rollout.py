@@ -65,6 +65,7 @@ _REQUESTS = flags.DEFINE_integer("requests", 128, "In a length trace.", lower_bo
 
 WITH_DRAFTER = ("3_1_4", "5_1_6", "8_1_9", "4_2_8")
 WITHOUT = ("ngram_3", "ngram_5")
+_FILL = "fill"  # of a drafter's caches, beside the strategies in the table of steps
 _COUNTED = ("total_tokens", "differing_tokens", "near_ties")
 
 
@@ -228,23 +229,27 @@ def speculation(config: dict, models: from_config.Models) -> dict:
 def steps(config: dict, models: from_config.Models) -> dict:
   """Prints the table of step times; returns its part of the last line.
 
-  Of plain steps, and of a strategy's where --strategies names some.
+  Of plain steps, and of a strategy's where --strategies names some; with a drafter among
+  them, also the time that filling its caches takes.
   """
   lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
   # A program's call costs as much as several steps of a small model: as many share it here
   # as in a rollout.
   chunk = config["rollout"]["chunk"]
   arms = {"off": None} | {name: strategy_lib.parse(name) for name in _STRATEGIES.value}
+  drafter = [arm for arm in arms.values() if arm and arm.source == strategy_lib.MODEL]
 
-  def step(name: str, batch: int, length: int):
+  def side(name: str, batch: int, length: int):
     sizes = dict(max_length=length, max_prompt=length, slots=batch, chunk=chunk)
-    arm = arms[name]
+    arm = drafter[0] if name == _FILL else arms[name]
     engine = make_engine(models, rollout.Options(**sizes), arm)
     draft_params = None if arm is None else models.draft_params
-    return lambda _: engine.time_step(models.params, (batch, length), draft_params, arm)
+    time = engine.time_switch if name == _FILL else engine.time_step
+    return lambda _: time(models.params, (batch, length), draft_params, arm)
 
-  cells = itertools.product(arms, batches, lengths)
-  measured = interleave.turns({cell: step(*cell) for cell in cells}, _REPEATS.value)
+  names = [*arms, *([_FILL] if drafter else [])]
+  cells = itertools.product(names, batches, lengths)
+  measured = interleave.turns({cell: side(*cell) for cell in cells}, _REPEATS.value)
   seconds = interleave.results(list(measured))
   slices = models.mesh.shape[axes.DATA]
   tables.show(
@@ -253,7 +258,7 @@ def steps(config: dict, models: from_config.Models) -> dict:
     [
       [str(b), name, *(tables.spread(seconds[name, b, length], 1e3) for length in lengths)]
       for b in batches
-      for name in arms
+      for name in names
     ],
   )
   median = {cell: float(np.median(s)) for cell, s in seconds.items()}
@@ -264,6 +269,7 @@ def steps(config: dict, models: from_config.Models) -> dict:
         "step_ms": {name: of(name, b) for name in arms},
         "tokens_per_s": b * slices / median["off", b, lengths[0]],
       }
+      | ({"fill_ms": of(_FILL, b)} if drafter else {})
       for b in batches
     }
   }

@@ -1,6 +1,7 @@
 """What makes the data of each figure: its commands, and what is kept of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+import itertools
 from typing import NamedTuple
 
 from experiments.figures import kept
@@ -68,17 +69,12 @@ def commands(runs: str, full: bool) -> dict[str, str]:
       f"--config.loss.steps={unrolled} --config.responses.prompts={size(16, 256)} "
       "--config.checkpoint.every=20"
     )
-  for slices in SLICES:
-    found[f"table_{slices}"] = (
-      f"{rollout} --slices={slices} --only=steps --repeats=3 "
-      "--lengths=256,512,1056 --strategies=3_1_4,8_1_9"
+  for slices, slots in itertools.product(SLICES, SLOTS):
+    job = "" if slices == 1 else f"experiments.launch --processes={slices} -- "
+    found[f"simulated_{slices}_{slots}"] = (
+      f"{job}experiments.figures.simulated {_TAIL}:{slots} "
+      f"--config.batch.prompts={2 * slices} --steps={size(10, 20)} --warm_up=1"
     )
-    for slots in SLOTS:
-      found[f"simulated_{slices}_{slots}"] = (
-        f"experiments.figures.simulated {_TAIL}:{slots} --slices={slices} "
-        f"--config.batch.prompts={2 * slices} --table={runs}/table_{slices}.out "
-        f"--steps={size(3, 10)} --warm_up=1"
-      )
   for name, slices in (
     ("7b", "8,16,32,64,128,256,512"),
     ("32b", "2,4,8,16,32,64,128"),
@@ -153,11 +149,11 @@ RECIPES: dict[str, Recipe] = {
   ),
   "simulated": Recipe(
     (
-      *(f"table_{slices}" for slices in SLICES),
       *(f"simulated_{slices}_{slots}" for slices in SLICES for slots in SLOTS),
       "counted",
     ),
     kept.simulated,
-    _SMALL.format("configs/tail.py"),
+    "small policy (1.5M parameters), configs/tail.py; one CPU device with two cores, or two"
+    " processes with a core each; float32",
   ),
 }

@@ -1,17 +1,19 @@
 """Compares simulated rollouts with measured ones, on this machine.
 
-    python -m experiments.bench.rollout --config=experiments/configs/tail.py \\
-      --only=steps --lengths=256,512,1056 --strategies=3_1_4,8_1_9 | tail -1 > T
-    python -m experiments.figures.simulated --config=experiments/configs/tail.py:8 --table=T
+    python -m experiments.figures.simulated --config=experiments/configs/tail.py:8
+    python -m experiments.launch --processes=2 -- experiments.figures.simulated ...
 
-Real rollouts of each side, in turn; then the simulator is given their lengths, the step
-times of the table, and what was accepted. What the host takes between two chunks is
-taken from the plain rollouts: nothing else is. The last line is JSON.
+Real rollouts of each side, in turn; between them the steps of their programs are timed,
+with all slots live, and the filling of the drafter's caches. Then the simulator is given
+the lengths of the responses, these times, and what was accepted. What the host takes
+between two chunks is taken from the plain rollouts: nothing else is. The last line is JSON.
+
+Several slices should be processes with a core each, as in the second command: on a CPU a
+device of one process that has nothing to do lends its core to the others.
 """
 
 from collections.abc import Sequence
 import json
-import pathlib
 
 from absl import flags
 import numpy as np
@@ -23,20 +25,24 @@ from experiments import sizes
 from experiments import tables
 from experiments.bench import interleave
 from experiments.bench import sides as sides_lib
+from tlt_jax import axes
+from tlt_jax import processes
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-_TABLE = flags.DEFINE_string("table", None, "Last line of bench.rollout.", required=True)
 _STEPS = flags.DEFINE_integer("steps", 10, "Rollouts of each side.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 1, "Rollouts before, unmeasured.", lower_bound=1)
-_SLICES = flags.DEFINE_integer("slices", 2, "Devices on a CPU.", lower_bound=1)
+_SLICES = flags.DEFINE_integer("slices", 1, "Devices on a CPU.", lower_bound=1)
 
-SIDES = ("plain", "frozen", "3_1_4", "8_1_9")
-DEEPEST = "8_1_9"  # tells what is accepted at every position
+FIXED = "3_1_4", "8_1_9"
+SIDES = ("plain", "frozen", *FIXED)
+DEEPEST = FIXED[-1]  # tells what is accepted at every position
 
 
 def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampler]:
@@ -55,10 +61,15 @@ def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampl
 
 def measure(
   config: dict, models: from_config.Models, repeats: int, warm_up: int
-) -> dict[str, list[sample.Scored]]:
-  """Rolls out the same prompts on every side: side -> what each turn gave."""
+) -> tuple[dict[str, list[sample.Scored]], dict]:
+  """Rolls out the same prompts on every side, and times steps between.
+
+  Returns:
+    side -> what each turn gave; and the times, as `costs.Measured` takes them
+  """
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   records = from_config.prompts(config, config["prompts"] | {"size": 1000})
+  made = samplers(config, models)
 
   def call(side: str, sampler: sample.Sampler):
     return lambda turn: sampler(
@@ -70,8 +81,42 @@ def measure(
       draft_params=None if side == "plain" else models.draft_params,
     )
 
-  calls = {side: call(side, made) for side, made in samplers(config, models).items()}
-  return interleave.results(list(interleave.turns(calls, repeats, warm_up)))
+  calls = {side: call(side, sampler) for side, sampler in made.items()}
+  calls["times"] = lambda _: times(made, models)
+  found = interleave.results(list(interleave.turns(calls, repeats, warm_up)))
+  return found, table(found.pop("times"))
+
+
+def times(
+  made: dict[str, sample.Sampler], models: from_config.Models
+) -> dict[tuple[str, options_lib.Bucket], float]:
+  """Seconds of a step of each strategy in each bucket, and of a "fill"."""
+  engines, found = {}, {}
+  for side in ("plain", *FIXED, "frozen"):
+    engine = made[side].rollout
+    for arm in engine.selector.strategies if engine.selector else (None,):
+      engines.setdefault(arm, engine)
+  for arm, engine in engines.items():
+    draft_params = None if arm is None else models.draft_params
+    for bucket in engine.options.buckets:
+      for _ in range(2):  # the first time is slower
+        took = engine.time_step(models.params, bucket, draft_params, arm)
+      found[strategy_lib.name(arm), bucket] = took
+      if str(arm) == DEEPEST:
+        fill_s = engine.time_switch(models.params, bucket, draft_params, arm)
+        found["fill", bucket] = fill_s
+  return found
+
+
+def table(measured: Sequence[dict]) -> dict:
+  """The medians of `times`, as `experiments.bench.rollout` prints them."""
+  steps: dict[str, dict] = {}
+  for name, bucket in measured[0]:
+    ms = 1e3 * float(np.median([times[name, bucket] for times in measured]))
+    row = steps.setdefault(str(bucket.batch), {"step_ms": {}, "fill_ms": {}})
+    of = row["fill_ms"] if name == "fill" else row["step_ms"].setdefault(name, {})
+    of[str(bucket.length)] = ms
+  return {"steps": steps}
 
 
 def outside_s(samples: samples_lib.Samples) -> float:
@@ -114,19 +159,22 @@ def summary(seconds: Sequence[float], again: Sequence[samples_lib.Samples], real
 
 
 def compare(
-  config: dict, model, slices: int, found: dict[str, list[sample.Scored]]
+  config: dict,
+  models: from_config.Models,
+  found: dict[str, list[sample.Scored]],
+  steps: dict,
 ) -> dict:
-  """Simulates what was measured; returns both."""
+  """Simulates what was measured, with the times of `table`; returns both."""
   accepted = sum(s.samples.accepted for s in found[DEEPEST])
   rates = acceptance_lib.conditional((accepted[1:] / accepted[0]).tolist())
   plain = [s.samples for s in found["plain"]]
   host_s = float(np.median([outside_s(s) / len(s.chunks) for s in plain]))
-  table = json.loads(pathlib.Path(_TABLE.value).read_text().splitlines()[-1])
-  machine = simulated_lib.Machine(slices, costs_lib.Measured(table, host_s=host_s))
+  slices = models.mesh.shape[axes.DATA]
+  machine = simulated_lib.Machine(slices, costs_lib.Measured(steps, host_s=host_s))
   sides = {}
   for side, scored in found.items():
     stands = acceptance_lib.Rates(rates)
-    again = [simulate(config, model, side, s, machine, stands) for s in scored]
+    again = [simulate(config, models.model, side, s, machine, stands) for s in scored]
     real = [s.samples for s in scored]
     sides[side] = summary([s.chunks[-1].end_s for s in real], again, real)
   return {"host_s": host_s, "rates": rates, "sides": sides}
@@ -136,10 +184,13 @@ def main(config):
   launch.start(_SLICES.value)
   config = from_config.complete(config)
   models = from_config.load_models(config)
-  found = measure(config, models, _STEPS.value, _WARM_UP.value)
-  result = compare(config, models.model, _SLICES.value, found)
+  found, steps = measure(config, models, _STEPS.value, _WARM_UP.value)
+  slices = models.mesh.shape[axes.DATA]
+  result = processes.on_first(lambda: compare(config, models, found, steps))
+  if not processes.is_first():
+    return
   tables.show(
-    f"Seconds of a rollout, {_SLICES.value} slices",
+    f"Seconds of a rollout, {slices} slices",
     ["side", "measured", "simulated", "deviation"],
     [
       [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"]
@@ -147,9 +198,14 @@ def main(config):
       for side, r in result["sides"].items()
     ],
   )
-  case = {"slices": _SLICES.value, "slots": config["rollout"]["slots"]}
-  print(json.dumps(case | {"turns": _STEPS.value} | result))
+  case = {
+    "slices": slices,
+    "processes": processes.count(),
+    "slots": config["rollout"]["slots"],
+    "turns": _STEPS.value,
+  }
+  print(json.dumps(case | result))
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN))
+  launch.run(main, joins_jobs=True, config=("tail", keys.RUN))

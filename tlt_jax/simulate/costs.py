@@ -31,6 +31,14 @@ class Costs(Protocol):
   def prefill_s(self, tokens: int) -> float:
     """Seconds of computing so many tokens of prompts."""
 
+  def fill_s(self, bucket: options_lib.Bucket, longest: int) -> float:
+    """Seconds of filling a drafter's caches, which slots that have changed lack.
+
+    Args:
+      bucket: of the slots
+      longest: tokens of the longest request in them; shorter ones take as long
+    """
+
   def micro_batch_s(self, tokens: int) -> float:
     """Seconds of training on a row of so many tokens, an update included."""
 
@@ -120,6 +128,12 @@ class Roofline:
   def prefill_s(self, tokens) -> float:
     return self.pass_s(tokens, tokens) if tokens else 0.0
 
+  def fill_s(self, bucket, longest) -> float:
+    m, tokens = self.model, bucket.batch * longest
+    read = self.drafter.features * m.width * self.weight_bytes * tokens
+    weights = self._fused + 2 * m.num_kv_heads * m.head_dim * m.width  # keys and values
+    return self._products_s(weights, tokens) + read / self.tensor / self._bandwidth
+
   def micro_batch_s(self, tokens) -> float:
     own = 3 * self.drafter.unrolled * self.draft_weights  # forward, and twice backward
     judged = self.model.vocab_size * self.model.width  # by the target's own head
@@ -143,9 +157,12 @@ class Roofline:
   @property
   def draft_weights(self) -> int:
     """Numbers of the drafter that a pass reads."""
-    d = self.drafter
-    fused = (d.features + 1) * self.model.width**2
-    return self._layer + fused + d.vocab_size * self.model.width
+    return self._layer + self._fused + self.drafter.vocab_size * self.model.width
+
+  @property
+  def _fused(self) -> int:
+    """Weights that make one input of the target's features and a token's embedding."""
+    return (self.drafter.features + 1) * self.model.width**2
 
   @property
   def _state(self) -> float:
@@ -189,9 +206,10 @@ class Roofline:
 class Measured:
   """Seconds from what `experiments.bench.rollout --only=steps` prints.
 
-  Steps by strategy ("off": plain), live batch and cache length. Between what was measured:
-  linear in the logarithms; beyond it: like the nearest, so measure the largest buckets.
-  What lies in the caches does not count: steps are measured where they are nearly full.
+  Steps by strategy ("off": plain), live batch and cache length, and what it takes to fill
+  a drafter's caches. Between what was measured: linear in the logarithms; beyond it: like
+  the nearest, so measure the largest buckets. What lies in the caches does not count for
+  steps: they are measured where these are nearly full.
   """
 
   table: Mapping  # the last line of the benchmark
@@ -209,18 +227,18 @@ class Measured:
   def step_s(self, bucket, arm, seen) -> float:
     del seen
     arm = "off" if arm is None else str(arm)
-    rows = {int(b): row["step_ms"] for b, row in self.table["steps"].items()}
-    by_batch = {
-      b: _between({int(n): ms for n, ms in row[arm].items()}, bucket.length)
-      for b, row in rows.items()
-      if arm in row
-    }
-    if not by_batch:
+    by_batch = {b: row["step_ms"].get(arm) for b, row in self.table["steps"].items()}
+    found = _of_bucket(by_batch, bucket)
+    if found is None:
       raise ValueError(
         f"steps of {arm} were not measured: give --strategies={arm} to "
         "experiments.bench.rollout --only=steps"
       )
-    return _between(by_batch, bucket.batch) / 1e3
+    return found / 1e3
+
+  def fill_s(self, bucket, longest) -> float:
+    by_batch = {b: row.get("fill_ms") for b, row in self.table["steps"].items()}
+    return (_of_bucket(by_batch, bucket) or 0.0) / 1e3 * longest / bucket.length
 
   def prefill_s(self, tokens) -> float:
     return tokens * self.prefill_token
@@ -232,6 +250,18 @@ class Measured:
   def exchange_s(self, slices) -> float:
     del slices
     return self.exchange
+
+
+def _of_bucket(
+  by_batch: Mapping[str, Mapping[str, float] | None], bucket: options_lib.Bucket
+) -> float | None:
+  """The value at a bucket of those by live batch and cache length; None: there is none."""
+  known = {
+    int(b): _between({int(n): x for n, x in by_length.items()}, bucket.length)
+    for b, by_length in by_batch.items()
+    if by_length
+  }
+  return _between(known, bucket.batch) if known else None
 
 
 def _between(known: Mapping[int, float], x: float) -> float:

@@ -14,7 +14,11 @@ from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation.sources import model as model_lib
 from tlt_jax.spec_decode.spot import fused
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
@@ -140,6 +144,25 @@ class Batch(batch_lib.Batch):
 
   def store(self, rows, pieces, count) -> None:
     """Nothing is there to be copied."""
+
+
+class Drafter(model_lib.Model):
+  """A drafter without weights, whose caches are filled for slots that have changed."""
+
+  def __init__(self, programs: Programs):
+    """Drafts nothing; spends the time of `programs`."""
+    self._programs = programs
+
+  def prepare(self, key, weights, slots, running) -> None:
+    bucket = options_lib.Bucket(*key[:2])
+    known = [len(r.tokens) for row in running for r in row if r is not None]
+    self._programs.timer.spend(self._programs.costs.fill_s(bucket, max(known)))
+
+
+def make_source(name: str, programs: Programs) -> source_lib.Source:
+  """A source of drafts that makes none; only that of a drafter takes time."""
+  is_drafter = name == strategy_lib.MODEL
+  return Drafter(programs) if is_drafter else source_lib.Source(None)
 
 
 class Chunks:

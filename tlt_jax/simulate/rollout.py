@@ -22,7 +22,6 @@ from tlt_jax.spec_decode.rollout import parts as parts_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import ready as ready_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 
@@ -116,7 +115,7 @@ def simulate(
   row_tokens = trains.row_tokens if trains else 1
   programs = devices.Programs(shapes, machine.costs, timer, row_tokens)
   chunks = devices.Chunks(programs, acceptance, lengths, trains)
-  sources = {s.source: source_lib.Source(None) for s in strategies}
+  sources = {s.source: devices.make_source(s.source, programs) for s in strategies}
   drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock(timer.now))
   parts = Parts(programs, chunks, drafting, trains)
   Ready(parts).measure(parts.weights(None, None), 1, options)

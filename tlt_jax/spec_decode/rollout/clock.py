@@ -18,6 +18,7 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 Arm = strategy_lib.Strategy | None  # None: plain decoding
 
 _WINDOW = 16  # chunks that are remembered of each bucket and strategy
+_OLD = 4 * _WINDOW  # chunks in a bucket, after which they are no longer believed
 _LATE = 3  # of them, which say how long the next chunk decodes
 _FILLED = 0.95  # share of that time which idle slices train
 _TRAINED = 5  # chunks in which a slice only trained, which say what micro-batches take
@@ -36,6 +37,9 @@ class Clock:
     """
     self.now = now
     self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
+    self._measured: dict[tuple[options_lib.Bucket, Arm], float] = {}  # on their own
+    self._chunks: dict[options_lib.Bucket, int] = {}  # that ran in each
+    self._ran: dict[tuple[options_lib.Bucket, Arm], int] = {}  # the number of the last one
     # The same of this rollout, behind the first one of the last rollout.
     self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
@@ -75,6 +79,7 @@ class Clock:
   def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
     """Books a step that was timed on its own, instead of what was known."""
     self._step_s[bucket, arm] = [seconds]
+    self._measured[bucket, arm] = seconds
 
   def book(
     self,
@@ -97,6 +102,9 @@ class Clock:
     """
     self._last = key = bucket, arm
     step_s = seconds / max(steps, 1)
+    if self._is_old(key):
+      self._step_s[key] = []
+    self._chunks[bucket] = self._ran[key] = self._chunks.get(bucket, 0) + 1
     self._step_s.setdefault(key, []).append(step_s)
     del self._step_s[key][:-_WINDOW]
     self._late_s.setdefault(key, [step_s]).append(step_s)
@@ -107,9 +115,20 @@ class Clock:
     self.tokens += tokens
 
   def step_s(self, bucket: options_lib.Bucket, arm: Arm) -> float:
-    """Seconds of a step, the median of late; 0 if unknown."""
+    """Seconds of a step, the median of late; 0 if unknown.
+
+    Of an arm that has not run for long, those that were timed on their own: when it ran
+    last, the machine may have been slower.
+    """
     times = self._step_s.get((bucket, arm))
+    if self._is_old((bucket, arm)):
+      return self._measured.get((bucket, arm), times[-1])
     return float(np.median(times)) if times else 0.0
+
+  def _is_old(self, key: tuple[options_lib.Bucket, Arm]) -> bool:
+    """Whether many chunks of the bucket have run since one of that arm."""
+    now = self._chunks.get(key[0], 0)
+    return now - self._ran.get(key, now) > _OLD
 
   def decoding_s(self, bucket: options_lib.Bucket, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.
