@@ -1,7 +1,6 @@
 """The notebooks of the paper's figures: they run, and the index and commands are right."""
 
 import importlib.util
-import json
 import pathlib
 import re
 
