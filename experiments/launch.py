@@ -151,6 +151,8 @@ def config_flag(
     if none in rest and type(None) in typing.get_args(declared.type):
       rest = [arg for arg in rest if arg != none]
       value = None
+    if declared.type == tuple[str, ...] and key in overrides:
+      rest = _names_quoted(rest, f"{name}.{key}")
     if value is None:
       _put(config, key, config_dict.placeholder(kind))
     elif type(value) is int and kind is float:
@@ -185,6 +187,19 @@ def _split(argv: Sequence[str], name: str) -> tuple[str, dict[str, str], list[st
       path = value if equals else "".join(args[:1])
       args = args if equals else args[1:]
   return path, overrides, rest
+
+
+def _names_quoted(args: Sequence[str], flag: str) -> list[str]:
+  """The command line with a flag's names a,b as ("a","b"); else 3_1_4 is a number."""
+  found = list(args)
+  for i, arg in enumerate(args):
+    before, equals, value = arg.partition("=")
+    if before.lstrip("-") != flag or not before.startswith("-"):
+      continue
+    value = value if equals else "".join(args[i + 1 : i + 2])
+    if value and value[0] not in "([\"'":
+      found[i : i + (1 if equals else 2)] = [f"--{flag}={tuple(value.split(','))!r}"]
+  return found
 
 
 def _put(config: dict, key: str, value) -> None:

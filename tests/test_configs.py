@@ -249,6 +249,25 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
   assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
 
 
+@pytest.mark.parametrize(
+  ("given", "read"),
+  [
+    (["=3_1_4"], ("3_1_4",)),
+    (["=3_1_4,5_1_6"], ("3_1_4", "5_1_6")),
+    (["", "3_1_4"], ("3_1_4",)),
+    (["=('3_1_4',)"], ("3_1_4",)),
+  ],
+)
+def test_names_on_the_command_line_are_no_numbers(given, read):
+  """To Python 3_1_4 is 314."""
+  key = "config.evaluation.strategies"
+  argv = ["command", f"--config={FOLDER / 'drafter.py'}", f"--{key}{given[0]}", *given[1:]]
+  _, told = launch.config_flag("config", "", keys.DRAFTER, argv)
+  flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
+  flag, _, text = told.partition("=")
+  assert flag == f"--{key}" and ast.literal_eval(text) == read
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
