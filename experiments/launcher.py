@@ -171,7 +171,9 @@ def _free_port() -> int:
 
 
 def _shares(count: int) -> list[list[int]]:
-  """The cores of each process; none where there are fewer cores than processes."""
+  """The cores of each process; none where there are too few, or none can be chosen."""
+  if not hasattr(os, "sched_getaffinity"):  # macOS
+    return [[] for _ in range(count)]
   cores = sorted(os.sched_getaffinity(0))
   each = len(cores) // count
   return [cores[i * each : (i + 1) * each] for i in range(count)]

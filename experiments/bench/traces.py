@@ -25,6 +25,12 @@ def draw(name: str, count: int) -> np.ndarray:
   return np.minimum(drawn, 512).astype(np.int32)
 
 
+def log_normal(count: int, most: int, seed: int) -> np.ndarray:
+  """Response lengths i32[count], log-normal: median a sixth of `most`, sigma 1."""
+  drawn = np.random.default_rng(seed).lognormal(np.log(most / 6), 1.0, count)
+  return np.clip(drawn, 1, most).astype(np.int32)
+
+
 def measure(
   lengths: np.ndarray, config: dict, models: from_config.Models, repeats: int
 ) -> tuple[dict, compare.Comparison]:

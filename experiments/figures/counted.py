@@ -16,12 +16,12 @@ import dataclasses
 import json
 
 from absl import flags
-import numpy as np
 
 from experiments import from_config
 from experiments import keys
 from experiments import launch
 from experiments import sizes
+from experiments.bench import traces
 from tlt_jax import axes
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
@@ -93,8 +93,7 @@ def main(config):
   records = list(from_config.prompts(config, config["prompts"] | {"size": P}))
 
   most = config["sampling"]["max_tokens"]
-  drawn = np.random.default_rng(config["seed"]).lognormal(np.log(most / 6), 1, P * R)
-  lengths = np.clip(drawn, 1, most).astype(np.int32)
+  lengths = traces.log_normal(P * R, most, config["seed"])
 
   def run(made: sample.Sampler, chain: bool) -> sample.Scored:
     draft = models.draft_params if chain else None

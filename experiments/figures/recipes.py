@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
+import re
 from typing import NamedTuple
 
 from experiments.figures import kept
@@ -15,7 +16,12 @@ _SHORT = (
   "--config.sampling.max_tokens=96 --config.rollout.chunk=16 "
   "'--config.rollout.buckets=((4,64),(4,128),(2,128))'"
 )
-SLICES, SLOTS = (1, 2), (4, 8, 16, 32)  # that simulations are compared on
+# Slices and configs that simulations are compared on.
+SIMULATED = (
+  *itertools.product((1, 2), [f"tail.py:{slots}" for slots in (4, 8, 16, 32)]),
+  *((slices, "tail.py:16 --trace") for slices in (1, 2)),
+  (1, "countdown.py"),
+)
 TRAINED = {"eagle2": ("eagle2", 1), "hass": ("eagle2", 3), "eagle3": ("eagle3", 3)}
 
 
@@ -69,10 +75,10 @@ def commands(runs: str, full: bool) -> dict[str, str]:
       f"--config.loss.steps={unrolled} --config.responses.prompts={size(16, 256)} "
       "--config.checkpoint.every=20"
     )
-  for slices, slots in itertools.product(SLICES, SLOTS):
+  for slices, config in SIMULATED:
     job = "" if slices == 1 else f"experiments.launch --processes={slices} -- "
-    found[f"simulated_{slices}_{slots}"] = (
-      f"{job}experiments.figures.simulated {_TAIL}:{slots} "
+    found[_simulated(slices, config)] = (
+      f"{job}experiments.figures.simulated --config=experiments/configs/{config} "
       f"--config.batch.prompts={2 * slices} --steps={size(10, 20)} --warm_up=1"
     )
   for name, slices in (
@@ -90,6 +96,11 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     else command
     for name, command in found.items()
   }
+
+
+def _simulated(slices: int, config: str) -> str:
+  """The name of the command that compares simulation and measurement there."""
+  return f"simulated_{slices}_" + re.sub(r"\W+", "_", config)
 
 
 class Recipe(NamedTuple):
@@ -149,11 +160,11 @@ RECIPES: dict[str, Recipe] = {
   ),
   "simulated": Recipe(
     (
-      *(f"simulated_{slices}_{slots}" for slices in SLICES for slots in SLOTS),
+      *(_simulated(*case) for case in SIMULATED),
       "counted",
     ),
     kept.simulated,
-    "small policy (1.5M parameters), configs/tail.py; one CPU device with two cores, or two"
-    " processes with a core each; float32",
+    "small policy (1.5M parameters), configs/tail.py; default: configs/countdown.py, 8.8M;"
+    " one CPU device with two cores, or two processes with a core each; float32",
   ),
 }

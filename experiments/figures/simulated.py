@@ -14,6 +14,7 @@ device of one process that has nothing to do lends its core to the others.
 
 from collections.abc import Sequence
 import json
+import pathlib
 
 from absl import flags
 import numpy as np
@@ -25,6 +26,7 @@ from experiments import sizes
 from experiments import tables
 from experiments.bench import interleave
 from experiments.bench import sides as sides_lib
+from experiments.bench import traces
 from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.rl import sample
@@ -33,16 +35,21 @@ from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _STEPS = flags.DEFINE_integer("steps", 10, "Rollouts of each side.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", 1, "Rollouts before, unmeasured.", lower_bound=1)
+_TRACE = flags.DEFINE_bool(
+  "trace", False, "Lengths of responses are drawn, log-normal, and not the policy's own."
+)
 _SLICES = flags.DEFINE_integer("slices", 1, "Devices on a CPU.", lower_bound=1)
 
 FIXED = "3_1_4", "8_1_9"
 SIDES = ("plain", "frozen", *FIXED)
 DEEPEST = FIXED[-1]  # tells what is accepted at every position
+_TIMED = 2  # turns, after one of which steps are timed
 
 
 def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampler]:
@@ -61,15 +68,19 @@ def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampl
 
 def measure(
   config: dict, models: from_config.Models, repeats: int, warm_up: int
-) -> tuple[dict[str, list[sample.Scored]], dict]:
+) -> tuple[dict[str, list[sample.Scored]], costs_lib.Measured]:
   """Rolls out the same prompts on every side, and times steps between.
 
   Returns:
-    side -> what each turn gave; and the times, as `costs.Measured` takes them
+    side -> what each turn gave; and the costs
   """
   P, R = config["batch"]["prompts"], config["batch"]["responses"]
   records = from_config.prompts(config, config["prompts"] | {"size": 1000})
   made = samplers(config, models)
+
+  def lengths(turn: int) -> np.ndarray | None:
+    most = config["sampling"]["max_tokens"]
+    return traces.log_normal(P * R, most, turn) if _TRACE.value else None
 
   def call(side: str, sampler: sample.Sampler):
     return lambda turn: sampler(
@@ -79,12 +90,15 @@ def measure(
       seed=config["seed"],
       first_request=turn * P * R,
       draft_params=None if side == "plain" else models.draft_params,
+      lengths=lengths(turn),
     )
 
-  calls = {side: call(side, sampler) for side, sampler in made.items()}
-  calls["times"] = lambda _: times(made, models)
+  plain = Plain(made["plain"])
+  calls = {side: call(side, sampler) for side, sampler in (made | {"plain": plain}).items()}
+  calls["times"] = lambda turn: {} if turn % _TIMED else times(made, models)
   found = interleave.results(list(interleave.turns(calls, repeats, warm_up)))
-  return found, table(found.pop("times"))
+  steps, host_s = table(found.pop("times")), float(np.median(plain.host_s))
+  return found, costs_lib.Measured(steps, host_s=host_s)
 
 
 def times(
@@ -110,7 +124,7 @@ def times(
 
 def table(measured: Sequence[dict]) -> dict:
   """The medians of `times`, as `experiments.bench.rollout` prints them."""
-  steps: dict[str, dict] = {}
+  measured, steps = list(filter(None, measured)), {}
   for name, bucket in measured[0]:
     ms = 1e3 * float(np.median([times[name, bucket] for times in measured]))
     row = steps.setdefault(str(bucket.batch), {"step_ms": {}, "fill_ms": {}})
@@ -119,10 +133,28 @@ def table(measured: Sequence[dict]) -> dict:
   return {"steps": steps}
 
 
-def outside_s(samples: samples_lib.Samples) -> float:
-  """Seconds of a rollout that no chunk takes."""
-  chunks = sum(c.end_s - c.start_s for c in samples.chunks)
-  return samples.chunks[-1].end_s - chunks
+class Plain:
+  """Plain rollouts, and what the host takes between their chunks."""
+
+  def __init__(self, sampler: sample.Sampler):
+    """Watches the sampler's chunks from now on."""
+    self.host_s: list[float] = []  # per chunk, of each rollout
+    self._sampler, self._chunks_s = sampler, 0.0
+    chunks = sampler.rollout.parts.chunks
+    self._run, chunks.run = chunks.run, self._watched
+
+  def __call__(self, *args, **options) -> sample.Scored:
+    """Rolls out."""
+    self._chunks_s = 0.0
+    scored = self._sampler(*args, **options)
+    ran = scored.samples.chunks
+    self.host_s.append((ran[-1].end_s - self._chunks_s) / len(ran))
+    return scored
+
+  def _watched(self, *args) -> chunks_lib.Ran:
+    ran = self._run(*args)
+    self._chunks_s += ran.seconds
+    return ran
 
 
 def simulate(
@@ -162,35 +194,33 @@ def compare(
   config: dict,
   models: from_config.Models,
   found: dict[str, list[sample.Scored]],
-  steps: dict,
+  costs: costs_lib.Measured,
 ) -> dict:
-  """Simulates what was measured, with the times of `table`; returns both."""
+  """Simulates what was measured, at these costs; returns both."""
   accepted = sum(s.samples.accepted for s in found[DEEPEST])
   rates = acceptance_lib.conditional((accepted[1:] / accepted[0]).tolist())
-  plain = [s.samples for s in found["plain"]]
-  host_s = float(np.median([outside_s(s) / len(s.chunks) for s in plain]))
   slices = models.mesh.shape[axes.DATA]
-  machine = simulated_lib.Machine(slices, costs_lib.Measured(steps, host_s=host_s))
+  machine = simulated_lib.Machine(slices, costs)
   sides = {}
   for side, scored in found.items():
     stands = acceptance_lib.Rates(rates)
     again = [simulate(config, models.model, side, s, machine, stands) for s in scored]
     real = [s.samples for s in scored]
     sides[side] = summary([s.chunks[-1].end_s for s in real], again, real)
-  return {"host_s": host_s, "rates": rates, "sides": sides}
+  return {"host_s": costs.host_s, "rates": rates, "sides": sides}
 
 
 def main(config):
   launch.start(_SLICES.value)
   config = from_config.complete(config)
   models = from_config.load_models(config)
-  found, steps = measure(config, models, _STEPS.value, _WARM_UP.value)
+  found, costs = measure(config, models, _STEPS.value, _WARM_UP.value)
   slices = models.mesh.shape[axes.DATA]
-  result = processes.on_first(lambda: compare(config, models, found, steps))
+  result = processes.on_first(lambda: compare(config, models, found, costs))
   if not processes.is_first():
     return
   tables.show(
-    f"Seconds of a rollout, {slices} slices",
+    f"Seconds of a rollout, slices: {slices}",
     ["side", "measured", "simulated", "deviation"],
     [
       [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"]
@@ -202,6 +232,8 @@ def main(config):
     "slices": slices,
     "processes": processes.count(),
     "slots": config["rollout"]["slots"],
+    "policy": pathlib.Path(config["policy"]).name,
+    "trace": _TRACE.value,
     "turns": _STEPS.value,
   }
   print(json.dumps(case | result))

@@ -75,6 +75,8 @@ def beside(found: Mapping) -> str:
     deviations = [r["simulated_s"] / r["measured_s"] - 1 for r in of]
     slices = "1 slice" if case["slices"] == 1 else f"{case['slices']} slices"
     name = f"{slices}, {case['slots']} responses each"
+    name += ", trace" if case["trace"] else ""
+    name += ", default" if case["policy"] == "countdown_9m" else ""
     order = "{} of {}".format(*in_order(case))
     rows.append([name, *(f"{d:+.0%}" for d in deviations), order])
     each += deviations
