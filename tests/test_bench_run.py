@@ -115,6 +115,7 @@ def test_a_scenario_sets_keys_of_any_config(name, file):
   assert own["spot"]["warm_up_s"] == config["spot"]["warm_up_s"]
   assert own["optimizer"].get("total") in (None, own["steps"])
   assert levels.parse(own["strategies"])
+  assert "ngram_3" in own["strategies"] or name != "cold"
   declarations.fill_in(keys.RUN, own, {})
   declarations.check(keys.RUN, own)
   rate = config["optimizer"]["learning_rate"] * (3 if name == "drift" else 1)

@@ -244,8 +244,8 @@ def steps(config: dict, models: from_config.Models) -> dict:
     arm = drafter[0] if name == _FILL else arms[name]
     engine = make_engine(models, rollout.Options(**sizes), arm)
     draft_params = None if arm is None else models.draft_params
-    time = engine.time_switch if name == _FILL else engine.time_step
-    return lambda _: time(models.params, (batch, length), draft_params, arm)
+    timed = engine.time_switch if name == _FILL else engine.time_step
+    return lambda _: timed(models.params, (batch, length), draft_params, arm)
 
   names = [*arms, *([_FILL] if drafter else [])]
   cells = itertools.product(names, batches, lengths)

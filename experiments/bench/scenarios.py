@@ -6,9 +6,10 @@
 | `elsewhere` | of other problems, or another policy; to be named | all four sides |
 | `drift` | the config's, a good one; the policy moves far from it | all four sides |
 
-What the command line says of a key goes before what a scenario says. In `cold` a new
-drafter guesses every token; for a large vocabulary name an untrained one of fewer tokens,
-as `train_drafter --config.steps=0 --config.drafter.vocab_size=4096` writes it.
+What the command line says of a key goes before what a scenario says. In `cold` n-grams
+are among TLT's strategies: they draft while they are worth more than the new drafter. That
+guesses every token; for a large vocabulary name an untrained one of fewer tokens, as
+`train_drafter --config.steps=0 --config.drafter.vocab_size=4096` writes it.
 
 A drafter from elsewhere, for the small policy: one that has seen problems with three
 numbers only, for a run on problems with four.
@@ -32,6 +33,8 @@ from typing import Any
 
 from tlt_jax import named
 from tlt_jax.models import drafters
+from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +47,20 @@ class Scenario:
 
 
 def _cold(config: Mapping) -> dict[str, Any]:
-  """A new drafter learns fast, and for some seconds after each of the first rollouts."""
+  """A new drafter learns fast, and for some seconds after each of the first rollouts.
+
+  Until it is worth more than n-grams, these draft.
+  """
+  ngrams = strategy.parse("ngram_3")
+  known = levels.parse(config["strategies"])
+  known = [
+    level._replace(arms=tuple(dict.fromkeys((*level.arms, ngrams)))) for level in known
+  ]
   kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
   return {
     "steps": 100,
     "drafter": kind,
+    "strategies": levels.write(known),
     "spot.warm_up_s": 3.0,
     "spot.warm_up_rollouts": 20,
     "spot.optimizer.learning_rate": 2e-3,
