@@ -207,7 +207,7 @@ class MadeUp(costs_lib.Costs):
 
   host_s = 0.0
 
-  def step_s(self, bucket, arm, seen):
+  def step_s(self, bucket, arm, seen, alone=False):
     full = seen / bucket.batch / bucket.length
     return (0.002 + 0.01 * full) * (1 if arm is None else 2)
 
@@ -288,6 +288,15 @@ def test_a_drafter_fills_its_caches_only_when_slots_have_changed():
   assert filled[0] == (2, 5) and len(filled) == len({c.batch for c in with_.chunks})
   seconds = [samples.chunks[-1].end_s for samples in (without, with_)]
   assert seconds[1] - seconds[0] == pytest.approx(len(filled))
+
+
+def test_a_slice_that_decodes_alone_has_steps_of_its_own():
+  """From the moment on that the others have nothing left."""
+  times = {"step_ms": {"off": {"96": 2.0}}, "alone_ms": {"off": {"96": 1.0}}}
+  costs = costs_lib.Measured({"steps": {"1": times}})
+  both, one = (simulate(2, lengths, 2, costs) for lengths in ([80, 80], [80, 20]))
+  assert both.chunks[-1].end_s == pytest.approx(80 * 2e-3)
+  assert one.chunks[-1].end_s == pytest.approx(20 * 2e-3 + 60 * 1e-3)
 
 
 def test_acceptance_is_drawn_at_its_rate_and_grows_with_it():

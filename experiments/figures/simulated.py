@@ -103,9 +103,12 @@ def measure(
 
 def times(
   made: dict[str, sample.Sampler], models: from_config.Models
-) -> dict[tuple[str, options_lib.Bucket], float]:
-  """Seconds of a step of each strategy in each bucket, and of a "fill"."""
-  engines, found = {}, {}
+) -> dict[tuple[str, str, options_lib.Bucket], float]:
+  """Seconds of a step of each strategy in each bucket, and of a "fill".
+
+  Where there are several slices, also of steps "alone": while no other slice decodes.
+  """
+  several, engines, found = models.mesh.shape[axes.DATA] > 1, {}, {}
   for side in ("plain", *FIXED, "frozen"):
     engine = made[side].rollout
     for arm in engine.selector.strategies if engine.selector else (None,):
@@ -113,23 +116,24 @@ def times(
   for arm, engine in engines.items():
     draft_params = None if arm is None else models.draft_params
     for bucket in engine.options.buckets:
+      name, args = strategy_lib.name(arm), (models.params, bucket, draft_params, arm)
       for _ in range(2):  # the first time is slower
-        took = engine.time_step(models.params, bucket, draft_params, arm)
-      found[strategy_lib.name(arm), bucket] = took
+        found["step", name, bucket] = engine.time_step(*args)
+      if several:
+        found["alone", name, bucket] = engine.time_step(*args, slices=1)
       if str(arm) == DEEPEST:
-        fill_s = engine.time_switch(models.params, bucket, draft_params, arm)
-        found["fill", bucket] = fill_s
+        found["fill", "", bucket] = engine.time_switch(*args)
   return found
 
 
 def table(measured: Sequence[dict]) -> dict:
   """The medians of `times`, as `experiments.bench.rollout` prints them."""
   measured, steps = list(filter(None, measured)), {}
-  for name, bucket in measured[0]:
-    ms = 1e3 * float(np.median([times[name, bucket] for times in measured]))
-    row = steps.setdefault(str(bucket.batch), {"step_ms": {}, "fill_ms": {}})
-    of = row["fill_ms"] if name == "fill" else row["step_ms"].setdefault(name, {})
-    of[str(bucket.length)] = ms
+  for key in measured[0]:
+    what, name, bucket = key
+    of = steps.setdefault(str(bucket.batch), {}).setdefault(f"{what}_ms", {})
+    of = of.setdefault(name, {}) if name else of
+    of[str(bucket.length)] = 1e3 * float(np.median([times[key] for times in measured]))
   return {"steps": steps}
 
 
@@ -207,7 +211,7 @@ def compare(
     again = [simulate(config, models.model, side, s, machine, stands) for s in scored]
     real = [s.samples for s in scored]
     sides[side] = summary([s.chunks[-1].end_s for s in real], again, real)
-  return {"host_s": costs.host_s, "rates": rates, "sides": sides}
+  return {"host_s": costs.host_s, "rates": rates, "sides": sides} | costs.table
 
 
 def main(config):

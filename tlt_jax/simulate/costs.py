@@ -19,13 +19,16 @@ class Costs(Protocol):
 
   host_s: float  # between two chunks
 
-  def step_s(self, bucket: options_lib.Bucket, arm: Arm, seen: float) -> float:
+  def step_s(
+    self, bucket: options_lib.Bucket, arm: Arm, seen: float, alone: bool = False
+  ) -> float:
     """Seconds of a step.
 
     Args:
       bucket: of the program
       arm: how it decodes
       seen: tokens in the caches of a slice's live requests
+      alone: whether no other slice decodes at the same time; CPU devices share memory
     """
 
   def prefill_s(self, tokens: int) -> float:
@@ -94,7 +97,8 @@ class Roofline:
   step_kernels: ranges.Count = 10  # outside of the layers: drawing, bookkeeping
   host_s: ranges.NotNegative = 5e-3
 
-  def step_s(self, bucket, arm, seen) -> float:
+  def step_s(self, bucket, arm, seen, alone=False) -> float:
+    del alone
     if arm is None:
       return self.pass_s(bucket.batch, seen)
     verified = self.pass_s(bucket.batch * arm.verify, seen, per_row=arm.verify)
@@ -206,10 +210,11 @@ class Roofline:
 class Measured:
   """Seconds from what `experiments.bench.rollout --only=steps` prints.
 
-  Steps by strategy ("off": plain), live batch and cache length, and what it takes to fill
-  a drafter's caches. Between what was measured: linear in the logarithms; beyond it: like
-  the nearest, so measure the largest buckets. What lies in the caches does not count for
-  steps: they are measured where these are nearly full.
+  Steps by strategy ("off": plain), live batch and cache length; the same of a slice that
+  decodes alone, if that was measured; and what it takes to fill a drafter's caches.
+  Between what was measured: linear in the logarithms; beyond it: like the nearest, so
+  measure the largest buckets. What lies in the caches does not count for steps: they are
+  measured where these are nearly full.
   """
 
   table: Mapping  # the last line of the benchmark
@@ -224,10 +229,11 @@ class Measured:
         "no step times: give the last line of experiments.bench.rollout --only=steps"
       )
 
-  def step_s(self, bucket, arm, seen) -> float:
+  def step_s(self, bucket, arm, seen, alone=False) -> float:
     del seen
-    arm = "off" if arm is None else str(arm)
-    by_batch = {b: row["step_ms"].get(arm) for b, row in self.table["steps"].items()}
+    arm, rows = "off" if arm is None else str(arm), self.table["steps"].items()
+    of = lambda row: row.get("alone_ms", row["step_ms"]) if alone else row["step_ms"]
+    by_batch = {b: of(row).get(arm) for b, row in rows}
     found = _of_bucket(by_batch, bucket)
     if found is None:
       raise ValueError(

@@ -4,6 +4,7 @@ Who sits where, and what is decided, stays with the objects of `spec_decode.roll
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -203,8 +204,13 @@ class Chunks:
       start = np.where(owner < 0, 0, running.drawn[owner])
       count, steps, accepted = self._speculate(owner, left, start, way.arm, limits)
     mean_seen = (seen + count / 2).sum(1)  # while the chunk runs
-    step_s = [programs.costs.step_s(running.bucket, way.arm, s) for s in mean_seen]
-    busy_s = steps * np.array(step_s)
+    step_s = functools.partial(programs.costs.step_s, running.bucket, way.arm)
+    busy_s = steps * np.array([step_s(s) for s in mean_seen])
+    last = int(np.argmax(steps))
+    beside = np.delete(steps, last).max(initial=0)  # steps until it decodes alone
+    if alone := steps[last] - beside:
+      busy_s[last] = beside * step_s(mean_seen[last])
+      busy_s[last] += alone * step_s(mean_seen[last], alone=True)
     emitted = slots_lib.Emitted(
       tokens=np.broadcast_to(np.int32(0), (owner.size, max(int(count.max()), 1))),
       logp=None,

@@ -62,7 +62,7 @@ class Parts(parts_lib.Parts):
 class Ready(ready_lib.Ready):
   """Measures steps by asking what they cost."""
 
-  def time_step(self, weights, bucket, arm, stops) -> float:
+  def time_step(self, weights, bucket, arm, stops, slices=None) -> float:
     seen = bucket.batch * bucket.length  # caches are as full as they get
     return self._programs.costs.step_s(bucket, arm, seen)
 

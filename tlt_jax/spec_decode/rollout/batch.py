@@ -126,14 +126,18 @@ class Batch:
       row[at], known[at] = a.row, self.running.position[a.request]
     return places
 
-  def seat_all(self, tokens: int) -> None:
+  def seat_all(self, tokens: int, slices: int | None = None) -> None:
     """Seats requests 0, 1, ... in all slots, without their prompts: for timing.
 
     Args:
       tokens: that each may draw next
+      slices: the first ones, whose slots are meant; None: all
     """
-    owner = self.running.owner
-    self.running.owner = np.arange(owner.size, dtype=np.int32).reshape(owner.shape)
+    shape = self.running.owner.shape
+    owner = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    if slices is not None:
+      owner[slices:] = -1
+    self.running.owner = owner
     self.slots = self._seated(self.slots.kv, self._paged(self.slots.features, tokens))
 
   def _prefill(self, params, prefills: list[schedule_lib.Prefill]) -> None:

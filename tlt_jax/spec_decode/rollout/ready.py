@@ -148,6 +148,7 @@ class Ready:
     bucket: options_lib.Bucket,
     arm: clock_lib.Arm,
     stops: int,
+    slices: int | None = None,
   ) -> float:
     """Seconds of a step, over a chunk with all slots of a bucket live, none ending.
 
@@ -157,8 +158,9 @@ class Ready:
       weights: of target and drafter
       arm: how the chunk decodes
       stops: stop tokens per request
+      slices: how many decode, while the others have nothing to do; None: all
     """
-    batch, schedule = self._full(bucket, stops)
+    batch, schedule = self._full(bucket, stops, slices)
     way = self._drafting.way(arm, weights)
     samples = samples_lib.empty(batch.running.requests)
     state = drafting_lib.DraftState().take(way, batch, samples)
@@ -192,8 +194,8 @@ class Ready:
     jax.block_until_ready(prepare())
     return time.perf_counter() - began
 
-  def _full(self, bucket, stops: int):
-    """A batch with all slots of a bucket live, and its schedule.
+  def _full(self, bucket, stops: int, slices: int | None = None):
+    """A batch with all slots of a bucket live, on all slices or some; and its schedule.
 
     As full as a chunk leaves room for; and as there are pages, where KV lies in some.
     """
@@ -209,7 +211,7 @@ class Ready:
     schedule = _schedule(options, batch.running)
     batch.running.drawn[:] = full - options.chunk
     batch.fit(bucket, schedule.tokens)
-    batch.seat_all(schedule.tokens)
+    batch.seat_all(schedule.tokens, slices)
     return batch, schedule
 
 

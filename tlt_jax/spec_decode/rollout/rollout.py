@@ -107,6 +107,7 @@ class Rollout:
     draft_params=None,
     strategy: strategy_lib.Strategy | None = None,
     stop_tokens: int = 1,
+    slices: int | None = None,
   ) -> float:
     """Seconds of a step with all slots of a bucket live; see `Ready.time_step`.
 
@@ -115,9 +116,10 @@ class Rollout:
       bucket: slots per slice, and tokens of the cache
       strategy: None: plain decoding
       stop_tokens: per request
+      slices: how many decode, while the others have nothing to do; None: all
     """
     weights, bucket = self.parts.weights(params, draft_params), options_lib.Bucket(*bucket)
-    return self._ready.time_step(weights, bucket, strategy, stop_tokens)
+    return self._ready.time_step(weights, bucket, strategy, stop_tokens, slices)
 
   def time_switch(
     self,
