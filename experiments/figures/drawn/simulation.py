@@ -26,12 +26,12 @@ BAND = 0.1  # the goal: within 10%
 
 @layout.shown
 def simulated(found: Mapping) -> figure.Figure:
-  """Simulated over measured: seconds of rollouts, their chunks and passes, by case."""
+  """Simulated over measured: seconds of rollouts (medians), chunks and passes, by case."""
   fig, panels = layout.panels(
     "Seconds of a rollout", "Chunks of a rollout", "Passes of the busiest slices", width=4.4
   )
   for ax, of in (
-    (panels[0], lambda r: (r["measured_s"], r["simulated_s"])),
+    (panels[0], lambda r: np.median(r["each"], axis=0)),
     (panels[1], lambda r: r["chunks"]),
     (panels[2], lambda r: r["passes"]),
   ):
@@ -59,12 +59,25 @@ def in_order(case: Mapping) -> tuple[int, int]:
   """
   alike = told_apart = 0
   for a, b in itertools.combinations(case["sides"].values(), 2):
-    measured = interleave.ratio_of_totals(*([m for m, _ in r["each"]] for r in (a, b)))
-    low, high = measured["interval"]
+    measured, simulated = _ratios(a, b)
+    low, high = interleave.ratio(*measured)["interval"]
     if not low <= 1 <= high:
       told_apart += 1
-      alike += (low > 1) == (a["simulated_s"] > b["simulated_s"])
+      alike += (low > 1) == (_median(simulated) > 1)
   return alike, told_apart
+
+
+def _ratios(a: Mapping, b: Mapping) -> tuple[tuple, tuple]:
+  """Measured seconds of two sides, turn by turn; and simulated ones."""
+  (measured_a, simulated_a), (measured_b, simulated_b) = (
+    zip(*side["each"], strict=True) for side in (a, b)
+  )
+  return (measured_a, measured_b), (simulated_a, simulated_b)
+
+
+def _median(pair: tuple) -> float:
+  """The median of the ratio of two sides."""
+  return interleave.median_ratio(*map(np.array, pair))["speedup"]
 
 
 def beside(found: Mapping) -> str:
@@ -72,7 +85,7 @@ def beside(found: Mapping) -> str:
   rows, each, gains = [], [], []
   for case in found["cases"]:
     of = [case["sides"][side] for side in _NAMES]
-    deviations = [r["simulated_s"] / r["measured_s"] - 1 for r in of]
+    deviations = [_median(tuple(zip(*r["each"], strict=True))[::-1]) - 1 for r in of]
     slices = "1 slice" if case["slices"] == 1 else f"{case['slices']} slices"
     name = f"{slices}, {case['slots']} responses each"
     name += ", trace" if case["trace"] else ""
@@ -80,7 +93,9 @@ def beside(found: Mapping) -> str:
     order = "{} of {}".format(*in_order(case))
     rows.append([name, *(f"{d:+.0%}" for d in deviations), order])
     each += deviations
-    gains += [(1 + deviations[0]) / (1 + d) - 1 for d in deviations[1:]]
+    for r in of[1:]:
+      measured, simulated = map(_median, _ratios(of[0], r))
+      gains.append(simulated / measured - 1)
   heads = ["simulated over measured", *_NAMES.values()]
   lines = [layout.table([*heads, "pairs in order"], rows), ""]
   lines += [_summary("rollouts", each), _summary("speed-ups over plain", gains)]
