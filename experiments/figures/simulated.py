@@ -196,7 +196,7 @@ def summary(seconds: Sequence[float], again: Sequence[samples_lib.Samples], real
 
 def deviation(side: dict) -> float:
   """Simulated over measured seconds, less 1: the median, as the machine may stall."""
-  return float(np.median([simulated / measured for measured, simulated in side["each"]])) - 1
+  return float(np.median([again / measured for measured, again in side["each"]])) - 1
 
 
 def compare(

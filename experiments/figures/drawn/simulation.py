@@ -85,7 +85,7 @@ def beside(found: Mapping) -> str:
   rows, each, gains = [], [], []
   for case in found["cases"]:
     of = [case["sides"][side] for side in _NAMES]
-    deviations = [_median(tuple(zip(*r["each"], strict=True))[::-1]) - 1 for r in of]
+    deviations = [np.median([again / real for real, again in r["each"]]) - 1 for r in of]
     slices = "1 slice" if case["slices"] == 1 else f"{case['slices']} slices"
     name = f"{slices}, {case['slots']} responses each"
     name += ", trace" if case["trace"] else ""
