@@ -50,6 +50,7 @@ def _scatter(ax, cases: list[Mapping[str, tuple[float, float]]]) -> None:
     of = np.array([case[side] for case in cases])
     ax.plot(of[:, 0], of[:, 1], "o", color=_COLORS[side], markersize=5, label=name)
   ax.set(xlabel="measured", ylabel="simulated", xlim=line, ylim=line)
+  ax.set(xscale="log", yscale="log")
 
 
 def in_order(case: Mapping) -> tuple[int, int]:
