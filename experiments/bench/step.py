@@ -51,6 +51,7 @@ from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import sample
 from tlt_jax.rl import trainer
+from tlt_jax.simulate import scenario
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
 
@@ -103,8 +104,9 @@ class Learning:
     P, R = config["batch"]["prompts"], config["batch"]["responses"]
     lengths = None
     if _LENGTHS.value == "log-normal":
-      drawn = np.random.default_rng([config["seed"], step]).lognormal(np.log(100), 1, P * R)
-      lengths = np.clip(drawn, 1, config["sampling"]["max_tokens"]).astype(np.int32)
+      what = {"log_normal": {"median": 100, "sigma": 1.0}}
+      most = config["sampling"]["max_tokens"]
+      lengths = scenario.draw_lengths(what, P * R, most, [config["seed"], step])
     scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
     updating = time.perf_counter()
     self.state, _ = self.learner.train(self.state, scored.batch(R))

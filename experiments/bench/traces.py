@@ -7,28 +7,24 @@ import numpy as np
 from experiments import from_config
 from experiments.bench import interleave
 from tlt_jax import axes
+from tlt_jax.simulate import scenario
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
 
-NAMES = ("geometric", "log-normal")
+# How lengths are drawn, see `scenario.draw_lengths`; and the longest.
+_TRACES = {
+  "geometric": ({"geometric": {"mean": 64}}, 512),
+  "log-normal": ({"log_normal": {"median": 100, "sigma": 1.0}}, 2000),
+}
+NAMES = tuple(_TRACES)
 
 
 def draw(name: str, count: int) -> np.ndarray:
   """Response lengths i32[count] of a synthetic trace."""
-  rng = np.random.default_rng(0)
-  if name == "log-normal":  # median 100, cap 2,000
-    drawn = rng.lognormal(np.log(100), 1.0, count)
-    return np.clip(drawn, 1, 2000).astype(np.int32)
-  drawn = rng.geometric(1 / 64, count)  # mean 64, cap 512
-  return np.minimum(drawn, 512).astype(np.int32)
-
-
-def log_normal(count: int, most: int, seed: int) -> np.ndarray:
-  """Response lengths i32[count], log-normal: median a sixth of `most`, sigma 1."""
-  drawn = np.random.default_rng(seed).lognormal(np.log(most / 6), 1.0, count)
-  return np.clip(drawn, 1, most).astype(np.int32)
+  what, most = _TRACES[name]
+  return scenario.draw_lengths(what, count, most)
 
 
 def measure(

@@ -21,12 +21,12 @@ from experiments import from_config
 from experiments import keys
 from experiments import launch
 from experiments import sizes
-from experiments.bench import traces
 from tlt_jax import axes
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
+from tlt_jax.simulate import scenario as scenario_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -93,7 +93,8 @@ def main(config):
   records = list(from_config.prompts(config, config["prompts"] | {"size": P}))
 
   most = config["sampling"]["max_tokens"]
-  lengths = traces.log_normal(P * R, most, config["seed"])
+  what = {"log_normal": {"median": most / 6, "sigma": 1.0}}
+  lengths = scenario_lib.draw_lengths(what, P * R, most, config["seed"])
 
   def run(made: sample.Sampler, chain: bool) -> sample.Scored:
     draft = models.draft_params if chain else None

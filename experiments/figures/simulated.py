@@ -26,13 +26,13 @@ from experiments import sizes
 from experiments import tables
 from experiments.bench import interleave
 from experiments.bench import sides as sides_lib
-from experiments.bench import traces
 from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
+from tlt_jax.simulate import scenario as scenario_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
@@ -79,8 +79,11 @@ def measure(
   made = samplers(config, models)
 
   def lengths(turn: int) -> np.ndarray | None:
+    if not _TRACE.value:
+      return None
     most = config["sampling"]["max_tokens"]
-    return traces.log_normal(P * R, most, turn) if _TRACE.value else None
+    what = {"log_normal": {"median": most / 6, "sigma": 1.0}}
+    return scenario_lib.draw_lengths(what, P * R, most, turn)
 
   def call(side: str, sampler: sample.Sampler):
     return lambda turn: sampler(
@@ -196,7 +199,8 @@ def summary(seconds: Sequence[float], again: Sequence[samples_lib.Samples], real
 
 def deviation(side: dict) -> float:
   """Simulated over measured seconds, less 1: the median, as the machine may stall."""
-  return float(np.median([again / measured for measured, again in side["each"]])) - 1
+  measured, again = np.array(side["each"]).T
+  return interleave.median_ratio(again, measured)["speedup"] - 1
 
 
 def compare(

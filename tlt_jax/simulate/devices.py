@@ -156,7 +156,8 @@ class Drafter(model_lib.Model):
 
   def prepare(self, key, weights, slots, running) -> None:
     bucket = options_lib.Bucket(*key[:2])
-    known = [len(r.tokens) for row in running for r in row if r is not None]
+    seated = [r for row in running for r in row if r is not None]
+    known = [len(r.prompt) + len(r.response) for r in seated]
     self._programs.timer.spend(self._programs.costs.fill_s(bucket, max(known)))
 
 
@@ -205,12 +206,10 @@ class Chunks:
       count, steps, accepted = self._speculate(owner, left, start, way.arm, limits)
     mean_seen = (seen + count / 2).sum(1)  # while the chunk runs
     step_s = functools.partial(programs.costs.step_s, running.bucket, way.arm)
-    busy_s = steps * np.array([step_s(s) for s in mean_seen])
-    last = int(np.argmax(steps))
-    beside = np.delete(steps, last).max(initial=0)  # steps until it decodes alone
-    if alone := steps[last] - beside:
-      busy_s[last] = beside * step_s(mean_seen[last])
-      busy_s[last] += alone * step_s(mean_seen[last], alone=True)
+    beside_s = np.array([step_s(s) for s in mean_seen])
+    busy_s, last = steps * beside_s, int(np.argmax(steps))
+    if alone := steps[last] - np.delete(steps, last).max(initial=0):
+      busy_s[last] += alone * (step_s(mean_seen[last], alone=True) - beside_s[last])
     emitted = slots_lib.Emitted(
       tokens=np.broadcast_to(np.int32(0), (owner.size, max(int(count.max()), 1))),
       logp=None,

@@ -168,17 +168,20 @@ def parse(raw: Mapping[str, Any], where: str = "the scenario") -> Scenario:
   return Scenario(**{k: tuple(v) if k in tuples else v for k, v in raw.items()})
 
 
-def draw_lengths(what: Mapping[str, Any], count: int, most: int) -> np.ndarray:
+def draw_lengths(
+  what: Mapping[str, Any], count: int, most: int, seed: int | Sequence[int] = 0
+) -> np.ndarray:
   """Response lengths i32[count], at most `most` tokens each.
 
   Args:
     what: {"log_normal": {"median", "sigma"}}, {"geometric": {"mean"}}, {"trace": path}
       of a JSON list or a run's rollouts.jsonl, or {"given": list}. A trace of another
       length is drawn from, with replacement
+    seed: of the draw
   Raises:
     ValueError: none of these
   """
-  rng = np.random.default_rng(0)
+  rng = np.random.default_rng(seed)
   match dict(what):
     case {"log_normal": {"median": median, "sigma": sigma}}:
       drawn = rng.lognormal(np.log(median), sigma, count)

@@ -31,7 +31,7 @@ def simulated(found: Mapping) -> figure.Figure:
     "Seconds of a rollout", "Chunks of a rollout", "Passes of the busiest slices", width=4.4
   )
   for ax, of in (
-    (panels[0], lambda r: np.median(r["each"], axis=0)),
+    (panels[0], lambda r: np.median(_each(r), axis=1)),
     (panels[1], lambda r: r["chunks"]),
     (panels[2], lambda r: r["passes"]),
   ):
@@ -60,25 +60,28 @@ def in_order(case: Mapping) -> tuple[int, int]:
   """
   alike = told_apart = 0
   for a, b in itertools.combinations(case["sides"].values(), 2):
-    measured, simulated = _ratios(a, b)
-    low, high = interleave.ratio(*measured)["interval"]
+    low, high = interleave.ratio(_each(a)[0], _each(b)[0])["interval"]
     if not low <= 1 <= high:
       told_apart += 1
-      alike += (low > 1) == (_median(simulated) > 1)
+      _, simulated = _ratios(a, b)
+      alike += (low > 1) == (simulated > 1)
   return alike, told_apart
 
 
-def _ratios(a: Mapping, b: Mapping) -> tuple[tuple, tuple]:
-  """Measured seconds of two sides, turn by turn; and simulated ones."""
-  (measured_a, simulated_a), (measured_b, simulated_b) = (
-    zip(*side["each"], strict=True) for side in (a, b)
-  )
-  return (measured_a, measured_b), (simulated_a, simulated_b)
+def _each(side: Mapping) -> np.ndarray:
+  """Measured and simulated seconds of a side, f64[2 turns]."""
+  return np.array(side["each"]).T
 
 
-def _median(pair: tuple) -> float:
-  """The median of the ratio of two sides."""
-  return interleave.median_ratio(*map(np.array, pair))["speedup"]
+def _deviation(side: Mapping) -> float:
+  """Simulated over measured seconds, less 1, in the median."""
+  measured, again = _each(side)
+  return float(np.median(again / measured)) - 1
+
+
+def _ratios(a: Mapping, b: Mapping) -> np.ndarray:
+  """The medians of the ratio of two sides, measured and simulated, f64[2]."""
+  return np.median(_each(a) / _each(b), axis=1)
 
 
 def beside(found: Mapping) -> str:
@@ -86,7 +89,7 @@ def beside(found: Mapping) -> str:
   rows, each, gains = [], [], []
   for case in found["cases"]:
     of = [case["sides"][side] for side in _NAMES]
-    deviations = [np.median([again / real for real, again in r["each"]]) - 1 for r in of]
+    deviations = list(map(_deviation, of))
     slices = "1 slice" if case["slices"] == 1 else f"{case['slices']} slices"
     name = f"{slices}, {case['slots']} responses each"
     name += ", trace" if case["trace"] else ""
@@ -95,7 +98,7 @@ def beside(found: Mapping) -> str:
     rows.append([name, *(f"{d:+.0%}" for d in deviations), order])
     each += deviations
     for r in of[1:]:
-      measured, simulated = map(_median, _ratios(of[0], r))
+      measured, simulated = _ratios(of[0], r)
       gains.append(simulated / measured - 1)
   heads = ["simulated over measured", *_NAMES.values()]
   lines = [layout.table([*heads, "pairs in order"], rows), ""]
