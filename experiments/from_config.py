@@ -4,7 +4,7 @@ The library takes plain arguments. Which entries of a config they are is known h
 in `train.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -301,7 +301,8 @@ def spot_trainer(
     drafter: of `load_drafter`
   """
   section = dict(config["spot"])
-  if drafter is None or not section.pop("every"):
+  every, _ = section.pop("every"), section.pop("every_from", 0)
+  if drafter is None or not every:
     return None
   loss, optimizer_options = section.pop("loss"), section.pop("optimizer")
   options = spot_lib.Options(**section)
@@ -315,6 +316,12 @@ def spot_trainer(
     options=options,
   )
   return trainer, options
+
+
+def trains_drafter(config: Mapping, step: int) -> bool:
+  """Whether the drafter, if the run has one, trains in the rollout of a step."""
+  every, since = config["spot"]["every"], config["spot"].get("every_from", 0)
+  return bool(every) and (step < since or step % every == 0)
 
 
 def selector_of(text: str, config: dict) -> selector_lib.Selector | None:

@@ -98,6 +98,12 @@ RUN = {
     "every": Key(
       ranges.StepsOrZero, "steps between rollouts in which the drafter trains; 0: none"
     ),
+    "every_from": Key(
+      ranges.StepsOrZero,
+      "step from which on `every` counts; before, the drafter trains in all rollouts, "
+      "unless `every` is 0",
+      default=0,
+    ),
     **of(spot.Options),
     "loss": _LOSS,
     "optimizer": _OPTIMIZER,

@@ -121,7 +121,7 @@ def main(config):
         break
       began = time.perf_counter()
       records = prompts.peek(most or P)
-      train = bool(spot) and step % config["spot"]["every"] == 0
+      train = bool(spot) and from_config.trains_drafter(config, step)
       scored = sampler(
         policy,
         records,

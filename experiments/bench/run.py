@@ -253,7 +253,9 @@ class Run:
       for side in self.sides.values():
         warm_up(side, shared.policy, records, first)
     for name in interleave.in_turn(list(self.sides), self.step):
-      by_side[name] = self.sides[name].rollout(shared.policy, records, first)
+      side = self.sides[name]
+      train = from_config.trains_drafter(side.config, self.step)
+      by_side[name] = side.rollout(shared.policy, records, first, train=train)
     names = list(self.sides)
     expected, last = by_side[names[0]], by_side[names[-1]]
     found = {

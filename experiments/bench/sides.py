@@ -81,7 +81,7 @@ def settings(side: str, config: dict) -> dict:
       config = config | {"drafter": ""}
   return config | {
     "strategies": levels.write(known),
-    "spot": config["spot"] | {"every": 1 if side == "tlt" else 0},
+    "spot": config["spot"] | {"every": (config["spot"]["every"] or 1) * (side == "tlt")},
   }
 
 

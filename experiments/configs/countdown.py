@@ -57,7 +57,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # Idle slices train the drafter, see spec_decode.spot.spot.Options (the loss:
       # spot.loss.Loss, the optimizer: rl.optimizer.make).
       spot=dict(
-        every=1,  # in every n-th rollout; 0: it stays as it is
+        every=1,  # in every n-th rollout, see `every_from`; 0: it stays as it is
         row_tokens=128,
         context_tokens=32,
         rows=128,
