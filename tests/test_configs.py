@@ -268,6 +268,20 @@ def test_names_on_the_command_line_are_no_numbers(given, read):
   assert flag == f"--{key}" and ast.literal_eval(text) == read
 
 
+@pytest.mark.parametrize(
+  "spot, steps",
+  [
+    ({"every": 0, "every_from": 3}, []),
+    ({"every": 1}, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ({"every": 4}, [0, 4]),
+    ({"every": 4, "every_from": 3}, [0, 1, 2, 4]),
+  ],
+)
+def test_a_drafter_trains_in_some_rollouts_only_once_it_has_learnt(spot, steps):
+  trained = [s for s in range(8) if from_config.trains_drafter({"spot": spot}, s)]
+  assert trained == steps
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""

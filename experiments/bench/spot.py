@@ -41,12 +41,15 @@ def updates(samples: samples_lib.Samples) -> int:
   return sum(told["updates"] for told in samples.training)
 
 
-def last_third(samples: samples_lib.Samples) -> float:
-  """Tokens per pass of the speculative chunks in the last third of the rollout's time."""
-  late = [c for c in samples.chunks if c.start_s > samples.chunks[-1].end_s * 2 / 3]
-  late = [c for c in late if c.strategy != "off"]
-  passes = sum(c.passes for c in late)
-  return sum(c.tokens for c in late) / passes if passes else np.nan
+def thirds(samples: samples_lib.Samples) -> list[float]:
+  """Tokens per pass of speculative chunks, by third of the rollout's time they start in."""
+  tokens, passes = np.zeros(3), np.zeros(3)
+  for chunk in samples.chunks:
+    if chunk.strategy != "off":
+      third = min(int(3 * chunk.start_s / samples.chunks[-1].end_s), 2)
+      tokens[third] += chunk.tokens
+      passes[third] += chunk.passes
+  return [t / n if n else np.nan for t, n in zip(tokens, passes, strict=True)]
 
 
 def harvest(
@@ -105,12 +108,12 @@ def summary(pairs: list[dict], slices: int) -> dict:
   """
   scored = {side: [pair[side] for pair in pairs] for side in ("off", "train")}
   off, train = (np.array([s.rollout_s for s in scored[side]]) for side in scored)
-  late = {side: [last_third(s.samples) for s in scored[side]] for side in scored}
+  # [pairs 3] each
+  drawn = {side: np.array([thirds(s.samples) for s in scored[side]]) for side in scored}
   trained = [s.samples for s in scored["train"]]
   idle, harvested = sum(s.idle_s for s in trained), sum(s.harvested_s for s in trained)
   mean, half = metrics.interval(train / off - 1)
-  both = np.subtract(late["train"], late["off"])
-  both = both[np.isfinite(both)]
+  gains = drawn["train"] - drawn["off"]
   found = {
     "pairs": len(pairs),
     "idle_share": float(idle / (np.sum(train) * slices)),
@@ -123,14 +126,22 @@ def summary(pairs: list[dict], slices: int) -> dict:
     f"idle {found['idle_share']:.1%} of slice time, {found['harvested_share']:.1%} of "
     f"that harvested; rollouts {100 * mean:+.1f}% +- {100 * half:.1f} longer"
   )
-  if len(both) > 1:  # else the last third of the time is decoded plainly
-    gain, half = metrics.interval(both)
-    means = {side: float(np.nanmean(tokens)) for side, tokens in late.items()}
-    found["last_third"] = means | {"gain": gain, "gain_half_width": half}
-    print(
-      f"tokens per pass in the last third: {means['off']:.2f} with the drafter of the "
-      f"start, {means['train']:.2f} trained meanwhile; {gain:+.2f} +- {half:.2f}"
-    )
+  for name, third in (("first", 0), ("last", 2)):
+    both = gains[np.isfinite(gains[:, third]), third]
+    if len(both) > 1:  # else that third of the time is decoded plainly
+      gain, half = metrics.interval(both)
+      means = {side: float(np.nanmean(drawn[side][:, third])) for side in drawn}
+      found[f"{name}_third"] = means | {"gain": gain, "gain_half_width": half}
+      print(
+        f"tokens per pass in the {name} third: {means['off']:.2f} with the drafter of the "
+        f"start, {means['train']:.2f} trained meanwhile; {gain:+.2f} +- {half:.2f}"
+      )
+  more = gains[:, 2] - gains[:, 0]
+  more = more[np.isfinite(more)]
+  if len(more) > 1:
+    gain, half = metrics.interval(more)
+    found["last_over_first_third"] = {"gain": gain, "gain_half_width": half}
+    print(f"so the last third gains {gain:+.2f} +- {half:.2f} more than the first")
   return found
 
 

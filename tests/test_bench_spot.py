@@ -1,0 +1,53 @@
+"""What pairs of rollouts with training and without come to, from made-up ones."""
+
+import types
+
+import numpy as np
+import pytest
+
+from tests import commands
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+
+spot = commands.module("bench.spot")
+
+
+def samples(drawn: list[int], strategy: str = "3_1_4") -> samples_lib.Samples:
+  """A rollout of chunks of a second and ten passes, which draw so many tokens."""
+  chunks = [
+    samples_lib.ChunkRecord(
+      start_s=float(start),
+      end_s=start + 1.0,
+      batch=4,
+      length=64,
+      strategy=strategy,
+      live=[1, 0],
+      steps=[10, 0],
+      trained=[0, 0],
+      tokens=tokens,
+      passes=10,
+    )
+    for start, tokens in enumerate(drawn)
+  ]
+  zeros = np.zeros((1, 1))
+  return samples_lib.Samples(
+    zeros, np.ones(1, int), zeros, zeros, zeros, chunks=chunks, training=[]
+  )
+
+
+def test_thirds_are_of_the_time_and_of_speculative_chunks():
+  assert spot.thirds(samples([10, 20, 20, 30, 40, 40])) == [1.5, 2.5, 4.0]
+  assert np.isnan(spot.thirds(samples([10, 10, 10], strategy="off"))).all()
+
+
+def test_pairs_tell_whether_the_drafter_gets_better_within_a_rollout():
+  """By what it draws more than the frozen one at the end, and at the beginning."""
+  scored = lambda drawn: types.SimpleNamespace(samples=samples(drawn), rollout_s=6.0)
+  pairs = [
+    {"off": scored([20, 20, 20]), "train": scored([21, 20, 25])},
+    {"off": scored([20, 20, 20]), "train": scored([23, 20, 27])},
+  ]
+  found = spot.summary(pairs, slices=2)
+  assert found["first_third"]["gain"] == pytest.approx(0.2)
+  assert found["last_third"]["gain"] == pytest.approx(0.6)
+  assert found["last_over_first_third"]["gain"] == pytest.approx(0.4)
+  assert found["last_over_first_third"]["gain_half_width"] == pytest.approx(0, abs=1e-9)
