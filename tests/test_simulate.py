@@ -262,6 +262,13 @@ def test_a_pass_reads_its_weights_and_caches():
   assert costs.pass_s(1, 10) == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
 
 
+def test_looking_drafts_up_costs_no_drafting():
+  bucket, lookup = rollout.grid([2], [320])[0], strategy_lib.parse("ngram_3")
+  verified = COSTS.pass_s(2 * lookup.verify, 100, per_row=lookup.verify)
+  assert COSTS.step_s(bucket, lookup, 100) == verified
+  assert COSTS.step_s(bucket, CHAIN, 100) > verified
+
+
 def test_measured_costs_are_read_from_the_benchmark():
   """Plain steps, those of a strategy, what was not measured, and filling caches."""
   times = {"off": {"160": 1.0, "640": 2.0}, "3_1_4": {"320": 4.0}}

@@ -130,6 +130,8 @@ class Side:
   def compile(self, policy: Any) -> None:
     """Makes every program ready, see `sample.Sampler.compile`."""
     self.sampler.compile(policy, self.draft_params)
+    gc.collect()
+    gc.freeze()  # or every collection goes through all that compiling has left
 
   def rollout(
     self,
