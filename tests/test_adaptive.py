@@ -37,9 +37,11 @@ class World:
     self.clock = clock_lib.Clock()
     self.bucket = BUCKET
 
-  def step_s(self, arm):
-    """Seconds of a step, as far as they are known."""
-    return self.clock.step_s(self.bucket, arm)
+  @property
+  def step_s(self):
+    """Seconds of a step by arm, as far as they are known."""
+    of = lambda arm: self.clock.step_s(self.bucket, arm)
+    return selector_lib.StepSeconds(self.bucket, of)
 
   def rate(self, arm, live):
     """Tokens per second of a request."""
@@ -127,6 +129,23 @@ def test_slow_steps_of_a_while_do_not_end_speculation_in_a_bucket():
   slow = 1.0
   later = [arm for _ in range(10) for b in (other, BUCKET) for arm in chunks(10, b)]
   assert later[-20:].count(LONG) >= 18
+
+
+def test_a_step_that_was_timed_badly_beforehand_is_timed_again():
+  """Plain ones here, in one of two buckets, where they seem too slow to be used."""
+  world = World(0.2, lambda arm, live: cost(arm, 1))
+  selector = predictive(world)
+  other = options_lib.Bucket(4, 128)
+  for arm in selector.arms(4):
+    world.clock.measured(other, arm, world.cost(arm, 4))
+  world.clock.measured(BUCKET, None, 2 * world.cost(None, 4))
+  chosen = []
+  for _ in range(12):
+    for world.bucket in (other, BUCKET):
+      arms = [world.run(selector, 4) for _ in range(10)]
+    chosen += arms
+  assert chosen[:10] == [CHAIN] * 10
+  assert chosen[-40:].count(None) >= 38
 
 
 def test_what_one_live_batch_teaches_serves_another():

@@ -19,6 +19,7 @@ Arm = strategy_lib.Strategy | None  # None: plain decoding
 
 _WINDOW = 16  # chunks that are remembered of each bucket and strategy
 _OLD = 4 * _WINDOW  # chunks in a bucket, after which they are no longer believed
+_APART = 1.25  # ratio of two times, of which the higher is no longer believed
 _LATE = 3  # of them, which say how long the next chunk decodes
 _FILLED = 0.95  # share of that time which idle slices train
 _TRAINED = 5  # chunks in which a slice only trained, which say what micro-batches take
@@ -117,13 +118,17 @@ class Clock:
   def step_s(self, bucket: options_lib.Bucket, arm: Arm) -> float:
     """Seconds of a step, the median of late; 0 if unknown.
 
-    Of an arm that has not run for long, those that were timed on their own: when it ran
-    last, the machine may have been slower.
+    Of two that are far apart the lower, since what disturbs a machine makes it slower. Of
+    an arm that has not run for long, those that were timed on their own: when it ran last,
+    the machine may have been slower.
     """
     times = self._step_s.get((bucket, arm))
     if self._is_old((bucket, arm)):
       return self._measured.get((bucket, arm), times[-1])
-    return float(np.median(times)) if times else 0.0
+    if not times:
+      return 0.0
+    apart = len(times) == 2 and max(times) > _APART * min(times)
+    return float(min(times) if apart else np.median(times))
 
   def _is_old(self, key: tuple[options_lib.Bucket, Arm]) -> bool:
     """Whether many chunks of the bucket have run since one of that arm."""

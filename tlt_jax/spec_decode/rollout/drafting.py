@@ -1,6 +1,6 @@
 """Drafting in a rollout: which source drafts in a chunk, and from what state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -79,9 +79,10 @@ class Drafting:
       weights = weights.replace(draft=None)
     return chunks.Way(strategy, source, weights)
 
-  def step_s(self, bucket: options_lib.Bucket) -> Callable[[Strategy | None], float]:
+  def step_s(self, bucket: options_lib.Bucket) -> selector_lib.StepSeconds:
     """Seconds of a step in a bucket by strategy, for selectors."""
-    return lambda strategy: self.clock.step_s(bucket, strategy)
+    of = lambda strategy: self.clock.step_s(bucket, strategy)
+    return selector_lib.StepSeconds(bucket, of)
 
   def in_bucket(
     self, schedule: schedule_lib.Schedule, bucket: options_lib.Bucket

@@ -58,4 +58,5 @@ class Arms(selector.Selector):
       logging.info("what strategies are worth is learnt anew")
       return
     for name in self.learnt:
-      setattr(self, name, copy.deepcopy(state[name]))
+      if name in state:  # an earlier version may not have kept it
+        setattr(self, name, copy.deepcopy(state[name]))

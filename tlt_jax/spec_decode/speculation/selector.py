@@ -11,7 +11,17 @@ from tlt_jax import named
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
-StepSeconds = Callable[[Arm], float]  # of a step in the bucket at hand; 0: unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeconds:
+  """The seconds of a step in the bucket at hand, by arm; 0: unknown."""
+
+  bucket: Any  # `options.Bucket`
+  of: Callable[[Arm], float]
+
+  def __call__(self, arm: Arm) -> float:
+    return self.of(arm)
 
 
 @dataclasses.dataclass(frozen=True)

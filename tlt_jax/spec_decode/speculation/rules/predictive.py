@@ -20,13 +20,15 @@ class Predictive(arms_lib.Arms):
   """Chooses the arm of the best predicted rate.
 
   An arm whose step time or acceptance is unknown is tried until it is known. One that is
-  out of use is predicted from what others teach; it may be tried for what it loses
-  against the best, as far as that stays within a share of all time.
+  out of use in a bucket is predicted from what others teach, and from its time there, which
+  may be wrong: it may be tried for what it loses against the best, as far as that stays
+  within a share of all time. Plain decoding is tried sooner, where it has hardly run: so
+  no strategy is preferred to it for long because of a single bad measurement.
   """
 
   wants_step_seconds = True
   learnt = (
-    *("_stands", "_per_pass", "_last", "_unused", "_seen"),
+    *("_stands", "_per_pass", "_last", "_unused", "_plain", "_seen"),
     *("_chunks", "_spent", "_lost"),
   )
 
@@ -43,7 +45,8 @@ class Predictive(arms_lib.Arms):
     self._stands: dict[str, list[list[float]]] = {}  # by source: of drafts, per depth
     self._per_pass: dict[str, list[float]] = {}  # by tree
     self._last: dict[str, str] = {}  # arm by step
-    self._unused: dict[str, int] = {}  # chunks since an arm was chosen
+    self._unused: dict[str, int] = {}  # chunks of a bucket since an arm was chosen there
+    self._plain: dict[str, int] = {}  # chunks of a bucket that were decoded plainly
     self._seen: dict[str, int] = {}  # the last chunk of a source or tree
     self._chunks = 0
     self._spent, self._lost = 0.0, 0.0  # seconds in all, and by trying
@@ -59,15 +62,16 @@ class Predictive(arms_lib.Arms):
     if rate[best] < (1 + self._margin) * rate[last]:
       best = last  # to switch is not free either
     self._last[step] = strategy_lib.name(best)
-    return self._or_try(live, best, rate)
+    return self._or_try(step_s.bucket, best, rate)
 
-  def _or_try(self, live: int, best, rate: dict) -> selector.Arm:
+  def _or_try(self, bucket, best, rate: dict) -> selector.Arm:
     """The best, or an arm whose turn it is, if it costs little enough to try."""
-    for arm in self.arms(live):
-      key = self.key(live, arm)
+    for arm in rate:
+      key = _in_bucket(bucket, arm)
       self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
       loss = max(rate[best] / rate[arm] - 1, 0.0)  # in chunks: it takes longer to draw
-      if arm != best and self._unused[key] > 4 * self._window * min(1 + loss, 10):
+      known = 4 if arm is not None else min(1 + self._plain.get(key, 0), 4)
+      if arm != best and self._unused[key] > known * self._window * min(1 + loss, 10):
         lost = loss * self._spent / max(self._chunks, 1)
         if self._lost + lost <= self._regret * self._spent:
           self._lost += lost
@@ -102,6 +106,8 @@ class Predictive(arms_lib.Arms):
     self._chunks, self._spent = self._chunks + 1, self._spent + seen.seconds
     arm = seen.strategy
     if arm is None:
+      key = _in_bucket(seen.bucket, arm)
+      self._plain[key] = self._plain.get(key, 0) + 1
       return
     what = str(arm) if arm.width > 1 else arm.source
     if self._chunks - self._seen.get(what, self._chunks) > 2 * self._window:
@@ -120,6 +126,11 @@ class Predictive(arms_lib.Arms):
       if seen.accepted[k]:
         stands[k].append(seen.accepted[k + 1] / seen.accepted[k])
         del stands[k][: -self._window]
+
+
+def _in_bucket(bucket, arm: selector.Arm) -> str:
+  """A name of an arm in a bucket."""
+  return f"{bucket} {strategy_lib.name(arm)}"
 
 
 make = Predictive
