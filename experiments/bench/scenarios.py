@@ -23,9 +23,8 @@ numbers only, for a run on problems with four.
         --config.prompts.four_share=1 --config.held_out.four_share=1
 
 Where training costs slices that decode something, as on CPUs, a drafter that has learnt
-most of what it can is better trained in some rollouts only: with
-`--config.spot.every=4 --config.spot.every_from=25` in each of the first 25, and then in
-every fourth.
+most of what it can need not train in every rollout: with `--config.spot.every=4
+--config.spot.every_from=25` it does in each of the first 25, and then in every fourth.
 
 Such a drafter has more to learn than the config's, and learns it faster at a higher
 `--config.spot.optimizer.learning_rate`; 1e-3 was best for the default policy (see the log).

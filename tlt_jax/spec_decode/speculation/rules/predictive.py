@@ -70,8 +70,8 @@ class Predictive(arms_lib.Arms):
       key = _in_bucket(bucket, arm)
       self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
       loss = max(rate[best] / rate[arm] - 1, 0.0)  # in chunks: it takes longer to draw
-      known = 4 if arm is not None else min(1 + self._plain.get(key, 0), 4)
-      if arm != best and self._unused[key] > known * self._window * min(1 + loss, 10):
+      windows = 4 if arm is not None else min(1 + self._plain.get(key, 0), 4)
+      if arm != best and self._unused[key] > windows * self._window * min(1 + loss, 10):
         lost = loss * self._spent / max(self._chunks, 1)
         if self._lost + lost <= self._regret * self._spent:
           self._lost += lost
