@@ -300,10 +300,9 @@ def spot_trainer(
     mesh: of the run
     drafter: of `load_drafter`
   """
-  section = dict(config["spot"])
-  every, _ = section.pop("every"), section.pop("every_from", 0)
-  if drafter is None or not every:
+  if drafter is None or not config["spot"]["every"]:
     return None
+  section = {k: x for k, x in config["spot"].items() if not k.startswith("every")}
   loss, optimizer_options = section.pop("loss"), section.pop("optimizer")
   options = spot_lib.Options(**section)
   trainer = spot_lib.make_trainer(
@@ -341,11 +340,9 @@ def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
   if " live: " in text:
     return levels.make(text, config["strategy_rule"], has_drafter)
   strategy = strategy_lib.parse(text)
-  if strategy is None:
-    return None
-  if strategy.source == strategy_lib.MODEL and not has_drafter:
+  if strategy and strategy.source == strategy_lib.MODEL and not has_drafter:
     raise ValueError(f"strategy {text} needs a --drafter")
-  return selector_lib.always(strategy)
+  return strategy and selector_lib.always(strategy)
 
 
 def spot_training(
