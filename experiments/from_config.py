@@ -302,7 +302,8 @@ def spot_trainer(
   """
   if drafter is None or not config["spot"]["every"]:
     return None
-  section = {k: x for k, x in config["spot"].items() if not k.startswith("every")}
+  when = ("every", "every_from")
+  section = {key: x for key, x in config["spot"].items() if key not in when}
   loss, optimizer_options = section.pop("loss"), section.pop("optimizer")
   options = spot_lib.Options(**section)
   trainer = spot_lib.make_trainer(
@@ -319,7 +320,7 @@ def spot_trainer(
 
 def trains_drafter(config: Mapping, step: int) -> bool:
   """Whether the drafter, if the run has one, trains in the rollout of a step."""
-  every, since = config["spot"]["every"], config["spot"].get("every_from", 0)
+  every, since = config["spot"]["every"], config["spot"]["every_from"]
   return bool(every) and (step < since or step % every == 0)
 
 

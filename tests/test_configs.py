@@ -272,8 +272,8 @@ def test_names_on_the_command_line_are_no_numbers(given, read):
   "spot, steps",
   [
     ({"every": 0, "every_from": 3}, []),
-    ({"every": 1}, [0, 1, 2, 3, 4, 5, 6, 7]),
-    ({"every": 4}, [0, 4]),
+    ({"every": 1, "every_from": 0}, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ({"every": 4, "every_from": 0}, [0, 4]),
     ({"every": 4, "every_from": 3}, [0, 1, 2, 4]),
   ],
 )

@@ -127,22 +127,31 @@ def summary(pairs: list[dict], slices: int) -> dict:
     f"that harvested; rollouts {100 * mean:+.1f}% +- {100 * half:.1f} longer"
   )
   for name, third in (("first", 0), ("last", 2)):
-    both = gains[np.isfinite(gains[:, third]), third]
-    if len(both) > 1:  # else that third of the time is decoded plainly
-      gain, half = metrics.interval(both)
+    if gain := _gain(gains[:, third]):
       means = {side: float(np.nanmean(drawn[side][:, third])) for side in drawn}
-      found[f"{name}_third"] = means | {"gain": gain, "gain_half_width": half}
+      found[f"{name}_third"] = means | gain
       print(
         f"tokens per pass in the {name} third: {means['off']:.2f} with the drafter of the "
-        f"start, {means['train']:.2f} trained meanwhile; {gain:+.2f} +- {half:.2f}"
+        f"start, {means['train']:.2f} trained meanwhile; {_with_interval(gain)}"
       )
-  more = gains[:, 2] - gains[:, 0]
-  more = more[np.isfinite(more)]
-  if len(more) > 1:
-    gain, half = metrics.interval(more)
-    found["last_over_first_third"] = {"gain": gain, "gain_half_width": half}
-    print(f"so the last third gains {gain:+.2f} +- {half:.2f} more than the first")
+  if gain := _gain(gains[:, 2] - gains[:, 0]):
+    found["last_over_first_third"] = gain
+    print(f"so the last third gains {_with_interval(gain)} more than the first")
   return found
+
+
+def _gain(by_pair: np.ndarray) -> dict[str, float]:
+  """The mean of gains, with its interval; {} of fewer than two that are known, not NaN."""
+  known = by_pair[np.isfinite(by_pair)]
+  if len(known) < 2:
+    return {}
+  gain, half = metrics.interval(known)
+  return {"gain": gain, "gain_half_width": half}
+
+
+def _with_interval(gain: dict[str, float]) -> str:
+  """What `_gain` found, to be printed."""
+  return f"{gain['gain']:+.2f} +- {gain['gain_half_width']:.2f}"
 
 
 def checkpoints(spot: spot_lib.Spot, params) -> dict:
