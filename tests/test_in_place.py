@@ -61,41 +61,44 @@ def across_slices(text: str, mesh) -> list[str]:
 LAYOUT = features_lib.Layout(tiny.CONFIG.width)
 
 
-def arguments(mesh, layout: features_lib.Layout | None, kv_pages=None):
+def arguments(mesh, layout: features_lib.Layout | None, kv_pages=None, rows=ROWS):
   """What a plain chunk takes, as shapes and shardings."""
   slots = slots_lib.abstract_slots(
     mesh,
     tiny.CONFIG,
-    batch=ROWS,
+    batch=rows,
     length=LENGTH,
     stops=2,
     layout=layout,
-    sizes=pages_lib.Sizes(ROWS * LENGTH // pages_lib.PAGE, 4),
+    sizes=pages_lib.Sizes(rows * LENGTH // pages_lib.PAGE, 4),
     kv_pages=kv_pages,
   )
   limits = chunk_lib.Limits(jax.ShapeDtypeStruct((), jnp.int32))
   return chunk_lib.Weights(tiny.on(mesh)), slots, None, limits, None
 
 
-def compiled(program, mesh, layout=None):
-  return program.lower(*arguments(mesh, layout)).compile()
+def compiled(program, mesh, layout=None, rows=ROWS):
+  return program.lower(*arguments(mesh, layout, rows=rows)).compile()
 
 
 @functools.cache
-def chunk(data, model, layout):
+def chunk(data, model, layout, rows=ROWS):
   mesh = tiny.mesh(data, model)
-  return compiled(decode.make_chunk(tiny.CONFIG, mesh, 8, layout), mesh, layout)
+  return compiled(decode.make_chunk(tiny.CONFIG, mesh, 8, layout), mesh, layout, rows)
 
 
-def layer_size(model: int) -> int:
+def layer_size(model: int, rows: int = ROWS) -> int:
   """Elements of one layer's keys on one device."""
-  return ROWS * tiny.CONFIG.num_kv_heads // model * LENGTH * tiny.CONFIG.head_dim
+  return rows * tiny.CONFIG.num_kv_heads // model * LENGTH * tiny.CONFIG.head_dim
 
 
-@pytest.mark.parametrize(("data", "model", "layout"), [(1, 1, None), (2, 2, LAYOUT)])
-def test_the_loop_copies_no_layer_of_the_cache(data, model, layout):
+@pytest.mark.parametrize(
+  ("data", "model", "layout", "rows"),
+  [(1, 1, None, ROWS), (1, 1, None, 1), (2, 2, LAYOUT, ROWS)],
+)
+def test_the_loop_copies_no_layer_of_the_cache(data, model, layout, rows):
   """Nor are the donated buffers copied before it, or fresh ones made for the result."""
-  program, size = chunk(data, model, layout), layer_size(model)
+  program, size = chunk(data, model, layout, rows), layer_size(model, rows)
   assert hlo_counts.large_copies(program.as_text(), size, in_entry=True) == []
   assert hlo_counts.unaliased(program.as_text(), size) == []
   assert program.memory_analysis().temp_size_in_bytes < 4 * size

@@ -23,6 +23,7 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import paged_cache
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import heads
+from tlt_jax.pallas_kernels.cache_write import ref
 
 
 @flax.struct.dataclass
@@ -119,8 +120,7 @@ def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax
   slots = start[:, None] + jnp.arange(new.shape[3])
   slots = jnp.where(slots < 0, cache.shape[3], slots)  # else they count from the end
   put = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
-  # Batched over rows and heads, so that sharded heads are written where they are.
-  return jax.vmap(jax.vmap(put, (0, 0, None)))(cache, new, slots)
+  return ref.in_each_head(put, cache, new, slots)
 
 
 def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:

@@ -1,5 +1,7 @@
 """cache_write in plain jax.numpy: what every other implementation must equal."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -13,8 +15,28 @@ def cache_write(
     return _to_pages(cache, new, slots, pages)
   slots = jnp.where(slots < 0, cache.shape[2], slots)  # else they count from the end
   write = lambda row, x, at: row.at[at].set(x.astype(row.dtype), mode="drop")
-  # Batched over rows and heads, so that sharded heads are written where they are.
-  return jax.vmap(jax.vmap(write, (0, 0, None)))(cache, new, slots)
+  return in_each_head(write, cache, new, slots)
+
+
+def in_each_head(
+  write: Callable[..., jax.Array], cache: jax.Array, new: jax.Array, slots: jax.Array
+) -> jax.Array:
+  """Writes to slots i32[B J] of each row and head of a cache.
+
+  Batched over rows and heads, so that sharded heads are written where they are.
+
+  Args:
+    write: of one head: the cache, the new, slots i32[J]
+    cache: f[B K ...]
+    new: f[B K ...]
+    slots: i32[B J]
+  """
+  if len(slots) > 1:
+    return jax.vmap(jax.vmap(write, (0, 0, None)))(cache, new, slots)
+  # The same slots once per head. With a single index XLA updates a slice instead, and its
+  # CPU backend copies the whole cache for that in every step.
+  slots = jnp.broadcast_to(slots[:, None], (*cache.shape[:2], slots.shape[1]))
+  return jax.vmap(jax.vmap(write))(cache, new, slots)
 
 
 def _to_pages(pool, new, slots, pages):
