@@ -137,7 +137,7 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   result = {}
   for live in (b for b in lives if b * slices <= len(long)):
     chosen = requests.subset(long[: live * slices])
-    # One row costs more than two where XLA has a slow matrix-vector product.
+    # Which is faster differs by machine: products of one row go another way than others.
     paddings = sorted({live, max(2 * live, 2)})
     sides = {f"off, {slots} slots": engine(slots) for slots in paddings}
     plain = list(sides)

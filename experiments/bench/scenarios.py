@@ -80,9 +80,12 @@ def _elsewhere(config: Mapping) -> dict[str, Any]:
 
 
 def _drift(config: Mapping) -> dict[str, Any]:
-  """All parameters are trained, for longer and three times as fast."""
-  rate = config["optimizer"]["learning_rate"]
-  return {"steps": 200, "learner.only": "", "optimizer.learning_rate": 3 * rate}
+  """All parameters are trained, for longer and three times as fast, at 1e-4 at most.
+
+  At 3e-4 for all parameters the policies of the repo unlearn what they can.
+  """
+  rate = min(3 * config["optimizer"]["learning_rate"], 1e-4)
+  return {"steps": 200, "learner.only": "", "optimizer.learning_rate": rate}
 
 
 _ALL = ("plain", "ngram", "frozen", "tlt")
