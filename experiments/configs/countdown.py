@@ -69,7 +69,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         after_rollout_share=0.0,
         warm_up_s=0.0,
         warm_up_rollouts=1,
-        micro_batches_per_update=1,
+        micro_batches_per_update=1,  # 8 make a good drafter better, see the log
         updates_per_exchange=16,
         average=0.97,
         loss=dict(steps=3, decay=0.8, distance="total_variation", regression=0.1),
