@@ -33,8 +33,8 @@ def in_each_head(
   """
   if len(slots) > 1:
     return jax.vmap(jax.vmap(write, (0, 0, None)))(cache, new, slots)
-  # The same slots once per head. With a single index XLA updates a slice instead, and its
-  # CPU backend copies the whole cache for that in every step.
+  # The same slots once per head. With a single index, as one head alone still has, XLA
+  # updates a slice instead, and its CPU backend copies the whole cache in every step.
   slots = jnp.broadcast_to(slots[:, None], (*cache.shape[:2], slots.shape[1]))
   return jax.vmap(jax.vmap(write))(cache, new, slots)
 
