@@ -117,10 +117,8 @@ def init(
 
 def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   """Is `cache_write`, of keys f[B K H T] to f[B K H S]."""
-  slots = start[:, None] + jnp.arange(new.shape[3])
-  slots = jnp.where(slots < 0, cache.shape[3], slots)  # else they count from the end
   put = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
-  return ref.in_each_head(put, cache, new, slots)
+  return ref.in_each_head(put, cache, new, start, axis=3)
 
 
 def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:
