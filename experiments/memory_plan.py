@@ -45,7 +45,6 @@ from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import ready
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
-from tlt_jax.spec_decode.spot import state as state_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 DRY_RUN = "Print the memory that this takes, and stop before anything is allocated."
@@ -167,10 +166,8 @@ class Run:
     if spot is None:
       return ()
     trainer, options = spot
-    args = trainer.drafter, trainer.optimizer, self.mesh, trainer.average > 0
-    state = state_lib.abstract_state(*args)
-    published = state.params if options.held_out_rows else ()
-    return state, published, spot_lib.abstract_features(trainer, options)
+    published = trainer.abstract.params if options.held_out_rows else ()
+    return trainer.abstract, published, spot_lib.abstract_features(trainer, options)
 
   def drafter_parts(
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot

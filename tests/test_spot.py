@@ -223,7 +223,7 @@ def test_what_slices_learn_is_exchanged_after_so_many_updates_and_at_the_end():
 
   def watched(program):
     before, drafted = spot.updates.sum(), spot.params
-    assert before and flat(spot.params) is not None
+    assert spot.apart and flat(spot.params) is not None
     exchange(program)
     exchanged.append(int(before))
     assert equal_on_all_slices(spot) and spot.params is not drafted
@@ -231,13 +231,14 @@ def test_what_slices_learn_is_exchanged_after_so_many_updates_and_at_the_end():
   spot.exchange = watched
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
   assert_same(7, samples)
-  trained = np.array([sum(c.trained) for c in samples.chunks])
-  updates, since, expected = 0, 0, []
-  for n in trained:
+  trained = np.array([c.trained for c in samples.chunks], float)
+  waiting, updates, since, expected = np.zeros(len(trained[0])), 0, 0, []
+  for of_slices in trained:
     if since >= 3:
       expected.append(since)
-      since = 0
-    since, updates = since + n // 2, updates + n // 2
+      since, waiting = 0, np.full_like(waiting, waiting.mean())
+    made, waiting = np.divmod(waiting + of_slices, 2)
+    since, updates = since + made.sum(), updates + made.sum()
   assert exchanged == [*expected, since] and len(expected) > 0 and since > 0, trained
   assert samples.training_metrics()["drafter/updates"] == updates
   state = spot.state
@@ -288,6 +289,21 @@ def test_the_mean_of_slices_counts_their_updates():
   assert int(both.state.step) == 3 and not both.updates.any()
 
 
+def test_micro_batches_that_wait_are_shared_out():
+  """What waits in one slice makes updates in all; none is lost, and nothing else moves."""
+  spot = train(filled_spot([[20, 31], []], micro_batches_per_update=4), 3)
+  own = jax.device_get(spot.training(0).states.waiting)
+  spot.exchange(spot.trainer.make_exchange())
+  shared = jax.device_get(spot.training(0).states.waiting)
+  np.testing.assert_array_equal(own.micro_batches, [3, 0])
+  np.testing.assert_array_equal(shared.micro_batches, [1.5, 1.5])
+  halves = jax.tree.map(lambda x: np.broadcast_to(x.sum(0) / 2, x.shape), own)
+  np.testing.assert_allclose(flat(shared), flat(halves), atol=1e-6)
+  start = filled_spot([[20, 31], []])
+  np.testing.assert_allclose(flat(spot.params), flat(start.params), rtol=1e-6)
+  assert int(spot.state.step) == 0 and not spot.apart
+
+
 def test_slices_exchange_small_arrays_in_one_collective(monkeypatch):
   """One per dtype, and one per large array; the sums are those of each array alone."""
   mesh = tiny.mesh(data=2, model=1)
@@ -312,12 +328,20 @@ def test_slices_exchange_small_arrays_in_one_collective(monkeypatch):
 
 
 def test_micro_batches_of_an_update_are_summed():
-  """An update on two rows of a slice is that of one row which holds both."""
-  two = train(filled_spot([[20, 30]], micro_batches_per_update=2, learning_rate=0.1), 3)
+  """An update on two rows of a slice is that of one row which holds both.
+
+  The first of them may be of an earlier program.
+  """
+  two = filled_spot([[20, 30]], micro_batches_per_update=2, learning_rate=0.1)
+  before = flat(train(two, 1).training(0).states.params)
+  np.testing.assert_array_equal(before, flat(two.params))
+  assert two.apart and not two.updates.any()
+  train(two, 2)
+  assert float(two.training(0).states.waiting.micro_batches[0]) == 1
   two.exchange(two.trainer.make_exchange())
   one = train(filled_spot([[20, 30]], learning_rate=0.1), 2)
   assert int(two.state.step) == 1 and one.updates.tolist() == [2]
-  assert two.buffer.cursor == [2] and one.buffer.cursor == [2]
+  assert two.buffer.cursor == [3] and one.buffer.cursor == [2]
   first = filled_spot([[20, 30]])
   t, training = first.trainer, first.training(0)
   rows = training.rows

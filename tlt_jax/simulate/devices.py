@@ -74,17 +74,21 @@ class Programs:
     training = args[1]
     filled = training.rows.order[:, 0]
     self.timer.spend(int(training.most) * self.micro_batch_s)
-    return trainer_lib.Trained(None, np.where(filled > 0, training.most, 0))
+    trained = np.where(filled > 0, training.most, 0)
+    return trainer_lib.Trained(training.states, trained)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer(trainer_lib.Trainer):
   """Has neither loss nor optimizer: what it trains is counted."""
 
-  def account(self, states, told: np.ndarray) -> trainer_lib.Account:
-    """The account of micro-batches i32[slices]; there are no states."""
-    updates = told // self.per_update
-    return trainer_lib.Account(states, updates * self.per_update, updates, 0, {})
+  def account(self, states: np.ndarray, told: np.ndarray) -> trainer_lib.Account:
+    """The account of micro-batches i32[slices].
+
+    Of a state there is no more than the micro-batches that wait for an update.
+    """
+    updates, waiting = np.divmod(states + told, self.per_update)
+    return trainer_lib.Account(waiting, told, updates.astype(np.int32), 0, {})
 
 
 class Spot(spot_lib.Spot):
@@ -96,7 +100,8 @@ class Spot(spot_lib.Spot):
     self.row_tokens = spot_lib.row_tokens(trainer, options)
     self.buffer = spot_lib.make_buffer(trainer, options)
     self.rollouts = 0
-    self._states = self._features = None
+    self._features, self.apart = None, False
+    self._states = np.zeros(len(self.buffer.rows))
     self._updates = np.zeros(len(self.buffer.rows), np.int32)
 
   @property
@@ -109,7 +114,8 @@ class Spot(spot_lib.Spot):
 
   def exchange(self, program) -> None:
     program(None, None)
-    self._updates = np.zeros_like(self._updates)
+    self._states = np.full_like(self._states, self._states.mean())
+    self._updates, self.apart = np.zeros_like(self._updates), False
 
 
 class Batch(batch_lib.Batch):
@@ -223,7 +229,7 @@ class Chunks:
     if training is not None:
       mine = self._micro_batches(training, emitted)
       slice_s = busy_s + mine * programs.micro_batch_s
-      trained = self._spot.trainer.account(None, mine)
+      trained = self._spot.trainer.account(training.states, mine)
     programs.timer.spend(programs.costs.host_s + float(slice_s.max()))
     return chunks_lib.Ran(emitted, None, trained, slice_s)
 

@@ -138,7 +138,7 @@ class Harvest:
       done += options.micro_batches_per_update
       if self._learnt(options.updates_per_exchange):
         self._exchange()
-    if self._learnt(1):
+    if spot.apart:
       since = self.clock.now()
       self._exchange()
       jax.block_until_ready(spot.params)
@@ -168,7 +168,7 @@ class Harvest:
 
   def abandon(self) -> None:
     """Ends a rollout that is cut short; the drafter keeps what it has learnt."""
-    if self._learnt(1):
+    if self.spot.apart:
       self._exchange()
 
   def _learnt(self, least: int) -> bool:

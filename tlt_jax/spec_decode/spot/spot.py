@@ -57,7 +57,8 @@ class Options:
   chunk_tokens: ranges.Tokens = 128  # most tokens per slot in a chunk that also trains
   # micro-batches that a chunk that trains should have time for
   min_micro_batches: ranges.Count = 6
-  # micro-batches whose gradients a slice sums up for an optimizer update
+  # micro-batches whose gradients a slice sums up for an optimizer update; those that
+  # make no whole update in a chunk, or in a rollout, wait for the next one
   micro_batches_per_update: ranges.Count = 1
   # least updates, of all slices, after which these exchange what they have learnt
   updates_per_exchange: ranges.Count = 16
@@ -129,6 +130,7 @@ class Spot:
     self._params = self.state.drafting
     # Updates of each slice that the others do not have yet.
     self._updates = np.zeros(num_slices, np.int32)
+    self.apart = False  # whether a slice has trained since the last exchange
     features = abstract_features(trainer, options)
     memory.announce(
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
@@ -185,6 +187,7 @@ class Spot:
     """Goes on from what a program has trained; other rows are next."""
     self._states = trained.states
     self._updates = self._updates + trained.updates
+    self.apart |= bool(trained.micro_batches.any())
     self.buffer.trained(trained.micro_batches)
 
   @property
@@ -202,14 +205,14 @@ class Spot:
     """
     updates = slices.place(self.trainer.mesh, self._updates[:, None])
     self._states, drafting = program(self._states, updates)
-    self._updates = np.zeros_like(self._updates)
+    self._updates, self.apart = np.zeros_like(self._updates), False
     if not self.options.held_out_rows:
       self._params = drafting
 
   def restart(self, state: state_lib.State) -> None:
     """Goes on from another state of the drafter, with the data at hand."""
     self._states, self._params = self.trainer.spread(state), state.drafting
-    self._updates = np.zeros_like(self._updates)
+    self._updates, self.apart = np.zeros_like(self._updates), False
 
   @property
   def features(self) -> jax.Array:

@@ -1,5 +1,7 @@
 """A drafter in training: its state, and one guarded update."""
 
+from collections.abc import Collection
+
 import chex
 import flax.struct
 import jax
@@ -13,6 +15,16 @@ from tlt_jax.spec_decode.decoding import slices
 
 
 @flax.struct.dataclass
+class Sums:
+  """Sums over micro-batches, and over their tokens."""
+
+  loss: jax.Array  # f32[]
+  metrics: dict  # f32[] each, see `loss.Loss.metrics`
+  grads: dict  # f32, of the drafter's parameters
+  micro_batches: jax.Array  # f32[]
+
+
+@flax.struct.dataclass
 class State:
   """A drafter in training."""
 
@@ -21,6 +33,8 @@ class State:
   average: dict | None  # of `params` over updates; None: none is kept
   step: jax.Array  # i32[]  updates done
   skipped: jax.Array  # i32[]  updates left out: their gradient was not finite
+  # Of micro-batches that make no whole update yet; None: each makes one.
+  waiting: Sums | None = None
 
   @property
   def drafting(self) -> dict:
@@ -33,13 +47,25 @@ def abstract_state(
   optimizer: optax.GradientTransformation,
   mesh: jax.sharding.Mesh,
   averages: bool = False,
+  waiting: Collection[str] = (),
 ) -> State:
-  """Shapes, dtypes and shardings of the state; `averages`: whether it keeps an average."""
+  """Shapes, dtypes and shardings of the state.
+
+  Args:
+    drafter, optimizer, mesh: what is trained, how, and where
+    averages: whether it keeps an average
+    waiting: the metrics of micro-batches that wait until they make an update; (): none wait
+  """
   abstract = drafter_lib.abstract_params(drafter)
   params = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
   opt_state = axes.abstract_opt_state(optimizer, mesh, params)
   count = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(mesh))
-  return State(params, opt_state, params if averages else None, count, count)
+  state = State(params, opt_state, params if averages else None, count, count)
+  if not waiting:
+    return state
+  total = jax.ShapeDtypeStruct((), jnp.float32, sharding=count.sharding)
+  metrics = dict.fromkeys(waiting, total)
+  return state.replace(waiting=Sums(total, metrics, params, total))
 
 
 def init_state(
@@ -48,23 +74,27 @@ def init_state(
   mesh: jax.sharding.Mesh,
   params,
   averages: bool = False,
+  waiting: Collection[str] = (),
 ) -> State:
   """The state before the first update.
 
   Args:
     drafter, optimizer, mesh: what is trained, how, and where
     params: of the drafter, of any layout; they are copied
-    averages: whether an average is kept
+    averages, waiting: see `abstract_state`
   """
-  abstract = abstract_state(drafter, optimizer, mesh, averages)
+  abstract = abstract_state(drafter, optimizer, mesh, averages, waiting)
   # A copy: the state is donated, the drafter at hand may still be drafting.
   put = lambda x, like: processes.place(jnp.array(x, like.dtype), like.sharding)
   average = jax.tree.map(put, params, abstract.params) if averages else None
   params = jax.tree.map(put, params, abstract.params)
   shardings = slices.shardings(abstract.opt_state)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-  zero = lambda: put(jnp.int32(0), abstract.step)
-  return State(params, opt_state, average, zero(), zero())
+  zeros = lambda like: put(jnp.zeros(like.shape), like)
+  counts = zeros(abstract.step), zeros(abstract.skipped)
+  return State(
+    params, opt_state, average, *counts, jax.tree.map(zeros, abstract.waiting)
+  )
 
 
 def update(
@@ -74,6 +104,7 @@ def update(
   metrics: dict[str, jax.Array],
   grads: dict,
   decay: float = 0.0,
+  enough: jax.Array | bool = True,
 ) -> tuple[State, dict[str, jax.Array]]:
   """Makes one optimizer step from sums over tokens, as `loss.loss` gives them.
 
@@ -85,6 +116,7 @@ def update(
     metrics: f32[] each, sums; "tokens" is what they are divided by
     grads: of the sum of the loss
     decay: of the average per update, where the state keeps one
+    enough: bool[]  whether this is all of the step's data; else nothing happens
   Returns:
     the new state; loss, grad_norm and what else is in `metrics`, means over tokens; and
     `updated`, 1.0 or 0.0
@@ -95,7 +127,7 @@ def update(
   grads, means = mean(grads), mean({k: v for k, v in metrics.items() if k != "tokens"})
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-  useful = finite & (metrics["tokens"] > 0)
+  useful = enough & finite & (metrics["tokens"] > 0)
 
   def step(state):
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -103,11 +135,42 @@ def update(
     average = state.average
     if average is not None:
       average = optax.incremental_update(params, average, 1 - decay)
-    return State(params, opt_state, average, state.step + 1, state.skipped)
+    return state.replace(
+      params=params, opt_state=opt_state, average=average, step=state.step + 1
+    )
 
   def skip(state):
-    return state.replace(skipped=state.skipped + (~finite).astype(jnp.int32))
+    return state.replace(skipped=state.skipped + (enough & ~finite).astype(jnp.int32))
 
   state = jax.lax.cond(useful, step, skip, state)
   told = {"loss": loss / count, "grad_norm": norm, "updated": useful.astype(jnp.float32)}
   return state, {**means, **told}
+
+
+def learn(
+  optimizer: optax.GradientTransformation,
+  state: State,
+  sums: Sums,
+  per_update: int,
+  decay: float = 0.0,
+) -> tuple[State, dict[str, jax.Array]]:
+  """Takes a micro-batch, and makes an update once enough of them have waited for it.
+
+  Args:
+    sums: of the micro-batch
+    per_update: micro-batches of an update
+    decay: see `update`
+  Returns:
+    the new state; what `update` tells and `tried`, 1.0, all 0.0 where there was no update
+  """
+  if state.waiting is not None:
+    sums = jax.tree.map(jnp.add, state.waiting, sums)
+  enough = sums.micro_batches >= per_update
+  args = sums.loss, sums.metrics, sums.grads, decay, enough
+  updated, told = update(optimizer, state, *args)
+  if state.waiting is not None:
+    left = lambda x: jnp.where(enough, 0.0, x)
+    updated = updated.replace(waiting=jax.tree.map(left, sums))
+  made = told["updated"] > 0
+  told = {name: jnp.where(made, x, 0.0) for name, x in told.items()}
+  return updated, told | {"tried": enough.astype(jnp.float32)}

@@ -31,15 +31,6 @@ from tlt_jax.spec_decode.spot import state as state_lib
 
 
 @flax.struct.dataclass
-class Sums:
-  """Sums over micro-batches."""
-
-  loss: jax.Array  # f32[]
-  metrics: dict  # f32[] each, see `loss.Loss.metrics`
-  grads: dict  # f32, of the drafter's parameters
-
-
-@flax.struct.dataclass
 class Training:
   """The input of a program that trains."""
 
@@ -118,47 +109,44 @@ class Trainer:
     return jax.jit(jax.value_and_grad(self._loss, has_aux=True))
 
   def train(self, target_params, training: Training, most: jax.Array) -> Trained:
-    """Trains a slice's own drafter on `most` i32[] micro-batches, in whole updates."""
+    """Trains a slice's own drafter on `most` i32[] micro-batches.
+
+    Those at the end that make no whole update wait in the state for the next ones.
+    """
     rotations = self._rotations()
     start = jax.tree.map(lambda x: x[0], training.states)
 
-    def update(i, carry):
+    def micro_batch(i, carry):
       state, told = carry
-
-      def micro_batch(j):
-        packed, features = training.rows.micro_batch(i * self.per_update + j)
-        (loss, metrics), grads = self._value_and_grad(
-          state.params, target_params, rotations, packed, features
-        )
-        return Sums(loss, metrics, grads)
-
-      sums = micro_batch(0)
-      if self.per_update > 1:
-        sums = accumulate.sum_over(self.per_update - 1, lambda j: micro_batch(j + 1), sums)
-      state, means = state_lib.update(
-        self.optimizer, state, sums.loss, sums.metrics, sums.grads, self.average
+      packed, features = training.rows.micro_batch(i)
+      (loss, metrics), grads = self._value_and_grad(
+        state.params, target_params, rotations, packed, features
       )
-      made = means.pop("updated")
-      means = {k: jnp.where(made > 0, x, 0.0) for k, x in means.items()}
-      return state, told + jnp.stack([jnp.float32(1), made, *_in_order(means)])
+      one = jnp.ones_like(loss)
+      sums = state_lib.Sums(loss, metrics, grads, micro_batches=one)
+      state, means = state_lib.learn(
+        self.optimizer, state, sums, self.per_update, self.average
+      )
+      counts = one, means.pop("tried"), means.pop("updated")
+      return state, told + jnp.stack([*counts, *_in_order(means)])
 
     told = slices.varying(jnp.zeros(len(self._told), jnp.float32))
-    state, told = jax.lax.fori_loop(0, most // self.per_update, update, (start, told))
+    state, told = jax.lax.fori_loop(0, most, micro_batch, (start, told))
     return Trained(jax.tree.map(lambda x: x[None], state), told[None])
 
   @property
   def _told(self) -> list[str]:
     """The names of what `train` counts and sums up."""
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
-    return ["tried", "updates", *sorted(names)]
+    return ["micro_batches", "tried", "updates", *sorted(names)]
 
   def account(self, states: state_lib.State, told: np.ndarray) -> Account:
     """The account of what was trained; `told` is that of `Trained`, on the host."""
-    tried, updates = told[:, :2].T.astype(np.int32)
+    micro_batches, tried, updates = told[:, :3].T.astype(np.int32)
     count, skipped = int(updates.sum()), int((tried - updates).sum())
-    sums = zip(self._told[2:], told[:, 2:].sum(0).tolist(), strict=True)
+    sums = zip(self._told[3:], told[:, 3:].sum(0).tolist(), strict=True)
     metrics = {name: x / count for name, x in sums} if count else {}
-    return Account(states, tried * self.per_update, updates, skipped, metrics)
+    return Account(states, micro_batches, updates, skipped, metrics)
 
   def make_train(self) -> Callable:
     """(target params, Training) -> Trained: all slices train, each its own drafter."""
@@ -177,22 +165,28 @@ class Trainer:
 
     All slices go on from the mean of the drafters, their moments and averages, weighted
     by the updates that each slice has made since the last time. One that trained alone
-    is taken as it is. Counts are those of the slice that has most.
+    is taken as it is. Counts are those of the slice that has most. Of the micro-batches
+    that wait for an update, in whichever slice, each slice gets an equal share.
     """
+    equal = 1 / self.mesh.shape[axes.DATA]
 
     def exchange(states, updates):
-      share = updates[0] / jnp.maximum(slices.total(updates[0]), 1)
+      made = slices.total(updates[0])
+      share = jnp.where(made > 0, updates[0] / jnp.maximum(made, 1), equal)
 
       is_count = lambda x: jnp.issubdtype(x.dtype, jnp.integer)
-      part = lambda x: x[0] if is_count(x) else (share * x[0]).astype(x.dtype)
+      times = lambda share, tree: jax.tree.map(
+        lambda x: x[0] if is_count(x) else (share * x[0]).astype(x.dtype), tree
+      )
       over_slices = lambda x: (
         jax.lax.pmax(x, axes.DATA) if is_count(x) else slices.total(x)
       )
-      state = slices.combined(over_slices, jax.tree.map(part, states))
+      mine = times(share, states).replace(waiting=times(equal, states.waiting))
+      state = slices.combined(over_slices, mine)
       return jax.tree.map(lambda x: slices.varying(x)[None], state), state.drafting
 
     mapped = slices.per_slice(self.mesh, exchange, (ROWS, ROWS), (ROWS, WHOLE))
-    shardings = (self.trained_shardings.states, slices.shardings(self._abstract.params))
+    shardings = (self.trained_shardings.states, slices.shardings(self.abstract.params))
     return jax.jit(mapped, out_shardings=shardings)
 
   def make_judge(self, held_out_rows: int) -> Callable:
@@ -219,20 +213,25 @@ class Trainer:
     mapped = slices.per_slice(
       self.mesh, judge, in_specs=(WHOLE, WHOLE, WHOLE, ROWS), out_specs=WHOLE
     )
-    shardings = (slices.shardings(self._abstract.params), axes.sharding(self.mesh))
+    shardings = (slices.shardings(self.abstract.params), axes.sharding(self.mesh))
     return jax.jit(mapped, out_shardings=shardings)
 
   def init_states(self, params) -> state_lib.State:
     """The state of every slice before the first update, from parameters of any layout."""
-    averages = self.average > 0
-    args = self.drafter, self.optimizer, self.mesh, params, averages
-    return self.spread(state_lib.init_state(*args))
+    args = self.drafter, self.optimizer, self.mesh, params
+    return self.spread(state_lib.init_state(*args, **self._kept))
+
+  @property
+  def _kept(self) -> dict:
+    """What a state keeps beside parameters, moments and counts."""
+    waiting = self.loss.metrics if self.per_update > 1 else ()
+    return dict(averages=self.average > 0, waiting=waiting)
 
   @functools.cached_property
-  def _abstract(self) -> state_lib.State:
+  def abstract(self) -> state_lib.State:
     """Shapes, dtypes and shardings of a state that is the same on every slice."""
-    averages = self.average > 0
-    return state_lib.abstract_state(self.drafter, self.optimizer, self.mesh, averages)
+    args = self.drafter, self.optimizer, self.mesh
+    return state_lib.abstract_state(*args, **self._kept)
 
   @functools.cached_property
   def spread(self) -> Callable[[state_lib.State], state_lib.State]:
@@ -251,7 +250,7 @@ class Trainer:
       return slices.combined(slices.total, jax.tree.map(mine, states))
 
     mapped = slices.per_slice(self.mesh, first, in_specs=(ROWS,), out_specs=WHOLE)
-    return jax.jit(mapped, out_shardings=slices.shardings(self._abstract))
+    return jax.jit(mapped, out_shardings=slices.shardings(self.abstract))
 
   def abstract_states(self) -> state_lib.State:
     """Shapes, dtypes and shardings of the states of all slices."""
@@ -261,7 +260,7 @@ class Trainer:
       over = axes.sharding(self.mesh, axes.DATA, *x.sharding.spec)
       return jax.ShapeDtypeStruct((num_slices, *x.shape), x.dtype, sharding=over)
 
-    return jax.tree.map(own, self._abstract)
+    return jax.tree.map(own, self.abstract)
 
   @functools.cached_property
   def trained_shardings(self) -> Trained:
