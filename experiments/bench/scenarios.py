@@ -67,6 +67,7 @@ def _cold(config: Mapping) -> dict[str, Any]:
     "strategies": levels.write(known),
     "spot.warm_up_s": 3.0,
     "spot.warm_up_rollouts": 20,
+    "spot.micro_batches_per_update": 1,
     "spot.optimizer.learning_rate": 2e-3,
     "spot.optimizer.floor": 0.1,
     "spot.optimizer.total": 4000,
