@@ -145,6 +145,7 @@ DRAFTING = {
   "spot.carried_rows": 1,
   "spot.chunk_tokens": 16,
   "spot.warm_up_s": 0.5,
+  "spot.micro_batches_per_update": 3,  # so that checkpoints hold some that wait
   "spot.loss.steps": 1,
 }
 
