@@ -22,8 +22,7 @@ numbers only, for a run on problems with four.
         --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
         --config.prompts.four_share=1 --config.held_out.four_share=1
 
-Such a drafter has more to learn than the config's, and learns it faster at a higher
-`--config.spot.optimizer.learning_rate`; 1e-3 was best for the default policy (see the log).
+Such a drafter has more to learn than the config's: its updates are on one micro-batch each.
 
 Where training costs slices that decode something, as on CPUs, a drafter that has learnt
 most of what it can need not train in every rollout: with `--config.spot.every=4

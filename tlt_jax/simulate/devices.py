@@ -100,9 +100,8 @@ class Spot(spot_lib.Spot):
     self.row_tokens = spot_lib.row_tokens(trainer, options)
     self.buffer = spot_lib.make_buffer(trainer, options)
     self.rollouts = 0
-    self._features, self.apart = None, False
-    self._states = np.zeros(len(self.buffer.rows))
-    self._updates = np.zeros(len(self.buffer.rows), np.int32)
+    self._features, self._states = None, np.zeros(len(self.buffer.rows))
+    self._exchanged()
 
   @property
   def params(self):
@@ -115,7 +114,7 @@ class Spot(spot_lib.Spot):
   def exchange(self, program) -> None:
     program(None, None)
     self._states = np.full_like(self._states, self._states.mean())
-    self._updates, self.apart = np.zeros_like(self._updates), False
+    self._exchanged()
 
 
 class Batch(batch_lib.Batch):

@@ -122,15 +122,12 @@ class Spot:
   def __init__(self, trainer: trainer_lib.Trainer, options: Options, params):
     """Starts from the drafter's `params`."""
     self.trainer, self.options = trainer, options
-    t, num_slices = trainer, trainer.mesh.shape[axes.DATA]
     self.row_tokens = row_tokens(trainer, options)
     self.buffer = make_buffer(trainer, options)
     self.rollouts = 0  # that it was trained in
-    self._states = t.init_states(params)
+    self._states = trainer.init_states(params)
     self._params = self.state.drafting
-    # Updates of each slice that the others do not have yet.
-    self._updates = np.zeros(num_slices, np.int32)
-    self.apart = False  # whether a slice has trained since the last exchange
+    self._exchanged()
     features = abstract_features(trainer, options)
     memory.announce(
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
@@ -205,14 +202,20 @@ class Spot:
     """
     updates = slices.place(self.trainer.mesh, self._updates[:, None])
     self._states, drafting = program(self._states, updates)
-    self._updates, self.apart = np.zeros_like(self._updates), False
+    self._exchanged()
     if not self.options.held_out_rows:
       self._params = drafting
+
+  def _exchanged(self) -> None:
+    """From now on counts what slices train apart."""
+    # Updates of each slice that the others do not have yet.
+    self._updates = np.zeros(len(self.buffer.rows), np.int32)
+    self.apart = False  # whether a slice has trained since the last exchange
 
   def restart(self, state: state_lib.State) -> None:
     """Goes on from another state of the drafter, with the data at hand."""
     self._states, self._params = self.trainer.spread(state), state.drafting
-    self._updates, self.apart = np.zeros_like(self._updates), False
+    self._exchanged()
 
   @property
   def features(self) -> jax.Array:
