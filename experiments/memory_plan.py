@@ -32,6 +32,7 @@ from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
+from tlt_jax.models import few_rows
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
@@ -147,6 +148,13 @@ class Run:
     made = axes.with_shardings(self.mesh, axes.ROLLOUT, abstract)
     return jax.tree.map(lambda x: x.update(dtype=dtype), made)
 
+  def transposed_weights(self) -> Any:
+    """What lies beside the policy for passes over few rows; () where nothing does."""
+    weights = self.weights(self.model.dtype)
+    turned = few_rows.transposed(self.model, self.mesh, weights)
+    shared = {id(x) for x in jax.tree.leaves(weights)}
+    return [x for x in jax.tree.leaves(turned) if id(x) not in shared]
+
   def drafter(self) -> drafter_lib.DrafterConfig | None:
     """The config's drafter."""
     name = self.config["drafter"]
@@ -227,6 +235,7 @@ class Run:
     strategies = self.selector.strategies if self.selector else ()
     smaller_kv = "rollout.slots" if shapes.kv_pages is None else "rollout.cache_tokens"
     parts = [
+      self.part("policy, transposed", self.transposed_weights(), _SMALLER_POLICY),
       self.part("KV cache", slots.replace(features=None), smaller_kv),
       self.part("kept features", slots.features, "rollout.cache_tokens"),
       self.part("state of drafts", state, "strategies"),

@@ -19,6 +19,7 @@ from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax.models import convert
+from tlt_jax.models import few_rows
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -112,6 +113,19 @@ def test_a_pool_of_pages_is_planned_whatever_the_slots_would_take(config):
   assert sizes(plan)["KV cache"] == held
   options = {part.name: part.option for part in plan.phases["rollout"]}
   assert options["KV cache"] == "rollout.cache_tokens"
+
+
+def test_weights_that_lie_transposed_are_planned(config):
+  """Beside the others, where slices are whole CPU devices."""
+  name = "policy, transposed"
+  assert name not in sizes(memory_plan.of_rollout(config))
+  config["tensor_parallel"] = 1
+  mesh = axes.make_mesh(1)
+  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
+  turned = jax.tree.leaves(few_rows.transposed(model, mesh, params))
+  shared = set(map(id, jax.tree.leaves(params)))
+  held = sum(test_memory.held([x for x in turned if id(x) not in shared]).values())
+  assert sizes(memory_plan.of_rollout(config))[name] == held
 
 
 def test_a_critic_is_planned_where_there_is_one(config):

@@ -145,7 +145,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       policy=SMALL_POLICY,
       drafter=SMALL_DRAFTER,
       strategies="up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3",
-      spot=dict(max_batch=8, average=0.0),
+      spot=dict(max_batch=8),
       batch=dict(prompts=32, responses=8),
       rollout=dict(
         slots=64,

@@ -37,6 +37,23 @@ def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
   return module.param(name, nn.with_logical_partitioning(init, axes), shape)
 
 
+def product(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
+  """Multiplies f[... I] with a matrix: f[... O].
+
+  Args:
+    x: f[... I]
+    w: f[I O]; f[O I] if transposed
+    transposed: how it lies. The product is `(w @ x.T).T` then, which XLA may not turn into
+      that of `x` with `w.T`: see `few_rows`
+  """
+  w = w.astype(x.dtype)
+  if not transposed:
+    return x @ w
+  rows = x.reshape(-1, x.shape[-1])
+  barrier = jax.lax.optimization_barrier
+  return barrier(w @ barrier(rows.T)).T.reshape(*x.shape[:-1], -1)
+
+
 class RMSNorm(nn.Module):
   """Root-mean-square norm, computed in float32 (Zhang & Sennrich 2019)."""
 
@@ -139,14 +156,15 @@ class Attention(nn.Module):
 
   config: config_lib.ModelConfig
   input_width: int | None = None  # of what is projected to q, k and v, if not D
+  transposed: bool = False  # whether weights have the axes of their output first
 
   def setup(self) -> None:
     c = self.config
     D, N, K, H = c.width, c.num_heads, c.num_kv_heads, c.head_dim
-    init, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
+    zeros = nn.initializers.zeros
     width = self.input_width or D
     for name, heads, axis in (("q", N, "heads"), ("k", K, "kv"), ("v", K, "kv")):
-      w = _param(self, f"{name}_proj", init, (width, heads, H), ("embed", axis, "head"))
+      w = self._weights(f"{name}_proj", (width,), (heads, H), ("embed", axis, "head"))
       setattr(self, f"{name}_proj", w)
       if c.qkv_bias:
         bias = _param(self, f"{name}_bias", zeros, (heads, H), (axis, "head"))
@@ -154,12 +172,26 @@ class Attention(nn.Module):
     if c.qk_norm:
       self.q_norm = RMSNorm(c.norm_eps, "head")
       self.k_norm = RMSNorm(c.norm_eps, "head")
-    self.o_proj = _param(self, "o_proj", init, (N, H, D), ("heads", "head", "embed"))
+    self.o_proj = self._weights("o_proj", (N, H), (D,), ("heads", "head", "embed"))
+
+  def _weights(
+    self, name: str, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str, ...]
+  ) -> jax.Array:
+    """Makes weights of these axes of their input and of their output."""
+    shape = into + out
+    if self.transposed:
+      shape, axes = out + into, axes[len(into) :] + axes[: len(into)]
+    return _param(self, name, nn.initializers.normal(0.02), shape, axes)
 
   def _project(self, name: str, x: jax.Array) -> jax.Array:
     """Projects f[B T *] to the heads of q, k or v: f[B T heads H]."""
-    w = getattr(self, f"{name}_proj")
-    y = jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype))
+    w, c = getattr(self, f"{name}_proj"), self.config
+    heads = c.num_heads if name == "q" else c.num_kv_heads
+    if self.transposed:
+      y = product(x, w.reshape(-1, w.shape[-1]), transposed=True)
+      y = y.reshape(*x.shape[:2], heads, c.head_dim)
+    else:
+      y = jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype))
     if self.config.qkv_bias:
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y
@@ -215,8 +247,9 @@ class Attention(nn.Module):
     As one plain product: of two contracted axes XLA's CPU backend makes a transposed copy
     of the weights in every call.
     """
-    w = self.o_proj.astype(out.dtype)
-    return out.reshape(*out.shape[:2], -1) @ w.reshape(-1, w.shape[-1])
+    w, out = self.o_proj, out.reshape(*out.shape[:2], -1)
+    shape = (w.shape[0], -1) if self.transposed else (-1, w.shape[-1])
+    return product(out, w.reshape(shape), self.transposed)
 
   def attend_unrolled(
     self,
@@ -306,22 +339,24 @@ class MLP(nn.Module):
   """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020)."""
 
   config: config_lib.ModelConfig
+  transposed: bool = False  # whether weights have the axis of their output first
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     D, F = self.config.width, self.config.mlp_width
-    init = nn.initializers.normal(0.02)
-    gate = _param(self, "gate_proj", init, (D, F), ("embed", "mlp"))
-    up = _param(self, "up_proj", init, (D, F), ("embed", "mlp"))
-    down = _param(self, "down_proj", init, (F, D), ("mlp", "embed"))
-    h = jax.nn.silu(x @ gate.astype(x.dtype)) * (x @ up.astype(x.dtype))
-    return h @ down.astype(x.dtype)
+    init, turn = nn.initializers.normal(0.02), -1 if self.transposed else 1
+    gate = _param(self, "gate_proj", init, (D, F)[::turn], ("embed", "mlp")[::turn])
+    up = _param(self, "up_proj", init, (D, F)[::turn], ("embed", "mlp")[::turn])
+    down = _param(self, "down_proj", init, (F, D)[::turn], ("mlp", "embed")[::turn])
+    by = lambda x, w: product(x, w, self.transposed)
+    return by(jax.nn.silu(by(x, gate)) * by(x, up), down)
 
 
 class Block(nn.Module):
   """One pre-norm decoder layer."""
 
   config: config_lib.ModelConfig
+  transposed: bool = False  # whether weights have the axes of their output first
 
   @nn.compact
   def __call__(
@@ -334,9 +369,10 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, cache_lib.Layer | None]:
     """Runs the layer; arguments and results are those of `Attention.__call__`."""
     eps = self.config.norm_eps
-    y, layer_cache = Attention(self.config, name="attention")(
+    made = dict(config=self.config, transposed=self.transposed)
+    y, layer_cache = Attention(**made, name="attention")(
       RMSNorm(eps, name="input_norm")(x), by, seen, layer_cache, start
     )
     x = x + y
-    x = x + MLP(self.config, name="mlp")(RMSNorm(eps, name="post_norm")(x))
+    x = x + MLP(**made, name="mlp")(RMSNorm(eps, name="post_norm")(x))
     return x, layer_cache

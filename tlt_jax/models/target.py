@@ -28,6 +28,7 @@ class Target(nn.Module):
   """A decoder: tokens -> features -> logits."""
 
   config: config_lib.ModelConfig
+  transposed: bool = False  # whether matrices have the axes of their output first
 
   def setup(self) -> None:
     c = self.config
@@ -38,13 +39,15 @@ class Target(nn.Module):
       (c.vocab_size, c.width),
     )
     block = families.find(c.architecture).block
-    self.blocks = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
+    how = dict(transposed=True) if self.transposed else {}  # others' blocks know no other
+    self.blocks = [block(c, name=f"layer_{i}", **how) for i in range(c.num_layers)]
     self.final_norm = layers.RMSNorm(c.norm_eps)
     if not c.tie_embeddings:
+      turn = -1 if self.transposed else 1
       self.head = self.param(
         "head",
-        nn.with_logical_partitioning(init, ("embed", "vocab")),
-        (c.width, c.vocab_size),
+        nn.with_logical_partitioning(init, ("embed", "vocab")[::turn]),
+        (c.width, c.vocab_size)[::turn],
       )
 
   def __call__(
@@ -119,6 +122,9 @@ class Target(nn.Module):
     chex.assert_axis_dimension(features, -1, self.config.width)
     w = self.embedding.T if self.config.tie_embeddings else self.head
     with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
+      if self.transposed:
+        w = self.embedding if self.config.tie_embeddings else self.head
+        return layers.product(features, w, transposed=True).astype(jnp.float32)
       return jnp.dot(
         features, w.astype(features.dtype), preferred_element_type=jnp.float32
       )

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import few_rows
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -39,7 +40,8 @@ def forward(
   """Runs the target over the KV, and writes into it.
 
   Args:
-    config, params: the target's
+    config: the target's
+    params: its parameters, or `few_rows.Transposed`
     layout: of the features that are kept; None: none are
     kv: what it has computed of the rows so far
     tokens: i32[B T]
@@ -50,9 +52,7 @@ def forward(
     new KV
   """
   run = functools.partial(
-    target.Target(config).apply,
-    {"params": params},
-    method=target.Target.with_taps,
+    few_rows.apply, config, params, method=target.Target.with_taps
   )
   taps = layout.taps if layout else ()
   final, tapped, kv = run(tokens, positions, taps, seen, kv, start, rotations)
@@ -72,6 +72,7 @@ def decode(
   def run(weights, slots, draft_state, limits):
     emitted = slots_lib.nothing_emitted(slots, tokens)
     rotations = layers.rotation(config, jnp.arange(slots.length))
+    params = weights.of_target(rows=slots.pending.shape[0])
 
     def running(carry):
       i, slots, _ = carry
@@ -79,7 +80,7 @@ def decode(
 
     def step(carry):
       i, slots, emitted = carry
-      slots, drawn = decode_step(config, layout, weights.target, slots, rotations)
+      slots, drawn = decode_step(config, layout, params, slots, rotations)
       live = emitted.remaining > 0
       put = lambda x, column: jax.lax.dynamic_update_slice_in_dim(
         x, column[:, None].astype(x.dtype), i, 1
@@ -132,16 +133,14 @@ def decode_step(
 
   Args:
     layout: of the features that are kept; None: none are
-    params: the target's
+    params: the target's, or `few_rows.Transposed`
     rotations: of positions 0, 1, ..., S-1
   """
   tokens, positions = slots.pending[:, None], slots.position[:, None]
   final, features, kv = forward(
     config, layout, params, slots.kv, tokens, positions, None, slots.start, rotations
   )
-  logits = target.Target(config).apply(
-    {"params": params}, final[:, 0], method=target.Target.logits
-  )
+  logits = few_rows.apply(config, params, final[:, 0], method=target.Target.logits)
   drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1, slots.kernels)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from tlt_jax.models import few_rows
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
@@ -41,9 +42,18 @@ class Parts:
     make = paged_batch.PagedBatch if paged else batch_lib.Batch
     return make(self.programs, options, requests)
 
-  def weights(self, params, draft_params) -> chunk_lib.Weights:
+  def transposed(self, params) -> few_rows.Transposed | None:
+    """The target's parameters as passes over few rows want them, if that is otherwise."""
+    return few_rows.transposed(self.shapes.config, self.shapes.mesh, params)
+
+  def weights(
+    self, params, draft_params, transposed: few_rows.Transposed | None = None
+  ) -> chunk_lib.Weights:
     """All weights; the drafter's are the trainer's, where there is one.
 
+    Args:
+      params, draft_params: of the target and of the drafter
+      transposed: what `transposed` makes of `params`, where that is wanted
     Raises:
       ValueError: the drafter's are given twice
     """
@@ -54,7 +64,7 @@ class Parts:
           "none to the rollout"
         )
       draft_params = self.spot.params
-    return chunk_lib.Weights(params, draft_params)
+    return chunk_lib.Weights(params, draft_params, transposed)
 
   def trains(self, bucket: options_lib.Bucket | None) -> bool:
     """Whether slices that run dry in chunks of a bucket train."""

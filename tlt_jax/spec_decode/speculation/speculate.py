@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import few_rows
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -78,7 +79,7 @@ def decode(
       slots, output = verify_and_accept(
         config,
         setting.layout,
-        weights.target,
+        weights.of_target(rows=proposal.tree.tokens.size),
         rotations,
         slots,
         proposal.tree,
@@ -150,7 +151,8 @@ def verify_and_accept(
   """Runs the target over the trees once, and keeps the tokens that follow from it.
 
   Args:
-    config, params: the target's
+    config: the target's
+    params: its parameters, or `few_rows.Transposed`
     layout: of the features that are kept; None: none are
     rotations: of positions 0, 1, ..., see `target.Target.with_taps`
     tree: the guesses, J nodes per slot
@@ -214,9 +216,7 @@ def _look(config, layout, params, rotations, slots, tree, width):
     slots.start,
     rotations,
   )
-  logits = target.Target(config).apply(
-    {"params": params}, final, method=target.Target.logits
-  )
+  logits = few_rows.apply(config, params, final, method=target.Target.logits)
   return logits, features, kv
 
 

@@ -1,0 +1,101 @@
+"""Weights that lie transposed: the same model, without a copy of any in a program."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import few_rows
+from tlt_jax.models import target
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+
+FAMILIES = {
+  "qwen2": dict(architecture="Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
+  "qwen3": {},
+  "llama": dict(architecture="LlamaForCausalLM", qk_norm=False, tie_embeddings=True),
+}
+
+
+def one_device() -> jax.sharding.Mesh:
+  return axes.make_mesh(1, jax.devices()[:1])
+
+
+def params_of(config: config_lib.ModelConfig) -> dict:
+  """Random ones, biases included, on one device."""
+  params = target.init_params(config, jax.random.key(0))
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  noise = lambda x, key: x + 0.1 * jax.random.normal(key, x.shape)
+  noisy = list(map(noise, leaves, keys))
+  return jax.device_put(tree.unflatten(noisy), axes.sharding(one_device()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_is_the_same(family):
+  """Features and logits, to rounding; with matrices that are square, too."""
+  config = dataclasses.replace(tiny.CONFIG, num_heads=2, num_kv_heads=2, **FAMILIES[family])
+  params = params_of(config)
+  turned = few_rows.transposed(config, one_device(), params)
+  tokens = jax.random.randint(jax.random.key(2), (2, 3), 0, config.vocab_size)
+  places = jnp.tile(jnp.arange(3), (2, 1))
+  method = target.Target.features_and_logits
+  run = jax.jit(lambda p: few_rows.apply(config, p, tokens, places, method=method)[:2])
+  for one, other in zip(run(params), run(turned), strict=True):
+    assert one.dtype == other.dtype
+    np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_shapes_are_those_of_the_arrays():
+  mesh, params = one_device(), params_of(tiny.CONFIG)
+  abstract = axes.with_shardings(
+    mesh, axes.ROLLOUT, target.abstract_params(tiny.CONFIG)
+  )
+  made, shapes = (few_rows.transposed(tiny.CONFIG, mesh, p) for p in (params, abstract))
+  for x, shape in zip(jax.tree.leaves(made), jax.tree.leaves(shapes), strict=True):
+    assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
+    assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
+  norm = lambda p: p["final_norm"]["scale"]
+  assert norm(made.params) is norm(params)  # what is no matrix is not there twice
+
+
+def test_programs_do_not_copy_weights():
+  """The point of it: a product reads a matrix where it lies."""
+  config = dataclasses.replace(tiny.CONFIG, width=40, mlp_width=72)
+  turned = few_rows.transposed(config, one_device(), params_of(config))
+  tokens, method = jnp.zeros((4, 2), jnp.int32), target.Target.features_and_logits
+
+  def steps(params):
+    def step(i, drawn):
+      logits = few_rows.apply(config, params, drawn, drawn + i, method=method)[1]
+      return jnp.argmax(logits, -1).astype(drawn.dtype)
+
+    return jax.lax.fori_loop(0, 3, step, tokens)
+
+  text = jax.jit(steps).lower(turned).compile().as_text()
+  matrices = {x.shape for x in jax.tree.leaves(turned) if x.ndim > 1}
+  sizes = {f"{n},{size // n}" for size, n in ((np.prod(s), s[0]) for s in matrices)}
+  sizes |= {",".join(reversed(size.split(","))) for size in sizes}
+  moved = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+  assert not sizes & set(moved)
+
+
+def test_none_where_nothing_is_gained():
+  """On other devices than CPUs, where weights are split, or a family is one's own."""
+  params = params_of(tiny.CONFIG)
+  split = axes.make_mesh(2, jax.devices()[:2])
+  assert few_rows.transposed(tiny.CONFIG, split, params) is None
+  assert few_rows.transposed(tiny.CONFIG, axes.make_mesh(1, 4), params) is None
+  assert few_rows.transposed(tiny.CONFIG, one_device(), None) is None
+
+
+def test_passes_over_few_rows_take_them():
+  weights = chunk_lib.Weights("as they are", None, "transposed")
+  taken = [weights.of_target(rows) for rows in (1, 3, 4, 32, 33)]
+  assert taken == ["as they are"] * 2 + ["transposed"] * 2 + ["as they are"]
+  assert chunk_lib.Weights("as they are").of_target(8) == "as they are"
