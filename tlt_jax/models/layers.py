@@ -37,7 +37,12 @@ def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
   return module.param(name, nn.with_logical_partitioning(init, axes), shape)
 
 
-def product(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
+def product(
+  x: jax.Array,
+  w: jax.Array,
+  transposed: bool = False,
+  dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
   """Multiplies f[... I] with a matrix: f[... O].
 
   Args:
@@ -45,13 +50,14 @@ def product(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
     w: f[I O]; f[O I] if transposed
     transposed: how it lies. The product is `(w @ x.T).T` then, which XLA may not turn into
       that of `x` with `w.T`: see `few_rows`
+    dtype: of the result; None: that of x
   """
-  w = w.astype(x.dtype)
+  w, dot = w.astype(x.dtype), functools.partial(jnp.dot, preferred_element_type=dtype)
   if not transposed:
-    return x @ w
+    return dot(x, w)
   rows = x.reshape(-1, x.shape[-1])
   barrier = jax.lax.optimization_barrier
-  return barrier(w @ barrier(rows.T)).T.reshape(*x.shape[:-1], -1)
+  return barrier(dot(w, barrier(rows.T))).T.reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nn.Module):

@@ -120,14 +120,12 @@ class Target(nn.Module):
   def logits(self, features: jax.Array) -> jax.Array:
     """Turns features into logits: f[... D] -> f32[... V]."""
     chex.assert_axis_dimension(features, -1, self.config.width)
-    w = self.embedding.T if self.config.tie_embeddings else self.head
+    if not self.config.tie_embeddings:
+      w = self.head
+    else:
+      w = self.embedding if self.transposed else self.embedding.T
     with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
-      if self.transposed:
-        w = self.embedding if self.config.tie_embeddings else self.head
-        return layers.product(features, w, transposed=True).astype(jnp.float32)
-      return jnp.dot(
-        features, w.astype(features.dtype), preferred_element_type=jnp.float32
-      )
+      return layers.product(features, w, self.transposed, jnp.float32)
 
   def features_and_logits(
     self,
