@@ -24,7 +24,7 @@ from tlt_jax.models import target
 
 # Rows of a pass that is faster so: below, the library reads the weights as they lie;
 # beyond, packing is a small part of it.
-ROWS = range(4, 33)
+ROWS = range(4, 49)
 
 # How many of a matrix's first axes are its input's; other parameters stay as they are.
 _INPUT_AXES = {
