@@ -149,7 +149,7 @@ class Run:
     return jax.tree.map(lambda x: x.update(dtype=dtype), made)
 
   def transposed_weights(self) -> Any:
-    """What lies beside the policy for passes over few rows; () where nothing does."""
+    """What lies beside the policy for passes over few rows, if anything does."""
     weights = self.weights(self.model.dtype)
     turned = few_rows.transposed(self.model, self.mesh, weights)
     shared = {id(x) for x in jax.tree.leaves(weights)}

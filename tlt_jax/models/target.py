@@ -39,7 +39,7 @@ class Target(nn.Module):
       (c.vocab_size, c.width),
     )
     block = families.find(c.architecture).block
-    how = dict(transposed=True) if self.transposed else {}  # others' blocks know no other
+    how = dict(transposed=True) if self.transposed else {}  # a family's own block lacks it
     self.blocks = [block(c, name=f"layer_{i}", **how) for i in range(c.num_layers)]
     self.final_norm = layers.RMSNorm(c.norm_eps)
     if not c.tie_embeddings:
