@@ -11,7 +11,9 @@ import pytest
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import families
 from tlt_jax.models import few_rows
+from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 
@@ -87,13 +89,17 @@ def test_programs_do_not_copy_weights():
   assert not sizes & set(moved)
 
 
-def test_none_where_nothing_is_gained():
-  """On other devices than CPUs, where weights are split, or a family is one's own."""
+def test_none_where_nothing_is_gained(monkeypatch):
+  """Without devices or a model, where weights are split, or a family has its own block."""
   params = params_of(tiny.CONFIG)
   split = axes.make_mesh(2, jax.devices()[:2])
   assert few_rows.transposed(tiny.CONFIG, split, params) is None
   assert few_rows.transposed(tiny.CONFIG, axes.make_mesh(1, 4), params) is None
   assert few_rows.transposed(tiny.CONFIG, one_device(), None) is None
+  own = families.Family("mine", block=type("Block", (layers.Block,), {}))
+  monkeypatch.setitem(families.FAMILIES, "mine", own)
+  config = dataclasses.replace(tiny.CONFIG, architecture="mine")
+  assert few_rows.transposed(config, one_device(), params) is None
 
 
 def test_passes_over_few_rows_take_them():

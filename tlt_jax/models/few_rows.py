@@ -11,6 +11,7 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
+from flax import traverse_util
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,13 @@ from jax.sharding import AbstractMesh, Mesh
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import families
+from tlt_jax.models import hf_tensors
 from tlt_jax.models import layers
 from tlt_jax.models import target
 
 # Rows of a pass that is faster so: below, the library reads the weights as they lie;
 # beyond, packing is a small part of it.
 ROWS = range(4, 49)
-
-# How many of a matrix's first axes are its input's; other parameters stay as they are.
-_INPUT_AXES = {
-  **dict(q_proj=1, k_proj=1, v_proj=1, o_proj=2),
-  **dict(gate_proj=1, up_proj=1, down_proj=1, head=1),
-}
 
 
 @flax.struct.dataclass
@@ -52,23 +48,20 @@ def transposed(
     mesh: of the slices
     params: laid out by `axes.ROLLOUT`, or their shapes and shardings; None: of no model
   """
-  if params is None or not wanted(config, mesh):
+  if params is None or not _wanted(config, mesh):
     return None
-  leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-  inputs = tuple(_INPUT_AXES.get(path[-1].key, 0) for path, _ in leaves)
-  leaves = [x for _, x in leaves]
-  turn = _turning(mesh, tuple(filter(None, inputs)))
-  matrices = [x for x, n in zip(leaves, inputs, strict=True) if n]
+  flat, layouts = traverse_util.flatten_dict(params, sep="/"), hf_tensors.layouts(config)
+  orders = {path: layouts[path].permutation for path in flat}
+  orders = {path: order for path, order in orders.items() if order != tuple(sorted(order))}
+  matrices = [flat[path] for path in orders]
+  turn = _turning(mesh, tuple(orders.values()))
   exist = isinstance(matrices[0], jax.Array)
   turned = turn(matrices) if exist else turn.eval_shape(matrices)
-  return Transposed(
-    tree.unflatten(
-      turned.pop(0) if n else x for x, n in zip(leaves, inputs, strict=True)
-    )
-  )
+  flat |= zip(orders, turned, strict=True)
+  return Transposed(traverse_util.unflatten_dict(flat, sep="/"))
 
 
-def wanted(config: config_lib.ModelConfig, mesh: Mesh | AbstractMesh) -> bool:
+def _wanted(config: config_lib.ModelConfig, mesh: Mesh | AbstractMesh) -> bool:
   """Whether passes are faster with transposed weights: on CPUs that split none."""
   if isinstance(mesh, AbstractMesh) or mesh.shape[axes.MODEL] > 1:
     return False
@@ -77,19 +70,13 @@ def wanted(config: config_lib.ModelConfig, mesh: Mesh | AbstractMesh) -> bool:
 
 
 @functools.lru_cache
-def _turning(mesh: Mesh, inputs: tuple[int, ...]) -> Callable[[list], list]:
-  """The program that puts the axes of matrices' outputs first.
-
-  Args:
-    mesh: on every device of which they are whole
-    inputs: how many axes the input of each has
-  """
-
-  def turn(x, n):
-    return jnp.transpose(x, (*range(n, x.ndim), *range(n)))
-
+def _turning(
+  mesh: Mesh, orders: tuple[tuple[int, ...], ...]
+) -> Callable[[list], list]:
+  """The program that puts the axes of matrices in these orders, whole on every device."""
   return jax.jit(
-    lambda matrices: list(map(turn, matrices, inputs)), out_shardings=axes.sharding(mesh)
+    lambda matrices: list(map(jnp.transpose, matrices, orders)),
+    out_shardings=axes.sharding(mesh),
   )
 
 

@@ -51,6 +51,11 @@ class Layout:
     """Their axes with the joined ones taken apart, e.g. 'NHD'."""
     return "".join(self.theirs)
 
+  @property
+  def permutation(self) -> tuple[int, ...]:
+    """Our axes in their order; of a matrix, they have the axes of its output first."""
+    return tuple(self.ours.index(a) for a in self.order)
+
   def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in the file of a tensor of our `shape`."""
     size = dict(zip(self.ours, shape, strict=True))
@@ -58,7 +63,7 @@ class Layout:
 
   def store(self, x: np.ndarray) -> np.ndarray:
     """Turns our tensor into theirs."""
-    y = x.transpose([self.ours.index(a) for a in self.order])
+    y = x.transpose(self.permutation)
     return np.ascontiguousarray(y.reshape(self.stored_shape(x.shape)))
 
   def load(

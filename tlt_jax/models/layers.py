@@ -37,6 +37,27 @@ def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
   return module.param(name, nn.with_logical_partitioning(init, axes), shape)
 
 
+def matrix(
+  module: nn.Module,
+  name: str,
+  into: tuple[int, ...],
+  out: tuple[int, ...],
+  axes: tuple[str, ...],
+) -> jax.Array:
+  """Makes weights of a module, which has `transposed`.
+
+  Args:
+    module: whose they are; if it is transposed, they have the axes of their output first
+    name: there
+    into, out: the axes of their input and of their output
+    axes: the logical names of these axes, in this order
+  """
+  shape, n = into + out, len(into)
+  if module.transposed:
+    shape, axes = out + into, axes[n:] + axes[:n]
+  return _param(module, name, nn.initializers.normal(0.02), shape, axes)
+
+
 def product(
   x: jax.Array,
   w: jax.Array,
@@ -170,7 +191,7 @@ class Attention(nn.Module):
     zeros = nn.initializers.zeros
     width = self.input_width or D
     for name, heads, axis in (("q", N, "heads"), ("k", K, "kv"), ("v", K, "kv")):
-      w = self._weights(f"{name}_proj", (width,), (heads, H), ("embed", axis, "head"))
+      w = matrix(self, f"{name}_proj", (width,), (heads, H), ("embed", axis, "head"))
       setattr(self, f"{name}_proj", w)
       if c.qkv_bias:
         bias = _param(self, f"{name}_bias", zeros, (heads, H), (axis, "head"))
@@ -178,16 +199,7 @@ class Attention(nn.Module):
     if c.qk_norm:
       self.q_norm = RMSNorm(c.norm_eps, "head")
       self.k_norm = RMSNorm(c.norm_eps, "head")
-    self.o_proj = self._weights("o_proj", (N, H), (D,), ("heads", "head", "embed"))
-
-  def _weights(
-    self, name: str, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str, ...]
-  ) -> jax.Array:
-    """Makes weights of these axes of their input and of their output."""
-    shape = into + out
-    if self.transposed:
-      shape, axes = out + into, axes[len(into) :] + axes[: len(into)]
-    return _param(self, name, nn.initializers.normal(0.02), shape, axes)
+    self.o_proj = matrix(self, "o_proj", (N, H), (D,), ("heads", "head", "embed"))
 
   def _project(self, name: str, x: jax.Array) -> jax.Array:
     """Projects f[B T *] to the heads of q, k or v: f[B T heads H]."""
@@ -350,10 +362,9 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     D, F = self.config.width, self.config.mlp_width
-    init, turn = nn.initializers.normal(0.02), -1 if self.transposed else 1
-    gate = _param(self, "gate_proj", init, (D, F)[::turn], ("embed", "mlp")[::turn])
-    up = _param(self, "up_proj", init, (D, F)[::turn], ("embed", "mlp")[::turn])
-    down = _param(self, "down_proj", init, (F, D)[::turn], ("mlp", "embed")[::turn])
+    gate = matrix(self, "gate_proj", (D,), (F,), ("embed", "mlp"))
+    up = matrix(self, "up_proj", (D,), (F,), ("embed", "mlp"))
+    down = matrix(self, "down_proj", (F,), (D,), ("mlp", "embed"))
     by = lambda x, w: product(x, w, self.transposed)
     return by(jax.nn.silu(by(x, gate)) * by(x, up), down)
 

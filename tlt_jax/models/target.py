@@ -43,12 +43,8 @@ class Target(nn.Module):
     self.blocks = [block(c, name=f"layer_{i}", **how) for i in range(c.num_layers)]
     self.final_norm = layers.RMSNorm(c.norm_eps)
     if not c.tie_embeddings:
-      turn = -1 if self.transposed else 1
-      self.head = self.param(
-        "head",
-        nn.with_logical_partitioning(init, ("embed", "vocab")[::turn]),
-        (c.width, c.vocab_size)[::turn],
-      )
+      axes = ("embed", "vocab")
+      self.head = layers.matrix(self, "head", (c.width,), (c.vocab_size,), axes)
 
   def __call__(
     self,
