@@ -1,4 +1,4 @@
-"""The KV cache: where keys and values are written, in either layout."""
+"""The KV cache: where keys and values are written."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ from tlt_jax.models import paged_cache
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 
 B, K, S, H = 3, tiny.CONFIG.num_kv_heads, 32, tiny.CONFIG.head_dim
-LAYOUTS = {None: "transposed", "ref": "plain", "interpret": "plain"}
-plain = lambda layer: layer.k if layer.keys == "plain" else layer.k.swapaxes(2, 3)
+KERNELS = (None, "ref", "interpret")
 
 
 def filled(kernels):
@@ -20,29 +19,27 @@ def filled(kernels):
   layer = cache_lib.init(tiny.CONFIG, B, S, kernels)[0]
   number = np.arange(S) + 100.0 * np.arange(B)[:, None]
   v = np.broadcast_to(number[:, None, :, None], (B, K, S, H)).astype(np.float32)
-  k = -v if layer.keys == "plain" else -v.swapaxes(2, 3)
-  return layer.replace(k=jnp.asarray(k), v=jnp.asarray(v)), number
+  return layer.replace(k=jnp.asarray(-v), v=jnp.asarray(v)), number
 
 
 def check(layer, number):
   """Both arrays hold these numbers, the keys with another sign."""
   want = np.broadcast_to(number[:, None, :, None], (B, K, S, H))
   np.testing.assert_array_equal(layer.v, want)
-  np.testing.assert_array_equal(plain(layer), -want)
+  np.testing.assert_array_equal(layer.k, -want)
 
 
-@pytest.mark.parametrize("kernels", LAYOUTS)
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_writes_consecutive_slots_and_drops_what_is_outside(kernels):
   layer, number = filled(kernels)
-  assert layer.keys == LAYOUTS[kernels] and layer.length == S
+  assert layer.length == S
   start = jnp.array([4, -1, S - 2])
   v = jnp.full((B, K, 3, H), 7.0)
-  k = -v if layer.keys == "plain" else -v.swapaxes(2, 3)
   number[0, 4:7] = number[1, :2] = number[2, S - 2 :] = 7
-  check(jax.jit(cache_lib.LayerCache.write)(layer, k, v, start), number)
+  check(jax.jit(cache_lib.LayerCache.write)(layer, -v, v, start), number)
 
 
-@pytest.mark.parametrize("kernels", LAYOUTS)
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_moves_a_path_to_consecutive_slots(kernels):
   layer, number = filled(kernels)
   start, path = jnp.array([4, 0, 20]), jnp.array([[0, 2, 5], [0, 1, 1], [0, 3, 9]])
@@ -53,7 +50,7 @@ def test_moves_a_path_to_consecutive_slots(kernels):
 
 
 def in_pages(layer, page, kernels):
-  """A layer with plain keys in pages, in random order; and how to put it together."""
+  """A layer in pages, in random order; and how to put it together."""
   n = B * S // page
   order = np.random.default_rng(0).permutation(n).reshape(B, -1).astype(np.int32)
   made = paged_cache.init(tiny.CONFIG, B, S, pages=n, page=page, kernels=kernels)[0]
@@ -64,7 +61,7 @@ def in_pages(layer, page, kernels):
   def whole(layer):
     join = lambda x: np.asarray(x)[order].swapaxes(1, 2).reshape(B, K, S, H)
     assert not np.asarray(layer.k)[-1].any()  # nobody's page
-    return cache_lib.LayerCache(join(layer.k), join(layer.v), "plain", kernels)
+    return cache_lib.LayerCache(join(layer.k), join(layer.v), kernels)
 
   return made.replace(pool=pool, pages=jnp.asarray(order)), whole
 

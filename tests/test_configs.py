@@ -482,8 +482,8 @@ def test_the_full_decode_chunk_traces(full):
   assert slots.kv[0].k.shape == (
     B,
     model.num_kv_heads,
-    model.head_dim,
     o.max_length,
+    model.head_dim,
   )
   assert done.emitted.tokens.shape == (B, o.chunk)
 

@@ -366,10 +366,8 @@ def moved_by_permutation(layer, source, start):
   slots = start[:, None] + jnp.arange(moved)
   at = jnp.broadcast_to(jnp.arange(layer.length), (B, layer.length))
   at = at.at[jnp.arange(B)[:, None], slots].set(source, mode="drop")
-  return layer.replace(
-    k=jnp.take_along_axis(layer.k, at[:, None, None], 3),
-    v=jnp.take_along_axis(layer.v, at[:, None, :, None], 2),
-  )
+  take = lambda x: jnp.take_along_axis(x, at[:, None, :, None], 2)
+  return layer.replace(k=take(layer.k), v=take(layer.v))
 
 
 def test_the_detector_sees_an_accepted_path_that_moves_with_all_else(monkeypatch):

@@ -40,7 +40,7 @@ BFLOAT16_TOLERANCE = 0.25
 def test_attention_equals_float64(impl, shape):
   """At odd sizes, with NaN behind every row."""
   c, want = test_tree_attention._boundaries(shape, "bfloat16")
-  out = c.poisoned()(keys="plain", impl=impl)
+  out = c.poisoned()(impl=impl)
   np.testing.assert_allclose(out, want, rtol=0, atol=2e-2)
 
 

@@ -24,7 +24,7 @@ def rows(T: int, lengths: tuple[tuple[int, ...], ...]) -> np.ndarray:
 def dense(q, k, v, ids):
   """With every score at once."""
   positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-  return ref.attend(q, k, v, packing.segment_mask(ids, positions), keys="plain")
+  return ref.attend(q, k, v, packing.segment_mask(ids, positions))
 
 
 def blockwise(q, k, v, ids):

@@ -22,7 +22,7 @@ from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 IMPLS = ["ref", "interpret", pytest.param("triton", marks=triton_kernels.requires_triton)]
 KERNELS = IMPLS[1:]
-attend = jax.jit(tree_attention.tree_attention, static_argnames=("keys", "impl"))
+attend = jax.jit(tree_attention.tree_attention, static_argnames="impl")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _without_gpu(request):
 
 
 class Case(NamedTuple):
-  """Arguments of `tree_attention`, with keys as f[B K S H]."""
+  """Arguments of `tree_attention`."""
 
   q: np.ndarray
   k: np.ndarray
@@ -47,10 +47,9 @@ class Case(NamedTuple):
 
   def __call__(self, attend=attend, **options):
     """Runs an implementation on it: f[B J N H], in float64."""
-    k = self.k.swapaxes(2, 3) if options.get("keys") == "transposed" else self.k
     seen = seen_lib.of_mask(jnp.asarray(self.start), jnp.asarray(self.tail))
     table = () if self.pages is None else (self.pages,)
-    out = attend(self.q, k.copy(), self.v, seen, *table, **options)
+    out = attend(self.q, self.k, self.v, seen, *table, **options)
     return np.asarray(out).astype(float)
 
   def rows(self, rows) -> "Case":
@@ -137,20 +136,19 @@ def _boundaries(shape: int, dtype: str) -> tuple[Case, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-  "shape, dtype, keys, atol",
+  "shape, dtype, atol",
   [
-    *((shape, "float32", "plain", 1e-5) for shape in range(len(SHAPES))),
-    (1, "float32", "transposed", 1e-5),
-    (2, "bfloat16", "plain", 2e-2),
+    *((shape, "float32", 1e-5) for shape in range(len(SHAPES))),
+    (2, "bfloat16", 2e-2),
   ],
   ids=lambda x: _id(SHAPES[x]) if isinstance(x, int) else None,
 )
 @pytest.mark.parametrize("impl", IMPLS)
-def test_equals_float64_at_every_boundary(impl, shape, dtype, keys, atol):
+def test_equals_float64_at_every_boundary(impl, shape, dtype, atol):
   """Also where what nobody sees holds NaN, and where nodes lie beyond the cache."""
   c, want = _boundaries(shape, dtype)
   c = c if impl == "ref" else c.poisoned()
-  np.testing.assert_allclose(c(keys=keys, impl=impl), want, rtol=0, atol=atol)
+  np.testing.assert_allclose(c(impl=impl), want, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -250,20 +248,19 @@ def test_heads_stay_on_their_devices():
 
 @pytest.mark.parametrize("kind", tpu_kernels.KINDS)
 def test_lowers_for_tpus(kind):
-  """A step, a chain, a tree and a prompt, in both dtypes and layouts."""
+  """A step, a chain, a tree and a prompt, in both dtypes."""
   array = jax.ShapeDtypeStruct
-  for J, S, dtype, keys in [
-    (1, 1024, "bfloat16", "plain"),
-    (16, 200, "bfloat16", "transposed"),
-    (48, 1024, "float32", "plain"),
-    (256, 1024, "bfloat16", "plain"),
+  run = functools.partial(tree_attention.tree_attention, impl="pallas")
+  for J, S, dtype in [
+    (1, 1024, "bfloat16"),
+    (16, 200, "bfloat16"),
+    (48, 1024, "float32"),
+    (256, 1024, "bfloat16"),
   ]:
-    run = functools.partial(tree_attention.tree_attention, keys=keys, impl="pallas")
     kv, start = array((2, 4, S, 128), dtype), array((2,), jnp.int32)
-    k = array((2, 4, 128, S), dtype) if keys == "transposed" else kv
     seen = jax.eval_shape(functools.partial(seen_lib.causal, num_tokens=J), start)
     q = array((2, J, 28, 128), dtype)
-    text = tpu_kernels.lowered(run, kind, q, k, kv, seen)
+    text = tpu_kernels.lowered(run, kind, q, kv, kv, seen)
     assert text.count("tpu_custom_call") == 1
     if S == 1024:
       for L in (64, 1024):
@@ -311,8 +308,7 @@ def test_machine_code_spills_nothing(capability, J, H, page):
   cut = triton.Tiles.of(J, G, jnp.bfloat16)
   constants = dict(
     J=J, G=G, K=4, H=H, SIZE=J, NODES=cut.nodes, ROWS=cut.rows, BLOCK=cut.block,
-    SPLIT=cut.split, SCALE=H**-0.5, TRANSPOSED=False, PAGE=page,
-    DIRECT=False,
+    SPLIT=cut.split, SCALE=H**-0.5, PAGE=page, DIRECT=False,
   )  # fmt: skip
   types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), array)
   types |= dict.fromkeys(("start_ptr", "bits_ptr", "pages_ptr"), "*i32")
@@ -330,44 +326,32 @@ def test_machine_code_spills_nothing(capability, J, H, page):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", range(len(SHAPES)), ids=lambda i: _id(SHAPES[i]))
-@pytest.mark.parametrize(
-  "dtype, keys, atol",
-  [
-    ("float32", "plain", 1e-5),
-    ("bfloat16", "plain", 2e-2),
-    ("bfloat16", "transposed", 2e-2),
-  ],
-)
-def test_equals_float64_on_a_gpu(shape, dtype, keys, atol):
+@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_equals_float64_on_a_gpu(shape, dtype, atol):
   """Compiled, as it runs there; and a row has the same bits in any batch and bucket."""
   c, want = _boundaries(shape, dtype)
-  out = c.poisoned()(keys=keys, impl="triton")
+  out = c.poisoned()(impl="triton")
   np.testing.assert_allclose(out, want, rtol=0, atol=atol)
   part = c.rows([1, 0])
   part = part._replace(k=part.k[:, :, :256], v=part.v[:, :, :256])
-  np.testing.assert_array_equal(part(keys=keys, impl="triton"), out[[1, 0]])
+  np.testing.assert_array_equal(part(impl="triton"), out[[1, 0]])
 
 
-@pytest.mark.parametrize("options", [dict(impl="fast"), dict(keys="rows")], ids=str)
-def test_unknown_names_are_refused_with_a_remedy(options):
-  """Of an implementation, and of a layout."""
-  with pytest.raises(ValueError, match="choose one of ref, |must be one of plain, "):
-    case([3], 8, J=1, G=1)(tree_attention.tree_attention, **options)
+def test_an_unknown_implementation_is_refused_with_a_remedy():
+  """By the names there are."""
+  with pytest.raises(ValueError, match="choose one of ref, "):
+    case([3], 8, J=1, G=1)(tree_attention.tree_attention, impl="fast")
 
 
 @pytest.mark.parametrize(
-  "L, keys, message",
-  [
-    (96, "plain", "pages must have 64, 128, 256, ... slots, not 96"),
-    (32, "plain", "not 32"),
-    (64, "transposed", 'takes keys="plain"'),
-  ],
+  "L, message",
+  [(96, "pages must have 64, 128, 256, ... slots, not 96"), (32, "not 32")],
 )
-def test_pages_that_no_kernel_can_have_are_refused(L, keys, message):
-  """Of a size that is no power of two, or too small; and with transposed keys."""
+def test_pages_that_no_kernel_can_have_are_refused(L, message):
+  """Of a size that is no power of two, or too small."""
   paged = case([3], 192, J=1, G=1).in_pages(L)
   with pytest.raises(ValueError, match=message):
-    paged(tree_attention.tree_attention, keys=keys, impl="interpret")
+    paged(tree_attention.tree_attention, impl="interpret")
 
 
 def test_triton_without_jax_triton_is_refused_with_a_remedy(monkeypatch):
@@ -434,7 +418,7 @@ def _finds(
   c, want = _telling(dtype, S)
   if page:  # the last row's nodes lie beyond a cache that ends within a page
     c, want = c.rows([0, 1, 2]).in_pages(page), want[:3]
-  out = c(attend, keys="plain", **options)
+  out = c(attend, **options)
   return not np.allclose(out, want, rtol=0, atol=atol)
 
 

@@ -1,10 +1,5 @@
 """The KV cache: one pair of arrays per layer, written in place.
 
-Keys lie as values do (*plain*) or *transposed*: the product with the queries then reads
-them as they lie. On a CPU that takes half the time: there, XLA copies plain keys first.
-Accelerators read both alike, and write plain keys faster, a row of memory per token. Where
-kernels are named keys are plain, whichever machine compiles the program.
-
 Token t of a row lives in slot t. A row is cut back by forgetting its length:
 what lies beyond is masked, and overwritten when the row grows again.
 
@@ -13,7 +8,6 @@ pages.
 """
 
 from collections.abc import Iterable
-import functools
 
 import flax.struct
 import jax
@@ -23,16 +17,14 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import paged_cache
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import heads
-from tlt_jax.pallas_kernels.cache_write import ref
 
 
 @flax.struct.dataclass
 class LayerCache:
   """Keys (already rotated) and values of one layer."""
 
-  k: jax.Array  # f[B K S H], or f[B K H S] if transposed
+  k: jax.Array  # f[B K S H]
   v: jax.Array  # f[B K S H]
-  keys: str = flax.struct.field(pytree_node=False)  # "plain" or "transposed"
   # What reads and writes it, see `pallas_kernels.implementations`.
   kernels: str | None = flax.struct.field(pytree_node=False)
 
@@ -40,11 +32,6 @@ class LayerCache:
   def length(self) -> int:
     """S, the slots of a row."""
     return self.v.shape[2]
-
-  @property
-  def slot_axis(self) -> "LayerCache":
-    """Which axis of each array counts the slots."""
-    return self.replace(k=3 if self.keys == "transposed" else 2, v=2)
 
   @property
   def pages(self) -> None:
@@ -55,18 +42,15 @@ class LayerCache:
     """Stores keys and values in consecutive slots, in place under jit.
 
     Args:
-      k: f[B K T H], or f[B K H T] if its keys are transposed
-      v: f[B K T H]
+      k, v: f[B K T H]
       start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
     """
-    put = functools.partial(cache_write.cache_write, impl=self.kernels)
-    put_keys = _write_transposed if self.keys == "transposed" else put
-    return self.replace(k=put_keys(self.k, k, start), v=put(self.v, v, start))
+    put = lambda old, new: cache_write.cache_write(old, new, start, impl=self.kernels)
+    return self.replace(k=put(self.k, k), v=put(self.v, v))
 
   def move(self, source: jax.Array, start: jax.Array) -> "LayerCache":
     """Copies slots `source` i32[B T] to start, start+1, ... i32[B] of the same row."""
-    read_keys = _read_transposed if self.keys == "transposed" else _read
-    return self.write(read_keys(self.k, source), _read(self.v, source), start)
+    return self.write(_read(self.k, source), _read(self.v, source), start)
 
 
 Layer = LayerCache | paged_cache.PagedLayer
@@ -83,15 +67,10 @@ def of_live(kv: KVCache, live: jax.Array) -> KVCache:
   return kv.of_live(live) if isinstance(kv, paged_cache.PagedCache) else kv
 
 
-def keys_for(kernels: str | None) -> str:
-  """How keys lie for these kernels, None for those of this machine."""
-  on_cpu = kernels is None and jax.default_backend() == "cpu"
-  return "transposed" if on_cpu else "plain"
-
-
 def slots_for(tokens: int, kernels: str | None) -> int:
   """The slots of a row with room for so many tokens: kernels want a multiple of 32."""
-  return tokens if keys_for(kernels) == "transposed" else -(-tokens // 32) * 32
+  on_cpu = kernels is None and jax.default_backend() == "cpu"
+  return tokens if on_cpu else -(-tokens // 32) * 32
 
 
 def init(
@@ -105,20 +84,9 @@ def init(
     length: S, of `slots_for`
     kernels: that will read and write it; None: those of this machine
   """
-  B, K, H, S = batch, config.num_kv_heads, config.head_dim, length
-  keys = keys_for(kernels)
-  zeros = lambda *shape: jnp.zeros(shape, config.dtype)
-  of_keys = (B, K, H, S) if keys == "transposed" else (B, K, S, H)
-  return tuple(
-    LayerCache(zeros(*of_keys), zeros(B, K, S, H), keys, kernels)
-    for _ in range(config.num_layers)
-  )
-
-
-def _write_transposed(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  """Is `cache_write`, of keys f[B K H T] to f[B K H S]."""
-  put = lambda row, x, at: row.at[:, at].set(x.astype(row.dtype), mode="drop")
-  return ref.in_each_head(put, cache, new, start, axis=3)
+  shape = batch, config.num_kv_heads, length, config.head_dim
+  zeros = lambda: jnp.zeros(shape, config.dtype)
+  return tuple(LayerCache(zeros(), zeros(), kernels) for _ in range(config.num_layers))
 
 
 def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:
@@ -133,9 +101,3 @@ def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:
 
   K = cache.shape[1]
   return heads.over_heads(of_shard, K, (cache, slots), (1, None), result_axis=1)
-
-
-def _read_transposed(cache: jax.Array, slots: jax.Array) -> jax.Array:
-  """Is `_read`, of keys f[B K H S]: f[B K H T]."""
-  of_head = lambda row, at: row[:, at]
-  return jax.vmap(jax.vmap(of_head, (0, None)))(cache, slots)

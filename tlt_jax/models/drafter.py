@@ -166,7 +166,6 @@ class Drafter(nn.Module):
     h: jax.Array,
     tokens: jax.Array,
     by: layers.Rotation,
-    keys: str,
   ) -> tuple[jax.Array, jax.Array]:
     """Computes keys and values of pairs, see `layers.Attention.keys_values`.
 
@@ -174,11 +173,10 @@ class Drafter(nn.Module):
 
     Args:
       target_params, h, tokens, by: see the class
-      keys: "plain" or "transposed", as the cache has them
     """
     with self._precision():
       x, _ = self._inputs(target_params, h, tokens)
-      return self.attention.keys_values(x, by, keys)
+      return self.attention.keys_values(x, by)
 
   def __call__(
     self,

@@ -166,12 +166,11 @@ def attend_causal(
   half the work of a long row.
 
   Args:
-    q, k, v, mask: as of `ref.attend`, with transposed keys
+    q, k, v, mask: as of `ref.attend`
   """
-  attend = functools.partial(ref.attend, keys="transposed")
   return jnp.concatenate(
     [
-      attend(q[:, start:end], k[..., :end], v[:, :, :end], mask[:, start:end, :end])
+      ref.attend(q[:, start:end], k[:, :, :end], v[:, :, :end], mask[:, start:end, :end])
       for start, end in _blocks(q.shape[1])
     ],
     1,
@@ -214,23 +213,19 @@ class Attention(nn.Module):
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y
 
-  def keys_values(
-    self, x: jax.Array, by: Rotation, keys: str = "transposed"
-  ) -> tuple[jax.Array, jax.Array]:
+  def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
     """Computes what a cache holds of tokens.
 
     Args:
       x: f[B T *]
       by: of the tokens' positions
-      keys: "plain" or "transposed", as training without a cache has them
     Returns:
-      keys f[B K T H] or f[B K H T], and values f[B K T H]
+      keys and values, f[B K T H]
     """
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)
-    to = (0, 2, 3, 1) if keys == "transposed" else (0, 2, 1, 3)
-    return apply_rope(k, by).transpose(to), v.swapaxes(1, 2)
+    return apply_rope(k, by).swapaxes(1, 2), v.swapaxes(1, 2)
 
   def _queries(self, x: jax.Array, by: Rotation) -> jax.Array:
     """The queries of tokens f[B T *]: f[B T N H]."""
@@ -255,9 +250,8 @@ class Attention(nn.Module):
       layer_cache: this layer's
     """
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
-    how = dict(keys=layer_cache.keys, impl=layer_cache.kernels)
     args = self._queries(x, by), k, v, seen, layer_cache.pages
-    return self._output(tree_attention.tree_attention(*args, **how))
+    return self._output(tree_attention.tree_attention(*args, impl=layer_cache.kernels))
 
   def _output(self, out: jax.Array) -> jax.Array:
     """Projects f[B T N H] to f[B T D].
@@ -300,16 +294,16 @@ class Attention(nn.Module):
     q = self._queries(x, by).reshape(B, T, c.num_kv_heads, -1, c.head_dim)
     k, v = drafted[0]
     far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]  # row t shows t-n's
-    moved = lambda x, j, axis: jnp.roll(x, n - j, axis)
-    later = [(moved(k, j, 3), moved(v, j, 2)) for j, (k, v) in enumerate(drafted)][1:]
+    moved = lambda x, j: jnp.roll(x, n - j, 2)
+    later = [(moved(k, j), moved(v, j)) for j, (k, v) in enumerate(drafted)][1:]
 
     def attend_block(start: int, end: int) -> jax.Array:
       """Attends for queries start..end-1, none of which looks past its own index."""
-      far_scores = jnp.einsum("btkgh,bkhs->bkgts", q[:, start:end], k[..., :end])
+      far_scores = jnp.einsum("btkgh,bksh->bkgts", q[:, start:end], k[:, :, :end])
       shown = far[:, None, None, start:end, :end]
       scores = [jnp.where(shown, far_scores, _MASKED)]
       for k_j, _ in later:
-        own = jnp.einsum("btkgh,bkht->bkgt", q[:, start:end], k_j[..., start:end])
+        own = jnp.einsum("btkgh,bkth->bkgt", q[:, start:end], k_j[:, :, start:end])
         scores.append(own[..., None])
       scores = jnp.concatenate(scores, -1).astype(jnp.float32) * c.head_dim**-0.5
       weights = jax.nn.softmax(scores, -1).astype(v.dtype)
@@ -342,13 +336,13 @@ class Attention(nn.Module):
       f[B T D] and the updated layer cache (None without one)
     """
     if isinstance(seen, packed_attention.Segments):
-      k, v = self.keys_values(x, by, "plain")
+      k, v = self.keys_values(x, by)
       found = packed_attention.packed_attention(self._queries(x, by), k, v, seen)
       return self._output(found), None
     if layer_cache is None:
       k, v = self.keys_values(x, by)
       return self._output(attend_causal(self._queries(x, by), k, v, seen)), None
-    k, v = self.keys_values(x, by, layer_cache.keys)
+    k, v = self.keys_values(x, by)
     layer_cache = layer_cache.write(k, v, start)
     return self.attend_to(x, by, seen, layer_cache), layer_cache
 

@@ -36,8 +36,6 @@ class PagedLayer:
   # What reads and writes it, see `pallas_kernels.implementations`.
   kernels: str | None = flax.struct.field(pytree_node=False)
 
-  keys = "plain"  # see `cache`
-
   @property
   def k(self) -> jax.Array:
     """Keys, f[P K L H]."""

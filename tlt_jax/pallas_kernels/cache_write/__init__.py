@@ -19,7 +19,7 @@ def cache_write(
   *,
   impl: str | None = None,
 ) -> jax.Array:
-  """Writes new keys, or values, to consecutive slots of a cache with plain keys.
+  """Writes new keys, or values, to consecutive slots of a cache.
 
   Under jit, where nothing else uses the old cache, it is written in place: on TPUs only
   together with the Pallas kernel of `tree_attention`, on CPUs and GPUs by XLA. Heads that

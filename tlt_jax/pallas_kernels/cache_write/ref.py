@@ -1,7 +1,5 @@
 """cache_write in plain jax.numpy: what every other implementation must equal."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -12,30 +10,10 @@ def cache_write(
   """Does what the package's function says."""
   if pages is not None:
     return _to_pages(cache, new, start[:, None] + jnp.arange(new.shape[2]), pages)
+  # Batched over rows and heads, so that sharded heads are written where they are.
   write = lambda row, x, at: row.at[at].set(x.astype(row.dtype), mode="drop")
-  return in_each_head(write, cache, new, start, axis=2)
-
-
-def in_each_head(
-  write: Callable[..., jax.Array],
-  cache: jax.Array,
-  new: jax.Array,
-  start: jax.Array,
-  axis: int,
-) -> jax.Array:
-  """Writes to consecutive slots of each row and head of a cache.
-
-  Batched over rows and heads, so that sharded heads are written where they are.
-
-  Args:
-    write: of one head: the cache, the new, slots i32[J]; drops those beyond the cache
-    cache: f[B K ...]
-    new: f[B K ...]
-    start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
-    axis: which one of `cache` and `new` counts slots
-  """
-  slots = start[:, None] + jnp.arange(new.shape[axis])
-  slots = jnp.where(slots < 0, cache.shape[axis], slots)  # else they count from the end
+  slots = start[:, None] + jnp.arange(new.shape[2])
+  slots = jnp.where(slots < 0, cache.shape[2], slots)  # else they count from the end
   if len(slots) > 1:
     return jax.vmap(jax.vmap(write, (0, 0, None)))(cache, new, slots)
   # The same slots once per head. With a single index, as one head alone still has, XLA

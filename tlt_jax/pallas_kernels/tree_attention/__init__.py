@@ -11,7 +11,6 @@ from tlt_jax.pallas_kernels.tree_attention import pallas
 from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-KEYS = ("plain", "transposed")
 _SMALLEST_PAGE = 64  # slots: what the kernels fold at once, at least
 
 
@@ -31,7 +30,6 @@ def tree_attention(
   seen: seen_lib.Seen,
   pages: jax.Array | None = None,
   *,
-  keys: str = "plain",
   impl: str | None = None,
 ) -> jax.Array:
   """Attends to what each node sees of its row's cache: grouped-query attention.
@@ -52,38 +50,31 @@ def tree_attention(
 
   Args:
     q: f[B J N H]
-    k: f[B K S H], or f[B K H S] with keys="transposed"; f[P K L H] with pages
-    v: f[B K S H]; f[P K L H] with pages
+    k, v: f[B K S H]; f[P K L H] with pages
     seen: of J nodes; one that sees nothing gets zeros
     pages: i32[B S/L], or None: each row has a cache of its own. The kernels do not read
       pages beyond a row's length; "ref" does
-    keys: "plain", which accelerators read faster, or "transposed", for CPUs
     impl: "ref", "pallas", "interpret" or "triton"; None: see `implementations.choose`
   Returns:
     f[B J N H]
 
   Raises:
-    ValueError: there are no such keys or no such implementation, or the implementation
-      cannot have heads, or pages, of this size
+    ValueError: there is no such implementation, or it cannot have heads, or pages, of
+      this size
   """
   B, J, N, H = q.shape
   rows, K, S = v.shape[:3]
-  if keys not in KEYS:
-    raise ValueError(f"keys must be one of {', '.join(KEYS)}, not {keys!r}")
   if pages is not None:
-    if keys != "plain":
-      raise ValueError(f'a cache in pages takes keys="plain", not {keys!r}')
     if implementations.choose(impl) != "ref":
       check_page(S)
     chex.assert_shape(pages, (B, None))
-  chex.assert_shape(v, (B if pages is None else rows, K, S, H))
-  chex.assert_shape(k, (B, K, H, S) if keys == "transposed" else v.shape)
+  chex.assert_shape((k, v), (B if pages is None else rows, K, S, H))
   chex.assert_is_divisible(N, K)
   chex.assert_shape(seen.start, (B,))
   chex.assert_shape(seen.bits, (B, J, -(-seen.size // 32)))
   impl = implementations.choose(impl)
   if impl == "ref":
-    return ref.tree_attention(q, k, v, seen, pages, keys=keys)
+    return ref.tree_attention(q, k, v, seen, pages)
   if impl == "triton":
     from tlt_jax.pallas_kernels.tree_attention import triton  # not on every platform
 
@@ -91,7 +82,7 @@ def tree_attention(
   else:
     kernel = functools.partial(pallas.tree_attention, interpret=impl == "interpret")
   run = lambda q, k, v, start, bits, *pages: kernel(
-    q, k, v, seen_lib.Seen(start, bits, seen.size), *pages, keys=keys
+    q, k, v, seen_lib.Seen(start, bits, seen.size), *pages
   )
   args = q, k, v, seen.start, seen.bits, *(() if pages is None else (pages,))
   head_axes = 2, 1, 1, *(None,) * (len(args) - 3)

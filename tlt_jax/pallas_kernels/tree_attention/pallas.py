@@ -41,7 +41,7 @@ def _kernel(
   start_ref,  # i32[B]
   q_ref,  # f[rows H]  scaled
   bits_ref,  # i32[rows words]
-  k_ref,  # f[block H] or f[H block]
+  k_ref,  # f[block H]
   v_ref,  # f[block H]
   o_ref,  # f[rows H]
   largest_ref,  # f32[rows lanes]  of the scores so far; all lanes are equal
@@ -50,7 +50,6 @@ def _kernel(
   *,
   size: int,
   length: int,
-  keys: str,
 ):
   """Folds block program_id(3) of a row's cache into the running softmax."""
   block, step = v_ref.shape[0], pl.program_id(3)
@@ -68,8 +67,7 @@ def _kernel(
 
   def fold(masked: bool):
     v = v_ref[...]
-    over_head = (((1,), (0 if keys == "transposed" else 1,)), ((), ()))
-    scores = dot(q_ref[...], k_ref[...], over_head)  # f32[rows block]
+    scores = dot(q_ref[...], k_ref[...], (((1,), (1,)), ((), ())))  # f32[rows block]
     if masked:
       offset = first - start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
       seen = (offset < 0) | (_bits(bits_ref, offset) == 1)
@@ -100,7 +98,7 @@ def _kernel(
 
 
 def _specs(
-  rows: int, words: int, H: int, size: int, length: int, keys: str, page: int | None
+  rows: int, words: int, H: int, size: int, length: int, page: int | None
 ) -> list:
   """How q, bits, k and v are cut; blocks are chosen by a row's `start`, and its pages."""
   block = min(BLOCK, page or BLOCK)
@@ -118,13 +116,10 @@ def _specs(
     return pages[0][b, jax.lax.div(number, per_page)], h, jax.lax.rem(number, per_page), 0
 
   values = pl.BlockSpec((None, None, block, H), of_values)
-  transposed = pl.BlockSpec(
-    (None, None, H, block), lambda b, h, t, s, start: (b, h, 0, seen(b, s, start))
-  )
   return [
     pl.BlockSpec((None, None, rows, H), lambda b, h, t, s, *_: (b, h, t, 0)),
     pl.BlockSpec((None, rows, words), lambda b, h, t, s, *_: (b, t, 0)),
-    transposed if keys == "transposed" else values,
+    values,
     values,
   ]
 
@@ -136,7 +131,6 @@ def tree_attention(
   seen: seen_lib.Seen,
   pages: jax.Array | None = None,
   *,
-  keys: str,
   interpret: bool = False,
 ) -> jax.Array:
   """Does what the package's function says; `interpret` runs it on any machine."""
@@ -155,8 +149,8 @@ def tree_attention(
   bits = padded(jnp.repeat(seen.bits, G, 1))  # i32[B rows words]
   if not interpret:
     k, v = hbm.pinned(k), hbm.pinned(v)
-  specs = _specs(rows, bits.shape[-1], H, seen.size, S, keys, page)
-  kernel = functools.partial(_kernel, size=seen.size, length=S, keys=keys)
+  specs = _specs(rows, bits.shape[-1], H, seen.size, S, page)
+  kernel = functools.partial(_kernel, size=seen.size, length=S)
   scratch = lambda width: pltpu.VMEM((rows, width), jnp.float32)
   out = pl.pallas_call(
     lambda start_ref, *refs: kernel(start_ref, *refs[len(table) :]),

@@ -1,11 +1,15 @@
 """tree_attention in plain jax.numpy: what every other implementation must equal."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def tree_attention(
@@ -14,15 +18,13 @@ def tree_attention(
   v: jax.Array,
   seen: seen_lib.Seen,
   pages: jax.Array | None = None,
-  *,
-  keys: str,
 ) -> jax.Array:
   """Does what the package's function says; reads the whole cache, all of it finite."""
   if pages is not None:
     k, v = _rows(k, pages), _rows(v, pages)
   mask = seen.mask(v.shape[2])
   sees_any = jnp.any(mask, -1)[:, :, None, None]
-  return jnp.where(sees_any, attend(q, k, v, mask, keys=keys), 0)
+  return jnp.where(sees_any, attend(q, k, v, mask, cached=True), 0)
 
 
 def _rows(pool: jax.Array, pages: jax.Array) -> jax.Array:
@@ -32,16 +34,15 @@ def _rows(pool: jax.Array, pages: jax.Array) -> jax.Array:
 
 
 def attend(
-  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, keys: str
+  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, cached: bool = False
 ) -> jax.Array:
   """Grouped-query attention.
 
   Args:
     q: f[B T N H]
-    k: f[B K S H], or f[B K H S] with keys="transposed"
-    v: f[B K S H]
+    k, v: f[B K S H]
     mask: bool[B T S]  True where a query may look
-    keys: "plain" or "transposed"
+    cached: whether keys lie in a cache, and few queries look at them
   Returns:
     f[B T N H]
   """
@@ -49,16 +50,25 @@ def attend(
   K, G = k.shape[1], N // k.shape[1]
   q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
   q = q.reshape(B, K, -1, H)  # one matrix product per kv head
-  product = "bkqh,bkhs->bkqs" if keys == "transposed" else "bkqh,bksh->bkqs"
-  scores = jnp.einsum(product, q, k, preferred_element_type=jnp.float32)
+  scores = _scores_of_few(q, k) if cached else _product("bkqh,bksh->bkqs", q, k)
   scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
   # A softmax whose sum divides at the end, H numbers of a query instead of S. What is
   # subtracted changes nothing but the range: it needs no gradient.
   largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
   weights = jnp.exp(scores - largest)
-  out = jnp.einsum(
-    "bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-  )
+  out = _product("bkqs,bksh->bkqh", weights.astype(v.dtype), v)
   out = (out / jnp.sum(weights, -1, keepdims=True)).astype(v.dtype)
   out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
   return out.reshape(B, T, N, H)
+
+
+def _scores_of_few(q: jax.Array, k: jax.Array) -> jax.Array:
+  """Products of few queries f[B K R H] with keys f[B K S H]: f32[B K R S].
+
+  With its operands changed over: the library that multiplies on a CPU packs the right one
+  in every call, and so these are the queries, while the keys are read as they lie. XLA may
+  not turn that back.
+  """
+  barrier = jax.lax.optimization_barrier
+  scores = _product("bksh,bkhq->bksq", k, barrier(q.swapaxes(2, 3)))
+  return barrier(scores).swapaxes(2, 3)

@@ -40,7 +40,7 @@ def _seen(bits_ptr, valid, offset, SIZE: tl.constexpr):
 def _fold(
   state, q, k_ptr, v_ptr, bits_ptr, pages_ptr, valid, lo, hi, start, length,
   K: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-  SCALE: tl.constexpr, TRANSPOSED: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
+  SCALE: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
   """Folds blocks lo..hi-1 into (largest, total, sum); with TAIL not all is seen."""
   largest, total, sum = state
@@ -48,7 +48,7 @@ def _fold(
   end = tl.minimum(start + SIZE, length)
   # A wide base that moves on, and narrow offsets that are the same for every block.
   v_base = v_ptr + lo.to(tl.int64) * BLOCK * H
-  k_base = k_ptr + lo.to(tl.int64) * BLOCK * (1 if TRANSPOSED else H)
+  k_base = k_ptr + lo.to(tl.int64) * BLOCK * H
   for block in range(lo, hi):
     slot = block * BLOCK + i
     exists = slot < end  # what lies beyond may hold anything, and 0 * NaN is NaN
@@ -57,10 +57,7 @@ def _fold(
       at = (page * K * PAGE + block * BLOCK % PAGE) * H
       v_base, k_base = v_ptr + at, k_ptr + at
     v_ptrs = v_base + (i[:, None] * H + h[None, :])
-    if TRANSPOSED:
-      k_ptrs = k_base + (h[:, None] * length + i[None, :])
-    else:
-      k_ptrs = k_base + (h[:, None] + i[None, :] * H)
+    k_ptrs = k_base + (h[:, None] + i[None, :] * H)
     if TAIL:
       k = tl.load(k_ptrs, mask=exists[None, :], other=0.0)
       v = tl.load(v_ptrs, mask=exists[:, None], other=0.0)
@@ -85,7 +82,7 @@ def _fold(
     largest = new
     if not PAGE:
       v_base += BLOCK * H
-      k_base += BLOCK * (1 if TRANSPOSED else H)
+      k_base += BLOCK * H
   return largest, total, sum
 
 
@@ -97,8 +94,8 @@ def _divide(sum, total):
 @triton.jit
 def _attend(
   q_ptr,  # [B J K G H]
-  k_ptr,  # [B K S H], or [B K H S] if TRANSPOSED; [P K PAGE H] if PAGE
-  v_ptr,  # [B K S H]; [P K PAGE H] if PAGE
+  k_ptr,  # [B K S H]; [P K PAGE H] if PAGE
+  v_ptr,  # as k_ptr
   start_ptr,  # i32[B]
   bits_ptr,  # i32[B J ceil(SIZE/32)]
   pages_ptr,  # i32[B S/PAGE]; not read if PAGE is 0
@@ -108,8 +105,7 @@ def _attend(
   total_ptr,  # as largest_ptr
   J: tl.constexpr, G: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
   SIZE: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-  SPLIT: tl.constexpr, SCALE: tl.constexpr, TRANSPOSED: tl.constexpr,
-  PAGE: tl.constexpr, DIRECT: tl.constexpr,
+  SPLIT: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
   """Attends to one split: program (tile of rows, split, batch row and kv head).
 
@@ -145,11 +141,11 @@ def _attend(
   tail = tl.minimum(hi, tl.maximum(lo, start // BLOCK))  # blocks before are seen whole
   state = _fold(
     state, q, k_ptr, v_ptr, bits_ptr, pages_ptr, valid, lo, tail, start, length,
-    K, H, SIZE, BLOCK, SCALE, TRANSPOSED, PAGE, TAIL=False,
+    K, H, SIZE, BLOCK, SCALE, PAGE, TAIL=False,
   )  # fmt: skip
   largest, total, sum = _fold(
     state, q, k_ptr, v_ptr, bits_ptr, pages_ptr, valid, tail, hi, start, length,
-    K, H, SIZE, BLOCK, SCALE, TRANSPOSED, PAGE, TAIL=True,
+    K, H, SIZE, BLOCK, SCALE, PAGE, TAIL=True,
   )  # fmt: skip
   if DIRECT:
     out = _divide(sum, total).to(sum_ptr.dtype.element_ty)
@@ -229,8 +225,6 @@ def tree_attention(
   v: jax.Array,
   seen: seen_lib.Seen,
   pages: jax.Array | None = None,
-  *,
-  keys: str,
 ) -> jax.Array:
   """Does what the package's function says.
 
@@ -271,7 +265,6 @@ def tree_attention(
     ROWS=cut.rows,
     BLOCK=cut.block,
     SCALE=H**-0.5 * _LOG2E,
-    TRANSPOSED=keys == "transposed",
     PAGE=page,
     DIRECT=splits == 1,
     **shapes,

@@ -187,15 +187,11 @@ def _rows(
 ) -> cache_lib.LayerCache:
   """Rows i32[b] of a slice's cache, cut or filled up; others' rows are any of its own."""
 
-  def rows(x, axis):
-    x = x[jnp.clip(row, 0, x.shape[0] - 1)]
-    if length <= x.shape[axis]:
-      return jax.lax.slice_in_dim(x, 0, length, axis=axis)
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, pad)
+  def rows(x):
+    x = x[jnp.clip(row, 0, x.shape[0] - 1), :, :length]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
 
-  return jax.tree.map(rows, layer, layer.slot_axis)
+  return jax.tree.map(rows, layer)
 
 
 def _hand_over(

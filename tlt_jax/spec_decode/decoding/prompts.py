@@ -82,18 +82,14 @@ def make_admit(
     def copy(slot, first, arrays):
       kv, features = arrays
 
-      def block(old, stored, axis):
+      def block(old, stored):
         # The last block begins earlier where it would exceed the cache or the store.
-        start = jnp.minimum(first, min(old.shape[axis], stored.shape[axis]) - size)
-        at = [start if d == axis else 0 for d in range(1, old.ndim)]
-        sizes = [size if d == axis else old.shape[d] for d in range(1, old.ndim)]
-        new = jax.lax.dynamic_slice(stored, (row[slot], *at), (1, *sizes))
-        return jax.lax.dynamic_update_slice(old, new, (slot, *at))
+        start = jnp.minimum(first, min(old.shape[2], stored.shape[2]) - size)
+        sizes = 1, old.shape[1], size, old.shape[3]
+        new = jax.lax.dynamic_slice(stored, (row[slot], 0, start, 0), sizes)
+        return jax.lax.dynamic_update_slice(old, new, (slot, 0, start, 0))
 
-      kv = tuple(
-        jax.tree.map(block, old, stored, old.slot_axis)
-        for old, stored in zip(kv, store.kv, strict=True)
-      )
+      kv = jax.tree.map(block, kv, store.kv)
       return kv, _with_features(features, store, row[slot], slot, first, size)
 
     return _by_blocks(copy, known, size, (kv, features))

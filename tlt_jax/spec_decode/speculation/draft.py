@@ -79,13 +79,11 @@ class Draft:
     return self._apply(drafter_lib.Drafter.features, read)
 
   def keys_values(
-    self, h: jax.Array, tokens: jax.Array, positions: jax.Array, keys: str
+    self, h: jax.Array, tokens: jax.Array, positions: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Keys and values of pairs at i32[B T]; see `drafter.Drafter.keys_values`."""
     by = self._rotations.at(positions)
-    return self._apply(
-      drafter_lib.Drafter.keys_values, self._target, h, tokens, by, keys
-    )
+    return self._apply(drafter_lib.Drafter.keys_values, self._target, h, tokens, by)
 
   def step(
     self,
@@ -154,7 +152,7 @@ def extend(
   h = draft.features(state.features)
   start = position - state.count
   pair = start[:, None] + jnp.arange(state.tokens.shape[1])
-  k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0), state.cache.keys)
+  k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0))
   # All A of them: those beyond the last `count` are seen by nobody before others are there.
   cache = state.cache.write(k, v, start)
   last = jnp.maximum(state.count - 1, 0)

@@ -76,11 +76,11 @@ class Model(source_lib.Source):
         tokens = jax.lax.dynamic_slice_in_dim(following, start, block, 1)
         at = jnp.broadcast_to(start + jnp.arange(block), (B, block))
         h = draft.features(read(at))
-        k, v = draft.keys_values(h, tokens, at, cache.keys)
-        put = lambda x, y, axis: jax.lax.dynamic_update_slice_in_dim(
-          x, y.astype(x.dtype), start, axis
+        k, v = draft.keys_values(h, tokens, at)
+        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(
+          x, y.astype(x.dtype), start, 2
         )
-        return jax.tree.map(put, cache, cache.replace(k=k, v=v), cache.slot_axis)
+        return jax.tree.map(put, cache, cache.replace(k=k, v=v))
 
       blocks = -(-jnp.max(position) // block)
       cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(slices.varying, cache))
