@@ -51,7 +51,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
       drafter=DRAFTER,
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
-      strategies="up to 2 live: off or 5_1_6; up to 16 live: off or 3_1_4",
+      strategies="up to 16 live: off or 3_1_4",
       strategy_rule="predictive",
       verification="coupled",  # see spec_decode.rollout.make
       # Idle slices train the drafter, see spec_decode.spot.spot.Options (the loss:
