@@ -4,7 +4,6 @@ Every parameter is made with the names of its axes (`embed`, `heads`, ...);
 `tlt_jax.axes` says per phase which mesh axis a name is split along.
 """
 
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from tlt_jax import few_rows_matmul
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.pallas_kernels import packed_attention
@@ -69,16 +69,14 @@ def product(
   Args:
     x: f[... I]
     w: f[I O]; f[O I] if transposed
-    transposed: how it lies. The product is `(w @ x.T).T` then, which XLA may not turn into
-      that of `x` with `w.T`: see `few_rows`
+    transposed: how it lies, see `few_rows`
     dtype: of the result; None: that of x
   """
-  w, dot = w.astype(x.dtype), functools.partial(jnp.dot, preferred_element_type=dtype)
+  w = w.astype(x.dtype)
   if not transposed:
-    return dot(x, w)
+    return jnp.dot(x, w, preferred_element_type=dtype)
   rows = x.reshape(-1, x.shape[-1])
-  barrier = jax.lax.optimization_barrier
-  return barrier(dot(w, barrier(rows.T))).T.reshape(*x.shape[:-1], -1)
+  return few_rows_matmul.times_transposed(rows, w, dtype).reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nn.Module):
@@ -335,14 +333,12 @@ class Attention(nn.Module):
     Returns:
       f[B T D] and the updated layer cache (None without one)
     """
+    k, v = self.keys_values(x, by)
     if isinstance(seen, packed_attention.Segments):
-      k, v = self.keys_values(x, by)
       found = packed_attention.packed_attention(self._queries(x, by), k, v, seen)
       return self._output(found), None
     if layer_cache is None:
-      k, v = self.keys_values(x, by)
       return self._output(attend_causal(self._queries(x, by), k, v, seen)), None
-    k, v = self.keys_values(x, by)
     layer_cache = layer_cache.write(k, v, start)
     return self.attend_to(x, by, seen, layer_cache), layer_cache
 

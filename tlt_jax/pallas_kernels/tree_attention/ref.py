@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from tlt_jax import few_rows_matmul
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
@@ -50,7 +51,10 @@ def attend(
   K, G = k.shape[1], N // k.shape[1]
   q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
   q = q.reshape(B, K, -1, H)  # one matrix product per kv head
-  scores = _scores_of_few(q, k) if cached else _product("bkqh,bksh->bkqs", q, k)
+  if cached:
+    scores = few_rows_matmul.times_transposed(q, k, jnp.float32)
+  else:
+    scores = _product("bkqh,bksh->bkqs", q, k)
   scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
   # A softmax whose sum divides at the end, H numbers of a query instead of S. What is
   # subtracted changes nothing but the range: it needs no gradient.
@@ -60,15 +64,3 @@ def attend(
   out = (out / jnp.sum(weights, -1, keepdims=True)).astype(v.dtype)
   out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
   return out.reshape(B, T, N, H)
-
-
-def _scores_of_few(q: jax.Array, k: jax.Array) -> jax.Array:
-  """Products of few queries f[B K R H] with keys f[B K S H]: f32[B K R S].
-
-  With its operands changed over: the library that multiplies on a CPU packs the right one
-  in every call, and so these are the queries, while the keys are read as they lie. XLA may
-  not turn that back.
-  """
-  barrier = jax.lax.optimization_barrier
-  scores = _product("bksh,bkhq->bksq", k, barrier(q.swapaxes(2, 3)))
-  return barrier(scores).swapaxes(2, 3)

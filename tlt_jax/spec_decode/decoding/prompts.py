@@ -77,14 +77,15 @@ def make_admit(
   """
 
   def admit(kv, features, store, row, known):
-    size = min(_BLOCK, kv[0].length, store.kv[0].length)
+    length = min(kv[0].length, store.kv[0].length)
+    size = min(_BLOCK, length)
 
     def copy(slot, first, arrays):
       kv, features = arrays
+      # The last block begins earlier where it would exceed the cache or the store.
+      start = jnp.minimum(first, length - size)
 
       def block(old, stored):
-        # The last block begins earlier where it would exceed the cache or the store.
-        start = jnp.minimum(first, min(old.shape[2], stored.shape[2]) - size)
         sizes = 1, old.shape[1], size, old.shape[3]
         new = jax.lax.dynamic_slice(stored, (row[slot], 0, start, 0), sizes)
         return jax.lax.dynamic_update_slice(old, new, (slot, 0, start, 0))
