@@ -39,10 +39,13 @@ _ACCEPTANCE = flags.DEFINE_list(
   "acceptance", [], "Chance of each drafted position, or a JSON list, or metrics.jsonl."
 )
 _MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, for its config.json.")
-_TABLE = flags.DEFINE_string("table", "", "Last line of bench.rollout, for the costs.")
+_TABLE = flags.DEFINE_string(
+  "table", "", "Last line of bench.rollout or bench.decode_steps, for the costs."
+)
 _OUT = flags.DEFINE_string("out", "runs/simulate", "Folder of the figures.")
 _SENSITIVITY = flags.DEFINE_bool("sensitivity", True, "Whether to vary the workload.")
 
+_BESIDE = ("micro_batch",)  # costs that stand in a table beside steps
 _PARTS = {
   timeline.PLAIN: "plain",
   timeline.SPECULATIVE: "drafted",
@@ -72,7 +75,8 @@ def chosen() -> scenario_lib.Scenario:
     changes |= {"frozen": _rates(_ACCEPTANCE.value), "adapted": ()}
   if _TABLE.value:
     table = json.loads(pathlib.Path(_TABLE.value).read_text().splitlines()[-1])
-    others = dict(scenario.table or {})
+    # What else it has measured goes before what the scenario says.
+    others = dict(scenario.table or {}) | {k: table[k] for k in _BESIDE if k in table}
     changes |= {"device": None, "table": others | {"table": table}}
   return dataclasses.replace(scenario, **changes)
 

@@ -16,6 +16,9 @@ from tests import commands
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax.models import config as config_lib
+from tlt_jax.simulate import costs as costs_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 accelerator = commands.module("bench.accelerator")
 
@@ -140,8 +143,13 @@ def check_result(name, result):
     assert all(side["max_error"] < 1e-5 for side in cell["sides"].values())
     assert cell["sides"]["interpret"]["tokens_unlike_ref"] == 0
   elif name.startswith("steps"):
-    found = {(c["kernels"], c["nodes"]) for c in result["cells"]}
-    assert found == {(kernels, J) for kernels in ("ref", "interpret") for J in (1, 4)}
+    found = {(c["kernels"], c["strategy"]) for c in result["cells"]}
+    arms = ("off", "ngram_3", "3_1_4")
+    assert found == {(kernels, arm) for kernels in ("ref", "interpret") for arm in arms}
+    costs = costs_lib.Measured(table=result, micro_batch=result["micro_batch"])
+    bucket = options_lib.Bucket(1, 64)
+    plain, drafted = (costs.step_s(bucket, strategy_lib.parse(a), 0) for a in arms[::2])
+    assert 0 < plain < drafted and costs.fill_s(bucket, 64) > 0 < costs.micro_batch
   elif name == "draining":
     assert {side["differing_tokens"] for side in result["sides"].values()} == {0}
 

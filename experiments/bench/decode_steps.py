@@ -1,26 +1,31 @@
-"""Measures whole decoding steps of public models' shapes: plain ones and verification.
+"""Measures whole decoding steps of public models' shapes: plain ones and speculation.
 
     python -m experiments.bench.decode_steps --model=qwen3-0.6b
-    python -m experiments.bench.decode_steps --model=qwen2.5-7b --live=1,8 --nodes=1,16
+    python -m experiments.bench.decode_steps --model=qwen2.5-7b --strategies=off,3_1_4
 
-Weights are random, made on the device, in bfloat16. Steps are those of rollouts, in the
-programs that rollouts run, over chunks with all slots live and full caches, by live
-requests and by J, the nodes of a pass: 1 is plain decoding; J > 1 looks J - 1 drafts up
-(`ngram`), which costs little beside the pass. Beside each is the time that it takes to
-read the weights once, by the measured copy bandwidth. For the first of `--live` it also
-counts kernels, and calls of CUDA's driver, per step. Sides take turns; what does not fit
-into memory, or into `--minutes`, is named. The last line is JSON. `--dry_run` takes tiny
-sizes, on any machine.
+Weights are random, made on the device: the target's in bfloat16, the drafter's (EAGLE-3,
+a vocabulary of 32,000 tokens) in float32. Steps are those of rollouts, in the programs
+that rollouts run, over chunks with all slots live and full caches, by live requests and
+strategy; what they take does not depend on which drafts are accepted. Beside each is the
+time that it takes to read the target's weights once, by the measured copy bandwidth. For
+the first of `--live` it also counts kernels, and calls of CUDA's driver, per step. Then
+filling a drafter's caches is timed, and an update of its training. Sides take turns; what
+does not fit into memory, or into `--minutes`, is named. The last line is JSON, and what
+`experiments.simulate --table` takes. `--dry_run` takes tiny sizes, on any machine.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
+import dataclasses
 import json
 import sys
 import time
+from typing import Any
 
 from absl import flags
 import jax
 import numpy as np
+import optax
 
 from experiments import launch
 from experiments import tables
@@ -32,11 +37,40 @@ from experiments.bench import program_counts
 from experiments.bench import shapes
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import loss as loss_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _CHUNK = 32  # steps that are timed at a time
+_DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published drafters
+_UPDATES = 4  # of the drafter, that are timed at a time
+_ROW = 2048  # tokens that it trains on at a time
+_COMPILED_AT_ONCE = 4
+_FILL = "fill"  # beside the strategies
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+  """A target and its drafter, on one device."""
+
+  config: config_lib.ModelConfig
+  drafter: drafter_lib.DrafterConfig
+  mesh: jax.sharding.Mesh
+  params: Any
+  draft_params: Any
+
+
+def random_models(config: config_lib.ModelConfig) -> Models:
+  """A target of this shape and its drafter, with random weights."""
+  mesh = axes.make_mesh(1, jax.devices()[:1])
+  vocab = tuple(range(min(_DRAFT_VOCABULARY, config.vocab_size)))
+  drafter = drafter_lib.of_target(config, "eagle3", vocab=vocab)
+  params = shapes.random_params(config, mesh)
+  draft_params = shapes.random_like(drafter_lib.abstract_params(drafter), mesh)
+  return Models(config, drafter, mesh, *jax.block_until_ready((params, draft_params)))
 
 
 class Step:
@@ -44,27 +78,26 @@ class Step:
 
   def __init__(
     self,
-    config: config_lib.ModelConfig,
-    mesh: jax.sharding.Mesh,
+    models: Models,
     kernels: str,
     live: int,
-    num_nodes: int,
+    strategy: strategy_lib.Strategy | None,
     length: int,
   ):
     """Compiles nothing yet.
 
     Args:
-      config, mesh: of the model
-      kernels: that it runs
+      models: that decode
+      kernels: that they run
       live: requests
-      num_nodes: J of a pass
+      strategy: how they decode; None: plainly
       length: tokens of each row's cache
     """
     self.bucket = (live, length)
     self.chunk = min(_CHUNK, length // 2)
-    self.strategy = None
-    if num_nodes > 1:
-      self.strategy = strategy_lib.parse(f"ngram_{num_nodes - 1}")
+    self.strategy = strategy
+    self.drafts = strategy is not None and strategy.source == strategy_lib.MODEL
+    self._weights = models.params, models.draft_params if self.drafts else None
     options = rollout.Options(
       max_length=length,
       max_prompt=min(32, length // 2),
@@ -76,8 +109,9 @@ class Step:
       memory_tokens=1024,
       kernels=kernels,
     )
-    selector = self.strategy and selector_lib.always(self.strategy)
-    self.engine = rollout.make(config, mesh, options, selector=selector)
+    drafter = models.drafter if self.drafts else None
+    selector = strategy and selector_lib.always(strategy)
+    self.engine = rollout.make(models.config, models.mesh, options, drafter, selector)
     self.text = ""  # of the compiled chunk
     get = self.engine.pool.get
 
@@ -89,41 +123,36 @@ class Step:
 
     self.engine.pool.get = get_and_read
 
-  def seconds(self, params) -> float:
+  def seconds(self) -> float:
     """Times a step, over a chunk."""
-    return self.engine.time_step(params, self.bucket, strategy=self.strategy)
+    params, draft_params = self._weights
+    return self.engine.time_step(params, self.bucket, draft_params, self.strategy)
+
+  def fill_seconds(self) -> float:
+    """Times the filling of the drafter's caches."""
+    params, draft_params = self._weights
+    return self.engine.time_switch(params, self.bucket, draft_params, self.strategy)
 
 
-def measure(
-  steps: dict[tuple[str, int], Step], params, repeats: int, count: bool
-) -> dict[tuple[str, int], dict]:
-  """Times steps in turn; see `device_time.summary`, or the `error` of a step.
+def timed(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, dict]:
+  """Runs each in turn, after a trial; see `device_time.summary`, or an `error`.
 
   Args:
-    steps: by kernels and J
-    params: of the model
+    runs: by any key; what each returns are seconds
     repeats: of each
-    count: whether to count what a step asks of the device
   """
-  found = {}
-  for key, step in steps.items():
-    if error := device_time.error_of(lambda step=step: step.seconds(params)):
-      found[key] = {"error": error}
-  sides = {
-    key: lambda turn, step=step: step.seconds(params)
-    for key, step in steps.items()
-    if key not in found
-  }
+  failed = {key: e for key, run in runs.items() if (e := device_time.error_of(run))}
+  found = {key: {"error": error} for key, error in failed.items()}
+  work = lambda run: lambda turn: run()
+  sides = {key: work(run) for key, run in runs.items() if key not in failed}
   if sides:
     measured = list(interleave.turns(sides, repeats))
     for key, seconds in interleave.results(measured).items():
       found[key] = device_time.summary(np.array(seconds))
-  for key in sides if count else ():
-    found[key] |= counts(steps[key], params)
-  return {key: found[key] for key in steps}
+  return {key: found[key] for key in runs}
 
 
-def counts(step: Step, params) -> dict:
+def counts(step: Step) -> dict:
   """What a step asks of the device; see `program_counts`.
 
   The driver's calls are those of a chunk, with what sets it up, over its steps.
@@ -131,12 +160,39 @@ def counts(step: Step, params) -> dict:
   traced: dict[str, int] = {}
 
   def trace():
-    traced.update(program_counts.of_trace(lambda: step.seconds(params)))
+    traced.update(program_counts.of_trace(step.seconds))
 
   error = device_time.error_of(trace)  # profilers may need permission
   calls = {name: count / step.chunk for name, count in traced.items()}
   found = {"program": program_counts.of_text(step.text), "driver_calls": calls}
   return found | ({"trace_error": error} if error else {})
+
+
+def training(models: Models, tokens: int, repeats: int) -> dict:
+  """Times an update of the drafter on a micro-batch of so many tokens.
+
+  Returns:
+    `device_time.summary`, or the `error`
+  """
+  options = spot_lib.Options(row_tokens=tokens, context_tokens=16, rows=8, carried_rows=4)
+  trainer = spot_lib.make_trainer(
+    *(models.config, models.drafter, models.mesh),
+    optimizer=optax.adamw(1e-4),
+    longest=tokens,
+    loss=loss_lib.Loss(steps=3),
+    options=options,
+  )
+  program = trainer.make_train()
+
+  def update() -> float:
+    spot = spot_lib.Spot(trainer, options, models.draft_params)
+    data = spot.on_nothing().replace(most=np.int32(_UPDATES))
+    jax.block_until_ready(data)
+    began = time.perf_counter()
+    jax.block_until_ready(program(models.params, data).told)
+    return (time.perf_counter() - began) / _UPDATES
+
+  return timed({"update": update}, repeats)["update"]
 
 
 def needed_bytes(
@@ -153,41 +209,66 @@ def needed_bytes(
 def measure_all(
   config: config_lib.ModelConfig,
   lives: Sequence[int],
-  nodes: Sequence[int],
+  arms: Sequence[str],
   length: int,
   kernels: Sequence[str],
   repeats: int,
   has_time: Callable[[], bool],
 ) -> dict:
-  """Measures every live batch, one after the other.
+  """Measures every live batch, one after the other, and the drafter's training.
 
   Args:
     config: of the model
-    lives, nodes: that are measured, J = 1 first
+    lives: that are measured
+    arms: names of strategies
     length: tokens of a cache
     kernels: implementations to compare
     repeats: of each
     has_time: whether another live batch may begin
   """
-  mesh = axes.make_mesh(1, jax.devices()[:1])
   if (need := shapes.params_bytes(config) * 1.05) > machine.free_bytes():
-    return {"cells": [], "skipped": f"the weights need {need / 1e9:.1f} GB of memory"}
-  params = jax.block_until_ready(shapes.random_params(config, mesh))
-  cells, skipped = [], []
+    skipped = f"the weights need {need / 1e9:.1f} GB of memory"
+    return {"cells": [], "fill": {}, "update": None, "skipped": skipped}
+  models = random_models(config)
+  strategies = {name: strategy_lib.parse(name) for name in arms}
+  cells, fills, skipped = [], {}, []
   for live in lives:
     if not has_time():
       skipped.append(f"{live} live: no time left")
       continue
-    fits = [
-      J for J in nodes if needed_bytes(config, live, J, length) < machine.free_bytes()
-    ]
-    skipped += [f"{live} live, J={J}: does not fit" for J in nodes if J not in fits]
-    keys = [(kind, J) for kind in kernels for J in fits]
-    steps = {key: Step(config, mesh, key[0], live, key[1], length) for key in keys}
-    found = measure(steps, params, repeats, count=live == lives[0])
-    for (kind, J), cell in found.items():
-      cells.append({"live": live, "kernels": kind, "nodes": J} | cell)
-  return {"cells": cells, "skipped": "; ".join(skipped)}
+    nodes = {name: s.verify if s else 1 for name, s in strategies.items()}
+    free = machine.free_bytes()
+    fits = [a for a in arms if needed_bytes(config, live, nodes[a], length) < free]
+    skipped += [f"{live} live, {name}: does not fit" for name in arms if name not in fits]
+    keys = [(kind, name) for kind in kernels for name in fits]
+    steps = {(k, a): Step(models, k, live, strategies[a], length) for k, a in keys}
+    with futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
+      list(pool.map(lambda step: device_time.error_of(step.seconds), steps.values()))
+    runs = {key: step.seconds for key, step in steps.items()}
+    if drafting := [step for step in steps.values() if step.drafts]:
+      runs[_FILL] = drafting[-1].fill_seconds
+    found = timed(runs, repeats)
+    fills[live] = found.pop(_FILL, None)
+    for (kind, name), cell in found.items():
+      if live == lives[0] and "error" not in cell:
+        cell |= counts(steps[kind, name])
+      cells.append({"live": live, "kernels": kind, "strategy": name} | cell)
+  update = training(models, min(_ROW, length), repeats)
+  skip = {"skipped": "; ".join(skipped)} if skipped else {}
+  return {"cells": cells, "fill": fills, "update": update} | skip
+
+
+def table(found: dict, kernels: str, length: int) -> dict:
+  """The costs of `tlt_jax.simulate`, with these kernels: see `costs.Measured`."""
+  steps: dict[str, dict] = {}
+  for cell in found["cells"]:
+    if cell["kernels"] == kernels and "error" not in cell:
+      row = steps.setdefault(str(cell["live"]), {"step_ms": {}})
+      row["step_ms"][cell["strategy"]] = {str(length): 1e3 * cell["median_s"]}
+  for live, fill in found["fill"].items():
+    if fill and "error" not in fill and str(live) in steps:
+      steps[str(live)]["fill_ms"] = {str(length): 1e3 * fill["median_s"]}
+  return {"steps": steps, "micro_batch": (found["update"] or {}).get("median_s", 0.0)}
 
 
 def report(name: str, found: dict, limit_s: float) -> None:
@@ -195,11 +276,11 @@ def report(name: str, found: dict, limit_s: float) -> None:
   plain = {
     (c["live"], c["kernels"]): c["median_s"]
     for c in found["cells"]
-    if c["nodes"] == 1 and "error" not in c
+    if c["strategy"] == "off" and "error" not in c
   }
   rows = []
   for cell in found["cells"]:
-    row = [str(cell["live"]), cell["kernels"], str(cell["nodes"])]
+    row = [str(cell["live"]), cell["kernels"], cell["strategy"]]
     if "error" in cell:
       rows.append([*row, "failed"])
       print(f"failed: {' '.join(row)}: {cell['error']}")
@@ -220,21 +301,28 @@ def report(name: str, found: dict, limit_s: float) -> None:
     )
   tables.show(
     f"{name}: milliseconds per step; reading the weights takes {1e3 * limit_s:.2f}",
-    ["live", "run by", "J", "step", "limit", "of plain", "kernels", "Triton", "host reads"],
+    ["live", "run by", "strategy", "step", "limit", "of plain"]
+    + ["kernels", "Triton", "host reads"],
     rows,
   )
+  micros = {f"fill at {live} live": fill for live, fill in found.get("fill", {}).items()}
+  for what, cell in (micros | {"update": found.get("update")}).items():
+    if cell:
+      print(f"drafter's {what}, microseconds: {device_time.micros(cell)}")
+      if "error" in cell:
+        print(f"failed: {what}: {cell['error']}")
   for cell in found["cells"]:
     if calls := cell.get("driver_calls"):
       often = ", ".join(f"{name} {n:.1f}" for name, n in sorted(calls.items()) if n >= 0.5)
-      print(f"per step of {cell['kernels']}, J={cell['nodes']}: {often}")
-  if found["skipped"]:
+      print(f"per step of {cell['kernels']}, {cell['strategy']}: {often}")
+  if "skipped" in found:
     print(f"left out: {found['skipped']}")
 
 
 def main(
   model: str,
   lives: Sequence[int],
-  nodes: Sequence[int],
+  arms: Sequence[str],
   length: int,
   repeats: int,
   minutes: float,
@@ -245,29 +333,33 @@ def main(
   kernels_lib.check_device(dry_run)
   config = shapes.MODELS[model]
   if dry_run:
-    config, lives, nodes, length = shapes.tiny(config), (1,), (1, 4), 64
+    config, lives, length = shapes.tiny(config), (1,), 64
   timing = device_time.Timing(repeats, most_calls=2 if dry_run else 2000)
   measured = kernels_lib.bandwidth(timing, dry_run)
   limit_s = shapes.step_bytes(config) / measured["bytes_per_s"]
+  kernels = kernels_lib.kernels_here(dry_run)
   found = measure_all(
     config,
     lives,
-    sorted(nodes),
+    arms,
     length,
-    kernels_lib.kernels_here(dry_run),
+    kernels,
     repeats,
     has_time=lambda: time.monotonic() < ends,
   )
   report(model, found, limit_s)
   sizes = {"model": model, "cache": length, "limit_s": limit_s, "bandwidth": measured}
-  print(json.dumps(sizes | found))
-  sys.exit(1 if any("error" in cell for cell in found["cells"]) else 0)
+  timed_all = [*found["cells"], *found["fill"].values(), found["update"]]
+  print(json.dumps(sizes | found | table(found, kernels[-1], length)))
+  sys.exit(1 if any(cell and "error" in cell for cell in timed_all) else 0)
 
 
 if __name__ == "__main__":
   model = flags.DEFINE_enum("model", "qwen3-0.6b", list(shapes.MODELS), "Its shape.")
   lives = flags.DEFINE_list("live", ["1", "8", "64", "4", "32", "2", "16"], "Requests.")
-  nodes = flags.DEFINE_list("nodes", ["1", "4", "8", "16"], "J of a pass.")
+  arms = flags.DEFINE_list(
+    "strategies", ["off", "ngram_3", "ngram_15", "3_1_4", "6_1_7"], "To compare."
+  )
   length = flags.DEFINE_integer("length", 4096, "Tokens of a cache.", lower_bound=64)
   repeats = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=2)
   minutes = flags.DEFINE_float(
@@ -278,7 +370,7 @@ if __name__ == "__main__":
     lambda: main(
       model.value,
       [int(live) for live in lives.value],
-      [int(num_nodes) for num_nodes in nodes.value],
+      arms.value,
       length.value,
       repeats.value,
       minutes.value,

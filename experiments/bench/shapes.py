@@ -57,21 +57,26 @@ def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
 
 
 def random_params(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh):
-  """Random weights in the dtype of the computation, laid out for rollouts.
+  """Random weights of a target, in the dtype of its computation."""
+  return random_like(target.abstract_params(config), mesh, config.dtype)
 
-  One array at a time: nothing exists twice, and nothing of it in float32.
+
+def random_like(abstract, mesh: jax.sharding.Mesh, dtype: str = "float32"):
+  """Random weights of these shapes, laid out for rollouts.
+
+  One array at a time: nothing exists twice, and nothing in another dtype.
   """
-  shapes = axes.with_shardings(mesh, axes.ROLLOUT, target.abstract_params(config))
+  shapes = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
   keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
 
   @functools.partial(jax.jit, static_argnames=("shape", "sharding"))
   def normal(key, shape, sharding):
-    made = 0.02 * jax.random.normal(key, shape, config.dtype)
+    made = 0.02 * jax.random.normal(key, shape, dtype)
     return jax.lax.with_sharding_constraint(made, sharding)
 
   def make(x):
     if len(x.shape) == 1:  # norms; and biases, which may have any value
-      return jnp.ones(x.shape, config.dtype, device=x.sharding)
+      return jnp.ones(x.shape, dtype, device=x.sharding)
     return normal(next(keys), x.shape, x.sharding)
 
   return jax.tree.map(make, shapes)
