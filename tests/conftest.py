@@ -66,9 +66,10 @@ def pytest_collection_modifyitems(config, items):
   asked = _accelerator(config)
   for item in items:
     needs = next((k for k in _ACCELERATORS if item.get_closest_marker(k)), None)
-    if needs != asked:
-      reason = f"needs a {needs.upper()}: pytest --{needs}"
-      item.add_marker(pytest.mark.skip(reason=reason if needs else f"needs no {asked}"))
+    if needs and needs != asked:
+      item.add_marker(pytest.mark.skip(reason=f"needs a {needs.upper()}: pytest --{needs}"))
+    elif needs != asked:
+      item.add_marker(pytest.mark.skip(reason=f"needs no {asked.upper()}"))
 
 
 def _accelerator(config) -> str | None:
