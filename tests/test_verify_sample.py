@@ -199,17 +199,16 @@ def noise_in_pallas(key, ids):
 
 
 def noise_in_triton(key, ids):
-  import jax_triton
-
   from tests import noise_triton
+  from tlt_jax.pallas_kernels import triton_call
 
   rows, count = key.shape[0], ids.shape[1]
   shape = lambda dtype: jax.ShapeDtypeStruct((rows, count), dtype)
-  return jax_triton.triton_call(
+  return triton_call.triton_call(
     key,
     ids,
     kernel=noise_triton.noise_kernel,
-    out_shape=[shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)],
+    out_type=[shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)],
     grid=(rows,),
     COUNT=count,
     LOW=noise.LOW,

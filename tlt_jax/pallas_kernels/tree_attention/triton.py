@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 _UNSPLIT = 2**30  # slots of a split that no cache exceeds
@@ -231,8 +232,6 @@ def tree_attention(
   Raises:
     ValueError: the size of a head is not a power of two of at least 16
   """
-  import jax_triton  # fails to import where jax has no CUDA
-
   B, J, N, H = q.shape
   K, S = v.shape[1:3]
   page, table = 0, seen.start  # no table is read, but one must be given
@@ -252,15 +251,14 @@ def tree_attention(
     (B, K, splits, J * G, *of_row), jnp.float32
   )
   unused = jax.ShapeDtypeStruct((1,), jnp.float32)
-  attended = jax_triton.triton_call(
+  attended = triton_call.triton_call(
     q, k, v, seen.start, seen.bits, table, S,
     kernel=_attend,
-    out_shape=[partial(H), partial(), partial()] if splits > 1 else [out, unused, unused],
+    out_type=[partial(H), partial(), partial()] if splits > 1 else [out, unused, unused],
     grid=(triton.cdiv(J, cut.nodes), splits, B * K),
     name="tree_attention",
     num_warps=cut.warps,
     num_stages=cut.stages,
-    enable_fp_fusion=True,
     NODES=cut.nodes,
     ROWS=cut.rows,
     BLOCK=cut.block,
@@ -271,15 +269,14 @@ def tree_attention(
   )  # fmt: skip
   if splits == 1:
     return attended[0]
-  return jax_triton.triton_call(
+  return triton_call.triton_call(
     *attended, seen.start, S,
     kernel=_combine,
-    out_shape=out,
+    out_type=out,
     grid=(triton.cdiv(J * G, 16), B * K),
     name="tree_attention_combine",
     num_warps=4,
     num_stages=2,
-    enable_fp_fusion=True,
     ROWS=16,
     **shapes,
   )  # fmt: skip

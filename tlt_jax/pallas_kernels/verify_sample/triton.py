@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tlt_jax import noise
+from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.pallas_kernels.verify_sample import parts
 
 # Fixed, so that a row is cut and summed alike in every batch.
@@ -56,25 +57,22 @@ def sample_part(
   offset: jax.Array,
 ) -> parts.Part:
   """Is `ref.sample_part`."""
-  import jax_triton
-
   R, V = logits.shape
   programs = triton.cdiv(V, TILE * TILES)
   shape = lambda dtype: jax.ShapeDtypeStruct((programs, R), dtype)
   f32, i32 = shape(jnp.float32), shape(jnp.int32)
-  out = jax_triton.triton_call(
+  out = triton_call.triton_call(
     logits,
     jax.lax.bitcast_convert_type(key, jnp.int32),
     temperature,
     cut,
     jnp.reshape(offset, (1,)).astype(jnp.int32),
     kernel=verify_sample_kernel,
-    out_shape=[f32, i32, f32, f32, f32, f32],
+    out_type=[f32, i32, f32, f32, f32, f32],
     grid=(programs, R),
     name="verify_sample",
     num_warps=NUM_WARPS,
     num_stages=NUM_STAGES,
-    enable_fp_fusion=True,
     R=R,
     V=V,
     TILE=TILE,
