@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from experiments.bench import device_time
 from experiments.bench import program_counts
 from experiments.bench import shapes
 from tests import commands
+from tests import conftest
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax.models import config as config_lib
@@ -75,6 +78,36 @@ def test_a_part_that_fails_leaves_the_others_alone(made, capsys):
   accelerator.run_all(made, [part("fails")], again=False)
   ran = {name: (made.folder / f"{name}.ran").read_text() for name in ("works", "fails")}
   assert ran == {"works": "xx", "fails": "xx"}
+
+
+def test_pytest_for_gpus_skips_what_is_for_others():
+  """And leaves out what is slow."""
+
+  class Item:
+    path = pathlib.Path("test_x.py")
+
+    def __init__(self, *markers):
+      self.markers, self.reasons = markers, []
+
+    def get_closest_marker(self, name):
+      return name if name in self.markers else None
+
+    def add_marker(self, mark):
+      self.reasons.append(mark.kwargs["reason"])
+
+  config = types.SimpleNamespace(
+    getoption=lambda name: name == "gpu",
+    hook=types.SimpleNamespace(pytest_deselected=lambda items: None),
+  )
+  items = gpu, tpu, plain, _ = Item("gpu"), Item("tpu"), Item(), Item("slow")
+  kept = list(items)
+  conftest.pytest_collection_modifyitems(config, kept)
+  assert kept == [gpu, tpu, plain]
+  assert [item.reasons for item in kept] == [
+    [],
+    ["needs a TPU: pytest --tpu"],
+    ["needs no GPU"],
+  ]
 
 
 def test_a_part_for_which_devices_are_missing_is_skipped(made):

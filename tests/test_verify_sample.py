@@ -5,6 +5,8 @@ Kernels are interpreted here, and compiled for TPUs and GPUs that are not there.
 
 import functools
 import inspect
+import sys
+import types
 
 import jax
 from jax.experimental import pallas as pl
@@ -22,6 +24,7 @@ from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax import axes
 from tlt_jax import noise
+from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.pallas_kernels import verify_sample
 from tlt_jax.pallas_kernels.verify_sample import pallas
 from tlt_jax.pallas_kernels.verify_sample import parts
@@ -198,9 +201,25 @@ def noise_in_pallas(key, ids):
   return pl.pallas_call(kernel, out_shape=out, interpret=True)(key, ids)
 
 
+def call_of_03(*args, kernel, out_shape, enable_fp_fusion=False, **options):
+  return args, kernel, out_shape, enable_fp_fusion, options
+
+
+def call_of_04(*args, kernel, out_type, backend_options=None, **options):
+  return args, kernel, out_type, (backend_options or {})["enable_fp_fusion"], options
+
+
+@pytest.mark.parametrize("call", [call_of_03, call_of_04])
+def test_either_jax_triton_is_called_as_it_wants(call, monkeypatch):
+  """Their arguments have other names."""
+  stand_in = types.SimpleNamespace(triton_call=call)
+  monkeypatch.setitem(sys.modules, "jax_triton", stand_in)
+  called = triton_call.triton_call(1, 2, kernel="kernel", out_type="type", num_warps=4)
+  assert called == ((1, 2), "kernel", "type", True, {"num_warps": 4})
+
+
 def noise_in_triton(key, ids):
   from tests import noise_triton
-  from tlt_jax.pallas_kernels import triton_call
 
   rows, count = key.shape[0], ids.shape[1]
   shape = lambda dtype: jax.ShapeDtypeStruct((rows, count), dtype)

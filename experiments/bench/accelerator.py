@@ -53,13 +53,15 @@ class Part:
 
 def parts(kind: str) -> tuple[Part, ...]:
   """The parts, what one wants to know most first. Their limits add up to 39 minutes."""
-  pytest = ("pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", kind)
+  pytest = ("pytest", "-q", "-p", "no:cacheprovider", "-m", kind)
+  # What compiles takes longer than what runs; and a TPU has room for one process.
+  at_once = ("-n12", "--dist=load") if kind == "gpu" else ("-n0",)
   three = "--strategies=off,ngram_3,3_1_4"
   return (
     Part(
       "tests",
-      [(*pytest, f"--{kind}", "tests")],
-      dry=[(*pytest, "tests/test_on_gpu.py")],
+      [(*pytest, *at_once, f"--{kind}", "tests")],
+      dry=[(*pytest, "-n0", "tests/test_on_gpu.py")],
       minutes=4,
     ),
     Part(

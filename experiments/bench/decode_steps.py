@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 import dataclasses
 import json
+import logging
 import sys
 import time
 from typing import Any
@@ -196,14 +197,20 @@ def training(models: Models, tokens: int, repeats: int) -> dict:
 
 
 def needed_bytes(
-  config: config_lib.ModelConfig, live: int, num_nodes: int, length: int
+  models: Models, live: int, strategy: strategy_lib.Strategy | None, length: int
 ) -> int:
-  """About what a step takes beside the weights: caches, logits, the reference's scores."""
+  """About what a step takes beside the weights.
+
+  Caches, logits, the reference's scores, and the features that a drafter reads.
+  """
+  config, num_nodes = models.config, strategy.verify if strategy else 1
   K, H, N = config.num_kv_heads, config.head_dim, config.num_heads
   cache = 2 * 2 * live * length * K * H * config.num_layers
   scores = 2 * 4 * live * num_nodes * N * length
   logits = 6 * 4 * live * num_nodes * config.vocab_size
-  return cache + scores + logits
+  drafts = strategy is not None and strategy.source == strategy_lib.MODEL
+  features = 2 * live * length * models.drafter.feature_width if drafts else 0
+  return cache + scores + logits + features
 
 
 def measure_all(
@@ -236,12 +243,12 @@ def measure_all(
     if not has_time():
       skipped.append(f"{live} live: no time left")
       continue
-    nodes = {name: s.verify if s else 1 for name, s in strategies.items()}
     free = machine.free_bytes()
-    fits = [a for a in arms if needed_bytes(config, live, nodes[a], length) < free]
+    fits = [a for a in arms if needed_bytes(models, live, strategies[a], length) < free]
     skipped += [f"{live} live, {name}: does not fit" for name in arms if name not in fits]
     keys = [(kind, name) for kind in kernels for name in fits]
     steps = {(k, a): Step(models, k, live, strategies[a], length) for k, a in keys}
+    # Whatever fails here, as there is no room for several, is tried again alone.
     with futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
       list(pool.map(lambda step: device_time.error_of(step.seconds), steps.values()))
     runs = {key: step.seconds for key, step in steps.items()}
@@ -250,6 +257,8 @@ def measure_all(
     found = timed(runs, repeats)
     fills[live] = found.pop(_FILL, None)
     for (kind, name), cell in found.items():
+      took = cell.get("error") or f"{1e3 * cell['median_s']:.2f} ms"
+      logging.info("%d live, %s by %s: %s", live, name, kind, took)
       if live == lives[0] and "error" not in cell:
         cell |= counts(steps[kind, name])
       cells.append({"live": live, "kernels": kind, "strategy": name} | cell)

@@ -1,7 +1,7 @@
 """Calls Triton kernels from jitted functions, by whichever jax_triton is installed.
 
-From 0.4 on, which needs jax 0.11 and Python 3.12, XLA puts the calls into CUDA graphs with
-the kernels around them; before, each call cuts a graph in two.
+From jax_triton 0.4 on, which needs jax 0.11 and Python 3.12, XLA puts the calls into CUDA
+graphs with the kernels around them; before, each call cuts a graph in two.
 """
 
 import inspect
