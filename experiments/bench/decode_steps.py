@@ -16,7 +16,6 @@ does not fit into memory, or into `--minutes`, is named. The last line is JSON, 
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
-import dataclasses
 import json
 import logging
 import sys
@@ -28,6 +27,7 @@ import jax
 import numpy as np
 import optax
 
+from experiments import from_config
 from experiments import launch
 from experiments import tables
 from experiments.bench import device_time
@@ -53,25 +53,21 @@ _COMPILED_AT_ONCE = 4
 _FILL = "fill"  # beside the strategies
 
 
-@dataclasses.dataclass(frozen=True)
-class Models:
-  """A target and its drafter, on one device."""
-
-  config: config_lib.ModelConfig
-  drafter: drafter_lib.DrafterConfig
-  mesh: jax.sharding.Mesh
-  params: Any
-  draft_params: Any
-
-
-def random_models(config: config_lib.ModelConfig) -> Models:
+def random_models(config: config_lib.ModelConfig) -> from_config.Models:
   """A target of this shape and its drafter, with random weights."""
   mesh = axes.make_mesh(1, jax.devices()[:1])
   vocab = tuple(range(min(_DRAFT_VOCABULARY, config.vocab_size)))
   drafter = drafter_lib.of_target(config, "eagle3", vocab=vocab)
   params = shapes.random_params(config, mesh)
   draft_params = shapes.random_like(drafter_lib.abstract_params(drafter), mesh)
-  return Models(config, drafter, mesh, *jax.block_until_ready((params, draft_params)))
+  models = from_config.Models(mesh, config, params, drafter, draft_params)
+  jax.block_until_ready((params, draft_params))
+  return models
+
+
+def _drafts(strategy: strategy_lib.Strategy | None) -> bool:
+  """Whether the drafter's weights draft, and not a lookup."""
+  return strategy is not None and strategy.source == strategy_lib.MODEL
 
 
 class Step:
@@ -79,7 +75,7 @@ class Step:
 
   def __init__(
     self,
-    models: Models,
+    models: from_config.Models,
     kernels: str,
     live: int,
     strategy: strategy_lib.Strategy | None,
@@ -97,7 +93,7 @@ class Step:
     self.bucket = (live, length)
     self.chunk = min(_CHUNK, length // 2)
     self.strategy = strategy
-    self.drafts = strategy is not None and strategy.source == strategy_lib.MODEL
+    self.drafts = _drafts(strategy)
     self._weights = models.params, models.draft_params if self.drafts else None
     options = rollout.Options(
       max_length=length,
@@ -112,7 +108,7 @@ class Step:
     )
     drafter = models.drafter if self.drafts else None
     selector = strategy and selector_lib.always(strategy)
-    self.engine = rollout.make(models.config, models.mesh, options, drafter, selector)
+    self.engine = rollout.make(models.model, models.mesh, options, drafter, selector)
     self.text = ""  # of the compiled chunk
     get = self.engine.pool.get
 
@@ -136,21 +132,9 @@ class Step:
 
 
 def timed(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, dict]:
-  """Runs each in turn, after a trial; see `device_time.summary`, or an `error`.
-
-  Args:
-    runs: by any key; what each returns are seconds
-    repeats: of each
-  """
-  failed = {key: e for key, run in runs.items() if (e := device_time.error_of(run))}
-  found = {key: {"error": error} for key, error in failed.items()}
-  work = lambda run: lambda turn: run()
-  sides = {key: work(run) for key, run in runs.items() if key not in failed}
-  if sides:
-    measured = list(interleave.turns(sides, repeats))
-    for key, seconds in interleave.results(measured).items():
-      found[key] = device_time.summary(np.array(seconds))
-  return {key: found[key] for key in runs}
+  """Is `device_time.in_turn`, of functions that return the seconds that they measured."""
+  told = lambda measured: {k: np.array(s) for k, s in interleave.results(measured).items()}
+  return device_time.in_turn(runs, repeats, told)
 
 
 def counts(step: Step) -> dict:
@@ -169,7 +153,7 @@ def counts(step: Step) -> dict:
   return found | ({"trace_error": error} if error else {})
 
 
-def training(models: Models, tokens: int, repeats: int) -> dict:
+def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
   """Times an update of the drafter on a micro-batch of so many tokens.
 
   Returns:
@@ -177,7 +161,7 @@ def training(models: Models, tokens: int, repeats: int) -> dict:
   """
   options = spot_lib.Options(row_tokens=tokens, context_tokens=16, rows=8, carried_rows=4)
   trainer = spot_lib.make_trainer(
-    *(models.config, models.drafter, models.mesh),
+    *(models.model, models.drafter, models.mesh),
     optimizer=optax.adamw(1e-4),
     longest=tokens,
     loss=loss_lib.Loss(steps=3),
@@ -197,19 +181,19 @@ def training(models: Models, tokens: int, repeats: int) -> dict:
 
 
 def needed_bytes(
-  models: Models, live: int, strategy: strategy_lib.Strategy | None, length: int
+  models: from_config.Models, live: int, strategy: strategy_lib.Strategy | None, length: int
 ) -> int:
   """About what a step takes beside the weights.
 
   Caches, logits, the reference's scores, and the features that a drafter reads.
   """
-  config, num_nodes = models.config, strategy.verify if strategy else 1
+  config, num_nodes = models.model, strategy.verify if strategy else 1
   K, H, N = config.num_kv_heads, config.head_dim, config.num_heads
   cache = 2 * 2 * live * length * K * H * config.num_layers
   scores = 2 * 4 * live * num_nodes * N * length
   logits = 6 * 4 * live * num_nodes * config.vocab_size
-  drafts = strategy is not None and strategy.source == strategy_lib.MODEL
-  features = 2 * live * length * models.drafter.feature_width if drafts else 0
+  per_token = 2 * models.drafter.feature_width if _drafts(strategy) else 0
+  features = live * length * per_token
   return cache + scores + logits + features
 
 
@@ -277,7 +261,9 @@ def table(found: dict, kernels: str, length: int) -> dict:
   for live, fill in found["fill"].items():
     if fill and "error" not in fill and str(live) in steps:
       steps[str(live)]["fill_ms"] = {str(length): 1e3 * fill["median_s"]}
-  return {"steps": steps, "micro_batch": (found["update"] or {}).get("median_s", 0.0)}
+  update = found["update"] or {}
+  trained = {"micro_batch": update["median_s"]} if "median_s" in update else {}
+  return {"steps": steps} | trained
 
 
 def report(name: str, found: dict, limit_s: float) -> None:

@@ -63,15 +63,30 @@ class Timing:
 
   def timed(self, runs: Mapping[str, Callable[[], Any]], calls: int = 1) -> dict[str, dict]:
     """Is `measure`, of functions that make `calls` calls and wait for their end."""
-    failed = {name: error for name, run in runs.items() if (error := error_of(run))}
-    found = {name: {"error": error} for name, error in failed.items()}
-    work = lambda run: lambda turn: run()
-    sides = {name: work(run) for name, run in runs.items() if name not in failed}
-    if sides:
-      measured = list(interleave.turns(sides, self.repeats))
-      for name, seconds in interleave.seconds(measured).items():
-        found[name] = summary(seconds / calls)
-    return {name: found[name] for name in runs}
+    took = lambda measured: {n: s / calls for n, s in interleave.seconds(measured).items()}
+    return in_turn(runs, self.repeats, took)
+
+
+def in_turn(
+  runs: Mapping[Any, Callable[[], Any]],
+  repeats: int,
+  took: Callable[[list], Mapping[Any, np.ndarray]],
+) -> dict[Any, dict]:
+  """Runs each in turn, after a trial: `summary` of it, or the `error` of the trial.
+
+  Args:
+    runs: by any key
+    repeats: of each
+    took: seconds by key, of what `interleave.turns` gave
+  """
+  failed = {name: error for name, run in runs.items() if (error := error_of(run))}
+  found = {name: {"error": error} for name, error in failed.items()}
+  work = lambda run: lambda turn: run()
+  sides = {name: work(run) for name, run in runs.items() if name not in failed}
+  if sides:
+    measured = list(interleave.turns(sides, repeats))
+    found |= {name: summary(seconds) for name, seconds in took(measured).items()}
+  return {name: found[name] for name in runs}
 
 
 def summary(seconds: np.ndarray) -> dict:
