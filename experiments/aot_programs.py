@@ -43,7 +43,6 @@ from tlt_jax.spec_decode.rollout import ready
 from tlt_jax.spec_decode.rollout import rollout as rollout_lib
 from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
-from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -283,16 +282,7 @@ def _parameters(mesh, abstract, dtype: str = "float32"):
 
 def _training(model, drafter, mesh, longest: int):
   """The drafter's trainer in rollouts, and what a fused chunk takes for it."""
-  options = spot_lib.Options(
-    row_tokens=min(2048, longest), context_tokens=16, rows=8, carried_rows=4
-  )
-  trainer = spot_lib.make_trainer(
-    *(model, drafter, mesh),
-    optimizer=optax.adamw(1e-4),
-    longest=longest,
-    loss=loss_lib.Loss(steps=3),
-    options=options,
-  )
+  trainer, options = shapes.drafter_trainer(model, drafter, mesh, longest)
   return trainer, SpotShapes(trainer, options).training(most=1, expected=1)
 
 

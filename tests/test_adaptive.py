@@ -242,6 +242,24 @@ def test_long_after_it_was_useless_a_drafter_is_tried_again():
   assert [world.run(selector, 4) for _ in range(400)].count(LONG) > 100
 
 
+def test_what_deep_drafts_did_long_ago_is_forgotten():
+  """Shorter chains of the same drafter ran in between, and say nothing of that depth."""
+  world = World(0.3, lambda arm, live: cost(arm, 1))
+  selector = predictive_lib.Predictive(ARMS)
+
+  def chunks(count, arm):
+    selector.choose = lambda *_: arm
+    for _ in range(count):
+      world.run(selector, 4)
+
+  chunks(20, LONG)
+  world.stands = 0.9
+  chunks(100, CHAIN)
+  chunks(2, LONG)
+  expected = 1 + sum(0.9**k for k in range(1, LONG.depth + 1))
+  assert selector.tokens_per_pass(LONG) == pytest.approx(expected, rel=0.1)
+
+
 def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
   options = rollout.Options(**tiny.SIZES, slots=8, chunk=8)
   mesh = tiny.mesh(1)

@@ -123,6 +123,20 @@ def test_a_scenario_sets_keys_of_any_config(name, file):
   assert own["optimizer"]["learning_rate"] == rate
 
 
+def test_a_cold_run_has_n_grams_whatever_strategies_are_given():
+  given = {"strategies": "up to 2 live: off or 2_1_3; up to 8 live: ngram_5"}
+  config = launch.read_config("experiments/configs/tail.py:8") | given
+  own = scenarios.apply("cold", config, given)["strategies"]
+  assert own == "up to 2 live: off or 2_1_3 or ngram_3; up to 8 live: ngram_5"
+
+
+def test_the_learning_rate_falls_over_the_steps_that_are_asked_for():
+  config = launch.read_config("experiments/configs/tail.py:8")
+  total = config["optimizer"]["total"]
+  own = scenarios.apply("cold", config | {"steps": total + 7}, {"steps": total + 7})
+  assert own["optimizer"]["total"] == total + 7
+
+
 def test_scenarios_that_cannot_be():
   config = launch.read_config("experiments/configs/tail.py:8")
   assert scenarios.apply("cold", config, {})["drafter"] == "eagle2"

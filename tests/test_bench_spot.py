@@ -39,6 +39,11 @@ def test_thirds_are_of_the_time_and_of_speculative_chunks():
   assert np.isnan(spot.thirds(samples([10, 10, 10], strategy="off"))).all()
 
 
+def test_both_sides_draft_alike_by_the_drafter():
+  levels = "up to 2 live: off or 3_1_4 or 5_1_6 or ngram_3; up to 8 live: off or ngram_3"
+  assert spot.always(levels) == "up to 2 live: 5_1_6; up to 8 live: off"
+
+
 def test_pairs_tell_whether_the_drafter_gets_better_within_a_rollout():
   """By what it draws more than the frozen one at the end, and at the beginning."""
   scored = lambda drawn: types.SimpleNamespace(samples=samples(drawn), rollout_s=6.0)

@@ -115,3 +115,12 @@ def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains,
 def test_a_suffix_that_does_not_exist_is_named():
   with pytest.raises(ValueError, match=r"no suffix \+balance; there are \+reb"):
     sides.check(["plain", "frozen+balance"], {"drafter": "eagle2"})
+
+
+def test_a_side_that_could_not_draft_is_refused():
+  levels = "up to 4 live: off or 3_1_4"
+  with pytest.raises(ValueError, match="nothing drafts on side '5_1_6'"):
+    sides.check(["plain", "ngram", "5_1_6"], {"drafter": "", "strategies": levels})
+  with pytest.raises(ValueError, match="side 'ngram' has no strategies"):
+    sides.check(["plain", "ngram"], {"drafter": "", "strategies": ""})
+  sides.check(["plain", "ngram_3"], {"drafter": "", "strategies": levels})

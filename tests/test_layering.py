@@ -15,8 +15,8 @@ SOURCES = sorted(
   for path in (ROOT / top).rglob("*.py")
 )
 
-# The longest matching prefix gives a module's floor; all else in tlt_jax is floor 0.
-FLOORS = {
+# The longest matching prefix gives a module's layer; all else in tlt_jax is layer 0.
+LAYERS = {
   "experiments": 7,
   "tlt_jax.api": 6,
   "tlt_jax.integrations": 6,
@@ -48,9 +48,9 @@ def _within(name: str, prefix: str) -> bool:
   return name == prefix or name.startswith(prefix + ".")
 
 
-def _floor(name: str) -> int | None:
-  """The floor of a dotted name of this project, None for anyone else's."""
-  return next((floor for prefix, floor in FLOORS.items() if _within(name, prefix)), None)
+def _layer(name: str) -> int | None:
+  """The layer of a dotted name of this project, None for anyone else's."""
+  return next((layer for prefix, layer in LAYERS.items() if _within(name, prefix)), None)
 
 
 def _module(path: pathlib.PurePath) -> str:
@@ -76,21 +76,21 @@ def _names(source: str, path: pathlib.PurePath) -> set[str]:
 
 def violations(source: str, path: pathlib.PurePath) -> list[str]:
   """What a file at `path` must not import, each with the reason."""
-  own = _floor(_module(path))
-  banned = BANNED if own == max(FLOORS.values()) else BANNED + BANNED_IN_LIBRARY
+  own = _layer(_module(path))
+  banned = BANNED if own == max(LAYERS.values()) else BANNED + BANNED_IN_LIBRARY
   if path == OF_ANOTHER_PYTHON:
     banned = [name for name in banned if name != "torch"]
   found = []
   for name in sorted(_names(source, path)):
-    floor = _floor(name)
-    if floor is not None and floor > own:
-      found.append(f"{name}: floor {floor}, imported from floor {own}")
+    layer = _layer(name)
+    if layer is not None and layer > own:
+      found.append(f"{name}: layer {layer}, imported from layer {own}")
     found += [f"{name}: {ban} is banned" for ban in banned if _within(name, ban)]
   return found
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_a_file_imports_only_from_its_own_floor_or_below(path):
+def test_a_file_imports_only_from_its_own_layer_or_below(path):
   """And nothing private, deprecated or foreign to the project."""
   assert not violations((ROOT / path).read_text(), path)
 

@@ -68,6 +68,11 @@ def test_the_ladder_halves_the_slots_for_twice_the_tokens():
   assert max(kv) <= 2 * min(kv[:4])
 
 
+def test_the_ladder_of_a_single_slot_has_every_length():
+  rungs = options_lib.ladder(1, 1024, 128)
+  assert rungs == ((1, 128), (1, 256), (1, 512), (1, 1024))
+
+
 def test_a_path_goes_through_neighbours_and_otherwise_in_one_step():
   """Fewer slots and more tokens rung by rung; back up at once."""
   o = options()
@@ -148,6 +153,17 @@ def test_the_clock_books_chunks():
   assert clock.estimate(Bucket(2, 16), Bucket(8, 16)) == pytest.approx(0.15)
   clock.begin_rollout()
   assert clock.step_s(Bucket(8, 16), None) == pytest.approx(0.6) and clock.tokens == 0
+
+
+def test_micro_batches_that_never_fit_are_timed_again():
+  """What they take was measured in a pause of the machine; nothing would train again."""
+  clock, bucket = clock_lib.Clock(), Bucket(4, 64)
+  clock.trained(60.0)
+  clock.book(bucket, None, steps=10, tokens=10, longest=10, seconds=1.0)
+  fitting = [clock.micro_batches_within(bucket, None, steps=10) for _ in range(65)]
+  assert not any(fitting) and clock.micro_batch_s == 0
+  clock.trained(0.1)
+  assert clock.micro_batches_within(bucket, None, steps=10) == 9
 
 
 def test_a_rollout_begins_as_fast_as_the_last_one_began():

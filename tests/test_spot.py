@@ -372,6 +372,23 @@ def test_the_average_of_the_weights():
   assert (int(state.step), int(state.skipped)) == (1, 1)
 
 
+def test_what_is_not_finite_does_not_wait_for_an_update():
+  """The other two make one: the mean of their gradients, 2, is taken from 1."""
+  optimizer, one = optax.sgd(1.0), {"w": jnp.float32(1)}
+  zero, none = jnp.int32(0), jnp.float32(0)
+  sums = lambda x, n: state_lib.Sums(none, {"tokens": n}, {"w": x}, micro_batches=n)
+  waiting = sums(none, none)
+  state = state_lib.State(one, optimizer.init(one), None, zero, zero, waiting)
+  told = []
+  for gradient in (3.0, np.nan, 1.0):
+    micro_batch = sums(jnp.float32(gradient), jnp.float32(1))
+    state, found = state_lib.learn(optimizer, state, micro_batch, per_update=2)
+    told.append((float(found["skipped"]), float(found["updated"])))
+  assert told == [(0, 0), (1, 0), (0, 1)]
+  assert (int(state.step), int(state.skipped)) == (1, 1)
+  assert float(state.params["w"]) == -1
+
+
 @pytest.mark.parametrize(
   ("remaining", "steps", "later", "quota"),
   [

@@ -25,7 +25,6 @@ from typing import Any
 from absl import flags
 import jax
 import numpy as np
-import optax
 
 from experiments import from_config
 from experiments import launch
@@ -42,13 +41,11 @@ from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
-from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _CHUNK = 32  # steps that are timed at a time
 _DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published drafters
 _UPDATES = 4  # of the drafter, that are timed at a time
-_ROW = 2048  # tokens that it trains on at a time
 _COMPILED_AT_ONCE = 4
 _FILL = "fill"  # beside the strategies
 
@@ -159,13 +156,8 @@ def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
   Returns:
     `device_time.summary`, or the `error`
   """
-  options = spot_lib.Options(row_tokens=tokens, context_tokens=16, rows=8, carried_rows=4)
-  trainer = spot_lib.make_trainer(
-    *(models.model, models.drafter, models.mesh),
-    optimizer=optax.adamw(1e-4),
-    longest=tokens,
-    loss=loss_lib.Loss(steps=3),
-    options=options,
+  trainer, options = shapes.drafter_trainer(
+    *(models.model, models.drafter, models.mesh), longest=tokens
   )
   program = trainer.make_train()
 
@@ -246,7 +238,7 @@ def measure_all(
       if live == lives[0] and "error" not in cell:
         cell |= counts(steps[kind, name])
       cells.append({"live": live, "kernels": kind, "strategy": name} | cell)
-  update = training(models, min(_ROW, length), repeats)
+  update = training(models, min(shapes.TRAINED_TOKENS, length), repeats)
   skip = {"skipped": "; ".join(skipped)} if skipped else {}
   return {"cells": cells, "fill": fills, "update": update} | skip
 

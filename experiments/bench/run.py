@@ -177,7 +177,19 @@ class Run:
     self._is_first = True  # step of this process
 
   def _restore(self, start) -> None:
-    """Goes on from the latest of some checkpoints."""
+    """Goes on from the latest of some checkpoints.
+
+    Raises:
+      ValueError: of another number of slices
+    """
+    began_with = start.data()[1]["drafters"]
+    for name, side in self._training():
+      began, here = len(began_with[name]["buffer"]["rows"]), len(side.spot.buffer.rows)
+      if began != here:
+        raise ValueError(
+          f"the run in {self.folder} began with {began} slices, not {here}: times would "
+          "mix. Give it as many devices as before, or another --workdir"
+        )
     like = {name: side.spot.arrays() for name, side in self._training()}
     like["policy"] = self.shared.learner.abstract_state()
     self.shared.state = self.shared.policy = None  # the checkpoint's have their memory
@@ -285,7 +297,7 @@ class Run:
 
 
 def warm_up(side: sides_lib.Side, policy, records: list[dict], first: int) -> None:
-  """Rolls out once, so that everything has run; what the side knows stays as it is."""
+  """Rolls out once, so that everything has run; only the clock learns by it."""
   known = side.sampler.rollout.state()
   side.rollout(policy, records, first, train=False)
   side.sampler.rollout.restore(known)

@@ -6,9 +6,10 @@
 | `elsewhere` | of other problems, or another policy; to be named | all four sides |
 | `drift` | the config's, a good one; the policy moves far from it | all four sides |
 
-What the command line says of a key goes before what a scenario says. In `cold` n-grams
-are among TLT's strategies: they draft while they are worth more than the new drafter. That
-guesses every token; for a large vocabulary name an untrained one of fewer tokens, as
+What the command line says of a key goes before what a scenario says. One thing is added to
+both: in `cold` n-grams are among TLT's strategies, in every level that names none, and
+draft while they are worth more than the new drafter. A new drafter guesses every token; for
+a large vocabulary name an untrained one of fewer tokens, as
 `train_drafter --config.steps=0 --config.drafter.vocab_size=4096` writes it.
 
 A drafter from elsewhere, for the small policy: one that has seen problems with three
@@ -47,23 +48,15 @@ class Scenario:
   sides: tuple[str, ...]
   settings: Callable[[Mapping], dict[str, Any]]
   wants_drafter: str = ""  # what the command line must name as drafter; "": nothing
+  adds_ngrams: bool = False  # to the strategies, whoever has named these
 
 
 def _cold(config: Mapping) -> dict[str, Any]:
-  """A new drafter learns fast, and for some seconds after each of the first rollouts.
-
-  Until it is worth more than n-grams, these draft.
-  """
-  ngrams = strategy.parse("ngram_3")
-  known = levels.parse(config["strategies"])
-  known = [
-    level._replace(arms=tuple(dict.fromkeys((*level.arms, ngrams)))) for level in known
-  ]
+  """A new drafter learns fast, and for some seconds after each of the first rollouts."""
   kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
   return {
     "steps": 100,
     "drafter": kind,
-    "strategies": levels.write(known),
     "spot.warm_up_s": 3.0,
     "spot.warm_up_rollouts": 20,
     "spot.micro_batches_per_update": 1,
@@ -90,12 +83,22 @@ def _drift(config: Mapping) -> dict[str, Any]:
 
 _ALL = ("plain", "ngram", "frozen", "tlt")
 SCENARIOS = {
-  "cold": Scenario(("plain", "ngram", "tlt"), _cold),
+  "cold": Scenario(("plain", "ngram", "tlt"), _cold, adds_ngrams=True),
   "elsewhere": Scenario(
     _ALL, _elsewhere, "a drafter that was trained for other problems or another policy"
   ),
   "drift": Scenario(_ALL, _drift),
 }
+
+
+def _with_ngrams(strategies: str) -> str:
+  """Adds n-grams to every level that names none."""
+  is_ngrams = lambda arm: arm is not None and arm.source == strategy.NGRAM
+  more = strategy.parse("ngram_3")
+  return levels.write(
+    level if any(map(is_ngrams, level.arms)) else level._replace(arms=(*level.arms, more))
+    for level in levels.parse(strategies)
+  )
 
 
 def get(name: str) -> Scenario:
@@ -131,8 +134,8 @@ def apply(name: str, config: Mapping, given: Mapping[str, Any]) -> dict[str, Any
     )
   settings = scenario.settings(config)
   if total := config["optimizer"].get("total"):
-    steps = config["steps"] if "steps" in given else 0
-    settings["optimizer.total"] = max(total, steps, settings["steps"])
+    steps = config["steps"] if "steps" in given else settings["steps"]
+    settings["optimizer.total"] = max(total, steps)
   for key, value in settings.items():
     if key not in given:
       *sections, last = key.split(".")
@@ -140,4 +143,6 @@ def apply(name: str, config: Mapping, given: Mapping[str, Any]) -> dict[str, Any
       for part in sections:
         section = section[part]
       section[last] = value
+  if scenario.adds_ngrams:
+    config["strategies"] = _with_ngrams(config["strategies"])
   return config

@@ -1,14 +1,19 @@
-"""Shapes of public models for benchmarks, and random weights of them made on the device."""
+"""Shapes of public models for benchmarks: random weights, and a drafter's training."""
 
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
+from tlt_jax.spec_decode.spot import loss as loss_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 _QWEN2_5_7B = config_lib.ModelConfig(
   architecture="Qwen2ForCausalLM",
@@ -40,6 +45,7 @@ _QWEN3_0_6B = config_lib.ModelConfig(
   dtype="bfloat16",
 )
 MODELS = {"qwen2.5-7b": _QWEN2_5_7B, "qwen3-0.6b": _QWEN3_0_6B}
+TRAINED_TOKENS = 2048  # of a drafter's micro-batch
 
 
 def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
@@ -93,3 +99,23 @@ def step_bytes(config: config_lib.ModelConfig) -> int:
   """Bytes of weights that a decoding step reads: all but an embedding that is no head."""
   embedding = config.vocab_size * config.width * jnp.dtype(config.dtype).itemsize
   return params_bytes(config) - (0 if config.tie_embeddings else embedding)
+
+
+def drafter_trainer(
+  config: config_lib.ModelConfig,
+  drafter: drafter_lib.DrafterConfig,
+  mesh: jax.sharding.Mesh,
+  longest: int,
+) -> tuple[trainer_lib.Trainer, spot_lib.Options]:
+  """Makes a drafter's training in rollouts whose responses have up to `longest` tokens."""
+  options = spot_lib.Options(
+    row_tokens=min(TRAINED_TOKENS, longest), context_tokens=16, rows=8, carried_rows=4
+  )
+  trainer = spot_lib.make_trainer(
+    *(config, drafter, mesh),
+    optimizer=optax.adamw(1e-4),
+    longest=longest,
+    loss=loss_lib.Loss(steps=3),
+    options=options,
+  )
+  return trainer, options

@@ -54,9 +54,15 @@ def check(sides: Sequence[str], config: dict) -> None:
         f"side {side!r}: no suffix +{min(unknown)}; there are +{', +'.join(_OPTIONS)}"
       )
   known = {bare(side) for side in sides}
-  for side in known - set(SIDES):
-    strategy.parse(side)
-  if not config["drafter"] and (drafting := known & {"tlt", "frozen"}):
+  arms = {side: strategy.parse(side) for side in known - set(SIDES)}
+  drafting = {side for side, arm in arms.items() if arm and arm.source == strategy.MODEL}
+  drafting |= known & {"tlt", "frozen"}
+  if not config["strategies"] and (others := known - {"plain"}):
+    raise ValueError(
+      f"side {min(others)!r} has no strategies: give --config.strategies, such as "
+      "'up to 16 live: off or 3_1_4'"
+    )
+  if drafting and not config["drafter"]:
     raise ValueError(
       f"nothing drafts on side {min(drafting)!r}: the config has no drafter; give "
       "--config.drafter=DIR (or eagle2, a new one), or --sides=plain,ngram"

@@ -28,6 +28,7 @@ from tlt_jax import processes
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import strategy
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
@@ -194,6 +195,18 @@ def checkpoints(spot: spot_lib.Spot, params) -> dict:
   return found | {"ratio": found["full_s"] / found["selective_s"]}
 
 
+def always(strategies: str) -> str:
+  """Leaves each level one arm, so that the sides differ in nothing but training.
+
+  The last one but n-grams, which would find the other side's responses.
+  """
+  known = []
+  for level in levels.parse(strategies):
+    arms = [arm for arm in level.arms if arm is None or arm.source == strategy.MODEL]
+    known.append(level._replace(arms=tuple(arms[-1:]) or (None,)))
+  return levels.write(known)
+
+
 def micro_batch_s(spot: spot_lib.Spot, params) -> float:
   """Measures a micro-batch of each slice at once: three, less one, over two."""
   train = spot.trainer.make_train()
@@ -231,9 +244,7 @@ def main(config):
   if not config["drafter"]:
     raise ValueError("there is no drafter to train: give --drafter")
   config["spot"]["every"] = 1
-  # The last of several arms, and always: the sides are to differ in nothing else.
-  known = levels.parse(config["strategies"])
-  config["strategies"] = levels.write(lvl._replace(arms=lvl.arms[-1:]) for lvl in known)
+  config["strategies"] = always(config["strategies"])
   config = from_config.complete(config)
   problems = from_config.prompts(config, config["prompts"])
   models = from_config.load_models(config)

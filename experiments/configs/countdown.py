@@ -6,7 +6,7 @@ A character-level policy of 8.8M parameters that writes its search out, and few 
 step: its rollouts end in a tail of few long responses, which are drafted for, while the
 slices that have none left train the drafter.
 It begins with searches of which half give up at a dead end (`configs/warm_start.py`); 30
-steps, five minutes on 2 CPU cores once all is compiled, lift the accuracy on held-out
+steps, 5 to 10 minutes on 2 CPU cores once all is compiled, lift the accuracy on held-out
 problems from 39% to 72%. Every fifth rollout is repeated plainly, to tell what is gained.
 
 `:small` has a policy of 1.5M parameters, which is decoded nearly as fast plainly, and

@@ -1,14 +1,15 @@
 """GRPO on a file of prompts with a Qwen2.5-7B-class model.
 
     python -m experiments.train --config=experiments/configs/qwen2_5_7b.py \\
-        --config.policy=/models/Qwen2.5-7B-Instruct \\
+        --config.policy=/models/Qwen2.5-7B-Instruct --config.drafter=eagle2 \\
         --config.prompts.path=gsm8k_train.jsonl \\
         --config.held_out.path=gsm8k_test.jsonl --workdir=runs/gsm8k
 
-The files hold one {"question", "answer"} object per line. Made for 8 accelerators
-of 80 GB (2 slices of 4); shapes are checked on every test run, speed and accuracy have
-not been measured. `:smoke` shrinks every size for a tiny model on a CPU. The entries are
-those of `configs/countdown.py`.
+The files hold one {"question", "answer"} object per line. `drafter=eagle2` begins with a
+new drafter, which trains in idle slices; without one the run decodes plainly. Made for 8
+accelerators of 80 GB (2 slices of 4); shapes are checked on every test run, speed and
+accuracy have not been measured. `:smoke` shrinks every size for a tiny model on a CPU. The
+entries are those of `configs/countdown.py`.
 """
 
 import ml_collections

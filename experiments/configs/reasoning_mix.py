@@ -12,8 +12,8 @@ Sums, greatest common divisors and counted legs, drawn 2 : 1 : 1; accuracy is me
 `--config.prompts.tasks="..."`, and the same of `held_out`.
 
 Made for 2 CPU cores and 24 GiB; `:gpu` is for one GPU, `:smoke` for a tiny model. Neither
-has been run to its end: wall time and accuracy are not known. The entries are those of
-`configs/countdown.py`, the sizes those of `configs/smollm2.py`.
+the default nor `:gpu` has been run to its end: wall time and accuracy are not known. The
+entries are those of `configs/countdown.py`, the sizes those of `configs/smollm2.py`.
 """
 
 import ml_collections

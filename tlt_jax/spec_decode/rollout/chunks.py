@@ -4,6 +4,7 @@ from collections.abc import Callable
 import time
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from tlt_jax import processes
@@ -172,7 +173,8 @@ class Chunks:
       training: for slices that run dry; None: the program does not train
     """
     program = self.program(batch.key, way, batch.slots, draft_state, limits, training)
-    began = time.perf_counter()  # compiling is not timed
+    jax.block_until_ready((batch.slots, draft_state, way.weights.draft))
+    began = time.perf_counter()  # compiling, and what was queued before, is not timed
     done = program()
     batch.slots = done.slots
     told = processes.tell(slices.ready_s(done.emitted.steps, began))

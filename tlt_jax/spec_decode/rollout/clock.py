@@ -18,9 +18,11 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 Arm = strategy_lib.Strategy | None  # None: plain decoding
 
 _WINDOW = 16  # chunks that are remembered of each bucket and strategy
-_OLD = 4 * _WINDOW  # chunks in a bucket, after which they are no longer believed
-_APART = 1.25  # ratio of two times, of which the higher is no longer believed
-_LATE = 3  # of them, which say how long the next chunk decodes
+# Chunks of a bucket without a strategy, or without room for a micro-batch, after which what
+# is known of its time is no longer believed.
+_OLD = 4 * _WINDOW
+_APART = 1.25  # ratio of two times of a step, of which the higher is no longer believed
+_LATE = 3  # chunks of this rollout, which say how long the next one decodes
 _FILLED = 0.95  # share of that time which idle slices train
 _TRAINED = 5  # chunks in which a slice only trained, which say what micro-batches take
 
@@ -41,13 +43,15 @@ class Clock:
     self._measured: dict[tuple[options_lib.Bucket, Arm], float] = {}  # on their own
     self._chunks: dict[options_lib.Bucket, int] = {}  # that ran in each
     self._ran: dict[tuple[options_lib.Bucket, Arm], int] = {}  # the number of the last one
-    # The same of this rollout, behind the first one of the last rollout.
+    # Seconds of a step in the chunks of this rollout; before them that of the first chunk
+    # of the last rollout that ran so.
     self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
     self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
     self.micro_batch_s = 0.0  # of a micro-batch, while others decode; 0: not known yet
-    self.exchange_s = 0.0  # of an exchange of drafters, the last one
-    self._micro_batches_s: list[float] = []  # the same, in late chunks
+    self._micro_batches_s: list[float] = []  # of late chunks, whose median that is
+    self._without_room = 0  # chunks in a row in which no micro-batch seemed to fit
+    self.exchange_s = 0.0  # of an exchange of drafters, the last that was timed; 0: none
     self.begin_rollout()
 
   def begin_rollout(self) -> None:
@@ -184,12 +188,18 @@ class Clock:
     """Micro-batches that idle slices train while others decode so many steps.
 
     They fill most of the time that this is thought to take, not all: others would wait
-    for what takes longer than it is thought to.
+    for what takes longer than it is thought to. Where none has fitted for long, what one
+    takes is asked anew: it may have been measured in a pause of the machine.
     """
     one = self.micro_batch_s
     decoding_s = self.decoding_s(bucket, arm, steps)
     most = _FILLED * decoding_s / one if one else 0.0
-    return int(most + 0.25)  # few are not rounded to less
+    fits = int(most + 0.25)  # few are not rounded to less
+    self._without_room = 0 if fits else self._without_room + 1
+    if self.measures and self._without_room > _OLD:
+      self.micro_batch_s, self._without_room = 0.0, 0
+      self._micro_batches_s.clear()
+    return fits
 
   def trained(self, micro_batch_s: float) -> None:
     """Books the seconds that each micro-batch took in a slice that only trained."""

@@ -20,6 +20,7 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 _EXCHANGING = 0.01  # share of the time that slices which decode wait for exchanges
+_DECODING = 0.05  # least share of a chunk's time that a slice which decoded decoded
 
 
 class Harvest:
@@ -75,8 +76,8 @@ class Harvest:
       return self.spot.training(0, expected)
 
     def within():
-      if not clock.micro_batch_s:  # the first ones say what they take
-        return self.spot.options.micro_batches_per_update
+      if not clock.micro_batch_s:  # the first one says what it takes
+        return 1
       return clock.micro_batches_within(running.bucket, arm, expected)
 
     most = self.decide("micro_batches", within)
@@ -92,7 +93,8 @@ class Harvest:
     if only.any():
       self.clock.trained(float(max(ran.slice_s[only] / micro_batches[only])))
     decoding_s = ran.slice_s - micro_batches * self.clock.micro_batch_s
-    return float(max(decoding_s[decoded], default=0.0))
+    least = _DECODING * ran.slice_s  # what micro-batches take is only an estimate
+    return float(max(np.maximum(decoding_s, least)[decoded], default=0.0))
 
   def store(self, ended: list[running_lib.Ended]) -> None:
     """Keeps the features of requests that have ended, as far as there is room.
@@ -115,9 +117,11 @@ class Harvest:
       spot.take_features(self.batch.store(spot.features, pieces, count))
 
   def finish(self, params, rollout_s: float) -> None:
-    """Ends the rollout: one slice alone trains for a share of its time.
+    """Ends the rollout: trains where that is asked for, and exchanges what is left.
 
-    And where there is held-out data it is asked whether what was trained may draft.
+    It trains for a share of the rollout's time on a single slice, which is never idle, and
+    after the first rollouts of a new drafter. Where there is held-out data, that says
+    whether what was trained may draft.
     """
     spot, began = self.spot, self.clock.now()
     options = spot.options
@@ -139,10 +143,7 @@ class Harvest:
       if self._learnt(options.updates_per_exchange):
         self._exchange()
     if spot.apart:
-      since = self.clock.now()
-      self._exchange()
-      jax.block_until_ready(spot.params)
-      self.clock.exchanged(processes.of_first(self.clock.now() - since))
+      self._exchange_timed()
     if options.held_out_rows and self.samples.training:
       drafting = spot.state.drafting
       args = params, spot.params, drafting, spot.rows()
@@ -163,7 +164,10 @@ class Harvest:
     seconds = self.clock.seconds
     due = lambda: self.clock.exchange_s <= _EXCHANGING * (seconds - self._exchanged_s)
     if self.decide("exchange", due):
-      self._exchange()
+      if self.clock.exchange_s:
+        self._exchange()
+      else:  # what it takes is not known yet
+        self._exchange_timed()
       self._exchanged_s = seconds
 
   def abandon(self) -> None:
@@ -178,6 +182,14 @@ class Harvest:
   def _exchange(self) -> None:
     """Lets slices exchange what they have learnt."""
     self.spot.exchange(functools.partial(self._programs.run, "exchange", ()))
+
+  def _exchange_timed(self) -> None:
+    """Exchanges, and tells the clock what that takes."""
+    jax.block_until_ready(self.spot.states)
+    began = self.clock.now()
+    self._exchange()
+    jax.block_until_ready(self.spot.states)
+    self.clock.exchanged(processes.of_first(self.clock.now() - began))
 
   def _train(self, params, updates: int) -> None:
     """Trains on all slices."""

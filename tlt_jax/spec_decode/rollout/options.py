@@ -32,7 +32,7 @@ def ladder(slots: int, length: int, shortest: int = 128) -> tuple[Bucket, ...]:
   rungs, S = [], min(shortest, length)
   while S < length:
     rungs += [Bucket(slots, S), Bucket(slots, min(2 * S, length))]
-    S, slots = min(2 * S, length), max(slots // 2, 2)
+    S, slots = min(2 * S, length), max(slots // 2, min(slots, 2))
   while slots > 2:
     rungs.append(Bucket(slots, S))
     slots //= 2

@@ -164,6 +164,7 @@ class Rollout:
       "selector": self.selector.state() if self.selector else {},
       "sources": {n: s.state() for n, s in self.parts.drafting.sources.items()},
       "micro_batch_s": self.parts.clock.micro_batch_s,
+      "exchange_s": self.parts.clock.exchange_s,
     }
 
   def restore(self, state: dict | None) -> None:
@@ -177,6 +178,7 @@ class Rollout:
         source.restore(state["sources"][name])
     if self.parts.clock.measures:
       self.parts.clock.micro_batch_s = state["micro_batch_s"]
+      self.parts.clock.exchange_s = state.get("exchange_s", 0.0)  # older ones have none
 
   def _weights(self, params, draft_params) -> chunk_lib.Weights:
     """All weights, however passes want them."""

@@ -127,13 +127,18 @@ class Spot:
     self.rollouts = 0  # that it was trained in
     self._states = trainer.init_states(params)
     self._params = self.state.drafting
-    self._exchanged()
+    self._count_anew()
     features = abstract_features(trainer, options)
     memory.announce(
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
     )
     self._features = slices.zeros(features)
     self._placed: tuple | None = None  # the buffer's version, table and order
+
+  @property
+  def states(self) -> state_lib.State:
+    """The drafter in training, of every slice."""
+    return self._states
 
   @property
   def state(self) -> state_lib.State:
@@ -202,12 +207,12 @@ class Spot:
     """
     updates = slices.place(self.trainer.mesh, self._updates[:, None])
     self._states, drafting = program(self._states, updates)
-    self._exchanged()
+    self._count_anew()
     if not self.options.held_out_rows:
       self._params = drafting
 
-  def _exchanged(self) -> None:
-    """From now on counts what slices train apart."""
+  def _count_anew(self) -> None:
+    """Counts what slices train apart from now on."""
     # Updates of each slice that the others do not have yet.
     self._updates = np.zeros(len(self.buffer.rows), np.int32)
     self.apart = False  # whether a slice has trained since the last exchange
@@ -215,7 +220,7 @@ class Spot:
   def restart(self, state: state_lib.State) -> None:
     """Goes on from another state of the drafter, with the data at hand."""
     self._states, self._params = self.trainer.spread(state), state.drafting
-    self._exchanged()
+    self._count_anew()
 
   @property
   def features(self) -> jax.Array:

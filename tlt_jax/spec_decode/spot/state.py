@@ -32,7 +32,8 @@ class State:
   opt_state: optax.OptState
   average: dict | None  # of `params` over updates; None: none is kept
   step: jax.Array  # i32[]  updates done
-  skipped: jax.Array  # i32[]  updates left out: their gradient was not finite
+  # i32[]  updates, or micro-batches that were to wait, left out: a gradient was not finite.
+  skipped: jax.Array
   # Of micro-batches that make no whole update yet; None: each makes one.
   waiting: Sums | None = None
 
@@ -156,15 +157,22 @@ def learn(
 ) -> tuple[State, dict[str, jax.Array]]:
   """Takes a micro-batch, and makes an update once enough of them have waited for it.
 
+  One that is not finite does not wait: it would spoil those that it waits with.
+
   Args:
     sums: of the micro-batch
     per_update: micro-batches of an update
     decay: see `update`
   Returns:
-    the new state; what `update` tells and `tried`, 1.0, all 0.0 where there was no update
+    the new state; what `update` tells, all 0.0 where there was no update; and `skipped`,
+    1.0 for a micro-batch or an update that was not finite
   """
+  before = state.skipped
   if state.waiting is not None:
-    sums = jax.tree.map(jnp.add, state.waiting, sums)
+    finite = jnp.isfinite(sums.loss) & jnp.isfinite(optax.tree.norm(sums.grads))
+    add = lambda x, y: x + jnp.where(finite, y, 0.0)
+    sums = jax.tree.map(add, state.waiting, sums)
+    state = state.replace(skipped=before + (~finite).astype(jnp.int32))
   enough = sums.micro_batches >= per_update
   args = sums.loss, sums.metrics, sums.grads, decay, enough
   updated, told = update(optimizer, state, *args)
@@ -173,4 +181,4 @@ def learn(
     updated = updated.replace(waiting=jax.tree.map(left, sums))
   made = told["updated"] > 0
   told = {name: jnp.where(made, x, 0.0) for name, x in told.items()}
-  return updated, told | {"tried": enough.astype(jnp.float32)}
+  return updated, told | {"skipped": (updated.skipped - before).astype(jnp.float32)}

@@ -62,7 +62,7 @@ class Account(NamedTuple):
   states: state_lib.State  # of each slice: [slices ...] each
   micro_batches: np.ndarray  # i32[slices]
   updates: np.ndarray  # i32[slices]
-  skipped: int  # updates left out, of all slices: their gradient was not finite
+  skipped: int  # updates and micro-batches left out, of all slices: they were not finite
   metrics: dict[str, float]  # means over all updates; none of none
 
 
@@ -127,7 +127,7 @@ class Trainer:
       state, means = state_lib.learn(
         self.optimizer, state, sums, self.per_update, self.average
       )
-      counts = one, means.pop("tried"), means.pop("updated")
+      counts = one, means.pop("skipped"), means.pop("updated")
       return state, told + jnp.stack([*counts, *_in_order(means)])
 
     told = slices.varying(jnp.zeros(len(self._told), jnp.float32))
@@ -138,15 +138,15 @@ class Trainer:
   def _told(self) -> list[str]:
     """The names of what `train` counts and sums up."""
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
-    return ["micro_batches", "tried", "updates", *sorted(names)]
+    return ["micro_batches", "skipped", "updates", *sorted(names)]
 
   def account(self, states: state_lib.State, told: np.ndarray) -> Account:
     """The account of what was trained; `told` is that of `Trained`, on the host."""
-    micro_batches, tried, updates = told[:, :3].T.astype(np.int32)
-    count, skipped = int(updates.sum()), int((tried - updates).sum())
+    micro_batches, skipped, updates = told[:, :3].T.astype(np.int32)
+    count = int(updates.sum())
     sums = zip(self._told[3:], told[:, 3:].sum(0).tolist(), strict=True)
     metrics = {name: x / count for name, x in sums} if count else {}
-    return Account(states, micro_batches, updates, skipped, metrics)
+    return Account(states, micro_batches, updates, int(skipped.sum()), metrics)
 
   def make_train(self) -> Callable:
     """(target params, Training) -> Trained: all slices train, each its own drafter."""

@@ -3,8 +3,9 @@
 The rate of an arm is the tokens that a pass draws over the time of a step, and both are
 known apart: a step takes as long whatever is accepted, so that its time can be measured
 beforehand; and the chance that the k-th drafted token stands, given those before it, is
-nearly the same at every live batch, so that every chunk that speculates teaches all
-arms. (TLT tries every arm of every live batch instead, see `epsilon_greedy`.)
+nearly the same at every live batch, so that every chunk of a chain teaches all chains of
+its source. What a tree draws it has to show itself. (TLT tries every arm of every live
+batch instead, see `epsilon_greedy`.)
 """
 
 import numpy as np
@@ -18,6 +19,9 @@ _ENOUGH = 3  # chunks of a tree, before what it draws is believed
 
 class Predictive(arms_lib.Arms):
   """Chooses the arm of the best predicted rate.
+
+  Whatever was learnt long ago, of a source, a depth or a tree, is forgotten once it is seen
+  again: it is of another policy, or another drafter.
 
   An arm whose step time or acceptance is unknown is tried until it is known. One that is
   out of use in a bucket is predicted from what others teach, and from its time there, which
@@ -47,7 +51,7 @@ class Predictive(arms_lib.Arms):
     self._last: dict[str, str] = {}  # arm by step
     self._unused: dict[str, int] = {}  # chunks of a bucket since an arm was chosen there
     self._plain: dict[str, int] = {}  # chunks of a bucket that were decoded plainly
-    self._seen: dict[str, int] = {}  # the last chunk of a source or tree
+    self._seen: dict[str, int] = {}  # the last chunk of a source, a depth of it, or a tree
     self._chunks = 0
     self._spent, self._lost = 0.0, 0.0  # seconds in all, and by trying
 
@@ -110,10 +114,8 @@ class Predictive(arms_lib.Arms):
       self._plain[key] = self._plain.get(key, 0) + 1
       return
     what = str(arm) if arm.width > 1 else arm.source
-    if self._chunks - self._seen.get(what, self._chunks) > 2 * self._window:
-      # What was learnt so long ago is of another policy, or another drafter.
+    if self._was_long_ago(what):
       (self._per_pass if arm.width > 1 else self._stands).pop(what, None)
-    self._seen[what] = self._chunks
     if arm.width > 1:
       drawn = self._per_pass.setdefault(what, [])
       drawn.append(seen.tokens / seen.passes)
@@ -124,8 +126,16 @@ class Predictive(arms_lib.Arms):
       if len(stands) <= k:
         stands.append([])
       if seen.accepted[k]:
+        if self._was_long_ago(f"{arm.source} {k}"):
+          stands[k].clear()
         stands[k].append(seen.accepted[k + 1] / seen.accepted[k])
         del stands[k][: -self._window]
+
+  def _was_long_ago(self, what: str) -> bool:
+    """Whether something was last seen long ago; from now on, it was seen now."""
+    last = self._seen.get(what, self._chunks)
+    self._seen[what] = self._chunks
+    return self._chunks - last > 2 * self._window
 
 
 def _in_bucket(bucket, arm: selector.Arm) -> str:
