@@ -242,6 +242,35 @@ def test_long_after_it_was_useless_a_drafter_is_tried_again():
   assert [world.run(selector, 4) for _ in range(400)].count(LONG) > 100
 
 
+def test_a_drafter_that_has_learnt_is_soon_found_out():
+  """N-grams draft meanwhile, in several buckets, in each of which little runs."""
+  ngram = strategy_lib.parse("ngram_2")
+  stands = {"model": 0.02, "ngram": 0.02}
+  world = World(0.0, lambda arm, live: cost(arm, 1))
+  selector = predictive_lib.Predictive(((4, (None, CHAIN, ngram)),))
+  buckets = [options_lib.Bucket(4, 64 * length) for length in range(1, 6)]
+
+  def chunks(count):
+    found = []
+    for i in range(count):
+      world.bucket, choose = buckets[i // 2 % len(buckets)], selector.choose
+      arm = choose(4, world.step_s)
+      selector.choose = lambda *_, arm=arm: arm
+      world.stands = stands[arm.source] if arm else 0.0
+      found.append(world.run(selector, 4))
+      selector.choose = choose
+    return found
+
+  for bucket in buckets:
+    for arm in selector.arms(4):
+      world.clock.measured(bucket, arm, world.cost(arm, 4))
+  chunks(4)
+  stands["ngram"] = 0.7  # there was nothing to look up before
+  assert chunks(40)[-20:].count(ngram) >= 18
+  stands["model"] = 0.9
+  assert chunks(120)[-20:].count(CHAIN) >= 18
+
+
 def test_what_deep_drafts_did_long_ago_is_forgotten():
   """Shorter chains of the same drafter ran in between, and say nothing of that depth."""
   world = World(0.3, lambda arm, live: cost(arm, 1))

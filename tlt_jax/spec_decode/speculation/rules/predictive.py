@@ -14,25 +14,24 @@ from tlt_jax.spec_decode.speculation import arms as arms_lib
 from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-_ENOUGH = 3  # chunks of a tree, before what it draws is believed
+_ENOUGH = 3  # chunks of a source or tree, before what it draws is believed
+_OLD = 2  # windows after which it is no longer
 
 
 class Predictive(arms_lib.Arms):
   """Chooses the arm of the best predicted rate.
 
-  Whatever was learnt long ago, of a source, a depth or a tree, is forgotten once it is seen
-  again: it is of another policy, or another drafter.
-
-  An arm whose step time or acceptance is unknown is tried until it is known. One that is
-  out of use in a bucket is predicted from what others teach, and from its time there, which
-  may be wrong: it may be tried for what it loses against the best, as far as that stays
-  within a share of all time. Plain decoding is tried sooner, where it has hardly run: so
-  no strategy is preferred to it for long because of a single bad measurement.
+  An arm whose step time or acceptance is unknown is tried until it is known. Later it may
+  be tried for what it loses against the best, as far as that stays within a share of all
+  time: where it has been out of use in a bucket, as its time there may be wrong; and where
+  what is known of its acceptance is old. That is of another policy or another drafter, and
+  is forgotten once the arm runs again. Plain decoding is tried sooner, where it has hardly
+  run: so no strategy is preferred to it for long because of a single bad measurement.
   """
 
   wants_step_seconds = True
   learnt = (
-    *("_stands", "_per_pass", "_last", "_unused", "_plain", "_seen"),
+    *("_stands", "_per_pass", "_last", "_unused", "_plain", "_tried", "_seen"),
     *("_chunks", "_spent", "_lost"),
   )
 
@@ -51,6 +50,7 @@ class Predictive(arms_lib.Arms):
     self._last: dict[str, str] = {}  # arm by step
     self._unused: dict[str, int] = {}  # chunks of a bucket since an arm was chosen there
     self._plain: dict[str, int] = {}  # chunks of a bucket that were decoded plainly
+    self._tried: dict[str, int] = {}  # chunks of a source or tree, from the start
     self._seen: dict[str, int] = {}  # the last chunk of a source, a depth of it, or a tree
     self._chunks = 0
     self._spent, self._lost = 0.0, 0.0  # seconds in all, and by trying
@@ -75,7 +75,9 @@ class Predictive(arms_lib.Arms):
       self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
       loss = max(rate[best] / rate[arm] - 1, 0.0)  # in chunks: it takes longer to draw
       windows = 4 if arm is not None else min(1 + self._plain.get(key, 0), 4)
-      if arm != best and self._unused[key] > windows * self._window * min(1 + loss, 10):
+      patience = self._window * min(1 + loss, 10)
+      is_old = arm is not None and self._age(_what(arm)) > _OLD * patience
+      if arm != best and (is_old or self._unused[key] > windows * patience):
         lost = loss * self._spent / max(self._chunks, 1)
         if self._lost + lost <= self._regret * self._spent:
           self._lost += lost
@@ -91,14 +93,18 @@ class Predictive(arms_lib.Arms):
   def tokens_per_pass(self, arm: selector.Arm) -> float | None:
     """The tokens that an arm is expected to draw; None if unknown.
 
-    A draft deeper than any that was seen stands as often as the deepest of them.
+    A draft deeper than any that was seen stands as often as the deepest of them. The first
+    chunk says little: n-grams have nothing to look up in it.
     """
     if arm is None:
       return 1.0
+    what = _what(arm)
+    if self._tried.get(what, 0) < _ENOUGH:
+      return None
     if arm.width > 1:
-      own = self._per_pass.get(str(arm))
-      return float(np.mean(own)) if own and len(own) >= _ENOUGH else None
-    stands = [np.mean(x) for x in self._stands.get(arm.source, []) if x]
+      own = self._per_pass.get(what)
+      return float(np.mean(own)) if own else None
+    stands = [np.mean(x) for x in self._stands.get(what, []) if x]
     if not stands:
       return None
     stands = (stands + [stands[-1]] * arm.depth)[: arm.depth]
@@ -113,7 +119,8 @@ class Predictive(arms_lib.Arms):
       key = _in_bucket(seen.bucket, arm)
       self._plain[key] = self._plain.get(key, 0) + 1
       return
-    what = str(arm) if arm.width > 1 else arm.source
+    what = _what(arm)
+    self._tried[what] = min(self._tried.get(what, 0) + 1, _ENOUGH)
     if self._was_long_ago(what):
       (self._per_pass if arm.width > 1 else self._stands).pop(what, None)
     if arm.width > 1:
@@ -121,21 +128,30 @@ class Predictive(arms_lib.Arms):
       drawn.append(seen.tokens / seen.passes)
       del drawn[: -self._window]
       return
-    stands = self._stands.setdefault(arm.source, [])
+    stands = self._stands.setdefault(what, [])
     for k in range(min(arm.depth, len(seen.accepted) - 1)):
       if len(stands) <= k:
         stands.append([])
       if seen.accepted[k]:
-        if self._was_long_ago(f"{arm.source} {k}"):
+        if self._was_long_ago(f"{what} {k}"):
           stands[k].clear()
         stands[k].append(seen.accepted[k + 1] / seen.accepted[k])
         del stands[k][: -self._window]
 
+  def _age(self, what: str) -> int:
+    """Chunks since something was last seen; 0 if it never was."""
+    return self._chunks - self._seen.get(what, self._chunks)
+
   def _was_long_ago(self, what: str) -> bool:
     """Whether something was last seen long ago; from now on, it was seen now."""
-    last = self._seen.get(what, self._chunks)
+    age = self._age(what)
     self._seen[what] = self._chunks
-    return self._chunks - last > 2 * self._window
+    return age > _OLD * self._window
+
+
+def _what(arm: strategy_lib.Strategy) -> str:
+  """What an arm's acceptance is learnt of: chains are their source's, a tree is its own."""
+  return str(arm) if arm.width > 1 else arm.source
 
 
 def _in_bucket(bucket, arm: selector.Arm) -> str:
