@@ -101,7 +101,7 @@ class Spot(spot_lib.Spot):
     self.buffer = spot_lib.make_buffer(trainer, options)
     self.rollouts = 0
     self._features, self._states = None, np.zeros(len(self.buffer.rows))
-    self._exchanged()
+    self._count_anew()
 
   @property
   def params(self):
@@ -114,7 +114,7 @@ class Spot(spot_lib.Spot):
   def exchange(self, program) -> None:
     program(None, None)
     self._states = np.full_like(self._states, self._states.mean())
-    self._exchanged()
+    self._count_anew()
 
 
 class Batch(batch_lib.Batch):
