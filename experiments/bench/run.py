@@ -177,11 +177,7 @@ class Run:
     self._is_first = True  # step of this process
 
   def _restore(self, start) -> None:
-    """Goes on from the latest of some checkpoints.
-
-    Raises:
-      ValueError: of another number of slices
-    """
+    """Goes on from the latest of some checkpoints, of as many slices."""
     began_with = start.data()[1]["drafters"]
     for name, side in self._training():
       began, here = len(began_with[name]["buffer"]["rows"]), len(side.spot.buffer.rows)
@@ -263,7 +259,7 @@ class Run:
     first = self.step * len(records) * config["batch"]["responses"]
     if self._is_first:
       for side in self.sides.values():
-        warm_up(side, shared.policy, records, first)
+        side.warm_up(shared.policy, records, first)
     for name in interleave.in_turn(list(self.sides), self.step):
       side = self.sides[name]
       train = from_config.trains_drafter(side.config, self.step)
@@ -294,13 +290,6 @@ class Run:
     reward = f"reward {metrics['reward/mean']:.2f}"
     if processes.is_first():
       print(f"seed {seed}, step {self.step + 1}/{steps}: {took}  {reward}", flush=True)
-
-
-def warm_up(side: sides_lib.Side, policy, records: list[dict], first: int) -> None:
-  """Rolls out once, so that everything has run; only the clock learns by it."""
-  known = side.sampler.rollout.state()
-  side.rollout(policy, records, first, train=False)
-  side.sampler.rollout.restore(known)
 
 
 def kept_at(folder: pathlib.Path, step: int) -> pathlib.Path:

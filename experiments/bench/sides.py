@@ -169,6 +169,12 @@ class Side:
       **options,
     )
 
+  def warm_up(self, policy: Any, records: Sequence[dict], first_request: int) -> None:
+    """Rolls out once, so that everything has run; only the clock learns by it."""
+    known = self.sampler.rollout.state()
+    self.rollout(policy, records, first_request, train=False)
+    self.sampler.rollout.restore(known)
+
 
 def digest(tree: Any) -> str:
   """A hash of all arrays, to compare what sides have drawn or trained bit for bit."""
