@@ -164,10 +164,10 @@ class Harvest:
     seconds = self.clock.seconds
     due = lambda: self.clock.exchange_s <= _EXCHANGING * (seconds - self._exchanged_s)
     if self.decide("exchange", due):
-      if self.clock.exchange_s:
-        self._exchange()
-      else:  # what it takes is not known yet
+      if self.clock.measures and not self.clock.exchange_s:  # not known yet
         self._exchange_timed()
+      else:
+        self._exchange()
       self._exchanged_s = seconds
 
   def abandon(self) -> None:
