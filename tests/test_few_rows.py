@@ -10,6 +10,7 @@ import pytest
 
 from tests import tiny
 from tlt_jax import axes
+from tlt_jax import few_rows_matmul
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import families
 from tlt_jax.models import few_rows
@@ -37,6 +38,16 @@ def params_of(config: config_lib.ModelConfig) -> dict:
   noise = lambda x, key: x + 0.1 * jax.random.normal(key, x.shape)
   noisy = list(map(noise, leaves, keys))
   return jax.device_put(tree.unflatten(noisy), axes.sharding(one_device()))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 12])
+def test_the_product_is_that_of_the_matrices(rows):
+  """Also where rows are padded, for each of several matrices, and in another type."""
+  x, w = np.random.RandomState(0).randn(2, rows, 6), np.random.RandomState(1).randn(2, 9, 6)
+  product = jax.jit(few_rows_matmul.times_transposed, static_argnums=2)
+  found = product(jnp.float32(x), jnp.float32(w), None)
+  np.testing.assert_allclose(found, x @ w.swapaxes(1, 2), atol=1e-5)
+  assert product(jnp.bfloat16(x), jnp.bfloat16(w), jnp.float32).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", CONFIGS)
