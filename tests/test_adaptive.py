@@ -289,6 +289,47 @@ def test_what_deep_drafts_did_long_ago_is_forgotten():
   assert selector.tokens_per_pass(LONG) == pytest.approx(expected, rel=0.1)
 
 
+def test_a_deep_arm_is_not_judged_by_a_single_pass():
+  """Chunks of one live request hold a few passes, of which one or none reaches far."""
+  selector = predictive_lib.Predictive(((1, (None, LONG)),))
+
+  def observe(*accepted):
+    seen = selector_lib.Observation(
+      live=1,
+      bucket=BUCKET,
+      strategy=LONG,
+      steps=accepted[0],
+      tokens=sum(accepted),
+      passes=accepted[0],
+      accepted=[*accepted],
+      seconds=1.0,
+    )
+    selector.observe(seen)
+
+  for _ in range(3):
+    observe(4, 3, 2, 1, 0, 0)
+  assert selector.tokens_per_pass(LONG) is None  # 12 passes say little
+  observe(4, 3, 2, 1, 0, 0)
+  stands = 0.75  # of the first draft; deeper ones have been reached 12 times at most
+  expected = 1 + sum(stands**k for k in range(1, LONG.depth + 1))
+  assert selector.tokens_per_pass(LONG) == pytest.approx(expected)
+  observe(400, 40, 20, 20, 20, 20)  # many passes outweigh a few
+  assert selector.tokens_per_pass(LONG) == pytest.approx(1.3, abs=0.1)
+
+
+def test_a_deep_arm_is_tried_again_although_its_source_drafts_all_the_time():
+  """It was useless once; what its source has learnt since shows in shorter chains."""
+  world = World(0.1, lambda arm, live: cost(arm, 1))
+  selector = predictive(world, (((1, (None, LONG)), (4, (None, CHAIN)))), lives=(1, 4))
+  for _ in range(40):
+    world.run(selector, 1)
+  world.stands = 0.9
+  found = []
+  for _ in range(30):
+    found += [world.run(selector, live) for live in (4, 4, 4, 4, 4, 4, 1, 1)]
+  assert found[-80:].count(LONG) >= 15
+
+
 def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
   options = rollout.Options(**tiny.SIZES, slots=8, chunk=8)
   mesh = tiny.mesh(1)

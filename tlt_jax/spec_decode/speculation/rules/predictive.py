@@ -15,7 +15,8 @@ from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _ENOUGH = 3  # chunks of a source or tree, before what it draws is believed
-_OLD = 2  # windows after which it is no longer
+_FEW = 16  # passes that say too little of how often a draft stands
+_OLD = 2  # windows after which what is known is believed no longer
 
 
 class Predictive(arms_lib.Arms):
@@ -31,7 +32,7 @@ class Predictive(arms_lib.Arms):
 
   wants_step_seconds = True
   learnt = (
-    *("_stands", "_per_pass", "_last", "_unused", "_plain", "_tried", "_seen"),
+    *("_drawn", "_last", "_unused", "_plain", "_tried", "_seen"),
     *("_chunks", "_spent", "_lost"),
   )
 
@@ -45,13 +46,14 @@ class Predictive(arms_lib.Arms):
     """
     super().__init__(steps, window)
     self._regret, self._margin = regret, margin
-    self._stands: dict[str, list[list[float]]] = {}  # by source: of drafts, per depth
-    self._per_pass: dict[str, list[float]] = {}  # by tree
+    # By depth of a source, or by tree, of late chunks: tokens that were drawn there, and
+    # the passes that could draw one.
+    self._drawn: dict[str, list[list[int]]] = {}
     self._last: dict[str, str] = {}  # arm by step
     self._unused: dict[str, int] = {}  # chunks of a bucket since an arm was chosen there
     self._plain: dict[str, int] = {}  # chunks of a bucket that were decoded plainly
     self._tried: dict[str, int] = {}  # chunks of a source or tree, from the start
-    self._seen: dict[str, int] = {}  # the last chunk of a source, a depth of it, or a tree
+    self._seen: dict[str, int] = {}  # the last chunk of a depth of a source, or of a tree
     self._chunks = 0
     self._spent, self._lost = 0.0, 0.0  # seconds in all, and by trying
 
@@ -76,7 +78,7 @@ class Predictive(arms_lib.Arms):
       loss = max(rate[best] / rate[arm] - 1, 0.0)  # in chunks: it takes longer to draw
       windows = 4 if arm is not None else min(1 + self._plain.get(key, 0), 4)
       patience = self._window * min(1 + loss, 10)
-      is_old = arm is not None and self._age(_what(arm)) > _OLD * patience
+      is_old = arm is not None and self._age(_deepest(arm)) > _OLD * patience
       if arm != best and (is_old or self._unused[key] > windows * patience):
         lost = loss * self._spent / max(self._chunks, 1)
         if self._lost + lost <= self._regret * self._spent:
@@ -93,22 +95,27 @@ class Predictive(arms_lib.Arms):
   def tokens_per_pass(self, arm: selector.Arm) -> float | None:
     """The tokens that an arm is expected to draw; None if unknown.
 
-    A draft deeper than any that was seen stands as often as the deepest of them. The first
-    chunk says little: n-grams have nothing to look up in it.
+    A draft deeper than any that was seen often stands as often as the deepest of them. The
+    first chunks say little: n-grams have nothing to look up in them.
     """
     if arm is None:
       return 1.0
-    what = _what(arm)
-    if self._tried.get(what, 0) < _ENOUGH:
+    if self._tried.get(_what(arm), 0) < _ENOUGH:
       return None
     if arm.width > 1:
-      own = self._per_pass.get(what)
-      return float(np.mean(own)) if own else None
-    stands = [np.mean(x) for x in self._stands.get(what, []) if x]
-    if not stands:
-      return None
-    stands = (stands + [stands[-1]] * arm.depth)[: arm.depth]
+      return self._share(_what(arm))
+    stands = []
+    for k in range(arm.depth):
+      known = self._share(_at(arm, k))
+      if known is None and not stands:
+        return None
+      stands.append(stands[-1] if known is None else known)
     return 1.0 + float(np.sum(np.cumprod(stands)))
+
+  def _share(self, what: str) -> float | None:
+    """Tokens per pass that could draw one there; None: these were few."""
+    drawn, passes = np.sum(self._drawn.get(what) or [[0, 0]], axis=0)
+    return float(drawn / passes) if passes >= _FEW else None
 
   def observe(self, seen: selector.Observation) -> None:
     if not seen.passes or not seen.steps or seen.seconds <= 0:
@@ -121,37 +128,40 @@ class Predictive(arms_lib.Arms):
       return
     what = _what(arm)
     self._tried[what] = min(self._tried.get(what, 0) + 1, _ENOUGH)
-    if self._was_long_ago(what):
-      (self._per_pass if arm.width > 1 else self._stands).pop(what, None)
     if arm.width > 1:
-      drawn = self._per_pass.setdefault(what, [])
-      drawn.append(seen.tokens / seen.passes)
-      del drawn[: -self._window]
+      self._learn(what, seen.tokens, seen.passes)
       return
-    stands = self._stands.setdefault(what, [])
     for k in range(min(arm.depth, len(seen.accepted) - 1)):
-      if len(stands) <= k:
-        stands.append([])
-      if seen.accepted[k]:
-        if self._was_long_ago(f"{what} {k}"):
-          stands[k].clear()
-        stands[k].append(seen.accepted[k + 1] / seen.accepted[k])
-        del stands[k][: -self._window]
+      self._learn(_at(arm, k), seen.accepted[k + 1], seen.accepted[k])
+
+  def _learn(self, what: str, drawn: int, passes: int) -> None:
+    """Adds what a chunk showed to what is known; what is old is forgotten."""
+    known = self._drawn.setdefault(what, [])
+    if self._age(what) > _OLD * self._window:
+      known.clear()
+    self._seen[what] = self._chunks
+    if passes:
+      known.append([int(drawn), int(passes)])
+      del known[: -self._window]
 
   def _age(self, what: str) -> int:
     """Chunks since something was last seen; 0 if it never was."""
     return self._chunks - self._seen.get(what, self._chunks)
 
-  def _was_long_ago(self, what: str) -> bool:
-    """Whether something was last seen long ago; from now on, it was seen now."""
-    age = self._age(what)
-    self._seen[what] = self._chunks
-    return age > _OLD * self._window
-
 
 def _what(arm: strategy_lib.Strategy) -> str:
   """What an arm's acceptance is learnt of: chains are their source's, a tree is its own."""
   return str(arm) if arm.width > 1 else arm.source
+
+
+def _at(arm: strategy_lib.Strategy, k: int) -> str:
+  """What the acceptance of a chain's draft at a depth is learnt of: its source, there."""
+  return f"{arm.source} {k}"
+
+
+def _deepest(arm: strategy_lib.Strategy) -> str:
+  """What is known least of an arm: how often its deepest draft stands, or a tree's."""
+  return _what(arm) if arm.width > 1 else _at(arm, arm.depth - 1)
 
 
 def _in_bucket(bucket, arm: selector.Arm) -> str:
