@@ -341,7 +341,8 @@ def test_micro_batches_of_an_update_are_summed():
   two.exchange(two.trainer.make_exchange())
   one = train(filled_spot([[20, 30]], learning_rate=0.1), 2)
   assert int(two.state.step) == 1 and one.updates.tolist() == [2]
-  assert two.buffer.cursor == [3] and one.buffer.cursor == [2]
+  uses = lambda spot: sum(row.uses for row in spot.buffer.rows[0])
+  assert uses(two) == 3 and uses(one) == 2
   first = filled_spot([[20, 30]])
   t, training = first.trainer, first.training(0)
   rows = training.rows
@@ -536,6 +537,23 @@ def test_the_buffer_packs_and_makes_room_by_age_and_length():
   assert buffer.add(0, *sequence(9)) == [(0, 0, 0, 9)]
   assert buffer.add(0, *sequence(2)) == [(1, 0, 0, 2)]  # the older one goes, longer or not
   assert buffer.evicted == 5
+
+
+def test_the_newest_rows_outlive_a_rollout_and_the_least_used_are_next():
+  """Long sequences of long ago do not keep out what is new."""
+  buffer = buffer_lib.Buffer(slices=1, rows=6, length=10, carried=2, context=2)
+  rows = [buffer.add(0, *sequence(10))[0].row for _ in range(3)]
+  buffer.trained([4])
+  assert [buffer.rows[0][row].uses for row in rows] == [2, 1, 1]
+  assert buffer.filled(0) == [1, 2, 0]
+  for _ in range(2):  # rollouts of shorter ones
+    buffer.begin_rollout()
+    old, new = set(buffer.filled(0)), [buffer.add(0, *sequence(n)) for n in (8, 7)]
+    new = [piece.row for (piece,) in new]
+    assert len(old) == 2 and buffer.filled(0)[:2] == new
+    buffer.trained([1])
+    assert buffer.filled(0)[-1] == new[0]
+  assert [buffer.rows[0][row].longest for row in sorted(old)] == [8, 7]
 
 
 def test_long_sequences_are_cut_and_every_token_is_trained_on_once():

@@ -5,7 +5,8 @@ slice's own; tokens and segments are here, the same on every process.
 
 Early in a rollout only short responses have finished; the long ones, which the tail
 consists of, are those of the rollout before (TLT's one-step offset). So at the start of
-a rollout the rows with the longest sequences stay, and make room one by one.
+a rollout the newest rows stay, of a rollout those with the longest sequences, and the
+oldest make room one by one.
 
 A sequence longer than a row is cut. Each piece repeats a little of the one before, for
 the drafter to read, not to be trained on, so that every token is trained on once.
@@ -17,8 +18,9 @@ Departure from TLT (https://arxiv.org/abs/2511.16665): sequences longer than a r
 into pieces; the paper packs whole ones.
 """
 
+from collections.abc import Mapping
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +40,14 @@ class Row:
 
   sizes: list[int] = dataclasses.field(default_factory=list)  # of its pieces
   longest: int = 0  # tokens of the longest sequence that they are of
-  old: bool = False  # of the rollout before
+  age: int = 0  # rollouts since it was filled
+  uses: int = 0  # micro-batches that it was, in this rollout
+
+  @classmethod
+  def of(cls, saved: Mapping[str, Any]) -> "Row":
+    """A row of a saved state, of an earlier version too."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    return cls(**{name: x for name, x in saved.items() if name in names})
 
   @property
   def used(self) -> int:
@@ -79,25 +88,28 @@ class Buffer:
     self.held_out = held_out
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     self.table = np.zeros((slices, rows, len(FIELDS), length), np.int32)
-    self.cursor = [0] * slices  # how many rows each slice has trained on
     self.added = [0] * slices  # sequences that each slice was given
     self.evicted = 0  # pieces that had to go, or found no room
-    self.version = 0  # grows with every change of what is here or comes next
+    self.version = 0  # grows with every change of what is here
 
   def filled(self, s: int) -> list[int]:
-    """The rows of a slice to train on, the longest sequences first."""
+    """The rows of a slice to train on, in their order.
+
+    Those that this rollout has used least come first, of these the newest, and of these
+    the longest sequences.
+    """
     rows = self.rows[s]
     held = [i for i, row in enumerate(rows) if row.sizes and i >= self.held_out]
-    return sorted(held, key=lambda i: (-rows[i].longest, i))
+    return sorted(held, key=lambda i: (rows[i].uses, rows[i].age, -rows[i].longest, i))
 
   def begin_rollout(self) -> None:
-    """Makes what is here old; only the rows of the longest sequences stay."""
+    """Makes what is here older; only the newest rows stay."""
     self.version += 1
     for s, rows in enumerate(self.rows):
+      for row in rows:
+        row.age, row.uses = row.age + 1, 0
       for i in self.filled(s)[self.carried :]:
         self._clear(s, i)
-      for row in rows:
-        row.old = True
 
   def add(self, s: int, prompt: np.ndarray, response: np.ndarray) -> list[Piece]:
     """Finds room for a sequence, if need be at the cost of older or shorter ones.
@@ -151,16 +163,16 @@ class Buffer:
   def _room(self, s: int, among: range, size: int, sequence: int) -> int | None:
     """The row for a piece of that size, of a sequence of so many tokens; None: no room."""
     rows = self.rows[s]
-    fits = lambda row: not row.old and row.used + size <= self.length
+    fits = lambda row: not row.age and row.used + size <= self.length
     begun = [i for i in among if rows[i].sizes and fits(rows[i])]
     if begun:
       return begun[0]
     empty = [i for i in among if not rows[i].sizes]
     if empty:
-      rows[empty[0]].old = False
+      rows[empty[0]].age = 0
       return empty[0]
-    least = min(among, key=lambda i: (not rows[i].old, rows[i].longest, i))
-    if not rows[least].old and rows[least].longest >= sequence:
+    least = min(among, key=lambda i: (-rows[i].age, rows[i].longest, i))
+    if not rows[least].age and rows[least].longest >= sequence:
       return None
     self._clear(s, least)
     return least
@@ -180,21 +192,20 @@ class Buffer:
     order = np.zeros((len(self.rows), 1 + len(self.rows[0])), np.int32)
     for s in range(len(self.rows)):
       held = self.filled(s)
-      start = self.cursor[s] % max(len(held), 1)
-      order[s, : 1 + len(held)] = [len(held), *held[start:], *held[:start]]
+      order[s, : 1 + len(held)] = [len(held), *held]
     return order
 
   def trained(self, micro_batches: np.ndarray) -> None:
-    """Counts what each slice has trained on."""
-    self.version += bool(np.any(micro_batches))
+    """Counts what each slice has trained on, in the order that is still that of `order`."""
     for s, count in enumerate(micro_batches):
-      self.cursor[s] += int(count)
+      held = self.filled(s)
+      for i, row in enumerate(held):
+        self.rows[s][row].uses += len(range(i, int(count), len(held)))
 
   def state(self) -> dict:
     """The part of its state that JSON can hold; the table is saved beside."""
     rows = [[dataclasses.asdict(row) for row in rows] for rows in self.rows]
-    counts = {"cursor": list(self.cursor), "added": list(self.added)}
-    return {"rows": rows, "evicted": self.evicted, **counts}
+    return {"rows": rows, "evicted": self.evicted, "added": list(self.added)}
 
   def set_state(self, state: dict, table: np.ndarray) -> np.ndarray:
     """Goes on from a saved state; of another number of slices, its rows are dealt out.
@@ -205,15 +216,14 @@ class Buffer:
     Returns:
       i32[slices m], which of the saved rows is each row here; -1: none, it is empty
     """
-    saved = [Row(**row) for rows in state["rows"] for row in rows]
+    saved = [Row.of(row) for rows in state["rows"] for row in rows]
     num_slices, each = self.table.shape[:2]
     self.evicted = state["evicted"]
     if len(state["rows"]) == num_slices:
       source = np.arange(len(saved)).reshape(num_slices, each)
-      self.cursor, self.added = list(state["cursor"]), list(state["added"])
+      self.added = list(state["added"])
     else:
       source = self._deal(saved)
-      self.cursor = [0] * num_slices
       self.added = [sum(state["added"]) // num_slices] * num_slices
       lost = set(range(len(saved))) - set(source.flat)
       self.evicted += sum(len(saved[i].sizes) for i in lost)
@@ -224,7 +234,7 @@ class Buffer:
     return source
 
   def _deal(self, saved: list[Row]) -> np.ndarray:
-    """The saved row of each row here, the longest sequences first, slice by slice in turn.
+    """The saved row of each row here, the newest first, slice by slice in turn.
 
     Rows that were held out stay so. What there is no room for is left.
     """
@@ -232,7 +242,7 @@ class Buffer:
     source = np.full((num_slices, each), -1)
     for rows in (range(self.held_out), range(self.held_out, each)):
       found = [i for i, row in enumerate(saved) if row.sizes and i % each in rows]
-      found.sort(key=lambda i: (-saved[i].longest, i))
+      found.sort(key=lambda i: (saved[i].age, -saved[i].longest, i))
       places = ((s, row) for row in rows for s in range(num_slices))
       for i, place in zip(found, places, strict=False):
         source[place] = i

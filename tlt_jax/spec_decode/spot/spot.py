@@ -133,7 +133,7 @@ class Spot:
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
     )
     self._features = slices.zeros(features)
-    self._placed: tuple | None = None  # the buffer's version, table and order
+    self._placed: tuple | None = None  # the buffer's version and table
 
   @property
   def states(self) -> state_lib.State:
@@ -280,9 +280,8 @@ class Spot:
   def rows(self) -> rows_lib.Rows:
     """The training data as the programs take them."""
     if self._placed is None or self._placed[0] != self.buffer.version:
-      placed = map(self._place, (self.buffer.table, self.buffer.order()))
-      self._placed = (self.buffer.version, *placed)
-    return rows_lib.Rows(self._features, *self._placed[1:])
+      self._placed = (self.buffer.version, self._place(self.buffer.table))
+    return rows_lib.Rows(self._features, self._placed[1], self._place(self.buffer.order()))
 
   def most_pieces(self, slots: int, length: int) -> int:
     """The pieces of so many full slots."""
