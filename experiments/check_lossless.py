@@ -68,7 +68,7 @@ def main(config):
   strategies = [strategy_lib.parse(name) for name in _STRATEGIES.value]
   if None in strategies:
     raise ValueError("--strategies takes what speculates; plain decoding runs anyway")
-  if not config["drafter"] and any(s.source == strategy_lib.MODEL for s in strategies):
+  if not config["drafter"] and any(map(strategy_lib.uses_drafter, strategies)):
     raise ValueError("nothing to speculate with: give --drafter, or n-grams only")
   if all(s.source == strategy_lib.NGRAM for s in strategies):
     config["drafter"] = ""

@@ -341,7 +341,7 @@ def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
   if " live: " in text:
     return levels.make(text, config["strategy_rule"], has_drafter)
   strategy = strategy_lib.parse(text)
-  if strategy and strategy.source == strategy_lib.MODEL and not has_drafter:
+  if strategy_lib.uses_drafter(strategy) and not has_drafter:
     raise ValueError(f"strategy {text} needs a --drafter")
   return strategy and selector_lib.always(strategy)
 

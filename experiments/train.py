@@ -98,7 +98,10 @@ def main(config):
       spot.restore(restored["drafter"], saved["drafter"])
     if "critic" in restored:
       critic.restore(restored["critic"])
-    sampler.rollout.restore(saved.get("rollout"))
+    known = saved.get("rollout")
+    if known and "drafter" in run.not_restored:  # what it knows is of another drafter
+      known = known | {"selector": None, "micro_batch_s": 0.0}
+    sampler.rollout.restore(known)
   policy = learner.to_rollout(state.params)
   state = learner.parked(state)
   sampler.compile(policy, draft_params)

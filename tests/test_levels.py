@@ -32,6 +32,8 @@ def test_levels_are_read_in_any_order_and_written_as_they_are_read():
     ("up to 2 live: 3_1_4, off", "not 'up to 2 live: 3_1_4, off'"),
     ("up to 2 live: 5x1", "DEPTH_WIDTH_VERIFY, SOURCE_DEPTH .* not '5x1'"),
     ("up to 2 live: off; up to 2 live: 3_1_4", "named twice"),
+    ("up to 2 live: off or 3_1_4 or off", "a strategy is named twice"),
+    ("up to 0 live: 3_1_4", "give 1 or more"),
   ],
 )
 def test_levels_that_cannot_be_read_are_quoted(text, message):

@@ -93,7 +93,7 @@ def responses(kernels, dtype, strategy, page=None):
   config, params, drafter, draft_params = model(dtype)
   parsed = strategy_lib.parse(strategy)
   selector = parsed and selector_lib.always(parsed)
-  if parsed is None or parsed.source != strategy_lib.MODEL:
+  if not strategy_lib.uses_drafter(parsed):
     drafter = draft_params = None
   engine = rollout.make(
     config,

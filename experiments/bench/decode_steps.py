@@ -62,11 +62,6 @@ def random_models(config: config_lib.ModelConfig) -> from_config.Models:
   return models
 
 
-def _drafts(strategy: strategy_lib.Strategy | None) -> bool:
-  """Whether the drafter's weights draft, and not a lookup."""
-  return strategy is not None and strategy.source == strategy_lib.MODEL
-
-
 class Step:
   """The step of one kind of rollout, ready to be timed."""
 
@@ -90,7 +85,7 @@ class Step:
     self.bucket = (live, length)
     self.chunk = min(_CHUNK, length // 2)
     self.strategy = strategy
-    self.drafts = _drafts(strategy)
+    self.drafts = strategy_lib.uses_drafter(strategy)
     self._weights = models.params, models.draft_params if self.drafts else None
     options = rollout.Options(
       max_length=length,
@@ -184,7 +179,8 @@ def needed_bytes(
   cache = 2 * 2 * live * length * K * H * config.num_layers
   scores = 2 * 4 * live * num_nodes * N * length
   logits = 6 * 4 * live * num_nodes * config.vocab_size
-  per_token = 2 * models.drafter.feature_width if _drafts(strategy) else 0
+  has_features = strategy_lib.uses_drafter(strategy)
+  per_token = 2 * models.drafter.feature_width if has_features else 0
   features = live * length * per_token
   return cache + scores + logits + features
 

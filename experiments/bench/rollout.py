@@ -237,7 +237,7 @@ def steps(config: dict, models: from_config.Models) -> dict:
   # as in a rollout.
   chunk = config["rollout"]["chunk"]
   arms = {"off": None} | {name: strategy_lib.parse(name) for name in _STRATEGIES.value}
-  drafter = [arm for arm in arms.values() if arm and arm.source == strategy_lib.MODEL]
+  drafter = list(filter(strategy_lib.uses_drafter, arms.values()))
 
   def side(name: str, batch: int, length: int):
     sizes = dict(max_length=length, max_prompt=length, slots=batch, chunk=chunk)

@@ -208,6 +208,7 @@ class Run:
     is_last = self.step == self.config["steps"]
     state["policy"] = self.shared.state
     self.checkpoints.save(self.step, state, saved, force=is_last)
+    self.checkpoints.wait()  # else the next step's first side would share its cores
 
   def _training(self):
     """The (name, side) of those whose drafter trains."""

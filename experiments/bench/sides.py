@@ -55,7 +55,7 @@ def check(sides: Sequence[str], config: dict) -> None:
       )
   known = {bare(side) for side in sides}
   arms = {side: strategy.parse(side) for side in known - set(SIDES)}
-  drafting = {side for side, arm in arms.items() if arm and arm.source == strategy.MODEL}
+  drafting = {side for side, arm in arms.items() if strategy.uses_drafter(arm)}
   drafting |= known & {"tlt", "frozen"}
   if not config["strategies"] and (others := known - {"plain"}):
     raise ValueError(

@@ -202,7 +202,7 @@ def always(strategies: str) -> str:
   """
   known = []
   for level in levels.parse(strategies):
-    arms = [arm for arm in level.arms if arm is None or arm.source == strategy.MODEL]
+    arms = [arm for arm in level.arms if arm is None or strategy.uses_drafter(arm)]
     known.append(level._replace(arms=tuple(arms[-1:]) or (None,)))
   return levels.write(known)
 

@@ -4,16 +4,13 @@
     python -m experiments.bench.step --targets=wide --steps=6 \\
         --sides=plain,plain+rebalance,tlt+rebalance,frozen+rebalance
 
-The sides train the same policy on the same prompts with the same seeds, step by step in
-turn: "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter
-as it is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts
-so wherever the config would choose. With "+rebalance" live requests move to slices that
-have fewer. With "+deterministic" tokens alone decide what the clock would, and
+The sides (`experiments.bench.sides` names them) train the same policy on the same prompts
+with the same seeds, step by step in turn. What deterministic rollouts cost is measured by
 
     python -m experiments.bench.step --config.rollout.budget.compile_s=None \\
         --sides=plain,plain+deterministic,frozen,frozen+deterministic,tlt,tlt+deterministic
 
-says what that costs, side by side. A side may only differ in time: tokens and the policy's
+A side may only differ in time: tokens and the policy's
 parameters are compared at every step.
 
 The target "default" is the config's policy; "wide" is that policy embedded in a larger

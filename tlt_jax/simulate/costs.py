@@ -102,7 +102,7 @@ class Roofline:
     if arm is None:
       return self.pass_s(bucket.batch, seen)
     verified = self.pass_s(bucket.batch * arm.verify, seen, per_row=arm.verify)
-    if arm.source != strategy_lib.MODEL:
+    if not strategy_lib.uses_drafter(arm):
       return verified  # what looks drafts up takes next to nothing
     first, later = (self.draft_s(bucket.batch * n, seen) for n in (2, arm.width))
     return verified + first + (arm.depth - 1) * later

@@ -5,8 +5,6 @@ import dataclasses
 
 import numpy as np
 
-STOP, LENGTH = 0, 1  # finish reasons: a stop token was drawn, or the limit met
-
 
 class RequestError(ValueError):
   """A request that no rollout can serve; the message says which and why."""

@@ -75,7 +75,7 @@ class Clock(clock_lib.Clock):
     nodes = 1 if arm is None else arm.verify
     numbers = self._weights(self._target, bucket.batch * nodes)
     numbers += bucket.batch * bucket.length * self._kv
-    if arm is not None and arm.source == strategy_lib.MODEL:
+    if strategy_lib.uses_drafter(arm):
       numbers += arm.depth * self._weights(self._drafter, bucket.batch * arm.width)
     return numbers / self._machine.numbers_per_s
 

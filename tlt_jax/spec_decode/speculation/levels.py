@@ -30,7 +30,7 @@ def parse(text: str) -> tuple[Level, ...]:
   """Reads levels, by increasing number; "" has none.
 
   Raises:
-    ValueError: the text reads otherwise, or names a number twice
+    ValueError: the text reads otherwise, names a number or a strategy twice, or 0 requests
   """
   levels = []
   for part in filter(None, map(str.strip, text.split(";"))):
@@ -41,6 +41,10 @@ def parse(text: str) -> tuple[Level, ...]:
         f"{part!r}"
       )
     arms = tuple(map(strategy_lib.parse, match[2].split(" or ")))
+    if len(set(arms)) < len(arms):
+      raise ValueError(f"a strategy is named twice: {part!r}")
+    if not int(match[1]):
+      raise ValueError(f"no request is live up to 0: give 1 or more in {part!r}")
     levels.append(Level(int(match[1]), arms))
   if len({level.most for level in levels}) < len(levels):
     raise ValueError(f"a number of live requests is named twice: {text!r}")
@@ -68,7 +72,7 @@ def make(strategies: str, rule: str, has_drafter: bool) -> selector.Selector | N
   Raises:
     ValueError: unreadable strategies, or no such rule
   """
-  able = lambda arm: arm is None or has_drafter or arm.source != strategy_lib.MODEL
+  able = lambda arm: has_drafter or not strategy_lib.uses_drafter(arm)
   levels = [
     Level(most, tuple(filter(able, arms)) or (None,)) for most, arms in parse(strategies)
   ]

@@ -75,6 +75,11 @@ def name(strategy: Strategy | None) -> str:
   return "off" if strategy is None else str(strategy)
 
 
+def uses_drafter(strategy: Strategy | None) -> bool:
+  """Whether a drafter with weights makes its drafts; plain decoding has none."""
+  return strategy is not None and strategy.source == MODEL
+
+
 @dataclasses.dataclass(frozen=True)
 class Room:
   """The space that strategies need; the same for all, so that they share the caches."""
