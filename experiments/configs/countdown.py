@@ -51,7 +51,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
       drafter=DRAFTER,
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
-      strategies="up to 16 live: off or 3_1_4",
+      strategies="up to 1 live: off or 3_1_8 or 7_1_8; up to 16 live: off or 3_1_4",
       strategy_rule="predictive",
       verification="coupled",  # see spec_decode.rollout.make
       # Idle slices train the drafter, see spec_decode.spot.spot.Options (the loss:
@@ -97,8 +97,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_prompt=MAX_PROMPT,
         slots=16,
         buckets=(
-          *((16, 256), (16, 512), (8, 512), (4, 512)),
-          *((8, longest), (4, longest), (2, longest)),
+          *((16, 256), (8, 512), (4, 512)),
+          *((8, longest), (4, longest), (2, longest), (1, longest)),
         ),
         chunk=32,
         prompt_rows=8,

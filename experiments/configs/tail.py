@@ -29,7 +29,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.batch = dict(prompts=4, responses=slots // 2)
   config.drafter = countdown.SMALL_DRAFTER  # of `smoke` too
   config.strategies = "up to 4 live: off or 3_1_4 or 8_1_9; up to 16 live: off or 3_1_4"
-  halves = [slots >> i for i in range(1, slots.bit_length() - 1)]  # down to 2
+  halves = [slots >> i for i in range(1, slots.bit_length())]  # down to 1
   longest = cap + countdown.MAX_PROMPT
   config.rollout.update(
     slots=slots,
@@ -37,7 +37,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       *((slots, 256), (slots, 512)),
       *((batch, 512) for batch in halves[:2]),
       *((batch, usual + countdown.MAX_PROMPT) for batch in halves),
-      *((batch, longest) for batch in halves[-2:] if cap > usual),
+      *((batch, longest) for batch in halves[-3:] if cap > usual),
     ),
     chunk=64,
     budget=dict(programs=None, compile_s=None),
