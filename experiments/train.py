@@ -89,7 +89,8 @@ def main(config):
   if run.start is not None:
     params = state = None  # the checkpoint's have their memory
     like = trained(learner.abstract_state())
-    if spot and "drafter" not in run.not_restored:
+    same_drafter = "drafter" not in run.not_restored
+    if spot and same_drafter:
       like["drafter"] = spot.saved_arrays(run.start.data()[1]["drafter"])
     step, restored, saved = run.start.restore(like, without=run.not_restored)
     state = restored["policy"]
@@ -98,10 +99,7 @@ def main(config):
       spot.restore(restored["drafter"], saved["drafter"])
     if "critic" in restored:
       critic.restore(restored["critic"])
-    known = saved.get("rollout")
-    if known and "drafter" in run.not_restored:  # what it knows is of another drafter
-      known = known | {"selector": None, "micro_batch_s": 0.0}
-    sampler.rollout.restore(known)
+    sampler.rollout.restore(saved.get("rollout"), same_drafter)
   policy = learner.to_rollout(state.params)
   state = learner.parked(state)
   sampler.compile(policy, draft_params)

@@ -167,17 +167,23 @@ class Rollout:
       "exchange_s": self.parts.clock.exchange_s,
     }
 
-  def restore(self, state: dict | None) -> None:
-    """Goes on from what `state` gave; None, of a run that kept none: learns anew."""
+  def restore(self, state: dict | None, same_drafter: bool = True) -> None:
+    """Goes on from what `state` gave; None, of a run that kept none: learns anew.
+
+    Args:
+      state: of `state`
+      same_drafter: whether it knows this drafter; of another, what strategies are worth
+        and what a micro-batch takes are learnt anew
+    """
     if state is None:
       return
     if self.selector:
-      self.selector.restore(state["selector"])
+      self.selector.restore(state["selector"] if same_drafter else None)
     for name, source in self.parts.drafting.sources.items():
       if name in state["sources"]:
         source.restore(state["sources"][name])
     if self.parts.clock.measures:
-      self.parts.clock.micro_batch_s = state["micro_batch_s"]
+      self.parts.clock.micro_batch_s = state["micro_batch_s"] if same_drafter else 0.0
       self.parts.clock.exchange_s = state.get("exchange_s", 0.0)  # older ones have none
 
   def _weights(self, params, draft_params) -> chunk_lib.Weights:

@@ -91,6 +91,7 @@ class Buffer:
     self.added = [0] * slices  # sequences that each slice was given
     self.evicted = 0  # pieces that had to go, or found no room
     self.version = 0  # grows with every change of what is here
+    self.turn = 0  # grows whenever other rows are next
 
   def filled(self, s: int) -> list[int]:
     """The rows of a slice to train on, in their order.
@@ -197,6 +198,7 @@ class Buffer:
 
   def trained(self, micro_batches: np.ndarray) -> None:
     """Counts what each slice has trained on, in the order that is still that of `order`."""
+    self.turn += bool(np.any(micro_batches))
     for s, count in enumerate(micro_batches):
       held = self.filled(s)
       for i, row in enumerate(held):

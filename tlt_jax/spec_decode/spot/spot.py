@@ -15,6 +15,7 @@ before it drafts.
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +134,8 @@ class Spot:
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
     )
     self._features = slices.zeros(features)
-    self._placed: tuple | None = None  # the buffer's version and table
+    # On the devices: part of the buffer -> the change of it that this is of, and the array.
+    self._placed: dict[str, tuple[Any, jax.Array]] = {}
 
   @property
   def states(self) -> state_lib.State:
@@ -279,9 +281,18 @@ class Spot:
 
   def rows(self) -> rows_lib.Rows:
     """The training data as the programs take them."""
-    if self._placed is None or self._placed[0] != self.buffer.version:
-      self._placed = (self.buffer.version, self._place(self.buffer.table))
-    return rows_lib.Rows(self._features, self._placed[1], self._place(self.buffer.order()))
+    buffer = self.buffer
+    table = self._placed_once("table", buffer.version, lambda: buffer.table)
+    order = self._placed_once("order", (buffer.version, buffer.turn), buffer.order)
+    return rows_lib.Rows(self._features, table, order)
+
+  def _placed_once(
+    self, name: str, change: Any, make: Callable[[], np.ndarray]
+  ) -> jax.Array:
+    """A part of the buffer on the devices, placed anew only after a change of it."""
+    if name not in self._placed or self._placed[name][0] != change:
+      self._placed[name] = change, self._place(make())
+    return self._placed[name][1]
 
   def most_pieces(self, slots: int, length: int) -> int:
     """The pieces of so many full slots."""
