@@ -52,17 +52,29 @@ class Scenario:
 
 
 def _cold(config: Mapping) -> dict[str, Any]:
-  """A new drafter learns fast, and for some seconds after each of the first rollouts."""
+  """A new drafter learns fast, and for some seconds after each of the first rollouts.
+
+  From rows that hold most of a response, by small updates, of which the first ones train
+  cross-entropy.
+  """
   kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
   return {
     "steps": 100,
     "drafter": kind,
     "spot.warm_up_s": 3.0,
     "spot.warm_up_rollouts": 20,
+    "spot.row_tokens": 256,
+    "spot.rows": 64,
+    "spot.carried_rows": 48,
+    "spot.min_micro_batches": 3,
     "spot.micro_batches_per_update": 1,
-    "spot.optimizer.learning_rate": 2e-3,
+    "spot.average": 0.99,
+    "spot.loss.steps": 2,
+    "spot.loss.cross_entropy_updates": 400,
+    "spot.optimizer.learning_rate": 1e-3,
+    "spot.optimizer.warmup": 20,
     "spot.optimizer.floor": 0.1,
-    "spot.optimizer.total": 4000,
+    "spot.optimizer.total": 3000,
   }
 
 

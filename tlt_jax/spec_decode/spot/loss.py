@@ -8,7 +8,10 @@ what the one before gave, so that the drafter learns from its own mistakes:
 
 Distribution losses, between target p and drafter q at the sampling temperature:
 soft cross-entropy (EAGLE, https://arxiv.org/abs/2401.15077), or total variation,
-which is what acceptance depends on (https://arxiv.org/abs/2606.12370).
+which is what acceptance depends on (https://arxiv.org/abs/2606.12370). Where q is far
+from p the gradient of total variation is small: a drafter of random weights stands still
+for long with it, and learns faster if its first updates train cross-entropy
+(`Loss.cross_entropy_updates`).
 
 A drafter that knows U of the V tokens has q = 0 elsewhere. Total variation counts what
 p has there; cross-entropy is to p renormalised within them, and zero at positions whose
@@ -50,6 +53,8 @@ class Loss:
   decay: ranges.ShareAboveZero = 0.8
   # distance between the target's and the drafter's distributions
   distance: Literal[DISTANCES] = "cross_entropy"
+  # first updates of a drafter, which train cross-entropy whatever `distance` says
+  cross_entropy_updates: ranges.CountOrZero = 0
   # weight of the feature loss, for drafters that predict features
   regression: ranges.NotNegative = 0.1
   temperature: ranges.Positive = 1.0  # temperature of the distributions
@@ -73,6 +78,7 @@ def loss(
   packed: packing.Packed,
   kept: features_lib.Kept,
   rotations: layers.Rotation | None = None,
+  updates: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of one micro-batch, a sum over tokens, to be divided by their count.
 
@@ -83,6 +89,7 @@ def loss(
     packed: [rows T]; all arrays' rows are independent
     kept: of the target's states, final f[rows T D] and what the drafter reads
     rotations: of positions 0, 1, ..., where they are at hand
+    updates: i32[], that the drafter has had; None: more than `cross_entropy_updates`
   Returns:
     the sum, and {"tokens", "loss_k", "agreement_k"} as sums as well; agreement is
     1 - total variation, the chance of acceptance of an optimal coupling
@@ -104,10 +111,13 @@ def loss(
   # Pair t is trained where token t+2 is a response token of the same sequence.
   inside = _ahead(packed.mask) & (_ahead(packed.positions) > 0)
   metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
+  is_new = None
+  if updates is not None and options.cross_entropy_updates:
+    is_new = updates < options.cross_entropy_updates
   total = 0.0
   for k, h in enumerate(outputs):
     valid = (inside & (packed.positions >= k)).astype(jnp.float32)
-    distance, variation = _distances(options, logits, h, goal)
+    distance, variation = _distances(options, logits, h, goal, is_new)
     share = jnp.sum(distance * valid)
     if drafter.predicts_features and options.regression:
       error = jnp.abs(h - _ahead(final)).astype(jnp.float32)
@@ -156,7 +166,9 @@ def _goals(options, drafter, config, target_params, final) -> _Goal:
   return _by_positions(goal, config.vocab_size, final)
 
 
-def _distances(options, logits: Callable, h: jax.Array, goal: _Goal):
+def _distances(
+  options, logits: Callable, h: jax.Array, goal: _Goal, is_new: jax.Array | None
+):
   """The trained distance, and total variation: f32[rows T] each.
 
   Args:
@@ -164,16 +176,21 @@ def _distances(options, logits: Callable, h: jax.Array, goal: _Goal):
     logits: f[... D] -> f32[... U]
     h: f[rows T D]  the drafter's outputs
     goal: [rows T ...]
+    is_new: bool[], whether this is one of the `cross_entropy_updates`; None: it is not
   """
+  by_variation = options.distance == "total_variation"
 
   def distances(of):
     h, (p, outside, known) = of
     logq = jax.nn.log_softmax(logits(h) / options.temperature, -1)
     variation = 0.5 * (jnp.sum(jnp.abs(p - jnp.exp(logq)), -1) + outside)
-    if options.distance == "total_variation":
+    if by_variation and is_new is None:
       return variation, variation
     mass = jnp.where(known, jnp.sum(p, -1), jnp.inf)  # it may be 0 where it does not count
-    return -jnp.sum(p / mass[..., None] * logq, -1), variation
+    cross_entropy = -jnp.sum(p / mass[..., None] * logq, -1)
+    if by_variation:
+      return jnp.where(is_new, cross_entropy, variation), variation
+    return cross_entropy, variation
 
   return _by_positions(distances, goal.p.shape[-1], (h, goal))
 

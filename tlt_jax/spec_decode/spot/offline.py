@@ -128,6 +128,7 @@ class DraftLearner:
         batch,
         self.layout.split(features_of(batch) if features is None else features),
         draft_rotations,
+        state.step,
       )
 
     grad = jax.value_and_grad(loss, has_aux=True)

@@ -89,9 +89,15 @@ class Trainer:
     return layers.rotation(self.drafter.layer, jnp.arange(self.longest))
 
   def _loss(
-    self, params, target_params, rotations, packed: packing.Packed, features: jax.Array
+    self,
+    params,
+    target_params,
+    rotations,
+    packed: packing.Packed,
+    features: jax.Array,
+    updates: jax.Array | None = None,
   ):
-    """The loss of a micro-batch and its metrics, sums over tokens."""
+    """The loss of a micro-batch and its metrics, sums over tokens; see `loss.loss`."""
     return loss_lib.loss(
       self.loss,
       self.drafter,
@@ -101,6 +107,7 @@ class Trainer:
       packed,
       self.layout.split(features),
       rotations,
+      updates,
     )
 
   @functools.cached_property
@@ -120,7 +127,7 @@ class Trainer:
       state, told = carry
       packed, features = training.rows.micro_batch(i)
       (loss, metrics), grads = self._value_and_grad(
-        state.params, target_params, rotations, packed, features
+        state.params, target_params, rotations, packed, features, state.step
       )
       one = jnp.ones_like(loss)
       sums = state_lib.Sums(loss, metrics, grads, micro_batches=one)
