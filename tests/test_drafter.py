@@ -411,6 +411,26 @@ def test_the_loss_is_what_is_documented(kind, distance):
 
 
 @pytest.mark.parametrize(
+  ("updates", "distance"),
+  [(0, "cross_entropy"), (2, "total_variation"), (None, "total_variation")],
+)
+def test_the_first_updates_train_cross_entropy(updates, distance):
+  packed, kept = random_batch("eagle2_vocab")
+
+  def made(updates, **options):
+    def loss(own):
+      args = (own, tiny.params(), packed, kept, None, updates)
+      of = draft_loss.Loss(steps=1, **options)
+      return draft_loss.loss(of, CONFIGS["eagle2_vocab"], tiny.CONFIG, *args)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params("eagle2_vocab"))
+
+  first = made(updates, distance="total_variation", cross_entropy_updates=2)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+  jax.tree.map(close, first, made(None, distance=distance))
+
+
+@pytest.mark.parametrize(
   ("kind", "distance"),
   [("eagle2", "cross_entropy"), ("eagle3_vocab", "total_variation")],
 )

@@ -1,5 +1,6 @@
 """Idle slices train the drafter inside the rollout, and no token changes."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -272,6 +273,20 @@ def train(spot, most):
   trained = program(tiny.on(spot.trainer.mesh), spot.training(most))
   spot.take(spot.trainer.account(trained.states, processes.gather(trained.told)))
   return spot
+
+
+def test_a_drafters_first_updates_train_cross_entropy():
+  """By the loss: cross-entropy is far above 1 here, total variation never is."""
+  spot, losses = filled_spot([[20]]), []
+  loss = draft_loss.Loss(steps=1, distance="total_variation", cross_entropy_updates=1)
+  spot.trainer = dataclasses.replace(spot.trainer, loss=loss)
+  program = spot.trainer.make_train()
+  for _ in range(2):
+    trained = program(tiny.on(spot.trainer.mesh), spot.training(1))
+    account = spot.trainer.account(trained.states, processes.gather(trained.told))
+    spot.take(account)
+    losses.append(account.metrics["loss_1"])
+  assert losses[0] > 2 and losses[1] < 1
 
 
 def test_the_mean_of_slices_counts_their_updates():

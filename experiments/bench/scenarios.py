@@ -23,7 +23,7 @@ numbers only, for a run on problems with four.
         --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
         --config.prompts.four_share=1 --config.held_out.four_share=1
 
-Such a drafter has more to learn than the config's: its updates are on one micro-batch each.
+Such a drafter has more to learn than the config's, and is trained accordingly.
 
 Where training costs slices that decode something, as on CPUs, a drafter that has learnt
 most of what it can need not train in every rollout: with `--config.spot.every=4
@@ -51,25 +51,28 @@ class Scenario:
   adds_ngrams: bool = False  # to the strategies, whoever has named these
 
 
-def _cold(config: Mapping) -> dict[str, Any]:
-  """A new drafter learns fast, and for some seconds after each of the first rollouts.
+# For a drafter that is far from its policy: small updates, of rows that hold most of a
+# response, with few unrolled steps.
+_MUCH_TO_LEARN = {
+  "spot.row_tokens": 256,
+  "spot.rows": 64,
+  "spot.carried_rows": 48,
+  "spot.min_micro_batches": 3,
+  "spot.micro_batches_per_update": 1,
+  "spot.average": 0.99,
+  "spot.loss.steps": 2,
+}
 
-  From rows that hold most of a response, by small updates, of which the first ones train
-  cross-entropy.
-  """
+
+def _cold(config: Mapping) -> dict[str, Any]:
+  """A new drafter learns fast, and for some seconds after each of the first rollouts."""
   kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
   return {
     "steps": 100,
     "drafter": kind,
     "spot.warm_up_s": 3.0,
     "spot.warm_up_rollouts": 20,
-    "spot.row_tokens": 256,
-    "spot.rows": 64,
-    "spot.carried_rows": 48,
-    "spot.min_micro_batches": 3,
-    "spot.micro_batches_per_update": 1,
-    "spot.average": 0.99,
-    "spot.loss.steps": 2,
+    **_MUCH_TO_LEARN,
     "spot.loss.cross_entropy_updates": 400,
     "spot.optimizer.learning_rate": 1e-3,
     "spot.optimizer.warmup": 20,
@@ -79,9 +82,9 @@ def _cold(config: Mapping) -> dict[str, Any]:
 
 
 def _elsewhere(config: Mapping) -> dict[str, Any]:
-  """The drafter is named on the command line, and has much to learn: by small updates."""
+  """The drafter is named on the command line, and has much to learn."""
   del config
-  return {"steps": 100, "spot.micro_batches_per_update": 1}
+  return {"steps": 100, **_MUCH_TO_LEARN}
 
 
 def _drift(config: Mapping) -> dict[str, Any]:

@@ -3,10 +3,9 @@
     python -m experiments.train --config=experiments/configs/tail.py --workdir=runs/tail
 
 4 prompts x 8 responses, up to 1,024 tokens each, of `countdown.py:small`, with its drafter:
-after a second all but a few responses have ended. `bench.step` and `bench.spot` measure on
-it: on 2 CPU cores speculation makes its rollouts 1.07 to 1.17 times as fast. `:32` is
-another number of responses per slice, where there are two slices; `:16,1536` another limit
-of tokens too. The entries are those of `configs/countdown.py`.
+after a second all but a few responses have ended. The benchmarks `step`, `spot` and `run`
+measure on it. `:32` is another number of responses per slice, where there are two slices;
+`:16,1536` another limit of tokens too. The entries are those of `configs/countdown.py`.
 """
 
 import re
