@@ -431,9 +431,9 @@ def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch)
   mesh, update = tiny.mesh(2, 1), state_lib.update
   program, args = fused(mesh)
 
-  def together(optimizer, state, loss, metrics, grads, *args):
+  def together(optimizer, state, loss, metrics, grads, *others):
     grads = jax.lax.psum(grads, axes.DATA)
-    return update(optimizer, state, loss, metrics, grads, *args)
+    return update(optimizer, state, loss, metrics, grads, *others)
 
   monkeypatch.setattr(state_lib, "update", together)
   assert across_slices(program.lower(*args).compile().as_text(), mesh)

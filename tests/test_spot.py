@@ -268,24 +268,26 @@ def filled_spot(sizes, **options):
   return spot
 
 
-def train(spot, most):
-  program = spot.trainer.make_train()
+def train_by(program, spot, most):
+  """Trains by a program of `Trainer.make_train`; gives its account."""
   trained = program(tiny.on(spot.trainer.mesh), spot.training(most))
-  spot.take(spot.trainer.account(trained.states, processes.gather(trained.told)))
+  account = spot.trainer.account(trained.states, processes.gather(trained.told))
+  spot.take(account)
+  return account
+
+
+def train(spot, most):
+  train_by(spot.trainer.make_train(), spot, most)
   return spot
 
 
 def test_a_drafters_first_updates_train_cross_entropy():
   """By the loss: cross-entropy is far above 1 here, total variation never is."""
-  spot, losses = filled_spot([[20]]), []
+  spot = filled_spot([[20]])
   loss = draft_loss.Loss(steps=1, distance="total_variation", cross_entropy_updates=1)
   spot.trainer = dataclasses.replace(spot.trainer, loss=loss)
   program = spot.trainer.make_train()
-  for _ in range(2):
-    trained = program(tiny.on(spot.trainer.mesh), spot.training(1))
-    account = spot.trainer.account(trained.states, processes.gather(trained.told))
-    spot.take(account)
-    losses.append(account.metrics["loss_1"])
+  losses = [train_by(program, spot, 1).metrics["loss_1"] for _ in range(2)]
   assert losses[0] > 2 and losses[1] < 1
 
 
