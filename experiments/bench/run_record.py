@@ -45,7 +45,7 @@ def of_rollout(scored: sample.Scored) -> dict[str, float]:
     "passes": s.passes,
     "speculative_tokens": sum(chunk.tokens for chunk in fast),
     "speculative_passes": sum(chunk.passes for chunk in fast),
-    "updates": sum(told["updates"] for told in s.training or ()),
+    "updates": s.updates,
     **({"first_accepted": rate[0]} if rate else {}),
   }
 

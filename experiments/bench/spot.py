@@ -37,11 +37,6 @@ _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of rollouts.", lower_bound=2)
 _WARM_UP = 4  # pairs: every program runs once, the buffer fills
 
 
-def updates(samples: samples_lib.Samples) -> int:
-  """Updates of the drafter, of all slices."""
-  return sum(told["updates"] for told in samples.training)
-
-
 def thirds(samples: samples_lib.Samples) -> list[float]:
   """Tokens per pass of speculative chunks, by third of the rollout's time they start in."""
   tokens, passes = np.zeros(3), np.zeros(3)
@@ -94,7 +89,7 @@ def harvest(
     print(
       f"pair {len(pairs)}: {off.rollout_s:.2f} s without, {trained.rollout_s:.2f} s with "
       f"training; idle {trained.samples.idle_s:.2f} s, harvested "
-      f"{trained.samples.harvested_s:.2f} s in {updates(trained.samples)} updates",
+      f"{trained.samples.harvested_s:.2f} s in {trained.samples.updates} updates",
       flush=True,
     )
   return summary(pairs, slices=len(spot.buffer.rows))
@@ -121,7 +116,7 @@ def summary(pairs: list[dict], slices: int) -> dict:
     "harvested_share": float(harvested / idle) if idle else 0.0,
     "busy_overhead": mean,
     "busy_overhead_half_width": half,
-    "updates": float(np.mean([updates(s) for s in trained])),
+    "updates": float(np.mean([s.updates for s in trained])),
   }
   print(
     f"idle {found['idle_share']:.1%} of slice time, {found['harvested_share']:.1%} of "

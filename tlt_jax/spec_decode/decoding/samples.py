@@ -105,22 +105,28 @@ class Samples:
     """Seconds of idle slices in which the drafter was trained."""
     return self.micro_batch_s * sum(sum(chunk.trained) for chunk in self.chunks)
 
+  @property
+  def updates(self) -> int:
+    """Updates of the drafter, of all slices."""
+    return sum(told["updates"] for told in self.training or ())
+
   def training_metrics(self) -> dict[str, float]:
     """`drafter/*` of the drafter's training, means over its updates; none without it."""
     if self.training is None:
       return {}
     count = lambda name: sum(m[name] for m in self.training)
     names = sorted({name for m in self.training for name in m} - {"updates", "skipped"})
-    updates = count("updates")
-    mean = lambda k: sum(m["updates"] * m.get(k, 0.0) for m in self.training) / updates
+    mean = lambda k: (
+      sum(m["updates"] * m.get(k, 0.0) for m in self.training) / self.updates
+    )
     asked = self.published is not None
     return {
       **({"drafter/published": float(self.published)} if asked else {}),
       "rollout/harvested_s": self.harvested_s,
       "drafter/training_s": self.training_s,
-      "drafter/updates": updates,
+      "drafter/updates": self.updates,
       "drafter/skipped": count("skipped"),
-      **({f"drafter/{k}": mean(k) for k in names} if updates else {}),
+      **({f"drafter/{k}": mean(k) for k in names} if self.updates else {}),
     }
 
   @property
