@@ -116,17 +116,16 @@ class Samples:
       return {}
     count = lambda name: sum(m[name] for m in self.training)
     names = sorted({name for m in self.training for name in m} - {"updates", "skipped"})
-    mean = lambda k: (
-      sum(m["updates"] * m.get(k, 0.0) for m in self.training) / self.updates
-    )
+    updates = self.updates
+    mean = lambda k: sum(m["updates"] * m.get(k, 0.0) for m in self.training) / updates
     asked = self.published is not None
     return {
       **({"drafter/published": float(self.published)} if asked else {}),
       "rollout/harvested_s": self.harvested_s,
       "drafter/training_s": self.training_s,
-      "drafter/updates": self.updates,
+      "drafter/updates": updates,
       "drafter/skipped": count("skipped"),
-      **({f"drafter/{k}": mean(k) for k in names} if self.updates else {}),
+      **({f"drafter/{k}": mean(k) for k in names} if updates else {}),
     }
 
   @property
