@@ -128,7 +128,7 @@ def _layer(shapes: programs_lib.Shapes, bucket: options_lib.Bucket) -> float:
 def draft_micro_batch(trainer: trainer_lib.Trainer, row_tokens: int) -> float:
   """Bytes of a micro-batch of the drafter's training: distributions over tokens."""
   drafted = len(trainer.drafter.vocab) or trainer.config.vocab_size
-  numbers = 3 * trainer.config.vocab_size + trainer.loss.steps * drafted
+  numbers = (3 + trainer.loss.steps) * drafted
   return row_tokens * numbers * _F32 / trainer.mesh.shape[axes.MODEL]
 
 

@@ -56,3 +56,20 @@ def test_pairs_tell_whether_the_drafter_gets_better_within_a_rollout():
   assert found["last_third"]["gain"] == pytest.approx(0.6)
   assert found["last_over_first_third"]["gain"] == pytest.approx(0.4)
   assert found["last_over_first_third"]["gain_half_width"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_last_exchange_is_told_apart_from_what_decoding_loses():
+  """It comes after the last token: nobody decodes any more."""
+
+  def scored(rollout_s, training_s=0.0):
+    drawn = samples([20, 20, 20])
+    drawn.training_s = training_s
+    return types.SimpleNamespace(samples=drawn, rollout_s=rollout_s)
+
+  pairs = [
+    {"off": scored(10.0), "train": scored(10.3, training_s=0.2)},
+    {"off": scored(20.0), "train": scored(20.6, training_s=0.4)},
+  ]
+  found = spot.summary(pairs, slices=2)
+  assert found["busy_overhead"] == pytest.approx(0.03)
+  assert found["busy_overhead_to_last_token"] == pytest.approx(0.01)

@@ -367,7 +367,7 @@ def random_batch(kind, scale=1.0):
   ],
 )
 def test_the_loss_is_what_is_documented(kind, distance):
-  """Summed up by hand: f64[rows T V] with q = 0 outside of the drafter's tokens."""
+  """Summed up by hand, in f64, over the drafter's tokens where one of them was drawn."""
   packed, (states, final) = random_batch(kind)
   options = draft_loss.Loss(steps=2, distance=distance, temperature=0.8)
   frozen, ids = tiny.params(), CONFIGS[kind].target_ids
@@ -380,10 +380,10 @@ def test_the_loss_is_what_is_documented(kind, distance):
     return e / e.sum(-1, keepdims=True)
 
   ahead = lambda x: np.roll(x, -1, 1)
-  p = ahead(softmax(np.asarray(final @ frozen["head"])))
+  p = ahead(softmax(np.asarray(final @ frozen["head"])[..., ids]))
   following = ahead(packed.mask) & (ahead(packed.positions) > 0)
-  known = np.isin(p.argmax(-1), ids)
-  assert 0 < known[following].mean() <= 1
+  known = np.isin(ahead(packed.targets), ids)
+  assert 0 < known[following].mean() < 1 or len(ids) == 64
   mask = packing.segment_mask(packed.segments, packed.positions)
   inputs = (frozen, states, packed.targets, by(packed.positions), mask)
   head = apply(kind, frozen, method="output_head")
@@ -391,11 +391,9 @@ def test_the_loss_is_what_is_documented(kind, distance):
   expected = 0.0
   for k, h in enumerate(unroll(*inputs)):
     counts = following & (packed.positions >= k)
-    q = np.zeros_like(p)
-    q[..., ids] = softmax(np.asarray(apply(kind, head, h, method="logits")))
-    variation = 0.5 * np.abs(p - q).sum(-1)
-    within = p[..., ids] / p[..., ids].sum(-1, keepdims=True)
-    cross_entropy = -(within * np.log(q[..., ids])).sum(-1) * known
+    q = softmax(np.asarray(apply(kind, head, h, method="logits")))
+    variation = np.where(known, 0.5 * np.abs(p - q).sum(-1), 1.0)
+    cross_entropy = -(p * np.log(q)).sum(-1) * known
     share = cross_entropy if distance == "cross_entropy" else variation
     if CONFIGS[kind].predicts_features:
       error = np.abs(np.asarray(h) - ahead(final))

@@ -109,6 +109,8 @@ def summary(pairs: list[dict], slices: int) -> dict:
   trained = [s.samples for s in scored["train"]]
   idle, harvested = sum(s.idle_s for s in trained), sum(s.harvested_s for s in trained)
   mean, half = metrics.interval(train / off - 1)
+  after = np.array([s.training_s for s in trained])
+  to_last, half_to_last = metrics.interval((train - after) / off - 1)
   gains = drawn["train"] - drawn["off"]
   found = {
     "pairs": len(pairs),
@@ -116,11 +118,15 @@ def summary(pairs: list[dict], slices: int) -> dict:
     "harvested_share": float(harvested / idle) if idle else 0.0,
     "busy_overhead": mean,
     "busy_overhead_half_width": half,
+    "busy_overhead_to_last_token": to_last,
+    "busy_overhead_to_last_token_half_width": half_to_last,
     "updates": float(np.mean([s.updates for s in trained])),
   }
   print(
     f"idle {found['idle_share']:.1%} of slice time, {found['harvested_share']:.1%} of "
-    f"that harvested; rollouts {100 * mean:+.1f}% +- {100 * half:.1f} longer"
+    f"that harvested; rollouts {100 * mean:+.1f}% +- {100 * half:.1f} longer, until the "
+    f"last token, and so without the last exchange of drafters, {100 * to_last:+.1f}% +- "
+    f"{100 * half_to_last:.1f}"
   )
   for name, third in (("first", 0), ("last", 2)):
     if gain := _gain(gains[:, third]):

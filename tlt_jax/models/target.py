@@ -11,6 +11,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
@@ -113,13 +114,20 @@ class Target(nn.Module):
         cache = cache_lib.with_layers(cache, new_cache)
       return self.final_norm(x), tapped, cache
 
-  def logits(self, features: jax.Array) -> jax.Array:
-    """Turns features into logits: f[... D] -> f32[... V]."""
+  def logits(self, features: jax.Array, ids: np.ndarray | None = None) -> jax.Array:
+    """Turns features into logits: f[... D] -> f32[... V].
+
+    Args:
+      features: f[... D]
+      ids: i32[U], of the tokens whose logits are wanted, f32[... U]; None: of all V
+    """
     chex.assert_axis_dimension(features, -1, self.config.width)
-    if not self.config.tie_embeddings:
-      w = self.head
-    else:
-      w = self.embedding if self.transposed else self.embedding.T
+    tied = self.config.tie_embeddings
+    w = self.embedding if tied else self.head
+    if ids is not None:
+      w = w[ids] if tied or self.transposed else w[:, ids]
+    if tied and not self.transposed:
+      w = w.T
     with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
       return layers.product(features, w, self.transposed, jnp.float32)
 

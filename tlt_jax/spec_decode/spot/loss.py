@@ -13,13 +13,15 @@ from p the gradient of total variation is small: a drafter of random weights sta
 for long with it, and learns faster if its first updates train cross-entropy
 (`Loss.cross_entropy_updates`).
 
-A drafter that knows U of the V tokens has q = 0 elsewhere. Total variation counts what
-p has there; cross-entropy is to p renormalised within them, and zero at positions whose
-likeliest token it lacks, as in the code of EAGLE-3 (https://arxiv.org/abs/2503.01840).
+A drafter that knows U of the V tokens learns p renormalised within them, at the positions
+where the token that the target drew is one of them: on average over draws, that weighs a
+position by what p has within. So it takes the target's logits of U tokens, where the code
+of EAGLE-3 (https://arxiv.org/abs/2503.01840), which leaves out positions whose likeliest
+token the drafter lacks, takes all V.
 
-Memory: p of the drafter's tokens, f32[rows T U], is held once. Other arrays as wide as a
-vocabulary, 25 MB per 128 positions and 49,152 tokens, are computed for some positions at a
-time where a micro-batch is large, and in the backward pass again.
+Memory: p, f32[rows T U], is held once. Other arrays of U numbers per position, 25 MB per
+128 positions and 49,152 tokens, are computed for some positions at a time where a
+micro-batch is large, and in the backward pass again.
 """
 
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from typing import Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tlt_jax import packing
 from tlt_jax import ranges
@@ -92,7 +95,8 @@ def loss(
     updates: i32[], that the drafter has had; None: more than `cross_entropy_updates`
   Returns:
     the sum, and {"tokens", "loss_k", "agreement_k"} as sums as well; agreement is
-    1 - total variation, the chance of acceptance of an optimal coupling
+    1 - total variation, the chance of acceptance of an optimal coupling; 0 where the
+    drafter lacks the token that was drawn
   """
   chex.assert_rank(packed.tokens, 2)
   chex.assert_shape(kept.final, (*packed.tokens.shape, config.width))
@@ -105,7 +109,8 @@ def loss(
   by = layers.rotation(drafter.layer, packed.positions, rotations)
   unroll = functools.partial(apply, method=drafter_lib.Drafter.unroll)
   outputs = unroll(frozen, drafter_input, packed.targets, by, mask, options.steps)
-  goal = _goals(options, drafter, config, frozen, _ahead(final))
+  drawn = _ahead(packed.targets)
+  goal = _goals(options, drafter, config, frozen, _ahead(final), drawn)
   head = apply(frozen, method=drafter_lib.Drafter.output_head)
   logits = functools.partial(apply, head, method=drafter_lib.Drafter.logits)
   # Pair t is trained where token t+2 is a response token of the same sequence.
@@ -135,35 +140,36 @@ def _ahead(x: jax.Array) -> jax.Array:
 
 
 class _Goal(NamedTuple):
-  """The target's p at each position, as a drafter of U tokens sees it."""
+  """What a drafter of U tokens learns at each position."""
 
-  p: jax.Array  # f32[rows T U]  of the drafter's tokens
-  outside: jax.Array  # f32[rows T]  of all others together
-  known: jax.Array  # bool[rows T]  whether the likeliest token is one of the drafter's
+  p: jax.Array  # f32[rows T U]  the target's, renormalised within them
+  known: jax.Array  # bool[rows T]  whether the token that was drawn is one of them
 
 
-def _goals(options, drafter, config, target_params, final) -> _Goal:
+def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
   """What the drafter is compared with.
 
   Args:
     options, drafter, config, target_params: see `loss`
     final: f[rows T D]  after which p is
+    drawn: i32[rows T]  from p
   """
+  ids = drafter.target_ids if drafter.vocab else None
   head = functools.partial(
-    target.Target(config).apply, {"params": target_params}, method=target.Target.logits
+    target.Target(config).apply,
+    {"params": target_params},
+    ids=ids,
+    method=target.Target.logits,
   )
-
-  def goal(final):
-    logits = head(final) / options.temperature
-    if not drafter.vocab:
-      zero = jnp.zeros(logits.shape[:-1])
-      return _Goal(jax.nn.softmax(logits, -1), zero, zero == 0)
-    ours = logits[..., drafter.target_ids]
-    p = jnp.exp(ours - jax.nn.logsumexp(logits, -1, keepdims=True))
-    known = jnp.max(ours, -1) == jnp.max(logits, -1)
-    return _Goal(p, 1.0 - jnp.sum(p, -1), known)
-
-  return _by_positions(goal, config.vocab_size, final)
+  p = _by_positions(
+    lambda final: jax.nn.softmax(head(final) / options.temperature, -1),
+    len(drafter.target_ids),
+    final,
+  )
+  known = np.ones(config.vocab_size, bool)
+  if drafter.vocab:
+    known = np.isin(np.arange(config.vocab_size), ids)
+  return _Goal(p, jnp.asarray(known)[drawn])
 
 
 def _distances(
@@ -181,13 +187,13 @@ def _distances(
   by_variation = options.distance == "total_variation"
 
   def distances(of):
-    h, (p, outside, known) = of
+    h, (p, known) = of
     logq = jax.nn.log_softmax(logits(h) / options.temperature, -1)
-    variation = 0.5 * (jnp.sum(jnp.abs(p - jnp.exp(logq)), -1) + outside)
+    variation = 0.5 * jnp.sum(jnp.abs(p - jnp.exp(logq)), -1)
+    variation = jnp.where(known, variation, 1.0)
     if by_variation and is_new is None:
       return variation, variation
-    mass = jnp.where(known, jnp.sum(p, -1), jnp.inf)  # it may be 0 where it does not count
-    cross_entropy = -jnp.sum(p / mass[..., None] * logq, -1)
+    cross_entropy = jnp.where(known, -jnp.sum(p * logq, -1), 0.0)
     if by_variation:
       return jnp.where(is_new, cross_entropy, variation), variation
     return cross_entropy, variation
