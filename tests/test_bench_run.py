@@ -1,6 +1,8 @@
 """Whole runs side by side: what made-up times come to, and a tiny run that is killed."""
 
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from experiments.bench import interleave
 from experiments.bench import run_record
 from experiments.bench import run_summary
 from experiments.bench import scenarios
+from experiments.bench import sides
 from tests import commands
 from tests import test_bench_step
 from tlt_jax import metrics
@@ -151,6 +154,22 @@ def test_flags_that_list_numbers(texts):
   assert bench_run.numbers("seeds", ["0", "12"]) == [0, 12]
   with pytest.raises(ValueError, match="--seeds takes numbers such as 0,50"):
     bench_run.numbers("seeds", texts)
+
+
+def test_the_programs_of_a_run_that_is_over_are_let_go():
+  """They lie in cycles, and sides freeze all that is there once they are compiled."""
+
+  class Pool:
+    """What holds programs."""
+
+  pool = Pool()
+  pool.itself, kept = pool, weakref.ref(pool)
+  gc.freeze()
+  del pool
+  gc.collect()
+  assert kept() is not None
+  sides.let_go()
+  assert kept() is None
 
 
 def tiny(home, workdir, headroom: str) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import json
+import logging
 import pathlib
 import shutil
 from typing import Any
@@ -17,6 +18,7 @@ from experiments import acceptance
 from experiments import from_config
 from experiments import responses as responses_lib
 from experiments import train_drafter
+from experiments.bench import sides
 from tlt_jax import checkpoint
 from tlt_jax import metrics
 from tlt_jax import writing
@@ -57,6 +59,30 @@ class Probe:
       policy, self._records, self._samples, seed=self._seed, draft_params=draft_params
     )
     return scored.samples.mean_acceptance_length
+
+
+def kept_at(folder: pathlib.Path, step: int) -> pathlib.Path:
+  """Where a run of `experiments.bench.run` keeps the policy and the drafters of a step."""
+  return folder / f"at_{step:06}"
+
+
+def measure_kept(config: dict, offline: dict, folder: pathlib.Path) -> None:
+  """Compares drafters at the steps whose policies a run kept, unless that was done.
+
+  Args:
+    config: of the run
+    offline: of the training to the limit
+    folder: of the run; gets headroom.jsonl
+  """
+  path = folder / "headroom.jsonl"
+  done = {record["step"] for record in read(path)}
+  trained = [s for s in config["bench"]["sides"] if sides.bare(s) == "tlt"]
+  for step in sorted(set(config["bench"]["headroom"]) - done):
+    kept = kept_at(folder, step)
+    drafters_of_step = {name: str(kept / name) for name in trained}
+    found = measure(config, offline, kept / "policy", drafters_of_step)
+    logging.info("headroom at step %d: %s", step, found)
+    append(path, {"step": step} | found)
 
 
 def measure(

@@ -44,7 +44,6 @@ when the same command runs in one process afterwards.
 
 from collections.abc import Mapping
 import json
-import logging
 import pathlib
 import time
 
@@ -238,7 +237,7 @@ class Run:
 
   def _keep(self) -> None:
     """Writes the policy and the drafters of the moment, for the headroom."""
-    folder = kept_at(self.folder, self.step)
+    folder = headroom.kept_at(self.folder, self.step)
     convert.save_hf(folder / "policy", self.model, self.shared.state.params)
     tokenization.copy_files(self.config["policy"], folder / "policy")
     for name, side in self._training():
@@ -293,30 +292,12 @@ class Run:
       print(f"seed {seed}, step {self.step + 1}/{steps}: {took}  {reward}", flush=True)
 
 
-def kept_at(folder: pathlib.Path, step: int) -> pathlib.Path:
-  """Where the policy and the drafters of a step are."""
-  return folder / f"at_{step:06}"
-
-
 def is_done(folder: pathlib.Path, config: dict) -> bool:
   """Whether the run in a folder has done its steps."""
   opened = workdirs.open(str(folder), config, declared=keys.RUN)
   if opened.start is None or opened.start.latest() < config["steps"]:
     return False
   return metrics_lib.read(folder / "metrics.jsonl")[-1]["step"] == config["steps"]
-
-
-def measure_headroom(config: dict, offline: dict, folder: pathlib.Path) -> None:
-  """Compares drafters at the steps whose policies were kept, unless that was done."""
-  path = folder / "headroom.jsonl"
-  done = {record["step"] for record in headroom.read(path)}
-  trained = [s for s in config["bench"]["sides"] if sides_lib.bare(s) == "tlt"]
-  for step in sorted(set(config["bench"]["headroom"]) - done):
-    kept = kept_at(folder, step)
-    drafters = {name: str(kept / name) for name in trained}
-    found = headroom.measure(config, offline, kept / "policy", drafters)
-    logging.info("headroom at step %d: %s", step, found)
-    headroom.append(path, {"step": step} | found)
 
 
 def numbers(flag: str, texts: list[str]) -> list[int]:
@@ -372,8 +353,9 @@ def main(config, offline):
     training, _ = from_config.complete_training(offline, of_seed, str(own / "limit"))
     if not is_done(own, of_seed):
       Run(of_seed, training, own).to_the_end()
+      sides_lib.let_go()
     if processes.count() == 1:
-      measure_headroom(of_seed, training, own)
+      headroom.measure_kept(of_seed, training, own)
   if processes.is_first():
     sum_up(folder, config)
 

@@ -95,7 +95,8 @@ def _idle(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
         _line(ax, side, _steps(values), values, label=f"{side}: {label}", linestyle=style)
   ax.set(title="Idle time", xlabel="RL step", ylabel="seconds per step")
   if ax.has_data():
-    ax.legend()
+    ax.set_ylim(top=1.35 * ax.get_ylim()[1])  # room for the legend above the peaks
+    ax.legend(loc="upper right")
 
 
 def _reward(ax, found: Mapping) -> None:

@@ -138,7 +138,7 @@ class Side:
     """Makes every program ready, see `sample.Sampler.compile`."""
     self.sampler.compile(policy, self.draft_params)
     gc.collect()
-    gc.freeze()  # or every collection goes through all that compiling has left
+    gc.freeze()  # see `let_go`: or every collection goes through all that compiling left
 
   def rollout(
     self,
@@ -174,6 +174,16 @@ class Side:
     known = self.sampler.rollout.state()
     self.rollout(policy, records, first_request, train=False)
     self.sampler.rollout.restore(known)
+
+
+def let_go() -> None:
+  """Frees what sides have compiled that nobody holds any more, although it was frozen.
+
+  A process that keeps the programs of several runs has more memory maps than Linux allows:
+  "Cannot allocate memory".
+  """
+  gc.unfreeze()
+  gc.collect()
 
 
 def digest(tree: Any) -> str:
