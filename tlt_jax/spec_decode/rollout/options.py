@@ -43,9 +43,9 @@ def ladder(slots: int, length: int, shortest: int = 128) -> tuple[Bucket, ...]:
 class Options:
   """Sizes of a rollout, and its kernels; none of them changes a token.
 
-  Counts are per slice. The largest bucket is added if it is missing; buckets that
-  exceed it are dropped. Kept features have room for `cache_tokens` too, or, where
-  that is None, for `slots` of the longest sequences.
+  Counts are per slice. The largest bucket is added if it is missing; buckets with more
+  slots are dropped, longer ones are as long as it. Kept features have room for
+  `cache_tokens` too, or, where that is None, for `slots` of the longest sequences.
   """
 
   max_length: ranges.Tokens  # longest sequence, prompt included, in tokens
@@ -79,7 +79,8 @@ class Options:
 
   def __post_init__(self):
     top = Bucket(self.slots, self.max_length)
-    below = {Bucket(*b) for b in self.buckets if b[0] <= top.batch and b[1] <= top.length}
+    fitting = [bucket for bucket in self.buckets if bucket[0] <= top.batch]
+    below = {Bucket(slots, min(tokens, top.length)) for slots, tokens in fitting}
     object.__setattr__(self, "buckets", tuple(sorted(below | {top}, key=_size)))
     if not isinstance(self.budget, programs.Budget):
       object.__setattr__(self, "budget", programs.Budget(**self.budget))
