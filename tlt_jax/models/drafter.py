@@ -263,15 +263,13 @@ class Drafter(nn.Module):
     kinds have a head of their own for a vocab, see `drafters.Kind`.
 
     Returns:
-      f[D U]; of a target with tied embeddings f[U D], as it lies in memory: transposed
-      outside of a loop it would be copied
+      f[D U] or f[U D], see `target.output_head`
     """
     config, frozen = self.config, jax.lax.stop_gradient(target_params)
     if config.has_own_head:
       return self.head
-    part = config.target_ids if config.vocab else slice(None)
-    tied = config.layer.tie_embeddings
-    return frozen["embedding"][part] if tied else frozen["head"][:, part]
+    ids = config.target_ids if config.vocab else None
+    return target.output_head(config.layer, frozen, ids)
 
   def logits(self, head: jax.Array, h: jax.Array) -> jax.Array:
     """f[... D] -> f32[... U], of the tokens `config.target_ids`.

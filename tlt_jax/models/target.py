@@ -114,20 +114,18 @@ class Target(nn.Module):
         cache = cache_lib.with_layers(cache, new_cache)
       return self.final_norm(x), tapped, cache
 
-  def logits(self, features: jax.Array, ids: np.ndarray | None = None) -> jax.Array:
+  def logits(self, features: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """Turns features into logits: f[... D] -> f32[... V].
 
     Args:
       features: f[... D]
-      ids: i32[U], of the tokens whose logits are wanted, f32[... U]; None: of all V
+      head: of some tokens only, from `output_head`: f32[... U]; None: of all V
     """
     chex.assert_axis_dimension(features, -1, self.config.width)
     tied = self.config.tie_embeddings
-    w = self.embedding if tied else self.head
-    if ids is not None:
-      w = w[ids] if tied or self.transposed else w[:, ids]
-    if tied and not self.transposed:
-      w = w.T
+    if head is None:
+      head = self.embedding if tied else self.head
+    w = head.T if tied and not self.transposed else head
     with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
       return layers.product(features, w, self.transposed, jnp.float32)
 
@@ -145,6 +143,25 @@ class Target(nn.Module):
     """
     features, cache = self(tokens, positions, seen, cache)
     return features, self.logits(features), cache
+
+
+def output_head(
+  config: config_lib.ModelConfig, params: dict, ids: np.ndarray | None = None
+) -> jax.Array:
+  """The matrix that turns features into logits, to be made once, outside of loops.
+
+  Args:
+    config: of the target
+    params: its parameters, not transposed
+    ids: i32[U], of the tokens that are wanted; None: all of it, U = V
+  Returns:
+    f[D U]; with tied embeddings f[U D], as it lies in memory: transposed outside of a loop
+    it would be copied
+  """
+  w = params["embedding" if config.tie_embeddings else "head"]
+  if ids is None:
+    return w
+  return w[ids] if config.tie_embeddings else w[:, ids]
 
 
 def abstract_params(config: config_lib.ModelConfig) -> dict:

@@ -154,21 +154,19 @@ def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
     final: f[rows T D]  after which p is
     drawn: i32[rows T]  from p
   """
-  ids = drafter.target_ids if drafter.vocab else None
-  head = functools.partial(
+  ids = drafter.target_ids
+  part = target.output_head(config, target_params, ids if drafter.vocab else None)
+  logits = functools.partial(
     target.Target(config).apply,
     {"params": target_params},
-    ids=ids,
+    head=part,
     method=target.Target.logits,
   )
   p = _by_positions(
-    lambda final: jax.nn.softmax(head(final) / options.temperature, -1),
-    len(drafter.target_ids),
-    final,
+    lambda final: jax.nn.softmax(logits(final) / options.temperature, -1), len(ids), final
   )
-  known = np.ones(config.vocab_size, bool)
-  if drafter.vocab:
-    known = np.isin(np.arange(config.vocab_size), ids)
+  known = np.zeros(config.vocab_size, bool)
+  known[ids] = True
   return _Goal(p, jnp.asarray(known)[drawn])
 
 
