@@ -260,6 +260,12 @@ WARM_START = {
     ),
     "seed": Key(ranges.Seed, "seed of the sequence of problems"),
   },
+  "policy": Key(
+    str,
+    "Hugging Face folder of an LLM that is trained, with its tokenizer, instead of a new "
+    "`model`; '': a new one",
+    default="",
+  ),
   "model": of(config_lib.ModelConfig, without=("rope_scaling",)),
   "begin_as": Key(
     str,

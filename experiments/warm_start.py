@@ -1,10 +1,13 @@
 """Trains the warm start of a policy on written-out Countdown searches.
 
 Running the same --workdir again resumes. The result is a Hugging Face folder
-(safetensors, config, tokenizer) that `experiments.train` starts from.
+(safetensors, config, tokenizer) that `experiments.train` starts from. With
+`--config.policy` it is an LLM that learns to search, with the tokenizer that it has: the
+end of a line stops its responses then, as its generation_config.json says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+import json
 import logging
 import pathlib
 import random
@@ -21,6 +24,8 @@ from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import processes
+from tlt_jax import tokenization
+from tlt_jax import writing
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import convert
 from tlt_jax.models import target
@@ -37,7 +42,7 @@ _FORK = flags.DEFINE_string("fork", "", workdirs.FORK)
 
 def batches(
   problems: countdown.Problems,
-  tokenizer,
+  encode: Callable[[str], Sequence[int]],
   *,
   sequences: int,
   max_response: int,
@@ -51,7 +56,7 @@ def batches(
 
   Args:
     problems: to search
-    tokenizer: of transformers, for Countdown's characters
+    encode: token ids of a text; of `STOP` one
     sequences: of a batch
     max_response: characters of a search, at most
     give_up: share of the searches that end at a dead end, where they have one
@@ -68,22 +73,61 @@ def batches(
         if search is not None:
           if rng.random() < give_up:
             search = countdown.give_up(search, rng)
-          prompts.append(np.array(tokenizer.encode(prompt), np.int32))
-          responses.append(np.array(tokenizer.encode(search), np.int32))
+          prompts.append(np.array(encode(prompt), np.int32))
+          tokens = [*encode(search.removesuffix(countdown.STOP)), *encode(countdown.STOP)]
+          responses.append(np.array(tokens, np.int32))
           break
       i += 1
     yield i, prompts, responses
 
 
+def tokenizer_of(policy: str) -> tokenization.Tokenizer:
+  """The tokenizer of an LLM's folder, if it can write a search.
+
+  Raises:
+    data.DataError: the folder has none
+    ValueError: it has no token for the end of a line, or lacks characters
+  """
+  tokenizer = tokenization.Tokenizer.load(policy)
+  ids = tokenizer.encode(countdown.CHARACTERS)
+  if len(tokenizer.encode(countdown.STOP)) != 1 or (
+    tokenizer.decode(ids) != countdown.CHARACTERS
+  ):
+    raise ValueError(
+      f"the tokenizer of {policy} cannot write a search, which has the characters "
+      f"{countdown.CHARACTERS!r}, the last one in a token of its own; take another policy"
+    )
+  return tokenizer
+
+
+def export(folder: pathlib.Path, policy: str) -> None:
+  """Writes the tokenizer beside a policy's weights, which began as `policy`, or as none."""
+  if not policy:
+    if processes.is_first():
+      countdown.tokenizer().save_pretrained(folder)
+    return
+  tokenization.copy_files(policy, folder)
+  stop = tokenizer_of(policy).encode(countdown.STOP).tolist()
+  if processes.is_first():
+    path = folder / "generation_config.json"
+    with writing.to(path):
+      path.write_text(json.dumps({"eos_token_id": stop}) + "\n")
+
+
 def main(config):
   launch.start()
   run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.WARM_START)
-  model = config_lib.ModelConfig(**config["model"])
+  if policy := config["policy"]:
+    model, params = convert.load_hf(policy, dtype="float32")
+    encode = tokenizer_of(policy).encode
+  else:
+    model = config_lib.ModelConfig(**config["model"])
+    params = target.init_params(model, jax.random.key(config["seed"]))
+    encode = countdown.tokenizer().encode
   rule = optimizer.make(**config["optimizer"])
   learner = learner_lib.make(
     model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
   )
-  params = target.init_params(model, jax.random.key(config["seed"]))
   if config["begin_as"] and run.start is None:  # else it has begun
     params = growth.begin_as(config["begin_as"], model, params)
   state = learner.init(params)
@@ -91,11 +135,10 @@ def main(config):
   if run.start is not None:
     step, state, saved = run.start.restore(learner.abstract_state())
 
-  tokenizer = countdown.tokenizer()
   problems = countdown.Problems("train", 10**9, **config["problems"])
   made = batches(
     problems,
-    tokenizer,
+    encode,
     sequences=config["sequences"],
     max_response=config["max_response"],
     give_up=config["give_up"],
@@ -130,8 +173,7 @@ def main(config):
   folder = pathlib.Path(config["export"] or run.path / "policy")
   params = jax.tree.map(lambda x: x.astype(config["export_dtype"]), state.params)
   convert.save_hf(folder, model, params)
-  if processes.is_first():
-    tokenizer.save_pretrained(folder)
+  export(folder, policy)
   logging.info("exported the policy to %s", folder)
 
 

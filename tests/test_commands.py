@@ -4,6 +4,7 @@ Each test starts real processes; a tiny random policy and small sizes keep them
 short, and all share one cache of compiled programs.
 """
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -24,6 +25,7 @@ from tests import commands
 from tests import test_full_disk
 from tests import tiny
 from tlt_jax import metrics
+from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
 from tlt_jax.tasks import countdown
@@ -381,6 +383,26 @@ def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
   assert (tmp_path / "policy" / "tokenizer.json").is_file()
   assert "restored" in succeed(run(home, "warm_start", *args)).stderr
   assert weights(tmp_path / "policy") == first
+
+
+def test_an_llm_learns_to_search(home, tmp_path):
+  """With the tokenizer that it has; the end of a line stops what is exported, too."""
+  model = dataclasses.replace(commands.COUNTDOWN, vocab_size=32)
+  llm, found = commands.write_policy(tmp_path / "llm", model), tmp_path / "policy"
+  tokenizer = countdown.tokenizer()
+  tokenizer.add_special_tokens({"eos_token": "<end>"})
+  tokenizer.save_pretrained(llm)
+  line_end, end = tokenizer.convert_tokens_to_ids(["\n", "<end>"])
+  args = ["--config=experiments/configs/warm_start.py:smoke", f"--workdir={tmp_path}"]
+  args += ["--config.steps=1", "--config.sequences=2"]
+  succeed(run(home, "warm_start", *args, f"--config.policy={llm}"))
+  assert convert.load_config(found) == model and weights(found) != weights(llm)
+  assert tokenization.Tokenizer.load(found).stop_tokens == (line_end, end)
+
+  text = (llm / "tokenizer.json").read_text()
+  (llm / "tokenizer.json").write_text(text.replace('"|"', '"a"'))
+  args = [*args, f"--config.policy={llm}", f"--workdir={tmp_path / 'none'}"]
+  assert re.match("the tokenizer of .* cannot write", error(run(home, "warm_start", *args)))
 
 
 def test_two_policies_are_compared_on_the_same_prompts(home, whole):

@@ -231,6 +231,7 @@ def test_the_larger_warm_start_has_the_size_that_it_says():
     ("countdown", "small"),
     ("drafter", "small"),
     ("warm_start", "9m"),
+    ("warm_start", "smollm2"),
   ],
 )
 def test_a_config_builds_and_the_flag_locks_it(name, arg):
@@ -247,6 +248,11 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
   with pytest.raises(AttributeError, match="locked"):
     made.learning_rat = 1
   assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
+
+
+@pytest.mark.parametrize("arg", ["gsm8k", "countdown"])
+def test_another_task_of_the_llm_builds(arg):
+  declarations.check(keys.RUN, completed("smollm2", arg))
 
 
 @pytest.mark.parametrize(

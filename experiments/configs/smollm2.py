@@ -18,6 +18,7 @@ that do not stand here follow from the prompts, the model and the memory.
 |---|---|---|
 | none | chain_sum | 2 cores, 24 GiB |
 | `:gsm8k` | GSM8K | 2 cores, 24 GiB |
+| `:countdown` | Countdown, of a model that searches | 2 cores, 24 GiB |
 | `:gpu` | chain_sum | one GPU |
 | `:gsm8k_gpu` | GSM8K | one GPU |
 
@@ -38,22 +39,28 @@ The entries are those of `configs/countdown.py`.
 
 import ml_collections
 
+from experiments.configs import countdown
+
 POLICY = "runs/smollm2"  # of `import_gguf`
+SEARCHES = "runs/smollm2_searches/policy"  # of `warm_start`
+LATER_HALF = "final_norm|layer_(1[5-9]|2.)"  # of its parameters
 SUMS = dict(
   source="tlt_jax.tasks.reasoning.Problems",  # called with the other entries
   task="chain_sum",
   options="min_terms=2, max_terms=2, min_digits=1, max_digits=2",
   seed=0,
 )
+COUNTDOWN = dict(source="tlt_jax.tasks.countdown.Problems", four_share=0.5, seed=0)
 GSM8K = dict(
   source="tlt_jax.data.load_prompts", prompt_field="question", answer_field="answer"
 )
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  if arg not in ("", "gsm8k", "gpu", "gsm8k_gpu", "smoke"):
+  if arg not in ("", "gsm8k", "countdown", "gpu", "gsm8k_gpu", "smoke"):
     raise ValueError(
-      f"this config takes the argument gsm8k, gpu, gsm8k_gpu, smoke or none, not {arg!r}"
+      "this config takes the argument gsm8k, countdown, gpu, gsm8k_gpu, smoke or none, not "
+      f"{arg!r}"
     )
   gsm8k, gpu, smoke = "gsm8k" in arg, "gpu" in arg, arg == "smoke"
   config = ml_collections.ConfigDict(
@@ -107,7 +114,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # On a CPU only the later half of the layers is trained: no gradient is computed for
       # the others.
       learner=dict(
-        only="" if gpu else "final_norm|layer_(1[5-9]|2.)", updates=1, remat=gpu
+        only="" if gpu else LATER_HALF, updates=1, remat=gpu
       ),
       evaluation=dict(every=20, samples=1),
       checkpoint=dict(every=10, keep=1),
@@ -115,6 +122,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   if gsm8k:
     with_gsm8k(config, gpu)
+  if arg == "countdown":
+    with_countdown(config)
   if smoke:
     make_small(config)
   return config
@@ -129,6 +138,36 @@ def with_gsm8k(config: ml_collections.ConfigDict, gpu: bool) -> None:
     reward="tlt_jax.tasks.gsm8k.score",
     batch=dict(prompts=32, responses=16) if gpu else dict(prompts=4, responses=4),
     sampling=dict(max_tokens=512 if gpu else 256),
+  )
+
+
+def with_countdown(config: ml_collections.ConfigDict) -> None:
+  """Makes it a config for Countdown, few prompts of which leave a long tail."""
+  config.policy = SEARCHES
+  config.prompts = COUNTDOWN | dict(split="train", size=10**9)
+  config.held_out = COUNTDOWN | dict(split="held_out", size=64)
+  config.algorithm = dict(name="grpo_gae", trace_decay=0.97, aggregation="token")
+  config.update(
+    strategies="up to 4 live: off or 1_1_2 or 3_1_4",
+    spot=dict(
+      row_tokens=128,
+      context_tokens=16,
+      carried_rows=48,
+      min_micro_batches=10,
+      warm_up_s=0.0,
+      average=0.97,
+      loss=dict(steps=2),
+    ),
+    chat=dict(apply=False),
+    reward="tlt_jax.tasks.countdown.score",
+    batch=dict(prompts=2, responses=4),
+    sampling=dict(max_tokens=512),
+    rollout=dict(
+      slots=4,
+      max_prompt=countdown.MAX_PROMPT,
+      buckets=tuple((slots, countdown.MAX_PROMPT + 512) for slots in (4, 2, 1)),
+      rebalance=True,
+    ),
   )
 
 

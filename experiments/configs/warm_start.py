@@ -23,17 +23,26 @@ solves 38.0% then (of the same problems), with short responses: RL has something
 to go on, and the responses grow while it does. `experiments/policies/countdown_9m` was
 made so; the drafter beside it was trained for the policy before.
 
+`:smollm2` teaches a real LLM to search, SmolLM2-135M-Instruct (`configs/smollm2.py` says
+where it comes from), of which the later half of the layers are trained:
+
+    python -m experiments.warm_start --config=experiments/configs/warm_start.py:smollm2 \
+        --workdir=runs/smollm2_searches
+
 `:smoke` takes a minute and learns nothing.
 """
 
 import ml_collections
 
 from experiments.configs import countdown
+from experiments.configs import smollm2
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  if arg not in ("", "smoke", "9m"):
-    raise ValueError(f"this config takes the argument smoke, 9m or none, not {arg!r}")
+  if arg not in ("", "smoke", "9m", "smollm2"):
+    raise ValueError(
+      f"this config takes the argument smoke, 9m, smollm2 or none, not {arg!r}"
+    )
   smoke = arg == "smoke"
   max_response = 256 if smoke else countdown.MAX_TOKENS  # characters of a written search
   longest = countdown.MAX_PROMPT + max_response
@@ -47,6 +56,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       checkpoint=dict(every=2 if smoke else 25, keep=2),
       export="",  # folder of the exported policy; empty: WORKDIR/policy
       export_dtype="float32",
+      policy="",  # an LLM's folder, to begin with it instead of a new model
       begin_as="",  # see experiments.growth
       problems=dict(four_share=0.125, seed=0),
       model=dict(
@@ -66,6 +76,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # Stopped in mid-schedule, at 63%: RL should have something left to do.
       optimizer=dict(name="muon", learning_rate=4e-3, warmup=20, total=600),
       learner=dict(
+        only="",
         buckets=((8, longest),) if smoke else ((16, 256), (4, 512), (4, longest)),
         remat=False,
       ),
@@ -87,5 +98,17 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       optimizer=dict(learning_rate=2e-3, total=200),
       learner=dict(buckets=((16, 128), (8, 256), (4, 512), (2, longest))),
+    )
+  if arg == "smollm2":
+    longest = countdown.MAX_PROMPT + 512
+    config.update(
+      policy=smollm2.POLICY,
+      steps=200,
+      sequences=16,
+      max_response=512,
+      checkpoint=dict(every=20),
+      problems=dict(four_share=0.5),
+      optimizer=dict(name="adamw", learning_rate=3e-4, warmup=10, total=200),
+      learner=dict(only=smollm2.LATER_HALF, buckets=((8, 128), (4, 256), (2, longest))),
     )
   return config
