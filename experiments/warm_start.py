@@ -86,7 +86,7 @@ def tokenizer_of(policy: str) -> tokenization.Tokenizer:
 
   Raises:
     data.DataError: the folder has none
-    ValueError: it has no token for the end of a line, or lacks characters
+    ValueError: it lacks characters, or has no token for the end of a line
   """
   tokenizer = tokenization.Tokenizer.load(policy)
   ids = tokenizer.encode(countdown.CHARACTERS)
@@ -115,6 +115,8 @@ def export(folder: pathlib.Path, policy: str) -> None:
 
 
 def main(config):
+  if config["policy"] and config["begin_as"]:
+    raise ValueError("a policy begins as one other: give config.policy or config.begin_as")
   launch.start()
   run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.WARM_START)
   if policy := config["policy"]:

@@ -403,6 +403,8 @@ def test_an_llm_learns_to_search(home, tmp_path):
   (llm / "tokenizer.json").write_text(text.replace('"|"', '"a"'))
   args = [*args, f"--config.policy={llm}", f"--workdir={tmp_path / 'none'}"]
   assert re.match("the tokenizer of .* cannot write", error(run(home, "warm_start", *args)))
+  args += [f"--config.begin_as={llm}"]
+  assert re.match("a policy begins as one other", error(run(home, "warm_start", *args)))
 
 
 def test_two_policies_are_compared_on_the_same_prompts(home, whole):

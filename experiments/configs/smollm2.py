@@ -42,7 +42,7 @@ import ml_collections
 from experiments.configs import countdown
 
 POLICY = "runs/smollm2"  # of `import_gguf`
-SEARCHES = "runs/smollm2_searches/policy"  # of `warm_start`
+SEARCHES = "runs/smollm2_gives_up/policy"  # of `warm_start`
 LATER_HALF = "final_norm|layer_(1[5-9]|2.)"  # of its parameters
 SUMS = dict(
   source="tlt_jax.tasks.reasoning.Problems",  # called with the other entries
@@ -50,7 +50,7 @@ SUMS = dict(
   options="min_terms=2, max_terms=2, min_digits=1, max_digits=2",
   seed=0,
 )
-COUNTDOWN = dict(source="tlt_jax.tasks.countdown.Problems", four_share=0.5, seed=0)
+COUNTDOWN = dict(source="tlt_jax.tasks.countdown.Problems", four_share=0.125, seed=0)
 GSM8K = dict(
   source="tlt_jax.data.load_prompts", prompt_field="question", answer_field="answer"
 )
@@ -113,9 +113,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       # On a CPU only the later half of the layers is trained: no gradient is computed for
       # the others.
-      learner=dict(
-        only="" if gpu else LATER_HALF, updates=1, remat=gpu
-      ),
+      learner=dict(only="" if gpu else LATER_HALF, updates=1, remat=gpu),
       evaluation=dict(every=20, samples=1),
       checkpoint=dict(every=10, keep=1),
     )
@@ -153,7 +151,8 @@ def with_countdown(config: ml_collections.ConfigDict) -> None:
       row_tokens=128,
       context_tokens=16,
       carried_rows=48,
-      min_micro_batches=10,
+      chunk_tokens=64,
+      min_micro_batches=20,
       warm_up_s=0.0,
       average=0.97,
       loss=dict(steps=2),
