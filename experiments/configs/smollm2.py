@@ -30,6 +30,16 @@ which are easier, 13% were solved in the first ten steps and 49% in the last ten
 `experiments/results/smollm2_sums`. The configs for GSM8K and for a GPU have not been run
 to their end.
 
+`:countdown` trains the model that `configs/warm_start.py:smollm2` has taught to write
+searches, few responses a step. Its drafter needs few tokens; one that knows nothing yet:
+
+    python -m experiments.train_drafter --config=experiments/configs/drafter.py:smollm2 \\
+        --run=experiments/configs/smollm2.py:countdown --workdir=runs/searches_drafter \\
+        --config.steps=0 --config.responses.prompts=16 --config.drafter.vocab_size=128 \\
+        "--config.learner.buckets=((1,544),)"
+
+It has run for 53 steps of `experiments.bench.run --scenario=cold`, of 16 s each.
+
 `:smoke` is chain_sum in sizes for a tiny model. GSM8K takes files of one {"question",
 "answer"} object per line: `--config.prompts.path=train.jsonl`,
 `--config.held_out.path=test.jsonl`. Another task of reasoning-gym:
