@@ -262,7 +262,7 @@ WARM_START = {
   },
   "policy": Key(
     str,
-    "Hugging Face folder of an LLM that is trained, with its tokenizer, instead of a new "
+    "folder of a Hugging Face LLM that is trained, with its tokenizer, instead of a new "
     "`model`; '': a new one",
     default="",
   ),
