@@ -151,6 +151,7 @@ def with_gsm8k(config: ml_collections.ConfigDict, gpu: bool) -> None:
 
 def with_countdown(config: ml_collections.ConfigDict) -> None:
   """Makes it a config for Countdown, few prompts of which leave a long tail."""
+  longest = countdown.MAX_PROMPT + 512
   config.policy = SEARCHES
   config.prompts = COUNTDOWN | dict(split="train", size=10**9)
   config.held_out = COUNTDOWN | dict(split="held_out", size=64)
@@ -174,9 +175,10 @@ def with_countdown(config: ml_collections.ConfigDict) -> None:
     rollout=dict(
       slots=4,
       max_prompt=countdown.MAX_PROMPT,
-      buckets=tuple((slots, countdown.MAX_PROMPT + 512) for slots in (4, 2, 1)),
+      buckets=tuple((slots, longest) for slots in (4, 2, 1)),
       rebalance=True,
     ),
+    learner=dict(buckets=((4, 288), (2, longest))),
   )
 
 
