@@ -100,14 +100,16 @@ def tokenizer_of(policy: str) -> tokenization.Tokenizer:
   return tokenizer
 
 
-def export(folder: pathlib.Path, policy: str) -> None:
+def export(
+  folder: pathlib.Path, policy: str, encode: Callable[[str], Sequence[int]]
+) -> None:
   """Writes the tokenizer beside a policy's weights, which began as `policy`, or as none."""
   if not policy:
     if processes.is_first():
       countdown.tokenizer().save_pretrained(folder)
     return
   tokenization.copy_files(policy, folder)
-  stop = tokenizer_of(policy).encode(countdown.STOP).tolist()
+  stop = [int(i) for i in encode(countdown.STOP)]
   if processes.is_first():
     path = folder / "generation_config.json"
     with writing.to(path):
@@ -175,7 +177,7 @@ def main(config):
   folder = pathlib.Path(config["export"] or run.path / "policy")
   params = jax.tree.map(lambda x: x.astype(config["export_dtype"]), state.params)
   convert.save_hf(folder, model, params)
-  export(folder, policy)
+  export(folder, policy, encode)
   logging.info("exported the policy to %s", folder)
 
 

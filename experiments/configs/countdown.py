@@ -29,6 +29,11 @@ DRAFTER, SMALL_DRAFTER = (
   str(_HERE / "drafters" / name) for name in ("countdown_9m", "countdown")
 )
 MAX_PROMPT, MAX_TOKENS = 32, 1024  # of a prompt, and of a response
+PROBLEMS = dict(
+  source="tlt_jax.tasks.countdown.Problems",  # called with the other entries
+  four_share=0.125,
+  seed=0,
+)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -37,11 +42,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   smoke = arg == "smoke"
   max_tokens = 64 if smoke else MAX_TOKENS
   longest = MAX_PROMPT + max_tokens
-  problems = dict(
-    source="tlt_jax.tasks.countdown.Problems",  # called with the other entries
-    four_share=0.125,
-    seed=0,
-  )
   config = ml_collections.ConfigDict(
     dict(
       seed=0,
@@ -82,8 +82,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
           weight_decay=0.0,
         ),
       ),
-      prompts=problems | dict(split="train", size=10**9),
-      held_out=problems | dict(split="held_out", size=4 if smoke else 64),
+      prompts=PROBLEMS | dict(split="train", size=10**9),
+      held_out=PROBLEMS | dict(split="held_out", size=4 if smoke else 64),
       # What is done with such prompts: refuse, drop or cut; see prompt_checks.Unusable.
       unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
       chat=dict(apply=False, system=""),  # see rl.sample.make

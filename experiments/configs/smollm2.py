@@ -60,7 +60,6 @@ SUMS = dict(
   options="min_terms=2, max_terms=2, min_digits=1, max_digits=2",
   seed=0,
 )
-COUNTDOWN = dict(source="tlt_jax.tasks.countdown.Problems", four_share=0.125, seed=0)
 GSM8K = dict(
   source="tlt_jax.data.load_prompts", prompt_field="question", answer_field="answer"
 )
@@ -153,13 +152,12 @@ def with_countdown(config: ml_collections.ConfigDict) -> None:
   """Makes it a config for Countdown, few prompts of which leave a long tail."""
   longest = countdown.MAX_PROMPT + 512
   config.policy = SEARCHES
-  config.prompts = COUNTDOWN | dict(split="train", size=10**9)
-  config.held_out = COUNTDOWN | dict(split="held_out", size=64)
+  config.prompts = countdown.PROBLEMS | dict(split="train", size=10**9)
+  config.held_out = countdown.PROBLEMS | dict(split="held_out", size=64)
   config.algorithm = dict(name="grpo_gae", trace_decay=0.97, aggregation="token")
   config.update(
     strategies="up to 4 live: off or 1_1_2 or 3_1_4",
     spot=dict(
-      row_tokens=128,
       context_tokens=16,
       carried_rows=48,
       chunk_tokens=64,
