@@ -141,8 +141,8 @@ def stop(run: subprocess.Popen, pid: int) -> Stopped:
 
 def main(config):
   logs.start()
-  if not config["drafter"] or not config["spot"]["every"]:
-    raise ResumeError("no drafter trains: set --config.drafter and --config.spot.every")
+  if not config["drafter"] or not config["spot"]["train"]:
+    raise ResumeError("no drafter trains: set --config.drafter and --config.spot.train")
   if not all(arg.startswith("-") for arg in sys.argv[1:]):
     raise ResumeError("flags are given as --name=value here")
   folder = pathlib.Path(_WORKDIR.value or tempfile.mkdtemp()).absolute()

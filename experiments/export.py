@@ -132,7 +132,7 @@ def drafter_of_run(
     drafter, frozen = drafter_lib.of_target(model, name), None
   else:
     drafter, frozen = drafter_files.load(name, model)
-  if not run["spot"]["every"]:
+  if not run["spot"]["train"]:
     return (drafter, frozen) if frozen is not None else (None, None)
   params = on_host(drafter_lib.abstract_params(drafter))
   if run["spot"]["held_out_rows"]:

@@ -4,7 +4,7 @@ The library takes plain arguments. Which entries of a config they are is known h
 in `train.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -300,10 +300,9 @@ def spot_trainer(
     mesh: of the run
     drafter: of `load_drafter`
   """
-  if drafter is None or not config["spot"]["every"]:
+  section = dict(config["spot"])
+  if not section.pop("train") or drafter is None:
     return None
-  when = ("every", "every_from")
-  section = {key: x for key, x in config["spot"].items() if key not in when}
   loss, optimizer_options = section.pop("loss"), section.pop("optimizer")
   options = spot_lib.Options(**section)
   trainer = spot_lib.make_trainer(
@@ -316,12 +315,6 @@ def spot_trainer(
     options=options,
   )
   return trainer, options
-
-
-def trains_drafter(config: Mapping, step: int) -> bool:
-  """Whether the drafter, if the run has one, trains in the rollout of a step."""
-  every, since = config["spot"]["every"], config["spot"]["every_from"]
-  return bool(every) and (step < since or step % every == 0)
 
 
 def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
@@ -365,6 +358,7 @@ def sampler(
   drafter: drafter_lib.DrafterConfig | None = None,
   selector: selector_lib.Selector | None = None,
   spot: spot_lib.Spot | None = None,
+  like: sample.Sampler | None = None,
 ) -> sample.Sampler:
   """The sampler of the config's task, which answers prompts and scores the answers.
 
@@ -373,15 +367,21 @@ def sampler(
     model: the policy's
     mesh: of the run
     drafter, selector, spot: speculation, see `rollout.make`
+    like: another one of the same, compiled, whose programs this one shares
   """
+  if like is None:
+    options = rollout.Options(max_length=sizes.max_length(config), **config["rollout"])
+  else:
+    options = like.rollout.options
   engine = rollout.make(
     model,
     mesh,
-    rollout.Options(max_length=sizes.max_length(config), **config["rollout"]),
+    options,
     drafter=drafter,
     selector=selector,
     verification=config["verification"],
     spot=spot,
+    pool=like and like.rollout.pool,
   )
   return sample.make(
     engine,

@@ -95,18 +95,13 @@ RUN = {
     "without drafts would draw, 'rejection' only the distribution",
   ),
   "spot": {
-    "every": Key(
-      ranges.StepsOrZero, "steps between rollouts in which the drafter trains; 0: none"
-    ),
-    "every_from": Key(
-      ranges.StepsOrZero,
-      "step from which on `every` counts; before, the drafter trains in all rollouts, "
-      "unless `every` is 0",
-      default=0,
-    ),
+    "train": Key(bool, "whether the drafter trains, for as long as it pays", default=True),
     **of(spot.Options),
     "loss": _LOSS,
-    "optimizer": _OPTIMIZER,
+    "optimizer": {
+      name: key._replace(default=spot.OPTIMIZER.get(name, key.default))
+      for name, key in _OPTIMIZER.items()
+    },
   },
   "prompts": _SOURCE,
   "held_out": _SOURCE,

@@ -188,7 +188,7 @@ class Run:
     _, _, features = self.spot_arrays(spot)
     held = (spot[0].abstract_states(), self.draft_params(drafter))
     return [
-      self.part("drafter in training", held, "spot.every"),
+      self.part("drafter in training", held, "spot.train"),
       self.part("drafter's training rows", features, "spot.rows"),
     ]
 
@@ -252,7 +252,7 @@ class Run:
       size = scratch_memory.draft_micro_batch(trainer, row)
       after = trainer.abstract_states()
       parts += [
-        self.part("drafter after an update", after, "spot.every"),
+        self.part("drafter after an update", after, "spot.train"),
         self.scratch("drafter's micro-batch", size, "spot.row_tokens"),
       ]
     return parts

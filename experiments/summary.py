@@ -29,6 +29,9 @@ _QUANTITIES = (
   ("rollout tokens/s", "rollout/tokens_per_s", ".0f"),
   ("step seconds", "step/seconds_s", ".2f"),
 )
+# How rollouts are repeated, see `repeats`.
+SIDES = {"plain": "plainly", "frozen": "with the first drafter, frozen"}
+LATE = 10  # last steps of a run that are looked at by themselves
 
 
 def text(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
@@ -84,27 +87,62 @@ def _gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
   if not compared:
     yield from _estimated_gain(records)
     return
-  plain, own, step = (
-    [r[key] for r in compared]
-    for key in ("plain/seconds_s", "rollout/seconds_s", "step/seconds_s")
-  )
-  rollouts = interleave.ratio(plain, own)
-  without = [s - o + p for s, o, p in zip(step, own, plain, strict=True)]
-  steps = interleave.ratio(without, step)
-  low, high = rollouts["interval"]
-  interval = f" (95% interval {low:.2f} to {high:.2f})" if len(compared) > 1 else ""
+  sides = {side: label for side, label in SIDES.items() if f"{side}/tokens" in compared[0]}
   tokens, different, ties = (
-    sum(r[f"plain/{key}"] for r in compared)
+    sum(r[f"{side}/{key}"] for r in compared for side in sides)
     for key in ("tokens", "differing_tokens", "near_ties")
   )
-  count = sum("rollout/seconds_s" in r for r in records)
+  steps = [r for r in records if "rollout/seconds_s" in r]
   yield (
-    f"Gain: in {len(compared)} of {count} steps the rollout was repeated plainly, without "
-    f"drafts and training. This run's own were {rollouts['mean']:.2f} times as "
-    f"fast{interval}, its steps {steps['mean']:.2f} times. Of {tokens:,} tokens compared "
-    f"{different:,} were different"
-    + (f", and {ties} at a tie in rounding." if ties else ".")
+    f"Gain: in {len(compared)} of {len(steps)} steps the rollout was repeated "
+    f"{' and '.join(sides.values())}. Of {tokens:,} tokens compared {different:,} were "
+    "different" + (f", and {ties} at a tie in rounding." if ties else ".")
   )
+  late = [r for r in steps[-LATE:] if r in compared]
+  for side, label in sides.items():
+    told = f"{_faster(compared, side)} in all"
+    if 1 < len(late) < len(compared):
+      told += f", {_faster(late, side)} in the last {LATE} steps"
+    whole = gain(compared, side, "step")["mean"]
+    yield (
+      f"This run's rollouts, against those repeated {label}: {told}. Its steps, all "
+      f"training included: {whole:.2f} times."
+    )
+  own = "rollout/mean_acceptance_length"
+  if "frozen" in sides:
+    pairs = [(r[own], r["frozen/mean_acceptance_length"]) for r in compared]
+    (first, first_frozen), (last, last_frozen) = pairs[0], pairs[-1]
+    yield (
+      f"A pass drew {first:.2f} tokens in the first of these rollouts and {last:.2f} in "
+      f"the last; with the frozen drafter {first_frozen:.2f} and {last_frozen:.2f}."
+    )
+
+
+def _faster(compared: Sequence[Mapping[str, float]], side: str) -> str:
+  """How many times as fast the run's own rollouts were, with its interval."""
+  found = gain(compared, side)
+  low, high = found["interval"]
+  interval = f" (95%: {low:.2f} to {high:.2f})" if len(compared) > 1 else ""
+  return f"{found['mean']:.2f} times as fast{interval}"
+
+
+def gain(compared: Sequence[Mapping[str, float]], side: str, of: str = "rollout") -> dict:
+  """The time of a side over the run's own, as `interleave.ratio` gives it.
+
+  Args:
+    compared: records of steps whose rollouts were repeated
+    side: of `SIDES`
+    of: "rollout", until the last token, or "step", with all training
+  """
+  sides, own = [], []
+  for r in compared:
+    rollout_s = r["rollout/seconds_s"]
+    until_last = rollout_s - r.get("drafter/training_s", 0.0)
+    step_s = r["step/seconds_s"]
+    own.append(until_last if of == "rollout" else step_s)
+    repeated_s = r[f"{side}/seconds_s"]
+    sides.append(repeated_s if of == "rollout" else step_s - rollout_s + repeated_s)
+  return interleave.ratio(sides, own)
 
 
 def _estimated_gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
@@ -136,6 +174,14 @@ def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
       f"on what takes about {harvested:.1f} s alone; "
       f"{_total(records, 'drafter/updates'):.0f} updates in all."
     )
+    invested, saved = (
+      max(r.get(f"drafter/{k}_s", 0.0) for r in records) for k in ("invested", "saved")
+    )
+    if invested or saved:
+      yield (
+        f"Beside that, {invested:.1f} s were invested in training after rollouts. By the "
+        f"run's own estimate all training saved {saved:.1f} s of rollouts."
+      )
 
 
 def _total(records: Sequence[Mapping[str, float]], key: str) -> float:

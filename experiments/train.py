@@ -16,8 +16,8 @@ from experiments import keys
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
-from experiments import plain_rollouts
 from experiments import plot
+from experiments import repeats
 from experiments import summary
 from experiments import workdirs
 from tlt_jax import axes
@@ -69,7 +69,8 @@ def main(config):
   prompts = dynamic_sampling.Queue(data.prompt_iterator(asked, P, config["seed"]))
 
   # Where it stands.
-  step = 0
+  step, saved = 0, {}
+  same_drafter = "drafter" not in run.not_restored
   beside = {k: x for k, x in (("drafter", spot), ("critic", critic)) if x is not None}
   trained = lambda state: {"policy": state} | {k: x.arrays() for k, x in beside.items()}
 
@@ -78,6 +79,7 @@ def main(config):
       "prompts": prompts.get_state(),
       "drafter": spot.data() if spot else None,
       "rollout": sampler.rollout.state(),
+      "repeats": repeated.state(),
     }
     return step, trained(state), saved
 
@@ -89,7 +91,6 @@ def main(config):
   if run.start is not None:
     params = state = None  # the checkpoint's have their memory
     like = trained(learner.abstract_state())
-    same_drafter = "drafter" not in run.not_restored
     if spot and same_drafter:
       like["drafter"] = spot.saved_arrays(run.start.data()[1]["drafter"])
     step, restored, saved = run.start.restore(like, without=run.not_restored)
@@ -103,7 +104,8 @@ def main(config):
   policy = learner.to_rollout(state.params)
   state = learner.parked(state)
   sampler.compile(policy, draft_params)
-  repeated = plain_rollouts.make(config, model, mesh, policy)
+  repeated = repeats.make(config, model, mesh, policy, sampler)
+  repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
   board = wandb_board.make(config["wandb"], run.path, config)
   writer = metrics_lib.Writer(run.path, resume_step=step, beside=board)
@@ -122,7 +124,6 @@ def main(config):
         break
       began = time.perf_counter()
       records = prompts.peek(most or P)
-      train = bool(spot) and from_config.trains_drafter(config, step)
       scored = sampler(
         policy,
         records,
@@ -130,11 +131,13 @@ def main(config):
         seed=config["seed"],
         first_request=step * len(records) * R,
         draft_params=draft_params,
-        train=train,
-        decide=decisions(step) if train else None,
+        train=spot is not None,
+        decide=decisions(step) if spot else None,
         replace=replace,
       )
-      plain = repeated(step, policy, scored)
+      repeated_at = time.perf_counter()
+      compared = repeated(step, policy, scored)
+      repeating_s = time.perf_counter() - repeated_at
       policy = None  # the update has its memory
       launch.release_freed_memory()
       updating = time.perf_counter()
@@ -143,10 +146,10 @@ def main(config):
       policy = jax.block_until_ready(learner.to_rollout(state.params))
       state = learner.parked(state)
       done = time.perf_counter()
-      metrics |= scored.metrics() | plain | policy_metrics | {
+      metrics |= scored.metrics() | compared | policy_metrics | {
         "policy/seconds_s": syncing - updating,
         "weight_sync/seconds_s": done - syncing,
-        "step/seconds_s": done - began - plain.get("plain/seconds_s", 0.0),
+        "step/seconds_s": done - began - repeating_s,
       }
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())

@@ -144,7 +144,7 @@ DRAFTING = {
   "spot.rows": 2,
   "spot.carried_rows": 1,
   "spot.chunk_tokens": 16,
-  "spot.warm_up_s": 0.5,
+  "spot.after_rollout_share": 2.0,  # idle time may be too short to train
   "spot.micro_batches_per_update": 3,  # so that checkpoints hold some that wait
   "spot.loss.steps": 1,
 }

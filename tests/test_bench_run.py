@@ -107,15 +107,22 @@ def test_the_seconds_of_a_rollout_by_what_its_slices_did():
   }
 
 
+def completed(file):
+  """A config with the defaults of the keys that it leaves out."""
+  config = launch.read_config(f"experiments/configs/{file}")
+  declarations.fill_in(keys.RUN, config, {})
+  return config
+
+
 @pytest.mark.parametrize("file", ["tail.py:8", "smollm2.py", "countdown.py"])
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
 def test_a_scenario_sets_keys_of_any_config(name, file):
   """But none that the command line has set."""
-  config = launch.read_config(f"experiments/configs/{file}")
-  given = {"drafter": "mine", "spot.warm_up_s": 7.0}
+  config = completed(file)
+  given = {"drafter": "mine", "spot.rows": 7}
   own = scenarios.apply(name, config | {"drafter": "mine"}, given)
   assert own["drafter"] == "mine" and own["steps"] >= 100
-  assert own["spot"]["warm_up_s"] == config["spot"]["warm_up_s"]
+  assert own["spot"]["rows"] == config["spot"]["rows"]
   assert own["optimizer"].get("total") in (None, own["steps"])
   assert levels.parse(own["strategies"])
   assert "ngram_3" in own["strategies"] or name != "cold"
@@ -128,20 +135,20 @@ def test_a_scenario_sets_keys_of_any_config(name, file):
 
 def test_a_cold_run_has_n_grams_whatever_strategies_are_given():
   given = {"strategies": "up to 2 live: off or 2_1_3; up to 8 live: ngram_5"}
-  config = launch.read_config("experiments/configs/tail.py:8") | given
+  config = completed("tail.py:8") | given
   own = scenarios.apply("cold", config, given)["strategies"]
   assert own == "up to 2 live: off or 2_1_3 or ngram_3; up to 8 live: ngram_5"
 
 
 def test_the_learning_rate_falls_over_the_steps_that_are_asked_for():
-  config = launch.read_config("experiments/configs/tail.py:8")
+  config = completed("tail.py:8")
   total = config["optimizer"]["total"]
   own = scenarios.apply("cold", config | {"steps": total + 7}, {"steps": total + 7})
   assert own["optimizer"]["total"] == total + 7
 
 
 def test_scenarios_that_cannot_be():
-  config = launch.read_config("experiments/configs/tail.py:8")
+  config = completed("tail.py:8")
   assert scenarios.apply("cold", config, {})["drafter"] == "eagle2"
   with pytest.raises(ValueError, match="give --config.drafter=DIR"):
     scenarios.apply("elsewhere", config, {})

@@ -106,7 +106,7 @@ def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains,
   expected = strategies.format("off or ngram_3 or ngram_5")
   assert levels.parse(own["strategies"]) == levels.parse(expected)
   assert bool(own["drafter"]) == drafts
-  assert (drafts and own["spot"]["every"] > 0) == trains
+  assert (drafts and own["spot"]["train"]) == trains
   assert own["rollout"]["rebalance"] == bool(suffix)
   assert own["rollout"].get("deterministic", False) == ("deterministic" in suffix)
   assert own["sampling"] == config["sampling"]

@@ -107,22 +107,6 @@ def test_side_by_side_needs_a_drafter_or_sides_without_one(home):
   assert "nothing drafts on side 'frozen'" in message
 
 
-@pytest.mark.slow
-def test_drafters_of_several_runs_are_compared(home, drafter):
-  """A run that is done is not done again."""
-  args = [
-    *tiny_run(home, ("strategies", "up to 9 live: 2_1_3"), ("drafter", drafter)),
-    *("--variants=offline_frozen", "--seeds=0", "--steps=1", "--prompts=2"),
-    *("--strategy=2_1_3", f"--workdir={home / 'sweep'}"),
-  ]
-  result = found(home, "bench.sweep_drafter", *args)
-  ((variant, rate, seed, length),) = result["rows"]
-  assert (variant, seed) == ("offline_frozen", "0") and length >= 1
-  lines = (home / "sweep" / "sweep.csv").read_text().splitlines()
-  assert lines[1:] == [f"offline_frozen,{rate},0,{length}"]
-  assert (home / "sweep" / "sweep.png").stat().st_size > 5_000
-
-
 def test_speculation_is_checked_token_by_token(home, chat):
   """On a file of prompts, which are asked again when there are no more."""
   sizes = ["--strategies=2_1_3", "--tokens=100", "--batch=4"]

@@ -200,7 +200,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_pa
     ("--config.steps=abc", "--config.steps=abc: invalid literal for int"),
     ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
     ("--config=experiments/configs/countdown.py:smok", "small, smoke or none, not 'smok'"),
-    ("--config.spot.evry=1", "did you mean 'spot.every'"),
+    ("--config.spot.trian=1", "did you mean 'spot.train'"),
     ("--schedule=none.jsonl", "none.jsonl: no such file"),
     ("--wrokdir=x", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
     ("workdir", "unexpected argument 'workdir'"),

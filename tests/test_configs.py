@@ -51,6 +51,7 @@ from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import strategy
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 
@@ -244,10 +245,21 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
   assert made.is_locked
   declarations.check(section, made.to_dict())
   assert set(leaves(load(name))) <= set(leaves(made.to_dict()))
-  assert leaves(load(name, arg)) == leaves(load(name))
+  assert sorted(leaves(completed(name, arg))) == sorted(leaves(completed(name)))
   with pytest.raises(AttributeError, match="locked"):
     made.learning_rat = 1
   assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_drafter_that_a_config_drafts_with_trains(name):
+  """For as long as that pays, in idle slices and after rollouts: one slice is never idle."""
+  named = [text.partition("`")[0] for text in module(name).__doc__.split("`:")[1:]]
+  for arg in {"", *named} - {"smoke"}:
+    config = completed(name, arg if re.fullmatch(r"\w*", arg) else "")
+    arms = [arm for level in levels.parse(config["strategies"]) for arm in level.arms]
+    assert any(map(strategy.uses_drafter, arms)) and config["drafter"]
+    assert config["spot"]["train"] and config["spot"]["after_rollout_share"] > 0
 
 
 @pytest.mark.parametrize("arg", ["gsm8k", "countdown"])
@@ -274,25 +286,11 @@ def test_names_on_the_command_line_are_no_numbers(given, read):
   assert flag == f"--{key}" and ast.literal_eval(text) == read
 
 
-@pytest.mark.parametrize(
-  "spot, steps",
-  [
-    ({"every": 0, "every_from": 3}, []),
-    ({"every": 1, "every_from": 0}, [0, 1, 2, 3, 4, 5, 6, 7]),
-    ({"every": 4, "every_from": 0}, [0, 4]),
-    ({"every": 4, "every_from": 3}, [0, 1, 2, 4]),
-  ],
-)
-def test_a_drafter_trains_in_some_rollouts_only_once_it_has_learnt(spot, steps):
-  trained = [s for s in range(8) if from_config.trains_drafter({"spot": spot}, s)]
-  assert trained == steps
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_read(name):
   """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
   read = set()
-  modules = ("from_config.py", "plain_rollouts.py", "sizes.py", "workdirs.py")
+  modules = ("from_config.py", "repeats.py", "sizes.py", "workdirs.py")
   for source in (f"{command(name)}.py", *modules):
     tree = ast.parse((ROOT / "experiments" / source).read_text())
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}

@@ -38,7 +38,7 @@ from tlt_jax.rl import sample
 home = commands.home
 chat = commands.chat
 MODEL = commands.COUNTDOWN
-SETTINGS = {"steps": 4, "seed": 0, "spot": {"every": 1}, "checkpoint": {"every": 1}}
+SETTINGS = {"steps": 4, "seed": 0, "spot": {"train": True}, "checkpoint": {"every": 1}}
 ROOM = 4 << 30  # bytes that a reader may ask for on top of what is there
 
 

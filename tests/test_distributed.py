@@ -385,7 +385,7 @@ def test_a_step_that_is_cut_short_leaves_no_trace(home, tmp_path, deterministic)
 def test_a_run_goes_on_with_other_slices(home, tmp_path, devices, tensor_parallel):
   """Drafter and all: its data are dealt out; the tokens of the next step are the same."""
   # It trains after each rollout: tiny slices may have no idle time.
-  settings = commands.DRAFTING | {"spot.warm_up_rollouts": 6}
+  settings = commands.DRAFTING
 
   def train(workdir, devices, steps, tensor_parallel=1):
     sizes = (("steps", steps), ("tensor_parallel", tensor_parallel))

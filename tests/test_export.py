@@ -59,7 +59,7 @@ def test_a_run_is_exported_from_its_latest_checkpoint(home, tmp_path):
   published = made["published"]
   state = {k: made[k] for k in ("params", "average")} | {"step": jnp.int32(1)}
   trained = {"state": state, "published": published, "features": jnp.zeros(5)}
-  spot = {"every": 1, "held_out_rows": 0, "average": 0.0}
+  spot = {"train": True, "held_out_rows": 0, "average": 0.0}
   config = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": spot}
   run = workdir_of(tmp_path, config, state_of(drafter=trained))
   told = export.export(run, tmp_path / "out", "sglang")
@@ -82,7 +82,7 @@ def test_a_frozen_drafter_and_one_trained_offline_are_exported(home, tmp_path):
   drafter = drafter_lib.of_target(MODEL, qk_norm=False, architecture="LlamaForCausalLM")
   params = drafter_lib.init_params(drafter, jax.random.key(1))
   drafter_files.save(tmp_path / "offline" / "drafter", drafter, params)
-  run = {"policy": str(home / "policy"), "spot": {"every": 0}}
+  run = {"policy": str(home / "policy"), "spot": {"train": False}}
   run["drafter"] = str(tmp_path / "offline" / "drafter")
   (tmp_path / "rl").mkdir()
   workdir_of(tmp_path / "rl", run, state_of())
@@ -110,7 +110,7 @@ def test_what_a_run_has_is_not_overwritten(home, tmp_path):
   params = of_qwen3()
   for name in ("offline", "rl"):
     drafter_files.save(tmp_path / name / "drafter", *params)
-  run = {"policy": str(home / "policy"), "spot": {"every": 0}}
+  run = {"policy": str(home / "policy"), "spot": {"train": False}}
   run["drafter"] = str(tmp_path / "offline" / "drafter")
   workdir_of(tmp_path / "rl", run, state_of())
   (tmp_path / "offline" / "config.json").write_text(json.dumps({"run": run}))
@@ -208,8 +208,8 @@ def test_a_run_of_before_a_key_existed_is_exported(home, tmp_path):
   export = commands.module("export")
   drafter = drafter_lib.of_target(MODEL)
   params = drafter_lib.init_params(drafter, jax.random.key(1))
-  run = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": {"every": 1}}
-  trained = {"state": {"params": params}, "published": params}
+  run = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": {"train": True}}
+  trained = {"state": {"params": params, "average": params}, "published": params}
   run = workdir_of(tmp_path, run, state_of(drafter=trained))
   export.export(run, tmp_path / "out", "sglang")
   assert_equal(drafter_files.load(tmp_path / "out" / "drafter", MODEL), (drafter, params))

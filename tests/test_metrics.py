@@ -236,11 +236,12 @@ def test_the_summary_tells_what_compared_rollouts_gained():
   ]
   records[1] |= compared | {"plain/seconds_s": 4.0}
   told = " ".join(summary.text(records).split())
-  assert "in 1 of 4 steps" in told and "own were 2.00 times as fast, its" in told
+  assert "in 1 of 4 steps the rollout was repeated plainly. Of 600 tokens" in told
+  assert "repeated plainly: 2.00 times as fast in all. Its steps" in told
   records[3] |= compared | {"plain/seconds_s": 8.0}
   told = " ".join(summary.text(records).split())
-  assert "in 2 of 4 steps the rollout was repeated plainly" in told
-  assert "2.83 times as fast (95% interval 0.03 to 231.22), its steps 1.94 times" in told
+  assert "2.83 times as fast (95%: 0.03 to 231.22) in all. Its steps" in told
+  assert "all training included: 1.94 times" in told
   assert "Of 1,200 tokens compared 0 were different." in told
   assert "less than without it" not in told
   assert "Speculation ran for 50% of the rollouts' time" in told
@@ -248,6 +249,32 @@ def test_the_summary_tells_what_compared_rollouts_gained():
   assert "slices were idle for 4.0 s (25% of their time)" in told
   records[0] |= compared | {"plain/seconds_s": 2.0, "plain/near_ties": 1}
   assert "and 1 at a tie in rounding." in " ".join(summary.text(records).split())
+
+
+def test_the_summary_tells_what_training_the_drafter_gained():
+  """In all, and in the last ten steps; time of training after rollouts is no rollout's."""
+  sides = {f"{side}/{k}": 0 for side in ("plain", "frozen") for k in ("tokens", "near_ties")}
+  sides |= {"plain/differing_tokens": 0, "frozen/differing_tokens": 0}
+  records = []
+  for step in range(20):
+    own_s = 4.0 if step < 10 else 2.0
+    records.append({"rollout/seconds_s": own_s + 0.5, "step/seconds_s": own_s + 1.5})
+    records[-1] |= {"drafter/training_s": 0.5, "drafter/updates": 9}
+    records[-1] |= {"drafter/invested_s": 0.4 * (step + 1), "drafter/saved_s": 3.0}
+    records[-1] |= {"rollout/mean_acceptance_length": 1.0 + step / 10}
+    if step % 5 == 4:
+      records[-1] |= sides | {"plain/seconds_s": 8.0, "frozen/seconds_s": 4.0}
+      records[-1] |= {"frozen/mean_acceptance_length": 1.25}
+  told = " ".join(summary.text(records).split())
+  assert "repeated plainly and with the first drafter, frozen." in told
+  assert "repeated plainly: 2.83 times as fast (95%: " in told
+  assert "4.00 times as fast (95%: 4.00 to 4.00) in the last 10 steps." in told
+  assert "first drafter, frozen: 1.41 times as fast" in told
+  assert "2.00 times as fast (95%: 2.00 to 2.00) in the last 10 steps" in told
+  assert "drew 1.40 tokens in the first of these rollouts and 2.90 in the last; " in told
+  assert "with the frozen drafter 1.25 and 1.25." in told
+  assert "8.0 s were invested in training after rollouts" in told
+  assert "all training saved 3.0 s of rollouts" in told
 
 
 def test_the_share_of_solved_responses_is_drawn_where_it_is_not_the_reward():
@@ -268,7 +295,8 @@ def test_a_run_gives_its_figures(tmp_path):
     workdir = tmp_path / str(steps)
     writer = metrics.Writer(workdir)
     for step in range(steps):
-      seconds = {"rollout/seconds_s": 1.0, "plain/seconds_s": 2.0} if step % 5 == 0 else {}
+      seconds = {"rollout/seconds_s": 1.0, "step/seconds_s": 2.0}
+      seconds |= {"plain/seconds_s": 2.0} if step % 5 == 0 else {}
       writer.write(step, {"reward/mean": rng.random(), "eval/accuracy": 0.5} | seconds)
       outcome = metrics.OUTCOMES[step % 3]
       lengths = np.exp(rng.normal(4, 1, 64)).astype(int)

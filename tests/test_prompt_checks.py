@@ -336,7 +336,6 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
       "output": str(tmp_path / "responses.jsonl"),
     },
     "check_lossless": {},
-    "bench.sweep_drafter": workdir,
     "bench.spot": {},
     "bench.step": workdir,
   }

@@ -57,6 +57,8 @@ SIZES = {
   "carried_rows": 6,
   "chunk_tokens": 16,
   "max_batch": 4,  # of two buckets one, which leaves a program out
+  "average": 0.0,
+  "after_rollout_share": 0.0,
 }
 
 
@@ -68,7 +70,7 @@ def trainer_of(kind, data, model, learning_rate, options):
     tiny.mesh(data, model),
     optimizer=optax.adam(learning_rate),
     longest=tiny.SIZES["max_length"],
-    loss=draft_loss.Loss(steps=2),
+    loss=draft_loss.Loss(steps=2, distance="cross_entropy"),
     options=options,
   )
 

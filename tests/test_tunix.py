@@ -333,7 +333,7 @@ def test_speculation_and_spot_training_change_no_token(tlt, engine, tmp_path):
   plain = make(tlt, sharp, devices=2)
   rows = dict(row_tokens=16, context_tokens=8, rows=8, carried_rows=4)
   often = dict(updates_per_exchange=1, min_micro_batches=1)
-  often |= dict(warm_up_s=0.5, warm_up_rollouts=2)  # idle time may be too short to train
+  often |= dict(after_rollout_share=2.0)  # idle time may be too short to train
   several = make(
     tlt,
     sharp,

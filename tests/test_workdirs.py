@@ -16,7 +16,7 @@ CONFIG = {
   "seed": 0,
   "policy": "a",
   "drafter": "eagle2",
-  "spot": {"every": 1, "rows": 4},
+  "spot": {"train": True, "rows": 4},
   "rollout": {"slots": 4, "max_prompt": 8, "buckets": ((4, 16),)},
   "algorithm": {"name": "grpo"},
   "sampling": {"max_tokens": 8},
@@ -179,7 +179,7 @@ def test_a_run_goes_on_when_its_algorithm_has_got_new_arguments(tmp_path):
   [
     ({"seed": 1, "steps": 9}, ()),
     ({"drafter": "eagle3"}, ("drafter",)),
-    ({"spot": {"every": 0, "rows": 4}}, ("drafter",)),
+    ({"spot": {"train": False, "rows": 4}}, ("drafter",)),
     ({"sampling": {"max_tokens": 9}}, ("drafter",)),
     ({"algorithm": {"name": "ppo"}}, ("critic",)),
   ],

@@ -262,8 +262,7 @@ class Run:
         side.warm_up(shared.policy, records, first)
     for name in interleave.in_turn(list(self.sides), self.step):
       side = self.sides[name]
-      train = from_config.trains_drafter(side.config, self.step)
-      by_side[name] = side.rollout(shared.policy, records, first, train=train)
+      by_side[name] = side.rollout(shared.policy, records, first)
     names = list(self.sides)
     expected, last = by_side[names[0]], by_side[names[-1]]
     found = {

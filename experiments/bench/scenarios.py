@@ -23,11 +23,8 @@ numbers only, for a run on problems with four.
         --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
         --config.prompts.four_share=1 --config.held_out.four_share=1
 
-Such a drafter has more to learn than the config's, and is trained accordingly.
-
-Where training costs slices that decode something, as on CPUs, a drafter that has learnt
-most of what it can need not train in every rollout: with `--config.spot.every=4
---config.spot.every_from=25` it does in each of the first 25, and then in every fourth.
+Both are trained by the recipe of `spot.Options`, whatever the config says, for as long as
+that pays.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,6 +36,8 @@ from tlt_jax import named
 from tlt_jax.models import drafters
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import spot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,40 +50,28 @@ class Scenario:
   adds_ngrams: bool = False  # to the strategies, whoever has named these
 
 
-# For a drafter that is far from its policy: small updates, of rows that hold most of a
-# response, with few unrolled steps.
-_MUCH_TO_LEARN = {
-  "spot.row_tokens": 256,
-  "spot.rows": 64,
-  "spot.carried_rows": 48,
-  "spot.min_micro_batches": 3,
-  "spot.micro_batches_per_update": 1,
-  "spot.average": 0.99,
-  "spot.loss.steps": 2,
-}
-
-
-def _cold(config: Mapping) -> dict[str, Any]:
-  """A new drafter learns fast, and for some seconds after each of the first rollouts."""
-  kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
+def _recipe(**loss: Any) -> dict[str, Any]:
+  """The settings of the recipe for a drafter that has much to learn."""
+  of = lambda section, options, names: {f"spot.{section}{k}": options[k] for k in names}
+  options, losses = vars(spot.Options()), vars(draft_loss.Loss()) | loss
   return {
-    "steps": 100,
-    "drafter": kind,
-    "spot.warm_up_s": 3.0,
-    "spot.warm_up_rollouts": 20,
-    **_MUCH_TO_LEARN,
-    "spot.loss.cross_entropy_updates": 400,
-    "spot.optimizer.learning_rate": 1e-3,
-    "spot.optimizer.warmup": 20,
-    "spot.optimizer.floor": 0.1,
-    "spot.optimizer.total": 3000,
+    **of("", options, ("row_tokens", "context_tokens", "rows", "carried_rows")),
+    **of("", options, ("min_micro_batches", "micro_batches_per_update", "average")),
+    **of("loss.", losses, ("steps", "distance", "cross_entropy_updates")),
+    **of("optimizer.", spot.OPTIMIZER, spot.OPTIMIZER),
   }
 
 
+def _cold(config: Mapping) -> dict[str, Any]:
+  """The drafter is a new one."""
+  kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
+  return {"steps": 100, "drafter": kind, **_recipe()}
+
+
 def _elsewhere(config: Mapping) -> dict[str, Any]:
-  """The drafter is named on the command line, and has much to learn."""
+  """The drafter is named on the command line."""
   del config
-  return {"steps": 100, **_MUCH_TO_LEARN}
+  return {"steps": 100, **_recipe(cross_entropy_updates=0)}
 
 
 def _drift(config: Mapping) -> dict[str, Any]:
@@ -156,7 +143,7 @@ def apply(name: str, config: Mapping, given: Mapping[str, Any]) -> dict[str, Any
       *sections, last = key.split(".")
       section = config
       for part in sections:
-        section = section[part]
+        section = section.setdefault(part, {})
       section[last] = value
   if scenario.adds_ngrams:
     config["strategies"] = _with_ngrams(config["strategies"])

@@ -85,10 +85,9 @@ def settings(side: str, config: dict) -> dict:
     known = [known[-1]._replace(arms=(arm,))]
     if arm is not None and arm.source == strategy.NGRAM:
       config = config | {"drafter": ""}
-  every = config["spot"]["every"] or 1
   return config | {
     "strategies": levels.write(known),
-    "spot": config["spot"] | {"every": every if side == "tlt" else 0},
+    "spot": config["spot"] | {"train": side == "tlt"},
   }
 
 

@@ -244,7 +244,7 @@ def main(config):
   config["drafter"] = _DRAFTER.value or config["drafter"]
   if not config["drafter"]:
     raise ValueError("there is no drafter to train: give --drafter")
-  config["spot"]["every"] = 1
+  config["spot"].update(train=True, after_rollout_share=0.0)
   config["strategies"] = always(config["strategies"])
   config = from_config.complete(config)
   problems = from_config.prompts(config, config["prompts"])

@@ -49,39 +49,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       policy=POLICY,  # Hugging Face folder
       tensor_parallel=1,  # devices per slice; the other devices are slices
       # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
-      drafter=DRAFTER,
+      drafter="eagle2",
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
-      strategies="up to 1 live: off or 3_1_8 or 7_1_8; up to 16 live: off or 3_1_4",
+      strategies="up to 16 live: off or 3_1_4",
       strategy_rule="predictive",
       verification="coupled",  # see spec_decode.rollout.make
-      # Idle slices train the drafter, see spec_decode.spot.spot.Options (the loss:
-      # spot.loss.Loss, the optimizer: rl.optimizer.make).
-      spot=dict(
-        every=1,  # in every n-th rollout, see `every_from`; 0: it stays as it is
-        row_tokens=128,
-        context_tokens=32,
-        rows=128,
-        carried_rows=64,
-        held_out_rows=0,
-        max_batch=4,
-        chunk_tokens=128,
-        min_micro_batches=6,
-        after_rollout_share=0.0,
-        warm_up_s=0.0,
-        warm_up_rollouts=1,
-        micro_batches_per_update=8,  # for a good drafter; a new one learns faster with 1
-        updates_per_exchange=16,
-        average=0.97,
-        loss=dict(steps=3, decay=0.8, distance="total_variation", regression=0.1),
-        optimizer=dict(
-          name="adamw",
-          learning_rate=1e-3,
-          total=1000,
-          floor=1.0,
-          b2=0.99,
-          weight_decay=0.0,
-        ),
-      ),
+      # How the drafter trains: by the recipe, see spec_decode.spot.spot.Options.
+      spot=dict(max_batch=4),
       prompts=PROBLEMS | dict(split="train", size=10**9),
       held_out=PROBLEMS | dict(split="held_out", size=4 if smoke else 64),
       # What is done with such prompts: refuse, drop or cut; see prompt_checks.Unusable.
@@ -97,15 +71,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_prompt=MAX_PROMPT,
         slots=16,
         buckets=(
-          *((16, 256), (8, 512), (4, 512)),
-          *((8, longest), (4, longest), (2, longest), (1, longest)),
+          *((16, 256), (8, 512), (16, longest), (4, longest)),
         ),
         chunk=32,
         prompt_rows=8,
         prefill_rows=8,
         prefill_block=32,
         rebalance=False,
-        budget=dict(programs=48, compile_s=240.0),
       ),
       # Credit for each token, with ten times the signal of one number per response; see
       # rl.grpo_gae.make.
@@ -145,7 +117,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       policy=SMALL_POLICY,
       drafter=SMALL_DRAFTER,
       strategies="up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3",
-      spot=dict(max_batch=8),
+      # A good drafter gets worse by small updates.
+      spot=dict(
+        max_batch=8, micro_batches_per_update=8, loss=dict(cross_entropy_updates=0)
+      ),
       batch=dict(prompts=32, responses=8),
       rollout=dict(
         slots=64,
@@ -167,7 +142,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.update(
       steps=3,
       drafter="",
-      spot=dict(micro_batches_per_update=1),  # there are few rows
       batch=dict(prompts=4, responses=2),
       rollout=dict(buckets=()),
       learner=dict(buckets=((8, 128),)),

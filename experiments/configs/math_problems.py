@@ -1,7 +1,7 @@
 """DAPO on a file of MATH-style problems with Qwen2.5, Qwen3 or Llama 3.1.
 
     python -m experiments.train --config=experiments/configs/math_problems.py:qwen3_8b \\
-        --config.policy=/models/Qwen3-8B --config.drafter=eagle2 \\
+        --config.policy=/models/Qwen3-8B \\
         --config.prompts.path=math_train.jsonl \\
         --config.held_out.path=math_test.jsonl --workdir=runs/math
 

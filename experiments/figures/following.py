@@ -1,10 +1,9 @@
 """Watches a drafter follow a policy: its agreement in each program that trains it.
 
-    python -m experiments.figures.following --steps=12 --config.spot.warm_up_s=2 \\
-      --config.spot.warm_up_rollouts=1000
+    python -m experiments.figures.following --steps=12
 
 RL steps of two sides in turn, which draw the same tokens: on one the drafter trains (in
-idle slices, and after each rollout for `spot.warm_up_s`), on the other it stays as it
+idle slices, and after rollouts), on the other it stays as it
 was. Agreement is the share of probability that drafter and policy put on the same token,
 1 less their total variation, on the rows that are trained on. The flags are those of
 `bench.step`. The last line is JSON.

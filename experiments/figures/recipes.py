@@ -55,13 +55,13 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     "children": f"{rollout} --live={size(8, 32)} --repeats={size(1, 3)} "
     f"--strategies={_WIDTHS}",
     "following": f"experiments.figures.following {_TAIL} --steps={size(12, 32)} "
-    f"--config.spot.warm_up_s={size(2, 12)} --config.spot.warm_up_rollouts=1000",
+    f"--config.spot.after_rollout_share={size(0.5, 2)}",
     "pool": f"experiments.figures.pool {_TAIL}",
     "spot": f"experiments.bench.spot --pairs={size(8, 20)}",
     "wide": f"experiments.bench.widen --config={_SMALL_RUN}",
     "case_plain": f"{case} {_PLAIN}",
     "case_switched": f"{case} --config.drafter={runs}/wide/drafter "
-    "--config.spot.every=0 '--config.strategies=up to 16 live: 3_1_4'",
+    "--config.spot.train=False '--config.strategies=up to 16 live: 3_1_4'",
     "switching": "experiments.figures.switching --requests=128 --at=32",
     "rules": "experiments.figures.rules --scenario=qwen2_5_7b --slices=8",
     "counted": f"experiments.figures.counted {_TAIL}:4 --config.batch.prompts="

@@ -5,6 +5,7 @@ back what the clock decided in a run's rollouts, as `Scored.record` kept it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -170,10 +171,19 @@ class Sampler:
     asked = [records[p] for p in requests.prompt_idx]
     score = lambda samples, index: self._score(samples, requests, asked, index)
     if replace is None:
-      began = time.perf_counter()
-      samples = self._run(params, requests, draft_params, **options)
-      rollout_s = time.perf_counter() - began
-      judged, choice = score(samples, range(len(requests))).whole(), None
+      with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        pending = []
+
+        def begin(samples):
+          pending.append(thread.submit(score, samples, range(len(requests))))
+          return lambda: not pending[0].done()
+
+        began = time.perf_counter()
+        samples = self._run(params, requests, draft_params, score=begin, **options)
+        drawn = time.perf_counter()
+        judged, choice = pending[0].result().whole(), None
+      rollout_s = drawn - began
+      judged = judged._replace(seconds=time.perf_counter() - drawn)
     else:
       replacement = dynamic_sampling.Replacement(replace, requests, score)
       with contextlib.closing(replacement):

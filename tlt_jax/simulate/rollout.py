@@ -110,7 +110,8 @@ def simulate(
     longest = options.max_length
     args = config, drafter, mesh, None, None, longest
     trainer = devices.Trainer(*args, per_update=spot.micro_batches_per_update)
-    trains = devices.Spot(trainer, spot)
+    # How good the drafter gets is given: nothing would be learnt after a rollout.
+    trains = devices.Spot(trainer, dataclasses.replace(spot, after_rollout_share=0.0))
   timer = devices.Timer()
   row_tokens = trains.row_tokens if trains else 1
   programs = devices.Programs(shapes, machine.costs, timer, row_tokens)

@@ -51,6 +51,10 @@ class Samples:
   # Of the drafter, by program that trained it: "updates", "skipped", and means over them.
   training: list[dict] | None = None
   training_s: float = 0.0  # that it went on after the last token
+  # Of the whole run until now, see `spot.investment`: seconds of training after rollouts,
+  # and an estimate of the seconds that all training has saved.
+  invested_s: float = 0.0
+  saved_s: float = 0.0
   published: bool | None = None  # whether what was trained drafts; None: not asked
   micro_batch_s: float = 0.0  # of it, in slices that only train
 
@@ -123,6 +127,8 @@ class Samples:
       **({"drafter/published": float(self.published)} if asked else {}),
       "rollout/harvested_s": self.harvested_s,
       "drafter/training_s": self.training_s,
+      "drafter/invested_s": self.invested_s,
+      "drafter/saved_s": self.saved_s,
       "drafter/updates": updates,
       "drafter/skipped": count("skipped"),
       **({f"drafter/{k}": mean(k) for k in names} if updates else {}),
@@ -167,6 +173,9 @@ Watch = Callable[[Samples, list[int]], None]
 # How many prompts are asked by now: of the samples so far, the requests that have ended
 # since the last time, and whether no request is left.
 Ask = Callable[[Samples, list[int], bool], int]
+# Begins to score the samples, all of which are drawn; what it returns says whether that
+# still goes on.
+Score = Callable[[Samples], Callable[[], bool]]
 
 
 def empty(

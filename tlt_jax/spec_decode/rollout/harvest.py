@@ -1,9 +1,11 @@
 """One rollout's spot training, the host's side: how much, on what, and what it took.
 
 What depends on the clock goes through `clock.Decisions`, so that it can be done again
-alike. The device's side, and what outlives a rollout, is `spot`.
+alike. The device's side, and what outlives a rollout, is `spot`; whether training pays is
+known to `spot.investment`.
 """
 
+from collections.abc import Callable
 import functools
 
 import jax
@@ -14,8 +16,10 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
@@ -46,12 +50,15 @@ class Harvest:
     self._exchanged_s = 0.0  # seconds of chunks before the last exchange
     samples.training = []
     spot.buffer.begin_rollout()
+    spot.investment.begin_rollout()
+    self._trains = bool(self.decide("train", lambda: spot.investment.in_idle_slices))
 
   @property
   def ready(self) -> bool:
-    """Whether there is a slice to train, and something to train on."""
+    """Whether a slice is to be trained, and there is something to train on."""
     live = self.batch.running.live
-    return bool(live.any() and not live.all()) and self.spot.buffer.holds_any
+    idle = bool(live.any() and not live.all())
+    return self._trains and idle and self.spot.buffer.holds_any
 
   def long_chunk(self) -> tuple[int, float]:
     """Tokens and seconds of a longer chunk than others, while slices can train."""
@@ -72,7 +79,7 @@ class Harvest:
     tokens = min(self.schedule.tokens, int(max(left)))
     expect = lambda: clock.expected_steps(running.bucket, arm, steps, tokens)
     expected = self.decide("expected", expect)
-    if not self.spot.buffer.holds_any:
+    if not self._trains or not self.spot.buffer.holds_any:
       return self.spot.training(0, expected)
 
     def within():
@@ -96,6 +103,13 @@ class Harvest:
     least = _DECODING * ran.slice_s  # what micro-batches take is only an estimate
     return float(max(np.maximum(decoding_s, least)[decoded], default=0.0))
 
+  def observe(
+    self, seen: selector_lib.Observation, drafting: drafting_lib.Drafting
+  ) -> None:
+    """Books how a chunk was decoded, and might have been."""
+    arms = drafting.selector.arms(seen.live) if drafting.selector else ()
+    self.spot.investment.observe(seen, arms, drafting.step_s(seen.bucket))
+
   def store(self, ended: list[running_lib.Ended]) -> None:
     """Keeps the features of requests that have ended, as far as there is room.
 
@@ -116,32 +130,50 @@ class Harvest:
     if count.any():
       spot.take_features(self.batch.store(spot.features, pieces, count))
 
-  def finish(self, params, rollout_s: float) -> None:
-    """Ends the rollout: trains where that is asked for, and exchanges what is left.
+  def finish(
+    self, params, rollout_s: float, scoring: Callable[[], bool] | None = None
+  ) -> None:
+    """Ends the rollout: trains for as long as that pays, and exchanges what is left.
 
-    It trains for a share of the rollout's time on a single slice, which is never idle, and
-    after the first rollouts of a new drafter. Where there is held-out data, that says
-    whether what was trained may draft.
+    Where there is held-out data, that says whether what was trained may draft.
+
+    Args:
+      params: the target's
+      rollout_s: seconds of the rollout
+      scoring: says whether rewards are still computed, and training costs no time
     """
-    spot, began = self.spot, self.clock.now()
-    options = spot.options
-    alone = len(self.schedule.queues) == 1
-    rollout_s = self.clock.rollout_took(rollout_s)
-    wanted = options.after_rollout_share * rollout_s if alone else 0.0
-    if spot.rollouts < options.warm_up_rollouts:
-      wanted = max(wanted, options.warm_up_s)
-    spot.rollouts += 1
+    spot, began, samples = self.spot, self.clock.now(), self.samples
+    options, investment = spot.options, spot.investment
+    in_rollout = len(samples.training)
+    samples.micro_batch_s = self.clock.micro_batch_s
+    wanted = investment.end_rollout(
+      self.clock.rollout_took(rollout_s),
+      samples.updates,
+      samples.harvested_s,
+      trainer_lib.agreement(samples.training),
+    )
     done = 0
 
+    def took():
+      return self.clock.training_took(done, self.clock.now() - began)
+
     def more():
-      took = self.clock.training_took(done, self.clock.now() - began)
-      return processes.of_first(wanted - took) > 0
+      # Other processes may see another time.
+      if processes.of_first(wanted - took()) > 0:
+        return True
+      free = scoring is not None and investment.in_idle_slices
+      return free and processes.of_first(float(scoring())) > 0
 
     while spot.buffer.holds_any and self.decide("more", more):
-      self._train(params, 1)
+      self._train(params, options.micro_batches_per_update)
       done += options.micro_batches_per_update
       if self._learnt(options.updates_per_exchange):
         self._exchange()
+    if done:
+      afterwards = samples.training[in_rollout:]
+      updates = sum(told["updates"] for told in afterwards)
+      seconds = processes.of_first(took())
+      investment.trained(updates, seconds, trainer_lib.agreement(afterwards))
     if spot.apart:
       self._exchange_timed()
     if options.held_out_rows and self.samples.training:
@@ -150,8 +182,8 @@ class Harvest:
       published, better = self._programs.run("judge", (), *args)
       spot.publish(published)
       self.samples.published = bool(better)
-    self.samples.training_s = self.clock.now() - began
-    self.samples.micro_batch_s = self.clock.micro_batch_s
+    samples.training_s = self.clock.now() - began
+    samples.invested_s, samples.saved_s = investment.invested_s, investment.saved_s
 
   def exchange_if_due(self) -> None:
     """Lets slices exchange what they have learnt, if that is enough and takes little.
@@ -191,9 +223,9 @@ class Harvest:
     jax.block_until_ready(self.spot.states)
     self.clock.exchanged(processes.of_first(self.clock.now() - began))
 
-  def _train(self, params, updates: int) -> None:
+  def _train(self, params, micro_batches: int) -> None:
     """Trains on all slices."""
-    training = self.spot.training(updates * self.spot.options.micro_batches_per_update)
+    training = self.spot.training(micro_batches)
     trained = self._programs.run("train", (), params, training)
     told = processes.gather(trained.told)
     self._take(self.spot.trainer.account(trained.states, told))

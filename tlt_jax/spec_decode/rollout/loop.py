@@ -47,6 +47,7 @@ class Loop:
     decide: clock_lib.Decisions,
     ask: samples_lib.Ask | None = None,
     watch: samples_lib.Watch | None = None,
+    score: samples_lib.Score | None = None,
   ):
     """Queues all requests, or those that are asked first; `run` does the rest.
 
@@ -58,6 +59,7 @@ class Loop:
       decide: where decisions are made
       ask: says how many prompts are asked by now; None: all are from the start
       watch: looks on after every chunk
+      score: begins to score the responses once all are drawn
     """
     self._began = parts.clock.now()
     self.parts, self.options = parts, options
@@ -70,7 +72,7 @@ class Loop:
       options, self.running, parts.clock, decide, grows=ask is not None
     )
     self.samples = self._empty(requests)
-    self._ask, self._watch = ask, watch
+    self._ask, self._watch, self._score = ask, watch, score
     self.harvest: harvest_lib.Harvest | None = None
     if train:
       self.harvest = harvest_lib.Harvest(
@@ -196,8 +198,6 @@ class Loop:
       longest=longest,
       seconds=seconds,
     )
-    if self.parts.drafting.selector is None:
-      return
     seen = selector_lib.Observation(
       live=live,
       bucket=bucket,
@@ -208,7 +208,10 @@ class Loop:
       accepted=ran.accepted,
       seconds=seconds,
     )
-    self.parts.drafting.selector.observe(seen)
+    if self.parts.drafting.selector is not None:
+      self.parts.drafting.selector.observe(seen)
+    if self.harvest:
+      self.harvest.observe(seen, self.parts.drafting)
 
   def _keep(self, ended: list[running_lib.Ended]) -> None:
     """Hands what ended to whoever goes on with it: features, sources, the trainer."""
@@ -248,8 +251,10 @@ class Loop:
     """Frees the devices, trains what is left to train, and sums up."""
     self.draft_state.reset()
     self.batch.drop()  # what trains now needs the room
+    rollout_s = self.elapsed_s
+    scoring = None if self._score is None else self._score(self.samples)
     if self.harvest:
-      self.harvest.finish(self.params, self.elapsed_s)
+      self.harvest.finish(self.params, rollout_s, scoring)
     self.schedule.decide.finish()
     self.samples.decisions = self.schedule.decide.log
     self.samples.gain = self.parts.drafting.gains(self.gains, self.samples)

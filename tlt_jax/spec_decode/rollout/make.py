@@ -30,6 +30,7 @@ def make(
   selector: selector_lib.Selector | None = None,
   verification: str = source_lib.COUPLED,
   spot: spot_lib.Spot | None = None,
+  pool: pool_lib.Pool | None = None,
 ) -> rollout.Rollout:
   """A rollout function `(params, requests, draft_params) -> samples`.
 
@@ -43,7 +44,9 @@ def make(
       a drafter n-grams can, or sources of one's own.
     verification: "coupled" or "likeliest", with which none of this changes a token, or
       "rejection", which keeps their distribution only; see `speculate`
-    spot: what trains the drafter meanwhile; its parameters are the drafter's then
+    spot: what trains the drafter meanwhile; its parameters are the drafter's where none
+      are given
+    pool: of another rollout of the same arguments, whose compiled programs this one shares
   Raises:
     ValueError: these do not go together
   """
@@ -52,7 +55,7 @@ def make(
   shapes = programs_lib.Shapes.of(
     config, mesh, options, drafter, strategies, train=spot is not None
   )
-  pool = pool_lib.Pool(options.budget)
+  pool = pool or pool_lib.Pool(options.budget)
   spot_options = spot.options if spot else spot_lib.Options()
   trainer = spot and spot.trainer
   programs = programs_lib.Programs(shapes, pool, trainer, spot_options.held_out_rows)

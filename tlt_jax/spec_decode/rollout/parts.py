@@ -49,20 +49,13 @@ class Parts:
   def weights(
     self, params, draft_params, transposed: few_rows.Transposed | None = None
   ) -> chunk_lib.Weights:
-    """All weights; the drafter's are the trainer's, where there is one.
+    """All weights; the drafter's are the trainer's, where none are given.
 
     Args:
       params, draft_params: of the target and of the drafter
       transposed: what `transposed` makes of `params`, where that is wanted
-    Raises:
-      ValueError: the drafter's are given twice
     """
-    if self.spot is not None:
-      if draft_params is not None:
-        raise ValueError(
-          "spot training has the drafter's parameters: start it from these, and give "
-          "none to the rollout"
-        )
+    if self.spot is not None and draft_params is None:
       draft_params = self.spot.params
     return chunk_lib.Weights(params, draft_params, transposed)
 

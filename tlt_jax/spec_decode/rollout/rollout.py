@@ -42,6 +42,7 @@ class Rollout:
     decide: clock_lib.Decisions | None = None,
     ask: samples_lib.Ask | None = None,
     watch: samples_lib.Watch | None = None,
+    score: samples_lib.Score | None = None,
   ) -> samples_lib.Samples:
     """Runs all requests to their end.
 
@@ -50,8 +51,8 @@ class Rollout:
 
     Args:
       params: the target's, laid out by `axes.ROLLOUT`
-      draft_params: the drafter's, if there is one; none with spot training, which has
-        its own
+      draft_params: the drafter's, if there is one; None: with spot training those that
+        it trains
       train: whether idle slices train the drafter (see `spot`)
       decide: to follow the `Samples.decisions` of an earlier rollout, whose drafter was
         trained alike
@@ -59,6 +60,8 @@ class Rollout:
         first on, are asked by now; None: all. Responses to the others stay empty
       watch: called after every chunk with the samples so far, and the requests that ended
         in it; where memory ran out, a response may be shorter than it was
+      score: called with the samples once all is drawn; begins to score them, and returns
+        what says whether that goes on: the drafter trains meanwhile
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
@@ -78,6 +81,7 @@ class Rollout:
       decide=decide or clock_lib.Decisions(),
       ask=ask,
       watch=watch,
+      score=score,
     ).run()
 
   def compile(self, params, stop_tokens: int, draft_params=None) -> None:
@@ -207,9 +211,13 @@ class Rollout:
 
   def _check(self, requests: requests_lib.Requests, draft_params, train: bool) -> None:
     """Raises for what cannot be run."""
-    self.parts.weights(None, draft_params)
     if train and self.parts.spot is None:
       raise ValueError("this rollout has no spot training; see `rollout.make`")
+    if train and draft_params is not None:
+      raise ValueError(
+        "spot training has the drafter's parameters: start it from these, and give none "
+        "to a rollout that trains"
+      )
     o = self.options
     for i, prompt in enumerate(requests.prompts):
       if len(prompt) > o.max_prompt:

@@ -49,15 +49,15 @@ _BLOCK = 2**23  # logits that are computed at a time, 32 MB; a few such arrays c
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-  """The objective of a drafter's training."""
+  """The objective of a drafter's training; the defaults: see `spot.Options`."""
 
-  steps: ranges.Count = 5  # drafting steps unrolled in training
+  steps: ranges.Count = 2  # drafting steps unrolled in training
   # weight of a drafting step relative to the one before
   decay: ranges.ShareAboveZero = 0.8
   # distance between the target's and the drafter's distributions
-  distance: Literal[DISTANCES] = "cross_entropy"
+  distance: Literal[DISTANCES] = "total_variation"
   # first updates of a drafter, which train cross-entropy whatever `distance` says
-  cross_entropy_updates: ranges.CountOrZero = 0
+  cross_entropy_updates: ranges.CountOrZero = 400
   # weight of the feature loss, for drafters that predict features
   regression: ranges.NotNegative = 0.1
   temperature: ranges.Positive = 1.0  # temperature of the distributions

@@ -1,8 +1,8 @@
-"""When rollouts are repeated plainly; `test_commands` runs one that does."""
+"""When rollouts are repeated; `test_commands` runs one whose are."""
 
 import pytest
 
-from experiments import plain_rollouts
+from experiments import repeats
 
 DRAFTING = {
   "compare": {"every": 2},
@@ -17,11 +17,11 @@ DRAFTING = {
   "change", [{"compare": {"every": 0}}, {"drafter": ""}, {"strategies": ""}]
 )
 def test_nothing_is_repeated_where_nobody_asks_or_nothing_drafts(change):
-  repeated = plain_rollouts.make(DRAFTING | change, None, None, None)
+  repeated = repeats.make(DRAFTING | change, None, None, None, None)
   assert not any(repeated(step, None, None) for step in range(4))
 
 
 def test_rollouts_whose_drafts_change_tokens_are_not_compared():
   config = DRAFTING | {"verification": "rejection"}
   with pytest.raises(ValueError, match=r"set compare\.every=0"):
-    plain_rollouts.make(config, None, None, None)
+    repeats.make(config, None, None, None, None)

@@ -1,0 +1,119 @@
+"""Repeats some rollouts of a run otherwise, which says what TLT gained in this very run.
+
+A repeated rollout answers the same requests with the same policy and the same noise, right
+after the run's own: plainly, without drafts; and, where the drafter trains, with the
+drafter that the run began with, frozen. Nothing is learnt from the responses, whose tokens
+must be those of the run. `plain/seconds_s` and `frozen/seconds_s` are to be compared with
+`rollout/seconds_s` of the same step, less `drafter/training_s`.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+
+from experiments import from_config
+from experiments import launch
+from tlt_jax.models import config as config_lib
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import source
+
+SIDES = ("plain", "frozen")
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+  """A way in which rollouts are repeated."""
+
+  sampler: sample.Sampler
+  draft_params: Any  # the drafter's; None: it drafts nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeats:
+  """Repeats every n-th rollout; see `make`."""
+
+  every: int  # n; 0: none is repeated
+  sides: dict[str, Side]  # of `SIDES`
+
+  def __call__(self, step: int, params: Any, scored: sample.Scored) -> dict[str, float]:
+    """Returns the metrics of the repeated rollouts; none where it is not repeated.
+
+    Args:
+      step: of the run
+      params: the policy's, as they were in the run's own rollout
+      scored: what that gave
+    """
+    if not self.every or (step + 1) % self.every:
+      return {}
+    metrics = {}
+    for name, side in self.sides.items():
+      launch.release_freed_memory()  # as before the run's own
+      rollout, requests = side.sampler.rollout, scored.requests
+      began = time.perf_counter()
+      samples = rollout(params, requests, side.draft_params)
+      seconds = time.perf_counter() - began
+      found = compare.compare(rollout.config, params, requests, scored.samples, samples)
+      metrics |= {
+        f"{name}/seconds_s": seconds,
+        f"{name}/mean_acceptance_length": samples.mean_acceptance_length,
+        f"{name}/tokens": found.total_tokens,
+        f"{name}/differing_tokens": found.differing_tokens,
+        f"{name}/near_ties": found.near_ties,
+      }
+    return metrics
+
+  def state(self) -> dict:
+    """What its rollouts know, for a checkpoint; JSON can hold it."""
+    return {name: side.sampler.rollout.state() for name, side in self.sides.items()}
+
+  def restore(self, state: dict | None, same_drafter: bool) -> None:
+    """Goes on from what `state` gave, as far as it has these sides.
+
+    Args:
+      state: of `state`
+      same_drafter: see `Rollout.restore`
+    """
+    for name, side in self.sides.items():
+      side.sampler.rollout.restore((state or {}).get(name), same_drafter)
+
+
+def make(
+  config: dict,
+  model: config_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  params: Any,
+  sampler: sample.Sampler,
+) -> Repeats:
+  """What repeats the rollouts of a run, with its programs ready.
+
+  Nothing is repeated where the config does not ask for it, or where it drafts nothing.
+
+  Args:
+    config: of the run
+    model: the policy's
+    mesh: of the run
+    params: the policy's, in the layout of rollouts
+    sampler: of the run, whose compiled programs serve the frozen drafter, too
+  Raises:
+    ValueError: the run's drafts change tokens, so that there is nothing to compare
+  """
+  every = config["compare"]["every"]
+  if not every or from_config.selector(config) is None:
+    return Repeats(0, {})
+  if config["verification"] == source.REJECTION:
+    raise ValueError(
+      "compare.every: with verification='rejection' a plain rollout draws other tokens, "
+      "and its time says nothing; set compare.every=0, or verification='coupled'"
+    )
+  sides = {"plain": Side(from_config.sampler(config, model, mesh), None)}
+  if sampler.rollout.parts.spot is not None:
+    drafter, draft_params = from_config.load_drafter(config, model, mesh)
+    args = config, model, mesh, drafter, from_config.selector(config)
+    frozen = from_config.sampler(*args, sampler.rollout.parts.spot, like=sampler)
+    sides["frozen"] = Side(frozen, draft_params)
+  for side in sides.values():
+    side.sampler.compile(params, side.draft_params)
+  return Repeats(every, sides)

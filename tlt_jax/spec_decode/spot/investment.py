@@ -1,0 +1,234 @@
+"""How long the drafter trains: as long as that saves more time than it takes.
+
+Training costs time, and what it teaches saves time in the rollouts that follow. At the end
+of a rollout three things are known: how agreement with the target rose with updates, what
+an update takes, and how long the rollout's chunks would take at another agreement. From
+these follows whether more training pays within the next rollouts. After a rollout every
+device waits for it: a second costs a second. In idle slices it costs what it takes from the
+slices that decode, a fraction of that.
+
+The curve: of drafts that are coupled to the target's draws at least q = (1 - TV) / (1 + TV)
+are accepted (TV: total variation, https://arxiv.org/abs/2408.07978), and -log(1 - q) grows
+about linearly with the logarithm of the updates, so that further ones bring less and less.
+The slope is fitted to what was seen, together with a first guess, so that a new drafter
+trains before anything is known of it. Once training pays no longer it stops, until fewer
+drafts are accepted than then, as the policy moves on, or for a try after a while.
+"""
+
+from collections.abc import Mapping, Sequence
+import copy
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+_AHEAD = 20  # rollouts within which training must have paid for itself
+_IDLE_PRICE = 0.25  # seconds that rollouts lose per second of training in idle slices
+_SLOPE, _WEIGHT = 0.25, 1.0  # first guess of the slope, and its weight in squared e-folds
+_TRY = 0.25  # smallest part of the most that is trained after a rollout
+_REMEMBERED = 16  # points that the slope is fitted to
+_FALLEN = 0.95  # of the share of accepted drafts, below which the policy has moved on
+_FEW = 64  # drafts that say too little of how often one is accepted
+_LATE = 3  # rollouts over which that share is taken
+
+
+class Costs(NamedTuple):
+  """The seconds of a rollout's chunks in which the same arms were allowed."""
+
+  without_s: float  # without the drafter, as they were decoded if it drafted nothing
+  plain_s: float  # in plain steps
+  # (depth, its steps' seconds over those of plain steps) of each arm that the drafter has
+  arms: Sequence[Sequence[float]]
+
+  def seconds(self, q: float) -> float:
+    """The seconds that they take where drafts are accepted with probability q."""
+    tokens = lambda depth: sum(q**k for k in range(int(depth) + 1))
+    fastest = min(cost / tokens(depth) for depth, cost in self.arms)
+    return min(self.without_s, self.plain_s * fastest)
+
+
+class Investment:
+  """The account of a drafter's training, and the choice of how long it goes on."""
+
+  # What a checkpoint keeps.
+  learnt = (
+    *("points", "updates", "update_s", "idle", "costs", "accepted", "level", "rested"),
+    *("in_idle_slices", "first", "invested_s", "saved_s"),
+  )
+
+  def __init__(self, share: float):
+    """Knows nothing: idle slices train, and after rollouts the drafter does.
+
+    Args:
+      share: most time of training after a rollout, relative to the rollout's
+    """
+    self._share = share
+    self.in_idle_slices = True  # whether idle slices train
+    self.points: list[list[float]] = []  # (log updates, -log(1 - q)) of late trainings
+    self.updates = 0  # since the curve began
+    self.update_s = 0.0  # seconds of one, after a rollout; 0: unknown
+    self.idle = [0, 0.0]  # updates of idle slices in a rollout, and the seconds of these
+    self.costs: list[Costs] = []  # of the last rollout
+    self.accepted: list[list[int]] = []  # first drafts: accepted and all, of late rollouts
+    self.level: float | None = None  # share accepted when training stopped
+    self.rested: int | None = None  # rollouts since then; None: it goes on
+    self.first: float | None = None  # -log(1 - q) of the first training
+    self.invested_s = 0.0  # seconds of training after rollouts
+    self.saved_s = 0.0  # estimate of the seconds that all training has saved
+    self.begin_rollout()
+
+  def begin_rollout(self) -> None:
+    """Begins the account of a rollout."""
+    self._costs: dict[Any, Costs] = {}
+    self._drafts = np.zeros(2, int)
+
+  def observe(
+    self,
+    seen: selector_lib.Observation,
+    arms: Sequence[selector_lib.Arm],
+    step_s: selector_lib.StepSeconds,
+  ) -> None:
+    """Books a chunk.
+
+    Args:
+      seen: its account
+      arms: that might have decoded it
+      step_s: seconds of a step in its bucket, by arm
+    """
+    own = tuple(arm for arm in arms if strategy_lib.uses_drafter(arm))
+    drafted = strategy_lib.uses_drafter(seen.strategy)
+    if drafted and len(seen.accepted) > 1:
+      self._drafts += [seen.accepted[1], seen.accepted[0]]
+    if not own or not seen.passes or not seen.steps:
+      return
+    plain_step_s, plain_s = step_s(None), seen.seconds
+    if seen.strategy is not None and plain_step_s:
+      plain_s = seen.tokens / (seen.passes / seen.steps) * plain_step_s
+    ratio = lambda arm: step_s(arm) / plain_step_s if plain_step_s else 0.0
+    costs = [(arm.depth, ratio(arm) or 1.0) for arm in own]
+    before = self._costs.get((seen.bucket, own), Costs(0.0, 0.0, costs))
+    without_s = before.without_s + (plain_s if drafted else seen.seconds)
+    together = Costs(without_s, before.plain_s + plain_s, costs)
+    self._costs[seen.bucket, own] = together
+
+  def end_rollout(
+    self, rollout_s: float, updates: int, idle_s: float, agreement: Sequence[float]
+  ) -> float:
+    """Books a rollout whose last token is drawn; returns the seconds to train after it.
+
+    Args:
+      rollout_s: that it took
+      updates, idle_s: that idle slices made, and the seconds of these
+      agreement: 1 - TV by drafting step, means over these updates; () without any
+    """
+    self.costs = list(self._costs.values())
+    if updates:
+      self.idle = [updates, idle_s]
+    self._learn(updates, agreement)
+    if self._drafts[1] >= _FEW:
+      self.accepted = [*self.accepted, self._drafts.tolist()][-_LATE:]
+    if self.points:
+      saved_s = self._seconds(_share(self.first)) - self._seconds(_share(self._curve()[1]))
+      self.saved_s += max(saved_s, 0.0)
+    return self._choose(rollout_s)
+
+  def trained(self, updates: int, seconds: float, agreement: Sequence[float]) -> None:
+    """Books training after a rollout.
+
+    Args:
+      updates, seconds: that it made, and took
+      agreement: see `end_rollout`
+    """
+    self.invested_s += seconds
+    if updates:
+      self.update_s = seconds / updates
+    self._learn(updates, agreement)
+
+  def _learn(self, updates: int, agreement: Sequence[float]) -> None:
+    """Adds a point to the curve."""
+    if not updates or not len(agreement):
+      return
+    mean = float(np.mean(agreement))
+    q = min(mean / (2 - mean), 0.99)
+    point = [math.log(self.updates + (updates + 1) / 2), -math.log(1 - q)]
+    self.points = [*self.points, point][-_REMEMBERED:]
+    self.updates += updates
+    self.first = point[1] if self.first is None else self.first
+
+  def _choose(self, rollout_s: float) -> float:
+    """Seconds to train now; whether idle slices train in the next rollout is set."""
+    if not self.costs:  # the drafter cannot draft there
+      return 0.0
+    most = self._share * rollout_s
+    if self.rested is not None:
+      return _TRY * most if self._goes_on() else 0.0
+    if not self.points:
+      return most
+    updates, idle_s = self.idle
+    parts = (1.0, 0.5, _TRY) if most else ()
+    each = self.update_s or (idle_s / updates if updates else 0.0)
+    after = (part * most for part in parts if not each or self._pays(part * most, each))
+    seconds = next(after, 0.0)
+    idle_pays = self._pays(_IDLE_PRICE * idle_s, _IDLE_PRICE * idle_s / max(updates, 1))
+    self.in_idle_slices = bool(seconds) or not updates or idle_pays
+    if not seconds and not (updates and idle_pays):
+      self.level, self.rested, self.in_idle_slices = self._accepted_share(), 0, False
+    return seconds
+
+  def _goes_on(self) -> bool:
+    """Whether training that has stopped goes on, as another rollout has passed."""
+    self.rested += 1
+    now = self._accepted_share()
+    moved_on = self.level and now is not None and now < _FALLEN * self.level
+    if moved_on:
+      self.points, self.updates = [], 0  # another policy, another curve
+    if moved_on or self.rested >= _AHEAD:
+      self.rested, self.in_idle_slices = None, True
+    return self.rested is None
+
+  def _pays(self, seconds: float, update_s: float) -> bool:
+    """Whether training pays that costs so many seconds a rollout, for some rollouts."""
+    if not seconds:
+      return False
+    updates = seconds / update_s
+    slope, now = self._curve()
+    total = []
+    for count in (0, 1, 2, 4, _AHEAD // 2):
+      made = [self.updates + updates * min(i, count) for i in range(1, _AHEAD + 1)]
+      y = (now + slope * math.log(n / self.updates) for n in made)
+      total.append(count * seconds + sum(self._seconds(_share(x)) for x in y))
+    return min(total) < total[0]
+
+  def _curve(self) -> tuple[float, float]:
+    """The slope of -log(1 - q) over the logarithm of updates, and its value now."""
+    x, y = np.array(self.points).T
+    apart = x - x.mean()
+    slope = (apart @ y + _WEIGHT * _SLOPE) / (apart @ apart + _WEIGHT)
+    slope = max(float(slope), 0.0)
+    return slope, float(y.mean() + slope * (math.log(self.updates) - x.mean()))
+
+  def _seconds(self, q: float) -> float:
+    """The seconds that the last rollout's chunks take at another share of acceptance."""
+    return sum(Costs(*costs).seconds(q) for costs in self.costs)
+
+  def _accepted_share(self) -> float | None:
+    """Share of first drafts that were accepted in late rollouts; None: too few."""
+    accepted, drafted = np.sum(self.accepted or [[0, 0]], axis=0)
+    return float(accepted / drafted) if drafted else None
+
+  def state(self) -> dict:
+    """What it knows, for a checkpoint; JSON can hold it."""
+    return copy.deepcopy({name: getattr(self, name) for name in self.learnt})
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from what `state` gave."""
+    for name in self.learnt:
+      setattr(self, name, copy.deepcopy(state[name]))
+
+
+def _share(y: float) -> float:
+  """q of -log(1 - q)."""
+  return 1 - math.exp(-y)
