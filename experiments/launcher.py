@@ -2,10 +2,11 @@
 
     python -m experiments.launch --processes=2 -- experiments.train --workdir=runs/mine
 
-Each process has cores of its own; with --processes=0 there are two, or one on a single core.
-If one dies, is out of memory or hangs, all of them end, with one line that names it; with --restarts=N they start again, and a run goes on from its
-last checkpoint. SIGTERM and Ctrl-C reach all of them: after SIGTERM the exit status is 143,
-or 1 if a process failed to save, and nothing starts again.
+Each process has cores of its own; with --processes=0 there are two, or one where there is a
+single core. If one dies, is out of memory or hangs, all of them end, with one line that
+names it; with --restarts=N they start again, and a run goes on from its last checkpoint.
+SIGTERM and Ctrl-C reach all of them: after SIGTERM the exit status is 143, or 1 if a
+process failed to save, and nothing starts again.
 """
 
 import argparse

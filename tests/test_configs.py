@@ -253,7 +253,7 @@ def test_a_config_builds_and_the_flag_locks_it(name, arg):
 
 @pytest.mark.parametrize("name", TRAIN)
 def test_a_drafter_that_a_config_drafts_with_trains(name):
-  """For as long as that pays, in idle slices and after rollouts: one slice is never idle."""
+  """As long as that pays, in idle slices and after rollouts: one slice is never idle."""
   named = [text.partition("`")[0] for text in module(name).__doc__.split("`:")[1:]]
   for arg in {"", *named} - {"smoke"}:
     config = completed(name, arg if re.fullmatch(r"\w*", arg) else "")

@@ -253,8 +253,8 @@ def test_the_summary_tells_what_compared_rollouts_gained():
 
 def test_the_summary_tells_what_training_the_drafter_gained():
   """In all, and in the last ten steps; time of training after rollouts is no rollout's."""
-  sides = {f"{side}/{k}": 0 for side in ("plain", "frozen") for k in ("tokens", "near_ties")}
-  sides |= {"plain/differing_tokens": 0, "frozen/differing_tokens": 0}
+  counts = ("tokens", "differing_tokens", "near_ties")
+  sides = {f"{side}/{k}": 0 for side in ("plain", "frozen") for k in counts}
   records = []
   for step in range(20):
     own_s = 4.0 if step < 10 else 2.0

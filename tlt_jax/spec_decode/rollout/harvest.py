@@ -147,7 +147,7 @@ class Harvest:
     in_rollout = len(samples.training)
     samples.micro_batch_s = self.clock.micro_batch_s
     wanted = investment.end_rollout(
-      self.clock.rollout_took(rollout_s),
+      processes.of_first(self.clock.rollout_took(rollout_s)),  # all decide alike
       samples.updates,
       samples.harvested_s,
       trainer_lib.agreement(samples.training),
@@ -158,7 +158,6 @@ class Harvest:
       return self.clock.training_took(done, self.clock.now() - began)
 
     def more():
-      # Other processes may see another time.
       if processes.of_first(wanted - took()) > 0:
         return True
       free = scoring is not None and investment.in_idle_slices
