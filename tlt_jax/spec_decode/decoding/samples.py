@@ -41,7 +41,9 @@ class Samples:
   timeline: list[tuple[float, list[int]]] = dataclasses.field(default_factory=list)
   accepted: np.ndarray | None = None  # i64[A]  speculative passes of more than a tokens
   # Where it speculated: "predicted_gain", the speed-up that the selector expected;
-  # "realised_gain"; and "saved_s", the seconds that this made of a difference.
+  # "realised_gain"; and "saved_s", the seconds that this made of a difference. Where a
+  # selector chose among arms: "lost_s", the seconds that the best of them, in hindsight
+  # and for each live batch, would have saved.
   gain: dict[str, float] = dataclasses.field(default_factory=dict)
   computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
   peak_bytes: int = 0  # memory per device in the fullest chunk

@@ -1,6 +1,11 @@
 """The clock of a rollout: what steps take, and the decisions that follow from it.
 
 `Clock` is the one ledger of time: of steps, by bucket and strategy, and of micro-batches.
+A machine is slow for a while, and then every strategy is. So the clock knows the time of
+a step as a product: the strategy's own time, and the level of the machine, which follows
+the last chunks whatever ran in them. Strategies are compared only by chunks that ran side
+by side: one chunk of another between two that took alike.
+
 Several processes all book the seconds of the first one (`processes.tell`), and so decide
 alike. Whatever is decided by them, or by a rule that learns from them, goes through
 `Decisions`, so that a rollout can be decided alike again.
@@ -17,11 +22,11 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
 
-_WINDOW = 16  # chunks that are remembered of each bucket and strategy
-# Chunks of a bucket without a strategy, or without room for a micro-batch, after which what
-# is known of its time is no longer believed.
-_OLD = 4 * _WINDOW
-_APART = 1.25  # ratio of two times of a step, of which the higher is no longer believed
+_LEVEL = 3  # chunks of a bucket whose median is the level of the machine there
+_ALIKE = 0.2  # most by which the logarithms of two times differ that count as equal
+_COMPARED = 4  # comparisons that a strategy's time is the mean of, as far as they are alike
+_DOUBT = float(np.log(2.0))  # by how much a step that was only timed on its own may differ
+_NO_ROOM = 64  # chunks without room for a micro-batch, after which its time is doubted
 _LATE = 3  # chunks of this rollout, which say how long the next one decodes
 _FILLED = 0.95  # share of that time which idle slices train
 _TRAINED = 5  # chunks in which a slice only trained, which say what micro-batches take
@@ -39,10 +44,15 @@ class Clock:
       now: the time, in seconds
     """
     self.now = now
-    self._step_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
-    self._measured: dict[tuple[options_lib.Bucket, Arm], float] = {}  # on their own
-    self._chunks: dict[options_lib.Bucket, int] = {}  # that ran in each
-    self._ran: dict[tuple[options_lib.Bucket, Arm], int] = {}  # the number of the last one
+    # Of a step, by bucket and strategy: the logarithm of its seconds at level 0, and the
+    # comparisons that this comes from.
+    self._own: dict[tuple[options_lib.Bucket, Arm], tuple[float, int]] = {}
+    # The last chunks of a bucket: strategy, and the logarithm of a step's seconds.
+    self._lately: dict[options_lib.Bucket, list[tuple[Arm, float]]] = {}
+    # By how much the last comparisons of an arm differed from what was known.
+    self._wrong: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
+    # The lowest level of the machine since a strategy was last compared with another.
+    self._compared: dict[tuple[options_lib.Bucket, Arm], float] = {}
     # Seconds of a step in the chunks of this rollout; before them that of the first chunk
     # of the last rollout that ran so.
     self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
@@ -83,8 +93,8 @@ class Clock:
 
   def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
     """Books a step that was timed on its own, instead of what was known."""
-    self._step_s[bucket, arm] = [seconds]
-    self._measured[bucket, arm] = seconds
+    self._own[bucket, arm] = np.log(seconds) - self._level(bucket), 1
+    self._compared.pop((bucket, arm), None)
 
   def book(
     self,
@@ -107,11 +117,7 @@ class Clock:
     """
     self._last = key = bucket, arm
     step_s = seconds / max(steps, 1)
-    if self._is_old(key):
-      self._step_s[key] = []
-    self._chunks[bucket] = self._ran[key] = self._chunks.get(bucket, 0) + 1
-    self._step_s.setdefault(key, []).append(step_s)
-    del self._step_s[key][:-_WINDOW]
+    self._learn(bucket, arm, float(np.log(max(step_s, 1e-9))))
     self._late_s.setdefault(key, [step_s]).append(step_s)
     tokens_of_step = longest / max(steps, 1)
     before = self._step_tokens.get(key, tokens_of_step)
@@ -119,25 +125,79 @@ class Clock:
     self.seconds += seconds
     self.tokens += tokens
 
-  def step_s(self, bucket: options_lib.Bucket, arm: Arm) -> float:
-    """Seconds of a step, the median of late; 0 if unknown.
+  def _learn(self, bucket: options_lib.Bucket, arm: Arm, log_s: float) -> None:
+    """Follows the machine with a chunk, and compares if it ends a comparison."""
+    if (bucket, arm) not in self._own:
+      self._own[bucket, arm] = log_s - self._level(bucket), 1
+    lately = self._lately.setdefault(bucket, [])
+    lately.append((arm, log_s))
+    del lately[:-_LEVEL]
+    if len(lately) == 3:
+      (before, before_s), (other, other_s), _ = lately
+      if before == arm != other:
+        around_s = np.logaddexp(before_s, log_s) - np.log(2)
+        self._compare(bucket, arm, other, float(other_s - around_s))
+    level = self._level(bucket)
+    for key in self._compared:
+      if key[0] == bucket:
+        self._compared[key] = min(self._compared[key], level)
 
-    Of two that are far apart the lower, since what disturbs a machine makes it slower. Of
-    an arm that has not run for long, those that were timed on their own: when it ran last,
-    the machine may have been slower.
+  def _compare(
+    self, bucket: options_lib.Bucket, running: Arm, other: Arm, apart: float
+  ) -> None:
+    """Books by how much a chunk of another arm took longer than those around it.
+
+    What contradicts what was known may come of a pause of the machine: it is believed if
+    two comparisons agree, or else on average. Then one of the two arms has changed: the
+    one that is further from the level of the machine when they were last compared.
+
+    Args:
+      running, other: what ran around it, and in it
+      apart: difference of the logarithms
     """
-    times = self._step_s.get((bucket, arm))
-    if self._is_old((bucket, arm)):
-      return self._measured.get((bucket, arm), times[-1])
-    if not times:
-      return 0.0
-    apart = len(times) == 2 and max(times) > _APART * min(times)
-    return float(min(times) if apart else np.median(times))
+    key = bucket, other
+    (own, _), (others, count) = self._own[bucket, running], self._own[key]
+    found = self._wrong.setdefault(key, [])
+    found.append(apart - (others - own))
+    agree = len(found) > 1 and abs(found[-1] - found[-2]) < _ALIKE
+    if abs(found[0]) < _ALIKE and len(found) == 1:
+      count = min(count + 1, _COMPARED)
+      wrong = found[0] / count
+    elif agree or len(found) == _COMPARED:
+      wrong, count = float(np.log(np.mean(np.exp(found[-2:] if agree else found)))), 1
+    else:
+      return
+    risen = self._level(bucket) - self._compared.get(key, np.inf)
+    if abs(risen + wrong) < abs(risen):
+      self._own[bucket, running] = own - wrong, count
+    else:
+      self._own[key] = others + wrong, count
+    level = self._level(bucket)
+    for known in ((bucket, running), key):
+      self._compared[known] = level
+      self._wrong.pop(known, None)
 
-  def _is_old(self, key: tuple[options_lib.Bucket, Arm]) -> bool:
-    """Whether many chunks of the bucket have run since one of that arm."""
-    now = self._chunks.get(key[0], 0)
-    return now - self._ran.get(key, now) > _OLD
+  def _level(self, bucket: options_lib.Bucket) -> float:
+    """How slow the machine is of late in a bucket: a logarithm; 0 before any chunk."""
+    late = sorted(s - self._own[bucket, arm][0] for arm, s in self._lately.get(bucket, ()))
+    return (late[len(late) // 2] + late[(len(late) - 1) // 2]) / 2 if late else 0.0
+
+  def step_s(self, bucket: options_lib.Bucket, arm: Arm) -> float:
+    """Seconds of a step, as the machine is now; 0 if unknown."""
+    own = self._own.get((bucket, arm))
+    return float(np.exp(own[0] + self._level(bucket))) if own else 0.0
+
+  def doubt(self, bucket: options_lib.Bucket, arm: Arm) -> float:
+    """Logarithm of the factor by which a step may be faster than `step_s` says.
+
+    By so much have steps become slower since the arm was last compared with others, which
+    may be the machine's fault or that of the arm that ran; and so much faster was it in a
+    comparison that nothing has confirmed yet.
+    """
+    key, level = (bucket, arm), self._level(bucket)
+    compared = self._compared.get(key, min(level, 0.0) - _DOUBT)
+    found = self._wrong.get(key, [0.0])
+    return level - compared + max(-found[-1], 0.0)
 
   def decoding_s(self, bucket: options_lib.Bucket, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.
@@ -196,7 +256,7 @@ class Clock:
     most = _FILLED * decoding_s / one if one else 0.0
     fits = int(most + 0.25)  # few are not rounded to less
     self._without_room = 0 if fits else self._without_room + 1
-    if self.measures and self._without_room > _OLD:
+    if self.measures and self._without_room > _NO_ROOM:
       self.micro_batch_s, self._without_room = 0.0, 0
       self._micro_batches_s.clear()
     return fits

@@ -82,7 +82,8 @@ class Drafting:
   def step_s(self, bucket: options_lib.Bucket) -> selector_lib.StepSeconds:
     """Seconds of a step in a bucket by strategy, for selectors."""
     of = lambda strategy: self.clock.step_s(bucket, strategy)
-    return selector_lib.StepSeconds(bucket, of)
+    doubt = lambda strategy: self.clock.doubt(bucket, strategy)
+    return selector_lib.StepSeconds(bucket, of, doubt)
 
   def in_bucket(
     self, schedule: schedule_lib.Schedule, bucket: options_lib.Bucket
@@ -122,10 +123,30 @@ class Drafting:
     self, predicted: list[float | None], samples: samples_lib.Samples
   ) -> dict[str, float]:
     """The gains of speculation, predicted and realised; see `Samples.gain`."""
-    predicted = [gain for gain in predicted if gain is not None]
-    if not predicted or not self.clock.measures:
+    if self.selector is None or not self.clock.measures:
       return {}
-    return {"predicted_gain": float(np.mean(predicted)), **self._realised(samples)}
+    found = self._lost(samples)
+    predicted = [gain for gain in predicted if gain is not None]
+    if predicted:
+      found |= {"predicted_gain": float(np.mean(predicted)), **self._realised(samples)}
+    return found
+
+  def _lost(self, samples: samples_lib.Samples) -> dict[str, float]:
+    """The seconds that always the best arm of each live batch would have saved.
+
+    By what is known at the end, and as fast as the machine was in each chunk.
+    """
+    lost: dict[int, float] = {}
+    for c in samples.chunks:
+      live, step_s = max(c.live), self.step_s(options_lib.Bucket(c.batch, c.length))
+      arm, arms = strategy_lib.parse(c.strategy), self.selector.arms(live)
+      gains = [1.0 if a is None else self.selector.gain(live, a, step_s) for a in arms]
+      known = c.passes and step_s(arm) and step_s(None)
+      if len(arms) > 1 and known and None not in gains:
+        gain = c.tokens / c.passes * step_s(None) / step_s(arm)
+        chunk_s = (c.end_s - c.start_s) * (1 - gain / max(gains))
+        lost[live] = lost.get(live, 0.0) + chunk_s
+    return {"lost_s": sum(max(s, 0.0) for s in lost.values())} if lost else {}
 
   def _realised(self, samples: samples_lib.Samples) -> dict[str, float]:
     """The gain of the chunks that speculated, by a plain step's time."""

@@ -19,6 +19,7 @@ class StepSeconds:
 
   bucket: Any  # `options.Bucket`
   of: Callable[[Arm], float]
+  doubt: Callable[[Arm], float] = lambda arm: 0.0  # see `Clock.doubt`
 
   def __call__(self, arm: Arm) -> float:
     return self.of(arm)

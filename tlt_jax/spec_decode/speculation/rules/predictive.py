@@ -8,56 +8,72 @@ its source. What a tree draws it has to show itself. (TLT tries every arm of eve
 batch instead, see `epsilon_greedy`.)
 """
 
+import math
+
 import numpy as np
 
 from tlt_jax.spec_decode.speculation import arms as arms_lib
 from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-_ENOUGH = 3  # chunks of a source or tree, before what it draws is believed
 _FEW = 16  # passes that say too little of how often a draft stands
-_OLD = 2  # windows after which what is known is believed no longer
+_PATIENCE = 5.0  # chunks of time that may be missed because an arm is good again
+_LEARNT, _FORGOTTEN = 1 / 16, 0.2  # of how good an arm was: per chunk, and per try
+# Chunks after which an arm is tried again that was never good: if its drafts may stand by
+# now, and if all that may have changed is the time of its steps.
+_SOON, _SELDOM = 8, 64
+# Chunks of time that trying may cost at once, by budget.
+_DOUBTED, _AGAIN, _FIRST = 3.0, 9.0, 1.0
 
 
 class Predictive(arms_lib.Arms):
   """Chooses the arm of the best predicted rate.
 
-  An arm whose step time or acceptance is unknown is tried until it is known. Later it may
-  be tried for what it loses against the best, as far as that stays within a share of all
-  time: where it has been out of use in a bucket, as its time there may be wrong; and where
-  what is known of its acceptance is old. That is of another policy or another drafter, and
-  is forgotten once the arm runs again. Plain decoding is tried sooner, where it has hardly
-  run: so no strategy is preferred to it for long because of a single bad measurement.
+  An arm whose step time or acceptance is unknown is tried until it is known. Another than
+  the best is tried for a chunk, between two of the best so that their times can be
+  compared, when it may be better after all:
+
+  - Steps have become so much slower since it was compared with others that it would be
+    the best if that were the best arm's own fault and not the machine's.
+  - It was the best not long ago: the sooner, the better it was.
+  - It has not been seen for long. That is another policy by now, or another drafter.
+
+  Trying may cost a share of all time, of the last kind for each source of drafts on its
+  own: what a bad drafter wastes is not missing where n-grams are to be tried.
   """
 
   wants_step_seconds = True
   learnt = (
-    *("_drawn", "_last", "_unused", "_plain", "_tried", "_seen"),
-    *("_chunks", "_spent", "_lost"),
+    *("_shown", "_last", "_before", "_ran", "_was", "_again"),
+    *("_chunks", "_spent", "_paid"),
   )
 
-  def __init__(self, steps, window: int = 16, regret: float = 0.01, margin: float = 0.03):
+  def __init__(self, steps, window: int = 16, regret: float = 0.0075, margin: float = 0.03):
     """Knows nothing of the arms.
 
     Args:
       steps, window: see `arms.Arms`
-      regret: share of the time that trying may cost
+      regret: share of the time that trying may cost, of each kind
       margin: by how much another arm must be better than the last one
     """
     super().__init__(steps, window)
     self._regret, self._margin = regret, margin
-    # By depth of a source, or by tree, of late chunks: tokens that were drawn there, and
-    # the passes that could draw one.
-    self._drawn: dict[str, list[list[int]]] = {}
+    # By depth of a source, or by tree, of late chunks: tokens that were drawn there, the
+    # passes that could draw one, the live requests, and the number of the chunk.
+    self._shown: dict[str, list[list[int]]] = {}
     self._last: dict[str, str] = {}  # arm by step
-    self._unused: dict[str, int] = {}  # chunks of a bucket since an arm was chosen there
-    self._plain: dict[str, int] = {}  # chunks of a bucket that were decoded plainly
-    self._tried: dict[str, int] = {}  # chunks of a source or tree, from the start
-    self._seen: dict[str, int] = {}  # the last chunk of a depth of a source, or of a tree
+    self._before: dict[str, str] = {}  # arm that ran last in a bucket
+    self._ran: dict[str, int] = {}  # number of the chunk in which an arm last ran there
+    self._was: dict[str, float] = {}  # by how much it was better than all others there
+    self._again = -_SOON  # number of the chunk before the last trial for having been best
     self._chunks = 0
-    self._spent, self._lost = 0.0, 0.0  # seconds in all, and by trying
+    self._spent = 0.0  # seconds in all
+    self._paid: dict[str, float] = {}  # seconds by trying, by budget
+    # What is tried in this chunk: arm, budget, and the rate of the best arm.
+    self._trial: tuple[selector.Arm, str, float] | None = None
 
   def choose(self, live: int, step_s: selector.StepSeconds) -> selector.Arm:
+    self._trial = None
     arms = self.arms(live)
     new = [a for a in arms if not (step_s(a) and self.tokens_per_pass(a))]
     if new:
@@ -68,90 +84,148 @@ class Predictive(arms_lib.Arms):
     if rate[best] < (1 + self._margin) * rate[last]:
       best = last  # to switch is not free either
     self._last[step] = strategy_lib.name(best)
-    return self._or_try(step_s.bucket, best, rate)
+    others = sorted((a for a in arms if a != best), key=rate.get, reverse=True)
+    loss = {arm: max(rate[best] / rate[arm] - 1, 0.0) for arm in others}  # in chunks
+    if not loss:
+      return best
+    self._remember(step_s.bucket, best, loss)
+    return self._or_try(step_s, best, loss)
 
-  def _or_try(self, bucket, best, rate: dict) -> selector.Arm:
-    """The best, or an arm whose turn it is, if it costs little enough to try."""
-    for arm in rate:
-      key = _in_bucket(bucket, arm)
-      self._unused[key] = 0 if arm == best else self._unused.get(key, 0) + 1
-      loss = max(rate[best] / rate[arm] - 1, 0.0)  # in chunks: it takes longer to draw
-      windows = 4 if arm is not None else min(1 + self._plain.get(key, 0), 4)
-      patience = self._window * min(1 + loss, 10)
-      is_old = arm is not None and self._age(_deepest(arm)) > _OLD * patience
-      if arm != best and (is_old or self._unused[key] > windows * patience):
-        lost = loss * self._spent / max(self._chunks, 1)
-        if self._lost + lost <= self._regret * self._spent:
-          self._lost += lost
-          self._unused[key] = 0
-          return arm
+  def _remember(self, bucket, best: selector.Arm, loss: dict) -> None:
+    """Follows how good the best arm is."""
+    key, now = _in_bucket(bucket, best), min([1.0, *loss.values()])
+    self._was[key] = (1 - _LEARNT) * self._was.get(key, 0.0) + _LEARNT * now
+
+  def _or_try(
+    self, step_s: selector.StepSeconds, best: selector.Arm, loss: dict
+  ) -> selector.Arm:
+    """The best, or an arm that may be better, if trying has not cost too much."""
+    self._trial = None
+    if self._before.get(str(step_s.bucket)) != strategy_lib.name(best):
+      return best
+    rate = self.tokens_per_pass(best) / step_s(best)
+    for arm in loss:
+      why = self._why(arm, loss[arm], step_s, rate)
+      if why is not None:
+        self._trial = arm, why, rate
+        return arm
     return best
+
+  def _why(self, arm, loss: float, step_s: selector.StepSeconds, rate: float) -> str | None:
+    """The budget that an arm may be tried at the expense of now; None: it may not.
+
+    Args:
+      loss: what it would cost, in chunks
+      rate: of the best arm
+    """
+    key = _in_bucket(step_s.bucket, arm)
+    idle = self._chunks - self._ran.setdefault(key, self._chunks)
+    if step_s.doubt(arm) > math.log1p(loss) and self._can_pay("doubted", _DOUBTED):
+      return "doubted"
+    was = self._was.get(key, 0.0)
+    rested = self._chunks - self._again > _SOON  # there may be many buckets
+    if idle * was > _PATIENCE and rested and self._can_pay("again", _AGAIN):
+      self._was[key], self._again = (1 - _FORGOTTEN) * was, self._chunks
+      return "again"
+    hope = self.tokens_per_pass(arm, patience=_SOON) / step_s(arm)
+    long_ago = idle > _SELDOM * (1 + loss) or (hope > rate and idle > _SOON)
+    return _what(arm) if long_ago and self._can_pay(_what(arm), _FIRST) else None
+
+  def _can_pay(self, budget: str, most: float) -> bool:
+    """Whether trying has cost no more than its share so far.
+
+    Args:
+      budget: a source's, a tree's, or another
+      most: what it holds from the start, in chunks
+    """
+    mean_s = self._spent / max(self._chunks, 1)
+    return self._paid.get(budget, 0.0) <= self._regret * self._spent + most * mean_s
 
   def gain(self, live: int, arm: selector.Arm, step_s: selector.StepSeconds) -> float:
     """The predicted rate over that of plain decoding; 1 where nothing is known."""
     tokens, arm_s, plain_s = self.tokens_per_pass(arm), step_s(arm), step_s(None)
     return tokens * plain_s / arm_s if tokens and arm_s and plain_s else 1.0
 
-  def tokens_per_pass(self, arm: selector.Arm) -> float | None:
+  def tokens_per_pass(
+    self, arm: selector.Arm, patience: float = math.inf
+  ) -> float | None:
     """The tokens that an arm is expected to draw; None if unknown.
 
-    A draft deeper than any that was seen often stands as often as the deepest of them. The
-    first chunks say little: n-grams have nothing to look up in them.
+    Args:
+      arm: that draws
+      patience: drafts that were not seen for more chunks are hoped to stand, always
     """
     if arm is None:
       return 1.0
-    if self._tried.get(_what(arm), 0) < _ENOUGH:
-      return None
     if arm.width > 1:
-      return self._share(_what(arm))
+      drawn = self._share(_what(arm))
+      return drawn if self._age(_what(arm)) <= patience else arm.depth + 1.0
     stands = []
     for k in range(arm.depth):
       known = self._share(_at(arm, k))
       if known is None and not stands:
         return None
+      if self._age(_at(arm, k)) > patience:
+        known = 1.0
+      # A draft deeper than any that was seen often stands as often as these.
       stands.append(stands[-1] if known is None else known)
     return 1.0 + float(np.sum(np.cumprod(stands)))
 
   def _share(self, what: str) -> float | None:
-    """Tokens per pass that could draw one there; None: these were few."""
-    drawn, passes = np.sum(self._drawn.get(what) or [[0, 0]], axis=0)
-    return float(drawn / passes) if passes >= _FEW else None
+    """Tokens per pass that could draw one there; None: these were few.
+
+    What was shown half a window earlier counts half; and a step counts as much with few
+    live requests as with many, since it takes as long: responses that are nearly over are
+    what n-grams draft best.
+    """
+    shown = np.array(self._shown.get(what) or [[0, 0, 1, 0]])
+    drawn, passes, live, chunk = shown.T
+    if passes.sum() < _FEW:
+      return None
+    weights = 0.5 ** (2 * (chunk[-1] - chunk) / self._window) / live
+    return float(weights @ drawn / (weights @ passes))
 
   def observe(self, seen: selector.Observation) -> None:
     if not seen.passes or not seen.steps or seen.seconds <= 0:
       return
     self._chunks, self._spent = self._chunks + 1, self._spent + seen.seconds
-    arm = seen.strategy
+    self._pay(seen)
+    arm, what = seen.strategy, _what(seen.strategy)
+    self._before[str(seen.bucket)] = strategy_lib.name(arm)
+    self._ran[_in_bucket(seen.bucket, arm)] = self._chunks
     if arm is None:
-      key = _in_bucket(seen.bucket, arm)
-      self._plain[key] = self._plain.get(key, 0) + 1
       return
-    what = _what(arm)
-    self._tried[what] = min(self._tried.get(what, 0) + 1, _ENOUGH)
     if arm.width > 1:
-      self._learn(what, seen.tokens, seen.passes)
+      self._learn(what, seen.tokens, seen.passes, seen.live)
       return
     for k in range(min(arm.depth, len(seen.accepted) - 1)):
-      self._learn(_at(arm, k), seen.accepted[k + 1], seen.accepted[k])
+      self._learn(_at(arm, k), seen.accepted[k + 1], seen.accepted[k], seen.live)
 
-  def _learn(self, what: str, drawn: int, passes: int) -> None:
+  def _pay(self, seen: selector.Observation) -> None:
+    """Books what a trial cost: its seconds beyond those that the best arm needed."""
+    arm, budget, rate = self._trial or (None, "", 0.0)
+    self._trial = None
+    if rate and arm == seen.strategy:
+      lost = seen.seconds - seen.tokens / (seen.passes / seen.steps) / rate
+      self._paid[budget] = self._paid.get(budget, 0.0) + max(lost, 0.0)
+
+  def _learn(self, what: str, drawn: int, passes: int, live: int) -> None:
     """Adds what a chunk showed to what is known; what is old is forgotten."""
-    known = self._drawn.setdefault(what, [])
-    if self._age(what) > _OLD * self._window:
-      known.clear()
-    self._seen[what] = self._chunks
     if passes:
-      known.append([int(drawn), int(passes)])
-      del known[: -self._window]
+      known = self._shown.get(what, [])
+      late = [seen for seen in known if self._chunks - seen[-1] < self._window]
+      kept = late if sum(seen[1] for seen in late) + passes >= _FEW else known
+      self._shown[what] = [*kept, [int(drawn), int(passes), live, self._chunks]]
 
   def _age(self, what: str) -> int:
     """Chunks since something was last seen; 0 if it never was."""
-    return self._chunks - self._seen.get(what, self._chunks)
+    known = self._shown.get(what)
+    return self._chunks - known[-1][-1] if known else 0
 
 
-def _what(arm: strategy_lib.Strategy) -> str:
+def _what(arm: selector.Arm) -> str:
   """What an arm's acceptance is learnt of: chains are their source's, a tree is its own."""
-  return str(arm) if arm.width > 1 else arm.source
+  return strategy_lib.name(arm) if arm is None or arm.width > 1 else arm.source
 
 
 def _at(arm: strategy_lib.Strategy, k: int) -> str:
