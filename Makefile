@@ -16,8 +16,6 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile --no-
 # One stamp per kind of device: .venv may be shared by a machine with and one without.
 STAMP := .venv/.installed-$(ACCELERATOR)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
-# On CPUs a process and a core for each of two slices: devices of one process share threads.
-RUN := $(BIN)/python -m$(if $(filter cpu,$(ACCELERATOR)), experiments.launch --processes=0 --)
 # True for a Python that is new enough and complete (some systems split off ensurepip).
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
@@ -27,7 +25,7 @@ help: ## this list
 
 quickstart: venv ## the default RL run on this machine's devices, into runs/quickstart
 	@echo 'Default run -> runs/quickstart; the same command resumes it.'
-	@$(RUN) experiments.train --config=experiments/configs/countdown.py \
+	@$(BIN)/python -m experiments.train --config=experiments/configs/countdown.py \
 	  --workdir=runs/quickstart $(ARGS)
 
 test: venv ## the test suite, on the CPU as 8 devices

@@ -2,11 +2,10 @@
 
     python -m experiments.launch --processes=2 -- experiments.train --workdir=runs/mine
 
-Each process has cores of its own; with --processes=0 there are two, or one where there is a
-single core. If one dies, is out of memory or hangs, all of them end, with one line that
-names it; with --restarts=N they start again, and a run goes on from its last checkpoint.
-SIGTERM and Ctrl-C reach all of them: after SIGTERM the exit status is 143, or 1 if a
-process failed to save, and nothing starts again.
+Each process has cores of its own. If one dies, is out of memory or hangs, all of them end,
+with one line that names it; with --restarts=N they start again, and a run goes on from its
+last checkpoint. SIGTERM and Ctrl-C reach all of them: after SIGTERM the exit status is 143,
+or 1 if a process failed to save, and nothing starts again.
 """
 
 import argparse
@@ -171,13 +170,6 @@ def _free_port() -> int:
     return s.getsockname()[1]
 
 
-def _cores() -> int:
-  """The cores that this process may use."""
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
-
-
 def _shares(count: int) -> list[list[int]]:
   """The cores of each process; none where there are too few, or none can be chosen."""
   if not hasattr(os, "sched_getaffinity"):  # macOS
@@ -213,15 +205,13 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   add, pin = parser.add_argument, argparse.BooleanOptionalAction
-  told = "processes of the job (2); 0: two, or one where there is a single core"
-  add("--processes", type=int, default=2, help=told)
+  add("--processes", type=int, default=2, help="processes of the job (2)")
   add("--restarts", type=int, default=0, help="how often it may start again (0)")
   add("--pin", action=pin, default=True, help="whether each process has its own cores")
   told = "seconds that processes have after SIGTERM, to save and end (60)"
   add("--stop_s", type=float, default=60.0, help=told)
   cut = argv.index("--") if "--" in argv else len(argv)
   options, command = parser.parse_args(argv[:cut]), argv[cut + 1 :]
-  options.processes = options.processes or min(_cores(), 2)
   if options.processes < 1 or options.restarts < 0 or options.stop_s <= 0 or not command:
     parser.error(
       "takes --processes >= 1, --restarts >= 0, --stop_s > 0, and -- MODULE with its flags"

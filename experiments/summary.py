@@ -165,6 +165,12 @@ def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
       f"Speculation ran for {speculating / spent:.0%} of the rollouts' time; a pass of "
       f"the policy drew {tokens:.2f} tokens, plain ones included."
     )
+  if any("rollout/lost_s" in r for r in records):
+    lost = _total(records, "rollout/lost_s")
+    yield (
+      f"In hindsight the best strategy throughout would have taken {lost:.1f} s less "
+      f"({lost / spent:.1%} of the rollouts' time)."
+    )
   if any("drafter/updates" in r for r in records):
     idle, harvested = (_total(records, f"rollout/{k}_s") for k in ("idle", "harvested"))
     slices = max(r.get("rollout/slices", 0) for r in records)

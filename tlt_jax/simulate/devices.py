@@ -21,7 +21,6 @@ from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.speculation.sources import model as model_lib
 from tlt_jax.spec_decode.spot import fused
-from tlt_jax.spec_decode.spot import investment as investment_lib
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -100,7 +99,7 @@ class Spot(spot_lib.Spot):
     self.trainer, self.options = trainer, options
     self.row_tokens = spot_lib.row_tokens(trainer, options)
     self.buffer = spot_lib.make_buffer(trainer, options)
-    self.investment = investment_lib.Investment(options.after_rollout_share)
+    self.investment = self._new_investment()
     self._features, self._states = None, np.zeros(len(self.buffer.rows))
     self._count_anew()
 

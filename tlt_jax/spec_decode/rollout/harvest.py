@@ -131,7 +131,10 @@ class Harvest:
       spot.take_features(self.batch.store(spot.features, pieces, count))
 
   def finish(
-    self, params, rollout_s: float, scoring: Callable[[], bool] | None = None
+    self,
+    params,
+    rollout_s: float,
+    scoring: Callable[[], bool] | None = None,
   ) -> None:
     """Ends the rollout: trains for as long as that pays, and exchanges what is left.
 

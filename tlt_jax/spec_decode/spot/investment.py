@@ -17,6 +17,7 @@ drafts are accepted than then, as the policy moves on, or for a try after a whil
 
 from collections.abc import Mapping, Sequence
 import copy
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -25,14 +26,16 @@ import numpy as np
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-_AHEAD = 20  # rollouts within which training must have paid for itself
-_IDLE_PRICE = 0.25  # seconds that rollouts lose per second of training in idle slices
-_SLOPE, _WEIGHT = 0.25, 1.0  # first guess of the slope, and its weight in squared e-folds
+_AHEAD = 50  # rollouts within which training must have paid for itself
+_IDLE_PRICE = 0.1  # seconds that rollouts lose per second of training in idle slices
+_SLOPE, _WEIGHT = 0.3, 1.0  # first guess of the slope, and its weight in squared e-folds
 _TRY = 0.25  # smallest part of the most that is trained after a rollout
 _REMEMBERED = 16  # points that the slope is fitted to
 _FALLEN = 0.95  # of the share of accepted drafts, below which the policy has moved on
+_AGAIN = 20  # rollouts after which training that has stopped is tried again
 _FEW = 64  # drafts that say too little of how often one is accepted
-_LATE = 3  # rollouts over which that share is taken
+_LATE = 5  # rollouts that what another one takes, and brings, is the mean of
+_LEAST = 400  # updates of a curve before which idle slices do not stop: it begins flat
 
 
 class Costs(NamedTuple):
@@ -59,19 +62,21 @@ class Investment:
     *("in_idle_slices", "first", "invested_s", "saved_s"),
   )
 
-  def __init__(self, share: float):
+  def __init__(self, share: float, slices: int):
     """Knows nothing: idle slices train, and after rollouts the drafter does.
 
     Args:
       share: most time of training after a rollout, relative to the rollout's
+      slices: of the rollout; a single one is never idle
     """
-    self._share = share
+    self._share, self._may_idle = share, slices > 1
     self.in_idle_slices = True  # whether idle slices train
     self.points: list[list[float]] = []  # (log updates, -log(1 - q)) of late trainings
     self.updates = 0  # since the curve began
     self.update_s = 0.0  # seconds of one, after a rollout; 0: unknown
-    self.idle = [0, 0.0]  # updates of idle slices in a rollout, and the seconds of these
-    self.costs: list[Costs] = []  # of the last rollout
+    # Of late rollouts: updates of idle slices and the seconds of these; costs of chunks.
+    self.idle: list[list[float]] = []
+    self.costs: list[list[Costs]] = []
     self.accepted: list[list[int]] = []  # first drafts: accepted and all, of late rollouts
     self.level: float | None = None  # share accepted when training stopped
     self.rested: int | None = None  # rollouts since then; None: it goes on
@@ -115,7 +120,11 @@ class Investment:
     self._costs[seen.bucket, own] = together
 
   def end_rollout(
-    self, rollout_s: float, updates: int, idle_s: float, agreement: Sequence[float]
+    self,
+    rollout_s: float,
+    updates: int,
+    idle_s: float,
+    agreement: Sequence[float],
   ) -> float:
     """Books a rollout whose last token is drawn; returns the seconds to train after it.
 
@@ -124,9 +133,9 @@ class Investment:
       updates, idle_s: that idle slices made, and the seconds of these
       agreement: 1 - TV by drafting step, means over these updates; () without any
     """
-    self.costs = list(self._costs.values())
-    if updates:
-      self.idle = [updates, idle_s]
+    self.costs = [*self.costs, list(self._costs.values())][-_LATE:]
+    if self.in_idle_slices:
+      self.idle = [*self.idle, [updates, idle_s]][-_LATE:]
     self._learn(updates, agreement)
     if self._drafts[1] >= _FEW:
       self.accepted = [*self.accepted, self._drafts.tolist()][-_LATE:]
@@ -160,21 +169,20 @@ class Investment:
 
   def _choose(self, rollout_s: float) -> float:
     """Seconds to train now; whether idle slices train in the next rollout is set."""
-    if not self.costs:  # the drafter cannot draft there
+    if not any(self.costs):  # the drafter cannot draft there
       return 0.0
     most = self._share * rollout_s
     if self.rested is not None:
       return _TRY * most if self._goes_on() else 0.0
     if not self.points:
       return most
-    updates, idle_s = self.idle
-    parts = (1.0, 0.5, _TRY) if most else ()
-    each = self.update_s or (idle_s / updates if updates else 0.0)
-    after = (part * most for part in parts if not each or self._pays(part * most, each))
-    seconds = next(after, 0.0)
-    idle_pays = self._pays(_IDLE_PRICE * idle_s, _IDLE_PRICE * idle_s / max(updates, 1))
-    self.in_idle_slices = bool(seconds) or not updates or idle_pays
-    if not seconds and not (updates and idle_pays):
+    updates, idle_s = np.mean(self.idle or [[0, 0.0]], axis=0)
+    idle, idle_each = _IDLE_PRICE * idle_s, _IDLE_PRICE * idle_s / max(updates, 1e-9)
+    each = self.update_s or idle_s / max(updates, 1e-9)
+    parts = (part * most for part in (1.0, 0.5, _TRY))
+    seconds = next((part for part in parts if self._pays(part, each)), 0.0)
+    unknown = self._may_idle and self.updates < _LEAST
+    if not (seconds or unknown or self._pays(idle, idle_each)):
       self.level, self.rested, self.in_idle_slices = self._accepted_share(), 0, False
     return seconds
 
@@ -185,21 +193,25 @@ class Investment:
     moved_on = self.level and now is not None and now < _FALLEN * self.level
     if moved_on:
       self.points, self.updates = [], 0  # another policy, another curve
-    if moved_on or self.rested >= _AHEAD:
+    if moved_on or self.rested >= _AGAIN:
       self.rested, self.in_idle_slices = None, True
     return self.rested is None
 
   def _pays(self, seconds: float, update_s: float) -> bool:
-    """Whether training pays that costs so many seconds a rollout, for some rollouts."""
-    if not seconds:
+    """Whether training pays that costs so much in each of the next few rollouts.
+
+    Args:
+      seconds, update_s: that it costs in a rollout, and per update
+    """
+    if not seconds or not update_s:
       return False
-    updates = seconds / update_s
-    slope, now = self._curve()
+    (slope, now), updates = self._curve(), seconds / update_s
+    at = lambda n: self._seconds(_share(now + slope * math.log(n / self.updates)))
     total = []
-    for count in (0, 1, 2, 4, _AHEAD // 2):
-      made = [self.updates + updates * min(i, count) for i in range(1, _AHEAD + 1)]
-      y = (now + slope * math.log(n / self.updates) for n in made)
-      total.append(count * seconds + sum(self._seconds(_share(x)) for x in y))
+    for count in (0, 1, 2, 4, 8, 16, 32):
+      rollouts_s = [at(self.updates + i * updates) for i in range(count + 1)]
+      later = (_AHEAD - count) * rollouts_s[-1]
+      total.append(count * seconds + sum(rollouts_s[1:]) + later)
     return min(total) < total[0]
 
   def _curve(self) -> tuple[float, float]:
@@ -211,8 +223,9 @@ class Investment:
     return slope, float(y.mean() + slope * (math.log(self.updates) - x.mean()))
 
   def _seconds(self, q: float) -> float:
-    """The seconds that the last rollout's chunks take at another share of acceptance."""
-    return sum(Costs(*costs).seconds(q) for costs in self.costs)
+    """The seconds of a rollout, as the late ones, at another share of acceptance."""
+    every = [Costs(*costs).seconds(q) for costs in itertools.chain(*self.costs)]
+    return sum(every) / max(len(self.costs), 1)
 
   def _accepted_share(self) -> float | None:
     """Share of first drafts that were accepted in late rollouts; None: too few."""

@@ -140,7 +140,7 @@ class Spot:
     self.trainer, self.options = trainer, options
     self.row_tokens = row_tokens(trainer, options)
     self.buffer = make_buffer(trainer, options)
-    self.investment = investment_lib.Investment(options.after_rollout_share)
+    self.investment = self._new_investment()
     self._states = trainer.init_states(params)
     self._params = self.state.drafting
     self._count_anew()
@@ -151,6 +151,11 @@ class Spot:
     self._features = slices.zeros(features)
     # On the devices: part of the buffer -> the change of it that this is of, and the array.
     self._placed: dict[str, tuple[Any, jax.Array]] = {}
+
+  def _new_investment(self) -> investment_lib.Investment:
+    """The account of a drafter that has not trained."""
+    slices = self.trainer.mesh.shape[axes.DATA]
+    return investment_lib.Investment(self.options.after_rollout_share, slices)
 
   @property
   def states(self) -> state_lib.State:
@@ -236,7 +241,7 @@ class Spot:
 
   def restart(self, state: state_lib.State) -> None:
     """Goes on from another state of the drafter, with the data at hand."""
-    self.investment = investment_lib.Investment(self.options.after_rollout_share)
+    self.investment = self._new_investment()
     self._states, self._params = self.trainer.spread(state), state.drafting
     self._count_anew()
 
