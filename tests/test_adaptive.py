@@ -24,7 +24,7 @@ THREE = strategy_lib.parse("3_1_4")
 ARMS = ((4, (None, CHAIN, LONG)), (16, (None, CHAIN)))
 BUCKET = options_lib.Bucket(4, 64)
 STEPS = 40
-COLD = 1.08  # time at the start over that of the best arm alone
+COLD = 1.055  # time at the start over that of the best arm alone
 RULES = {
   "predictive": predictive_lib.Predictive,
   "epsilon_greedy": epsilon_greedy.EpsilonGreedy,
@@ -205,7 +205,10 @@ class Growing:
     self.time.append((seconds, tokens))
 
 
-@pytest.mark.parametrize(("arm", "factor"), [("off", 1.0), ("off", 2.0)])
+@pytest.mark.parametrize(
+  ("arm", "factor"),
+  [("off", 1.0), ("off", 2.0), ("off", 0.5), ("ngram_3", 2.0), ("3_1_4", 0.5)],
+)
 def test_from_the_start_no_arm_alone_is_much_faster(arm, factor):
   """N-grams draw nothing at first, and a drafter is random: neither is given up for long.
 
@@ -228,7 +231,8 @@ def test_of_equal_buckets_the_best_arm_is_found():
     selector = predictive(world)
     chosen = [world.run(selector, 2) for _ in range(40)]
     assert max(ARMS[0][1], key=lambda arm: world.rate(arm, 2)) == best
-    assert chosen[-20:].count(best) >= 18
+    # The longer chain loses 2% at 0.75, and may be tried more often for that.
+    assert chosen[-20:].count(best) >= (16 if best == CHAIN else 18)
 
 
 def test_speculation_goes_off_and_on_again_with_acceptance():

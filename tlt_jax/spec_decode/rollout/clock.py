@@ -4,7 +4,8 @@
 A machine is slow for a while, and then every strategy is. So the clock knows the time of
 a step as a product: the strategy's own time, and the level of the machine, which follows
 the last chunks whatever ran in them. Strategies are compared only by chunks that ran side
-by side: one chunk of another between two that took alike.
+by side: one chunk of another between two that took alike; and at first any two, since a
+step that was timed on its own says less than that.
 
 Several processes all book the seconds of the first one (`processes.tell`), and so decide
 alike. Whatever is decided by them, or by a rule that learns from them, goes through
@@ -45,13 +46,13 @@ class Clock:
     """
     self.now = now
     # Of a step, by bucket and strategy: the logarithm of its seconds at level 0, and the
-    # comparisons that this comes from.
+    # comparisons that this comes from; none if it was only timed on its own.
     self._own: dict[tuple[options_lib.Bucket, Arm], tuple[float, int]] = {}
     # The last chunks of a bucket: strategy, and the logarithm of a step's seconds.
     self._lately: dict[options_lib.Bucket, list[tuple[Arm, float]]] = {}
     # By how much the last comparisons of an arm differed from what was known.
     self._wrong: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
-    # The lowest level of the machine since a strategy was last compared with another.
+    # The lowest level of the machine since a strategy was last compared, or timed.
     self._compared: dict[tuple[options_lib.Bucket, Arm], float] = {}
     # Seconds of a step in the chunks of this rollout; before them that of the first chunk
     # of the last rollout that ran so.
@@ -93,8 +94,9 @@ class Clock:
 
   def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
     """Books a step that was timed on its own, instead of what was known."""
-    self._own[bucket, arm] = np.log(seconds) - self._level(bucket), 1
-    self._compared.pop((bucket, arm), None)
+    level = self._level(bucket)
+    self._own[bucket, arm] = float(np.log(seconds)) - level, 0
+    self._compared[bucket, arm] = level
 
   def book(
     self,
@@ -128,8 +130,11 @@ class Clock:
   def _learn(self, bucket: options_lib.Bucket, arm: Arm, log_s: float) -> None:
     """Follows the machine with a chunk, and compares if it ends a comparison."""
     if (bucket, arm) not in self._own:
-      self._own[bucket, arm] = log_s - self._level(bucket), 1
+      self.measured(bucket, arm, float(np.exp(log_s)))
     lately = self._lately.setdefault(bucket, [])
+    if lately and lately[-1][0] != arm and not self._own[bucket, arm][1]:
+      before, before_s = lately[-1]
+      self._compare(bucket, before, arm, log_s - before_s)
     lately.append((arm, log_s))
     del lately[:-_LEVEL]
     if len(lately) == 3:
@@ -148,11 +153,12 @@ class Clock:
     """Books by how much a chunk of another arm took longer than those around it.
 
     What contradicts what was known may come of a pause of the machine: it is believed if
-    two comparisons agree, or else on average. Then one of the two arms has changed: the
-    one that is further from the level of the machine when they were last compared.
+    two comparisons agree, or else on average; and at once of an arm that was only timed on
+    its own. Then one of the two arms has changed: the one that is further from the level
+    of the machine when they were last compared.
 
     Args:
-      running, other: what ran around it, and in it
+      running, other: what ran around it, or before it, and in it
       apart: difference of the logarithms
     """
     key = bucket, other
@@ -160,16 +166,18 @@ class Clock:
     found = self._wrong.setdefault(key, [])
     found.append(apart - (others - own))
     agree = len(found) > 1 and abs(found[-1] - found[-2]) < _ALIKE
-    if abs(found[0]) < _ALIKE and len(found) == 1:
-      count = min(count + 1, _COMPARED)
+    alike = abs(found[0]) < _ALIKE
+    if len(found) == 1 and (alike or not count):
+      count = min(max(count, 1) + 1, _COMPARED) if alike else 1
       wrong = found[0] / count
     elif agree or len(found) == _COMPARED:
       wrong, count = float(np.log(np.mean(np.exp(found[-2:] if agree else found)))), 1
     else:
       return
-    risen = self._level(bucket) - self._compared.get(key, np.inf)
+    risen = self._level(bucket) - self._compared[key]
     if abs(risen + wrong) < abs(risen):
       self._own[bucket, running] = own - wrong, count
+      self._own[key] = others, max(self._own[key][1], 1)
     else:
       self._own[key] = others + wrong, count
     level = self._level(bucket)
@@ -191,13 +199,16 @@ class Clock:
     """Logarithm of the factor by which a step may be faster than `step_s` says.
 
     By so much have steps become slower since the arm was last compared with others, which
-    may be the machine's fault or that of the arm that ran; and so much faster was it in a
-    comparison that nothing has confirmed yet.
+    may be the machine's fault or that of the arm that ran; so much faster was it in a
+    comparison that nothing has confirmed yet; and twice as fast may be what was only timed
+    on its own.
     """
-    key, level = (bucket, arm), self._level(bucket)
-    compared = self._compared.get(key, min(level, 0.0) - _DOUBT)
+    key = bucket, arm
+    if key not in self._own:
+      return 0.0
     found = self._wrong.get(key, [0.0])
-    return level - compared + max(-found[-1], 0.0)
+    doubt = self._level(bucket) - self._compared[key] + max(-found[-1], 0.0)
+    return doubt if self._own[key][1] else doubt + _DOUBT
 
   def decoding_s(self, bucket: options_lib.Bucket, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.

@@ -20,10 +20,11 @@ _FEW = 16  # passes that say too little of how often a draft stands
 _PATIENCE = 5.0  # chunks of time that may be missed because an arm is good again
 _LEARNT, _FORGOTTEN = 1 / 16, 0.2  # of how good an arm was: per chunk, and per try
 # Chunks after which an arm is tried again that was never good: if its drafts may stand by
-# now, and if all that may have changed is the time of its steps.
+# now; and, of a bucket, if all that may have changed is the time of its steps.
 _SOON, _SELDOM = 8, 64
-# Chunks of time that trying may cost at once, by budget.
-_DOUBTED, _AGAIN, _FIRST = 3.0, 9.0, 1.0
+# Chunks of time that trying may cost at once, by budget. What was never good has to wait:
+# a drafter that begins at random would have spent it all before it has learnt.
+_DOUBTED, _AGAIN = 3.0, 9.0
 
 
 class Predictive(arms_lib.Arms):
@@ -44,7 +45,7 @@ class Predictive(arms_lib.Arms):
 
   wants_step_seconds = True
   learnt = (
-    *("_shown", "_last", "_before", "_ran", "_was", "_again"),
+    *("_shown", "_last", "_before", "_idle", "_was", "_again"),
     *("_chunks", "_spent", "_paid"),
   )
 
@@ -63,7 +64,7 @@ class Predictive(arms_lib.Arms):
     self._shown: dict[str, list[list[int]]] = {}
     self._last: dict[str, str] = {}  # arm by step
     self._before: dict[str, str] = {}  # arm that ran last in a bucket
-    self._ran: dict[str, int] = {}  # number of the chunk in which an arm last ran there
+    self._idle: dict[str, int] = {}  # chunks of a bucket since an arm ran there
     self._was: dict[str, float] = {}  # by how much it was better than all others there
     self._again = -_SOON  # number of the chunk before the last trial for having been best
     self._chunks = 0
@@ -119,8 +120,12 @@ class Predictive(arms_lib.Arms):
       rate: of the best arm
     """
     key = _in_bucket(step_s.bucket, arm)
-    idle = self._chunks - self._ran.setdefault(key, self._chunks)
-    if step_s.doubt(arm) > math.log1p(loss) and self._can_pay("doubted", _DOUBTED):
+    idle = self._idle.get(key, 0)
+    # To draft only adds to a step.
+    plain_s = 0.0 if arm is None else step_s(None)
+    least_s = max(step_s(arm) * math.exp(-step_s.doubt(arm)), plain_s)
+    fastest = self.tokens_per_pass(arm) / least_s
+    if fastest > rate and self._can_pay("doubted", _DOUBTED):
       return "doubted"
     was = self._was.get(key, 0.0)
     rested = self._chunks - self._again > _SOON  # there may be many buckets
@@ -128,10 +133,10 @@ class Predictive(arms_lib.Arms):
       self._was[key], self._again = (1 - _FORGOTTEN) * was, self._chunks
       return "again"
     hope = self.tokens_per_pass(arm, patience=_SOON) / step_s(arm)
-    long_ago = idle > _SELDOM * (1 + loss) or (hope > rate and idle > _SOON)
-    return _what(arm) if long_ago and self._can_pay(_what(arm), _FIRST) else None
+    long_ago = idle > _SELDOM * (1 + loss) or hope > (1 + self._margin) * rate
+    return _what(arm) if long_ago and self._can_pay(_what(arm)) else None
 
-  def _can_pay(self, budget: str, most: float) -> bool:
+  def _can_pay(self, budget: str, most: float = 0.0) -> bool:
     """Whether trying has cost no more than its share so far.
 
     Args:
@@ -192,7 +197,9 @@ class Predictive(arms_lib.Arms):
     self._pay(seen)
     arm, what = seen.strategy, _what(seen.strategy)
     self._before[str(seen.bucket)] = strategy_lib.name(arm)
-    self._ran[_in_bucket(seen.bucket, arm)] = self._chunks
+    for other in self.arms(seen.live):
+      key = _in_bucket(seen.bucket, other)
+      self._idle[key] = 0 if other == arm else self._idle.get(key, 0) + 1
     if arm is None:
       return
     if arm.width > 1:
@@ -231,11 +238,6 @@ def _what(arm: selector.Arm) -> str:
 def _at(arm: strategy_lib.Strategy, k: int) -> str:
   """What the acceptance of a chain's draft at a depth is learnt of: its source, there."""
   return f"{arm.source} {k}"
-
-
-def _deepest(arm: strategy_lib.Strategy) -> str:
-  """What is known least of an arm: how often its deepest draft stands, or a tree's."""
-  return _what(arm) if arm.width > 1 else _at(arm, arm.depth - 1)
 
 
 def _in_bucket(bucket, arm: selector.Arm) -> str:
