@@ -18,6 +18,9 @@ import pytest
 import tokenizers
 import transformers
 
+from experiments import declarations
+from experiments import keys
+from experiments import launch
 from tests import forked
 from tests import tiny
 from tlt_jax.models import convert
@@ -135,6 +138,13 @@ def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
   } | dict(overrides)
   config = f"--{flag}=experiments/configs/countdown.py:smoke"
   return [config, *(f"--{flag}.{key}={value}" for key, value in overrides.items())]
+
+
+def read_run(file: str) -> dict:
+  """A config of a run in `experiments/configs`, with the defaults of what it leaves out."""
+  config = launch.read_config(f"experiments/configs/{file}")
+  declarations.fill_in(keys.RUN, config, {})
+  return config
 
 
 # A new drafter, and its training in idle slices, of a tiny run.

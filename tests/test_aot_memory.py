@@ -10,9 +10,9 @@ from experiments import aot_machines
 from experiments import aot_memory
 from experiments import aot_programs
 from experiments import from_config
-from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
+from tests import commands
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax.models import hf_config
@@ -25,7 +25,7 @@ NAMES = {"prefill", "update", "score", "to_rollout", "train", "exchange", "store
 def config(tmp_path) -> dict:
   """Of a run that speculates, trains a drafter and scores, with a policy of two layers."""
   (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(tiny.CONFIG)))
-  config = launch.read_config("experiments/configs/countdown.py:smoke")
+  config = commands.read_run("countdown.py:smoke")
   config["spot"] |= {"rows": 4, "carried_rows": 2, "max_batch": 2}
   config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96)), "cache_tokens": 256}
   config["rollout"] |= {"kernels": "ref"}

@@ -9,7 +9,6 @@ import pytest
 
 from experiments import declarations
 from experiments import keys
-from experiments import launch
 from experiments.bench import interleave
 from experiments.bench import run_record
 from experiments.bench import run_summary
@@ -107,18 +106,11 @@ def test_the_seconds_of_a_rollout_by_what_its_slices_did():
   }
 
 
-def completed(file):
-  """A config with the defaults of the keys that it leaves out."""
-  config = launch.read_config(f"experiments/configs/{file}")
-  declarations.fill_in(keys.RUN, config, {})
-  return config
-
-
 @pytest.mark.parametrize("file", ["tail.py:8", "smollm2.py", "countdown.py"])
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
 def test_a_scenario_sets_keys_of_any_config(name, file):
   """But none that the command line has set."""
-  config = completed(file)
+  config = commands.read_run(file)
   given = {"drafter": "mine", "spot.rows": 7}
   own = scenarios.apply(name, config | {"drafter": "mine"}, given)
   assert own["drafter"] == "mine" and own["steps"] >= 100
@@ -135,20 +127,20 @@ def test_a_scenario_sets_keys_of_any_config(name, file):
 
 def test_a_cold_run_has_n_grams_whatever_strategies_are_given():
   given = {"strategies": "up to 2 live: off or 2_1_3; up to 8 live: ngram_5"}
-  config = completed("tail.py:8") | given
+  config = commands.read_run("tail.py:8") | given
   own = scenarios.apply("cold", config, given)["strategies"]
   assert own == "up to 2 live: off or 2_1_3 or ngram_3; up to 8 live: ngram_5"
 
 
 def test_the_learning_rate_falls_over_the_steps_that_are_asked_for():
-  config = completed("tail.py:8")
+  config = commands.read_run("tail.py:8")
   total = config["optimizer"]["total"]
   own = scenarios.apply("cold", config | {"steps": total + 7}, {"steps": total + 7})
   assert own["optimizer"]["total"] == total + 7
 
 
 def test_scenarios_that_cannot_be():
-  config = completed("tail.py:8")
+  config = commands.read_run("tail.py:8")
   assert scenarios.apply("cold", config, {})["drafter"] == "eagle2"
   with pytest.raises(ValueError, match="give --config.drafter=DIR"):
     scenarios.apply("elsewhere", config, {})

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from experiments import launch
 from experiments.bench import sides
 from tests import commands
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -101,7 +100,7 @@ def test_without_its_frozen_twin_an_overhead_is_not_known():
 )
 @pytest.mark.parametrize("suffix", ["", "+rebalance", "+deterministic+rebalance"])
 def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains, suffix):
-  config = launch.read_config("experiments/configs/tail.py")
+  config = commands.read_run("tail.py")
   own = sides.settings(side + suffix, config)
   expected = strategies.format("off or ngram_3 or ngram_5")
   assert levels.parse(own["strategies"]) == levels.parse(expected)

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from experiments import from_config
-from experiments import launch
 from tests import commands
 from tests import tiny
 from tlt_jax import axes
@@ -60,7 +59,7 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
     assert size == held(arrays)
     assert not {id(x) for x in jax.tree.leaves(arrays)} & set(alive)
 
-  config = launch.read_config("experiments/configs/countdown.py:smoke")
+  config = commands.read_run("countdown.py:smoke")
   config |= {"policy": str(home / "policy"), "drafter": "eagle2"}
   mesh = tiny.mesh(2, 2)
   model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")

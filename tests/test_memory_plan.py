@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from experiments import from_config
-from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import scratch_memory
@@ -36,7 +35,7 @@ GIB = 2**30
 @pytest.fixture
 def config(home) -> dict:
   """Of a run with everything that takes memory: reference, drafter, held-out rows."""
-  config = launch.read_config("experiments/configs/countdown.py:smoke")
+  config = commands.read_run("countdown.py:smoke")
   config["spot"] |= {"rows": 4, "carried_rows": 2, "held_out_rows": 1}
   config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96))}
   return config | {

@@ -292,7 +292,7 @@ def test_every_kind_of_tokenizer_tells_what_it_does_not_know(kind):
 _COMMANDS = """
 import importlib, json, sys, types
 from absl import flags
-from experiments import launch
+from experiments import declarations, keys, launch
 from tlt_jax.models import convert
 
 def load_hf(*args, **options):
@@ -303,7 +303,9 @@ launch.start = lambda *args, **options: None
 configs = json.loads(sys.argv[2])
 training = launch.read_config("experiments/configs/drafter.py:smoke")
 for name, given in json.loads(sys.argv[1]).items():
-  config = launch.read_config("experiments/configs/countdown.py:smoke") | configs[name]
+  config = launch.read_config("experiments/configs/countdown.py:smoke")
+  declarations.fill_in(keys.RUN, config, {})
+  config |= configs[name]
   module = importlib.import_module(f"experiments.{name}")
   flags.FLAGS.mark_as_parsed()
   for key, holder in list(vars(module).items()):

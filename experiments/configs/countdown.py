@@ -9,8 +9,8 @@ random weights while the run goes.
 It begins with searches of which half give up at a dead end (`configs/warm_start.py`); 30
 steps, 5 to 10 minutes on 2 CPU cores once all is compiled, lift the accuracy on held-out
 problems from 39% to 72%. Every fifth rollout is repeated plainly, and with the drafter of
-the start, to tell what is gained.
-`--config.drafter=experiments/drafters/countdown_9m` begins with a good one, trained offline.
+the start, to tell what is gained. `--config.drafter=experiments/drafters/countdown_9m`
+begins with a good one that was trained offline.
 
 `:small` has a policy of 1.5M parameters, which is decoded nearly as fast plainly, and
 many responses a step: 26 steps, about 12 minutes on 2 CPU cores, lift the accuracy on
