@@ -7,12 +7,12 @@ these follows whether more training pays within the next rollouts. After a rollo
 device waits for it: a second costs a second. In idle slices it costs what it takes from the
 slices that decode, a fraction of that.
 
-The curve: of drafts that are coupled to the target's draws at least q = (1 - TV) / (1 + TV)
-are accepted (TV: total variation, https://arxiv.org/abs/2408.07978), and -log(1 - q) grows
-about linearly with the logarithm of the updates, so that further ones bring less and less.
-The slope is fitted to what was seen, together with a first guess, so that a new drafter
-trains before anything is known of it. Once training pays no longer it stops, until fewer
-drafts are accepted than then, as the policy moves on, or for a try after a while.
+The curve: agreement q is 1 - TV, the total variation of what drafter and target predict.
+No coupling accepts more drafts, and the one used here accepts hardly fewer. -log(1 - q)
+grows about linearly with the logarithm of the updates, so that further ones bring less and
+less. The slope is fitted to what was seen, together with a first guess, so that a new
+drafter trains before anything is known of it. Once training pays no longer it stops, until
+fewer drafts are accepted than then, as the policy moves on, or for a try after a while.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _AHEAD = 50  # rollouts within which training must have paid for itself
 _IDLE_PRICE = 0.1  # seconds that rollouts lose per second of training in idle slices
 _SLOPE, _WEIGHT = 0.3, 1.0  # first guess of the slope, and its weight in squared e-folds
 _TRY = 0.25  # smallest part of the most that is trained after a rollout
-_REMEMBERED = 16  # points that the slope is fitted to
+_REMEMBERED = 100  # points that the slope is fitted to
 _FALLEN = 0.95  # of the share of accepted drafts, below which the policy has moved on
 _AGAIN = 20  # rollouts after which training that has stopped is tried again
 _FEW = 64  # drafts that say too little of how often one is accepted
@@ -160,8 +160,7 @@ class Investment:
     """Adds a point to the curve."""
     if not updates or not len(agreement):
       return
-    mean = float(np.mean(agreement))
-    q = min(mean / (2 - mean), 0.99)
+    q = min(float(np.mean(agreement)), 0.99)
     point = [math.log(self.updates + (updates + 1) / 2), -math.log(1 - q)]
     self.points = [*self.points, point][-_REMEMBERED:]
     self.updates += updates
