@@ -52,7 +52,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
       drafter="eagle2",
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
-      strategies="up to 16 live: off or 3_1_4",
+      strategies="up to 8 live: off or 3_1_4; up to 16 live: off or 1_1_2",
       strategy_rule="predictive",
       verification="coupled",  # see spec_decode.rollout.make
       # How the drafter trains: by the recipe, see spec_decode.spot.spot.Options.

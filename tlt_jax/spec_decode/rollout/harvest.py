@@ -163,8 +163,9 @@ class Harvest:
     def more():
       if processes.of_first(wanted - took()) > 0:
         return True
-      free = scoring is not None and investment.in_idle_slices
-      return free and processes.of_first(float(scoring())) > 0
+      # How long rewards take is the machine's affair: without its clock nothing follows.
+      free = scoring and investment.in_idle_slices and self.clock.measures
+      return bool(free) and processes.of_first(float(scoring())) > 0
 
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, options.micro_batches_per_update)
