@@ -157,6 +157,7 @@ def test_a_run_that_is_killed_ends_the_same(home, whole, tmp_path, kills):
   for step, record in repeated.items():
     assert record["plain/tokens"] == sum(responses(workdir)[step][1])
     assert record["plain/differing_tokens"] == 0 == record["plain/near_ties"]
+    assert record["frozen/differing_tokens"] == 0 and record["frozen/seconds_s"] > 0
   assert responses(workdir) == responses(whole[0])
   assert weights(workdir / "policy") == weights(whole[0] / "policy")
   assert outcomes.updates(workdir) > 2

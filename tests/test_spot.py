@@ -486,6 +486,38 @@ def test_one_slice_trains_when_the_rollout_is_over():
   assert samples.harvested_s == 0 and samples.training_s > 0
 
 
+def test_the_drafter_trains_while_rewards_are_computed():
+  """For as long as they are, and on any number of slices; it costs nobody time."""
+  spot = make_spot(data=1)
+  engine = make_engine(spot, data=1)
+  drawn, answers = [], iter([True, True, False])
+
+  def score(samples):
+    drawn.append(samples.length.sum())
+    return lambda: next(answers)
+
+  samples = engine(tiny.on(engine.mesh), requests(), train=True, score=score)
+  assert drawn == [samples.length.sum()]
+  assert int(spot.state.step) == len(samples.training) == 2
+
+
+def test_a_rollout_may_draft_with_another_drafter_than_the_one_in_training():
+  """As one that is repeated does; nothing is trained, and programs are shared."""
+  spot = make_spot()
+  engine = make_engine(spot)
+  first = tiny.draft_params("eagle2", seed=5)
+  samples = engine(tiny.on(engine.mesh), requests(), train=True)
+  with tiny.shared_programs(spot.trainer, SWITCHES):
+    args = tiny.CONFIG, engine.mesh, OPTIONS, tiny.DRAFTERS["eagle2"], SWITCHES
+    frozen = rollout.make(*args, spot=spot, pool=engine.pool)
+  programs, step = len(engine.pool), int(spot.state.step)
+  assert_same(7, frozen(tiny.on(engine.mesh), requests(), first))
+  assert_same(7, samples)
+  assert len(engine.pool) == programs and int(spot.state.step) == step
+  with pytest.raises(ValueError, match="give none to a rollout that trains"):
+    engine(tiny.on(engine.mesh), requests(), first, train=True)
+
+
 @pytest.mark.slow
 def test_thirty_steps_of_training_are_those_of_a_plain_run():
   """Tokens, rewards and the policy, step by step, while the drafter learns beside.
