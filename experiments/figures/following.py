@@ -3,10 +3,10 @@
     python -m experiments.figures.following --steps=12
 
 RL steps of two sides in turn, which draw the same tokens: on one the drafter trains (in
-idle slices, and after rollouts), on the other it stays as it
-was. Agreement is the share of probability that drafter and policy put on the same token,
-1 less their total variation, on the rows that are trained on. The flags are those of
-`bench.step`. The last line is JSON.
+idle slices, and after rollouts), on the other it stays as it was. Agreement is the share
+of probability that drafter and policy put on the same token, 1 less their total variation,
+on the rows that are trained on. The flags are those of `bench.step`. The last line is
+JSON.
 """
 
 import json

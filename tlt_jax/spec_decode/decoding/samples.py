@@ -1,6 +1,6 @@
 """Samples: what comes out of a rollout. Host arrays, in request order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 
 import numpy as np
@@ -120,20 +120,17 @@ class Samples:
     """`drafter/*` of the drafter's training, means over its updates; none without it."""
     if self.training is None:
       return {}
-    count = lambda name: sum(m[name] for m in self.training)
-    names = sorted({name for m in self.training for name in m} - {"updates", "skipped"})
-    updates = self.updates
-    mean = lambda k: sum(m["updates"] * m.get(k, 0.0) for m in self.training) / updates
     asked = self.published is not None
+    means = training_means(self.training)
     return {
       **({"drafter/published": float(self.published)} if asked else {}),
       "rollout/harvested_s": self.harvested_s,
       "drafter/training_s": self.training_s,
       "drafter/invested_s": self.invested_s,
       "drafter/saved_s": self.saved_s,
-      "drafter/updates": updates,
-      "drafter/skipped": count("skipped"),
-      **({f"drafter/{k}": mean(k) for k in names} if updates else {}),
+      "drafter/updates": self.updates,
+      "drafter/skipped": sum(m["skipped"] for m in self.training),
+      **{f"drafter/{name}": x for name, x in means.items()},
     }
 
   @property
@@ -178,6 +175,14 @@ Ask = Callable[[Samples, list[int], bool], int]
 # Begins to score the samples, all of which are drawn; what it returns says whether that
 # still goes on.
 Score = Callable[[Samples], Callable[[], bool]]
+
+
+def training_means(training: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """What `Samples.training` says, or a part of it: means over updates; {} without any."""
+  updates = sum(m["updates"] for m in training)
+  names = sorted({name for m in training for name in m} - {"updates", "skipped"})
+  mean = lambda k: sum(m["updates"] * m.get(k, 0.0) for m in training) / updates
+  return {name: mean(name) for name in names} if updates else {}
 
 
 def empty(

@@ -153,7 +153,7 @@ class Harvest:
       processes.of_first(self.clock.rollout_took(rollout_s)),  # all decide alike
       samples.updates,
       samples.harvested_s,
-      trainer_lib.agreement(samples.training),
+      _agreement(samples.training),
     )
     done = 0
 
@@ -176,7 +176,7 @@ class Harvest:
       afterwards = samples.training[in_rollout:]
       updates = sum(told["updates"] for told in afterwards)
       seconds = processes.of_first(took())
-      investment.trained(updates, seconds, trainer_lib.agreement(afterwards))
+      investment.trained(updates, seconds, _agreement(afterwards))
     if spot.apart:
       self._exchange_timed()
     if options.held_out_rows and self.samples.training:
@@ -239,3 +239,9 @@ class Harvest:
     if updates or trained.skipped:
       told = {"updates": updates, "skipped": trained.skipped, **trained.metrics}
       self.samples.training.append(told)
+
+
+def _agreement(training: list[dict]) -> list[float]:
+  """1 - total variation by drafting step, over these updates; [] without any."""
+  means = samples_lib.training_means(training)
+  return [x for name, x in means.items() if name.startswith("agreement_")]

@@ -6,7 +6,7 @@ between two chunks, slices exchange what they have learnt: `make_exchange`. Unti
 all draft with what was handed out last.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -274,16 +274,6 @@ class Trainer:
     """The shardings of what programs that train give back."""
     states = slices.shardings(self.abstract_states())
     return Trained(states, axes.sharding(self.mesh, axes.DATA))
-
-
-def agreement(training: Sequence[Mapping[str, float]]) -> list[float]:
-  """1 - total variation by drafting step, over the updates of `Samples.training`; or []."""
-  updates = sum(told["updates"] for told in training)
-  if not updates:
-    return []
-  mean = lambda k: sum(told["updates"] * told.get(k, 0.0) for told in training) / updates
-  names = sorted({k for told in training for k in told if k.startswith("agreement_")})
-  return [mean(name) for name in names]
 
 
 def _in_order(means: dict) -> list:
