@@ -16,6 +16,7 @@ BUCKET = options_lib.Bucket(4, 64)
 PLAIN_S = 10.0  # seconds of a rollout that is decoded plainly
 UPDATE_S = 0.05
 SHARE = 0.5
+NONE = investment_lib.Progress(0, 0, None)
 
 
 def drafter(q_first, per_e_fold):
@@ -25,16 +26,12 @@ def drafter(q_first, per_e_fold):
   )
 
 
-def new_account(idle_updates=0):
-  return investment_lib.Investment(SHARE, slices=2 if idle_updates else 1)
-
-
 class World:
   """Rollouts of a policy, whose drafter trains when the account says so."""
 
   def __init__(self, curve, cost=1.3, idle_updates=0, seed=0):
     self.curve, self.cost, self.idle_updates = curve, cost, idle_updates
-    self.account = new_account(idle_updates)
+    self.account = investment_lib.Investment(SHARE)
     self.updates = 0
     self.dice = random.Random(seed)
     self.invested: list[float] = []  # seconds after each rollout
@@ -42,11 +39,12 @@ class World:
     self.rollout_s: list[float] = []
 
   def train(self, updates):
-    """Trains; returns the mean agreement meanwhile, as a run measures it."""
-    q = self.curve(self.updates + updates / 2)
+    """Trains, the first half on new rows; returns what a run measures."""
+    on_new = -(-updates // 2)
+    q = self.curve(self.updates + on_new / 2)
     self.updates += updates
     noisy = min(max(q + self.dice.gauss(0, 0.03), 0.02), 0.98)
-    return [noisy, noisy]
+    return investment_lib.Progress(updates, on_new, noisy)
 
   def step_s(self, arm):
     return 1e-2 * (self.cost if arm else 1.0)
@@ -57,7 +55,7 @@ class World:
     tokens = 1 + q + q**2 + q**3
     drafts = tokens > self.cost
     seconds = PLAIN_S * min(1.0, self.cost / tokens)
-    trains, account_updates = account.in_idle_slices, 0
+    trains = account.in_idle_slices
     account.begin_rollout()
     accepted = (400, int(400 * q), int(400 * q**2)) if drafts else ()
     passes = 400
@@ -75,16 +73,14 @@ class World:
       (None, CHAIN),
       selector_lib.StepSeconds(BUCKET, self.step_s),
     )
-    told = ()
+    progress = NONE
     if trains and self.idle_updates:
-      account_updates, told = self.idle_updates, self.train(self.idle_updates)
-    wanted = account.end_rollout(
-      seconds, account_updates, UPDATE_S * account_updates, told
-    )
+      progress = self.train(self.idle_updates)
+    wanted = account.end_rollout(seconds, progress, UPDATE_S * progress.updates)
     assert 0 <= wanted <= SHARE * seconds + 1e-9
     more = math.ceil(wanted / UPDATE_S)
     if more:
-      account.trained(more, more * UPDATE_S, self.train(more))
+      account.trained(self.train(more), more * UPDATE_S)
     self.idle.append(trains)
     self.invested.append(wanted)
     self.rollout_s.append(seconds)
@@ -138,14 +134,14 @@ def test_a_drafter_whose_drafts_cannot_pay_is_given_up(seed):
 
 
 def test_nothing_is_invested_where_the_drafter_may_not_draft():
-  account = new_account()
-  assert account.end_rollout(10.0, 0, 0.0, ()) == 0.0
+  account = investment_lib.Investment(SHARE)
+  assert account.end_rollout(10.0, NONE, 0.0) == 0.0
 
 
 def test_an_account_goes_on_from_its_state():
   worlds = [World(drafter(*NEW)).run(8) for _ in range(2)]
   state = json.loads(json.dumps(worlds[0].account.state()))
-  worlds[1].account = new_account()
+  worlds[1].account = investment_lib.Investment(SHARE)
   worlds[1].account.restore(state)
   for world in worlds:
     world.run(8)

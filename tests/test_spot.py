@@ -297,6 +297,23 @@ def test_a_drafters_first_updates_train_cross_entropy():
   assert losses[0] > 2 and losses[1] < 1
 
 
+def test_agreement_on_new_rows_is_that_before_they_were_trained_on():
+  """Two rows are new, then a third; without one there is no agreement on new rows."""
+  spot = filled_spot([[32, 32]])
+  program = spot.trainer.make_train()
+  first = train_by(program, spot, 1).metrics
+  assert first["new_rows"] == 1
+  mean = np.mean([first["agreement_1"], first["agreement_2"]])
+  assert first["new_agreement"] == pytest.approx(mean, rel=1e-5)
+  both = train_by(program, spot, 5).metrics  # one is new, then both in turn
+  assert both["new_rows"] == 1 and both["new_agreement"] < both["agreement_1"]
+  spot.buffer.add(0, *sequence(32))
+  again = [train_by(program, spot, 1).metrics["new_rows"] for _ in range(2)]
+  assert again == [1, 0]
+  spot.buffer.begin_rollout()  # old rows do not become new ones
+  assert train_by(program, spot, 3).metrics["new_rows"] == 0
+
+
 def test_the_mean_of_slices_counts_their_updates():
   """By hand: of a slice alone nothing is lost; two slices' drafters are averaged."""
   alone = train(filled_spot([[20, 31], []]), 3)
@@ -465,7 +482,7 @@ def test_held_out_rows_are_not_trained_on():
   buffer = buffer_lib.Buffer(1, 4, 10, carried=2, context=2, held_out=1)
   rows = [buffer.add(0, *sequence(n))[0].row for n in (4, 5, 4, 5, 4, 5, 6, 7)]
   assert rows == [1, 1, 2, 2, 3, 3, 1, 0]
-  assert 0 not in buffer.filled(0) and 0 not in buffer.order()[0, 1:4]
+  assert 0 not in buffer.filled(0) and 0 not in buffer.order()[0, 2:5]
   buffer.begin_rollout()
   assert buffer.rows[0][0].sizes == [7]  # stays until others take its place
 
@@ -586,7 +603,7 @@ def test_the_buffer_packs_and_makes_room_by_age_and_length():
   assert buffer.add(0, *sequence(10)) == [(1, 0, 0, 10)]  # in place of the shorter one
   assert buffer.evicted == 1
   assert buffer.add(0, *sequence(2)) == [] and buffer.evicted == 2
-  assert buffer.order()[0].tolist() == [2, 1, 0]
+  assert buffer.order()[0].tolist() == [2, 2, 1, 0]
   buffer.begin_rollout()  # keeps the row of the longest
   assert buffer.filled(0) == [1] and buffer.evicted == 4
   assert buffer.add(0, *sequence(9)) == [(0, 0, 0, 9)]

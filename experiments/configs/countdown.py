@@ -52,11 +52,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
       drafter="eagle2",
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
-      strategies="up to 8 live: off or 3_1_4; up to 16 live: off or 1_1_2",
+      strategies="up to 4 live: off or 3_1_4; up to 16 live: off or 1_1_2",
       strategy_rule="predictive",
       verification="coupled",  # see spec_decode.rollout.make
       # How the drafter trains: by the recipe, see spec_decode.spot.spot.Options.
-      spot=dict(max_batch=4),
+      spot=dict(max_batch=8, updates_per_exchange=4),
       prompts=PROBLEMS | dict(split="train", size=10**9),
       held_out=PROBLEMS | dict(split="held_out", size=4 if smoke else 64),
       # What is done with such prompts: refuse, drop or cut; see prompt_checks.Unusable.
@@ -73,7 +73,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         slots=16,
         buckets=(
           *((16, 256), (8, 512)),
-          *((16, longest), (8, longest), (4, longest), (1, longest)),
+          *((16, longest), (8, longest), (4, longest), (2, longest)),
         ),
         chunk=32,
         prompt_rows=8,
@@ -121,9 +121,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       drafter=SMALL_DRAFTER,
       strategies="up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3",
       # A good drafter gets worse by small updates.
-      spot=dict(
-        max_batch=8, micro_batches_per_update=8, loss=dict(cross_entropy_updates=0)
-      ),
+      spot=dict(micro_batches_per_update=8, loss=dict(cross_entropy_updates=0)),
       batch=dict(prompts=32, responses=8),
       rollout=dict(
         slots=64,

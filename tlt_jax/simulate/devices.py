@@ -88,7 +88,7 @@ class Trainer(trainer_lib.Trainer):
     Of a state there is no more than the micro-batches that wait for an update.
     """
     updates, waiting = np.divmod(states + told, self.per_update)
-    return trainer_lib.Account(waiting, told, updates.astype(np.int32), 0, {})
+    return trainer_lib.Account(waiting, told, updates.astype(np.int32), 0, {"new_rows": 0})
 
 
 class Spot(spot_lib.Spot):

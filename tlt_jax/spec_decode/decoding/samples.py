@@ -50,7 +50,8 @@ class Samples:
   kv_tokens: list[int] = dataclasses.field(default_factory=list)  # that each chunk held
   chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
   decisions: list[tuple[str, int]] = dataclasses.field(default_factory=list)
-  # Of the drafter, by program that trained it: "updates", "skipped", and means over them.
+  # Of the drafter, by program that trained it: "updates", "skipped", and what
+  # `trainer.Account.metrics` has.
   training: list[dict] | None = None
   training_s: float = 0.0  # that it went on after the last token
   # Of the whole run until now, see `spot.investment`: seconds of training after rollouts,
@@ -178,11 +179,16 @@ Score = Callable[[Samples], Callable[[], bool]]
 
 
 def training_means(training: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """What `Samples.training` says, or a part of it: means over updates; {} without any."""
-  updates = sum(m["updates"] for m in training)
-  names = sorted({name for m in training for name in m} - {"updates", "skipped"})
-  mean = lambda k: sum(m["updates"] * m.get(k, 0.0) for m in training) / updates
-  return {name: mean(name) for name in names} if updates else {}
+  """What `Samples.training` says, or a part of it: means over updates; {} without any.
+
+  "new_agreement" is a mean over new rows, and absent without any.
+  """
+  counts = {"updates", "skipped", "new_rows"}
+  names = sorted({name for m in training for name in m} - counts)
+  weight = lambda name: "new_rows" if name == "new_agreement" else "updates"
+  total = {count: sum(m.get(count, 0) for m in training) for count in counts}
+  mean = lambda name, by: sum(m.get(by, 0) * m.get(name, 0.0) for m in training) / total[by]
+  return {name: mean(name, weight(name)) for name in names if total[weight(name)]}
 
 
 def empty(

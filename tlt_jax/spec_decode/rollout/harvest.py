@@ -20,6 +20,7 @@ from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.spot import investment as investment_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
@@ -151,9 +152,8 @@ class Harvest:
     samples.micro_batch_s = self.clock.micro_batch_s
     wanted = investment.end_rollout(
       processes.of_first(self.clock.rollout_took(rollout_s)),  # all decide alike
-      samples.updates,
+      self._progress(samples.training),
       samples.harvested_s,
-      _agreement(samples.training),
     )
     done = 0
 
@@ -173,10 +173,8 @@ class Harvest:
       if self._learnt(options.updates_per_exchange):
         self._exchange()
     if done:
-      afterwards = samples.training[in_rollout:]
-      updates = sum(told["updates"] for told in afterwards)
-      seconds = processes.of_first(took())
-      investment.trained(updates, seconds, _agreement(afterwards))
+      progress = self._progress(samples.training[in_rollout:])
+      investment.trained(progress, processes.of_first(took()))
     if spot.apart:
       self._exchange_timed()
     if options.held_out_rows and self.samples.training:
@@ -240,8 +238,11 @@ class Harvest:
       told = {"updates": updates, "skipped": trained.skipped, **trained.metrics}
       self.samples.training.append(told)
 
-
-def _agreement(training: list[dict]) -> list[float]:
-  """1 - total variation by drafting step, over these updates; [] without any."""
-  means = samples_lib.training_means(training)
-  return [x for name, x in means.items() if name.startswith("agreement_")]
+  def _progress(self, training: list[dict]) -> investment_lib.Progress:
+    """What these programs brought, a part of `Samples.training`."""
+    each = self.spot.options.micro_batches_per_update
+    return investment_lib.Progress(
+      updates=sum(program["updates"] for program in training),
+      on_new=sum(program["new_rows"] for program in training) // each,
+      agreement=samples_lib.training_means(training).get("new_agreement"),
+    )

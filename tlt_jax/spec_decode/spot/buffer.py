@@ -189,11 +189,12 @@ class Buffer:
     return any(row.sizes for rows in self.rows for row in rows[self.held_out :])
 
   def order(self) -> np.ndarray:
-    """i32[slices 1+m]: how many rows each slice trains on, and these in their order."""
-    order = np.zeros((len(self.rows), 1 + len(self.rows[0])), np.int32)
-    for s in range(len(self.rows)):
+    """i32[slices 2+m]: of each slice, see `rows.Rows.order`."""
+    order = np.zeros((len(self.rows), 2 + len(self.rows[0])), np.int32)
+    for s, rows in enumerate(self.rows):
       held = self.filled(s)
-      order[s, : 1 + len(held)] = [len(held), *held]
+      new = sum(not rows[i].age and not rows[i].uses for i in held)
+      order[s, : 2 + len(held)] = [len(held), new, *held]
     return order
 
   def trained(self, micro_batches: np.ndarray) -> None:

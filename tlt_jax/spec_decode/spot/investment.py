@@ -8,11 +8,13 @@ device waits for it: a second costs a second. In idle slices it costs what it ta
 slices that decode, a fraction of that.
 
 The curve: agreement q is 1 - TV, the total variation of what drafter and target predict.
-No coupling accepts more drafts, and the one used here accepts hardly fewer. -log(1 - q)
-grows about linearly with the logarithm of the updates, so that further ones bring less and
-less. The slope is fitted to what was seen, together with a first guess, so that a new
-drafter trains before anything is known of it. Once training pays no longer it stops, until
-fewer drafts are accepted than then, as the policy moves on, or for a try after a while.
+No coupling accepts more drafts, and the one used here accepts hardly fewer. It is measured
+on rows that are trained on for the first time, as drafts are on responses that the drafter
+has not seen. -log(1 - q) grows about linearly with the logarithm of the updates, so that
+further ones bring less and less. The slope is fitted to what was seen, together with a
+first guess, so that a new drafter trains before anything is known of it. Once training pays
+no longer it stops, until fewer drafts are accepted than then, as the policy moves on, or
+for a try after a while.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,9 @@ _FALLEN = 0.95  # of the share of accepted drafts, below which the policy has mo
 _AGAIN = 20  # rollouts after which training that has stopped is tried again
 _FEW = 64  # drafts that say too little of how often one is accepted
 _LATE = 5  # rollouts that what another one takes, and brings, is the mean of
-_LEAST = 400  # updates of a curve before which idle slices do not stop: it begins flat
+# Updates with which a curve begins flat, and agreement below which it is still to rise:
+# of these updates none is weighed.
+_FLAT, _NEW = 400, 0.5
 
 
 class Costs(NamedTuple):
@@ -53,6 +57,14 @@ class Costs(NamedTuple):
     return min(self.without_s, self.plain_s * fastest)
 
 
+class Progress(NamedTuple):
+  """What training brought."""
+
+  updates: int
+  on_new: int  # the first ones, on rows that were not trained on before
+  agreement: float | None  # 1 - TV on these, mean of drafting steps; None: there are none
+
+
 class Investment:
   """The account of a drafter's training, and the choice of how long it goes on."""
 
@@ -62,14 +74,13 @@ class Investment:
     *("in_idle_slices", "first", "invested_s", "saved_s"),
   )
 
-  def __init__(self, share: float, slices: int):
+  def __init__(self, share: float):
     """Knows nothing: idle slices train, and after rollouts the drafter does.
 
     Args:
       share: most time of training after a rollout, relative to the rollout's
-      slices: of the rollout; a single one is never idle
     """
-    self._share, self._may_idle = share, slices > 1
+    self._share = share
     self.in_idle_slices = True  # whether idle slices train
     self.points: list[list[float]] = []  # (log updates, -log(1 - q)) of late trainings
     self.updates = 0  # since the curve began
@@ -122,21 +133,19 @@ class Investment:
   def end_rollout(
     self,
     rollout_s: float,
-    updates: int,
+    progress: Progress,
     idle_s: float,
-    agreement: Sequence[float],
   ) -> float:
     """Books a rollout whose last token is drawn; returns the seconds to train after it.
 
     Args:
       rollout_s: that it took
-      updates, idle_s: that idle slices made, and the seconds of these
-      agreement: 1 - TV by drafting step, means over these updates; () without any
+      progress, idle_s: that idle slices made, and the seconds of these
     """
     self.costs = [*self.costs, list(self._costs.values())][-_LATE:]
     if self.in_idle_slices:
-      self.idle = [*self.idle, [updates, idle_s]][-_LATE:]
-    self._learn(updates, agreement)
+      self.idle = [*self.idle, [progress.updates, idle_s]][-_LATE:]
+    self._learn(progress)
     if self._drafts[1] >= _FEW:
       self.accepted = [*self.accepted, self._drafts.tolist()][-_LATE:]
     if self.points:
@@ -144,27 +153,21 @@ class Investment:
       self.saved_s += max(saved_s, 0.0)
     return self._choose(rollout_s)
 
-  def trained(self, updates: int, seconds: float, agreement: Sequence[float]) -> None:
-    """Books training after a rollout.
-
-    Args:
-      updates, seconds: that it made, and took
-      agreement: see `end_rollout`
-    """
+  def trained(self, progress: Progress, seconds: float) -> None:
+    """Books training after a rollout, and the seconds that it took."""
     self.invested_s += seconds
-    if updates:
-      self.update_s = seconds / updates
-    self._learn(updates, agreement)
+    if progress.updates:
+      self.update_s = seconds / progress.updates
+    self._learn(progress)
 
-  def _learn(self, updates: int, agreement: Sequence[float]) -> None:
+  def _learn(self, progress: Progress) -> None:
     """Adds a point to the curve."""
-    if not updates or not len(agreement):
-      return
-    q = min(float(np.mean(agreement)), 0.99)
-    point = [math.log(self.updates + (updates + 1) / 2), -math.log(1 - q)]
-    self.points = [*self.points, point][-_REMEMBERED:]
-    self.updates += updates
-    self.first = point[1] if self.first is None else self.first
+    if progress.updates and progress.agreement is not None:
+      at = self.updates + (min(progress.on_new, progress.updates) + 1) / 2
+      point = [math.log(at), -math.log(1 - min(progress.agreement, 0.99))]
+      self.points = [*self.points, point][-_REMEMBERED:]
+      self.first = point[1] if self.first is None else self.first
+    self.updates += progress.updates
 
   def _choose(self, rollout_s: float) -> float:
     """Seconds to train now; whether idle slices train in the next rollout is set."""
@@ -173,17 +176,20 @@ class Investment:
     most = self._share * rollout_s
     if self.rested is not None:
       return _TRY * most if self._goes_on() else 0.0
-    if not self.points:
+    if not self.points or self._begins():
       return most
     updates, idle_s = np.mean(self.idle or [[0, 0.0]], axis=0)
     idle, idle_each = _IDLE_PRICE * idle_s, _IDLE_PRICE * idle_s / max(updates, 1e-9)
     each = self.update_s or idle_s / max(updates, 1e-9)
     parts = (part * most for part in (1.0, 0.5, _TRY))
     seconds = next((part for part in parts if self._pays(part, each)), 0.0)
-    unknown = self._may_idle and self.updates < _LEAST
-    if not (seconds or unknown or self._pays(idle, idle_each)):
+    if not (seconds or self._pays(idle, idle_each)):
       self.level, self.rested, self.in_idle_slices = self._accepted_share(), 0, False
     return seconds
+
+  def _begins(self) -> bool:
+    """Whether this is the flat beginning of the curve of a new drafter."""
+    return self.updates < _FLAT and _share(self._curve()[1]) < _NEW
 
   def _goes_on(self) -> bool:
     """Whether training that has stopped goes on, as another rollout has passed."""

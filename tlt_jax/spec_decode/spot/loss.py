@@ -71,6 +71,11 @@ class Loss:
     by_step = [f"{x}_{k + 1}" for x in ("loss", "agreement") for k in range(self.steps)]
     return ["tokens", *by_step]
 
+  def agreement(self, metrics: dict[str, jax.Array]) -> jax.Array:
+    """The mean agreement of all steps per token, of sums as `loss` gives them."""
+    total = sum(metrics[f"agreement_{k + 1}"] for k in range(self.steps))
+    return total / (self.steps * jnp.maximum(metrics["tokens"], 1.0))
+
 
 def loss(
   options: Loss,

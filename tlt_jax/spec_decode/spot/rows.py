@@ -22,16 +22,22 @@ class Rows:
 
   features: jax.Array  # f[m T E]  what the rollout kept of the target
   table: jax.Array  # i32[m 4 T]  `buffer.FIELDS`
-  order: jax.Array  # i32[slices (1+m)]  how many are trained on, and these in order
+  # i32[slices (2+m)]  How many rows are trained on; how many of these are new, which come
+  # first; and these in order.
+  order: jax.Array
 
   @property
   def filled(self) -> jax.Array:
     """How many rows of this slice are trained on, i32[]."""
     return self.order[0]
 
+  def is_new(self, i: jax.Array) -> jax.Array:
+    """Whether a slice's i-th row in their order was never trained on, bool[]."""
+    return i < self.order[1]
+
   def micro_batch(self, i: jax.Array) -> tuple[packing.Packed, jax.Array]:
     """A slice's i-th row in their order, as `row` gives it."""
-    return self.row(self.order[1 + i % jnp.maximum(self.filled, 1)])
+    return self.row(self.order[2 + i % jnp.maximum(self.filled, 1)])
 
   def row(self, row: jax.Array) -> tuple[packing.Packed, jax.Array]:
     """A row of the slice as a micro-batch [1 T], and its features f[1 T E]."""

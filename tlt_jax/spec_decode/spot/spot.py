@@ -154,8 +154,7 @@ class Spot:
 
   def _new_investment(self) -> investment_lib.Investment:
     """The account of a drafter that has not trained."""
-    slices = self.trainer.mesh.shape[axes.DATA]
-    return investment_lib.Investment(self.options.after_rollout_share, slices)
+    return investment_lib.Investment(self.options.after_rollout_share)
 
   @property
   def states(self) -> state_lib.State:

@@ -52,6 +52,7 @@ class Trained:
 
 
 ROWS, WHOLE = slices.ROWS, slices.WHOLE
+_COUNTS = ("micro_batches", "skipped", "updates", "new_rows", "new_agreement")
 TRAINING_SPECS = Training(ROWS, ROWS, WHOLE, WHOLE, WHOLE)
 TRAINED_SPECS = Trained(ROWS, ROWS)
 
@@ -63,7 +64,9 @@ class Account(NamedTuple):
   micro_batches: np.ndarray  # i32[slices]
   updates: np.ndarray  # i32[slices]
   skipped: int  # updates and micro-batches left out, of all slices: they were not finite
-  metrics: dict[str, float]  # means over all updates; none of none
+  # "new_rows", that were not trained on before, "new_agreement" of drafter and target on
+  # these, mean of all steps; and means over all updates, if there are any.
+  metrics: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +138,9 @@ class Trainer:
         self.optimizer, state, sums, self.per_update, self.average
       )
       counts = one, means.pop("skipped"), means.pop("updated")
+      new = training.rows.is_new(i) & (metrics["tokens"] > 0)
+      agreement = jnp.where(new, self.loss.agreement(metrics), 0.0)
+      counts = *counts, new.astype(jnp.float32), agreement
       return state, told + jnp.stack([*counts, *_in_order(means)])
 
     told = slices.varying(jnp.zeros(len(self._told), jnp.float32))
@@ -145,14 +151,17 @@ class Trainer:
   def _told(self) -> list[str]:
     """The names of what `train` counts and sums up."""
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
-    return ["micro_batches", "skipped", "updates", *sorted(names)]
+    return [*_COUNTS, *sorted(names)]
 
   def account(self, states: state_lib.State, told: np.ndarray) -> Account:
     """The account of what was trained; `told` is that of `Trained`, on the host."""
     micro_batches, skipped, updates = told[:, :3].T.astype(np.int32)
     count = int(updates.sum())
-    sums = zip(self._told[3:], told[:, 3:].sum(0).tolist(), strict=True)
-    metrics = {name: x / count for name, x in sums} if count else {}
+    sums = dict(zip(self._told, told.sum(0).tolist(), strict=True))
+    new = int(sums["new_rows"])
+    agreement = sums["new_agreement"] / new if new else 0.0
+    means = {k: x / count for k, x in sums.items() if count and k not in _COUNTS}
+    metrics = {"new_rows": new, "new_agreement": agreement, **means}
     return Account(states, micro_batches, updates, int(skipped.sum()), metrics)
 
   def make_train(self) -> Callable:
