@@ -220,12 +220,17 @@ class Investment:
     return min(total) < total[0]
 
   def _curve(self) -> tuple[float, float]:
-    """The slope of -log(1 - q) over the logarithm of updates, and its value now."""
+    """The slope of -log(1 - q) over the logarithm of updates, and its value now.
+
+    The curve begins flat: a point counts the less the fewer updates it was after.
+    """
     x, y = np.array(self.points).T
-    apart = x - x.mean()
-    slope = (apart @ y + _WEIGHT * _SLOPE) / (apart @ apart + _WEIGHT)
-    slope = max(float(slope), 0.0)
-    return slope, float(y.mean() + slope * (math.log(self.updates) - x.mean()))
+    weight = np.exp((x - math.log(self.updates)) / 2)
+    mean_x, mean_y = np.average([x, y], axis=1, weights=weight)
+    apart = x - mean_x
+    slope = (weight * apart) @ y + _WEIGHT * _SLOPE
+    slope = max(float(slope / ((weight * apart) @ apart + _WEIGHT)), 0.0)
+    return slope, float(mean_y + slope * (math.log(self.updates) - mean_x))
 
   def _seconds(self, q: float) -> float:
     """The seconds of a rollout, as the late ones, at another share of acceptance."""
