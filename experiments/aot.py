@@ -112,7 +112,7 @@ def main():
       print(f"{' '.join(case)}: compiling", flush=True)
       compile_case(model, case, layers, folder)
     if file.exists():
-      report.append((case, aot_report.counted(folder, case[1], layers)))
+      report.append((case, aot_report.counted(folder, model, case[1], layers)))
     elif (folder / "error.txt").exists():
       report.append((case, {"error": (folder / "error.txt").read_text().strip()}))
   rows = aot_report.table(aot_report.row(*line) for line in report)

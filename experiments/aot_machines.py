@@ -11,6 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from tlt_jax import axes
+from tlt_jax.pallas_kernels import triton_call
 
 _HERE = pathlib.Path(__file__).parent
 
@@ -32,7 +33,7 @@ TARGETS = {
   "h200": Target("cuda", "1x1x1", devices=1, model=1),
   "h200_2x2": Target("cuda", "1x1x4", devices=4, model=2),
 }
-_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_triton")}
+_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "triton")}
 _CAPABILITY = 90  # of an H200
 
 
@@ -76,7 +77,7 @@ def mesh_of(machine: Target) -> jax.sharding.Mesh:
   if lacking := missing(machine.platform):
     raise ValueError(lacking)
   if machine.platform == "cuda":
-    _lower_triton_for(_CAPABILITY)
+    triton_call.compile_for(_CAPABILITY)
     topology = topologies.get_topology_desc(
       platform="cuda",
       topology_name="",
@@ -86,14 +87,6 @@ def mesh_of(machine: Target) -> jax.sharding.Mesh:
   else:
     topology = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
   return axes.make_mesh(machine.model, topology.devices[: machine.devices])
-
-
-def _lower_triton_for(capability: int) -> None:
-  """Has jax_triton lower for a GPU that is not there."""
-  import jax_triton
-
-  library = jax_triton.triton_lib.triton_kernel_call_lib
-  library.get_compute_capability = lambda device: capability
 
 
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:

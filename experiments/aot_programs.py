@@ -59,7 +59,8 @@ NODES = CHAIN.verify
 ROWS = 8  # requests of a slice
 SLOTS = 8192  # of the cache, per request
 PROMPT = 1024
-CHUNKS = ("plain", "chain", "tree", "fused")
+# `one`: plain, with one request, whose products are of one row.
+CHUNKS = ("one", "plain", "chain", "tree", "fused")
 PROGRAMS = (*CHUNKS, "prefill", "fill", "update")
 _TRAINS = ("fused",)  # takes two slices: a single one is never idle
 _LEARNER_ROWS = ((2, 4096),)  # per bucket: rows of a micro-batch, tokens of a row
@@ -222,6 +223,7 @@ def of_sync(learner: learner_lib.Learner) -> Program:
 def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   """A program of a rollout that plans plain decoding, a chain and a tree; its arguments."""
   strategies = CHAIN, TREE
+  rows = 1 if program == "one" else rows
   drafter = drafter_lib.of_target(model)
   room = strategy_lib.Room.of(strategies)
   options = options_lib.Options(
@@ -256,7 +258,7 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   state = source.ready(bucket, weights, full)
   if program == "fill":
     return pool.asked["fill", *bucket]
-  arm = {"plain": None, "chain": CHAIN, "tree": TREE, "fused": CHAIN}[program]
+  arm = {"chain": CHAIN, "tree": TREE, "fused": CHAIN}.get(program)
   whole = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(mesh))
   limits = chunk_lib.Limits(whole)
   if arm is None:

@@ -33,8 +33,15 @@ def cases(targets: Iterable[str], programs: Iterable[str]) -> list[tuple[str, st
   ]
 
 
-def counted(folder: pathlib.Path, program: str, layers: int) -> dict:
-  """The figures of a compiled program."""
+def counted(folder: pathlib.Path, name: str, program: str, layers: int) -> dict:
+  """The figures of a compiled program.
+
+  Args:
+    folder: of what the compiler said
+    name: of the model, in `aot_programs.MODELS`
+    program: of `aot_programs.PROGRAMS`
+    layers: of the target, as compiled
+  """
   told = json.loads((folder / "compiled.json").read_text())
   text = gzip.open(folder / "text.hlo.gz", "rt").read()
   caches = hlo_counts.donated(text, _LEAST)
@@ -45,6 +52,10 @@ def counted(folder: pathlib.Path, program: str, layers: int) -> dict:
     "collectives": _collectives(text),
   }
   if program in aot_programs.CHUNKS:
+    if program == "one":  # activations of more rows are as large
+      model = aot_programs.MODELS[name]
+      weights = model.width * model.num_kv_heads * model.head_dim  # of the smallest matrix
+      found["as_large_as_weights"] = hlo_counts.large_copies(text, weights)
     step = hlo_counts.Counter(text, caches, _FILL).step()
     found["step"] = _per_step(step, layers)
     drafting = max(step.inner, key=lambda s: s.num_bytes, default=None)
@@ -107,7 +118,8 @@ def launches(thunks: str) -> dict[str, int]:
 
 
 _HEADER = (
-  *("target", "program", "kernels", "cache-sized copies", "all-gathers (largest)"),
+  *("target", "program", "kernels", "cache-sized copies", "as large as weights"),
+  "all-gathers (largest)",
   *("all-reduces (largest)", "kernels per layer", "other kernels", "launches"),
   *("GB per step", "GB per drafting step", "temp GiB", "arguments GiB"),
 )
@@ -130,6 +142,7 @@ def row(case: tuple[str, str, str], found: dict) -> list[str]:
   return [
     *case,
     str(len(found["copies"])) if case[1] != "update" else "",
+    str(len(found["as_large_as_weights"])) if case[1] == "one" else "",
     *(collective("all-gather"), collective("all-reduce")),
     *(kernels("kernels_per_layer"), kernels("other_kernels"), by_kind),
     *(giga(step), giga(draft)),

@@ -19,6 +19,7 @@ from tests import conftest
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax.models import config as config_lib
+from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
@@ -234,7 +235,7 @@ def test_the_looped_kernels_lower_for_tpus():
 @triton_kernels.requires_triton
 def test_the_looped_kernels_lower_for_gpus(monkeypatch):
   """Where jax's CUDA plugin is installed; no GPU is needed."""
-  triton_kernels.lower_for(90, monkeypatch)
+  triton_kernels.lower_for(90, triton_call.ROUTES[0], monkeypatch)
   arrays, start = attention_of(128)
   side = attention.sides(arrays, start, ["triton"])["triton"]
   traced = device_time.looped(side, 3).trace(*side.args)

@@ -214,8 +214,10 @@ def test_either_jax_triton_is_called_as_it_wants(call, monkeypatch):
   """Their arguments have other names."""
   stand_in = types.SimpleNamespace(triton_call=call)
   monkeypatch.setitem(sys.modules, "jax_triton", stand_in)
-  called = triton_call.triton_call(1, 2, kernel="kernel", out_type="type", num_warps=4)
-  assert called == ((1, 2), "kernel", "type", True, {"num_warps": 4})
+  options = dict(grid=(1,), name="name", num_warps=4, num_stages=2)
+  with triton_call.through("jax_triton"):
+    called = triton_call.triton_call(1, 2, kernel="kernel", out_type="type", **options)
+  assert called == ((1, 2), "kernel", "type", True, options)
 
 
 def noise_in_triton(key, ids):
@@ -229,6 +231,9 @@ def noise_in_triton(key, ids):
     kernel=noise_triton.noise_kernel,
     out_type=[shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)],
     grid=(rows,),
+    name="noise",
+    num_warps=4,
+    num_stages=3,
     COUNT=count,
     LOW=noise.LOW,
   )
@@ -352,9 +357,10 @@ def test_it_lowers_for_tpus(kind):
 
 
 @triton_kernels.requires_triton
-def test_it_lowers_for_cuda(monkeypatch):
+@pytest.mark.parametrize("route", triton_call.ROUTES)
+def test_it_lowers_for_cuda(route, monkeypatch):
   """For an H100 or H200, where jax's plugin is installed."""
-  triton_kernels.lower_for(90, monkeypatch)
+  triton_kernels.lower_for(90, route, monkeypatch)
   draw = functools.partial(verify_sample.verify_sample, impl="triton")
   traced = jax.jit(draw).trace(*shapes(128, 151_936))
   text = traced.lower(lowering_platforms=("cuda",)).as_text()

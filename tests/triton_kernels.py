@@ -19,12 +19,14 @@ import importlib.util
 import multiprocessing
 import os
 import pathlib
-import sys
 import types
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+
+from tlt_jax.pallas_kernels import triton_call
 
 requires_triton = pytest.mark.skipif(
   importlib.util.find_spec("triton") is None,
@@ -32,42 +34,37 @@ requires_triton = pytest.mark.skipif(
 )
 
 
+_NOT_INTERPRETED = {n: getattr(triton_call, n) for n in ("triton_call", "is_available")}
+
+
 @contextlib.contextmanager
 def interpreted():
-  """Within it, wrappers that import `jax_triton` get one that interprets kernels.
+  """Within it, kernels are interpreted.
 
   Outputs hold NaN, or the smallest integer, wherever a kernel has not written.
   """
-  stand_in = types.ModuleType("jax_triton")
-  stand_in.triton_call = _triton_call
-  real = sys.modules.get("jax_triton")
-  sys.modules["jax_triton"] = stand_in
-  try:
+  replace = functools.partial(mock.patch.object, triton_call)
+  with replace("triton_call", _triton_call), replace("is_available", lambda: True):
     yield
-  finally:
-    del sys.modules["jax_triton"]
-    if real is not None:
-      sys.modules["jax_triton"] = real
 
 
-_FOR_GPUS = ("name", "num_warps", "num_stages", "enable_fp_fusion", "compute_capability")
-
-
-def _triton_call(*args, kernel, out_shape, grid, **options):
-  """Has the signature of jax_triton 0.3, as far as this project uses it."""
-  constants = {name: x for name, x in options.items() if name not in _FOR_GPUS}
+def _triton_call(
+  *args, kernel, out_type, grid, name, num_warps, num_stages, **constants
+):
+  """Has the signature of `triton_call.triton_call`."""
+  del name, num_warps, num_stages  # for compilers
   scalars = {i: x for i, x in enumerate(args) if isinstance(x, int | float)}
   arrays = [x for i, x in enumerate(args) if i not in scalars]
 
   def run(*arrays):
     arrays = iter(np.asarray(x) for x in arrays)
     inputs = [scalars[i] if i in scalars else next(arrays) for i in range(len(args))]
-    outputs = [_unwritten(s) for s in jax.tree.leaves(out_shape)]
+    outputs = [_unwritten(s) for s in jax.tree.leaves(out_type)]
     source = kernel.fn.__code__.co_filename, kernel.fn.__name__
     call = _process().submit(_interpret, *source, grid, inputs, outputs, constants)
-    return jax.tree.unflatten(jax.tree.structure(out_shape), call.result())
+    return jax.tree.unflatten(jax.tree.structure(out_type), call.result())
 
-  return jax.pure_callback(run, out_shape, *arrays)
+  return jax.pure_callback(run, out_type, *arrays)
 
 
 def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -146,17 +143,19 @@ class _Tensor:
     return self.array.size
 
 
-def lower_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-  """Has jax_triton lower for a GPU that is not there; skips where it cannot.
+def lower_for(capability: int, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Has kernels compiled for a GPU that is not there; skips where that cannot be.
 
   Args:
     capability: of the GPU; 80 for an A100, 90 for an H100 or H200
+    route: of `triton_call.ROUTES`
     monkeypatch: takes it back
   """
-  monkeypatch.delitem(sys.modules, "jax_triton", raising=False)  # not the stand-in
-  try:
-    import jax_triton
-  except ImportError:
-    pytest.skip("needs jax's CUDA plugin, without which jax_triton cannot be imported")
-  library = jax_triton.triton_lib.triton_kernel_call_lib
-  monkeypatch.setattr(library, "get_compute_capability", lambda device: capability)
+  for name, own in _NOT_INTERPRETED.items():
+    monkeypatch.setattr(triton_call, name, own)
+  if not triton_call.is_available():
+    pytest.skip("needs jax's CUDA plugin, which packs the calls of kernels")
+  if route == "jax_triton":
+    pytest.importorskip("jax_triton")
+  monkeypatch.setattr(triton_call, "_route", route)
+  monkeypatch.setattr(triton_call, "_capability", capability)

@@ -1,8 +1,14 @@
-"""A matrix product for few rows on CPUs.
+"""Matrix products of few rows, where XLA's own ways are slow.
 
-XLA hands a CPU's products to a library that packs the right operand in every call. Here
-that is the few rows; the large matrix is read as it lies.
+On CPUs XLA hands products to a library that packs the right operand in every call.
+`times_transposed` has it pack the few rows; the large matrix is read as it lies.
+
+On GPUs XLA turns a product of one row into a kernel that writes `x * w`, as large as the
+matrix, and another that reads it and adds up. `times` has it computed as one of several
+rows, and so with the same bits.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +17,30 @@ import jax.numpy as jnp
 # Products of other widths, from 5 on, take longer than those of the next multiple.
 _LANES = 8
 _NARROW = 4  # columns, up to which it has a way of its own
+_SEVERAL = 8  # rows as which one row is computed on GPUs
+
+
+def times(
+  x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+  """Multiplies rows with a matrix: f[... O].
+
+  Args:
+    x: f[... I]
+    w: f[I O], where O may be several axes
+    dtype: in which products are added up, of the result; None: that of x
+  """
+  product = lambda x: jnp.tensordot(x, w, 1, preferred_element_type=dtype)
+  if math.prod(x.shape[:-1]) != 1:
+    return product(x)
+
+  def as_several(x):
+    rows = jnp.pad(x.reshape(1, -1), ((0, _SEVERAL - 1), (0, 0)))
+    # Else XLA sees that one row is wanted.
+    y = product(jax.lax.optimization_barrier(rows))[:1]
+    return y.reshape(*x.shape[:-1], *w.shape[1:])
+
+  return jax.lax.platform_dependent(x, cuda=as_several, default=product)
 
 
 def times_transposed(

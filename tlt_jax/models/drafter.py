@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import axes
+from tlt_jax import few_rows_matmul
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafters
@@ -283,11 +284,11 @@ class Drafter(nn.Module):
       h = drafters.find(self.config.kind).before_head(self, h)
       if self.config.layer.tie_embeddings and not self.config.has_own_head:
         head = head.T
-      return jnp.dot(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
+      return few_rows_matmul.times(h, head.astype(h.dtype), jnp.float32)
 
   def apply_fc(self, x: jax.Array) -> jax.Array:
     """The projection of `fc_width` inputs: f[... *] -> f[... D]."""
-    y = x @ self.fc.astype(x.dtype)
+    y = few_rows_matmul.times(x, self.fc.astype(x.dtype))
     return y + self.fc_b.astype(x.dtype) if self.config.fc_bias else y
 
   def init_all(

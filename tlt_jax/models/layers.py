@@ -74,7 +74,7 @@ def product(
   """
   w = w.astype(x.dtype)
   if not transposed:
-    return jnp.dot(x, w, preferred_element_type=dtype)
+    return few_rows_matmul.times(x, w, dtype)
   rows = x.reshape(-1, x.shape[-1])
   return few_rows_matmul.times_transposed(rows, w, dtype).reshape(*x.shape[:-1], -1)
 
@@ -206,7 +206,7 @@ class Attention(nn.Module):
       y = product(x, w.reshape(-1, w.shape[-1]), transposed=True)
       y = y.reshape(*x.shape[:2], heads, c.head_dim)
     else:
-      y = jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype))
+      y = few_rows_matmul.times(x, w.astype(x.dtype))
     if self.config.qkv_bias:
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y

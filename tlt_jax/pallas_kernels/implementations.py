@@ -8,9 +8,9 @@ Their names:
     "triton"     Triton for NVIDIA GPUs
 """
 
-import importlib
-
 import jax
+
+from tlt_jax.pallas_kernels import triton_call
 
 NAMES = ("ref", "pallas", "interpret", "triton")
 _OF_BACKEND = {"tpu": "pallas", "gpu": "triton"}
@@ -21,30 +21,22 @@ def choose(impl: str | None) -> str:
 
   Args:
     impl: its name; None for that of jax's default backend, or "ref" where the backend
-      has none or jax_triton cannot be imported
+      has none or Triton is not there
 
   Raises:
     ValueError: there is no such implementation, or it cannot run here
   """
   if impl is None:
     impl = _OF_BACKEND.get(jax.default_backend(), "ref")
-    return impl if impl != "triton" or _has_triton() else "ref"
+    return impl if impl != "triton" or triton_call.is_available() else "ref"
   if impl not in NAMES:
     raise ValueError(
       f"no implementation is called {impl!r}; choose one of {', '.join(NAMES)}, or None "
       "for that of this machine"
     )
-  if impl == "triton" and not _has_triton():
+  if impl == "triton" and not triton_call.is_available():
     raise ValueError(
-      'the implementation "triton" needs jax_triton, which cannot be imported: it comes '
-      'with requirements.txt on x86-64 Linux, and needs jax for CUDA; or choose "ref"'
+      'the implementation "triton" needs Triton, which comes with requirements.txt on '
+      'x86-64 Linux, and jax for CUDA; install them or choose "ref"'
     )
   return impl
-
-
-def _has_triton() -> bool:
-  try:
-    importlib.import_module("jax_triton")
-  except ImportError:
-    return False
-  return True

@@ -1,26 +1,197 @@
-"""Calls Triton kernels from jitted functions, by whichever jax_triton is installed.
+"""Calls Triton kernels from jitted functions, as parts of CUDA graphs.
 
-From jax_triton 0.4 on, which needs jax 0.11 and Python 3.12, XLA puts the calls into CUDA
-graphs with the kernels around them; before, each call cuts a graph in two.
+jaxlib has a handler of compiled Triton kernels which XLA may put into CUDA graphs,
+`triton_kernel_call_ffi`. What is called by it is compiled here, with Triton alone.
+
+jax_triton is the other way, `through("jax_triton")`: its releases up to 0.3 call a handler
+that cuts a graph in two at every kernel, and 0.4.1 fails with jax 0.12 and with Triton 3.6.
+Kernels are the same, and so are their results.
 """
 
+from collections.abc import Iterator, Sequence
+import contextlib
+import functools
 import inspect
+import os
+import zlib
+
+import jax
+
+ROUTES = ("ffi", "jax_triton")
+_TYPES = {
+  "bfloat16": "bf16",
+  "float16": "fp16",
+  "float32": "fp32",
+  "int32": "i32",
+  "uint32": "u32",
+}
+_ALIGNED = 16  # bytes, of every array; numbers that it divides, the compiler is told of
+
+_route = ROUTES[0]
+_capability: int | None = None  # None: that of the first device
 
 
-def triton_call(*args, kernel, out_type, **options):
-  """Is `jax_triton.triton_call`, with multiplications and additions fused.
+@contextlib.contextmanager
+def through(route: str) -> Iterator[None]:
+  """Within it, what is traced calls kernels by another of `ROUTES`."""
+  global _route
+  if route not in ROUTES:
+    raise ValueError(f"no route is called {route!r}; choose one of {', '.join(ROUTES)}")
+  before, _route = _route, route
+  try:
+    yield
+  finally:
+    _route = before
+
+
+def compile_for(capability: int | None) -> None:
+  """Compiles kernels for GPUs that are not there, from now on.
 
   Args:
-    args: arrays and scalars, in the order of the kernel's parameters
-    kernel: a function of `triton.jit`
-    out_type: shapes and dtypes of what it writes, whose parameters come after `args`
-    options: grid, name, num_warps, num_stages, and the kernel's constants
+    capability: 80 of an A100, 90 of an H100 or H200; None: that of the first device
   """
+  global _capability
+  _capability = capability
+
+
+def is_available() -> bool:
+  """Whether kernels can be called: there are Triton and jax's plugin for CUDA."""
+  try:
+    import triton  # noqa: F401
+    from jax._src.lib import gpu_triton
+  except ImportError:
+    return False
+  return hasattr(gpu_triton, "TritonKernel")
+
+
+def triton_call(
+  *args: jax.Array | int,
+  kernel,
+  out_type,
+  grid: tuple[int, ...],
+  name: str,
+  num_warps: int,
+  num_stages: int,
+  **constants,
+):
+  """Calls a kernel: results as `out_type` says.
+
+  Products and sums may be fused, which rounds once less.
+
+  Args:
+    args: arrays and integers, in the order of the kernel's parameters
+    kernel: a function of `triton.jit`
+    out_type: shape and dtype of what it writes, or a list of them; their parameters come
+      after `args`
+    grid: programs, in up to three dimensions
+    name: in profiles
+    num_warps, num_stages: of the compiler
+    constants: of the kernel
+  """
+  how = dict(name=name, num_warps=num_warps, num_stages=num_stages)
+  if _route == "jax_triton":
+    return _by_jax_triton(*args, kernel=kernel, out_type=out_type, grid=grid, **how | constants)
+  several = isinstance(out_type, Sequence)
+  results = list(out_type) if several else [out_type]
+  numbers = [x if isinstance(x, int) else None for x in args] + [None] * len(results)
+  arrays = [x for x in args if not isinstance(x, int)]
+  dtypes = iter([x.dtype.name for x in (*arrays, *results)])
+  types = [_TYPES[next(dtypes)] if n is None else "i32" for n in numbers]
+  opaque = _packed(
+    kernel,
+    parameters=tuple(zip(types, numbers, strict=True)),
+    grid=(*grid, 1, 1)[:3],
+    constants=tuple(sorted(constants.items())),
+    capability=_capability or _of_first_device(),
+    **how,
+  )
+  call = jax.ffi.ffi_call("triton_kernel_call_ffi", results)
+  written = call(*arrays, opaque=opaque)
+  return written if several else written[0]
+
+
+@functools.lru_cache(maxsize=None)
+def _packed(
+  kernel,
+  parameters: tuple[tuple[str, int | None], ...],
+  grid: tuple[int, int, int],
+  constants: tuple,
+  capability: int,
+  name: str,
+  num_warps: int,
+  num_stages: int,
+) -> bytes:
+  """A call as jaxlib's handler takes it: code, grid and parameters.
+
+  Args:
+    parameters: type of each, and the value of those that are numbers
+    constants: name and value of each
+  """
+  from jax._src.lib import gpu_triton
+
+  constants = dict(constants)
+  names = [n for n in kernel.arg_names if n not in constants]
+  kinds = {
+    n: kind if number is not None else f"*{kind}"
+    for n, (kind, number) in zip(names, parameters, strict=True)
+  }
+  aligned = [n for n, (_, x) in zip(names, parameters) if x is None or x % _ALIGNED == 0]
+  compiled = _compile(kernel, kinds, aligned, constants, capability, num_warps, num_stages)
+  code = gpu_triton.TritonKernel(
+    compiled.metadata.name,
+    num_warps,
+    1,  # programs of a cluster
+    compiled.metadata.shared,
+    compiled.asm["ptx"],
+    compiled.asm["ttir"],
+    capability,
+  )
+  packed = [
+    gpu_triton.create_array_parameter(0, _ALIGNED)  # 0: nothing is set to zero before
+    if number is None
+    else gpu_triton.create_scalar_parameter(number, kind)
+    for kind, number in parameters
+  ]
+  call = gpu_triton.TritonKernelCall(code, *grid, packed)
+  return zlib.compress(call.to_proto(name, b""))
+
+
+def _compile(kernel, kinds, aligned, constants, capability, num_warps, num_stages):
+  """Compiles a kernel for a GPU, which need not be there."""
+  import triton
+  from triton.backends.compiler import GPUTarget
+  from triton.compiler import ASTSource
+
+  # jax_triton 0.3 empties it when it is imported, and Triton looks for a folder there.
+  if os.environ.get("TRITON_CACHE_DIR") == "":
+    del os.environ["TRITON_CACHE_DIR"]
+  place = kernel.arg_names.index
+  source = ASTSource(
+    fn=kernel,
+    signature={n: kinds.get(n, "constexpr") for n in kernel.arg_names},
+    constexprs=constants,
+    attrs={(place(n),): [["tt.divisibility", _ALIGNED]] for n in aligned},
+  )
+  options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+  return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _of_first_device() -> int:
+  """The capability of the first device, such as 90."""
+  major, minor = jax.devices()[0].compute_capability.split(".")
+  return 10 * int(major) + int(minor)
+
+
+def _by_jax_triton(*args, kernel, out_type, **options):
+  """Does what `triton_call` does, by whichever jax_triton is installed."""
   import jax_triton  # fails to import where jax has no CUDA
 
   call = jax_triton.triton_call
+  takes = inspect.signature(call).parameters
+  if "compute_capability" in takes and _capability:
+    options["compute_capability"] = _capability
   fused = {"enable_fp_fusion": True}
-  if "backend_options" in inspect.signature(call).parameters:
+  if "backend_options" in takes:
     return call(
       *args, kernel=kernel, out_type=out_type, backend_options=fused, **options
     )
