@@ -35,7 +35,7 @@ test: venv ## the test suite, on the CPU as 8 devices
 test-all: venv ## the test suite with its slowest cases
 	@$(PYTEST) --all $(or $(ARGS),tests)
 
-gpu: venv ## tests and benchmarks of an NVIDIA GPU, 40 minutes; goes on where it stopped
+gpu: venv ## tests and benchmarks of an NVIDIA GPU, 50 minutes; goes on where it stopped
 	@$(BIN)/python -m experiments.bench.accelerator --kind=gpu $(ARGS)
 
 tpu: venv ## the same of a TPU

@@ -50,6 +50,20 @@ def test_the_product_is_that_of_the_matrices(rows):
   assert product(jnp.bfloat16(x), jnp.bfloat16(w), jnp.float32).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (1, 1, 5), (3, 5), (2, 2, 5)])
+def test_one_row_is_computed_as_several_on_gpus_only(shape):
+  """The same product; on a CPU nothing is padded."""
+  x, w = (np.random.RandomState(i).randn(*s) for i, s in enumerate((shape, (5, 2, 3))))
+  x, w = jnp.float32(x), jnp.float32(w)
+  times = jax.jit(few_rows_matmul.times)
+  np.testing.assert_allclose(times(x, w), np.tensordot(x, w, 1), atol=1e-5)
+  lowered = lambda platform: (
+    times.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+  )
+  assert "tensor<8x5xf32>" not in lowered("cpu")
+  assert ("tensor<8x5xf32>" in lowered("cuda")) == (x.size == 5)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_model_is_the_same(name):
   """Features and logits, to rounding; with matrices that are square, too."""

@@ -49,10 +49,19 @@ def interpreted():
 
 
 def _triton_call(
-  *args, kernel, out_type, grid, name, num_warps, num_stages, **constants
+  *args,
+  kernel,
+  out_type,
+  grid,
+  name,
+  num_warps,
+  num_stages,
+  fused=True,
+  aliases=types.MappingProxyType({}),
+  **constants,
 ):
   """Has the signature of `triton_call.triton_call`."""
-  del name, num_warps, num_stages  # for compilers
+  del name, num_warps, num_stages, fused  # for compilers
   scalars = {i: x for i, x in enumerate(args) if isinstance(x, int | float)}
   arrays = [x for i, x in enumerate(args) if i not in scalars]
 
@@ -60,6 +69,8 @@ def _triton_call(
     arrays = iter(np.asarray(x) for x in arrays)
     inputs = [scalars[i] if i in scalars else next(arrays) for i in range(len(args))]
     outputs = [_unwritten(s) for s in jax.tree.leaves(out_type)]
+    for argument, result in aliases.items():
+      outputs[result] = np.array(inputs[argument])
     source = kernel.fn.__code__.co_filename, kernel.fn.__name__
     call = _process().submit(_interpret, *source, grid, inputs, outputs, constants)
     return jax.tree.unflatten(jax.tree.structure(out_type), call.result())

@@ -1,19 +1,28 @@
 """Runs all that a GPU or a TPU can tell: its tests, then every benchmark made for it.
 
     make gpu                     (python -m experiments.bench.accelerator --kind=gpu)
+    make gpu ARGS="--minutes=12"
     make tpu ARGS="--parts=tests,attention --again"
 
-Each part is a process of its own with a limit of time, so that one which fails leaves the
-others alone. What a part found goes to `--output`, in a folder per device and commit: its
-last line and what it ran on as `PART.json`, its tables as `PART.txt`. The same command
-goes on where it stopped: parts that succeeded are not run again, but for `--again`. At the
-end all tables are printed, and what failed; then the exit status is 1. Less than 40
-minutes on one GPU. `--dry_run` runs every part in tiny sizes on the CPU.
+What one wants to know most comes first; with `--minutes` no part begins after that time,
+and none goes on for longer. Each part is a process of its own with a limit of time, so
+that one which fails leaves the others alone. What a part found goes to `--output`, in a
+folder per device and commit: its last line and what it ran on as `PART.json`, its tables
+as `PART.txt`. The same command goes on where it stopped: parts that succeeded are not run
+again, but for `--again`. At the end all tables are printed, and what failed; then the exit
+status is 1. Less than 50 minutes on one GPU. `--dry_run` runs every part in tiny sizes on
+the CPU.
+
+It needs neither make nor a network: where jax and Triton are there,
+
+    python3 -m pip install --no-index --no-deps --target=SITE WHEELS/*.whl
+    PYTHONPATH=SITE python3 -m experiments.bench.accelerator --kind=gpu --minutes=12
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -31,10 +40,11 @@ from experiments.bench import machine
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = _ROOT / "experiments" / "results" / "accelerator"
 WORKDIR = _ROOT / "runs" / "bench_accelerator"
-_KERNELS, _STEPS, _DRAINING, _WIDEN, _STEP, _SPOT = (
+_KERNELS, _STEPS, _DRAINING, _WIDEN, _STEP, _SPOT, _FEW_ROWS = (
   f"experiments.bench.{name}"
-  for name in ("kernels", "decode_steps", "draining", "widen", "step", "spot")
+  for name in ("kernels", "decode_steps", "draining", "widen", "step", "spot", "few_rows")
 )
+_LLM = "runs/smollm2"  # of `import_gguf`
 _TINY = ("--dry_run", "--repeats=2")
 _DRY_MINUTES = 10.0  # of a part: a CPU interprets kernels slowly
 _NAMES = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
@@ -49,15 +59,18 @@ class Part:
   dry: Sequence[Sequence[str]]  # the same at tiny sizes
   minutes: float  # after which it is ended
   devices: int = 1  # that it needs
+  env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside that of all
+  needs: str = ""  # a folder of the checkout, which is not in the repo
 
 
 def parts(kind: str) -> tuple[Part, ...]:
-  """The parts, what one wants to know most first. Their limits add up to 39 minutes."""
+  """The parts, what one wants to know most first. Their limits add up to 50 minutes."""
   pytest = ("pytest", "-q", "-p", "no:cacheprovider", "-m", kind)
   # What compiles takes longer than what runs; and a TPU has room for one process.
   at_once = ("-n12", "--dist=load") if kind == "gpu" else ("-n0",)
   three = "--strategies=off,ngram_3,3_1_4"
   return (
+    *(_first() if kind == "gpu" else ()),
     Part(
       "tests",
       [(*pytest, *at_once, f"--{kind}", "tests")],
@@ -89,6 +102,51 @@ def parts(kind: str) -> tuple[Part, ...]:
       minutes=6,
     ),
     *_of_rollouts(),
+  )
+
+
+def _first() -> tuple[Part, ...]:
+  """What a GPU is asked first: bits and time of few rows, launches, compilation."""
+  steps = (_STEPS, "--model=qwen3-0.6b", "--repeats=3", "--training=false")
+  plain = (*steps, "--live=4", "--strategies=off", "--kernels=triton")
+  dry = [(*steps, "--strategies=off", "--dry_run")]
+  uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+  xla = lambda flags: uncached | {"XLA_FLAGS": flags}
+  graph = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
+  lossless = ("experiments.check_lossless", "--dtype=bfloat16")
+  return (
+    Part("few_rows", [(_FEW_ROWS,)], dry=[(_FEW_ROWS, *_TINY)], minutes=2.5),
+    Part(
+      "first_steps",
+      [(*steps, "--live=1,4", "--strategies=off,3_1_4")],
+      dry=dry,
+      minutes=3,
+    ),
+    Part("by_jax_triton", [(*plain, "--route=jax_triton")], dry=dry, minutes=1),
+    Part("compile", [plain], dry=dry, minutes=1, env=uncached),
+    Part(
+      "compile_untuned", [plain], dry=dry, minutes=1, env=xla("--xla_gpu_autotune_level=0")
+    ),
+    # On a CPU XLA knows the flags, too.
+    Part("one_graph", [plain], dry=dry, minutes=1, env=xla(graph)),
+    Part(
+      "lossless",
+      [
+        (
+          *(*lossless, "--config=experiments/configs/smollm2.py", "--batch=32"),
+          *("--strategies=ngram_3,3_1_4", "--tokens=20000"),
+        )
+      ],
+      dry=[
+        (
+          *(*lossless, "--config=experiments/configs/tail.py:smoke"),
+          *("--config.policy=experiments/policies/countdown", "--strategies=ngram_3"),
+          *("--tokens=100", "--batch=8"),
+        )
+      ],
+      minutes=1.5,
+      needs=_LLM,
+    ),
   )
 
 
@@ -141,14 +199,20 @@ class Run:
   about: Mapping[str, Any]  # of every result: date, commit, machine
   env: Mapping[str, str]
   dry_run: bool
+  ends: float = math.inf  # of the monotonic clock: no part goes on after it
 
   def path(self, part: Part, suffix: str) -> pathlib.Path:
     """A file of a part's results."""
     return self.folder / f"{part.name}{suffix}"
 
+  @property
+  def left(self) -> float:
+    """Minutes until no part goes on."""
+    return (self.ends - time.monotonic()) / 60
+
   def minutes(self, part: Part) -> float:
     """The limit of a part."""
-    return _DRY_MINUTES if self.dry_run else part.minutes
+    return min(_DRY_MINUTES if self.dry_run else part.minutes, self.left)
 
   def is_done(self, part: Part) -> bool:
     """Whether an earlier call ran it, and it did not fail."""
@@ -161,8 +225,8 @@ class Run:
     commands = part.dry if self.dry_run else part.commands
     record = {"part": part.name, **self.about, "date": machine.today()}
     record["commands"] = [" ".join(["python", "-m", *command]) for command in commands]
-    if part.devices > self.about["machine"]["devices"] and not self.dry_run:
-      record["skipped"] = f"it needs {part.devices} devices"
+    if lacking := self._lacking(part):
+      record["skipped"] = lacking
     else:
       record |= self._run(part, commands)
     record["seconds"] = round(time.monotonic() - began, 1)
@@ -171,15 +235,25 @@ class Run:
     partial.rename(self.path(part, ".json"))
     return record
 
+  def _lacking(self, part: Part) -> str:
+    """What a part needs and has not; "" if all is there."""
+    if self.dry_run:
+      return ""
+    if part.devices > self.about["machine"]["devices"]:
+      return f"it needs {part.devices} devices"
+    if part.needs and not (_ROOT / part.needs).exists():
+      return f"it needs {part.needs}, which is not there"
+    return ""
+
   def _run(self, part: Part, commands: Sequence[Sequence[str]]) -> dict:
     """Runs the commands one after the other: the last one's result, or an error."""
-    minutes = self.minutes(part)
+    minutes, env = self.minutes(part), {**self.env, **part.env}
     ends = time.monotonic() + 60 * minutes
     for command in commands:
       out, log = self.path(part, ".txt"), self.logs / f"{part.name}.log"
       with out.open("w") as stdout, log.open("w") as stderr:
         left = ends - time.monotonic()
-        status = run_process(command, self.env, stdout, stderr, left)
+        status = run_process(command, env, stdout, stderr, left)
       *tables, last = out.read_text().splitlines() or [""]
       result = read_result(last)
       if result is not None:
@@ -234,7 +308,7 @@ def _error(
 ) -> str:
   """Why a command failed, in one line."""
   if status is None:
-    return f"not done within {minutes:g} minutes, see {log}"
+    return f"not done within {minutes:.3g} minutes, see {log}"
   if status < 0:
     return f"ended by signal {-status} ({signal.Signals(-status).name}), see {log}"
   named = [line for line in printed if line.startswith(("FAILED ", "failed: "))]
@@ -280,12 +354,15 @@ def folder_for(output: pathlib.Path, device: str, commit: str) -> pathlib.Path:
   return output / (f"{dated}-{taken + 1}" if taken else dated)
 
 
-def prepare(kind: str, output: pathlib.Path, dry_run: bool) -> Run:
+def prepare(kind: str, output: pathlib.Path, dry_run: bool, minutes: float) -> Run:
   """Finds out what there is to run on, and makes the folder.
+
+  The time of `minutes` begins.
 
   Raises:
     ValueError: there is no such device
   """
+  ends = time.monotonic() + 60 * minutes
   env = dict(os.environ, PYTHONUNBUFFERED="1")
   # A part has the device to itself, and measures what fits.
   env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -301,7 +378,7 @@ def prepare(kind: str, output: pathlib.Path, dry_run: bool) -> Run:
   folder.mkdir(parents=True, exist_ok=True)
   WORKDIR.mkdir(parents=True, exist_ok=True)
   (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-  return Run(folder, WORKDIR, about, env, dry_run)
+  return Run(folder, WORKDIR, about, env, dry_run, ends)
 
 
 def run_all(run: Run, chosen: Sequence[Part], again: bool) -> dict[str, dict]:
@@ -312,7 +389,10 @@ def run_all(run: Run, chosen: Sequence[Part], again: bool) -> dict[str, dict]:
       records[part.name] = json.loads(run.path(part, ".json").read_text())
       print(f"{part.name}: done on {records[part.name]['date']}", flush=True)
       continue
-    print(f"{part.name}: at most {run.minutes(part):g} minutes ...", flush=True)
+    if run.left <= 0:
+      print(f"{part.name}: no time left", flush=True)
+      continue
+    print(f"{part.name}: at most {run.minutes(part):.3g} minutes ...", flush=True)
     record = records[part.name] = run.do(part)
     went = record.get("error") or record.get("skipped") or "done"
     print(f"{part.name}: {went}, {record['seconds']:.0f} s", flush=True)
@@ -331,12 +411,19 @@ def report(run: Run, chosen: Sequence[Part], records: Mapping[str, dict]) -> Non
       print(f"failed: {name}: {record['error']}")
 
 
-def main(kind: str, names: Sequence[str], output: str, again: bool, dry_run: bool):
+def main(
+  kind: str,
+  names: Sequence[str],
+  output: str,
+  again: bool,
+  dry_run: bool,
+  minutes: float,
+):
   known = {part.name: part for part in parts(kind)}
   if unknown := set(names) - set(known):
     raise ValueError(f"no part {min(unknown)!r}; there are {', '.join(known)}")
   default = WORKDIR / "dry_run" if dry_run else RESULTS
-  run = prepare(kind, pathlib.Path(output) if output else default, dry_run)
+  run = prepare(kind, pathlib.Path(output) if output else default, dry_run, minutes)
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part as well
   chosen = [known[name] for name in known if name in (names or known)]
   records = run_all(run, chosen, again)
@@ -350,6 +437,8 @@ if __name__ == "__main__":
   output = flags.DEFINE_string("output", "", f"Folder; default: {RESULTS}.")
   again = flags.DEFINE_bool("again", False, "Run parts that are done, too.")
   dry_run = flags.DEFINE_bool("dry_run", False, "Every part in tiny sizes, on the CPU.")
-  launch.run(
-    lambda: main(kind.value, names.value, output.value, again.value, dry_run.value)
+  minutes = flags.DEFINE_float(
+    "minutes", math.inf, "After which no part goes on.", lower_bound=0.0
   )
+  given = (kind, names, output, again, dry_run, minutes)
+  launch.run(lambda: main(*(flag.value for flag in given)))

@@ -38,6 +38,7 @@ from experiments.bench import shapes
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
@@ -193,6 +194,7 @@ def measure_all(
   kernels: Sequence[str],
   repeats: int,
   has_time: Callable[[], bool],
+  trains: bool,
 ) -> dict:
   """Measures every live batch, one after the other, and the drafter's training.
 
@@ -204,6 +206,7 @@ def measure_all(
     kernels: implementations to compare
     repeats: of each
     has_time: whether another live batch may begin
+    trains: whether the drafter's training is measured
   """
   if (need := shapes.params_bytes(config) * 1.05) > machine.free_bytes():
     skipped = f"the weights need {need / 1e9:.1f} GB of memory"
@@ -230,11 +233,13 @@ def measure_all(
     fills[live] = found.pop(_FILL, None)
     for (kind, name), cell in found.items():
       took = cell.get("error") or f"{1e3 * cell['median_s']:.2f} ms"
+      cell["compile_s"] = steps[kind, name].engine.pool.seconds
       logging.info("%d live, %s by %s: %s", live, name, kind, took)
       if live == lives[0] and "error" not in cell:
         cell |= counts(steps[kind, name])
       cells.append({"live": live, "kernels": kind, "strategy": name} | cell)
-  update = training(models, min(shapes.TRAINED_TOKENS, length), repeats)
+  tokens = min(shapes.TRAINED_TOKENS, length)
+  update = training(models, tokens, repeats) if trains else None
   skip = {"skipped": "; ".join(skipped)} if skipped else {}
   return {"cells": cells, "fill": fills, "update": update} | skip
 
@@ -280,12 +285,13 @@ def report(name: str, found: dict, limit_s: float) -> None:
         f"{cell['limit_share']:.0%}",
         f"{cell['over_plain']:.2f}x" if beside else "",
         *(str(program.get(n, "")) for n in ("kernels", "triton", "host_reads")),
+        f"{cell['compile_s']:.0f}",
       ]
     )
   tables.show(
     f"{name}: milliseconds per step; reading the weights takes {1e3 * limit_s:.2f}",
     ["live", "run by", "strategy", "step", "limit", "of plain"]
-    + ["kernels", "Triton", "host reads"],
+    + ["kernels", "Triton", "host reads", "compiled in s"],
     rows,
   )
   micros = {f"fill at {live} live": fill for live, fill in found.get("fill", {}).items()}
@@ -310,6 +316,9 @@ def main(
   repeats: int,
   minutes: float,
   dry_run: bool,
+  kernels: Sequence[str],
+  route: str,
+  trains: bool,
 ):
   ends = time.monotonic() + 60 * minutes
   launch.start(1)
@@ -320,16 +329,19 @@ def main(
   timing = device_time.Timing(repeats, most_calls=2 if dry_run else 2000)
   measured = kernels_lib.bandwidth(timing, dry_run)
   limit_s = shapes.step_bytes(config) / measured["bytes_per_s"]
-  kernels = kernels_lib.kernels_here(dry_run)
-  found = measure_all(
-    config,
-    lives,
-    arms,
-    length,
-    kernels,
-    repeats,
-    has_time=lambda: time.monotonic() < ends,
-  )
+  here = kernels_lib.kernels_here(dry_run)
+  kernels = [name for name in here if name in kernels] or here
+  with triton_call.through(route):
+    found = measure_all(
+      config,
+      lives,
+      arms,
+      length,
+      kernels,
+      repeats,
+      has_time=lambda: time.monotonic() < ends,
+      trains=trains,
+    )
   report(model, found, limit_s)
   sizes = {"model": model, "cache": length, "limit_s": limit_s, "bandwidth": measured}
   timed_all = [*found["cells"], *found["fill"].values(), found["update"]]
@@ -349,6 +361,11 @@ if __name__ == "__main__":
     "minutes", 60.0, "After which no live batch is begun.", lower_bound=0.0
   )
   dry_run = flags.DEFINE_bool("dry_run", False, "Tiny sizes, kernels interpreted.")
+  kernels = flags.DEFINE_list("kernels", [], "Implementations; default: all there are.")
+  route = flags.DEFINE_enum(
+    "route", triton_call.ROUTES[0], triton_call.ROUTES, "By which Triton is called."
+  )
+  trains = flags.DEFINE_bool("training", True, "Whether a drafter's update is timed.")
   launch.run(
     lambda: main(
       model.value,
@@ -358,5 +375,8 @@ if __name__ == "__main__":
       repeats.value,
       minutes.value,
       dry_run.value,
+      kernels.value,
+      route.value,
+      trains.value,
     )
   )

@@ -8,11 +8,12 @@ that cuts a graph in two at every kernel, and 0.4.1 fails with jax 0.12 and with
 Kernels are the same, and so are their results.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import functools
 import inspect
 import os
+import types
 import zlib
 
 import jax
@@ -57,8 +58,8 @@ def compile_for(capability: int | None) -> None:
 def is_available() -> bool:
   """Whether kernels can be called: there are Triton and jax's plugin for CUDA."""
   try:
-    import triton  # noqa: F401
     from jax._src.lib import gpu_triton
+    import triton  # noqa: F401
   except ImportError:
     return False
   return hasattr(gpu_triton, "TritonKernel")
@@ -72,11 +73,11 @@ def triton_call(
   name: str,
   num_warps: int,
   num_stages: int,
+  fused: bool = True,
+  aliases: Mapping[int, int] = types.MappingProxyType({}),
   **constants,
 ):
   """Calls a kernel: results as `out_type` says.
-
-  Products and sums may be fused, which rounds once less.
 
   Args:
     args: arrays and integers, in the order of the kernel's parameters
@@ -86,37 +87,44 @@ def triton_call(
     grid: programs, in up to three dimensions
     name: in profiles
     num_warps, num_stages: of the compiler
+    fused: whether it may fuse products with sums, which rounds once less
+    aliases: argument that a result is written into -> the result
     constants: of the kernel
   """
   how = dict(name=name, num_warps=num_warps, num_stages=num_stages)
   if _route == "jax_triton":
-    return _by_jax_triton(*args, kernel=kernel, out_type=out_type, grid=grid, **how | constants)
+    how |= dict(grid=grid, input_output_aliases=dict(aliases)) | constants
+    return _by_jax_triton(*args, kernel=kernel, out_type=out_type, fused=fused, **how)
   several = isinstance(out_type, Sequence)
   results = list(out_type) if several else [out_type]
   numbers = [x if isinstance(x, int) else None for x in args] + [None] * len(results)
   arrays = [x for x in args if not isinstance(x, int)]
   dtypes = iter([x.dtype.name for x in (*arrays, *results)])
-  types = [_TYPES[next(dtypes)] if n is None else "i32" for n in numbers]
+  kinds = [_TYPES[next(dtypes)] if n is None else "i32" for n in numbers]
   opaque = _packed(
     kernel,
-    parameters=tuple(zip(types, numbers, strict=True)),
+    parameters=tuple(zip(kinds, numbers, strict=True)),
     grid=(*grid, 1, 1)[:3],
     constants=tuple(sorted(constants.items())),
     capability=_capability or _of_first_device(),
+    fused=fused,
     **how,
   )
-  call = jax.ffi.ffi_call("triton_kernel_call_ffi", results)
+  call = jax.ffi.ffi_call(
+    "triton_kernel_call_ffi", results, input_output_aliases=dict(aliases)
+  )
   written = call(*arrays, opaque=opaque)
   return written if several else written[0]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _packed(
   kernel,
   parameters: tuple[tuple[str, int | None], ...],
   grid: tuple[int, int, int],
   constants: tuple,
   capability: int,
+  fused: bool,
   name: str,
   num_warps: int,
   num_stages: int,
@@ -135,8 +143,10 @@ def _packed(
     n: kind if number is not None else f"*{kind}"
     for n, (kind, number) in zip(names, parameters, strict=True)
   }
-  aligned = [n for n, (_, x) in zip(names, parameters) if x is None or x % _ALIGNED == 0]
-  compiled = _compile(kernel, kinds, aligned, constants, capability, num_warps, num_stages)
+  is_aligned = lambda number: number is None or number % _ALIGNED == 0
+  aligned = [n for n, p in zip(names, parameters, strict=True) if is_aligned(p[1])]
+  options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fused)
+  compiled = _compile(kernel, kinds, aligned, constants, capability, options)
   code = gpu_triton.TritonKernel(
     compiled.metadata.name,
     num_warps,
@@ -156,7 +166,7 @@ def _packed(
   return zlib.compress(call.to_proto(name, b""))
 
 
-def _compile(kernel, kinds, aligned, constants, capability, num_warps, num_stages):
+def _compile(kernel, kinds, aligned, constants, capability, options):
   """Compiles a kernel for a GPU, which need not be there."""
   import triton
   from triton.backends.compiler import GPUTarget
@@ -172,7 +182,6 @@ def _compile(kernel, kinds, aligned, constants, capability, num_warps, num_stage
     constexprs=constants,
     attrs={(place(n),): [["tt.divisibility", _ALIGNED]] for n in aligned},
   )
-  options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
   return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -182,7 +191,7 @@ def _of_first_device() -> int:
   return 10 * int(major) + int(minor)
 
 
-def _by_jax_triton(*args, kernel, out_type, **options):
+def _by_jax_triton(*args, kernel, out_type, fused, **options):
   """Does what `triton_call` does, by whichever jax_triton is installed."""
   import jax_triton  # fails to import where jax has no CUDA
 
@@ -190,7 +199,7 @@ def _by_jax_triton(*args, kernel, out_type, **options):
   takes = inspect.signature(call).parameters
   if "compute_capability" in takes and _capability:
     options["compute_capability"] = _capability
-  fused = {"enable_fp_fusion": True}
+  fused = {"enable_fp_fusion": fused}
   if "backend_options" in takes:
     return call(
       *args, kernel=kernel, out_type=out_type, backend_options=fused, **options

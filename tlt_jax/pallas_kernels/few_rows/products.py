@@ -1,0 +1,250 @@
+"""Triton kernels: the matrix products of a decoder layer for few rows.
+
+    qkv      RMSNorm, the three projections, bias, QK-norm, RoPE, the write to the cache
+    project  a product, the residual, and what the next RMSNorm needs of the sum
+    gate_up  RMSNorm, two products, SiLU
+
+A tile is BN outputs of all rows. The weights are the left operand and the rows, padded to
+R, the right one: a tensor core's M is never padded, and every R runs the same instruction
+over the same k in the same order, so that a row's bits do not depend on the other rows.
+A tile's k is cut into SPLITS parts by the shape of the weights alone. The program of a
+tile that ends last adds up the parts in their order, and does the rest.
+
+RMSNorm is split between two kernels. The kernel that makes a row x writes x * scale,
+rounded, and the sum of squares of x per tile. The kernel that reads it multiplies by the
+root at the end, so that the loop of its product only loads and multiplies.
+
+`count` is zeros, in which a kernel counts its programs and which it leaves as zeros.
+"""
+
+import triton
+import triton.language as tl
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def splits(k: int, tiles: int, wide: int = 64, bk: int = 64, programs: int = 120) -> int:
+  """Parts of a product's k, by the shape of its weights alone.
+
+  So many that the programs fill 132 SMs and read at most 320 KB each.
+
+  Args:
+    k: numbers that are added up
+    tiles: of its outputs
+    wide: columns of weights that a tile reads
+    bk: a step of k
+    programs: at least
+  """
+  steps = k // bk
+  small = lambda s: k // s * wide * 2 <= 320 * 1024
+  fitting = [s for s in range(1, steps + 1) if steps % s == 0]
+  return next((s for s in fitting if tiles * s >= programs and small(s)), steps)
+
+
+@triton.jit
+def _multiply(
+  w_ptr, x_ptr, first, N, M: tl.constexpr, K: tl.constexpr,
+  BN: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+  """f32[BN R]: w[K N][first:, :BN].T @ x[:, first:].T over STEPS * BK of k, in order."""
+  n, r, k = tl.arange(0, BN), tl.arange(0, R), tl.arange(0, BK)
+  w_ptrs = w_ptr + (first + k)[None, :] * N + n[:, None]
+  x_ptrs = x_ptr + (first + k)[:, None] + r[None, :] * K
+  acc = tl.zeros((BN, R), tl.float32)
+  for _ in range(STEPS):
+    w = tl.load(w_ptrs)
+    x = tl.load(x_ptrs, mask=(r < M)[None, :], other=0.0)
+    if _INTERPRETED:  # the interpreter multiplies the bits of bfloat16
+      w, x = w.to(tl.float32), x.to(tl.float32)
+    acc = tl.dot(w, x, acc, input_precision="ieee")
+    w_ptrs += BK * N
+    x_ptrs += BK
+  return acc
+
+
+@triton.jit
+def _write_part(
+  acc, part_ptr, tile, split, BN: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr
+):
+  n, r = tl.arange(0, BN), tl.arange(0, R)
+  at = (tile * SPLITS + split) * R * BN + r[None, :] * BN + n[:, None]
+  tl.store(part_ptr + at, acc)
+
+
+@triton.jit
+def _is_last(count_ptr, tile, SPLITS: tl.constexpr):
+  """Counts a program in that has written its part; whether the others are there already."""
+  tl.debug_barrier()  # all threads' stores come before the one thread's release
+  last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+  if last:
+    tl.store(count_ptr + tile, 0)
+  return last
+
+
+@triton.jit
+def _add_up(
+  part_ptr, tile, first, BN: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
+  SPLITS: tl.constexpr,
+):  # fmt: skip
+  """f32[R WIDE]: outputs first..first+WIDE-1 of a tile, its parts added in their order."""
+  n, r = tl.arange(0, WIDE), tl.arange(0, R)
+  at = tile * SPLITS * R * BN + r[:, None] * BN + first + n[None, :]
+  sum = tl.load(part_ptr + at, cache_modifier=".cg")
+  for split in range(1, SPLITS):
+    sum += tl.load(part_ptr + at + split * R * BN, cache_modifier=".cg")
+  return sum
+
+
+@triton.jit
+def _inverse_rms(
+  squares_ptr, r, M: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr
+):  # fmt: skip
+  """f32[R], from what `project` wrote."""
+  sum = tl.zeros(r.shape, tl.float32)
+  for tile in range(TILES):
+    sum += tl.load(squares_ptr + tile * M + r, mask=r < M, other=0.0)
+  return tl.rsqrt(sum / K + EPS)
+
+
+@triton.jit
+def qkv(
+  x_ptr,  # bf16[M D], times the norm's scale
+  squares_ptr,  # f32[TILES M], of x
+  q_ptr, k_ptr, v_ptr,  # bf16[D N*H], bf16[D K*H] twice
+  q_bias_ptr, k_bias_ptr, v_bias_ptr,  # bf16[heads*H]; not read without BIAS
+  q_norm_ptr, k_norm_ptr,  # bf16[H]; not read without NORM
+  cos_ptr, sin_ptr,  # f32[M H/2]
+  slot_ptr,  # i32[M], of the row's token in the cache
+  count_ptr,  # i32[heads], 0 before and after
+  k_was_ptr, v_was_ptr,  # the caches, which are written in place
+  part_ptr,  # f32[heads SPLITS R H], scratch
+  q_out_ptr,  # bf16[M N H]
+  k_cache_ptr, v_cache_ptr,  # bf16[B K S H]
+  M: tl.constexpr, J: tl.constexpr, D: tl.constexpr, N: tl.constexpr, KV: tl.constexpr,
+  H: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
+  BIAS: tl.constexpr, NORM: tl.constexpr,
+  R: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+  """Program (head, split): a head of q, k or v for all rows.
+
+  Row m is node m % J of request m // J.
+  """
+  head, split = tl.program_id(0), tl.program_id(1)
+  own = head if head < N else (head - N) % KV
+  w_ptr = q_ptr if head < N else (k_ptr if head < N + KV else v_ptr)
+  width = (N if head < N else KV) * H  # one loop for all three: two would need memory twice
+  STEPS: tl.constexpr = D // SPLITS // BK
+  first = split * (D // SPLITS)
+  acc = _multiply(w_ptr + own * H, x_ptr, first, width, M, D, H, R, BK, STEPS)
+  _write_part(acc, part_ptr, head, split, H, R, SPLITS)
+  if not _is_last(count_ptr, head, SPLITS):
+    return
+
+  HALF: tl.constexpr = H // 2
+  r, h = tl.arange(0, R), tl.arange(0, HALF)
+  valid = (r < M)[:, None]
+  by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[:, None]
+  a = _add_up(part_ptr, head, 0, H, R, HALF, SPLITS) * by
+  b = _add_up(part_ptr, head, HALF, H, R, HALF, SPLITS) * by
+  if BIAS:
+    bias_ptr = q_bias_ptr if head < N else (k_bias_ptr if head < N + KV else v_bias_ptr)
+    a += tl.load(bias_ptr + own * H + h).to(tl.float32)[None, :]
+    b += tl.load(bias_ptr + own * H + HALF + h).to(tl.float32)[None, :]
+  row = (r // J * KV + own).to(tl.int64) * S + tl.load(slot_ptr + r, mask=r < M, other=0)
+  kept = valid & (tl.load(slot_ptr + r, mask=r < M, other=S) < S)[:, None]
+  if head >= N + KV:
+    out = v_cache_ptr + row[:, None] * H + h[None, :]
+    tl.store(out, a.to(tl.bfloat16), mask=kept)
+    tl.store(out + HALF, b.to(tl.bfloat16), mask=kept)
+    return
+  if NORM:
+    norm_ptr = q_norm_ptr if head < N else k_norm_ptr
+    rms = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / H + EPS)[:, None]
+    a *= rms * tl.load(norm_ptr + h).to(tl.float32)[None, :]
+    b *= rms * tl.load(norm_ptr + HALF + h).to(tl.float32)[None, :]
+  at = r[:, None] * HALF + h[None, :]
+  cos = tl.load(cos_ptr + at, mask=valid, other=0.0)
+  sin = tl.load(sin_ptr + at, mask=valid, other=0.0)
+  c, d = a * cos - b * sin, b * cos + a * sin
+  if head < N:
+    out = q_out_ptr + (r[:, None] * N + head) * H + h[None, :]
+    kept = valid
+  else:
+    out = k_cache_ptr + row[:, None] * H + h[None, :]
+  tl.store(out, c.to(tl.bfloat16), mask=kept)
+  tl.store(out + HALF, d.to(tl.bfloat16), mask=kept)
+
+
+@triton.jit
+def project(
+  x_ptr,  # bf16[M F]
+  w_ptr,  # bf16[F D]
+  residual_ptr,  # bf16[M D]
+  scale_ptr,  # bf16[D], of the next RMSNorm
+  count_ptr,  # i32[D/BN], 0 before and after
+  part_ptr,  # f32[D/BN SPLITS R BN], scratch
+  sum_ptr,  # bf16[M D]
+  scaled_ptr,  # bf16[M D]
+  squares_ptr,  # f32[D/BN M]
+  M: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+  R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+  """Program (tile, split): sum = residual + x @ w, and what the next norm needs of it."""
+  tile, split = tl.program_id(0), tl.program_id(1)
+  STEPS: tl.constexpr = F // SPLITS // BK
+  first = split * (F // SPLITS)
+  acc = _multiply(w_ptr + tile * BN, x_ptr, first, D, M, F, BN, R, BK, STEPS)
+  _write_part(acc, part_ptr, tile, split, BN, R, SPLITS)
+  if not _is_last(count_ptr, tile, SPLITS):
+    return
+  r, n = tl.arange(0, R), tl.arange(0, BN)
+  valid = (r < M)[:, None]
+  at = r[:, None] * D + tile * BN + n[None, :]
+  sum = _add_up(part_ptr, tile, 0, BN, R, BN, SPLITS)
+  sum += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+  sum = sum.to(tl.bfloat16)
+  tl.store(sum_ptr + at, sum, mask=valid)
+  sum = sum.to(tl.float32)
+  scale = tl.load(scale_ptr + tile * BN + n).to(tl.float32)[None, :]
+  tl.store(scaled_ptr + at, (sum * scale).to(tl.bfloat16), mask=valid)
+  tl.store(squares_ptr + tile * M + r, tl.sum(sum * sum, 1), mask=r < M)
+
+
+@triton.jit
+def gate_up(
+  x_ptr,  # bf16[M D], times the norm's scale
+  squares_ptr,  # f32[TILES M], of x
+  gate_ptr, up_ptr,  # bf16[D F]
+  count_ptr,  # i32[F/BN], 0 before and after
+  part_ptr,  # f32[F/BN 2 SPLITS R BN], scratch
+  out_ptr,  # bf16[M F]
+  M: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
+  R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+  """Program (tile, split): silu(x @ gate) * (x @ up)."""
+  tile, split = tl.program_id(0), tl.program_id(1)
+  n, r, k = tl.arange(0, BN), tl.arange(0, R), tl.arange(0, BK)
+  at = (split * (D // SPLITS) + k)[None, :] * F + tile * BN + n[:, None]
+  gate_ptrs, up_ptrs = gate_ptr + at, up_ptr + at
+  x_ptrs = x_ptr + (split * (D // SPLITS) + k)[:, None] + r[None, :] * D
+  gate, up = tl.zeros((BN, R), tl.float32), tl.zeros((BN, R), tl.float32)
+  for _ in range(D // SPLITS // BK):  # not `_multiply` twice, which takes memory twice
+    g, u = tl.load(gate_ptrs), tl.load(up_ptrs)
+    x = tl.load(x_ptrs, mask=(r < M)[None, :], other=0.0)
+    if _INTERPRETED:
+      g, u, x = g.to(tl.float32), u.to(tl.float32), x.to(tl.float32)
+    gate = tl.dot(g, x, gate, input_precision="ieee")
+    up = tl.dot(u, x, up, input_precision="ieee")
+    gate_ptrs += BK * F
+    up_ptrs += BK * F
+    x_ptrs += BK
+  _write_part(gate, part_ptr, 2 * tile, split, BN, R, SPLITS)
+  _write_part(up, part_ptr, 2 * tile + 1, split, BN, R, SPLITS)
+  if not _is_last(count_ptr, tile, SPLITS):
+    return
+  by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[:, None]
+  g = _add_up(part_ptr, 2 * tile, 0, BN, R, BN, SPLITS) * by
+  u = _add_up(part_ptr, 2 * tile + 1, 0, BN, R, BN, SPLITS) * by
+  out = g / (1.0 + tl.exp(-g)) * u
+  at = r[:, None] * F + tile * BN + n[None, :]
+  tl.store(out_ptr + at, out.to(tl.bfloat16), mask=(r < M)[:, None])
