@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.bench import accelerator_parts
 from experiments.bench import attention
 from experiments.bench import device_time
 from experiments.bench import program_counts
@@ -51,7 +52,7 @@ def made(tmp_path):
 
 
 def part(name, minutes=1.0, **options):
-  return accelerator.Part(name, [(name,)], [(name,)], minutes=minutes, **options)
+  return accelerator_parts.Part(name, [(name,)], [(name,)], minutes=minutes, **options)
 
 
 def test_a_part_that_fails_leaves_the_others_alone(made, capsys):
@@ -137,7 +138,7 @@ def test_pytests_last_line_is_a_result():
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_the_parts_take_less_than_50_minutes(kind):
-  parts = accelerator.parts(kind)
+  parts = accelerator_parts.parts(kind)
   assert len({part.name for part in parts}) == len(parts)
   assert sum(part.minutes for part in parts) <= 50
   if kind == "gpu":  # what a GPU is asked first
@@ -215,7 +216,7 @@ def check_result(name, result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [part.name for part in accelerator.parts("gpu")])
+@pytest.mark.parametrize("name", [part.name for part in accelerator_parts.parts("gpu")])
 def test_a_dry_run_does_every_part(name, tmp_path):
   """In tiny sizes; the kernels of TPUs are interpreted."""
   _, found = dry_run(tmp_path, f"--parts={name}")

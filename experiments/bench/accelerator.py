@@ -35,159 +35,12 @@ from typing import Any
 from absl import flags
 
 from experiments import launch
+from experiments.bench import accelerator_parts as parts_lib
 from experiments.bench import machine
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
-RESULTS = _ROOT / "experiments" / "results" / "accelerator"
-WORKDIR = _ROOT / "runs" / "bench_accelerator"
-_KERNELS, _STEPS, _DRAINING, _WIDEN, _STEP, _SPOT, _FEW_ROWS = (
-  f"experiments.bench.{name}"
-  for name in ("kernels", "decode_steps", "draining", "widen", "step", "spot", "few_rows")
-)
-_LLM = "runs/smollm2"  # of `import_gguf`
-_TINY = ("--dry_run", "--repeats=2")
+RESULTS = parts_lib.ROOT / "experiments" / "results" / "accelerator"
 _DRY_MINUTES = 10.0  # of a part: a CPU interprets kernels slowly
 _NAMES = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """A command, or several of which the last tells the result."""
-
-  name: str
-  commands: Sequence[Sequence[str]]  # arguments of `python -m`
-  dry: Sequence[Sequence[str]]  # the same at tiny sizes
-  minutes: float  # after which it is ended
-  devices: int = 1  # that it needs
-  env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside that of all
-  needs: str = ""  # a folder of the checkout, which is not in the repo
-
-
-def parts(kind: str) -> tuple[Part, ...]:
-  """The parts, what one wants to know most first. Their limits add up to 50 minutes."""
-  pytest = ("pytest", "-q", "-p", "no:cacheprovider", "-m", kind)
-  # What compiles takes longer than what runs; and a TPU has room for one process.
-  at_once = ("-n12", "--dist=load") if kind == "gpu" else ("-n0",)
-  three = "--strategies=off,ngram_3,3_1_4"
-  return (
-    *(_first() if kind == "gpu" else ()),
-    Part(
-      "tests",
-      [(*pytest, *at_once, f"--{kind}", "tests")],
-      dry=[(*pytest, "-n0", "tests/test_on_gpu.py")],
-      minutes=4,
-    ),
-    Part(
-      "drawing",
-      [(_KERNELS, "--only=bandwidth,sample,cut,write", "--minutes=3")],
-      dry=[(_KERNELS, "--only=bandwidth,cut,write", *_TINY)],
-      minutes=4,
-    ),
-    Part(
-      "attention",
-      [(_KERNELS, "--only=attention", "--minutes=5")],
-      dry=[(_KERNELS, "--only=attention,sample", *_TINY)],
-      minutes=6,
-    ),
-    Part(
-      "steps_7b",
-      [(_STEPS, "--model=qwen2.5-7b", "--minutes=4")],
-      dry=[(_STEPS, "--model=qwen2.5-7b", three, *_TINY)],
-      minutes=8,
-    ),
-    Part(
-      "steps_0.6b",
-      [(_STEPS, "--model=qwen3-0.6b", "--minutes=3")],
-      dry=[(_STEPS, "--model=qwen3-0.6b", three, *_TINY)],
-      minutes=6,
-    ),
-    *_of_rollouts(),
-  )
-
-
-def _first() -> tuple[Part, ...]:
-  """What a GPU is asked first: bits and time of few rows, launches, compilation."""
-  steps = (_STEPS, "--model=qwen3-0.6b", "--repeats=3", "--training=false")
-  plain = (*steps, "--live=4", "--strategies=off", "--kernels=triton")
-  dry = [(*steps, "--strategies=off", "--dry_run")]
-  uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-  xla = lambda flags: uncached | {"XLA_FLAGS": flags}
-  graph = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
-  lossless = ("experiments.check_lossless", "--dtype=bfloat16")
-  return (
-    Part("few_rows", [(_FEW_ROWS,)], dry=[(_FEW_ROWS, *_TINY)], minutes=2.5),
-    Part(
-      "first_steps",
-      [(*steps, "--live=1,4", "--strategies=off,3_1_4")],
-      dry=dry,
-      minutes=3,
-    ),
-    Part("by_jax_triton", [(*plain, "--route=jax_triton")], dry=dry, minutes=1),
-    Part("compile", [plain], dry=dry, minutes=1, env=uncached),
-    Part(
-      "compile_untuned", [plain], dry=dry, minutes=1, env=xla("--xla_gpu_autotune_level=0")
-    ),
-    # On a CPU XLA knows the flags, too.
-    Part("one_graph", [plain], dry=dry, minutes=1, env=xla(graph)),
-    Part(
-      "lossless",
-      [
-        (
-          *(*lossless, "--config=experiments/configs/smollm2.py", "--batch=32"),
-          *("--strategies=ngram_3,3_1_4", "--tokens=20000"),
-        )
-      ],
-      dry=[
-        (
-          *(*lossless, "--config=experiments/configs/tail.py:smoke"),
-          *("--config.policy=experiments/policies/countdown", "--strategies=ngram_3"),
-          *("--tokens=100", "--batch=8"),
-        )
-      ],
-      minutes=1.5,
-      needs=_LLM,
-    ),
-  )
-
-
-def _of_rollouts() -> tuple[Part, ...]:
-  """The parts that answer prompts with a policy of the repo, or with a wider one."""
-  tail = "--config=experiments/configs/tail.py"
-  smoke = (f"{tail}:smoke", "--config.policy=experiments/policies/countdown")
-  work = WORKDIR.relative_to(_ROOT)  # where commands run
-  wide = work / "wide"  # of 330M parameters
-  of_wide = (f"--config.policy={wide}/policy", f"--config.drafter={wide}/drafter")
-  short = ("--requests=3", "--shortest=4", "--longest=24", "--strategies=3_1_4")
-  once = ("--sides=plain,frozen", "--steps=1", "--warm_up=1")
-  return (
-    Part(
-      "draining",
-      [
-        (_WIDEN, tail, "--times=8", "--layers=28", f"--workdir={wide}"),
-        (_DRAINING, tail, *of_wide, "--dtype=bfloat16"),
-      ],
-      dry=[(_DRAINING, tail, *short, "--repeats=2")],
-      minutes=4,
-    ),
-    Part(
-      "step",
-      [
-        (
-          *(_STEP, f"{tail}:32", "--config.batch.responses=8", "--sides=plain,frozen"),
-          *("--steps=4", "--warm_up=1", f"--workdir={work / 'step'}"),
-        )
-      ],
-      dry=[(_STEP, *smoke, *once, f"--workdir={work / 'step_dry'}")],
-      minutes=4,
-    ),
-    Part(
-      "spot",
-      [(_SPOT, tail, "--pairs=6")],
-      dry=[(_SPOT, *smoke, "--pairs=2")],
-      minutes=3,
-      devices=2,
-    ),
-  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +54,7 @@ class Run:
   dry_run: bool
   ends: float = math.inf  # of the monotonic clock: no part goes on after it
 
-  def path(self, part: Part, suffix: str) -> pathlib.Path:
+  def path(self, part: parts_lib.Part, suffix: str) -> pathlib.Path:
     """A file of a part's results."""
     return self.folder / f"{part.name}{suffix}"
 
@@ -210,16 +63,16 @@ class Run:
     """Minutes until no part goes on."""
     return (self.ends - time.monotonic()) / 60
 
-  def minutes(self, part: Part) -> float:
+  def minutes(self, part: parts_lib.Part) -> float:
     """The limit of a part."""
     return min(_DRY_MINUTES if self.dry_run else part.minutes, self.left)
 
-  def is_done(self, part: Part) -> bool:
+  def is_done(self, part: parts_lib.Part) -> bool:
     """Whether an earlier call ran it, and it did not fail."""
     path = self.path(part, ".json")
     return path.exists() and "error" not in json.loads(path.read_text())
 
-  def do(self, part: Part) -> dict:
+  def do(self, part: parts_lib.Part) -> dict:
     """Runs a part, and writes down what it found."""
     began = time.monotonic()
     commands = part.dry if self.dry_run else part.commands
@@ -235,17 +88,17 @@ class Run:
     partial.rename(self.path(part, ".json"))
     return record
 
-  def _lacking(self, part: Part) -> str:
+  def _lacking(self, part: parts_lib.Part) -> str:
     """What a part needs and has not; "" if all is there."""
     if self.dry_run:
       return ""
     if part.devices > self.about["machine"]["devices"]:
       return f"it needs {part.devices} devices"
-    if part.needs and not (_ROOT / part.needs).exists():
+    if part.needs and not (parts_lib.ROOT / part.needs).exists():
       return f"it needs {part.needs}, which is not there"
     return ""
 
-  def _run(self, part: Part, commands: Sequence[Sequence[str]]) -> dict:
+  def _run(self, part: parts_lib.Part, commands: Sequence[Sequence[str]]) -> dict:
     """Runs the commands one after the other: the last one's result, or an error."""
     minutes, env = self.minutes(part), {**self.env, **part.env}
     ends = time.monotonic() + 60 * minutes
@@ -277,7 +130,7 @@ def run_process(
   """
   process = subprocess.Popen(
     [sys.executable, "-m", *command],
-    cwd=_ROOT,
+    cwd=parts_lib.ROOT,
     env=env,
     stdout=stdout,
     stderr=stderr,
@@ -320,7 +173,7 @@ def probe(env: Mapping[str, str]) -> dict:
   """What jax runs on here, asked in a process that gives its memory back."""
   done = subprocess.run(
     [sys.executable, "-m", "experiments.bench.machine"],
-    cwd=_ROOT,
+    cwd=parts_lib.ROOT,
     env={**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     capture_output=True,
     text=True,
@@ -376,12 +229,12 @@ def prepare(kind: str, output: pathlib.Path, dry_run: bool, minutes: float) -> R
   about = {"commit": machine.commit(), "machine": found}
   folder = folder_for(output, found["device"], about["commit"])
   folder.mkdir(parents=True, exist_ok=True)
-  WORKDIR.mkdir(parents=True, exist_ok=True)
+  parts_lib.WORKDIR.mkdir(parents=True, exist_ok=True)
   (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-  return Run(folder, WORKDIR, about, env, dry_run, ends)
+  return Run(folder, parts_lib.WORKDIR, about, env, dry_run, ends)
 
 
-def run_all(run: Run, chosen: Sequence[Part], again: bool) -> dict[str, dict]:
+def run_all(run: Run, chosen: Sequence[parts_lib.Part], again: bool) -> dict[str, dict]:
   """Runs the parts that are not done, and tells how each went; their records."""
   records = {}
   for part in chosen:
@@ -399,7 +252,7 @@ def run_all(run: Run, chosen: Sequence[Part], again: bool) -> dict[str, dict]:
   return records
 
 
-def report(run: Run, chosen: Sequence[Part], records: Mapping[str, dict]) -> None:
+def report(run: Run, chosen: Sequence[parts_lib.Part], records: Mapping[str, dict]) -> None:
   """Prints the tables of all parts, and what failed."""
   for part in chosen:
     tables = run.path(part, ".txt")
@@ -419,10 +272,10 @@ def main(
   dry_run: bool,
   minutes: float,
 ):
-  known = {part.name: part for part in parts(kind)}
+  known = {part.name: part for part in parts_lib.parts(kind)}
   if unknown := set(names) - set(known):
     raise ValueError(f"no part {min(unknown)!r}; there are {', '.join(known)}")
-  default = WORKDIR / "dry_run" if dry_run else RESULTS
+  default = parts_lib.WORKDIR / "dry_run" if dry_run else RESULTS
   run = prepare(kind, pathlib.Path(output) if output else default, dry_run, minutes)
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part as well
   chosen = [known[name] for name in known if name in (names or known)]

@@ -58,7 +58,7 @@ def compile_for(capability: int | None) -> None:
 def is_available() -> bool:
   """Whether kernels can be called: there are Triton and jax's plugin for CUDA."""
   try:
-    from jax._src.lib import gpu_triton
+    from jaxlib import gpu_triton
     import triton  # noqa: F401
   except ImportError:
     return False
@@ -135,7 +135,7 @@ def _packed(
     parameters: type of each, and the value of those that are numbers
     constants: name and value of each
   """
-  from jax._src.lib import gpu_triton
+  from jaxlib import gpu_triton
 
   constants = dict(constants)
   names = [n for n in kernel.arg_names if n not in constants]
