@@ -6,8 +6,10 @@
 Compiles chunks (plain, verifying a chain, a tree, fused with training), prefill, fill and
 the learner's update of Qwen2.5-7B's widths, each with kernels and without, in a process
 of its own. It counts cache-sized copies, collectives, kernels per layer, launches, bytes
-moved per step and memory per device, and writes MODEL.json and MODEL.md. What is
-compiled already stays, in --workdir, until the code changes or with --again.
+moved per step and memory per device, and writes MODEL.json and MODEL.md. It fails if a
+step on one GPU is launched in more parts than CUDA graphs need, or writes an array as large
+as weights. What is compiled already stays, in --workdir, until the code changes or with
+--again.
 """
 
 import datetime
@@ -126,6 +128,10 @@ def main():
   rows += f"\n\nInstructions per logit in `verify_sample` (Triton): {sass}."
   (output / f"{model}.md").write_text(rows + "\n")
   print(rows)
+  failures = [line for case in report for line in aot_report.broken(*case)]
+  for line in failures:
+    print(f"failed: {line}")
+  sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,26 @@ def launches(thunks: str) -> dict[str, int]:
   return dict(max(loops, key=lambda loop: loop[1][0])[0]) if loops else {}
 
 
+# Of a step on one GPU, at most: CUDA graphs, and branches that the host must know.
+_LAUNCHES = {"one": (2, 1), "plain": (2, 1), "chain": (4, 2)}
+
+
+def broken(case: tuple[str, str, str], found: dict) -> list[str]:
+  """What a program does that it must not, by name of the case; [] if all is well."""
+  target, program, _ = case
+  machine, told = aot_machines.TARGETS[target], []
+  if "error" in found:
+    told.append(found["error"])
+  elif machine.platform == "cuda" and machine.devices == 1 and program in _LAUNCHES:
+    kinds = "CommandBuffer", "Conditional", "CustomCall"
+    counts = [found["launches"].get(kind, 0) for kind in kinds]
+    if any(n > most for n, most in zip(counts, (*_LAUNCHES[program], 0), strict=True)):
+      told.append(f"launches {dict(zip(kinds, counts, strict=True))}")
+  if found.get("as_large_as_weights"):
+    told.append(f"writes arrays as large as weights: {found['as_large_as_weights'][0]}")
+  return [f"{' '.join(case)}: {line}" for line in told]
+
+
 _HEADER = (
   *("target", "program", "kernels", "cache-sized copies", "as large as weights"),
   "all-gathers (largest)",

@@ -80,7 +80,7 @@ RUN = {
   ),
   "strategies": Key(
     str,
-    "which decoding strategies to use at how many live requests per slice, see the README",
+    "which decoding strategies to use at how many live requests per slice, see docs/drafters.md",
     find=levels.parse,
   ),
   "strategy_rule": Key(

@@ -108,6 +108,19 @@ def test_launches_are_those_of_the_longest_loop():
   assert aot_report.launches("000: kCopy x") == {}
 
 
+def test_a_step_in_too_many_launches_or_with_too_large_arrays_is_named():
+  """On one GPU; of TPUs launches are not known."""
+  case = "h200", "plain", "triton"
+  well = {"launches": {"CommandBuffer": 2, "Conditional": 1}}
+  assert aot_report.broken(case, well) == []
+  (line,) = aot_report.broken(case, {"launches": {"CommandBuffer": 57, "CustomCall": 57}})
+  assert line.startswith("h200 plain triton: launches {'CommandBuffer': 57")
+  assert aot_report.broken(("v6e", "plain", "pallas"), {}) == []
+  assert aot_report.broken(case, {"error": "no"}) == ["h200 plain triton: no"]
+  large = well | {"as_large_as_weights": ["body: x"]}
+  assert "as large as weights: body: x" in aot_report.broken(case, large)[0]
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_what_is_missing_is_said_in_one_line(platform, monkeypatch):
   def absent(name):

@@ -16,7 +16,7 @@ from tlt_jax.models import eagle_files
 
 home = commands.home
 README = (commands.ROOT / "README.md").read_text()
-EXAMPLE = re.search(r"### From Python\n[^#]*?\n\n((?: {4}.*\n|\n)+)", README)[1]
+EXAMPLE = re.search(r"## Use it from Python\n[^#]*?\n\n((?: {4}.*\n|\n)+)", README)[1]
 
 
 @pytest.mark.slow  # programs of a rollout of its own

@@ -282,6 +282,24 @@ def test_what_a_step_asks_of_the_host_is_counted():
   assert found["kernels"] >= 3 and found["triton"] == 0
 
 
+def test_a_profile_tells_the_drivers_calls_and_the_devices_time_by_kernel():
+  """Of a GPU's lines only its streams'."""
+  make = types.SimpleNamespace
+  event = lambda name, ns: make(name=name, duration_ns=ns)
+  line = lambda name, *events: make(name=name, events=events)
+  gpu = make(
+    name="/device:GPU:0",
+    lines=[
+      line("Stream #7(Compute)", event("gemm", 2000.0), event("gemm", 1000.0)),
+      line("XLA Ops", event("dot.1", 3000.0)),
+    ],
+  )
+  host = make(name="/host:CPU", lines=[line("python", event("cuGraphLaunch", 5.0))] * 2)
+  found = program_counts.of_planes([gpu, host])
+  assert found.calls == {"cuGraphLaunch": 2}
+  assert found.device_s == pytest.approx({"gemm": 3e-6})
+
+
 def test_shapes_are_those_of_the_models():
   """By the numbers of parameters that their makers tell, in billions."""
   billions = {n: shapes.params_bytes(c) / 2e9 for n, c in shapes.MODELS.items()}

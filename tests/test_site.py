@@ -9,8 +9,9 @@ import pytest
 
 from tests import commands
 
-NAMES = "design architecture distributed extending tunix figures reference changelog"
-PAGES = ("", *NAMES.split(), "contributing")
+NAMES = "results train drafters commands design architecture papers glossary distributed"
+MORE = "extending tunix figures reference changelog contributing"
+PAGES = ("", *NAMES.split(), *MORE.split())
 
 
 @pytest.mark.skipif(
@@ -64,5 +65,5 @@ def test_links_to_what_is_no_page_become_text(hooks):
   """And links between files become links between pages."""
   mended = lambda text, folder: hooks.mended(text, commands.ROOT / folder)
   assert mended("[a](docs/design.md#x) [b](CITATION.cff)", "") == "[a](design.md#x) b"
-  assert mended("[a](../README.md#words)", "docs") == "[a](index.md#words)"
+  assert mended("[a](../README.md#cite)", "docs") == "[a](index.md#cite)"
   assert mended("[a](https://example.org) [b](#x)", "docs").endswith("org) [b](#x)")

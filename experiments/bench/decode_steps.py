@@ -49,6 +49,7 @@ _DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published drafters
 _UPDATES = 4  # of the drafter, that are timed at a time
 _COMPILED_AT_ONCE = 4
 _FILL = "fill"  # beside the strategies
+_KERNELS = 20  # whose time on the device is told, the longest
 
 
 def random_models(config: config_lib.ModelConfig) -> from_config.Models:
@@ -133,16 +134,23 @@ def timed(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, dict]
 def counts(step: Step) -> dict:
   """What a step asks of the device; see `program_counts`.
 
-  The driver's calls are those of a chunk, with what sets it up, over its steps.
+  The driver's calls, and the device's microseconds by kernel, are those of a chunk, with
+  what sets it up, over its steps.
   """
-  traced: dict[str, int] = {}
+  traced: list[program_counts.Trace] = []
 
   def trace():
-    traced.update(program_counts.of_trace(step.seconds))
+    traced.append(program_counts.of_trace(step.seconds))
 
   error = device_time.error_of(trace)  # profilers may need permission
-  calls = {name: count / step.chunk for name, count in traced.items()}
-  found = {"program": program_counts.of_text(step.text), "driver_calls": calls}
+  calls, device_s = traced[0] if traced else ({}, {})
+  longest = sorted(device_s, key=device_s.get, reverse=True)[:_KERNELS]
+  found = {
+    "program": program_counts.of_text(step.text),
+    "driver_calls": {name: n / step.chunk for name, n in calls.items()},
+    "device_us": 1e6 * sum(device_s.values()) / step.chunk,
+    "device_us_by_kernel": {n: 1e6 * device_s[n] / step.chunk for n in longest},
+  }
   return found | ({"trace_error": error} if error else {})
 
 
@@ -304,6 +312,10 @@ def report(name: str, found: dict, limit_s: float) -> None:
     if calls := cell.get("driver_calls"):
       often = ", ".join(f"{name} {n:.1f}" for name, n in sorted(calls.items()) if n >= 0.5)
       print(f"per step of {cell['kernels']}, {cell['strategy']}: {often}")
+    if kernels := cell.get("device_us_by_kernel"):
+      most = ", ".join(f"{name} {us:.0f}" for name, us in list(kernels.items())[:6])
+      total = f"{cell['device_us']:.0f} microseconds on the device"
+      print(f"per step of {cell['kernels']}, {cell['strategy']}: {total}, of which {most}")
   if "skipped" in found:
     print(f"left out: {found['skipped']}")
 

@@ -5,10 +5,11 @@ in graphs. A trace tells what the driver was asked to do.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import pathlib
 import re
 import tempfile
+from typing import Any, NamedTuple
 
 import jax
 
@@ -66,17 +67,35 @@ def _count(bodies, name: str) -> collections.Counter:
   return total
 
 
-def of_trace(run: Callable[[], object]) -> dict[str, int]:
-  """Counts calls of CUDA's driver while a function runs, by name, such as cuGraphLaunch.
+class Trace(NamedTuple):
+  """What the profiler saw while a function ran."""
 
-  On other machines there are none.
-  """
+  calls: dict[str, int]  # of CUDA's driver, by name, such as cuGraphLaunch; {} elsewhere
+  device_s: dict[str, float]  # of the devices' streams, by kernel
+
+
+def of_trace(run: Callable[[], object]) -> Trace:
+  """Traces a function."""
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       run()
-    found = collections.Counter()
-    for file in pathlib.Path(folder).rglob("*.xplane.pb"):
-      for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        for line in plane.lines:
-          found.update(event.name for event in line.events)
-  return {name: n for name, n in found.items() if re.match(r"cu(da)?[A-Z]", name)}
+    files = map(str, pathlib.Path(folder).rglob("*.xplane.pb"))
+    planes = [p for f in files for p in jax.profiler.ProfileData.from_file(f).planes]
+    return of_planes(planes)
+
+
+def of_planes(planes: Iterable[Any]) -> Trace:
+  """Counts the events of a profile, `jax.profiler.ProfileData.planes`.
+
+  Of a GPU's lines those of its streams count; others repeat them by module and operation.
+  """
+  calls, device_s = collections.Counter(), collections.Counter()
+  for plane in planes:
+    for line in plane.lines:
+      if not plane.name.startswith("/device:"):
+        calls.update(event.name for event in line.events)
+      elif line.name.startswith("Stream"):
+        for event in line.events:
+          device_s[event.name] += 1e-9 * event.duration_ns
+  of_driver = {n: count for n, count in calls.items() if re.match(r"cu(da)?[A-Z]", n)}
+  return Trace(of_driver, dict(device_s))
