@@ -50,7 +50,7 @@ if __name__ == "__main__":
     packages=packages(),
     package_dir={_BUNDLED: "experiments"},
     package_data={"": _DATA},
-    exclude_package_data={"": ["LOG.md"]},
+    exclude_package_data={"": ["log/*.md"]},
     include_package_data=False,
     install_requires=own.pop(""),
     extras_require=own | _EXTRAS,

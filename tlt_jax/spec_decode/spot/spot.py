@@ -47,7 +47,7 @@ class Options:
   their order; tokens per pass of chains of three after 10 and 25 rollouts' idle time): 1.88
   and 2.50, where rows of 128 tokens, three unrolled steps and total variation from the
   start gave 1.69 and 2.07. In whole runs a new drafter drew 80% of what one trained offline
-  does after 30 rollouts. `experiments/LOG.md` has the table, of 2026-11-27.
+  does after 30 rollouts. `experiments/log/2026-11.md` has the table, of 2026-11-27.
 
   Where rows are held out, they are never trained on, and what was trained in a rollout
   drafts from then on if it is no worse on them than what drafts.
