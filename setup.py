@@ -12,7 +12,7 @@ import setuptools
 
 _BUNDLED = "tlt_jax.bundled.experiments"
 # The paper's figures and the records of benchmarks stay in the checkout.
-_LEFT_OUT = ("figures*", "results*", "*__pycache__*")
+_LEFT_OUT = ("figures*", "results*", "log*", "*__pycache__*")
 _DATA = ["*.json", "*.safetensors", "*.txtpb", "*.md"]
 _EXTRAS = {
   "cuda": ["jax[cuda12]"],  # NVIDIA drivers from 525 on
@@ -50,7 +50,6 @@ if __name__ == "__main__":
     packages=packages(),
     package_dir={_BUNDLED: "experiments"},
     package_data={"": _DATA},
-    exclude_package_data={"": ["log/*.md"]},
     include_package_data=False,
     install_requires=own.pop(""),
     extras_require=own | _EXTRAS,
