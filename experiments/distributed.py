@@ -83,7 +83,7 @@ def join() -> None:
       raise JobError(f"--{given[0]} is for a process of a job: add --distributed")
     return
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  # It would take SIGTERM for itself; see `processes.stop_on_sigterm`.
+  # It would take SIGTERM for itself; see `processes.stop_on_signals`.
   jax.config.update("jax_enable_preemption_service", False)
   _show_signs_of_life()
   if told["coordinator"] is not None:

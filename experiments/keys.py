@@ -80,7 +80,8 @@ RUN = {
   ),
   "strategies": Key(
     str,
-    "which decoding strategies to use at how many live requests per slice, see docs/drafters.md",
+    "which decoding strategies to use at how many live requests per slice, see "
+    "docs/drafters.md",
     find=levels.parse,
   ),
   "strategy_rule": Key(

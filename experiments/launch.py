@@ -82,8 +82,10 @@ def run(
       main(*argv[1:], **given)
     except processes.Stopped:
       if processes.is_first():
-        logging.info("stopped by SIGTERM; the same command goes on")
+        logging.info("stopped as it was told; the same command goes on")
       sys.exit(distributed.STOPPED)
+    except KeyboardInterrupt:  # before there is anything to save
+      sys.exit("stopped by Ctrl-C")
     except distributed.JobError as e:
       distributed.fail(None if distributed.wants_traceback() else _one_line(e))
     except Exception as e:

@@ -223,7 +223,14 @@ def main(argv: Sequence[str]) -> int:
   """Runs the command line; returns the exit status."""
   options, command = _parsed(argv)
   told = []
-  signal.signal(signal.SIGTERM, lambda *_: told.append(signal.SIGTERM))
+
+  def remember(number, _):
+    told.append(number)
+    if number == signal.SIGINT:  # a second one ends all at once
+      signal.signal(number, signal.default_int_handler)
+
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, remember)
   for left in reversed(range(options.restarts + 1)):
     try:
       said, may_restart = _run(options, command, lambda: bool(told))

@@ -41,17 +41,18 @@ def text(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
   evaluations they are the first and the last one. Coloured on a terminal.
 
   Args:
-    records: as `metrics.Writer.write` returns them
+    records: of steps and evaluations, as `metrics.Writer.write` returns them
     k: steps at each end
   """
-  k = max(1, min(k, len(records) // 2))
+  done = [r for r in records if "step/seconds_s" in r]  # others are evaluations only
+  k = max(1, min(k, len(done) // 2))
   ends = rich.table.Table(box=rich.box.SIMPLE_HEAD)
   ends.add_column("quantity")
   steps = "step" if k == 1 else f"{k} steps"
   for column in (f"first {steps}", f"last {steps}"):
     ends.add_column(column, justify="right")
   for label, key, form in _QUANTITIES:
-    first, last = _mean(records[:k], key), _mean(records[-k:], key)
+    first, last = _mean(done[:k], key), _mean(done[-k:], key)
     if first is not None and last is not None:
       ends.add_row(label, format(first, form), format(last, form))
   for label, key in (("accuracy", "eval/accuracy"), ("reward", "eval/reward_mean")):
@@ -149,9 +150,11 @@ def _estimated_gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
   """What speculation gained by the run's own measure, where it speculated."""
   if any("rollout/predicted_gain" in r for r in records):
     saved, spent = _total(records, "rollout/saved_s"), _total(records, "rollout/seconds_s")
+    than = f"{abs(saved):.1f} s {'less' if saved >= 0 else 'more'} than without it"
+    faster = (spent + saved) / spent
     yield (
-      f"Speculation: rollouts took {spent:.1f} s, {saved:.1f} s less than without it "
-      f"({(spent + saved) / spent:.2f}x). That compares chunks that speculated with "
+      f"Speculation: rollouts took {spent:.1f} s, {than} "
+      f"({faster:.2f} times as fast). That compares chunks that speculated with "
       "what their tokens take in plain steps, timed in the same buckets of this run."
     )
 

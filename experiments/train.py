@@ -112,7 +112,7 @@ def main(config):
   progress = metrics_lib.Progress(config["steps"], step)
 
   first = step
-  processes.stop_on_sigterm()
+  processes.stop_on_signals()
   with run.checkpoints.at_stop(at_stop) as checkpoints:  # what it writes is finished
     while True:
       within_step = True

@@ -159,7 +159,7 @@ def train(
   n = min(config["sequences"], len(sequences))
   per_epoch = len(sequences) // n
   began, tokens = time.time(), 0
-  processes.stop_on_sigterm()
+  processes.stop_on_signals()
   with checkpoints.at_stop(lambda: (step, state, {})):
     while step < config["steps"]:
       order = np.random.default_rng([config["seed"], step // per_epoch])

@@ -151,7 +151,7 @@ def main(config):
   stream = data.prefetch(made)
   run.begin(step)
   began, tokens = time.time(), 0
-  processes.stop_on_sigterm()
+  processes.stop_on_signals()
   snapshot = lambda: (step, state, saved)
   with run.checkpoints.at_stop(snapshot) as checkpoints:  # what it writes is finished
     while step < config["steps"]:

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
+import fcntl
+import io
 import json
 import os
 import pathlib
+import socket
 from typing import Any
 
 from experiments import declarations
@@ -32,6 +35,7 @@ SCHEDULE = (
 # What a resumed run may change.
 FREE = ("steps", "evaluation", "compare", "checkpoint", "tensor_parallel", "wandb")
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
+_LOCK = ".lock"  # names the process that writes here
 # Part of a checkpoint -> where one of these differs, a fork makes the part anew.
 _ANEW = {
   "drafter": (
@@ -67,6 +71,7 @@ class Workdir:
       step: that the run goes on from
     """
     processes.barrier()  # every process has read what is there
+    lock(self.path)
     if not processes.is_first():
       return
     if self.forked_from is not None:
@@ -82,6 +87,41 @@ class Workdir:
     record(self.path, self.config)
 
 
+# Open files, locked for as long as this process lives, by folder.
+_locked: dict[pathlib.Path, io.TextIOBase] = {}
+
+
+def lock(folder: pathlib.Path) -> None:
+  """Makes a folder this job's, until it ends, however it ends.
+
+  Raises:
+    WorkdirError: it is another job's
+  """
+
+  def take() -> str:
+    if folder.resolve() in _locked:
+      return ""
+    with writing.to(folder):
+      folder.mkdir(parents=True, exist_ok=True)
+      file = (folder / _LOCK).open("a+")
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      return file.read().strip() or "another process"
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locked[folder.resolve()] = file
+    return ""
+
+  if owner := processes.on_first(take):
+    raise WorkdirError(
+      f"{folder} is in use by {owner}, which writes its files: wait for it or stop it, or "
+      "take another --workdir"
+    )
+
+
 def open(
   path: str,
   config: Mapping[str, Any],
@@ -89,7 +129,9 @@ def open(
   holds: Mapping[str, tuple[str, ...]] | None = None,
   declared: declarations.Section | None = None,
 ) -> Workdir:
-  """Opens a run's folder, a new one or one to go on in; changes nothing on disk.
+  """Opens a run's folder, a new one or one to go on in; changes no file of it.
+
+  From then on it is this job's; a new one from `begin` or `record` on.
 
   All processes of a job go by what the first one finds there.
 
@@ -107,6 +149,8 @@ def open(
     CheckpointError: the latest one is damaged
   """
   folder, declared = pathlib.Path(path), declared or {}
+  if processes.on_first(folder.is_dir) and not fork:
+    lock(folder)
   origin, last = _origin(folder), checkpoint.latest(folder / _CHECKPOINTS)
   if origin is not None and last is None and not fork:
     folder, fork = origin, str(folder)  # a fork that was killed before it saved anything
@@ -149,9 +193,9 @@ def _is_free(key: str) -> bool:
 
 def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
   """Writes `workdir/config.json`, at once or not at all; the first process does."""
+  lock(workdir)
   if not processes.is_first():
     return
-  workdir.mkdir(parents=True, exist_ok=True)
   partial = workdir / f"{CONFIG}.new"
   with writing.to(workdir / CONFIG):
     partial.write_text(json.dumps(config, indent=2) + "\n")
@@ -186,7 +230,8 @@ def _check_target(old: pathlib.Path, new: pathlib.Path) -> None:
     raise WorkdirError(f"--fork={new} is the workdir itself; name another folder")
   if new.exists() and not new.is_dir():
     raise WorkdirError(f"--fork={new} is a file; name another folder")
-  if new.is_dir() and any(new.iterdir()) and origin != old.resolve():
+  held = [path for path in new.iterdir() if path.name != _LOCK] if new.is_dir() else []
+  if held and origin != old.resolve():
     raise WorkdirError(
       f"--fork={new} holds something else than a fork of {old}; name a new folder"
     )

@@ -85,14 +85,15 @@ def launch(tmp_path, monkeypatch, capfd):
   """Launches two processes that do something; gives the exit status and what is told."""
   (tmp_path / "child.py").write_text(CHILD)
   monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-  before = signal.getsignal(signal.SIGTERM)
+  before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
 
   def run(what: str, *options: str) -> tuple[int, list[str]]:
     status = launcher.main([*options, "--", "child", f"--what={what}"])
     return status, capfd.readouterr().err.splitlines()
 
   yield run
-  signal.signal(signal.SIGTERM, before)
+  for number, handler in before.items():
+    signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -320,19 +321,21 @@ def test_a_job_that_is_killed_starts_again_and_ends_the_same(home, one, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job_of", [1, 2])
-def test_sigterm_saves_and_the_run_goes_on(home, one, tmp_path, job_of):
-  """In the middle of a rollout, of one process or of two."""
+@pytest.mark.parametrize(
+  "number, job_of", [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGINT, 1)]
+)
+def test_a_signal_saves_and_the_run_goes_on(home, one, tmp_path, number, job_of):
+  """In the middle of a rollout, of one process or of two; Ctrl-C does as SIGTERM."""
   args = [*commands.tiny_run(home, *ARGS), f"--workdir={tmp_path}", "--cpu_devices=1"]
   args = args[:-1] if job_of == 1 else ["--", "experiments.train", *args]
   process = commands.start(home, "train" if job_of == 1 else "launch", *args)
   for line in process.stderr:
     if line.startswith("step 3/"):
-      process.send_signal(signal.SIGTERM)
+      process.send_signal(number)
       break
   _, told = process.communicate(timeout=60)
   assert process.returncode == distributed.STOPPED, told
-  assert "stopped by SIGTERM; the same command goes on" in told
+  assert "stopped as it was told; the same command goes on" in told
   assert checkpoint.latest(tmp_path / "checkpoints") == 3
   commands.succeed(commands.run(home, "train" if job_of == 1 else "launch", *args))
   same = ("policy", "responses")

@@ -206,12 +206,17 @@ def test_the_summary_compares_ends_and_shares_out_the_time():
   assert "all steps 60.0 100%" in rows
   assert "\x1b" not in table
   assert "reward mean" in summary.text(records[:1])
+  # A last record that is only an evaluation is no step.
+  last = {"step": 6, "eval/accuracy": 0.9, "eval/reward_mean": 1.6}
+  table = " ".join(summary.text([*records, last], k=2).split())
+  assert "reward mean 0.050 0.450" in table and "accuracy (one) 0.250 0.900" in table
+  assert "reward mean 0.000 0.100" in " ".join(summary.text([*records[:2], last]).split())
   assert "Speculation" not in table and "Spot training" not in table
   for record in records:
     record |= {"rollout/idle_s": 2.0, "rollout/harvested_s": 1.5, "drafter/updates": 7}
   records[3] |= {"rollout/predicted_gain": 1.3, "rollout/saved_s": 9.0}
   told = " ".join(summary.text(records).split())
-  assert "rollouts took 36.0 s, 9.0 s less than without it (1.25x)" in told
+  assert "rollouts took 36.0 s, 9.0 s less than without it (1.25 times as fast)" in told
   assert "idle for 12.0 s, and trained the drafter on what takes about 9.0 s alone" in told
   assert "42 updates in all" in told
 

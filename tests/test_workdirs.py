@@ -1,7 +1,11 @@
 """Workdirs: who may go on in which, and that asking changes nothing."""
 
 import json
+import os
 import pathlib
+import socket
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -9,6 +13,7 @@ import pytest
 from experiments import declarations
 from experiments import keys
 from experiments import workdirs
+from tests import commands
 from tlt_jax import checkpoint
 
 CONFIG = {
@@ -50,6 +55,25 @@ def contents(folder: pathlib.Path) -> dict:
 
 def steps(path: pathlib.Path) -> list[int]:
   return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_folder_is_one_jobs_until_that_ends(tmp_path):
+  """Of another process it is refused with its name, of this one not."""
+  folder = made(tmp_path / "run", 2)
+  workdirs.open(str(folder), config())
+  ask = (
+    "from experiments import workdirs\n"
+    f"workdirs.lock(workdirs.pathlib.Path({str(folder)!r}))\n"
+    "print('mine', flush=True)\n"
+  )
+  run = lambda: subprocess.run(
+    [sys.executable, "-c", ask], cwd=commands.ROOT, capture_output=True, text=True
+  )
+  refused = run().stderr.splitlines()[-1]
+  assert f"{folder} is in use by process {os.getpid()} on {socket.gethostname()}" in refused
+  assert "take another --workdir" in refused
+  workdirs._locked.pop(folder.resolve()).close()  # as when this process ends
+  assert run().stdout == "mine\n" and run().returncode == 0
 
 
 def test_a_new_folder_is_not_made_before_the_run_begins(tmp_path):

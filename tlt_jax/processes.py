@@ -12,6 +12,7 @@ import functools
 import json
 import signal
 import socket
+import sys
 from typing import Any, NamedTuple
 import zlib
 
@@ -27,7 +28,7 @@ _is_told = False
 
 
 class Stopped(BaseException):
-  """Ends the job, which was told to stop (SIGTERM) and can be resumed."""
+  """Ends the job, which was told to stop (SIGTERM, Ctrl-C) and can be resumed."""
 
 
 class Told(NamedTuple):
@@ -198,14 +199,21 @@ def tell(seconds: Sequence[float] = ()) -> Told:
   return Told(found[:-1], bool(found[-1]))
 
 
-def stop_on_sigterm() -> None:
-  """From now on SIGTERM asks the job to stop at the next chance; see `stop_if_told`."""
+def stop_on_signals() -> None:
+  """From now on SIGTERM and Ctrl-C ask the job to stop when it can, see `stop_if_told`.
 
-  def remember(*_):
+  A second Ctrl-C ends this process at once.
+  """
+
+  def remember(number, _):
     global _is_told
     _is_told = True
+    if number == signal.SIGINT:
+      signal.signal(number, signal.SIG_DFL)
+      print("\nstopping; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
-  signal.signal(signal.SIGTERM, remember)
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, remember)
 
 
 def stop_if_told() -> None:
