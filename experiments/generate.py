@@ -12,9 +12,9 @@ length and why it ended. At the end stderr has tokens per second and the accepta
 The tokens are the same with and without a drafter, for every strategy. A strategy that is
 named runs always; `auto` chooses between plain decoding, n-grams and, with a drafter, its
 chains and trees, by what they are measured to bring;
-"up to 2 live: off or 3_1_4" chooses among others (docs/drafters.md). The sizes of the rollout
-follow from the prompts, the model and the memory. How requests are sampled, and whether
-the chat template is applied, is the config's (`--config.sampling.temperature=0`,
+"up to 2 live: off or 3_1_4" chooses among others (docs/drafters.md). The sizes of the
+rollout follow from the prompts, the model and the memory. How requests are sampled, and
+whether the chat template is applied, is the config's (`--config.sampling.temperature=0`,
 `--config.chat.apply=True`), as are the slots, at most (`--config.rollout.slots`).
 """
 
