@@ -13,8 +13,8 @@ on rows that are trained on for the first time, as drafts are on responses that 
 has not seen. -log(1 - q) grows about linearly with the logarithm of the updates, so that
 further ones bring less and less. The slope is fitted to what was seen, together with a
 first guess, so that a new drafter trains before anything is known of it. Once training pays
-no longer it stops, until fewer drafts are accepted than then, as the policy moves on, or
-for a try after a while.
+no longer it stops, until fewer drafts are accepted than at best since, as the policy moves
+on, or for a try after a while.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ class Investment:
     self.idle: list[list[float]] = []
     self.costs: list[list[Costs]] = []
     self.accepted: list[list[int]] = []  # first drafts: accepted and all, of late rollouts
-    self.level: float | None = None  # share accepted when training stopped
+    self.level: float | None = None  # the largest share accepted since training stopped
     self.rested: int | None = None  # rollouts since then; None: it goes on
     self.first: float | None = None  # -log(1 - q) of the first training
     self.invested_s = 0.0  # seconds of training after rollouts
@@ -196,6 +196,7 @@ class Investment:
     self.rested += 1
     now = self._accepted_share()
     moved_on = self.level and now is not None and now < _FALLEN * self.level
+    self.level = max(self.level or 0.0, now or 0.0) or None
     if moved_on:
       self.points, self.updates = [], 0  # another policy, another curve
     if moved_on or self.rested >= _AGAIN:
