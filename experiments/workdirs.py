@@ -84,7 +84,7 @@ class Workdir:
             records = metrics.read(self.forked_from / name)
             lines = [json.dumps(r) + "\n" for r in records if r["step"] < step]
             (self.path / name).write_text("".join(lines))
-    record(self.path, self.config)
+    _write(self.path, self.config)
 
 
 # Open files, locked for as long as this process lives, by folder.
@@ -192,10 +192,14 @@ def _is_free(key: str) -> bool:
 
 
 def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
-  """Writes `workdir/config.json`, at once or not at all; the first process does."""
+  """Writes `workdir/config.json`; the first process does, and all come here."""
   lock(workdir)
-  if not processes.is_first():
-    return
+  if processes.is_first():
+    _write(workdir, config)
+
+
+def _write(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
+  """Writes config.json, at once or not at all."""
   partial = workdir / f"{CONFIG}.new"
   with writing.to(workdir / CONFIG):
     partial.write_text(json.dumps(config, indent=2) + "\n")
