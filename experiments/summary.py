@@ -44,7 +44,7 @@ def text(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
     records: of steps and evaluations, as `metrics.Writer.write` returns them
     k: steps at each end
   """
-  done = [r for r in records if "step/seconds_s" in r]  # others are evaluations only
+  done = [r for r in records if "reward/mean" in r]  # others are evaluations only
   k = max(1, min(k, len(done) // 2))
   ends = rich.table.Table(box=rich.box.SIMPLE_HEAD)
   ends.add_column("quantity")

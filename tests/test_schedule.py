@@ -86,7 +86,7 @@ def test_a_path_goes_through_neighbours_and_otherwise_in_one_step():
 def test_buckets_with_more_slots_than_the_largest_are_dropped_and_longer_ones_cut():
   """So a config keeps its ladder where responses may have fewer tokens."""
   o = options(buckets=((8, 16), (9, 16), (8, 65), (2, 65)))
-  assert o.buckets == ((8, 16), (2, 64), (8, 64))
+  assert o.buckets == ((2, 64), (8, 16), (8, 64))  # of one size fewer slots first
 
 
 def test_the_smallest_bucket_that_holds_what_runs_is_chosen():
