@@ -38,7 +38,6 @@ class Projections(NamedTuple):
   norm: tuple[jax.Array, jax.Array] | None = None  # bf16[H], scales of q and k
 
 
-
 def of(impl: str):
   """The module of an implementation, "triton" or "ref", with the five operations."""
   return importlib.import_module(f"{__name__}.{impl}")
