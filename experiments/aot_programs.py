@@ -258,7 +258,8 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   state = source.ready(bucket, weights, full)
   if program == "fill":
     return pool.asked["fill", *bucket]
-  arm = {"chain": CHAIN, "tree": TREE, "fused": CHAIN}.get(program)
+  arms = {"one": None, "plain": None, "chain": CHAIN, "tree": TREE, "fused": CHAIN}
+  arm = arms[program]
   whole = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(mesh))
   limits = chunk_lib.Limits(whole)
   if arm is None:

@@ -75,7 +75,6 @@ class Workdir:
     if not processes.is_first():
       return
     if self.forked_from is not None:
-      self.path.mkdir(parents=True, exist_ok=True)
       origin = {"workdir": str(self.forked_from.resolve()), "step": step}
       with writing.to(self.path):
         (self.path / _ORIGIN).write_text(json.dumps(origin) + "\n")

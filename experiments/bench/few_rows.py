@@ -133,7 +133,7 @@ def differing_bits(
   x = jax.random.normal(jax.random.key(1), (requests, CHAIN, config.width), jnp.bfloat16)
   cache = caches(config, _COMPARED, requests, length, start)
   hidden, after = run(params, x, start, cache, counters(config, requests))
-  hidden = np.asarray(hidden.astype(jnp.float32)).reshape(x.shape)
+  hidden = hidden.reshape(x.shape)
   found = dict(numbers=0, differing=0)
 
   def compare(a, b):
@@ -148,7 +148,7 @@ def differing_bits(
       at = start[r : r + 1] + j
       one = counters(config, 1)
       state, alone = run(params, x[r : r + 1, j : j + 1], at, alone, one)
-      compare(jnp.asarray(hidden[r, j]), state[0])
+      compare(hidden[r, j], state[0])
     for mine, its in zip(alone, after, strict=True):
       for a, b in zip(mine, its, strict=True):
         compare(a[0, :, :length], b[r])
@@ -237,8 +237,7 @@ def weight_bytes(config: config_lib.ModelConfig) -> dict[str, int]:
 
 def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   """The same, as small as its kernels allow."""
-  sizes = dict(width=128, mlp_width=128, num_heads=4, num_kv_heads=2, head_dim=32)
-  return dataclasses.replace(config, num_layers=2, **sizes)
+  return dataclasses.replace(shapes.tiny(config), width=128, mlp_width=128, head_dim=32)
 
 
 def main(model: str, repeats: int, dry: bool):

@@ -139,12 +139,11 @@ def _packed(
 
   constants = dict(constants)
   names = [n for n in kernel.arg_names if n not in constants]
-  kinds = {
-    n: kind if number is not None else f"*{kind}"
-    for n, (kind, number) in zip(names, parameters, strict=True)
-  }
-  is_aligned = lambda number: number is None or number % _ALIGNED == 0
-  aligned = [n for n, p in zip(names, parameters, strict=True) if is_aligned(p[1])]
+  kinds, aligned = {}, []
+  for n, (kind, number) in zip(names, parameters, strict=True):
+    kinds[n] = f"*{kind}" if number is None else kind
+    if number is None or number % _ALIGNED == 0:
+      aligned.append(n)
   options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fused)
   compiled = _compile(kernel, kinds, aligned, constants, capability, options)
   code = gpu_triton.TritonKernel(
