@@ -32,6 +32,7 @@ from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import fused
+from tlt_jax.spec_decode.spot import investment
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
@@ -83,8 +84,9 @@ def make_spot(kind="eagle2", data=2, model=1, learning_rate=1e-2, **options):
 
 @pytest.fixture(autouse=True)
 def two_micro_batches(monkeypatch):
-  """What a chunk has time for, whatever the clock says."""
+  """Training is worth it, and a chunk has time for so much, whatever the clock says."""
   monkeypatch.setattr(clock_lib.Clock, "micro_batches_within", lambda *_: 2)
+  monkeypatch.setattr(investment.Investment, "_pays", lambda *_: True)
 
 
 def make_engine(spot, kind="eagle2", data=2, model=1, selector=SWITCHES):
