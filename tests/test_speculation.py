@@ -25,7 +25,7 @@ from tlt_jax.spec_decode.speculation import draft as draft_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-OPTIONS = rollout.Options(**tiny.SIZES, slots=32, chunk=16, buckets=((8, 96),))
+OPTIONS = rollout.Options(**tiny.SIZES, slots=32, chunk=16, buckets=(8,))
 NARROW = dataclasses.replace(OPTIONS, slots=8, buckets=())  # one bucket: half the programs
 CHAIN = strategy_lib.Strategy(depth=4, width=1, verify=9)
 TREE = strategy_lib.Strategy(depth=3, width=2, verify=7)

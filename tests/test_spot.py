@@ -39,7 +39,7 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import state as state_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
-OPTIONS = rollout.Options(**tiny.SIZES, slots=16, chunk=8, buckets=((4, 96),))
+OPTIONS = rollout.Options(**tiny.SIZES, slots=16, chunk=8, buckets=(4,))
 CHAIN = strategy_lib.Strategy(depth=3, width=1, verify=4)
 # Plain decoding first, chains for the last few requests.
 SWITCHES = selector_lib.ByLiveBatch(((2, CHAIN),))

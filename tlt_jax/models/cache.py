@@ -1,103 +1,134 @@
-"""The KV cache: one pair of arrays per layer, written in place.
+"""The KV cache: a pool of pages per layer, and one table that says which row has which.
 
-Token t of a row lives in slot t. A row is cut back by forgetting its length:
-what lies beyond is masked, and overwritten when the row grows again.
-
-Here each row lies in one piece, of the batch's length. `paged_cache` has the same in
-pages.
+A row takes pages as it grows, wherever they are free, and rows may share pages that none
+of them writes to (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
+Token t of a row is in slot t of the row: slot t % L of page `pages[b, t // L]`. The last
+page of a pool is a sink: it is in the table where a row has no page. Writes there are
+dropped; what is read from there means nothing. A row is cut back by forgetting its
+length: what is beyond is masked, and overwritten when the row grows again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import paged_cache
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import heads
+
+PAGE = 256  # slots of a page, by default
+
+
+@flax.struct.dataclass
+class Pool:
+  """Keys (already rotated) and values of one layer; of P pages the last is the sink."""
+
+  k: jax.Array  # f[P K L H]
+  v: jax.Array  # f[P K L H]
 
 
 @flax.struct.dataclass
 class LayerCache:
-  """Keys (already rotated) and values of one layer."""
+  """Keys and values of one layer, by rows."""
 
-  k: jax.Array  # f[B K S H]
-  v: jax.Array  # f[B K S H]
-  # What reads and writes it, see `pallas_kernels.implementations`.
-  kernels: str | None = flax.struct.field(pytree_node=False)
-
-  @property
-  def length(self) -> int:
-    """S, the slots of a row."""
-    return self.v.shape[2]
+  pool: Pool
+  pages: jax.Array  # i32[B M]  of each row, in order
+  # Backend that reads and writes it, see `pallas_kernels.implementations`.
+  kernels: str | None = flax.struct.field(pytree_node=False, default=None)
 
   @property
-  def pages(self) -> None:
-    """None: it does not lie in pages."""
-    return None
+  def k(self) -> jax.Array:
+    """f[P K L H]."""
+    return self.pool.k
+
+  @property
+  def v(self) -> jax.Array:
+    """f[P K L H]."""
+    return self.pool.v
 
   def write(self, k: jax.Array, v: jax.Array, start: jax.Array) -> "LayerCache":
     """Stores keys and values in consecutive slots, in place under jit.
 
     Args:
       k, v: f[B K T H]
-      start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
+      start: i32[B]  the slot of a row's first; slots without a page are dropped
     """
-    put = lambda old, new: cache_write.cache_write(old, new, start, impl=self.kernels)
-    return self.replace(k=put(self.k, k), v=put(self.v, v))
+
+    def put(pool, new):
+      return cache_write.cache_write(pool, new, start, self.pages, impl=self.kernels)
+
+    return self.replace(pool=Pool(put(self.k, k), put(self.v, v)))
 
   def move(self, source: jax.Array, start: jax.Array) -> "LayerCache":
     """Copies slots `source` i32[B T] to start, start+1, ... i32[B] of the same row."""
-    return self.write(_read(self.k, source), _read(self.v, source), start)
+    return self.write(self._read(self.k, source), self._read(self.v, source), start)
+
+  def _read(self, pool: jax.Array, slots: jax.Array) -> jax.Array:
+    """The slots i32[B T] of each row: f[B K T H]."""
+
+    def of_shard(pool, pages, slots):
+      _, K, L, H = pool.shape
+      page = jnp.take_along_axis(pages, slots // L, 1, mode="clip")
+      at = (page[:, None] * K + jnp.arange(K)[:, None]) * L + (slots % L)[:, None]
+      # From a matrix: to pick slots of each head, XLA lays out the whole pool anew on a
+      # TPU.
+      return pool.reshape(-1, H)[at]
+
+    args = pool, self.pages, slots
+    return heads.over_heads(of_shard, pool.shape[1], args, (1, None, None), result_axis=1)
 
 
-Layer = LayerCache | paged_cache.PagedLayer
-KVCache = tuple[LayerCache, ...] | paged_cache.PagedCache  # either gives its layers
+@flax.struct.dataclass
+class KVCache:
+  """The layers of a cache, which share one table."""
+
+  pools: tuple[Pool, ...]  # one per layer
+  pages: jax.Array  # i32[B M]
+  kernels: str | None = flax.struct.field(pytree_node=False, default=None)
+
+  def __getitem__(self, layer: int) -> LayerCache:
+    return LayerCache(self.pools[layer], self.pages, self.kernels)
+
+  def __iter__(self) -> Iterator[LayerCache]:
+    return (self[i] for i in range(len(self.pools)))
+
+  def __len__(self) -> int:
+    return len(self.pools)
+
+  @property
+  def length(self) -> int:
+    """Slots of a row for which the table has entries."""
+    return self.pages.shape[1] * self.pools[0].v.shape[2]
+
+  def with_layers(self, layers: Iterable[LayerCache]) -> "KVCache":
+    """The cache with the pools of these layers."""
+    return self.replace(pools=tuple(layer.pool for layer in layers))
+
+  def of_live(self, live: jax.Array) -> "KVCache":
+    """The cache in which rows that are not live, bool[B], have no pages: their writes
+    are dropped, and cannot overwrite a prompt's page that other rows share."""
+    sink = self.pools[0].v.shape[0] - 1
+    return self.replace(pages=jnp.where(live[:, None], self.pages, sink))
 
 
-def with_layers(kv: KVCache, layers: Iterable[Layer]) -> KVCache:
-  """A cache with these layers in place of its own."""
-  return kv.with_layers(layers) if isinstance(kv, paged_cache.PagedCache) else tuple(layers)
-
-
-def of_live(kv: KVCache, live: jax.Array) -> KVCache:
-  """A cache in which only rows bool[B] still write to pages, which others may share."""
-  return kv.of_live(live) if isinstance(kv, paged_cache.PagedCache) else kv
-
-
-def slots_for(tokens: int, kernels: str | None) -> int:
-  """The slots of a row with room for so many tokens: kernels want a multiple of 32."""
-  on_cpu = kernels is None and jax.default_backend() == "cpu"
-  return tokens if on_cpu else -(-tokens // 32) * 32
+def init_pool(config: config_lib.ModelConfig, pages: int, page: int) -> Pool:
+  """An empty pool of one layer: `pages` of `page` slots, and the sink."""
+  shape = pages + 1, config.num_kv_heads, page, config.head_dim
+  return Pool(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 
 
 def init(
-  config: config_lib.ModelConfig, batch: int, length: int, kernels: str | None = None
-) -> tuple[LayerCache, ...]:
-  """Makes an empty cache for `batch` rows of at most `length` tokens.
-
-  Args:
-    config: of the model
-    batch: B
-    length: S, of `slots_for`
-    kernels: that will read and write it; None: those of this machine
-  """
-  shape = batch, config.num_kv_heads, length, config.head_dim
-  zeros = lambda: jnp.zeros(shape, config.dtype)
-  return tuple(LayerCache(zeros(), zeros(), kernels) for _ in range(config.num_layers))
-
-
-def _read(cache: jax.Array, slots: jax.Array) -> jax.Array:
-  """The slots i32[B T] of each row of f[B K S H]: f[B K T H]."""
-
-  def of_shard(cache, slots):
-    B, K, S, H = cache.shape
-    first = (jnp.arange(B)[:, None] * K + jnp.arange(K)) * S  # i32[B K]
-    # From a matrix: to pick slots of each row and head, XLA lays out the whole cache anew
-    # on a TPU.
-    return cache.reshape(-1, H)[first[..., None] + slots[:, None]]
-
-  K = cache.shape[1]
-  return heads.over_heads(of_shard, K, (cache, slots), (1, None), result_axis=1)
+  config: config_lib.ModelConfig,
+  batch: int,
+  length: int,
+  *,
+  page: int = PAGE,
+  kernels: str | None = None,
+) -> KVCache:
+  """An empty cache for `batch` rows of at most `length` tokens, each with all its pages."""
+  most = -(-length // page)
+  pools = (init_pool(config, batch * most, page) for _ in range(config.num_layers))
+  pages = jnp.arange(batch * most, dtype=jnp.int32).reshape(batch, most)
+  return KVCache(tuple(pools), pages, kernels)

@@ -360,10 +360,3 @@ def _init(config: DrafterConfig, key):
     method=Drafter.init_all,
   )
   return variables["params"]
-
-
-def init_cache(
-  config: DrafterConfig, batch: int, length: int, kernels: str | None = None
-) -> cache_lib.LayerCache:
-  """An empty cache of its one layer; arguments as of `cache.init`."""
-  return cache_lib.init(config.layer, batch, length, kernels)[0]

@@ -237,7 +237,7 @@ class Attention(nn.Module):
     x: jax.Array,
     by: Rotation,
     seen: seen_lib.Seen,
-    layer_cache: cache_lib.Layer,
+    layer_cache: cache_lib.LayerCache,
   ) -> jax.Array:
     """Attends to what a cache holds: f[B T D].
 
@@ -318,9 +318,9 @@ class Attention(nn.Module):
     x: jax.Array,
     by: Rotation,
     seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
-    layer_cache: cache_lib.Layer | None = None,
+    layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
-  ) -> tuple[jax.Array, cache_lib.Layer | None]:
+  ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
     """Attends to its own tokens, or writes them to a cache and attends to that.
 
     Args:
@@ -371,9 +371,9 @@ class Block(nn.Module):
     x: jax.Array,
     by: Rotation,
     seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
-    layer_cache: cache_lib.Layer | None = None,
+    layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
-  ) -> tuple[jax.Array, cache_lib.Layer | None]:
+  ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
     """Runs the layer; arguments and results are those of `Attention.__call__`."""
     eps = self.config.norm_eps
     made = dict(config=self.config, transposed=self.transposed)

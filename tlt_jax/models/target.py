@@ -111,7 +111,7 @@ class Target(nn.Module):
           tapped.append(x)
       tapped = jnp.concatenate(tapped, -1) if taps else None
       if cache is not None:
-        cache = cache_lib.with_layers(cache, new_cache)
+        cache = cache.with_layers(new_cache)
       return self.final_norm(x), tapped, cache
 
   def logits(self, features: jax.Array, head: jax.Array | None = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Consecutive slots of each row of a KV cache, written in place."""
+"""Consecutive slots of each row of a paged KV cache, written in place."""
 
 import functools
 
@@ -15,7 +15,7 @@ def cache_write(
   cache: jax.Array,
   new: jax.Array,
   start: jax.Array,
-  pages: jax.Array | None = None,
+  pages: jax.Array,
   *,
   impl: str | None = None,
 ) -> jax.Array:
@@ -25,14 +25,14 @@ def cache_write(
   together with the Pallas kernel of `tree_attention`, on CPUs and GPUs by XLA. Heads that
   are split over the mesh axis `model` stay where they are.
 
-  A cache may lie in pages of L slots, as for `tree_attention`. What goes to the last page
-  of the pool, which is nobody's, is dropped. No other page may be written by two rows.
+  Writes to the last page of the pool, the sink, are dropped. Two rows may write to one
+  page only the same values.
 
   Args:
-    cache: f[B K S H]; f[P K L H] with pages
+    cache: f[P K L H], a pool of pages
     new: f[B K J H]
-    start: i32[B]  the slot of a row's first; slots outside of the cache are dropped
-    pages: i32[B S/L], or None: each row has a cache of its own
+    start: i32[B]  the slot of a row's first; slots outside of the table are dropped
+    pages: i32[B M]  of each row
     impl: see `implementations`; "triton" is "ref", which is in place on GPUs; None: see
       `implementations.choose`
   Returns:
@@ -41,21 +41,14 @@ def cache_write(
   Raises:
     ValueError: there is no such implementation, or it cannot write to caches of S slots
   """
-  rows, K, _, H = cache.shape
+  _, K, _, H = cache.shape
   B = len(start)
   chex.assert_shape(new, (B, K, None, H))
   chex.assert_shape(start, (B,))
-  if pages is None:
-    chex.assert_equal(B, rows)
-  else:
-    chex.assert_shape(pages, (B, None))
+  chex.assert_shape(pages, (B, None))
   impl = implementations.choose(impl)
-  if impl in ("ref", "triton"):
-    if pages is None:
-      return ref.cache_write(cache, new, start)
-    write = ref.cache_write
-  else:
+  write = ref.cache_write
+  if impl in ("pallas", "interpret"):
     write = functools.partial(pallas.cache_write, interpret=impl == "interpret")
-  args = cache, new, start, *(() if pages is None else (pages,))
-  head_axes = 1, 1, *(None,) * (len(args) - 2)
-  return heads.over_heads(write, K, args, head_axes, result_axis=1)
+  args = cache, new, start, pages
+  return heads.over_heads(write, K, args, (1, 1, None, None), result_axis=1)

@@ -1,4 +1,4 @@
-"""Attention of the nodes of draft trees, or of single tokens, to a KV cache."""
+"""Attention of the nodes of draft trees, or of single tokens, to a paged KV cache."""
 
 import functools
 
@@ -28,7 +28,7 @@ def tree_attention(
   k: jax.Array,
   v: jax.Array,
   seen: seen_lib.Seen,
-  pages: jax.Array | None = None,
+  pages: jax.Array,
   *,
   impl: str | None = None,
 ) -> jax.Array:
@@ -36,24 +36,22 @@ def tree_attention(
 
   Query head n uses kv head n // G. Scores are q * H^-0.5 times the keys; products are
   added up in float32, and the softmax is in float32. The nodes' own keys and values are in
-  the cache already. The kernels read no more of it than the rows' lengths need, and what
-  lies beyond may hold anything, NaN too.
+  the cache already. No more of it is read than the longest row needs ("ref") or each row
+  (the kernels, which may find anything beyond, NaN too).
 
-  A cache may lie in pages of L slots (PagedAttention, https://arxiv.org/abs/2309.06180):
-  then k and v are a pool of P pages, rows may share some, and slot s of row b is slot s % L
-  of page `pages[b, s // L]`.
+  Slot s of row b is slot s % L of page `pages[b, s // L]` (PagedAttention,
+  https://arxiv.org/abs/2309.06180).
 
-  The kernels give a row the same bits in any batch and with a cache of any length. With
-  another number of nodes the last bits may differ: matrix units add up in another order.
-  On a TPU so they may with pages of fewer than 512 slots.
+  A row gets the same bits in any batch and with a table of any length. With another number
+  of nodes the last bits may differ: matrix units add up in another order. On a TPU so they
+  may with pages of fewer than 512 slots.
   Heads that are split over the mesh axis `model` stay where they are.
 
   Args:
     q: f[B J N H]
-    k, v: f[B K S H]; f[P K L H] with pages
+    k, v: f[P K L H], pools of pages
     seen: of J nodes; one that sees nothing gets zeros
-    pages: i32[B S/L], or None: each row has a cache of its own. The kernels do not read
-      pages beyond a row's length; "ref" does
+    pages: i32[B M]  of each row
     impl: "ref", "pallas", "interpret" or "triton"; None: see `implementations.choose`
   Returns:
     f[B J N H]
@@ -63,27 +61,26 @@ def tree_attention(
       this size
   """
   B, J, N, H = q.shape
-  rows, K, S = v.shape[:3]
-  if pages is not None:
-    if implementations.choose(impl) != "ref":
-      check_page(S)
-    chex.assert_shape(pages, (B, None))
-  chex.assert_shape((k, v), (B if pages is None else rows, K, S, H))
+  P, K, L = v.shape[:3]
+  chex.assert_shape((k, v), (P, K, L, H))
+  chex.assert_shape(pages, (B, None))
   chex.assert_is_divisible(N, K)
   chex.assert_shape(seen.start, (B,))
   chex.assert_shape(seen.bits, (B, J, -(-seen.size // 32)))
   impl = implementations.choose(impl)
   if impl == "ref":
     return ref.tree_attention(q, k, v, seen, pages)
+  check_page(L)
   if impl == "triton":
     from tlt_jax.pallas_kernels.tree_attention import triton  # not on every platform
 
     kernel = triton.tree_attention
   else:
     kernel = functools.partial(pallas.tree_attention, interpret=impl == "interpret")
-  run = lambda q, k, v, start, bits, *pages: kernel(
-    q, k, v, seen_lib.Seen(start, bits, seen.size), *pages
-  )
-  args = q, k, v, seen.start, seen.bits, *(() if pages is None else (pages,))
-  head_axes = 2, 1, 1, *(None,) * (len(args) - 3)
+
+  def run(q, k, v, start, bits, pages):
+    return kernel(q, k, v, seen_lib.Seen(start, bits, seen.size), pages)
+
+  args = q, k, v, seen.start, seen.bits, pages
+  head_axes = 2, 1, 1, None, None, None
   return heads.over_heads(run, K, args, head_axes, result_axis=2)

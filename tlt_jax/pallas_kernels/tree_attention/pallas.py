@@ -6,8 +6,7 @@ rows of one matrix, so that the cache is read once for all of them: node j and h
 the group are row j*G + g.
 
 Blocks are of one size whatever the cache's length, and are folded in their order: a row's
-result depends neither on the batch around it nor on the length of the cache. Where the
-cache lies in pages, a block is read from where the table says.
+result depends neither on the batch around it nor on the length of the cache.
 """
 
 import functools
@@ -98,22 +97,19 @@ def _kernel(
 
 
 def _specs(
-  rows: int, words: int, H: int, size: int, length: int, page: int | None
+  rows: int, words: int, H: int, size: int, length: int, page: int
 ) -> list:
   """How q, bits, k and v are cut; blocks are chosen by a row's `start`, and its pages."""
-  block = min(BLOCK, page or BLOCK)
+  block = min(BLOCK, page)
 
   def seen(b, step, start):
     """Blocks that nobody sees are not read: the last that is stays where it is."""
     last = jax.lax.div(jnp.minimum(start[b] + size, length) - 1, block)
     return jnp.minimum(step, last)
 
-  def of_values(b, h, t, s, start, *pages):
-    number = seen(b, s, start)
-    if not pages:
-      return b, h, number, 0
-    per_page = page // block
-    return pages[0][b, jax.lax.div(number, per_page)], h, jax.lax.rem(number, per_page), 0
+  def of_values(b, h, t, s, start, pages):
+    number, per_page = seen(b, s, start), page // block
+    return pages[b, jax.lax.div(number, per_page)], h, jax.lax.rem(number, per_page), 0
 
   values = pl.BlockSpec((None, None, block, H), of_values)
   return [
@@ -129,16 +125,14 @@ def tree_attention(
   k: jax.Array,
   v: jax.Array,
   seen: seen_lib.Seen,
-  pages: jax.Array | None = None,
+  pages: jax.Array,
   *,
   interpret: bool = False,
 ) -> jax.Array:
   """Does what the package's function says; `interpret` runs it on any machine."""
   B, J, N, H = q.shape
-  K, S = v.shape[1:3]
-  page, table = None, ()
-  if pages is not None:
-    page, table, S = S, (pages,), S * pages.shape[1]
+  K, page = v.shape[1:3]
+  S = page * pages.shape[1]
   G = N // K
   tiles = pl.cdiv(J * G, ROWS)
   rows = pl.cdiv(pl.cdiv(J * G, tiles), _SUBLANES) * _SUBLANES
@@ -153,13 +147,13 @@ def tree_attention(
   kernel = functools.partial(_kernel, size=seen.size, length=S)
   scratch = lambda width: pltpu.VMEM((rows, width), jnp.float32)
   out = pl.pallas_call(
-    lambda start_ref, *refs: kernel(start_ref, *refs[len(table) :]),
+    lambda start_ref, pages_ref, *refs: kernel(start_ref, *refs),
     out_shape=jax.ShapeDtypeStruct(
       queries.shape, v.dtype, manual_axis_type=jax.typeof(v).manual_axis_type
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1 + len(table),
-      grid=(B, K, tiles, pl.cdiv(S, min(BLOCK, page or BLOCK))),
+      num_scalar_prefetch=2,
+      grid=(B, K, tiles, pl.cdiv(S, min(BLOCK, page))),
       in_specs=specs,
       out_specs=specs[0],
       scratch_shapes=[scratch(_LANES), scratch(_LANES), scratch(H)],
@@ -169,6 +163,6 @@ def tree_attention(
     ),
     interpret=interpret,
     name="tree_attention",
-  )(seen.start, *table, queries, bits, k, v)
+  )(seen.start, pages, queries, bits, k, v)
   out = out[:, :, : J * G].reshape(B, K, J, G, H)
   return out.transpose(0, 2, 1, 3, 4).reshape(B, J, N, H)

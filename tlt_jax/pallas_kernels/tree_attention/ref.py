@@ -14,36 +14,46 @@ _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def tree_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  seen: seen_lib.Seen,
-  pages: jax.Array | None = None,
+  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, pages: jax.Array
 ) -> jax.Array:
-  """Does what the package's function says; reads the whole cache, all of it finite."""
-  if pages is not None:
-    k, v = _rows(k, pages), _rows(v, pages)
-  mask = seen.mask(v.shape[2])
-  sees_any = jnp.any(mask, -1)[:, :, None, None]
-  return jnp.where(sees_any, attend(q, k, v, mask, cached=True), 0)
+  """Does what the package's function says, a page of every row at a time.
+
+  A running softmax (Milakov & Gimelshein 2018) over as many pages as the longest row has:
+  a page in which a row sees nothing leaves its result as it is, to the bit.
+  """
+  B, J, N, H = q.shape
+  (_, K, L, _), M = k.shape, pages.shape[1]
+  q = (q * H**-0.5).reshape(B, J, K, -1, H).transpose(0, 2, 3, 1, 4)  # f[B K G J H]
+  q, G = q.reshape(B, K, -1, H), N // K  # one matrix product per kv head
+
+  def fold(i, carry):
+    largest, total, out = carry
+    page = jax.lax.dynamic_index_in_dim(pages, i, 1, keepdims=False)
+    scores = few_rows_matmul.times_transposed(q, k[page], jnp.float32)
+    shown = jnp.tile(seen.mask(i * L, L), (1, G, 1))[:, None]
+    scores = jnp.where(shown, scores, -jnp.inf)
+    higher = jnp.maximum(largest, jnp.max(scores, -1, keepdims=True))
+    weights, rescale = jnp.exp(scores - higher), jnp.exp(largest - higher)
+    total = total * rescale + jnp.sum(weights, -1, keepdims=True)
+    added = _product("bkqs,bksh->bkqh", weights.astype(v.dtype), v[page])
+    return higher, total, out * rescale + added
+
+  end = jnp.minimum(jnp.max(seen.start) + seen.size, M * L)
+  zero = jnp.zeros_like(q, jnp.float32)
+  start = zero[..., :1] + _MASKED, zero[..., :1], zero
+  _, total, out = jax.lax.fori_loop(0, -(-end // L), fold, start)
+  out = (out / jnp.where(total > 0, total, 1)).astype(v.dtype)
+  out = out.reshape(B, K, G, J, H).transpose(0, 3, 1, 2, 4)
+  return out.reshape(B, J, N, H)
 
 
-def _rows(pool: jax.Array, pages: jax.Array) -> jax.Array:
-  """The cache of each row, f[B K S H], from a pool f[P K L H] and i32[B S/L]."""
-  (B, M), (_, K, L, H) = pages.shape, pool.shape
-  return pool[pages].swapaxes(1, 2).reshape(B, K, M * L, H)
-
-
-def attend(
-  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, cached: bool = False
-) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   """Grouped-query attention.
 
   Args:
     q: f[B T N H]
     k, v: f[B K S H]
     mask: bool[B T S]  True where a query may look
-    cached: whether keys lie in a cache, and few queries look at them
   Returns:
     f[B T N H]
   """
@@ -51,10 +61,7 @@ def attend(
   K, G = k.shape[1], N // k.shape[1]
   q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]
   q = q.reshape(B, K, -1, H)  # one matrix product per kv head
-  if cached:
-    scores = few_rows_matmul.times_transposed(q, k, jnp.float32)
-  else:
-    scores = _product("bkqh,bksh->bkqs", q, k)
+  scores = _product("bkqh,bksh->bkqs", q, k)
   scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
   # A softmax whose sum divides at the end, H numbers of a query instead of S. What is
   # subtracted changes nothing but the range: it needs no gradient.

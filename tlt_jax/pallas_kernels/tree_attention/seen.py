@@ -29,10 +29,10 @@ class Seen:
   bits: jax.Array
   size: int = flax.struct.field(pytree_node=False)  # slots from `start` on with bits
 
-  def mask(self, length: int) -> jax.Array:
-    """The same over a cache of `length` slots S: bool[B J S]."""
+  def mask(self, first: jax.Array | int, length: int) -> jax.Array:
+    """What they see of `length` slots from slot `first` on: bool[B J length]."""
     chex.assert_shape(self.bits, (*self.start.shape, None, -(-self.size // 32)))
-    offset = (jnp.arange(length) - self.start[:, None])[:, None]  # i32[B 1 S]
+    offset = (first + jnp.arange(length) - self.start[:, None])[:, None]  # i32[B 1 S]
     shape = (*self.bits.shape[:2], length)
     shift = jnp.broadcast_to(offset & 31, shape)
     bit = jnp.zeros(shape, jnp.int32)

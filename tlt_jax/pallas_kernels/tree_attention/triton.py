@@ -47,18 +47,14 @@ def _fold(
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   end = tl.minimum(start + SIZE, length)
-  # A wide base that moves on, and narrow offsets that are the same for every block.
-  v_base = v_ptr + lo.to(tl.int64) * BLOCK * H
-  k_base = k_ptr + lo.to(tl.int64) * BLOCK * H
   for block in range(lo, hi):
     slot = block * BLOCK + i
     exists = slot < end  # what lies beyond may hold anything, and 0 * NaN is NaN
-    if PAGE:
-      page = tl.load(pages_ptr + block * BLOCK // PAGE).to(tl.int64)
-      at = (page * K * PAGE + block * BLOCK % PAGE) * H
-      v_base, k_base = v_ptr + at, k_ptr + at
-    v_ptrs = v_base + (i[:, None] * H + h[None, :])
-    k_ptrs = k_base + (h[:, None] + i[None, :] * H)
+    page = tl.load(pages_ptr + block * BLOCK // PAGE).to(tl.int64)
+    # A wide base, and narrow offsets that are the same for every block.
+    at = (page * K * PAGE + block * BLOCK % PAGE) * H
+    v_ptrs = v_ptr + at + (i[:, None] * H + h[None, :])
+    k_ptrs = k_ptr + at + (h[:, None] + i[None, :] * H)
     if TAIL:
       k = tl.load(k_ptrs, mask=exists[None, :], other=0.0)
       v = tl.load(v_ptrs, mask=exists[:, None], other=0.0)
@@ -81,9 +77,6 @@ def _fold(
       weights, v = weights.to(tl.float32), v.to(tl.float32)
     sum = tl.dot(weights, v, sum * rescale[:, None], input_precision="ieee")
     largest = new
-    if not PAGE:
-      v_base += BLOCK * H
-      k_base += BLOCK * H
   return largest, total, sum
 
 
@@ -95,11 +88,11 @@ def _divide(sum, total):
 @triton.jit
 def _attend(
   q_ptr,  # [B J K G H]
-  k_ptr,  # [B K S H]; [P K PAGE H] if PAGE
+  k_ptr,  # [P K PAGE H]
   v_ptr,  # as k_ptr
   start_ptr,  # i32[B]
   bits_ptr,  # i32[B J ceil(SIZE/32)]
-  pages_ptr,  # i32[B S/PAGE]; not read if PAGE is 0
+  pages_ptr,  # i32[B S/PAGE]
   length,  # S
   sum_ptr,  # f32[B K splits J*G H], or if DIRECT the result, f[B J K G H]
   largest_ptr,  # f32[B K splits J*G]; not written if DIRECT
@@ -126,13 +119,9 @@ def _attend(
   first = ((b.to(tl.int64) * J + tile * NODES) * K + head) * G
   at = (row // G * (K * G) + row % G)[:, None] * H + h[None, :]
   q = tl.load(q_ptr + first * H + at, mask=valid[:, None], other=0.0)
-  if PAGE:  # this head's part of the pool's first page
-    k_ptr += head * PAGE * H
-    v_ptr += head * PAGE * H
-    pages_ptr += b * (length // PAGE)
-  else:
-    k_ptr += bk.to(tl.int64) * length * H
-    v_ptr += bk.to(tl.int64) * length * H
+  k_ptr += head * PAGE * H  # this head's part of the pool's first page
+  v_ptr += head * PAGE * H
+  pages_ptr += b * (length // PAGE)
   bits_ptr += (b * J + tile * NODES + row // G) * ((SIZE + 31) // 32)
   state = (
     tl.full((ROWS,), _MASKED, tl.float32),
@@ -225,7 +214,7 @@ def tree_attention(
   k: jax.Array,
   v: jax.Array,
   seen: seen_lib.Seen,
-  pages: jax.Array | None = None,
+  pages: jax.Array,
 ) -> jax.Array:
   """Does what the package's function says.
 
@@ -233,10 +222,8 @@ def tree_attention(
     ValueError: the size of a head is not a power of two of at least 16
   """
   B, J, N, H = q.shape
-  K, S = v.shape[1:3]
-  page, table = 0, seen.start  # no table is read, but one must be given
-  if pages is not None:
-    page, table, S = S, pages, S * pages.shape[1]
+  K, page = v.shape[1:3]
+  S = page * pages.shape[1]
   G = N // K
   if H < 16 or H & (H - 1):
     raise ValueError(
@@ -252,7 +239,7 @@ def tree_attention(
   )
   unused = jax.ShapeDtypeStruct((1,), jnp.float32)
   attended = triton_call.triton_call(
-    q, k, v, seen.start, seen.bits, table, S,
+    q, k, v, seen.start, seen.bits, pages, S,
     kernel=_attend,
     out_type=[partial(H), partial(), partial()] if splits > 1 else [out, unused, unused],
     grid=(triton.cdiv(J, cut.nodes), splits, B * K),

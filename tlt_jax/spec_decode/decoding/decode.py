@@ -1,17 +1,14 @@
-"""Device programs of plain decoding: a pass of the target, a chunk, a resize.
+"""Plain decoding on the devices: a pass of the target, a step, a chunk.
 
 Each runs once per slice on the slice's own rows, see `slices`. The arrays are in
 `slots`; how a chunk is called is in `chunk`.
 """
 
-from collections.abc import Callable
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import few_rows
@@ -102,26 +99,6 @@ def decode(
   return run
 
 
-def make_chunk(
-  config: config_lib.ModelConfig,
-  mesh: Mesh,
-  tokens: int,
-  layout: features_lib.Layout | None,
-  kernels: str | None = None,
-  paged: bool = False,
-) -> Callable[..., chunk_lib.Done]:
-  """The plain chunk program; see `chunk` for how it is called.
-
-  Args:
-    tokens, layout: see `decode`
-    kernels: those of the slots' caches
-    paged: whether these lie in pages
-  """
-  slots = slots_lib.slots_shardings(mesh, config, layout, kernels, paged)
-  run = chunk_lib.without_training(decode(config, tokens, layout))
-  return chunk_lib.make(mesh, run, chunk_lib.Done(slots, None, None), kernels=kernels)
-
-
 def decode_step(
   config: config_lib.ModelConfig,
   layout: features_lib.Layout | None,
@@ -142,6 +119,7 @@ def decode_step(
   )
   logits = few_rows.apply(config, params, final[:, 0], method=target.Target.logits)
   drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1, slots.kernels)
+  slots = slots.with_features(positions, features)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)
   remaining = jnp.where(live & ~stopped, slots.remaining - 1, 0)
@@ -149,76 +127,6 @@ def decode_step(
     pending=jnp.where(live, drawn.token, slots.pending),
     position=slots.position + live,
     remaining=remaining,
-    kv=cache_lib.of_live(kv, remaining > 0),
-    features=slots.features and slots.features.write(positions, features),
+    kv=kv.of_live(remaining > 0),
   )
   return slots, drawn
-
-
-def make_resize(
-  mesh: Mesh, config: config_lib.ModelConfig, move: bool
-) -> Callable:
-  """(layer, row i32[b], length) -> the chosen rows of a layer's KV, cut or filled up.
-
-  Rows are counted over all slices; -1 takes any. Without `move` every row stays on its
-  slice, and the program has no communication; with it, rows that change their slice are
-  handed over one after the other. New cache slots are zero.
-  """
-
-  def resize(layer, row, length):
-    def local(layer, row):
-      start = jax.lax.axis_index(axes.DATA) * layer.k.shape[0]
-      return _rows(layer, row - start, length)
-
-    def across(layer, row, every):
-      return _hand_over(layer, local(layer, row), every, length)
-
-    if not move:
-      return slices.per_slice(mesh, local, slices.ROWS, slices.ROWS)(layer, row)
-    into = (slices.ROWS, slices.ROWS, slices.WHOLE)
-    return slices.per_slice(mesh, across, into, slices.ROWS)(layer, row, row)
-
-  over = slots_lib.cache_sharding(mesh, config)
-  return jax.jit(resize, static_argnames="length", out_shardings=over)
-
-
-def _rows(
-  layer: cache_lib.LayerCache, row: jax.Array, length: int
-) -> cache_lib.LayerCache:
-  """Rows i32[b] of a slice's cache, cut or filled up; others' rows are any of its own."""
-
-  def rows(x):
-    x = x[jnp.clip(row, 0, x.shape[0] - 1), :, :length]
-    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
-
-  return jax.tree.map(rows, layer)
-
-
-def _hand_over(
-  old: cache_lib.LayerCache, new: cache_lib.LayerCache, every: jax.Array, length: int
-) -> cache_lib.LayerCache:
-  """Writes the rows into `new` that come from other slices' `old`, one at a time.
-
-  Args:
-    old, new: of one slice
-    every: i32[slices b]  the old row of each new one of all slices; -1: any
-    length: of the new rows
-  """
-  n, b = old.k.shape[0], new.k.shape[0]
-  here, goal = jax.lax.axis_index(axes.DATA), jnp.arange(len(every))
-  moves = (every >= 0) & (every // n != goal // b)
-  first = jnp.argsort(~moves)
-
-  def hand_over(i, new):
-    source, goal = every[first[i]], first[i]
-    sent = _rows(old, (source - here * n)[None], length)
-
-    def write(x, sent):
-      sent = slices.handed_out(sent, source // n == here)
-      was = jax.lax.dynamic_slice_in_dim(x, goal % b, 1)
-      row = jnp.where(goal // b == here, sent, was)
-      return jax.lax.dynamic_update_slice_in_dim(x, row, goal % b, 0)
-
-    return jax.tree.map(write, new, sent)
-
-  return jax.lax.fori_loop(0, jnp.sum(moves), hand_over, new)

@@ -1,101 +1,91 @@
-"""Pages that the running requests own: of kept features, and of the KV if that is paged.
+"""Pages of the running requests: the host decides which page is whose (`Pages`).
 
-Slots get fewer and their caches longer while a rollout drains. What lies in pages stays
-where it is, and a request keeps its pages in whichever slot it runs. So one buffer serves
-the programs of all buckets. Paged like KV in vLLM (Kwon et al. 2023,
-https://arxiv.org/abs/2309.06180); which page is whose is the host's to know: `Pages`. The
-features are here too, the KV is in `models.paged_cache`.
+A request has the same pages in the target's KV, in the drafter's, and in the kept
+features; so whatever is computed for a token stays where it is, in whichever slot its
+request runs. Paged like KV in vLLM (Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
+The KV on the devices is in `models.cache`.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 import numpy as np
 
-from tlt_jax import axes
-from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.models import cache as cache_lib
 from tlt_jax.spec_decode.decoding import slices
-
-PAGE = 128  # tokens of a page of features
 
 
 class Sizes(NamedTuple):
   """How many pages there are, the same on all slices, and how large each is."""
 
-  pages: int  # of a slice
+  pages: int  # of a slice, the sink not counted
   most: int  # of a request
-  page: int = PAGE  # tokens
+  page: int  # tokens
 
 
-def pages_for(tokens: int, page: int | None = None) -> int:
-  """How many pages so many tokens take; of features, unless a page's tokens are given."""
-  return -(-tokens // (page or PAGE))
+def pages_for(tokens: int, page: int) -> int:
+  """How many pages of `page` tokens so many tokens take."""
+  return -(-tokens // page)
 
 
-@flax.struct.dataclass
-class Features:
-  """The features of the requests in slots; a slice has `Sizes.pages` pages of PAGE rows."""
-
-  data: jax.Array  # f[pages*PAGE E]
-  # i32[B most]  where slot b has its tokens from p * PAGE on; `Sizes.pages`: nowhere
-  page: jax.Array
-
-  def read(self, position: jax.Array) -> jax.Array:
-    """i32[B T], positions in the slots' sequences -> f[B T E]; anything without a page."""
-    return self.data.at[self._where(position)].get(mode="clip")
-
-  def write(self, position: jax.Array, features: jax.Array) -> "Features":
-    """With f[B T E] at these positions; nothing happens where there is no page."""
-    new = features.astype(self.data.dtype)
-    return self.replace(data=self.data.at[self._where(position)].set(new, mode="drop"))
-
-  def _where(self, position):
-    none = self.data.shape[0] // PAGE
-    at = dict(mode="fill", fill_value=none)
-    page = jnp.take_along_axis(self.page, position // PAGE, 1, **at)
-    return page * PAGE + position % PAGE
-
-
-def abstract(mesh: Mesh, size: int, dtype, batch: int, sizes: Sizes) -> Features:
-  """Shapes and shardings of features.
+def read(features: jax.Array, pages: jax.Array, position: jax.Array) -> jax.Array:
+  """Kept features of tokens: f[B T E].
 
   Args:
-    size: E, numbers per token
-    batch: slots per slice
-    sizes: of the pages
+    features: f[P L E]
+    pages: i32[B M]  of each row
+    position: i32[B T]  in its sequence; where it has no page, anything is read
   """
-  return Features(
-    data=features_lib.abstract(mesh, sizes.pages * PAGE, dtype, size),
-    page=slices.abstract(mesh, batch, jnp.int32, sizes.most),
+  at = _where(features, pages, position)
+  return features.reshape(-1, features.shape[-1]).at[at].get(mode="clip")
+
+
+def write(
+  features: jax.Array, pages: jax.Array, position: jax.Array, new: jax.Array
+) -> jax.Array:
+  """Keeps features f[B T E] of tokens; those without a page are dropped; see `read`."""
+  P, L, E = features.shape
+  at = _where(features, pages, position)
+  at = jnp.where(at < (P - 1) * L, at, P * L)
+  rows = features.reshape(-1, E).at[at].set(new.astype(features.dtype), mode="drop")
+  return rows.reshape(features.shape)
+
+
+def _where(features, pages, position):
+  P, L, _ = features.shape
+  page = jnp.take_along_axis(pages, position // L, 1, mode="fill", fill_value=P - 1)
+  return page * L + position % L
+
+
+def make_copy(
+  mesh: Mesh, kv_sharding: NamedSharding, features_sharding: NamedSharding | None
+) -> Callable:
+  """(pools, features, source i32[n], goal i32[n]) -> pools, features, pages copied.
+
+  Each slice copies its pages source[i] to goal[i], in order, up to the first goal that is
+  the sink. Pools (of the target's layers) and features (or None) are donated.
+  """
+
+  def copy_all(pools: tuple[cache_lib.Pool, ...], features, source, goal):
+    sink = pools[0].k.shape[0] - 1
+
+    def copy(i, arrays):
+      def copy_page(x):
+        page = jax.lax.dynamic_slice_in_dim(x, source[i], 1)
+        return jax.lax.dynamic_update_slice_in_dim(x, page, goal[i], 0)
+
+      return jax.tree.map(copy_page, arrays)
+
+    return jax.lax.fori_loop(0, jnp.sum(goal < sink), copy, (pools, features))
+
+  return jax.jit(
+    slices.per_slice(mesh, copy_all, slices.ROWS, slices.ROWS),
+    donate_argnums=(0, 1),
+    out_shardings=(kv_sharding, features_sharding),
   )
-
-
-def make_move(mesh: Mesh, size: int) -> Callable:
-  """(data f[pages*PAGE E], source i32[m], goal i32[m]) -> data, pages copied across slices.
-
-  Pages are counted over all slices; where `goal` is -1 nothing is copied. Data is donated.
-  `size` is E, the numbers per token.
-  """
-
-  def local(data, source, goal):
-    paged = data.reshape(-1, PAGE, data.shape[-1])
-    n = paged.shape[0]
-    start = jax.lax.axis_index(axes.DATA) * n
-    source, goal = source - start, goal - start
-    mine = (source >= 0) & (source < n)
-    read = paged.at[source].get(mode="clip")
-    read = slices.handed_out(read, mine[:, None, None])
-    goal = jnp.where(goal >= 0, goal, n)  # others' lie beyond either end
-    return paged.at[goal].set(read, mode="drop").reshape(data.shape)
-
-  into = (slices.ROWS, slices.WHOLE, slices.WHOLE)
-  mapped = slices.per_slice(mesh, local, into, slices.ROWS)
-  over = features_lib.sharding(mesh, 2, size)
-  return jax.jit(mapped, donate_argnums=0, out_shardings=over)
 
 
 class Pages:
@@ -105,16 +95,11 @@ class Pages:
 
   A prompt may have pages too, in a row of its slice (`hold`). Requests that begin with it
   share those that it fills: nobody writes there any more. Of the last page, if it is not
-  full, each has one of its own. A page is free again when nobody has it.
+  full, each has a copy. A page is free again when nobody has it.
   """
 
   def __init__(self, slices: int, sizes: Sizes, beyond: int = 0):
-    """All pages are free.
-
-    Args:
-      sizes: of the pages
-      beyond: tokens behind those of each request for which it needs pages, too
-    """
+    """`beyond` counts tokens behind a request's own for which it needs pages, too."""
     self.sizes, self._slices, self._beyond = sizes, slices, beyond
     self.clear()
 
@@ -126,10 +111,9 @@ class Pages:
     self._of: dict[int, tuple[int, list[int]]] = {}  # request -> its slice and pages
     self._held: dict[tuple[int, int], list[int]] = {}  # slice and row -> a prompt's pages
 
-  def __getitem__(self, request: int) -> tuple[int, np.ndarray]:
-    """The slice of a running request, and its pages there; as a row of `table`."""
-    s, pages = self._of[request]
-    return s, self._padded(pages)
+  def __getitem__(self, request: int) -> np.ndarray:
+    """The pages of a running request on its slice, as a row of `table`."""
+    return self._padded(self._of[request][1])
 
   @property
   def used(self) -> np.ndarray:
@@ -141,13 +125,9 @@ class Pages:
     return pages_for(tokens + self._beyond, self.sizes.page)
 
   def left(self, owner: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """i32[slices]: pages that are free after `assign`; negative if some are missing.
-
-    Args:
-      owner, tokens: as for `assign`; each request is on its slice already
-    """
+    """i32[slices]: pages that are free after `assign`; negative if some are missing."""
     left = self.sizes.pages - self.used
-    for s, i in ((s, int(i)) for s, row in enumerate(owner) for i in row if i >= 0):
+    for s, i in _seated(owner):
       _, pages = self._of.get(i, (s, []))
       left[s] -= max(self.count(int(tokens[i])) - len(pages), 0)
     return left
@@ -163,12 +143,15 @@ class Pages:
     page = self.sizes.page
     return self.count(tokens) - prompt // page + is_new * pages_for(prompt, page)
 
-  def where(self, request: int, tokens: int) -> np.ndarray:
-    """i32[n]: where its first tokens are, up to the end of a page; over all slices."""
-    s, row = self[request]
+  def where(self, request: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Page (counted over all slices, with sinks) and slot there of its first tokens.
+
+    Up to the end of a page, so that there are few shapes.
+    """
+    s, pages = self._of[request]
     page = self.sizes.page
     at = np.arange(pages_for(tokens, page) * page)
-    return (s * self.sizes.pages + row[at // page]) * page + at % page
+    return s * (self.sizes.pages + 1) + np.array(pages)[at // page], at % page
 
   def hold(self, s: int, row: int, tokens: int) -> np.ndarray:
     """Gives a prompt the pages of its tokens, as a row of `table`.
@@ -198,38 +181,23 @@ class Pages:
     for i in [i for i in self._of if i not in seated]:
       self._let_go(*self._of.pop(i))
 
-  def assign(self, owner: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
+  def assign(self, owner: np.ndarray, tokens: np.ndarray) -> None:
     """Gives the requests in slots the pages of their first tokens; others lose theirs.
 
     Args:
       owner: i32[slices batch]  request in each slot, -1 if free
       tokens: i32[B]  of every request
-    Returns:
-      what to copy, for each request that changed its slice: i32[2 most], pages and where
-      they go, counted over all slices, -1 behind them
     """
     self.keep(owner)
-    moves, left = [], []
-    for i, s in ((int(i), s) for s, row in enumerate(owner) for i in row if i >= 0):
-      was, pages = self._of.get(i, (s, []))
-      if was != s:
-        new = self._take(s, len(pages))
-        move = np.full((2, self.sizes.most), -1, np.int32)
-        move[:, : len(pages)] = np.array([pages, new]) + self.sizes.pages * np.c_[[was, s]]
-        moves.append(move)
-        left.append((was, pages))
-        pages = new
+    for s, i in _seated(owner):
+      _, pages = self._of.setdefault(i, (s, []))
       pages += self._take(s, self.count(int(tokens[i])) - len(pages))
-      self._of[i] = s, pages
-    for s, pages in left:
-      self._let_go(s, pages)
-    return moves
 
   def table(self, owner: np.ndarray) -> np.ndarray:
-    """i32[slices batch most]: the pages of who is in a slot, `Sizes.pages` behind them."""
+    """i32[slices batch most]: the pages of who is in a slot, the sink behind them."""
     table = np.full((*owner.shape, self.sizes.most), self.sizes.pages, np.int32)
     for place in zip(*np.nonzero(owner >= 0), strict=True):
-      table[place] = self[int(owner[place])][1]
+      table[place] = self[int(owner[place])]
     return table
 
   def _take(self, s: int, count: int) -> list[int]:
@@ -239,7 +207,6 @@ class Pages:
     return taken
 
   def _let_go(self, s: int, pages: list[int]) -> None:
-    """Somebody has these pages of a slice no longer."""
     self._users[s, pages] -= 1
     self._free[s] += [page for page in pages if not self._users[s, page]]
 
@@ -247,3 +214,8 @@ class Pages:
     row = np.full(self.sizes.most, self.sizes.pages, np.int32)
     row[: len(pages)] = pages
     return row
+
+
+def _seated(owner: np.ndarray) -> list[tuple[int, int]]:
+  """(slice, request) of every slot that is not free."""
+  return [(s, int(i)) for s, row in enumerate(owner) for i in row if i >= 0]

@@ -17,8 +17,7 @@ class ChunkRecord:
 
   start_s: float
   end_s: float
-  batch: int  # of its bucket: slots per slice
-  length: int  # of its bucket: tokens that a step attends over
+  batch: int  # slots per slice
   strategy: str  # "off" for plain decoding
   live: list[int]  # per slice, requests at its start
   steps: list[int]  # per slice, iterations

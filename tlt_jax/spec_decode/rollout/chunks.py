@@ -142,8 +142,7 @@ class Chunks:
   def _make(self, way: Way, trains: bool) -> Callable:
     """The jitted chunk that decodes so."""
     s, kernels = self._shapes, self._shapes.options.kernels
-    paged = bool(s.options.kv_page_tokens)
-    slots = slots_lib.slots_shardings(s.mesh, s.config, s.layout, kernels, paged)
+    slots = slots_lib.slots_shardings(s.mesh, s.config, s.layout, kernels)
     if way.source is None:
       run = decode.decode(s.config, self._tokens, s.layout)
       shardings = chunk_lib.Done(slots, None, None)

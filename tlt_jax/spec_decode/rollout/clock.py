@@ -18,7 +18,6 @@ import time
 
 import numpy as np
 
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
@@ -47,17 +46,17 @@ class Clock:
     self.now = now
     # Of a step, by bucket and strategy: the logarithm of its seconds at level 0, and the
     # comparisons that this comes from; none if it was only timed on its own.
-    self._own: dict[tuple[options_lib.Bucket, Arm], tuple[float, int]] = {}
+    self._own: dict[tuple[int, Arm], tuple[float, int]] = {}
     # The last chunks of a bucket: strategy, and the logarithm of a step's seconds.
-    self._lately: dict[options_lib.Bucket, list[tuple[Arm, float]]] = {}
+    self._lately: dict[int, list[tuple[Arm, float]]] = {}
     # By how much the last comparisons of an arm differed from what was known.
-    self._wrong: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
+    self._wrong: dict[tuple[int, Arm], list[float]] = {}
     # The lowest level of the machine since a strategy was last compared, or timed.
-    self._compared: dict[tuple[options_lib.Bucket, Arm], float] = {}
+    self._compared: dict[tuple[int, Arm], float] = {}
     # Seconds of a step in the chunks of this rollout; before them that of the first chunk
     # of the last rollout that ran so.
-    self._late_s: dict[tuple[options_lib.Bucket, Arm], list[float]] = {}
-    self._step_tokens: dict[tuple[options_lib.Bucket, Arm], float] = {}
+    self._late_s: dict[tuple[int, Arm], list[float]] = {}
+    self._step_tokens: dict[tuple[int, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
     self.micro_batch_s = 0.0  # of a micro-batch, while others decode; 0: not known yet
     self._micro_batches_s: list[float] = []  # of late chunks, whose median that is
@@ -69,12 +68,12 @@ class Clock:
     """Starts the sums over a rollout anew."""
     self.seconds = 0.0  # of chunks so far
     self.tokens = 0  # that were drawn in them
-    self._last: tuple[options_lib.Bucket, Arm] | None = None
+    self._last: tuple[int, Arm] | None = None
     late = self._late_s.items()
     self._late_s = {key: times[1:2] or times for key, times in late}
 
   def chunk_took(
-    self, bucket: options_lib.Bucket, arm: Arm, steps: int, seconds: float
+    self, bucket: int, arm: Arm, steps: int, seconds: float
   ) -> float:
     """The seconds of a chunk that decisions go by: here those that were measured.
 
@@ -92,7 +91,7 @@ class Clock:
     """The seconds of a rollout that decisions go by; see `chunk_took`."""
     return seconds
 
-  def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
+  def measured(self, bucket: int, arm: Arm, seconds: float) -> None:
     """Books a step that was timed on its own, instead of what was known."""
     level = self._level(bucket)
     self._own[bucket, arm] = float(np.log(seconds)) - level, 0
@@ -100,7 +99,7 @@ class Clock:
 
   def book(
     self,
-    bucket: options_lib.Bucket,
+    bucket: int,
     arm: Arm,
     *,
     steps: int,
@@ -127,7 +126,7 @@ class Clock:
     self.seconds += seconds
     self.tokens += tokens
 
-  def _learn(self, bucket: options_lib.Bucket, arm: Arm, log_s: float) -> None:
+  def _learn(self, bucket: int, arm: Arm, log_s: float) -> None:
     """Follows the machine with a chunk, and compares if it ends a comparison."""
     if (bucket, arm) not in self._own:
       self.measured(bucket, arm, float(np.exp(log_s)))
@@ -148,7 +147,7 @@ class Clock:
         self._compared[key] = min(self._compared[key], level)
 
   def _compare(
-    self, bucket: options_lib.Bucket, running: Arm, other: Arm, apart: float
+    self, bucket: int, running: Arm, other: Arm, apart: float
   ) -> None:
     """Books by how much a chunk of another arm took longer than those around it.
 
@@ -185,17 +184,17 @@ class Clock:
       self._compared[known] = level
       self._wrong.pop(known, None)
 
-  def _level(self, bucket: options_lib.Bucket) -> float:
+  def _level(self, bucket: int) -> float:
     """How slow the machine is of late in a bucket: a logarithm; 0 before any chunk."""
     late = sorted(s - self._own[bucket, arm][0] for arm, s in self._lately.get(bucket, ()))
     return (late[len(late) // 2] + late[(len(late) - 1) // 2]) / 2 if late else 0.0
 
-  def step_s(self, bucket: options_lib.Bucket, arm: Arm) -> float:
+  def step_s(self, bucket: int, arm: Arm) -> float:
     """Seconds of a step, as the machine is now; 0 if unknown."""
     own = self._own.get((bucket, arm))
     return float(np.exp(own[0] + self._level(bucket))) if own else 0.0
 
-  def doubt(self, bucket: options_lib.Bucket, arm: Arm) -> float:
+  def doubt(self, bucket: int, arm: Arm) -> float:
     """Logarithm of the factor by which a step may be faster than `step_s` says.
 
     By so much have steps become slower since the arm was last compared with others, which
@@ -210,7 +209,7 @@ class Clock:
     doubt = self._level(bucket) - self._compared[key] + max(-found[-1], 0.0)
     return doubt if self._own[key][1] else doubt + _DOUBT
 
-  def decoding_s(self, bucket: options_lib.Bucket, arm: Arm, steps: int) -> float:
+  def decoding_s(self, bucket: int, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.
 
     As in the last chunk, or in most of the last few if these were faster; in the first one
@@ -220,7 +219,7 @@ class Clock:
     late = self._late_s.get((bucket, arm), [])[-_LATE:]
     return steps * float(min(late[-1], np.median(late))) if late else 0.0
 
-  def tokens_of_step(self, bucket: options_lib.Bucket, arm: Arm) -> float:
+  def tokens_of_step(self, bucket: int, arm: Arm) -> float:
     """Tokens that the fullest slot draws in a step, on average of late.
 
     If unknown, those of the strategy in another bucket, or else the most that it draws.
@@ -229,15 +228,13 @@ class Clock:
     known = self._step_tokens.get((bucket, arm), self._arm_tokens.get(arm, most))
     return max(known, 1.0)
 
-  def token_s(self, bucket: options_lib.Bucket | None) -> float:
+  def token_s(self, bucket: int) -> float:
     """Seconds of a token of the fullest slot, as the bucket runs now; 0 if unknown."""
-    if bucket is None:
-      return 0.0
     arm = self._last[1] if self._last and self._last[0] == bucket else None
     return self.step_s(bucket, arm) / self.tokens_of_step(bucket, arm)
 
   def expected_steps(
-    self, bucket: options_lib.Bucket, arm: Arm, most: int, tokens: int
+    self, bucket: int, arm: Arm, most: int, tokens: int
   ) -> int:
     """Steps of a chunk.
 
@@ -247,14 +244,8 @@ class Clock:
     """
     return int(min(most, np.ceil(tokens / self.tokens_of_step(bucket, arm))))
 
-  def estimate(self, bucket: options_lib.Bucket, known: options_lib.Bucket) -> float:
-    """Seconds of a plain step; if never seen, in proportion to a known bucket's slots."""
-    return self.step_s(bucket, None) or (
-      self.step_s(known, None) * bucket.batch / known.batch
-    )
-
   def micro_batches_within(
-    self, bucket: options_lib.Bucket, arm: Arm, steps: int
+    self, bucket: int, arm: Arm, steps: int
   ) -> int:
     """Micro-batches that idle slices train while others decode so many steps.
 

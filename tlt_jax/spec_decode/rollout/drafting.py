@@ -1,7 +1,6 @@
 """Drafting in a rollout: which source drafts in a chunk, and from what state."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -9,10 +8,8 @@ from tlt_jax import programs as pool_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
@@ -51,6 +48,8 @@ def make_sources(
       memory_tokens=shapes.options.memory_tokens,
       memory_rows=shapes.options.memory_rows,
       kernels=shapes.options.kernels,
+      fill_rows=shapes.options.prefill_rows,
+      fill_block=shapes.prefill_block,
     )
     sources[name] = source_lib.make(name, setting)
   return sources
@@ -79,20 +78,19 @@ class Drafting:
       weights = weights.replace(draft=None)
     return chunks.Way(strategy, source, weights)
 
-  def step_s(self, bucket: options_lib.Bucket) -> selector_lib.StepSeconds:
+  def step_s(self, bucket: int) -> selector_lib.StepSeconds:
     """Seconds of a step in a bucket by strategy, for selectors."""
     of = lambda strategy: self.clock.step_s(bucket, strategy)
     doubt = lambda strategy: self.clock.doubt(bucket, strategy)
     return selector_lib.StepSeconds(bucket, of, doubt)
 
   def in_bucket(
-    self, schedule: schedule_lib.Schedule, bucket: options_lib.Bucket
+    self, schedule: schedule_lib.Schedule, bucket: int
   ) -> set[Strategy]:
     """The strategies that may run in a bucket: those for live batches that just fit it."""
     if self.selector is None:
       return set()
-    fits = lambda live: schedule.choose(live, bucket.length) == bucket
-    live = filter(fits, range(1, bucket.batch + 1))
+    live = (n for n in range(1, bucket + 1) if schedule.choose(n) == bucket)
     return {arm for n in live for arm in self.selector.arms(n)} - {None}
 
   def choose(self, schedule: schedule_lib.Schedule) -> Strategy | None:
@@ -104,7 +102,7 @@ class Drafting:
     if self.selector is None:
       return None
     live, bucket = int(max(schedule.running.live)), schedule.running.bucket
-    arms, fits = self.selector.arms(live), schedule.choose(live, bucket.length) == bucket
+    arms, fits = self.selector.arms(live), schedule.choose(live) == bucket
     # What is learnt by the clock is a decision of the clock; its name tells the arms.
     index = lambda: arms.index(self.selector.choose(live, self.step_s(bucket)))
     named = "strategy of " + ", ".join(map(strategy_lib.name, arms))
@@ -112,7 +110,7 @@ class Drafting:
     return chosen if fits or chosen in self.in_bucket(schedule, bucket) else None
 
   def gain(
-    self, strategy: Strategy | None, live: int, bucket: options_lib.Bucket
+    self, strategy: Strategy | None, live: int, bucket: int
   ) -> float | None:
     """The speed-up that the selector expects of a strategy; None: it has no idea."""
     if strategy is None:
@@ -138,7 +136,7 @@ class Drafting:
     """
     lost: dict[int, float] = {}
     for c in samples.chunks:
-      live, step_s = max(c.live), self.step_s(options_lib.Bucket(c.batch, c.length))
+      live, step_s = max(c.live), self.step_s(c.batch)
       arm, arms = strategy_lib.parse(c.strategy), self.selector.arms(live)
       gains = [1.0 if a is None else self.selector.gain(live, a, step_s) for a in arms]
       known = c.passes and step_s(arm) and step_s(None)
@@ -152,46 +150,10 @@ class Drafting:
     """The gain of the chunks that speculated, by a plain step's time."""
     plain_s = chunk_s = 0.0
     for c in samples.chunks:
-      step_s = self.clock.step_s(options_lib.Bucket(c.batch, c.length), None)
+      step_s = self.clock.step_s(c.batch, None)
       if c.strategy != "off" and c.passes and step_s:
         plain_s += c.tokens / (c.passes / max(c.steps)) * step_s
         chunk_s += c.end_s - c.start_s
     if not chunk_s:
       return {}
     return {"realised_gain": plain_s / chunk_s, "saved_s": plain_s - chunk_s}
-
-
-class DraftState:
-  """The state of the source that drafts, through a rollout."""
-
-  def __init__(self):
-    """Starts without any."""
-    self._source: source_lib.Source | None = None
-    self._state = None
-
-  def reset(self) -> None:
-    """Forgets the state: the slots are others now."""
-    self._source = self._state = None
-
-  def take(
-    self, way: chunks.Way, batch: batch_lib.Batch, samples: samples_lib.Samples
-  ) -> Any:
-    """The state for the next chunk, which may donate it; `give` gets what comes out.
-
-    Args:
-      way: how the chunk decodes
-      batch: whose requests it drafts for
-      samples: with what they have drawn
-    """
-    source = way.source
-    kept = source is not None and source.keeps_state and source is self._source
-    state = self._state if kept else None
-    self._source, self._state = source, None
-    if source is not None and not kept:
-      running = batch.running.progress(samples)
-      state = source.prepare(batch.key, way.weights, batch.slots, running)
-    return state
-
-  def give(self, state: Any) -> None:
-    """Keeps what a chunk has left."""
-    self._state = state

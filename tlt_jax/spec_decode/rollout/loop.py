@@ -21,7 +21,6 @@ from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import harvest as harvest_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import parts as parts_lib
@@ -66,7 +65,7 @@ class Loop:
     self.params, self.draft_params = params, draft_params
     self.transposed = parts.transposed(params)
     parts.clock.begin_rollout()
-    self.batch = parts.batch(options, requests)
+    self.batch = parts.batch(requests)
     self.running = self.batch.running
     self.schedule = schedule_lib.Schedule(
       options, self.running, parts.clock, decide, grows=ask is not None
@@ -78,7 +77,6 @@ class Loop:
       self.harvest = harvest_lib.Harvest(
         parts.spot, self.batch, self.schedule, self.samples
       )
-    self.draft_state = drafting_lib.DraftState()
     self.gains: list[float | None] = []  # that the selector expected, per chunk
 
   @property
@@ -104,6 +102,8 @@ class Loop:
         continue
       self._book(way.arm, int(max(live)), ran)
       ended = self.running.advance(ran.emitted, self.samples)
+      if way.source is not None:
+        way.source.release(ran.draft_state, self.running.progress(self.samples))
       self._keep(ended)
       record = _record(bucket, way.arm, live, ran, start_s, self.elapsed_s)
       self.samples.note(record, self.running.live)
@@ -139,16 +139,15 @@ class Loop:
 
   def _admit_and_fit(self) -> None:
     """Seats requests until no more can be, in the smallest bucket that holds them."""
-    changed, plan = False, None
+    before, plan = self.batch.slots, None
     while plan is None or plan.admissions:
       plan = self.schedule.plan()
-      changed |= self.batch.follow(plan, self.params, self.schedule.tokens)
-    if changed:
-      self.draft_state.reset()
+      self.batch.follow(plan, self.params, self.schedule.tokens)
+    if self.batch.slots is before:  # new slots have their pages already
+      self.batch.extend(self.schedule.tokens)
+    else:
       held = pool_lib.live_bytes() + self.parts.programs.pool.temp_bytes
       self.samples.peak_bytes = max(self.samples.peak_bytes, held)
-    else:  # new slots have their pages already
-      self.batch.extend(self.schedule.tokens)
 
   def _choose(self) -> chunks_lib.Way:
     """How the next chunk decodes."""
@@ -162,12 +161,14 @@ class Loop:
 
   def _run_chunk(self, way: chunks_lib.Way) -> chunks_lib.Ran:
     """Runs the next chunk."""
-    state = self.draft_state.take(way, self.batch, self.samples)
+    source, state = way.source, None
+    if source is not None:
+      progress = self.running.progress(self.samples)
+      state = source.prepare(way.weights, self.batch.slots, progress)
     trains = self._harvests and self.harvest.ready
     limits, steps = chunks_lib.limits(self.schedule, way.arm, known=trains)
     training = self._training(way.arm, steps)
     ran = self.parts.chunks.run(self.batch, way, state, limits, training)
-    self.draft_state.give(ran.draft_state)
     return ran
 
   def _training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training | None:
@@ -231,26 +232,28 @@ class Loop:
     """
     if not pool_lib.is_out_of_memory(error) or processes.count() > 1:
       raise error
-    self.draft_state.reset()
-    self.batch.drop()
+    self._drop()
     logging.warning(
-      "out of memory with %d slots of %d tokens a slice; going on with less, "
-      "no request is lost",
-      *self.schedule.out_of_memory(),
+      "out of memory with %d slots a slice; going on with less, no request is lost",
+      self.schedule.out_of_memory(),
     )
 
   def _abandon(self) -> None:
     """Ends the rollout, because the job is to stop; the drafter keeps what it learnt."""
-    self.draft_state.reset()
-    self.batch.drop()
+    self._drop()
     if self.harvest:
       self.harvest.abandon()
     raise processes.Stopped
 
+  def _drop(self) -> None:
+    """Frees what the requests have on the devices."""
+    self.batch.drop()
+    for source in self.parts.drafting.sources.values():
+      source.reset()
+
   def _finish(self) -> None:
     """Frees the devices, trains what is left to train, and sums up."""
-    self.draft_state.reset()
-    self.batch.drop()  # what trains now needs the room
+    self._drop()  # what trains now needs the room
     rollout_s = self.elapsed_s
     scoring = None if self._score is None else self._score(self.samples)
     if self.harvest:
@@ -261,7 +264,7 @@ class Loop:
 
 
 def _record(
-  bucket: options_lib.Bucket,
+  bucket: int,
   arm: clock_lib.Arm,
   live: np.ndarray,
   ran: chunks_lib.Ran,
@@ -281,8 +284,7 @@ def _record(
   return samples_lib.ChunkRecord(
     start_s=start_s,
     end_s=end_s,
-    batch=bucket.batch,
-    length=bucket.length,
+    batch=bucket,
     strategy=strategy_lib.name(arm),
     live=live.tolist(),
     steps=ran.emitted.steps.tolist(),

@@ -84,10 +84,9 @@ def _nominal_clock(config, mesh, drafter, spot) -> nominal.Clock:
 def _check(options, strategies, drafter, selector, verification: str, spot) -> None:
   """Raises if these do not go together; see `make`."""
   impl = implementations.choose(options.kernels)
-  if options.kv_page_tokens:
-    if impl != "ref":
-      tree_attention.check_page(options.kv_page_tokens)
-    options.kv_page_sizes(strategy_lib.Room.of(strategies).target)
+  if impl != "ref":
+    tree_attention.check_page(options.page_tokens)
+  options.page_sizes(strategy_lib.Room.of(strategies).behind)
   if verification not in source_lib.VERIFICATIONS:
     known = ", ".join(source_lib.VERIFICATIONS)
     raise ValueError(f"verification is one of {known}, not {verification!r}")

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
@@ -71,12 +70,12 @@ class Clock(clock_lib.Clock):
     for ledger in (self._step_tokens, self._arm_tokens):
       ledger.clear()
 
-  def step_s(self, bucket: options_lib.Bucket, arm: clock_lib.Arm) -> float:
+  def step_s(self, bucket: int, arm: clock_lib.Arm) -> float:
     nodes = 1 if arm is None else arm.verify
-    numbers = self._weights(self._target, bucket.batch * nodes)
-    numbers += bucket.batch * bucket.length * self._kv
+    numbers = self._weights(self._target, bucket * nodes)
+    numbers += bucket * self._kv
     if strategy_lib.uses_drafter(arm):
-      numbers += arm.depth * self._weights(self._drafter, bucket.batch * arm.width)
+      numbers += arm.depth * self._weights(self._drafter, bucket * arm.width)
     return numbers / self._machine.numbers_per_s
 
   def _weights(self, count: int, tokens: int) -> float:
@@ -84,12 +83,12 @@ class Clock(clock_lib.Clock):
     return count * (1 + tokens / self._machine.tokens_per_read)
 
   def decoding_s(
-    self, bucket: options_lib.Bucket, arm: clock_lib.Arm, steps: int
+    self, bucket: int, arm: clock_lib.Arm, steps: int
   ) -> float:
     return steps * self.step_s(bucket, arm)
 
   def chunk_took(
-    self, bucket: options_lib.Bucket, arm: clock_lib.Arm, steps: int, seconds: float
+    self, bucket: int, arm: clock_lib.Arm, steps: int, seconds: float
   ) -> float:
     return self.decoding_s(bucket, arm, steps)
 

@@ -1,72 +1,47 @@
-"""The sizes of a rollout: buckets of its programs, memory, chunks; and its kernels."""
+"""The sizes of a rollout: slots, memory, chunks; and its kernels."""
 
-from collections.abc import Iterable
 import dataclasses
-import itertools
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tlt_jax import programs
 from tlt_jax import ranges
+from tlt_jax.models import cache as cache_lib
 from tlt_jax.pallas_kernels import implementations
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 
 
-class Bucket(NamedTuple):
-  """The shape of a compiled program, per slice."""
-
-  batch: int  # slots
-  length: int  # tokens that a step attends over
-
-
-def grid(batches: Iterable[int], lengths: Iterable[int]) -> tuple[Bucket, ...]:
-  """Buckets of every pair: more programs, and none larger than what runs needs."""
-  return tuple(itertools.starmap(Bucket, itertools.product(batches, lengths)))
-
-
-def ladder(slots: int, length: int, shortest: int = 128) -> tuple[Bucket, ...]:
-  """Buckets of half the slots for twice the tokens, from `shortest` tokens up.
-
-  Few programs. As requests end, those that still run get long; the KV takes about as
-  much memory on every rung.
-  """
-  rungs, S = [], min(shortest, length)
-  while S < length:
-    rungs += [Bucket(slots, S), Bucket(slots, min(2 * S, length))]
-    S, slots = min(2 * S, length), max(slots // 2, min(slots, 2))
-  while slots > 2:
-    rungs.append(Bucket(slots, S))
-    slots //= 2
-  return tuple(dict.fromkeys([*rungs, Bucket(slots, S)]))
+def ladder(slots: int, least: int = 2) -> tuple[int, ...]:
+  """`slots`, and half as many again and again, down to `least`."""
+  rungs = [slots]
+  while rungs[-1] // 2 >= least:
+    rungs.append(rungs[-1] // 2)
+  return tuple(rungs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
   """Sizes of a rollout, and its kernels; none of them changes a token.
 
-  Counts are per slice. The largest bucket is added if it is missing; buckets with more
-  slots are dropped, longer ones are as long as it. Kept features have room for
-  `cache_tokens` too, or, where that is None, for `slots` of the longest sequences.
+  Counts are per slice.
   """
 
   max_length: ranges.Tokens  # longest sequence, prompt included, in tokens
   max_prompt: ranges.Tokens  # longest prompt, in tokens
   slots: ranges.Count  # requests that run at a time, per slice
-  # (slots, tokens) that programs are compiled for; (): only the largest
-  buckets: tuple[tuple[ranges.Count, ranges.Tokens], ...] = ()
+  # numbers of slots that programs are compiled for, `slots` among them: the fewer live
+  # requests are left, the fewer slots a step computes; (): `slots` alone
+  buckets: tuple[ranges.Count, ...] = ()
   chunk: ranges.Count = 64  # tokens per slot between two looks of the host (a chunk)
   chunk_s: ranges.Positive = 2.0  # seconds that a chunk should last at most
-  prompt_rows: ranges.Count = 8  # prompts per slice whose KV is kept at a time
+  prompt_rows: ranges.Count = 8  # prompts per slice that keep pages at a time
   prefill_rows: ranges.Count = 8  # prompts per slice and prefill call
   prefill_block: ranges.Tokens = 128  # tokens of each prompt per prefill call
-  # KV memory per slice, in tokens; None: for all slots at full length
+  # memory of KV and features per slice, in tokens; None: for all slots at full length
   cache_tokens: ranges.Large | None = None
-  # KV in pages of so many tokens, that requests get as they grow; None: each slot has a
-  # row of the bucket's length, which is faster on a CPU
-  kv_page_tokens: ranges.Tokens | None = None
+  page_tokens: ranges.Tokens = cache_lib.PAGE  # of a page, which requests get as they grow
   budget: programs.Budget = programs.Budget()  # limits of what is compiled ahead
   memory_tokens: ranges.Large = 2**20  # tokens of earlier responses kept for n-gram drafts
   memory_rows: ranges.Count = 16  # earlier responses searched per slice and chunk
-  rebalance: bool = False  # whether live requests move to slices with fewer of them
   # whether buckets, chunks, strategies and training follow from tokens alone, not from the
   # time that anything takes: then runs are the same in bfloat16 too. budget.compile_s is
   # no limit then
@@ -78,10 +53,8 @@ class Options:
   kernels: Literal[implementations.NAMES] | None = None
 
   def __post_init__(self):
-    top = Bucket(self.slots, self.max_length)
-    fitting = [bucket for bucket in self.buckets if bucket[0] <= top.batch]
-    below = {Bucket(slots, min(tokens, top.length)) for slots, tokens in fitting}
-    object.__setattr__(self, "buckets", tuple(sorted(below | {top}, key=_size)))
+    buckets = {self.slots, *(n for n in self.buckets if n < self.slots)}
+    object.__setattr__(self, "buckets", tuple(sorted(buckets)))
     if not isinstance(self.budget, programs.Budget):
       object.__setattr__(self, "budget", programs.Budget(**self.budget))
     if self.deterministic:  # which programs there are must not follow from seconds
@@ -92,94 +65,29 @@ class Options:
         f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "
         f"({self.max_length})"
       )
-    if self.kv_page_tokens and self.rebalance:
-      raise ValueError(
-        "rebalance moves rows of KV between slices, and cannot move pages: set "
-        "kv_page_tokens to None, or rebalance to False"
-      )
 
-  def allows(self, bucket: Bucket) -> bool:
-    """Whether the memory budget has room for the KV of all its slots.
-
-    KV in pages takes memory by the token, whatever the bucket.
-    """
-    budget = self.cache_tokens
-    if budget is None or self.kv_page_tokens:
-      return True
-    return bucket.batch * bucket.length <= budget
-
-  @property
-  def page_sizes(self) -> pages_lib.Sizes:
-    """Pages of features for whatever runs in a bucket that is allowed."""
-    most = pages_lib.pages_for(self.max_length)
-    pages, tokens = self.slots * most, self.cache_tokens
-    if tokens is not None:
-      if self.kv_page_tokens:  # requests share their prompts' KV, but not their features
-        kv = self.kv_page_sizes(beyond=0)
-        tokens = (kv.pages + 2) * kv.page + self.slots * self.max_prompt
-      # Each slot's last page may be nearly empty.
-      pages = min(pages, tokens // pages_lib.PAGE + self.slots)
-    return pages_lib.Sizes(pages, most, pages_lib.PAGE)
-
-  def kv_page_sizes(self, beyond: int) -> pages_lib.Sizes | None:
-    """Pages of KV for the requests that may run, and for prompts; None: there are none.
+  def page_sizes(self, beyond: int) -> pages_lib.Sizes:
+    """Pages for the requests that may run, and for prompts.
 
     Args:
       beyond: tokens behind the longest sequence for which it has pages, too
     Raises:
       ValueError: there are fewer than a chunk takes in all slots
     """
-    page = self.kv_page_tokens
-    if page is None:
-      return None
-    pages_for = lambda tokens: pages_lib.pages_for(tokens, page)
+
+    def pages_for(tokens):
+      return pages_lib.pages_for(tokens, self.page_tokens)
+
     most = pages_for(self.max_length + beyond)
     pages = self.slots * most
     if self.cache_tokens is not None:
-      pages = min(pages, max(self.cache_tokens // page, most))
+      pages = min(pages, max(self.cache_tokens // self.page_tokens, most))
     if pages < self.slots * pages_for(self.chunk + beyond):
       raise ValueError(
-        f"cache_tokens ({self.cache_tokens}) in pages of kv_page_tokens ({page}) have no "
-        f"room for a chunk of {self.chunk} tokens in each of {self.slots} slots; raise "
-        "cache_tokens, or lower slots, chunk or kv_page_tokens"
+        f"cache_tokens ({self.cache_tokens}) in pages of page_tokens ({self.page_tokens}) "
+        f"have no room for a chunk of {self.chunk} tokens in each of {self.slots} slots; "
+        "raise cache_tokens, or lower slots, chunk or page_tokens"
       )
     # One more, for the copy of a prompt's last page.
     pages += 1 + self.prompt_rows * pages_for(self.max_prompt)
-    return pages_lib.Sizes(pages, most, page)
-
-  def steps_from(self, bucket: Bucket) -> list[Bucket]:
-    """The next buckets with fewer slots or more tokens: none lies in between."""
-    later = [b for b in self.buckets if b != bucket and _follows(b, bucket)]
-    between = lambda b: any(c != b and _follows(b, c) for c in later)
-    return [b for b in later if not between(b)]
-
-  @property
-  def edges(self) -> list[tuple[Bucket, Bucket]]:
-    """Every resize that a draining rollout can need; none of KV in pages."""
-    if self.kv_page_tokens:
-      return []
-    return [(a, b) for a in self.buckets for b in self.steps_from(a)]
-
-  def path(self, start: Bucket, goal: Bucket) -> list[Bucket]:
-    """Resizes that lead from one bucket to another, each of them a program.
-
-    Fewer slots, more tokens: through the buckets between, so that few programs are
-    enough. Anything else, which is rare, in one step. So is KV in pages, for which none
-    is needed.
-    """
-    if self.kv_page_tokens:
-      return [goal] if goal != start else []
-    path = [start]
-    while path[-1] != goal:
-      steps = [b for b in self.steps_from(path[-1]) if _follows(goal, b)]
-      path.append(min(steps, key=_size) if _follows(goal, path[-1]) else goal)
-    return path[1:]
-
-
-def _size(bucket: Bucket) -> tuple[int, int]:
-  # Of as much KV, fewer slots take less time.
-  return bucket.batch * bucket.length, bucket.batch
-
-
-def _follows(b: Bucket, a: Bucket) -> bool:
-  return b.batch <= a.batch and b.length >= a.length
+    return pages_lib.Sizes(pages, most, self.page_tokens)

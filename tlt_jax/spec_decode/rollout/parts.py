@@ -9,8 +9,6 @@ from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
-from tlt_jax.spec_decode.rollout import paged_batch
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -34,13 +32,9 @@ class Parts:
     """The ledger of time."""
     return self.drafting.clock
 
-  def batch(
-    self, options: options_lib.Options, requests: requests_lib.Requests
-  ) -> batch_lib.Batch:
+  def batch(self, requests: requests_lib.Requests) -> batch_lib.Batch:
     """The slots of a rollout that has not begun."""
-    paged = self.shapes.kv_pages is not None
-    make = paged_batch.PagedBatch if paged else batch_lib.Batch
-    return make(self.programs, options, requests)
+    return batch_lib.Batch(self.programs, requests)
 
   def transposed(self, params) -> few_rows.Transposed | None:
     """The target's parameters as passes over few rows want them, if that is otherwise."""
@@ -59,8 +53,6 @@ class Parts:
       draft_params = self.spot.params
     return chunk_lib.Weights(params, draft_params, transposed)
 
-  def trains(self, bucket: options_lib.Bucket | None) -> bool:
+  def trains(self, bucket: int) -> bool:
     """Whether slices that run dry in chunks of a bucket train."""
-    if self.spot is None or bucket is None:
-      return False
-    return self.spot.trains_in(bucket.batch)
+    return self.spot is not None and bucket > 0 and self.spot.trains_in(bucket)

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 
 from tlt_jax import axes
 from tlt_jax import programs
-from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import prompts
@@ -58,50 +57,29 @@ class Shapes:
     """The slices of the mesh."""
     return self.mesh.shape[axes.DATA]
 
-  def length(self, bucket: options_lib.Bucket) -> int:
-    """Cache slots of a row: room for the nodes of a tree lies behind the sequence."""
-    return cache_lib.slots_for(bucket.length + self.room.target, self.options.kernels)
+  @functools.cached_property
+  def pages(self) -> pages_lib.Sizes:
+    """The pages of KV and features."""
+    return self.options.page_sizes(self.room.behind)
 
-  @property
-  def kv_pages(self) -> pages_lib.Sizes | None:
-    """The pages of the KV; None: each slot has a row in one piece."""
-    return self.options.kv_page_sizes(self.room.target)
-
-  def slots(self, bucket: options_lib.Bucket, stops: int) -> slots_lib.Slots:
+  def slots(self, bucket: int, stops: int) -> slots_lib.Slots:
     """Slots of a bucket, for `stops` stop tokens per request."""
     return slots_lib.abstract_slots(
       self.mesh,
       self.config,
-      batch=bucket.batch,
-      length=self.length(bucket),
+      batch=bucket,
       stops=stops,
       layout=self.layout,
-      sizes=self.options.page_sizes,
+      sizes=self.pages,
       kernels=self.options.kernels,
-      kv_pages=self.kv_pages,
     )
 
-  def store(self) -> slots_lib.PromptStore:
-    """The prompt store."""
-    options = self.options
-    return slots_lib.abstract_store(
-      self.mesh,
-      self.config,
-      options.prompt_rows,
-      cache_lib.slots_for(options.max_prompt, options.kernels),
-      self.layout,
-      options.kernels,
-      paged=bool(options.kv_page_tokens),
-    )
-
-  def prefilled(self) -> slots_lib.PromptStore:
-    """What a prefill writes to: the store, and KV in pages, if it lies there."""
-    o, kv = self.options, self.kv_pages
-    if kv is None:
-      return self.store()
-    rows, length = o.prefill_rows, o.max_prompt
-    args = self.mesh, self.config, rows, length, kv, o.kernels
-    return self.store().replace(kv=slots_lib.abstract_paged_cache(*args))
+  def prompts(self) -> tuple:
+    """What a prefill takes behind the parameters: KV, features, tokens, start."""
+    rows, sizes = self.options.prefill_rows, self.pages
+    kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes, self.options.kernels)
+    features = slots_lib.abstract_features(self.mesh, self.config, self.layout, sizes)
+    return kv, features, self.rows(rows, self.prefill_block), self.rows(rows)
 
   def rows(self, count: int, *shape: int) -> jax.ShapeDtypeStruct:
     """Integers, `count` rows a slice."""
@@ -133,17 +111,12 @@ class Programs:
     """
     self.shapes, self.pool = shapes, pool
     config, mesh, layout = shapes.config, shapes.mesh, shapes.layout
-    paged, kernels = bool(shapes.options.kv_page_tokens), shapes.options.kernels
-    admit = prompts.make_admit(config, mesh, layout)
-    if paged:
-      admit = prompts.make_admit_to_pages(config, mesh, layout, kernels)
+    kernels = shapes.options.kernels
+    over = slots_lib.slots_shardings(mesh, config, layout, kernels)
     self._jitted = {
-      "prefill": prompts.make_prefill(config, mesh, layout, kernels, paged),
-      "admit": admit,
-      "resize": decode.make_resize(mesh, config, shapes.options.rebalance),
+      "prefill": prompts.make_prefill(config, mesh, layout, kernels),
+      "copy": pages_lib.make_copy(mesh, over.kv.pools, over.features),
     }
-    if layout is not None:
-      self._jitted["move_features"] = pages_lib.make_move(mesh, layout.size)
     if trainer is not None:
       self._jitted |= {
         "train": trainer.make_train(),
@@ -156,8 +129,8 @@ class Programs:
     """Runs a program other than a chunk.
 
     Args:
-      name: "prefill", "admit" (see `prompts`), "resize" (`decode`), "move_features"
-        (`pages`), "train", "exchange", "judge" (`trainer`), "store" (`rows`)
+      name: "prefill" (see `prompts`), "copy" (`pages`), "train", "exchange", "judge"
+        (`trainer`), "store" (`rows`)
       key: of the bucket
       args, static: what the program takes
     """

@@ -11,12 +11,12 @@ import numpy as np
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import parts as parts_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
@@ -45,70 +45,52 @@ class Ready:
       small are left out, larger ones serve. Programs that speculate in the others are
       beyond it.
     """
-    self._compile_shared(weights)
-    ready, shared = [], len(self._programs.pool)
+    self._compile_shared(weights, stops)
+    ready = []
     # The largest first: it can stand in for every other.
-    for bucket in sorted(options.buckets, key=lambda b: (b.length, b.batch), reverse=True):
-      chosen = dataclasses.replace(options, buckets=(*ready, bucket))
-      admits = nothing_queued(chosen).admitting
-      total = shared + len(chosen.buckets) + len(admits) + len(chosen.edges)
-      if ready and not self._programs.pool.has_room(total - len(self._programs.pool)):
-        logging.warning("no room for the programs of %d slots x %d tokens", *bucket)
+    for bucket in sorted(options.buckets, reverse=True):
+      if ready and not self._programs.pool.has_room(1):
+        logging.warning("no room for the programs of %d slots", bucket)
         continue
       ready.append(bucket)
       self._compile_chunk(None, bucket, stops, weights)
-      if bucket in admits:
-        self._compile_admit(bucket, stops)
     options = dataclasses.replace(options, buckets=tuple(ready))
     for bucket in options.buckets:
       for arm in sorted(self._drafting.in_bucket(nothing_queued(options), bucket)):
         self._compile_chunk(arm, bucket, stops, weights)
-    for start, goal in options.edges:
-      layer = self._shapes.slots(start, stops).kv[0]
-      row, length = self._shapes.rows(goal.batch), self._shapes.length(goal)
-      self._programs.compile("resize", (*start, *goal), layer, row, length=length)
     return options
 
-  def _compile_shared(self, weights) -> None:
+  def _compile_shared(self, weights, stops: int) -> None:
     """The programs that serve every bucket."""
     compile, shapes, spot = self._programs.compile, self._shapes, self._spot
-    o, store = shapes.options, shapes.prefilled()
-    row = shapes.rows(o.prefill_rows)
-    tokens = shapes.rows(o.prefill_rows, shapes.prefill_block)
-    compile("prefill", (), weights.target, store, tokens, row, row)
-    features = shapes.slots(o.buckets[0], stops=1).features
-    if features is not None and o.rebalance and shapes.slices > 1:
-      pages = np.zeros(o.page_sizes.most, np.int32)
-      compile("move_features", (), features.data, pages, pages)
+    o = shapes.options
+    kv, features, *prompts = shapes.prompts()
+    compile("prefill", (), weights.target, kv, features, *prompts)
+    compile("copy", (), kv.pools, features, shapes.rows(o.slots), shapes.rows(o.slots))
     if spot is not None:
       compile("train", (), weights.target, spot.training(most=1))
       compile("exchange", (), spot.training(most=0).states, shapes.rows(1))
       if spot.options.held_out_rows:
         compile("judge", (), weights.target, spot.params, spot.params, spot.rows())
       most = spot.most_pieces(o.slots, o.max_length)
-      pieces = shapes.rows(most, 4 + o.page_sizes.most)
-      compile("store", (), spot.features, features.data, pieces, shapes.rows(1))
-
-  def _compile_admit(self, bucket, stops: int) -> None:
-    slots, store = self._shapes.slots(bucket, stops), self._shapes.store()
-    rows = [self._shapes.rows(bucket.batch)] * (4 if self._shapes.kv_pages else 2)
-    self._programs.compile("admit", bucket, slots.kv, slots.features, store, *rows)
+      pieces = shapes.rows(most, 4 + shapes.pages.most)
+      compile("store", (), spot.features, features, pieces, shapes.rows(1))
 
   def _compile_chunk(self, arm, bucket, stops: int, weights) -> None:
     """The chunk of a strategy in a bucket; where slices train in it, it is tried too."""
-    key, slots = (*bucket, stops), self._shapes.slots(bucket, stops)
+    key, slots = (bucket, stops), self._shapes.slots(bucket, stops)
     way = self._drafting.way(arm, weights)
     one, state = np.int32(1), None
     limits = chunk_lib.Limits(one)
     if way.source is not None:
-      state = way.source.ready(key, way.weights, slots)
+      state = way.source.ready(way.weights, slots)
       limits = chunk_lib.Limits(one, one, one)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=1, expected=1)
     self._chunks.program(key, way, slots, state, limits, training)
     exist = isinstance(jax.tree.leaves(weights.target)[0], jax.Array)
-    if training is not None and exist and self._shapes.options.allows(bucket):
+    if training is not None and exist:
       # The first time that a slice trains takes 0.2 s longer on XLA's CPU, per program;
       # the slices that decode would wait. On nothing it changes nothing.
       with _unless_out_of_memory(bucket):
@@ -134,7 +116,7 @@ class Ready:
       return
     if not self._parts.clock.measures:
       return
-    for bucket in filter(options.allows, options.buckets):
+    for bucket in options.buckets:
       arms = sorted(self._drafting.in_bucket(nothing_queued(options), bucket))
       for arm in (None, *arms) if arms else ():
         with _unless_out_of_memory(bucket):
@@ -145,74 +127,67 @@ class Ready:
   def time_step(
     self,
     weights: chunk_lib.Weights,
-    bucket: options_lib.Bucket,
+    bucket: int,
     arm: clock_lib.Arm,
     stops: int,
     slices: int | None = None,
+    length: int | None = None,
   ) -> float:
     """Seconds of a step, over a chunk with all slots of a bucket live, none ending.
-
-    The caches are as full as a chunk leaves room for.
 
     Args:
       weights: of target and drafter
       arm: how the chunk decodes
       stops: stop tokens per request
       slices: how many decode, while the others have nothing to do; None: all
+      length: tokens of each request; None: a quarter of the longest, as far as there
+        are pages
     """
-    batch, schedule = self._full(bucket, stops, slices)
-    way = self._drafting.way(arm, weights)
-    samples = samples_lib.empty(batch.running.requests)
-    state = drafting_lib.DraftState().take(way, batch, samples)
+    batch, schedule, way = self._full(weights, bucket, arm, stops, slices, length)
+    progress = batch.running.progress(samples_lib.empty(batch.running.requests))
+    state = way.source and way.source.prepare(way.weights, batch.slots, progress)
     limits, _ = chunks_lib.limits(schedule, arm, known=False)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=0, expected=1)
     ran = self._chunks.run(batch, way, state, limits, training)
+    if way.source is not None:
+      way.source.reset()
     return ran.seconds / max(ran.steps, 1)
 
   def time_switch(
-    self,
-    weights: chunk_lib.Weights,
-    bucket: options_lib.Bucket,
-    arm: clock_lib.Arm,
-    stops: int,
+    self, weights: chunk_lib.Weights, bucket: int, arm: clock_lib.Arm, stops: int
   ) -> float:
-    """Seconds that it takes to switch a strategy on, in the same situation.
+    """Seconds that it takes to switch a strategy on, in the same situation."""
+    batch, _, way = self._full(weights, bucket, arm, stops)
+    progress = batch.running.progress(samples_lib.empty(batch.running.requests))
 
-    Args:
-      weights: of target and drafter
-      arm: the strategy
-      stops: stop tokens per request
-    """
-    batch, _ = self._full(bucket, stops)
-    way = self._drafting.way(arm, weights)
-    running = batch.running.progress(samples_lib.empty(batch.running.requests))
-    prepare = lambda: way.source.prepare(batch.key, way.weights, batch.slots, running)
-    jax.block_until_ready(prepare())  # compiling is not timed
+    def switch():
+      jax.block_until_ready(way.source.prepare(way.weights, batch.slots, progress))
+      way.source.reset()
+
+    switch()  # compiling is not timed
     began = time.perf_counter()
-    jax.block_until_ready(prepare())
+    switch()
     return time.perf_counter() - began
 
-  def _full(self, bucket, stops: int, slices: int | None = None):
-    """A batch with all slots of a bucket live, on all slices or some; and its schedule.
-
-    As full as a chunk leaves room for; and as there are pages, where KV lies in some.
-    """
-    options, length = self._shapes.options, bucket.length
-    full, kv = length - 1, self._shapes.kv_pages
-    if kv is not None:
-      full = min(full, kv.pages // bucket.batch * kv.page - self._shapes.room.target)
-    B = bucket.batch * self._shapes.slices
+  def _full(self, weights, bucket, arm, stops, slices=None, length=None):
+    """A batch with all slots of a bucket live, on all slices or some; see `time_step`."""
+    options, pages = self._shapes.options, self._shapes.pages
+    most = pages.pages // bucket * pages.page - self._shapes.room.behind
+    most = min(most, options.max_length - 1)
+    length = min(length or max(options.max_length // 4, options.chunk + 1), most)
+    B = bucket * self._shapes.slices
     requests = requests_lib.make_requests(
-      [[1]] * B, max_tokens=length - 1, stop_tokens=np.full((B, stops), -1, np.int32)
+      [[1]] * B,
+      max_tokens=options.max_length - 1,
+      stop_tokens=np.full((B, stops), -1, np.int32),
     )
-    batch = self._parts.batch(options, requests)
+    batch = self._parts.batch(requests)
     schedule = _schedule(options, batch.running)
-    batch.running.drawn[:] = full - options.chunk
-    batch.fit(bucket, schedule.tokens)
-    batch.seat_all(schedule.tokens, slices)
-    return batch, schedule
+    batch.running.drawn[:] = max(length - options.chunk, 0)
+    batch.seat_all(bucket, schedule.tokens, slices)
+    return batch, schedule, self._drafting.way(arm, weights)
 
 
 def _schedule(options, running) -> schedule_lib.Schedule:
@@ -225,15 +200,16 @@ def _schedule(options, running) -> schedule_lib.Schedule:
 def nothing_queued(options: options_lib.Options) -> schedule_lib.Schedule:
   """A schedule to be asked which buckets serve what."""
   nothing = requests_lib.make_requests([], max_tokens=1)
-  return _schedule(options, running_lib.Running(nothing, slices=1))
+  none = pages_lib.Pages(1, options.page_sizes(beyond=0))
+  return _schedule(options, running_lib.Running(nothing, none, slices=1))
 
 
 @contextlib.contextmanager
-def _unless_out_of_memory(bucket: options_lib.Bucket):
+def _unless_out_of_memory(bucket: int):
   """Leaves out what does not fit; a rollout goes on with smaller buckets then."""
   try:
     yield
   except jax.errors.JaxRuntimeError as e:
     if not pool_lib.is_out_of_memory(e) or processes.count() > 1:
       raise
-    logging.warning("no memory to try %d slots of %d tokens a slice", *bucket)
+    logging.warning("no memory to try %d slots a slice", bucket)

@@ -108,11 +108,12 @@ class Rollout:
   def time_step(
     self,
     params,
-    bucket: tuple[int, int],
+    bucket: int,
     draft_params=None,
     strategy: strategy_lib.Strategy | None = None,
     stop_tokens: int = 1,
     slices: int | None = None,
+    length: int | None = None,
   ) -> float:
     """Seconds of a step with all slots of a bucket live; see `Ready.time_step`.
 
@@ -123,13 +124,13 @@ class Rollout:
       stop_tokens: per request
       slices: how many decode, while the others have nothing to do; None: all
     """
-    weights, bucket = self._weights(params, draft_params), options_lib.Bucket(*bucket)
-    return self._ready.time_step(weights, bucket, strategy, stop_tokens, slices)
+    weights = self._weights(params, draft_params)
+    return self._ready.time_step(weights, bucket, strategy, stop_tokens, slices, length)
 
   def time_switch(
     self,
     params,
-    bucket: tuple[int, int],
+    bucket: int,
     draft_params,
     strategy: strategy_lib.Strategy,
     stop_tokens: int = 1,
@@ -139,7 +140,7 @@ class Rollout:
     Args:
       params, bucket, draft_params, strategy, stop_tokens: as for `time_step`
     """
-    weights, bucket = self._weights(params, draft_params), options_lib.Bucket(*bucket)
+    weights = self._weights(params, draft_params)
     return self._ready.time_switch(weights, bucket, strategy, stop_tokens)
 
   @property
@@ -199,13 +200,9 @@ class Rollout:
     if self._announced:
       return
     self._announced = True
-    shapes, options = self.parts.shapes, self.options
-    buckets = list(filter(options.allows, options.buckets)) or options.buckets[:1]
-    each = [shapes.slots(bucket, stop_tokens) for bucket in buckets]
-    most = lambda slots: max(memory.bytes_by_device(slots).values())
     memory.announce(
-      "the KV cache and kept features of the largest bucket",
-      (max(each, key=most), shapes.store()),
+      "KV cache and kept features",
+      self.parts.shapes.slots(self.options.slots, stop_tokens),
       smaller="rollout.slots, rollout.cache_tokens, sampling.max_tokens",
     )
 

@@ -20,7 +20,7 @@ class Admission(NamedTuple):
   """A request that is to get a slot."""
 
   slice: int
-  row: int  # of the prompt store
+  row: int  # of the prompts that have pages
   request: int
 
 
@@ -28,14 +28,14 @@ class Prefill(NamedTuple):
   """A prompt that is to be computed first."""
 
   slice: int
-  row: int  # of the prompt store
+  row: int  # of the prompts that have pages
   prompt: int
 
 
 class Plan(NamedTuple):
-  """A plan for the next chunk: the bucket, and who gets a slot in it."""
+  """A plan for the next chunk: slots per slice, and who gets one."""
 
-  bucket: options_lib.Bucket  # holds who runs already, and the admissions
+  bucket: int  # slots for who runs already, and the admissions
   admissions: list[Admission] = []
   prefills: list[Prefill] = []  # for them
 
@@ -65,7 +65,7 @@ class Schedule:
     self._grows = grows
     self._asked = 0  # prompts that were queued by `ask`
     slices = len(running.owner)
-    # Per slice: the requests not yet admitted; and prompt -> row of the store.
+    # Per slice: the requests not yet admitted; and the prompts that have pages, with rows.
     self.queues = [collections.deque() for _ in range(slices)]
     self.prompt_row: list[dict[int, int]] = [{} for _ in range(slices)]
     prompts = len(running.requests.prompts)
@@ -75,7 +75,7 @@ class Schedule:
       self.queues[homes[dealt[prompt] % len(homes)]].append(i)
       dealt[prompt] += 1
     self.tokens = options.chunk  # that a slot may draw in the next chunk
-    self.excluded: set[options_lib.Bucket] = set()  # that ran out of memory
+    self.excluded: set[int] = set()  # buckets that ran out of memory
     # i32[slices]  requests that a slice kept when its pages ran out: until one of them has
     # ended, none joins them. 0: it has pages
     self._full = np.zeros(slices, np.int32)
@@ -102,10 +102,6 @@ class Schedule:
         self.queues[int(np.argmin(left))].extend(part.tolist())
     self._asked = max(self._asked, prompts)
 
-  def need(self, requests: Sequence[int] | np.ndarray) -> int:
-    """Cache slots that these requests touch in one more chunk."""
-    return int(np.max(self.running.end(self.tokens)[requests], initial=1))
-
   def begin_chunk(self, least: int = 1, most: int = 0, long_s: float = 0.0) -> None:
     """Settles how long the next chunk is, and makes room for it.
 
@@ -120,50 +116,35 @@ class Schedule:
       MemoryError: not even one request fits
     """
     running = self.running
-    if not running.live.any():
-      running.close()
     tokens = lambda: self._tokens_within(least, most, long_s)
     self.tokens = self.decide("tokens", tokens)
-    while (s := self._without_room()) is not None:
+    while min(left := self._pages_left(self.tokens)) < 0:
+      s = int(np.argmin(left))
       if running.live[s] <= 1:
         raise MemoryError(
-          f"no allowed bucket holds one request of {self.need(running.seated)} tokens; "
-          "lower slots, or set cache_tokens, which kept features follow"
+          f"the pages of a slice do not hold one request of "
+          f"{int(max(running.end(self.tokens)[running.seated]))} tokens; set cache_tokens"
         )
       self.queues[s].appendleft(running.send_back(s))
-      self._full[s] = running.live[s] if running.kv_pages else 0
-
-  def _without_room(self) -> int | None:
-    """A slice whose requests need more memory than there is; None: none does."""
-    running = self.running
-    if self.choose(int(max(running.live)), self.need(running.seated)) is None:
-      return int(np.argmax(running.live))
-    if running.kv_pages is None:
-      return None
-    left = self._pages_left(self.tokens)
-    return int(np.argmin(left)) if min(left) < 0 else None
+      self._full[s] = running.live[s]
 
   def _pages_left(self, tokens: int) -> np.ndarray:
     """i32[slices]: pages of KV that are free once who runs may draw so many tokens."""
     running = self.running
-    running.kv_pages.keep(running.owner)
-    return running.kv_pages.left(running.owner, running.end(tokens))
+    running.pages.keep(running.owner)
+    return running.pages.left(running.owner, running.end(tokens))
 
   def _tokens_within(self, least: int, most: int, long_s: float) -> int:
     """Tokens per slot that the next chunk has time for."""
-    bucket = self.running.bucket
-    wanted, token_s = self.options.chunk, self.clock.token_s(bucket)
-    if bucket is not None:  # no longer than what the cache has room for
-      longest = int(max(self.running.position[self.running.seated]))
-      most = min(most, bucket.length - longest - 1)
-    if most > self.options.chunk and self.running.kv_pages:
-      most = most if min(self._pages_left(most)) >= 0 else 0
+    wanted, token_s = self.options.chunk, self.clock.token_s(self.running.bucket)
+    if most > self.options.chunk and min(self._pages_left(most)) < 0:
+      most = 0
     if token_s:
       wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
 
   def steps_within(
-    self, bucket: options_lib.Bucket, arm: clock_lib.Arm, known: bool
+    self, bucket: int, arm: clock_lib.Arm, known: bool
   ) -> int:
     """How many steps of a strategy the next chunk may take, within its time.
 
@@ -190,30 +171,24 @@ class Schedule:
   def _admit(self) -> tuple[list[Admission], list[Prefill]]:
     """The requests that get a slot, and the prompts that must be prefilled.
 
-    A slice stops when its slots are full, when the cache would get too large or its pages
-    would run out, or when every row of its store is in use for this admission. The row
-    that is needed again last makes room.
+    A slice stops when its slots are full, when its pages would run out, or when every row
+    of its prompts is in use for this admission. The row that is needed again last makes
+    room.
     """
     admissions, prefills = [], []
     if not self.joins():
       return admissions, prefills
-    left = None
-    if self.running.kv_pages:
-      left = self._pages_left(self.tokens)
-      self._full[self.running.live < self._full] = 0
-      left[self._full > 0] = 0
-    count, length = self.running.live, self.need(self.running.seated)
+    left = self._pages_left(self.tokens)
+    self._full[self.running.live < self._full] = 0
+    left[self._full > 0] = 0
+    count, most = self.running.live, self.widest()
     for s, queue in enumerate(self.queues):
       used = set()
-      while queue:
-        longer = max(length, self.need(queue[0]))
-        fuller = int(max(count.max(), count[s] + 1))
-        if self.choose(fuller, longer) is None:
-          break
+      while queue and count[s] < most:
         taken = self._pages_of_next(s)
-        if left is not None and taken > left[s]:
+        if taken > left[s]:
           break
-        row, is_new = self._store_row(s, used)
+        row, is_new = self._prompt_row(s, used)
         if row is None:
           break
         request = queue.popleft()
@@ -222,67 +197,41 @@ class Schedule:
         if is_new:
           prefills.append(Prefill(s, row, prompt))
         admissions.append(Admission(s, row, request))
-        count[s], length = count[s] + 1, longer
-        if left is not None:
-          left[s] -= taken
+        count[s] += 1
+        left[s] -= taken
     return admissions, prefills
 
   def _pages_of_next(self, s: int) -> int:
-    """Pages of KV that the next request of a slice takes, 0 where there are none."""
+    """Pages that the next request of a slice takes."""
     running, request = self.running, self.queues[s][0]
-    if running.kv_pages is None:
-      return 0
     known, tokens = running.position[request], running.end(self.tokens)[request]
     is_new = int(running.requests.prompt_idx[request]) not in self.prompt_row[s]
-    return running.kv_pages.added(int(tokens), int(known), is_new)
+    return running.pages.added(int(tokens), int(known), is_new)
 
   def joins(self) -> bool:
-    """Whether waiting requests join those that run, or wait until these are done.
+    """Whether waiting requests join those that run.
 
-    All slots attend over as many tokens as the longest request needs, which may
-    cost more than it brings: requests join when the tokens that they add to a step
-    are not dearer than a token was so far. Slots that were given up as requests ended
-    come back only in a rollout whose queues grow.
+    Slots that were given up as requests ended come back only in a rollout whose queues
+    grow, or when nothing runs.
     """
-    running, bucket = self.running.seated, self.running.bucket
-    waiting = sum(map(len, self.queues))
-    if not len(running) or not waiting:
+    running = self.running
+    if not running.live.any() or not any(self.queues):
       return True
-    smallest = self.choose(int(max(self.running.live)), self.need(running))
-    if smallest is None:
-      return False
-    batch = self._batch_to_admit(self.running.live, bucket.length)
-    if bucket.batch < batch and not self._grows:  # has begun to drain
-      return False
-    goal = self.choose(max(bucket.batch, batch), bucket.length)
-    free = min(waiting, goal.batch * len(self.queues) - len(running))
+    return self._grows or running.bucket >= self._batch_to_admit(running.live)
 
-    def cheap():
-      if not self.clock.step_s(bucket, None):
-        return True
-      added_s = self.clock.estimate(goal, bucket) - self.clock.estimate(smallest, bucket)
-      return added_s * self.clock.tokens <= free * self.clock.seconds
-
-    return bool(self.decide("joins", cheap))
-
-  def _batch_to_admit(self, running: np.ndarray, length: int) -> int:
-    """Slots for those that run and those that wait.
+  def _batch_to_admit(self, running: np.ndarray) -> int:
+    """Slots for those that run, i32[slices], and those that wait.
 
     Of a queue that is known from the start all slots, so that a request is admitted in one
-    batch size only. The few that come to one that grows, while the rest drains, would pay
-    for slots that stay empty: no more than they take.
-
-    Args:
-      running: i32[slices]  requests that run, or are to
-      length: cache tokens
+    bucket only. The few that come to one that grows, while the rest drains, would pay for
+    slots that stay empty: no more than they take.
     """
-    widest = self.widest(length)
     if not self._grows:
-      return widest
-    return min(int(max(running + [len(queue) for queue in self.queues])), widest)
+      return self.widest()
+    return min(int(max(running + [len(queue) for queue in self.queues])), self.widest())
 
-  def _store_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
-    """The store's row for the next prompt of a slice, and whether it is new there."""
+  def _prompt_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
+    """The row for the next prompt of a slice, and whether it is new there."""
     rows, queue = self.prompt_row[s], self.queues[s]
     prompt_idx = self.running.requests.prompt_idx
     prompt = int(prompt_idx[queue[0]])
@@ -298,66 +247,49 @@ class Schedule:
       rows[prompt] = rows.pop(max(set(rows) - used, key=again))
     return rows[prompt], True
 
-  def _fit(self, admissions: list[Admission]) -> options_lib.Bucket:
-    """The bucket that holds the fullest slice, admissions included, for all slices.
-
-    A cache is cut only if memory demands it.
-    """
+  def _fit(self, admissions: list[Admission]) -> int:
+    """The smallest bucket for the fullest slice, admissions included."""
     coming = np.bincount([a.slice for a in admissions], minlength=len(self.queues))
-    requests = [*self.running.seated, *(a.request for a in admissions)]
     running = self.running.live + coming
-    batch, length = int(max(running)), self.need(requests)
-    bucket = self.running.bucket
-    longer = max(length, bucket.length) if bucket else length
+    batch = int(max(running))
     if admissions or (any(self.queues) and self.joins()):
-      batch = max(batch, self._batch_to_admit(running, longer))
-    elif self.options.rebalance:
-      batch = -(-len(requests) // len(self.queues))
-    return self.choose(batch, longer) or self.choose(batch, length)
+      batch = max(batch, self._batch_to_admit(running))
+    return self.choose(batch)
 
-  def allowed(self, bucket: options_lib.Bucket) -> bool:
-    """Whether a bucket fits into the memory, as far as one knows."""
-    return bucket not in self.excluded and self.options.allows(bucket)
+  def choose(self, live: int) -> int:
+    """The smallest bucket for so many live requests on a slice; if none is, the widest."""
+    fitting = [n for n in self.options.buckets if n >= live and n not in self.excluded]
+    return min(fitting, default=self.widest())
 
-  def choose(self, batch: int, length: int) -> options_lib.Bucket | None:
-    """The smallest allowed bucket for that many slots and cache tokens."""
-    for bucket in self.options.buckets:
-      if bucket.batch >= batch and bucket.length >= length and self.allowed(bucket):
-        return bucket
-    return None
+  def widest(self) -> int:
+    """Most slots that a bucket has.
 
-  def widest(self, length: int) -> int:
-    """Most slots that an allowed bucket has for that many cache tokens."""
-    return max(
-      (b.batch for b in self.options.buckets if b.length >= length and self.allowed(b)),
-      default=0,
-    )
+    Raises:
+      MemoryError: every bucket has run out of memory
+    """
+    left = [n for n in self.options.buckets if n not in self.excluded]
+    if not left:
+      raise MemoryError(
+        f"even {self.options.buckets[0]} slots a slice do not fit; lower rollout.slots or "
+        "add smaller rollout.buckets, or set rollout.cache_tokens"
+      )
+    return max(left)
 
-  @property
-  def admitting(self) -> set[options_lib.Bucket]:
-    """The buckets in which requests are admitted."""
-    lengths = {b.length for b in self.options.buckets}
-    return {self.choose(self.widest(S), S) for S in lengths if self.widest(S)}
-
-  def out_of_memory(self) -> options_lib.Bucket:
+  def out_of_memory(self) -> int:
     """Rules out the bucket that was to run, and all larger ones; all starts over.
 
     Returns:
       that bucket
     """
     goal, running = self._plan.bucket, self.running
-    self.excluded |= {
-      b
-      for b in self.options.buckets
-      if b.batch >= goal.batch and b.length >= goal.length
-    }
+    self.excluded |= {n for n in self.options.buckets if n >= goal}
     for s, queue in enumerate(self.queues):
       lost = {int(i) for i in running.owner[s] if i >= 0}
       lost |= {a.request for a in self._plan.admissions if a.slice == s}
       running.start_over(list(lost))
       queue.extendleft(sorted(lost, reverse=True))
     self.prompt_row = [{} for _ in self.queues]
-    running.close()
+    running.resize(0)
     return goal
 
 

@@ -27,13 +27,13 @@ from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 @flax.struct.dataclass
 class DraftState:
-  """The drafter's side of the slots: its cache, and the pairs that it lacks.
+  """The drafter's side of the slots: its KV, and the pairs that are not in it yet.
 
-  Pair t is the feature of token t with token t+1, and lives in slot t. Of a row at
-  position p the cache holds the pairs before p - count; the last `count` are here.
+  Pair t is the feature of token t with token t+1, and is in slot t of its row. Of a row
+  at position p the pairs before p - count are in the pool; the last `count` are here.
   """
 
-  cache: cache_lib.LayerCache
+  pool: cache_lib.Pool  # in the pages that the row has in the target's KV
   features: jax.Array  # f[B A E]  the target's
   tokens: jax.Array  # i32[B A]
   count: jax.Array  # i32[B]
@@ -140,21 +140,21 @@ class Draft:
 
 
 def extend(
-  draft: Draft, state: DraftState, pending: jax.Array, position: jax.Array
+  draft: Draft, state: DraftState, slots: slots_lib.Slots
 ) -> tuple[jax.Array, cache_lib.LayerCache]:
-  """Takes in the pairs that the cache lacks.
+  """Takes in the pairs that the pool lacks.
 
-  Args:
-    pending, position: i32[B]  each row's last known token, and its index
   Returns:
-    h f[B D], the drafter's output at the last pair, and the cache
+    h f[B D], the drafter's output at the last pair, and its cache
   """
+  pending, position = slots.pending, slots.position
+  cache = cache_lib.LayerCache(state.pool, slots.kv.pages, slots.kernels)
   h = draft.features(state.features)
   start = position - state.count
   pair = start[:, None] + jnp.arange(state.tokens.shape[1])
   k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0))
   # All A of them: those beyond the last `count` are seen by nobody before others are there.
-  cache = state.cache.write(k, v, start)
+  cache = cache.write(k, v, start)
   last = jnp.maximum(state.count - 1, 0)
   h = jnp.take_along_axis(h, last[:, None, None], 1)
   at = jnp.maximum(position - 1, 0)
@@ -196,7 +196,7 @@ def draft_chain(
     the tree; the drafter's cache; and f32[B J U], the drafter's logits after each
     node that has a child, or None
   """
-  h, cache = extend(draft, state, slots.pending, slots.position)
+  h, cache = extend(draft, state, slots)
   put = jax.lax.dynamic_update_slice_in_dim
 
   def guess(h, d, tokens, every):

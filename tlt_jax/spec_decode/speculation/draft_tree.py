@@ -85,7 +85,7 @@ def draft_tree(
   Returns:
     the tree, and the drafter's cache
   """
-  h, cache = draft_lib.extend(draft, state, slots.pending, slots.position)
+  h, cache = draft_lib.extend(draft, state, slots)
   B, W = h.shape[0], width
   every = sampling_lib.repeat(slots.sampling, W)
 
@@ -193,7 +193,7 @@ def draft_fixed(
     the tree; the drafter's cache; and f32[B J U], its logits after each node that has
     a child
   """
-  h, cache = draft_lib.extend(draft, state, slots.pending, slots.position)
+  h, cache = draft_lib.extend(draft, state, slots)
   B, J = h.shape[0], len(shape.parent)
   parent, rank, depth = map(np.array, (shape.parent, shape.rank, shape.depth))
   # The pairs of nodes with children lie in the scratch slots, level by level.

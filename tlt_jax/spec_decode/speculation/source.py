@@ -43,6 +43,8 @@ class Setting:
   verification: str = COUPLED  # one of VERIFICATIONS, see `speculate`
   drafter: drafter_lib.DrafterConfig | None = None
   layout: features_lib.Layout | None = None  # of the features that are kept
+  fill_rows: int = 8  # requests, and tokens of each, for which a drafter's KV is
+  fill_block: int = 128  # computed at a time
   memory_tokens: int = 0  # of earlier responses that may be remembered
   memory_rows: int = 0  # of them that a chunk may look at
   kernels: str | None = None  # of its programs, see `rollout.Options`
@@ -51,9 +53,11 @@ class Setting:
 class Progress(NamedTuple):
   """A running request, as far as it has got."""
 
+  request: int
   prompt_idx: int  # equal for the responses to one prompt
   prompt: np.ndarray  # i32[...]
   response: np.ndarray  # i32[...]  the last one is pending
+  pages: np.ndarray  # i32[M]  of its slice, the sink behind them
 
   @property
   def tokens(self) -> np.ndarray:
@@ -83,8 +87,7 @@ class Source:
   """A source of drafts; what a subclass need not override does nothing."""
 
   reads_drafter = False  # whether `bind` needs the drafter's weights
-  keeps_state = False  # whether the state of a chunk serves the next one
-  state_shardings: Any = None  # of the state
+  state_shardings: Any = None  # of what `end` gives back
 
   def __init__(self, setting: Setting):
     self.setting = setting
@@ -96,33 +99,41 @@ class Source:
     """
     return f"{strategy.source}_{strategy.width}_{strategy.verify}"
 
-  def ready(self, key: tuple, weights: chunk_lib.Weights, slots: slots_lib.Slots) -> Any:
+  def ready(self, weights: chunk_lib.Weights, slots: slots_lib.Slots) -> Any:
     """Compiles what `prepare` runs.
 
     Args:
-      key: of the programs of a bucket
       weights, slots: shapes and shardings
     Returns:
-      shapes and shardings of the state
+      shapes and shardings of the state that `prepare` makes
     """
     return None
 
   def prepare(
-    self,
-    key: tuple,
-    weights: chunk_lib.Weights,
-    slots: slots_lib.Slots,
-    running: Running,
+    self, weights: chunk_lib.Weights, slots: slots_lib.Slots, running: Running
   ) -> Any:
-    """Makes the state of the next chunk.
+    """Makes the state of the next chunk, which donates it.
 
     Args:
-      key: of the programs of a bucket
       weights: of the target, and of the drafter if `reads_drafter`
       slots: the running requests on the devices
       running: the same on the host
     """
     return None
+
+  def begin(self, slots: slots_lib.Slots, state: Any) -> Any:
+    """On the devices, at a chunk's start: what iterations carry, of `prepare`'s state."""
+    return state
+
+  def end(self, state: Any) -> Any:
+    """On the devices, at a chunk's end: what `release` gets."""
+    return state
+
+  def release(self, state: Any, running: Running) -> None:
+    """Takes what a chunk left, `running` being the requests that go on after it."""
+
+  def reset(self) -> None:
+    """Frees what it has on the devices: no request is running any more."""
 
   def bind(
     self, strategy: strategy_lib.Strategy, weights: chunk_lib.Weights, length: int

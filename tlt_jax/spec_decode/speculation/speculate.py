@@ -20,7 +20,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import few_rows
 from tlt_jax.models import layers
@@ -60,6 +59,7 @@ def decode(
     S = slots.length
     rotations = layers.rotation(config, jnp.arange(S))
     propose, absorb = source.bind(strategy, weights, S)
+    draft_state = source.begin(slots, draft_state)
 
     def running(carry):
       i, slots, _, emitted = carry
@@ -91,7 +91,8 @@ def decode(
       return i + 1, slots, absorb(proposal.state, output), emitted
 
     start = (slices.varying(jnp.int32(0)), slots, draft_state, emitted)
-    return jax.lax.while_loop(running, iteration, start)[1:]
+    _, slots, state, emitted = jax.lax.while_loop(running, iteration, start)
+    return slots, source.end(state), emitted
 
   return run
 
@@ -181,14 +182,13 @@ def verify_and_accept(
   place = slots.position[:, None] + jnp.arange(most)
   if width > 1:  # the accepted path moves to where a sequence has its tokens
     source = slots.start[:, None] + stands.path
-    kv = cache_lib.with_layers(kv, [layer.move(source, slots.start) for layer in kv])
+    kv = kv.with_layers(layer.move(source, slots.start) for layer in kv)
   remaining = jnp.where(live & ~stopped, slots.remaining - count, 0)
-  new = slots.replace(
+  new = slots.with_features(place, features).replace(
     pending=jnp.where(live, last, slots.pending),
     position=slots.position + count,
     remaining=remaining,
-    kv=cache_lib.of_live(kv, remaining > 0),
-    features=slots.features and slots.features.write(place, features),
+    kv=kv.of_live(remaining > 0),
   )
   return new, verify.Output(
     tokens=tokens,

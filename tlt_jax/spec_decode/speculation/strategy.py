@@ -88,6 +88,11 @@ class Room:
   target: int = 0  # cache slots behind the longest sequence: the nodes of a tree
   drafter: int = 0  # behind the longest pair: nodes of a tree that have children
 
+  @property
+  def behind(self) -> int:
+    """Tokens behind the longest sequence for which it needs pages."""
+    return max(self.target, self.drafter)
+
   @classmethod
   def of(cls, strategies: Iterable[Strategy]) -> "Room":
     """The room that is enough for all of them."""

@@ -55,7 +55,7 @@ class Rows:
 
 
 def make_store(mesh: Mesh, size: int) -> Callable:
-  """(rows f[m T E], features f[n E], i32[p 4+pages], count i32[slices]) -> rows.
+  """(rows f[m T E], features f[P L E], i32[p 4+M], count i32[slices]) -> rows.
 
   Copies pieces of sequences into the rows (donated): where as in `buffer.Piece`, and
   the pages of the sequence's features (`pages.Pages`); the first `count` of p. `size` is
@@ -67,8 +67,7 @@ def make_store(mesh: Mesh, size: int) -> Callable:
 
     def put(i, kept):
       row, offset, start, size = pieces[i, :4]
-      sequence = pages_lib.Features(data, pieces[i, None, 4:])
-      new = sequence.read((at - offset + start)[None])[0]
+      new = pages_lib.read(data, pieces[i, None, 4:], (at - offset + start)[None])[0]
       inside = (at >= offset) & (at < offset + size)
       return kept.at[row].set(jnp.where(inside[:, None], new, kept[row]))
 

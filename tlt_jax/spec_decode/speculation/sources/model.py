@@ -7,14 +7,15 @@ drafter's cache is filled from the features that were kept.
 
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
-from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
@@ -24,14 +25,20 @@ from tlt_jax.spec_decode.speculation import rejection
 from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import tree as tree_lib
 
-_FILL_BLOCK = 256  # pairs per row and step of a fill
+
+@flax.struct.dataclass
+class Entry:
+  """What a chunk begins and ends with: the drafter's KV, and each row's last tokens."""
+
+  pool: cache_lib.Pool
+  tokens: jax.Array  # i32[B A]
+  count: jax.Array  # i32[B]  of them, as many as the pool lacks pairs
 
 
 class Model(source_lib.Source):
   """Drafts with a drafter, coupled to the target by its noise or drawn apart from it."""
 
   reads_drafter = True
-  keeps_state = True
 
   def __init__(self, setting: source_lib.Setting):
     super().__init__(setting)
@@ -44,7 +51,10 @@ class Model(source_lib.Source):
           f"strategy {strategy} guesses {strategy.width} tokens side by side, the drafter "
           f"knows {known}; choose a narrower one"
         )
-    self.state_shardings = _state_shardings(setting.mesh, setting.drafter)
+    rows = axes.sharding(setting.mesh, axes.DATA)
+    self._over = slots_lib.pool_sharding(setting.mesh, setting.drafter.layer)
+    self.state_shardings = Entry(self._over, rows, rows)
+    self.reset()
 
   def program(self, strategy):
     if self.setting.verification == source_lib.REJECTION and strategy.width > 1:
@@ -55,70 +65,110 @@ class Model(source_lib.Source):
 
   @functools.cached_property
   def _fill(self):
-    """(weights, Features, following i32[B S], position i32[B]) -> DraftState.
+    """(weights, pool, features, pages i32[R M], tokens i32[R T], start i32[R]) -> pool.
 
-    Fills the drafter's cache from kept features; only keys and values are computed.
-    `following[b, t]` is the token after token t.
+    Writes the keys and values of pairs from `start` on of R rows a slice to the drafter's
+    pool (donated), from kept features; token j of a row follows token start + j.
     """
     setting = self.setting
-    room = setting.room
 
-    def fill(weights, features, following, position):
-      B, S = following.shape
-      draft = self._draft(weights, S)
-      length = cache_lib.slots_for(S + room.drafter, setting.kernels)
-      cache = drafter_lib.init_cache(setting.drafter, B, length, setting.kernels)
-      block = min(_FILL_BLOCK, S)
-      read = lambda at: features_lib.whole(features.read(at))
+    def fill(weights, pool, features, pages, tokens, start):
+      at = start[:, None] + jnp.arange(tokens.shape[1])
+      L = pages.shape[1] * features.shape[1]
+      draft = self._draft(weights, L)
+      h = draft.features(features_lib.whole(pages_lib.read(features, pages, at)))
+      k, v = draft.keys_values(h, tokens, at)
+      return cache_lib.LayerCache(pool, pages, setting.kernels).write(k, v, start).pool
 
-      def step(i, cache):
-        start = jnp.minimum(i * block, S - block)
-        tokens = jax.lax.dynamic_slice_in_dim(following, start, block, 1)
-        at = jnp.broadcast_to(start + jnp.arange(block), (B, block))
-        h = draft.features(read(at))
-        k, v = draft.keys_values(h, tokens, at)
-        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(
-          x, y.astype(x.dtype), start, 2
-        )
-        return jax.tree.map(put, cache, cache.replace(k=k, v=v))
+    specs = (slices.WHOLE, *(slices.ROWS,) * 5)
+    mapped = slices.per_slice(setting.mesh, fill, specs, slices.ROWS, setting.kernels)
+    return jax.jit(mapped, donate_argnums=1, out_shardings=self._over)
 
-      blocks = -(-jnp.max(position) // block)
-      cache = jax.lax.fori_loop(0, blocks, step, jax.tree.map(slices.varying, cache))
-      count = jnp.minimum(position, 1)
-      last = (position - count)[:, None]
-      # A prompt of one token has no pair yet: what its slot held before is not read.
-      lacked = jnp.where(count[:, None, None] > 0, read(last), 0)
-      more = (0, room.longest - 1)
-      pad = lambda x: jnp.pad(x, ((0, 0), more) + ((0, 0),) * (x.ndim - 2))
-      return draft_lib.DraftState(
-        cache=cache,
-        features=pad(lacked),
-        tokens=pad(jnp.take_along_axis(following, last, 1)),
-        count=count,
-      )
+  def ready(self, weights, slots):
+    setting = self.setting
+    rows = functools.partial(slices.abstract, setting.mesh)
+    R, T = setting.fill_rows, setting.fill_block
+    pool = self._abstract_pool(slots)
+    pages = rows(R, jnp.int32, slots.kv.pages.shape[1])
+    args = pool, slots.features, pages, rows(R, jnp.int32, T), rows(R, jnp.int32)
+    setting.pool.get("fill", (), self._fill, weights, *args)
+    batch = slots.pending.shape[0] // setting.mesh.shape[axes.DATA]
+    tokens = rows(batch, jnp.int32, setting.room.longest)
+    return Entry(pool, tokens, rows(batch, jnp.int32))
 
-    rows = slices.ROWS
-    mapped = slices.per_slice(setting.mesh, fill, (slices.WHOLE, rows, rows, rows), rows)
-    return jax.jit(mapped, out_shardings=self.state_shardings)
-
-  def ready(self, key, weights, slots):
-    following = slots.position.update(shape=(*slots.position.shape, slots.length))
-    args = (weights, slots.features, following, slots.position)
-    self.setting.pool.get("fill", key, self._fill, *args)
-    state = jax.eval_shape(self._fill, *args)
-    over = lambda s, part: jax.tree.map(lambda x: x.update(sharding=s), part)
-    return jax.tree.map(over, self.state_shardings, state)
-
-  def prepare(self, key, weights, slots, running):
-    following = np.zeros((len(running), len(running[0]), slots.length), np.int32)
+  def prepare(self, weights, slots, running):
+    if self._pool is None:
+      self._pool = slices.zeros(self._abstract_pool(slots))
+    self._fill_missing(weights, slots, running)
+    A = self.setting.room.longest
+    tokens = np.zeros((len(running), len(running[0]), A), np.int32)
+    count = np.zeros(tokens.shape[:2], np.int32)
     for s, row in enumerate(running):
       for slot, request in enumerate(row):
         if request is not None:
           known = request.tokens
-          following[s, slot, : len(known) - 1] = known[1:]
-    following = slices.place(self.setting.mesh, following)
-    args = (weights, slots.features, following, slots.position)
-    return self.setting.pool.run("fill", key, self._fill, *args)
+          count[s, slot] = n = min(len(known) - 1, A)
+          tokens[s, slot, :n] = known[len(known) - n :]
+    pool, self._pool = self._pool, None
+    return Entry(pool, *(slices.place(self.setting.mesh, x) for x in (tokens, count)))
+
+  def release(self, state, running):
+    self._pool = state.pool
+    self._filled = {r.request: self._lacking_from(r) for row in running for r in row if r}
+
+  def reset(self):
+    self._pool, self._filled = None, {}
+
+  def _lacking_from(self, request: source_lib.Progress) -> int:
+    """The first pair of a request that a chunk takes in itself."""
+    return max(len(request.tokens) - 1 - self.setting.room.longest, 0)
+
+  def _fill_missing(self, weights, slots, running) -> None:
+    """Computes the pairs that the pool lacks: of prompts, and of plain chunks' tokens."""
+    R, T = self.setting.fill_rows, self.setting.fill_block
+    for blocks in self._missing(running):
+      for first in range(0, max(map(len, blocks)), R):
+        shape = len(running), R
+        pages = np.full((*shape, slots.kv.pages.shape[1]), _sink(slots), np.int32)
+        tokens, start = np.zeros((*shape, T), np.int32), np.zeros(shape, np.int32)
+        for s, of_slice in enumerate(blocks):
+          for j, (request, at) in enumerate(of_slice[first : first + R]):
+            following = request.tokens[at + 1 : at + 1 + T]
+            pages[s, j], start[s, j] = request.pages, at
+            tokens[s, j, : len(following)] = following
+        placed = (slices.place(self.setting.mesh, x) for x in (pages, tokens, start))
+        args = self._pool, slots.features, *placed
+        self._pool = self.setting.pool.run("fill", (), self._fill, weights, *args)
+
+  def _missing(self, running):
+    """Yields, per slice, (request, first pair) of blocks to compute, one per request."""
+    T = self.setting.fill_block
+    todo = [
+      [[r, self._filled.get(r.request, 0), self._lacking_from(r)] for r in row if r]
+      for row in running
+    ]
+    while any(todo := [[x for x in row if x[1] < x[2]] for row in todo]):
+      yield [[(r, at) for r, at, _ in row] for row in todo]
+      for row in todo:
+        for x in row:
+          x[1] += T
+
+  def begin(self, slots, state):
+    at = slots.start[:, None] - state.count[:, None] + jnp.arange(state.tokens.shape[1])
+    read = pages_lib.read(slots.features, slots.kv.pages, jnp.maximum(at, 0))
+    return draft_lib.DraftState(
+      state.pool, features_lib.whole(read), state.tokens, state.count
+    )
+
+  def end(self, state):
+    return Entry(state.pool, state.tokens, state.count)
+
+  def _abstract_pool(self, slots) -> cache_lib.Pool:
+    """Shapes and shardings of the drafter's pool, which has the pages of the target's."""
+    slices_, (P, _, L, _) = self.setting.mesh.shape[axes.DATA], slots.kv[0].k.shape
+    pages = P // slices_ - 1
+    sizes = pages_lib.Sizes(pages, slots.kv.pages.shape[1], L)
+    return slots_lib.abstract_pool(self.setting.mesh, self.setting.drafter.layer, sizes)
 
   def _draft(self, weights, length: int) -> draft_lib.Draft:
     s = self.setting
@@ -134,7 +184,7 @@ class Model(source_lib.Source):
 
     def absorb(cache, output):
       return draft_lib.DraftState(
-        cache=cache, features=output.features, tokens=output.tokens, count=output.count
+        cache.pool, output.features, output.tokens, output.count
       )
 
     return propose, absorb
@@ -179,11 +229,9 @@ class Model(source_lib.Source):
     return tree, cache, draft.over_target(q.reshape(logits.shape))
 
 
-def _state_shardings(mesh, drafter) -> draft_lib.DraftState:
-  """Those of the state's fields."""
-  cache = slots_lib.cache_sharding(mesh, drafter.layer)
-  rows = axes.sharding(mesh, axes.DATA)
-  return draft_lib.DraftState(cache, rows, rows, rows)
+def _sink(slots: slots_lib.Slots) -> int:
+  """The number of the sink among a slice's pages."""
+  return slots.kv[0].k.sharding.shard_shape(slots.kv[0].k.shape)[0] - 1
 
 
 def make(setting: source_lib.Setting) -> Model:

@@ -21,14 +21,14 @@ class NGram(source_lib.Source):
     rows = axes.sharding(setting.mesh, axes.DATA)
     self.state_shardings = ngram.Corpus(rows, rows, rows)
 
-  def ready(self, key, weights, slots):
+  def ready(self, weights, slots):
     own = slots.pending.shape[0] // self.setting.mesh.shape[axes.DATA]
     rows = own + self.setting.memory_rows
     row = slices.abstract(self.setting.mesh, rows, jnp.int32)
     tokens = slices.abstract(self.setting.mesh, rows, jnp.int32, slots.length)
     return ngram.Corpus(tokens, row, row)
 
-  def prepare(self, key, weights, slots, running):
+  def prepare(self, weights, slots, running):
     corpora = [self._corpus(row, slots.length) for row in running]
     stacked = jax.tree.map(lambda *x: np.stack(x), *corpora)
     return jax.tree.map(lambda x: slices.place(self.setting.mesh, x), stacked)
