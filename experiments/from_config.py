@@ -379,7 +379,6 @@ def sampler(
     options,
     drafter=drafter,
     selector=selector,
-    verification=config["verification"],
     spot=spot,
     pool=like and like.rollout.pool,
   )

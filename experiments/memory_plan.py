@@ -203,9 +203,7 @@ class Run:
     shapes = programs_lib.Shapes.of(
       self.model, self.mesh, options, drafter, strategies, train=spot is not None
     )
-    sources = drafting_lib.make_sources(
-      selector, shapes, _NoPool(), config["verification"], drafter
-    )
+    sources = drafting_lib.make_sources(selector, shapes, _NoPool(), drafter)
     drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
     weights = chunk_lib.Weights(self.weights(self.model.dtype), self.draft_params(drafter))
     schedule = ready.nothing_queued(options)

@@ -26,14 +26,12 @@ def make_sources(
   selector: selector_lib.Selector | None,
   shapes: programs_lib.Shapes,
   pool: pool_lib.Pool,
-  verification: str,
   drafter: drafter_lib.DrafterConfig | None,
 ) -> dict[str, source_lib.Source]:
   """The sources of all strategies of a selector, by name.
 
   Args:
     shapes, pool: of the rollout, for programs of their own
-    verification: one of `source.VERIFICATIONS`
     drafter: for sources that need one
   """
   strategies = selector.strategies if selector else ()
@@ -45,7 +43,6 @@ def make_sources(
       pool=pool,
       room=shapes.room,
       strategies=tuple(s for s in strategies if s.source == name),
-      verification=verification,
       drafter=drafter,
       layout=shapes.layout,
       memory_tokens=shapes.options.memory_tokens,

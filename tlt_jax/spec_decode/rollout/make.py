@@ -17,7 +17,6 @@ from tlt_jax.spec_decode.rollout import parts as parts_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -28,7 +27,6 @@ def make(
   options: options_lib.Options,
   drafter: drafter_lib.DrafterConfig | None = None,
   selector: selector_lib.Selector | None = None,
-  verification: str = source_lib.COUPLED,
   spot: spot_lib.Spot | None = None,
   pool: pool_lib.Pool | None = None,
 ) -> rollout.Rollout:
@@ -42,8 +40,6 @@ def make(
     options: sizes
     drafter, selector: for speculative decoding: what drafts, and how and when. Without
       a drafter n-grams can, or sources of one's own.
-    verification: "coupled" or "likeliest", with which none of this changes a token, or
-      "rejection", which keeps their distribution only; see `speculate`
     spot: what trains the drafter meanwhile; its parameters are the drafter's where none
       are given
     pool: of another rollout of the same arguments, whose compiled programs this one shares
@@ -51,7 +47,7 @@ def make(
     ValueError: these do not go together
   """
   strategies = selector.strategies if selector is not None else ()
-  _check(options, strategies, drafter, selector, verification, spot)
+  _check(options, strategies, drafter, selector, spot)
   shapes = programs_lib.Shapes.of(
     config, mesh, options, drafter, strategies, train=spot is not None
   )
@@ -65,7 +61,7 @@ def make(
     trainer,
     tokens=max(options.chunk, spot_options.chunk_tokens if spot else 0),
   )
-  sources = drafting_lib.make_sources(selector, shapes, pool, verification, drafter)
+  sources = drafting_lib.make_sources(selector, shapes, pool, drafter)
   clock = clock_lib.Clock()
   if options.deterministic:
     clock = _nominal_clock(config, mesh, drafter, spot)
@@ -81,16 +77,13 @@ def _nominal_clock(config, mesh, drafter, spot) -> nominal.Clock:
   return nominal.Clock(machine, config, drafter and drafter.layer, trained)
 
 
-def _check(options, strategies, drafter, selector, verification: str, spot) -> None:
+def _check(options, strategies, drafter, selector, spot) -> None:
   """Raises if these do not go together; see `make`."""
   impl = implementations.choose(options.kernels)
   if options.kv_page_tokens:
     if impl != "ref":
       tree_attention.check_page(options.kv_page_tokens)
     options.kv_page_sizes(strategy_lib.Room.of(strategies).target)
-  if verification not in source_lib.VERIFICATIONS:
-    known = ", ".join(source_lib.VERIFICATIONS)
-    raise ValueError(f"verification is one of {known}, not {verification!r}")
   if drafter is not None and selector is None:
     raise ValueError("a drafter needs a selector that says when it drafts")
   deepest = max((s.depth for s in strategies), default=0)
