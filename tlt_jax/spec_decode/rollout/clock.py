@@ -36,8 +36,6 @@ _TRAINED = 5  # chunks in which a slice only trained, which say what micro-batch
 class Clock:
   """The seconds that steps and micro-batches take on the machine at hand."""
 
-  measures = True  # whether it must be told what they take
-
   def __init__(self, now: Callable[[], float] = time.perf_counter):
     """Knows nothing; `measured` and `book` tell it.
 
@@ -72,25 +70,6 @@ class Clock:
     self._last: tuple[options_lib.Bucket, Arm] | None = None
     late = self._late_s.items()
     self._late_s = {key: times[1:2] or times for key, times in late}
-
-  def chunk_took(
-    self, bucket: options_lib.Bucket, arm: Arm, steps: int, seconds: float
-  ) -> float:
-    """The seconds of a chunk that decisions go by: here those that were measured.
-
-    Args:
-      bucket, arm, steps: how it ran, and how far
-      seconds: that were measured
-    """
-    return seconds
-
-  def training_took(self, micro_batches: int, seconds: float) -> float:
-    """The seconds of so many micro-batches that decisions go by; see `chunk_took`."""
-    return seconds
-
-  def rollout_took(self, seconds: float) -> float:
-    """The seconds of a rollout that decisions go by; see `chunk_took`."""
-    return seconds
 
   def measured(self, bucket: options_lib.Bucket, arm: Arm, seconds: float) -> None:
     """Books a step that was timed on its own, instead of what was known."""
@@ -267,7 +246,7 @@ class Clock:
     most = _FILLED * decoding_s / one if one else 0.0
     fits = int(most + 0.25)  # few are not rounded to less
     self._without_room = 0 if fits else self._without_room + 1
-    if self.measures and self._without_room > _NO_ROOM:
+    if self._without_room > _NO_ROOM:
       self.micro_batch_s, self._without_room = 0.0, 0
       self._micro_batches_s.clear()
     return fits

@@ -120,7 +120,7 @@ class Drafting:
     self, predicted: list[float | None], samples: samples_lib.Samples
   ) -> dict[str, float]:
     """The gains of speculation, predicted and realised; see `Samples.gain`."""
-    if self.selector is None or not self.clock.measures:
+    if self.selector is None:
       return {}
     found = self._lost(samples)
     predicted = [gain for gain in predicted if gain is not None]

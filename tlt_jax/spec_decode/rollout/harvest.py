@@ -151,30 +151,29 @@ class Harvest:
     in_rollout = len(samples.training)
     samples.micro_batch_s = self.clock.micro_batch_s
     wanted = investment.end_rollout(
-      processes.of_first(self.clock.rollout_took(rollout_s)),  # all decide alike
+      processes.of_first(rollout_s),  # all decide alike
       self._progress(samples.training),
       samples.harvested_s,
     )
-    done = 0
 
-    def took():
-      return self.clock.training_took(done, self.clock.now() - began)
+    def elapsed_s():
+      return self.clock.now() - began
 
     def more():
-      if processes.of_first(wanted - took()) > 0:
+      if processes.of_first(wanted - elapsed_s()) > 0:
         return True
-      # How long rewards take is the machine's affair: without its clock nothing follows.
-      free = scoring and investment.in_idle_slices and self.clock.measures
+      free = scoring and investment.in_idle_slices
       return bool(free) and processes.of_first(float(scoring())) > 0
 
+    has_trained = False
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, options.micro_batches_per_update)
-      done += options.micro_batches_per_update
+      has_trained = True
       if self._learnt(options.updates_per_exchange):
         self._exchange()
-    if done:
+    if has_trained:
       progress = self._progress(samples.training[in_rollout:])
-      investment.trained(progress, processes.of_first(took()))
+      investment.trained(progress, processes.of_first(elapsed_s()))
     if spot.apart:
       self._exchange_timed()
     if options.held_out_rows and self.samples.training:
@@ -183,7 +182,7 @@ class Harvest:
       published, better = self._programs.run("judge", (), *args)
       spot.publish(published)
       self.samples.published = bool(better)
-    samples.training_s = self.clock.now() - began
+    samples.training_s = elapsed_s()
     samples.invested_s, samples.saved_s = investment.invested_s, investment.saved_s
 
   def exchange_if_due(self) -> None:
@@ -197,7 +196,7 @@ class Harvest:
     seconds = self.clock.seconds
     due = lambda: self.clock.exchange_s <= _EXCHANGING * (seconds - self._exchanged_s)
     if self.decide("exchange", due):
-      if self.clock.measures and not self.clock.exchange_s:  # not known yet
+      if not self.clock.exchange_s:  # not known yet
         self._exchange_timed()
       else:
         self._exchange()

@@ -188,7 +188,6 @@ class Loop:
     bucket, clock, seconds = self.running.bucket, self.parts.clock, ran.seconds
     if self.harvest and ran.trained is not None:
       seconds = self.harvest.book(ran)
-    seconds = clock.chunk_took(bucket, arm, ran.steps, seconds)
     longest = int(ran.emitted.count.max())
     clock.book(
       bucket,

@@ -2,7 +2,6 @@
 
 import jax
 
-from tlt_jax import axes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -11,7 +10,6 @@ from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
-from tlt_jax.spec_decode.rollout import nominal
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import parts as parts_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
@@ -62,19 +60,8 @@ def make(
     tokens=max(options.chunk, spot_options.chunk_tokens if spot else 0),
   )
   sources = drafting_lib.make_sources(selector, shapes, pool, drafter)
-  clock = clock_lib.Clock()
-  if options.deterministic:
-    clock = _nominal_clock(config, mesh, drafter, spot)
-  drafting = drafting_lib.Drafting(selector, sources, clock)
+  drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
   return rollout.Rollout(parts_lib.Parts(programs, chunks, drafting, spot))
-
-
-def _nominal_clock(config, mesh, drafter, spot) -> nominal.Clock:
-  """The clock of a rollout whose decisions follow from tokens alone; see `make`."""
-  devices = mesh.shape[axes.MODEL]
-  machine = nominal.Machine.like(mesh.devices.flat[0].platform, devices)
-  trained = spot.trainer.loss.steps * spot.row_tokens if spot else 0
-  return nominal.Clock(machine, config, drafter and drafter.layer, trained)
 
 
 def _check(options, strategies, drafter, selector, spot) -> None:

@@ -132,8 +132,6 @@ class Ready:
     selector = self._drafting.selector
     if selector is None or not selector.wants_step_seconds:
       return
-    if not self._parts.clock.measures:
-      return
     for bucket in filter(options.allows, options.buckets):
       arms = sorted(self._drafting.in_bucket(nothing_queued(options), bucket))
       for arm in (None, *arms) if arms else ():
