@@ -87,7 +87,7 @@ RUN = {
     str,
     "how one of several strategies is chosen: predictive, epsilon_greedy, or a module of "
     "your own",
-    find=selector.find,
+    find=selector.find_rule,
   ),
   "spot": {
     "train": Key(bool, "whether the drafter trains, for as long as it pays", default=True),

@@ -174,8 +174,7 @@ class Run:
     if spot is None:
       return ()
     trainer, options = spot
-    published = trainer.abstract.params if options.held_out_rows else ()
-    return trainer.abstract, published, spot_lib.abstract_features(trainer, options)
+    return trainer.abstract, spot_lib.abstract_features(trainer, options)
 
   def drafter_parts(
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
@@ -185,7 +184,7 @@ class Run:
       return []
     if spot is None:
       return [self.part("drafter", self.draft_params(drafter), "drafter")]
-    _, _, features = self.spot_arrays(spot)
+    _, features = self.spot_arrays(spot)
     held = (spot[0].abstract_states(), self.draft_params(drafter))
     return [
       self.part("drafter in training", held, "spot.train"),

@@ -392,9 +392,9 @@ def test_the_loss_is_what_is_documented(kind, distance):
     if CONFIGS[kind].predicts_features:
       error = np.abs(np.asarray(h) - ahead(final))
       smooth = np.where(error < 1, 0.5 * error**2, error - 0.5)
-      share = share + options.regression * smooth.mean(-1)
+      share = share + draft_loss.REGRESSION * smooth.mean(-1)
     share = share[counts].sum()
-    expected += options.decay**k * share
+    expected += draft_loss.DECAY**k * share
     np.testing.assert_allclose(metrics[f"loss_{k + 1}"], share, rtol=1e-4)
     np.testing.assert_allclose(
       metrics[f"agreement_{k + 1}"], (1 - variation)[counts].sum(), rtol=1e-3

@@ -44,11 +44,12 @@ def test_a_source_of_ones_own_drafts_losslessly():
 
 
 def test_a_rule_of_ones_own_chooses():
-  arms = tuple(map(strategy_lib.parse, ("off", "ngram_3", "my_package.repeat_2")))
-  selector = selector_lib.make([(8, arms)], "my_package.in_turn")
+  arms = ["off", "ngram_3", "my_package.repeat_2"]
+  args = f"up to 8 live: {' or '.join(arms)}", "my_package.in_turn", False
+  selector = selector_lib.make(*args)
   samples = run(selector)
-  assert [c.strategy for c in samples.chunks[:3]] == [*map(strategy_lib.name, arms)]
-  again = selector_lib.make([(8, arms)], "my_package.in_turn")
+  assert [c.strategy for c in samples.chunks[:3]] == arms
+  again = selector_lib.make(*args)
   again.restore(selector.state())
   assert again.count == selector.count == len(samples.chunks)
 
@@ -65,12 +66,6 @@ def test_a_source_that_cannot_draft_is_refused(text, message):
   selector = selector_lib.always(strategy_lib.parse(text))
   with pytest.raises(ValueError, match=message):
     rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, selector=selector)
-
-
-def test_a_rule_that_is_none_is_refused():
-  arms = tuple(map(strategy_lib.parse, ("off", "ngram_3")))
-  with pytest.raises(ValueError, match="no strategy rule 'predictve'"):
-    selector_lib.make([(8, arms)], "predictve")
 
 
 ARCEE = dataclasses.replace(

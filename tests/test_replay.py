@@ -12,7 +12,7 @@ from tests import tiny
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -54,7 +54,7 @@ def run(monkeypatch, seed: int, replay=(None, None)):
   )
   first = drafter_lib.init_params(DRAFTER, jax.random.key(1))
   spot = spot_lib.Spot(trainer(options), options, first)
-  selector = levels.make("up to 4 live: off or 2_1_3", "predictive", has_drafter=True)
+  selector = selector_lib.make("up to 4 live: off or 2_1_3", "predictive", has_drafter=True)
   with tiny.shared_programs(BF16):
     engine = rollout.make(
       BF16, tiny.mesh(2), rollout.Options(**SIZES), DRAFTER, selector, spot=spot

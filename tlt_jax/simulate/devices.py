@@ -70,7 +70,7 @@ class Programs:
       self.timer.spend(self.costs.exchange_s(self.shapes.slices))
       return None, None
     if name != "train":
-      raise ValueError(f"program {name!r} is not simulated: set spot.held_out_rows=0")
+      raise ValueError(f"program {name!r} is not simulated")
     training = args[1]
     filled = training.rows.order[:, 0]
     self.timer.spend(int(training.most) * self.micro_batch_s)

@@ -139,8 +139,6 @@ class Harvest:
   ) -> None:
     """Ends the rollout: trains for as long as that pays, and exchanges what is left.
 
-    Where there is held-out data, that says whether what was trained may draft.
-
     Args:
       params: the target's
       rollout_s: seconds of the rollout
@@ -176,12 +174,6 @@ class Harvest:
       investment.trained(progress, processes.of_first(elapsed_s()))
     if spot.apart:
       self._exchange_timed()
-    if options.held_out_rows and self.samples.training:
-      drafting = spot.state.drafting
-      args = params, spot.params, drafting, spot.rows()
-      published, better = self._programs.run("judge", (), *args)
-      spot.publish(published)
-      self.samples.published = bool(better)
     samples.training_s = elapsed_s()
     samples.invested_s, samples.saved_s = investment.invested_s, investment.saved_s
 

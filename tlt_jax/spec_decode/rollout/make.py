@@ -50,15 +50,10 @@ def make(
     config, mesh, options, drafter, strategies, train=spot is not None
   )
   pool = pool or pool_lib.Pool(options.budget)
-  spot_options = spot.options if spot else spot_lib.Options()
   trainer = spot and spot.trainer
-  programs = programs_lib.Programs(shapes, pool, trainer, spot_options.held_out_rows)
-  chunks = chunks_lib.Chunks(
-    shapes,
-    pool,
-    trainer,
-    tokens=max(options.chunk, spot_options.chunk_tokens if spot else 0),
-  )
+  programs = programs_lib.Programs(shapes, pool, trainer)
+  longest_chunk = max(options.chunk, spot.options.chunk_tokens if spot else 0)
+  chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=longest_chunk)
   sources = drafting_lib.make_sources(selector, shapes, pool, drafter)
   drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
   return rollout.Rollout(parts_lib.Parts(programs, chunks, drafting, spot))

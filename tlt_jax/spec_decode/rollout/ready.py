@@ -83,8 +83,6 @@ class Ready:
     if spot is not None:
       compile("train", (), weights.target, spot.training(most=1))
       compile("exchange", (), spot.training(most=0).states, shapes.rows(1))
-      if spot.options.held_out_rows:
-        compile("judge", (), weights.target, spot.params, spot.params, spot.rows())
       most = spot.most_pieces(o.slots, o.max_length)
       pieces = shapes.rows(most, 4 + o.page_sizes.most)
       compile("store", (), spot.features, features.data, pieces, shapes.rows(1))

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax.models import config as config_lib
@@ -203,33 +202,6 @@ class Trainer:
 
     mapped = slices.per_slice(self.mesh, exchange, (ROWS, ROWS), (ROWS, WHOLE))
     shardings = (self.trained_shardings.states, slices.shardings(self.abstract.params))
-    return jax.jit(mapped, out_shardings=shardings)
-
-  def make_judge(self, held_out_rows: int) -> Callable:
-    """(target params, draft params, others, Rows) -> (the better ones, bool[]).
-
-    By the loss on the rows that are not trained on; the others must be no worse.
-    """
-
-    def judge(target_params, params, others, rows):
-      rotations = self._rotations()
-
-      def both(i):
-        packed, features = rows.row(i)
-        value = lambda params: self._loss(
-          params, target_params, rotations, packed, features
-        )[0]
-        return jnp.stack([value(params), value(others)])
-
-      zeros = slices.varying(jnp.zeros(2, jnp.float32))
-      old, new = slices.total(accumulate.sum_over(held_out_rows, both, zeros))
-      better = jnp.isfinite(new) & ~(new > old)
-      return jax.tree.map(lambda a, b: jnp.where(better, b, a), params, others), better
-
-    mapped = slices.per_slice(
-      self.mesh, judge, in_specs=(WHOLE, WHOLE, WHOLE, ROWS), out_specs=WHOLE
-    )
-    shardings = (slices.shardings(self.abstract.params), axes.sharding(self.mesh))
     return jax.jit(mapped, out_shardings=shardings)
 
   def init_states(self, params) -> state_lib.State:
