@@ -92,7 +92,7 @@ class _Rollouts(NamedTuple):
   """What the programs of rollouts are made for."""
 
   shapes: programs_lib.Shapes
-  ways: Mapping[options_lib.Bucket, list[chunks.Way]]  # to speculate, by bucket
+  ways: Mapping[options_lib.Bucket, list[chunks.ChunkMode]]  # to speculate, by bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Run:
     schedule = ready.nothing_queued(options)
     allowed = list(filter(options.allows, options.buckets)) or options.buckets[:1]
     arms = {bucket: drafting.in_bucket(schedule, bucket) for bucket in allowed}
-    way = lambda arm: drafting.way(arm, weights)
+    way = lambda arm: drafting.mode(arm, weights)
     ways = {bucket: list(map(way, arms[bucket])) for bucket in allowed}
     return _Rollouts(shapes, ways)
 

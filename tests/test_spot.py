@@ -270,7 +270,7 @@ def filled_spot(sizes, **options):
 def train_by(program, spot, most):
   """Trains by a program of `Trainer.make_train`; gives its account."""
   trained = program(tiny.on(spot.trainer.mesh), spot.training(most))
-  account = spot.trainer.account(trained.states, processes.gather(trained.told))
+  account = spot.trainer.account(trained.states, processes.gather(trained.totals))
   spot.take(account)
   return account
 
@@ -453,7 +453,7 @@ def test_a_chunk_says_what_decoding_and_micro_batches_took():
   def book(slice_s, steps, micro_batches):
     emitted = slots_lib.Emitted(*[None] * 5, steps=np.array(steps))
     trained = mock.MagicMock(micro_batches=np.array(micro_batches), skipped=0)
-    return made.book(chunks.Ran(emitted, None, trained, np.array(slice_s)))
+    return made.book(chunks.ChunkResult(emitted, None, trained, np.array(slice_s)))
 
   assert book([2.0, 3.0], [8, 0], [0, 6]) == 2.0 and clock.micro_batch_s == 0.5
   assert book([2.0, 2.5], [8, 2], [0, 4]) == 2.0  # ran dry on the way

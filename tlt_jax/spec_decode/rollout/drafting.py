@@ -65,7 +65,7 @@ class Drafting:
     """Drafts as the selector says; None: never."""
     self.selector, self.sources, self.clock = selector, sources, clock
 
-  def way(self, strategy: Strategy | None, weights: chunk_lib.Weights) -> chunks.Way:
+  def mode(self, strategy: Strategy | None, weights: chunk_lib.Weights) -> chunks.ChunkMode:
     """How a chunk of that strategy decodes.
 
     Args:
@@ -74,7 +74,7 @@ class Drafting:
     source = None if strategy is None else self.sources[strategy.source]
     if source is None or not source.reads_drafter:
       weights = weights.replace(draft=None)
-    return chunks.Way(strategy, source, weights)
+    return chunks.ChunkMode(strategy, source, weights)
 
   def step_s(self, bucket: options_lib.Bucket) -> selector_lib.StepSeconds:
     """Seconds of a step in a bucket by strategy, for selectors."""
@@ -171,22 +171,22 @@ class DraftState:
     self._source = self._state = None
 
   def take(
-    self, way: chunks.Way, batch: batch_lib.Batch, samples: samples_lib.Samples
+    self, mode: chunks.ChunkMode, batch: batch_lib.Batch, samples: samples_lib.Samples
   ) -> Any:
     """The state for the next chunk, which may donate it; `give` gets what comes out.
 
     Args:
-      way: how the chunk decodes
+      mode: how the chunk decodes
       batch: whose requests it drafts for
       samples: with what they have drawn
     """
-    source = way.source
+    source = mode.source
     kept = source is not None and source.keeps_state and source is self._source
     state = self._state if kept else None
     self._source, self._state = source, None
     if source is not None and not kept:
       running = batch.running.progress(samples)
-      state = source.prepare(batch.key, way.weights, batch.slots, running)
+      state = source.prepare(batch.key, mode.weights, batch.slots, running)
     return state
 
   def give(self, state: Any) -> None:

@@ -93,15 +93,15 @@ class Harvest:
     several = np.count_nonzero(running.live) > 1
     return self.spot.training(most, expected, later=most if several else 0)
 
-  def book(self, ran: chunks_lib.Ran) -> float:
+  def book(self, result: chunks_lib.ChunkResult) -> float:
     """Books what a chunk trained; returns the seconds that decoding took in it."""
-    self._take(ran.trained)
-    micro_batches, decoded = ran.trained.micro_batches, ran.emitted.steps > 0
+    self._take(result.trained)
+    micro_batches, decoded = result.trained.micro_batches, result.emitted.steps > 0
     only = (micro_batches > 0) & ~decoded
     if only.any():
-      self.clock.trained(float(max(ran.slice_s[only] / micro_batches[only])))
-    decoding_s = ran.slice_s - micro_batches * self.clock.micro_batch_s
-    least = _DECODING * ran.slice_s  # what micro-batches take is only an estimate
+      self.clock.trained(float(max(result.slice_s[only] / micro_batches[only])))
+    decoding_s = result.slice_s - micro_batches * self.clock.micro_batch_s
+    least = _DECODING * result.slice_s  # what micro-batches take is only an estimate
     return float(max(np.maximum(decoding_s, least)[decoded], default=0.0))
 
   def observe(
@@ -219,15 +219,15 @@ class Harvest:
     """Trains on all slices."""
     training = self.spot.training(micro_batches)
     trained = self._programs.run("train", (), params, training)
-    told = processes.gather(trained.told)
-    self._take(self.spot.trainer.account(trained.states, told))
+    totals = processes.gather(trained.totals)
+    self._take(self.spot.trainer.account(trained.states, totals))
 
   def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)
     updates = int(trained.updates.sum())
     if updates or trained.skipped:
-      told = {"updates": updates, "skipped": trained.skipped, **trained.metrics}
-      self.samples.training.append(told)
+      counts = {"updates": updates, "skipped": trained.skipped}
+      self.samples.training.append(counts | trained.metrics)
 
   def _progress(self, training: list[dict]) -> investment_lib.Progress:
     """What these programs brought, a part of `Samples.training`."""

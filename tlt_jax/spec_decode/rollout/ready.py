@@ -95,16 +95,16 @@ class Ready:
   def _compile_chunk(self, arm, bucket, stops: int, weights) -> None:
     """The chunk of a strategy in a bucket; where slices train in it, it is tried too."""
     key, slots = (*bucket, stops), self._shapes.slots(bucket, stops)
-    way = self._drafting.way(arm, weights)
+    mode = self._drafting.mode(arm, weights)
     one, state = np.int32(1), None
     limits = chunk_lib.Limits(one)
-    if way.source is not None:
-      state = way.source.ready(key, way.weights, slots)
+    if mode.source is not None:
+      state = mode.source.ready(key, mode.weights, slots)
       limits = chunk_lib.Limits(one, one, one)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=1, expected=1)
-    self._chunks.program(key, way, slots, state, limits, training)
+    self._chunks.program(key, mode, slots, state, limits, training)
     exist = isinstance(jax.tree.leaves(weights.target)[0], jax.Array)
     if training is not None and exist and self._shapes.options.allows(bucket):
       # The first time that a slice trains takes 0.2 s longer on XLA's CPU, per program;
@@ -112,7 +112,7 @@ class Ready:
       with _unless_out_of_memory(bucket):
         slots, state = slices.zeros((slots, state))
         nothing = self._spot.on_nothing()
-        trial = self._chunks.program(key, way, slots, state, limits, nothing)
+        trial = self._chunks.program(key, mode, slots, state, limits, nothing)
         jax.block_until_ready(trial())
 
   def measure(
@@ -157,15 +157,15 @@ class Ready:
       slices: how many decode, while the others have nothing to do; None: all
     """
     batch, schedule = self._full(bucket, stops, slices)
-    way = self._drafting.way(arm, weights)
+    mode = self._drafting.mode(arm, weights)
     samples = samples_lib.empty(batch.running.requests)
-    state = drafting_lib.DraftState().take(way, batch, samples)
+    state = drafting_lib.DraftState().take(mode, batch, samples)
     limits, _ = chunks_lib.limits(schedule, arm, known=False)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=0, expected=1)
-    ran = self._chunks.run(batch, way, state, limits, training)
-    return ran.seconds / max(ran.steps, 1)
+    result = self._chunks.run(batch, mode, state, limits, training)
+    return result.seconds / max(result.steps, 1)
 
   def time_switch(
     self,
@@ -182,9 +182,9 @@ class Ready:
       stops: stop tokens per request
     """
     batch, _ = self._full(bucket, stops)
-    way = self._drafting.way(arm, weights)
+    mode = self._drafting.mode(arm, weights)
     running = batch.running.progress(samples_lib.empty(batch.running.requests))
-    prepare = lambda: way.source.prepare(batch.key, way.weights, batch.slots, running)
+    prepare = lambda: mode.source.prepare(batch.key, mode.weights, batch.slots, running)
     jax.block_until_ready(prepare())  # compiling is not timed
     began = time.perf_counter()
     jax.block_until_ready(prepare())

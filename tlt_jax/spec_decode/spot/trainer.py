@@ -47,7 +47,7 @@ class Trained:
   """The result of a program that trains."""
 
   states: state_lib.State  # of each slice: [slices ...] each
-  told: jax.Array  # f32[slices n]  of each slice, see `Trainer.account`
+  totals: jax.Array  # f32[slices n]  of each slice, see `Trainer.account`
 
 
 ROWS, WHOLE = slices.ROWS, slices.WHOLE
@@ -126,7 +126,7 @@ class Trainer:
     start = jax.tree.map(lambda x: x[0], training.states)
 
     def micro_batch(i, carry):
-      state, told = carry
+      state, totals = carry
       packed, features = training.rows.micro_batch(i)
       (loss, metrics), grads = self._value_and_grad(
         state.params, target_params, rotations, packed, features, state.step
@@ -140,23 +140,23 @@ class Trainer:
       new = training.rows.is_new(i) & (metrics["tokens"] > 0)
       agreement = jnp.where(new, self.loss.agreement(metrics), 0.0)
       counts = *counts, new.astype(jnp.float32), agreement
-      return state, told + jnp.stack([*counts, *_in_order(means)])
+      return state, totals + jnp.stack([*counts, *_in_order(means)])
 
-    told = slices.varying(jnp.zeros(len(self._told), jnp.float32))
-    state, told = jax.lax.fori_loop(0, most, micro_batch, (start, told))
-    return Trained(jax.tree.map(lambda x: x[None], state), told[None])
+    totals = slices.varying(jnp.zeros(len(self._names), jnp.float32))
+    state, totals = jax.lax.fori_loop(0, most, micro_batch, (start, totals))
+    return Trained(jax.tree.map(lambda x: x[None], state), totals[None])
 
   @property
-  def _told(self) -> list[str]:
+  def _names(self) -> list[str]:
     """The names of what `train` counts and sums up."""
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
     return [*_COUNTS, *sorted(names)]
 
-  def account(self, states: state_lib.State, told: np.ndarray) -> Account:
-    """The account of what was trained; `told` is that of `Trained`, on the host."""
-    micro_batches, skipped, updates = told[:, :3].T.astype(np.int32)
+  def account(self, states: state_lib.State, totals: np.ndarray) -> Account:
+    """The account of what was trained; `totals` is that of `Trained`, on the host."""
+    micro_batches, skipped, updates = totals[:, :3].T.astype(np.int32)
     count = int(updates.sum())
-    sums = dict(zip(self._told, told.sum(0).tolist(), strict=True))
+    sums = dict(zip(self._names, totals.sum(0).tolist(), strict=True))
     new = int(sums["new_rows"])
     agreement = sums["new_agreement"] / new if new else 0.0
     means = {k: x / count for k, x in sums.items() if count and k not in _COUNTS}
