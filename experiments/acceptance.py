@@ -1,4 +1,4 @@
-"""Measures how many drafted tokens stand: by verification, strategy and temperature."""
+"""Measures how many drafted tokens are accepted: by strategy and temperature."""
 
 from collections.abc import Sequence
 import itertools
@@ -11,16 +11,14 @@ from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
-def sampler(
-  config: dict, models: from_config.Models, strategy: str, verification: str
-) -> sample.Sampler:
+def sampler(config: dict, models: from_config.Models, strategy: str) -> sample.Sampler:
   """The sampler that drafts for every request alike; see `measure`.
 
   Raises:
     ValueError: there is no such strategy, or it does not go with the rest
   """
   return from_config.sampler(
-    config | {"verification": verification},
+    config,
     models.model,
     models.mesh,
     drafter=models.drafter,
@@ -43,7 +41,6 @@ def measure(
   models: from_config.Models,
   *,
   strategies: Sequence[str],
-  verifications: Sequence[str],
   records: Sequence[dict],
   samples: int,
   seed: int,
@@ -57,23 +54,21 @@ def measure(
     config: of a run, for its sampling and rollout
     models: its policy, and the drafter
     strategies: as `strategy.parse` reads them
-    verifications: of `source.VERIFICATIONS`
     records: the prompts, held-out ones
     samples: responses per prompt, see `samples_at`
     seed: of the noise
     temperatures: of sampling; none: that of the config
   Returns:
-    of each case {"verification", "strategy", "temperature", "mean_acceptance_length",
+    of each case {"strategy", "temperature", "mean_acceptance_length",
     "acceptance_rate_pos", "accuracy"}; the length is tokens per target pass and request,
     the rates are the shares of passes whose first, second, ... draft was accepted
   """
   found = []
-  cases = itertools.product(
-    verifications, strategies, at_temperatures(config, temperatures)
-  )
-  for verification, name, temperature in cases:
+  for name, temperature in itertools.product(
+    strategies, at_temperatures(config, temperatures)
+  ):
     sampling = config["sampling"] | {"temperature": temperature}
-    scored = sampler(config | {"sampling": sampling}, models, name, verification)(
+    scored = sampler(config | {"sampling": sampling}, models, name)(
       models.params,
       records,
       samples_at(temperature, samples),
@@ -81,7 +76,7 @@ def measure(
       draft_params=models.draft_params,
     )
     length = scored.samples.mean_acceptance_length
-    case = {"verification": verification, "strategy": name, "temperature": temperature}
+    case = {"strategy": name, "temperature": temperature}
     result = {
       "mean_acceptance_length": length,
       "acceptance_rate_pos": scored.samples.acceptance_rate,
@@ -97,12 +92,13 @@ def report(found: list[dict]) -> None:
   tables.show(
     "Acceptance on held-out prompts",
     [
-      *("verification", "strategy", "temperature", "tokens per pass"),
+      *("strategy", "temperature", "tokens per pass"),
       *("accepted, by position", "accuracy"),
     ],
     [
       (
-        *(case["verification"], case["strategy"], f"{case['temperature']:g}"),
+        case["strategy"],
+        f"{case['temperature']:g}",
         f"{case['mean_acceptance_length']:.2f}",
         " ".join(f"{rate:.2f}" for rate in case["acceptance_rate_pos"]),
         f"{100 * case['accuracy']:.0f}%",

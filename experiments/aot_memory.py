@@ -110,8 +110,7 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
   spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
   spot = spot and aot_programs.SpotShapes(*spot)
   rollout = rollout_lib.make(
-    *(run.model, run.mesh, options, drafter, run.selector, config["verification"]),
-    spot=spot,
+    *(run.model, run.mesh, options, drafter, run.selector), spot=spot
   )
   draft_params = None if spot else run.draft_params(drafter)
   weights = rollout.parts.weights(run.weights(run.model.dtype), draft_params)

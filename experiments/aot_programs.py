@@ -272,9 +272,9 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
     drafting = drafter_lib.abstract_params(drafter)
     weights = weights.replace(draft=axes.with_shardings(mesh, axes.ROLLOUT, drafting))
   chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=options.chunk)
-  way = chunks_lib.Way(arm, source, weights)
-  chunks.program(bucket, way, full, state, limits, training)
-  return pool.asked[way.name + ("+training" if training else ""), *bucket]
+  mode = chunks_lib.ChunkMode(arm, source, weights)
+  chunks.program(bucket, mode, full, state, limits, training)
+  return pool.asked[mode.name + ("+training" if training else ""), *bucket]
 
 
 def _parameters(mesh, abstract, dtype: str = "float32"):

@@ -135,9 +135,6 @@ def drafter_of_run(
   if not run["spot"]["train"]:
     return (drafter, frozen) if frozen is not None else (None, None)
   params = on_host(drafter_lib.abstract_params(drafter))
-  if run["spot"]["held_out_rows"]:
-    _, part = checkpoints.restore_part({"drafter": {"published": params}})
-    return drafter, part["drafter"]["published"]
   name = "average" if run["spot"]["average"] else "params"
   _, part = checkpoints.restore_part({"drafter": {"state": {name: params}}})
   return drafter, part["drafter"]["state"][name]

@@ -279,7 +279,7 @@ def load_drafter(
 
 def selector(config: dict) -> selector_lib.Selector | None:
   """The selector of strategies; None if only plain decoding is left."""
-  return levels.make(
+  return selector_lib.make(
     strategies=config["strategies"],
     rule=config["strategy_rule"],
     has_drafter=bool(config["drafter"]),
@@ -332,7 +332,7 @@ def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
   if text == "auto":
     text = levels.automatic(has_drafter)
   if " live: " in text:
-    return levels.make(text, config["strategy_rule"], has_drafter)
+    return selector_lib.make(text, config["strategy_rule"], has_drafter)
   strategy = strategy_lib.parse(text)
   if strategy_lib.uses_drafter(strategy) and not has_drafter:
     raise ValueError(f"strategy {text} needs a --drafter")
@@ -379,7 +379,6 @@ def sampler(
     options,
     drafter=drafter,
     selector=selector,
-    verification=config["verification"],
     spot=spot,
     pool=like and like.rollout.pool,
   )

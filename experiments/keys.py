@@ -26,7 +26,6 @@ from tlt_jax.rl import reward
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import selector
-from tlt_jax.spec_decode.speculation import source
 from tlt_jax.spec_decode.spot import loss
 from tlt_jax.spec_decode.spot import offline
 from tlt_jax.spec_decode.spot import spot
@@ -88,12 +87,7 @@ RUN = {
     str,
     "how one of several strategies is chosen: predictive, epsilon_greedy, or a module of "
     "your own",
-    find=selector.find,
-  ),
-  "verification": Key(
-    Literal[source.VERIFICATIONS],
-    "how drafts are accepted: 'coupled' and 'likeliest' keep every token that decoding "
-    "without drafts would draw, 'rejection' only the distribution",
+    find=selector.find_rule,
   ),
   "spot": {
     "train": Key(bool, "whether the drafter trains, for as long as it pays", default=True),

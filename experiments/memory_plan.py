@@ -92,7 +92,7 @@ class _Rollouts(NamedTuple):
   """What the programs of rollouts are made for."""
 
   shapes: programs_lib.Shapes
-  ways: Mapping[options_lib.Bucket, list[chunks.Way]]  # to speculate, by bucket
+  ways: Mapping[options_lib.Bucket, list[chunks.ChunkMode]]  # to speculate, by bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +174,7 @@ class Run:
     if spot is None:
       return ()
     trainer, options = spot
-    published = trainer.abstract.params if options.held_out_rows else ()
-    return trainer.abstract, published, spot_lib.abstract_features(trainer, options)
+    return trainer.abstract, spot_lib.abstract_features(trainer, options)
 
   def drafter_parts(
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
@@ -185,7 +184,7 @@ class Run:
       return []
     if spot is None:
       return [self.part("drafter", self.draft_params(drafter), "drafter")]
-    _, _, features = self.spot_arrays(spot)
+    _, features = self.spot_arrays(spot)
     held = (spot[0].abstract_states(), self.draft_params(drafter))
     return [
       self.part("drafter in training", held, "spot.train"),
@@ -203,15 +202,13 @@ class Run:
     shapes = programs_lib.Shapes.of(
       self.model, self.mesh, options, drafter, strategies, train=spot is not None
     )
-    sources = drafting_lib.make_sources(
-      selector, shapes, _NoPool(), config["verification"], drafter
-    )
+    sources = drafting_lib.make_sources(selector, shapes, _NoPool(), drafter)
     drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
     weights = chunk_lib.Weights(self.weights(self.model.dtype), self.draft_params(drafter))
     schedule = ready.nothing_queued(options)
     allowed = list(filter(options.allows, options.buckets)) or options.buckets[:1]
     arms = {bucket: drafting.in_bucket(schedule, bucket) for bucket in allowed}
-    way = lambda arm: drafting.way(arm, weights)
+    way = lambda arm: drafting.mode(arm, weights)
     ways = {bucket: list(map(way, arms[bucket])) for bucket in allowed}
     return _Rollouts(shapes, ways)
 

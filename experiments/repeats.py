@@ -18,7 +18,6 @@ from experiments import launch
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.rollout import compare
-from tlt_jax.spec_decode.speculation import source
 
 SIDES = ("plain", "frozen")
 
@@ -97,17 +96,10 @@ def make(
     mesh: of the run
     params: the policy's, in the layout of rollouts
     sampler: of the run, whose compiled programs serve the frozen drafter, too
-  Raises:
-    ValueError: the run's drafts change tokens, so that there is nothing to compare
   """
   every = config["compare"]["every"]
   if not every or from_config.selector(config) is None:
     return Repeats(0, {})
-  if config["verification"] == source.REJECTION:
-    raise ValueError(
-      "compare.every: with verification='rejection' a plain rollout draws other tokens, "
-      "and its time says nothing; set compare.every=0, or verification='coupled'"
-    )
   sides = {"plain": Side(from_config.sampler(config, model, mesh), None)}
   if sampler.rollout.parts.spot is not None:
     drafter, draft_params = from_config.load_drafter(config, model, mesh)

@@ -89,18 +89,12 @@ def fit_rollout(
     machine: that answers
     most_slots: if slots are left open; None: as many as the memory holds
   Raises:
-    ValueError: the longest prompt and a response exceed the model's context; or slots are
-      left open, and no size may follow from the machine
+    ValueError: the longest prompt and a response exceed the model's context
   """
   o, max_tokens = dict(config["rollout"]), config["sampling"]["max_tokens"]
   left_open = [name for name in OPEN["rollout"] if o.get(name) is None]
   if "max_prompt" in left_open:
     check_context(asked.longest, max_tokens, model)
-  if "slots" in left_open and o.get("deterministic"):
-    raise ValueError(
-      "rollout.deterministic: rollout.slots would follow from the memory that happens to "
-      "be free; give a number, such as that in the config.json of a run"
-    )
   size = {name: value for name, value in o.items() if value is not None}
   most_block, most_rows = (64, 4) if machine.is_cpu else (256, 8)
   per_slice = lambda n: power_of_two(-(-n // machine.slices))

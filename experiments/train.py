@@ -84,9 +84,7 @@ def main(config):
     return step, trained(state), saved
 
   def at_stop():
-    # A step that is cut short will be done again, and may have trained the drafter.
-    inexact = within_step and sampler.rollout.options.deterministic
-    return None if step == first or inexact else snapshot()
+    return None if step == first else snapshot()
 
   if run.start is not None:
     params = state = None  # the checkpoint's have their memory
@@ -115,7 +113,6 @@ def main(config):
   processes.stop_on_signals()
   with run.checkpoints.at_stop(at_stop) as checkpoints:  # what it writes is finished
     while True:
-      within_step = True
       metrics = evaluations.evaluate(
         config, sampler, policy, held_out, step, run.path, draft_params
       )
@@ -155,7 +152,7 @@ def main(config):
       writer.write_rollout(step, scored.record())
       evaluations.write_examples(config, scored, run.path, f"train_{step:06}")
       prompts.take(len(scored.records) // R)  # no earlier: a stop would skip them
-      step, within_step = step + 1, False
+      step += 1
       checkpoints.save(*snapshot(), force=step == config["steps"])
       progress.update(step, record)
       processes.stop_if_told()

@@ -48,7 +48,6 @@ from tlt_jax.spec_decode.spot import offline
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
 
 _RESPONSES, _FEATURES = "responses.npz", "features"
-_VERIFICATION = "coupled"  # of drafts, when acceptance is measured
 _SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
 
 
@@ -127,7 +126,7 @@ def check(models: from_config.Models, config: dict, run: dict) -> None:
   make_learner(models, drafter, config, run)
   drafting = dataclasses.replace(models, drafter=drafter)
   for strategy in config["evaluation"]["strategies"]:
-    acceptance.sampler(run, drafting, strategy, _VERIFICATION)
+    acceptance.sampler(run, drafting, strategy)
 
 
 def train(
@@ -225,7 +224,6 @@ def main(config, run):
     run,
     from_config.Models(models.mesh, models.model, models.params, drafter, params),
     strategies=measured["strategies"],
-    verifications=(_VERIFICATION,),
     records=held_out,
     samples=measured["samples"],
     seed=config["seed"] + _SEED,

@@ -98,7 +98,7 @@ def test_without_its_frozen_twin_an_overhead_is_not_known():
     ("ngram_3", "up to 16 live: ngram_3", False, False),
   ],
 )
-@pytest.mark.parametrize("suffix", ["", "+rebalance", "+deterministic+rebalance"])
+@pytest.mark.parametrize("suffix", ["", "+rebalance"])
 def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains, suffix):
   config = commands.read_run("tail.py")
   own = sides.settings(side + suffix, config)
@@ -107,7 +107,6 @@ def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains,
   assert bool(own["drafter"]) == drafts
   assert (drafts and own["spot"]["train"]) == trains
   assert own["rollout"]["rebalance"] == bool(suffix)
-  assert own["rollout"].get("deterministic", False) == ("deterministic" in suffix)
   assert own["sampling"] == config["sampling"]
 
 

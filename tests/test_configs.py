@@ -51,6 +51,7 @@ from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
@@ -368,8 +369,8 @@ def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
       door(**config[section], typo=1)
   if "reward" in config:
     assert callable(reward.make(config["reward"]))
-    selector = levels.make(config["strategies"], config["strategy_rule"], has_drafter=True)
-    assert selector is not None
+    strategies, rule = config["strategies"], config["strategy_rule"]
+    assert selector_lib.make(strategies, rule, has_drafter=True) is not None
 
 
 @pytest.mark.parametrize("arg", ["", "smoke"])

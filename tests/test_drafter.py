@@ -274,10 +274,6 @@ def test_a_draft_vocabulary_restricts_the_head(kind):
   assert made.shape == (3, 5, len(VOCAB))
   np.testing.assert_allclose(made, whole.logits(h)[..., ids], rtol=1e-5)
   np.testing.assert_array_equal(part.tokens(jnp.arange(len(VOCAB))), VOCAB)
-  q = jax.nn.softmax(made, -1)
-  over_target = np.asarray(part.over_target(q))
-  np.testing.assert_array_equal(over_target[..., ids], q)
-  assert not np.delete(over_target, ids, -1).any()
   assert ("head" in params(f"{kind}_vocab")) == (kind == "eagle3")
 
 
@@ -316,9 +312,7 @@ def test_a_chain_stays_within_the_draft_vocabulary(kind):
   slots = types.SimpleNamespace(
     pending=pending, position=jnp.ones(B, jnp.int32), sampling=sampling
   )
-  contest = functools.partial(sampling_lib.contest, ids=draft.ids)
-  best = lambda *args: sampling_lib.argmax(contest(*args))[:, None]
-  run = jax.jit(lambda: draft_lib.draft_chain(draft, state, slots, J - 1, J, best)[0])
+  run = jax.jit(lambda: draft_lib.draft_chain(draft, state, slots, J - 1, J)[0])
   guessed = np.unique(run().tokens[:, 1:])
   assert set(guessed) <= set(VOCAB)
   assert len(guessed) > len(VOCAB) / 2
@@ -398,9 +392,9 @@ def test_the_loss_is_what_is_documented(kind, distance):
     if CONFIGS[kind].predicts_features:
       error = np.abs(np.asarray(h) - ahead(final))
       smooth = np.where(error < 1, 0.5 * error**2, error - 0.5)
-      share = share + options.regression * smooth.mean(-1)
+      share = share + draft_loss.REGRESSION * smooth.mean(-1)
     share = share[counts].sum()
-    expected += options.decay**k * share
+    expected += draft_loss.DECAY**k * share
     np.testing.assert_allclose(metrics[f"loss_{k + 1}"], share, rtol=1e-4)
     np.testing.assert_allclose(
       metrics[f"agreement_{k + 1}"], (1 - variation)[counts].sum(), rtol=1e-3

@@ -54,12 +54,10 @@ def test_a_run_is_exported_from_its_latest_checkpoint(home, tmp_path):
   params = drafter_lib.init_params(drafter, jax.random.key(1))
   made = {
     name: jax.tree.map(lambda x, i=i: x + i, params)
-    for i, name in enumerate(("params", "average", "published"))
+    for i, name in enumerate(("params", "average"))
   }
-  published = made["published"]
-  state = {k: made[k] for k in ("params", "average")} | {"step": jnp.int32(1)}
-  trained = {"state": state, "published": published, "features": jnp.zeros(5)}
-  spot = {"train": True, "held_out_rows": 0, "average": 0.0}
+  trained = {"state": made | {"step": jnp.int32(1)}, "features": jnp.zeros(5)}
+  spot = {"train": True, "average": 0.0}
   config = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": spot}
   run = workdir_of(tmp_path, config, state_of(drafter=trained))
   told = export.export(run, tmp_path / "out", "sglang")
@@ -70,10 +68,9 @@ def test_a_run_is_exported_from_its_latest_checkpoint(home, tmp_path):
   assert (tmp_path / "out" / "policy" / "tokenizer.json").is_file()
   assert_equal(drafter_files.load(tmp_path / "out" / "drafter", MODEL), (drafter, params))
   checkpoints = checkpoint.Checkpoints(run / "checkpoints")
-  for name, changes in (("average", {"average": 0.9}), ("published", {"held_out_rows": 2})):
-    other = config | {"spot": spot | changes}
-    found = export.drafter_of_run(other, MODEL, checkpoints)
-    assert_equal(found, (drafter, made[name]))
+  other = config | {"spot": spot | {"average": 0.9}}
+  found = export.drafter_of_run(other, MODEL, checkpoints)
+  assert_equal(found, (drafter, made["average"]))
 
 
 def test_a_frozen_drafter_and_one_trained_offline_are_exported(home, tmp_path):
@@ -209,7 +206,7 @@ def test_a_run_of_before_a_key_existed_is_exported(home, tmp_path):
   drafter = drafter_lib.of_target(MODEL)
   params = drafter_lib.init_params(drafter, jax.random.key(1))
   run = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": {"train": True}}
-  trained = {"state": {"params": params, "average": params}, "published": params}
+  trained = {"state": {"params": params, "average": params}}
   run = workdir_of(tmp_path, run, state_of(drafter=trained))
   export.export(run, tmp_path / "out", "sglang")
   assert_equal(drafter_files.load(tmp_path / "out" / "drafter", MODEL), (drafter, params))

@@ -228,7 +228,7 @@ TABLES = 2 * 4 * LENGTH * tiny.CONFIG.head_dim
 CACHES = 2 * tiny.CONFIG.num_layers + 2 + 1
 
 
-def source_of(name, mesh, verification=source_lib.COUPLED):
+def source_of(name, mesh):
   """The drafter as a source of drafts."""
   setting = source_lib.Setting(
     config=tiny.CONFIG,
@@ -236,7 +236,6 @@ def source_of(name, mesh, verification=source_lib.COUPLED):
     pool=programs.Pool(),
     room=strategy_lib.Room.of([STRATEGIES[name]]),
     strategies=(STRATEGIES[name],),
-    verification=verification,
     drafter=DRAFTER,
     layout=features_lib.of_drafter(DRAFTER),
   )
@@ -252,9 +251,9 @@ def speculative_arguments(source, mesh, kv_pages=None):
   return weights, slots, state, chunk_lib.Limits(one, one, one), None
 
 
-def speculative(name, mesh, verification=source_lib.COUPLED, kv_pages=None):
+def speculative(name, mesh, kv_pages=None):
   """A chunk that drafts, and what it takes."""
-  source = source_of(name, mesh, verification)
+  source = source_of(name, mesh)
   layout, paged = source.setting.layout, kv_pages is not None
   slots = slots_lib.slots_shardings(mesh, tiny.CONFIG, layout, None, paged)
   run = speculate.decode(source, STRATEGIES[name], tokens=8)
@@ -264,23 +263,16 @@ def speculative(name, mesh, verification=source_lib.COUPLED, kv_pages=None):
 
 
 @functools.cache
-def speculative_chunk(name, data, model, verification):
-  program, args = speculative(name, tiny.mesh(data, model), verification)
+def speculative_chunk(name, data, model):
+  program, args = speculative(name, tiny.mesh(data, model))
   return program.lower(*args).compile()
 
 
-@pytest.mark.parametrize(
-  ("data", "model", "verification"),
-  [
-    (1, 1, source_lib.COUPLED),
-    tiny.slow(2, 2, source_lib.COUPLED),
-    (1, 1, source_lib.REJECTION),
-  ],
-)
+@pytest.mark.parametrize(("data", "model"), [(1, 1), tiny.slow(2, 2)])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_speculation_copies_no_cache(name, data, model, verification):
+def test_speculation_copies_no_cache(name, data, model):
   """Neither the target's KV, nor the kept features, nor the drafter's KV."""
-  program = speculative_chunk(name, data, model, verification)
+  program = speculative_chunk(name, data, model)
   size = layer_size(model)
   assert hlo_counts.large_copies(program.as_text(), size, in_entry=True) == []
   assert hlo_counts.unaliased(program.as_text(), size) == []
@@ -289,7 +281,7 @@ def test_speculation_copies_no_cache(name, data, model, verification):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_slices_speculate_without_waiting_for_each_other(name):
-  text = speculative_chunk(name, 2, 2, source_lib.COUPLED).as_text()
+  text = speculative_chunk(name, 2, 2).as_text()
   assert across_slices(text, tiny.mesh(2, 2)) == []
   assert hlo_counts.collectives(text)
   assert max(i.num_elements for i in hlo_counts.collectives(text)) < layer_size(2) / 8
@@ -384,9 +376,9 @@ def test_the_detector_sees_a_drafter_that_forgets_its_guesses(monkeypatch):
   draft_chain = draft_lib.draft_chain
 
   def forgetful(draft, state, slots, *args):
-    tree, _, logits = draft_chain(draft, state, slots, *args)
+    tree, _ = draft_chain(draft, state, slots, *args)
     _, before = draft_lib.extend(draft, state, slots.pending, slots.position)
-    return tree, before, logits
+    return tree, before
 
   monkeypatch.setattr(draft_lib, "draft_chain", forgetful)
   program, args = speculative("chain", tiny.mesh(1))

@@ -43,29 +43,29 @@ def test_levels_that_cannot_be_read_are_quoted(text, message):
 
 def test_one_way_for_each_number_is_fixed():
   text = "up to 8 live: ngram_5; up to 2 live: 3_1_4"
-  selector = levels_lib.make(text, "predictive", True)
+  selector = selector_lib.make(text, "predictive", True)
   chosen = [selector.choose(live) for live in (1, 2, 3, 8, 9)]
   assert chosen == [CHAIN, CHAIN, NGRAM, NGRAM, None]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_of_several_ways_a_rule_learns_the_fastest(rule):
-  selector = levels_lib.make("up to 2 live: off or 3_1_4; up to 8 live: off", rule, True)
+  selector = selector_lib.make("up to 2 live: off or 3_1_4; up to 8 live: off", rule, True)
   assert isinstance(selector, RULES[rule])
   assert selector.arms(2) == (None, CHAIN)
   assert selector.arms(8) == selector.arms(9) == (None,)
 
 
 def test_without_a_drafter_n_grams_are_left_or_nothing():
-  selector = levels_lib.make("up to 2 live: 3_1_4 or ngram_5", "predictive", False)
+  selector = selector_lib.make("up to 2 live: 3_1_4 or ngram_5", "predictive", False)
   assert selector.strategies == (NGRAM,)
-  assert levels_lib.make("up to 2 live: off or 3_1_4", "predictive", False) is None
-  assert levels_lib.make("", "predictive", True) is None
+  assert selector_lib.make("up to 2 live: off or 3_1_4", "predictive", False) is None
+  assert selector_lib.make("", "predictive", True) is None
 
 
 def test_a_rule_of_ones_own_is_called_by_its_module():
   rule = "my_package.in_turn"
-  selector = levels_lib.make("up to 2 live: off or 3_1_4", rule, True)
+  selector = selector_lib.make("up to 2 live: off or 3_1_4", rule, True)
   assert isinstance(selector, selector_lib.Selector)
   assert [selector.choose(1, None) for _ in range(3)] == [None, CHAIN, None]
 
@@ -79,4 +79,4 @@ def test_a_rule_of_ones_own_is_called_by_its_module():
 )
 def test_a_rule_that_does_not_exist_is_told_with_the_nearest(rule, message):
   with pytest.raises(ValueError, match=message):
-    levels_lib.make("up to 2 live: off or 3_1_4", rule, True)
+    selector_lib.make("up to 2 live: off or 3_1_4", rule, True)

@@ -34,9 +34,9 @@ GIB = 2**30
 
 @pytest.fixture
 def config(home) -> dict:
-  """Of a run with everything that takes memory: reference, drafter, held-out rows."""
+  """Of a run with everything that takes memory: reference and drafter."""
   config = commands.read_run("countdown.py:smoke")
-  config["spot"] |= {"rows": 4, "carried_rows": 2, "held_out_rows": 1}
+  config["spot"] |= {"rows": 4, "carried_rows": 2}
   config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96))}
   return config | {
     "policy": str(home / "policy"),
@@ -81,8 +81,7 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
     "drafter in training": held((spot.training(0).states, spot.params)),
     "drafter's training rows": held(spot.features),
   }
-  published = spot.arrays().get("published")
-  trained = (state, spot.state, published, spot.features)
+  trained = (state, spot.state, spot.features)
   expected["state of the checkpoint"] = held(trained)
   expected["drafter after an update"] = held(spot.training(0).states)
   # The bucket that needs the most, full.

@@ -9,7 +9,6 @@ DRAFTING = {
   "drafter": "eagle2",
   "strategies": "up to 4 live: 3_1_4",
   "strategy_rule": "predictive",
-  "verification": "coupled",
 }
 
 
@@ -19,9 +18,3 @@ DRAFTING = {
 def test_nothing_is_repeated_where_nobody_asks_or_nothing_drafts(change):
   repeated = repeats.make(DRAFTING | change, None, None, None, None)
   assert not any(repeated(step, None, None) for step in range(4))
-
-
-def test_rollouts_whose_drafts_change_tokens_are_not_compared():
-  config = DRAFTING | {"verification": "rejection"}
-  with pytest.raises(ValueError, match=r"set compare\.every=0"):
-    repeats.make(config, None, None, None, None)

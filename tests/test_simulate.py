@@ -20,7 +20,6 @@ from tlt_jax.simulate import scenario as scenario_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import clock
-from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot
@@ -155,7 +154,7 @@ def test_no_request_is_lost_and_time_only_passes(lengths, slices, rate, train):
     slices,
     lengths,
     slots=4,
-    selector=levels.make("up to 4 live: off or 3_1_4 or 4_2_6", "predictive", True),
+    selector=selector.make("up to 4 live: off or 3_1_4 or 4_2_6", "predictive", True),
     acceptance=acceptance_lib.Rates([rate]),
     spot=SPOT if train else None,
   )
@@ -239,7 +238,7 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
     sizes,
     requests_lib.make_requests([np.ones(5, np.int32)] * 4, max_tokens=2000),
     np.array([1900, 5, 6, 7]),
-    selector=levels.make("up to 4 live: off or 3_1_4", "predictive", True),
+    selector=selector.make("up to 4 live: off or 3_1_4", "predictive", True),
     acceptance=acceptance_lib.Rates([rate]),
     rollouts=rollouts,
     **changes,

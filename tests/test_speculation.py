@@ -8,7 +8,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from scipy import stats
 
 from experiments import launch
 from tests import tiny
@@ -17,7 +16,6 @@ from tlt_jax import data
 from tlt_jax import tokenization
 from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
-from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -51,11 +49,11 @@ class Chosen(selector_lib.Selector):
 
 
 @functools.cache
-def engine(data=1, model=1, kind=None, verification="coupled"):
+def engine(data=1, model=1, kind=None):
   drafter, selector = (DRAFTERS[kind], Chosen()) if kind else (None, None)
-  usual = (data, model) == (1, 1) and kind != "eagle3" and verification == "coupled"
+  usual = (data, model) == (1, 1) and kind != "eagle3"
   mesh, options = tiny.mesh(data, model), OPTIONS if usual else NARROW
-  return rollout.make(tiny.CONFIG, mesh, options, drafter, selector, verification)
+  return rollout.make(tiny.CONFIG, mesh, options, drafter, selector)
 
 
 def always(strategy):
@@ -74,8 +72,8 @@ def plain(**options):
   return made, engine()(tiny.on(tiny.mesh(1)), made)
 
 
-def speculate(made, choose, kind="eagle2", data=1, model=1, verification="coupled"):
-  run = engine(data, model, kind, verification)
+def speculate(made, choose, kind="eagle2", data=1, model=1):
+  run = engine(data, model, kind)
   run.selector.rule = choose
   return run(tiny.on(tiny.mesh(data, model)), made, draft_params(kind))
 
@@ -191,72 +189,6 @@ def test_n_grams_draw_the_same_and_learn_from_siblings():
   resumed = rollout.make(tiny.CONFIG, tiny.mesh(2), NARROW, None, selector)
   resumed.restore(json.loads(json.dumps(run.state())))
   assert resumed.state() == run.state()
-
-
-@pytest.mark.parametrize("strategy", [tiny.slow(CHAIN), TREE], ids=str)
-def test_guessing_the_likeliest_tokens_draws_the_same(strategy):
-  """Which tokens are drafted does not matter to the coupled draw."""
-  made, samples = plain()
-  likeliest = speculate(made, always(strategy), verification="likeliest")
-  assert_same(made, samples, likeliest)
-  assert likeliest.mean_acceptance_length > 1
-
-
-REJECTING = [
-  (CHAIN, "eagle2"),
-  tiny.slow(TREE, "eagle2_vocab"),
-  tiny.slow(CHAIN, "eagle3_vocab"),
-  tiny.slow(TREE, "eagle2"),
-  tiny.slow(strategy_lib.parse("ngram_4"), "eagle2"),
-]
-
-
-@pytest.mark.parametrize(("strategy", "kind"), REJECTING, ids=str)
-def test_rejection_takes_the_likeliest_tokens_at_temperature_0(strategy, kind):
-  made = requests(temperature=0.0)
-  samples = engine()(tiny.on(tiny.mesh(1)), made)
-  drawn = speculate(made, always(strategy), kind, verification="rejection")
-  assert_same(made, samples, drawn)
-
-
-@functools.cache
-def tables():
-  """Log-softmax of the first and, by the first token, the second token's logits."""
-  prompt = tiny.prompts(1)[0]
-  V, n = tiny.CONFIG.vocab_size, len(prompt)
-  tokens = np.concatenate([np.tile(prompt, (V, 1)), np.arange(V)[:, None]], 1)
-  module, params = target.Target(tiny.CONFIG), {"params": tiny.params()}
-  at = jax.numpy.broadcast_to(jax.numpy.arange(n + 1), tokens.shape)
-  features, _ = module.apply(params, tokens, at)
-  logits = module.apply(params, features[:, n - 1 :], method=target.Target.logits)
-  logp = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)
-  return logp[0, 0], logp[:, 1]
-
-
-def filtered(logp, k: int):
-  """Probabilities of the k likeliest tokens."""
-  p = np.where(logp >= np.sort(logp, -1)[..., -k, None], np.exp(logp), 0.0)
-  return p / p.sum(-1, keepdims=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "kind"), REJECTING, ids=str)
-def test_rejection_keeps_the_distribution(strategy, kind):
-  """Of the second token, which follows a draft that stood or one that fell."""
-  count, k = 8192, 12
-  made = requests_lib.make_requests(tiny.prompts(1), count, max_tokens=3, seed=4, top_k=k)
-  samples = speculate(made, always(strategy), kind, verification="rejection")
-  first, second = tables()
-  expected = count * filtered(first, k) @ filtered(second, k)
-  counts = np.bincount(samples.tokens[:, 1], minlength=len(expected))
-  often = expected > 5
-  fold = lambda x: np.append(x[often], x[~often].sum())
-  assert not counts[expected == 0].any()
-  assert stats.chisquare(fold(counts), fold(expected)).pvalue > 1e-3
-  given, drawn = samples.tokens[:, 0], samples.tokens[:, 1]
-  np.testing.assert_allclose(samples.logp[:, 1], second[given, drawn], atol=1e-5)
-  probability = np.log(filtered(second, k)[given, drawn])
-  np.testing.assert_allclose(samples.logp_filtered[:, 1], probability, atol=1e-5)
 
 
 @functools.cache

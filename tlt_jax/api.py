@@ -36,6 +36,7 @@ from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 
 Requests, Samples = requests_lib.Requests, samples_lib.Samples
 make_requests = requests_lib.make_requests  # prompts as token ids -> Requests
@@ -151,7 +152,7 @@ def load(
     draft, draft_params = drafter_files.load(drafter, config, mesh)
   if strategies is None:
     strategies = levels.automatic(has_drafter=draft is not None)
-  selector = levels.make(strategies, "predictive", draft is not None)
+  selector = selector_lib.make(strategies, "predictive", draft is not None)
   sizes = dict(max_length=max_prompt + max_tokens, max_prompt=max_prompt, slots=slots)
   rollouts = rollout_lib.make(
     config,

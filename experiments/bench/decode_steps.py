@@ -170,7 +170,7 @@ def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
     data = spot.on_nothing().replace(most=np.int32(_UPDATES))
     jax.block_until_ready(data)
     began = time.perf_counter()
-    jax.block_until_ready(program(models.params, data).told)
+    jax.block_until_ready(program(models.params, data).totals)
     return (time.perf_counter() - began) / _UPDATES
 
   return timed({"update": update}, repeats)["update"]

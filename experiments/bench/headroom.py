@@ -45,9 +45,7 @@ class Probe:
     self.strategy = measured["strategies"][0]
     self._records = from_config.prompts(config, source, whole=True)
     self._samples, self._seed = measured["samples"], config["seed"] + _SEED
-    self._sampler = acceptance.sampler(
-      config, models, self.strategy, config["verification"]
-    )
+    self._sampler = acceptance.sampler(config, models, self.strategy)
 
   def __call__(self, policy: Any, draft_params: Any) -> float:
     """Tokens per pass of the target.

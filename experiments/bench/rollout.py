@@ -7,10 +7,10 @@ Tables, by default the first: "speculation", every strategy against plain decodi
 live batch, where plain is the fastest of its own paddings; "steps", seconds per decoding
 step, plain and of --strategies, by live batch and by real length; "traces", useful tokens
 per second of whole rollouts, scheduled against a static batch, on lengths drawn
-beforehand; "acceptance", tokens per pass of the target by strategy and way of
-verification; "switch", what switching speculation on costs. Without a drafter n-grams are
-looked up. Sides take turns in one process; ratios are medians over the repetitions, with
-their range. The last line is JSON.
+beforehand; "acceptance", tokens per pass of the target by strategy; "switch", what
+switching speculation on costs. Without a drafter n-grams are looked up. Sides take turns in
+one process; ratios are medians over the repetitions, with their range. The last line is
+JSON.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,6 @@ from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import source
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
@@ -307,7 +306,6 @@ def accepted(config: dict, models: from_config.Models) -> dict:
     config | {"rollout": config["rollout"] | {"buckets": (), "slots": 24}},
     models,
     strategies=strategies(models),
-    verifications=source.VERIFICATIONS,
     records=from_config.prompts(config, config["held_out"] | {"size": 24}),
     samples=2,
     seed=3,

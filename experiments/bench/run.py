@@ -321,11 +321,6 @@ def prepared(config: dict) -> dict:
   sides_lib.check(sides, config)
   if config["batch"]["most_prompts"]:
     raise ValueError("bench.run replaces no prompt: give --config.batch.most_prompts=0")
-  if config["verification"] == "rejection":
-    raise ValueError(
-      "with rejection sampling sides draw other tokens, so that no run serves all: give "
-      "--config.verification=coupled"
-    )
   if algorithm_lib.make(**config["algorithm"]).critic is not None:
     raise ValueError("bench.run trains no critic: choose another --config.algorithm.name")
   numbers("seeds", _SEEDS.value)

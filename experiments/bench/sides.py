@@ -3,7 +3,7 @@
 "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter as it
 is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts so
 wherever the config would choose. With "+rebalance" live requests move to slices that have
-fewer; with "+deterministic" tokens alone decide what the clock would.
+fewer.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,6 @@ SIDES = ("plain", "tlt", "frozen", "ngram")
 # Suffix -> what differs in the section `rollout` of the config.
 _OPTIONS = {
   "rebalance": {"rebalance": True},
-  "deterministic": {"deterministic": True},
 }
 
 

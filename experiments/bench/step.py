@@ -5,13 +5,8 @@
         --sides=plain,plain+rebalance,tlt+rebalance,frozen+rebalance
 
 The sides (`experiments.bench.sides` names them) train the same policy on the same prompts
-with the same seeds, step by step in turn. What deterministic rollouts cost is measured by
-
-    python -m experiments.bench.step --config.rollout.budget.compile_s=None \\
-        --sides=plain,plain+deterministic,frozen,frozen+deterministic,tlt,tlt+deterministic
-
-A side may only differ in time: tokens and the policy's parameters are compared at every
-step.
+with the same seeds, step by step in turn. A side may only differ in time: tokens and the
+policy's parameters are compared at every step.
 
 The target "default" is the config's policy; "wide" is that policy embedded in a larger
 one (`experiments.bench.widen`), which is made when it is first asked for and kept in the

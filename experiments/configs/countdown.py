@@ -54,7 +54,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
       strategies="up to 4 live: off or 3_1_4; up to 16 live: off or 1_1_2",
       strategy_rule="predictive",
-      verification="coupled",  # see spec_decode.rollout.make
       # How the drafter trains: by the recipe, see spec_decode.spot.spot.Options.
       spot=dict(max_batch=8, updates_per_exchange=4),
       prompts=PROBLEMS | dict(split="train", size=10**9),

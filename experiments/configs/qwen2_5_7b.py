@@ -35,7 +35,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       drafter="eagle2",
       strategies="up to 4 live: off or 5_1_6; up to 16 live: off or 3_1_4",
       strategy_rule="predictive",
-      verification="coupled",
       spot=dict(
         row_tokens=2048,
         context_tokens=256,

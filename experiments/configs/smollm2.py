@@ -82,7 +82,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       drafter="eagle2",  # a new one, or a folder of `train_drafter`
       strategies="up to 4 live: off or ngram_3 or 3_1_4; up to 8 live: off or ngram_3",
       strategy_rule="predictive",
-      verification="coupled",
       spot=dict(row_tokens=128, max_batch=8, chunk_tokens=32, min_micro_batches=2),
       prompts=SUMS | dict(split="train", size=10**9),
       held_out=SUMS | dict(split="held_out", size=300),

@@ -158,7 +158,7 @@ class Plain:
     self.host_s.append((ran[-1].end_s - self._chunks_s) / len(ran))
     return scored
 
-  def _watched(self, *args) -> chunks_lib.Ran:
+  def _watched(self, *args) -> chunks_lib.ChunkResult:
     ran = self._run(*args)
     self._chunks_s += ran.seconds
     return ran

@@ -266,7 +266,7 @@ class Rollout(base_rollout.BaseRollout):
     """The selector of strategies; None if only plain decoding is left."""
     has_drafter = self._drafter is not None
     strategies = levels.automatic(has_drafter) if strategies is None else strategies
-    selector = levels.make(strategies, "predictive", has_drafter)
+    selector = selector_lib.make(strategies, "predictive", has_drafter)
     if spot is not None and not (has_drafter and selector):
       raise ValueError(
         "spot training trains a drafter that drafts: give drafter='eagle2' or a folder, "

@@ -70,7 +70,7 @@ class Programs:
       self.timer.spend(self.costs.exchange_s(self.shapes.slices))
       return None, None
     if name != "train":
-      raise ValueError(f"program {name!r} is not simulated: set spot.held_out_rows=0")
+      raise ValueError(f"program {name!r} is not simulated")
     training = args[1]
     filled = training.rows.order[:, 0]
     self.timer.spend(int(training.most) * self.micro_batch_s)
@@ -197,20 +197,20 @@ class Chunks:
     self._spot = spot
     self._quota = jax.jit(jax.vmap(fused.quota, in_axes=(_TRAINING, _EMITTED)))
 
-  def run(self, batch, way, draft_state, limits, training) -> chunks_lib.Ran:
+  def run(self, batch, mode, draft_state, limits, training) -> chunks_lib.ChunkResult:
     """Runs a chunk; see `rollout.chunks.Chunks.run`."""
     running, programs = batch.running, self._programs
     owner = running.owner
     left = np.where(owner < 0, 0, self._lengths[owner] - running.drawn[owner])
     seen = np.where(owner < 0, 0, running.position[owner] + 1)
-    if way.arm is None:
+    if mode.arm is None:
       count = np.minimum(left, int(limits.tokens))
       steps, accepted = count.max(1), None
     else:
       start = np.where(owner < 0, 0, running.drawn[owner])
-      count, steps, accepted = self._speculate(owner, left, start, way.arm, limits)
+      count, steps, accepted = self._speculate(owner, left, start, mode.arm, limits)
     mean_seen = (seen + count / 2).sum(1)  # while the chunk runs
-    step_s = functools.partial(programs.costs.step_s, running.bucket, way.arm)
+    step_s = functools.partial(programs.costs.step_s, running.bucket, mode.arm)
     beside_s = np.array([step_s(s) for s in mean_seen])
     busy_s, last = steps * beside_s, int(np.argmax(steps))
     if alone := steps[last] - np.delete(steps, last).max(initial=0):
@@ -230,7 +230,7 @@ class Chunks:
       slice_s = busy_s + mine * programs.micro_batch_s
       trained = self._spot.trainer.account(training.states, mine)
     programs.timer.spend(programs.costs.host_s + float(slice_s.max()))
-    return chunks_lib.Ran(emitted, None, trained, slice_s)
+    return chunks_lib.ChunkResult(emitted, None, trained, slice_s)
 
   def _speculate(self, owner, left, start, arm, limits):
     """Tokens drawn i32[slices batch], passes i32[slices], Emitted.accepted."""

@@ -153,8 +153,5 @@ def _check(requests, lengths, selector, acceptance, spot) -> None:
     raise ValueError("a response has 1 to max_tokens tokens; correct the lengths")
   if selector is not None and acceptance is None:
     raise ValueError("who speculates needs to know what is accepted: give acceptance")
-  if spot is not None and (selector is None or spot.held_out_rows):
-    raise ValueError(
-      "a drafter that trains needs strategies to draft with, and held_out_rows=0: how "
-      "good it gets is given, not judged"
-    )
+  if spot is not None and selector is None:
+    raise ValueError("a drafter that trains needs strategies to draft with")

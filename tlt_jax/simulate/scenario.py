@@ -21,6 +21,7 @@ from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -98,7 +99,10 @@ class Scenario:
 
   def run(self, side: str, slices: int) -> samples_lib.Samples:
     """Simulates a side of `SIDES` on so many slices."""
-    speculates = side != "plain"
+    selector = acceptance = None
+    if side != "plain":
+      selector = selector_lib.make(self.strategies, self.rule, has_drafter=True)
+      acceptance = self.acceptance(side)
     return rollout_lib.simulate(
       rollout_lib.Machine(slices, self.costs),
       self.config,
@@ -109,8 +113,8 @@ class Scenario:
         max_tokens=self.max_tokens,
       ),
       self.draw_lengths(),
-      selector=levels.make(self.strategies, self.rule, True) if speculates else None,
-      acceptance=self.acceptance(side) if speculates else None,
+      selector=selector,
+      acceptance=acceptance,
       spot=spot_lib.Options(**self.spot) if side == "tlt" else None,
       rollouts=self.rollouts,
     )

@@ -1,9 +1,9 @@
 """A rule that takes the arms in turn."""
 
-from tlt_jax.spec_decode.speculation import arms
+from tlt_jax.spec_decode.speculation import selector
 
 
-class InTurn(arms.Arms):
+class InTurn(selector.Arms):
   """Chooses every arm of a live batch as often as the others."""
 
   learnt = ("count",)

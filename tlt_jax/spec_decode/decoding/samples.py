@@ -57,7 +57,6 @@ class Samples:
   # and an estimate of the seconds that all training has saved.
   invested_s: float = 0.0
   saved_s: float = 0.0
-  published: bool | None = None  # whether what was trained drafts; None: not asked
   micro_batch_s: float = 0.0  # of it, in slices that only train
 
   def response(self, i: int) -> np.ndarray:
@@ -120,10 +119,8 @@ class Samples:
     """`drafter/*` of the drafter's training, means over its updates; none without it."""
     if self.training is None:
       return {}
-    asked = self.published is not None
     means = training_means(self.training)
     return {
-      **({"drafter/published": float(self.published)} if asked else {}),
       "rollout/harvested_s": self.harvested_s,
       "drafter/training_s": self.training_s,
       "drafter/invested_s": self.invested_s,

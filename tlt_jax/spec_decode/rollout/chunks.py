@@ -23,8 +23,8 @@ from tlt_jax.spec_decode.spot import fused
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 
-class Way(NamedTuple):
-  """A way to decode a chunk."""
+class ChunkMode(NamedTuple):
+  """How a chunk decodes."""
 
   arm: clock_lib.Arm  # the strategy; None: plain decoding
   source: source_lib.Source | None  # of its drafts
@@ -38,8 +38,8 @@ class Way(NamedTuple):
     return f"speculate_{self.source.program(self.arm)}"
 
 
-class Ran(NamedTuple):
-  """A chunk that has run."""
+class ChunkResult(NamedTuple):
+  """What a chunk brought."""
 
   emitted: slots_lib.Emitted  # on the host
   draft_state: Any
@@ -92,7 +92,7 @@ def limits(
 
 
 class Chunks:
-  """Makes the programs of chunks, one per way to decode and bucket, and runs them."""
+  """Makes the programs of chunks, one per mode and bucket, and runs them."""
 
   def __init__(
     self,
@@ -117,7 +117,7 @@ class Chunks:
   def program(
     self,
     key: tuple,
-    way: Way,
+    mode: ChunkMode,
     slots: slots_lib.Slots,
     draft_state: Any,
     limits: chunk_lib.Limits,
@@ -127,28 +127,28 @@ class Chunks:
 
     Args:
       key: of the bucket
-      way: how it decodes
+      mode: how it decodes
       slots, draft_state, limits, training: see `decoding.chunk`
     """
-    name, trains = way.name, training is not None
+    name, trains = mode.name, training is not None
     if (name, trains) not in self._jitted:
-      self._jitted[name, trains] = self._make(way, trains)
+      self._jitted[name, trains] = self._make(mode, trains)
     jitted = self._jitted[name, trains]
-    args = (way.weights, slots, draft_state, limits, training)
+    args = (mode.weights, slots, draft_state, limits, training)
     name = f"{name}+training" if trains else name
     program = self._pool.get(name, key, jitted, *args)
     return lambda: program(*args)
 
-  def _make(self, way: Way, trains: bool) -> Callable:
+  def _make(self, mode: ChunkMode, trains: bool) -> Callable:
     """The jitted chunk that decodes so."""
     s, kernels = self._shapes, self._shapes.options.kernels
     slots = slots_lib.slots_shardings(s.mesh, s.config, s.layout, kernels)
-    if way.source is None:
+    if mode.source is None:
       run = decode.decode(s.config, self._tokens, s.layout)
       shardings = chunk_lib.Done(slots, None, None)
     else:
-      run = speculate.decode(way.source, way.arm, self._tokens)
-      shardings = chunk_lib.Done(slots, way.source.state_shardings, None)
+      run = speculate.decode(mode.source, mode.arm, self._tokens)
+      shardings = chunk_lib.Done(slots, mode.source.state_shardings, None)
     if trains:
       return fused.make(self._trainer, run, shardings, kernels)
     run = chunk_lib.without_training(run)
@@ -157,28 +157,27 @@ class Chunks:
   def run(
     self,
     batch: batch_lib.Batch,
-    way: Way,
+    mode: ChunkMode,
     draft_state: Any,
     limits: chunk_lib.Limits,
     training: trainer_lib.Training | None,
-  ) -> Ran:
+  ) -> ChunkResult:
     """Runs a chunk on a batch, whose slots are then those behind it.
 
     Args:
       batch: what decodes
-      way: how
+      mode: how
       draft_state: what its source goes on from; it is donated
       limits: how far it goes
       training: for slices that run dry; None: the program does not train
     """
-    program = self.program(batch.key, way, batch.slots, draft_state, limits, training)
-    jax.block_until_ready((batch.slots, draft_state, way.weights.draft))
+    program = self.program(batch.key, mode, batch.slots, draft_state, limits, training)
+    jax.block_until_ready((batch.slots, draft_state, mode.weights.draft))
     began = time.perf_counter()  # compiling, and what was queued before, is not timed
     done = program()
     batch.slots = done.slots
-    told = processes.tell(slices.ready_s(done.emitted.steps, began))
-    emitted, of_training = processes.gather(
-      (done.emitted, done.training and done.training.told)
-    )
-    trained = done.training and self._trainer.account(done.training.states, of_training)
-    return Ran(emitted, done.draft_state, trained, *told)
+    slice_s, stop = processes.tell(slices.ready_s(done.emitted.steps, began))
+    trained_totals = done.training and done.training.totals
+    emitted, totals = processes.gather((done.emitted, trained_totals))
+    trained = done.training and self._trainer.account(done.training.states, totals)
+    return ChunkResult(emitted, done.draft_state, trained, slice_s, stop)

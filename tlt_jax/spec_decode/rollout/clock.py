@@ -22,23 +22,30 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
 
-_LEVEL = 3  # chunks of a bucket whose median is the level of the machine there
-_ALIKE = 0.2  # most by which the logarithms of two times differ that count as equal
-_COMPARED = 4  # comparisons that a strategy's time is the mean of, as far as they are alike
-_DOUBT = float(np.log(2.0))  # by how much a step that was only timed on its own may differ
-_NO_ROOM = 64  # chunks without room for a micro-batch, after which its time is doubted
-_LATE = 3  # chunks of this rollout, which say how long the next one decodes
-_FILLED = 0.95  # share of that time which idle slices train
-_TRAINED = 5  # chunks in which a slice only trained, which say what micro-batches take
+# The level of the machine in a bucket is the median of so many chunks.
+_LEVEL_CHUNKS = 3
+# Two times of a step count as equal if their logarithms differ by less.
+_EQUAL_LOG_S = 0.2
+# A strategy's time is the mean of at most so many comparisons that agree.
+_MAX_COMPARISONS = 4
+# A step that was only timed on its own, never compared, may be faster by this logarithm.
+_UNCOMPARED_LOG_S = float(np.log(2.0))
+# After so many chunks without room for a micro-batch, its time is measured again.
+_CHUNKS_WITHOUT_ROOM = 64
+# The time that the next chunk decodes follows from so many chunks of this rollout.
+_RECENT_CHUNKS = 3
+# Share of the decoding time of others that idle slices train.
+_TRAINED_SHARE = 0.95
+# The time of a micro-batch is the median over so many chunks in which a slice only trained.
+_TRAINED_CHUNKS = 5
+
 
 
 class Clock:
   """The seconds that steps and micro-batches take on the machine at hand."""
 
-  measures = True  # whether it must be told what they take
-
   def __init__(self, now: Callable[[], float] = time.perf_counter):
-    """Knows nothing; `measured` and `book` tell it.
+    """Starts without measurements; `measured` and `book` add them.
 
     Args:
       now: the time, in seconds
@@ -46,16 +53,16 @@ class Clock:
     self.now = now
     # Of a step, by bucket and strategy: the logarithm of its seconds at level 0, and the
     # comparisons that this comes from; none if it was only timed on its own.
-    self._own: dict[tuple[int, Arm], tuple[float, int]] = {}
+    self._own_log_s: dict[tuple[int, Arm], tuple[float, int]] = {}
     # The last chunks of a bucket: strategy, and the logarithm of a step's seconds.
-    self._lately: dict[int, list[tuple[Arm, float]]] = {}
+    self._recent: dict[int, list[tuple[Arm, float]]] = {}
     # By how much the last comparisons of an arm differed from what was known.
-    self._wrong: dict[tuple[int, Arm], list[float]] = {}
+    self._errors: dict[tuple[int, Arm], list[float]] = {}
     # The lowest level of the machine since a strategy was last compared, or timed.
     self._compared: dict[tuple[int, Arm], float] = {}
     # Seconds of a step in the chunks of this rollout; before them that of the first chunk
     # of the last rollout that ran so.
-    self._late_s: dict[tuple[int, Arm], list[float]] = {}
+    self._recent_step_s: dict[tuple[int, Arm], list[float]] = {}
     self._step_tokens: dict[tuple[int, Arm], float] = {}
     self._arm_tokens: dict[Arm, float] = {}  # the same, in the last bucket of each arm
     self.micro_batch_s = 0.0  # of a micro-batch, while others decode; 0: not known yet
@@ -65,36 +72,17 @@ class Clock:
     self.begin_rollout()
 
   def begin_rollout(self) -> None:
-    """Starts the sums over a rollout anew."""
+    """Starts the sums over a rollout at 0."""
     self.seconds = 0.0  # of chunks so far
     self.tokens = 0  # that were drawn in them
     self._last: tuple[int, Arm] | None = None
-    late = self._late_s.items()
-    self._late_s = {key: times[1:2] or times for key, times in late}
-
-  def chunk_took(
-    self, bucket: int, arm: Arm, steps: int, seconds: float
-  ) -> float:
-    """The seconds of a chunk that decisions go by: here those that were measured.
-
-    Args:
-      bucket, arm, steps: how it ran, and how far
-      seconds: that were measured
-    """
-    return seconds
-
-  def training_took(self, micro_batches: int, seconds: float) -> float:
-    """The seconds of so many micro-batches that decisions go by; see `chunk_took`."""
-    return seconds
-
-  def rollout_took(self, seconds: float) -> float:
-    """The seconds of a rollout that decisions go by; see `chunk_took`."""
-    return seconds
+    late = self._recent_step_s.items()
+    self._recent_step_s = {key: times[1:2] or times for key, times in late}
 
   def measured(self, bucket: int, arm: Arm, seconds: float) -> None:
     """Books a step that was timed on its own, instead of what was known."""
     level = self._level(bucket)
-    self._own[bucket, arm] = float(np.log(seconds)) - level, 0
+    self._own_log_s[bucket, arm] = float(np.log(seconds)) - level, 0
     self._compared[bucket, arm] = level
 
   def book(
@@ -119,7 +107,7 @@ class Clock:
     self._last = key = bucket, arm
     step_s = seconds / max(steps, 1)
     self._learn(bucket, arm, float(np.log(max(step_s, 1e-9))))
-    self._late_s.setdefault(key, [step_s]).append(step_s)
+    self._recent_step_s.setdefault(key, [step_s]).append(step_s)
     tokens_of_step = longest / max(steps, 1)
     before = self._step_tokens.get(key, tokens_of_step)
     self._step_tokens[key] = self._arm_tokens[arm] = (3 * before + tokens_of_step) / 4
@@ -128,16 +116,16 @@ class Clock:
 
   def _learn(self, bucket: int, arm: Arm, log_s: float) -> None:
     """Follows the machine with a chunk, and compares if it ends a comparison."""
-    if (bucket, arm) not in self._own:
+    if (bucket, arm) not in self._own_log_s:
       self.measured(bucket, arm, float(np.exp(log_s)))
-    lately = self._lately.setdefault(bucket, [])
-    if lately and lately[-1][0] != arm and not self._own[bucket, arm][1]:
-      before, before_s = lately[-1]
+    recent = self._recent.setdefault(bucket, [])
+    if recent and recent[-1][0] != arm and not self._own_log_s[bucket, arm][1]:
+      before, before_s = recent[-1]
       self._compare(bucket, before, arm, log_s - before_s)
-    lately.append((arm, log_s))
-    del lately[:-_LEVEL]
-    if len(lately) == 3:
-      (before, before_s), (other, other_s), _ = lately
+    recent.append((arm, log_s))
+    del recent[:-_LEVEL_CHUNKS]
+    if len(recent) == 3:
+      (before, before_s), (other, other_s), _ = recent
       if before == arm != other:
         around_s = np.logaddexp(before_s, log_s) - np.log(2)
         self._compare(bucket, arm, other, float(other_s - around_s))
@@ -161,37 +149,38 @@ class Clock:
       apart: difference of the logarithms
     """
     key = bucket, other
-    (own, _), (others, count) = self._own[bucket, running], self._own[key]
-    found = self._wrong.setdefault(key, [])
+    (own, _), (others, count) = self._own_log_s[bucket, running], self._own_log_s[key]
+    found = self._errors.setdefault(key, [])
     found.append(apart - (others - own))
-    agree = len(found) > 1 and abs(found[-1] - found[-2]) < _ALIKE
-    alike = abs(found[0]) < _ALIKE
+    agree = len(found) > 1 and abs(found[-1] - found[-2]) < _EQUAL_LOG_S
+    alike = abs(found[0]) < _EQUAL_LOG_S
     if len(found) == 1 and (alike or not count):
-      count = min(max(count, 1) + 1, _COMPARED) if alike else 1
+      count = min(max(count, 1) + 1, _MAX_COMPARISONS) if alike else 1
       wrong = found[0] / count
-    elif agree or len(found) == _COMPARED:
+    elif agree or len(found) == _MAX_COMPARISONS:
       wrong, count = float(np.log(np.mean(np.exp(found[-2:] if agree else found)))), 1
     else:
       return
     risen = self._level(bucket) - self._compared[key]
     if abs(risen + wrong) < abs(risen):
-      self._own[bucket, running] = own - wrong, count
-      self._own[key] = others, max(self._own[key][1], 1)
+      self._own_log_s[bucket, running] = own - wrong, count
+      self._own_log_s[key] = others, max(self._own_log_s[key][1], 1)
     else:
-      self._own[key] = others + wrong, count
+      self._own_log_s[key] = others + wrong, count
     level = self._level(bucket)
     for known in ((bucket, running), key):
       self._compared[known] = level
-      self._wrong.pop(known, None)
+      self._errors.pop(known, None)
 
   def _level(self, bucket: int) -> float:
     """How slow the machine is of late in a bucket: a logarithm; 0 before any chunk."""
-    late = sorted(s - self._own[bucket, arm][0] for arm, s in self._lately.get(bucket, ()))
+    recent = self._recent.get(bucket, ())
+    late = sorted(log_s - self._own_log_s[bucket, arm][0] for arm, log_s in recent)
     return (late[len(late) // 2] + late[(len(late) - 1) // 2]) / 2 if late else 0.0
 
   def step_s(self, bucket: int, arm: Arm) -> float:
     """Seconds of a step, as the machine is now; 0 if unknown."""
-    own = self._own.get((bucket, arm))
+    own = self._own_log_s.get((bucket, arm))
     return float(np.exp(own[0] + self._level(bucket))) if own else 0.0
 
   def doubt(self, bucket: int, arm: Arm) -> float:
@@ -203,11 +192,11 @@ class Clock:
     on its own.
     """
     key = bucket, arm
-    if key not in self._own:
+    if key not in self._own_log_s:
       return 0.0
-    found = self._wrong.get(key, [0.0])
+    found = self._errors.get(key, [0.0])
     doubt = self._level(bucket) - self._compared[key] + max(-found[-1], 0.0)
-    return doubt if self._own[key][1] else doubt + _DOUBT
+    return doubt if self._own_log_s[key][1] else doubt + _UNCOMPARED_LOG_S
 
   def decoding_s(self, bucket: int, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.
@@ -216,7 +205,7 @@ class Clock:
     of a rollout as in the first of the last rollout. 0 before: steps that were timed on
     their own had full caches, which may cost many times what nearly empty ones do.
     """
-    late = self._late_s.get((bucket, arm), [])[-_LATE:]
+    late = self._recent_step_s.get((bucket, arm), [])[-_RECENT_CHUNKS:]
     return steps * float(min(late[-1], np.median(late))) if late else 0.0
 
   def tokens_of_step(self, bucket: int, arm: Arm) -> float:
@@ -255,10 +244,10 @@ class Clock:
     """
     one = self.micro_batch_s
     decoding_s = self.decoding_s(bucket, arm, steps)
-    most = _FILLED * decoding_s / one if one else 0.0
+    most = _TRAINED_SHARE * decoding_s / one if one else 0.0
     fits = int(most + 0.25)  # few are not rounded to less
     self._without_room = 0 if fits else self._without_room + 1
-    if self.measures and self._without_room > _NO_ROOM:
+    if self._without_room > _CHUNKS_WITHOUT_ROOM:
       self.micro_batch_s, self._without_room = 0.0, 0
       self._micro_batches_s.clear()
     return fits
@@ -267,7 +256,7 @@ class Clock:
     """Books the seconds that each micro-batch took in a slice that only trained."""
     late = self._micro_batches_s
     late.append(micro_batch_s)
-    del late[:-_TRAINED]
+    del late[:-_TRAINED_CHUNKS]
     self.micro_batch_s = float(np.median(late))
 
   def exchanged(self, seconds: float) -> None:

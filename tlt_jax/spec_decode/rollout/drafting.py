@@ -23,14 +23,12 @@ def make_sources(
   selector: selector_lib.Selector | None,
   shapes: programs_lib.Shapes,
   pool: pool_lib.Pool,
-  verification: str,
   drafter: drafter_lib.DrafterConfig | None,
 ) -> dict[str, source_lib.Source]:
   """The sources of all strategies of a selector, by name.
 
   Args:
     shapes, pool: of the rollout, for programs of their own
-    verification: one of `source.VERIFICATIONS`
     drafter: for sources that need one
   """
   strategies = selector.strategies if selector else ()
@@ -42,7 +40,6 @@ def make_sources(
       pool=pool,
       room=shapes.room,
       strategies=tuple(s for s in strategies if s.source == name),
-      verification=verification,
       drafter=drafter,
       layout=shapes.layout,
       memory_tokens=shapes.options.memory_tokens,
@@ -67,7 +64,7 @@ class Drafting:
     """Drafts as the selector says; None: never."""
     self.selector, self.sources, self.clock = selector, sources, clock
 
-  def way(self, strategy: Strategy | None, weights: chunk_lib.Weights) -> chunks.Way:
+  def mode(self, strategy: Strategy | None, weights: chunk_lib.Weights) -> chunks.ChunkMode:
     """How a chunk of that strategy decodes.
 
     Args:
@@ -76,7 +73,7 @@ class Drafting:
     source = None if strategy is None else self.sources[strategy.source]
     if source is None or not source.reads_drafter:
       weights = weights.replace(draft=None)
-    return chunks.Way(strategy, source, weights)
+    return chunks.ChunkMode(strategy, source, weights)
 
   def step_s(self, bucket: int) -> selector_lib.StepSeconds:
     """Seconds of a step in a bucket by strategy, for selectors."""
@@ -121,7 +118,7 @@ class Drafting:
     self, predicted: list[float | None], samples: samples_lib.Samples
   ) -> dict[str, float]:
     """The gains of speculation, predicted and realised; see `Samples.gain`."""
-    if self.selector is None or not self.clock.measures:
+    if self.selector is None:
       return {}
     found = self._lost(samples)
     predicted = [gain for gain in predicted if gain is not None]

@@ -93,15 +93,15 @@ class Harvest:
     several = np.count_nonzero(running.live) > 1
     return self.spot.training(most, expected, later=most if several else 0)
 
-  def book(self, ran: chunks_lib.Ran) -> float:
+  def book(self, result: chunks_lib.ChunkResult) -> float:
     """Books what a chunk trained; returns the seconds that decoding took in it."""
-    self._take(ran.trained)
-    micro_batches, decoded = ran.trained.micro_batches, ran.emitted.steps > 0
+    self._take(result.trained)
+    micro_batches, decoded = result.trained.micro_batches, result.emitted.steps > 0
     only = (micro_batches > 0) & ~decoded
     if only.any():
-      self.clock.trained(float(max(ran.slice_s[only] / micro_batches[only])))
-    decoding_s = ran.slice_s - micro_batches * self.clock.micro_batch_s
-    least = _DECODING * ran.slice_s  # what micro-batches take is only an estimate
+      self.clock.trained(float(max(result.slice_s[only] / micro_batches[only])))
+    decoding_s = result.slice_s - micro_batches * self.clock.micro_batch_s
+    least = _DECODING * result.slice_s  # what micro-batches take is only an estimate
     return float(max(np.maximum(decoding_s, least)[decoded], default=0.0))
 
   def observe(
@@ -139,8 +139,6 @@ class Harvest:
   ) -> None:
     """Ends the rollout: trains for as long as that pays, and exchanges what is left.
 
-    Where there is held-out data, that says whether what was trained may draft.
-
     Args:
       params: the target's
       rollout_s: seconds of the rollout
@@ -151,39 +149,32 @@ class Harvest:
     in_rollout = len(samples.training)
     samples.micro_batch_s = self.clock.micro_batch_s
     wanted = investment.end_rollout(
-      processes.of_first(self.clock.rollout_took(rollout_s)),  # all decide alike
+      processes.of_first(rollout_s),  # all decide alike
       self._progress(samples.training),
       samples.harvested_s,
     )
-    done = 0
 
-    def took():
-      return self.clock.training_took(done, self.clock.now() - began)
+    def elapsed_s():
+      return self.clock.now() - began
 
     def more():
-      if processes.of_first(wanted - took()) > 0:
+      if processes.of_first(wanted - elapsed_s()) > 0:
         return True
-      # How long rewards take is the machine's affair: without its clock nothing follows.
-      free = scoring and investment.in_idle_slices and self.clock.measures
+      free = scoring and investment.in_idle_slices
       return bool(free) and processes.of_first(float(scoring())) > 0
 
+    has_trained = False
     while spot.buffer.holds_any and self.decide("more", more):
       self._train(params, options.micro_batches_per_update)
-      done += options.micro_batches_per_update
+      has_trained = True
       if self._learnt(options.updates_per_exchange):
         self._exchange()
-    if done:
+    if has_trained:
       progress = self._progress(samples.training[in_rollout:])
-      investment.trained(progress, processes.of_first(took()))
+      investment.trained(progress, processes.of_first(elapsed_s()))
     if spot.apart:
       self._exchange_timed()
-    if options.held_out_rows and self.samples.training:
-      drafting = spot.state.drafting
-      args = params, spot.params, drafting, spot.rows()
-      published, better = self._programs.run("judge", (), *args)
-      spot.publish(published)
-      self.samples.published = bool(better)
-    samples.training_s = self.clock.now() - began
+    samples.training_s = elapsed_s()
     samples.invested_s, samples.saved_s = investment.invested_s, investment.saved_s
 
   def exchange_if_due(self) -> None:
@@ -197,7 +188,7 @@ class Harvest:
     seconds = self.clock.seconds
     due = lambda: self.clock.exchange_s <= _EXCHANGING * (seconds - self._exchanged_s)
     if self.decide("exchange", due):
-      if self.clock.measures and not self.clock.exchange_s:  # not known yet
+      if not self.clock.exchange_s:  # not known yet
         self._exchange_timed()
       else:
         self._exchange()
@@ -228,15 +219,15 @@ class Harvest:
     """Trains on all slices."""
     training = self.spot.training(micro_batches)
     trained = self._programs.run("train", (), params, training)
-    told = processes.gather(trained.told)
-    self._take(self.spot.trainer.account(trained.states, told))
+    totals = processes.gather(trained.totals)
+    self._take(self.spot.trainer.account(trained.states, totals))
 
   def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)
     updates = int(trained.updates.sum())
     if updates or trained.skipped:
-      told = {"updates": updates, "skipped": trained.skipped, **trained.metrics}
-      self.samples.training.append(told)
+      counts = {"updates": updates, "skipped": trained.skipped}
+      self.samples.training.append(counts | trained.metrics)
 
   def _progress(self, training: list[dict]) -> investment_lib.Progress:
     """What these programs brought, a part of `Samples.training`."""

@@ -93,22 +93,22 @@ class Loop:
       self.schedule.begin_chunk(self.parts.shapes.room.longest, *self._longer())
       try:
         self._admit_and_fit()
-        way = self._choose()
+        mode = self._choose()
         start_s, bucket, live = self.elapsed_s, self.running.bucket, self.running.live
-        ran = self._run_chunk(way)
+        result = self._run_chunk(mode)
         self.samples.kv_tokens.append(self.running.kv_tokens)
       except jax.errors.JaxRuntimeError as error:
         self._go_on_with_less(error)
         continue
-      self._book(way.arm, int(max(live)), ran)
-      ended = self.running.advance(ran.emitted, self.samples)
-      if way.source is not None:
-        way.source.release(ran.draft_state, self.running.progress(self.samples))
+      self._book(mode.arm, int(max(live)), result)
+      ended = self.running.advance(result.emitted, self.samples)
+      if mode.source is not None:
+        mode.source.release(result.draft_state, self.running.progress(self.samples))
       self._keep(ended)
-      record = _record(bucket, way.arm, live, ran, start_s, self.elapsed_s)
+      record = _record(bucket, mode.arm, live, result, start_s, self.elapsed_s)
       self.samples.note(record, self.running.live)
-      stop = ran.stop
-      ran = way = None  # nothing here holds on to the devices' memory
+      stop = result.stop
+      result = mode = None  # nothing here holds on to the devices' memory
       if stop:
         self._abandon()
       if self._watch is not None:
@@ -149,7 +149,7 @@ class Loop:
       held = pool_lib.live_bytes() + self.parts.programs.pool.temp_bytes
       self.samples.peak_bytes = max(self.samples.peak_bytes, held)
 
-  def _choose(self) -> chunks_lib.Way:
+  def _choose(self) -> chunks_lib.ChunkMode:
     """How the next chunk decodes."""
     bucket, live = self.running.bucket, int(max(self.running.live))
     if self.harvest:
@@ -157,19 +157,19 @@ class Loop:
     arm = self.parts.drafting.choose(self.schedule)
     self.gains.append(self.parts.drafting.gain(arm, live, bucket))
     weights = self.parts.weights(self.params, self.draft_params, self.transposed)
-    return self.parts.drafting.way(arm, weights)
+    return self.parts.drafting.mode(arm, weights)
 
-  def _run_chunk(self, way: chunks_lib.Way) -> chunks_lib.Ran:
+  def _run_chunk(self, mode: chunks_lib.ChunkMode) -> chunks_lib.ChunkResult:
     """Runs the next chunk."""
-    source, state = way.source, None
+    source, state = mode.source, None
     if source is not None:
       progress = self.running.progress(self.samples)
-      state = source.prepare(way.weights, self.batch.slots, progress)
+      state = source.prepare(mode.weights, self.batch.slots, progress)
     trains = self._harvests and self.harvest.ready
-    limits, steps = chunks_lib.limits(self.schedule, way.arm, known=trains)
-    training = self._training(way.arm, steps)
-    ran = self.parts.chunks.run(self.batch, way, state, limits, training)
-    return ran
+    limits, steps = chunks_lib.limits(self.schedule, mode.arm, known=trains)
+    training = self._training(mode.arm, steps)
+    result = self.parts.chunks.run(self.batch, mode, state, limits, training)
+    return result
 
   def _training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training | None:
     """The training that the next chunk may do; None: its program does not train."""
@@ -179,23 +179,22 @@ class Loop:
       return self.parts.spot.training(most=0, expected=1)
     return self.harvest.training(arm, steps)
 
-  def _book(self, arm: clock_lib.Arm, live: int, ran: chunks_lib.Ran) -> None:
+  def _book(self, arm: clock_lib.Arm, live: int, result: chunks_lib.ChunkResult) -> None:
     """Tells the clock, the trainer and the selector of a chunk.
 
     Args:
       arm, live: how it ran, and for how many requests of the fullest slice
-      ran: what came of it
+      result: what came of it
     """
-    bucket, clock, seconds = self.running.bucket, self.parts.clock, ran.seconds
-    if self.harvest and ran.trained is not None:
-      seconds = self.harvest.book(ran)
-    seconds = clock.chunk_took(bucket, arm, ran.steps, seconds)
-    longest = int(ran.emitted.count.max())
+    bucket, clock, seconds = self.running.bucket, self.parts.clock, result.seconds
+    if self.harvest and result.trained is not None:
+      seconds = self.harvest.book(result)
+    longest = int(result.emitted.count.max())
     clock.book(
       bucket,
       arm,
-      steps=ran.steps,
-      tokens=ran.tokens,
+      steps=result.steps,
+      tokens=result.tokens,
       longest=longest,
       seconds=seconds,
     )
@@ -203,10 +202,10 @@ class Loop:
       live=live,
       bucket=bucket,
       strategy=arm,
-      steps=ran.steps,
-      tokens=ran.tokens,
-      passes=ran.passes,
-      accepted=ran.accepted,
+      steps=result.steps,
+      tokens=result.tokens,
+      passes=result.passes,
+      accepted=result.accepted,
       seconds=seconds,
     )
     if self.parts.drafting.selector is not None:
@@ -267,7 +266,7 @@ def _record(
   bucket: int,
   arm: clock_lib.Arm,
   live: np.ndarray,
-  ran: chunks_lib.Ran,
+  result: chunks_lib.ChunkResult,
   start_s: float,
   end_s: float,
 ) -> samples_lib.ChunkRecord:
@@ -276,19 +275,19 @@ def _record(
   Args:
     bucket, arm: how it ran
     live: i32[slices]  requests at its start
-    ran: what came of it
+    result: what came of it
     start_s, end_s: since the rollout's start
   """
   nothing = [0] * len(live)
-  trained = nothing if ran.trained is None else ran.trained.micro_batches.tolist()
+  trained = nothing if result.trained is None else result.trained.micro_batches.tolist()
   return samples_lib.ChunkRecord(
     start_s=start_s,
     end_s=end_s,
     batch=bucket,
     strategy=strategy_lib.name(arm),
     live=live.tolist(),
-    steps=ran.emitted.steps.tolist(),
+    steps=result.emitted.steps.tolist(),
     trained=trained,
-    tokens=ran.tokens,
-    passes=ran.passes,
+    tokens=result.tokens,
+    passes=result.passes,
   )

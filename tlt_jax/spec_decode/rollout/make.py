@@ -2,7 +2,6 @@
 
 import jax
 
-from tlt_jax import axes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -11,13 +10,11 @@ from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
-from tlt_jax.spec_decode.rollout import nominal
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import parts as parts_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.rollout import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -28,7 +25,6 @@ def make(
   options: options_lib.Options,
   drafter: drafter_lib.DrafterConfig | None = None,
   selector: selector_lib.Selector | None = None,
-  verification: str = source_lib.COUPLED,
   spot: spot_lib.Spot | None = None,
   pool: pool_lib.Pool | None = None,
 ) -> rollout.Rollout:
@@ -42,8 +38,6 @@ def make(
     options: sizes
     drafter, selector: for speculative decoding: what drafts, and how and when. Without
       a drafter n-grams can, or sources of one's own.
-    verification: "coupled" or "likeliest", with which none of this changes a token, or
-      "rejection", which keeps their distribution only; see `speculate`
     spot: what trains the drafter meanwhile; its parameters are the drafter's where none
       are given
     pool: of another rollout of the same arguments, whose compiled programs this one shares
@@ -51,45 +45,26 @@ def make(
     ValueError: these do not go together
   """
   strategies = selector.strategies if selector is not None else ()
-  _check(options, strategies, drafter, selector, verification, spot)
+  _check(options, strategies, drafter, selector, spot)
   shapes = programs_lib.Shapes.of(
     config, mesh, options, drafter, strategies, train=spot is not None
   )
   pool = pool or pool_lib.Pool(options.budget)
-  spot_options = spot.options if spot else spot_lib.Options()
   trainer = spot and spot.trainer
-  programs = programs_lib.Programs(shapes, pool, trainer, spot_options.held_out_rows)
-  chunks = chunks_lib.Chunks(
-    shapes,
-    pool,
-    trainer,
-    tokens=max(options.chunk, spot_options.chunk_tokens if spot else 0),
-  )
-  sources = drafting_lib.make_sources(selector, shapes, pool, verification, drafter)
-  clock = clock_lib.Clock()
-  if options.deterministic:
-    clock = _nominal_clock(config, mesh, drafter, spot)
-  drafting = drafting_lib.Drafting(selector, sources, clock)
+  programs = programs_lib.Programs(shapes, pool, trainer)
+  longest_chunk = max(options.chunk, spot.options.chunk_tokens if spot else 0)
+  chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=longest_chunk)
+  sources = drafting_lib.make_sources(selector, shapes, pool, drafter)
+  drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
   return rollout.Rollout(parts_lib.Parts(programs, chunks, drafting, spot))
 
 
-def _nominal_clock(config, mesh, drafter, spot) -> nominal.Clock:
-  """The clock of a rollout whose decisions follow from tokens alone; see `make`."""
-  devices = mesh.shape[axes.MODEL]
-  machine = nominal.Machine.like(mesh.devices.flat[0].platform, devices)
-  trained = spot.trainer.loss.steps * spot.row_tokens if spot else 0
-  return nominal.Clock(machine, config, drafter and drafter.layer, trained)
-
-
-def _check(options, strategies, drafter, selector, verification: str, spot) -> None:
+def _check(options, strategies, drafter, selector, spot) -> None:
   """Raises if these do not go together; see `make`."""
   impl = implementations.choose(options.kernels)
   if impl != "ref":
     tree_attention.check_page(options.page_tokens)
   options.page_sizes(strategy_lib.Room.of(strategies).behind)
-  if verification not in source_lib.VERIFICATIONS:
-    known = ", ".join(source_lib.VERIFICATIONS)
-    raise ValueError(f"verification is one of {known}, not {verification!r}")
   if drafter is not None and selector is None:
     raise ValueError("a drafter needs a selector that says when it drafts")
   deepest = max((s.depth for s in strategies), default=0)

@@ -42,10 +42,6 @@ class Options:
   budget: programs.Budget = programs.Budget()  # limits of what is compiled ahead
   memory_tokens: ranges.Large = 2**20  # tokens of earlier responses kept for n-gram drafts
   memory_rows: ranges.Count = 16  # earlier responses searched per slice and chunk
-  # whether buckets, chunks, strategies and training follow from tokens alone, not from the
-  # time that anything takes: then runs are the same in bfloat16 too. budget.compile_s is
-  # no limit then
-  deterministic: bool = False
   features: bool = False  # whether the target's features are kept and returned
   # what attends, writes to caches and draws: "pallas" on TPUs, "triton" on NVIDIA GPUs,
   # "ref" (XLA alone) or "interpret" (as on TPUs, very slowly) anywhere; None: the fastest
@@ -57,9 +53,6 @@ class Options:
     object.__setattr__(self, "buckets", tuple(sorted(buckets)))
     if not isinstance(self.budget, programs.Budget):
       object.__setattr__(self, "budget", programs.Budget(**self.budget))
-    if self.deterministic:  # which programs there are must not follow from seconds
-      unlimited = dataclasses.replace(self.budget, compile_s=None)
-      object.__setattr__(self, "budget", unlimited)
     if self.cache_tokens is not None and self.cache_tokens < self.max_length:
       raise ValueError(
         f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "

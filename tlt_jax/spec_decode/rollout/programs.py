@@ -95,11 +95,7 @@ class Programs:
   """Runs device programs by name; each is compiled once per bucket."""
 
   def __init__(
-    self,
-    shapes: Shapes,
-    pool: programs.Pool,
-    trainer: trainer_lib.Trainer | None,
-    held_out_rows: int = 0,
+    self, shapes: Shapes, pool: programs.Pool, trainer: trainer_lib.Trainer | None
   ):
     """Compiles nothing yet.
 
@@ -107,7 +103,6 @@ class Programs:
       shapes: of all arrays
       pool: gets the compiled programs
       trainer: of the drafter, where idle slices train it
-      held_out_rows: of training data, that a drafter is judged on
     """
     self.shapes, self.pool = shapes, pool
     config, mesh, layout = shapes.config, shapes.mesh, shapes.layout
@@ -121,7 +116,6 @@ class Programs:
       self._jitted |= {
         "train": trainer.make_train(),
         "exchange": trainer.make_exchange(),
-        "judge": trainer.make_judge(held_out_rows),
         "store": rows_lib.make_store(mesh, layout.size),
       }
 
@@ -129,8 +123,8 @@ class Programs:
     """Runs a program other than a chunk.
 
     Args:
-      name: "prefill" (see `prompts`), "copy" (`pages`), "train", "exchange", "judge"
-        (`trainer`), "store" (`rows`)
+      name: "prefill" (see `prompts`), "copy" (`pages`), "train", "exchange" (`trainer`),
+        "store" (`rows`)
       key: of the bucket
       args, static: what the program takes
     """

@@ -70,8 +70,6 @@ class Ready:
     if spot is not None:
       compile("train", (), weights.target, spot.training(most=1))
       compile("exchange", (), spot.training(most=0).states, shapes.rows(1))
-      if spot.options.held_out_rows:
-        compile("judge", (), weights.target, spot.params, spot.params, spot.rows())
       most = spot.most_pieces(o.slots, o.max_length)
       pieces = shapes.rows(most, 4 + shapes.pages.most)
       compile("store", (), spot.features, features, pieces, shapes.rows(1))
@@ -79,16 +77,16 @@ class Ready:
   def _compile_chunk(self, arm, bucket, stops: int, weights) -> None:
     """The chunk of a strategy in a bucket; where slices train in it, it is tried too."""
     key, slots = (bucket, stops), self._shapes.slots(bucket, stops)
-    way = self._drafting.way(arm, weights)
+    mode = self._drafting.mode(arm, weights)
     one, state = np.int32(1), None
     limits = chunk_lib.Limits(one)
-    if way.source is not None:
-      state = way.source.ready(way.weights, slots)
+    if mode.source is not None:
+      state = mode.source.ready(mode.weights, slots)
       limits = chunk_lib.Limits(one, one, one)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=1, expected=1)
-    self._chunks.program(key, way, slots, state, limits, training)
+    self._chunks.program(key, mode, slots, state, limits, training)
     exist = isinstance(jax.tree.leaves(weights.target)[0], jax.Array)
     if training is not None and exist:
       # The first time that a slice trains takes 0.2 s longer on XLA's CPU, per program;
@@ -96,7 +94,7 @@ class Ready:
       with _unless_out_of_memory(bucket):
         slots, state = slices.zeros((slots, state))
         nothing = self._spot.on_nothing()
-        trial = self._chunks.program(key, way, slots, state, limits, nothing)
+        trial = self._chunks.program(key, mode, slots, state, limits, nothing)
         jax.block_until_ready(trial())
 
   def measure(
@@ -113,8 +111,6 @@ class Ready:
     """
     selector = self._drafting.selector
     if selector is None or not selector.wants_step_seconds:
-      return
-    if not self._parts.clock.measures:
       return
     for bucket in options.buckets:
       arms = sorted(self._drafting.in_bucket(nothing_queued(options), bucket))
@@ -143,28 +139,28 @@ class Ready:
       length: tokens of each request; None: a quarter of the longest, as far as there
         are pages
     """
-    batch, schedule, way = self._full(weights, bucket, arm, stops, slices, length)
+    batch, schedule, mode = self._full(weights, bucket, arm, stops, slices, length)
     progress = batch.running.progress(samples_lib.empty(batch.running.requests))
-    state = way.source and way.source.prepare(way.weights, batch.slots, progress)
+    state = mode.source and mode.source.prepare(mode.weights, batch.slots, progress)
     limits, _ = chunks_lib.limits(schedule, arm, known=False)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=0, expected=1)
-    ran = self._chunks.run(batch, way, state, limits, training)
-    if way.source is not None:
-      way.source.reset()
-    return ran.seconds / max(ran.steps, 1)
+    result = self._chunks.run(batch, mode, state, limits, training)
+    if mode.source is not None:
+      mode.source.reset()
+    return result.seconds / max(result.steps, 1)
 
   def time_switch(
     self, weights: chunk_lib.Weights, bucket: int, arm: clock_lib.Arm, stops: int
   ) -> float:
     """Seconds that it takes to switch a strategy on, in the same situation."""
-    batch, _, way = self._full(weights, bucket, arm, stops)
+    batch, _, mode = self._full(weights, bucket, arm, stops)
     progress = batch.running.progress(samples_lib.empty(batch.running.requests))
 
     def switch():
-      jax.block_until_ready(way.source.prepare(way.weights, batch.slots, progress))
-      way.source.reset()
+      jax.block_until_ready(mode.source.prepare(mode.weights, batch.slots, progress))
+      mode.source.reset()
 
     switch()  # compiling is not timed
     began = time.perf_counter()
@@ -187,7 +183,7 @@ class Ready:
     schedule = _schedule(options, batch.running)
     batch.running.drawn[:] = max(length - options.chunk, 0)
     batch.seat_all(bucket, schedule.tokens, slices)
-    return batch, schedule, self._drafting.way(arm, weights)
+    return batch, schedule, self._drafting.mode(arm, weights)
 
 
 def _schedule(options, running) -> schedule_lib.Schedule:

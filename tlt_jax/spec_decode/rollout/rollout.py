@@ -187,9 +187,8 @@ class Rollout:
     for name, source in self.parts.drafting.sources.items():
       if name in state["sources"]:
         source.restore(state["sources"][name])
-    if self.parts.clock.measures:
-      self.parts.clock.micro_batch_s = state["micro_batch_s"] if same_drafter else 0.0
-      self.parts.clock.exchange_s = state.get("exchange_s", 0.0)  # older ones have none
+    self.parts.clock.micro_batch_s = state["micro_batch_s"] if same_drafter else 0.0
+    self.parts.clock.exchange_s = state["exchange_s"]
 
   def _weights(self, params, draft_params) -> chunk_lib.Weights:
     """All weights, however passes want them."""

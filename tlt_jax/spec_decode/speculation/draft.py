@@ -2,14 +2,11 @@
 
 Drafter and target add the same noise to their logits, so that their draws are
 coupled: what is guessed is the top candidate of (draft logits / T + the noise of its
-position). Where verification is by rejection, guesses are drawn with noise of the
-drafter's own. Trees are in `draft_tree`.
+position). Trees are in `draft_tree`.
 
 A drafter with a `vocab` drafts among its U tokens alone: logits, noise and candidates are
 of these, and a candidate's place among them becomes the target's id at the end.
 """
-
-from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -130,14 +127,6 @@ class Draft:
     """The target's ids i32[...] of places i32[...] among the U tokens."""
     return places if self.ids is None else self.ids[places]
 
-  def over_target(self, q: jax.Array) -> jax.Array:
-    """The distribution f32[... V] of which q f32[... U] is all that is not 0."""
-    if self.ids is None:
-      return q
-    whole = jnp.zeros((*q.shape[:-1], self._module.config.layer.vocab_size), q.dtype)
-    put = dict(unique_indices=True, indices_are_sorted=True)
-    return whole.at[..., self.ids].set(q, **put)
-
 
 def extend(
   draft: Draft, state: DraftState, slots: slots_lib.Slots
@@ -162,25 +151,13 @@ def extend(
   return draft.over_cache(h, pending[:, None], at[:, None], seen, cache)[:, 0], cache
 
 
-def likeliest(
-  logits: jax.Array,
-  sampling: sampling_lib.Sampling,
-  position: jax.Array,
-  ids: jax.Array | None = None,
-) -> jax.Array:
-  """Is `sampling.contest` without noise: the likeliest tokens win, at any temperature."""
-  return sampling_lib.scale(logits, sampling)
-
-
 def draft_chain(
   draft: Draft,
   state: DraftState,
   slots: slots_lib.Slots,
   depth: jax.Array,
   size: int,
-  candidates: Callable,
-  kept: bool = False,
-) -> tuple[tree_lib.Tree, cache_lib.LayerCache, jax.Array | None]:
+) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
   """Guesses `depth` <= size - 1 tokens in a row.
 
   Args:
@@ -189,35 +166,27 @@ def draft_chain(
     slots: of which pending, position and sampling are read
     depth: i32[]  read at run time
     size: J, nodes of the tree
-    candidates: (logits f32[B U], sampling, position i32[B]) -> i32[B W], the children
-      of a node by their places among the U tokens; the first is guessed
-    kept: whether the logits are needed later
   Returns:
-    the tree; the drafter's cache; and f32[B J U], the drafter's logits after each
-    node that has a child, or None
+    the tree, and the drafter's cache
   """
   h, cache = extend(draft, state, slots)
-  put = jax.lax.dynamic_update_slice_in_dim
 
-  def guess(h, d, tokens, every):
-    """The token after node d, and the arrays with what belongs there."""
-    logits = draft.logits(h)
-    place = candidates(logits, slots.sampling, slots.position + d + 1)[:, 0]
-    token = draft.tokens(place)
-    if kept:
-      every = put(every, logits[:, None], d, 1)
-    return token, put(tokens, token[:, None], d + 1, 1), every
+  def guess(h, d, tokens):
+    """The token after node d, and all tokens with it."""
+    position = slots.position + d + 1
+    runners = sampling_lib.contest(draft.logits(h), slots.sampling, position, draft.ids)
+    token = draft.tokens(sampling_lib.argmax(runners))
+    put = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], d + 1, 1)
+    return token, put
 
   def step(d, carry):
-    h, cache, (token, *drafted) = carry
+    h, cache, token, tokens = carry
     pair = slots.position - 1 + d
     seen = seen_lib.causal(pair, 1)
     h, cache = draft.step(h[:, None], token[:, None], pair[:, None], seen, cache, pair)
-    return h[:, 0], cache, guess(h[:, 0], d, *drafted)
+    return h[:, 0], cache, *guess(h[:, 0], d, tokens)
 
-  B, U = jax.eval_shape(draft.logits, h).shape
-  tokens = jnp.zeros((B, size), jnp.int32).at[:, 0].set(slots.pending)
-  every = jnp.zeros((B, size, U)) if kept else None
-  start = (h, cache, guess(h, 0, tokens, every))
-  _, cache, (_, tokens, every) = jax.lax.fori_loop(1, depth, step, start)
-  return tree_lib.chain(tokens, depth), cache, every
+  tokens = jnp.zeros((h.shape[0], size), jnp.int32).at[:, 0].set(slots.pending)
+  start = (h, cache, *guess(h, 0, tokens))
+  _, cache, _, tokens = jax.lax.fori_loop(1, depth, step, start)
+  return tree_lib.chain(tokens, depth), cache

@@ -1,25 +1,20 @@
 """Drafting trees by a drafter with weights.
 
 The children of a node are the top candidates of (draft logits / T + the noise of their
-position). Where verification is by rejection, children are drawn with noise of the
-drafter's own, and a tree's shape is fixed beforehand.
-
-In a tree that grows, a node's score is the log-probability that the target draws it,
+position). A node's score is the log-probability that the target draws it,
 as far as the drafter can tell: with noise known, what is uncertain is the drafter's own
 error, and the perturbed candidates are weighed by a softmax.
 
 Departures from EAGLE-2 (https://arxiv.org/abs/2406.16858): the children of a node are
-the top tokens under the target's own noise, not the likeliest ones, and scores follow
-(with `draft.likeliest` they are EAGLE-2's). The tree's depth is read at run time.
+the top tokens under the target's own noise, not the likeliest ones, and scores follow.
+The tree's depth is read at run time.
 """
 
-from collections.abc import Callable
 import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -66,7 +61,6 @@ def draft_tree(
   width: int,
   size: int,
   scratch: int,
-  contest: Callable,
 ) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
   """Grows a tree level by level, and keeps the best `size` - 1 nodes.
 
@@ -77,11 +71,9 @@ def draft_tree(
     draft, state, slots: as for `draft.draft_chain`
     depth: i32[]  levels, read at run time; the cache must have `width` slots for
       each level but the last beyond the longest position
-    width: W
+    width: W, at most the drafter's U tokens
     size: J
     scratch: slots behind each row's last pair that may be used, >= width * (depth-1)
-    contest: (logits f32[B U], sampling, position i32[B], ids) -> f32[B U], whose top are
-      the children of a node; W is at most U
   Returns:
     the tree, and the drafter's cache
   """
@@ -89,7 +81,7 @@ def draft_tree(
   B, W = h.shape[0], width
   every = sampling_lib.repeat(slots.sampling, W)
 
-  candidates = functools.partial(_top_children, draft, contest, W)
+  candidates = functools.partial(_top_children, draft, W)
   score, token = candidates(h, slots.sampling, slots.position + 1)
   first = _first_level(score, token)
   join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
@@ -119,17 +111,17 @@ def draft_tree(
   return _assemble(kept, slots.pending), cache
 
 
-def _top_children(draft, contest, width: int, h, sampling, position):
+def _top_children(draft, width: int, h, sampling, position):
   """Scores f32[b W] and tokens i32[b W] of the top children of nodes f[b D].
 
   Args:
     draft: the drafter
-    contest, width: see `draft_tree`
+    width: W
     h: f[b D]  its hidden states at the nodes
     sampling: of each node's slot
     position: i32[b]  of the children
   """
-  runners = contest(draft.logits(h), sampling, position, draft.ids)
+  runners = sampling_lib.contest(draft.logits(h), sampling, position, draft.ids)
   score, place = sampling_lib.likeliest(runners, width)
   return score, draft.tokens(place)
 
@@ -172,59 +164,6 @@ def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
     parent=jnp.repeat(beams.number, W, 1),
     depth=jnp.full((B, W * W), depth + 1, jnp.int32),
   )
-
-
-def draft_fixed(
-  draft: draft_lib.Draft,
-  state: draft_lib.DraftState,
-  slots: slots_lib.Slots,
-  shape: tree_lib.Shape,
-  scratch: int,
-  candidates: Callable,
-) -> tuple[tree_lib.Tree, cache_lib.LayerCache, jax.Array]:
-  """Draws the tokens of a tree whose shape is given, J nodes.
-
-  Args:
-    draft, state, slots: as for `draft.draft_chain`
-    shape: of the tree
-    scratch: slots behind each row's last pair that may be used, >= J - 1
-    candidates: as for `draft.draft_chain`, in their order
-  Returns:
-    the tree; the drafter's cache; and f32[B J U], its logits after each node that has
-    a child
-  """
-  h, cache = draft_lib.extend(draft, state, slots)
-  B, J = h.shape[0], len(shape.parent)
-  parent, rank, depth = map(np.array, (shape.parent, shape.rank, shape.depth))
-  # The pairs of nodes with children lie in the scratch slots, level by level.
-  inner = np.concatenate(shape.levels)[1:]
-  above = np.pad(shape.ancestors[:, inner], ((0, 0), (0, scratch - len(inner))))
-  hidden = jnp.zeros((B, J, h.shape[-1]), h.dtype).at[:, 0].set(h)
-  tokens = jnp.zeros((B, J), jnp.int32).at[:, 0].set(slots.pending)
-  every = jnp.zeros((B, J, jax.eval_shape(draft.logits, h).shape[-1]))
-  for level in shape.levels:
-    n, d = len(level), int(depth[level[0]])
-    if d > 0:
-      mask = jnp.broadcast_to(above[level], (B, n, scratch))
-      seen = seen_lib.of_mask(slots.position, mask)
-      pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, n))
-      start = slots.position + np.searchsorted(inner, level[0])
-      h = hidden[:, parent[level]]
-      out, cache = draft.step(h, tokens[:, level], pair, seen, cache, start)
-      hidden = hidden.at[:, level].set(out)
-    logits = draft.logits(hidden[:, level])
-    drawn = candidates(
-      logits.reshape(B * n, -1),
-      sampling_lib.repeat(slots.sampling, n),
-      jnp.repeat(slots.position + 1 + d, n),
-    ).reshape(B, n, -1)
-    children = np.flatnonzero(np.isin(parent, level) & (depth == d + 1))
-    of = np.searchsorted(level, parent[children])
-    tokens = tokens.at[:, children].set(draft.tokens(drawn[:, of, rank[children]]))
-    every = every.at[:, level].set(logits)
-  whole = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B, J))
-  tree = tree_lib.Tree(tokens, whole(parent), whole(depth), jnp.ones((B, J), bool))
-  return tree, cache, every
 
 
 def _assemble(nodes: Nodes, pending) -> tree_lib.Tree:

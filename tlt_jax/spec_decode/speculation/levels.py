@@ -1,16 +1,15 @@
 """Levels: which strategies may run at how many live requests, as configs write it.
 
 Strategies are written "up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3": for how
-many live requests of the fullest slice, which ways to decode. Where one way is named it
-runs; where several are, a rule learns which of them is fastest. Above the last number
-plain decoding runs.
+many live requests of the fullest slice, which ways to decode. Where one is named it runs;
+where several are, a rule learns which of them is fastest (`selector.make`). Above the last
+number plain decoding runs.
 """
 
 from collections.abc import Iterable
 import re
 from typing import NamedTuple
 
-from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _LEVEL = re.compile(r"up to (\d+) live: (\S+(?: or \S+)*)")
@@ -60,20 +59,3 @@ def automatic(has_drafter: bool) -> str:
 def write(levels: Iterable[Level]) -> str:
   """Writes levels as `parse` reads them."""
   return "; ".join(map(str, levels))
-
-
-def make(strategies: str, rule: str, has_drafter: bool) -> selector.Selector | None:
-  """Makes the selector, or none if only plain decoding is left.
-
-  Args:
-    strategies: see the top of this file
-    rule: how it is learnt which of several is fastest; see `selector.make`
-    has_drafter: whether a drafter can draft; otherwise only sources without weights can
-  Raises:
-    ValueError: unreadable strategies, or no such rule
-  """
-  able = lambda arm: has_drafter or not strategy_lib.uses_drafter(arm)
-  levels = [
-    Level(most, tuple(filter(able, arms)) or (None,)) for most, arms in parse(strategies)
-  ]
-  return selector.make(levels, rule)

@@ -1,13 +1,18 @@
 """Selectors: what chooses the speculation strategy of each chunk.
 
-A selector that learns is in `rules/`. None of them changes a token.
+In order: the interface; `ByLiveBatch`, which is given its choices; `Arms`, what rules that
+learn have in common (they are in `rules/`); and `make`, from a config's text. None of them
+changes a token.
 """
 
 from collections.abc import Callable, Sequence
+import copy
 import dataclasses
-from typing import Any
+import logging
+from typing import Any, ClassVar
 
 from tlt_jax import named
+from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
@@ -66,7 +71,7 @@ class Selector:
     raise NotImplementedError
 
   def observe(self, seen: Observation) -> None:
-    """Learns from a chunk; told of every one."""
+    """Learns from a chunk; called after every one."""
 
   def gain(self, live: int, arm: Arm, step_s: StepSeconds) -> float | None:
     """The speed-up over plain decoding that it expects; None: it has no idea."""
@@ -106,32 +111,93 @@ def always(strategy: strategy_lib.Strategy) -> ByLiveBatch:
   return ByLiveBatch(((10**9, strategy),))
 
 
-def make(steps: Sequence[tuple[int, Sequence[Arm]]], rule: str) -> Selector | None:
-  """The selector of these arms; None if there is nothing to choose but plain decoding.
+class Arms(Selector):
+  """Several arms for every live batch, plain decoding among them if it may be chosen."""
 
-  Where each live batch has one arm the rule is not asked.
+  # The attributes that a checkpoint keeps.
+  learnt: ClassVar[tuple[str, ...]] = ()
+
+  def __init__(self, steps: Sequence[tuple[int, Sequence[Arm]]], window: int = 16):
+    """Knows the arms of each live batch.
+
+    Args:
+      steps: (most live requests, arms) each; above the last only plain decoding
+      window: chunks that an arm remembers
+    """
+    self._steps = tuple((most, tuple(arms)) for most, arms in steps)
+    self._steps = tuple(sorted(self._steps, key=lambda step: step[0]))
+    self._window = window
+    if any(not arms for _, arms in self._steps):
+      raise ValueError("every live batch needs an arm, were it 'off'")
+    if len({most for most, _ in self._steps}) < len(self._steps):
+      raise ValueError(f"the arms of a live batch are named twice: {self._steps}")
+
+  @property
+  def strategies(self) -> tuple[strategy_lib.Strategy, ...]:
+    arms = (arm for _, arms in self._steps for arm in arms)
+    return tuple(dict.fromkeys(arm for arm in arms if arm is not None))
+
+  def arms(self, live: int) -> tuple[Arm, ...]:
+    return self.step(live)[1]
+
+  def step(self, live: int) -> tuple[int, tuple[Arm, ...]]:
+    """The most live requests that share these arms, and the arms."""
+    return next((step for step in self._steps if live <= step[0]), (0, (None,)))
+
+  def key(self, live: int, arm: Arm) -> str:
+    """A name of an arm, the same for all live batches that share their arms."""
+    return f"{self.step(live)[0]} {strategy_lib.name(arm)}"
+
+  def state(self) -> dict:
+    learnt = {name: getattr(self, name) for name in self.learnt}
+    return copy.deepcopy({"rule": type(self).__name__, **learnt})
+
+  def restore(self, state: dict | None) -> None:
+    """Goes on from what `state` gave; of another rule, or None: from nothing."""
+    if not state or state["rule"] != type(self).__name__:
+      logging.info("no knowledge of what strategies are worth is kept")
+      return
+    for name in self.learnt:
+      setattr(self, name, copy.deepcopy(state[name]))
+
+
+def make(strategies: str, rule: str, has_drafter: bool) -> Selector | None:
+  """The selector that a config describes; None if only plain decoding is left.
+
+  Where each live batch has one arm it runs, and the rule is not asked.
 
   Args:
-    steps: (most live requests, arms) each; above the last only plain decoding
-    rule: "predictive" or "epsilon_greedy", a module of `rules/`; or the dotted name of
-      anybody's own, whose `make(steps)` gives a selector
+    strategies: as `levels.parse` reads them
+    rule: how it is learnt which of several arms is fastest, see `find_rule`
+    has_drafter: whether a drafter can draft; otherwise only sources without weights can
   Raises:
-    ValueError: no such rule
+    ValueError: unreadable strategies, or no such rule
   """
+
+  def can_run(arm):
+    return has_drafter or not strategy_lib.uses_drafter(arm)
+
+  steps = [
+    (most, tuple(filter(can_run, arms)) or (None,))
+    for most, arms in levels.parse(strategies)
+  ]
   if all(arm is None for _, arms in steps for arm in arms):
     return None
   if all(len(arms) == 1 for _, arms in steps):
     return ByLiveBatch(tuple((most, arm) for most, (arm,) in steps))
-  return find(rule)(steps)
+  return find_rule(rule)(steps)
 
 
-def find(rule: str) -> Callable[..., Selector]:
-  """The `make` of the rule of that name.
+def find_rule(name: str) -> Callable[..., Selector]:
+  """What makes the selector of a rule from (most live requests, arms) pairs.
 
+  Args:
+    name: "predictive" or "epsilon_greedy", a module of `rules/`; or the dotted name of
+      another module, which has a `make(steps)`
   Raises:
     ValueError: no such rule
   """
   try:
-    return named.module(rule, f"{__package__}.rules", "make").make
+    return named.module(name, f"{__package__}.rules", "make").make
   except named.NameNotFound as e:
-    raise ValueError(f"no strategy rule {rule!r}: {e}") from e
+    raise ValueError(f"no strategy rule {name!r}: {e}") from e

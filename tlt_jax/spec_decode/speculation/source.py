@@ -28,8 +28,6 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.speculation import tree as tree_lib
 from tlt_jax.spec_decode.speculation import verify
 
-COUPLED, LIKELIEST, REJECTION = VERIFICATIONS = ("coupled", "likeliest", "rejection")
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -40,7 +38,6 @@ class Setting:
   pool: programs.Pool  # for programs of its own
   room: strategy_lib.Room
   strategies: tuple[strategy_lib.Strategy, ...]  # those that name this source
-  verification: str = COUPLED  # one of VERIFICATIONS, see `speculate`
   drafter: drafter_lib.DrafterConfig | None = None
   layout: features_lib.Layout | None = None  # of the features that are kept
   fill_rows: int = 8  # requests, and tokens of each, for which a drafter's KV is
@@ -74,9 +71,6 @@ class Proposal(NamedTuple):
 
   tree: tree_lib.Tree
   state: Any  # for `absorb`
-  # f32[B J V], what the children of each node were drawn from, for verification by
-  # rejection; None: they were not drawn, but follow from what is known
-  q: jax.Array | None = None
 
 
 Propose = abc.Callable[[slots_lib.Slots, Any, jax.Array], Proposal]  # slots, state, depth

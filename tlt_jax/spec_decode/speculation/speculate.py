@@ -1,20 +1,10 @@
 """Speculative decoding of a chunk, on the devices.
 
-An iteration drafts a tree, lets the target look at all its nodes in one pass, keeps
-what stands, and tells the source of drafts what that was. It changes nothing else than
-plain decoding does; plain and speculative chunks may follow each other in any order.
-
-Three ways to draft and to verify:
-
-- coupled: drafter and target draw with the same noise; what stands is what plain
-  decoding would have drawn, token for token (`verify`).
-- likeliest: verified alike, but the drafter's likeliest tokens are guessed, as EAGLE-2
-  does; as lossless, and worse wherever the temperature is not 0.
-- rejection: the drafter draws with noise of its own; tokens are distributed as the
-  target's, and are not those of plain decoding (`rejection`).
+An iteration drafts a tree, runs the target over all its nodes in one pass, and accepts
+the tokens that plain decoding would have drawn (`verify`). Its output is plain
+decoding's token for token, so plain and speculative chunks may follow each other in any
+order.
 """
-
-from typing import NamedTuple
 
 import chex
 import jax
@@ -31,7 +21,6 @@ from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
-from tlt_jax.spec_decode.speculation import rejection
 from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.speculation import tree as tree_lib
@@ -72,9 +61,6 @@ def decode(
       i, slots, state, emitted = carry
       drafted = slots.replace(position=slots.start)  # drafting reads nothing for free ones
       proposal = propose(drafted, state, limits.depth)
-      q = proposal.q
-      if setting.verification == source_lib.REJECTION and q is None:
-        q = _certain(proposal.tree, config.vocab_size)
       live = slots.remaining > 0
       slots, output = verify_and_accept(
         config,
@@ -83,7 +69,6 @@ def decode(
         rotations,
         slots,
         proposal.tree,
-        q,
         most=most,
         width=strategy.width,
       )
@@ -95,11 +80,6 @@ def decode(
     return slots, source.end(state), emitted
 
   return run
-
-
-def _certain(tree: tree_lib.Tree, vocab_size: int) -> jax.Array:
-  """q f32[B J V] of a chain whose guesses were not drawn: all on the guess."""
-  return jax.nn.one_hot(jnp.roll(tree.tokens, -1, 1), vocab_size)
 
 
 def _emit(
@@ -127,16 +107,6 @@ def _emit(
   )
 
 
-class Accepted(NamedTuple):
-  """The path that stands, and the tokens that follow from it."""
-
-  path: jax.Array  # i32[B A]  nodes from the root on; beyond its end the last one again
-  count: jax.Array  # i32[B]  drafted nodes on it
-  tokens: jax.Array  # i32[B A]  the token after each node
-  logp: jax.Array  # f32[B A]
-  logp_filtered: jax.Array  # f32[B A]
-
-
 def verify_and_accept(
   config: config_lib.ModelConfig,
   layout: features_lib.Layout | None,
@@ -144,7 +114,6 @@ def verify_and_accept(
   rotations: layers.Rotation,
   slots: slots_lib.Slots,
   tree: tree_lib.Tree,
-  q: jax.Array | None,
   *,
   most: int,
   width: int,
@@ -157,52 +126,14 @@ def verify_and_accept(
     layout: of the features that are kept; None: none are
     rotations: of positions 0, 1, ..., see `target.Target.with_taps`
     tree: the guesses, J nodes per slot
-    q: f32[B J V], what the children of each node were drawn from, for verification by
-      rejection; None for the tokens of plain decoding
-    most: A
+    most: A, most tokens that a pass may give
     width: W; 1 for a chain
   """
   B, J = tree.tokens.shape
   chex.assert_shape(slots.position, (B,))
-  if q is not None:
-    chex.assert_shape(q, (B, J, config.vocab_size))
-  logits, features, kv = _look(config, layout, params, rotations, slots, tree, width)
-  if q is None:
-    stands = _couple(logits, slots, tree, min(J, most), width)
-  else:
-    stands = _reject(logits, slots, tree, q, min(J, most), width)
-  pad = lambda x: jnp.pad(x, ((0, 0), (0, most - x.shape[1])), mode="edge")
-  stands = stands._replace(path=pad(stands.path))
-  live = slots.remaining > 0
-  tokens = pad(stands.tokens)
-  count, stopped = verify.cut(tokens, stands.count + 1, slots.stop_tokens, slots.remaining)
-  count = jnp.where(live, count, 0)
-  last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
-  features = jnp.take_along_axis(features, stands.path[..., None], 1)
-  place = slots.position[:, None] + jnp.arange(most)
-  if width > 1:  # the accepted path moves to where a sequence has its tokens
-    source = slots.start[:, None] + stands.path
-    kv = kv.with_layers(layer.move(source, slots.start) for layer in kv)
-  remaining = jnp.where(live & ~stopped, slots.remaining - count, 0)
-  new = slots.with_features(place, features).replace(
-    pending=jnp.where(live, last, slots.pending),
-    position=slots.position + count,
-    remaining=remaining,
-    kv=kv.of_live(remaining > 0),
-  )
-  return new, verify.Output(
-    tokens=tokens,
-    logp=pad(stands.logp),
-    logp_filtered=pad(stands.logp_filtered),
-    features=features,
-    count=count,
-  )
-
-
-def _look(config, layout, params, rotations, slots, tree, width):
-  """One pass of the target over all nodes: logits f32[B J V], features, and the KV."""
+  positions = slots.position[:, None] + tree.depth
   if width == 1:
-    seen = seen_lib.causal(slots.start, tree.tokens.shape[1])
+    seen = seen_lib.causal(slots.start, J)
   else:
     seen = seen_lib.of_mask(slots.start, tree_lib.ancestors(tree.parent))
   final, features, kv = decode_lib.forward(
@@ -211,19 +142,12 @@ def _look(config, layout, params, rotations, slots, tree, width):
     params,
     slots.kv,
     tree.tokens,
-    slots.position[:, None] + tree.depth,
+    positions,
     seen,
     slots.start,
     rotations,
   )
   logits = few_rows.apply(config, params, final, method=target.Target.logits)
-  return logits, features, kv
-
-
-def _couple(logits, slots, tree, most: int, width: int) -> Accepted:
-  """The tokens that plain decoding would have drawn, as far as the tree holds them."""
-  B, J = tree.tokens.shape
-  positions = slots.position[:, None] + tree.depth
   drawn = sampling_lib.sample(
     logits.reshape(B * J, -1),
     sampling_lib.repeat(slots.sampling, J),
@@ -231,25 +155,33 @@ def _couple(logits, slots, tree, most: int, width: int) -> Accepted:
     slots.kernels,
   )
   drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
+
   walk = verify.walk_chain if width == 1 else verify.walk
-  path, count = walk(tree, drawn.token, most)
-  on_path = lambda x: jnp.take_along_axis(x, path, 1)
-  return Accepted(
-    path, count, on_path(drawn.token), on_path(drawn.logp), on_path(drawn.logp_filtered)
-  )
+  path, accepted = walk(tree, drawn.token, most)
+  drawn = jax.tree.map(lambda x: jnp.take_along_axis(x, path, 1), drawn)
+  features = jnp.take_along_axis(features, path[..., None], 1)
+  if width > 1:  # the accepted path moves to where a sequence has its tokens
+    source = slots.start[:, None] + path
+    kv = kv.with_layers(layer.move(source, slots.start) for layer in kv)
 
-
-def _reject(logits, slots, tree, q, most: int, width: int) -> Accepted:
-  """The tokens that rejection sampling keeps, and one drawn from what is left."""
-  B, J = tree.tokens.shape
-  sampling = sampling_lib.repeat(slots.sampling, J)
-  flat = logits.reshape(B * J, -1)
-  p = rejection.target_distribution(flat, sampling).reshape(logits.shape)
-  path, count, tokens = rejection.verify(
-    tree, p, q, slots.sampling, slots.position, most, width
+  live = slots.remaining > 0
+  count, stopped = verify.cut(
+    drawn.token, accepted + 1, slots.stop_tokens, slots.remaining
   )
-  scaled = sampling_lib.scale(flat, sampling).reshape(logits.shape)
-  on_path = lambda x: jnp.take_along_axis(x, path[..., None], 1)
-  chosen = lambda x: jnp.take_along_axis(x, tokens[..., None], 2)[..., 0]
-  logp = chosen(jax.nn.log_softmax(on_path(scaled), -1))
-  return Accepted(path, count, tokens, logp, jnp.log(chosen(on_path(p))))
+  count = jnp.where(live, count, 0)
+  last = jnp.take_along_axis(drawn.token, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
+  place = slots.position[:, None] + jnp.arange(most)
+  remaining = jnp.where(live & ~stopped, slots.remaining - count, 0)
+  new = slots.with_features(place, features).replace(
+    pending=jnp.where(live, last, slots.pending),
+    position=slots.position + count,
+    remaining=remaining,
+    kv=kv.of_live(remaining > 0),
+  )
+  return new, verify.Output(
+    tokens=drawn.token,
+    logp=drawn.logp,
+    logp_filtered=drawn.logp_filtered,
+    features=features,
+    count=count,
+  )

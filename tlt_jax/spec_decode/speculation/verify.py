@@ -53,13 +53,13 @@ def walk_chain(
     drawn: i32[B J]  the target's token after each node
     path_length: A, most nodes of a path, the root included
   Returns:
-    as `walk`, but for what is beyond the path's end
+    as `walk`; the path goes on beyond the last accepted node
   """
   chex.assert_equal_shape([drawn, tree.tokens])
   agrees = (tree.tokens[:, 1:] == drawn[:, :-1]) & tree.valid[:, 1:]
   accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), 1), 1)
-  path = jnp.broadcast_to(jnp.arange(path_length), (drawn.shape[0], path_length))
-  return path, accepted
+  path = jnp.minimum(jnp.arange(path_length), drawn.shape[1] - 1)
+  return jnp.broadcast_to(path, (drawn.shape[0], path_length)), accepted
 
 
 def walk(
@@ -76,17 +76,18 @@ def walk(
     how many drafted nodes are on it, i32[B]
   """
   chex.assert_equal_shape([drawn, tree.tokens])
-  B = drawn.shape[0]
+  B, J = drawn.shape
   rows = jnp.arange(B)
   now, accepted = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32)
   path = [now]
-  for _ in range(path_length - 1):
+  for _ in range(min(J, path_length) - 1):
     child = (tree.parent == now[:, None]) & tree.valid & (tree.depth > 0)
     child &= tree.tokens == drawn[rows, now][:, None]
     found = jnp.any(child, 1)
     now = jnp.where(found, jnp.argmax(child, 1).astype(jnp.int32), now)
     accepted += found
     path.append(now)
+  path += [now] * (path_length - len(path))
   return jnp.stack(path, 1), accepted
 
 

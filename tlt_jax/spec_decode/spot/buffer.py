@@ -11,16 +11,12 @@ oldest make room one by one.
 A sequence longer than a row is cut. Each piece repeats a little of the one before, for
 the drafter to read, not to be trained on, so that every token is trained on once.
 
-The first rows of a slice may be held out; every eighth sequence goes there. The drafter
-is judged on them, never trained.
-
 Departure from TLT (https://arxiv.org/abs/2511.16665): sequences longer than a row are cut
 into pieces; the paper packs whole ones.
 """
 
-from collections.abc import Mapping
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,12 +39,6 @@ class Row:
   age: int = 0  # rollouts since it was filled
   uses: int = 0  # micro-batches that it was, in this rollout
 
-  @classmethod
-  def of(cls, saved: Mapping[str, Any]) -> "Row":
-    """A row of a saved state, of an earlier version too."""
-    names = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{name: x for name, x in saved.items() if name in names})
-
   @property
   def used(self) -> int:
     """Tokens in it."""
@@ -56,7 +46,6 @@ class Row:
 
 
 FIELDS = ("targets", "positions", "segments", "mask")  # of `Buffer.table`
-_HELD_OUT = 8  # one sequence in so many is held out
 
 
 class Buffer:
@@ -65,15 +54,7 @@ class Buffer:
   A sequence of T tokens takes T-1 places: its last token has no feature.
   """
 
-  def __init__(
-    self,
-    slices: int,
-    rows: int,
-    length: int,
-    carried: int,
-    context: int,
-    held_out: int = 0,
-  ):
+  def __init__(self, slices: int, rows: int, length: int, carried: int, context: int):
     """Makes room for rows.
 
     Args:
@@ -82,13 +63,10 @@ class Buffer:
       length: T, tokens of a row
       carried: rows that may outlive a rollout
       context: tokens that a piece repeats of the one before
-      held_out: rows that are not trained on
     """
     self.length, self.carried, self.context = length, carried, context
-    self.held_out = held_out
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     self.table = np.zeros((slices, rows, len(FIELDS), length), np.int32)
-    self.added = [0] * slices  # sequences that each slice was given
     self.evicted = 0  # pieces that had to go, or found no room
     self.version = 0  # grows with every change of what is here
     self.turn = 0  # grows whenever other rows are next
@@ -100,7 +78,7 @@ class Buffer:
     the longest sequences.
     """
     rows = self.rows[s]
-    held = [i for i, row in enumerate(rows) if row.sizes and i >= self.held_out]
+    held = [i for i, row in enumerate(rows) if row.sizes]
     return sorted(held, key=lambda i: (rows[i].uses, rows[i].age, -rows[i].longest, i))
 
   def begin_rollout(self) -> None:
@@ -124,13 +102,9 @@ class Buffer:
     """
     targets = np.concatenate([prompt, response])[1:]
     positions, pieces = np.arange(len(targets)), []
-    self.added[s] += 1
     self.version += 1
-    rows = range(self.held_out, len(self.rows[s]))
-    if self.held_out and self.added[s] % _HELD_OUT == 0:
-      rows = range(self.held_out)
     for start, stop in self._cut(len(targets)):
-      row = self._room(s, rows, stop - start, len(targets))
+      row = self._room(s, stop - start, len(targets))
       if row is None:
         self.evicted += 1
         continue
@@ -161,18 +135,18 @@ class Buffer:
       cuts.append((start, min(size, start + self.length)))
     return cuts
 
-  def _room(self, s: int, among: range, size: int, sequence: int) -> int | None:
+  def _room(self, s: int, size: int, sequence: int) -> int | None:
     """The row for a piece of that size, of a sequence of so many tokens; None: no room."""
     rows = self.rows[s]
     fits = lambda row: not row.age and row.used + size <= self.length
-    begun = [i for i in among if rows[i].sizes and fits(rows[i])]
+    begun = [i for i, row in enumerate(rows) if row.sizes and fits(row)]
     if begun:
       return begun[0]
-    empty = [i for i in among if not rows[i].sizes]
+    empty = [i for i, row in enumerate(rows) if not row.sizes]
     if empty:
       rows[empty[0]].age = 0
       return empty[0]
-    least = min(among, key=lambda i: (-rows[i].age, rows[i].longest, i))
+    least = min(range(len(rows)), key=lambda i: (-rows[i].age, rows[i].longest, i))
     if not rows[least].age and rows[least].longest >= sequence:
       return None
     self._clear(s, least)
@@ -186,7 +160,7 @@ class Buffer:
   @property
   def holds_any(self) -> bool:
     """Whether there is anything to train on."""
-    return any(row.sizes for rows in self.rows for row in rows[self.held_out :])
+    return any(row.sizes for rows in self.rows for row in rows)
 
   def order(self) -> np.ndarray:
     """i32[slices 2+m]: of each slice, see `rows.Rows.order`."""
@@ -208,7 +182,7 @@ class Buffer:
   def state(self) -> dict:
     """The part of its state that JSON can hold; the table is saved beside."""
     rows = [[dataclasses.asdict(row) for row in rows] for rows in self.rows]
-    return {"rows": rows, "evicted": self.evicted, "added": list(self.added)}
+    return {"rows": rows, "evicted": self.evicted}
 
   def set_state(self, state: dict, table: np.ndarray) -> np.ndarray:
     """Goes on from a saved state; of another number of slices, its rows are dealt out.
@@ -219,15 +193,13 @@ class Buffer:
     Returns:
       i32[slices m], which of the saved rows is each row here; -1: none, it is empty
     """
-    saved = [Row.of(row) for rows in state["rows"] for row in rows]
+    saved = [Row(**row) for rows in state["rows"] for row in rows]
     num_slices, each = self.table.shape[:2]
     self.evicted = state["evicted"]
     if len(state["rows"]) == num_slices:
       source = np.arange(len(saved)).reshape(num_slices, each)
-      self.added = list(state["added"])
     else:
       source = self._deal(saved)
-      self.added = [sum(state["added"]) // num_slices] * num_slices
       lost = set(range(len(saved))) - set(source.flat)
       self.evicted += sum(len(saved[i].sizes) for i in lost)
     self.rows = [[saved[i] if i >= 0 else Row() for i in row] for row in source]
@@ -239,14 +211,12 @@ class Buffer:
   def _deal(self, saved: list[Row]) -> np.ndarray:
     """The saved row of each row here, the newest first, slice by slice in turn.
 
-    Rows that were held out stay so. What there is no room for is left.
+    What there is no room for is left.
     """
     num_slices, each = self.table.shape[:2]
     source = np.full((num_slices, each), -1)
-    for rows in (range(self.held_out), range(self.held_out, each)):
-      found = [i for i, row in enumerate(saved) if row.sizes and i % each in rows]
-      found.sort(key=lambda i: (saved[i].age, -saved[i].longest, i))
-      places = ((s, row) for row in rows for s in range(num_slices))
-      for i, place in zip(found, places, strict=False):
-        source[place] = i
+    found = [i for i, row in enumerate(saved) if row.sizes]
+    found.sort(key=lambda i: (saved[i].age, -saved[i].longest, i))
+    for n, i in enumerate(found[: source.size]):
+      source[n % num_slices, n // num_slices] = i
     return source

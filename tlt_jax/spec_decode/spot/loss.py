@@ -4,7 +4,7 @@ Pair t, the feature of token t with token t+1, predicts the target's next featur
 its distribution of token t+2. Several drafting steps are trained at once, each on
 what the one before gave, so that the drafter learns from its own mistakes:
 
-    sum_k decay^k * mean(distribution loss + regression * smooth_L1(feature))
+    sum_k DECAY^k * mean(distribution loss + REGRESSION * smooth_L1(feature))
 
 Distribution losses, between target p and drafter q at the sampling temperature:
 soft cross-entropy (EAGLE, https://arxiv.org/abs/2401.15077), or total variation,
@@ -44,6 +44,9 @@ from tlt_jax.spec_decode.decoding import features as features_lib
 
 DISTANCES = ("cross_entropy", "total_variation")
 
+DECAY = 0.8  # weight of a drafting step relative to the one before
+REGRESSION = 0.1  # weight of the feature loss, for drafters that predict features
+
 _BLOCK = 2**23  # logits that are computed at a time, 32 MB; a few such arrays coexist
 
 
@@ -52,14 +55,10 @@ class Loss:
   """The objective of a drafter's training; the defaults: see `spot.Options`."""
 
   steps: ranges.Count = 2  # drafting steps unrolled in training
-  # weight of a drafting step relative to the one before
-  decay: ranges.ShareAboveZero = 0.8
   # distance between the target's and the drafter's distributions
   distance: Literal[DISTANCES] = "total_variation"
   # first updates of a drafter, which train cross-entropy whatever `distance` says
   cross_entropy_updates: ranges.CountOrZero = 400
-  # weight of the feature loss, for drafters that predict features
-  regression: ranges.NotNegative = 0.1
   temperature: ranges.Positive = 1.0  # temperature of the distributions
 
   def __post_init__(self):
@@ -129,11 +128,11 @@ def loss(
     valid = (inside & (packed.positions >= k)).astype(jnp.float32)
     distance, variation = _distances(options, logits, h, goal, is_new)
     share = jnp.sum(distance * valid)
-    if drafter.predicts_features and options.regression:
+    if drafter.predicts_features:
       error = jnp.abs(h - _ahead(final)).astype(jnp.float32)
       smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5)  # smooth L1
-      share += options.regression * jnp.sum(jnp.mean(smooth, -1) * valid)
-    total += options.decay**k * share
+      share += REGRESSION * jnp.sum(jnp.mean(smooth, -1) * valid)
+    total += DECAY**k * share
     metrics[f"loss_{k + 1}"] = share
     metrics[f"agreement_{k + 1}"] = jnp.sum((1 - variation) * valid)
   return total, metrics

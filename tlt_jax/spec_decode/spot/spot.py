@@ -4,13 +4,12 @@ A fused chunk (`fused`) is one program: each slice decodes; one that runs dry go
 with micro-batches of its own finished sequences, from that moment to shortly before the
 chunk's expected end. It updates a drafter of its own, so that nobody waits for it. Once
 there are enough updates, and when the rollout ends, slices exchange what they have
-learnt (`trainer`). From then on it drafts or, where it must pass on held-out data, from
-the next rollout on. It cannot change a token: what is drawn does not depend on it.
+learnt (`trainer`). From then on it drafts. It cannot change a token: what is drawn does not
+depend on it.
 
 Departures from TLT (https://arxiv.org/abs/2511.16665): no process group of its own and
 no coordinator; training is deterministic, by a logged schedule; slices train apart and
-are averaged; an average over updates drafts; a drafter can be judged on held-out rows
-before it drafts.
+are averaged; an average over updates drafts.
 """
 
 from collections.abc import Callable
@@ -48,9 +47,6 @@ class Options:
   and 2.50, where rows of 128 tokens, three unrolled steps and total variation from the
   start gave 1.69 and 2.07. In whole runs a new drafter drew 80% of what one trained offline
   does after 30 rollouts. `experiments/log/2026-11.md` has the table, of 2026-11-27.
-
-  Where rows are held out, they are never trained on, and what was trained in a rollout
-  drafts from then on if it is no worse on them than what drafts.
   """
 
   row_tokens: ranges.Tokens = 256  # tokens of one training row; a row is a micro-batch
@@ -59,8 +55,6 @@ class Options:
   rows: ranges.Count = 64  # training rows kept per slice
   # most training rows per slice that are carried over to the next rollout
   carried_rows: ranges.CountOrZero = 48
-  # rows per slice kept to judge a new drafter; 0: it is used without judging
-  held_out_rows: ranges.CountOrZero = 0
   # most slots of a bucket in which slices train; 0: in all buckets
   max_batch: ranges.CountOrZero = 0
   chunk_tokens: ranges.Tokens = 128  # most tokens per slot in a chunk that also trains
@@ -83,10 +77,6 @@ class Options:
     if self.carried_rows > self.rows:
       raise ValueError(
         f"carried_rows ({self.carried_rows}) must be at most rows ({self.rows})"
-      )
-    if self.held_out_rows >= self.rows:
-      raise ValueError(
-        f"held_out_rows ({self.held_out_rows}) must be below rows ({self.rows})"
       )
     if self.context_tokens > self.row_tokens // 2:
       raise ValueError(
@@ -119,7 +109,6 @@ def make_buffer(trainer: trainer_lib.Trainer, options: Options) -> buffer_lib.Bu
     length=row_tokens(trainer, options),
     carried=options.carried_rows,
     context=options.context_tokens,
-    held_out=options.held_out_rows,
   )
 
 
@@ -219,18 +208,14 @@ class Spot:
     return self._updates
 
   def exchange(self, program: Callable) -> None:
-    """Lets all slices go on from what each has learnt.
-
-    Where no rows are held out it drafts from now on, else once it is published.
+    """Lets all slices go on from what each has learnt, which drafts from now on.
 
     Args:
       program: of `Trainer.make_exchange`
     """
     updates = slices.place(self.trainer.mesh, self._updates[:, None])
-    self._states, drafting = program(self._states, updates)
+    self._states, self._params = program(self._states, updates)
     self._count_anew()
-    if not self.options.held_out_rows:
-      self._params = drafting
 
   def _count_anew(self) -> None:
     """Counts what slices train apart from now on."""
@@ -253,18 +238,12 @@ class Spot:
     """Goes on with the rows that a program has stored."""
     self._features = features
 
-  def publish(self, params) -> None:
-    """Lets other parameters draft, where rows are held out."""
-    self._params = params
-
   def arrays(self) -> dict:
     """The arrays of a checkpoint: the drafter's own state, and the training data at hand.
 
     Neither the target's embedding nor its head, which the drafter uses.
     """
-    published = {"published": self._params} if self.options.held_out_rows else {}
-    rows = {"features": self._features, "table": self.rows().table}
-    return {"state": self.state, **published, **rows}
+    return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
     """The rest of it, which JSON can hold."""
@@ -293,7 +272,6 @@ class Spot:
     if len(data["buffer"]["rows"]) != len(source):
       deal = jax.jit(_rows_of, out_shardings=over)
       self._features = deal(self._features, source.reshape(-1))
-    self._params = arrays.get("published", self._params)
 
   def _place(self, x: np.ndarray) -> jax.Array:
     # A copy: on a CPU an array may share its memory with numpy's, which goes on changing.

@@ -144,8 +144,8 @@ def update(
     return state.replace(skipped=state.skipped + (enough & ~finite).astype(jnp.int32))
 
   state = jax.lax.cond(useful, step, skip, state)
-  told = {"loss": loss / count, "grad_norm": norm, "updated": useful.astype(jnp.float32)}
-  return state, {**means, **told}
+  summary = {"loss": loss / count, "grad_norm": norm, "updated": useful.astype(jnp.float32)}
+  return state, {**means, **summary}
 
 
 def learn(
@@ -164,8 +164,8 @@ def learn(
     per_update: micro-batches of an update
     decay: see `update`
   Returns:
-    the new state; what `update` tells, all 0.0 where there was no update; and `skipped`,
-    1.0 for a micro-batch or an update that was not finite
+    the new state; the summary of `update`, all 0.0 where there was no update; and
+    `skipped`, 1.0 for a micro-batch or an update that was not finite
   """
   before = state.skipped
   if state.waiting is not None:
@@ -175,10 +175,10 @@ def learn(
     state = state.replace(skipped=before + (~finite).astype(jnp.int32))
   enough = sums.micro_batches >= per_update
   args = sums.loss, sums.metrics, sums.grads, decay, enough
-  updated, told = update(optimizer, state, *args)
+  updated, summary = update(optimizer, state, *args)
   if state.waiting is not None:
     left = lambda x: jnp.where(enough, 0.0, x)
     updated = updated.replace(waiting=jax.tree.map(left, sums))
-  made = told["updated"] > 0
-  told = {name: jnp.where(made, x, 0.0) for name, x in told.items()}
-  return updated, told | {"skipped": (updated.skipped - before).astype(jnp.float32)}
+  made = summary["updated"] > 0
+  summary = {name: jnp.where(made, x, 0.0) for name, x in summary.items()}
+  return updated, summary | {"skipped": (updated.skipped - before).astype(jnp.float32)}

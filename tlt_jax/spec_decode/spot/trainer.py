@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tlt_jax import accumulate
 from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax.models import config as config_lib
@@ -48,7 +47,7 @@ class Trained:
   """The result of a program that trains."""
 
   states: state_lib.State  # of each slice: [slices ...] each
-  told: jax.Array  # f32[slices n]  of each slice, see `Trainer.account`
+  totals: jax.Array  # f32[slices n]  of each slice, see `Trainer.account`
 
 
 ROWS, WHOLE = slices.ROWS, slices.WHOLE
@@ -127,7 +126,7 @@ class Trainer:
     start = jax.tree.map(lambda x: x[0], training.states)
 
     def micro_batch(i, carry):
-      state, told = carry
+      state, totals = carry
       packed, features = training.rows.micro_batch(i)
       (loss, metrics), grads = self._value_and_grad(
         state.params, target_params, rotations, packed, features, state.step
@@ -141,23 +140,23 @@ class Trainer:
       new = training.rows.is_new(i) & (metrics["tokens"] > 0)
       agreement = jnp.where(new, self.loss.agreement(metrics), 0.0)
       counts = *counts, new.astype(jnp.float32), agreement
-      return state, told + jnp.stack([*counts, *_in_order(means)])
+      return state, totals + jnp.stack([*counts, *_in_order(means)])
 
-    told = slices.varying(jnp.zeros(len(self._told), jnp.float32))
-    state, told = jax.lax.fori_loop(0, most, micro_batch, (start, told))
-    return Trained(jax.tree.map(lambda x: x[None], state), told[None])
+    totals = slices.varying(jnp.zeros(len(self._names), jnp.float32))
+    state, totals = jax.lax.fori_loop(0, most, micro_batch, (start, totals))
+    return Trained(jax.tree.map(lambda x: x[None], state), totals[None])
 
   @property
-  def _told(self) -> list[str]:
+  def _names(self) -> list[str]:
     """The names of what `train` counts and sums up."""
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
     return [*_COUNTS, *sorted(names)]
 
-  def account(self, states: state_lib.State, told: np.ndarray) -> Account:
-    """The account of what was trained; `told` is that of `Trained`, on the host."""
-    micro_batches, skipped, updates = told[:, :3].T.astype(np.int32)
+  def account(self, states: state_lib.State, totals: np.ndarray) -> Account:
+    """The account of what was trained; `totals` is that of `Trained`, on the host."""
+    micro_batches, skipped, updates = totals[:, :3].T.astype(np.int32)
     count = int(updates.sum())
-    sums = dict(zip(self._told, told.sum(0).tolist(), strict=True))
+    sums = dict(zip(self._names, totals.sum(0).tolist(), strict=True))
     new = int(sums["new_rows"])
     agreement = sums["new_agreement"] / new if new else 0.0
     means = {k: x / count for k, x in sums.items() if count and k not in _COUNTS}
@@ -203,33 +202,6 @@ class Trainer:
 
     mapped = slices.per_slice(self.mesh, exchange, (ROWS, ROWS), (ROWS, WHOLE))
     shardings = (self.trained_shardings.states, slices.shardings(self.abstract.params))
-    return jax.jit(mapped, out_shardings=shardings)
-
-  def make_judge(self, held_out_rows: int) -> Callable:
-    """(target params, draft params, others, Rows) -> (the better ones, bool[]).
-
-    By the loss on the rows that are not trained on; the others must be no worse.
-    """
-
-    def judge(target_params, params, others, rows):
-      rotations = self._rotations()
-
-      def both(i):
-        packed, features = rows.row(i)
-        value = lambda params: self._loss(
-          params, target_params, rotations, packed, features
-        )[0]
-        return jnp.stack([value(params), value(others)])
-
-      zeros = slices.varying(jnp.zeros(2, jnp.float32))
-      old, new = slices.total(accumulate.sum_over(held_out_rows, both, zeros))
-      better = jnp.isfinite(new) & ~(new > old)
-      return jax.tree.map(lambda a, b: jnp.where(better, b, a), params, others), better
-
-    mapped = slices.per_slice(
-      self.mesh, judge, in_specs=(WHOLE, WHOLE, WHOLE, ROWS), out_specs=WHOLE
-    )
-    shardings = (slices.shardings(self.abstract.params), axes.sharding(self.mesh))
     return jax.jit(mapped, out_shardings=shardings)
 
   def init_states(self, params) -> state_lib.State:

@@ -9,11 +9,10 @@ import random
 
 import numpy as np
 
-from tlt_jax.spec_decode.speculation import arms as arms_lib
 from tlt_jax.spec_decode.speculation import selector
 
 
-class EpsilonGreedy(arms_lib.Arms):
+class EpsilonGreedy(selector.Arms):
   """Chooses the arm of the best median rate of late, or sometimes any arm."""
 
   learnt = ("_count", "_rates")
@@ -22,7 +21,7 @@ class EpsilonGreedy(arms_lib.Arms):
     """Knows nothing of the arms.
 
     Args:
-      steps, window: see `arms.Arms`
+      steps, window: see `selector.Arms`
       epsilon: chance to try an arm at random
       seed: of that chance
     """

@@ -12,7 +12,6 @@ import math
 
 import numpy as np
 
-from tlt_jax.spec_decode.speculation import arms as arms_lib
 from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
@@ -27,7 +26,7 @@ _SOON, _SELDOM = 8, 64
 _DOUBTED, _AGAIN = 3.0, 9.0
 
 
-class Predictive(arms_lib.Arms):
+class Predictive(selector.Arms):
   """Chooses the arm of the best predicted rate.
 
   An arm whose step time or acceptance is unknown is tried until it is known. Another than
@@ -53,7 +52,7 @@ class Predictive(arms_lib.Arms):
     """Knows nothing of the arms.
 
     Args:
-      steps, window: see `arms.Arms`
+      steps, window: see `selector.Arms`
       regret: share of the time that trying may cost, of each kind
       margin: by how much another arm must be better than the last one
     """

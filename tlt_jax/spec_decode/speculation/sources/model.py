@@ -16,14 +16,11 @@ from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
-from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import draft as draft_lib
 from tlt_jax.spec_decode.speculation import draft_tree
-from tlt_jax.spec_decode.speculation import rejection
 from tlt_jax.spec_decode.speculation import source as source_lib
-from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 
 @flax.struct.dataclass
@@ -36,7 +33,7 @@ class Entry:
 
 
 class Model(source_lib.Source):
-  """Drafts with a drafter, coupled to the target by its noise or drawn apart from it."""
+  """Drafts with a drafter, coupled to the target by its noise."""
 
   reads_drafter = True
 
@@ -55,13 +52,6 @@ class Model(source_lib.Source):
     self._over = slots_lib.pool_sharding(setting.mesh, setting.drafter.layer)
     self.state_shardings = Entry(self._over, rows, rows)
     self.reset()
-
-  def program(self, strategy):
-    if self.setting.verification == source_lib.REJECTION and strategy.width > 1:
-      # The tree's shape is fixed beforehand, its depth included.
-      shape = f"{strategy.depth}_{strategy.width}_{strategy.verify}"
-      return f"{strategy.source}_{shape}"
-    return super().program(strategy)
 
   @functools.cached_property
   def _fill(self):
@@ -176,11 +166,19 @@ class Model(source_lib.Source):
 
   def bind(self, strategy, weights, length):
     draft = self._draft(weights, length)
-    rejects = self.setting.verification == source_lib.REJECTION
-    guess = self._draw if rejects else self._couple
 
     def propose(slots, state, depth):
-      return source_lib.Proposal(*guess(draft, strategy, slots, state, depth))
+      args = draft, state, slots, depth
+      if strategy.width == 1:
+        drafted = draft_lib.draft_chain(*args, strategy.verify)
+      else:
+        drafted = draft_tree.draft_tree(
+          *args,
+          width=strategy.width,
+          size=strategy.verify,
+          scratch=self.setting.room.drafter,
+        )
+      return source_lib.Proposal(*drafted)
 
     def absorb(cache, output):
       return draft_lib.DraftState(
@@ -188,45 +186,6 @@ class Model(source_lib.Source):
       )
 
     return propose, absorb
-
-  def _couple(self, draft, strategy, slots, state, depth):
-    """The tree of the tokens that win the contest; the cache; nothing for q."""
-    likeliest = self.setting.verification == source_lib.LIKELIEST
-    contest = draft_lib.likeliest if likeliest else sampling_lib.contest
-    if strategy.width > 1:
-      tree, cache = draft_tree.draft_tree(
-        draft,
-        state,
-        slots,
-        depth,
-        width=strategy.width,
-        size=strategy.verify,
-        scratch=self.setting.room.drafter,
-        contest=contest,
-      )
-      return tree, cache, None
-    best = lambda *args: sampling_lib.argmax(contest(*args, draft.ids))[:, None]
-    return draft_lib.draft_chain(draft, state, slots, depth, strategy.verify, best)
-
-  def _draw(self, draft, strategy, slots, state, depth):
-    """The tree of tokens drawn with noise of the drafter's own; the cache; and q."""
-    width, size = strategy.width, strategy.verify
-    candidates = lambda logits, sampling, position: rejection.draw_candidates(
-      rejection.draft_distribution(logits, sampling), sampling, position, width
-    )
-    if width == 1:
-      tree, cache, logits = draft_lib.draft_chain(
-        draft, state, slots, depth, size, candidates, kept=True
-      )
-    else:
-      shape = tree_lib.fixed(strategy.depth, width, size)
-      tree, cache, logits = draft_tree.draft_fixed(
-        draft, state, slots, shape, self.setting.room.drafter, candidates
-      )
-    sampling = sampling_lib.repeat(slots.sampling, logits.shape[1])
-    flat = logits.reshape(-1, logits.shape[-1])
-    q = rejection.draft_distribution(flat, sampling)
-    return tree, cache, draft.over_target(q.reshape(logits.shape))
 
 
 def _sink(slots: slots_lib.Slots) -> int:
