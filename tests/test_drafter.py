@@ -13,9 +13,9 @@ import safetensors.numpy
 
 from tests import tiny
 from tlt_jax import packing
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -216,15 +216,15 @@ def test_a_saved_drafter_loads_bit_for_bit(kind, tmp_path):
 
 
 def test_a_drafter_that_cannot_be_used_is_named(tmp_path):
-  with pytest.raises(convert.CheckpointError, match="no drafter there"):
+  with pytest.raises(hf.CheckpointError, match="no drafter there"):
     drafter_files.load(tmp_path / "none", tiny.CONFIG)
   drafter_files.save(tmp_path / "d", CONFIGS["eagle2"], params("eagle2"))
   wide = dataclasses.replace(tiny.CONFIG, width=64)
-  with pytest.raises(convert.CheckpointError, match="for a target of width 32, not 64"):
+  with pytest.raises(hf.CheckpointError, match="for a target of width 32, not 64"):
     drafter_files.load(tmp_path / "d", wide)
   file = tmp_path / "d" / "model.safetensors"
   file.write_bytes(file.read_bytes()[:-100])
-  with pytest.raises(convert.CheckpointError, match="is damaged or truncated"):
+  with pytest.raises(hf.CheckpointError, match="is damaged or truncated"):
     drafter_files.load(tmp_path / "d", tiny.CONFIG)
 
 
@@ -267,7 +267,7 @@ def test_a_draft_vocabulary_restricts_the_head(kind):
   """Its logits are the whole head's at its tokens; eagle3 trains a head of its own."""
   h = jax.random.normal(jax.random.key(0), (3, 5, tiny.CONFIG.width))
   shared, ids = params(kind), list(VOCAB)
-  columns = {"head": tiny.params()["head"][:, ids]} if kind == "eagle3" else {}
+  columns = {"head": tiny.params()["head"][ids]} if kind == "eagle3" else {}
   whole = drafting(kind, shared)
   part = drafting(f"{kind}_vocab", shared | columns)
   made = part.logits(h)
@@ -380,7 +380,7 @@ def test_the_loss_is_what_is_documented(kind, distance):
     return e / e.sum(-1, keepdims=True)
 
   ahead = lambda x: np.roll(x, -1, 1)
-  p = ahead(softmax(np.asarray(final @ frozen["head"])[..., ids]))
+  p = ahead(softmax(np.asarray(final @ frozen["head"].T)[..., ids]))
   following = ahead(packed.mask) & (ahead(packed.positions) > 0)
   known = np.isin(ahead(packed.targets), ids)
   assert 0 < known[following].mean() < 1 or len(ids) == 64
@@ -456,7 +456,7 @@ def test_blocks_of_positions_give_the_same_loss(monkeypatch, kind, distance):
 def test_gradients_are_finite_where_the_target_wants_no_drafted_token(distance):
   """At some positions all of its probability is outside, to the last bit."""
   packed, kept = random_batch("eagle3_vocab", scale=100.0)
-  mass = jax.nn.softmax(kept.final @ tiny.params()["head"], -1)[..., list(VOCAB)].sum(-1)
+  mass = jax.nn.softmax(kept.final @ tiny.params()["head"].T, -1)[..., list(VOCAB)].sum(-1)
   assert (mass == 0).any()
   options = draft_loss.Loss(steps=2, distance=distance)
 
@@ -506,7 +506,7 @@ def change(folder, arrays=(), **fields):
 def test_a_damaged_draft_vocabulary_is_named(arrays, message, tmp_path):
   drafter_files.save(tmp_path / "d", CONFIGS["eagle3_vocab"], params("eagle3_vocab"))
   change(tmp_path / "d", arrays)
-  with pytest.raises(convert.CheckpointError, match=message):
+  with pytest.raises(hf.CheckpointError, match=message):
     drafter_files.load(tmp_path / "d", tiny.CONFIG)
 
 
@@ -515,7 +515,7 @@ def test_config_and_tables_of_a_draft_vocabulary_must_fit(tmp_path):
   folder = tmp_path / "d"
   drafter_files.save(folder, CONFIGS["eagle3_vocab"], params("eagle3_vocab"))
   change(folder, draft_vocab_size=None)
-  with pytest.raises(convert.CheckpointError, match="d2t has shape .*json says None"):
+  with pytest.raises(hf.CheckpointError, match="d2t has shape .*json says None"):
     drafter_files.load(folder, tiny.CONFIG)
   drafter_files.save(folder, CONFIGS["eagle3"], params("eagle3"))
   config = folder / "config.json"

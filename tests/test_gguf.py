@@ -24,9 +24,9 @@ import transformers
 from tests import commands
 from tests import test_damaged_files as damaged
 from tlt_jax import tokenization
-from tlt_jax.models import convert
 from tlt_jax.models import gguf_files
 from tlt_jax.models import gguf_tokenizer
+from tlt_jax.models import hf
 from tlt_jax.models import hf_folder
 from tlt_jax.models import target
 
@@ -249,7 +249,7 @@ def test_other_families_keep_the_order_of_their_rows(architecture, tmp_path):
   found = imported(tmp_path / "m.gguf", tmp_path / "hf")
   assert found.keys() == {hf_name(name) for name in stored}
   assert all(np.array_equal(found[hf_name(name)], x) for name, x in stored.items())
-  assert convert.load_hf(tmp_path / "hf")[0].architecture.lower().startswith(architecture)
+  assert hf.load(tmp_path / "hf")[0].architecture.lower().startswith(architecture)
 
 
 def test_attention_is_what_llama_cpp_computes(tmp_path):
@@ -264,7 +264,7 @@ def test_attention_is_what_llama_cpp_computes(tmp_path):
       weights[f"blk.{i}.attn_output.weight"][:] = 0
   write(tmp_path / "m.gguf", weights=weights)
   import_into(tmp_path / "m.gguf", tmp_path / "hf")
-  config, params = convert.load_hf(tmp_path / "hf")
+  config, params = hf.load(tmp_path / "hf")
   ids = np.array([5, 9, 300, 17, 5])
   positions = jnp.arange(len(ids))[None]
   features, _ = target.Target(config).apply({"params": params}, ids[None], positions)
@@ -292,7 +292,7 @@ def test_attention_is_what_llama_cpp_computes(tmp_path):
 def test_the_config_is_that_of_the_file(tmp_path):
   write(tmp_path / "m.gguf", weights=tensors(tied=False))
   import_into(tmp_path / "m.gguf", tmp_path / "hf")
-  config, params = convert.load_hf(tmp_path / "hf")
+  config, params = hf.load(tmp_path / "hf")
   assert (config.num_layers, config.width, config.mlp_width) == (L, D, F)
   assert (config.num_heads, config.num_kv_heads, config.head_dim) == (N, K, H)
   assert (config.rope_theta, config.max_position) == (5000.0, 128)
@@ -449,7 +449,7 @@ def test_what_cannot_be_reproduced_is_refused(change, message, tmp_path):
   fields, weights = metadata(), tensors()
   change(fields, weights)
   write(tmp_path / "m.gguf", fields=fields, weights=weights)
-  with pytest.raises(convert.CheckpointError, match=re.escape(message)) as e:
+  with pytest.raises(hf.CheckpointError, match=re.escape(message)) as e:
     import_into(tmp_path / "m.gguf", tmp_path / "hf")
   assert str(e.value).startswith(f"{tmp_path / 'm.gguf'}: ")
   assert not (tmp_path / "hf").exists()
@@ -458,7 +458,7 @@ def test_what_cannot_be_reproduced_is_refused(change, message, tmp_path):
 def test_an_unknown_architecture_is_refused_by_name(tmp_path):
   write(tmp_path / "m.gguf", "gemma2", fields={})
   with pytest.raises(
-    convert.CheckpointError, match="gemma2 is not supported; supported: l"
+    hf.CheckpointError, match="gemma2 is not supported; supported: l"
   ):
     import_into(tmp_path / "m.gguf", tmp_path / "hf")
 
@@ -468,7 +468,7 @@ def test_a_quantization_that_cannot_be_undone_is_refused_by_name(tmp_path):
   weights = tensors() | {"blk.1.ffn_down.weight": np.zeros((D, F), np.int8)}
   write(tmp_path / "m.gguf", weights=weights)
   with pytest.raises(
-    convert.CheckpointError, match="blk.1.ffn_down.weight is stored as I8"
+    hf.CheckpointError, match="blk.1.ffn_down.weight is stored as I8"
   ):
     imported(tmp_path / "m.gguf", tmp_path / "hf")
   assert not [*(tmp_path / "hf").iterdir()]
@@ -476,7 +476,7 @@ def test_a_quantization_that_cannot_be_undone_is_refused_by_name(tmp_path):
 
 def test_without_the_package_the_remedy_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "gguf", None)
-  with pytest.raises(convert.CheckpointError, match="pip install gguf"):
+  with pytest.raises(hf.CheckpointError, match="pip install gguf"):
     gguf_files.open_file("m.gguf")
 
 
@@ -502,7 +502,7 @@ def test_the_other_byte_order_is_refused(monkeypatch, tmp_path):
   big = functools.partial(gguf.GGUFWriter, endianess=gguf.GGUFEndian.BIG)
   monkeypatch.setattr(gguf, "GGUFWriter", big)
   write(tmp_path / "m.gguf")
-  with pytest.raises(convert.CheckpointError, match="m.gguf .*byte order is not this mach"):
+  with pytest.raises(hf.CheckpointError, match="m.gguf .*byte order is not this mach"):
     gguf_files.open_file(tmp_path / "m.gguf")
 
 
@@ -513,7 +513,7 @@ def test_a_list_that_is_longer_than_the_file_ends_with_it(undamaged, tmp_path):
   at = content.index(key) + len(key) + 8  # after the types of the list and its entries
   longer = content[:at] + (2**60).to_bytes(8, "little") + content[at + 8 :]
   (tmp_path / "m.gguf").write_bytes(longer)
-  with pytest.raises(convert.CheckpointError, match="m.gguf .*or is damaged"):
+  with pytest.raises(hf.CheckpointError, match="m.gguf .*or is damaged"):
     gguf_files.open_file(tmp_path / "m.gguf")
 
 
@@ -549,7 +549,7 @@ def test_the_command_makes_what_other_commands_read(home, undamaged, tmp_path):
     "tokenizer.json",
     "tokenizer_config.json",
   }
-  config, _ = convert.load_hf(tmp_path / "hf")
+  config, _ = hf.load(tmp_path / "hf")
   assert config.vocab_size == tokenization.Tokenizer.load(tmp_path / "hf").vocab_size == 600
   again = commands.run(home, "import_gguf", *args)
   assert "hf holds chat_template.jinja; give a folder that is new or empty" in again.stderr

@@ -17,8 +17,7 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
-from tlt_jax.models import convert
-from tlt_jax.models import few_rows
+from tlt_jax.models import hf
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -59,7 +58,7 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   held = lambda arrays: sum(test_memory.held(arrays).values())
 
   mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
@@ -114,26 +113,13 @@ def test_a_pool_of_pages_is_planned_whatever_the_slots_would_take(config):
   assert options["KV cache"] == "rollout.cache_tokens"
 
 
-def test_weights_that_lie_transposed_are_planned(config):
-  """Beside the others, where slices are whole CPU devices."""
-  name = "policy, transposed"
-  assert name not in sizes(memory_plan.of_rollout(config))
-  config["tensor_parallel"] = 1
-  mesh = axes.make_mesh(1)
-  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
-  turned = jax.tree.leaves(few_rows.transposed(model, mesh, params))
-  shared = set(map(id, jax.tree.leaves(params)))
-  held = sum(test_memory.held([x for x in turned if id(x) not in shared]).values())
-  assert sizes(memory_plan.of_rollout(config))[name] == held
-
-
 def test_a_critic_is_planned_where_there_is_one(config):
   """Its parameters and moments, in every phase and in checkpoints."""
   assert "critic in training" not in sizes(memory_plan.of_run(config))
   config["algorithm"] = {"name": "ppo"}
   plan = memory_plan.of_run(config)
   mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make("ppo")
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
@@ -174,7 +160,7 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
   assert plan.room == memory.Room(GIB, GIB)
   names = {part.name for parts in plan.phases.values() for part in parts}
   assert not {"process and programs", "checkpoint being written"} & names
-  whole = target.abstract_params(convert.load_config(config["policy"]))
+  whole = target.abstract_params(hf.load_config(config["policy"]))
   mesh = axes.make_mesh(config["tensor_parallel"])
   fullest = memory.bytes_by_device(axes.with_shardings(mesh, axes.ROLLOUT, whole))
   assert sizes(plan)["policy in rollouts"] == max(fullest.values())

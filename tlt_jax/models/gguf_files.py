@@ -180,7 +180,7 @@ def _refuse_unsupported(file: File, prefix: str) -> None:
 
 
 def to_hf(file: File, folder: str | pathlib.Path) -> config_lib.ModelConfig:
-  """Writes a model with its tokenizer as a folder that `convert.load_hf` reads.
+  """Writes a model with its tokenizer as a folder that `hf.load` reads.
 
   All or nothing: what goes wrong, or a kill, leaves no checkpoint in `folder`.
 

@@ -64,7 +64,6 @@ class Loop:
     self._began = parts.clock.now()
     self.parts, self.options = parts, options
     self.params, self.draft_params = params, draft_params
-    self.transposed = parts.transposed(params)
     parts.clock.begin_rollout()
     self.batch = parts.batch(options, requests)
     self.running = self.batch.running
@@ -157,7 +156,7 @@ class Loop:
       self.harvest.exchange_if_due()
     arm = self.parts.drafting.choose(self.schedule)
     self.gains.append(self.parts.drafting.gain(arm, live, bucket))
-    weights = self.parts.weights(self.params, self.draft_params, self.transposed)
+    weights = self.parts.weights(self.params, self.draft_params)
     return self.parts.drafting.way(arm, weights)
 
   def _run_chunk(self, way: chunks_lib.Way) -> chunks_lib.Ran:

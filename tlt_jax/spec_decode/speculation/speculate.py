@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import few_rows
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -79,7 +78,7 @@ def decode(
       slots, output = verify_and_accept(
         config,
         setting.layout,
-        weights.of_target(rows=proposal.tree.tokens.size),
+        weights.target,
         rotations,
         slots,
         proposal.tree,
@@ -152,7 +151,7 @@ def verify_and_accept(
 
   Args:
     config: the target's
-    params: its parameters, or `few_rows.Transposed`
+    params: its parameters
     layout: of the features that are kept; None: none are
     rotations: of positions 0, 1, ..., see `target.Target.with_taps`
     tree: the guesses, J nodes per slot
@@ -216,7 +215,9 @@ def _look(config, layout, params, rotations, slots, tree, width):
     slots.start,
     rotations,
   )
-  logits = few_rows.apply(config, params, final, method=target.Target.logits)
+  logits = target.Target(config).apply(
+    {"params": params}, final, method=target.Target.logits
+  )
   return logits, features, kv
 
 
