@@ -18,7 +18,6 @@ from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax.models import hf
-from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
@@ -265,7 +264,7 @@ def test_each_side_of_a_benchmark_holds_a_run_of_its_own(config):
 def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
   """In one line, before a weight is read: there are none."""
   model = dataclasses.replace(commands.COUNTDOWN, vocab_size=10**9, width=1 << 14)
-  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(model)))
+  (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
   run = commands.tiny_run(home, ("policy", tmp_path))
   line = commands.error(commands.run(home, "train", *run, f"--workdir={tmp_path / 'w'}"))
   assert "follow from the policy's size: take a smaller policy" in line

@@ -59,8 +59,8 @@ def read_json(file: pathlib.Path) -> dict:
   """
   if not file.exists():
     raise CheckpointError(
-      f"{file} is missing; give the folder of a model, downloaded completely (hf download "
-      f"MODEL --local-dir {file.parent})"
+      f"{file} is missing; give a folder with config.json and safetensors (a model's: hf "
+      "download MODEL --local-dir FOLDER)"
     )
   try:
     return json_objects.parse(file.read_bytes())
@@ -103,7 +103,7 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
     pickles = sorted(file.name for kind in kinds for file in path.glob(kind))
     if pickles:
       raise CheckpointError(
-        f"{path} holds {pickles[0]!r:.100} but no safetensors, and pickles are never loaded; "
+        f"{path} holds {pickles[0]!r:.80} but no safetensors; pickles are never loaded: "
         "convert it where PyTorch is: safetensors.torch.save_file(torch.load(FILE, "
         f"weights_only=True), {SINGLE!r})"
       )
