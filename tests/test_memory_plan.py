@@ -263,7 +263,7 @@ def test_each_side_of_a_benchmark_holds_a_run_of_its_own(config):
 
 def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
   """In one line, before a weight is read: there are none."""
-  model = dataclasses.replace(commands.COUNTDOWN, vocab_size=10**9, width=1 << 14)
+  model = dataclasses.replace(commands.COUNTDOWN, vocab_size=1 << 20, width=1 << 20)
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
   run = commands.tiny_run(home, ("policy", tmp_path))
   line = commands.error(commands.run(home, "train", *run, f"--workdir={tmp_path / 'w'}"))

@@ -31,7 +31,7 @@ class Family:
   # Further keys of config.json that change the outputs, and the values that do not.
   neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   block: type[nn.Module] = layers.Block  # one decoder layer
-  # Rows of a layer's tensors that no other family has, as in `hf`: their name, and our path.
+  # A layer's tensors that no other family has, as in `hf`: their name, our path.
   tensors: tuple[tuple[str, str], ...] = ()
 
 
