@@ -28,11 +28,11 @@ from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
 from tlt_jax.models import eagle_files
+from tlt_jax.models import hf
 from tlt_jax.models import target
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
@@ -78,7 +78,7 @@ def export(
     raise ValueError(f"--policy_only: {workdir} is of `train_drafter`, and has no policy")
   parts = ["policy"] * (not offline) + ["drafter"] * (not policy_only)
   _check_output([output / part for part in parts], workdir, run)
-  model = convert.load_config(run["policy"])
+  model = hf.load_config(run["policy"])
   checkpoints = checkpoint.Checkpoints(workdir / "checkpoints")
   drafter = None
   if offline:
@@ -88,7 +88,7 @@ def export(
   if drafter is not None:  # first: it may be refused
     try:
       eagle_files.save(output / "drafter", drafter, params, server, model.dtype)
-    except convert.CheckpointError as e:
+    except hf.CheckpointError as e:
       way_out = "" if offline else "; or export without it: --policy_only"
       raise ValueError(f"{e}{way_out}") from e
   policy = run["policy"]
@@ -96,7 +96,7 @@ def export(
     like = {"policy": {"params": on_host(target.abstract_params(model))}}
     step, state = checkpoints.restore_part(like)
     policy = output / "policy"
-    convert.save_hf(policy, model, state["policy"]["params"], dtype=model.dtype)
+    hf.save(policy, model, state["policy"]["params"], dtype=model.dtype)
     tokenization.copy_files(run["policy"], policy)
     logging.info("exported the policy of step %d to %s", step, policy)
   if drafter is not None:

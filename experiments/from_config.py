@@ -21,10 +21,10 @@ from tlt_jax import memory
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
+from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import judge
 from tlt_jax.rl import learner as learner_lib
@@ -57,7 +57,7 @@ def tokenizer(policy: str) -> tokenization.Tokenizer:
   Raises:
     DataError: it has tokens that the model does not have
   """
-  model, loaded = convert.load_config(policy), tokenization.Tokenizer.load(policy)
+  model, loaded = hf.load_config(policy), tokenization.Tokenizer.load(policy)
   if loaded.vocab_size > model.vocab_size:
     raise data.DataError(
       f"{policy}: tokenizer.json has tokens up to {loaded.vocab_size - 1:,}, the model in "
@@ -130,7 +130,7 @@ def complete(
   """
   longest, max_tokens = config["rollout"]["max_prompt"], config["sampling"]["max_tokens"]
   if longest is not None:
-    sizes.check_context(longest, max_tokens, convert.load_config(config["policy"]))
+    sizes.check_context(longest, max_tokens, hf.load_config(config["policy"]))
   config = sizes.resumed(config, workdir, keys.RUN) if workdir else config
   if sizes.is_open(config, "rollout"):
     asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
@@ -195,7 +195,7 @@ def sized(
     longest = max(longest_prompt(config, source) for source in records)
   return sizes.fit_rollout(
     config,
-    convert.load_config(config["policy"]),
+    hf.load_config(config["policy"]),
     sizes.Asked(longest, prompts, responses),
     _machine(config, planned),
   )
@@ -225,7 +225,7 @@ def make_mesh(config: dict, planned: int | None = None) -> jax.sharding.Mesh:
   Raises:
     ValueError: slices of so many devices do not divide the devices, or the policy's heads
   """
-  devices, model = config["tensor_parallel"], convert.load_config(config["policy"])
+  devices, model = config["tensor_parallel"], hf.load_config(config["policy"])
   mesh = axes.make_mesh(devices, planned)
   model.check_split(devices)
   return mesh
@@ -239,8 +239,8 @@ def load_models(config: dict, dtype: str | None = None) -> Models:
     dtype: of the policy's weights and of what it computes; None: that of its config.json
   """
   mesh = make_mesh(config)
-  dtype = dtype or convert.load_config(config["policy"]).dtype
-  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT, dtype)
+  dtype = dtype or hf.load_config(config["policy"]).dtype
+  model, params = hf.load(config["policy"], mesh, axes.ROLLOUT, dtype)
   model = dataclasses.replace(model, dtype=dtype)
   drafter, draft_params = load_drafter(config, model, mesh)
   return Models(mesh, model, params, drafter, draft_params)

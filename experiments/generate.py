@@ -34,7 +34,7 @@ from experiments import streaming
 from tlt_jax import data
 from tlt_jax import processes
 from tlt_jax import writing
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 
@@ -71,7 +71,7 @@ def fitted(config: dict, records: Sequence[dict]) -> dict:
   Raises:
     ValueError: a prompt, or a response of `--max_tokens`, exceeds the model's context
   """
-  model = convert.load_config(config["policy"])
+  model = hf.load_config(config["policy"])
   longest = from_config.longest_prompt(config, records)
   room = max(model.max_position - longest, 1)
   max_tokens = _MAX_TOKENS.value or min(config["sampling"]["max_tokens"], room)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.models import target
 
 _WRITE = ("o_proj", "down_proj", "embedding")  # into the residual stream
@@ -49,9 +49,8 @@ def embed(
     if path.endswith("scale") and x.shape != shape:
       x, like = x / times**0.5, like / times**0.5
     if path == "fc":
-      split = np.split(x, parts)
-      D = shape[0] // parts
-      x = np.concatenate([np.pad(s, ((0, D - len(s)), (0, 0))) for s in split])
+      split, D = np.split(x, parts, 1), shape[1] // parts
+      x = np.concatenate([np.pad(s, ((0, 0), (0, D - s.shape[1]))) for s in split], 1)
     found[path] = like if learns and not writes else np.zeros_like(like)
     found[path][tuple(map(slice, x.shape))] = x
   return traverse_util.unflatten_dict(found, sep="/")
@@ -92,7 +91,7 @@ def begin_as(folder: str | pathlib.Path, model: config_lib.ModelConfig, random) 
   Raises:
     ValueError: a model of this shape cannot compute what the policy does
   """
-  small, params = convert.load_hf(folder)
+  small, params = hf.load(folder)
   same = ("architecture", "vocab_size", "head_dim", "rope_theta", "qk_norm")
   same += ("qkv_bias", "rope_scaling", "tie_embeddings")
   larger = ("width", "mlp_width", "num_layers", "num_heads", "num_kv_heads")

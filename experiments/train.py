@@ -26,8 +26,8 @@ from tlt_jax import metrics as metrics_lib
 from tlt_jax import processes
 from tlt_jax import tokenization
 from tlt_jax import wandb_board
-from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import dynamic_sampling
@@ -53,7 +53,7 @@ def main(config):
   held_out = from_config.prompts(config, config["held_out"], whole=True)
 
   # What is trained, on what, and how.
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = from_config.learner(config, model, algorithm, mesh)
   reference = learner.parked(from_config.reference(algorithm, params))
@@ -159,7 +159,7 @@ def main(config):
 
   progress.close()
   writer.close()
-  convert.save_hf(run.path / "policy", model, state.params, dtype=model.dtype)
+  hf.save(run.path / "policy", model, state.params, dtype=model.dtype)
   tokenization.copy_files(config["policy"], run.path / "policy")
   if spot:
     drafter_files.save(run.path / "drafter", drafter, spot.params)

@@ -27,7 +27,7 @@ from tlt_jax import processes
 from tlt_jax import tokenization
 from tlt_jax import writing
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import batch as batch_lib
@@ -122,7 +122,7 @@ def main(config):
   launch.start()
   run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.WARM_START)
   if policy := config["policy"]:
-    model, params = convert.load_hf(policy, dtype="float32")
+    model, params = hf.load(policy, dtype="float32")
     encode = tokenizer_of(policy).encode
   else:
     model = config_lib.ModelConfig(**config["model"])
@@ -176,7 +176,7 @@ def main(config):
 
   folder = pathlib.Path(config["export"] or run.path / "policy")
   params = jax.tree.map(lambda x: x.astype(config["export_dtype"]), state.params)
-  convert.save_hf(folder, model, params)
+  hf.save(folder, model, params)
   export(folder, policy, encode)
   logging.info("exported the policy to %s", folder)
 

@@ -23,7 +23,7 @@ from experiments import keys
 from experiments import launch
 from tests import forked
 from tests import tiny
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.tasks import countdown
 
@@ -46,7 +46,7 @@ def write_policy(folder: pathlib.Path, model=COUNTDOWN, params=None) -> pathlib.
   """A random policy with the tokenizer of Countdown."""
   if params is None:
     params = init(model)
-  convert.save_hf(folder, model, params)
+  hf.save(folder, model, params)
   countdown.tokenizer().save_pretrained(folder)
   return folder
 
@@ -190,7 +190,7 @@ def chat(home) -> list[str]:
     qkv_bias=True,
     qk_norm=False,
   )
-  convert.save_hf(folder, model, init(model))
+  hf.save(folder, model, init(model))
   tokenizer.save_pretrained(folder)
   for name, count in (("train", 5), ("test", 3)):
     rows = [{"question": f"{i}+1?", "answer": f"So #### {i + 1}"} for i in range(count)]

@@ -163,7 +163,7 @@ def test_the_fused_chunk_lowers_for_tpus():
 
 def test_a_drafter_is_cast_once_per_chunk():
   """Not in each step of its loops, where XLA leaves it."""
-  shape = f"{CONFIG.width}x{CONFIG.mlp_width}"
+  shape = f"{CONFIG.mlp_width}x{CONFIG.width}"
   cast = rf"convert .*tensor<{shape}xf32>\) -> tensor<{shape}xbf16>"
   assert len(re.findall(cast, lowered("chain"))) == 2  # gate and up
 

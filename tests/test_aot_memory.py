@@ -15,7 +15,7 @@ from experiments import memory_plan
 from tests import commands
 from tests import tiny
 from tlt_jax import axes
-from tlt_jax.models import hf_config
+from tlt_jax.models import hf
 
 MACHINE = memory_phases.Machine.parse("4x80")
 NAMES = {"prefill", "update", "score", "to_rollout", "train", "exchange", "store"}
@@ -24,7 +24,7 @@ NAMES = {"prefill", "update", "score", "to_rollout", "train", "exchange", "store
 @pytest.fixture
 def config(tmp_path) -> dict:
   """Of a run that speculates, trains a drafter and scores, with a policy of two layers."""
-  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(tiny.CONFIG)))
+  (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(tiny.CONFIG)))
   config = commands.read_run("countdown.py:smoke")
   config["spot"] |= {"rows": 4, "carried_rows": 2, "max_batch": 2}
   config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96)), "cache_tokens": 256}

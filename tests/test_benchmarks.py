@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from tests import commands
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 
 home, chat = commands.home, commands.chat
 run, succeed, error = commands.run, commands.succeed, commands.error
@@ -97,7 +97,7 @@ def test_a_wide_target_is_made_when_it_is_asked_for(home, drafter):
   (wide,) = found(home, "bench.step", *args, *sizes)["targets"].values()
   assert wide["shown"] == "plain" and wide["mean_acceptance_length"] == 1
   (folder,) = workdir.glob("wide_*")
-  model = convert.load_config(folder / "policy")
+  model = hf.load_config(folder / "policy")
   assert (model.num_layers, model.width) == (2, 3 * commands.COUNTDOWN.width)
   assert (folder / "drafter" / "model.safetensors").is_file()
 

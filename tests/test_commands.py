@@ -26,8 +26,8 @@ from tests import test_full_disk
 from tests import tiny
 from tlt_jax import metrics
 from tlt_jax import tokenization
-from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.tasks import countdown
 
 STEPS = commands.STEPS
@@ -120,9 +120,9 @@ def test_a_run_leaves_what_it_promises(home, whole):
   assert list((workdir / "tensorboard").glob("events.out.tfevents.*"))
   for name in ("reward", "lengths", "live_requests"):
     assert (workdir / "figures" / f"{name}.png").stat().st_size > 5_000
-  model, params = convert.load_hf(workdir / "policy")
+  model, params = hf.load(workdir / "policy")
   assert model == commands.COUNTDOWN
-  assert not np.array_equal(params["head"], convert.load_hf(home / "policy")[1]["head"])
+  assert not np.array_equal(params["head"], hf.load(home / "policy")[1]["head"])
   assert (workdir / "policy" / "tokenizer.json").is_file()
   assert result.stderr.count("\nstep ") == STEPS
   for text in ("reward mean", "eval accuracy", "all steps"):
@@ -379,7 +379,7 @@ def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
   args += [f"--config.{key}={value}" for key, value in sizes.items()]
   succeed(run(home, "warm_start", *args))
   first = weights(tmp_path / "policy")
-  model, params = convert.load_hf(tmp_path / "policy")
+  model, params = hf.load(tmp_path / "policy")
   assert (model.vocab_size, model.dtype) == (24, "float32")
   assert params["head"].dtype == jnp.bfloat16
   assert (tmp_path / "policy" / "tokenizer.json").is_file()
@@ -398,7 +398,7 @@ def test_an_llm_learns_to_search(home, tmp_path):
   args = ["--config=experiments/configs/warm_start.py:smoke", f"--workdir={tmp_path}"]
   args += ["--config.steps=1", "--config.sequences=2"]
   succeed(run(home, "warm_start", *args, f"--config.policy={llm}"))
-  assert convert.load_config(found) == model and weights(found) != weights(llm)
+  assert hf.load_config(found) == model and weights(found) != weights(llm)
   assert tokenization.Tokenizer.load(found).stop_tokens == (line_end, end)
 
   text = (llm / "tokenizer.json").read_text()
@@ -436,7 +436,7 @@ def test_a_chat_model_trains_on_prompt_files(home, chat, tmp_path):
   records = metrics.read(tmp_path / "metrics.jsonl")
   assert [r["step"] for r in records] == [0, 1, 2]
   assert KEYS <= records[0].keys()
-  model, _ = convert.load_hf(tmp_path / "policy")
+  model, _ = hf.load(tmp_path / "policy")
   assert model.architecture == "Qwen2ForCausalLM"
   kept = transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")
   assert kept.chat_template
@@ -474,7 +474,7 @@ def test_a_drafter_is_trained_on_a_file_of_prompts(home, trained):
   assert len(drawn) == 3 * len({tuple(prompt) for prompt, _ in drawn})
   records = metrics.read(folder.parent / "metrics.jsonl")
   assert [r["step"] for r in records] == [1, 2]
-  drafter, _ = drafter_files.load(folder, convert.load_config(home / "chat_policy"))
+  drafter, _ = drafter_files.load(folder, hf.load_config(home / "chat_policy"))
   assert drafter.kind == "eagle3" and len(drafter.vocab) == 16
   config = json.loads((folder.parent / "config.json").read_text())
   assert config["run"]["prompts"]["path"] == str(home / "train.jsonl")

@@ -36,7 +36,7 @@ from tlt_jax import packing
 from tlt_jax import prompt_checks
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.models import hf_config
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
@@ -404,7 +404,7 @@ def test_sizes_that_do_not_fit_each_other_are_named(section, changes, message):
 
 def test_a_policy_that_cannot_take_what_is_asked_is_named(tmp_path):
   """From its config.json alone."""
-  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(tiny.CONFIG)))
+  (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(tiny.CONFIG)))
   config = load("countdown") | {"policy": str(tmp_path), "tensor_parallel": 4}
   with pytest.raises(ValueError, match="parallel=4 .* 2 key/value heads: .* divisor of 2"):
     from_config.make_mesh(config)
@@ -577,7 +577,7 @@ PLANNED += [("math_problems", arg, model) for arg, (model, _) in MATH.items()]
 @pytest.mark.parametrize(("name", "arg", "model"), PLANNED)
 def test_a_dry_run_prints_one_screen(name, arg, model, tmp_path, capsys):
   """From config.json alone, whatever the machine."""
-  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(model)))
+  (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
   config = completed(name, arg) | {"policy": str(tmp_path)}
   with pytest.raises((SystemExit, MemoryError)):  # it fits here or it does not
     memory_plan.check(memory_plan.of_run(config), dry_run=True)
@@ -589,7 +589,7 @@ def test_a_dry_run_prints_one_screen(name, arg, model, tmp_path, capsys):
 def test_a_policy_of_long_responses_fits_its_machine(arg, tmp_path, capsys):
   """Which is not there; every part is planned, and the policy has the context."""
   model, machine = LONG[arg]
-  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(model)))
+  (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
   config = completed("long_reasoning", arg) | {"policy": str(tmp_path)}
   assert from_config.complete(config) == config
   plan = memory_plan.of_run(config, memory_phases.Machine.parse(machine))

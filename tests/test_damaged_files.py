@@ -30,9 +30,9 @@ from tests import tiny
 from tlt_jax import data
 from tlt_jax import metrics
 from tlt_jax import tokenization
-from tlt_jax.models import convert
 from tlt_jax.models import drafter
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.rl import sample
 
 home = commands.home
@@ -102,10 +102,10 @@ CUT = frozenset(f"{share:.0%} of it" for share in SHARES)  # as a killed run lea
 KINDS = {
   f"{read}: {folder}/{name}": Kind(folder, name, call, frozenset(harmless))
   for read, folder, name, call, harmless in (
-    ("load_hf", "policy", "config.json", convert.load_hf, ()),
-    ("load_hf", "policy", "model.safetensors", convert.load_hf, ()),
-    ("load_hf", "shards", "model.safetensors.index.json", convert.load_hf, ()),
-    ("load_hf", "shards", "model-00002-of-00003.safetensors", convert.load_hf, ()),
+    ("load_hf", "policy", "config.json", hf.load, ()),
+    ("load_hf", "policy", "model.safetensors", hf.load, ()),
+    ("load_hf", "shards", "model.safetensors.index.json", hf.load, ()),
+    ("load_hf", "shards", "model-00002-of-00003.safetensors", hf.load, ()),
     ("Tokenizer", "chat", "tokenizer.json", read_tokenizer, ()),
     ("Tokenizer", "chat", "tokenizer_config.json", read_tokenizer, OPTIONAL),
     ("Tokenizer", "chat", "special_tokens_map.json", read_tokenizer, OPTIONAL),
@@ -136,8 +136,8 @@ def originals(tmp_path_factory, chat) -> pathlib.Path:
   """A folder of each kind, undamaged."""
   folder = tmp_path_factory.mktemp("originals")
   params = commands.init(MODEL)
-  convert.save_hf(folder / "policy", MODEL, params)
-  convert.save_hf(folder / "shards", MODEL, params, max_file_bytes=20_000)
+  hf.save(folder / "policy", MODEL, params)
+  hf.save(folder / "shards", MODEL, params, max_file_bytes=20_000)
   policy = next(a for a in chat if a.startswith("--config.policy=")).partition("=")[2]
   shutil.copytree(policy, folder / "chat")
   for name, content in (
@@ -425,7 +425,7 @@ def test_config_json_is_refused_by_key(key, originals, tmp_path):
     edit_json(folder / "config.json", key, value)
     shape = type(value) is int and value in (3, 7, 10**9)
     with as_any_user(), little_memory(), pytest.raises(ValueError) as e:
-      convert.load_hf(folder)
+      hf.load(folder)
     line = " ".join(str(e.value).split())
     assert "config.json" in line and len(line) < 500, line
     assert key in line or shape or value is True, (value, line)
@@ -436,7 +436,7 @@ def test_rope_scaling_is_refused_by_key(key, originals, tmp_path):
   folder = shutil.copytree(originals / "policy", tmp_path / "policy")
   for value in LLAMA3_KEYS[key]:
     edit_json(folder / "config.json", "rope_scaling", LLAMA3 | {key: value})
-    refused(folder, convert.load_hf, "config.json", key)
+    refused(folder, hf.load, "config.json", key)
 
 
 DRAFTER_KEYS = {
@@ -559,7 +559,7 @@ def test_an_index_that_names_no_files_is_refused(value, originals, tmp_path):
   folder = shutil.copytree(originals / "shards", tmp_path / "shards")
   name = "model.safetensors.index.json"
   edit_json(folder / name, "weight_map", value)
-  refused(folder, convert.load_hf, name, "weight_map")
+  refused(folder, hf.load, name, "weight_map")
 
 
 @pytest.mark.parametrize(

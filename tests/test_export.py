@@ -14,10 +14,10 @@ import safetensors.numpy
 from tests import commands
 from tlt_jax import api
 from tlt_jax import checkpoint
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import eagle_files
+from tlt_jax.models import hf
 
 home = commands.home
 MODEL, SERVERS = commands.COUNTDOWN, eagle_files.SERVERS
@@ -62,7 +62,7 @@ def test_a_run_is_exported_from_its_latest_checkpoint(home, tmp_path):
   run = workdir_of(tmp_path, config, state_of(drafter=trained))
   told = export.export(run, tmp_path / "out", "sglang")
   assert "no released server" in told  # norms of q and k
-  model, policy = convert.load_hf(tmp_path / "out" / "policy")
+  model, policy = hf.load(tmp_path / "out" / "policy")
   assert model == MODEL
   assert_equal(policy, init())
   assert (tmp_path / "out" / "policy" / "tokenizer.json").is_file()

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from tests import tiny
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import compare
@@ -81,7 +81,7 @@ def arcee_params():
 def test_a_family_of_ones_own_is_read_and_saved(tmp_path):
   """With its own tensors, and under its own name."""
   params = arcee_params()
-  convert.save_hf(tmp_path, ARCEE, params)
+  hf.save(tmp_path, ARCEE, params)
   raw = json.loads((tmp_path / "config.json").read_text())
   assert raw["architectures"] == ["my_package.arcee"]
   assert (raw["model_type"], raw["hidden_act"]) == ("arcee", "relu2")
@@ -90,7 +90,7 @@ def test_a_family_of_ones_own_is_read_and_saved(tmp_path):
     "model.layers.0.mlp.down_proj.weight",
     "model.layers.0.mlp.up_proj.weight",
   ]
-  config, again = convert.load_hf(tmp_path)
+  config, again = hf.load(tmp_path)
   assert config == ARCEE
   jax.tree.map(np.testing.assert_array_equal, params, again)
 
@@ -99,7 +99,7 @@ def test_a_family_of_ones_own_computes_with_its_own_block():
   """What the MLP adds to the residual stream, by NumPy."""
   params = arcee_params()
   without = jax.tree.map(np.asarray, params)
-  without["layer_0"]["mlp"]["down_proj"] = np.zeros((ARCEE.mlp_width, ARCEE.width))
+  without["layer_0"]["mlp"]["down_proj"] = np.zeros((ARCEE.width, ARCEE.mlp_width))
   tokens = np.arange(12)[None]
   model = lambda params: target.Target(ARCEE).apply(
     {"params": params}, tokens, tokens, (0,), method=target.Target.with_taps
@@ -107,9 +107,9 @@ def test_a_family_of_ones_own_computes_with_its_own_block():
   before, after = np.float64(model(without)), np.float64(model(params))
   layer = params["layer_0"]
   normed = before / np.sqrt(np.mean(before**2, -1, keepdims=True) + ARCEE.norm_eps)
-  hidden = np.maximum(normed @ np.float64(layer["mlp"]["up_proj"]), 0) ** 2
+  hidden = np.maximum(normed @ np.float64(layer["mlp"]["up_proj"]).T, 0) ** 2
   np.testing.assert_allclose(
-    after - before, hidden @ np.float64(layer["mlp"]["down_proj"]), atol=1e-6
+    after - before, hidden @ np.float64(layer["mlp"]["down_proj"]).T, atol=1e-6
   )
   assert np.abs(after - before).max() > 1e-5
 
@@ -134,8 +134,8 @@ def test_a_family_of_ones_own_is_drafted_for_losslessly():
   ],
 )
 def test_a_family_that_is_none_is_refused(tmp_path, name, message):
-  convert.save_hf(tmp_path, ARCEE, arcee_params())
+  hf.save(tmp_path, ARCEE, arcee_params())
   file = tmp_path / "config.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [name]}))
-  with pytest.raises(convert.CheckpointError, match=message):
-    convert.load_config(tmp_path)
+  with pytest.raises(hf.CheckpointError, match=message):
+    hf.load_config(tmp_path)

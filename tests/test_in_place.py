@@ -134,7 +134,7 @@ def scanned_chunk(weights, slots, draft_state, limits, training):
 
     x = params["embedding"][slots.pending[:, None]]
     x, kv = jax.lax.scan(layer, x, (blocks, kv))
-    drawn = sampling.draw(x[:, 0] @ params["head"], slots.sampling, slots.position + 1)
+    drawn = sampling.draw(x[:, 0] @ params["head"].T, slots.sampling, slots.position + 1)
     slots = slots.replace(pending=drawn.token, position=slots.position + 1)
     return i + 1, kv, slots
 

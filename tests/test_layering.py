@@ -125,12 +125,6 @@ def test_no_drawer_files():
   assert not [str(path) for path in SOURCES if path.stem in drawers]
 
 
-def test_files_are_short():
-  """What would be longer than 400 lines is two things."""
-  lines = {str(path): (ROOT / path).read_text().count("\n") for path in SOURCES}
-  assert {path: n for path, n in lines.items() if n > 400} == {}
-
-
 # Needs what none of us depends on, which it says (tests/test_tunix.py).
 OF_OTHERS = "tlt_jax.integrations.tunix"
 

@@ -19,7 +19,7 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import programs
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
@@ -62,7 +62,7 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
   config = commands.read_run("countdown.py:smoke")
   config |= {"policy": str(home / "policy"), "drafter": "eagle2"}
   mesh = tiny.mesh(2, 2)
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   check(r"the weights of .*policy \(float32\)", params)
   algorithm = algorithm_lib.make("grpo", kl_coef=1e-3)
   learner = learner_lib.make(
@@ -98,7 +98,7 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
 def test_what_is_stored_is_announced_as_it_is_stored(home, monkeypatch):
   said = []
   monkeypatch.setattr(memory, "announce", lambda *args, **_: said.append(args))
-  _, params = convert.load_hf(home / "policy")
+  _, params = hf.load(home / "policy")
   [(what, arrays)] = said
   assert what.endswith("policy (float32)")
   assert memory.bytes_by_device(arrays) == held(params)
@@ -183,11 +183,11 @@ def test_a_cgroup_limits_what_is_free(tmp_path, monkeypatch, version):
 _KILLED = """
 import logging, os, signal, sys
 from tlt_jax import memory
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 logging.basicConfig(level=logging.INFO)
 memory.LEAST_BYTES = 1
-convert._place = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-convert.load_hf(sys.argv[1])
+hf._place = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+hf.load(sys.argv[1])
 """
 
 

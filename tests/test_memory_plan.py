@@ -17,9 +17,7 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
-from tlt_jax.models import convert
-from tlt_jax.models import few_rows
-from tlt_jax.models import hf_config
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
@@ -59,7 +57,7 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   held = lambda arrays: sum(test_memory.held(arrays).values())
 
   mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
@@ -113,26 +111,13 @@ def test_a_pool_of_pages_is_planned_whatever_the_slots_would_take(config):
   assert options["KV cache"] == "rollout.cache_tokens"
 
 
-def test_weights_that_lie_transposed_are_planned(config):
-  """Beside the others, where slices are whole CPU devices."""
-  name = "policy, transposed"
-  assert name not in sizes(memory_plan.of_rollout(config))
-  config["tensor_parallel"] = 1
-  mesh = axes.make_mesh(1)
-  model, params = convert.load_hf(config["policy"], mesh, axes.ROLLOUT)
-  turned = jax.tree.leaves(few_rows.transposed(model, mesh, params))
-  shared = set(map(id, jax.tree.leaves(params)))
-  held = sum(test_memory.held([x for x in turned if id(x) not in shared]).values())
-  assert sizes(memory_plan.of_rollout(config))[name] == held
-
-
 def test_a_critic_is_planned_where_there_is_one(config):
   """Its parameters and moments, in every phase and in checkpoints."""
   assert "critic in training" not in sizes(memory_plan.of_run(config))
   config["algorithm"] = {"name": "ppo"}
   plan = memory_plan.of_run(config)
   mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make("ppo")
   learner = learner_lib.make(
     model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
@@ -173,7 +158,7 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
   assert plan.room == memory.Room(GIB, GIB)
   names = {part.name for parts in plan.phases.values() for part in parts}
   assert not {"process and programs", "checkpoint being written"} & names
-  whole = target.abstract_params(convert.load_config(config["policy"]))
+  whole = target.abstract_params(hf.load_config(config["policy"]))
   mesh = axes.make_mesh(config["tensor_parallel"])
   fullest = memory.bytes_by_device(axes.with_shardings(mesh, axes.ROLLOUT, whole))
   assert sizes(plan)["policy in rollouts"] == max(fullest.values())
@@ -277,8 +262,8 @@ def test_each_side_of_a_benchmark_holds_a_run_of_its_own(config):
 
 def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
   """In one line, before a weight is read: there are none."""
-  model = dataclasses.replace(commands.COUNTDOWN, vocab_size=10**9, width=1 << 14)
-  (tmp_path / "config.json").write_text(json.dumps(hf_config.unparse(model)))
+  model = dataclasses.replace(commands.COUNTDOWN, vocab_size=1 << 20, width=1 << 20)
+  (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
   run = commands.tiny_run(home, ("policy", tmp_path))
   line = commands.error(commands.run(home, "train", *run, f"--workdir={tmp_path / 'w'}"))
   assert "follow from the policy's size: take a smaller policy" in line

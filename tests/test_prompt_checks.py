@@ -293,12 +293,12 @@ _COMMANDS = """
 import importlib, json, sys, types
 from absl import flags
 from experiments import declarations, keys, launch
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 
 def load_hf(*args, **options):
   raise AssertionError("it reads the policy")
 
-convert.load_hf = load_hf
+hf.load = load_hf
 launch.start = lambda *args, **options: None
 configs = json.loads(sys.argv[2])
 training = launch.read_config("experiments/configs/drafter.py:smoke")

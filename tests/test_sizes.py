@@ -9,7 +9,7 @@ import pytest
 from experiments import sizes
 from tests import commands
 from tests import tiny
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.spec_decode import rollout
 
 home, chat = commands.home, commands.chat
@@ -105,7 +105,7 @@ def real_shape(home, chat):
     tie_embeddings=True,
   )
   folder = shutil.copytree(home / "chat_policy", home / "real_shape")
-  convert.save_hf(folder, model, commands.init(model))
+  hf.save(folder, model, commands.init(model))
   return folder
 
 

@@ -14,8 +14,8 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import tokenization
-from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -196,7 +196,7 @@ def default_task():
   """The small policy and its drafter, 256 responses and what plain decoding draws."""
   run = launch.read_config("experiments/configs/countdown.py:small")
   mesh = tiny.mesh(2)
-  model, params = convert.load_hf(run["policy"], mesh, axes.ROLLOUT)
+  model, params = hf.load(run["policy"], mesh, axes.ROLLOUT)
   drafter = drafter_files.load("experiments/drafters/countdown", model, mesh)
   tokenizer = tokenization.Tokenizer.load(run["policy"])
   records = data.source(**run["held_out"] | {"size": 128})

@@ -20,7 +20,7 @@ import pytest
 from tests import commands
 from tlt_jax import tokenization
 from tlt_jax.integrations import tunix_params
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -379,10 +379,10 @@ def example():
 def test_speculation_changes_nothing_in_a_run_of_tunix(example, tlt, tmp_path, monkeypatch):
   """Three steps of GRPO: the same responses, and the same policy to the last bit."""
   source = commands.ROOT / "experiments" / "policies" / "countdown"
-  config = dataclasses.replace(convert.load_config(source), num_layers=2, rope_theta=1e6)
+  config = dataclasses.replace(hf.load_config(source), num_layers=2, rope_theta=1e6)
   start = target.init_params(config, jax.random.key(0))
   start["head"] *= 20.0
-  convert.save_hf(tmp_path / "policy", config, start)
+  hf.save(tmp_path / "policy", config, start)
   tokenization.copy_files(source, tmp_path / "policy")
   score = lambda prompts, completions, **_: [len(text) / 24 for text in completions]
   few = jax.devices()[:2]

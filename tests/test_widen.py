@@ -14,9 +14,9 @@ import pytest
 
 from experiments import growth
 from tests import tiny
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.models import layers
 from tlt_jax.models import target
 
@@ -27,7 +27,7 @@ TIMES, T = 2, 12
 
 def run(policy, drafter):
   """Features and logits of the policy, and of the drafter that reads these features."""
-  config, params = convert.load_hf(policy)
+  config, params = hf.load(policy)
   tokens, at = jnp.arange(T)[None], jnp.arange(T)[None]
 
   @jax.jit
@@ -76,7 +76,7 @@ def larger_model(**sizes):
 def test_a_model_that_begins_as_a_smaller_one_can_learn_more(tmp_path):
   """It computes the same; two steps of training reach all that is new."""
   c = tiny.CONFIG
-  convert.save_hf(tmp_path, c, tiny.params())
+  hf.save(tmp_path, c, tiny.params())
   sizes = dict(num_heads=2 * c.num_heads, num_kv_heads=2 * c.num_kv_heads)
   model, random = larger_model(**sizes, mlp_width=c.mlp_width + 8)
   begun = params = growth.begin_as(tmp_path, model, random)
@@ -114,6 +114,6 @@ def test_a_model_that_begins_as_a_smaller_one_can_learn_more(tmp_path):
   [(dict(head_dim=32), "head_dim"), (dict(num_layers=1), "num_layers")],
 )
 def test_a_model_that_cannot_begin_so_is_refused(sizes, told, tmp_path):
-  convert.save_hf(tmp_path, tiny.CONFIG, tiny.params())
+  hf.save(tmp_path, tiny.CONFIG, tiny.params())
   with pytest.raises(ValueError, match=f"a model cannot begin as .*: {told} must be"):
     growth.begin_as(tmp_path, *larger_model(**sizes))

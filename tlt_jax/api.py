@@ -29,9 +29,9 @@ from tlt_jax import axes
 from tlt_jax import named
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
@@ -142,10 +142,10 @@ def load(
   _check_options(options)
   mesh = axes.make_mesh(tensor_parallel, devices)
   _warn_of_queues(mesh)
-  stored = convert.load_config(policy)
+  stored = hf.load_config(policy)
   stored.check_split(tensor_parallel)
   dtype = dtype or stored.dtype
-  config, params = convert.load_hf(policy, mesh, axes.ROLLOUT, dtype)
+  config, params = hf.load(policy, mesh, axes.ROLLOUT, dtype)
   config = dataclasses.replace(config, dtype=dtype)
   draft, draft_params = None, None
   if drafter is not None:

@@ -70,8 +70,8 @@ from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax import processes
 from tlt_jax import tokenization
-from tlt_jax.models import convert
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import sample
 from tlt_jax.rl import trainer
@@ -101,7 +101,7 @@ class Shared:
     """Loads the policy of the run's config."""
     asked = from_config.prompts(config, config["prompts"])
     self.prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
-    model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+    model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
     algorithm = algorithm_lib.make(**config["algorithm"])
     self.config = config
     self.learner = from_config.learner(config, model, algorithm, mesh)
@@ -238,7 +238,7 @@ class Run:
   def _keep(self) -> None:
     """Writes the policy and the drafters of the moment, for the headroom."""
     folder = headroom.kept_at(self.folder, self.step)
-    convert.save_hf(folder / "policy", self.model, self.shared.state.params)
+    hf.save(folder / "policy", self.model, self.shared.state.params)
     tokenization.copy_files(self.config["policy"], folder / "policy")
     for name, side in self._training():
       drafter_files.save(folder / name, side.drafter, side.spot.params)

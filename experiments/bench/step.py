@@ -38,7 +38,7 @@ from experiments.bench import sides as sides_lib
 from experiments.bench import targets
 from tlt_jax import axes
 from tlt_jax import data
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import sample
@@ -119,7 +119,7 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   """Trains all sides on one target, step by step in turn."""
   asked = from_config.prompts(config, config["prompts"])
   prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = from_config.learner(config, model, algorithm, mesh)
   sides = {name: Learning(name, config, learner, params) for name in _SIDES.value}

@@ -36,7 +36,7 @@ from experiments import tables
 from experiments.bench import interleave
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -308,8 +308,8 @@ def main():
     # Larger than the usual start, so that attention and MLP decide what is drawn.
     start = target.init_params(MODEL, jax.random.key(0))
     start = jax.tree.map(lambda x: x if x.ndim == 1 else 3 * x, start)
-    convert.save_hf(folder, MODEL, start)
-    _, params = convert.load_hf(folder, mesh, axes.ROLLOUT)
+    hf.save(folder, MODEL, start)
+    _, params = hf.load(folder, mesh, axes.ROLLOUT)
     tunix = Tunix(folder)
     check_same_model(tunix, params, mesh)
     results = {

@@ -27,9 +27,9 @@ from experiments import launch
 from experiments import workdirs
 from tlt_jax import tokenization
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 from tlt_jax.models import target
 
 TIMES = 3  # width of the larger policy over the policy's
@@ -78,12 +78,12 @@ def widen(
     ValueError: the two policies would not compute the same, or the drafter is of another
       kind than EAGLE-2
   """
-  small, params = convert.load_hf(policy)
+  small, params = hf.load(policy)
   model = larger(small, layers or -(-small.num_layers * 3 // 2), times)
   init = jax.jit(lambda key: target.init_params(model, key))
   wide = growth.embed(params, init(jax.random.key(0)), times)
   growth.check_same(small, params, model, wide)
-  convert.save_hf(folder / "policy", model, wide)
+  hf.save(folder / "policy", model, wide)
   tokenization.copy_files(policy, folder / "policy")
   logging.info("exported the policy to %s", folder / "policy")
   if drafter:

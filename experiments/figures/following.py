@@ -20,7 +20,7 @@ from experiments.bench import interleave
 from experiments.bench import step as step_lib
 from tlt_jax import axes
 from tlt_jax import data
-from tlt_jax.models import convert
+from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 
 SIDES = ("tlt", "frozen")
@@ -29,7 +29,7 @@ SIDES = ("tlt", "frozen")
 def sides(config: dict) -> dict[str, step_lib.Learning]:
   """Both sides, with the same policy."""
   mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config["algorithm"])
   learner = from_config.learner(config, model, algorithm, mesh)
   return {name: step_lib.Learning(name, config, learner, params) for name in SIDES}

@@ -139,7 +139,7 @@ def to_tunix(config: config_lib.ModelConfig, params: dict) -> dict:
   """Takes our parameters to where tunix's model has its own, for `nnx.update`.
 
   Args:
-    config: of `model_config`, or of a folder that `convert.load_hf` has read
+    config: of `model_config`, or of a folder that `hf.load` has read
     params: nested as `Policy.params`
   """
   flat = traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")

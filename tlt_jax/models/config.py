@@ -1,8 +1,12 @@
 """The shape of a decoder: one frozen description for Qwen2, Qwen3 and Llama 3."""
 
+from collections.abc import Mapping
 import dataclasses
+import json
 import math
-from typing import Literal
+from typing import Any, Literal
+
+import pydantic
 
 from tlt_jax import ranges
 
@@ -19,10 +23,17 @@ class RopeScaling:
   high_freq_factor` are kept, and the band between is interpolated.
   """
 
-  factor: float
-  low_freq_factor: float
-  high_freq_factor: float
-  original_max_position: int
+  factor: ranges.Positive
+  low_freq_factor: ranges.Positive
+  high_freq_factor: ranges.Positive
+  original_max_position: ranges.Tokens
+
+  def __post_init__(self):
+    if self.low_freq_factor >= self.high_freq_factor:
+      raise ValueError(
+        f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor="
+        f"{self.high_freq_factor}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +46,9 @@ class ModelConfig:
   `head_dim` is free: it need not be `width / num_heads`.
   """
 
-  architecture: Literal[ARCHITECTURES]  # name of the model's class in Hugging Face
+  __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
+
+  architecture: str  # name of the model's class in Hugging Face, or of a module
   vocab_size: ranges.Count  # size V of the vocabulary, in tokens
   width: ranges.Count  # width D of the residual stream
   mlp_width: ranges.Count  # width F of the MLP's hidden layer
@@ -71,3 +84,26 @@ class ModelConfig:
           "each device would hold and compute all of them; take a divisor of "
           f"{math.gcd(self.num_heads, self.num_kv_heads)}"
         )
+
+
+def make(
+  cls: type, fields: Mapping[str, Any], keys: Mapping[str, str] | None = None
+) -> Any:
+  """An instance of a config's dataclass from values of JSON.
+
+  Args:
+    cls: the dataclass
+    fields: by name; of a field that is a dataclass again, a mapping
+    keys: what fields are called in the file, for the error
+  Raises:
+    ValueError: names a field that is missing, unknown, of another type or out of range
+  """
+  try:
+    return pydantic.TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
+  except pydantic.ValidationError as e:
+    (error, *_), keys = e.errors(), keys or {}
+    path = ".".join(keys.get(str(part), str(part)) for part in error["loc"])
+    if error["type"] not in ("missing", "value_error"):
+      path += f"={error['input']!r:.60}"
+    message = error["msg"].removeprefix("Value error, ")
+    raise ValueError(f"{path}: {message}" if path else message) from None

@@ -18,9 +18,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 
 from tlt_jax import axes
-from tlt_jax import few_rows_matmul
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafters
@@ -32,6 +32,8 @@ from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
   """The shape of a drafter; `layer` is the target's config but for its one layer."""
+
+  __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
   kind: str  # name of a module, see `drafters.find`
   layer: config_lib.ModelConfig
@@ -138,22 +140,20 @@ class Drafter(nn.Module):
 
   def setup(self) -> None:
     c, layer, kind = self.config, self.config.layer, drafters.find(self.config.kind)
-    D, init = layer.width, nn.initializers.normal(0.02)
-    part = nn.with_logical_partitioning
+    D = layer.width
     if kind.fc_width is not None:
       # "fc" is kept whole: its input mixes features of all shards.
-      shape = (kind.fc_width(c), D)
-      self.fc = self.param("fc", part(init, ("fc_in", "embed")), shape)
+      self.fc = layers.weights(self, "fc", (D, kind.fc_width(c)), ("embed", "fc_in"))
     if c.fc_bias:
-      zeros = nn.initializers.zeros
-      self.fc_b = self.param("fc_bias", part(zeros, ("embed",)), (D,))
+      zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed",))
+      self.fc_b = self.param("fc_bias", zeros, (D,))
     width = D if kind.attention_width is None else kind.attention_width(c)
     self.attention = layers.Attention(layer, input_width=width)
     self.post_norm = layers.RMSNorm(layer.norm_eps)
     self.mlp = layers.MLP(layer)
     kind.setup(self)
     if c.has_own_head:
-      self.head = self.param("head", part(init, ("embed", "vocab")), (D, len(c.vocab)))
+      self.head = layers.weights(self, "head", (len(c.vocab), D), ("vocab", "embed"))
 
   def features(self, x: jax.Array) -> jax.Array:
     """The target's features f[... E] as this drafter takes them: f[... D]."""
@@ -258,13 +258,10 @@ class Drafter(nn.Module):
       return outputs
 
   def output_head(self, target_params: dict) -> jax.Array:
-    """The head for `logits`, to be made once, outside of loops.
+    """The head f[U D] for `logits`, to be made once, outside of loops.
 
-    It is the target's, frozen: all of it (U = V), or the columns of `config.vocab`. Some
+    It is the target's, frozen: all of it (U = V), or the rows of `config.vocab`. Some
     kinds have a head of their own for a vocab, see `drafters.Kind`.
-
-    Returns:
-      f[D U] or f[U D], see `target.output_head`
     """
     config, frozen = self.config, jax.lax.stop_gradient(target_params)
     if config.has_own_head:
@@ -282,13 +279,11 @@ class Drafter(nn.Module):
     chex.assert_axis_dimension(h, -1, self.config.layer.width)
     with self._precision():
       h = drafters.find(self.config.kind).before_head(self, h)
-      if self.config.layer.tie_embeddings and not self.config.has_own_head:
-        head = head.T
-      return few_rows_matmul.times(h, head.astype(h.dtype), jnp.float32)
+      return layers.linear(h, head, jnp.float32)
 
   def apply_fc(self, x: jax.Array) -> jax.Array:
     """The projection of `fc_width` inputs: f[... *] -> f[... D]."""
-    y = few_rows_matmul.times(x, self.fc.astype(x.dtype))
+    y = layers.linear(x, self.fc)
     return y + self.fc_b.astype(x.dtype) if self.config.fc_bias else y
 
   def init_all(
@@ -312,9 +307,7 @@ class Drafter(nn.Module):
     return self.logits(self.output_head(target_params), h)
 
   def _precision(self):
-    return jax.default_matmul_precision(
-      target.matmul_precision(self.config.layer.dtype)
-    )
+    return jax.default_matmul_precision(target.matmul_precision(self.config.layer.dtype))
 
   def _inputs(self, target_params, h, tokens):
     """Makes what attention reads, f[B T *], and the residual stream, f[B T D]."""
@@ -348,7 +341,7 @@ def _init(config: DrafterConfig, key):
   c = config.layer
   frozen = {
     "embedding": jnp.zeros((c.vocab_size, c.width)),
-    "head": jnp.zeros((c.width, c.vocab_size)),
+    "head": jnp.zeros((c.vocab_size, c.width)),
   }
   variables = Drafter(config).init(
     key,

@@ -19,7 +19,7 @@ class Family:
   """What a family fixes, and its defaults for keys that its config.json may lack.
 
   A `block` is a flax module with the signature of `layers.Block`. Its parameters are found
-  in the file by `hf_tensors`' table of names, and by what `tensors` adds to it.
+  in the file by the table of names in `hf`, and by what `tensors` adds to it.
   """
 
   model_type: str  # of config.json
@@ -31,8 +31,8 @@ class Family:
   # Further keys of config.json that change the outputs, and the values that do not.
   neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   block: type[nn.Module] = layers.Block  # one decoder layer
-  # Rows of a layer's tensors that no other family has, as in `hf_tensors`.
-  tensors: tuple[tuple[str, str, str, str], ...] = ()
+  # A layer's tensors that no other family has, as in `hf`: their name, our path.
+  tensors: tuple[tuple[str, str], ...] = ()
 
 
 FAMILIES = {

@@ -25,58 +25,24 @@ _BLOCK = 512  # queries, about, that are shown the same keys; each is compiled a
 
 
 def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
-  """Makes a parameter of a module.
+  return module.param(name, nn.with_logical_partitioning(init, axes), shape)
+
+
+def weights(
+  module: nn.Module, name: str, shape: tuple[int, int], axes: tuple[str, str]
+) -> jax.Array:
+  """Makes a matrix f[O I] of a module for `linear`.
 
   Args:
     module: whose it is
     name: there
-    init: (key, shape) -> its values
-    shape: of it
-    axes: the logical name of each axis
+    shape: (outputs, inputs), the order of Hugging Face's files
+    axes: the logical names of the two
   """
-  return module.param(name, nn.with_logical_partitioning(init, axes), shape)
-
-
-def matrix(
-  module: nn.Module,
-  name: str,
-  into: tuple[int, ...],
-  out: tuple[int, ...],
-  axes: tuple[str, ...],
-) -> jax.Array:
-  """Makes weights of a module, which has `transposed`.
-
-  Args:
-    module: whose they are; if it is transposed, they have the axes of their output first
-    name: there
-    into, out: the axes of their input and of their output
-    axes: the logical names of these axes, in this order
-  """
-  shape, n = into + out, len(into)
-  if module.transposed:
-    shape, axes = out + into, axes[n:] + axes[:n]
   return _param(module, name, nn.initializers.normal(0.02), shape, axes)
 
 
-def product(
-  x: jax.Array,
-  w: jax.Array,
-  transposed: bool = False,
-  dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
-  """Multiplies f[... I] with a matrix: f[... O].
-
-  Args:
-    x: f[... I]
-    w: f[I O]; f[O I] if transposed
-    transposed: how it lies, see `few_rows`
-    dtype: of the result; None: that of x
-  """
-  w = w.astype(x.dtype)
-  if not transposed:
-    return few_rows_matmul.times(x, w, dtype)
-  rows = x.reshape(-1, x.shape[-1])
-  return few_rows_matmul.times_transposed(rows, w, dtype).reshape(*x.shape[:-1], -1)
+linear = few_rows_matmul.linear
 
 
 class RMSNorm(nn.Module):
@@ -87,9 +53,7 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    scale = _param(
-      self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,)
-    )
+    scale = _param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
     return y.astype(x.dtype) * scale.astype(x.dtype)
@@ -155,9 +119,7 @@ def _blocks(length: int) -> list[tuple[int, int]]:
   return list(itertools.pairwise(ends))
 
 
-def attend_causal(
-  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
-) -> jax.Array:
+def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   """Attends where no query looks past its own index (S = T).
 
   Each block of queries is shown only the keys up to its end, which saves up to
@@ -180,7 +142,6 @@ class Attention(nn.Module):
 
   config: config_lib.ModelConfig
   input_width: int | None = None  # of what is projected to q, k and v, if not D
-  transposed: bool = False  # whether weights have the axes of their output first
 
   def setup(self) -> None:
     c = self.config
@@ -188,28 +149,22 @@ class Attention(nn.Module):
     zeros = nn.initializers.zeros
     width = self.input_width or D
     for name, heads, axis in (("q", N, "heads"), ("k", K, "kv"), ("v", K, "kv")):
-      w = matrix(self, f"{name}_proj", (width,), (heads, H), ("embed", axis, "head"))
+      w = weights(self, f"{name}_proj", (heads * H, width), (axis, "embed"))
       setattr(self, f"{name}_proj", w)
       if c.qkv_bias:
-        bias = _param(self, f"{name}_bias", zeros, (heads, H), (axis, "head"))
+        bias = _param(self, f"{name}_bias", zeros, (heads * H,), (axis,))
         setattr(self, f"{name}_bias", bias)
     if c.qk_norm:
       self.q_norm = RMSNorm(c.norm_eps, "head")
       self.k_norm = RMSNorm(c.norm_eps, "head")
-    self.o_proj = matrix(self, "o_proj", (N, H), (D,), ("heads", "head", "embed"))
+    self.o_proj = weights(self, "o_proj", (D, N * H), ("embed", "heads"))
 
   def _project(self, name: str, x: jax.Array) -> jax.Array:
     """Projects f[B T *] to the heads of q, k or v: f[B T heads H]."""
-    w, c = getattr(self, f"{name}_proj"), self.config
-    heads = c.num_heads if name == "q" else c.num_kv_heads
-    if self.transposed:
-      y = product(x, w.reshape(-1, w.shape[-1]), transposed=True)
-      y = y.reshape(*x.shape[:2], heads, c.head_dim)
-    else:
-      y = few_rows_matmul.times(x, w.astype(x.dtype))
+    y = linear(x, getattr(self, f"{name}_proj"))
     if self.config.qkv_bias:
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
-    return y
+    return y.reshape(*x.shape[:2], -1, self.config.head_dim)
 
   def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
     """Computes what a cache holds of tokens.
@@ -252,14 +207,8 @@ class Attention(nn.Module):
     return self._output(tree_attention.tree_attention(*args, impl=layer_cache.kernels))
 
   def _output(self, out: jax.Array) -> jax.Array:
-    """Projects f[B T N H] to f[B T D].
-
-    As one plain product: of two contracted axes XLA's CPU backend makes a transposed copy
-    of the weights in every call.
-    """
-    w, out = self.o_proj, out.reshape(*out.shape[:2], -1)
-    shape = (w.shape[0], -1) if self.transposed else (-1, w.shape[-1])
-    return product(out, w.reshape(shape), self.transposed)
+    """Projects f[B T N H] to f[B T D]."""
+    return linear(out.reshape(*out.shape[:2], -1), self.o_proj)
 
   def attend_unrolled(
     self,
@@ -347,23 +296,20 @@ class MLP(nn.Module):
   """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020)."""
 
   config: config_lib.ModelConfig
-  transposed: bool = False  # whether weights have the axis of their output first
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     D, F = self.config.width, self.config.mlp_width
-    gate = matrix(self, "gate_proj", (D,), (F,), ("embed", "mlp"))
-    up = matrix(self, "up_proj", (D,), (F,), ("embed", "mlp"))
-    down = matrix(self, "down_proj", (F,), (D,), ("mlp", "embed"))
-    by = lambda x, w: product(x, w, self.transposed)
-    return by(jax.nn.silu(by(x, gate)) * by(x, up), down)
+    gate = weights(self, "gate_proj", (F, D), ("mlp", "embed"))
+    up = weights(self, "up_proj", (F, D), ("mlp", "embed"))
+    down = weights(self, "down_proj", (D, F), ("embed", "mlp"))
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
 class Block(nn.Module):
   """One pre-norm decoder layer."""
 
   config: config_lib.ModelConfig
-  transposed: bool = False  # whether weights have the axes of their output first
 
   @nn.compact
   def __call__(
@@ -376,10 +322,9 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
     """Runs the layer; arguments and results are those of `Attention.__call__`."""
     eps = self.config.norm_eps
-    made = dict(config=self.config, transposed=self.transposed)
-    y, layer_cache = Attention(**made, name="attention")(
+    y, layer_cache = Attention(self.config, name="attention")(
       RMSNorm(eps, name="input_norm")(x), by, seen, layer_cache, start
     )
     x = x + y
-    x = x + MLP(**made, name="mlp")(RMSNorm(eps, name="post_norm")(x))
+    x = x + MLP(self.config, name="mlp")(RMSNorm(eps, name="post_norm")(x))
     return x, layer_cache

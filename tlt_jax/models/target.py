@@ -29,23 +29,16 @@ class Target(nn.Module):
   """A decoder: tokens -> features -> logits."""
 
   config: config_lib.ModelConfig
-  transposed: bool = False  # whether matrices have the axes of their output first
 
   def setup(self) -> None:
     c = self.config
-    init = nn.initializers.normal(0.02)
-    self.embedding = self.param(
-      "embedding",
-      nn.with_logical_partitioning(init, ("vocab", "embed")),
-      (c.vocab_size, c.width),
-    )
+    V_D, axes = (c.vocab_size, c.width), ("vocab", "embed")
+    self.embedding = layers.weights(self, "embedding", V_D, axes)
     block = families.find(c.architecture).block
-    how = dict(transposed=True) if self.transposed else {}  # a family's own block lacks it
-    self.blocks = [block(c, name=f"layer_{i}", **how) for i in range(c.num_layers)]
+    self.blocks = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
     self.final_norm = layers.RMSNorm(c.norm_eps)
     if not c.tie_embeddings:
-      axes = ("embed", "vocab")
-      self.head = layers.matrix(self, "head", (c.width,), (c.vocab_size,), axes)
+      self.head = layers.weights(self, "head", V_D, axes)
 
   def __call__(
     self,
@@ -122,12 +115,10 @@ class Target(nn.Module):
       head: of some tokens only, from `output_head`: f32[... U]; None: of all V
     """
     chex.assert_axis_dimension(features, -1, self.config.width)
-    tied = self.config.tie_embeddings
     if head is None:
-      head = self.embedding if tied else self.head
-    w = head.T if tied and not self.transposed else head
+      head = self.embedding if self.config.tie_embeddings else self.head
     with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
-      return layers.product(features, w, self.transposed, jnp.float32)
+      return layers.linear(features, head, jnp.float32)
 
   def features_and_logits(
     self,
@@ -148,20 +139,15 @@ class Target(nn.Module):
 def output_head(
   config: config_lib.ModelConfig, params: dict, ids: np.ndarray | None = None
 ) -> jax.Array:
-  """The matrix that turns features into logits, to be made once, outside of loops.
+  """The matrix f[U D] that turns features into logits, to be made once, outside of loops.
 
   Args:
     config: of the target
-    params: its parameters, not transposed
-    ids: i32[U], of the tokens that are wanted; None: all of it, U = V
-  Returns:
-    f[D U]; with tied embeddings f[U D], as it lies in memory: transposed outside of a loop
-    it would be copied
+    params: its parameters
+    ids: i32[U], of the tokens that are wanted; None: all of them, U = V
   """
   w = params["embedding" if config.tie_embeddings else "head"]
-  if ids is None:
-    return w
-  return w[ids] if config.tie_embeddings else w[:, ids]
+  return w if ids is None else w[ids]
 
 
 def abstract_params(config: config_lib.ModelConfig) -> dict:
@@ -171,9 +157,7 @@ def abstract_params(config: config_lib.ModelConfig) -> dict:
   """
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   shallow = Target(dataclasses.replace(config, num_layers=1))
-  init = lambda t: shallow.init(
-    jax.random.key(0), t, t, method=Target.features_and_logits
-  )
+  init = lambda t: shallow.init(jax.random.key(0), t, t, method=Target.features_and_logits)
   params = dict(jax.eval_shape(init, tokens)["params"])
   layer = params.pop("layer_0")
   return params | {f"layer_{i}": layer for i in range(config.num_layers)}
@@ -186,9 +170,9 @@ def init_params(config: config_lib.ModelConfig, key: jax.Array) -> dict:
   sqrt(2 L), as in GPT-2.
   """
   tokens = jnp.zeros((1, 1), jnp.int32)
-  params = Target(config).init(
-    key, tokens, tokens, method=Target.features_and_logits
-  )["params"]
+  params = Target(config).init(key, tokens, tokens, method=Target.features_and_logits)[
+    "params"
+  ]
   params = nn.meta.unbox(params)
   scale = (2 * config.num_layers) ** -0.5
   for i in range(config.num_layers):

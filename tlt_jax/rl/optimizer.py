@@ -7,23 +7,14 @@ import optax
 
 from tlt_jax import ranges
 
-_MUON_AXES = {  # (reduced, output) axes of the kernels that are not matrices
-  "q_proj": (0, (1, 2)),
-  "k_proj": (0, (1, 2)),
-  "v_proj": (0, (1, 2)),
-  "o_proj": ((0, 1), 2),
-}
-
 
 def _muon_axes(params):
-  """Picks Muon for the kernels inside the layers, Adam (None) for everything else."""
+  """Picks Muon for the matrices inside the layers, Adam (None) for everything else."""
 
   def axes_of(path, x):
-    name = path[-1].key
     if len(path) == 1 or x.ndim < 2:  # embedding, head, norms, biases
       return None
-    reduced, output = _MUON_AXES.get(name, (0, 1))
-    return optax.contrib.MuonDimensionNumbers(reduced, output)
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
   return jax.tree_util.tree_map_with_path(axes_of, params)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import hf_config
+from tlt_jax.models import hf
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as rollout_lib
@@ -65,7 +65,7 @@ class Scenario:
   @property
   def config(self) -> config_lib.ModelConfig:
     """The target's shape."""
-    return hf_config.parse(dict(self.model))
+    return hf.parse_config(dict(self.model))
 
   @property
   def costs(self) -> costs_lib.Costs:

@@ -20,10 +20,9 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     D, F = self.config.width, self.config.mlp_width
-    made = lambda axes: nn.with_logical_partitioning(nn.initializers.normal(0.02), axes)
-    up = self.param("up_proj", made(("embed", "mlp")), (D, F))
-    down = self.param("down_proj", made(("mlp", "embed")), (F, D))
-    return jnp.square(jax.nn.relu(x @ up.astype(x.dtype))) @ down.astype(x.dtype)
+    up = layers.weights(self, "up_proj", (F, D), ("mlp", "embed"))
+    down = layers.weights(self, "down_proj", (D, F), ("embed", "mlp"))
+    return layers.linear(jnp.square(jax.nn.relu(layers.linear(x, up))), down)
 
 
 class Block(nn.Module):

@@ -16,7 +16,6 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from tlt_jax import axes
-from tlt_jax.models import few_rows
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 
@@ -27,12 +26,6 @@ class Weights:
 
   target: Any
   draft: Any = None  # the drafter's; None: nothing drafts, or not by a model
-  transposed: few_rows.Transposed | None = None  # the target's, where few rows want it
-
-  def of_target(self, rows: int) -> Any:
-    """The target's parameters as a pass over so many rows of a slice wants them."""
-    wanted = self.transposed is not None and rows in few_rows.ROWS
-    return self.transposed if wanted else self.target
 
 
 @flax.struct.dataclass

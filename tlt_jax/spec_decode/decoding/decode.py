@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import few_rows
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -38,7 +37,7 @@ def forward(
 
   Args:
     config: the target's
-    params: its parameters, or `few_rows.Transposed`
+    params: its parameters
     layout: of the features that are kept; None: none are
     kv: what it has computed of the rows so far
     tokens: i32[B T]
@@ -48,9 +47,8 @@ def forward(
     the states after the final norm f[B T D]; the features to keep f[B T E]; and the
     new KV
   """
-  run = functools.partial(
-    few_rows.apply, config, params, method=target.Target.with_taps
-  )
+  apply = functools.partial(target.Target(config).apply, {"params": params})
+  run = functools.partial(apply, method=target.Target.with_taps)
   taps = layout.taps if layout else ()
   final, tapped, kv = run(tokens, positions, taps, seen, kv, start, rotations)
   return final, layout.join(tapped, final) if layout else final, kv
@@ -69,7 +67,6 @@ def decode(
   def run(weights, slots, draft_state, limits):
     emitted = slots_lib.nothing_emitted(slots, tokens)
     rotations = layers.rotation(config, jnp.arange(slots.length))
-    params = weights.of_target(rows=slots.pending.shape[0])
 
     def running(carry):
       i, slots, _ = carry
@@ -77,7 +74,7 @@ def decode(
 
     def step(carry):
       i, slots, emitted = carry
-      slots, drawn = decode_step(config, layout, params, slots, rotations)
+      slots, drawn = decode_step(config, layout, weights.target, slots, rotations)
       live = emitted.remaining > 0
       put = lambda x, column: jax.lax.dynamic_update_slice_in_dim(
         x, column[:, None].astype(x.dtype), i, 1
@@ -110,14 +107,16 @@ def decode_step(
 
   Args:
     layout: of the features that are kept; None: none are
-    params: the target's, or `few_rows.Transposed`
+    params: the target's
     rotations: of positions 0, 1, ..., S-1
   """
   tokens, positions = slots.pending[:, None], slots.position[:, None]
   final, features, kv = forward(
     config, layout, params, slots.kv, tokens, positions, None, slots.start, rotations
   )
-  logits = few_rows.apply(config, params, final[:, 0], method=target.Target.logits)
+  logits = target.Target(config).apply(
+    {"params": params}, final[:, 0], method=target.Target.logits
+  )
   drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1, slots.kernels)
   slots = slots.with_features(positions, features)
   live = slots.remaining > 0

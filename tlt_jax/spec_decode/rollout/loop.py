@@ -63,7 +63,6 @@ class Loop:
     self._began = parts.clock.now()
     self.parts, self.options = parts, options
     self.params, self.draft_params = params, draft_params
-    self.transposed = parts.transposed(params)
     parts.clock.begin_rollout()
     self.batch = parts.batch(requests)
     self.running = self.batch.running
@@ -156,7 +155,7 @@ class Loop:
       self.harvest.exchange_if_due()
     arm = self.parts.drafting.choose(self.schedule)
     self.gains.append(self.parts.drafting.gain(arm, live, bucket))
-    weights = self.parts.weights(self.params, self.draft_params, self.transposed)
+    weights = self.parts.weights(self.params, self.draft_params)
     return self.parts.drafting.mode(arm, weights)
 
   def _run_chunk(self, mode: chunks_lib.ChunkMode) -> chunks_lib.ChunkResult:

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from tlt_jax.models import few_rows
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
@@ -36,22 +35,11 @@ class Parts:
     """The slots of a rollout that has not begun."""
     return batch_lib.Batch(self.programs, requests)
 
-  def transposed(self, params) -> few_rows.Transposed | None:
-    """The target's parameters as passes over few rows want them, if that is otherwise."""
-    return few_rows.transposed(self.shapes.config, self.shapes.mesh, params)
-
-  def weights(
-    self, params, draft_params, transposed: few_rows.Transposed | None = None
-  ) -> chunk_lib.Weights:
-    """All weights; the drafter's are the trainer's, where none are given.
-
-    Args:
-      params, draft_params: of the target and of the drafter
-      transposed: what `transposed` makes of `params`, where that is wanted
-    """
+  def weights(self, params, draft_params) -> chunk_lib.Weights:
+    """All weights; the drafter's are the trainer's, where none are given."""
     if self.spot is not None and draft_params is None:
       draft_params = self.spot.params
-    return chunk_lib.Weights(params, draft_params, transposed)
+    return chunk_lib.Weights(params, draft_params)
 
   def trains(self, bucket: int) -> bool:
     """Whether slices that run dry in chunks of a bucket train."""

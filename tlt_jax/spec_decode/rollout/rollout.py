@@ -6,7 +6,6 @@ import numpy as np
 from tlt_jax import memory
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
-from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -94,7 +93,7 @@ class Rollout:
       params: the target's, or their shapes and shardings; draft_params likewise
       stop_tokens: per request (the second dimension of `Requests.stop_tokens`)
     """
-    weights = self._weights(params, draft_params)
+    weights = self.parts.weights(params, draft_params)
     self._announce(stop_tokens)
     what = f"the rollout's programs (buckets: {len(self.options.buckets)})"
     memory.announce_programs(what, beside=(params, draft_params))
@@ -102,7 +101,7 @@ class Rollout:
 
   def measure(self, params, stop_tokens: int, draft_params=None) -> None:
     """Times the steps of strategies, if the selector wants to know; see `compile`."""
-    weights = self._weights(params, draft_params)
+    weights = self.parts.weights(params, draft_params)
     self._ready.measure(weights, stop_tokens, self.options)
 
   def time_step(
@@ -124,7 +123,7 @@ class Rollout:
       stop_tokens: per request
       slices: how many decode, while the others have nothing to do; None: all
     """
-    weights = self._weights(params, draft_params)
+    weights = self.parts.weights(params, draft_params)
     return self._ready.time_step(weights, bucket, strategy, stop_tokens, slices, length)
 
   def time_switch(
@@ -140,7 +139,7 @@ class Rollout:
     Args:
       params, bucket, draft_params, strategy, stop_tokens: as for `time_step`
     """
-    weights = self._weights(params, draft_params)
+    weights = self.parts.weights(params, draft_params)
     return self._ready.time_switch(weights, bucket, strategy, stop_tokens)
 
   @property
@@ -189,10 +188,6 @@ class Rollout:
         source.restore(state["sources"][name])
     self.parts.clock.micro_batch_s = state["micro_batch_s"] if same_drafter else 0.0
     self.parts.clock.exchange_s = state["exchange_s"]
-
-  def _weights(self, params, draft_params) -> chunk_lib.Weights:
-    """All weights, however passes want them."""
-    return self.parts.weights(params, draft_params, self.parts.transposed(params))
 
   def _announce(self, stop_tokens: int) -> None:
     """Logs, once, what a rollout allocates at most."""

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import few_rows
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -65,7 +64,7 @@ def decode(
       slots, output = verify_and_accept(
         config,
         setting.layout,
-        weights.of_target(rows=proposal.tree.tokens.size),
+        weights.target,
         rotations,
         slots,
         proposal.tree,
@@ -122,7 +121,7 @@ def verify_and_accept(
 
   Args:
     config: the target's
-    params: its parameters, or `few_rows.Transposed`
+    params: its parameters
     layout: of the features that are kept; None: none are
     rotations: of positions 0, 1, ..., see `target.Target.with_taps`
     tree: the guesses, J nodes per slot
@@ -147,7 +146,9 @@ def verify_and_accept(
     slots.start,
     rotations,
   )
-  logits = few_rows.apply(config, params, final, method=target.Target.logits)
+  logits = target.Target(config).apply(
+    {"params": params}, final, method=target.Target.logits
+  )
   drawn = sampling_lib.sample(
     logits.reshape(B * J, -1),
     sampling_lib.repeat(slots.sampling, J),

@@ -1,0 +1,557 @@
+"""Hugging Face folders: config.json and safetensors <-> ModelConfig and parameters.
+
+`load` places tensor by tensor straight into the target sharding; `save` writes what
+transformers loads. What cannot be reproduced exactly is refused, never approximated: every
+key of config.json that would change the outputs, every field that would be lost. Pickles
+are never loaded. The order here: the folder's files, config.json, the names of tensors,
+and `load` and `save`.
+
+config.json is read as it is, not by transformers.AutoConfig: that fills in what is missing
+(a width of 4,096), and knows no family of one's own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+from flax import traverse_util
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from tlt_jax import axes as axes_lib
+from tlt_jax import json_objects
+from tlt_jax import memory
+from tlt_jax import processes
+from tlt_jax import writing
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import families
+from tlt_jax.models import target
+
+CONFIG = "config.json"
+SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of stored weights
+MAX_FILE_BYTES = 4 * 10**9  # of safetensors, where there are several
+PARTIAL = ".partial"  # folder of a save that is not complete yet
+
+
+class CheckpointError(ValueError):
+  """A checkpoint that cannot be read or written; names the cause and the remedy."""
+
+
+# --- the files of a folder
+
+
+def read_json(file: pathlib.Path) -> dict:
+  """Reads a JSON object.
+
+  Raises:
+    CheckpointError: it is missing, or something else
+  """
+  if not file.exists():
+    raise CheckpointError(
+      f"{file} is missing; give a folder with config.json and safetensors (a model's: hf "
+      "download MODEL --local-dir FOLDER)"
+    )
+  try:
+    return json_objects.parse(file.read_bytes())
+  except ValueError as e:
+    raise CheckpointError(f"{file} {e}; download it again") from e
+
+
+@dataclasses.dataclass
+class Tensors:
+  """What the safetensors files of a folder hold, by name."""
+
+  lazy: dict[str, Any]  # tensors, read when they are sliced
+  file: dict[str, pathlib.Path]  # that holds them
+
+  def check(self, name: str, shape: tuple[int, ...] | None) -> None:
+    """Raises CheckpointError unless a tensor has this shape; None: must not exist."""
+    tensor, file = self.lazy.get(name), self.file.get(name, next(iter(self.file.values())))
+    if tensor is None or shape is None:
+      fault = "lacks" if tensor is None else "holds"
+      raise CheckpointError(
+        f"{file} {fault} tensor {name:.100}, unlike the model in config.json; the two do "
+        "not belong together, or are not downloaded completely"
+      )
+    found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    if found != shape or dtype not in DTYPES:
+      raise CheckpointError(
+        f"{file}: tensor {name} is {dtype} of shape {found!s:.100}, config.json says "
+        f"{shape}, as one of {', '.join(DTYPES)}; use the files of one unquantised model"
+      )
+
+
+def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
+  """Opens all safetensors files of a folder; `stack` closes them."""
+  if (path / SINGLE).exists():
+    names = {SINGLE: ()}
+  elif (path / _INDEX).exists():
+    names = _read_index(path / _INDEX)
+  else:
+    kinds = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+    pickles = sorted(file.name for kind in kinds for file in path.glob(kind))
+    if pickles:
+      raise CheckpointError(
+        f"{path} holds {pickles[0]!r:.80} but no safetensors; pickles are never loaded: "
+        "convert it where PyTorch is: safetensors.torch.save_file(torch.load(FILE, "
+        f"weights_only=True), {SINGLE!r})"
+      )
+    raise CheckpointError(
+      f"{path} holds neither {SINGLE} nor {_INDEX}; download it completely"
+    )
+  tensors = Tensors({}, {})
+  for file, promised in names.items():
+    try:
+      opened = stack.enter_context(safetensors.safe_open(path / file, framework="numpy"))
+    except (safetensors.SafetensorError, OSError) as e:
+      raise CheckpointError(
+        f"{path / file} is missing, damaged or truncated ({e!s:.200}); download it again "
+        "(a git-lfs pointer is not the file itself)"
+      ) from e
+    found = {name: opened.get_slice(name) for name in opened.keys()}
+    missing = [name for name in promised if name not in found]
+    if missing or not found:
+      what = f"tensor {missing[0]:.100}, which {_INDEX} promises" if missing else "tensors"
+      raise CheckpointError(f"{path / file} lacks {what}; download it again")
+    tensors.lazy.update(found)
+    tensors.file.update(dict.fromkeys(found, path / file))
+  return tensors
+
+
+def _read_index(index: pathlib.Path) -> dict[str, list[str]]:
+  """The files that an index names, and the tensors that it promises in each."""
+  holders = read_json(index).get("weight_map")
+  if not isinstance(holders, dict) or not holders:
+    raise CheckpointError(f"{index} has no weight_map; download it again")
+  names = {}
+  for name, file in holders.items():
+    if not isinstance(file, str) or not re.fullmatch(r"[^/\0]{1,200}\.safetensors", file):
+      raise CheckpointError(
+        f"{index}: weight_map names {file!r:.60}, which is no safetensors file of that "
+        "folder; download it again"
+      )
+    names.setdefault(file, []).append(name)
+  return dict(sorted(names.items()))
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives an empty folder to write to; it replaces the checkpoint, if nothing is raised.
+
+  A save that is killed leaves the earlier checkpoint, or none, but never a mixture that
+  loads. Other files in `path` stay. If something is raised, what was written is removed: it
+  may have filled the disk.
+  """
+  partial = path / PARTIAL
+  shutil.rmtree(partial, ignore_errors=True)
+  with writing.to(path):
+    partial.mkdir(parents=True)
+    try:
+      yield partial
+    except BaseException:
+      shutil.rmtree(partial, ignore_errors=True)
+      raise
+    # Without config.json nothing loads, so it goes first and comes back last.
+    (path / CONFIG).unlink(missing_ok=True)
+    for stale in (path / SINGLE, path / _INDEX, *path.glob("model-*-of-*.safetensors")):
+      stale.unlink(missing_ok=True)
+    for file in sorted(partial.iterdir(), key=lambda file: file.name == CONFIG):
+      shutil.copymode(partial / CONFIG, file)  # safetensors makes files private
+      os.replace(file, path / file.name)
+    partial.rmdir()
+
+
+def write_json(file: pathlib.Path, raw: dict) -> None:
+  """Writes a JSON object, indented."""
+  file.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def write_tensors(file: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+  """Writes a safetensors file that transformers loads, too."""
+  tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+  safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+
+
+def write_weights(
+  folder: pathlib.Path | None,
+  sizes: Mapping[str, int],
+  read: Callable[[str], np.ndarray],
+  max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+  """Writes model.safetensors, or shards with an index; one file at a time is in memory.
+
+  Args:
+    folder: where to; None: another process writes, this one only takes part in `read`
+    sizes: bytes of each tensor, by name
+    read: gives a tensor by its name; called in the order of `sizes`
+    max_file_bytes: of a file, unless one tensor is larger
+  """
+  files, room = [[]], max_file_bytes
+  for name, size in sizes.items():
+    if files[-1] and size > room:
+      files.append([])
+      room = max_file_bytes
+    files[-1].append(name)
+    room -= size
+  weight_map = {}
+  for i, members in enumerate(files, 1):
+    file = f"model-{i:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+    if folder:
+      write_tensors(folder / file, {name: read(name) for name in members})
+    else:
+      for name in members:
+        read(name)
+    weight_map |= dict.fromkeys(members, file)
+  if folder and len(files) > 1:
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    write_json(folder / _INDEX, index)
+
+
+# --- config.json
+
+_KEYS = {  # field of ModelConfig -> key, for values that are the same there
+  "vocab_size": "vocab_size",
+  "width": "hidden_size",
+  "mlp_width": "intermediate_size",
+  "num_layers": "num_hidden_layers",
+  "num_heads": "num_attention_heads",
+  "num_kv_heads": "num_key_value_heads",
+  "head_dim": "head_dim",
+  "norm_eps": "rms_norm_eps",
+  "max_position": "max_position_embeddings",
+  "tie_embeddings": "tie_word_embeddings",
+}
+_ROPE_KEYS = {  # the same of RopeScaling
+  "factor": "factor",
+  "low_freq_factor": "low_freq_factor",
+  "high_freq_factor": "high_freq_factor",
+  "original_max_position": "original_max_position_embeddings",
+}
+# Keys that change the outputs, and the values that do not. `families` has those of one
+# family alone.
+_NEUTRAL = {
+  "attention_bias": (False,),
+  "mlp_bias": (False,),
+  "partial_rotary_factor": (1,),
+  "quantization_config": (),
+}
+
+
+def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
+  """Reads the model that a folder's config.json describes.
+
+  Raises:
+    CheckpointError: missing, damaged, or describing what we would compute differently
+  """
+  file = pathlib.Path(path) / CONFIG
+  raw = read_json(file)
+  try:
+    return parse_config(raw)
+  except ValueError as e:
+    raise CheckpointError(f"{file}: {e}; use another model, or its original file") from e
+
+
+def parse_config(raw: dict) -> config_lib.ModelConfig:
+  """Turns the content of config.json into a ModelConfig.
+
+  Raises:
+    ValueError: it describes no model, or what we would compute differently
+  """
+  raw = {key: value for key, value in raw.items() if value is not None}
+  names = raw.get("architectures", ["(none)"])
+  if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    raise ValueError(f"architectures={names!r:.60} is not a list of names")
+  try:
+    family = families.find(names[0])
+  except ValueError as e:
+    raise ValueError(f"{e} (architectures)") from e
+  rope = {}  # transformers 4 wrote rope_scaling and rope_theta, 5 writes rope_parameters
+  for key in ("rope_parameters", "rope_scaling"):
+    if not isinstance(raw.get(key, {}), dict):
+      raise ValueError(f"{key}={raw[key]!r:.60} is not an object")
+    rope |= raw.get(key, {})
+  _refuse_unsupported(raw, rope, family)
+  fields = {name: raw[key] for name, key in _KEYS.items() if key in raw}
+  heads = fields.get("num_heads")
+  defaults = {"max_position": family.max_position, "num_kv_heads": heads}
+  if family.head_dim is not None:
+    defaults["head_dim"] = family.head_dim
+  elif type(heads) is int and heads > 0 and type(fields.get("width")) is int:
+    defaults["head_dim"] = fields["width"] // heads
+  fields = {name: x for name, x in defaults.items() if x is not None} | fields
+  dtype = raw.get("dtype", raw.get("torch_dtype", "float32"))
+  fields |= {
+    "architecture": names[0],
+    "qkv_bias": family.qkv_bias,
+    "qk_norm": family.qk_norm,
+    "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
+    "rope_scaling": _parse_rope_scaling(rope),
+    "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype,
+  }
+  return config_lib.make(config_lib.ModelConfig, fields, _KEYS | _ROPE_KEYS)
+
+
+def _parse_rope_scaling(rope: dict) -> dict | None:
+  """The fields of RopeScaling."""
+  if any(isinstance(value, dict) for value in rope.values()):
+    raise ValueError("RoPE parameters per layer type are not supported")
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  if kind == "default":
+    return None
+  if kind != "llama3":
+    raise ValueError(f"rope_type {kind!s:.60} is not supported (only default and llama3)")
+  return {name: rope.get(key) for name, key in _ROPE_KEYS.items()}
+
+
+def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
+  """Raises on a feature that would silently change the outputs."""
+  neutral = {"hidden_act": family.hidden_act, **_NEUTRAL, **family.neutral}
+  if family.qkv_bias:  # Qwen2 has its biases whatever this key says
+    del neutral["attention_bias"]
+  for key, harmless in neutral.items():
+    for value in (raw.get(key), rope.get(key)):
+      if value is not None and value not in harmless:
+        raise ValueError(
+          f"{key}={value!s:.60} is not supported and would change the outputs"
+        )
+  if "layer_types" in raw:
+    kinds = raw["layer_types"]
+    slides = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+  else:  # Qwen2.5 ships a window that is not used, or by layers that it has not
+    full_layers = raw.get("max_window_layers", 28)
+    is_used = raw.get("use_sliding_window", False) is not False
+    slides = is_used and "sliding_window" in raw and full_layers < raw["num_hidden_layers"]
+  if slides:
+    raise ValueError(
+      "sliding-window attention (use_sliding_window or layer_types) is not supported and "
+      "would change the outputs"
+    )
+
+
+def unparse_config(config: config_lib.ModelConfig) -> dict:
+  """Turns a ModelConfig into config.json, in the spelling that transformers 4 and 5 read.
+
+  Raises:
+    CheckpointError: its architecture cannot express it
+  """
+  try:
+    family = families.find(config.architecture)
+  except ValueError as e:
+    raise CheckpointError(f"{config.architecture:.60} cannot be saved: {e}") from e
+  scaling = config.rope_scaling and {
+    "rope_type": "llama3",
+    **{key: getattr(config.rope_scaling, name) for name, key in _ROPE_KEYS.items()},
+  }
+  raw = {
+    "architectures": [config.architecture],
+    "model_type": family.model_type,
+    **{key: getattr(config, name) for name, key in _KEYS.items()},
+    "hidden_act": family.hidden_act[0],
+    "rope_theta": config.rope_theta,
+    "rope_scaling": scaling,
+    "torch_dtype": config.dtype,
+    "bos_token_id": None,  # the tokenizer's; transformers would fill in its own
+    "eos_token_id": None,
+  }
+  ours, read_back = dataclasses.asdict(config), dataclasses.asdict(parse_config(raw))
+  lost = [f"{name}={x}" for name, x in ours.items() if read_back[name] != x]
+  if lost:
+    raise CheckpointError(
+      f"{config.architecture} cannot express {', '.join(lost)}; change the architecture or "
+      "the field"
+    )
+  return raw
+
+
+# --- names of tensors: theirs, and the path in our tree
+
+_MODEL_TENSORS = (
+  ("model.embed_tokens.weight", "embedding"),
+  ("model.norm.weight", "final_norm/scale"),
+  ("lm_head.weight", "head"),
+)
+# Below `model.layers.{i}.` and `layer_{i}/`. What a model does not have is not used.
+LAYER_TENSORS = (
+  ("input_layernorm.weight", "input_norm/scale"),
+  ("self_attn.q_proj.weight", "attention/q_proj"),
+  ("self_attn.k_proj.weight", "attention/k_proj"),
+  ("self_attn.v_proj.weight", "attention/v_proj"),
+  ("self_attn.q_proj.bias", "attention/q_bias"),
+  ("self_attn.k_proj.bias", "attention/k_bias"),
+  ("self_attn.v_proj.bias", "attention/v_bias"),
+  ("self_attn.q_norm.weight", "attention/q_norm/scale"),
+  ("self_attn.k_norm.weight", "attention/k_norm/scale"),
+  ("self_attn.o_proj.weight", "attention/o_proj"),
+  ("post_attention_layernorm.weight", "post_norm/scale"),
+  ("mlp.gate_proj.weight", "mlp/gate_proj"),
+  ("mlp.up_proj.weight", "mlp/up_proj"),
+  ("mlp.down_proj.weight", "mlp/down_proj"),
+)
+
+
+def names(config: config_lib.ModelConfig) -> dict[str, str]:
+  """Path in our tree -> their name, of all tensors that a model may have."""
+  of_layer = (*LAYER_TENSORS, *families.find(config.architecture).tensors)
+  return {ours: theirs for theirs, ours in _MODEL_TENSORS} | {
+    f"layer_{i}/{ours}": f"model.layers.{i}.{theirs}"
+    for i in range(config.num_layers)
+    for theirs, ours in of_layer
+  }
+
+
+def flatten(params: Any) -> dict[str, Any]:
+  """Path -> leaf, without the boxes that carry axis names."""
+  return traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")
+
+
+def unflatten(params: dict[str, Any]) -> dict:
+  """Undoes `flatten`."""
+  return traverse_util.unflatten_dict(params, sep="/")
+
+
+# --- in and out
+
+
+def load(
+  path: str | pathlib.Path,
+  mesh: jax.sharding.Mesh | None = None,
+  rules: axes_lib.Rules = axes_lib.ROLLOUT,
+  dtype: str | None = None,
+) -> tuple[config_lib.ModelConfig, dict]:
+  """Reads a folder into the tree of `target.Target`.
+
+  Every device reads only its part of a tensor, and no more than one tensor is on the host
+  at a time.
+
+  Args:
+    path: folder with config.json and model.safetensors, or shards with an index
+    mesh: (data, model) mesh; None places everything on the default device
+    rules: logical axis -> mesh axis
+    dtype: of the parameters; as stored by default
+  Returns:
+    ModelConfig (its `dtype`, of the computation, is the one in config.json) and the nested
+    dict of parameters
+  Raises:
+    CheckpointError: the folder is incomplete, damaged or not supported
+  """
+  path = pathlib.Path(path)
+  config = load_config(path)
+  with contextlib.ExitStack() as stack:
+    stored = open_tensors(path, stack)
+    if config.num_layers > len(stored.lazy):  # before as many are described
+      raise CheckpointError(
+        f"{path / CONFIG}: num_hidden_layers={config.num_layers}, but there are "
+        f"{len(stored.lazy)} tensors; restore the original config.json"
+      )
+    abstract, theirs = target.abstract_params(config), names(config)
+    shapes = {ours: spec.shape for ours, spec in flatten(abstract).items()}
+    _check_tensors(stored, {theirs[ours]: s for ours, s in shapes.items()}, config)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = dict.fromkeys(shapes, device)
+    if mesh is not None:
+      shardings = flatten(axes_lib.shardings(mesh, rules, abstract))
+    made = {
+      ours: jax.ShapeDtypeStruct(
+        shape,
+        dtype or DTYPES[stored.lazy[theirs[ours]].get_dtype()],
+        sharding=shardings[ours],
+      )
+      for ours, shape in shapes.items()
+    }
+    memory.announce(
+      f"the weights of {path} ({', '.join(sorted({str(x.dtype) for x in made.values()}))})",
+      list(made.values()),
+      smaller="policy, tensor_parallel",
+    )
+    params = {ours: _place(stored.lazy[theirs[ours]], x) for ours, x in made.items()}
+  return config, unflatten(params)
+
+
+def _place(stored: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+  """Moves one tensor from the file to its devices; replicas share one read."""
+  parts = {}
+
+  def part(index):
+    spans = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, like.shape, strict=True))
+    if str(spans) not in parts:
+      parts[str(spans)] = stored[spans].astype(like.dtype, copy=False)
+    return parts[str(spans)]
+
+  return jax.make_array_from_callback(like.shape, like.sharding, part)
+
+
+def _check_tensors(
+  stored: Tensors, shapes: dict[str, tuple[int, ...]], config: config_lib.ModelConfig
+) -> None:
+  """Raises unless the files hold exactly the tensors of the model."""
+  head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+  for name in sorted(stored.lazy.keys() | shapes.keys()):
+    is_copy = name == head and config.tie_embeddings
+    is_buffer = name.endswith("rotary_emb.inv_freq")  # of old exports
+    if not is_copy and not is_buffer:
+      stored.check(name, shapes.get(name))
+  if config.tie_embeddings and head in stored.lazy:
+    stored.check(head, shapes[embedding])
+    head, embedding = stored.lazy[head], stored.lazy[embedding]
+    for i in range(0, config.vocab_size, 4096):
+      rows = slice(i, min(i + 4096, config.vocab_size))
+      if not np.array_equal(head[rows], embedding[rows]):
+        raise CheckpointError(
+          f"{stored.file['lm_head.weight']}: config.json ties the head to the embedding, "
+          "but lm_head.weight differs from it; set tie_word_embeddings to false"
+        )
+
+
+def save(
+  path: str | pathlib.Path,
+  config: config_lib.ModelConfig,
+  params: dict,
+  max_file_bytes: int = MAX_FILE_BYTES,
+  dtype: str | None = None,
+) -> None:
+  """Writes a folder that transformers and `load` read; see `replacing`.
+
+  Tokenizer and generation_config.json are not written.
+
+  Args:
+    path: folder, made if need be; a checkpoint in it is replaced
+    config: the model; its `dtype` becomes config.json's
+    params: nested dict as from `load` or `target.init_params`, sharded over the devices of
+      all processes or not; every process calls, the first one writes
+    max_file_bytes: above it the tensors are spread over files with an index
+    dtype: of the stored weights; None: each as it is
+  Raises:
+    CheckpointError: params or config do not fit the architecture
+  """
+  raw, theirs, tensors = unparse_config(config), names(config), flatten(params)
+  shapes = {name: x.shape for name, x in flatten(target.abstract_params(config)).items()}
+  for name in sorted(shapes.keys() | tensors.keys()):
+    found = tensors[name].shape if name in tensors else "nothing"
+    if found != shapes.get(name, "nothing"):
+      raise CheckpointError(
+        f"parameter {name}: the config implies {shapes.get(name, 'nothing')}, found "
+        f"{found}; save the parameters with the config they were made with"
+      )
+  tensors = {theirs[name]: tensors[name] for name in theirs if name in tensors}
+  dtypes = {name: jnp.dtype(dtype or x.dtype) for name, x in tensors.items()}
+  sizes = {name: x.size * dtypes[name].itemsize for name, x in tensors.items()}
+
+  def read(name):
+    return processes.fetch(tensors[name]).astype(dtypes[name], copy=False)
+
+  if not processes.is_first():  # has its part of what the first one writes
+    return write_weights(None, sizes, read, max_file_bytes)
+  with replacing(pathlib.Path(path)) as folder:
+    write_weights(folder, sizes, read, max_file_bytes)
+    write_json(folder / CONFIG, raw)
