@@ -8,7 +8,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from experiments.bench import interleave
+from tlt_jax import metrics
 
 # Seconds of one step, and the label of each phase in the final table.
 _PHASES = {
@@ -128,7 +128,7 @@ def _faster(compared: Sequence[Mapping[str, float]], side: str) -> str:
 
 
 def gain(compared: Sequence[Mapping[str, float]], side: str, of: str = "rollout") -> dict:
-  """The time of a side over the run's own, as `interleave.ratio` gives it.
+  """The time of a side over the run's own, as `metrics.ratio` gives it.
 
   Args:
     compared: records of steps whose rollouts were repeated
@@ -143,7 +143,7 @@ def gain(compared: Sequence[Mapping[str, float]], side: str, of: str = "rollout"
     own.append(until_last if of == "rollout" else step_s)
     repeated_s = r[f"{side}/seconds_s"]
     sides.append(repeated_s if of == "rollout" else step_s - rollout_s + repeated_s)
-  return interleave.ratio(sides, own)
+  return metrics.ratio(sides, own)
 
 
 def _estimated_gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What `experiments.aot_memory` compiles and adds up, on the CPU as several devices."""
+"""What `dev.aot_memory` compiles and adds up, on the CPU as several devices."""
 
 import dataclasses
 import json
@@ -6,9 +6,9 @@ import json
 import jax
 import pytest
 
-from experiments import aot_machines
-from experiments import aot_memory
-from experiments import aot_programs
+from dev import aot_machines
+from dev import aot_memory
+from dev import aot_programs
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan

@@ -9,8 +9,8 @@ import jax
 import optax
 import pytest
 
-from experiments import hlo_counts
-from experiments.bench import shapes
+from benchmarks import shapes
+from dev import hlo_counts
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax.models import target

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import hlo_counts
+from dev import hlo_counts
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import programs

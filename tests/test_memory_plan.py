@@ -6,11 +6,11 @@ import json
 import jax
 import pytest
 
+from benchmarks import sides
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import scratch_memory
-from experiments.bench import sides
 from tests import commands
 from tests import test_memory
 from tests import tiny

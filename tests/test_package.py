@@ -140,7 +140,7 @@ def test_a_fork_trains_with_the_installed_package(built, tmp_path):
 
 def test_the_checkout_has_the_same_commands():
   known = command_line.commands()
-  assert {"train", "generate", "export", "bench.step", "aot"} < known.keys()
+  assert {"train", "generate", "export", "benchmarks.step", "aot"} < known.keys()
   assert command_line.home() == ROOT
 
 
