@@ -7,7 +7,6 @@ fewer; with "+deterministic" tokens alone decide what the clock would.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import gc
 import hashlib
 from typing import Any
@@ -16,8 +15,6 @@ import jax
 import numpy as np
 
 from experiments import from_config
-from experiments import memory_phases
-from experiments import memory_plan
 from tlt_jax import processes
 from tlt_jax.models import config as config_lib
 from tlt_jax.rl import sample
@@ -89,21 +86,6 @@ def settings(side: str, config: dict) -> dict:
     "strategies": levels.write(known),
     "spot": config["spot"] | {"train": side == "tlt"},
   }
-
-
-def memory(sides: Sequence[str], config: dict) -> memory_phases.Plan:
-  """The memory of sides that train in one process, each with a state of its own.
-
-  Args:
-    sides: their names
-    config: of a run
-  """
-  plan = memory_plan.of_run(config)
-  # What a run holds between its phases, its programs included, is held once more by each.
-  size = (len(sides) - 1) * plan.needed("sync")
-  others = memory_phases.Part("other sides", size, "--sides", is_estimate=True)
-  phases = {name: (*parts, others) for name, parts in plan.phases.items()}
-  return dataclasses.replace(plan, phases=phases)
 
 
 class Side:

@@ -34,7 +34,6 @@ from benchmarks import sides as sides_lib
 from experiments import from_config
 from experiments import keys
 from experiments import launch
-from experiments import memory_plan
 from experiments import tables
 from experiments import workdirs
 from tlt_jax import axes
@@ -281,7 +280,6 @@ def main(config):
   config = from_config.complete(config)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
   mesh = axes.make_mesh(config["tensor_parallel"])
-  memory_plan.check(sides_lib.memory(_SIDES.value, config))
   found = measure(config, mesh)
   report(found)
   print(json.dumps({"workload": workload(config)} | found))
