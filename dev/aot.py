@@ -46,7 +46,7 @@ def source() -> str:
   """A hash of the code that is compiled."""
   files = sorted((_ROOT / "tlt_jax").rglob("*.py"))
   own = ("aot_machines.py", "aot_programs.py")
-  files += (_ROOT / "experiments" / name for name in own)
+  files += (_ROOT / "dev" / name for name in own)
   whole = hashlib.sha256()
   for file in files:
     whole.update(file.read_bytes())
