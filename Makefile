@@ -36,13 +36,13 @@ test-all: venv ## the test suite with its slowest cases
 	@$(PYTEST) --all $(or $(ARGS),tests)
 
 gpu: venv ## tests and benchmarks of an NVIDIA GPU, 50 minutes; goes on where it stopped
-	@$(BIN)/python -m experiments.bench.accelerator --kind=gpu $(ARGS)
+	@$(BIN)/python -m benchmarks.accelerator --kind=gpu $(ARGS)
 
 tpu: venv ## the same of a TPU
-	@$(BIN)/python -m experiments.bench.accelerator --kind=tpu $(ARGS)
+	@$(BIN)/python -m benchmarks.accelerator --kind=tpu $(ARGS)
 
 aot: .venv-aot/.installed ## large programs compiled for TPUs and GPUs that are not there
-	@.venv-aot/bin/python -m experiments.aot $(ARGS)
+	@.venv-aot/bin/python -m dev.aot $(ARGS)
 
 .venv-aot/.installed: requirements-aot.txt $(STAMP)
 	@echo 'Installing compilers for TPUs and GPUs into .venv-aot: 1.3 GB, some minutes, once.'

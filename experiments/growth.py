@@ -5,8 +5,8 @@ and the MLP likewise, and layers are added whose output is zero; as in Net2Net (
 2016, https://arxiv.org/abs/1511.05641), but without copies of what is there. What is
 computed is the same up to rounding.
 
-Padded with zeros, what is new stays zero in training. A model that is to learn more has
-random weights where it reads, and zeros where it writes.
+What is new has random weights where it reads, and zeros where it writes: padded with zeros
+only, it would stay zero in training.
 """
 
 import functools
@@ -25,34 +25,17 @@ from tlt_jax.models import target
 _WRITE = ("o_proj", "down_proj", "embedding")  # into the residual stream
 
 
-def embed(
-  small: dict, random: dict, times: float, parts: int = 1, learns: bool = False
-) -> dict:
-  """Parameters of the larger model, from the smaller's and random ones of its shape.
-
-  Args:
-    small: the smaller model's
-    random: of the larger model
-    times: its width over the smaller one's
-    parts: inputs of width D that lie side by side in a drafter's "fc"
-    learns: whether what is new can be trained
-  """
+def _embed(small: dict, random: dict, times: float) -> dict:
+  """Parameters of the larger model, from the smaller's and random ones of its shape."""
   flat = traverse_util.flatten_dict(small, sep="/")
   found = {}
   for path, like in traverse_util.flatten_dict(random, sep="/").items():
-    shape = like.shape
-    like, writes = np.array(like), path.endswith(_WRITE)
-    if path not in flat:  # an added layer: what it adds to the residual stream is zero
-      found[path] = np.zeros_like(like) if writes else like
-      continue
-    x = np.asarray(flat[path])
-    if path.endswith("scale") and x.shape != shape:
-      x, like = x / times**0.5, like / times**0.5
-    if path == "fc":
-      split, D = np.split(x, parts, 1), shape[1] // parts
-      x = np.concatenate([np.pad(s, ((0, 0), (0, D - s.shape[1]))) for s in split], 1)
-    found[path] = like if learns and not writes else np.zeros_like(like)
-    found[path][tuple(map(slice, x.shape))] = x
+    found[path] = np.zeros_like(like) if path.endswith(_WRITE) else np.array(like)
+    if path in flat:  # else an added layer: it adds zero to the residual stream
+      x = np.asarray(flat[path])
+      if path.endswith("scale") and x.shape != like.shape:
+        x, found[path] = x / times**0.5, found[path] / times**0.5
+      found[path][tuple(map(slice, x.shape))] = x
   return traverse_util.unflatten_dict(found, sep="/")
 
 
@@ -67,18 +50,6 @@ def logits(config: config_lib.ModelConfig, params) -> jax.Array:
     return apply(features, method=target.Target.logits)
 
   return run(params)
-
-
-def check_same(small: config_lib.ModelConfig, params, large: config_lib.ModelConfig, grown):
-  """Compares the two models on some tokens.
-
-  Raises:
-    ValueError: they do not compute the same
-  """
-  apart = float(jnp.max(jnp.abs(logits(small, params) - logits(large, grown))))
-  logging.info("logits of the two differ by at most %.1e", apart)
-  if apart > 1e-3:
-    raise ValueError(f"the larger policy's logits differ by {apart:.1e} from the policy's")
 
 
 def begin_as(folder: str | pathlib.Path, model: config_lib.ModelConfig, random) -> dict:
@@ -105,6 +76,9 @@ def begin_as(folder: str | pathlib.Path, model: config_lib.ModelConfig, random) 
       f"a model cannot begin as {folder}: {', '.join(wrong)} must be as there, or larger "
       f"where they are sizes (config.model)"
     )
-  grown = embed(params, random, model.width / small.width, learns=True)
-  check_same(small, params, model, grown)
+  grown = _embed(params, random, model.width / small.width)
+  apart = float(jnp.max(jnp.abs(logits(small, params) - logits(model, grown))))
+  logging.info("logits of the two differ by at most %.1e", apart)
+  if apart > 1e-3:
+    raise ValueError(f"the larger policy's logits differ by {apart:.1e} from the policy's")
   return grown

@@ -60,23 +60,29 @@ def home(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
+def full_name(command: str) -> str:
+  """The module of a command: of `experiments`, unless it names another folder."""
+  top = command.partition(".")[0]
+  return command if top in ("benchmarks", "dev") else f"experiments.{command}"
+
+
 def module(name: str):
   """The module of a command, without its flags: other commands have some of these names."""
   known = flags.FlagValues()
   known.append_flag_values(flags.FLAGS)
   flags.FLAGS.remove_flag_values(known)
   try:
-    return importlib.import_module(f"experiments.{name}")
+    return importlib.import_module(full_name(name))
   finally:
     flags.FLAGS.remove_flag_values(list(flags.FLAGS))
     flags.FLAGS.append_flag_values(known)
 
 
 def start(home: pathlib.Path, command: str, *args) -> forked.Process | subprocess.Popen:
-  """Starts `python -m experiments.command` in the checkout; it can import from `home`."""
+  """Starts a command in the checkout; it can import from `home`."""
   path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
   env = os.environ | {"PYTHONPATH": path}
-  return forked.start(["-m", f"experiments.{command}", *map(str, args)], str(ROOT), env)
+  return forked.start(["-m", full_name(command), *map(str, args)], str(ROOT), env)
 
 
 def run(home: pathlib.Path, command: str, *args) -> subprocess.CompletedProcess:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import pytest
 
-from experiments import aot_machines
-from experiments import aot_programs
-from experiments import aot_report
-from experiments import hlo_counts
+from dev import aot_machines
+from dev import aot_programs
+from dev import aot_report
+from dev import hlo_counts
 from tests import tiny
 from tests import tpu_kernels
 from tlt_jax import axes

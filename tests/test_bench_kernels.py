@@ -1,23 +1,19 @@
 """What `make gpu` runs, as far as a machine without one can run it."""
 
-import dataclasses
 import json
 import os
-import pathlib
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import accelerator_parts
-from experiments.bench import attention
-from experiments.bench import device_time
-from experiments.bench import program_counts
-from experiments.bench import shapes
+from benchmarks import accelerator_parts
+from benchmarks import attention
+from benchmarks import device_time
+from benchmarks import program_counts
+from benchmarks import shapes
 from tests import commands
-from tests import conftest
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax.models import config as config_lib
@@ -26,7 +22,7 @@ from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-accelerator = commands.module("bench.accelerator")
+accelerator = commands.module("benchmarks.accelerator")
 
 # Modules that stand for commands.
 WORKS = "import pathlib, sys; print('a table'); print('{\"found\": 1}')"
@@ -83,41 +79,6 @@ def test_a_part_that_fails_leaves_the_others_alone(made, capsys):
   assert ran == {"works": "xx", "fails": "xx"}
 
 
-def test_pytest_for_gpus_skips_what_is_for_others():
-  """And leaves out what is slow."""
-
-  class Item:
-    path = pathlib.Path("test_x.py")
-
-    def __init__(self, *markers):
-      self.markers, self.reasons = markers, []
-
-    def get_closest_marker(self, name):
-      return name if name in self.markers else None
-
-    def add_marker(self, mark):
-      self.reasons.append(mark.kwargs["reason"])
-
-  config = types.SimpleNamespace(
-    getoption=lambda name: name == "gpu",
-    hook=types.SimpleNamespace(pytest_deselected=lambda items: None),
-  )
-  items = gpu, tpu, plain, _ = Item("gpu"), Item("tpu"), Item(), Item("slow")
-  kept = list(items)
-  conftest.pytest_collection_modifyitems(config, kept)
-  assert kept == [gpu, tpu, plain]
-  assert [item.reasons for item in kept] == [
-    [],
-    ["needs a TPU: pytest --tpu"],
-    ["needs no GPU"],
-  ]
-
-
-def test_a_part_for_which_devices_are_missing_is_skipped(made):
-  record = made.do(part("works", devices=2))
-  assert record["skipped"] == "it needs 2 devices" and "error" not in record
-
-
 def test_results_lie_by_device_and_commit(tmp_path):
   """Another commit's are left as they are."""
   first = accelerator.folder_for(tmp_path, "NVIDIA H100 80GB HBM3", "abc")
@@ -130,12 +91,6 @@ def test_results_lie_by_device_and_commit(tmp_path):
   )
 
 
-def test_pytests_last_line_is_a_result():
-  line = "2 failed, 12 passed, 1 skipped in 3.21s"
-  assert accelerator.read_result(line) == {"failed": 2, "passed": 12, "skipped": 1}
-  assert accelerator.read_result("nothing") is None
-
-
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_the_parts_take_less_than_50_minutes(kind):
   parts = accelerator_parts.parts(kind)
@@ -143,15 +98,6 @@ def test_the_parts_take_less_than_50_minutes(kind):
   assert sum(part.minutes for part in parts) <= 50
   if kind == "gpu":  # what a GPU is asked first
     assert sum(part.minutes for part in parts[:7]) < 12
-
-
-def test_no_part_goes_on_when_time_is_up(made, capsys):
-  """The one that runs is ended, those behind it are not begun."""
-  now = accelerator.time.monotonic()
-  made = dataclasses.replace(made, ends=now + 2.0)
-  records = accelerator.run_all(made, [part("hangs"), part("works")], again=False)
-  assert "not done within" in records["hangs"]["error"] and "works" not in records
-  assert "works: no time left" in capsys.readouterr().out
 
 
 def test_a_part_has_its_environment_and_what_it_needs(made, tmp_path):
@@ -163,7 +109,7 @@ def test_a_part_has_its_environment_and_what_it_needs(made, tmp_path):
 
 
 def test_without_an_accelerator_it_says_what_is_missing(tmp_path):
-  message = commands.error(commands.run(tmp_path, "bench.accelerator", "--kind=gpu"))
+  message = commands.error(commands.run(tmp_path, "benchmarks.accelerator", "--kind=gpu"))
   assert message.startswith("this needs an NVIDIA GPU, and jax runs on cpu")
   with pytest.raises(ValueError, match="though driver 580 is there: rm -rf .venv"):
     accelerator.check("gpu", {"platform": "cpu", "driver": "580"})
@@ -171,7 +117,7 @@ def test_without_an_accelerator_it_says_what_is_missing(tmp_path):
 
 def dry_run(tmp_path, *args):
   args = ("--dry_run", f"--output={tmp_path}", *args)
-  done = commands.run(tmp_path, "bench.accelerator", *args)
+  done = commands.run(tmp_path, "benchmarks.accelerator", *args)
   assert done.returncode == 0, done.stdout + done.stderr
   found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*/*.json")}
   return done.stdout, found
@@ -211,8 +157,6 @@ def check_result(name, result):
     assert all(side["median_s"] > 0 for side in (*sides, *result["by_xla"].values()))
   elif name == "lossless":
     assert result["total_tokens"] >= 100 and 0 <= result["identical"] <= 1
-  elif name == "draining":
-    assert {side["differing_tokens"] for side in result["sides"].values()} == {0}
 
 
 @pytest.mark.slow
@@ -280,24 +224,6 @@ def test_what_a_step_asks_of_the_host_is_counted():
   found = program_counts.of_text(loop.lower(jnp.ones((8, 8))).compile().as_text())
   assert found["host_reads"] in (2, 3)  # whether the inner loop's count is known
   assert found["kernels"] >= 3 and found["triton"] == 0
-
-
-def test_a_profile_tells_the_drivers_calls_and_the_devices_time_by_kernel():
-  """Of a GPU's lines only its streams'."""
-  make = types.SimpleNamespace
-  event = lambda name, ns: make(name=name, duration_ns=ns)
-  line = lambda name, *events: make(name=name, events=events)
-  gpu = make(
-    name="/device:GPU:0",
-    lines=[
-      line("Stream #7(Compute)", event("gemm", 2000.0), event("gemm", 1000.0)),
-      line("XLA Ops", event("dot.1", 3000.0)),
-    ],
-  )
-  host = make(name="/host:CPU", lines=[line("python", event("cuGraphLaunch", 5.0))] * 2)
-  found = program_counts.of_planes([gpu, host])
-  assert found.calls == {"cuGraphLaunch": 2}
-  assert found.device_s == pytest.approx({"gemm": 3e-6})
 
 
 def test_shapes_are_those_of_the_models():

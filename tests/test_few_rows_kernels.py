@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import few_rows as bench
-from experiments.bench import shapes
+from benchmarks import few_rows as bench
+from benchmarks import shapes
 from tests import mutants
 from tests import triton_kernels
 from tlt_jax.pallas_kernels import few_rows

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from experiments import hlo_counts
+from dev import hlo_counts
 from tests import mutants
 from tests import tiny
 from tlt_jax import axes

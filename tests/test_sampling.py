@@ -14,7 +14,7 @@ import pytest
 from scipy import special
 from scipy import stats
 
-from experiments import hlo_counts
+from dev import hlo_counts
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import noise

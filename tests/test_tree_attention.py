@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import machine_code
+from dev import machine_code
 from tests import mutants
 from tests import tiny
 from tests import tpu_kernels

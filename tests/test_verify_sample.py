@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from scipy import special
 
-from experiments import hlo_counts
-from experiments import machine_code
+from dev import hlo_counts
+from dev import machine_code
 from tests import mutants
 from tests import test_find_cut
 from tests import tiny

@@ -53,6 +53,21 @@ def interval(values: npt.ArrayLike) -> tuple[float, float]:
   return float(values.mean()), float(half)
 
 
+def ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> dict:
+  """Geometric mean of the ratios above / below, its 95% interval, and their range.
+
+  Args:
+    above, below: f[n]
+  """
+  each = np.asarray(above) / np.asarray(below)
+  middle, half = interval(np.log(each)) if len(each) > 1 else (np.log(each[0]), 0.0)
+  return {
+    "mean": float(np.exp(middle)),
+    "interval": [float(np.exp(middle - half)), float(np.exp(middle + half))],
+    "range": [float(each.min()), float(each.max())],
+  }
+
+
 class Writer:
   """Writes the metrics files of one run: one record per step, in step order.
 

@@ -39,7 +39,7 @@ searches, few responses a step. Its drafter needs few tokens; one that knows not
         --config.steps=0 --config.responses.prompts=16 --config.drafter.vocab_size=128 \\
         "--config.learner.buckets=((1,544),)"
 
-It has run for 53 steps of `experiments.bench.run --scenario=cold`, of 16 s each.
+It has run for 53 steps of `benchmarks.run --scenario=cold`, of 16 s each.
 
 `:smoke` is chain_sum in sizes for a tiny model. GSM8K takes files of one {"question",
 "answer"} object per line: `--config.prompts.path=train.jsonl`,

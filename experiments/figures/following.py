@@ -13,11 +13,11 @@ import json
 
 from absl import flags
 
+from benchmarks import interleave
+from benchmarks import step as step_lib
 from experiments import from_config
 from experiments import keys
 from experiments import launch
-from experiments.bench import interleave
-from experiments.bench import step as step_lib
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import hf

@@ -122,13 +122,6 @@ def children(outputs: Outputs) -> dict:
   return {"trees": {name: of(arm) for name, arm in row["arms"].items()}}
 
 
-def spot(outputs: Outputs) -> dict:
-  """What spot training brings and costs."""
-  found = outputs.last("spot")
-  del found["drafter"]  # a path of the machine
-  return found
-
-
 def simulated(outputs: Outputs) -> dict:
   """All cases that were timed, and what was counted."""
   cases = sorted(outputs.folder.glob("simulated_*.out"))
@@ -154,15 +147,14 @@ def kinds(outputs: Outputs) -> dict:
 
 def end_to_end(outputs: Outputs) -> dict:
   """Seconds and speed-ups of all sides."""
-  found = outputs.last("sides")["targets"]["default"]
+  found = outputs.last("sides")
   of = lambda what: {s: r for s, r in found[what].items() if s in ROLLOUTS}
   return found | {what: of(what) for what in ("seconds", "sides")}
 
 
 def strategies(outputs: Outputs) -> dict:
   """Each rule with fixed strategies beside it, measured, and all of them simulated."""
-  of = lambda name: outputs.last(name)["targets"]["default"]
-  runs = {"predictive": of("sides"), "bandit": of("bandit")}
+  runs = {"predictive": outputs.last("sides"), "bandit": outputs.last("bandit")}
   keys = ("seconds", "over_hindsight", "steps")
   return {
     "measured": {rule: {key: run[key] for key in keys} for rule, run in runs.items()},

@@ -9,6 +9,8 @@ from experiments.figures import kept
 
 _TAIL = "--config=experiments/configs/tail.py"
 _SMALL_RUN = "experiments/configs/countdown.py:small"
+_DEFAULT_POLICY = "--config.policy=experiments/policies/countdown_9m"
+_DEFAULT_DRAFTER = "experiments/drafters/countdown_9m"
 _PLAIN = "--config.drafter= --config.strategies="
 _WIDTHS = "6_1_7,6_2_16,6_4_16,6_8_16,6_12_16,6_16_16"
 _GRID = "2_4_4,2_4_8,4_4_8,4_4_16,4_4_32,8_4_16,8_4_48,12_4_16,12_4_64"
@@ -36,12 +38,12 @@ def commands(runs: str, full: bool) -> dict[str, str]:
   quiet = "--config.evaluation.every=0"
   whole_run = f"--config={_SMALL_RUN}"
   train = f"experiments.train {size(f'{_TAIL} --config.steps=20 {quiet}', whole_run)}"
-  rollout, step = (f"experiments.bench.{name} {_TAIL}" for name in ("rollout", "step"))
+  rollout, step = (f"benchmarks.{name} {_TAIL}" for name in ("rollout", "step"))
   rules = f"{step} --warm_up=1 --steps={size(6, 20)} --sides=plain,frozen,3_1_4,8_1_9"
   case = (
     f"experiments.train {_TAIL}:64 --config.batch.prompts=16 --config.batch.responses=8 "
     f"{quiet} --config.steps={size(1, 8)} --config.learner.only=head "
-    f"--config.policy={runs}/wide/policy"
+    f"{_DEFAULT_POLICY}"
   )
   found = {
     "plain": f"{train} {_PLAIN}",
@@ -51,16 +53,14 @@ def commands(runs: str, full: bool) -> dict[str, str]:
     "grid": f"{rollout} --live={size(8, 32)} --repeats={size(1, 3)} --strategies={_GRID}",
     "by_batch": f"{rollout} --slices=1 --live={size('1,2,4,8', '1,2,4,8,16,32')} "
     f"--repeats={size(2, 5)} --strategies=3_1_4,2_4_8,4_8_16,8_8_48 "
-    f"--config.policy={runs}/wide/policy --drafter={runs}/wide/drafter",
+    f"{_DEFAULT_POLICY} --drafter={_DEFAULT_DRAFTER}",
     "children": f"{rollout} --live={size(8, 32)} --repeats={size(1, 3)} "
     f"--strategies={_WIDTHS}",
     "following": f"experiments.figures.following {_TAIL} --steps={size(12, 32)} "
     f"--config.spot.after_rollout_share={size(0.5, 2)}",
     "pool": f"experiments.figures.pool {_TAIL}",
-    "spot": f"experiments.bench.spot --pairs={size(8, 20)}",
-    "wide": f"experiments.bench.widen --config={_SMALL_RUN}",
     "case_plain": f"{case} {_PLAIN}",
-    "case_switched": f"{case} --config.drafter={runs}/wide/drafter "
+    "case_switched": f"{case} --config.drafter={_DEFAULT_DRAFTER} "
     "--config.spot.train=False '--config.strategies=up to 16 live: 3_1_4'",
     "switching": "experiments.figures.switching --requests=128 --at=32",
     "rules": "experiments.figures.rules --scenario=qwen2_5_7b --slices=8",
@@ -89,7 +89,7 @@ def commands(runs: str, full: bool) -> dict[str, str]:
       f"experiments.simulate --scenario=qwen2_5_{name} --slices={slices} "
       f"--nosensitivity --out={runs}/scale_{name}"
     )
-  own = {"train", "train_drafter", "step", "rollout", "widen"}
+  own = {"train", "train_drafter", "step", "rollout"}
   return {
     name: f"{command} --workdir={runs}/{name}"
     if command.split()[0].rpartition(".")[2] in own
@@ -121,11 +121,10 @@ RECIPES: dict[str, Recipe] = {
     _SMALL.format("16 responses per slice"),
   ),
   "trees": Recipe(
-    ("grid", "wide", "by_batch"),
+    ("grid", "by_batch"),
     kept.trees,
     _SMALL.format("temperature 1, 192 tokens a request")
-    + "; speed-ups: this policy in 12 layers x 384 (20M parameters), one CPU device with"
-    " both cores",
+    + "; speed-ups: the default policy (8.8M parameters), one CPU device with both cores",
   ),
   "children": Recipe(
     ("children",), kept.children, _SMALL.format("temperature 1, 192 tokens a request")
@@ -145,12 +144,11 @@ RECIPES: dict[str, Recipe] = {
     + ". SIMULATED: scenarios/qwen2_5_7b.json, frozen drafter, the last of 6 rollouts",
   ),
   "pool": Recipe(("pool",), kept.last("pool"), _SMALL.format("buckets of configs/tail.py")),
-  "spot": Recipe(("spot",), kept.spot, _SMALL.format("32 responses a rollout")),
   "case_128": Recipe(
-    ("switching", "wide", "case_plain", "case_switched"),
+    ("switching", "case_plain", "case_switched"),
     kept.case_128,
-    "the small policy in 12 layers x 384 (20M parameters), 128 responses; 2 CPU devices"
-    " on 2 shared cores, float32",
+    "the default policy (8.8M parameters), 128 responses; 2 CPU devices on 2 shared cores,"
+    " float32",
   ),
   "scale": Recipe(
     ("scale_7b", "scale_32b"),

@@ -19,13 +19,13 @@ import pathlib
 from absl import flags
 import numpy as np
 
+from benchmarks import interleave
+from benchmarks import sides as sides_lib
 from experiments import from_config
 from experiments import keys
 from experiments import launch
 from experiments import sizes
 from experiments import tables
-from experiments.bench import interleave
-from experiments.bench import sides as sides_lib
 from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.rl import sample
@@ -130,7 +130,7 @@ def times(
 
 
 def table(measured: Sequence[dict]) -> dict:
-  """The medians of `times`, as `experiments.bench.rollout` prints them."""
+  """The medians of `times`, as `benchmarks.rollout` prints them."""
   measured, steps = list(filter(None, measured)), {}
   for key in measured[0]:
     what, name, bucket = key

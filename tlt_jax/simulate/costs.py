@@ -210,7 +210,7 @@ class Roofline:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """Seconds from what `experiments.bench.rollout --only=steps` prints.
+  """Seconds from what `benchmarks.rollout --only=steps` prints.
 
   Steps by strategy ("off": plain), live batch and cache length; the same of a slice that
   decodes alone, if that was measured; and what it takes to fill a drafter's caches.
@@ -228,7 +228,7 @@ class Measured:
   def __post_init__(self):
     if not self.table.get("steps"):
       raise ValueError(
-        "no step times: give the last line of experiments.bench.rollout --only=steps"
+        "no step times: give the last line of benchmarks.rollout --only=steps"
       )
 
   def step_s(self, bucket, arm, seen, alone=False) -> float:
@@ -240,7 +240,7 @@ class Measured:
     if found is None:
       raise ValueError(
         f"steps of {arm} were not measured: give --strategies={arm} to "
-        "experiments.bench.rollout --only=steps"
+        "benchmarks.rollout --only=steps"
       )
     return found / 1e3
 

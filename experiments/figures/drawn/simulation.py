@@ -6,8 +6,8 @@ import itertools
 from matplotlib import figure
 import numpy as np
 
-from experiments.bench import interleave
 from experiments.figures.drawn import layout
+from tlt_jax import metrics
 
 _NAMES = {
   "plain": "plain",
@@ -60,7 +60,7 @@ def in_order(case: Mapping) -> tuple[int, int]:
   """
   alike = told_apart = 0
   for a, b in itertools.combinations(case["sides"].values(), 2):
-    low, high = interleave.ratio(_each(a)[0], _each(b)[0])["interval"]
+    low, high = metrics.ratio(_each(a)[0], _each(b)[0])["interval"]
     if not low <= 1 <= high:
       told_apart += 1
       _, simulated = _ratios(a, b)

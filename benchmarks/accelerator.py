@@ -1,0 +1,297 @@
+"""Runs all that a GPU or a TPU can tell: its tests, then every benchmark made for it.
+
+    make gpu                     (python -m benchmarks.accelerator --kind=gpu)
+    make gpu ARGS="--minutes=12"
+    make tpu ARGS="--parts=tests,attention --again"
+
+What one wants to know most comes first; with `--minutes` no part begins after that time,
+and none goes on for longer. Each part is a process of its own with a limit of time, so
+that one which fails leaves the others alone. What a part found goes to `--output`, in a
+folder per device and commit: its last line and what it ran on as `PART.json`, its tables
+as `PART.txt`. The same command goes on where it stopped: parts that succeeded are not run
+again, but for `--again`. At the end all tables are printed, and what failed; then the exit
+status is 1. Less than 50 minutes on one GPU. `--dry_run` runs every part in tiny sizes on
+the CPU.
+
+It needs neither make nor a network: where jax and Triton are there,
+
+    python3 -m pip install --no-index --no-deps --target=SITE WHEELS/*.whl
+    PYTHONPATH=SITE python3 -m benchmarks.accelerator --kind=gpu --minutes=12
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from absl import flags
+
+from benchmarks import accelerator_parts as parts_lib
+from benchmarks import machine
+from experiments import launch
+
+RESULTS = parts_lib.ROOT / "experiments" / "results" / "accelerator"
+_DRY_MINUTES = 10.0  # of a part: a CPU interprets kernels slowly
+_NAMES = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One run over the parts: where its results go, and how its processes are started."""
+
+  folder: pathlib.Path
+  logs: pathlib.Path
+  about: Mapping[str, Any]  # of every result: date, commit, machine
+  env: Mapping[str, str]
+  dry_run: bool
+  ends: float = math.inf  # of the monotonic clock: no part goes on after it
+
+  def path(self, part: parts_lib.Part, suffix: str) -> pathlib.Path:
+    """A file of a part's results."""
+    return self.folder / f"{part.name}{suffix}"
+
+  @property
+  def left(self) -> float:
+    """Minutes until no part goes on."""
+    return (self.ends - time.monotonic()) / 60
+
+  def minutes(self, part: parts_lib.Part) -> float:
+    """The limit of a part."""
+    return min(_DRY_MINUTES if self.dry_run else part.minutes, self.left)
+
+  def is_done(self, part: parts_lib.Part) -> bool:
+    """Whether an earlier call ran it, and it did not fail."""
+    path = self.path(part, ".json")
+    return path.exists() and "error" not in json.loads(path.read_text())
+
+  def do(self, part: parts_lib.Part) -> dict:
+    """Runs a part, and writes down what it found."""
+    began = time.monotonic()
+    commands = part.dry if self.dry_run else part.commands
+    record = {"part": part.name, **self.about, "date": machine.today()}
+    record["commands"] = [" ".join(["python", "-m", *command]) for command in commands]
+    if lacking := self._lacking(part):
+      record["skipped"] = lacking
+    else:
+      record |= self._run(part, commands)
+    record["seconds"] = round(time.monotonic() - began, 1)
+    partial = self.path(part, ".partial")  # an interrupt leaves no half of a record
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.rename(self.path(part, ".json"))
+    return record
+
+  def _lacking(self, part: parts_lib.Part) -> str:
+    """What a part needs and has not; "" if all is there."""
+    if self.dry_run:
+      return ""
+    if part.devices > self.about["machine"]["devices"]:
+      return f"it needs {part.devices} devices"
+    if part.needs and not (parts_lib.ROOT / part.needs).exists():
+      return f"it needs {part.needs}, which is not there"
+    return ""
+
+  def _run(self, part: parts_lib.Part, commands: Sequence[Sequence[str]]) -> dict:
+    """Runs the commands one after the other: the last one's result, or an error."""
+    minutes, env = self.minutes(part), {**self.env, **part.env}
+    ends = time.monotonic() + 60 * minutes
+    for command in commands:
+      out, log = self.path(part, ".txt"), self.logs / f"{part.name}.log"
+      with out.open("w") as stdout, log.open("w") as stderr:
+        left = ends - time.monotonic()
+        status = run_process(command, env, stdout, stderr, left)
+      *tables, last = out.read_text().splitlines() or [""]
+      result = read_result(last)
+      if result is not None:
+        is_json = last.startswith("{")
+        out.write_text("\n".join(tables if is_json else [*tables, last]) + "\n")
+      if status != 0:
+        error = _error(status, minutes, log, [*tables, last])
+        return {"error": error} | ({"result": result} if result is not None else {})
+    if result is None:
+      return {"error": f"it printed no result, see {log}"}
+    return {"result": result}
+
+
+def run_process(
+  command: Sequence[str], env: Mapping[str, str], stdout, stderr, seconds: float
+) -> int | None:
+  """Runs `python -m command`; ends it, with all that it started, when time is up.
+
+  Returns:
+    the exit status; None: time was up
+  """
+  process = subprocess.Popen(
+    [sys.executable, "-m", *command],
+    cwd=parts_lib.ROOT,
+    env=env,
+    stdout=stdout,
+    stderr=stderr,
+    start_new_session=True,
+  )
+  try:
+    return process.wait(seconds)
+  except subprocess.TimeoutExpired:
+    return None
+  finally:
+    if process.poll() is None:  # an interrupt of ours, too, leaves nothing running
+      os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+
+
+def read_result(line: str) -> dict | None:
+  """The result in a command's last line: JSON, or pytest's counts."""
+  try:
+    found = json.loads(line)
+    return found if isinstance(found, dict) else None
+  except json.JSONDecodeError:
+    counts = re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)", line)
+    return {name: int(count) for count, name in counts} or None
+
+
+def _error(
+  status: int | None, minutes: float, log: pathlib.Path, printed: Sequence[str]
+) -> str:
+  """Why a command failed, in one line."""
+  if status is None:
+    return f"not done within {minutes:.3g} minutes, see {log}"
+  if status < 0:
+    return f"ended by signal {-status} ({signal.Signals(-status).name}), see {log}"
+  named = [line for line in printed if line.startswith(("FAILED ", "failed: "))]
+  told = named or [line for line in log.read_text().splitlines() if line.strip()][-1:]
+  return f"exit status {status}: {'; '.join(told)[:600]}"
+
+
+def probe(env: Mapping[str, str]) -> dict:
+  """What jax runs on here, asked in a process that gives its memory back."""
+  done = subprocess.run(
+    [sys.executable, "-m", "benchmarks.machine"],
+    cwd=parts_lib.ROOT,
+    env={**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    capture_output=True,
+    text=True,
+  )
+  lines = done.stdout.splitlines()
+  if done.returncode or not lines:
+    told = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return {"platform": None, "error": told[-1]}
+  return json.loads(lines[-1])
+
+
+def check(kind: str, found: Mapping[str, Any]) -> None:
+  """Raises ValueError unless jax runs on such a device, and says what is missing."""
+  if found["platform"] == kind:
+    return
+  runs_on = found["platform"] or f"nothing: {found['error']}"
+  missing = f"this needs {_NAMES[kind]}, and jax runs on {runs_on}"
+  if kind == "gpu" and found.get("driver"):
+    missing += f", though driver {found['driver']} is there: rm -rf .venv, then make again"
+  raise ValueError(f"{missing}; ARGS=--dry_run tries every part on the CPU")
+
+
+def folder_for(output: pathlib.Path, device: str, commit: str) -> pathlib.Path:
+  """The folder of earlier results of this device and commit, or a new one's."""
+  name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+  for about in sorted(output.glob(f"{name}-*/about.json"), reverse=True):
+    if json.loads(about.read_text())["commit"] == commit:
+      return about.parent
+  dated = f"{name}-{machine.today()}"
+  taken = len(list(output.glob(f"{dated}*")))
+  return output / (f"{dated}-{taken + 1}" if taken else dated)
+
+
+def prepare(kind: str, output: pathlib.Path, dry_run: bool, minutes: float) -> Run:
+  """Finds out what there is to run on, and makes the folder.
+
+  The time of `minutes` begins.
+
+  Raises:
+    ValueError: there is no such device
+  """
+  ends = time.monotonic() + 60 * minutes
+  env = dict(os.environ, PYTHONUNBUFFERED="1")
+  # A part has the device to itself, and measures what fits.
+  env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+  if dry_run:
+    env["JAX_PLATFORMS"] = "cpu"
+  found = probe(env)
+  if not dry_run:
+    check(kind, found)
+  elif found["platform"] is None:
+    raise ValueError(f"jax cannot run here: {found['error']}")
+  about = {"commit": machine.commit(), "machine": found}
+  folder = folder_for(output, found["device"], about["commit"])
+  folder.mkdir(parents=True, exist_ok=True)
+  parts_lib.WORKDIR.mkdir(parents=True, exist_ok=True)
+  (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+  return Run(folder, parts_lib.WORKDIR, about, env, dry_run, ends)
+
+
+def run_all(run: Run, chosen: Sequence[parts_lib.Part], again: bool) -> dict[str, dict]:
+  """Runs the parts that are not done, and tells how each went; their records."""
+  records = {}
+  for part in chosen:
+    if run.is_done(part) and not again:
+      records[part.name] = json.loads(run.path(part, ".json").read_text())
+      print(f"{part.name}: done on {records[part.name]['date']}", flush=True)
+      continue
+    if run.left <= 0:
+      print(f"{part.name}: no time left", flush=True)
+      continue
+    print(f"{part.name}: at most {run.minutes(part):.3g} minutes ...", flush=True)
+    record = records[part.name] = run.do(part)
+    went = record.get("error") or record.get("skipped") or "done"
+    print(f"{part.name}: {went}, {record['seconds']:.0f} s", flush=True)
+  return records
+
+
+def report(run: Run, chosen: Sequence[parts_lib.Part], records: Mapping[str, dict]) -> None:
+  """Prints the tables of all parts, and what failed."""
+  for part in chosen:
+    tables = run.path(part, ".txt")
+    if tables.exists():
+      print(f"\n{part.name}\n{tables.read_text()}")
+  print(f"results: {run.folder}")
+  for name, record in records.items():
+    if "error" in record:
+      print(f"failed: {name}: {record['error']}")
+
+
+def main(
+  kind: str,
+  names: Sequence[str],
+  output: str,
+  again: bool,
+  dry_run: bool,
+  minutes: float,
+):
+  known = {part.name: part for part in parts_lib.parts(kind)}
+  if unknown := set(names) - set(known):
+    raise ValueError(f"no part {min(unknown)!r}; there are {', '.join(known)}")
+  default = parts_lib.WORKDIR / "dry_run" if dry_run else RESULTS
+  run = prepare(kind, pathlib.Path(output) if output else default, dry_run, minutes)
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part as well
+  chosen = [known[name] for name in known if name in (names or known)]
+  records = run_all(run, chosen, again)
+  report(run, chosen, records)
+  sys.exit(1 if any("error" in record for record in records.values()) else 0)
+
+
+if __name__ == "__main__":
+  kind = flags.DEFINE_enum("kind", "gpu", list(_NAMES), "Of device.")
+  names = flags.DEFINE_list("parts", [], "To run; default: all.")
+  output = flags.DEFINE_string("output", "", f"Folder; default: {RESULTS}.")
+  again = flags.DEFINE_bool("again", False, "Run parts that are done, too.")
+  dry_run = flags.DEFINE_bool("dry_run", False, "Every part in tiny sizes, on the CPU.")
+  minutes = flags.DEFINE_float(
+    "minutes", math.inf, "After which no part goes on.", lower_bound=0.0
+  )
+  given = (kind, names, output, again, dry_run, minutes)
+  launch.run(lambda: main(*(flag.value for flag in given)))

@@ -1,0 +1,394 @@
+"""Measures whole decoding steps of public models' shapes: plain ones and speculation.
+
+    python -m benchmarks.decode_steps --model=qwen3-0.6b
+    python -m benchmarks.decode_steps --model=qwen2.5-7b --strategies=off,3_1_4
+
+Weights are random, made on the device: the target's in bfloat16, the drafter's (EAGLE-3,
+a vocabulary of 32,000 tokens) in float32. Steps are those of rollouts, in the programs
+that rollouts run, over chunks with all slots live and full caches, by live requests and
+strategy; what they take does not depend on which drafts are accepted. Beside each is the
+time that it takes to read the target's weights once, by the measured copy bandwidth. For
+the first of `--live` it also counts kernels, and calls of CUDA's driver, per step. Then
+filling a drafter's caches is timed, and an update of its training. Sides take turns; what
+does not fit into memory, or into `--minutes`, is named. The last line is JSON, and what
+`experiments.simulate --table` takes. `--dry_run` takes tiny sizes, on any machine.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent import futures
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from absl import flags
+import jax
+import numpy as np
+
+from benchmarks import device_time
+from benchmarks import interleave
+from benchmarks import kernels as kernels_lib
+from benchmarks import machine
+from benchmarks import program_counts
+from benchmarks import shapes
+from experiments import from_config
+from experiments import launch
+from experiments import tables
+from tlt_jax import axes
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.pallas_kernels import triton_call
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+_CHUNK = 32  # steps that are timed at a time
+_DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published drafters
+_UPDATES = 4  # of the drafter, that are timed at a time
+_COMPILED_AT_ONCE = 4
+_FILL = "fill"  # beside the strategies
+_KERNELS = 20  # whose time on the device is told, the longest
+
+
+def random_models(config: config_lib.ModelConfig) -> from_config.Models:
+  """A target of this shape and its drafter, with random weights."""
+  mesh = axes.make_mesh(1, jax.devices()[:1])
+  vocab = tuple(range(min(_DRAFT_VOCABULARY, config.vocab_size)))
+  drafter = drafter_lib.of_target(config, "eagle3", vocab=vocab)
+  params = shapes.random_params(config, mesh)
+  draft_params = shapes.random_like(drafter_lib.abstract_params(drafter), mesh)
+  models = from_config.Models(mesh, config, params, drafter, draft_params)
+  jax.block_until_ready((params, draft_params))
+  return models
+
+
+class Step:
+  """The step of one kind of rollout, ready to be timed."""
+
+  def __init__(
+    self,
+    models: from_config.Models,
+    kernels: str,
+    live: int,
+    strategy: strategy_lib.Strategy | None,
+    length: int,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      models: that decode
+      kernels: that they run
+      live: requests
+      strategy: how they decode; None: plainly
+      length: tokens of each row's cache
+    """
+    self.bucket = (live, length)
+    self.chunk = min(_CHUNK, length // 2)
+    self.strategy = strategy
+    self.drafts = strategy_lib.uses_drafter(strategy)
+    self._weights = models.params, models.draft_params if self.drafts else None
+    options = rollout.Options(
+      max_length=length,
+      max_prompt=min(32, length // 2),
+      slots=live,
+      chunk=self.chunk,
+      prompt_rows=1,
+      prefill_rows=1,
+      memory_rows=1,
+      memory_tokens=1024,
+      kernels=kernels,
+    )
+    drafter = models.drafter if self.drafts else None
+    selector = strategy and selector_lib.always(strategy)
+    self.engine = rollout.make(models.model, models.mesh, options, drafter, selector)
+    self.text = ""  # of the compiled chunk
+    get = self.engine.pool.get
+
+    def get_and_read(name, *args, **static):
+      program = get(name, *args, **static)
+      if not self.text and (name == "chunk" or name.startswith("speculate")):
+        self.text = program.as_text()
+      return program
+
+    self.engine.pool.get = get_and_read
+
+  def seconds(self) -> float:
+    """Times a step, over a chunk."""
+    params, draft_params = self._weights
+    return self.engine.time_step(params, self.bucket, draft_params, self.strategy)
+
+  def fill_seconds(self) -> float:
+    """Times the filling of the drafter's caches."""
+    params, draft_params = self._weights
+    return self.engine.time_switch(params, self.bucket, draft_params, self.strategy)
+
+
+def timed(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, dict]:
+  """Is `device_time.in_turn`, of functions that return the seconds that they measured."""
+  told = lambda measured: {k: np.array(s) for k, s in interleave.results(measured).items()}
+  return device_time.in_turn(runs, repeats, told)
+
+
+def counts(step: Step) -> dict:
+  """What a step asks of the device; see `program_counts`.
+
+  The driver's calls, and the device's microseconds by kernel, are those of a chunk, with
+  what sets it up, over its steps.
+  """
+  traced: list[program_counts.Trace] = []
+
+  def trace():
+    traced.append(program_counts.of_trace(step.seconds))
+
+  error = device_time.error_of(trace)  # profilers may need permission
+  calls, device_s = traced[0] if traced else ({}, {})
+  longest = sorted(device_s, key=device_s.get, reverse=True)[:_KERNELS]
+  found = {
+    "program": program_counts.of_text(step.text),
+    "driver_calls": {name: n / step.chunk for name, n in calls.items()},
+    "device_us": 1e6 * sum(device_s.values()) / step.chunk,
+    "device_us_by_kernel": {n: 1e6 * device_s[n] / step.chunk for n in longest},
+  }
+  return found | ({"trace_error": error} if error else {})
+
+
+def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
+  """Times an update of the drafter on a micro-batch of so many tokens.
+
+  Returns:
+    `device_time.summary`, or the `error`
+  """
+  trainer, options = shapes.drafter_trainer(
+    *(models.model, models.drafter, models.mesh), longest=tokens
+  )
+  program = trainer.make_train()
+
+  def update() -> float:
+    spot = spot_lib.Spot(trainer, options, models.draft_params)
+    data = spot.on_nothing().replace(most=np.int32(_UPDATES))
+    jax.block_until_ready(data)
+    began = time.perf_counter()
+    jax.block_until_ready(program(models.params, data).totals)
+    return (time.perf_counter() - began) / _UPDATES
+
+  return timed({"update": update}, repeats)["update"]
+
+
+def needed_bytes(
+  models: from_config.Models, live: int, strategy: strategy_lib.Strategy | None, length: int
+) -> int:
+  """About what a step takes beside the weights.
+
+  Caches, logits, the reference's scores, and the features that a drafter reads.
+  """
+  config, num_nodes = models.model, strategy.verify if strategy else 1
+  K, H, N = config.num_kv_heads, config.head_dim, config.num_heads
+  cache = 2 * 2 * live * length * K * H * config.num_layers
+  scores = 2 * 4 * live * num_nodes * N * length
+  logits = 6 * 4 * live * num_nodes * config.vocab_size
+  has_features = strategy_lib.uses_drafter(strategy)
+  per_token = 2 * models.drafter.feature_width if has_features else 0
+  features = live * length * per_token
+  return cache + scores + logits + features
+
+
+def measure_all(
+  config: config_lib.ModelConfig,
+  lives: Sequence[int],
+  arms: Sequence[str],
+  length: int,
+  kernels: Sequence[str],
+  repeats: int,
+  has_time: Callable[[], bool],
+  trains: bool,
+) -> dict:
+  """Measures every live batch, one after the other, and the drafter's training.
+
+  Args:
+    config: of the model
+    lives: that are measured
+    arms: names of strategies
+    length: tokens of a cache
+    kernels: implementations to compare
+    repeats: of each
+    has_time: whether another live batch may begin
+    trains: whether the drafter's training is measured
+  """
+  if (need := shapes.params_bytes(config) * 1.05) > machine.free_bytes():
+    skipped = f"the weights need {need / 1e9:.1f} GB of memory"
+    return {"cells": [], "fill": {}, "update": None, "skipped": skipped}
+  models = random_models(config)
+  strategies = {name: strategy_lib.parse(name) for name in arms}
+  cells, fills, skipped = [], {}, []
+  for live in lives:
+    if not has_time():
+      skipped.append(f"{live} live: no time left")
+      continue
+    free = machine.free_bytes()
+    fits = [a for a in arms if needed_bytes(models, live, strategies[a], length) < free]
+    skipped += [f"{live} live, {name}: does not fit" for name in arms if name not in fits]
+    keys = [(kind, name) for kind in kernels for name in fits]
+    steps = {(k, a): Step(models, k, live, strategies[a], length) for k, a in keys}
+    # Whatever fails here, as there is no room for several, is tried again alone.
+    with futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
+      list(pool.map(lambda step: device_time.error_of(step.seconds), steps.values()))
+    runs = {key: step.seconds for key, step in steps.items()}
+    if drafting := [step for step in steps.values() if step.drafts]:
+      runs[_FILL] = drafting[-1].fill_seconds
+    found = timed(runs, repeats)
+    fills[live] = found.pop(_FILL, None)
+    for (kind, name), cell in found.items():
+      took = cell.get("error") or f"{1e3 * cell['median_s']:.2f} ms"
+      cell["compile_s"] = steps[kind, name].engine.pool.seconds
+      logging.info("%d live, %s by %s: %s", live, name, kind, took)
+      if live == lives[0] and "error" not in cell:
+        cell |= counts(steps[kind, name])
+      cells.append({"live": live, "kernels": kind, "strategy": name} | cell)
+  tokens = min(shapes.TRAINED_TOKENS, length)
+  update = training(models, tokens, repeats) if trains else None
+  skip = {"skipped": "; ".join(skipped)} if skipped else {}
+  return {"cells": cells, "fill": fills, "update": update} | skip
+
+
+def table(found: dict, kernels: str, length: int) -> dict:
+  """The costs of `tlt_jax.simulate`, with these kernels: see `costs.Measured`."""
+  steps: dict[str, dict] = {}
+  for cell in found["cells"]:
+    if cell["kernels"] == kernels and "error" not in cell:
+      row = steps.setdefault(str(cell["live"]), {"step_ms": {}})
+      row["step_ms"][cell["strategy"]] = {str(length): 1e3 * cell["median_s"]}
+  for live, fill in found["fill"].items():
+    if fill and "error" not in fill and str(live) in steps:
+      steps[str(live)]["fill_ms"] = {str(length): 1e3 * fill["median_s"]}
+  update = found["update"] or {}
+  trained = {"micro_batch": update["median_s"]} if "median_s" in update else {}
+  return {"steps": steps} | trained
+
+
+def report(name: str, found: dict, limit_s: float) -> None:
+  """Prints the table; adds to every cell its ratio to the plain step beside it."""
+  plain = {
+    (c["live"], c["kernels"]): c["median_s"]
+    for c in found["cells"]
+    if c["strategy"] == "off" and "error" not in c
+  }
+  rows = []
+  for cell in found["cells"]:
+    row = [str(cell["live"]), cell["kernels"], cell["strategy"]]
+    if "error" in cell:
+      rows.append([*row, "failed"])
+      print(f"failed: {' '.join(row)}: {cell['error']}")
+      continue
+    cell["limit_share"] = limit_s / cell["median_s"]
+    beside = plain.get((cell["live"], cell["kernels"]))
+    if beside:
+      cell["over_plain"] = cell["median_s"] / beside
+    program = cell.get("program", {})
+    rows.append(
+      [
+        *row,
+        f"{1e3 * cell['median_s']:.2f} ± {1e3 * cell['half_s']:.2f}",
+        f"{cell['limit_share']:.0%}",
+        f"{cell['over_plain']:.2f}x" if beside else "",
+        *(str(program.get(n, "")) for n in ("kernels", "triton", "host_reads")),
+        f"{cell['compile_s']:.0f}",
+      ]
+    )
+  tables.show(
+    f"{name}: milliseconds per step; reading the weights takes {1e3 * limit_s:.2f}",
+    ["live", "run by", "strategy", "step", "limit", "of plain"]
+    + ["kernels", "Triton", "host reads", "compiled in s"],
+    rows,
+  )
+  micros = {f"fill at {live} live": fill for live, fill in found.get("fill", {}).items()}
+  for what, cell in (micros | {"update": found.get("update")}).items():
+    if cell:
+      print(f"drafter's {what}, microseconds: {device_time.micros(cell)}")
+      if "error" in cell:
+        print(f"failed: {what}: {cell['error']}")
+  for cell in found["cells"]:
+    if calls := cell.get("driver_calls"):
+      often = ", ".join(f"{name} {n:.1f}" for name, n in sorted(calls.items()) if n >= 0.5)
+      print(f"per step of {cell['kernels']}, {cell['strategy']}: {often}")
+    if kernels := cell.get("device_us_by_kernel"):
+      most = ", ".join(f"{name} {us:.0f}" for name, us in list(kernels.items())[:6])
+      total = f"{cell['device_us']:.0f} microseconds on the device"
+      print(f"per step of {cell['kernels']}, {cell['strategy']}: {total}, of which {most}")
+  if "skipped" in found:
+    print(f"left out: {found['skipped']}")
+
+
+def main(
+  model: str,
+  lives: Sequence[int],
+  arms: Sequence[str],
+  length: int,
+  repeats: int,
+  minutes: float,
+  dry_run: bool,
+  kernels: Sequence[str],
+  route: str,
+  trains: bool,
+):
+  ends = time.monotonic() + 60 * minutes
+  launch.start(1)
+  kernels_lib.check_device(dry_run)
+  config = shapes.MODELS[model]
+  if dry_run:
+    config, lives, length = shapes.tiny(config), (1,), 64
+  timing = device_time.Timing(repeats, most_calls=2 if dry_run else 2000)
+  measured = kernels_lib.bandwidth(timing, dry_run)
+  limit_s = shapes.step_bytes(config) / measured["bytes_per_s"]
+  here = kernels_lib.kernels_here(dry_run)
+  kernels = [name for name in here if name in kernels] or here
+  with triton_call.through(route):
+    found = measure_all(
+      config,
+      lives,
+      arms,
+      length,
+      kernels,
+      repeats,
+      has_time=lambda: time.monotonic() < ends,
+      trains=trains,
+    )
+  report(model, found, limit_s)
+  sizes = {"model": model, "cache": length, "limit_s": limit_s, "bandwidth": measured}
+  timed_all = [*found["cells"], *found["fill"].values(), found["update"]]
+  print(json.dumps(sizes | found | table(found, kernels[-1], length)))
+  sys.exit(1 if any(cell and "error" in cell for cell in timed_all) else 0)
+
+
+if __name__ == "__main__":
+  model = flags.DEFINE_enum("model", "qwen3-0.6b", list(shapes.MODELS), "Its shape.")
+  lives = flags.DEFINE_list("live", ["1", "8", "64", "4", "32", "2", "16"], "Requests.")
+  arms = flags.DEFINE_list(
+    "strategies", ["off", "ngram_3", "ngram_15", "3_1_4", "6_1_7"], "To compare."
+  )
+  length = flags.DEFINE_integer("length", 4096, "Tokens of a cache.", lower_bound=64)
+  repeats = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=2)
+  minutes = flags.DEFINE_float(
+    "minutes", 60.0, "After which no live batch is begun.", lower_bound=0.0
+  )
+  dry_run = flags.DEFINE_bool("dry_run", False, "Tiny sizes, kernels interpreted.")
+  kernels = flags.DEFINE_list("kernels", [], "Implementations; default: all there are.")
+  route = flags.DEFINE_enum(
+    "route", triton_call.ROUTES[0], triton_call.ROUTES, "By which Triton is called."
+  )
+  trains = flags.DEFINE_bool("training", True, "Whether a drafter's update is timed.")
+  launch.run(
+    lambda: main(
+      model.value,
+      [int(live) for live in lives.value],
+      arms.value,
+      length.value,
+      repeats.value,
+      minutes.value,
+      dry_run.value,
+      kernels.value,
+      route.value,
+      trains.value,
+    )
+  )

@@ -1,0 +1,287 @@
+"""Measures rollouts: speculation against plain decoding, and steps.
+
+    python -m benchmarks.rollout
+    python -m benchmarks.rollout --only=steps --slices=1
+
+Tables, by default the first: "speculation", every strategy against plain decoding by
+live batch, where plain is the fastest of its own paddings; "steps", seconds per decoding
+step, plain and of --strategies, by live batch and by real length, and what filling a
+drafter's caches takes. Without a drafter n-grams are looked up. Sides take turns in one
+process; ratios are medians over the repetitions, with their range. The last line is JSON.
+"""
+
+import itertools
+import json
+import pathlib
+
+from absl import flags
+import jax
+import numpy as np
+
+from benchmarks import interleave
+from experiments import from_config
+from experiments import keys
+from experiments import launch
+from experiments import tables
+from experiments import workdirs
+from tlt_jax import axes
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
+_SLICES = flags.DEFINE_integer(
+  "slices", 2, "Devices that a CPU is shown as.", lower_bound=1
+)
+_ONLY = flags.DEFINE_list("only", ["speculation"], "Tables, see above.")
+_DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
+_STRATEGIES = flags.DEFINE_list(
+  "strategies",
+  [],
+  "To compare; default: 3_1_4, 5_1_6, 8_1_9 and 4_2_8, or n-grams without a drafter. "
+  "For steps, default: none.",
+)
+_LIVE = flags.DEFINE_list(
+  "live", ["1", "2", "4", "8", "16", "32"], "Live requests per slice."
+)
+_LENGTHS = flags.DEFINE_list(
+  "lengths", ["160", "512", "1024", "4096"], "Of the cache, for steps."
+)
+_TOKENS = flags.DEFINE_integer(
+  "tokens", 192, "Per request, for speculation.", lower_bound=1
+)
+
+WITH_DRAFTER = ("3_1_4", "5_1_6", "8_1_9", "4_2_8")
+WITHOUT = ("ngram_3", "ngram_5")
+_FILL = "fill"  # of a drafter's caches, beside the strategies in the table of steps
+_COUNTED = ("total_tokens", "differing_tokens", "near_ties")
+
+
+def numbers(flag: flags.FlagHolder) -> list[int]:
+  """Reads a list flag as whole numbers."""
+  try:
+    return [int(text) for text in flag.value]
+  except ValueError as e:
+    raise ValueError(f"--{flag.name} takes numbers: {e}") from e
+
+
+def strategies(models: from_config.Models) -> list[str]:
+  """Names the strategies to compare: those asked for, or the usual ones."""
+  return _STRATEGIES.value or list(WITHOUT if models.drafter is None else WITH_DRAFTER)
+
+
+def make_engine(
+  models: from_config.Models,
+  options: rollout.Options,
+  arm: strategy_lib.Strategy | None = None,
+) -> rollout.Rollout:
+  """A rollout that always decodes with a strategy; None: plainly."""
+  drafting = () if arm is None else (models.drafter, selector_lib.always(arm))
+  return rollout.make(models.model, models.mesh, options, *drafting)
+
+
+def measure_speculation(config: dict, models: from_config.Models) -> dict:
+  """Measures plain decoding against every strategy, by live batch per slice.
+
+  The requests are those of a first rollout whose responses got long enough, so that
+  all of them run all the time.
+  """
+  n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
+  prompts = min(4 * max(lives) * slices, 128)  # some end before
+  tokenizer = from_config.tokenizer(config["policy"])
+  chat = config["chat"]
+  requests = requests_lib.make_requests(
+    sample.encode(
+      tokenizer,
+      from_config.prompts(config, config["held_out"] | {"size": prompts}),
+      chat=chat["apply"],
+      system=chat["system"],
+    ),
+    responses=4,
+    seed=3,
+    max_tokens=n,
+    stop_tokens=tokenizer.stop_tokens,
+  )
+  sizes = config["rollout"] | {"buckets": (), "chunk": 64, "budget": {}}
+  sizes["max_length"] = config["rollout"]["max_prompt"] + n
+
+  def engine(slots: int | None = None, arm: strategy_lib.Strategy | None = None):
+    options = rollout.Options(**sizes | ({"slots": slots} if slots else {}))
+    return make_engine(models, options, arm)
+
+  first = engine()(models.params, requests)
+  long = np.flatnonzero(first.length == n)
+  result = {}
+  for live in (b for b in lives if b * slices <= len(long)):
+    chosen = requests.subset(long[: live * slices])
+    # Which is faster differs by machine: products of one row go another way than others.
+    paddings = sorted({live, max(2 * live, 2)})
+    sides = {f"off, {slots} slots": engine(slots) for slots in paddings}
+    plain = list(sides)
+    sides |= {
+      name: engine(live, strategy_lib.parse(name)) for name in strategies(models)
+    }
+    result[live] = compare_sides(models, chosen, sides, plain)
+  if not result:
+    raise ValueError(
+      f"only {len(long)} of {len(requests)} responses have {n} tokens: give fewer --tokens"
+    )
+  return result
+
+
+def compare_sides(
+  models: from_config.Models,
+  requests: requests_lib.Requests,
+  sides: dict[str, rollout.Rollout],
+  plain: list[str],
+) -> dict:
+  """Rolls out the same requests on every side.
+
+  Args:
+    models: the policy and the drafter
+    requests: what is asked
+    sides: the rollouts
+    plain: which of them only decode; the fastest of these is what others are held
+      against, in speed and token by token
+  """
+
+  def run(engine: rollout.Rollout, draft_params):
+    began = engine.state()
+
+    def call(_):
+      engine.restore(began)  # n-grams know the responses of the turn before
+      return engine(models.params, requests, draft_params)
+
+    return call
+
+  calls = {
+    name: run(engine, None if name in plain else models.draft_params)
+    for name, engine in sides.items()
+  }
+  measured = list(interleave.turns(calls, _REPEATS.value))
+  seconds, samples = interleave.seconds(measured), interleave.results(measured)
+  off = min(plain, key=lambda name: np.median(seconds[name]))
+  arms = {}
+  for name in sides:
+    if name not in plain:
+      drawn = samples[name][-1]
+      compared = compare.compare(
+        models.model, models.params, requests, samples[off][-1], drawn
+      )
+      arms[name] = {
+        **interleave.median_ratio(seconds[off], seconds[name]),
+        "mean_acceptance_length": drawn.mean_acceptance_length,
+        **{name: getattr(compared, name) for name in _COUNTED},
+      }
+  return {"off": off, "off_s": float(np.median(seconds[off])), "arms": arms}
+
+
+def speculation(config: dict, models: from_config.Models) -> dict:
+  """Prints the table of speculation; returns its part of the last line."""
+  result = measure_speculation(config, models)
+  names = strategies(models)
+  cell = lambda arm: f"{arm['speedup']:.2f}x {arm['mean_acceptance_length']:.2f}"
+  tables.show(
+    "Speed-up over plain decoding and tokens per pass, by live requests per slice",
+    ["live", "plain, s", *names],
+    [
+      [str(b), f"{r['off_s']:.2f}", *(cell(r["arms"][name]) for name in names)]
+      for b, r in result.items()
+    ],
+  )
+  fastest = lambda arms: max(arms.items(), key=lambda arm: arm[1]["speedup"])
+  best = {b: fastest(r["arms"]) for b, r in result.items()}
+  return {
+    "break_even_live_batch": max(
+      (b for b, (_, arm) in best.items() if arm["speedup"] > 1), default=0
+    ),
+    "by_live_batch": {
+      str(b): {"strategy": name, **arm, "arms": result[b]["arms"]}
+      for b, (name, arm) in best.items()
+    },
+    **{
+      name: sum(arm[name] for r in result.values() for arm in r["arms"].values())
+      for name in _COUNTED
+    },
+  }
+
+
+def steps(config: dict, models: from_config.Models) -> dict:
+  """Prints the table of step times; returns its part of the last line.
+
+  Of plain steps, and of a strategy's where --strategies names some; with a drafter among
+  them, also the time that filling its caches takes.
+  """
+  lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
+  # A program's call costs as much as several steps of a small model: as many share it here
+  # as in a rollout.
+  chunk = config["rollout"]["chunk"]
+  arms = {"off": None} | {name: strategy_lib.parse(name) for name in _STRATEGIES.value}
+  drafter = list(filter(strategy_lib.uses_drafter, arms.values()))
+
+  def side(name: str, batch: int, length: int):
+    sizes = dict(max_length=length, max_prompt=length, slots=batch, chunk=chunk)
+    arm = drafter[0] if name == _FILL else arms[name]
+    engine = make_engine(models, rollout.Options(**sizes), arm)
+    draft_params = None if arm is None else models.draft_params
+    timed = engine.time_switch if name == _FILL else engine.time_step
+    return lambda _: timed(models.params, (batch, length), draft_params, arm)
+
+  names = [*arms, *([_FILL] if drafter else [])]
+  cells = itertools.product(names, batches, lengths)
+  measured = interleave.turns({cell: side(*cell) for cell in cells}, _REPEATS.value)
+  seconds = interleave.results(list(measured))
+  slices = models.mesh.shape[axes.DATA]
+  tables.show(
+    f"Milliseconds per decoding step, median (range), {slices} slices",
+    ["live per slice", "strategy", *(f"cache {length}" for length in lengths)],
+    [
+      [str(b), name, *(tables.spread(seconds[name, b, length], 1e3) for length in lengths)]
+      for b in batches
+      for name in names
+    ],
+  )
+  median = {cell: float(np.median(s)) for cell, s in seconds.items()}
+  of = lambda name, b: {str(length): 1e3 * median[name, b, length] for length in lengths}
+  return {
+    "steps": {
+      str(b): {
+        "step_ms": {name: of(name, b) for name in arms},
+        "tokens_per_s": b * slices / median["off", b, lengths[0]],
+      }
+      | ({"fill_ms": of(_FILL, b)} if drafter else {})
+      for b in batches
+    }
+  }
+
+
+TABLES = {
+  "speculation": speculation,
+  "steps": steps,
+}
+
+
+def main(config):
+  if unknown := set(_ONLY.value) - set(TABLES):
+    raise ValueError(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
+  launch.start(_SLICES.value)
+  workdirs.record(pathlib.Path(_WORKDIR.value), config)
+  config["drafter"] = _DRAFTER.value or config["drafter"]
+  records = from_config.prompts(config, config["held_out"] | {"size": 128})
+  config = from_config.sized(config, records, prompts=len(records), responses=4)
+  models = from_config.load_models(config)
+  found = {
+    "device": jax.devices()[0].device_kind,
+    "slices": models.mesh.shape[axes.DATA],
+  }
+  for name in _ONLY.value:
+    found |= TABLES[name](config, models)
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  launch.run(main, config=("countdown", keys.RUN))

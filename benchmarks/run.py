@@ -1,0 +1,350 @@
+"""Measures whole RL runs: what a drafter that follows its policy is worth in wall time.
+
+    python -m benchmarks.run --scenario=cold --config=experiments/configs/tail.py:8
+
+One RL run serves all sides (`benchmarks.sides`), since they draw the same tokens:
+at every step each of them rolls out the same prompts from the same policy, in an order
+that rotates; then follow one reward, one update and one weight sync. TLT's drafter, its
+optimizer and its data go on from step to step, the frozen drafter stays as it is, n-grams
+remember what their own side has drawn. So the time of a side's run is that of its
+rollouts, of the training after them, and of what all sides have in common.
+
+What makes this a comparison of runs is checked. At every step the responses of every side
+are compared with the first side's: tokens must be equal (near-ties are told from bugs, see
+`rollout.compare`), log-probabilities are equal up to rounding (`logp_apart`). At the first
+step of every process each side's responses update a copy of the policy, and the results
+must be equal bit for bit (`updates_equal`); an algorithm that reads the sampler's
+log-probabilities may round there. At later steps only the first side's responses train:
+that the others would train the same then follows from their tokens.
+
+A scenario (`benchmarks.scenarios`) sets keys of any config: `cold`, `elsewhere`,
+`drift`. Every `--probe_every` steps the drafters are measured on `--probe_prompts` held-out
+prompts, with `--probe_strategy` for every request, which costs no side time.
+
+A run per seed, in WORKDIR/SCENARIO/seed_N: config.json, metrics.jsonl (per step: what
+`run_record.of_rollout` says of each side; other keys are those of `train`, of the last
+side), rollouts.jsonl of the last side, checkpoints. Killed, the same
+command goes on from the latest checkpoint, of policy, prompts, drafters and what selectors
+know; every process begins with a rollout per side that is not measured and leaves
+nothing. WORKDIR/SCENARIO gets summary.json and summary.png, over all seeds. The last line
+is the summary's JSON.
+
+Devices of one process share its threads on a CPU: a slice that decodes is faster while
+another one has nothing to do, which flatters sides that train nothing. `experiments.launch`
+gives each slice a process and a core of its own:
+
+    python -m experiments.launch --processes=2 -- benchmarks.run ...
+"""
+
+from collections.abc import Mapping
+import json
+import pathlib
+import time
+from typing import Any
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+from ml_collections import config_flags
+
+from benchmarks import interleave
+from benchmarks import run_figure
+from benchmarks import run_record
+from benchmarks import run_summary
+from benchmarks import scenarios
+from benchmarks import sides as sides_lib
+from experiments import acceptance
+from experiments import declarations
+from experiments import from_config
+from experiments import keys
+from experiments import launch
+from experiments import workdirs
+from tlt_jax import axes
+from tlt_jax import data
+from tlt_jax import metrics as metrics_lib
+from tlt_jax import processes
+from tlt_jax.models import hf
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import sample
+from tlt_jax.rl import trainer
+
+_WORKDIR = flags.DEFINE_string(
+  "workdir",
+  "runs/bench_run",
+  "Where everything goes.",
+)
+_SCENARIO = flags.DEFINE_string("scenario", "cold", "cold, elsewhere or drift.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1"], "A run each.")
+_SIDES = flags.DEFINE_list("sides", [], "Plain first; default: the scenario's.")
+_PROBE_EVERY = flags.DEFINE_integer(
+  "probe_every", 10, "Steps between measurements of the drafters.", lower_bound=1
+)
+_PROBE_PROMPTS = flags.DEFINE_integer(
+  "probe_prompts", 32, "Held-out prompts of a measurement.", lower_bound=1
+)
+_PROBE_STRATEGY = flags.DEFINE_string("probe_strategy", "3_1_4", "Of a measurement.")
+_PROBE_SEED = 1 << 29  # added to the seed: no noise is shared with a step
+
+
+class Shared:
+  """What all sides of a run have in common: prompts, policy and its training."""
+
+  def __init__(self, config: dict, mesh: jax.sharding.Mesh):
+    """Loads the policy of the run's config."""
+    asked = from_config.prompts(config, config["prompts"])
+    self.prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
+    model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
+    algorithm = algorithm_lib.make(**config["algorithm"])
+    self.config = config
+    self.learner = from_config.learner(config, model, algorithm, mesh)
+    self.reference = from_config.reference(algorithm, params)
+    self.go_on_from(self.learner.init(params))
+
+  def go_on_from(self, state: trainer.State) -> None:
+    """Takes over a policy and its optimizer."""
+    self.state = state
+    self.policy = jax.block_until_ready(self.learner.to_rollout(state.params))
+
+  def updated(self, scored: sample.Scored) -> tuple[trainer.State, dict[str, float]]:
+    """The state after an update, which takes over the one at hand; and its metrics."""
+    batch = scored.batch(self.config["batch"]["responses"])
+    return self.learner.train(self.state, batch, self.reference)
+
+  def update(self, scored: sample.Scored) -> dict[str, float]:
+    """Trains the policy; returns metrics, the seconds of update and sync among them."""
+    launch.release_freed_memory()
+    began = time.perf_counter()
+    state, metrics = self.updated(scored)
+    synced = time.perf_counter()
+    self.go_on_from(state)
+    seconds = {
+      "policy/seconds_s": synced - began,
+      "weight_sync/seconds_s": time.perf_counter() - synced,
+    }
+    return metrics | seconds
+
+  def updates_equal(self, by_side: Mapping[str, sample.Scored]) -> bool:
+    """Whether the responses of all sides train the policy alike, bit for bit."""
+    kept, found = self.state, set()
+    for scored in by_side.values():
+      self.state = jax.tree.map(jnp.copy, kept)
+      state, _ = self.updated(scored)
+      found.add(sides_lib.digest(state.params))
+    self.state = kept
+    return len(found) == 1
+
+
+class Probe:
+  """Measures drafters on held-out prompts, with the policy of the moment."""
+
+  def __init__(self, config: dict, models: from_config.Models):
+    """Makes the sampler; of the models the shapes count."""
+    source = config["held_out"] | {"size": _PROBE_PROMPTS.value}
+    self._records = from_config.prompts(config, source, whole=True)
+    self._seed = config["seed"] + _PROBE_SEED
+    self._sampler = acceptance.sampler(
+      config, models, _PROBE_STRATEGY.value, config["verification"]
+    )
+
+  def __call__(self, policy: Any, draft_params: Any) -> float:
+    """Tokens per pass of the target."""
+    scored = self._sampler(
+      policy, self._records, 2, seed=self._seed, draft_params=draft_params
+    )
+    return scored.samples.mean_acceptance_length
+
+
+class Run:
+  """One seed's run of a scenario."""
+
+  def __init__(self, config: dict, folder: pathlib.Path):
+    """Loads everything, from the latest checkpoint if there is one.
+
+    Args:
+      config: of the run, complete; `bench` among its keys
+      folder: of the run
+    """
+    opened = workdirs.open(str(folder), config, declared=keys.RUN)
+    self.config, self.folder = config, folder
+    self.checkpoints, mesh = opened.checkpoints, axes.make_mesh(config["tensor_parallel"])
+    self.shared = Shared(config, mesh)
+    model = self.model = self.shared.learner.config
+    names = config["bench"]["sides"]
+    self.sides = {name: sides_lib.Side(name, config, model, mesh) for name in names}
+    self.step = 0
+    if opened.start is not None:
+      self._restore(opened.start)
+    for side in self.sides.values():
+      side.compile(self.shared.policy)
+    self.probes = {
+      name: Probe(config, from_config.Models(mesh, model, None, side.drafter))
+      for name, side in self.sides.items()
+      if sides_lib.bare(name) in ("tlt", "frozen")
+    }
+    opened.begin(self.step)
+    self._is_first = True  # step of this process
+
+  def _restore(self, start) -> None:
+    """Goes on from the latest of some checkpoints, of as many slices."""
+    began_with = start.data()[1]["drafters"]
+    for name, side in self._training():
+      began, here = len(began_with[name]["buffer"]["rows"]), len(side.spot.buffer.rows)
+      if began != here:
+        raise ValueError(
+          f"the run in {self.folder} began with {began} slices, not {here}: times would "
+          "mix. Give it as many devices as before, or another --workdir"
+        )
+    like = {name: side.spot.arrays() for name, side in self._training()}
+    like["policy"] = self.shared.learner.abstract_state()
+    self.shared.state = self.shared.policy = None  # the checkpoint's have their memory
+    self.step, restored, saved = start.restore(like)
+    self.shared.go_on_from(restored.pop("policy"))
+    self.shared.prompts.set_state(saved["prompts"])
+    for name, side in self._training():
+      side.spot.restore(restored[name], saved["drafters"][name])
+    for name, side in self.sides.items():
+      side.sampler.rollout.restore(saved["rollouts"][name])
+
+  def _save(self) -> None:
+    """Writes a checkpoint, if one is due."""
+    state = {name: side.spot.arrays() for name, side in self._training()}
+    saved = {
+      "prompts": self.shared.prompts.get_state(),
+      "drafters": {name: side.spot.data() for name, side in self._training()},
+      "rollouts": {n: side.sampler.rollout.state() for n, side in self.sides.items()},
+    }
+    is_last = self.step == self.config["steps"]
+    state["policy"] = self.shared.state
+    self.checkpoints.save(self.step, state, saved, force=is_last)
+    self.checkpoints.wait()  # else the next step's first side would share its cores
+
+  def _training(self):
+    """The (name, side) of those whose drafter trains."""
+    return [(name, side) for name, side in self.sides.items() if side.spot is not None]
+
+  def to_the_end(self) -> None:
+    """Does the steps that are left."""
+    config, writer = self.config, metrics_lib.Writer(self.folder, resume_step=self.step)
+    with self.checkpoints:
+      while True:
+        metrics, is_last = {}, self.step == config["steps"]
+        if is_last or self.step % config["bench"]["probe_every"] == 0:
+          metrics = self._probed()
+        if is_last:
+          writer.write(self.step, metrics)
+          break
+        found, scored = self._do_step()
+        writer.write(self.step, metrics | found)
+        writer.write_rollout(self.step, scored.record())
+        self._tell(found)
+        self.step += 1
+        self._save()
+    writer.close()
+
+  def _probed(self) -> dict[str, float]:
+    """Tokens per pass on held-out prompts, of the drafters as they are."""
+    found = {}
+    for name, probe in self.probes.items():
+      side = self.sides[name]
+      params = side.draft_params if side.spot is None else side.spot.params
+      found[f"{name}/probe"] = probe(self.shared.policy, params)
+    return found
+
+  def _do_step(self) -> tuple[dict[str, float], sample.Scored]:
+    """Does a step: its metrics, and what the last side drew."""
+    shared, config, by_side = self.shared, self.config, {}
+    records = next(shared.prompts)
+    first = self.step * len(records) * config["batch"]["responses"]
+    if self._is_first:
+      for side in self.sides.values():
+        side.warm_up(shared.policy, records, first)
+    for name in interleave.in_turn(list(self.sides), self.step):
+      side = self.sides[name]
+      by_side[name] = side.rollout(shared.policy, records, first)
+    names = list(self.sides)
+    expected, last = by_side[names[0]], by_side[names[-1]]
+    found = {
+      name: run_record.of_rollout(scored)
+      | run_record.differences(self.model, shared.policy, expected, scored)
+      for name, scored in by_side.items()
+    }
+    metrics = last.metrics()
+    if self._is_first:
+      metrics["updates_equal"] = float(shared.updates_equal(by_side))
+    metrics |= shared.update(expected)
+    self._is_first = False
+    common = ("reward/seconds_s", "policy/seconds_s", "weight_sync/seconds_s")
+    common_s = sum(metrics[key] for key in common)
+    for name, of_side in found.items():
+      of_side["step_s"] = of_side["rollout_s"] + of_side["training_s"] + common_s
+      metrics |= {f"{name}/{key}": value for key, value in of_side.items()}
+    return metrics, last
+
+  def _tell(self, metrics: Mapping[str, float]) -> None:
+    """Prints a line on the step that was done."""
+    took = "  ".join(f"{n} {metrics[f'{n}/rollout_s']:.2f} s" for n in self.sides)
+    seed, steps = self.config["seed"], self.config["steps"]
+    reward = f"reward {metrics['reward/mean']:.2f}"
+    if processes.is_first():
+      print(f"seed {seed}, step {self.step + 1}/{steps}: {took}  {reward}", flush=True)
+
+
+def is_done(folder: pathlib.Path, config: dict) -> bool:
+  """Whether the run in a folder has done its steps."""
+  opened = workdirs.open(str(folder), config, declared=keys.RUN)
+  if opened.start is None or opened.start.latest() < config["steps"]:
+    return False
+  return metrics_lib.read(folder / "metrics.jsonl")[-1]["step"] == config["steps"]
+
+
+def numbers(flag: str, texts: list[str]) -> list[int]:
+  """The numbers that a flag lists; raises ValueError for anything else."""
+  if not texts or not all(text.isdecimal() for text in texts):
+    raise ValueError(f"--{flag} takes numbers such as 0,1, not {','.join(texts)!r}")
+  return list(map(int, texts))
+
+
+def prepared(config: dict) -> dict:
+  """The config of a scenario's runs, with what this command was asked for."""
+  given = config_flags.get_override_values(flags.FLAGS["config"])
+  config = scenarios.apply(_SCENARIO.value, config, given)
+  declarations.check(keys.RUN, config)
+  sides = _SIDES.value or list(scenarios.get(_SCENARIO.value).sides)
+  sides_lib.check(sides, config)
+  if config["batch"]["most_prompts"]:
+    raise ValueError("bench.run replaces no prompt: give --config.batch.most_prompts=0")
+  if algorithm_lib.make(**config["algorithm"]).critic is not None:
+    raise ValueError("bench.run trains no critic: choose another --config.algorithm.name")
+  numbers("seeds", _SEEDS.value)
+  return config | {"bench": {"sides": sides, "probe_every": _PROBE_EVERY.value}}
+
+
+def main(config):
+  config, root = prepared(config), pathlib.Path(_WORKDIR.value)
+  launch.start()
+  folder = root / _SCENARIO.value
+  for seed in numbers("seeds", _SEEDS.value):
+    own, of_seed = folder / f"seed_{seed}", config | {"seed": seed}
+    if "seed" in config["prompts"]:
+      of_seed["prompts"] = config["prompts"] | {"seed": seed}
+    of_seed = from_config.complete(of_seed, str(own))
+    if not is_done(own, of_seed):
+      Run(of_seed, own).to_the_end()
+      sides_lib.let_go()
+  if processes.is_first():
+    sum_up(folder, config)
+
+
+def sum_up(folder: pathlib.Path, config: dict) -> None:
+  """Writes and prints what the runs in a folder come to."""
+  seeds = numbers("seeds", _SEEDS.value)
+  runs = {s: metrics_lib.read(folder / f"seed_{s}" / "metrics.jsonl") for s in seeds}
+  found = run_summary.summarize(_SCENARIO.value, config["bench"]["sides"], runs)
+  (folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
+  run_figure.draw(folder / "summary.png", found, runs)
+  run_summary.report(found)
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  launch.run(main, joins_jobs=True, config=("tail", keys.RUN))

@@ -1,0 +1,174 @@
+"""The sides of a benchmark: ways to roll out the same requests, which differ in time only.
+
+"tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter as it
+is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts so
+wherever the config would choose. With "+rebalance" live requests move to slices that have
+fewer.
+"""
+
+from collections.abc import Sequence
+import gc
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments import from_config
+from tlt_jax import processes
+from tlt_jax.models import config as config_lib
+from tlt_jax.rl import sample
+from tlt_jax.spec_decode.speculation import levels
+from tlt_jax.spec_decode.speculation import strategy
+
+SIDES = ("plain", "tlt", "frozen", "ngram")
+# Suffix -> what differs in the section `rollout` of the config.
+_OPTIONS = {
+  "rebalance": {"rebalance": True},
+}
+
+
+def bare(side: str) -> str:
+  """The name of a side without its suffixes."""
+  return side.partition("+")[0]
+
+
+def check(sides: Sequence[str], config: dict) -> None:
+  """Raises ValueError for sides that cannot be compared with this config.
+
+  Args:
+    sides: their names, those of `SIDES` or strategies, with suffixes or without
+    config: of a run
+  """
+  if bare((sides or [""])[0]) != "plain":
+    raise ValueError(f"--sides starts with plain, not {[*sides[:1]]}")
+  if repeated := [side for i, side in enumerate(sides) if side in sides[:i]]:
+    raise ValueError(f"--sides names {repeated[0]} twice; name every side once")
+  for side in sides:
+    if unknown := set(side.split("+")[1:]) - set(_OPTIONS):
+      raise ValueError(
+        f"side {side!r}: no suffix +{min(unknown)}; there are +{', +'.join(_OPTIONS)}"
+      )
+  known = {bare(side) for side in sides}
+  arms = {side: strategy.parse(side) for side in known - set(SIDES)}
+  drafting = {side for side, arm in arms.items() if strategy.uses_drafter(arm)}
+  drafting |= known & {"tlt", "frozen"}
+  if not config["strategies"] and (others := known - {"plain"}):
+    raise ValueError(
+      f"side {min(others)!r} has no strategies: give --config.strategies, such as "
+      "'up to 16 live: off or 3_1_4'"
+    )
+  if drafting and not config["drafter"]:
+    raise ValueError(
+      f"nothing drafts on side {min(drafting)!r}: the config has no drafter; give "
+      "--config.drafter=DIR (or eagle2, a new one), or --sides=plain,ngram"
+    )
+
+
+def settings(side: str, config: dict) -> dict:
+  """The config of a side."""
+  for option in side.split("+")[1:]:
+    config = config | {"rollout": config["rollout"] | _OPTIONS[option]}
+  side, known = bare(side), levels.parse(config["strategies"])
+  if side == "plain":
+    return config | {"drafter": "", "strategies": ""}
+  if side == "ngram":
+    arms = tuple(map(strategy.parse, ("off", "ngram_3", "ngram_5")))
+    known = [level._replace(arms=arms) for level in known]
+    return config | {"drafter": "", "strategies": levels.write(known)}
+  if side not in SIDES:
+    arm = strategy.parse(side)
+    known = [known[-1]._replace(arms=(arm,))]
+    if arm is not None and arm.source == strategy.NGRAM:
+      config = config | {"drafter": ""}
+  return config | {
+    "strategies": levels.write(known),
+    "spot": config["spot"] | {"train": side == "tlt"},
+  }
+
+
+class Side:
+  """One way to roll out: its sampler, and its drafter if it has one."""
+
+  def __init__(
+    self,
+    name: str,
+    config: dict,
+    model: config_lib.ModelConfig,
+    mesh: jax.sharding.Mesh,
+  ):
+    """Makes sampler and drafter; `sampler.compile` makes them ready.
+
+    Args:
+      name: of the side
+      config: of the run
+      model: the policy's
+      mesh: of the run
+    """
+    self.config = config = settings(name, config)
+    drafter, draft_params = from_config.load_drafter(config, model, mesh)
+    self.spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+    self.drafter = drafter
+    # Of a drafter that nothing trains; one in training is `spot`'s.
+    self.draft_params = None if self.spot else draft_params
+    chosen = from_config.selector(config)
+    self.sampler = from_config.sampler(config, model, mesh, drafter, chosen, self.spot)
+
+  def compile(self, policy: Any) -> None:
+    """Makes every program ready, see `sample.Sampler.compile`."""
+    self.sampler.compile(policy, self.draft_params)
+    gc.collect()
+    gc.freeze()  # see `let_go`: or every collection goes through all that compiling left
+
+  def rollout(
+    self,
+    policy: Any,
+    records: Sequence[dict],
+    first_request: int,
+    train: bool = True,
+    **options: Any,
+  ) -> sample.Scored:
+    """Answers and scores, see `sample.Sampler`.
+
+    Args:
+      policy: parameters, in the layout of rollouts
+      records: the prompts
+      first_request: number of the first response in the run
+      train: whether a drafter that trains does so in this rollout
+      options: further arguments of the sampler
+    """
+    gc.collect()  # or it takes half a second of some side's time
+    return self.sampler(
+      policy,
+      records,
+      self.config["batch"]["responses"],
+      seed=self.config["seed"],
+      first_request=first_request,
+      draft_params=self.draft_params,
+      train=train and self.spot is not None,
+      **options,
+    )
+
+  def warm_up(self, policy: Any, records: Sequence[dict], first_request: int) -> None:
+    """Rolls out once, so that everything has run; only the clock learns by it."""
+    known = self.sampler.rollout.state()
+    self.rollout(policy, records, first_request, train=False)
+    self.sampler.rollout.restore(known)
+
+
+def let_go() -> None:
+  """Frees what sides have compiled that nobody holds any more, although it was frozen.
+
+  A process that keeps the programs of several runs has more memory maps than Linux allows:
+  "Cannot allocate memory".
+  """
+  gc.unfreeze()
+  gc.collect()
+
+
+def digest(tree: Any) -> str:
+  """A hash of all arrays, to compare what sides have drawn or trained bit for bit."""
+  found = hashlib.sha256()
+  for x in jax.tree.leaves(processes.fetch(tree)):
+    found.update(np.ascontiguousarray(x))
+  return found.hexdigest()

@@ -1,0 +1,289 @@
+"""Measures whole RL steps: what speculation and spot training bring to plain decoding.
+
+    python -m benchmarks.step
+    python -m benchmarks.step --sides=plain,plain+rebalance,tlt+rebalance
+
+The sides (`benchmarks.sides` names them) train the same policy on the same prompts
+with the same seeds, step by step in turn. What deterministic rollouts cost is measured by
+
+    python -m benchmarks.step --config.rollout.budget.compile_s=None \\
+        --sides=plain,plain+deterministic,frozen,frozen+deterministic,tlt,tlt+deterministic
+
+A side may only differ in time: tokens and the policy's parameters are compared at every
+step.
+
+`--lengths=log-normal` follows a trace instead of the policy's own stops. Ratios are
+geometric means over the steps, with the 95% interval, against the fastest plain side. The
+last line is JSON: what was found of each side and, on top, of the first that trains its
+drafter (else the second side).
+"""
+
+import collections
+from collections.abc import Sequence
+import json
+import pathlib
+import time
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import interleave
+from benchmarks import sides as sides_lib
+from experiments import from_config
+from experiments import keys
+from experiments import launch
+from experiments import tables
+from experiments import workdirs
+from tlt_jax import axes
+from tlt_jax import data
+from tlt_jax import metrics
+from tlt_jax.models import hf
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import sample
+from tlt_jax.rl import trainer
+from tlt_jax.simulate import scenario
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import compare
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/bench_step", "For config.json.")
+_STEPS = flags.DEFINE_integer("steps", 10, "Measured, after the warm-up.", lower_bound=1)
+_WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.", lower_bound=1)
+_SIDES = flags.DEFINE_list("sides", list(sides_lib.SIDES), "To compare; plain first.")
+_LENGTHS = flags.DEFINE_enum(
+  "lengths", "own", ["own", "log-normal"], "Of responses; the trace has a median of 100."
+)
+_SLICES = flags.DEFINE_integer(
+  "slices",
+  2,
+  "On a CPU; of more than it has cores only counts mean anything.",
+  lower_bound=1,
+)
+
+
+class Learning:
+  """A side, and the policy that it trains."""
+
+  def __init__(self, name: str, config: dict, learner: learner_lib.Learner, params):
+    """Makes everything ready.
+
+    Args:
+      name: of the side
+      config: of the run
+      learner: the same for all sides
+      params: the policy's, to start from
+    """
+    self.learner = learner
+    self.go_on_from(learner.init(jax.tree.map(jnp.copy, params)))
+    self.side = sides_lib.Side(name, config, learner.config, learner.mesh)
+    self.side.compile(self.policy)
+
+  def go_on_from(self, state: trainer.State) -> None:
+    """Takes over a policy and its optimizer."""
+    self.state = state
+    self.policy = jax.block_until_ready(self.learner.to_rollout(state.params))
+
+  def step(
+    self, step: int, records: Sequence[dict]
+  ) -> tuple[dict[str, float], sample.Scored, str]:
+    """Does an RL step: seconds by part, samples, hash of tokens and of the policy."""
+    config = self.side.config
+    P, R = config["batch"]["prompts"], config["batch"]["responses"]
+    lengths = None
+    if _LENGTHS.value == "log-normal":
+      what = {"log_normal": {"median": 100, "sigma": 1.0}}
+      most = config["sampling"]["max_tokens"]
+      lengths = scenario.draw_lengths(what, P * R, most, [config["seed"], step])
+    scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
+    updating = time.perf_counter()
+    self.state, _ = self.learner.train(self.state, scored.batch(R))
+    updated = time.perf_counter()
+    self.go_on_from(self.state)
+    done = time.perf_counter()
+    seconds = {
+      "rollout": scored.rollout_s,
+      "reward": scored.reward_s,
+      "update": updated - updating,
+      "sync": done - updated,
+    }
+    seconds["step"] = sum(seconds.values())
+    return seconds, scored, sides_lib.digest([scored.samples.tokens, self.state.params])
+
+
+def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
+  """Trains all sides, step by step in turn."""
+  asked = from_config.prompts(config, config["prompts"])
+  prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
+  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config["algorithm"])
+  learner = from_config.learner(config, model, algorithm, mesh)
+  sides = {name: Learning(name, config, learner, params) for name in _SIDES.value}
+  first = _SIDES.value[0]
+  plain = sides[first]
+  seconds = {name: [] for name in sides}
+  samples = {name: [] for name in sides}
+  same, ties, differing = True, 0, 0
+  for step in range(_WARM_UP.value + _STEPS.value):
+    records, before = next(prompts), jax.device_get(plain.policy)
+    hashes, drawn = {}, {}
+    for name in interleave.in_turn(list(sides), step):
+      took, drawn[name], hashes[name] = sides[name].step(step, records)
+      if step >= _WARM_UP.value:
+        seconds[name].append(took)
+        samples[name].append(drawn[name].samples)
+    if len(set(hashes.values())) > 1:
+      same, expected = False, drawn[first]
+      for name, side in sides.items():
+        result = compare.compare(
+          model, before, expected.requests, expected.samples, drawn[name].samples
+        )
+        ties, differing = ties + result.near_ties, differing + result.differing_tokens
+        if side is not plain:
+          side.go_on_from(jax.tree.map(jnp.copy, plain.state))
+    if step >= _WARM_UP.value:
+      line = "  ".join(f"{n} {s[-1]['rollout']:.2f} s" for n, s in seconds.items())
+      print(f"step {step + 1 - _WARM_UP.value}: rollout {line}", flush=True)
+  return summary(seconds, samples) | {
+    "identical": same,
+    "near_ties": ties,
+    "differing_tokens": differing,
+  }
+
+
+def summary(
+  seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]
+) -> dict:
+  """Sums up.
+
+  Args:
+    seconds: of each side, by step and part
+    samples: of each side, by step
+  """
+  of = lambda side, part: np.array([s[part] for s in seconds[side]])
+  plain = min(
+    (side for side in seconds if sides_lib.bare(side) == "plain"),
+    key=lambda side: of(side, "rollout").sum(),
+  )
+  share = float(of(plain, "rollout").sum() / of(plain, "step").sum())
+  sides = {}
+  for side in seconds:
+    rollout = metrics.ratio(of(plain, "rollout"), of(side, "rollout"))
+    whole = metrics.ratio(of(plain, "step"), of(side, "step"))
+    sides[side] = {
+      "speedup_rollout": rollout["mean"],
+      "speedup_rollout_interval": rollout["interval"],
+      "speedup_rollout_range": rollout["range"],
+      "speedup_step": whole["mean"],
+      "speedup_step_range": whole["range"],
+      "of_amdahl": whole["mean"] * ((1 - share) + share / rollout["mean"]),
+      **work(samples[side]),
+    }
+    frozen = "frozen" + side.removeprefix("tlt")
+    if sides_lib.bare(side) == "tlt" and frozen in seconds:
+      lost = metrics.ratio(of(side, "rollout"), of(frozen, "rollout"))
+      sides[side]["busy_overhead"] = lost["mean"] - 1
+  trained = [side for side in seconds if sides_lib.bare(side) == "tlt"]
+  shown = (trained or [*seconds][1:] or [plain])[0]
+  found = {
+    "steps": len(seconds[plain]),
+    "seconds": {
+      side: {part: float(np.mean(of(side, part))) for part in parts[0]}
+      for side, parts in seconds.items()
+    },
+    "sides": sides,
+    "rollout_share_plain": share,
+    "plain": plain,
+    "shown": shown,
+    **sides[shown],
+  }
+  fixed = [side for side in seconds if side == "plain" or side not in sides_lib.SIDES]
+  fixed = [side for side in fixed if side == sides_lib.bare(side)]
+  if len(fixed) > 1 and "frozen" in seconds:
+    by_side = [seconds_by_bucket(samples[side]) for side in fixed]
+    buckets = set().union(*by_side)
+    best = sum(min(s[b] for s in by_side if b in s) for b in buckets)
+    rule = sum(seconds_by_bucket(samples["frozen"]).values())
+    found["over_hindsight"] = rule / best
+  return found
+
+
+def work(samples: Sequence[samples_lib.Samples]) -> dict:
+  """Counts what a side's rollouts did; `busy_overhead` takes another side to know."""
+  idle, harvested = sum(s.idle_s for s in samples), sum(s.harvested_s for s in samples)
+  drawn = sum(int(s.length.sum()) for s in samples)
+  by_bucket = sorted(seconds_by_bucket(samples).items(), reverse=True)
+  return {
+    "mean_acceptance_length": drawn / sum(s.passes for s in samples),
+    # Of a rollout: chunks, and steps of the busiest slices, which all others wait for.
+    "chunks": float(np.mean([len(s.chunks) for s in samples])),
+    "target_passes": float(np.mean([sum(max(c.steps) for c in s.chunks) for s in samples])),
+    "idle_s": idle,
+    "harvested_s": harvested,
+    "harvested_share": harvested / idle if idle else 0.0,
+    "busy_overhead": None,
+    "seconds_by_bucket": {
+      f"{batch}x{length}": s / len(samples) for (batch, length), s in by_bucket
+    },
+  }
+
+
+def seconds_by_bucket(
+  samples: Sequence[samples_lib.Samples],
+) -> dict[tuple[int, int], float]:
+  """Adds up the chunks' seconds by bucket; the least of each would be hindsight's."""
+  seconds = collections.Counter()
+  for s in samples:
+    for chunk in s.chunks:
+      seconds[chunk.batch, chunk.length] += chunk.end_s - chunk.start_s
+  return seconds
+
+
+def report(found: dict) -> None:
+  """Prints the table of the sides."""
+  rows = []
+  for side, s in found["seconds"].items():
+    r = found["sides"][side]
+    low, high = r["speedup_rollout_interval"]
+    rows.append(
+      [
+        side,
+        *(f"{s[part]:.2f}" for part in ("rollout", "update", "step")),
+        f"{r['speedup_rollout']:.2f}x ({low:.2f}-{high:.2f})",
+        f"{r['speedup_step']:.2f}x",
+        f"{r['mean_acceptance_length']:.2f}",
+      ]
+    )
+  tables.show(
+    f"Plain spends {found['rollout_share_plain']:.0%} in rollouts",
+    ["side", "rollout, s", "update, s", "step, s", "rollout", "step", "tokens per pass"],
+    rows,
+  )
+
+
+def workload(config: dict) -> dict:
+  """Describes what was pinned."""
+  return {
+    "policy": config["policy"],
+    "seeds": [config["seed"], config["prompts"].get("seed")],
+    **{key: config[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
+    "rollout": config["rollout"],
+    "learner_buckets": config["learner"]["buckets"],
+    "lengths": _LENGTHS.value,
+  }
+
+
+def main(config):
+  sides_lib.check(_SIDES.value, config)
+  launch.start(_SLICES.value)
+  config = from_config.complete(config)
+  workdirs.record(pathlib.Path(_WORKDIR.value), config)
+  mesh = axes.make_mesh(config["tensor_parallel"])
+  found = measure(config, mesh)
+  report(found)
+  print(json.dumps({"workload": workload(config)} | found))
+
+
+if __name__ == "__main__":
+  launch.run(main, config=("tail", keys.RUN))

@@ -1,0 +1,328 @@
+"""A run's large programs for machines that are not there: shapes, lowering, compilation.
+
+    python -m dev.aot_programs MODEL TARGET PROGRAM KERNELS LAYERS FOLDER
+
+Compiles one program and writes its text and what the compiler says of its memory;
+`dev.aot` runs this, in a process of its own for each. It needs what
+requirements-aot.txt names. First the programs, then their compilation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import gzip
+import json
+import math
+import pathlib
+import sys
+import time
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import shapes
+from dev import aot_machines
+from tlt_jax import axes
+from tlt_jax import memory
+from tlt_jax import programs as pool_lib
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import target as target_lib
+from tlt_jax.rl import algorithm
+from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import slices
+from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import ready
+from tlt_jax.spec_decode.rollout import rollout as rollout_lib
+from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import rows as rows_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+_KERNELS = {"tpu": ("pallas", "ref"), "cuda": ("triton", "ref")}
+
+MODEL = shapes.MODELS["qwen2.5-7b"]  # but for the number of layers
+# The same caches in a model that compiles in a tenth of the time: what is copied and
+# gathered shows there, too.
+NARROW = dataclasses.replace(MODEL, width=512, mlp_width=1024, vocab_size=4096)
+MODELS = {"7b": MODEL, "narrow": NARROW}
+CHAIN, TREE = map(strategy_lib.parse, ("15_1_16", "6_4_16"))  # J = 16 nodes each
+NODES = CHAIN.verify
+ROWS = 8  # requests of a slice
+SLOTS = 8192  # of the cache, per request
+PROMPT = 1024
+# `one`: plain, with one request, whose products are of one row.
+CHUNKS = ("one", "plain", "chain", "tree", "fused")
+PROGRAMS = (*CHUNKS, "prefill", "fill", "update")
+_TRAINS = ("fused",)  # takes two slices: a single one is never idle
+_LEARNER_ROWS = ((2, 4096),)  # per bucket: rows of a micro-batch, tokens of a row
+
+
+def runs(target: str, program: str) -> bool:
+  """Whether a machine has any use for a program."""
+  machine = aot_machines.TARGETS[target]
+  return program not in _TRAINS or machine.devices > machine.model
+
+
+def kernels_of(target: str, program: str) -> tuple[str, ...]:
+  """What attends, writes and draws in a program: the platform's kernels, and XLA alone."""
+  if program in ("fill", "update"):  # have none of these
+    return ("ref",)
+  return _KERNELS[aot_machines.TARGETS[target].platform]
+
+
+class Program(NamedTuple):
+  """A program that can be compiled."""
+
+  jitted: Callable
+  args: tuple  # shapes with shardings, and numbers
+  static: Mapping = {}
+
+  def lower(self, platform: str | None = None) -> jax.stages.Lowered:
+    """Lowers it for a platform; None: that of its arguments' devices."""
+    traced = self.jitted.trace(*self.args, **self.static)
+    return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
+
+
+class _Recorder(pool_lib.Pool):
+  """A pool that compiles nothing, and remembers what it was asked for."""
+
+  def __init__(self):
+    super().__init__()
+    self.asked: dict[tuple, Program] = {}
+
+  def get(self, name, bucket, jitted, *args, **static):
+    self.asked[name, *bucket] = Program(jitted, args, static)
+    return None
+
+
+class SpotShapes(spot_lib.Spot):
+  """The drafter's training as a rollout's programs take it: its arrays are shapes."""
+
+  def __init__(self, trainer: trainer_lib.Trainer, options: spot_lib.Options):
+    """Allocates nothing; see `spot.make_trainer` for the arguments."""
+    self.trainer, self.options = trainer, options
+    self.row_tokens = spot_lib.row_tokens(trainer, options)
+    self._states = trainer.abstract_states()
+    self._params = axes.with_shardings(
+      trainer.mesh, axes.ROLLOUT, drafter_lib.abstract_params(trainer.drafter)
+    )
+    self._features = spot_lib.abstract_features(trainer, options)
+    self.buffer = spot_lib.make_buffer(trainer, options)
+
+  def rows(self) -> rows_lib.Rows:
+    shapes = (
+      slices.abstract(self.trainer.mesh, x.shape[1], np.int32, *x.shape[2:])
+      for x in (self.buffer.table, self.buffer.order())
+    )
+    return rows_lib.Rows(self._features, *shapes)
+
+
+def of_rollout(
+  rollout: rollout_lib.Rollout, weights: chunk_lib.Weights, stops: int = 1
+) -> dict[tuple, Program]:
+  """The programs that a rollout compiles ahead of time, by name and bucket.
+
+  Args:
+    rollout: made for a mesh of devices that need not exist; it can no longer be used
+    weights: of target and drafter, as shapes and shardings
+    stops: stop tokens per request
+  """
+  recorder = _Recorder()
+  rollout.pool.get = recorder.get
+  ready.Ready(rollout.parts).compile(weights, stops, rollout.options)
+  return recorder.asked
+
+
+def of_update(
+  learner: learner_lib.Learner, count: int, tables: Sequence[str] = ()
+) -> Program:
+  """The learner's update.
+
+  Args:
+    learner: for a mesh of devices that need not exist
+    count: responses of an update
+    tables: the fields of `batch.Sequences` that it takes beside those it always has
+  """
+  packed, known = batch_lib.abstract(learner.mesh, learner.buckets, count)
+  whole = axes.sharding(learner.mesh)
+  shape = count, learner.buckets[-1].length
+  of_token = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
+  known = known.replace(**dict.fromkeys(tables, of_token))
+  return Program(learner.update, (learner.abstract_state(), packed, known))
+
+
+def of_score(learner: learner_lib.Learner, count: int) -> Program:
+  """The learner's scoring of so many responses; see `of_update`."""
+  packed, known = batch_lib.abstract(learner.mesh, learner.buckets, count)
+  args = learner.abstract_state().params, packed, known.temperature
+  return Program(learner.score, args)
+
+
+def lower(
+  program: str,
+  mesh: jax.sharding.Mesh,
+  kernels: str,
+  model: config_lib.ModelConfig,
+  *,
+  slots: int = SLOTS,
+  rows: int = ROWS,
+  platform: str | None = None,
+) -> jax.stages.Lowered:
+  """Lowers a program for a mesh, from shapes alone.
+
+  Args:
+    program: one of `PROGRAMS`
+    mesh: (data, model), of devices that need not exist
+    kernels: a name of `implementations.NAMES`
+    model: the target's configuration
+    slots: of the cache, per request
+    rows: requests of a slice
+    platform: of the mesh; None: that of its devices
+  """
+  return made(program, mesh, kernels, model, slots=slots, rows=rows).lower(platform)
+
+
+def made(
+  program: str,
+  mesh: jax.sharding.Mesh,
+  kernels: str,
+  model: config_lib.ModelConfig,
+  *,
+  slots: int = SLOTS,
+  rows: int = ROWS,
+) -> Program:
+  """A program and the shapes of its arguments; see `lower`."""
+  if program == "update":
+    return _update(mesh, model)
+  return _of_rollout(program, mesh, kernels, model, slots, rows)
+
+
+def argument_bytes(args) -> int:
+  """Bytes of arguments on one device, without what layouts pad."""
+  on_device = lambda x: (
+    x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape
+  )
+  return sum(math.prod(on_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(args))
+
+
+def of_sync(learner: learner_lib.Learner) -> Program:
+  """The weight sync."""
+  with mock.patch.object(memory, "announce"):  # asks the devices what is free
+    return Program(learner.to_rollout, (learner.abstract_state().params,))
+
+
+def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
+  """A program of a rollout that plans plain decoding, a chain and a tree; its arguments."""
+  strategies = CHAIN, TREE
+  rows = 1 if program == "one" else rows
+  drafter = drafter_lib.of_target(model)
+  room = strategy_lib.Room.of(strategies)
+  options = options_lib.Options(
+    max_length=slots - room.target,
+    max_prompt=min(PROMPT, slots // 2),
+    slots=rows,
+    kernels=kernels,
+  )
+  shapes = programs_lib.Shapes.of(model, mesh, options, drafter, strategies, train=True)
+  weights = chunk_lib.Weights(
+    _parameters(mesh, target_lib.abstract_params(model), model.dtype),
+    _parameters(mesh, drafter_lib.abstract_params(drafter)),
+  )
+  pool = _Recorder()
+  if program == "prefill":
+    row = shapes.rows(options.prefill_rows)
+    tokens = shapes.rows(options.prefill_rows, shapes.prefill_block)
+    device_programs = programs_lib.Programs(shapes, pool, None)
+    device_programs.compile("prefill", (), weights.target, shapes.store(), tokens, row, row)
+    return pool.asked["prefill",]
+  source = source_lib.make(
+    "model",
+    source_lib.Setting(
+      *(model, mesh, pool, room, strategies),
+      drafter=drafter,
+      layout=shapes.layout,
+      kernels=kernels,
+    ),
+  )
+  bucket = options.buckets[-1]
+  full = shapes.slots(bucket, stops=1)
+  state = source.ready(bucket, weights, full)
+  if program == "fill":
+    return pool.asked["fill", *bucket]
+  arms = {"one": None, "plain": None, "chain": CHAIN, "tree": TREE, "fused": CHAIN}
+  arm = arms[program]
+  whole = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(mesh))
+  limits = chunk_lib.Limits(whole)
+  if arm is None:
+    state, source, weights = None, None, weights.replace(draft=None)
+  else:
+    limits = chunk_lib.Limits(whole, whole, whole)
+  trainer, training = None, None
+  if program in _TRAINS:
+    trainer, training = _training(model, drafter, mesh, options.max_length)
+    drafting = drafter_lib.abstract_params(drafter)
+    weights = weights.replace(draft=axes.with_shardings(mesh, axes.ROLLOUT, drafting))
+  chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=options.chunk)
+  mode = chunks_lib.ChunkMode(arm, source, weights)
+  chunks.program(bucket, mode, full, state, limits, training)
+  return pool.asked[mode.name + ("+training" if training else ""), *bucket]
+
+
+def _parameters(mesh, abstract, dtype: str = "float32"):
+  """Shapes of parameters in the layout of rollouts."""
+  placed = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
+  return jax.tree.map(lambda x: x.update(dtype=dtype), placed)
+
+
+def _training(model, drafter, mesh, longest: int):
+  """The drafter's trainer in rollouts, and what a fused chunk takes for it."""
+  trainer, options = shapes.drafter_trainer(model, drafter, mesh, longest)
+  return trainer, SpotShapes(trainer, options).training(most=1, expected=1)
+
+
+def _update(mesh, model):
+  """The learner's update by GRPO, and what it takes."""
+  learner = learner_lib.make(
+    model, algorithm.make("grpo"), optax.adamw(1e-6), mesh, buckets=_LEARNER_ROWS
+  )
+  return of_update(learner, ROWS)
+
+
+def compile_to(
+  model: str, target: str, program: str, kernels: str, layers: int, folder: pathlib.Path
+) -> None:
+  """Compiles a program; writes text.hlo.gz and compiled.json into the folder."""
+  mesh = aot_machines.mesh_of(aot_machines.TARGETS[target])
+  whole = MODELS[model]
+  part = dataclasses.replace(whole, num_layers=layers)
+  began = time.perf_counter()
+  lowered = lower(program, mesh, kernels, part)
+  lowered_at = time.perf_counter()
+  compiled = lowered.compile()
+  told = {
+    "lower_s": round(lowered_at - began, 1),
+    "compile_s": round(time.perf_counter() - lowered_at, 1),
+    "memory": aot_machines.memory_of(compiled),
+    "all_layers_argument": argument_bytes(made(program, mesh, kernels, whole).args),
+    "versions": aot_machines.versions(aot_machines.TARGETS[target].platform),
+  }
+  with gzip.open(folder / "text.hlo.gz", "wt") as file:
+    file.write(compiled.as_text())
+  (folder / "compiled.json").write_text(json.dumps(told))
+
+
+def main(model, target, program, kernels, layers, folder) -> None:
+  compile_to(model, target, program, kernels, int(layers), pathlib.Path(folder))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

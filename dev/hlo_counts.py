@@ -1,0 +1,347 @@
+"""Counts what a compiled program does, from its text (HLO).
+
+First the text as data; then copies, aliases and collectives; then the loop of a chunk:
+its kernels, and the bytes that they move.
+"""
+
+import collections
+from collections.abc import Iterator
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+ENTRY = "ENTRY"
+
+
+Size = tuple[str, int]  # kind of number, and how many
+
+
+class Array(NamedTuple):
+  kind: str  # "bf16"
+  num_elements: int
+  is_near: bool  # in a memory beside the main one, as a TPU's VMEM
+
+  @property
+  def size(self) -> Size:
+    """What arrays of one size share, however they are shaped."""
+    return self.kind, self.num_elements
+
+  @property
+  def num_bytes(self) -> int:
+    """Without what the layout pads."""
+    bits = re.search(r"\d+", self.kind)
+    return self.num_elements * max(int(bits[0]) // 8, 1) if bits else self.num_elements
+
+
+class Instruction(NamedTuple):
+  """A line of a computation."""
+
+  name: str
+  type: str  # 'f32[4,2,256,16]{3,2,1,0}', or a tuple of such
+  opcode: str
+  root: bool
+  rest: str  # operands and attributes
+
+  @property
+  def arrays(self) -> list[Array]:
+    """Of the result; of an asynchronous copy or slice only what it makes."""
+    found = [
+      Array(kind, math.prod(map(int, filter(None, shape.split(",")))), "S(" in layout)
+      for kind, shape, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", self.type)
+    ]
+    made = {"copy-start": 0, "slice-start": 1}.get(self.opcode)
+    return found if made is None else found[made : made + 1]
+
+  @property
+  def num_elements(self) -> int:
+    """Of the largest array in the result."""
+    return max((x.num_elements for x in self.arrays), default=0)
+
+  @property
+  def operands(self) -> list[str]:
+    """Names of what it reads."""
+    return re.findall(r"%([\w.\-]+)", self.rest[: self.rest.index(")")])
+
+  @property
+  def called(self) -> list[str]:
+    """Computations it runs: loop bodies, branches, fusions, reducers."""
+    one = r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)"
+    many = r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+    listed = ",".join(re.findall(many, self.rest))
+    return re.findall(one, self.rest) + re.findall(r"[\w.\-]+", listed)
+
+
+def computations(text: str) -> dict[str, list[Instruction]]:
+  """The instructions of each computation of an HLO module, its entry as `ENTRY`."""
+  found, body = {}, None
+  for line in text.splitlines():
+    if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+      body = found.setdefault(ENTRY if head[1] else head[2], [])
+    elif body is not None and (
+      m := re.match(
+        r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)(\(.*)",
+        re.sub(r"/\*.*?\*/", "", line),
+      )
+    ):
+      body.append(Instruction(m[2], m[3], m[4], bool(m[1]), m[5]))
+  return found
+
+
+def inside_loops(module, through_fusions: bool) -> dict[str, list[Instruction]]:
+  """The computations that run in some loop, however deep.
+
+  The inside of a fusion is one kernel whose values are never stored, but for its
+  result.
+  """
+  every = [i for body in module.values() for i in body]
+  todo = [name for i in every if i.opcode == "while" for name in i.called]
+  found = {}
+  while todo:
+    name = todo.pop()
+    if name not in found:
+      found[name] = module[name]
+      for i in module[name]:
+        if through_fusions or i.opcode in ("while", "conditional", "call"):
+          todo += i.called
+  return found
+
+
+def writes_in_place(i: Instruction, module) -> bool:
+  """Whether the result is an operand of the same size with something written into it.
+
+  A scatter or dynamic-update-slice, alone or at the root of a fusion; a kernel that was
+  given the operand for it.
+  """
+  if i.opcode == "fusion":
+    return any(writes_in_place(j, module) for j in module[i.called[0]] if j.root)
+  return i.opcode in ("scatter", "dynamic-update-slice") or "to_operand_aliasing" in i.rest
+
+
+PASSED_ON = (
+  "parameter",
+  "tuple",
+  "get-tuple-element",
+  "bitcast",
+  "while",
+  "conditional",
+  "call",
+  "copy-done",
+  "slice-done",
+)
+
+
+def made(text: str, in_entry: bool = False) -> Iterator[tuple[str, Instruction]]:
+  """Instructions in loops (and outside) that make arrays, with their computation's name.
+
+  Not those that hand one on or write into it: what remains of the size of a cache are
+  copies, transposes, slices of stacked layers, concatenations, gathers.
+  """
+  module = computations(text)
+  where = inside_loops(module, through_fusions=False)
+  if in_entry:
+    where[ENTRY] = module[ENTRY]
+  for name, body in where.items():
+    for i in body:
+      if i.opcode not in PASSED_ON and not writes_in_place(i, module):
+        yield name, i
+
+
+def large_copies(text: str, num_elements: int, in_entry: bool = False) -> list[str]:
+  """What `made` finds of that size or larger."""
+  return [
+    f"{name}: {i.name} = {i.type} {i.opcode}"
+    for name, i in made(text, in_entry)
+    if i.num_elements >= num_elements
+  ]
+
+
+def aliased_parameters(text: str) -> set[int]:
+  """The numbers of the parameters whose buffers outputs reuse."""
+  header = text[: text.index("\n")]
+  pairs = re.findall(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias", header)
+  return {int(number) for number in pairs}
+
+
+def parameters(text: str) -> Iterator[tuple[int, Instruction]]:
+  """The parameters of the program, with their numbers."""
+  for i in computations(text)[ENTRY]:
+    if i.opcode == "parameter":
+      yield int(i.rest[1 : i.rest.index(")")]), i
+
+
+def donated(text: str, least: int) -> set[Size]:
+  """The sizes of donated parameters of `least` elements or more."""
+  aliased = aliased_parameters(text)
+  sizes = {x.size for n, i in parameters(text) if n in aliased for x in i.arrays}
+  return {size for size in sizes if size[1] >= least}
+
+
+def copies_of(text: str, sizes: set[Size]) -> list[str]:
+  """Instructions in loops that make an array of exactly one of these sizes."""
+  return [
+    f"{i.opcode} {i.type}" for _, i in made(text) if sizes & {x.size for x in i.arrays}
+  ]
+
+
+COLLECTIVES = (
+  "all-reduce",
+  "all-gather",
+  "all-to-all",
+  "reduce-scatter",
+  "collective-permute",
+  "collective-broadcast",
+  "ragged-all-to-all",
+)
+
+
+def is_collective(i: Instruction) -> bool:
+  """Whether it is where a collective begins."""
+  return i.opcode.removesuffix("-start") in COLLECTIVES
+
+
+def collectives(text: str) -> list[Instruction]:
+  """Every collective that runs in a loop."""
+  return [
+    i
+    for body in inside_loops(computations(text), through_fusions=True).values()
+    for i in body
+    if is_collective(i)
+  ]
+
+
+# Hands on, or costs nothing that one could count.
+_NO_KERNEL = (
+  *PASSED_ON,
+  *("constant", "after-all", "partition-id", "replica-id", "opt-barrier", "domain"),
+  *("add-dependency", "iota", "broadcast", "slice-start", "copy-start"),
+)
+
+
+class Step(NamedTuple):
+  """One iteration of a loop, or all of a program without one, on one device.
+
+  Where there is a choice it is the cheapest: no request filters its tokens. Loops inside
+  are apart.
+  """
+
+  kernels: int  # what is launched; transfers between memories apart
+  layer_kernels: int  # of them in layers, by the names that the layers give
+  num_bytes: float  # read from and written to the main memory
+  layer_bytes: float  # of them in layers
+  inner: tuple["Step", ...]  # of the loops inside
+
+
+class Counter:
+  """Counts the kernels of a program's text, and the bytes that they move.
+
+  A kernel reads its operands and writes its result once; what lies in a memory beside
+  the main one costs nothing. Of an operand from which a fusion takes slices or rows, and
+  of a result into which it writes, only these count. Kernels of attention read `fill` of
+  an array of the caches' size.
+  """
+
+  def __init__(self, text: str, caches: set[Size], fill: float):
+    """Reads the text.
+
+    Args:
+      caches: sizes of arrays of which kernels read a part
+      fill: that part
+    """
+    self._module = computations(text)
+    self._caches, self._fill = caches, fill
+    self._by_name = {i.name: i for body in self._module.values() for i in body}
+    self._users = collections.defaultdict(list)
+    for i in self._by_name.values():
+      for name in i.operands:
+        self._users[name].append(i)
+
+  def step(self) -> Step:
+    """The iteration of the loop with the caches; without one, the whole program."""
+    for i in self._module[ENTRY]:
+      if i.opcode == "while" and self._caches & {x.size for x in i.arrays}:
+        return self._count(_body_of(i))
+    return self._count(ENTRY)
+
+  def _count(self, name: str) -> Step:
+    total, inner = np.zeros(4), []
+    for i in self._module[name]:
+      if i.opcode == "while":
+        inner.append(self._count(_body_of(i)))
+      elif i.opcode == "conditional":
+        branches = [self._count(n) for n in i.called]
+        cheapest = min(branches, key=lambda step: (step.num_bytes, step.kernels))
+        total += cheapest[:4]
+        inner += cheapest.inner
+      elif i.opcode == "call":
+        called = self._count(i.called[0])
+        total += called[:4]
+        inner += called.inner
+      else:
+        is_kernel = i.opcode not in _NO_KERNEL and not i.opcode.endswith("-done")
+        is_kernel = is_kernel and i.num_elements > 1 and "ConcatBitcast" not in i.rest
+        in_layer, moved = self._in_layer(i), self._moved(i)
+        total += is_kernel, is_kernel and in_layer, moved, moved * in_layer
+    return Step(int(total[0]), int(total[1]), total[2], total[3], tuple(inner))
+
+  def _in_layer(self, i: Instruction, further: int = 4) -> bool:
+    """Whether its name says so; that of who uses it, where it has none."""
+    if "op_name=" in i.rest or not further:
+      return bool(re.search(r"/layer_\d+/", i.rest))
+    return any(self._in_layer(user, further - 1) for user in self._users[i.name])
+
+  def _moved(self, i: Instruction) -> float:
+    """Bytes that an instruction reads from and writes to the main memory."""
+    if i.opcode in ("copy-start", "slice-start"):
+      made = i.arrays[0]
+      source = self._array(i.operands[0])
+      sides = (not made.is_near) + (source is not None and not source.is_near)
+      return made.num_bytes * sides
+    if i.opcode in _NO_KERNEL or i.opcode.endswith("-done") or "ConcatBitcast" in i.rest:
+      return 0.0
+    read = [self._read(i, n, name) for n, name in enumerate(i.operands)]
+    if writes_in_place(i, self._module):
+      largest = max(x.num_bytes for x in i.arrays)
+      others = [x for x in read if x < largest / 2]
+      return 2.0 * sum(others)
+    return sum(read) + sum(x.num_bytes for x in i.arrays if not x.is_near)
+
+  def _array(self, name: str) -> Array | None:
+    """An operand that is one array."""
+    i = self._by_name.get(name)
+    return i.arrays[0] if i is not None and len(i.arrays) == 1 else None
+
+  def _read(self, i: Instruction, n: int, name: str) -> float:
+    """Bytes of its n-th operand that an instruction reads from the main memory."""
+    array = self._array(name)
+    if array is None or array.is_near:
+      return 0.0
+    if i.opcode in ("gather", "dynamic-slice") and n == 0:
+      return sum(x.num_bytes for x in i.arrays)
+    if i.opcode == "custom-call" and array.size in self._caches:
+      return array.num_bytes * self._fill
+    if i.opcode == "fusion":
+      return min(array.num_bytes, self._read_inside(i.called[0], n))
+    return array.num_bytes
+
+  def _read_inside(self, name: str, n: int) -> float:
+    """Bytes of a fusion's n-th parameter that it takes: slices, or all (infinite)."""
+    body = self._module[name]
+    names = {i.name for i in body if i.opcode == "parameter" and f"({n})" in i.rest[:6]}
+    taken = 0.0
+    while names:
+      users = [i for i in body if names & set(i.operands)]
+      names = set()
+      for user in users:
+        if user.opcode in ("gather", "dynamic-slice", "slice"):
+          taken += sum(x.num_bytes for x in user.arrays)
+        elif user.opcode == "bitcast":
+          names.add(user.name)
+        elif user.opcode not in ("dynamic-update-slice", "scatter"):
+          return math.inf
+    return taken
+
+
+def _body_of(i: Instruction) -> str:
+  return re.search(r"body=%?([\w.\-]+)", i.rest)[1]
