@@ -202,9 +202,9 @@ def _as_json(sample: tuple) -> str:
     is_same, why = False, e
   if not is_same:
     raise reward.RewardError(
-      f"prompt {reward.shortened(sample[0])} and answer {reward.shortened(sample[2])} do not "
-      f"reach a verifier's process as they are, in JSON: {why}; give texts, numbers, lists "
-      "and dicts, or run verifiers in this process (verifier.processes=0)"
+      f"prompt {reward.shortened(sample[0])} and answer {reward.shortened(sample[2])} "
+      f"reach no verifier's process as they are, in JSON: {why}; give texts, numbers, "
+      "lists and dicts, or run verifiers in this process (verifier.processes=0)"
     )
   return text
 
