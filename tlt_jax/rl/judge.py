@@ -45,7 +45,7 @@ class Options:
   # seconds that it may take, for verifiers that wait for something; where this limit
   # decides, another machine may judge otherwise
   wall_s: ranges.Positive = 120.0
-  memory_mb: ranges.Count = 4096  # MiB of data of each process
+  memory_mb: ranges.Count = 4096  # memory of each process, in MiB
   failed_reward: ranges.Real = 0.0  # reward of a response that a verifier fails on
   # share of a rollout's responses that verifiers may fail on; with more the run ends
   most_failed: ranges.Share = 0.5
