@@ -28,6 +28,7 @@ import numpy as np
 from experiments import from_config
 from experiments import keys
 from experiments import launch
+from experiments import launcher
 from experiments import sizes
 from experiments import tables
 from experiments.bench import interleave
@@ -237,7 +238,7 @@ def main(config):
   records = records[: max(lives) * (1 + _REPEATS.value)]
   prompts = sample.encode(tokenizer, records, chat=chat["apply"], system=chat["system"])
   models = from_config.load_models(config, "float32")
-  threads = launch.cores()
+  threads = len(launcher.cores())
   source = [_PYTHON.value, "-c", _PROGRAM.read_text(), _MODEL.value, str(threads)]
   with Transformers(source) as theirs:
     found = {}
