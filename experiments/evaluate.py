@@ -97,7 +97,7 @@ def main(config):
   if any(others != records for others in usable):
     raise ValueError(
       "the policies cannot be asked the same prompts: their tokenizers differ, and "
-      "unusable_prompts drops or cuts for one of them what another can use"
+      "unusable_prompts drops for one of them what another can use"
     )
   if len(records) < 2:
     raise ValueError("an interval over prompts takes two of them; there is one")

@@ -251,7 +251,7 @@ def start(cpu_slices: int = 2) -> None:
   usual = 1 if distributed.flag("distributed") else cpu_slices
   shown = distributed.flag("cpu_devices") or usual
   jax.config.update("jax_num_cpu_devices", shown)
-  if shown >= cores():
+  if shown >= len(launcher.cores()):
     # Else devices share their threads: a slice that decodes would be faster while another
     # one is idle, and slower once that trains.
     alone = "--xla_cpu_multi_thread_eigen=false"
@@ -268,13 +268,6 @@ def start(cpu_slices: int = 2) -> None:
     logs.start(processes.index())
     of = f" of {processes.count()} processes"
   logging.info("%d x %s%s", len(devices), devices[0].device_kind, of)
-
-
-def cores() -> int:
-  """The CPU cores that this process may use."""
-  if hasattr(os, "sched_getaffinity"):  # not on macOS
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

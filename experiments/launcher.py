@@ -29,21 +29,21 @@ _LOOK_S = 0.2
 class Process:
   """A process of the job."""
 
-  def __init__(self, number: int, command: Sequence[str], cores: Sequence[int]):
+  def __init__(self, number: int, command: Sequence[str], own: Sequence[int]):
     """Starts it.
 
     Args:
       number: of the process
       command: that it runs
-      cores: that it may use; none: any
+      own: the cores that it may use; none: any
     """
     self.number = number
     self.pulse, its_end = os.pipe()
     environment = os.environ | {distributed.PULSE_FD: str(its_end)}
     self._child = subprocess.Popen(command, env=environment, pass_fds=[its_end])
     os.close(its_end)
-    if cores:  # before it has any threads
-      os.sched_setaffinity(self._child.pid, cores)
+    if own and hasattr(os, "sched_setaffinity"):  # before it has any threads
+      os.sched_setaffinity(self._child.pid, own)
     self._beat_s = time.monotonic()  # of its start, then of its last sign of life
     self._limit_s = _START_S  # after which the next one is overdue
     self.joined = False  # whether it has found the others
@@ -109,9 +109,11 @@ class Job:
     """
     told = ["--distributed", f"--coordinator=localhost:{_free_port()}"]
     told.append(f"--num_processes={count}")
+    there, each = cores(), len(cores()) // count
+    shares = [there[i * each : (i + 1) * each] if pin else [] for i in range(count)]
     self._all = [
-      Process(i, [*command, *told, f"--process_id={i}"], cores)
-      for i, cores in enumerate(_shares(count) if pin else [()] * count)
+      Process(i, [*command, *told, f"--process_id={i}"], own)
+      for i, own in enumerate(shares)
     ]
     self._stop_s = stop_s
     self._deadline: float | None = None  # by which all must have ended
@@ -170,13 +172,11 @@ def _free_port() -> int:
     return s.getsockname()[1]
 
 
-def _shares(count: int) -> list[list[int]]:
-  """The cores of each process; none where there are too few, or none can be chosen."""
-  if not hasattr(os, "sched_getaffinity"):  # macOS
-    return [[] for _ in range(count)]
-  cores = sorted(os.sched_getaffinity(0))
-  each = len(cores) // count
-  return [cores[i * each : (i + 1) * each] for i in range(count)]
+def cores() -> list[int]:
+  """The CPU cores that this process may use."""
+  if hasattr(os, "sched_getaffinity"):  # not on macOS
+    return sorted(os.sched_getaffinity(0))
+  return list(range(os.cpu_count() or 1))
 
 
 class Outcome(NamedTuple):

@@ -34,10 +34,8 @@ from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
-from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
-from tlt_jax.spec_decode.rollout import ready
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -135,7 +133,7 @@ class Run:
   def rollout_parts(
     self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
   ) -> list[memory_phases.Part]:
-    """The policy's weights, and the arrays of the bucket that needs the most."""
+    """The policy's weights, and the arrays of a rollout."""
     config, selector = self.config, self.selector
     options = rollout.Options(max_length=sizes.max_length(config), **config["rollout"])
     strategies = selector.strategies if selector else ()
@@ -143,30 +141,15 @@ class Run:
       self.model, self.mesh, options, drafter, strategies, train=spot is not None
     )
     sources = drafting_lib.make_sources(selector, shapes, _NoPool(), drafter)
-    drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
     policy = self.weights()
     weights = chunk_lib.Weights(policy, self.draft_params(drafter))
-    schedule = ready.nothing_queued(options)
-
-    def arrays(bucket):
-      slots = shapes.slots(bucket, self.stops)
-      ways = [drafting.way(a, weights) for a in drafting.in_bucket(schedule, bucket)]
-      states = [w.source.ready((), w.weights, slots) for w in ways]
-      return slots, max(states, key=self.size, default=())
-
-    allowed = list(filter(options.allows, options.buckets)) or options.buckets[:1]
-    slots, state = max(map(arrays, allowed), key=self.size)
-    shared = set(map(id, jax.tree.leaves(policy)))
-    turned = jax.tree.leaves(few_rows.transposed(self.model, self.mesh, policy))
-    turned = [x for x in turned if id(x) not in shared]
-    smaller_kv = "rollout.slots" if shapes.kv_pages is None else "rollout.cache_tokens"
+    slots = shapes.slots(options.slots, self.stops)
+    states = [source.ready(weights, slots) for source in sources.values()]
     return [
       self.part("policy in rollouts", policy, _SMALLER_POLICY),
-      self.part("policy, transposed", turned, _SMALLER_POLICY),
-      self.part("KV cache", slots.replace(features=None), smaller_kv),
+      self.part("KV cache", slots.replace(features=None), "rollout.cache_tokens"),
       self.part("kept features", slots.features, "rollout.cache_tokens"),
-      self.part("state of drafts", state, "strategies"),
-      self.part("prompt store", shapes.store(), "rollout.prompt_rows"),
+      self.part("state of drafts", max(states, key=self.size, default=()), "strategies"),
     ]
 
   def plan(self, **phases: list[memory_phases.Part]) -> memory_phases.Plan:

@@ -3,10 +3,7 @@
 import functools
 import json
 import pathlib
-import random
-import re
 import shutil
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +15,6 @@ import pytest
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import checkpoint
-from tlt_jax import checksums
 
 
 @functools.cache
@@ -84,18 +80,6 @@ def test_a_state_comes_back_bit_for_bit_in_any_layout(tmp_path):
   assert_equal(restored, state(1))
 
 
-def test_what_is_restored_may_be_donated_and_saved_again(tmp_path):
-  """The arrays are copied when `save` returns: changing them later is safe."""
-  run = saved(tmp_path, [1])
-  _, restored, _ = run.restore(abstract(state(1)))
-  run.save(2, restored, {})
-  jax.tree.map(lambda x: x.delete(), restored)
-  run.close()
-  run = checkpoint.Checkpoints(tmp_path)
-  assert run.restore(abstract(state(1)))[0] == 2
-  assert_equal(run.restore(abstract(state(1)))[1], state(1))
-
-
 def test_the_latest_few_are_kept_one_per_interval(tmp_path):
   """The first step counts too, and `force` adds one between."""
   run = checkpoint.Checkpoints(tmp_path, keep=3, every=4)
@@ -143,9 +127,7 @@ def test_no_damaged_file_is_restored_as_if_it_were_whole(whole, tmp_path, kind):
     except checkpoint.CheckpointError as e:
       text = str(e)
       assert "\n" not in text
-      list_is_missing = kind == "missing" and file.name == "checksums.json"
-      fault = "has no checksums.json" if list_is_missing else "is damaged ("
-      assert f"checkpoint {folder / '2'} {fault}" in text
+      assert f"checkpoint {folder / '2'} is damaged (" in text
       assert text.endswith("delete that folder to go on from step 1")
       named += file.name in text
     else:
@@ -215,65 +197,6 @@ def test_a_diverged_state_is_not_saved(tmp_path):
   assert_equal(run.restore(abstract(state(1)))[1], state(1))
 
 
-def damage(folder: pathlib.Path, dice: random.Random) -> str:
-  """Does one thing to something in `folder` that no run does; says what."""
-  paths = sorted(folder.rglob("*"))
-  files = [path for path in paths if path.is_file()]
-  file, other = dice.sample(files, 2)
-  content = bytearray(file.read_bytes())
-  at = dice.randrange(len(content)) if content else 0
-  match dice.randrange(9):
-    case 0 if content:
-      content[at] ^= 1 << dice.randrange(8)
-      file.write_bytes(content)
-      return f"flipped a bit of {file}"
-    case 1 if content:
-      content[at] = (content[at] + dice.randrange(1, 256)) % 256
-      file.write_bytes(content)
-      return f"changed a byte of {file}"
-    case 2:
-      file.write_bytes(content[:at])
-      return f"truncated {file} to {at} bytes"
-    case 3:
-      file.unlink()
-      return f"deleted {file}"
-    case 4:
-      content = file.read_bytes()
-      file.write_bytes(other.read_bytes())
-      other.write_bytes(content)
-      return f"swapped {file} and {other}"
-    case 5:
-      file.write_bytes(content + dice.randbytes(dice.randrange(1, 100)))
-      return f"appended to {file}"
-    case 6:
-      path = dice.choice([path for path in paths if path.is_dir()])
-      shutil.rmtree(path)
-      return f"deleted {path}"
-    case 7:
-      file.unlink()
-      file.mkdir()
-      return f"made {file} a folder"
-  path = dice.choice([*folder.glob("*/data/metadata"), *folder.glob("*/*.json")])
-  path.write_bytes(b"")
-  return f"emptied {path}"
-
-
-def follow(error: checkpoint.CheckpointError, folder: pathlib.Path) -> int | None:
-  """Does what the error advises; returns the step it promises to go on from."""
-  found = re.fullmatch(
-    rf"checkpoint {folder}/(\d+) (?:is damaged \(.+\)|has no checksums.json: it is "
-    r"incomplete, or was written by an earlier version)(; ([\d, ]+) cannot be used either)?"
-    r"; delete (that folder|those folders) to (start again|go on from step (\d+))",
-    str(error),
-  )
-  assert found, error
-  for step in [found[1], *(found[3] or "").split(", ")]:
-    if step:
-      path = folder / step
-      path.unlink() if path.is_file() else shutil.rmtree(path)
-  return int(found[6]) if found[6] else None
-
-
 def restored_step(folder: pathlib.Path) -> int | None:
   """The step that is restored, None for none; it is as it was saved."""
   with checkpoint.Checkpoints(folder) as run:
@@ -285,102 +208,14 @@ def restored_step(folder: pathlib.Path) -> int | None:
   return step
 
 
-@pytest.mark.parametrize("seeds", [range(100), tiny.slow(range(100, 200))], ids=str)
-def test_no_damage_is_restored_or_left_without_a_way_out(whole, tmp_path, seeds):
-  """100 times one to three of nine kinds: an error whose advice helps, or what was
-  saved, bit for bit."""
-  told = 0
-  for seed in seeds:
-    dice = random.Random(seed)
-    folder = shutil.copytree(whole, tmp_path / str(seed))
-    done = []
-    for _ in range(dice.choice((1, 1, 2, 3))):
-      if len([path for path in folder.rglob("*") if path.is_file()]) > 1:
-        done.append(damage(folder, dice))
-    try:
-      restored_step(folder)
-    except checkpoint.CheckpointError as e:
-      told, promised = told + 1, follow(e, folder)
-      assert restored_step(folder) == promised, (seed, done)
-    except Exception as e:
-      raise AssertionError(f"seed {seed}: {done}") from e
-    shutil.rmtree(folder)
-  assert 25 < told < 75
-
-
-def unlist(step: pathlib.Path, *names: str) -> None:
-  """Takes these files off the list, by default all."""
-  listed = json.loads((step / "checksums.json").read_bytes())
-  kept = {name: x for name, x in listed["files"].items() if names and name not in names}
-  (step / "checksums.json").write_text(json.dumps(listed | {"files": kept}))
-
-
-def empty(step: pathlib.Path) -> None:
-  shutil.rmtree(step / "state")
-  shutil.rmtree(step / "data")
-
-
-@pytest.mark.parametrize(
-  "change, reason",
-  [
-    (lambda step: shutil.rmtree(step / "state"), "damaged .state/.* has 0 of"),
-    (lambda step: (step / "checksums.json").unlink(), "has no checksums.json: it is inc"),
-    (lambda step: (step / "checksums.json").write_text("[]"), "damaged .*makes no sense"),
-    (lambda step: [shutil.rmtree(step), step.mkdir()], "has no checksums.json: it is inc"),
-    (lambda step: [shutil.rmtree(step), step.write_text("")], "json: Not a directory"),
-    (lambda step: unlist(step), "damaged .*json does not name data/"),
-    (lambda step: [unlist(step), empty(step)], "damaged .*json does not name any file"),
-    (lambda step: unlist(step, "state/_METADATA"), "does not name state/_METADATA"),
-    (lambda step: (step / "state" / "d" / "x").write_text(""), "does not name state/d/x"),
-  ],
-)
-def test_whatever_has_a_steps_name_is_damaged_unless_it_is_whole(
-  whole, tmp_path, change, reason
-):
-  folder = shutil.copytree(whole, tmp_path / "run")
-  change(folder / "2")
-  with checkpoint.Checkpoints(folder) as run:
-    assert run.latest() == 2
-    with pytest.raises(checkpoint.CheckpointError, match=f"/2 .*{reason}") as e:
-      run.data()
-  assert follow(e.value, folder) == restored_step(folder) == 1
-
-
-def test_the_advice_is_to_delete_all_that_is_damaged(tmp_path):
-  """The older ones are checked too, as far back as it takes."""
-  saved(tmp_path, [1, 2, 3, 4], keep=4).close()
-  for step in (2, 3, 4):
-    (tmp_path / str(step) / "data" / "metadata").write_text("{}")
-  with pytest.raises(checkpoint.CheckpointError, match="; 3, 2 cannot be used eit") as e:
-    restored_step(tmp_path)
-  assert follow(e.value, tmp_path) == restored_step(tmp_path) == 1
-
-
 def test_steps_that_changed_places_are_told(whole, tmp_path):
   """Each is whole, but not the step that it is named for."""
   folder = shutil.copytree(whole, tmp_path / "run")
   (folder / "1").rename(folder / "x")
   (folder / "2").rename(folder / "1")
   (folder / "x").rename(folder / "2")
-  with pytest.raises(checkpoint.CheckpointError, match=r"of step 1\); 1 cannot be used"):
+  with pytest.raises(checkpoint.CheckpointError, match="is of another step"):
     restored_step(folder)
-
-
-def test_the_data_are_read_alone_and_the_files_checked_once(whole, tmp_path, monkeypatch):
-  """So that settings are compared before a model is loaded."""
-  folder = shutil.copytree(whole, tmp_path / "run")
-  sums, read = checksums.sums, []
-  monkeypatch.setattr(checksums, "sums", lambda paths: read.extend(paths) or sums(paths))
-  with checkpoint.Checkpoints(folder) as run:
-    assert run.data() == (2, {"next": 2})
-    assert read
-    read.clear()
-    assert run.restore(abstract(state(2)))[0] == 2
-    assert not read
-  (folder / "2" / "state" / "_METADATA").write_bytes(b"")
-  with checkpoint.Checkpoints(folder) as run:
-    with pytest.raises(checkpoint.CheckpointError, match="2 is damaged .*_METADATA has 0"):
-      run.data()
 
 
 def test_a_folder_without_checkpoints_is_left_as_it_is(tmp_path):
@@ -393,15 +228,6 @@ def test_a_folder_without_checkpoints_is_left_as_it_is(tmp_path):
   with checkpoint.Checkpoints(tmp_path / "none" / "here") as run:
     run.save(1, state(1), {"next": 1})
   assert restored_step(tmp_path / "none" / "here") == 1
-
-
-def test_a_folder_that_cannot_be_read_is_named(tmp_path):
-  """A file, and a link to itself."""
-  (tmp_path / "file").write_text("")
-  (tmp_path / "loop").symlink_to("loop")
-  for name in ("file", "loop"):
-    with pytest.raises(checkpoint.CheckpointError, match=f"{tmp_path / name} cannot be"):
-      checkpoint.Checkpoints(tmp_path / name)
 
 
 @pytest.mark.parametrize("killed", ["before its list", "before its name"])
@@ -430,24 +256,13 @@ def test_a_step_has_its_list_before_its_name(whole, tmp_path, monkeypatch, kille
   assert not half.exists()
 
 
-def test_training_goes_on_while_checksums_are_computed(tmp_path, monkeypatch):
-  """`save` returns before, and until they are there no step is."""
-  write, go_on = checksums.write, threading.Event()
-  monkeypatch.setattr(checksums, "write", lambda *args: go_on.wait() and write(*args))
-  with checkpoint.Checkpoints(tmp_path) as run:
-    run.save(1, state(1), {"next": 1})
-    assert run.latest() is None
-    go_on.set()
-  assert restored_step(tmp_path) == 1
-
-
 def test_a_step_that_is_deleted_while_it_is_read_is_told(whole, tmp_path, monkeypatch):
-  folder, sums = shutil.copytree(whole, tmp_path / "run"), checksums.sums
+  folder, sums = shutil.copytree(whole, tmp_path / "run"), checkpoint._sums
 
-  def deleted(paths):
+  def deleted(step):
     shutil.move(folder / "2", folder / "3")
-    return sums(paths)
+    return sums(step)
 
-  monkeypatch.setattr(checksums, "sums", deleted)
+  monkeypatch.setattr(checkpoint, "_sums", deleted)
   with pytest.raises(checkpoint.CheckpointError, match="replaced .* while it was read;"):
     checkpoint.checked(folder)

@@ -1,20 +1,16 @@
 """Code that a model wrote: judged by tests, and kept from doing harm."""
 
-import concurrent.futures
-import contextlib
+import dataclasses
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 
 import psutil
 import pytest
 
-from tlt_jax import isolation
 from tlt_jax import sandbox
 from tlt_jax.rl import judge
 from tlt_jax.rl import reward
@@ -32,62 +28,21 @@ def isolates():
     pytest.skip(str(e))
 
 
-@pytest.fixture
-def limited(monkeypatch):
-  """Runs a Python that everybody can read: root's code runs as nobody."""
-  python = pathlib.Path("/usr/bin/python3")
-  if os.getuid() == 0:
-    if not python.exists():
-      pytest.skip("there is no Python that nobody can read")
-    monkeypatch.setattr(sandbox, "_PYTHON", str(python))
+def left_of(text: str) -> list[psutil.Process]:
+  """Processes that hold a text in their command line."""
+  return [p for p in psutil.process_iter(["cmdline"]) if text in (p.info["cmdline"] or [])]
 
 
-def processes() -> set[str]:
-  return {pid for pid in os.listdir("/proc") if pid.isdigit()}
-
-
-def mark() -> str:
-  """A text that no other process has, to find one's own by."""
-  return f"mark_{os.getpid()}_{os.urandom(4).hex()}"
-
-
-def left_of(text: str) -> list[str]:
-  """Processes that hold a text in their command line or environment."""
-  found = []
-  for pid in processes():
-    try:
-      held = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-      held += pathlib.Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-      continue
-    if text.encode() in held:
-      found.append(pid)
-  return found
-
-
-def test_a_program_reads_and_prints(isolates):
-  """As nobody, with nothing but Python to see and one small folder of its own."""
+def test_a_program_reads_and_prints_in_a_folder_of_its_own(isolates):
   text = (
     "import os\n"
-    "print(input(), os.getuid(), sorted(os.listdir('/work')), os.path.exists('/proc/1'))\n"
-    "open('x', 'w').write('y'); print(open('/tmp/x').read(), os.path.exists('/home'))\n"
+    "print(input(), os.getcwd(), os.listdir('.'), os.listdir('/proc'), __name__)\n"
+    "open('x', 'w').write('y'); print(open('/tmp/x').read())\n"
   )
   ran = sandbox.run(text, "hé\n", LIMITS)
-  assert ran == sandbox.Ran(0, "hé 65534 [] False\ny False\n")
+  assert ran == sandbox.Ran(0, "hé /tmp [] [] __main__\ny\n")
 
 
-FORKS = """
-import os, time, sys
-print("before", flush=True)
-try:
-  for _ in range(50):
-    if not os.fork():
-      os.setsid()
-      sleep = "import time; time.sleep(1000)"
-      os.execv(sys.executable, [sys.executable, "-c", sleep, {m!r}])
-except OSError as e:
-  print(type(e).__name__, flush=True)
-"""
 ATTACKS = {
   "fork bomb": ("import os\nwhile True:\n  os.fork()", ""),
   "memory": ("x = bytearray(2**30)\nprint('got it')", ""),
@@ -98,72 +53,36 @@ ATTACKS = {
     "True\n",
   ),
   "foreign files": (
-    "for path in ('/usr/x', '/etc/x', '/x', '/dev/x', '/root/x'):\n"
+    f"for path in ('/usr/x', '/x', '/dev/x', {str(pathlib.Path.cwd())!r} + '/x'):\n"
     "  try: open(path, 'w'); print('got it')\n"
     "  except OSError: pass",
     "",
   ),
   "output": ("while True: print('x' * 10**6)", None),
   "privileges": (
-    "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
-    "print(libc.unshare(0x10000000), libc.mount(b'n', b'/work', b'tmpfs', 0, None))\n"
-    "try: os.setuid(0); print('got it')\n"
-    "except OSError: pass",
-    "-1 -1\n",
+    "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    "print(libc.mount(b'n', b'/tmp', b'tmpfs', 0, None), libc.umount2(b'/proc', 2),\n"
+    "      libc.mount(b'none', b'/', None, 4096 | 32, None))\n",
+    "-1 -1 -1\n",
   ),
   "exit": ("import os; os._exit(7)", ""),
-  "signal": ("import os; os.kill(os.getppid(), 9); os.kill(-1, 9)", ""),
+  "sleep": ("import time; time.sleep(1000)", ""),
+  "spin": ("while True: pass", ""),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_stopped(isolates, attack):
-  """It gets nothing, and the next program runs as before."""
+  """It gets nothing."""
   text, printed = ATTACKS[attack]
-  before = set(os.listdir(tempfile.gettempdir()))
-  ran = sandbox.run(text, "", LIMITS)
+  waits = attack in ("sleep", "fork bomb")
+  limits = dataclasses.replace(LIMITS, wall_s=2.0) if waits else LIMITS
+  ran = sandbox.run(text, "", limits)
   if printed is None:
     assert ran.status != 0 and len(ran.stdout) <= 2**20
   else:
     assert ran.stdout == printed
-  new = set(os.listdir(tempfile.gettempdir())) - before
-  assert not [name for name in new if name.startswith("tlt_jax_sandbox_")]
-
-
-@pytest.mark.parametrize("how", ["namespaces", "limits"])
-def test_processes_end_with_the_program(how, isolates, limited):
-  """Those in sessions of their own too; there are no more than the limit allows."""
-  name = mark()
-  ran = sandbox.run(FORKS.format(m=name), "", LIMITS, how)
-  assert ran.stdout == "before\nBlockingIOError\n"
-  assert not left_of(name)
-
-
-@pytest.mark.parametrize("how", ["namespaces", "limits"])
-@pytest.mark.parametrize("text", ["import time\ntime.sleep(1000)", "while True: pass"])
-def test_time_is_limited(how, text, isolates, limited):
-  """Whether it sleeps or works."""
-  limits = sandbox.Limits(wall_s=1.0, cpu_s=1.0)
-  assert sandbox.run(text, "", limits, how).status != 0
-
-
-def test_who_runs_the_program_is_not_ended_by_signals_to_all_of_a_job(isolates):
-  """The program may be, and may rely on it."""
-  text = "import signal, time\ntime.sleep(0.5)\nprint(signal.getsignal(15) == 0)"
-
-  def script():
-    for child in psutil.Process().children():
-      with contextlib.suppress(psutil.Error):
-        if sandbox._SCRIPT in child.cmdline() and child.children():  # it has begun
-          return child
-
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    ran = pool.submit(sandbox.run, text, "", LIMITS)
-    while not (found := script()) and not ran.done():
-      time.sleep(0.01)
-    for number in (signal.SIGTERM, signal.SIGINT):
-      found.send_signal(number)
-    assert ran.result() == sandbox.Ran(0, "True\n")
+  assert not pathlib.Path("x").exists()
 
 
 def test_there_is_no_network(isolates):
@@ -178,20 +97,56 @@ def test_there_is_no_network(isolates):
     assert sandbox.run(text, "", LIMITS).stdout == "OSError\nOSError\n"
 
 
-def test_a_machine_that_cannot_isolate_is_told(monkeypatch, tmp_path):
-  """In one line with the remedy, when the reward is made."""
-  source = pathlib.Path(isolation.__file__).read_text()
-  refuses = tmp_path / "refuses.py"
-  refuses.write_text(
-    source.replace('_call("unshare", _NAMESPACES)', 'raise OSError(1, "unshare: refused")')
-  )
-  monkeypatch.setattr(sandbox, "_SCRIPT", str(refuses))
-  with pytest.raises(reward.RewardError, match="unshare: refused.*isolation='limits'") as e:
+FORKS = """
+import os, sys
+if not os.fork():
+  os.setsid()
+  sleep = "import time; time.sleep(1000)"
+  os.execv(sys.executable, [sys.executable, "-c", sleep, {mark!r}])
+import time
+time.sleep({wait_s})
+"""
+RUNS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tlt_jax import sandbox
+sandbox.run(sys.argv[2], "", sandbox.Limits(wall_s=500.0))
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_processes_end_with_the_program(isolates, is_killed):
+  """Those in sessions of their own too; and all with a run that is killed."""
+  mark = f"mark_{os.getpid()}_{os.urandom(4).hex()}"
+  if not is_killed:
+    assert sandbox.run(FORKS.format(mark=mark, wait_s=1), "", LIMITS).status == 0
+  else:
+    root = str(pathlib.Path(__file__).parents[1])
+    program = FORKS.format(mark=mark, wait_s=500)
+    run = subprocess.Popen([sys.executable, "-c", RUNS, root, program])
+    while not left_of(mark):
+      assert run.poll() is None
+      time.sleep(0.05)
+    run.kill()
+    run.wait()
+    time.sleep(1.0)
+  assert not left_of(mark)
+
+
+def test_a_machine_that_cannot_isolate_is_an_error_with_the_remedy(monkeypatch):
+  """When the reward is made."""
+  monkeypatch.setattr(sandbox, "_NAMESPACES", ("sh", "-c", "echo refused >&2; exit 1"))
+  with pytest.raises(reward.RewardError, match="refused.*isolation='limits'") as e:
     reward.parse("tlt_jax.tasks.code.passes()")
   assert "\n" not in str(e.value)
 
 
-def test_limits_alone_must_be_asked_for(limited):
+def test_limits_alone_must_be_asked_for(monkeypatch):
+  python = "/usr/bin/python3"  # where root's own can be read by nobody but root
+  if os.getuid() == 0:
+    if not os.path.exists(python):
+      pytest.skip("there is no Python that everybody can read")
+    monkeypatch.setattr(sys, "executable", python)
   score = code.passes(isolation="limits")
   assert score("", "```\nprint(1)\n```", [["", "1"]]) == (1.0, True)
 
@@ -213,23 +168,14 @@ ECHO = "```\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```"
     (ECHO, [["1 2\n", "3 \n\n"], ["2 2", "4"]], 1, True),
     (ECHO, [["1 2\n", "3"], ["2 2", "5"]], 0.5, False),
     ("```\nprint(3)\n```\nor\n" + ECHO, [["1 1", "2"]], 1, True),
-    (ECHO + "<think>", [["1 1", "2"]], 1, True),
     (ECHO + "</think>no", [["1 1", "2"]], 0, False),
     ("```\n\ud800 = 1\n```", [["", ""]], 0, False),
   ],
 )
 def test_code_is_judged_by_its_tests(isolates, response, answer, reward_, solved):
   """In part, if that is wanted; code that ends before a test does not pass it."""
-  assert scorer()("", response, answer) == (reward_, solved)
-
-
-_SCORER = []
-
-
-def scorer():
-  if not _SCORER:
-    _SCORER.append(code.passes(wall_s=60.0, cpu_s=10.0, partial=True))
-  return _SCORER[0]
+  score = code.passes(wall_s=60.0, cpu_s=10.0, partial=True)
+  assert score("", response, answer) == (reward_, solved)
 
 
 def test_tests_beyond_the_total_time_are_not_passed(isolates):
@@ -242,13 +188,11 @@ def test_tests_beyond_the_total_time_are_not_passed(isolates):
 
 
 def test_an_attack_costs_only_its_sample(isolates):
-  """Of several at a time; without partial rewards one failure is enough."""
-  judges = judge.Judge(
-    "tlt_jax.tasks.code.passes(wall_s=20.0, cpu_s=1.0, at_once=3)",
-    options=judge.Options(processes=0),
-  )
+  """In processes of verifiers; without partial rewards one failure is enough."""
+  judges = judge.Judge("tlt_jax.tasks.code.passes(wall_s=20.0, cpu_s=1.0)")
   responses = [ECHO, "```\nwhile True: pass\n```", ECHO.replace("sum", "max"), ECHO]
   found = judges("pppp", responses, [[["1 2", "3"], ["5 0", "5"]]] * 4)
+  judges.close()
   assert found.reward.tolist() == [1, 0, 0, 1] and not any(found.failure)
   assert found.solved.tolist() == [True, False, False, True]
 
@@ -257,34 +201,3 @@ def test_an_attack_costs_only_its_sample(isolates):
 def test_tests_that_are_none_are_an_error(answer):
   with pytest.raises(ValueError, match="is no list of tests"):
     code.read_tests(answer)
-
-
-def test_a_run_that_is_killed_leaves_no_program(isolates, tmp_path):
-  """The parent's end is that of all; nor does a folder stay."""
-  name = mark()
-  text = (
-    "import sys; sys.path.insert(0, {root!r})\n"
-    "from tlt_jax import sandbox\n"
-    "sandbox.run({program!r}, '', sandbox.Limits(wall_s=500.0))\n"
-  )
-  program = (
-    "import os, sys\nos.execve(sys.executable, [sys.executable, '-c', "
-    f"'import time; time.sleep(500)', {name!r}], {{}})"
-  )
-  root = str(pathlib.Path(__file__).parents[1])
-  text = text.format(root=root, program=program)
-  own = os.environ | {"TMPDIR": str(tmp_path)}
-  run = subprocess.Popen([sys.executable, "-c", text], env=own)
-  for _ in range(3000):
-    if left_of(name + "\0"):
-      break
-    time.sleep(0.05)
-  assert left_of(name + "\0")
-  run.kill()
-  run.wait()
-  for _ in range(3000):
-    if not left_of(name + "\0"):
-      break
-    time.sleep(0.05)
-  assert not left_of(name + "\0")
-  assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """Jobs of several processes: they do what one process does, and faults end all of them."""
 
 import os
+import pathlib
 import shutil
 import signal
 import socket
@@ -258,6 +259,18 @@ def job(home, workdir, schedule, *options, devices: int = 1, of=ARGS):
   return commands.run(home, "launch", *options, "--", "experiments.train", *args)
 
 
+def test_two_processes_draw_what_one_does(home, tmp_path):
+  """Two steps in which the drafter trains; a collective that only one of them reaches
+  would hang."""
+  of = (*commands.DRAFTING.items(), ("steps", 2), ("checkpoint.every", 2))
+  args = [*commands.tiny_run(home, *of), f"--workdir={tmp_path / 'one'}"]
+  commands.succeed(commands.run(home, "train", *args))
+  commands.succeed(job(home, tmp_path / "two", tmp_path / "one", of=of))
+  found, expected = outcomes.of(tmp_path / "two"), outcomes.of(tmp_path / "one")
+  assert found["responses"] == expected["responses"]
+  assert outcomes.updates(tmp_path / "two") > 0
+
+
 @pytest.mark.slow
 def test_two_processes_end_as_one_with_two_devices(home, one, tmp_path):
   """Bit for bit: tokens, rewards, policy and drafter; one of them writes and tells.
@@ -320,24 +333,47 @@ def test_a_job_that_is_killed_starts_again_and_ends_the_same(home, one, tmp_path
   assert outcomes.of(tmp_path) == outcomes.of(one)
 
 
+def stopping(home, run, number) -> pathlib.Path:
+  """Makes the reward `stopping.digits`, which sends a signal to the run in that folder.
+
+  Returns:
+    a file that holds after how many steps; the signal comes once
+  """
+  at = home / "stop_at"
+  (home / "stopping.py").write_text(
+    "import os, pathlib\n"
+    "from user_rewards import digits as score_digits\n"
+    f"at = pathlib.Path({str(at)!r})\n"
+    f"records = pathlib.Path({str(run)!r}, 'metrics.jsonl')\n"
+    "\n\ndef digits(prompt, response, answer):\n"
+    "  done = len(records.read_text().splitlines()) if records.exists() else 0\n"
+    "  try:\n"
+    "    if int(at.read_text()) == done:\n"
+    "      at.unlink()\n"
+    f"      os.kill(os.getpid(), {int(number)})\n"
+    "  except FileNotFoundError:\n"
+    "    pass\n"
+    "  return score_digits(prompt, response, answer)\n"
+  )
+  return at
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "number, job_of", [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGINT, 1)]
 )
 def test_a_signal_saves_and_the_run_goes_on(home, one, tmp_path, number, job_of):
-  """In the middle of a rollout, of one process or of two; Ctrl-C does as SIGTERM."""
-  args = [*commands.tiny_run(home, *ARGS), f"--workdir={tmp_path}", "--cpu_devices=1"]
+  """Of one process or of two; Ctrl-C does as SIGTERM."""
+  stopping(home, tmp_path, number).write_text("2")
+  settings = (*ARGS, ("reward", "stopping.digits"))
+  args = [*commands.tiny_run(home, *settings), f"--workdir={tmp_path}", "--cpu_devices=1"]
   args = args[:-1] if job_of == 1 else ["--", "experiments.train", *args]
-  process = commands.start(home, "train" if job_of == 1 else "launch", *args)
-  for line in process.stderr:
-    if line.startswith("step 3/"):
-      process.send_signal(number)
-      break
-  _, told = process.communicate(timeout=60)
-  assert process.returncode == distributed.STOPPED, told
-  assert "stopped as it was told; the same command goes on" in told
+  command = "train" if job_of == 1 else "launch"
+  result = commands.run(home, command, *args)
+  assert result.returncode == distributed.STOPPED, result.stderr
+  assert "stopped as it was told; the same command goes on" in result.stderr
   assert checkpoint.latest(tmp_path / "checkpoints") == 3
-  commands.succeed(commands.run(home, "train" if job_of == 1 else "launch", *args))
+  commands.succeed(commands.run(home, command, *args))
   same = ("policy", "responses")
   found, expected = outcomes.of(tmp_path), outcomes.of(one)
   assert [found[name] for name in same] == [expected[name] for name in same]
@@ -348,19 +384,7 @@ def test_a_step_that_is_cut_short_leaves_no_trace(home, tmp_path):
   """A stop in the first step saves nothing. One in the plain repetition of a rollout skips
   no prompt.
   """
-  at = tmp_path / "stop_at"  # holds a number of steps that are done
-  (home / "stopping.py").write_text(
-    "import os, pathlib, signal\n"
-    "from user_rewards import digits as score_digits\n"
-    f"at = pathlib.Path({str(at)!r})\n"
-    "records = at.parent / 'run' / 'metrics.jsonl'\n\n\n"
-    "def digits(prompt, response, answer):\n"
-    "  done = len(records.read_text().splitlines()) if records.exists() else 0\n"
-    "  if at.exists() and int(at.read_text()) == done:\n"
-    "    at.unlink()\n"
-    "    os.kill(os.getpid(), signal.SIGTERM)\n"
-    "  return score_digits(prompt, response, answer)\n"
-  )
+  at = stopping(home, tmp_path / "run", signal.SIGTERM)
   settings = dict(ARGS) | {
     "reward": "stopping.digits",
     "compare.every": 1,

@@ -25,14 +25,10 @@ def test_thoughts_come_before_the_answer(response, expected):
   assert form.think("", response, "") == expected
 
 
-def test_a_pattern_matches_the_whole_response_or_gives_up():
-  """Across lines; a search without end is stopped, and the next one works."""
+def test_a_pattern_matches_the_whole_response():
   score = form.matches(pattern="<answer>.+</answer>\\s*")
   assert score("", "<answer>1\n2</answer>\n", "") == 1.0
   assert score("", "So <answer>1</answer>", "") == 0.0
-  endless = form.matches(pattern="(a+)+b")
-  assert endless("", "a" * 60, "") == 0.0
-  assert endless("", "aab", "") == 1.0
   with pytest.raises(ValueError, match="no regular expression"):
     form.matches(pattern="(")
 

@@ -10,13 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import plot
-from experiments import workdirs
-from tests import commands
 from tlt_jax import checkpoint
 from tlt_jax import metrics
-from tlt_jax import tensorboard
-from tlt_jax import writing
 
 REASON = r"cannot be written \(File too large\); free some space and run the same command"
 
@@ -49,33 +44,6 @@ def test_metrics_that_do_not_fit_are_named(tmp_path):
   assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
-def test_events_that_do_not_fit_are_named(tmp_path):
-  """Rather than lost in a thread, whose queue then stops the run."""
-  board = tensorboard.Board(tmp_path)
-  with pytest.raises(OSError, match=f"{tmp_path} {REASON}"), room():
-    for step in range(50):
-      board.write(step, many(20))
-
-
-def test_a_policy_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path):
-  commands.write_policy(tmp_path)
-  before = (tmp_path / "model.safetensors").read_bytes()
-  params = jax.tree.map(lambda x: x + 1, commands.init(commands.COUNTDOWN))
-  with pytest.raises(OSError, match=f"{tmp_path} {REASON}"), room():
-    commands.write_policy(tmp_path, params=params)
-  assert (tmp_path / "model.safetensors").read_bytes() == before
-
-
-def test_a_config_or_a_figure_that_does_not_fit_is_named(tmp_path):
-  with pytest.raises(OSError, match=f"{tmp_path}/config.json {REASON}"), room():
-    workdirs.record(tmp_path, {"policy": "x" * 20_000})
-  writer = metrics.Writer(tmp_path)
-  writer.write(0, {"reward/mean": 0.5})
-  writer.close()
-  with pytest.raises(OSError, match=f"{tmp_path}/figures/reward.png {REASON}"), room():
-    plot.plot_all(tmp_path)
-
-
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
   """Which the error names, and the run goes on from."""
   state = lambda step: {"w": np.random.default_rng(step).random(10_000, np.float32)}
@@ -91,10 +59,3 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
     np.testing.assert_array_equal(restored["w"], state(1)["w"])
     run.save(2, restored, {})
   assert checkpoint.Checkpoints(tmp_path).latest() == 2
-
-
-def test_other_errors_pass_as_they_are():
-  with pytest.raises(KeyError), writing.to("here"):
-    raise KeyError
-  with pytest.raises(FileNotFoundError), writing.to("here"):
-    open("nowhere/at/all")

@@ -1,11 +1,10 @@
 """The verifier of LaTeX answers: which are the same, and that every verdict ends."""
 
-import concurrent.futures
-import time
-
 import pytest
 
+from tests import tiny
 from tests.answers import math_pairs
+from tlt_jax.rl import judge
 from tlt_jax.tasks import math
 
 
@@ -19,13 +18,6 @@ def test_answers_count_as_what_they_mean(kind):
         if math.score("", rf"Hence \boxed{{{final}}}.", gold) != expected:
           wrong.append((gold, final, expected))
   assert not wrong
-
-
-def test_there_are_two_hundred_pairs():
-  """Of either kind about as many."""
-  rows = [row for rows in math_pairs.PAIRS.values() for row in rows]
-  equal, different = (sum(len(row[side]) for row in rows) for side in (1, 2))
-  assert equal > 100 and different > 100
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,13 @@ def test_no_gold_answer_is_an_error():
     math.score("", "3", r"so it is \boxed{}")
 
 
-# What a computer algebra does not finish. Each costs a new process.
+HOSTILE = [
+  r"\boxed{" + "x+" * 50_000 + "x}",
+  "9" * 100_000,
+  "\\boxed{" * 20_000,
+  r"\boxed{__import__('os').system('true')}",
+]
+# What a computer algebra does not finish. Each costs a process.
 ENDLESS = [
   r"\boxed{9^{9^{9^{9}}}}",
   r"\boxed{(x+1)^{100000}}",
@@ -64,26 +62,15 @@ ENDLESS = [
   r"\boxed{100000000!!}",
   r"\boxed{\binom{99999999}{4999999}}",
 ]
-HOSTILE = [
-  *ENDLESS[:1],
-  r"\boxed{" + "x+" * 50_000 + "x}",
-  "9" * 100_000,
-  "\\boxed{" * 20_000,
-  r"\boxed{__import__('os').system('true')}",
-]
 
 
-def test_every_answer_gets_a_verdict_from_any_thread():
-  """Whatever it asks a computer algebra for; the process serves the next one as before."""
-  began = time.process_time()
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    found = list(pool.map(lambda text: math.score("", text, "x^2+1"), HOSTILE))
-  assert found == [0.0] * len(HOSTILE)
-  assert time.process_time() - began < 2.0  # of this process: comparing costs it nothing
-  assert math.score("", r"\boxed{1+x^2}", "x^2+1") == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("response", ENDLESS)
-def test_what_never_ends_is_wrong(response):
-  assert math.score("", response, "x^2+1") == 0.0
+@pytest.mark.parametrize("endless", [ENDLESS[:1], tiny.slow(ENDLESS)])
+def test_every_answer_gets_a_verdict(endless):
+  """Whatever it asks a computer algebra for; what never ends is worth nothing."""
+  options = judge.Options(processes=2, cpu_s=5.0)
+  judges = judge.Judge("tlt_jax.tasks.math.score", options=options)
+  texts = [*HOSTILE, *endless, r"\boxed{1+x^2}"]
+  found = judges(texts, texts, ["x^2+1"] * len(texts))
+  judges.close()
+  assert found.reward.tolist() == [0.0] * (len(texts) - 1) + [1.0]
+  assert not any(found.failure[: len(HOSTILE)])

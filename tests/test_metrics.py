@@ -130,31 +130,6 @@ def test_a_rollout_comes_back_as_written(tmp_path):
   assert record == {"step": 3, **rollout([1, 2]), "length": [1, 2]}
 
 
-def test_a_malformed_rollout_is_refused(tmp_path):
-  """Keys, sizes, outcomes, times."""
-  writer = metrics.Writer(tmp_path)
-  good = rollout([1, 2])
-  missing = {k: v for k, v in chunk().items() if k != "trained"}
-  for change, message in (
-    ({"extra": []}, "has keys"),
-    ({"length": [1]}, "1 values of 'length' but 2 of 'outcome'"),
-    ({"outcome": ["solved", "lost"]}, "'lost' is none of"),
-    ({"micro_batch_s": -1.0}, "micro_batch_s is negative"),
-    ({"micro_batch_s": np.nan}, "metric 'micro_batch_s' is nan"),
-    ({"chunks": [missing]}, "chunk 0 has keys"),
-    ({"chunks": [chunk(), chunk(0.4)]}, "chunk 1: from 0.4 to 0.9 s"),
-    ({"chunks": [chunk(end_s=-1.0)]}, "chunk 0: from 0.0 to -1.0 s"),
-    ({"chunks": [chunk(steps=[8])]}, "chunk 0: 1 values of 'steps' for 2 slices"),
-    ({"chunks": [chunk(), chunk(0.5, live=[1] * 3)]}, "3 values of 'live' for 2 slices"),
-    ({"chunks": [chunk(live=[1, None])]}, "metric 'live' is None"),
-    ({"chunks": [chunk(strategy=None)]}, "strategy None is no string"),
-  ):
-    with pytest.raises(metrics.MetricError, match=message):
-      writer.write_rollout(0, {**good, **change})
-  writer.close()
-  assert metrics.read(tmp_path / "rollouts.jsonl") == []
-
-
 RECORD = {
   "step": 11,
   "reward/mean": 0.61,

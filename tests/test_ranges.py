@@ -112,7 +112,7 @@ def test_arguments_are_held_to_their_annotations():
     (spot.Options, dict(chunk_tokens=1.5)),
     (loss.Loss, dict(steps=0)),
     (loss.Loss, dict(distance="l2")),
-    (prompt_checks.Unusable, dict(unknown_characters="keep")),
+    (prompt_checks.Unusable, dict(too_long="cut")),
     (optimizer.make, dict(name="sgd", learning_rate=0.1)),
     (optimizer.make, dict(learning_rate=-0.1, name="adamw")),
     (optimizer.make, dict(total=2, warmup=2, name="adamw", learning_rate=0.1)),

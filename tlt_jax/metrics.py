@@ -25,11 +25,6 @@ from tlt_jax import wandb_board
 from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
-_ROLLOUT_LISTS = ("length", "outcome", "live_time_s", "live_requests")
-_ROLLOUT_KEYS = (*_ROLLOUT_LISTS, "chunks", "micro_batch_s", "decisions")
-# The fields of a chunk that hold one value, and those that hold one per slice.
-_CHUNK_KEYS = ("start_s", "end_s", "batch", "length", "strategy", "tokens", "passes")
-_SLICE_KEYS = ("live", "steps", "trained")
 _BEGINNING = b'{"step": '  # of every record
 
 
@@ -73,7 +68,7 @@ class Writer:
 
   Opening drops what a killed run wrote after its last checkpoint, so that a
   resumed run has each step once. Of several processes the first one writes; the others
-  only check what it is given.
+  do nothing.
 
   Args:
     workdir: folder of the run
@@ -129,42 +124,14 @@ class Writer:
 
     Args:
       step: its number, from 0
-      rollout: `length` and `outcome` (of `OUTCOMES`) per response;
-        `live_requests` at `live_time_s` seconds into the rollout; `chunks`, in
-        order, a dict each of `_CHUNK_KEYS` and `_SLICE_KEYS`; `micro_batch_s`, the
-        seconds of one micro-batch of the drafter's training, 0 if unknown;
-        `decisions`, (name, value) of everything that the clock decided: replayed,
+      rollout: `length` and `outcome` (of `OUTCOMES`) per response; `live_requests` at
+        `live_time_s` seconds into the rollout; `chunks`, see `samples.ChunkRecord`;
+        `micro_batch_s`, the seconds of one micro-batch of the drafter's training, 0 if
+        unknown; `decisions`, (name, value) of everything that the clock decided: replayed,
         they train the same drafter
-    Raises:
-      MetricError: keys, sizes, outcomes or times are not these
     """
-    if set(rollout) != set(_ROLLOUT_KEYS):
-      raise MetricError(
-        f"step {step}: a rollout has keys {_ROLLOUT_KEYS}, not {tuple(rollout)}"
-      )
-    for a, b in (("length", "outcome"), ("live_time_s", "live_requests")):
-      if len(rollout[a]) != len(rollout[b]):
-        raise MetricError(
-          f"step {step}: {len(rollout[a])} values of {a!r} but {len(rollout[b])} of {b!r}"
-        )
-    unknown = sorted(set(rollout["outcome"]) - set(OUTCOMES))
-    if unknown:
-      raise MetricError(f"step {step}: outcome {unknown[0]!r} is none of {OUTCOMES}")
-    record = {"step": int(step)}
-    for key in _ROLLOUT_LISTS:
-      values = rollout[key]
-      if key != "outcome":
-        values = [_scalar(key, step, x) for x in values]
-      record[key] = list(values)
-    record["chunks"] = _chunks(step, rollout["chunks"])
-    record["micro_batch_s"] = _scalar("micro_batch_s", step, rollout["micro_batch_s"])
-    if record["micro_batch_s"] < 0:
-      raise MetricError(f"step {step}: micro_batch_s is negative")
-    record["decisions"] = [
-      (name, _scalar(name, step, value)) for name, value in rollout["decisions"]
-    ]
     if self._writes:
-      _append(self._rollouts, record)
+      _append(self._rollouts, {"step": int(step), **rollout})
 
   def close(self) -> None:
     """Closes all files."""
@@ -191,49 +158,14 @@ def _scalar(key: str, step: int, value: object) -> int | float:
   return number
 
 
-def _chunks(step: int, chunks: Sequence[Mapping]) -> list[dict]:
-  """Converts chunks to Python numbers; they follow each other, over the same slices."""
-  records, now = [], 0.0
-  for i, chunk in enumerate(chunks):
-    record = _chunk(step, f"step {step}, chunk {i}", chunk)
-    start, end = record["start_s"], record["end_s"]
-    if not now <= start <= end:
-      raise MetricError(
-        f"step {step}, chunk {i}: from {start} to {end} s, but chunks follow each "
-        f"other, and {now} s have passed"
-      )
-    now = end
-    records.append(record)
-    for key in _SLICE_KEYS:
-      if len(record[key]) != len(records[0]["live"]):
-        raise MetricError(
-          f"step {step}, chunk {i}: {len(record[key])} values of {key!r} for "
-          f"{len(records[0]['live'])} slices"
-        )
-  return records
-
-
-def _chunk(step: int, where: str, chunk: Mapping) -> dict:
-  """Converts one chunk to Python numbers; error messages call it `where`."""
-  if set(chunk) != {*_CHUNK_KEYS, *_SLICE_KEYS}:
-    raise MetricError(
-      f"{where} has keys {(*_CHUNK_KEYS, *_SLICE_KEYS)}, not {tuple(chunk)}"
-    )
-  if not isinstance(chunk["strategy"], str):
-    raise MetricError(f"{where}: strategy {chunk['strategy']!r:.80} is no string")
-  record = {}
-  for key, value in chunk.items():
-    if key in _SLICE_KEYS:
-      record[key] = [_scalar(key, step, x) for x in value]
-    else:
-      record[key] = value if key == "strategy" else _scalar(key, step, value)
-  return record
+def _plain(value: np.ndarray | np.generic) -> object:
+  return value.tolist()
 
 
 def _append(file: TextIO, record: dict) -> None:
   """Writes one line, on disk when it returns."""
   with writing.to(file.name):
-    file.write(json.dumps(record) + "\n")
+    file.write(json.dumps(record, default=_plain, allow_nan=False) + "\n")
     file.flush()
 
 

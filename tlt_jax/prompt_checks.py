@@ -1,15 +1,12 @@
 """Which prompts a run can use: short enough, of characters that the tokenizer knows.
 
-`usable` is the way in: a source of records in, those that can be used out, or an error
-that names the first that cannot. A file, a source of up to 2**13 records, and one that
-the caller reads whole are checked at once; of any other, whose records are made when
-they are asked for, the first 1,000, and each of the rest when it is drawn. What becomes
-of a prompt depends on the prompt alone, so that a run that is resumed draws the same
-ones.
+A file, a source of up to 2**13 records, and one that the caller reads whole are checked at
+once; of any other, whose records are made when they are asked for, the first 1,000, and
+each of the rest when it is drawn. What becomes of a prompt depends on the prompt alone, so
+that a run that is resumed draws the same ones.
 """
 
-import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import logging
 from typing import Literal
@@ -22,21 +19,14 @@ _WHOLE = 2**13  # records of the longest source that is checked at once in any c
 _SOME = 1000  # of a longer one at the start; and that one draw looks at
 _AT_ONCE = 1024  # that are tokenized together
 
-Prompt = str | list[dict]
-
 
 @dataclasses.dataclass(frozen=True)
 class Unusable:
-  """What is done with prompts that cannot be used as they are.
+  """What is done with prompts that cannot be used."""
 
-  "refuse": it is an error. "drop": the record is left out. "cut": only the last tokens
-  are kept, of a chat those of the user's last message; unknown characters are left out.
-  """
-
-  # what is done with prompts of more tokens than the rollout takes
-  too_long: Literal["refuse", "drop", "cut"] = "refuse"
-  # what is done with prompts that have characters unknown to the tokenizer
-  unknown_characters: Literal["refuse", "drop", "cut"] = "refuse"
+  # what is done with prompts of more tokens than the rollout takes: 'refuse' is an error,
+  # 'drop' leaves the record out
+  too_long: Literal["refuse", "drop"] = "refuse"
 
   def __post_init__(self):
     ranges.check(Unusable, vars(self))
@@ -52,16 +42,11 @@ class Rules:
   chat: bool = False  # see `Tokenizer.text`, as for `system`
   system: str | None = None
 
-  def encode(self, prompts: Sequence[Prompt]) -> list[tuple[str, tokenization.Pieces]]:
-    """Of each prompt the text that the model continues, and its tokens."""
-    texts = [self.tokenizer.text(p, system=self.system, chat=self.chat) for p in prompts]
-    return list(zip(texts, self.tokenizer.pieces(texts), strict=True))
-
 
 def usable(
   source: Sequence[dict], name: str, rules: Rules, whole: bool = False
 ) -> Sequence[dict]:
-  """The records that can be used; what became of the others is logged.
+  """The records that can be used; how many are dropped is logged.
 
   Args:
     source: records, by index
@@ -70,13 +55,21 @@ def usable(
     whole: check every record now, however many there are, and return a list
   Returns:
     a list; for a source that is not checked whole a sequence of its length, in which the
-    next usable record stands for one that is dropped
+    next usable record replaces one that is dropped
   Raises:
     DataError: a record lacks a field, a prompt is refused, or none is left
   """
   whole = whole or isinstance(source, list) or len(source) <= _WHOLE
   count = len(source) if whole else _SOME
-  kept = _check([source[i] for i in range(count)], name, rules)
+  kept = []
+  for start in range(0, count, _AT_ONCE):
+    kept += _kept(source, range(start, min(start + _AT_ONCE, count)), name, rules)
+  if dropped := count - len(kept):
+    logging.info("%s: of %s prompts %s dropped (too long)", name, f"{count:,}", dropped)
+  if not kept:
+    raise data.DataError(
+      f"{name}: none of {count:,} prompts is left; raise rollout.max_prompt"
+    )
   return kept if whole else _Drawn(source, name, rules)
 
 
@@ -84,7 +77,6 @@ class _Drawn(Sequence):
   """The records of a long source, each of them checked when it is drawn."""
 
   def __init__(self, source: Sequence[dict], name: str, rules: Rules):
-    """Checks nothing yet."""
     self._source, self._name, self._rules = source, name, rules
 
   def __len__(self) -> int:
@@ -95,189 +87,60 @@ class _Drawn(Sequence):
     if not 0 <= i < len(self):  # what ends an iteration
       raise IndexError(f"{self._name} has {len(self):,} records, none of index {i}")
     for j in range(i, i + _SOME):
-      j %= len(self)
-      record = self._source[j]
-      _check_fields(record, self._name, j)
-      record, _ = _settled(record, self._name, j, self._rules)
-      if record is not None:
-        return record
+      if found := _kept(self._source, [j % len(self)], self._name, self._rules):
+        return found[0]
     raise data.DataError(
       f"{self._name}: none of the {_SOME:,} prompts from record {i} on can be used"
     )
 
 
-def _check(records: list[dict], name: str, rules: Rules) -> list[dict]:
-  """The usable ones of some records; see `usable`."""
-  for i, record in enumerate(records):
-    _check_fields(record, name, i)
-  kept, refused, counts = [], [], collections.Counter()
-  for i, (record, encoded) in enumerate(_encoded(records, rules)):
+def _kept(
+  source: Sequence[dict], index: Sequence[int], name: str, rules: Rules
+) -> list[dict]:
+  """The usable ones of the records of these indices."""
+  records = [source[i] for i in index]
+  places = [
+    _check_fields(record, name, i) for i, record in zip(index, records, strict=True)
+  ]
+  texts, prompts = [], [record["prompt"] for record in records]
+  for place, prompt in zip(places, prompts, strict=True):
     try:
-      record, done = _settled(record, name, i, rules, encoded)
+      texts.append(rules.tokenizer.text(prompt, system=rules.system, chat=rules.chat))
+      unknown = rules.tokenizer.unknown(texts[-1])
     except data.DataError as e:
-      refused.append(str(e))
-      continue
-    counts.update(done)
-    if record is not None:
+      raise data.DataError(f"{place}: {e}") from e
+    if unknown:
+      raise data.DataError(
+        f"{place}: the tokenizer does not know {', '.join(map(repr, unknown[:5]))}; "
+        "correct the prompt, the system message or the chat template"
+      )
+  kept = []
+  lengths = rules.tokenizer.lengths(texts)
+  for record, place, length in zip(records, places, lengths, strict=True):
+    if not length:
+      raise data.DataError(f"{place}: the prompt has no tokens; correct it")
+    if rules.max_prompt is None or length <= rules.max_prompt:
       kept.append(record)
-  if refused:
-    count = f" (the first of {len(refused):,} unusable prompts)" if refused[1:] else ""
-    raise data.DataError(refused[0] + count)
-  if counts:
-    done = ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items()))
-    logging.info("%s: of %s prompts %s", name, f"{len(records):,}", done)
-  if not kept:
-    raise data.DataError(
-      f"{name}: none of {len(records):,} prompts is left; raise rollout.max_prompt, or "
-      "use prompts that the tokenizer knows"
-    )
+    elif rules.unusable.too_long == "refuse":
+      raise data.DataError(
+        f"{place}: the prompt has {length:,} tokens, rollout.max_prompt is "
+        f"{rules.max_prompt:,}; raise it, or set unusable_prompts.too_long to drop"
+      )
   return kept
 
 
-def _check_fields(record: dict, name: str, i: int) -> None:
-  """Raises DataError unless a record has an answer, and a prompt that is one."""
+def _check_fields(record: dict, name: str, i: int) -> str:
+  """The place of a record; raises DataError unless it has a prompt and an answer."""
+  place = f"{name}, record {i}"
   if not isinstance(record, dict):
     raise data.DataError(
-      f"{name}, record {i}: is a {type(record).__name__}, not a dict with the fields "
-      "'prompt' and 'answer'"
+      f"{place}: is a {type(record).__name__}, not a dict with the fields 'prompt' and "
+      "'answer'"
     )
+  place = record.get("place") or place
   for field in ("prompt", "answer"):
     if field not in record:
-      raise data.DataError(data.no_field(_place(record, name, i), field, record))
-  prompt = record["prompt"]
-  problem = None if isinstance(prompt, str) else data.prompt_problem(prompt)
-  if problem:
-    raise data.DataError(f"{_place(record, name, i)}: field 'prompt' {problem}")
-
-
-def _place(record: dict, name: str, i: int) -> str:
-  return record.get("place") or f"{name}, record {i}"
-
-
-def _encoded(records: list[dict], rules: Rules) -> Iterator[tuple[dict, tuple | None]]:
-  """Records with what `Rules.encode` gives; None where one of many cannot be encoded."""
-  for start in range(0, len(records), _AT_ONCE):
-    some = records[start : start + _AT_ONCE]
-    try:
-      encoded = rules.encode([record["prompt"] for record in some])
-    except data.DataError:
-      encoded = [None] * len(some)
-    yield from zip(some, encoded, strict=True)
-
-
-def _settled(
-  record: dict, name: str, i: int, rules: Rules, encoded: tuple | None = None
-) -> tuple[dict | None, list[str]]:
-  """A record as it is used, None if it is dropped, and what was done to it.
-
-  Args:
-    name, i: of its source, and its index there
-    encoded: its text and tokens, where they are known already
-  Raises:
-    DataError: it is refused; the message names its place
-  """
-  try:
-    prompt, done = _settle(record["prompt"], rules, encoded)
-  except data.DataError as e:
-    raise data.DataError(f"{_place(record, name, i)}: {e}") from e
-  if prompt is None:
-    return None, done
-  return (record | {"prompt": prompt} if done else record), done
-
-
-def _settle(
-  prompt: Prompt, rules: Rules, encoded: tuple | None
-) -> tuple[Prompt | None, list[str]]:
-  """A prompt as it is used, None if it is dropped, and what was done; see `_settled`."""
-  unusable, limit, done = rules.unusable, rules.max_prompt, []
-  text, pieces = encoded or rules.encode([prompt])[0]
-  unknown = _unknown(text, pieces, rules)
-  if unknown:
-    if unusable.unknown_characters == "refuse":
-      raise data.DataError(
-        f"the tokenizer does not know {unknown}; correct the prompt, or set "
-        "unusable_prompts.unknown_characters to drop or cut"
-      )
-    if unusable.unknown_characters == "drop":
-      return None, ["dropped (unknown characters)"]
-    prompt = _without_unknown(prompt, rules.tokenizer)
-    done.append("cut (unknown characters)")
-    text, pieces = rules.encode([prompt])[0]
-    if unknown := _unknown(text, pieces, rules):
-      raise data.DataError(
-        f"the tokenizer does not know {unknown} of the chat template or the system "
-        "message; change chat.system, or use the model's own tokenizer files"
-      )
-  if limit is not None and len(pieces.ids) > limit:
-    if unusable.too_long == "refuse":
-      raise data.DataError(
-        f"the prompt has {len(pieces.ids):,} tokens, rollout.max_prompt is {limit:,}; "
-        "raise it, or set unusable_prompts.too_long to drop or cut"
-      )
-    if unusable.too_long == "drop":
-      return None, ["dropped (too long)"]
-    prompt = _shortened(prompt, len(pieces.ids), rules)
-    done.append("cut (too long)")
-  last = _last_text(prompt)
-  if not pieces.ids or (done and last is not None and not last.strip()):
-    if unusable.unknown_characters == "refuse":
-      raise data.DataError(
-        "nothing is left of the prompt in tokens; correct it, raise rollout.max_prompt, "
-        "or set unusable_prompts.unknown_characters to drop"
-      )
-    return None, ["dropped (nothing left)"]
-  return prompt, done
-
-
-def _unknown(text: str, pieces: tokenization.Pieces, rules: Rules, most: int = 5) -> str:
-  """Names the unknown characters of a text, each of them once; "" if there are none."""
-  spans = rules.tokenizer.unknown(text, pieces)
-  found = list(dict.fromkeys(text[start:end] for start, end in spans))
-  more = f" and {len(found) - most} more" if len(found) > most else ""
-  return ", ".join(map(repr, found[:most])) + more
-
-
-def _without_unknown(prompt: Prompt, tokenizer: tokenization.Tokenizer) -> Prompt:
-  """A prompt without the characters that the tokenizer does not know."""
-  if not isinstance(prompt, str):
-    clean = lambda message: _without_unknown(message["content"], tokenizer)
-    return [message | {"content": clean(message)} for message in prompt]
-  for start, end in reversed(tokenizer.unknown(prompt, *tokenizer.pieces([prompt]))):
-    prompt = prompt[:start] + prompt[end:]
-  return prompt
-
-
-def _shortened(prompt: Prompt, size: int, rules: Rules) -> Prompt:
-  """A prompt of `size` tokens with so much less at the start of the text that it fits.
-
-  Of a chat the user's last message is shortened, the template stays whole.
-  """
-  while (over := size - rules.max_prompt) > 0:
-    text = _last_text(prompt)
-    if not text:
-      raise data.DataError(
-        f"{size:,} tokens are left of the prompt without the user's last message, "
-        f"rollout.max_prompt is {rules.max_prompt:,}; raise it"
-      )
-    # Not always enough: what is left can take more tokens than it did.
-    starts = [start for start, _ in rules.tokenizer.pieces([text])[0].spans]
-    first = starts[over] if over < len(starts) else len(text)
-    prompt = _with_last_text(prompt, text[max(first, 1) :])
-    size = len(rules.encode([prompt])[0][1].ids)
-  return prompt
-
-
-def _last_text(prompt: Prompt) -> str | None:
-  """A plain prompt, or the user's last message; None if there is none."""
-  if isinstance(prompt, str):
-    return prompt
-  said = [message["content"] for message in prompt if message["role"] == "user"]
-  return said[-1] if said else None
-
-
-def _with_last_text(prompt: Prompt, text: str) -> Prompt:
-  """A prompt in which another text stands for that of `_last_text`."""
-  if isinstance(prompt, str):
-    return text
-  last = max(i for i, message in enumerate(prompt) if message["role"] == "user")
-  return [*prompt[:last], prompt[last] | {"content": text}, *prompt[last + 1 :]]
+      raise data.DataError(data.no_field(place, field, record))
+  if record["prompt"] != "" and (problem := data.prompt_problem(record["prompt"])):
+    raise data.DataError(f"{place}: field 'prompt' {problem}")
+  return place

@@ -1,42 +1,71 @@
 """Runs Python code that nobody trusts, such as a model's, and leaves nothing behind.
 
-    limits = sandbox.Limits(wall_s=5.0)
-    ran = sandbox.run("print(int(input()) + 1)", "1", limits)
+    ran = sandbox.run("print(int(input()) + 1)", "1", sandbox.Limits(wall_s=5.0))
     assert ran == sandbox.Ran(0, "2\\n")
 
-Each program has a process, a file system, a PID namespace and an unconnected network of
-its own, without privileges, and limits on what it uses: `isolation` tells how. It has
-Python's standard library. System calls are not filtered: against a hole in the kernel only
-a virtual machine helps. What Linux needs for it, user namespaces, some containers
-refuse; `check` tells. `isolation="limits"` does without: then a program can read and
-write what its user can (nobody, where root runs it), and use the network.
+A program has Python's standard library, resource limits and a fresh folder in memory, /tmp.
+By util-linux's `unshare`, without root, it has namespaces of users, mounts, processes,
+network and IPC: no network, no privileges, no /proc, /sys and /dev, all other files
+read-only, and whatever it has started ends with it.
+
+What this does not cover: it can read what its user can. System calls are not filtered:
+against a hole in the kernel only a virtual machine helps. Some containers refuse
+namespaces, which `check` finds out. `isolation="limits"` does without: then a program can
+write its user's files (those of nobody, where root runs it) and use the network, and what
+it starts in a session of its own may outlive it.
 """
 
 import dataclasses
 import json
 import os
-import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
 from typing import Literal, NamedTuple
 
-from tlt_jax import isolation
+import psutil
+
 from tlt_jax import ranges
 
 Isolation = Literal["namespaces", "limits"]
-_LATE_S = 60.0  # for starting and clearing up, a last resort
-_FILES = 64
+
+_NOBODY = 65534
+_ENDS_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--no-new-privs")
+_NAMESPACES = (
+  *("unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount"),
+  *("--fork", "--kill-child", "sh", "-ec"),
+)
+# $0 is the options of /tmp, the rest the program's command, without the right to mount.
+_MOUNT = """
+for each in $(cut -d " " -f 2 /proc/mounts); do
+  mount -o remount,bind,ro "$each" || mount -t tmpfs -o ro none "$each" || test ! -d "$each"
+done 2> /dev/null
+mount -t tmpfs -o "$0" none /tmp
+cd /tmp
+for each in /proc /sys /dev; do mount -t tmpfs -o ro none $each; done
+exec setpriv --bounding-set=-all --inh-caps=-all "$@"
+"""
+# Says that it runs, sets the limits, and becomes the program, which is in a file.
+_RUN = """
+import json, os, resource, sys
+os.write(1, b".")
+program, limits = os.fdopen(int(sys.argv[1])).read(), json.loads(sys.argv[2])
+for name, most in limits.items():
+  resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+sys.argv[1:] = []
+exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+"""
 
 
 class SandboxError(ValueError):
-  """Programs cannot be isolated on this machine, or not run at all."""
+  """Programs cannot be isolated on this machine."""
 
 
 class Ran(NamedTuple):
   """What became of a program."""
 
-  status: int | None  # its exit status, modulo 256; None: its time was over
+  status: int | None  # its exit status, negative for a signal; None: its time was over
   stdout: str
 
 
@@ -55,10 +84,7 @@ class Limits:
 
 
 def run(
-  program: str,
-  stdin: str,
-  limits: Limits,
-  isolation: Isolation = "namespaces",
+  program: str, stdin: str, limits: Limits, isolation: Isolation = "namespaces"
 ) -> Ran:
   """Runs a program to its end, or to that of its time; any thread may call this.
 
@@ -70,52 +96,96 @@ def run(
   Raises:
     SandboxError: it cannot be isolated so on this machine
   """
-  with tempfile.TemporaryDirectory(
-    prefix="tlt_jax_sandbox_", ignore_cleanup_errors=True
-  ) as root:
-    job = {
-      "program": program,
-      "stdin": stdin,
-      "isolation": isolation,
-      "root": root,
-      "wall_s": limits.wall_s,
-      "cpu_s": limits.cpu_s,
-      "memory_bytes": limits.memory_mb * 2**20,
-      "processes": limits.processes,
-      "file_bytes": limits.file_mb * 2**20,
-      "files": _FILES,
-    }
+  is_isolated = isolation == "namespaces"
+  size = limits.file_mb * 2**20
+  user = None if is_isolated or os.getuid() else _NOBODY
+  most = {
+    "CPU": int(limits.cpu_s + 0.999),
+    "AS": limits.memory_mb * 2**20,
+    "NPROC": limits.processes + (0 if is_isolated else _running(user or os.getuid())),
+    "FSIZE": size,
+    "NOFILE": 64,
+    "CORE": 0,
+  }
+  with (
+    tempfile.TemporaryDirectory(prefix="tlt_jax_sandbox_") as folder,
+    _file(program) as source,
+    _file(stdin) as given,
+    _file() as stdout,
+    _file() as stderr,
+  ):
+    os.chmod(folder, 0o777)
+    python = os.path.realpath(sys.executable)  # not a link of a virtual environment
+    command = [python, "-I", "-S", "-B", "-c", _RUN, str(source.fileno()), json.dumps(most)]
+    if is_isolated:
+      options = f"size={size},nr_inodes=64,mode=1777,nosuid,nodev"
+      command = [*_NAMESPACES, _MOUNT, options, *command]
     try:
-      done = subprocess.run(
-        [_PYTHON, "-I", "-S", _SCRIPT],
-        input=json.dumps(job).encode(),
-        capture_output=True,
-        timeout=limits.wall_s + _LATE_S,
-        env={"PATH": os.environ.get("PATH", "")},
+      process = subprocess.Popen(
+        [*_ENDS_WITH_PARENT, *command],
+        stdin=given,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},
+        pass_fds=[source.fileno()],
         start_new_session=True,
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
       )
-    except subprocess.TimeoutExpired:
-      return Ran(None, "")
-  try:
-    report = json.loads(done.stdout)
-  except ValueError:
-    last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it died"])[-1]
-    report = {"error": last}
-  if "error" in report:
+      try:
+        status = process.wait(limits.wall_s)
+      except subprocess.TimeoutExpired:
+        status = None
+      finally:
+        _kill(process)
+      error = (_content(stderr, 10_000).strip().splitlines() or ["it did not start"])[-1]
+    except OSError as e:
+      error = str(e)
+    printed = _content(stdout, size)
+  if not printed and status is not None:
     raise SandboxError(
-      f"code cannot be isolated on this machine ({report['error']}); run where Linux "
-      "allows user namespaces (a container with --security-opt seccomp=unconfined), or, "
-      "where code may use files and network, say isolation='limits'"
+      f"code cannot be isolated on this machine ({error}); run where Linux allows user "
+      "namespaces (a container with --security-opt seccomp=unconfined) and with "
+      "util-linux 2.33 or later, or, where code may use files and network, say "
+      "isolation='limits'"
     )
-  return Ran(report["status"], report["stdout"])
-
-
-_PYTHON = sys.executable
-_SCRIPT = str(pathlib.Path(isolation.__file__).resolve())
+  return Ran(status, printed[1:])
 
 
 def check(isolation: Isolation) -> None:
   """Raises SandboxError unless programs can be isolated so on this machine."""
-  limits = Limits(wall_s=60.0, cpu_s=60.0)
-  if run("print(1)", "", limits, isolation) != Ran(0, "1\n"):
+  if run("print(1)", "", Limits(wall_s=60.0, cpu_s=60.0), isolation) != Ran(0, "1\n"):
     raise SandboxError(f"isolation={isolation!r}: Python does not start when isolated so")
+
+
+def _file(text: str = "") -> tempfile._TemporaryFileWrapper:
+  file = tempfile.TemporaryFile()
+  file.write(text.encode(errors="surrogatepass"))
+  file.seek(0)
+  return file
+
+
+def _content(file, most: int) -> str:
+  return os.pread(file.fileno(), most, 0).decode(errors="replace")
+
+
+def _kill(process: subprocess.Popen) -> None:
+  """Kills what is left of a program's session."""
+  try:
+    os.killpg(process.pid, signal.SIGKILL)
+  except ProcessLookupError:
+    pass
+  process.wait()
+
+
+def _running(uid: int) -> int:
+  """The threads of a user; the kernel counts all of them together."""
+  count = 0
+  for process in psutil.process_iter():
+    try:
+      count += process.num_threads() if process.uids().real == uid else 0
+    except psutil.Error:
+      continue
+  return count

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import shutil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,13 +38,6 @@ def copy_files(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
         shutil.copyfile(path, pathlib.Path(folder) / path.name)
 
 
-class Pieces(NamedTuple):
-  """A text in tokens."""
-
-  ids: list[int]  # T tokens
-  spans: list[tuple[int, int]]  # of each, where its characters begin and end
-
-
 class Tokenizer:
   """A Hugging Face tokenizer, for prompts in and responses out."""
 
@@ -53,6 +46,7 @@ class Tokenizer:
     self.stop_tokens = stop_tokens
     self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its ids are below
     self._tokenizer = tokenizer
+    self._known: dict[str, bool] = {}  # characters
     special = {
       i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
     }
@@ -135,41 +129,34 @@ class Tokenizer:
       messages = [{"role": "system", "content": system}, *messages]
     return self._chat(messages)
 
-  def pieces(self, texts: Sequence[str]) -> list[Pieces]:
-    """Texts in tokens, all at once; without special tokens, as in `encode`.
+  def lengths(self, texts: Sequence[str]) -> list[int]:
+    """The tokens of each text; without special tokens, as in `encode`."""
+    found = self._tokenizer(list(texts), add_special_tokens=False) if texts else {}
+    return list(map(len, found.get("input_ids", [])))
 
-    Raises:
-      data.DataError: it has no token for what it does not know
+  def unknown(self, text: str) -> list[str]:
+    """The characters of a text that the tokenizer does not know.
+
+    Most tokenizers know all, because they encode what is rare as bytes. Others give the
+    token for the unknown, nothing, or an error.
     """
-    options = dict(add_special_tokens=False, return_offsets_mapping=True)
-    try:
-      found = self._tokenizer(list(texts), return_attention_mask=False, **options)
-    except Exception as e:  # of the library's Rust part, without a class of its own
-      raise data.DataError(f"the tokenizer cannot encode this ({e})") from e
-    return [*map(Pieces, found["input_ids"], found["offset_mapping"])]
-
-  def unknown(self, text: str, pieces: Pieces) -> list[tuple[int, int]]:
-    """Where a text has characters that the tokenizer does not know.
-
-    They become its token for the unknown, or, if there is none, nothing.
-
-    Args:
-      text: as encoded
-      pieces: of it
-    """
-    if self._knows_all:
+    if self._knows("\U000f0000"):  # a character that nobody has assigned
       return []
-    if self._unknown_id is None:
-      known = {i for start, end in pieces.spans for i in range(start, end)}
-      lost = [i for i, c in enumerate(text) if i not in known and not c.isspace()]
-      # A character that normalising joins with its neighbour is known by itself.
-      return [(i, i + 1) for i in lost if not self.pieces([text[i]])[0].ids]
-    own_text = self._tokenizer.convert_ids_to_tokens(self._unknown_id)
-    return [
-      span
-      for i, span in zip(pieces.ids, pieces.spans, strict=True)
-      if i == self._unknown_id and text[slice(*span)] != own_text
-    ]
+    return [c for c in dict.fromkeys(text) if not c.isspace() and not self._knows(c)]
+
+  def _knows(self, character: str) -> bool:
+    if character not in self._known:
+      self._known[character] = self._encodes(character)
+    return self._known[character]
+
+  def _encodes(self, character: str) -> bool:
+    try:
+      ids = self._tokenizer.encode(character, add_special_tokens=False)
+    except Exception:  # of the library's Rust part, which has no class for it
+      return False
+    if self._unknown_id not in ids:
+      return bool(ids)
+    return character == self._tokenizer.convert_ids_to_tokens(self._unknown_id)
 
   @functools.cached_property
   def _unknown_id(self) -> int | None:
@@ -178,15 +165,6 @@ class Tokenizer:
     model = json.loads(inner.to_str())["model"]  # "unk_id" can be read nowhere else
     token = model.get("unk_token")
     return model.get("unk_id") if token is None else inner.token_to_id(token)
-
-  @functools.cached_property
-  def _knows_all(self) -> bool:
-    """Whether no character is unknown, because what is rare is encoded as bytes."""
-    try:
-      rare = self.pieces(["\U000f0000"])[0].ids  # a character that nobody has assigned
-    except data.DataError:
-      return False
-    return bool(rare) and self._unknown_id not in rare
 
   def _chat(self, messages: list[dict]) -> str:
     where = f"{self._tokenizer.name_or_path} (chat_template.jinja, tokenizer_config.json)"

@@ -58,8 +58,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       spot=dict(max_batch=8, updates_per_exchange=4),
       prompts=PROBLEMS | dict(split="train", size=10**9),
       held_out=PROBLEMS | dict(split="held_out", size=4 if smoke else 64),
-      # What is done with such prompts: refuse, drop or cut; see prompt_checks.Unusable.
-      unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
+      # What is done with longer prompts: refuse or drop; see prompt_checks.Unusable.
+      unusable_prompts=dict(too_long="refuse"),
       chat=dict(apply=False, system=""),  # see rl.sample.make
       reward="tlt_jax.tasks.countdown.score",
       solved_at=1.0,  # the least reward of a solved response, see rl.judge.Judge

@@ -47,7 +47,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       tensor_parallel=1 if smoke else 4,
       prompts=prompts,
       held_out=prompts | {"path": "test.jsonl"},
-      unusable_prompts=dict(too_long="refuse", unknown_characters="refuse"),
+      unusable_prompts=dict(too_long="refuse"),
       chat=dict(
         apply=True,
         system="Reason step by step, and put your final answer within \\boxed{}.",

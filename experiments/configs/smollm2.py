@@ -85,7 +85,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       spot=dict(row_tokens=128, max_batch=8, chunk_tokens=32, min_micro_batches=2),
       prompts=SUMS | dict(split="train", size=10**9),
       held_out=SUMS | dict(split="held_out", size=300),
-      unusable_prompts=dict(too_long="drop", unknown_characters="refuse"),
+      unusable_prompts=dict(too_long="drop"),
       chat=dict(apply=True, system=""),
       reward="tlt_jax.tasks.reasoning.score",
       solved_at=1.0,

@@ -1,25 +1,37 @@
-"""Judges responses: asks verifiers about whole batches, whatever these do.
+"""Judges responses: asks verifiers about whole batches.
 
-A response may make a verifier hang, raise, end its process or return NaN. That costs this
-response only: it gets a reward that the config names, and is counted. So that this holds,
-verifiers run in processes of their own (`worker`), under a limit of CPU time. Prompts and
-answers travel there as JSON; what JSON would change, such as a tuple, is refused.
+A response may make a verifier hang, raise, end its process, exhaust memory or return NaN.
+That costs this response only: it gets `failed_reward`, and is counted. So that this holds,
+verifiers run in a pool of processes (`pebble`), with limits of CPU time, wall time and
+memory. The processes are spawned, not forked, so that the threads of JAX do not matter, and
+have the CPU only.
 """
 
 from collections.abc import Sequence
-import concurrent.futures
+from concurrent import futures
+from concurrent.futures import process
 import dataclasses
 import functools
 import json
 import logging
-import queue
-from typing import Any, NamedTuple
+from multiprocessing import context
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import types
+from typing import NamedTuple
+import weakref
 
 import numpy as np
+import pebble
 
 from tlt_jax import ranges
-from tlt_jax import worker
 from tlt_jax.rl import reward
+
+_ATTEMPTS = 3  # at a response, where its pool broke without a known cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +39,13 @@ class Options:
   """Where verifiers run, and what a failure of one costs."""
 
   # processes that verifiers run in, each on a response at a time; 0: they run in the run's
-  # own process, without any limit of time
+  # own process, without any limit
   processes: ranges.CountOrZero = 2
   cpu_s: ranges.Positive = 10.0  # CPU seconds that the verdict on a response may take
   # seconds that it may take, for verifiers that wait for something; where this limit
   # decides, another machine may judge otherwise
   wall_s: ranges.Positive = 120.0
+  memory_mb: ranges.Count = 4096  # memory of each process, in MiB
   failed_reward: ranges.Real = 0.0  # reward of a response that a verifier fails on
   # share of a rollout's responses that verifiers may fail on; with more the run ends
   most_failed: ranges.Share = 0.5
@@ -48,33 +61,22 @@ class Scores(NamedTuple):
 
 
 class Judge:
-  """Judges responses by the weighted sum of verifiers that a config names."""
+  """Judges responses by the weighted sum of verifiers that a config names.
+
+  Args:
+    text: names verifiers, see `reward.parse`; "": every response is worth 0
+    solved_at: the least reward of a solved response, where a verifier returns a number
+      only
+    options: where verifiers run, and what a failure costs
+  Raises:
+    RewardError: see `reward.parse`
+  """
 
   def __init__(self, text: str, solved_at: float = 1.0, options: Options = Options()):
-    """Finds the verifiers; processes start with the first response.
-
-    Args:
-      text: names verifiers, see `reward.parse`; "": every response is worth 0
-      solved_at: the least reward of a solved response, where a verifier returns a number
-        only
-      options: where verifiers run, and what a failure costs
-    Raises:
-      RewardError: see `reward.parse`
-    """
     self.terms = reward.parse(text) if text else ()
     self.options = options
     self._text, self._solved_at = text, solved_at
-    self._idle: queue.LifoQueue[worker.Worker] = queue.LifoQueue()
-    if options.processes:
-      limits = dict(cpu_s=options.cpu_s, wall_s=options.wall_s)
-      for _ in range(options.processes if self.terms else 0):
-        # Imports of a verifier may take seconds, which are not the first response's.
-        process = worker.Worker(f"{__name__}.verify", warm_up=((text,),), **limits)
-        self._idle.put(process)
-
-  def _at_once(self, term: reward.Term) -> int:
-    """Responses that a verifier judges at a time."""
-    return self.options.processes or getattr(term.score, "threads", 1)
+    self._pool: pebble.ProcessPool | None = None  # from the first response on
 
   def __call__(
     self,
@@ -89,8 +91,8 @@ class Judge:
       prompts, responses, answers: B of each
       given: `length` and `max_tokens`, B of each, for verifiers that take them
     Raises:
-      RewardError: a verifier takes what is not given, a prompt or answer that JSON does
-        not give back as it is, or verifiers cannot be called in processes of their own
+      RewardError: a verifier takes what is not given, a prompt or answer that cannot be
+        sent to a process, or verifiers that cannot be called there
     """
     for term in self.terms:
       for name in set(reward.wanted(term.score)) - set(given):
@@ -98,35 +100,30 @@ class Judge:
           f"reward {term.name} takes {name}, which is not known here: judge with {name}="
           "[...], one of each response"
         )
-    if self.options.processes:
-      for name, values in (("prompt", prompts), ("answer", answers)):
-        for value in {id(value): value for value in values}.values():
-          _check_json(name, value)
     B = len(responses)
     more = [{name: int(of[i]) for name, of in given.items()} for i in range(B)]
     samples = list(zip(prompts, responses, answers, more, strict=True))
-    verdicts = [self._ask(number, samples) for number in range(len(self.terms))]
-    failed_reward = self.options.failed_reward
-    total, parts, failure = np.zeros(B), {}, np.full(B, "", object)
-    for term, said in zip(self.terms, verdicts, strict=True):
-      values = [failed_reward if v.failure else v.reward for v in said]
-      parts[term.name] = np.array(values, np.float32)
-      total += term.weight * parts[term.name].astype(np.float64)
-      named = [f"reward {term.name}: {v.failure}" if v.failure else "" for v in said]
-      failure = np.where(failure == "", np.array(named, object), failure)
+    verdicts = self._ask(samples) if self.terms else [reward.Verdict((), False)] * B
+    failure = np.array([v.failure for v in verdicts], object)
+    failed = failure != ""
+    values = np.full((len(self.terms), B), self.options.failed_reward)
+    for i in np.flatnonzero(~failed):
+      values[:, i] = verdicts[i].rewards
+    total = np.array([term.weight for term in self.terms]) @ values
+    total[failed] = self.options.failed_reward
     too_large = np.abs(total) > np.finfo(np.float32).max
     failure[too_large] = "the weighted sum of rewards exceeds what a float32 can hold"
-    total[too_large] = failed_reward
+    total[too_large] = self.options.failed_reward
     if count := np.count_nonzero(failure != ""):
       first = failure[np.flatnonzero(failure != "")[0]]
       logging.warning("%d of %d responses are not judged, the first: %s", count, B, first)
-    solved = [v.solved for v in verdicts[0]] if verdicts else [False] * B
     is_sum = len(self.terms) > 1 or any(term.weight != 1.0 for term in self.terms)
+    names = [term.name for term in self.terms] if is_sum else []
     return Scores(
       reward=total.astype(np.float32),
-      solved=np.array(solved, bool),
+      solved=np.array([v.solved for v in verdicts], bool),
       failure=failure,
-      parts=parts if is_sum else {},
+      parts=dict(zip(names, values.astype(np.float32), strict=False)),
     )
 
   def check(self, scores: Scores) -> None:
@@ -142,70 +139,130 @@ class Judge:
 
   def close(self) -> None:
     """Ends the processes; the next response starts others."""
-    for each in list(self._idle.queue):
-      each.close()
+    if self._pool is not None:
+      self._end()
+      self._pool = None
 
-  def _ask(self, number: int, samples: list[tuple]) -> list[reward.Verdict]:
-    """The verdicts of a verifier, in order."""
-    one = lambda sample: self._one(number, sample)
-    at_once = self._at_once(self.terms[number])
-    if at_once == 1:
-      return list(map(one, samples))
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-      return list(pool.map(one, samples))
-
-  def _one(self, number: int, sample: tuple) -> reward.Verdict:
-    """The verdict of a verifier on a sample: prompt, response, answer, what is given."""
+  def _ask(self, samples: list[tuple]) -> list[reward.Verdict]:
+    """The verdicts on samples: prompt, response, answer, what is given; in order."""
     if not self.options.processes:
-      return reward.verify(self.terms[number].score, *sample, self._solved_at)
-    process = self._idle.get()
-    try:
-      return reward.Verdict(*process(self._text, number, sample, self._solved_at))
-    except worker.Stopped:
-      return reward.Verdict(
-        0.0,
-        False,
-        f"took more than verifier.cpu_s={self.options.cpu_s:g} or verifier.wall_s="
-        f"{self.options.wall_s:g}, or ended its process "
-        f"(response {reward.shortened(sample[1])}, answer {reward.shortened(sample[2])})",
+      ask = functools.partial(reward.verify, self.terms, self._solved_at)
+      return [ask(*sample) for sample in samples]
+    sent = list(map(_as_json, samples))
+    found: dict[int, reward.Verdict] = {}
+    for _ in range(_ATTEMPTS):
+      tasks = {i: self._schedule(sent[i]) for i in range(len(sent)) if i not in found}
+      for i, task in tasks.items():
+        if (verdict := self._verdict(task, samples[i])) is not None:
+          found[i] = verdict
+      if len(found) == len(sent):
+        break
+      self.close()  # the pool broke: it noticed the end of a process, but not of which task
+    lost = reward.Verdict((), False, "ended its process")
+    return [found.get(i, lost) for i in range(len(sent))]
+
+  def _schedule(self, sample: str) -> pebble.ProcessFuture:
+    if self._pool is None:
+      self._pool = pebble.ProcessPool(
+        self.options.processes,
+        initializer=_start,
+        initargs=(os.getpid(), self.options.memory_mb * 2**20),
+        context=_Context(),
       )
-    except worker.WorkerError as e:
+      self._end = weakref.finalize(self, _end, self._pool)  # at exit, too
+    args = (self._text, self._solved_at, self.options.cpu_s, sample)
+    return self._pool.schedule(_judge, args=args, timeout=self.options.wall_s)
+
+  def _verdict(self, task: pebble.ProcessFuture, sample: tuple) -> reward.Verdict | None:
+    """The verdict that a task ends with; None if the pool broke."""
+    try:
+      return task.result()
+    except process.BrokenProcessPool:
+      return None
+    except futures.TimeoutError:
+      what = f"took more than verifier.wall_s={self.options.wall_s:g}"
+    except pebble.ProcessExpired as e:
+      what = f"ended its process (status {e.exitcode})"
+      if e.exitcode == -signal.SIGPROF:
+        what = f"took more than verifier.cpu_s={self.options.cpu_s:g}"
+    except reward.RewardError as e:
       raise reward.RewardError(
-        f"reward {self.terms[number].name} does not run in a process of its own: {e}; its "
-        "module must be importable there; verifier.processes=0 runs it in this one"
+        f"{e}; its module must be importable in a process of its own; "
+        "verifier.processes=0 runs it in this one"
       ) from e
-    finally:
-      self._idle.put(process)
+    return reward.Verdict((), False, f"{what} {reward.place(*sample[1:3])}")
 
 
-def _check_json(name: str, value: Any) -> None:
-  """Raises RewardError unless a value comes back from JSON as it is."""
+def _as_json(sample: tuple) -> str:
+  """Raises RewardError for a prompt or answer that JSON does not give back as it is."""
   try:
-    is_same = json.loads(json.dumps(value)) == value
-    why = "tuples come back as lists, keys that are numbers as texts, NaN equals nothing"
+    text, why = json.dumps(sample), "tuples come back as lists, numbers of keys as texts"
+    is_same = json.loads(text) == list(sample)
   except (TypeError, ValueError, RecursionError) as e:
     is_same, why = False, e
   if not is_same:
     raise reward.RewardError(
-      f"the {name} {reward.shortened(value)} would not reach a verifier's process as it "
-      f"is, in JSON: {why}; give texts, numbers, lists, and dicts with texts as keys, or "
-      "run verifiers in this process (verifier.processes=0)"
+      f"prompt {reward.shortened(sample[0])} and answer {reward.shortened(sample[2])} "
+      f"reach no verifier's process as they are, in JSON: {why}; give texts, numbers, "
+      "lists and dicts, or run verifiers in this process (verifier.processes=0)"
     )
+  return text
 
 
-def verify(
-  text: str, number: int = 0, sample: list | None = None, solved_at: float = 0.0
-) -> reward.Verdict | None:
-  """What a verifier says of a sample; for a process of its own, which keeps the verifiers.
+class _Process(context.SpawnProcess):
+  """Does not import this process's `__main__`: verifiers are found by their names."""
 
-  Args:
-    text: names the verifiers
-    number: of the one that is asked
-    sample: see `Judge._one`; None: nothing is asked yet
-    solved_at: see `reward.verify`
+  def start(self):
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+      super().start()
+    finally:
+      sys.modules["__main__"] = main
+
+
+class _Context(context.SpawnContext):
+  Process = _Process
+
+
+def _end(pool: pebble.ProcessPool) -> None:
+  pool.stop()
+  pool.join()
+
+
+def _start(parent: int, memory: int) -> None:
+  """Prepares a process of the pool.
+
+  SIGTERM and SIGINT, which often reach all processes of a job, do not end it: a run that
+  is stopped still wants its verdicts. It ends with the run, as do processes that it has
+  started.
   """
+
+  def watch():
+    while os.getppid() == parent:
+      time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+  os.setsid()
+  signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs inherit
+  signal.signal(signal.SIGINT, lambda *_: None)
+  signal.signal(signal.SIGPROF, signal.SIG_DFL)
+  threading.Thread(target=watch, daemon=True).start()
+  resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.dup2(2, 1)  # what verifiers print is no output of the run
+
+
+def _judge(text: str, solved_at: float, cpu_s: float, sample: str) -> reward.Verdict:
+  """What verifiers say of a sample, in a process of the pool."""
   terms = _terms(text)
-  return sample and reward.verify(terms[number].score, *sample, solved_at)
+  prompt, response, answer, given = json.loads(sample)
+  # The kernel ends the process when the time is over, even inside C code.
+  signal.setitimer(signal.ITIMER_PROF, cpu_s)
+  try:
+    return reward.verify(terms, solved_at, prompt, response, answer, given)
+  finally:
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 @functools.cache
@@ -215,9 +272,6 @@ def _terms(text: str) -> tuple[reward.Term, ...]:
 
 def join(parts: Sequence[Scores]) -> Scores:
   """The scores of all responses, one part behind the other."""
-  joined: dict[str, Any] = {
-    name: np.concatenate([getattr(scores, name) for scores in parts])
-    for name in ("reward", "solved", "failure")
-  }
+  rewards, solved, failure = map(np.concatenate, zip(*(s[:3] for s in parts), strict=True))
   of_each = {k: np.concatenate([s.parts[k] for s in parts]) for k in parts[0].parts}
-  return Scores(**joined, parts=of_each)
+  return Scores(rewards, solved, failure, of_each)

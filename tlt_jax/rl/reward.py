@@ -12,12 +12,11 @@ with weights:
     tlt_jax.tasks.math.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
 
 The first one says which responses are solved. `parse` reads such a text, and `verify` asks
-one verifier about one response. Whatever goes wrong inside is part of its verdict; `judge`
-asks about whole batches, in processes of their own.
+about one response; `judge` asks about whole batches, in a pool of processes.
 """
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import inspect
 import numbers
 from typing import Any, NamedTuple
@@ -44,11 +43,11 @@ class Term(NamedTuple):
 
 
 class Verdict(NamedTuple):
-  """What a verifier says of one response."""
+  """What verifiers say of one response."""
 
-  reward: float
+  rewards: tuple[float, ...]  # of each
   solved: bool
-  failure: str = ""  # what went wrong, if it gave no reward; then the rest means nothing
+  failure: str = ""  # what went wrong, if one gave no reward; then there are no rewards
 
 
 def parse(text: str) -> tuple[Term, ...]:
@@ -104,8 +103,8 @@ def _make(call: calls.Call) -> Score:
     if not callable(score):
       raise RewardError(f"reward {call.path!r}: {name}(...) returns no function")
   try:
-    besides = dict.fromkeys(wanted(score), 0)
-    inspect.signature(score).bind("prompt", "response", "answer", **besides)
+    more = dict.fromkeys(wanted(score), 0)
+    inspect.signature(score).bind("prompt", "response", "answer", **more)
   except TypeError as e:
     raise RewardError(
       f"reward {call.path!r} cannot be called as {name}(prompt, response, answer): {e}"
@@ -120,37 +119,46 @@ def wanted(score: Score) -> list[str]:
 
 
 def verify(
-  score: Score,
+  terms: Sequence[Term],
+  solved_at: float,
   prompt: Any,
   response: str,
   answer: Any,
   given: Mapping[str, int],
-  solved_at: float,
 ) -> Verdict:
-  """Asks a verifier about a response; what goes wrong in it is told, not raised.
+  """Asks verifiers about a response; what goes wrong in one is reported, not raised.
 
   Args:
-    score: the verifier
-    prompt, response, answer: what it judges
-    given: `length` and `max_tokens`, for a verifier that takes them
+    terms: the verifiers; the first one says whether the response is solved
     solved_at: the least reward of a solved response, where it returns a number only
+    prompt, response, answer: what they judge
+    given: `length` and `max_tokens`, for a verifier that takes them
   """
-  where = f"(response {shortened(response)}, answer {shortened(answer)})"
-  besides = {name: given[name] for name in wanted(score)}
-  try:
-    returned = score(prompt, response, answer, **besides)
-  except (Exception, SystemExit, GeneratorExit) as e:  # Ctrl-C still ends the run
-    return Verdict(0.0, False, f"{type(e).__name__}: {e} {where}")
-  is_pair = isinstance(returned, tuple) and len(returned) == 2
-  reward, said = map(_python, returned if is_pair else (returned, None))
-  if not _is_finite_number(reward) or (is_pair and not isinstance(said, bool)):
-    return Verdict(
-      0.0,
-      False,
-      f"returned {shortened(returned)}, neither a finite number nor a pair of one and a "
-      f"bool, (reward, solved) {where}",
-    )
-  return Verdict(float(reward), said if is_pair else bool(reward >= solved_at))
+  rewards, solved = [], []
+  for name, _, score in terms:
+    failure = f"reward {name}: "
+    more = {name: given[name] for name in wanted(score)}
+    try:
+      returned = score(prompt, response, answer, **more)
+    except (Exception, SystemExit, GeneratorExit) as e:  # Ctrl-C still ends the run
+      failure += f"{type(e).__name__}: {e} {place(response, answer)}"
+      return Verdict((), False, failure)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    value, said = map(_python, returned if is_pair else (returned, None))
+    if not _is_finite_number(value) or (is_pair and not isinstance(said, bool)):
+      failure += (
+        f"returned {shortened(returned)}, neither a finite number nor a pair of one and a "
+        f"bool, (reward, solved) {place(response, answer)}"
+      )
+      return Verdict((), False, failure)
+    rewards.append(float(value))
+    solved.append(said if is_pair else bool(value >= solved_at))
+  return Verdict(tuple(rewards), solved[0])
+
+
+def place(response: str, answer: Any) -> str:
+  """Names a sample in a message."""
+  return f"(response {shortened(response)}, answer {shortened(answer)})"
 
 
 def _python(value):

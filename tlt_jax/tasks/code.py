@@ -31,7 +31,9 @@ _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re
 _ASSERTING = """
 import os, sys
 tests = os.fdopen(os.dup(0))
-os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+nothing, end = os.pipe()
+os.dup2(nothing, 0)
+os.close(end)
 names = {"__name__": "__main__"}
 import json
 exec(compile(json.loads(tests.readline()), "code.py", "exec"), names)
@@ -48,7 +50,6 @@ def passes(
   memory_mb: ranges.Count = 512,
   processes: ranges.Count = 4,
   file_mb: ranges.Count = 4,
-  at_once: ranges.Count = 4,
   total_s: ranges.Positive = 90.0,
   partial: bool = False,
   isolation: sandbox.Isolation = "namespaces",
@@ -60,11 +61,9 @@ def passes(
       machine may judge otherwise
     cpu_s: seconds of CPU time that each process of a test may take, rounded up
     memory_mb: MiB of address space of each process; all tests of a moment can take this
-      times `processes`, times the responses that are tested at a time
+      times `processes`, times verifier.processes
     processes: processes and threads that a test may have at a time
     file_mb: MiB of all files that a test writes, and of what it prints
-    at_once: responses that are tested at a time where verifier.processes is 0; elsewhere
-      that is their number
     total_s: seconds that all tests of a response may take, one after the other; those that
       have not ended by then are not passed. Keep it below verifier.wall_s: a verdict that
       takes longer than that is a failure, whatever was passed
@@ -91,7 +90,6 @@ def passes(
         return 0.0
     return passed / len(tests), passed == len(tests)
 
-  score.threads = at_once
   return score
 
 

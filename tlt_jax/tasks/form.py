@@ -7,13 +7,9 @@ They are parts of a sum (`config.reward`), beside one that judges the answer:
 """
 
 from collections.abc import Callable
-import functools
 import re
 
 from tlt_jax import ranges
-from tlt_jax import worker
-
-_CPU_S = 1.0  # of a search for a pattern
 
 
 def think(prompt: object, response: str, answer: object) -> float:
@@ -33,8 +29,8 @@ def think(prompt: object, response: str, answer: object) -> float:
 def matches(pattern: str) -> Callable[[object, str, object], float]:
   r"""A reward of 1.0 for responses that a regular expression matches as a whole.
 
-  Its dot matches line breaks too. A search that takes more than a second of CPU time has
-  found nothing: what a model writes can keep most patterns busy for ever.
+  Its dot matches line breaks too. What a model writes can keep many patterns busy for ever:
+  then the response fails by verifier.cpu_s.
 
   Args:
     pattern: in Python's syntax, such as "<answer>.+</answer>\\s*"
@@ -43,29 +39,15 @@ def matches(pattern: str) -> Callable[[object, str, object], float]:
   """
   ranges.check(matches, locals())
   try:
-    re.compile(pattern, re.DOTALL)
+    compiled = re.compile(pattern, re.DOTALL)
   except re.error as e:
     raise ValueError(f"pattern={pattern!r} is no regular expression: {e}") from e
-  search = worker.Worker(f"{__name__}.is_match", cpu_s=_CPU_S)
 
   def score(prompt: object, response: str, answer: object) -> float:
     del prompt, answer
-    try:
-      return float(search(pattern, response))
-    except worker.Stopped:
-      return 0.0
+    return float(compiled.fullmatch(response) is not None)
 
   return score
-
-
-def is_match(pattern: str, text: str) -> bool:
-  """Whether a pattern matches a text as a whole; for a process of its own."""
-  return _compiled(pattern).fullmatch(text) is not None
-
-
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern:
-  return re.compile(pattern, re.DOTALL)
 
 
 def overlong(buffer: ranges.Tokens) -> Callable[..., float]:

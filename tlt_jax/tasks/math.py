@@ -6,24 +6,19 @@ if it equals the gold answer as mathematics: \frac12, 0.5 and \dfrac{2}{4} are t
 are (x+1)^2 and x^2+2x+1, and {1,2} and {2,1}, but not (1,2) and (2,1).
 
 math-verify (https://github.com/huggingface/Math-Verify) decides what plain comparison does
-not. Its computer algebra can take forever or all memory, and its own time limits need the
-main thread. So it runs in a process of its own, under limits of CPU time and memory; what
-exceeds them is not right. Departures: a number with a base, 101_2, equals itself only, and
-degrees in trigonometric functions are understood.
+not. Its computer algebra can take forever or all memory: such a response fails by
+verifier.cpu_s or verifier.memory_mb. Departures: a number with a base, 101_2, equals itself
+only, and degrees in trigonometric functions are understood.
 """
 
 import functools
 import logging
 import re
-import resource
 from typing import Any
 
-from tlt_jax import worker
 from tlt_jax.tasks import gsm8k
 from tlt_jax.tasks import written_number
 
-_CPU_S = 2.0  # of one comparison; almost all take less than 0.1
-_MEMORY = 4 * 2**30  # bytes of address space of the process that compares
 _LONGEST = 1000  # characters of a final answer that is looked at
 
 _SPELLINGS = (
@@ -84,10 +79,7 @@ def is_equal(gold: str, final: str, is_marked: bool = True) -> bool:
     numbers = written_number.read(gold), written_number.read(final)
     if None not in numbers:
       return numbers[0] == numbers[1]
-  try:
-    return _comparer()(gold, final, is_marked)
-  except worker.Stopped:
-    return False
+  return _verify(gold, final, is_marked)
 
 
 def _respelt(text: str) -> str:
@@ -97,16 +89,8 @@ def _respelt(text: str) -> str:
   return text.rstrip(". ")
 
 
-@functools.cache
-def _comparer() -> worker.Worker:
-  """The process that runs math-verify; it ends with this one."""
-  return worker.Worker(
-    f"{__name__}.verify", cpu_s=_CPU_S, warm_up=((r"\frac{1}{2}", "x^2", True),)
-  )
-
-
-def verify(gold: str, final: str, is_marked: bool) -> bool:
-  """What math-verify says; for a process of its own, whose memory it limits."""
+def _verify(gold: str, final: str, is_marked: bool) -> bool:
+  """What math-verify says."""
   math_verify, kinds = _math_verify()
   try:
     expected = math_verify.parse(rf"\boxed{{{gold}}}", kinds, parsing_timeout=None)
@@ -119,9 +103,8 @@ def verify(gold: str, final: str, is_marked: bool) -> bool:
 
 @functools.cache
 def _math_verify() -> tuple[Any, list]:
-  import math_verify  # sympy takes seconds, and only this process needs it
+  import math_verify  # sympy takes seconds, and only this task needs it
 
-  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
   logging.getLogger("math_verify").setLevel(logging.CRITICAL)
   latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
   return math_verify, [latex, math_verify.ExprExtractionConfig()]
