@@ -20,6 +20,7 @@ from tlt_jax import metrics
 from tlt_jax import tokenization
 from tlt_jax.models import drafter
 from tlt_jax.models import drafter_files
+from tlt_jax.models import hf
 
 home = commands.home
 chat = commands.chat
