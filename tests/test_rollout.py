@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 
+import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode.decoding import pages as features_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -88,12 +89,12 @@ def test_who_watches_sees_responses_grow_into_what_they_end_as():
   [
     tiny.slow(1, 1, dict(slots=1)),
     (1, 1, dict(slots=5, chunk=3)),
-    tiny.slow(1, 1, dict(buckets=rollout.grid((1, 2, 4, 8, 16, 24), (16, 32, 64)))),
-    (1, 1, dict(buckets=((24, 24), (8, 32), (4, 64), (1, 64)))),
+    tiny.slow(1, 1, dict(buckets=(1, 2, 4, 8, 16))),
+    (1, 1, dict(buckets=(8, 4, 1), page_tokens=16)),
     (2, 1, {}),
     tiny.slow(8, 1, dict(slots=2)),
     tiny.slow(1, 2, {}),
-    (2, 2, dict(buckets=((24, 24), (4, 64), (2, 64)))),
+    (2, 2, dict(buckets=(4, 2), page_tokens=8)),
     (4, 2, {}),
   ],
 )
@@ -142,39 +143,28 @@ def test_seeds_and_requests_draw_apart():
   slots=st.sampled_from([1, 3, 8, 24]),
   chunk=st.sampled_from([1, 5, 16]),
   prompt_rows=st.sampled_from([1, 3]),
-  buckets=st.sampled_from(
-    [
-      (),
-      ((8, 64), (3, 16)),
-      rollout.grid((1, 4, 24), (16, 64)),
-      rollout.grid((2, 8), (32,)),
-    ]
-  ),
+  buckets=st.sampled_from([(), (3,), (1, 4)]),
+  page_tokens=st.sampled_from([4, 16, 256]),
+  cache_tokens=st.sampled_from([None, 200]),
   prefill_block=st.sampled_from([3, 12]),
-  rebalance=st.booleans(),
 )
 def test_tokens_do_not_depend_on_the_schedule(**options):
-  """Random buckets, refill orders, chunk sizes, prefill blocks; rebalanced or not."""
+  """Random buckets, pages, refill orders, chunk sizes, prefill blocks."""
+  if options["cache_tokens"] is not None:
+    each = -(-options["chunk"] // options["page_tokens"]) * options["page_tokens"]
+    hypothesis.assume(options["slots"] * each <= options["cache_tokens"])
   requests, samples = reference()
   assert_same(requests, samples, run(requests, 2, **options))
 
 
 @pytest.mark.parametrize(
-  ("page", "options"),
-  [
-    (128, {}),
-    (8, dict(chunk=5)),
-    (8, dict(chunk=5, rebalance=True)),
-    (8, dict(chunk=5, cache_tokens=128)),
-  ],
+  "options",
+  [{}, dict(page_tokens=8, chunk=5), dict(page_tokens=8, chunk=5, cache_tokens=200)],
 )
-def test_features_are_those_of_a_forward_pass(page, options, monkeypatch):
+def test_features_are_those_of_a_forward_pass(options):
   """Kept features equal the hidden states of whole sequences, prompt included."""
-  from tlt_jax.models import target
-
-  monkeypatch.setattr(features_lib, "PAGE", page)
   requests = tiny.requests(3, 4)
-  options = dict(buckets=((24, 16), (2, 64), (1, 96))) | options
+  options = dict(buckets=(2, 1)) | options
   samples = run(requests, 2, features=True, **options)
   tokens = np.zeros((len(requests), OPTIONS.max_length), np.int32)
   for i, row in enumerate(tokens):
@@ -198,22 +188,13 @@ def test_a_prompt_is_prefilled_once():
 
   def counted(name, key, *args, **static):
     if name == "prefill":
-      prefilled.append(int(np.sum(np.asarray(args[-1]) < OPTIONS.prompt_rows)))
+      sink = args[1].pools[0].k.shape[0] - 1
+      prefilled.append(int(np.sum(np.asarray(args[1].pages)[:, 0] < sink)))
     return inner(name, key, *args, **static)
 
   engine.parts.programs.run = counted
   engine(tiny.params(), tiny.requests(1, 8))
   assert prefilled == [1]
-
-
-def test_rebalancing_moves_requests_and_changes_no_token():
-  """With one long request per slice left, they share a slice; the tokens stay."""
-  requests = tiny.requests(4, 4, max_tokens=np.resize([2, 40], 16), stop_tokens=[])
-  plain = run(requests, 4, buckets=((1, 64), (2, 64)))
-  moved = run(requests, 4, buckets=((1, 64), (2, 64)), rebalance=True)
-  assert_same(requests, plain, moved)
-  busiest = lambda samples: max(max(live) for _, live in samples.timeline[2:])
-  assert busiest(moved) <= busiest(plain)
 
 
 def test_a_memory_budget_sends_requests_back_and_loses_none(monkeypatch):
@@ -222,7 +203,8 @@ def test_a_memory_budget_sends_requests_back_and_loses_none(monkeypatch):
   sent_back, inner = [], running_lib.Running.send_back
   counted = lambda self, s: sent_back.append(inner(self, s)) or sent_back[-1]
   monkeypatch.setattr(running_lib.Running, "send_back", counted)
-  options = dict(buckets=((24, 16), (8, 16), (4, 32), (2, 64)), cache_tokens=130)
+  options = dict(slots=6, buckets=(4, 2), chunk=5, cache_tokens=100, page_tokens=8)
+  options |= dict(prompt_rows=1)
   assert_same(requests, samples, run(requests, 2, **options))
   assert sent_back
 
@@ -230,9 +212,9 @@ def test_a_memory_budget_sends_requests_back_and_loses_none(monkeypatch):
 def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog, monkeypatch):
   """A program that does not fit is not used again; every request still finishes."""
   requests, samples = reference()
-  options = dict(buckets=rollout.grid((4, 8, 24), (16, 32, 64)))
+  options = dict(buckets=(4, 8))
   engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
-  refused = tiny.refuse_chunks(monkeypatch, engine, most=8 * 32)
+  refused = tiny.refuse_chunks(monkeypatch, engine, most=8)
   assert_same(requests, samples, engine(tiny.on(tiny.mesh(2)), requests))
   assert refused and len(set(refused)) == len(refused)
   assert "out of memory" in caplog.text
@@ -245,13 +227,13 @@ def test_out_of_memory_in_the_smallest_bucket_says_so():
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
 
   engine.parts.programs.run = never
-  with pytest.raises(MemoryError, match="no allowed bucket"):
+  with pytest.raises(MemoryError, match="even 24 slots a slice do not fit"):
     engine(tiny.params(), tiny.requests(1, 1))
 
 
 def test_nothing_compiles_after_compiling_ahead():
   """`compile` covers every program that rollouts of these options run."""
-  options = dict(slots=8, buckets=((8, 24), (4, 64), (1, 64)))
+  options = dict(slots=8, buckets=(4, 1), page_tokens=8)
   engine = rollout.make(tiny.CONFIG, tiny.mesh(2), dataclasses.replace(OPTIONS, **options))
   params, requests = tiny.on(tiny.mesh(2)), tiny.requests()
   engine.compile(params, requests.stop_tokens.shape[1])
@@ -259,7 +241,7 @@ def test_nothing_compiles_after_compiling_ahead():
   for first in (0, 100):
     engine(params, tiny.requests(first_request=first))
   engine(params, tiny.requests(2, 3))
-  assert len(engine.pool) == count <= 24, engine.pool.report()
+  assert len(engine.pool) == count <= 8, engine.pool.report()
 
 
 def test_bad_requests_name_the_cause():

@@ -118,11 +118,11 @@ def requests(num_prompts: int = 6, responses: int = 4, **options):
 
 
 def refuse_chunks(monkeypatch, engine, most: int) -> list:
-  """Lets chunks of more cache slots run out of memory; the list gets their keys."""
+  """Lets chunks of more slots run out of memory; the list gets their keys."""
   inner, refused = engine.parts.chunks.program, []
 
   def limited(key, *args):
-    if key[0] * key[1] > most:
+    if key[0] > most:
       refused.append(key)
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
     return inner(key, *args)

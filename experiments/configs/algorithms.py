@@ -24,12 +24,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   # All responses of a step decode at once, so that long ones start as early as short ones.
   config.rollout.update(
     slots=256,
-    buckets=(
-      *((256, 128), (256, 256)),
-      *((128, 256), (128, 512), (128, longest)),
-      *((64, 512), (64, longest)),
-      *((batch, longest) for batch in (32, 16, 8)),
-    ),
+    buckets=(256, 128, 64, 32, 16, 8),
     prompt_rows=32,
     prefill_rows=32,
   )

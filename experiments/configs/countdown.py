@@ -70,15 +70,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       rollout=dict(
         max_prompt=MAX_PROMPT,
         slots=16,
-        buckets=(
-          *((16, 256), (8, 512)),
-          *((16, longest), (8, longest), (4, longest), (2, longest)),
-        ),
+        buckets=(16, 8, 4, 2),  # slots that programs are compiled for
         chunk=32,
         prompt_rows=8,
         prefill_rows=8,
         prefill_block=32,
-        rebalance=False,
       ),
       # Credit for each token, with ten times the signal of one number per response; see
       # rl.grpo_gae.make.
@@ -124,11 +120,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       batch=dict(prompts=32, responses=8),
       rollout=dict(
         slots=64,
-        buckets=(
-          *((64, 256), (64, 512)),
-          *((32, 512), (32, longest)),
-          *((16, longest), (8, longest)),
-        ),
+        buckets=(64, 32, 16, 8),
         budget=dict(compile_s=180.0),
       ),
       learner=dict(

@@ -83,12 +83,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.rollout.slots = slots
   # The longer requests are, the fewer run: the memory is the same.
   # In pages it keeps more requests running: simulated, 703 s a rollout instead of 1,068.
-  config.rollout.cache_tokens, config.rollout.kv_page_tokens = slots * 8192, 128
+  config.rollout.cache_tokens = slots * 8192
   full = config.rollout.cache_tokens // longest
-  config.rollout.buckets = (
-    *((slots, 8192), (slots // 2, 16384)),
-    *((full, longest), (4, longest)),
-  )
+  config.rollout.buckets = (slots, slots // 2, full, 4)
   # A row holds one response of full length or many shorter ones.
   config.learner.buckets = ((1, 8192), (1, longest))
   return config

@@ -60,12 +60,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_prompt=max_prompt,
         slots=4 if smoke else 256,
         # The fewer run, the longer they are.
-        buckets=()
-        if smoke
-        else (
-          *((256, 1024), (256, 2048), (128, 2048), (32, 2048)),
-          *((32, longest), (8, longest)),
-        ),
+        buckets=() if smoke else (256, 128, 32, 8),
         chunk=8 if smoke else 64,
         prompt_rows=4 if smoke else 16,
         prefill_rows=4,

@@ -91,7 +91,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       solved_at=1.0,
       batch=dict(prompts=64, responses=16) if gpu else dict(prompts=8, responses=8),
       sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=128),
-      rollout=dict(chunk=16, rebalance=False),
+      rollout=dict(chunk=16),
       algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.0),
       optimizer=dict(
         name="adamw",
@@ -151,8 +151,7 @@ def with_countdown(config: ml_collections.ConfigDict) -> None:
     rollout=dict(
       slots=4,
       max_prompt=countdown.MAX_PROMPT,
-      buckets=tuple((slots, longest) for slots in (4, 2, 1)),
-      rebalance=True,
+      buckets=(4, 2, 1),
     ),
     learner=dict(buckets=((4, 288), (2, longest))),
   )

@@ -32,12 +32,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   longest = cap + countdown.MAX_PROMPT
   config.rollout.update(
     slots=slots,
-    buckets=(
-      *((slots, 256), (slots, 512)),
-      *((batch, 512) for batch in halves[:2]),
-      *((batch, usual + countdown.MAX_PROMPT) for batch in halves),
-      *((batch, longest) for batch in halves[-3:] if cap > usual),
-    ),
+    buckets=(slots, *halves),
     chunk=64,
     budget=dict(programs=None, compile_s=None),
   )

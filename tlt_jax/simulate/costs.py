@@ -8,7 +8,6 @@ import numpy as np
 
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
@@ -20,12 +19,12 @@ class Costs(Protocol):
   host_s: float  # between two chunks
 
   def step_s(
-    self, bucket: options_lib.Bucket, arm: Arm, seen: float, alone: bool = False
+    self, bucket: int, arm: Arm, seen: float, alone: bool = False
   ) -> float:
     """Seconds of a step.
 
     Args:
-      bucket: of the program
+      bucket: slots
       arm: how it decodes
       seen: tokens in the caches of a slice's live requests
       alone: whether no other slice decodes at the same time; CPU devices share memory
@@ -34,13 +33,8 @@ class Costs(Protocol):
   def prefill_s(self, tokens: int) -> float:
     """Seconds of computing so many tokens of prompts."""
 
-  def fill_s(self, bucket: options_lib.Bucket, longest: int) -> float:
-    """Seconds of filling a drafter's caches, which slots that have changed lack.
-
-    Args:
-      bucket: of the slots
-      longest: tokens of the longest request in them; shorter ones take as long
-    """
+  def fill_s(self, tokens: int) -> float:
+    """Seconds of computing a drafter's KV of so many tokens of a slice."""
 
   def micro_batch_s(self, tokens: int) -> float:
     """Seconds of training on a row of so many tokens, an update included."""
@@ -100,11 +94,11 @@ class Roofline:
   def step_s(self, bucket, arm, seen, alone=False) -> float:
     del alone
     if arm is None:
-      return self.pass_s(bucket.batch, seen)
-    verified = self.pass_s(bucket.batch * arm.verify, seen, per_row=arm.verify)
+      return self.pass_s(bucket, seen)
+    verified = self.pass_s(bucket * arm.verify, seen, per_row=arm.verify)
     if not strategy_lib.uses_drafter(arm):
       return verified  # what looks drafts up takes next to nothing
-    first, later = (self.draft_s(bucket.batch * n, seen) for n in (2, arm.width))
+    first, later = (self.draft_s(bucket * n, seen) for n in (2, arm.width))
     return verified + first + (arm.depth - 1) * later
 
   def pass_s(self, tokens: float, seen: float, per_row: int = 1) -> float:
@@ -134,8 +128,8 @@ class Roofline:
   def prefill_s(self, tokens) -> float:
     return self.pass_s(tokens, tokens) if tokens else 0.0
 
-  def fill_s(self, bucket, longest) -> float:
-    m, tokens = self.model, bucket.batch * longest
+  def fill_s(self, tokens) -> float:
+    m = self.model
     read = self.drafter.features * m.width * self.weight_bytes * tokens
     weights = self._fused + 2 * m.num_kv_heads * m.head_dim * m.width  # keys and values
     return self._products_s(weights, tokens) + read / self.tensor / self._bandwidth
@@ -215,8 +209,7 @@ class Measured:
   Steps by strategy ("off": plain), live batch and cache length; the same of a slice that
   decodes alone, if that was measured; and what it takes to fill a drafter's caches.
   Between what was measured: linear in the logarithms; beyond it: like the nearest, so
-  measure the largest buckets. What lies in the caches does not count for steps: they are
-  measured where these are nearly full.
+  measure the largest buckets and lengths.
   """
 
   table: Mapping  # the last line of the benchmark
@@ -232,11 +225,10 @@ class Measured:
       )
 
   def step_s(self, bucket, arm, seen, alone=False) -> float:
-    del seen
     arm, rows = "off" if arm is None else str(arm), self.table["steps"].items()
     of = lambda row: row.get("alone_ms", row["step_ms"]) if alone else row["step_ms"]
     by_batch = {b: of(row).get(arm) for b, row in rows}
-    found = _of_bucket(by_batch, bucket)
+    found = _of_bucket(by_batch, bucket, seen / bucket)
     if found is None:
       raise ValueError(
         f"steps of {arm} were not measured: give --strategies={arm} to "
@@ -244,9 +236,8 @@ class Measured:
       )
     return found / 1e3
 
-  def fill_s(self, bucket, longest) -> float:
-    by_batch = {b: row.get("fill_ms") for b, row in self.table["steps"].items()}
-    return (_of_bucket(by_batch, bucket) or 0.0) / 1e3 * longest / bucket.length
+  def fill_s(self, tokens) -> float:
+    return tokens * self.table.get("fill_token_s", 0.0)
 
   def prefill_s(self, tokens) -> float:
     return tokens * self.prefill_token
@@ -261,15 +252,15 @@ class Measured:
 
 
 def _of_bucket(
-  by_batch: Mapping[str, Mapping[str, float] | None], bucket: options_lib.Bucket
+  by_batch: Mapping[str, Mapping[str, float] | None], bucket: int, length: float
 ) -> float | None:
-  """The value at a bucket of those by live batch and cache length; None: there is none."""
+  """The value at a bucket of those by live batch and length; None: there is none."""
   known = {
-    int(b): _between({int(n): x for n, x in by_length.items()}, bucket.length)
+    int(b): _between({int(n): x for n, x in by_length.items()}, max(length, 1.0))
     for b, by_length in by_batch.items()
     if by_length
   }
-  return _between(known, bucket.batch) if known else None
+  return _between(known, bucket) if known else None
 
 
 def _between(known: Mapping[int, float], x: float) -> float:

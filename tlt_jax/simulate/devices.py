@@ -15,7 +15,6 @@ from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.rollout import batch as batch_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
 from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
@@ -120,50 +119,47 @@ class Spot(spot_lib.Spot):
 class Batch(batch_lib.Batch):
   """The slots of a rollout, without arrays."""
 
-  def fit(self, bucket, tokens) -> None:
+  def follow(self, plan, params, tokens) -> None:
     running = self.running
-    if running.bucket is None:
-      sizes = self._shapes.options.page_sizes if self._shapes.layout else None
-      running.open(bucket, sizes)
-    for goal in self._options.path(running.bucket, bucket):
-      running.move(goal)
-    self.extend(tokens)
-
-  def _admit(self, params, plan, tokens) -> None:
-    prompts = self.running.requests.prompts
-    work = [0] * self._shapes.slices
+    if plan.bucket != running.bucket:
+      running.resize(plan.bucket)
+    prompts, work = running.requests.prompts, [0] * self._shapes.slices
     for p in plan.prefills:
       work[p.slice] += len(prompts[p.prompt])
-      if self.running.kv_pages:
-        self.running.hold(p.slice, p.row, p.prompt)
+      running.hold(*p)
     self.programs.timer.spend(self.programs.costs.prefill_s(max(work)))
     for a in plan.admissions:
-      if self.running.kv_pages:
-        self.running.share(a.slice, a.row, a.request)
-      self.running.seat(a.slice, a.request)
+      running.share(a.slice, a.row, a.request)
+      running.seat(a.slice, a.request)
     self.extend(tokens)
 
   def extend(self, tokens) -> None:
-    for pages in (self.running.pages, self.running.kv_pages):
-      if pages:
-        pages.assign(self.running.owner, self.running.end(tokens))
+    self.running.pages.assign(self.running.owner, self.running.end(tokens))
 
   def store(self, rows, pieces, count) -> None:
     """Nothing is there to be copied."""
 
 
 class Drafter(model_lib.Model):
-  """A drafter without weights, whose caches are filled for slots that have changed."""
+  """A drafter without weights, whose KV of new tokens takes time to compute."""
 
   def __init__(self, programs: Programs):
     """Drafts nothing; spends the time of `programs`."""
     self._programs = programs
+    self.reset()
 
-  def prepare(self, key, weights, slots, running) -> None:
-    bucket = options_lib.Bucket(*key[:2])
-    seated = [r for row in running for r in row if r is not None]
-    known = [len(r.prompt) + len(r.response) for r in seated]
-    self._programs.timer.spend(self._programs.costs.fill_s(bucket, max(known)))
+  def prepare(self, weights, slots, running) -> None:
+    missing = [
+      sum(max(self._lacking_from(r) - self._filled.get(r.request, 0), 0) for r in row if r)
+      for row in running
+    ]
+    self._programs.timer.spend(self._programs.costs.fill_s(max(missing)))
+
+  def _lacking_from(self, request) -> int:
+    return max(len(request.tokens) - 1 - self._programs.shapes.room.longest, 0)
+
+  def release(self, state, running) -> None:
+    self._keep_filled(running)
 
 
 def make_source(name: str, programs: Programs) -> source_lib.Source:

@@ -55,15 +55,15 @@ class Loop(loop_lib.Loop):
 class Parts(parts_lib.Parts):
   """The parts of a rollout, with slots that hold nothing."""
 
-  def batch(self, options, requests) -> devices.Batch:
-    return devices.Batch(self.programs, options, requests)
+  def batch(self, requests) -> devices.Batch:
+    return devices.Batch(self.programs, requests)
 
 
 class Ready(ready_lib.Ready):
   """Measures steps by asking what they cost."""
 
-  def time_step(self, weights, bucket, arm, stops, slices=None) -> float:
-    seen = bucket.batch * bucket.length  # caches are as full as they get
+  def time_step(self, weights, bucket, arm, stops, slices=None, length=None) -> float:
+    seen = bucket * (length or self._shapes.options.max_length // 4)
     return self._programs.costs.step_s(bucket, arm, seen)
 
 

@@ -84,11 +84,7 @@ class Scenario:
     total = self.prompt_tokens + self.max_tokens
     slots = -(-self.prompts // slices) * self.responses
     slots = min(slots, self.rollout.get("slots", slots))
-    doublings = range((total // self.shortest).bit_length())
-    lengths = {min(self.shortest << i, total) for i in doublings} | {total}
-    buckets = options_lib.grid(
-      [slots >> i for i in range(slots.bit_length())], sorted(lengths)
-    )
+    buckets = options_lib.ladder(slots, 1)
     sizes = dict(max_length=total, max_prompt=self.prompt_tokens, buckets=buckets)
     return options_lib.Options(**sizes | dict(self.rollout) | {"slots": slots})
 

@@ -71,6 +71,10 @@ class Running:
       owner[s, : len(live)] = live
     self.owner = owner
 
+  def close(self) -> None:
+    """Takes all slots away; who still had one must start over."""
+    self.owner = self.owner[:, :0]
+
   def seat(self, s: int, request: int) -> None:
     """Puts a request into a free slot of a slice."""
     self.owner[s, int(np.argmax(self.owner[s] < 0))] = request

@@ -289,7 +289,7 @@ class Schedule:
       running.start_over(list(lost))
       queue.extendleft(sorted(lost, reverse=True))
     self.prompt_row = [{} for _ in self.queues]
-    running.resize(0)
+    running.close()
     return goal
 
 

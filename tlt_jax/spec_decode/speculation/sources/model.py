@@ -104,10 +104,14 @@ class Model(source_lib.Source):
 
   def release(self, state, running):
     self._pool = state.pool
-    self._filled = {r.request: self._lacking_from(r) for row in running for r in row if r}
+    self._keep_filled(running)
 
   def reset(self):
     self._pool, self._filled = None, {}
+
+  def _keep_filled(self, running) -> None:
+    """Notes which pairs of the running requests the pool has after a chunk."""
+    self._filled = {r.request: self._lacking_from(r) for row in running for r in row if r}
 
   def _lacking_from(self, request: source_lib.Progress) -> int:
     """The first pair of a request that a chunk takes in itself."""
