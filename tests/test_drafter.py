@@ -266,7 +266,7 @@ def drafting(kind, own):
 def test_a_draft_vocabulary_restricts_the_head(kind):
   """Its logits are the whole head's at its tokens; eagle3 trains a head of its own."""
   h = jax.random.normal(jax.random.key(0), (3, 5, tiny.CONFIG.width))
-  shared, ids = params(kind), list(VOCAB)
+  shared, ids = params(kind), np.array(VOCAB)
   columns = {"head": tiny.params()["head"][ids]} if kind == "eagle3" else {}
   whole = drafting(kind, shared)
   part = drafting(f"{kind}_vocab", shared | columns)

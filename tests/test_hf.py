@@ -225,6 +225,18 @@ def test_parameters_keep_their_dtype(dtype, tmp_path):
   assert_same(jax.tree.map(lambda x: x.astype("float32"), params), wide)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_is_stored_in_the_format_that_its_config_names(dtype, tmp_path):
+  """Trained in float32, as it is; rounded once, by numpy as by jax."""
+  config, params = hf.load(GOLDEN / "qwen2")
+  config = dataclasses.replace(config, dtype=dtype)
+  hf.save(tmp_path, config, params, dtype=dtype)
+  _, again = hf.load(tmp_path)
+  assert_same(again, jax.tree.map(lambda x: x.astype(dtype), params))
+  stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+  assert {str(x.dtype) for x in stored.values()} == {dtype}
+
+
 def test_large_models_are_split_over_files(tmp_path):
   """Above the limit there is an index; a smaller save later leaves no stale shard."""
   config, params = hf.load(GOLDEN / "llama3")

@@ -188,7 +188,7 @@ def test_heads_and_biases_are_where_they_belong():
   config = tunix_params.model_config(actor("Qwen2"))
   ours = tunix_params.from_tunix(config, made)
   bias = made["layers"][1]["attn"]["k_bias"]
-  np.testing.assert_array_equal(ours["layer_1"]["attention"]["k_bias"][1], bias[H:])
+  np.testing.assert_array_equal(ours["layer_1"]["attention"]["k_bias"][H:], bias[H:])
   assert config.qkv_bias and not config.qk_norm
 
 
@@ -413,7 +413,7 @@ def test_speculation_changes_nothing_in_a_run_of_tunix(example, tlt, tmp_path, m
   # What the engine has is what the learner has made.
   made = tunix_params.from_tunix(plain._config, policy)
   jax.tree.map(np.testing.assert_array_equal, plain._params, made)
-  moved = np.asarray(policy["lm_head"]["w"][...]) - np.asarray(start["head"])
+  moved = np.asarray(policy["lm_head"]["w"][...]).T - np.asarray(start["head"])
   assert np.abs(moved).max() > 1e-6
 
 

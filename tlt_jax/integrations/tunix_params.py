@@ -2,8 +2,8 @@
 
 `model_config` reads the shape off a model, `from_tunix` its parameters, and `to_tunix`
 takes ours back: `nnx.update(model, to_tunix(model_config(model), params))`. None of them
-imports tunix. Qwen2, Qwen3 and Llama of tunix 0.1.7 differ from ours only in names, and in
-that heads of biases are in one axis.
+imports tunix. Qwen2, Qwen3 and Llama of tunix 0.1.7 differ from ours in names, and in that
+matrices are (inputs, outputs), with an axis each for heads and their size.
 """
 
 import logging
@@ -106,7 +106,7 @@ def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
     config: of `model_config`
     params: `nnx.state(model, nnx.Param)`, or nested dicts of arrays like it
   Returns:
-    nested as `Policy.params`; arrays are those that were handed in, but for biases
+    nested as `Policy.params`; matrices are copies
   Raises:
     ValueError: parameters that are no such model's, such as LoRA's, or of other shapes
   """
@@ -126,12 +126,15 @@ def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
       "parameters of the model (without LoRA)"
     )
   for ours, name in names.items():
-    if theirs[name].shape != _stored(ours, shapes[ours]):
+    expected = _stored(config, ours, shapes[ours])
+    if theirs[name].shape != expected:
       raise ValueError(
-        f"tunix's {name} has the shape {theirs[name].shape}, its config says "
-        f"{_stored(ours, shapes[ours])}"
+        f"tunix's {name} has the shape {theirs[name].shape}, its config says {expected}"
       )
-  mapped = {ours: theirs[name].reshape(shapes[ours]) for ours, name in names.items()}
+  mapped = {}
+  for ours, name in names.items():
+    x, shape = theirs[name], shapes[ours]
+    mapped[ours] = x.reshape(shape[::-1]).T if _is_turned(ours, shape) else x
   return traverse_util.unflatten_dict(mapped, "/")
 
 
@@ -146,7 +149,9 @@ def to_tunix(config: config_lib.ModelConfig, params: dict) -> dict:
   theirs = {}
   for ours, name in _names(config).items():
     path = tuple(int(part) if part.isdigit() else part for part in name.split("/"))
-    theirs[path] = flat[ours].reshape(_stored(ours, flat[ours].shape))
+    x = flat[ours]
+    turned = x.T if _is_turned(ours, x.shape) else x
+    theirs[path] = turned.reshape(_stored(config, ours, x.shape))
   return traverse_util.unflatten_dict(theirs)
 
 
@@ -165,6 +170,20 @@ def _names(config: config_lib.ModelConfig) -> dict[str, str]:
   return {ours: rows[ours] for ours in _shapes(config)}
 
 
-def _stored(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _is_turned(path: str, shape: tuple[int, ...]) -> bool:
+  """Whether tunix has the axes of our parameter the other way round."""
+  return len(shape) == 2 and path != "embedding"
+
+
+def _stored(
+  config: config_lib.ModelConfig, path: str, shape: tuple[int, ...]
+) -> tuple[int, ...]:
   """The shape that tunix stores for our parameter of that path and shape."""
-  return (shape[0] * shape[1],) if path.endswith("_bias") else shape
+  if not _is_turned(path, shape):
+    return shape
+  outputs, inputs = shape
+  if path.endswith(("q_proj", "k_proj", "v_proj")):
+    return inputs, outputs // config.head_dim, config.head_dim
+  if path.endswith("o_proj"):
+    return inputs // config.head_dim, config.head_dim, outputs
+  return inputs, outputs

@@ -317,7 +317,7 @@ def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[
   ids = np.arange(size) + d2t[:]
   if not size or ids.min() < 0 or ids.max() >= target_size or np.any(np.diff(ids) < 1):
     raise hf.CheckpointError(
-      f"{where}: d2t names no increasing tokens of the target's {target_size}"
+      f"{where}: d2t names no increasing tokens of {target_size}, as config.json says"
     )
   if t2d is not None:  # it says nothing that d2t does not
     is_table = t2d.get_shape() == [target_size] and t2d.get_dtype() == "BOOL"

@@ -115,9 +115,10 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
     try:
       opened = stack.enter_context(safetensors.safe_open(path / file, framework="numpy"))
     except (safetensors.SafetensorError, OSError) as e:
+      where = f", which {_INDEX} names," if promised else ""
       raise CheckpointError(
-        f"{path / file} is missing, damaged or truncated ({e!s:.200}); download it again "
-        "(a git-lfs pointer is not the file itself)"
+        f"{path / file}{where} is missing, damaged or truncated ({e!s:.120}); download it "
+        "again (a git-lfs pointer is not the file itself)"
       ) from e
     found = {name: opened.get_slice(name) for name in opened.keys()}
     missing = [name for name in promised if name not in found]
@@ -330,7 +331,9 @@ def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
     slides = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
   else:  # Qwen2.5 ships a window that is not used, or by layers that it has not
     full_layers = raw.get("max_window_layers", 28)
-    is_used = raw.get("use_sliding_window", False) is not False
+    is_used = raw.get("use_sliding_window", False)
+    if not isinstance(is_used, bool):
+      raise ValueError(f"use_sliding_window={is_used!r:.60} is neither true nor false")
     slides = is_used and "sliding_window" in raw and full_layers < raw["num_hidden_layers"]
   if slides:
     raise ValueError(
