@@ -1,9 +1,11 @@
 """Measures how many drafted tokens stand: by verification, strategy and temperature."""
 
 from collections.abc import Sequence
+import dataclasses
 import itertools
 import logging
 
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import tables
 from tlt_jax.rl import sample
@@ -12,15 +14,18 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 def sampler(
-  config: dict, models: from_config.Models, strategy: str, verification: str
+  run: config_lib.RunConfig,
+  models: from_config.Models,
+  strategy: str,
+  verification: str,
 ) -> sample.Sampler:
   """The sampler that drafts for every request alike; see `measure`.
 
   Raises:
     ValueError: there is no such strategy, or it does not go with the rest
   """
-  return from_config.sampler(
-    config | {"verification": verification},
+  return from_config.make_sampler(
+    dataclasses.replace(run, verification=verification),
     models.model,
     models.mesh,
     drafter=models.drafter,
@@ -28,9 +33,9 @@ def sampler(
   )
 
 
-def at_temperatures(config: dict, given: Sequence[float]) -> tuple[float, ...]:
-  """The temperatures given, each once; that of the run's config if there are none."""
-  return tuple(dict.fromkeys(given)) or (config["sampling"]["temperature"],)
+def at_temperatures(usual: float, given: Sequence[float]) -> tuple[float, ...]:
+  """The temperatures given, each once; the usual one if there are none."""
+  return tuple(dict.fromkeys(given)) or (usual,)
 
 
 def samples_at(temperature: float, samples: int) -> int:
@@ -39,7 +44,7 @@ def samples_at(temperature: float, samples: int) -> int:
 
 
 def measure(
-  config: dict,
+  run: config_lib.RunConfig,
   models: from_config.Models,
   *,
   strategies: Sequence[str],
@@ -54,7 +59,7 @@ def measure(
   Each case begins anew: n-grams learn nothing from the responses of another.
 
   Args:
-    config: of a run, for its sampling and rollout
+    run: its config, for sampling and rollouts
     models: its policy, and the drafter
     strategies: as `strategy.parse` reads them
     verifications: of `source.VERIFICATIONS`
@@ -69,11 +74,14 @@ def measure(
   """
   found = []
   cases = itertools.product(
-    verifications, strategies, at_temperatures(config, temperatures)
+    verifications,
+    strategies,
+    at_temperatures(run.sampling.temperature, temperatures),
   )
   for verification, name, temperature in cases:
-    sampling = config["sampling"] | {"temperature": temperature}
-    scored = sampler(config | {"sampling": sampling}, models, name, verification)(
+    sampling = dataclasses.replace(run.sampling, temperature=temperature)
+    at = dataclasses.replace(run, sampling=sampling)
+    scored = sampler(at, models, name, verification)(
       models.params,
       records,
       samples_at(temperature, samples),

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import jax
 import psutil
 
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
 from experiments import scratch_memory
-from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
-from tlt_jax.models import config as config_lib
+from tlt_jax.models import config as model_lib
 from tlt_jax.models import convert
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
@@ -36,7 +36,6 @@ from tlt_jax.models import few_rows
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.rollout import chunks
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -85,7 +84,7 @@ class _NoPool(pool_lib.Pool):
     return None
 
 
-_Spot = tuple[trainer_lib.Trainer, spot_lib.Options] | None  # see `spot_trainer`
+_Spot = tuple[trainer_lib.Trainer, spot_lib.Options] | None  # see `make_draft_trainer`
 
 
 class _Rollouts(NamedTuple):
@@ -99,9 +98,9 @@ class _Rollouts(NamedTuple):
 class Run:
   """What a config describes, as shapes; the parts of its memory."""
 
-  config: dict
+  config: config_lib.RunConfig
   mesh: jax.sharding.Mesh
-  model: config_lib.ModelConfig
+  model: model_lib.ModelConfig
   selector: selector_lib.Selector | None  # of strategies; None: plain decoding
   stops: int  # stop tokens of a request
   room: memory.Room  # of the machine, or of each device
@@ -138,7 +137,7 @@ class Run:
 
   def verifiers(self) -> list[memory_phases.Part]:
     """The processes that verifiers run in, on the host; none without a reward."""
-    count = self.config["verifier"]["processes"] if self.config["reward"] else 0
+    count = self.config.verifier.processes if self.config.reward else 0
     size, option = count * scratch_memory.VERIFIER, "verifier.processes"
     return [memory_phases.Part("verifiers", size, option, True)] if self.shared else []
 
@@ -157,7 +156,7 @@ class Run:
 
   def drafter(self) -> drafter_lib.DrafterConfig | None:
     """The config's drafter."""
-    name = self.config["drafter"]
+    name = self.config.drafter
     if not name or drafters.is_kind(name):
       return drafter_lib.of_target(self.model, name) if name else None
     return drafter_files.load_shape(name, self.model)
@@ -192,19 +191,16 @@ class Run:
       self.part("drafter's training rows", features, "spot.rows"),
     ]
 
-  def rollouts(
-    self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot
-  ) -> _Rollouts:
+  def rollouts(self, drafter: drafter_lib.DrafterConfig | None, spot: _Spot) -> _Rollouts:
     """The shapes of the rollout, and by bucket the ways to speculate there."""
     config, selector = self.config, self.selector
-    longest = sizes.max_length(config)
-    options = rollout.Options(max_length=longest, **config["rollout"])
+    options = from_config.rollout_options(config)
     strategies = selector.strategies if selector else ()
     shapes = programs_lib.Shapes.of(
       self.model, self.mesh, options, drafter, strategies, train=spot is not None
     )
     sources = drafting_lib.make_sources(
-      selector, shapes, _NoPool(), config["verification"], drafter
+      selector, shapes, _NoPool(), config.verification, drafter
     )
     drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock())
     weights = chunk_lib.Weights(self.weights(self.model.dtype), self.draft_params(drafter))
@@ -271,7 +267,7 @@ class Run:
 
 
 def of_run(
-  config: dict, machine: memory_phases.Machine | None = None, stops: int = 1
+  config: config_lib.RunConfig, machine: memory_phases.Machine | None = None, stops: int = 1
 ) -> memory_phases.Plan:
   """The memory of `experiments.train`.
 
@@ -280,16 +276,25 @@ def of_run(
     machine: that it is planned for; None: this one
     stops: stop tokens of a request
   """
-  run = described(config, from_config.selector(config), stops, machine)
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, run.model, algorithm, run.mesh)
+  run = described(config, from_config.make_selector(config), stops, machine)
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, run.model, algorithm, run.mesh
+  )
   state, drafter = learner.abstract_state(), run.drafter()
   policy = [
     run.part("policy in training", state.params, _SMALLER_POLICY),
     run.part("moments", state.opt_state, "learner.only"),
   ]
   reference = state.params if algorithm.uses_reference else ()
-  spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
+  spot = from_config.make_draft_trainer(
+    config.spot,
+    config.sampling.temperature,
+    config.max_length,
+    run.model,
+    run.mesh,
+    drafter,
+  )
   trained, rollouts = run.spot_arrays(spot), run.rollouts(drafter, spot)
   critic_trainer = critic_lib.make_trainer(algorithm.critic, learner)
   critic = critic_trainer.abstract_state() if critic_trainer else ()
@@ -335,7 +340,9 @@ def of_run(
 
 
 def of_rollout(
-  config: dict, selector: selector_lib.Selector | None = None, stops: int = 1
+  config: config_lib.RunConfig,
+  selector: selector_lib.Selector | None = None,
+  stops: int = 1,
 ) -> memory_phases.Plan:
   """The memory of a command that only asks a policy, such as `experiments.generate`.
 
@@ -359,15 +366,18 @@ def of_rollout(
 
 
 def described(
-  config: dict,
+  config: config_lib.RunConfig,
   selector: selector_lib.Selector | None,
   stops: int,
   machine: memory_phases.Machine | None = None,
 ) -> Run:
-  if machine and config["rollout"].get("kernels") is None:
+  if machine and config.rollout.kernels is None:
     # Those of this machine, which may be a CPU. All others keep caches in one shape.
-    config = config | {"rollout": config["rollout"] | {"kernels": "ref"}}
-  mesh = from_config.make_mesh(config, machine and machine.devices)
+    options = dataclasses.replace(config.rollout, kernels="ref")
+    config = dataclasses.replace(config, rollout=options)
+  mesh = from_config.make_mesh(
+    config.tensor_parallel, config.policy, machine and machine.devices
+  )
   room = (machine.room, False) if machine else memory.room(mesh.local_devices)
-  model = convert.load_config(config["policy"])
+  model = convert.load_config(config.policy)
   return Run(config, mesh, model, selector, stops, *room)

@@ -25,7 +25,7 @@ _AT_ONCE = 1024  # that are tokenized together
 Prompt = str | list[dict]
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.options
 class Unusable:
   """What is done with prompts that cannot be used as they are.
 
@@ -33,18 +33,20 @@ class Unusable:
   are kept, of a chat those of the user's last message; unknown characters are left out.
   """
 
-  # what is done with prompts of more tokens than the rollout takes
-  too_long: Literal["refuse", "drop", "cut"] = "refuse"
-  # what is done with prompts that have characters unknown to the tokenizer
-  unknown_characters: Literal["refuse", "drop", "cut"] = "refuse"
+  too_long: Literal["refuse", "drop", "cut"] = ranges.field(
+    "refuse", "what is done with prompts of more tokens than the rollout takes"
+  )
+  unknown_characters: Literal["refuse", "drop", "cut"] = ranges.field(
+    "refuse", "what is done with prompts that have characters unknown to the tokenizer"
+  )
 
-  def __post_init__(self):
-    ranges.check(Unusable, vars(self))
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Rules:
-  """Which prompts can be used, and what is done with the others."""
+  """Which prompts can be used, and what is done with the others.
+
+  `max_prompt` may be set after a source was measured: it holds for what is drawn later.
+  """
 
   tokenizer: tokenization.Tokenizer
   unusable: Unusable = Unusable()
@@ -74,10 +76,20 @@ def usable(
   Raises:
     DataError: a record lacks a field, a prompt is refused, or none is left
   """
+  return measured(source, name, rules, whole)[0]
+
+
+def measured(
+  source: Sequence[dict], name: str, rules: Rules, whole: bool = False
+) -> tuple[Sequence[dict], int]:
+  """What `usable` returns, and the tokens of the longest prompt.
+
+  Prompts that are drawn later may be longer: twice the longest of the first ones is told.
+  """
   whole = whole or isinstance(source, list) or len(source) <= _WHOLE
   count = len(source) if whole else _SOME
-  kept = _check([source[i] for i in range(count)], name, rules)
-  return kept if whole else _Drawn(source, name, rules)
+  kept, longest = _check([source[i] for i in range(count)], name, rules)
+  return (kept, longest) if whole else (_Drawn(source, name, rules), 2 * longest)
 
 
 class _Drawn(Sequence):
@@ -98,7 +110,7 @@ class _Drawn(Sequence):
       j %= len(self)
       record = self._source[j]
       _check_fields(record, self._name, j)
-      record, _ = _settled(record, self._name, j, self._rules)
+      record, _, _ = _settled(record, self._name, j, self._rules)
       if record is not None:
         return record
     raise data.DataError(
@@ -106,20 +118,21 @@ class _Drawn(Sequence):
     )
 
 
-def _check(records: list[dict], name: str, rules: Rules) -> list[dict]:
-  """The usable ones of some records; see `usable`."""
+def _check(records: list[dict], name: str, rules: Rules) -> tuple[list[dict], int]:
+  """The usable ones of some records, and the most tokens of one; see `usable`."""
   for i, record in enumerate(records):
     _check_fields(record, name, i)
-  kept, refused, counts = [], [], collections.Counter()
+  kept, refused, counts, longest = [], [], collections.Counter(), 0
   for i, (record, encoded) in enumerate(_encoded(records, rules)):
     try:
-      record, done = _settled(record, name, i, rules, encoded)
+      record, done, tokens = _settled(record, name, i, rules, encoded)
     except data.DataError as e:
       refused.append(str(e))
       continue
     counts.update(done)
     if record is not None:
       kept.append(record)
+      longest = max(longest, tokens)
   if refused:
     count = f" (the first of {len(refused):,} unusable prompts)" if refused[1:] else ""
     raise data.DataError(refused[0] + count)
@@ -131,7 +144,7 @@ def _check(records: list[dict], name: str, rules: Rules) -> list[dict]:
       f"{name}: none of {len(records):,} prompts is left; raise rollout.max_prompt, or "
       "use prompts that the tokenizer knows"
     )
-  return kept
+  return kept, longest
 
 
 def _check_fields(record: dict, name: str, i: int) -> None:
@@ -167,8 +180,8 @@ def _encoded(records: list[dict], rules: Rules) -> Iterator[tuple[dict, tuple | 
 
 def _settled(
   record: dict, name: str, i: int, rules: Rules, encoded: tuple | None = None
-) -> tuple[dict | None, list[str]]:
-  """A record as it is used, None if it is dropped, and what was done to it.
+) -> tuple[dict | None, list[str], int]:
+  """A record as it is used, None if it is dropped, what was done to it, and its tokens.
 
   Args:
     name, i: of its source, and its index there
@@ -177,18 +190,18 @@ def _settled(
     DataError: it is refused; the message names its place
   """
   try:
-    prompt, done = _settle(record["prompt"], rules, encoded)
+    prompt, done, tokens = _settle(record["prompt"], rules, encoded)
   except data.DataError as e:
     raise data.DataError(f"{_place(record, name, i)}: {e}") from e
   if prompt is None:
-    return None, done
-  return (record | {"prompt": prompt} if done else record), done
+    return None, done, 0
+  return (record | {"prompt": prompt} if done else record), done, tokens
 
 
 def _settle(
   prompt: Prompt, rules: Rules, encoded: tuple | None
-) -> tuple[Prompt | None, list[str]]:
-  """A prompt as it is used, None if it is dropped, and what was done; see `_settled`."""
+) -> tuple[Prompt | None, list[str], int]:
+  """A prompt as it is used, None if it is dropped, and the rest of `_settled`."""
   unusable, limit, done = rules.unusable, rules.max_prompt, []
   text, pieces = encoded or rules.encode([prompt])[0]
   unknown = _unknown(text, pieces, rules)
@@ -199,7 +212,7 @@ def _settle(
         "unusable_prompts.unknown_characters to drop or cut"
       )
     if unusable.unknown_characters == "drop":
-      return None, ["dropped (unknown characters)"]
+      return None, ["dropped (unknown characters)"], 0
     prompt = _without_unknown(prompt, rules.tokenizer)
     done.append("cut (unknown characters)")
     text, pieces = rules.encode([prompt])[0]
@@ -215,7 +228,7 @@ def _settle(
         "raise it, or set unusable_prompts.too_long to drop or cut"
       )
     if unusable.too_long == "drop":
-      return None, ["dropped (too long)"]
+      return None, ["dropped (too long)"], 0
     prompt = _shortened(prompt, len(pieces.ids), rules)
     done.append("cut (too long)")
   last = _last_text(prompt)
@@ -225,8 +238,8 @@ def _settle(
         "nothing is left of the prompt in tokens; correct it, raise rollout.max_prompt, "
         "or set unusable_prompts.unknown_characters to drop"
       )
-    return None, ["dropped (nothing left)"]
-  return prompt, done
+    return None, ["dropped (nothing left)"], 0
+  return prompt, done, min(len(pieces.ids), limit or len(pieces.ids))
 
 
 def _unknown(text: str, pieces: tokenization.Pieces, rules: Rules, most: int = 5) -> str:

@@ -14,7 +14,6 @@ The vocabulary of a drafter of any kind is stored as in published EAGLE-3 files:
 import contextlib
 import dataclasses
 import pathlib
-import typing
 from typing import Any
 
 from flax import traverse_util
@@ -150,12 +149,10 @@ def _load_config(path: pathlib.Path) -> tuple[drafter.DrafterConfig, int | None]
 def _make(cls: type, raw: dict, **made: Any) -> Any:
   """An instance of a dataclass with the fields in `raw`, each of its type, and `made`."""
   fields = {field.name: field for field in dataclasses.fields(cls)}
-  types = typing.get_type_hints(cls, include_extras=True)
-  for name, value in raw.items():
+  for name in raw:
     if name not in fields or name in made:
       raise ValueError(f"key {name!r:.60} is unknown")
-    if not ranges.holds(types[name], value):
-      raise ValueError(f"{name}={value!r:.60} is not {ranges.words(types[name])}")
+  ranges.check(cls, raw)
   for name, field in fields.items():
     if field.default is dataclasses.MISSING and name not in raw | made:
       raise ValueError(f"{name!r} is missing")

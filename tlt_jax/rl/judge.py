@@ -8,7 +8,6 @@ answers travel there as JSON; what JSON would change, such as a tuple, is refuse
 
 from collections.abc import Sequence
 import concurrent.futures
-import dataclasses
 import functools
 import json
 import logging
@@ -22,20 +21,29 @@ from tlt_jax import worker
 from tlt_jax.rl import reward
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.options
 class Options:
   """Where verifiers run, and what a failure of one costs."""
 
-  # processes that verifiers run in, each on a response at a time; 0: they run in the run's
-  # own process, without any limit of time
-  processes: ranges.CountOrZero = 2
-  cpu_s: ranges.Positive = 10.0  # CPU seconds that the verdict on a response may take
-  # seconds that it may take, for verifiers that wait for something; where this limit
-  # decides, another machine may judge otherwise
-  wall_s: ranges.Positive = 120.0
-  failed_reward: ranges.Real = 0.0  # reward of a response that a verifier fails on
-  # share of a rollout's responses that verifiers may fail on; with more the run ends
-  most_failed: ranges.Share = 0.5
+  processes: ranges.CountOrZero = ranges.field(
+    2,
+    "processes that verifiers run in, each on a response at a time; 0: they run in the "
+    "run's own process, without any limit of time",
+  )
+  cpu_s: ranges.Positive = ranges.field(
+    10.0, "CPU seconds that the verdict on a response may take"
+  )
+  wall_s: ranges.Positive = ranges.field(
+    120.0,
+    "seconds that it may take, for verifiers that wait for something; where this limit "
+    "decides, another machine may judge otherwise",
+  )
+  failed_reward: ranges.Real = ranges.field(
+    0.0, "reward of a response that a verifier fails on"
+  )
+  most_failed: ranges.Share = ranges.field(
+    0.5, "share of a rollout's responses that verifiers may fail on; with more the run ends"
+  )
 
 
 class Scores(NamedTuple):
@@ -50,7 +58,7 @@ class Scores(NamedTuple):
 class Judge:
   """Judges responses by the weighted sum of verifiers that a config names."""
 
-  def __init__(self, text: str, solved_at: float = 1.0, options: Options = Options()):
+  def __init__(self, text: str, solved_at: float = 1.0, options: Options | None = None):
     """Finds the verifiers; processes start with the first response.
 
     Args:
@@ -62,7 +70,7 @@ class Judge:
       RewardError: see `reward.parse`
     """
     self.terms = reward.parse(text) if text else ()
-    self.options = options
+    self.options = options = options or Options()
     self._text, self._solved_at = text, solved_at
     self._idle: queue.LifoQueue[worker.Worker] = queue.LifoQueue()
     if options.processes:

@@ -39,8 +39,43 @@ def ladder(slots: int, length: int, shortest: int = 128) -> tuple[Bucket, ...]:
   return tuple(dict.fromkeys([*rungs, Bucket(slots, S)]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+@ranges.options
+class Settings:
+  """What does not follow from prompts, model and memory."""
+
+  chunk: ranges.Count = ranges.field(
+    64, "tokens per slot between two looks of the host (a chunk)"
+  )
+  cache_tokens: ranges.Large | None = ranges.field(
+    None, "KV memory per slice, in tokens; None: for all slots at full length"
+  )
+  kv_page_tokens: ranges.Tokens | None = ranges.field(
+    None,
+    "KV in pages of so many tokens, that requests get as they grow; None: each slot has a "
+    "row of the bucket's length, which is faster on a CPU",
+  )
+  budget: programs.Budget = ranges.field(
+    programs.Budget(), "limits of what is compiled ahead"
+  )
+  rebalance: bool = ranges.field(
+    False, "whether live requests move to slices with fewer of them"
+  )
+  deterministic: bool = ranges.field(
+    False,
+    "whether buckets, chunks, strategies and training follow from tokens alone, not from "
+    "the time that anything takes: then runs are the same in bfloat16 too. "
+    "budget.compile_s is no limit then",
+  )
+  kernels: Literal[implementations.NAMES] | None = ranges.field(
+    None,
+    "what attends, writes to caches and draws: 'pallas' on TPUs, 'triton' on NVIDIA GPUs, "
+    "'ref' (XLA alone) or 'interpret' (as on TPUs, very slowly) anywhere; None: the "
+    "fastest on this machine",
+  )
+
+
+@ranges.options
+class Options(Settings):
   """Sizes of a rollout, and its kernels; none of them changes a token.
 
   Counts are per slice. The largest bucket is added if it is missing; buckets with more
@@ -48,42 +83,35 @@ class Options:
   `cache_tokens` too, or, where that is None, for `slots` of the longest sequences.
   """
 
-  max_length: ranges.Tokens  # longest sequence, prompt included, in tokens
-  max_prompt: ranges.Tokens  # longest prompt, in tokens
-  slots: ranges.Count  # requests that run at a time, per slice
-  # (slots, tokens) that programs are compiled for; (): only the largest
-  buckets: tuple[tuple[ranges.Count, ranges.Tokens], ...] = ()
-  chunk: ranges.Count = 64  # tokens per slot between two looks of the host (a chunk)
-  chunk_s: ranges.Positive = 2.0  # seconds that a chunk should last at most
-  prompt_rows: ranges.Count = 8  # prompts per slice whose KV is kept at a time
-  prefill_rows: ranges.Count = 8  # prompts per slice and prefill call
-  prefill_block: ranges.Tokens = 128  # tokens of each prompt per prefill call
-  # KV memory per slice, in tokens; None: for all slots at full length
-  cache_tokens: ranges.Large | None = None
-  # KV in pages of so many tokens, that requests get as they grow; None: each slot has a
-  # row of the bucket's length, which is faster on a CPU
-  kv_page_tokens: ranges.Tokens | None = None
-  budget: programs.Budget = programs.Budget()  # limits of what is compiled ahead
-  memory_tokens: ranges.Large = 2**20  # tokens of earlier responses kept for n-gram drafts
-  memory_rows: ranges.Count = 16  # earlier responses searched per slice and chunk
-  rebalance: bool = False  # whether live requests move to slices with fewer of them
-  # whether buckets, chunks, strategies and training follow from tokens alone, not from the
-  # time that anything takes: then runs are the same in bfloat16 too. budget.compile_s is
-  # no limit then
-  deterministic: bool = False
-  features: bool = False  # whether the target's features are kept and returned
-  # what attends, writes to caches and draws: "pallas" on TPUs, "triton" on NVIDIA GPUs,
-  # "ref" (XLA alone) or "interpret" (as on TPUs, very slowly) anywhere; None: the fastest
-  # on this machine
-  kernels: Literal[implementations.NAMES] | None = None
+  max_length: ranges.Tokens = ranges.field(
+    ..., "longest sequence, prompt included, in tokens"
+  )
+  max_prompt: ranges.Tokens = ranges.field(..., "longest prompt, in tokens")
+  slots: ranges.Count = ranges.field(..., "requests that run at a time, per slice")
+  buckets: tuple[tuple[ranges.Count, ranges.Tokens], ...] = ranges.field(
+    (), "(slots, tokens) that programs are compiled for; (): only the largest"
+  )
+  prompt_rows: ranges.Count = ranges.field(
+    8, "prompts per slice whose KV is kept at a time"
+  )
+  prefill_rows: ranges.Count = ranges.field(8, "prompts per slice and prefill call")
+  prefill_block: ranges.Tokens = ranges.field(128, "tokens of each prompt per prefill call")
+  chunk_s: ranges.Positive = ranges.field(2.0, "seconds that a chunk should last at most")
+  memory_tokens: ranges.Large = ranges.field(
+    2**20, "tokens of earlier responses kept for n-gram drafts"
+  )
+  memory_rows: ranges.Count = ranges.field(
+    16, "earlier responses searched per slice and chunk"
+  )
+  features: bool = ranges.field(
+    False, "whether the target's features are kept and returned"
+  )
 
   def __post_init__(self):
     top = Bucket(self.slots, self.max_length)
     fitting = [bucket for bucket in self.buckets if bucket[0] <= top.batch]
     below = {Bucket(slots, min(tokens, top.length)) for slots, tokens in fitting}
     object.__setattr__(self, "buckets", tuple(sorted(below | {top}, key=_size)))
-    if not isinstance(self.budget, programs.Budget):
-      object.__setattr__(self, "budget", programs.Budget(**self.budget))
     if self.deterministic:  # which programs there are must not follow from seconds
       unlimited = dataclasses.replace(self.budget, compile_s=None)
       object.__setattr__(self, "budget", unlimited)
