@@ -12,6 +12,7 @@ medians over the repetitions, with their range. The last line is JSON.
 """
 
 from collections.abc import Iterable
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -22,12 +23,14 @@ import numpy as np
 
 from benchmarks import interleave
 from experiments import acceptance
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
+from experiments import sizes
 from experiments import tables
 from experiments import workdirs
 from tlt_jax import axes
+from tlt_jax import programs
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -99,7 +102,13 @@ def make_engine(
   return rollout.make(models.model, models.mesh, options, *drafting)
 
 
-def measure_speculation(config: dict, models: from_config.Models) -> dict:
+def held_out(config: config_lib.RunConfig, size: int) -> from_config.Prompts:
+  """So many held-out prompts."""
+  rules = from_config.prompt_rules(config)
+  return from_config.load_prompts(config.held_out | {"size": size}, rules)
+
+
+def measure_speculation(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Measures plain decoding against every strategy, by live batch per slice.
 
   The requests are those of a first rollout whose responses got long enough, so that
@@ -107,25 +116,25 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   """
   n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
   prompts = min(4 * max(lives) * slices, 128)  # some end before
-  tokenizer = from_config.tokenizer(config["policy"])
-  chat = config["chat"]
+  tokenizer = from_config.load_tokenizer(config.policy)
   requests = requests_lib.make_requests(
     sample.encode(
       tokenizer,
-      from_config.prompts(config, config["held_out"] | {"size": prompts}),
-      chat=chat["apply"],
-      system=chat["system"],
+      held_out(config, prompts).records,
+      chat=config.chat.apply,
+      system=config.chat.system,
     ),
     responses=4,
     seed=3,
     max_tokens=n,
     stop_tokens=tokenizer.stop_tokens,
   )
-  sizes = config["rollout"] | {"buckets": (), "chunk": 64, "budget": {}}
-  sizes["max_length"] = config["rollout"]["max_prompt"] + n
+  changes = {"buckets": (), "chunk": 64, "budget": programs.Budget()}
+  changes["max_length"] = config.rollout.max_prompt + n
 
   def engine(slots: int | None = None, arm: strategy_lib.Strategy | None = None):
-    options = rollout.Options(**sizes | ({"slots": slots} if slots else {}))
+    own = changes | ({"slots": slots} if slots else {})
+    options = rollout.Options(**vars(config.rollout) | own)
     return make_engine(models, options, arm)
 
   first = engine()(models.params, requests)
@@ -137,9 +146,7 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
     paddings = sorted({live, max(2 * live, 2)})
     sides = {f"off, {slots} slots": engine(slots) for slots in paddings}
     plain = list(sides)
-    sides |= {
-      name: engine(live, strategy_lib.parse(name)) for name in strategies(models)
-    }
+    sides |= {name: engine(live, strategy_lib.parse(name)) for name in strategies(models)}
     result[live] = compare_sides(models, chosen, sides, plain)
   if not result:
     raise ValueError(
@@ -195,7 +202,7 @@ def compare_sides(
   return {"off": off, "off_s": float(np.median(seconds[off])), "arms": arms}
 
 
-def speculation(config: dict, models: from_config.Models) -> dict:
+def speculation(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Prints the table of speculation; returns its part of the last line."""
   result = measure_speculation(config, models)
   names = strategies(models)
@@ -222,7 +229,7 @@ def speculation(config: dict, models: from_config.Models) -> dict:
   }
 
 
-def steps(config: dict, models: from_config.Models) -> dict:
+def steps(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Prints the table of step times; returns its part of the last line.
 
   Of plain steps, and of a strategy's where --strategies names some; with a drafter among
@@ -231,7 +238,7 @@ def steps(config: dict, models: from_config.Models) -> dict:
   lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
   # A program's call costs as much as several steps of a small model: as many share it here
   # as in a rollout.
-  chunk = config["rollout"]["chunk"]
+  chunk = config.rollout.chunk
   arms = {"off": None} | {name: strategy_lib.parse(name) for name in _STRATEGIES.value}
   drafter = list(filter(strategy_lib.uses_drafter, arms.values()))
 
@@ -271,14 +278,14 @@ def steps(config: dict, models: from_config.Models) -> dict:
   }
 
 
-def accepted(config: dict, models: from_config.Models) -> dict:
+def accepted(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Prints the table of acceptance; returns its part of the last line."""
   found = acceptance.measure(
-    config | {"rollout": config["rollout"] | {"buckets": (), "slots": 24}},
+    config_lib.change(config, {"rollout.buckets": (), "rollout.slots": 24}),
     models,
     strategies=strategies(models),
     verifications=source.VERIFICATIONS,
-    records=from_config.prompts(config, config["held_out"] | {"size": 24}),
+    records=held_out(config, 24).records,
     samples=2,
     seed=3,
   )
@@ -286,7 +293,7 @@ def accepted(config: dict, models: from_config.Models) -> dict:
   return {"acceptance": found}
 
 
-def switch(config: dict, models: from_config.Models) -> dict:
+def switch(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Prints what switching speculation on costs, with 8 live requests and cache 512."""
   if models.drafter is None:
     raise ValueError("without a drafter there is nothing to switch on: give --drafter")
@@ -296,9 +303,7 @@ def switch(config: dict, models: from_config.Models) -> dict:
   plain, engine = make_engine(models, options), make_engine(models, options, chain)
   sides = {
     "step": lambda _: plain.time_step(models.params, bucket),
-    "fill": lambda _: engine.time_switch(
-      models.params, bucket, models.draft_params, chain
-    ),
+    "fill": lambda _: engine.time_switch(models.params, bucket, models.draft_params, chain),
   }
   measured = interleave.results(list(interleave.turns(sides, 2 * _REPEATS.value)))
   ratio = np.array(measured["fill"]) / np.array(measured["step"])
@@ -324,14 +329,14 @@ TABLES = {
 }
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   if unknown := set(_ONLY.value) - set(TABLES):
     raise ValueError(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
   launch.start(_SLICES.value)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
-  config["drafter"] = _DRAFTER.value or config["drafter"]
-  records = from_config.prompts(config, config["held_out"] | {"size": 128})
-  config = from_config.sized(config, records, prompts=len(records), responses=4)
+  config = dataclasses.replace(config, drafter=_DRAFTER.value or config.drafter)
+  records, longest = held_out(config, 128)
+  config = sizes.fill_rollout(config, sizes.Asked(longest, len(records), 4))
   models = from_config.load_models(config)
   found = {
     "device": jax.devices()[0].device_kind,
@@ -347,4 +352,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  read = config_lib.from_flags("countdown", config_lib.RunConfig)
+  launch.run(main, config=read)

@@ -15,20 +15,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
 from tlt_jax import processes
-from tlt_jax.models import config as config_lib
+from tlt_jax.models import config as model_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
 
 SIDES = ("plain", "tlt", "frozen", "ngram")
-# Suffix -> what differs in the section `rollout` of the config.
+# Suffix -> what differs in the config.
 _OPTIONS = {
-  "rebalance": {"rebalance": True},
-  "deterministic": {"deterministic": True},
+  "rebalance": {"rollout.rebalance": True},
+  "deterministic": {"rollout.deterministic": True},
 }
 
 
@@ -37,7 +38,7 @@ def bare(side: str) -> str:
   return side.partition("+")[0]
 
 
-def check(sides: Sequence[str], config: dict) -> None:
+def check(sides: Sequence[str], config: config_lib.RunConfig) -> None:
   """Raises ValueError for sides that cannot be compared with this config.
 
   Args:
@@ -57,41 +58,39 @@ def check(sides: Sequence[str], config: dict) -> None:
   arms = {side: strategy.parse(side) for side in known - set(SIDES)}
   drafting = {side for side, arm in arms.items() if strategy.uses_drafter(arm)}
   drafting |= known & {"tlt", "frozen"}
-  if not config["strategies"] and (others := known - {"plain"}):
+  if not config.strategies and (others := known - {"plain"}):
     raise ValueError(
       f"side {min(others)!r} has no strategies: give --config.strategies, such as "
       "'up to 16 live: off or 3_1_4'"
     )
-  if drafting and not config["drafter"]:
+  if drafting and not config.drafter:
     raise ValueError(
       f"nothing drafts on side {min(drafting)!r}: the config has no drafter; give "
       "--config.drafter=DIR (or eagle2, a new one), or --sides=plain,ngram"
     )
 
 
-def settings(side: str, config: dict) -> dict:
+def settings(side: str, config: config_lib.RunConfig) -> dict:
   """The config of a side."""
   for option in side.split("+")[1:]:
-    config = config | {"rollout": config["rollout"] | _OPTIONS[option]}
-  side, known = bare(side), levels.parse(config["strategies"])
+    config = config_lib.change(config, _OPTIONS[option])
+  side, known = bare(side), levels.parse(config.strategies)
   if side == "plain":
-    return config | {"drafter": "", "strategies": ""}
+    return dataclasses.replace(config, drafter="", strategies="")
   if side == "ngram":
     arms = tuple(map(strategy.parse, ("off", "ngram_3", "ngram_5")))
     known = [level._replace(arms=arms) for level in known]
-    return config | {"drafter": "", "strategies": levels.write(known)}
+    return dataclasses.replace(config, drafter="", strategies=levels.write(known))
   if side not in SIDES:
     arm = strategy.parse(side)
     known = [known[-1]._replace(arms=(arm,))]
     if arm is not None and arm.source == strategy.NGRAM:
-      config = config | {"drafter": ""}
-  return config | {
-    "strategies": levels.write(known),
-    "spot": config["spot"] | {"train": side == "tlt"},
-  }
+      config = dataclasses.replace(config, drafter="")
+  changes = {"strategies": levels.write(known), "spot.train": side == "tlt"}
+  return config_lib.change(config, changes)
 
 
-def memory(sides: Sequence[str], config: dict) -> memory_phases.Plan:
+def memory(sides: Sequence[str], config: config_lib.RunConfig) -> memory_phases.Plan:
   """The memory of sides that train in one process, each with a state of its own.
 
   Args:
@@ -112,8 +111,8 @@ class Side:
   def __init__(
     self,
     name: str,
-    config: dict,
-    model: config_lib.ModelConfig,
+    config: config_lib.RunConfig,
+    model: model_lib.ModelConfig,
     mesh: jax.sharding.Mesh,
   ):
     """Makes sampler and drafter; `sampler.compile` makes them ready.
@@ -125,13 +124,15 @@ class Side:
       mesh: of the run
     """
     self.config = config = settings(name, config)
-    drafter, draft_params = from_config.load_drafter(config, model, mesh)
-    self.spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+    drafter, draft_params = from_config.load_drafter(
+      config.drafter, config.seed, model, mesh
+    )
+    self.spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
     self.drafter = drafter
     # Of a drafter that nothing trains; one in training is `spot`'s.
     self.draft_params = None if self.spot else draft_params
-    chosen = from_config.selector(config)
-    self.sampler = from_config.sampler(config, model, mesh, drafter, chosen, self.spot)
+    chosen = from_config.make_selector(config)
+    self.sampler = from_config.make_sampler(config, model, mesh, drafter, chosen, self.spot)
 
   def compile(self, policy: Any) -> None:
     """Makes every program ready, see `sample.Sampler.compile`."""
@@ -160,8 +161,8 @@ class Side:
     return self.sampler(
       policy,
       records,
-      self.config["batch"]["responses"],
-      seed=self.config["seed"],
+      self.config.batch.responses,
+      seed=self.config.seed,
       first_request=first_request,
       draft_params=self.draft_params,
       train=train and self.spot is not None,

@@ -31,8 +31,8 @@ import numpy as np
 
 from benchmarks import interleave
 from benchmarks import sides as sides_lib
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import memory_plan
 from experiments import tables
@@ -67,7 +67,9 @@ _SLICES = flags.DEFINE_integer(
 class Learning:
   """A side, and the policy that it trains."""
 
-  def __init__(self, name: str, config: dict, learner: learner_lib.Learner, params):
+  def __init__(
+    self, name: str, config: config_lib.RunConfig, learner: learner_lib.Learner, params
+  ):
     """Makes everything ready.
 
     Args:
@@ -91,12 +93,12 @@ class Learning:
   ) -> tuple[dict[str, float], sample.Scored, str]:
     """Does an RL step: seconds by part, samples, hash of tokens and of the policy."""
     config = self.side.config
-    P, R = config["batch"]["prompts"], config["batch"]["responses"]
+    P, R = config.batch.prompts, config.batch.responses
     lengths = None
     if _LENGTHS.value == "log-normal":
       what = {"log_normal": {"median": 100, "sigma": 1.0}}
-      most = config["sampling"]["max_tokens"]
-      lengths = scenario.draw_lengths(what, P * R, most, [config["seed"], step])
+      most = config.sampling.max_tokens
+      lengths = scenario.draw_lengths(what, P * R, most, [config.seed, step])
     scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
     updating = time.perf_counter()
     self.state, _ = self.learner.train(self.state, scored.batch(R))
@@ -113,13 +115,16 @@ class Learning:
     return seconds, scored, sides_lib.digest([scored.samples.tokens, self.state.params])
 
 
-def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
+def measure(
+  config: config_lib.RunConfig, mesh: jax.sharding.Mesh, asked: Sequence[dict]
+) -> dict:
   """Trains all sides, step by step in turn."""
-  asked = from_config.prompts(config, config["prompts"])
-  prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
-  model, params = convert.load_hf(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, model, algorithm, mesh)
+  prompts = data.prompt_iterator(asked, config.batch.prompts, config.seed)
+  model, params = convert.load_hf(config.policy, mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, model, algorithm, mesh
+  )
   sides = {name: Learning(name, config, learner, params) for name in _SIDES.value}
   first = _SIDES.value[0]
   plain = sides[first]
@@ -153,9 +158,7 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   }
 
 
-def summary(
-  seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]
-) -> dict:
+def summary(seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]) -> dict:
   """Sums up.
 
   Args:
@@ -263,29 +266,31 @@ def report(found: dict) -> None:
   )
 
 
-def workload(config: dict) -> dict:
+def workload(config: config_lib.RunConfig) -> dict:
   """Describes what was pinned."""
+  whole = config_lib.to_dict(config)
   return {
-    "policy": config["policy"],
-    "seeds": [config["seed"], config["prompts"].get("seed")],
-    **{key: config[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
-    "rollout": config["rollout"],
-    "learner_buckets": config["learner"]["buckets"],
+    "policy": config.policy,
+    "seeds": [config.seed, config.prompts.get("seed")],
+    **{key: whole[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
+    "rollout": whole["rollout"],
+    "learner_buckets": config.learner.buckets,
     "lengths": _LENGTHS.value,
   }
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   sides_lib.check(_SIDES.value, config)
   launch.start(_SLICES.value)
-  config = from_config.complete(config)
+  config, asked = from_config.complete(config)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
-  mesh = axes.make_mesh(config["tensor_parallel"])
+  mesh = axes.make_mesh(config.tensor_parallel)
   memory_plan.check(sides_lib.memory(_SIDES.value, config))
-  found = measure(config, mesh)
+  found = measure(config, mesh, asked.train.records)
   report(found)
   print(json.dumps({"workload": workload(config)} | found))
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN))
+  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, config=read)

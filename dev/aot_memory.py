@@ -26,12 +26,11 @@ import jax
 
 from dev import aot_machines
 from dev import aot_programs
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
-from experiments import sizes
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 
@@ -106,11 +105,18 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
     stops: stop tokens per request
   """
   config, drafter = run.config, run.drafter()
-  options = rollout_lib.Options(max_length=sizes.max_length(config), **config["rollout"])
-  spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
+  options = from_config.rollout_options(config)
+  spot = from_config.make_draft_trainer(
+    config.spot,
+    config.sampling.temperature,
+    config.max_length,
+    run.model,
+    run.mesh,
+    drafter,
+  )
   spot = spot and aot_programs.SpotShapes(*spot)
   rollout = rollout_lib.make(
-    *(run.model, run.mesh, options, drafter, run.selector, config["verification"]),
+    *(run.model, run.mesh, options, drafter, run.selector, config.verification),
     spot=spot,
   )
   draft_params = None if spot else run.draft_params(drafter)
@@ -132,9 +138,11 @@ def _buckets(key: Sequence[int]) -> list[str]:
 def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
   """The programs of the learner."""
   config = run.config
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, run.model, algorithm, run.mesh)
-  count = config["batch"]["prompts"] * config["batch"]["responses"]
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, run.model, algorithm, run.mesh
+  )
+  count = config.batch.prompts * config.batch.responses
   tables, scored = ["sampler_logp"], False
   if learner.updates > 1:
     tables, scored = [*tables, "old_logp"], True
@@ -266,34 +274,35 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
   return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def main(config: dict) -> None:
+def main(config: config_lib.RunConfig) -> None:
   machine = memory_phases.Machine.parse(_DEVICES.value)
   if machine is None:
     raise ValueError("--devices is empty; it reads DEVICESxGIGABYTES, such as 64x80")
-  if re.search(r"\d", config["learner"].get("only", "")):
+  if re.search(r"\d", config.learner.only):
     raise ValueError(
-      f"learner.only={config['learner']['only']!r} names layers by number, which a policy "
+      f"learner.only={config.learner.only!r} names layers by number, which a policy "
       "cut to a few layers does not have; --config.learner.only='' compares all of them"
     )
   if len(_LAYERS.value) != 2 or len({*_LAYERS.value}) != 2:
     raise ValueError("--layers takes two depths, such as 2,4: a line needs two points")
   layers = tuple(map(int, _LAYERS.value))
-  name, tensor = _TARGET.value, config["tensor_parallel"]
+  name, tensor = _TARGET.value, config.tensor_parallel
   target = target_of(machine.devices, tensor, name)
   os.environ.update(aot_machines.environment(target.platform))
   jax.config.update("jax_platforms", "cpu")
-  config = from_config.complete(config, planned=machine)
+  config, _ = from_config.complete(config, machine)
   plan = memory_plan.of_run(config, machine)
   mesh = aot_machines.mesh_of(target)
-  config["rollout"]["kernels"] = config["rollout"]["kernels"] or _KERNELS[name]
-  selector = from_config.selector(config)
+  kernels = config.rollout.kernels or _KERNELS[name]
+  config = config_lib.change(config, {"rollout.kernels": kernels})
+  selector = from_config.make_selector(config)
   run = memory_plan.described(config, selector, stops=1, machine=machine)
   run = dataclasses.replace(run, mesh=mesh)
   versions = aot_machines.versions(target.platform)
   found = compare(run, _PROGRAMS.value, layers, versions, pathlib.Path(_WORKDIR.value))
   output = pathlib.Path(_OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
-  policy = pathlib.Path(config["policy"]).name
+  policy = pathlib.Path(config.policy).name
   title = f"{policy}_{_DEVICES.value}_{name}"
   text = report(f"{policy} on {_DEVICES.value} GB, {name}", plan, found)
   (output / f"{title}.md").write_text(text)
@@ -322,4 +331,5 @@ def main(config: dict) -> None:
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("long_reasoning", keys.RUN))
+  read = config_lib.from_flags("long_reasoning", config_lib.RunConfig)
+  launch.run(main, config=read)

@@ -79,9 +79,7 @@ def main(config: config_lib.RunConfig):
   models = from_config.load_models(config, _DTYPE.value)
   selector = InTurn(strategies)
   fewer = max(config.rollout.slots // 8, 1)
-  smaller = dataclasses.replace(
-    config, rollout=dataclasses.replace(config.rollout, slots=fewer, buckets=())
-  )
+  smaller = config_lib.change(config, {"rollout.slots": fewer, "rollout.buckets": ()})
   plain, in_smaller_batches = (
     from_config.make_sampler(run, models.model, models.mesh) for run in (config, smaller)
   )

@@ -702,7 +702,7 @@ def parse(
   Raises:
     ConfigError: a file that is none, a key that does not exist, a value that cannot be
   """
-  path, overrides, rest = _split(argv, name)
+  path, overrides, rest = split(argv, name)
   path = path or default
   try:
     values = read(path)
@@ -717,11 +717,7 @@ def parse(
     if key not in known:
       hint = named.nearest(key, known) or f"; see {path}"
       raise ConfigError(f"--{name}.{key}: the config has no such key{hint}")
-    *sections, last = key.split(".")
-    section = values
-    for part in sections:
-      section = section.setdefault(part, {})
-    section[last] = _value(text, known[key].annotation)
+    _put(values, key, _value(text, known[key].annotation))
   help_string = f"Config file, FILE.py[:ARG]; its entries are set by --{name}.KEY=VALUE."
   if any(arg.lstrip("-") in _HELP for arg in argv):
     help_string += "".join(f"\n{line}" for line in _help(known, values, name))
@@ -751,7 +747,7 @@ def _help(known: Mapping[str, Entry], values: Mapping, name: str) -> Iterator[st
     yield f"--{name}.{key}={shown}: {entry.meaning} [{ranges.words(entry.annotation)}]"
 
 
-def _split(argv: Sequence[str], name: str) -> tuple[str, dict[str, str], list[str]]:
+def split(argv: Sequence[str], name: str) -> tuple[str, dict[str, str], list[str]]:
   """A config's file ("" if none is named), its overrides, and what is left for absl.
 
   A switch needs no value: `--name.a` is True, `--noname.a` is False.
@@ -800,6 +796,21 @@ def _kinds(annotation: Any) -> set[Any]:
   if origin is Literal:
     return set(map(type, args))
   return {annotation}
+
+
+def change(config: Any, changes: Mapping[str, Any]) -> Any:
+  """The tree with other values of some dotted keys."""
+  values = to_dict(config)
+  for key, value in changes.items():
+    _put(values, key, value)
+  return validate(type(config), values)
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+  *sections, last = key.split(".")
+  for part in sections:
+    values = values.setdefault(part, {})
+  values[last] = value
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -130,6 +130,14 @@ class RunPrompts:
     return max(self.train.longest, self.held_out.longest)
 
 
+def complete(
+  run: config_lib.RunConfig, planned: memory_phases.Machine | None = None
+) -> tuple[config_lib.RunConfig, RunPrompts]:
+  """A run's config with every size, and its prompts; see `fill_sizes`."""
+  prompts = RunPrompts(run)
+  return fill_sizes(run, prompts, planned), prompts
+
+
 def fill_sizes(
   run: config_lib.RunConfig,
   prompts: RunPrompts,

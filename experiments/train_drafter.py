@@ -195,7 +195,7 @@ def train(
         agreement = " ".join(f"{metrics[f'drafter/agreement_{k}']:.2f}" for k in depths)
         rate = tokens / (time.time() - began)
         logging.info(
-          f"step {step}/{config['steps']}  loss {metrics['drafter/loss']:.4f}  "
+          f"step {step}/{config.steps}  loss {metrics['drafter/loss']:.4f}  "
           f"agreement {agreement}  {rate:.0f} tokens/s"
         )
       checkpoints.save(step, state, {}, force=step == config.steps)

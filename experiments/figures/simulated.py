@@ -21,10 +21,9 @@ import numpy as np
 
 from benchmarks import interleave
 from benchmarks import sides as sides_lib
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
-from experiments import sizes
 from experiments import tables
 from tlt_jax import axes
 from tlt_jax import processes
@@ -33,7 +32,6 @@ from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
 from tlt_jax.simulate import scenario as scenario_lib
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
@@ -52,14 +50,16 @@ DEEPEST = FIXED[-1]  # tells what is accepted at every position
 _TIMED = 2  # turns, after one of which steps are timed
 
 
-def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampler]:
+def samplers(
+  config: config_lib.RunConfig, models: from_config.Models
+) -> dict[str, sample.Sampler]:
   """A sampler for each side, its programs compiled and its steps timed."""
   made = {}
   for side in SIDES:
     own = sides_lib.settings(side, config)
-    chosen = from_config.selector(own)
+    chosen = from_config.make_selector(own)
     drafts = chosen is not None
-    made[side] = from_config.sampler(
+    made[side] = from_config.make_sampler(
       own, models.model, models.mesh, models.drafter if drafts else None, chosen
     )
     made[side].compile(models.params, models.draft_params if drafts else None)
@@ -67,21 +67,23 @@ def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampl
 
 
 def measure(
-  config: dict, models: from_config.Models, repeats: int, warm_up: int
+  config: config_lib.RunConfig, models: from_config.Models, repeats: int, warm_up: int
 ) -> tuple[dict[str, list[sample.Scored]], costs_lib.Measured]:
   """Rolls out the same prompts on every side, and times steps between.
 
   Returns:
     side -> what each turn gave; and the costs
   """
-  P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  records = from_config.prompts(config, config["prompts"] | {"size": 1000})
+  P, R = config.batch.prompts, config.batch.responses
+  records = from_config.load_prompts(
+    config.prompts | {"size": 1000}, from_config.prompt_rules(config)
+  ).records
   made = samplers(config, models)
 
   def lengths(turn: int) -> np.ndarray | None:
     if not _TRACE.value:
       return None
-    most = config["sampling"]["max_tokens"]
+    most = config.sampling.max_tokens
     what = {"log_normal": {"median": most / 6, "sigma": 1.0}}
     return scenario_lib.draw_lengths(what, P * R, most, turn)
 
@@ -90,7 +92,7 @@ def measure(
       models.params,
       [records[turn * P + i] for i in range(P)],
       R,
-      seed=config["seed"],
+      seed=config.seed,
       first_request=turn * P * R,
       draft_params=None if side == "plain" else models.draft_params,
       lengths=lengths(turn),
@@ -165,15 +167,15 @@ class Plain:
 
 
 def simulate(
-  config: dict, model, side: str, scored: sample.Scored, machine, rates
+  config: config_lib.RunConfig, model, side: str, scored: sample.Scored, machine, rates
 ) -> samples_lib.Samples:
   """The rollout of a side, simulated with the lengths that a real one had."""
   own = sides_lib.settings(side, config)
-  selector = from_config.selector(own)
+  selector = from_config.make_selector(own)
   return simulated_lib.simulate(
     machine,
     model,
-    rollout.Options(max_length=sizes.max_length(own), **own["rollout"]),
+    from_config.rollout_options(own),
     scored.requests,
     scored.samples.length,
     selector=selector,
@@ -204,7 +206,7 @@ def deviation(side: dict) -> float:
 
 
 def compare(
-  config: dict,
+  config: config_lib.RunConfig,
   models: from_config.Models,
   found: dict[str, list[sample.Scored]],
   costs: costs_lib.Measured,
@@ -223,9 +225,9 @@ def compare(
   return {"host_s": costs.host_s, "rates": rates, "sides": sides} | costs.table
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   launch.start(_SLICES.value)
-  config = from_config.complete(config)
+  config, _ = from_config.complete(config)
   models = from_config.load_models(config)
   found, costs = measure(config, models, _STEPS.value, _WARM_UP.value)
   slices = models.mesh.shape[axes.DATA]
@@ -236,16 +238,15 @@ def main(config):
     f"Seconds of a rollout, slices: {slices}",
     ["side", "measured", "simulated", "deviation"],
     [
-      [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"]
-      + [f"{deviation(r):+.0%}"]
+      [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"] + [f"{deviation(r):+.0%}"]
       for side, r in result["sides"].items()
     ],
   )
   case = {
     "slices": slices,
     "processes": processes.count(),
-    "slots": config["rollout"]["slots"],
-    "policy": pathlib.Path(config["policy"]).name,
+    "slots": config.rollout.slots,
+    "policy": pathlib.Path(config.policy).name,
     "trace": _TRACE.value,
     "turns": _STEPS.value,
   }
@@ -253,4 +254,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, joins_jobs=True, config=("tail", keys.RUN))
+  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, joins_jobs=True, config=read)
