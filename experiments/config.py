@@ -721,7 +721,7 @@ def parse(
   help_string = f"Config file, FILE.py[:ARG]; its entries are set by --{name}.KEY=VALUE."
   if any(arg.lstrip("-") in _HELP for arg in argv):
     help_string += "".join(f"\n{line}" for line in _help(known, values, name))
-  flags.DEFINE_string(name, path, help_string)
+  flags.DEFINE_string(name, path, help_string, flag_values=flags.FLAGS)
   # `--help` shows the flags of the command's own file.
   flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
   return validate(tree, values, name), rest

@@ -50,8 +50,7 @@ def main(config: config_lib.RunConfig):
   plan = memory_plan.of_run(config, planned)
   memory_plan.check(plan, _DRY_RUN.value or planned is not None)
   P, R, steps = config.batch.prompts, config.batch.responses, config.steps
-  prompts = data.prompt_iterator(asked.train.records, P, config.seed)
-  held_out = asked.held_out.records
+  records, held_out = asked.train.records, asked.held_out.records
 
   # What is trained, on what, and how.
   mesh = from_config.make_mesh(config.tensor_parallel, config.policy)
@@ -69,7 +68,7 @@ def main(config: config_lib.RunConfig):
   draft_params = None if spot else draft_params  # spot training has them from here on
   sampler = from_config.make_sampler(config, model, mesh, drafter, selector, spot)
   replace = dynamic_sampling.make(algorithm, P, config.batch.most_prompts)
-  prompts = dynamic_sampling.Queue(prompts)
+  prompts = dynamic_sampling.Queue(data.prompt_iterator(records, P, config.seed))
 
   # Where it stands.
   step, saved = 0, {}

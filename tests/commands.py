@@ -18,9 +18,7 @@ import pytest
 import tokenizers
 import transformers
 
-from experiments import declarations
-from experiments import keys
-from experiments import launch
+from experiments import config as config_lib
 from tests import forked
 from tests import tiny
 from tlt_jax.models import convert
@@ -146,11 +144,10 @@ def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
   return [config, *(f"--{flag}.{key}={value}" for key, value in overrides.items())]
 
 
-def read_run(file: str) -> dict:
-  """A config of a run in `experiments/configs`, with the defaults of what it leaves out."""
-  config = launch.read_config(f"experiments/configs/{file}")
-  declarations.fill_in(keys.RUN, config, {})
-  return config
+def read_run(file: str, changes: dict | None = None) -> config_lib.RunConfig:
+  """A config of a run in `experiments/configs`, with other values of some dotted keys."""
+  config = config_lib.load(str(ROOT / "experiments" / "configs" / file))
+  return config_lib.change(config, changes or {})
 
 
 # A new drafter, and its training in idle slices, of a tiny run.

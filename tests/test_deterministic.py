@@ -13,6 +13,7 @@ import pytest
 from experiments import sizes
 from tests import test_sizes
 from tests import tiny
+from tlt_jax import programs
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -136,11 +137,11 @@ def test_nominal_seconds_follow_the_shape():
 
 def test_what_would_follow_from_the_machine_is_refused_or_no_limit():
   """Slots that nobody gave; the time that programs take to compile."""
-  budget = dict(programs=7, compile_s=60.0)
+  budget = programs.Budget(programs=7, compile_s=60.0)
   found = rollout.Options(**SIZES, deterministic=True, budget=budget).budget
   assert (found.programs, found.compile_s) == (7, None)
   assert rollout.Options(**SIZES, budget=budget).budget.compile_s == 60.0
   asked = sizes.Asked(longest=150, prompts=8, responses=4)
   with pytest.raises(ValueError, match="deterministic: rollout.slots .* give a number"):
     test_sizes.fit(asked, deterministic=True)
-  assert test_sizes.fit(asked, deterministic=True, slots=4)["slots"] == 4
+  assert test_sizes.fit(asked, deterministic=True, slots=4).slots == 4

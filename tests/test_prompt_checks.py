@@ -234,7 +234,7 @@ def test_nothing_left_is_an_error_or_a_dropped_record(tokenizer):
   with pytest.raises(data.DataError, match="not know 'é' of the chat template"):
     system = prompt_checks.Rules(tokenizer, cut, chat=True, system="é")
     prompt_checks.usable([record("1")], "x", system)
-  with pytest.raises(ValueError, match="too_long must be one of .*, got 'keep'"):
+  with pytest.raises(ValueError, match="too_long\n.*'refuse', 'drop' or 'cut'"):
     prompt_checks.Unusable(too_long="keep")
 
 
@@ -292,7 +292,8 @@ def test_every_kind_of_tokenizer_tells_what_it_does_not_know(kind):
 _COMMANDS = """
 import importlib, json, sys, types
 from absl import flags
-from experiments import declarations, keys, launch
+from experiments import config as config_lib
+from experiments import launch
 from tlt_jax.models import convert
 
 def load_hf(*args, **options):
@@ -301,11 +302,9 @@ def load_hf(*args, **options):
 convert.load_hf = load_hf
 launch.start = lambda *args, **options: None
 configs = json.loads(sys.argv[2])
-training = launch.read_config("experiments/configs/drafter.py:smoke")
+training = config_lib.load("drafter:smoke", config_lib.DrafterConfig)
 for name, given in json.loads(sys.argv[1]).items():
-  config = launch.read_config("experiments/configs/countdown.py:smoke")
-  declarations.fill_in(keys.RUN, config, {})
-  config |= configs[name]
+  config = config_lib.change(config_lib.load("countdown:smoke"), configs[name])
   module = importlib.import_module(f"experiments.{name}")
   flags.FLAGS.mark_as_parsed()
   for key, holder in list(vars(module).items()):
@@ -358,19 +357,20 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
 
 _LONG = """
 import sys, types
+from experiments import config as config_lib
 from experiments import evaluate
 from experiments import launch
 from tlt_jax import prompt_checks
 
-def answer(folder, config, records):
-  raise ValueError(f"{type(records).__name__} of {len(records)}")
+def answer(folder, config, prompts):
+  raise ValueError(f"{type(prompts.records).__name__} of {len(prompts.records)}")
 
 prompt_checks._WHOLE = prompt_checks._SOME = 8
 evaluate.answer, launch.start = answer, lambda: None
 for name, value in (("_MODEL", [sys.argv[1]]), ("_BASELINE", sys.argv[1]), ("_PROMPTS", 9)):
   setattr(evaluate, name, types.SimpleNamespace(value=value))
 try:
-  evaluate.main(launch.read_config("experiments/configs/countdown.py:smoke"))
+  evaluate.main(config_lib.load("countdown:smoke"))
 except ValueError as e:
   print(e)
 """
@@ -388,4 +388,4 @@ def test_a_tokenizer_of_a_larger_model_is_an_error(home, tmp_path):
   raw = json.loads((policy / "config.json").read_text())
   (policy / "config.json").write_text(json.dumps(raw | {"vocab_size": 23}))
   with pytest.raises(data.DataError, match="tokens up to 23, the model in .* has 23;"):
-    from_config.tokenizer(str(policy))
+    from_config.load_tokenizer(str(policy))
