@@ -28,6 +28,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import sizes
 from experiments import tables
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import programs
@@ -281,7 +282,7 @@ def steps(config: config_lib.RunConfig, models: from_config.Models) -> dict:
 def accepted(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Prints the table of acceptance; returns its part of the last line."""
   found = acceptance.measure(
-    config_lib.change(config, {"rollout.buckets": (), "rollout.slots": 24}),
+    trees.change(config, {"rollout.buckets": (), "rollout.slots": 24}),
     models,
     strategies=strategies(models),
     verifications=source.VERIFICATIONS,
@@ -352,5 +353,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("countdown", config_lib.RunConfig)
+  read = trees.from_flags("countdown", config_lib.RunConfig)
   launch.run(main, config=read)

@@ -58,6 +58,7 @@ from experiments import acceptance
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
@@ -328,7 +329,7 @@ def numbers(flag: str, texts: list[str]) -> list[int]:
 
 def prepared(config: config_lib.RunConfig) -> BenchConfig:
   """The config of a scenario's runs, with what this command was asked for."""
-  _, given, _ = config_lib.split(sys.argv, "config")
+  _, given, _ = trees.split(sys.argv, "config")
   config = scenarios.apply(_SCENARIO.value, config, given)
   sides = _SIDES.value or list(scenarios.get(_SCENARIO.value).sides)
   sides_lib.check(sides, config)
@@ -375,5 +376,5 @@ def sum_up(folder: pathlib.Path, config: BenchConfig) -> None:
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  read = trees.from_flags("tail", config_lib.RunConfig)
   launch.run(main, joins_jobs=True, config=read)

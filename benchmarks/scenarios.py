@@ -32,6 +32,7 @@ import dataclasses
 from typing import Any
 
 from experiments import config as config_lib
+from experiments import trees
 from tlt_jax import named
 from tlt_jax.models import drafters
 from tlt_jax.spec_decode.speculation import levels
@@ -143,4 +144,4 @@ def apply(
   changes = {key: value for key, value in settings.items() if key not in given}
   if scenario.adds_ngrams:
     changes["strategies"] = _with_ngrams(config.strategies)
-  return config_lib.change(config, changes)
+  return trees.change(config, changes)

@@ -19,6 +19,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
+from experiments import trees
 from tlt_jax import processes
 from tlt_jax.models import config as model_lib
 from tlt_jax.rl import sample
@@ -73,7 +74,7 @@ def check(sides: Sequence[str], config: config_lib.RunConfig) -> None:
 def settings(side: str, config: config_lib.RunConfig) -> dict:
   """The config of a side."""
   for option in side.split("+")[1:]:
-    config = config_lib.change(config, _OPTIONS[option])
+    config = trees.change(config, _OPTIONS[option])
   side, known = bare(side), levels.parse(config.strategies)
   if side == "plain":
     return dataclasses.replace(config, drafter="", strategies="")
@@ -87,7 +88,7 @@ def settings(side: str, config: config_lib.RunConfig) -> dict:
     if arm is not None and arm.source == strategy.NGRAM:
       config = dataclasses.replace(config, drafter="")
   changes = {"strategies": levels.write(known), "spot.train": side == "tlt"}
-  return config_lib.change(config, changes)
+  return trees.change(config, changes)
 
 
 def memory(sides: Sequence[str], config: config_lib.RunConfig) -> memory_phases.Plan:

@@ -36,6 +36,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
 from experiments import tables
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
@@ -268,7 +269,7 @@ def report(found: dict) -> None:
 
 def workload(config: config_lib.RunConfig) -> dict:
   """Describes what was pinned."""
-  whole = config_lib.to_dict(config)
+  whole = trees.to_dict(config)
   return {
     "policy": config.policy,
     "seeds": [config.seed, config.prompts.get("seed")],
@@ -292,5 +293,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  read = trees.from_flags("tail", config_lib.RunConfig)
   launch.run(main, config=read)

@@ -31,6 +31,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
+from experiments import trees
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 
@@ -294,7 +295,7 @@ def main(config: config_lib.RunConfig) -> None:
   plan = memory_plan.of_run(config, machine)
   mesh = aot_machines.mesh_of(target)
   kernels = config.rollout.kernels or _KERNELS[name]
-  config = config_lib.change(config, {"rollout.kernels": kernels})
+  config = trees.change(config, {"rollout.kernels": kernels})
   selector = from_config.make_selector(config)
   run = memory_plan.described(config, selector, stops=1, machine=machine)
   run = dataclasses.replace(run, mesh=mesh)
@@ -331,5 +332,5 @@ def main(config: config_lib.RunConfig) -> None:
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("long_reasoning", config_lib.RunConfig)
+  read = trees.from_flags("long_reasoning", config_lib.RunConfig)
   launch.run(main, config=read)

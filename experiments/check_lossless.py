@@ -24,6 +24,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
 from experiments import sizes
+from experiments import trees
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -79,7 +80,7 @@ def main(config: config_lib.RunConfig):
   models = from_config.load_models(config, _DTYPE.value)
   selector = InTurn(strategies)
   fewer = max(config.rollout.slots // 8, 1)
-  smaller = config_lib.change(config, {"rollout.slots": fewer, "rollout.buckets": ()})
+  smaller = trees.change(config, {"rollout.slots": fewer, "rollout.buckets": ()})
   plain, in_smaller_batches = (
     from_config.make_sampler(run, models.model, models.mesh) for run in (config, smaller)
   )
@@ -136,5 +137,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("countdown", config_lib.RunConfig)
+  read = trees.from_flags("countdown", config_lib.RunConfig)
   launch.run(main, config=read)

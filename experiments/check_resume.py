@@ -36,6 +36,7 @@ from experiments import config as config_lib
 from experiments import launch
 from experiments import logs
 from experiments import outcomes
+from experiments import trees
 
 _KILLS = flags.DEFINE_integer("kills", 40, "In all.", lower_bound=1)
 _PER_RUN = flags.DEFINE_integer("kills_per_run", 5, "Before it may end.", lower_bound=1)
@@ -189,5 +190,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("countdown", config_lib.RunConfig)
+  read = trees.from_flags("countdown", config_lib.RunConfig)
   launch.run(main, config=read)

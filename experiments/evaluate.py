@@ -26,6 +26,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
 from experiments import sizes
+from experiments import trees
 from tlt_jax import metrics
 from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
@@ -127,5 +128,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("countdown", config_lib.RunConfig)
+  read = trees.from_flags("countdown", config_lib.RunConfig)
   launch.run(main, joins_jobs=True, config=read)

@@ -32,6 +32,7 @@ from experiments import launch
 from experiments import memory_plan
 from experiments import sizes
 from experiments import streaming
+from experiments import trees
 from tlt_jax import data
 from tlt_jax import processes
 from tlt_jax import prompt_checks
@@ -177,5 +178,5 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("countdown", config_lib.RunConfig)
+  read = trees.from_flags("countdown", config_lib.RunConfig)
   launch.run(main, joins_jobs=True, config=read)

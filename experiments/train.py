@@ -19,6 +19,7 @@ from experiments import memory_plan
 from experiments import plot
 from experiments import repeats
 from experiments import summary
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
@@ -109,7 +110,7 @@ def main(config: config_lib.RunConfig):
   repeated = repeats.make(config, model, mesh, policy, sampler)
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
-  board = wandb_board.make(config.wandb, run.path, config_lib.to_dict(config))
+  board = wandb_board.make(config.wandb, run.path, trees.to_dict(config))
   writer = metrics_lib.Writer(run.path, resume_step=step, beside=board)
   progress = metrics_lib.Progress(steps, step)
 
@@ -189,5 +190,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("countdown", config_lib.RunConfig)
+  read = trees.from_flags("countdown", config_lib.RunConfig)
   launch.run(main, joins_jobs=True, config=read)

@@ -34,6 +34,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
 from experiments import responses
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import processes
@@ -261,6 +262,6 @@ if __name__ == "__main__":
   launch.run(
     main,
     joins_jobs=True,
-    config=config_lib.from_flags("drafter", config_lib.DrafterConfig),
-    run=config_lib.from_flags("countdown", config_lib.RunConfig),
+    config=trees.from_flags("drafter", config_lib.DrafterConfig),
+    run=trees.from_flags("countdown", config_lib.RunConfig),
   )

@@ -20,6 +20,7 @@ import numpy as np
 from experiments import config as config_lib
 from experiments import growth
 from experiments import launch
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
@@ -179,5 +180,5 @@ def main(config: config_lib.WarmStartConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("warm_start", config_lib.WarmStartConfig)
+  read = trees.from_flags("warm_start", config_lib.WarmStartConfig)
   launch.run(main, joins_jobs=True, config=read)

@@ -18,8 +18,8 @@ import pathlib
 import socket
 from typing import Any
 
-from experiments import config as config_lib
 from experiments import sizes
+from experiments import trees
 from tlt_jax import checkpoint
 from tlt_jax import json_objects
 from tlt_jax import metrics
@@ -222,7 +222,7 @@ def _write(workdir: pathlib.Path, config: Any) -> None:
   """Writes config.json, at once or not at all."""
   partial = workdir / f"{CONFIG}.new"
   with writing.to(workdir / CONFIG):
-    partial.write_text(json.dumps(config_lib.to_dict(config), indent=2) + "\n")
+    partial.write_text(json.dumps(trees.to_dict(config), indent=2) + "\n")
   os.replace(partial, workdir / CONFIG)
 
 
@@ -321,8 +321,8 @@ def read(workdir: pathlib.Path, tree: type, ways_out: str) -> Any:
   """
   raw = read_json(workdir, ways_out)
   try:
-    return config_lib.validate(tree, raw)
-  except config_lib.ConfigError as e:
+    return trees.validate(tree, raw)
+  except trees.ConfigError as e:
     raise WorkdirError(f"{workdir / CONFIG}: {e}; {ways_out}") from e
 
 
@@ -347,7 +347,7 @@ _ABSENT = object()
 
 def _json(config: Any) -> dict[str, Any]:
   """A config as its file has it: tuples are lists."""
-  return json.loads(json.dumps(config_lib.to_dict(config)))
+  return json.loads(json.dumps(trees.to_dict(config)))
 
 
 def _changes(old: Mapping, new: Any) -> Iterator[tuple]:

@@ -19,6 +19,7 @@ import tokenizers
 import transformers
 
 from experiments import config as config_lib
+from experiments import trees
 from tests import forked
 from tests import tiny
 from tlt_jax.models import convert
@@ -146,8 +147,8 @@ def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
 
 def read_run(file: str, changes: dict | None = None) -> config_lib.RunConfig:
   """A config of a run in `experiments/configs`, with other values of some dotted keys."""
-  config = config_lib.load(str(ROOT / "experiments" / "configs" / file))
-  return config_lib.change(config, changes or {})
+  config = trees.load(str(ROOT / "experiments" / "configs" / file), config_lib.RunConfig)
+  return trees.change(config, changes or {})
 
 
 # A new drafter, and its training in idle slices, of a tiny run.

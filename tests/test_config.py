@@ -12,6 +12,7 @@ import pytest
 
 from experiments import config as config_lib
 from experiments import launch
+from experiments import trees
 from tests import commands
 from tlt_jax import named
 from tlt_jax import ranges
@@ -28,7 +29,7 @@ TREES = {
 ENTRIES = [
   (name, key, entry)
   for name, tree in TREES.items()
-  for key, entry in config_lib.entries(tree, config_lib.read(name)).items()
+  for key, entry in trees.entries(tree, trees.read(name)).items()
 ]
 NAMES = [f"{name}:{key}" for name, key, _ in ENTRIES]
 
@@ -36,18 +37,18 @@ NAMES = [f"{name}:{key}" for name, key, _ in ENTRIES]
 @pytest.mark.parametrize(("name", "key", "entry"), ENTRIES, ids=NAMES)
 def test_an_entry_refuses_what_it_cannot_be_by_its_name(name, key, entry):
   """Another type, and a key beside it; numbers have a range, beyond which is a slip."""
-  config = config_lib.load(name, TREES[name])
+  config = trees.load(name, TREES[name])
   wrong = [object(), {"a": 1}, ((0,),)]
   words = ranges.words(entry.annotation)
   if re.match("a (whole )?number", words):
     assert re.search("from|above|at least", words)
     wrong += ["1", True, 1e30, -1e30, float("nan")]
   for value in wrong:
-    with pytest.raises(config_lib.ConfigError) as e:
-      config_lib.change(config, {key: value})
+    with pytest.raises(trees.ConfigError) as e:
+      trees.change(config, {key: value})
     assert str(e.value).startswith(f"--config.{key}=") and "\n" not in str(e.value)
-  with pytest.raises(config_lib.ConfigError, match=rf"--config\.{key}_: .*no such key"):
-    config_lib.change(config, {f"{key}_": 1})
+  with pytest.raises(trees.ConfigError, match=rf"--config\.{key}_: .*no such key"):
+    trees.change(config, {f"{key}_": 1})
   assert len(entry.meaning.split()) > 1 or key.startswith("model.")
 
 
@@ -71,7 +72,7 @@ def command_line(monkeypatch):
     app.FLAGS.mark_as_parsed()  # its own, which it looks at
     monkeypatch.setattr(sys, "argv", ["train", *args])
     taken = {}
-    read = config_lib.from_flags("countdown", config_lib.RunConfig)
+    read = trees.from_flags("countdown", config_lib.RunConfig)
     with pytest.raises(SystemExit) as e:
       launch.run(lambda config: taken.update(config=config), config=read)
     if "config" in taken:
@@ -133,7 +134,7 @@ def test_names_on_the_command_line_are_no_numbers(text, monkeypatch):
   """To Python 3_1_4 is 314."""
   monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
   argv = ["command", f"--config.evaluation.strategies={text}"]
-  config, rest = config_lib.parse("drafter", config_lib.DrafterConfig, "config", argv)
+  config, rest = trees.parse("drafter", config_lib.DrafterConfig, "config", argv)
   assert rest == ["command"] and config.evaluation.strategies[0] == "3_1_4"
 
 
@@ -202,9 +203,9 @@ def test_a_function_of_a_fork_is_checked_by_its_own_signature(
 
 def test_a_tree_is_the_same_after_its_file(tmp_path):
   for name, tree in TREES.items():
-    config = config_lib.load(name, tree)
-    again = json.loads(json.dumps(config_lib.to_dict(config)))
-    assert config_lib.validate(tree, again) == config
+    config = trees.load(name, tree)
+    again = json.loads(json.dumps(trees.to_dict(config)))
+    assert trees.validate(tree, again) == config
 
 
 def test_help_tells_every_entry(tmp_path):

@@ -25,6 +25,7 @@ from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import sizes
+from experiments import trees
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
@@ -171,7 +172,7 @@ SHAPES = [name for name in TRAIN if name not in ALIKE]
 
 def load_tree(name: str, arg: str = "") -> typing.Any:
   """The tree of a config."""
-  return config_lib.validate(TREES[command(name)], load(name, arg))
+  return trees.validate(TREES[command(name)], load(name, arg))
 
 
 def completed(name: str, arg: str = "") -> config_lib.RunConfig:
@@ -268,7 +269,7 @@ def test_every_number_on_a_command_line_has_a_least_value():
 def test_sizes_that_do_not_fit_each_other_are_named(section, changes, message):
   """Before anything is loaded."""
   changes = {f"{section}.{name}": value for name, value in changes.items()}
-  config = config_lib.change(load_tree("countdown"), changes)
+  config = trees.change(load_tree("countdown"), changes)
   with pytest.raises(ValueError, match=message):
     sizes.check_learner(config)
 
@@ -279,7 +280,7 @@ def test_a_policy_that_cannot_take_what_is_asked_is_named(tmp_path):
   config = dataclasses.replace(load_tree("countdown"), policy=str(tmp_path))
   with pytest.raises(ValueError, match="parallel=4 .* 2 key/value heads: .* divisor of 2"):
     from_config.make_mesh(4, config.policy)
-  config = config_lib.change(config, {"sampling.max_tokens": 4096})
+  config = trees.change(config, {"sampling.max_tokens": 4096})
   with pytest.raises(ValueError, match="prompt of 32 tokens leaves 4064 .* may have 4096"):
     from_config.complete(config)
 

@@ -12,6 +12,7 @@ from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import scratch_memory
+from experiments import trees
 from tests import commands
 from tests import test_memory
 from tests import tiny
@@ -108,7 +109,7 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
 def test_a_pool_of_pages_is_planned_whatever_the_slots_would_take(config):
   """All of it, from the start; how many of its pages are in use shows as it runs."""
   pages = {"rollout.kv_page_tokens": 16, "rollout.cache_tokens": 128}
-  config = config_lib.change(config, pages)
+  config = trees.change(config, pages)
   plan = memory_plan.of_rollout(config)
   run = memory_plan.described(config, None, stops=1)
   shapes = run.rollouts(None, None).shapes
@@ -187,7 +188,7 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
 
 def test_what_waits_on_the_host_takes_no_device_memory_in_rollouts(config, monkeypatch):
   """Nor the reference in updates; on a CPU, whose memory is the host's, nothing changes."""
-  offloaded = config_lib.change(config, {"learner.offload": True})
+  offloaded = trees.change(config, {"learner.offload": True})
   assert memory_plan.of_run(offloaded).phases == memory_plan.of_run(config).phases
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
   before, after = memory_plan.of_run(config), memory_plan.of_run(offloaded)
@@ -202,7 +203,7 @@ def test_processes_of_verifiers_are_planned_where_they_run(config):
   """On the host, from the first response on; none without a reward."""
   held = lambda plan, phase: {part.name: part.size for part in plan.phases[phase]}
   changes = {"drafter": "", "strategies": "", "verifier.processes": 3}
-  config = config_lib.change(config, changes)
+  config = trees.change(config, changes)
   plan, size = memory_plan.of_run(config), 3 * scratch_memory.VERIFIER
   assert held(plan, "rollout")["verifiers"] == held(plan, "update")["verifiers"] == size
   assert "verifiers" not in held(plan, "load")
@@ -214,16 +215,16 @@ def test_a_machine_that_is_planned_for_gives_all_shapes(config):
   """Open sizes follow from it; caches are those of accelerators, not of this CPU."""
   machine = memory_phases.Machine.parse("4x80")
   changes = {"drafter": "", "strategies": "", "verifier.processes": 3}
-  config = config_lib.change(config, changes)
+  config = trees.change(config, changes)
   plan = memory_plan.of_run(config, machine)
-  named = config_lib.change(config, {"rollout.kernels": "interpret"})
+  named = trees.change(config, {"rollout.kernels": "interpret"})
   assert sizes(plan) == sizes(memory_plan.of_run(named, machine))
   assert "verifiers" not in {part.name for part in plan.phases["rollout"]}
 
   changes = {"prompts.size": 8, "held_out.size": 8}
   changes |= {"batch.prompts": 100, "batch.responses": 8}
   changes |= dict.fromkeys(("rollout.slots", "rollout.buckets", "learner.buckets"))
-  config = config_lib.change(config, changes)
+  config = trees.change(config, changes)
   slots, buckets = [], []
   for text in ("4x80", "64x80", "4x0.001"):
     machine = memory_phases.Machine.parse(text)

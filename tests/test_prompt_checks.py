@@ -293,6 +293,7 @@ _COMMANDS = """
 import importlib, json, sys, types
 from absl import flags
 from experiments import config as config_lib
+from experiments import trees
 from experiments import launch
 from tlt_jax.models import convert
 
@@ -302,9 +303,9 @@ def load_hf(*args, **options):
 convert.load_hf = load_hf
 launch.start = lambda *args, **options: None
 configs = json.loads(sys.argv[2])
-training = config_lib.load("drafter:smoke", config_lib.DrafterConfig)
+training = trees.load("drafter:smoke", config_lib.DrafterConfig)
 for name, given in json.loads(sys.argv[1]).items():
-  config = config_lib.change(config_lib.load("countdown:smoke"), configs[name])
+  config = trees.change(trees.load("countdown:smoke", config_lib.RunConfig), configs[name])
   module = importlib.import_module(f"experiments.{name}")
   flags.FLAGS.mark_as_parsed()
   for key, holder in list(vars(module).items()):
@@ -358,6 +359,7 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
 _LONG = """
 import sys, types
 from experiments import config as config_lib
+from experiments import trees
 from experiments import evaluate
 from experiments import launch
 from tlt_jax import prompt_checks
@@ -370,7 +372,7 @@ evaluate.answer, launch.start = answer, lambda: None
 for name, value in (("_MODEL", [sys.argv[1]]), ("_BASELINE", sys.argv[1]), ("_PROMPTS", 9)):
   setattr(evaluate, name, types.SimpleNamespace(value=value))
 try:
-  evaluate.main(config_lib.load("countdown:smoke"))
+  evaluate.main(trees.load("countdown:smoke", config_lib.RunConfig))
 except ValueError as e:
   print(e)
 """

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import config as config_lib
 from experiments import sizes
+from experiments import trees
 from experiments import workdirs
 from tests import commands
 from tests import tiny
@@ -77,7 +78,7 @@ def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
     "rollout.buckets": ((4, 64),),
     "learner.buckets": ((2, 512),),
   }
-  ran = config_lib.change(began, filled)
+  ran = trees.change(began, filled)
   workdirs.record(tmp_path, ran)
   keep = functools.partial(workdirs.keep_sizes, str(tmp_path))
   assert keep(began) == ran
@@ -85,10 +86,10 @@ def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
   assert keep(longer) == dataclasses.replace(ran, steps=9)
   other = dataclasses.replace(began, seed=1)
   assert keep(other) == other
-  fewer = config_lib.change(began, {"rollout.slots": 5})
+  fewer = trees.change(began, {"rollout.slots": 5})
   assert keep(fewer) == fewer
   assert workdirs.keep_sizes(str(tmp_path / "new"), began) == began
-  drafter = config_lib.load("drafter:smoke", config_lib.DrafterConfig)
+  drafter = trees.load("drafter:smoke", config_lib.DrafterConfig)
   whole = config_lib.DrafterTraining(**vars(drafter), run=began)
   workdirs.record(tmp_path, dataclasses.replace(whole, run=ran))
   assert keep(whole).run == ran

@@ -18,6 +18,7 @@ SCRIPT = """
 import copy, json, os, sys, types
 from experiments import launch
 from experiments import config as config_lib
+from experiments import trees
 from experiments import train_drafter
 
 def ask(*args):
@@ -26,11 +27,12 @@ def ask(*args):
 policy, workdir, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 train_drafter.ask = ask
 train_drafter._WORKDIR = types.SimpleNamespace(value=workdir)
-run = config_lib.load("countdown:smoke", policy=policy)
-config = config_lib.load("drafter:smoke", config_lib.DrafterConfig)
+run = trees.load("countdown:smoke", config_lib.RunConfig)
+run = trees.change(run, {"policy": policy})
+config = trees.load("drafter:smoke", config_lib.DrafterConfig)
 for changes in cases:
   try:
-    train_drafter.main(config_lib.change(config, changes), run)
+    train_drafter.main(trees.change(config, changes), run)
   except (ValueError, OSError) as e:
     print(json.dumps([str(e), os.path.exists(workdir)]))
   launch.start = lambda: None  # once

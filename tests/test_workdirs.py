@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import config as config_lib
+from experiments import trees
 from experiments import workdirs
 from tests import commands
 from tlt_jax import checkpoint
@@ -20,7 +21,7 @@ STATE = {"policy": jnp.arange(3.0), "drafter": jnp.zeros(2)}
 
 
 def config(changes: dict | None = None) -> config_lib.RunConfig:
-  return config_lib.change(CONFIG, changes or {})
+  return trees.change(CONFIG, changes or {})
 
 
 def made(folder: pathlib.Path, *steps: int) -> pathlib.Path:
@@ -68,7 +69,7 @@ def test_a_new_folder_is_not_made_before_the_run_begins(tmp_path):
   assert run.start is None and run.log is None and not (tmp_path / "run").exists()
   run.begin(0)
   read = json.loads((tmp_path / "run" / "config.json").read_text())
-  assert config_lib.validate(config_lib.RunConfig, read) == config()
+  assert trees.validate(config_lib.RunConfig, read) == config()
 
 
 @pytest.mark.parametrize(

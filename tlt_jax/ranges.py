@@ -9,6 +9,7 @@ arrays that they end up in, many times over.
 from collections.abc import Callable, Mapping
 import functools
 import inspect
+import re
 import types
 import typing
 from typing import Annotated, Any
@@ -56,6 +57,7 @@ def options(cls: type) -> type:
 def arguments(function: Callable, without: tuple[str, ...] = ()) -> type:
   """A pydantic model of the arguments that a function or class takes by name.
 
+  The docstring's "Args:" describe its fields.
   Annotations that cannot be read, as those for type checkers only, allow anything.
   """
   called = function.__init__ if inspect.isclass(function) else function
@@ -63,17 +65,32 @@ def arguments(function: Callable, without: tuple[str, ...] = ()) -> type:
     hints = typing.get_type_hints(called, include_extras=True)
   except (NameError, TypeError):
     hints = {}
-  fields = {}
+  fields, meanings = {}, _described(function)
   for name, parameter in inspect.signature(function).parameters.items():
     is_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     if is_many or name in without:
       continue
     default = ... if parameter.default is parameter.empty else parameter.default
-    field = pydantic.Field(default, alias=name)  # any name may be a field's then
-    fields[f"{name}_"] = (_readable(hints.get(name, Any)), field)
+    made = pydantic.Field(default, alias=name, description=meanings.get(name))
+    # With an alias any name may be that of a field.
+    fields[f"{name}_"] = (_readable(hints.get(name, Any)), made)
   return pydantic.create_model(
     getattr(function, "__name__", "Arguments"), __config__=STRICT, **fields
   )
+
+
+def _described(function: Callable) -> dict[str, str]:
+  """What a function's docstring, or that of its class, says under "Args:", by name."""
+  called = [function, getattr(function, "__init__", None)]
+  meanings = {}
+  for docstring in map(inspect.getdoc, called):
+    section = re.search(r"^ *Args:\n((?:(?: +.*)?\n?)*)", docstring or "", re.MULTILINE)
+    text = inspect.cleandoc("\n" + section[1]) if section else ""
+    for entry in re.split(r"\n(?=\w)", text.partition("\n\n")[0]):
+      names, _, meaning = entry.partition(": ")
+      if re.fullmatch(r"[\w, ]+", names):
+        meanings |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
+  return meanings
 
 
 def _readable(annotation: Any) -> Any:

@@ -20,6 +20,7 @@ from absl import flags
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
+from experiments import trees
 from tlt_jax import axes
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
@@ -106,7 +107,7 @@ def main(config: config_lib.RunConfig):
     return made(models.params, records, R, **how)
 
   one_pass = {"rollout.chunk": CHAIN.depth + 1, "rollout.buckets": ()}
-  single = sampler(config_lib.change(config, one_pass), models, True)
+  single = sampler(trees.change(config, one_pass), models, True)
   stood = watch(single)
   run(single, True)
   machine = simulated_lib.Machine(models.mesh.shape[axes.DATA], ANY)
@@ -136,5 +137,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  read = trees.from_flags("tail", config_lib.RunConfig)
   launch.run(main, config=read)

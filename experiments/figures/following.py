@@ -18,6 +18,7 @@ from benchmarks import step as step_lib
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
+from experiments import trees
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import convert
@@ -59,5 +60,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  read = trees.from_flags("tail", config_lib.RunConfig)
   launch.run(main, config=read)

@@ -22,6 +22,7 @@ import psutil
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
+from experiments import trees
 from tlt_jax.spec_decode.speculation import levels
 
 _CASE = flags.DEFINE_string("case", "", "To measure here; default: all, one by one.")
@@ -36,7 +37,7 @@ def settings(config: config_lib.RunConfig, case: str) -> dict:
   if case == "one strategy":
     chain = next(arm for arm in arms if arm is not None)
     chosen = [levels.Level(slots, (None, chain))]
-    config = config_lib.change(config, {"rollout.buckets": ()})  # leaves the largest
+    config = trees.change(config, {"rollout.buckets": ()})  # leaves the largest
   elif case == "naive":
     chosen = [levels.Level(slots, tuple(arms))]
   else:
@@ -83,5 +84,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  read = trees.from_flags("tail", config_lib.RunConfig)
   launch.run(main, config=read)

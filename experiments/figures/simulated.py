@@ -25,6 +25,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
 from experiments import tables
+from experiments import trees
 from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.rl import sample
@@ -254,5 +255,5 @@ def main(config: config_lib.RunConfig):
 
 
 if __name__ == "__main__":
-  read = config_lib.from_flags("tail", config_lib.RunConfig)
+  read = trees.from_flags("tail", config_lib.RunConfig)
   launch.run(main, joins_jobs=True, config=read)
