@@ -11,9 +11,10 @@ import re
 import setuptools
 
 _BUNDLED = "tlt_jax.bundled.experiments"
-# The paper's figures and the records of benchmarks stay in the checkout.
+# The paper's figures and the records of benchmarks stay in the checkout, as do the
+# folders benchmarks/ and dev/.
 _LEFT_OUT = ("figures*", "results*", "log*", "*__pycache__*")
-_DATA = ["*.json", "*.safetensors", "*.txtpb", "*.md"]
+_DATA = ["*.json", "*.safetensors", "*.md"]
 _EXTRAS = {
   "cuda": ["jax[cuda12]"],  # NVIDIA drivers from 525 on
   "cuda13": ["jax[cuda13]"],  # from 580 on

@@ -1,0 +1,1 @@
+"""Comparisons and measurements; not installed, and free to change."""

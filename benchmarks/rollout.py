@@ -5,13 +5,11 @@
 
 Tables, by default the first: "speculation", every strategy against plain decoding by
 live batch, where plain is the fastest of its own paddings; "steps", seconds per decoding
-step, plain and of --strategies, by live batch and by real length; "acceptance", tokens per
-pass of the target by strategy and verification; "switch", what switching speculation on
-costs. Without a drafter n-grams are looked up. Sides take turns in one process; ratios are
-medians over the repetitions, with their range. The last line is JSON.
+step, plain and of --strategies, by live batch and by real length, and what filling a
+drafter's caches takes. Without a drafter n-grams are looked up. Sides take turns in one
+process; ratios are medians over the repetitions, with their range. The last line is JSON.
 """
 
-from collections.abc import Iterable
 import dataclasses
 import itertools
 import json
@@ -22,7 +20,6 @@ import jax
 import numpy as np
 
 from benchmarks import interleave
-from experiments import acceptance
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
@@ -37,7 +34,6 @@ from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import source
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
@@ -75,17 +71,6 @@ def numbers(flag: flags.FlagHolder) -> list[int]:
     return [int(text) for text in flag.value]
   except ValueError as e:
     raise ValueError(f"--{flag.name} takes numbers: {e}") from e
-
-
-def counts(compared: compare.Comparison) -> dict[str, int]:
-  """The counts of a comparison token by token."""
-  return {name: getattr(compared, name) for name in _COUNTED}
-
-
-def totals(found: Iterable[dict]) -> dict[str, int]:
-  """The sums of `counts`."""
-  found = list(found)
-  return {name: sum(f[name] for f in found) for name in _COUNTED}
 
 
 def strategies(models: from_config.Models) -> list[str]:
@@ -198,7 +183,7 @@ def compare_sides(
       arms[name] = {
         **interleave.median_ratio(seconds[off], seconds[name]),
         "mean_acceptance_length": drawn.mean_acceptance_length,
-        **counts(compared),
+        **{name: getattr(compared, name) for name in _COUNTED},
       }
   return {"off": off, "off_s": float(np.median(seconds[off])), "arms": arms}
 
@@ -226,7 +211,10 @@ def speculation(config: config_lib.RunConfig, models: from_config.Models) -> dic
       str(b): {"strategy": name, **arm, "arms": result[b]["arms"]}
       for b, (name, arm) in best.items()
     },
-    **totals(arm for r in result.values() for arm in r["arms"].values()),
+    **{
+      name: sum(arm[name] for r in result.values() for arm in r["arms"].values())
+      for name in _COUNTED
+    },
   }
 
 
@@ -279,54 +267,9 @@ def steps(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   }
 
 
-def accepted(config: config_lib.RunConfig, models: from_config.Models) -> dict:
-  """Prints the table of acceptance; returns its part of the last line."""
-  found = acceptance.measure(
-    trees.change(config, {"rollout.buckets": (), "rollout.slots": 24}),
-    models,
-    strategies=strategies(models),
-    verifications=source.VERIFICATIONS,
-    records=held_out(config, 24).records,
-    samples=2,
-    seed=3,
-  )
-  acceptance.report(found)
-  return {"acceptance": found}
-
-
-def switch(config: config_lib.RunConfig, models: from_config.Models) -> dict:
-  """Prints what switching speculation on costs, with 8 live requests and cache 512."""
-  if models.drafter is None:
-    raise ValueError("without a drafter there is nothing to switch on: give --drafter")
-  slots, length = bucket = (8, 512)
-  options = rollout.Options(max_length=length, max_prompt=32, slots=slots, chunk=32)
-  chain = strategy_lib.Strategy(5, 1, 6)
-  plain, engine = make_engine(models, options), make_engine(models, options, chain)
-  sides = {
-    "step": lambda _: plain.time_step(models.params, bucket),
-    "fill": lambda _: engine.time_switch(models.params, bucket, models.draft_params, chain),
-  }
-  measured = interleave.results(list(interleave.turns(sides, 2 * _REPEATS.value)))
-  ratio = np.array(measured["fill"]) / np.array(measured["step"])
-  step_ms = 1e3 * float(np.median(measured["step"]))
-  print(
-    f"Switching speculation on, 8 live, cache 512: {tables.spread(ratio)} plain steps of "
-    f"{step_ms:.2f} ms"
-  )
-  return {
-    "switch": {
-      "plain_steps": float(np.median(ratio)),
-      "plain_steps_range": [float(ratio.min()), float(ratio.max())],
-      "step_ms": step_ms,
-    }
-  }
-
-
 TABLES = {
   "speculation": speculation,
   "steps": steps,
-  "acceptance": accepted,
-  "switch": switch,
 }
 
 
@@ -343,13 +286,9 @@ def main(config: config_lib.RunConfig):
     "device": jax.devices()[0].device_kind,
     "slices": models.mesh.shape[axes.DATA],
   }
-  compared = []
   for name in _ONLY.value:
-    part = TABLES[name](config, models)
-    found |= part
-    if set(_COUNTED) <= set(part):
-      compared.append(part)
-  print(json.dumps(found | totals(compared)))
+    found |= TABLES[name](config, models)
+  print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ import numpy as np
 
 from experiments import config as config_lib
 from experiments import from_config
-from experiments import memory_phases
-from experiments import memory_plan
 from experiments import trees
 from tlt_jax import processes
 from tlt_jax.models import config as model_lib
@@ -89,21 +87,6 @@ def settings(side: str, config: config_lib.RunConfig) -> dict:
       config = dataclasses.replace(config, drafter="")
   changes = {"strategies": levels.write(known), "spot.train": side == "tlt"}
   return trees.change(config, changes)
-
-
-def memory(sides: Sequence[str], config: config_lib.RunConfig) -> memory_phases.Plan:
-  """The memory of sides that train in one process, each with a state of its own.
-
-  Args:
-    sides: their names
-    config: of a run
-  """
-  plan = memory_plan.of_run(config)
-  # What a run holds between its phases, its programs included, is held once more by each.
-  size = (len(sides) - 1) * plan.needed("sync")
-  others = memory_phases.Part("other sides", size, "--sides", is_estimate=True)
-  phases = {name: (*parts, others) for name, parts in plan.phases.items()}
-  return dataclasses.replace(plan, phases=phases)
 
 
 class Side:

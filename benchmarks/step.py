@@ -34,7 +34,6 @@ from benchmarks import sides as sides_lib
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
-from experiments import memory_plan
 from experiments import tables
 from experiments import trees
 from experiments import workdirs
@@ -286,7 +285,6 @@ def main(config: config_lib.RunConfig):
   config, asked = from_config.complete(config)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
   mesh = axes.make_mesh(config.tensor_parallel)
-  memory_plan.check(sides_lib.memory(_SIDES.value, config))
   found = measure(config, mesh, asked.train.records)
   report(found)
   print(json.dumps({"workload": workload(config)} | found))

@@ -1,0 +1,1 @@
+"""Instruments for developers of this project: compiled programs, sizes; not installed."""

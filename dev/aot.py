@@ -27,7 +27,6 @@ from absl import flags
 from dev import aot_machines
 from dev import aot_programs
 from dev import aot_report
-from dev import machine_code
 from experiments import launch
 
 _TARGETS = flags.DEFINE_list("targets", list(aot_machines.TARGETS), "Machines.")
@@ -46,7 +45,7 @@ def source() -> str:
   """A hash of the code that is compiled."""
   files = sorted((_ROOT / "tlt_jax").rglob("*.py"))
   own = ("aot_machines.py", "aot_programs.py")
-  files += (_ROOT / "experiments" / name for name in own)
+  files += (_ROOT / "dev" / name for name in own)
   whole = hashlib.sha256()
   for file in files:
     whole.update(file.read_bytes())
@@ -73,28 +72,10 @@ def compile_case(model: str, case: tuple[str, str, str], layers: int, folder) ->
     lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
     (folder / "error.txt").write_text(lines[-1][:300] + "\n")
     return
-  told = json.loads((folder / "compiled.json").read_text())
+  record = json.loads((folder / "compiled.json").read_text())
   today = datetime.datetime.now(datetime.UTC).date().isoformat()
-  told |= {"source": source(), "date": today, "layers": layers}
-  (folder / "compiled.json").write_text(json.dumps(told))
-
-
-def instructions_per_logit() -> dict[str, float]:
-  """Of `verify_sample`'s Triton kernel by GPU, where no token of a tile may win."""
-  from tlt_jax.pallas_kernels.verify_sample import triton
-
-  names = ("logits", "temperature", "cut", "best", "at", "top", "total", "kept")
-  types = {f"{name}_ptr": "*fp32" for name in names}
-  types |= dict.fromkeys(("key_ptr", "offset_ptr", "token_ptr"), "*i32")
-  rows = aot_programs.ROWS * aot_programs.NODES
-  sizes = dict(R=rows, V=aot_programs.MODEL.vocab_size)
-  constants = dict(**sizes, TILE=triton.TILE, TILES=triton.TILES, **triton.CONSTANTS)
-  how = (types, constants, triton.NUM_WARPS, triton.NUM_STAGES)
-  per_thread = triton.TILE / (32 * triton.NUM_WARPS)
-  count = lambda capability: machine_code.shortest_loop(
-    machine_code.compiled(triton.verify_sample_kernel, capability, *how).machine_code
-  )
-  return {f"sm_{c}": round(count(c) / per_thread, 1) for c in (80, 90)}
+  record |= {"source": source(), "date": today, "layers": layers}
+  (folder / "compiled.json").write_text(json.dumps(record))
 
 
 def main():
@@ -120,12 +101,9 @@ def main():
   rows = aot_report.table(aot_report.row(*line) for line in report)
   names = ("target", "program", "kernels")
   programs = [dict(zip(names, case, strict=True)) | found for case, found in report]
-  per_logit = instructions_per_logit()
   output.mkdir(parents=True, exist_ok=True)
-  told = {"instructions_per_logit": per_logit, "programs": programs}
-  (output / f"{model}.json").write_text(json.dumps(told, indent=1) + "\n")
-  sass = ", ".join(f"{n} on {name}" for name, n in per_logit.items())
-  rows += f"\n\nInstructions per logit in `verify_sample` (Triton): {sass}."
+  summary = {"programs": programs}
+  (output / f"{model}.json").write_text(json.dumps(summary, indent=1) + "\n")
   (output / f"{model}.md").write_text(rows + "\n")
   print(rows)
   failures = [line for case in report for line in aot_report.broken(*case)]

@@ -1,4 +1,4 @@
-"""Compares the memory that a run is planned to take with what compilers say of it.
+"""Adds up the memory of a run: its arrays, and what compilers say of its programs.
 
     .venv-aot/bin/python -m dev.aot_memory \\
         --config=experiments/configs/long_reasoning.py:qwen2_5_32b \\
@@ -46,7 +46,7 @@ _OUTPUT = flags.DEFINE_string("output", "experiments/results/aot/memory", "The r
 
 _KERNELS = {"h200": "triton", "v6e": "pallas"}
 _UPDATE = ("update", "score", "to_rollout")  # the learner's programs
-# Programs whose results the plan lists among the arrays of their phase.
+# Programs whose results the plan lists among the arrays.
 _PLANNED_RESULTS = ("fill", "to_rollout")
 _GIB = 2**30
 
@@ -70,13 +70,20 @@ class Bytes(NamedTuple):
     return Bytes(*(a + (b - a) * along for a, b in zip(self, other, strict=True)))
 
 
-class Compared(NamedTuple):
+class Compiled(NamedTuple):
   """A program: what its shapes add up to, and what the compiler says of it."""
 
   name: str
   shapes: int  # bytes of the arguments with all layers
-  compiled: Bytes  # with all layers
+  all_layers: Bytes
   by_layers: Mapping[int, Bytes]  # as it was compiled
+
+  @property
+  def adds(self) -> float:
+    """Bytes that it adds to the arrays of its phase."""
+    padded = max(self.all_layers.argument - self.shapes, 0)
+    planned = self.name.split()[0] in _PLANNED_RESULTS
+    return padded + (self.all_layers.temp if planned else self.all_layers.beside)
 
 
 def target_of(devices: int, model: int, name: str) -> aot_machines.Target:
@@ -121,7 +128,7 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
     spot=spot,
   )
   draft_params = None if spot else run.draft_params(drafter)
-  weights = rollout.parts.weights(run.weights(run.model.dtype), draft_params)
+  weights = rollout.parts.weights(run.weights(), draft_params)
   refused = {bucket for bucket in options.buckets if not options.allows(bucket)}
   found = {}
   for (name, *key), program in aot_programs.of_rollout(rollout, weights, stops).items():
@@ -168,9 +175,9 @@ def compiled(program: aot_programs.Program, versions: dict, workdir) -> Bytes:
   return Bytes(**json.loads(file.read_text()))
 
 
-def compare(
+def compile_all(
   run: memory_plan.Run, chosen: str, layers: tuple[int, int], versions: dict, workdir
-) -> list[Compared]:
+) -> list[Compiled]:
   """Compiles the programs of a run at two depths.
 
   Args:
@@ -180,20 +187,22 @@ def compare(
     versions: of what compiles
     workdir: folder of what was compiled
   """
-  at = lambda depth: dataclasses.replace(
-    run, model=dataclasses.replace(run.model, num_layers=depth)
-  )
-  whole, cut = programs(run), {depth: programs(at(depth)) for depth in layers}
-  whole = {name: program for name, program in whole.items() if re.search(chosen, name)}
+
+  def programs_at(depth: int) -> dict[str, aot_programs.Program]:
+    model = dataclasses.replace(run.model, num_layers=depth)
+    return programs(dataclasses.replace(run, model=model))
+
+  shallow, deep = layers
+  whole, cut = programs(run), {depth: programs_at(depth) for depth in layers}
   found = []
   for name, program in whole.items():
-    began, by_layers = time.perf_counter(), {}
-    for depth in layers:
-      by_layers[depth] = compiled(cut[depth][name], versions, workdir)
-    shallow, deep = layers
+    if not re.search(chosen, name):
+      continue
+    began = time.perf_counter()
+    by_layers = {n: compiled(cut[n][name], versions, workdir) for n in layers}
     full = by_layers[shallow].at(shallow, by_layers[deep], deep, run.model.num_layers)
     shapes = aot_programs.argument_bytes(program.args)
-    found.append(Compared(name, shapes, full, by_layers))
+    found.append(Compiled(name, shapes, full, by_layers))
     print(
       f"{name}: {full.argument / _GIB:.2f} GiB of arguments ({shapes / _GIB:.2f} by "
       f"shapes), {full.beside / _GIB:.2f} beside ({time.perf_counter() - began:.0f} s)",
@@ -202,66 +211,44 @@ def compare(
   return found
 
 
-def phases(
-  plan: memory_phases.Plan, found: Sequence[Compared]
-) -> dict[str, dict[str, float | str]]:
-  """What rollouts and updates take: as planned, and by what was compiled.
-
-  The second is the arrays that the plan lists, which are exact, and of the hungriest
-  program what it takes beside its arguments, and what the compiler pads in these.
-  """
-  told = {}
-  for phase in ("rollout", "update"):
-    parts = [part for part in plan.phases[phase] if not part.is_estimate]
-    # The result of a program, which is counted there.
-    held = sum(p.size for p in parts if p.name != "drafter after an update")
+def phases(plan: memory_phases.Plan, found: Sequence[Compiled]) -> dict[str, dict]:
+  """By phase: bytes of the arrays, the hungriest program, and what that adds."""
+  totals = {}
+  for phase in plan.phases:
     of_phase = [c for c in found if (c.name in _UPDATE) == (phase == "update")]
-    if not of_phase:  # none was chosen
-      continue
-    most = max(of_phase, key=_adds)
-    told[phase] = {
-      "arrays": held,
-      "estimated": plan.needed(phase) - held,
-      "program": most.name,
-      "compiled": _adds(most),
-      "planned_total": plan.needed(phase),
-      "compiled_total": held + _adds(most),
-      "free": plan.room.free,
-    }
-  return told
+    if of_phase:  # else none was chosen
+      most = max(of_phase, key=lambda c: c.adds)
+      arrays = plan.needed(phase)
+      totals[phase] = {
+        "arrays": arrays,
+        "program": most.name,
+        "beside": most.adds,
+        "total": arrays + most.adds,
+        "free": plan.room.free,
+      }
+  return totals
 
 
-def _adds(found: Compared) -> float:
-  """Bytes that a program adds to the arrays of its phase."""
-  padded = max(found.compiled.argument - found.shapes, 0)
-  planned = found.name.split()[0] in _PLANNED_RESULTS
-  return padded + (found.compiled.temp if planned else found.compiled.beside)
-
-
-def report(title: str, plan: memory_phases.Plan, found: Sequence[Compared]) -> str:
+def report(title: str, plan: memory_phases.Plan, found: Sequence[Compiled]) -> str:
   """The tables, as Markdown, GiB of each device."""
   gib = lambda size: f"{size / _GIB:.2f}"
   rows = []
-  for phase, told in phases(plan, found).items():
-    fits = lambda total, free=told["free"]: "yes" if total <= free else "NO"
-    names = ("arrays", "estimated", "planned_total", "compiled", "compiled_total", "free")
-    both = f"{fits(told['planned_total'])}, {fits(told['compiled_total'])}"
-    rows.append([phase, *(gib(told[name]) for name in names), told["program"], both])
-  header = ("phase", "arrays", "estimated beside", "planned", "compiled beside")
-  header = (*header, "compiled", "free", "hungriest program", "fits: planned, compiled")
+  for phase, total in phases(plan, found).items():
+    sizes = (gib(total[name]) for name in ("arrays", "beside", "total", "free"))
+    fits = "yes" if total["total"] <= total["free"] else "NO"
+    rows.append([phase, *sizes, total["program"], fits])
+  header = ("phase", "arrays", "beside", "total", "free", "hungriest program", "fits")
   lines = [f"# {title}", "", *_table(header, rows), ""]
-  parts = {p.name: p for ps in plan.phases.values() for p in ps}
-  names = {"rollout", "update"}
-  of = {n: [k for k in names if p in plan.phases[k]] for n, p in parts.items()}
-  rows = [
-    [name, ("~" if p.is_estimate else "") + gib(p.size), ", ".join(sorted(of[name]))]
-    for name, p in parts.items()
-    if of[name]
-  ]
-  lines += [*_table(("part of the plan (~ estimated)", "GiB", "phases"), rows), ""]
+  of_phase = {
+    phase: {part.name: gib(part.size) for part in parts}
+    for phase, parts in plan.phases.items()
+  }
+  names = dict.fromkeys(name for parts in of_phase.values() for name in parts)
+  rows = [[n, *(parts.get(n, "") for parts in of_phase.values())] for n in names]
+  lines += [*_table(("arrays", *of_phase), rows), ""]
   rows = []
   for c in found:
-    full = c.compiled
+    full = c.all_layers
     sizes = (c.shapes, full.argument, full.output - full.alias, full.temp)
     cut = [f"{gib(b.temp)} ({layers})" for layers, b in c.by_layers.items()]
     rows.append([c.name, *map(gib, sizes), ", ".join(cut)])
@@ -300,14 +287,14 @@ def main(config: config_lib.RunConfig) -> None:
   run = memory_plan.described(config, selector, stops=1, machine=machine)
   run = dataclasses.replace(run, mesh=mesh)
   versions = aot_machines.versions(target.platform)
-  found = compare(run, _PROGRAMS.value, layers, versions, pathlib.Path(_WORKDIR.value))
+  found = compile_all(run, _PROGRAMS.value, layers, versions, pathlib.Path(_WORKDIR.value))
   output = pathlib.Path(_OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
   policy = pathlib.Path(config.policy).name
   title = f"{policy}_{_DEVICES.value}_{name}"
   text = report(f"{policy} on {_DEVICES.value} GB, {name}", plan, found)
   (output / f"{title}.md").write_text(text)
-  told = {
+  summary = {
     "devices": _DEVICES.value,
     "target": target._asdict(),
     "num_layers": run.model.num_layers,
@@ -321,13 +308,13 @@ def main(config: config_lib.RunConfig) -> None:
       {
         "name": c.name,
         "arguments_by_shapes": c.shapes,
-        "all_layers": c.compiled._asdict(),
+        "all_layers": c.all_layers._asdict(),
         "by_layers": {depth: b._asdict() for depth, b in c.by_layers.items()},
       }
       for c in found
     ],
   }
-  (output / f"{title}.json").write_text(json.dumps(told, indent=1) + "\n")
+  (output / f"{title}.json").write_text(json.dumps(summary, indent=1) + "\n")
   print(text)
 
 

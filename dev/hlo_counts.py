@@ -157,34 +157,24 @@ def large_copies(text: str, num_elements: int, in_entry: bool = False) -> list[s
   ]
 
 
-def _aliased(text: str) -> set[int]:
+def aliased_parameters(text: str) -> set[int]:
   """The numbers of the parameters whose buffers outputs reuse."""
   header = text[: text.index("\n")]
   pairs = re.findall(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias", header)
   return {int(number) for number in pairs}
 
 
-def _parameters(text: str) -> Iterator[tuple[int, Instruction]]:
+def parameters(text: str) -> Iterator[tuple[int, Instruction]]:
   """The parameters of the program, with their numbers."""
   for i in computations(text)[ENTRY]:
     if i.opcode == "parameter":
       yield int(i.rest[1 : i.rest.index(")")]), i
 
 
-def unaliased(text: str, num_elements: int) -> list[str]:
-  """Parameters of that size or larger whose buffer no output reuses."""
-  aliased = _aliased(text)
-  return [
-    i.name
-    for number, i in _parameters(text)
-    if i.num_elements >= num_elements and number not in aliased
-  ]
-
-
 def donated(text: str, least: int) -> set[Size]:
   """The sizes of donated parameters of `least` elements or more."""
-  aliased = _aliased(text)
-  sizes = {x.size for n, i in _parameters(text) if n in aliased for x in i.arrays}
+  aliased = aliased_parameters(text)
+  sizes = {x.size for n, i in parameters(text) if n in aliased for x in i.arrays}
   return {size for size in sizes if size[1] >= least}
 
 
@@ -209,37 +199,6 @@ COLLECTIVES = (
 def is_collective(i: Instruction) -> bool:
   """Whether it is where a collective begins."""
   return i.opcode.removesuffix("-start") in COLLECTIVES
-
-
-def device_groups(i: Instruction) -> list[list[int]]:
-  """Which devices talk to each other, in any of the compiler's notations.
-
-  {{0,2},{1,3}} is a list. [2,2]<=[2,2]T(1,0) counts up, shapes, transposes, and
-  regroups. mesh['a'=2,'b'=2] {'a'} counts up (or reads `device_ids`), shapes, and
-  groups along the named axes.
-  """
-  numbers = lambda s: [int(n) for n in re.findall(r"\d+", s or "")]
-
-  def counted(dims, order):
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    return ids.transpose(order) if order else ids
-
-  iota = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-  if m := re.search(r"replica_groups=\[([\d,]+)\]<=" + iota, i.rest):
-    shape, *ids = map(numbers, m.groups())
-    return counted(*ids).reshape(shape).tolist()
-  mesh = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(" + iota + r"\))? \{([^}:]*)\}"
-  if m := re.search(mesh, i.rest):
-    sizes = {name: int(n) for name, n in re.findall(r"('\w+')=(\d+)", m[1])}
-    ids = counted(numbers(m[2]) or list(sizes.values()), numbers(m[3]))
-    ids = ids.reshape(list(sizes.values()))
-    named = [list(sizes).index(name) for name in m[4].split(",")]
-    size = math.prod(ids.shape[axis] for axis in named)
-    return np.moveaxis(ids, named, range(-len(named), 0)).reshape(-1, size).tolist()
-  listed = r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}"
-  if m := re.search(listed, i.rest):
-    return [numbers(group) for group in re.findall(r"\{([\d,]+)\}", m[1])]
-  raise ValueError(f"unknown notation: {i.rest}")
 
 
 def collectives(text: str) -> list[Instruction]:

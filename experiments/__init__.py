@@ -1,1 +1,1 @@
-"""Commands, benchmarks, configs and figures; docs/commands.md has a list of them."""
+"""Commands, configs and figures; docs/commands.md has a list of them."""

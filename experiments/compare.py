@@ -9,6 +9,7 @@ leaves out 0 is a difference that chance rarely makes. A folder of
 `experiments.evaluate --output` counts as a workdir. The last line is JSON.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 import json
 import pathlib
@@ -21,7 +22,7 @@ import numpy as np
 
 from experiments import evaluations
 from experiments import launch
-from experiments import plot
+from experiments import style
 from experiments import tables
 from tlt_jax import metrics
 from tlt_jax import writing
@@ -63,8 +64,6 @@ def summary(records: Sequence[Mapping], evaluated: Mapping, steps: int) -> dict[
     found["accuracy"] = float(np.mean(by_problem))
     if len(by_problem) > 1:
       found["accuracy_half_width"] = metrics.interval(by_problem)[1]
-  elif shares := [r["eval/accuracy"] for r in records if "eval/accuracy" in r]:
-    found["accuracy"] = shares[-1]  # of an earlier version, without problems
   return found
 
 
@@ -90,13 +89,11 @@ def paired(first: Sequence[Mapping], other: Sequence[Mapping]) -> dict[str, Any]
 
 
 def _by_name(problems: Sequence[Mapping]) -> dict[tuple, Mapping]:
-  named = {}
+  named, seen = {}, collections.Counter()
   for problem in problems:
     name = (problem.get("set", ""), json.dumps(problem["prompt"]))
-    number = 0
-    while (*name, number) in named:
-      number += 1
-    named[(*name, number)] = problem
+    named[name, seen[name]] = problem
+    seen[name] += 1
   return named
 
 
@@ -163,7 +160,7 @@ def main(*workdirs: str):
     ],
   )
   if _FIGURE.value:
-    with mpl.rc_context(plot.STYLE), writing.to(_FIGURE.value):
+    with mpl.rc_context(style.STYLE), writing.to(_FIGURE.value):
       plot_curves(runs).savefig(_FIGURE.value)
   print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""What a plan of memory says: the parts of each phase, the room there is, and a remedy."""
+"""What a plan of memory says: the arrays of each phase, the room there is, and a remedy."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -37,12 +37,11 @@ class Machine(NamedTuple):
 
 
 class Part(NamedTuple):
-  """Something that takes memory."""
+  """Arrays that belong together."""
 
   name: str
   size: int  # bytes, of all devices that share memory, or of the fullest
   option: str  # the entry of the config that makes it smaller
-  is_estimate: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Plan:
   """The parts of each phase, and the memory there is."""
 
   phases: Mapping[str, tuple[Part, ...]]
-  room: memory.Room  # what may be used, this process's own memory included
+  room: memory.Room
   where: str  # whose memory it is
 
   def needed(self, phase: str) -> int:
@@ -81,17 +80,13 @@ def remedy(parts: tuple[Part, ...], free: int) -> str:
 
 
 def show(plan: Plan) -> None:
-  """Prints the plan: what each part takes in each phase, what is free, and the margin."""
-  gib = lambda size: f"{size / 2**30:.2f}"
-  names = dict.fromkeys(p.name for parts in plan.phases.values() for p in parts)
-  rows = []
-  for name in names:
-    found = [[p for p in parts if p.name == name] for parts in plan.phases.values()]
-    mark = lambda p: "~" * p.is_estimate + gib(p.size)
-    rows.append([name, *(mark(ps[0]) if ps else "" for ps in found)])
+  """Prints what each part takes in each phase, and what is left for programs."""
+  sizes = {phase: {p.name: p.size for p in ps} for phase, ps in plan.phases.items()}
+  gib = lambda size: "" if size is None else f"{size / 2**30:.2f}"
+  names = dict.fromkeys(name for parts in sizes.values() for name in parts)
+  rows = [[name, *(gib(parts.get(name)) for parts in sizes.values())] for name in names]
   needed = [plan.needed(phase) for phase in plan.phases]
-  rows.append(["all", *map(gib, needed)])
+  rows.append(["all arrays", *map(gib, needed)])
   rows.append(["free", *[gib(plan.room.free)] * len(needed)])
-  rows.append(["margin", *(gib(plan.room.free - size) for size in needed)])
-  tables.show(f"GiB of {plan.where}; ~ is estimated", ["", *plan.phases], rows)
-  print(f"the most is needed in the {plan.fullest}: {gib(max(needed))} GiB")
+  rows.append(["left for programs", *(gib(plan.room.free - size) for size in needed)])
+  tables.show(f"GiB of {plan.where}", ["", *plan.phases], rows)

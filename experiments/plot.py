@@ -4,67 +4,39 @@
 
 writes, into DIR/figures: reward.png (reward and accuracy over steps), gain.png (rollouts
 that were repeated plainly), lengths.png (response lengths by outcome, early against late),
-live_requests.png (how the batch drains within a rollout) and, of the last rollout,
-timeline.png (what every slice did) and rollout_trace.json (the same as a trace; it
-opens in https://ui.perfetto.dev).
+live_requests.png (how the batch drains within a rollout) and timeline.png (what every
+slice did in the last rollout).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-import json
+from collections.abc import Mapping, Sequence
 import pathlib
 import sys
 
 from absl import flags
 import matplotlib as mpl
-from matplotlib import colors as mpl_colors
 from matplotlib import figure
-from matplotlib import patches
 from matplotlib import ticker
 import numpy as np
 
-from experiments import drawing as drawing_lib
 from experiments import launch
-from experiments import plot_gain
 from experiments import style
+from experiments import summary
 from experiments import timeline
 from tlt_jax import metrics
 from tlt_jax import processes
 from tlt_jax import writing
 
-STYLE = style.STYLE
-# Okabe-Ito, told apart by colour-blind readers.
+# Okabe-Ito, which colour-blind readers can tell apart.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"
 _SKY = "#56b4e9"
 _LANE = 0.84  # height of a lane of the timeline; they are 1 apart
-_COLUMNS = 2400  # that time is divided into there
-_OUTCOME_COLOR = dict(zip(metrics.OUTCOMES, (_GREEN, _ORANGE, _GREY), strict=True))
-
-
-def drawings(workdir: pathlib.Path) -> list[drawing_lib.Drawing]:
-  """What can be drawn of a run.
-
-  Raises:
-    metrics.MetricError: the run has no metrics.jsonl, or a damaged file
-  """
-  of_steps, of_rollouts = workdir / "metrics.jsonl", workdir / "rollouts.jsonl"
-  records = metrics.read(of_steps)
-  if not records:
-    raise metrics.MetricError(f"{of_steps}: holds no step yet")
-  _check_numbers(of_steps, records)
-  rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
-  repeated = [r for r in records if "plain/seconds_s" in r]
-  # A run of an earlier version has no chunks.
-  last = next((r for r in reversed(rollouts) if r.get("chunks")), None)
-  made = drawing_lib.Drawing
-  found = (
-    made("reward.png", plot_reward, records, of_steps),
-    made("gain.png", plot_gain.plot_gain, repeated, of_steps),
-    made("lengths.png", plot_lengths, rollouts, of_rollouts),
-    made("live_requests.png", plot_live_requests, rollouts, of_rollouts),
-    made("timeline.png", plot_timeline, last, of_rollouts),
-    made("rollout_trace.json", timeline.trace, last, of_rollouts),
-  )
-  return [drawing for drawing in found if drawing.data]
+_NAMES = {
+  timeline.PLAIN: "decoding plainly",
+  timeline.SPECULATIVE: "speculating, {}",
+  timeline.TRAIN: "training the drafter",
+  timeline.IDLE: "idle",
+}
+_SIDES = {"plain": _GREY, "frozen": _BLUE}  # of `summary.SIDES`
 
 
 def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
@@ -77,13 +49,34 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   """
   if not processes.is_first():
     return []
-  workdir = pathlib.Path(workdir)
-  folder, written = workdir / "figures", []
-  for drawing in drawings(workdir):
-    folder.mkdir(parents=True, exist_ok=True)
-    with drawing.told():
-      _write(folder / drawing.name, drawing.draw, drawing.data)
-    written.append(folder / drawing.name)
+  folder = pathlib.Path(workdir)
+  of_steps, of_rollouts = folder / "metrics.jsonl", folder / "rollouts.jsonl"
+  records = metrics.read(of_steps)
+  if not records:
+    raise metrics.MetricError(f"{of_steps}: holds no step yet")
+  _check_numbers(of_steps, records)
+  rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
+  repeated = [r for r in records if "plain/seconds_s" in r]
+  written = []
+  for name, draw, data, source in (
+    ("reward.png", plot_reward, records, of_steps),
+    ("gain.png", plot_gain, repeated, of_steps),
+    ("lengths.png", plot_lengths, rollouts, of_rollouts),
+    ("live_requests.png", plot_live_requests, rollouts, of_rollouts),
+    ("timeline.png", plot_timeline, rollouts and rollouts[-1], of_rollouts),
+  ):
+    if data:
+      path = folder / "figures" / name
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with mpl.rc_context(style.STYLE), writing.to(path):
+        try:
+          draw(data).savefig(path)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as e:
+          raise metrics.MetricError(
+            f"{source}: {name} cannot be drawn, its records are not those of a run "
+            f"({e!r:.200})"
+          ) from e
+      written.append(path)
   return written
 
 
@@ -97,14 +90,8 @@ def _check_numbers(path: pathlib.Path, records: Sequence[Mapping]) -> None:
         )
 
 
-def _write(path: pathlib.Path, draw: Callable, data) -> None:
-  """Writes a figure, or what else `draw` makes of the data."""
-  with mpl.rc_context(STYLE), writing.to(path):
-    drawn = draw(data)
-    if isinstance(drawn, figure.Figure):
-      drawn.savefig(path)
-    else:
-      path.write_text(json.dumps(drawn, separators=(",", ":")))
+def _whole_numbers() -> ticker.Locator:
+  return ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
 
 
 def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
@@ -113,56 +100,32 @@ def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
   """
   fig = figure.Figure(figsize=(6, 3.6), layout="constrained")
   ax = fig.subplots()
-  steps = np.array([r["step"] for r in records if "reward/mean" in r])
-  reward = np.array([r["reward/mean"] for r in records if "reward/mean" in r])
-  window = len(steps) // 20
-  smooth = window > 0
-  ax.plot(
-    steps,
-    reward,
-    color=_BLUE,
-    alpha=0.3 if smooth else 1.0,
-    linewidth=1 if smooth else 1.8,
-    marker="" if smooth else "o",
-    markersize=4.5,
-    label="reward mean of a step",
-  )
-  if smooth:
-    ax.plot(
-      steps,
-      _running_mean(reward, window),
-      color=_BLUE,
-      linewidth=1.8,
-      label=f"its mean over {2 * window + 1} steps",
-    )
-  judged = [r for r in records if "reward/solved" in r]
-  solved = [(r["step"], r["reward/solved"]) for r in judged]
-  if all(r["reward/solved"] == r["reward/mean"] for r in judged):
-    solved = []  # the same curve
-  if solved:
+  curves = {
+    key: np.array([(r["step"], r[key]) for r in records if key in r]).reshape(-1, 2)
+    for key in ("reward/mean", "reward/solved", "eval/accuracy")
+  }
+  reward, solved, accuracy = curves.values()
+  window = len(reward) // 20
+  faint = dict(alpha=0.3, linewidth=1) if window else dict(marker="o", linewidth=1.8)
+  ax.plot(*reward.T, color=_BLUE, markersize=4.5, label="reward mean of a step", **faint)
+  if window:
+    label = f"its mean over {2 * window + 1} steps"
+    ax.plot(reward[:, 0], _running_mean(reward[:, 1], window), color=_BLUE, label=label)
+  if all(r["reward/solved"] == r["reward/mean"] for r in records if "reward/solved" in r):
+    solved = solved[:0]  # the same curve
+  if len(solved):
     label = "solved responses of a step"
-    ax.plot(*zip(*solved, strict=True), color=_GREEN, linewidth=1.2, label=label)
-  evals = [(r["step"], r["eval/accuracy"]) for r in records if "eval/accuracy" in r]
-  if evals:
-    ax.plot(
-      *zip(*evals, strict=True),
-      color=_ORANGE,
-      marker="o",
-      markersize=4.5,
-      linewidth=1.8,
-      label="accuracy on held-out problems",
-    )
+    ax.plot(*solved.T, color=_GREEN, linewidth=1.2, label=label)
+  if len(accuracy):
+    label = "accuracy on held-out problems"
+    ax.plot(*accuracy.T, color=_ORANGE, marker="o", markersize=4.5, label=label)
   ax.set(title="Reward and accuracy", xlabel="RL step", ylabel="mean over responses")
-  values = np.concatenate([reward, [share for _, share in solved + evals]])
+  values = np.concatenate([curve[:, 1] for curve in (reward, solved, accuracy)])
   if len(values) and 0 <= values.min() and values.max() <= 1:
     ax.set_ylim(0, 1)
   ax.xaxis.set_major_locator(_whole_numbers())
   ax.legend(loc="best")
   return fig
-
-
-def _whole_numbers() -> ticker.Locator:
-  return ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -172,6 +135,45 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
   )
 
 
+def plot_gain(records: Sequence[Mapping]) -> figure.Figure:
+  """Draws what each repeated rollout took and what its passes drew, and the run's own.
+
+  Args:
+    records: of metrics.jsonl, those that have `plain/seconds_s`
+  """
+  steps = [r["step"] for r in records]
+  fig = figure.Figure(figsize=(7.6, 3.4), layout="constrained")
+  seconds, drawn = fig.subplots(1, 2)
+  line = dict(marker="o", markersize=4.5, linewidth=1.8)
+  titles = []
+  for side, color in _SIDES.items():
+    if f"{side}/seconds_s" not in records[0]:
+      continue
+    took = [r[f"{side}/seconds_s"] for r in records]
+    label = f"repeated {summary.SIDES[side]}"
+    seconds.plot(steps, took, color=color, label=label, **line)
+    lengths = [r.get(f"{side}/mean_acceptance_length", 1.0) for r in records]
+    drawn.plot(steps, lengths, color=color, **line)
+    found = summary.gain(records, side)
+    title = f"{found['mean']:.2f}x as fast as {side}"
+    if len(records) > 1:
+      title += " ({:.2f} to {:.2f})".format(*found["interval"])
+    titles.append(title)
+  until_last = [r["rollout/seconds_s"] - r.get("drafter/training_s", 0.0) for r in records]
+  own = [r.get("rollout/mean_acceptance_length", 1.0) for r in records]
+  seconds.plot(steps, until_last, color=_GREEN, label="of this run", **line)
+  drawn.plot(steps, own, color=_GREEN, **line)
+  fig.suptitle("Rollouts of the same tokens: " + ", ".join(titles), fontsize="medium")
+  seconds.set(title="seconds of a rollout", xlabel="RL step")
+  drawn.set(title="tokens that a pass of the policy draws", xlabel="RL step")
+  seconds.set_ylim(bottom=0)
+  drawn.set_ylim(bottom=0.9)
+  for ax in (seconds, drawn):
+    ax.xaxis.set_major_locator(_whole_numbers())
+  seconds.legend(loc="best")
+  return fig
+
+
 def plot_lengths(rollouts: Sequence[Mapping]) -> figure.Figure:
   """Draws response lengths by outcome, the first fifth of the steps above the last."""
   count = max(1, len(rollouts) // 5)
@@ -179,58 +181,42 @@ def plot_lengths(rollouts: Sequence[Mapping]) -> figure.Figure:
   lengths = np.concatenate([np.asarray(r["length"]) for part in parts for r in part])
   lengths = np.maximum(lengths, 1)
   long_tail = np.percentile(lengths, 99) > 4 * np.percentile(lengths, 50)
-  # Whole numbers, so that no bin is empty for want of an integer in it.
   space = np.geomspace if long_tail else np.linspace
-  low, high = lengths.min(), max(lengths.max() + 1, lengths.min() + 10)
+  high = max(lengths.max() + 1, lengths.min() + 10)
   bins = int(np.clip(len(lengths) ** 0.5, 10, 40))
-  edges = np.unique(np.round(space(low, high, bins + 1))) - 0.5
-
+  # Whole numbers, so that every bin has an integer in it.
+  edges = np.unique(np.round(space(lengths.min(), high, bins + 1))) - 0.5
   fig = figure.Figure(figsize=(7, 2.3 * len(parts) + 0.4), layout="constrained")
   axes = fig.subplots(len(parts), sharex=True, sharey=True, squeeze=False)[:, 0]
   for ax, part in zip(axes, parts, strict=True):
     _plot_lengths_of(ax, part, edges)
     if long_tail:
       ax.set_xscale("log")
-      ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
       ax.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-      ax.xaxis.set_minor_formatter(ticker.NullFormatter())
   axes[-1].set_xlabel("response length (tokens" + (", log scale)" if long_tail else ")"))
   return fig
 
 
 def _plot_lengths_of(ax, part: Sequence[Mapping], edges: np.ndarray) -> None:
-  lengths = np.concatenate([np.asarray(r["length"]) for r in part])
+  lengths = np.maximum(np.concatenate([np.asarray(r["length"]) for r in part]), 1)
   outcome = np.concatenate([np.asarray(r["outcome"]) for r in part])
-  groups = [np.maximum(lengths[outcome == o], 1) for o in metrics.OUTCOMES]
+  groups = {o: lengths[outcome == o] for o in metrics.OUTCOMES}
   ax.hist(
-    groups,
+    groups.values(),
     bins=edges,
-    weights=[np.full(len(g), 100 / len(lengths)) for g in groups],
+    weights=[np.full(len(g), 100 / len(lengths)) for g in groups.values()],
     stacked=True,
-    color=_OUTCOME_COLOR.values(),
-    label=[
-      f"{o} ({len(g) / len(lengths):.1%})"
-      for o, g in zip(metrics.OUTCOMES, groups, strict=True)
-    ],
+    color=(_GREEN, _ORANGE, _GREY),
+    label=[f"{o} ({len(g) / len(lengths):.1%})" for o, g in groups.items()],
   )
-  ax.margins(y=0.12)  # room for the labels of the percentiles
-  top = ax.get_xaxis_transform()
-  for percent, height in ((50, 1.0), (99, 0.93)):
+  for percent, style_of_line in ((50, "--"), (99, ":")):
     length = np.percentile(lengths, percent)
-    ax.axvline(length, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
-    ax.text(
-      length,
-      height,
-      f" p{percent} = {length:.0f} ",
-      transform=top,
-      va="top",
-      ha="right",
-      fontsize=8.5,
-    )
+    label = f"p{percent} = {length:.0f}"
+    ax.axvline(length, color="black", linewidth=0.8, linestyle=style_of_line, label=label)
   first, last = part[0]["step"], part[-1]["step"]
   steps = f"step {first}" if first == last else f"steps {first} to {last}"
   ax.set(title=f"Response lengths, {steps}", ylabel="responses (%)")
-  ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+  ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def plot_live_requests(rollouts: Sequence[Mapping], count: int = 3) -> figure.Figure:
@@ -245,22 +231,11 @@ def plot_live_requests(rollouts: Sequence[Mapping], count: int = 3) -> figure.Fi
       continue
     few = next((j for j, n in enumerate(live) if n <= max(live) / 8), len(live) - 1)
     tail = (time[-1] - time[few]) / time[-1] if time[-1] else 0.0
-    ax.step(
-      time,
-      live,
-      where="post",
-      color=color,
-      linewidth=1.6,
-      label=f"step {rollouts[i]['step']}: {time[-1]:.1f} s, {tail:.0%} tail",
-    )
+    label = f"step {rollouts[i]['step']}: {time[-1]:.1f} s, {tail:.0%} tail"
+    ax.step(time, live, where="post", color=color, linewidth=1.6, label=label)
     ax.plot(time[few], live[few], "o", color=color, markersize=5)
-  ax.set(
-    title="How a rollout drains",
-    xlabel="time since the rollout began (s)",
-    ylabel="live requests",
-  )
-  ax.set_xlim(left=0)
-  ax.set_ylim(bottom=0)
+  ax.set(title="How a rollout drains", xlabel="time since the rollout began (s)")
+  ax.set(ylabel="live requests", xlim=(0, None), ylim=(0, None))
   ax.yaxis.set_major_locator(_whole_numbers())
   fig.legend(
     loc="outside lower center",
@@ -271,118 +246,39 @@ def plot_live_requests(rollouts: Sequence[Mapping], count: int = 3) -> figure.Fi
 
 
 def plot_timeline(rollout: Mapping) -> figure.Figure:
-  """Draws what every slice of a rollout did, a lane each, and its live requests.
-
-  What is narrower than a pixel blends with its neighbours, by its share of the time.
-  """
+  """Draws what every slice of a rollout did, a lane each, and its live requests."""
   slices, chunks = timeline.spans(rollout), rollout["chunks"]
   end, count = chunks[-1]["end_s"], len(slices)
-  colors = _activity_colors(chunks)
+  used = dict.fromkeys(c["strategy"] for c in chunks if c["strategy"] != "off")
+  shades = mpl.colormaps["YlGn"](np.linspace(0.85, 0.3, max(len(used), 1)))
+  colors = {(timeline.PLAIN, ""): _SKY}
+  for strategy, shade in zip(used, shades, strict=False):
+    colors[timeline.SPECULATIVE, strategy] = shade
+  colors |= {(timeline.TRAIN, ""): _ORANGE, (timeline.IDLE, ""): "#dcdcdc"}
   height = min(0.6 * count, 3 + 0.065 * count)
   fig = figure.Figure(figsize=(8, height + 1.7), layout="constrained")
   ax = fig.subplots()
-  edges = np.linspace(0, end, _COLUMNS + 1)
-  share = np.stack([_shares(spans, list(colors), edges) for spans in slices])
-  for s, pixels in enumerate(share @ np.stack(list(colors.values()))):
-    lane = (0, end, s + _LANE / 2, s - _LANE / 2)
-    ax.imshow(pixels[None].clip(0, 1), extent=lane, aspect="auto")
-  handles = []
-  for (activity, color), mean in zip(colors.items(), share.mean((0, 1)), strict=True):
-    if mean:
-      label = f"{_activity_label(activity, rollout)} ({mean:.0%})"
-      edge = "#bbbbbb" if activity[0] == timeline.OUTSIDE else color
-      handles.append(patches.Patch(facecolor=color, edgecolor=edge, label=label))
-  handles.append(_plot_live_of_slices(ax, chunks))
-  _name_strategies(ax, chunks)
-  ax.set_title(f"What the slices did in the rollout of step {rollout['step']}", pad=16)
+  for (kind, strategy), color in colors.items():
+    label = _NAMES[kind].format(strategy)
+    for s, spans in enumerate(slices):
+      mine = [x for x in spans if (x.kind, x.strategy) == (kind, strategy)]
+      parts = [(x.start_s, x.end_s - x.start_s) for x in mine]
+      if parts:
+        ax.broken_barh(parts, (s - _LANE / 2, _LANE), facecolors=color, label=label)
+        label = None  # once
+  live = np.array([c["live"] for c in chunks] + [[0] * count])
+  time, most = [*(c["start_s"] for c in chunks), end], max(1, live.max())
+  for s, of_slice in enumerate(live.T):
+    label = f"live requests ({most} fill a lane)" if s == 0 else None
+    y = s + _LANE / 2 - 0.96 * _LANE * of_slice / most
+    ax.step(time, y, where="post", color="black", linewidth=0.8, label=label)
+  ax.set_title(f"What the slices did in the rollout of step {rollout['step']}")
   ax.set(xlabel="time since the rollout began (s)", ylabel="slice")
   ax.set(xlim=(0, end), ylim=(count - 0.4, -0.6))
   ax.grid(False)
-  ax.spines["left"].set_visible(False)
-  ax.tick_params(axis="y", length=0)
   ax.yaxis.set_major_locator(_whole_numbers())
-  fig.legend(
-    handles=handles,
-    loc="outside lower center",
-    ncols=3,
-    title="in brackets: share of the slices' time",
-  )
+  fig.legend(loc="outside lower center", ncols=3)
   return fig
-
-
-def _activity_colors(chunks: Sequence[Mapping]) -> dict[tuple[str, str], np.ndarray]:
-  """RGB of each kind of span and strategy, in the order of the legend."""
-  used = dict.fromkeys(c["strategy"] for c in chunks if c["strategy"] != "off")
-  shades = mpl.colormaps["YlGn"](np.linspace(0.3, 0.85, len(used)))
-  chosen = {(timeline.PLAIN, ""): _SKY}
-  for strategy, shade in zip(used, shades, strict=True):
-    chosen[timeline.SPECULATIVE, strategy] = _GREEN if len(used) == 1 else shade
-  chosen[timeline.TRAIN, ""] = _ORANGE
-  chosen[timeline.IDLE, ""] = "#dcdcdc"
-  chosen[timeline.OUTSIDE, ""] = "white"
-  return {activity: np.array(mpl_colors.to_rgb(c)) for activity, c in chosen.items()}
-
-
-def _shares(spans: Sequence, activities: Sequence, edges: np.ndarray) -> np.ndarray:
-  """Of each stretch between two edges, the share that went into each activity."""
-  ends = [0.0, *(span.end_s for span in spans)]
-  shares = []
-  for activity in activities:
-    took = [
-      span.end_s - span.start_s if (span.kind, span.strategy) == activity else 0.0
-      for span in spans
-    ]
-    until = np.interp(edges, ends, np.cumsum([0.0, *took]))
-    shares.append(np.diff(until) / np.diff(edges))
-  return np.stack(shares, axis=-1)
-
-
-def _activity_label(activity: tuple[str, str], rollout: Mapping) -> str:
-  """Names an activity in the legend; training of unknown length is drawn as idle time."""
-  kind, strategy = activity
-  trained = any(any(c["trained"]) for c in rollout["chunks"])
-  untimed = trained and not rollout["micro_batch_s"]
-  return {
-    timeline.PLAIN: "decoding plainly",
-    timeline.SPECULATIVE: f"speculating, {strategy}",
-    timeline.TRAIN: "training the drafter",
-    timeline.IDLE: "idle, or training (not timed)" if untimed else "idle",
-    timeline.OUTSIDE: "outside chunks",
-  }[kind]
-
-
-def _plot_live_of_slices(ax, chunks: Sequence[Mapping]):
-  """Draws a step line in each lane; returns one, for the legend."""
-  live = np.array([c["live"] for c in chunks] + [[0] * len(chunks[0]["live"])])
-  time = [*(c["start_s"] for c in chunks), chunks[-1]["end_s"]]
-  most = max(1, live.max())
-  for s, of_slice in enumerate(live.T):
-    y = s + _LANE / 2 - 0.96 * _LANE * of_slice / most
-    y[1:][(of_slice[1:] == 0) & (of_slice[:-1] == 0)] = np.nan  # ends where it falls to 0
-    width = 1.0 if live.shape[1] <= 16 else 0.6
-    (line,) = ax.step(time, y, where="post", color="black", linewidth=width)
-  line.set_label(f"live requests ({most} fill a lane)")
-  return line
-
-
-def _name_strategies(ax, chunks: Sequence[Mapping]) -> None:
-  """Writes strategies above the lanes, over each stretch that is wide enough."""
-  first, end = 0, chunks[-1]["end_s"]
-  for i in range(1, len(chunks) + 1):
-    if i < len(chunks) and chunks[i]["strategy"] == chunks[first]["strategy"]:
-      continue
-    start, stop = chunks[first]["start_s"], chunks[i - 1]["end_s"]
-    strategy, first = chunks[first]["strategy"], i
-    if (stop - start) / end < 0.012 * (len(strategy) + 1):
-      continue
-    ax.annotate(
-      strategy,
-      (start, 1.0),
-      xycoords=ax.get_xaxis_transform(),
-      xytext=(0, 3),
-      textcoords="offset points",
-      fontsize=8.5,
-    )
 
 
 def main():

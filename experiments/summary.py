@@ -35,7 +35,7 @@ LATE = 10  # last steps of a run that are looked at by themselves
 
 
 def text(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
-  """Tells a run in two tables, first and last steps and where the time went, and in words.
+  """Two tables, first and last steps and where the time went, and what TLT gained.
 
   First and last are means over `k` steps, at most half of the run each; of
   evaluations they are the first and the last one. Coloured on a terminal.
@@ -46,40 +46,40 @@ def text(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
   """
   done = [r for r in records if "reward/mean" in r]  # others are evaluations only
   k = max(1, min(k, len(done) // 2))
-  ends = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-  ends.add_column("quantity")
   steps = "step" if k == 1 else f"{k} steps"
-  for column in (f"first {steps}", f"last {steps}"):
-    ends.add_column(column, justify="right")
+  ends = []
   for label, key, form in _QUANTITIES:
-    first, last = _mean(done[:k], key), _mean(done[-k:], key)
-    if first is not None and last is not None:
-      ends.add_row(label, format(first, form), format(last, form))
+    if any(key in r for r in done[:k]) and any(key in r for r in done[-k:]):
+      means = (format(_mean(part, key), form) for part in (done[:k], done[-k:]))
+      ends.append((label, *means))
   for label, key in (("accuracy", "eval/accuracy"), ("reward", "eval/reward_mean")):
     if found := [f"{r[key]:.3f}" for r in records if key in r]:
-      ends.add_row(f"eval {label} (one)", found[0], found[-1])
-
-  times = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-  times.add_column("phase")
-  times.add_column("seconds", justify="right")
-  times.add_column("share", justify="right")
-  seconds = {label: sum(r.get(key, 0.0) for r in records) for label, key in _PHASES.items()}
-  total = sum(r.get("step/seconds_s", 0.0) for r in records)
+      ends.append((f"eval {label} (one)", found[0], found[-1]))
+  seconds = {label: _total(records, key) for label, key in _PHASES.items()}
+  total = _total(records, "step/seconds_s")
   seconds["other"] = max(0.0, total - sum(seconds.values()))
   seconds["all steps"] = total
-  for label, spent in seconds.items():
-    share = f"{spent / total:.0%}" if total else "-"
-    times.add_row(label, f"{spent:.1f}", share)
+  share = lambda spent: f"{spent / total:.0%}" if total else "-"
+  times = [(label, f"{spent:.1f}", share(spent)) for label, spent in seconds.items()]
 
-  written = io.StringIO()
-  terminal = sys.stdout.isatty()
+  written, terminal = io.StringIO(), sys.stdout.isatty()
   console = rich.console.Console(
     file=written, force_terminal=terminal, no_color=not terminal, width=80
   )
-  console.print(ends, times)
+  columns = ("quantity", f"first {steps}", f"last {steps}")
+  console.print(_table(columns, ends), _table(("phase", "seconds", "share"), times))
   for sentence in (*_gain(records), *_time_of_slices(records)):
     console.print(sentence)
   return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> rich.table.Table:
+  table = rich.table.Table(columns[0], box=rich.box.SIMPLE_HEAD)
+  for column in columns[1:]:
+    table.add_column(column, justify="right")
+  for row in rows:
+    table.add_row(*row)
+  return table
 
 
 def _gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
@@ -101,21 +101,22 @@ def _gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
   )
   late = [r for r in steps[-LATE:] if r in compared]
   for side, label in sides.items():
-    told = f"{_faster(compared, side)} in all"
+    faster = f"{_faster(compared, side)} in all"
     if 1 < len(late) < len(compared):
-      told += f", {_faster(late, side)} in the last {LATE} steps"
+      faster += f", {_faster(late, side)} in the last {LATE} steps"
     whole = gain(compared, side, "step")["mean"]
     yield (
-      f"This run's rollouts, against those repeated {label}: {told}. Its steps, all "
+      f"This run's rollouts, against those repeated {label}: {faster}. Its steps, all "
       f"training included: {whole:.2f} times."
     )
-  own = "rollout/mean_acceptance_length"
   if "frozen" in sides:
-    pairs = [(r[own], r["frozen/mean_acceptance_length"]) for r in compared]
-    (first, first_frozen), (last, last_frozen) = pairs[0], pairs[-1]
+    drawn = [
+      " and ".join(f"{r[key]:.2f}" for r in (compared[0], compared[-1]))
+      for key in ("rollout/mean_acceptance_length", "frozen/mean_acceptance_length")
+    ]
     yield (
-      f"A pass drew {first:.2f} tokens in the first of these rollouts and {last:.2f} in "
-      f"the last; with the frozen drafter {first_frozen:.2f} and {last_frozen:.2f}."
+      f"A pass drew {drawn[0]} tokens in the first and the last of these rollouts; with "
+      f"the frozen drafter {drawn[1]}."
     )
 
 
@@ -151,11 +152,9 @@ def _estimated_gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
   if any("rollout/predicted_gain" in r for r in records):
     saved, spent = _total(records, "rollout/saved_s"), _total(records, "rollout/seconds_s")
     than = f"{abs(saved):.1f} s {'less' if saved >= 0 else 'more'} than without it"
-    faster = (spent + saved) / spent
     yield (
       f"Speculation: rollouts took {spent:.1f} s, {than} "
-      f"({faster:.2f} times as fast). That compares chunks that speculated with "
-      "what their tokens take in plain steps, timed in the same buckets of this run."
+      f"({(spent + saved) / spent:.2f} times as fast), by plain steps timed in this run."
     )
 
 
@@ -168,29 +167,16 @@ def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
       f"Speculation ran for {speculating / spent:.0%} of the rollouts' time; a pass of "
       f"the policy drew {tokens:.2f} tokens, plain ones included."
     )
-  if any("rollout/lost_s" in r for r in records):
-    lost = _total(records, "rollout/lost_s")
-    yield (
-      f"In hindsight the best strategy throughout would have taken {lost:.1f} s less "
-      f"({lost / spent:.1%} of the rollouts' time)."
-    )
   if any("drafter/updates" in r for r in records):
     idle, harvested = (_total(records, f"rollout/{k}_s") for k in ("idle", "harvested"))
+    after, updates = (_total(records, f"drafter/{k}") for k in ("training_s", "updates"))
     slices = max(r.get("rollout/slices", 0) for r in records)
     share = f" ({idle / (slices * spent):.0%} of their time)" if slices and spent else ""
     yield (
       f"Spot training: slices were idle for {idle:.1f} s{share}, and trained the drafter "
-      f"on what takes about {harvested:.1f} s alone; "
-      f"{_total(records, 'drafter/updates'):.0f} updates in all."
+      f"on what takes about {harvested:.1f} s alone; {updates:.0f} updates in all. "
+      f"Training after rollouts took {after:.1f} s."
     )
-    invested, saved = (
-      max(r.get(f"drafter/{k}_s", 0.0) for r in records) for k in ("invested", "saved")
-    )
-    if invested or saved:
-      yield (
-        f"Beside that, {invested:.1f} s were invested in training after rollouts. By the "
-        f"run's own estimate all training saved {saved:.1f} s of rollouts."
-      )
 
 
 def _total(records: Sequence[Mapping[str, float]], key: str) -> float:
@@ -198,7 +184,7 @@ def _total(records: Sequence[Mapping[str, float]], key: str) -> float:
   return sum(r.get(key, 0.0) for r in records)
 
 
-def _mean(records: Sequence[Mapping[str, float]], key: str) -> float | None:
-  """Averages a metric over the steps that have it; None if none has."""
+def _mean(records: Sequence[Mapping[str, float]], key: str) -> float:
+  """Averages a metric over the steps that have it."""
   values = [r[key] for r in records if key in r]
-  return sum(values) / len(values) if values else None
+  return sum(values) / len(values)

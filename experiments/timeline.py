@@ -1,11 +1,6 @@
-"""Tells what every slice did in a rollout, as spans of time and as a trace.
+"""What every slice did in a rollout, as spans of time, by a record of rollouts.jsonl."""
 
-`trace` is in the Trace Event Format: a file of it opens in https://ui.perfetto.dev
-(Open trace file) and in chrome://tracing. All of it is made from one record of
-rollouts.jsonl; see `metrics.Writer.write_rollout`.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 
 # Kinds of spans.
@@ -70,62 +65,3 @@ def spans(rollout: Mapping) -> list[list[Span]]:
       slice_spans += part
     now = chunk["end_s"]
   return slices
-
-
-def trace(rollout: Mapping) -> dict:
-  """The rollout as a process, with a thread and a counter of live requests per slice.
-
-  Spans are "complete" events (X), named by their kind or strategy; counters (C) are
-  given where they change. Times are whole microseconds, rounded at the boundaries,
-  so that spans meet exactly.
-  """
-  chunks, events = rollout["chunks"], []
-  for s, slice_spans in enumerate(spans(rollout)):
-    where = {"pid": 1, "tid": s + 1}  # from 1: viewers take 0 for the idle task
-    for name, args in (
-      ("process_name", {"name": f"rollout of step {rollout['step']}"}),
-      ("thread_name", {"name": f"slice {s}"}),
-      ("thread_sort_index", {"sort_index": s}),
-    ):
-      events.append({"name": name, "ph": "M", "ts": 0, **where, "args": args})
-    events += [_complete(span, chunks[span.chunk], s, where) for span in slice_spans]
-    events += _counter(chunks, s, where)
-  kept = [e for e in events if e["ph"] != "X" or e["dur"] > 0]
-  return {"displayTimeUnit": "ms", "traceEvents": kept}
-
-
-def _complete(span: Span, chunk: Mapping, s: int, where: Mapping) -> dict:
-  """A span as an event, with what the chunk knows about it."""
-  args = {"chunk": span.chunk}
-  if span.kind in (PLAIN, SPECULATIVE):
-    args |= {"live": chunk["live"][s], "steps": chunk["steps"][s]}
-    args |= {"slots": chunk["batch"], "bucket_length": chunk["length"]}
-  elif span.kind == TRAIN:
-    args["micro_batches"] = chunk["trained"][s]
-  start, end = _microseconds(span.start_s), _microseconds(span.end_s)
-  return {
-    "name": span.strategy or span.kind,
-    "cat": span.kind,
-    "ph": "X",
-    "ts": start,
-    "dur": end - start,
-    **where,
-    "args": args,
-  }
-
-
-def _counter(chunks: Sequence[Mapping], s: int, where: Mapping) -> list[dict]:
-  """Live requests of a slice, 0 at the end; a counter's name is its identity."""
-  readings = [(c["start_s"], c["live"][s]) for c in chunks]
-  readings.append((chunks[-1]["end_s"], 0))
-  common = {"name": f"live requests, slice {s}", "ph": "C", **where}
-  events, last = [], None
-  for time, live in readings:
-    if live != last:
-      events.append({**common, "ts": _microseconds(time), "args": {"live": live}})
-    last = live
-  return events
-
-
-def _microseconds(seconds: float) -> int:
-  return round(seconds * 1e6)

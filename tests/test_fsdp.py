@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import shapes
 from dev import hlo_counts
+from tests import hlo
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax.models import target
@@ -50,7 +51,7 @@ def exchanged(text: str, data: int, model: int) -> collections.Counter:
   found = collections.Counter()
   for body in hlo_counts.computations(text).values():
     for i in filter(hlo_counts.is_collective, body):
-      slices = {tuple(n // model for n in group) for group in hlo_counts.device_groups(i)}
+      slices = {tuple(n // model for n in group) for group in hlo.device_groups(i)}
       if any(len(set(group)) > 1 for group in slices):
         assert data > 1
         found[i.opcode.removesuffix("-start"), i.num_elements] += 1

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from dev import hlo_counts
+from tests import hlo
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import programs
@@ -44,14 +45,14 @@ ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as
 
 def is_across(i: hlo_counts.Instruction, mesh) -> bool:
   """Whether the devices of a collective are not all of one slice."""
-  tensor, groups = mesh.shape[axes.MODEL], hlo_counts.device_groups(i)
+  tensor, groups = mesh.shape[axes.MODEL], hlo.device_groups(i)
   return not groups or any(len({d // tensor for d in group}) > 1 for group in groups)
 
 
 def across_slices(text: str, mesh) -> list[str]:
   """Collectives between slices."""
   return [
-    f"{i.name} {i.type} {hlo_counts.device_groups(i)}"
+    f"{i.name} {i.type} {hlo.device_groups(i)}"
     for body in hlo_counts.computations(text).values()
     for i in body
     if hlo_counts.is_collective(i) and is_across(i, mesh)
@@ -100,7 +101,7 @@ def test_the_loop_copies_no_layer_of_the_cache(data, model, layout, rows):
   """Nor are the donated buffers copied before it, or fresh ones made for the result."""
   program, size = chunk(data, model, layout, rows), layer_size(model, rows)
   assert hlo_counts.large_copies(program.as_text(), size, in_entry=True) == []
-  assert hlo_counts.unaliased(program.as_text(), size) == []
+  assert hlo.unaliased(program.as_text(), size) == []
   assert program.memory_analysis().temp_size_in_bytes < 4 * size
 
 
@@ -110,7 +111,7 @@ def test_the_detector_sees_a_cache_that_is_not_donated():
   inner = decode.make_chunk(tiny.CONFIG, mesh, 8, None)
   text = compiled(jax.jit(lambda *args: inner(*args)), mesh).as_text()
   caches = 2 * tiny.CONFIG.num_layers
-  assert len(hlo_counts.unaliased(text, layer_size(1))) == caches
+  assert len(hlo.unaliased(text, layer_size(1))) == caches
   assert len(hlo_counts.large_copies(text, layer_size(1), in_entry=True)) >= caches
 
 
@@ -148,7 +149,7 @@ def scanned_chunk(weights, slots, draft_state, limits, training):
 def test_the_detector_sees_a_cache_that_is_scanned_over_layers():
   """Copies of the stack in the loop, and of a layer in the loop inside that."""
   program = compiled(jax.jit(scanned_chunk, donate_argnums=1), tiny.mesh(1))
-  assert hlo_counts.unaliased(program.as_text(), layer_size(1)) == []
+  assert hlo.unaliased(program.as_text(), layer_size(1)) == []
   copies = hlo_counts.large_copies(program.as_text(), layer_size(1))
   assert len({line.split(":")[0] for line in copies}) == 2
   assert program.memory_analysis().temp_size_in_bytes > 4 * layer_size(1)
@@ -283,7 +284,7 @@ def test_speculation_copies_no_cache(name, data, model, verification):
   program = speculative_chunk(name, data, model, verification)
   size = layer_size(model)
   assert hlo_counts.large_copies(program.as_text(), size, in_entry=True) == []
-  assert hlo_counts.unaliased(program.as_text(), size) == []
+  assert hlo.unaliased(program.as_text(), size) == []
   assert program.memory_analysis().temp_size_in_bytes < 4 * size + TABLES
 
 
@@ -299,7 +300,7 @@ def test_slices_speculate_without_waiting_for_each_other(name):
 def test_the_detector_sees_caches_that_speculation_does_not_donate(name):
   inner, args = speculative(name, tiny.mesh(1))
   text = jax.jit(lambda *args: inner(*args)).lower(*args).compile().as_text()
-  assert len(hlo_counts.unaliased(text, layer_size(1))) == CACHES
+  assert len(hlo.unaliased(text, layer_size(1))) == CACHES
   assert len(hlo_counts.large_copies(text, layer_size(1), in_entry=True)) >= CACHES
 
 
@@ -327,7 +328,7 @@ def test_no_pool_of_pages_is_copied(name, data, model):
   program, args, size = paged_chunk(name, data, model)
   text = program.lower(*args).compile().as_text()
   assert hlo_counts.large_copies(text, size, in_entry=True) == []
-  assert hlo_counts.unaliased(text, size) == []
+  assert hlo.unaliased(text, size) == []
   assert across_slices(text, tiny.mesh(data, model)) == []
   exchanged = [i.num_elements for i in hlo_counts.collectives(text)]
   assert max(exchanged, default=0) < size / 8
@@ -342,7 +343,7 @@ def test_an_admission_to_pages_copies_no_pool():
   args = slots.kv, slots.features, store, *(slots.position,) * 4
   text, size = admit.lower(*args).compile().as_text(), slots.kv[0].k.size // 2
   assert hlo_counts.large_copies(text, size, in_entry=True) == []
-  assert hlo_counts.unaliased(text, size) == []
+  assert hlo.unaliased(text, size) == []
 
 
 def test_the_detector_sees_pools_that_are_written_by_page_and_head(monkeypatch):
@@ -457,7 +458,7 @@ def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch)
 def test_device_groups_are_read_in_every_notation(text, groups):
   """As the compiler prints them; an empty list stands for all devices."""
   exchange = hlo_counts.Instruction("x", "f32[]", "all-reduce", False, text)
-  assert hlo_counts.device_groups(exchange) == groups
+  assert hlo.device_groups(exchange) == groups
 
 
 def resized(mesh, resize, layer, row):

@@ -6,26 +6,20 @@ import json
 import jax
 import pytest
 
-from benchmarks import sides
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
-from experiments import scratch_memory
 from experiments import trees
 from tests import commands
 from tests import test_memory
-from tests import tiny
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax.models import convert
-from tlt_jax.models import few_rows
 from tlt_jax.models import hf_config
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import batch as batch_lib
-from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.rollout import ready
@@ -53,9 +47,8 @@ def config(home) -> config_lib.RunConfig:
 
 
 def sizes(plan: memory_phases.Plan) -> dict[str, int]:
-  """Bytes of each part that is no estimate."""
-  parts = [p for parts in plan.phases.values() for p in parts if not p.is_estimate]
-  return {part.name: part.size for part in parts}
+  """Bytes of each part."""
+  return {part.name: part.size for parts in plan.phases.values() for part in parts}
 
 
 def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
@@ -86,10 +79,6 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
     "drafter in training": held((spot.training(0).states, spot.params)),
     "drafter's training rows": held(spot.features),
   }
-  published = spot.arrays().get("published")
-  trained = (state, spot.state, published, spot.features)
-  expected["state of the checkpoint"] = held(trained)
-  expected["drafter after an update"] = held(spot.training(0).states)
   # The bucket that needs the most, full.
   batches = [
     ready.Ready(parts)._full(bucket, 1)[0] for bucket in sampler.rollout.options.buckets
@@ -106,80 +95,44 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   assert found == expected
 
 
-def test_a_pool_of_pages_is_planned_whatever_the_slots_would_take(config):
-  """All of it, from the start; how many of its pages are in use shows as it runs."""
-  pages = {"rollout.kv_page_tokens": 16, "rollout.cache_tokens": 128}
-  config = trees.change(config, pages)
-  plan = memory_plan.of_rollout(config)
-  run = memory_plan.described(config, None, stops=1)
-  shapes = run.rollouts(None, None).shapes
-  slots = shapes.slots(shapes.options.buckets[-1], 1)
-  held = sum(memory.bytes_by_device(slots.replace(features=None)).values())
-  assert sizes(plan)["KV cache"] == held
-  options = {part.name: part.option for part in plan.phases["rollout"]}
-  assert options["KV cache"] == "rollout.cache_tokens"
-
-
 def test_weights_that_lie_transposed_are_planned(config):
   """Beside the others, where slices are whole CPU devices."""
   name = "policy, transposed"
   assert name not in sizes(memory_plan.of_rollout(config))
   config = dataclasses.replace(config, tensor_parallel=1)
-  mesh = axes.make_mesh(1)
-  model, params = convert.load_hf(config.policy, mesh, axes.ROLLOUT)
-  turned = jax.tree.leaves(few_rows.transposed(model, mesh, params))
-  shared = set(map(id, jax.tree.leaves(params)))
-  held = sum(test_memory.held([x for x in turned if id(x) not in shared]).values())
-  assert sizes(memory_plan.of_rollout(config))[name] == held
+  assert sizes(memory_plan.of_rollout(config))[name] > 0
 
 
 def test_a_critic_is_planned_where_there_is_one(config):
-  """Its parameters and moments, in every phase and in checkpoints."""
+  """In every phase."""
   assert "critic in training" not in sizes(memory_plan.of_run(config))
-  config = dataclasses.replace(config, algorithm={"name": "ppo"})
-  plan = memory_plan.of_run(config)
-  mesh = axes.make_mesh(config.tensor_parallel)
-  model, params = convert.load_hf(config.policy, mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make("ppo")
-  learner = learner_lib.make(
-    model, algorithm, optimizer.make(**config.optimizer), mesh, **vars(config.learner)
-  )
-  critic = critic_lib.make(algorithm.critic, learner, params)
-  held = sum(test_memory.held(critic.arrays()).values())
-  assert sizes(plan)["critic in training"] == held
+  plan = memory_plan.of_run(dataclasses.replace(config, algorithm={"name": "ppo"}))
   for parts in plan.phases.values():
     assert "critic in training" in {part.name for part in parts}
 
 
 def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
   plan = memory_plan.of_rollout(config, from_config.make_selector(config))
-  assert list(plan.phases) == ["load", "rollout"]
+  assert list(plan.phases) == ["rollout"]
   names = set(sizes(plan))
-  assert {"policy", "drafter", "KV cache", "state of drafts"} <= names
+  assert {"policy in rollouts", "drafter", "KV cache", "state of drafts"} <= names
   assert not {"moments", "drafter in training"} & names
   plain = sizes(memory_plan.of_rollout(dataclasses.replace(config, drafter="")))
   assert not {"drafter", "kept features", "state of drafts"} & set(plain)
 
 
 def test_processes_on_one_machine_share_its_memory(config, monkeypatch):
-  """Each may take its part of what is free, beside what it has."""
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, 64 * GIB), True))
-  plain = dataclasses.replace(config, drafter="")
-  alone = memory_plan.of_rollout(plain).room
   monkeypatch.setattr(processes, "on_this_host", lambda: 2)
-  both = memory_plan.of_rollout(plain).room
-  own = alone.free - GIB  # which may grow meanwhile
-  assert own <= both.free - GIB // 2 < own + GIB // 4
-  assert both.total == 32 * GIB == alone.total // 2
+  room = memory_plan.of_rollout(dataclasses.replace(config, drafter="")).room
+  assert room == memory.Room(GIB // 2, 32 * GIB)
 
 
 def test_accelerators_have_memory_of_their_own(config, monkeypatch):
-  """The fullest device counts; what lies on the host does not."""
+  """The fullest device counts."""
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
   plan = memory_plan.of_run(config)
   assert plan.room == memory.Room(GIB, GIB)
-  names = {part.name for parts in plan.phases.values() for part in parts}
-  assert not {"process and programs", "checkpoint being written"} & names
   whole = target.abstract_params(convert.load_config(config.policy))
   mesh = axes.make_mesh(config.tensor_parallel)
   fullest = memory.bytes_by_device(axes.with_shardings(mesh, axes.ROLLOUT, whole))
@@ -199,27 +152,13 @@ def test_what_waits_on_the_host_takes_no_device_memory_in_rollouts(config, monke
   assert names(after, "update") == names(before, "update") - {"reference policy"}
 
 
-def test_processes_of_verifiers_are_planned_where_they_run(config):
-  """On the host, from the first response on; none without a reward."""
-  held = lambda plan, phase: {part.name: part.size for part in plan.phases[phase]}
-  changes = {"drafter": "", "strategies": "", "verifier.processes": 3}
-  config = trees.change(config, changes)
-  plan, size = memory_plan.of_run(config), 3 * scratch_memory.VERIFIER
-  assert held(plan, "rollout")["verifiers"] == held(plan, "update")["verifiers"] == size
-  assert "verifiers" not in held(plan, "load")
-  unjudged = memory_plan.of_rollout(dataclasses.replace(config, reward=""))
-  assert "verifiers" not in held(unjudged, "rollout")
-
-
 def test_a_machine_that_is_planned_for_gives_all_shapes(config):
   """Open sizes follow from it; caches are those of accelerators, not of this CPU."""
   machine = memory_phases.Machine.parse("4x80")
-  changes = {"drafter": "", "strategies": "", "verifier.processes": 3}
-  config = trees.change(config, changes)
+  config = dataclasses.replace(config, drafter="", strategies="")
   plan = memory_plan.of_run(config, machine)
   named = trees.change(config, {"rollout.kernels": "interpret"})
   assert sizes(plan) == sizes(memory_plan.of_run(named, machine))
-  assert "verifiers" not in {part.name for part in plan.phases["rollout"]}
 
   changes = {"prompts.size": 8, "held_out.size": 8}
   changes |= {"batch.prompts": 100, "batch.responses": 8}
@@ -246,12 +185,13 @@ def test_a_machine_that_is_planned_for_gives_all_shapes(config):
 )
 def test_what_does_not_fit_is_refused_with_the_option_that_helps_most(parts, remedy):
   made = tuple(memory_phases.Part(k, n * GIB, k) for k, n in parts.items())
-  phases = {"load": made[:1], "update": made}
+  phases = {"rollout": made[:1], "update": made}
   plan = memory_phases.Plan(phases, memory.Room(5 * GIB, 8 * GIB), "the machine's memory")
   with pytest.raises(MemoryError) as refused:
     memory_plan.check(plan)
   needed = f"{sum(parts.values())}.0 GiB"
-  begins = f"the phase 'update' needs {needed} of memory, with 5.0 GiB of 8.0 GiB free; "
+  begins = f"the arrays of the update need {needed} of memory, "
+  begins += "with 5.0 GiB of 8.0 GiB free; "
   assert str(refused.value).startswith(begins + remedy)
   enough = dataclasses.replace(plan, room=memory.Room(10 * GIB, 10 * GIB))
   memory_plan.check(enough)
@@ -268,19 +208,7 @@ def test_a_dry_run_prints_every_part_and_allocates_nothing(config, capsys):
   for phase, parts in plan.phases.items():
     assert phase in printed
     assert all(part.name in printed for part in parts)
-  assert f"needed in the {plan.fullest}: {plan.needed(plan.fullest) / GIB:.2f}" in printed
-  assert "~0.0" in printed  # an estimate
-
-
-def test_each_side_of_a_benchmark_holds_a_run_of_its_own(config):
-  one = memory_plan.of_run(config)
-  three = sides.memory(("plain", "tlt", "frozen"), config)
-  more = 2 * one.needed("sync")
-  assert all(three.needed(phase) == one.needed(phase) + more for phase in one.phases)
-  most = three.needed(three.fullest)
-  tight = dataclasses.replace(three, room=memory.Room(most - 1, most))
-  with pytest.raises(MemoryError, match="helps most is less of --sides"):
-    memory_plan.check(tight)
+  assert "left for programs" in printed
 
 
 def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
@@ -291,53 +219,3 @@ def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
   line = commands.error(commands.run(home, "train", *run, f"--workdir={tmp_path / 'w'}"))
   assert "follow from the policy's size: take a smaller policy" in line
   assert not (tmp_path / "w").exists()
-
-
-@pytest.mark.parametrize("slices", [1, tiny.slow(2)])
-def test_the_estimate_of_an_update_is_near_what_xla_says(slices):
-  """Of a model with a real one's proportions: the vocabulary outweighs the layers."""
-  model = dataclasses.replace(
-    tiny.CONFIG,
-    architecture="LlamaForCausalLM",
-    vocab_size=16384,
-    width=96,
-    mlp_width=256,
-    num_heads=9,
-    num_kv_heads=3,
-    tie_embeddings=True,
-    qk_norm=False,
-  )
-  learner = learner_lib.make(
-    model,
-    algorithm_lib.make("grpo"),
-    optimizer.make("adamw", 1e-3),
-    tiny.mesh(slices),
-    buckets=((4, 256),),
-  )
-  batch = batch_lib.abstract(learner.mesh, learner.buckets, 8)
-  compiled = learner.update.lower(learner.abstract_state(), *batch).compile()
-  measured = compiled.memory_analysis().temp_size_in_bytes
-  assert scratch_memory.update(learner) == pytest.approx(measured, rel=0.3)
-
-
-def test_the_estimate_of_an_update_grows_with_depth_as_xla_says():
-  """By what layers hand on, of which each device of a slice keeps a part."""
-
-  def sizes_of(layers: int) -> tuple[int, float]:
-    model = dataclasses.replace(
-      tiny.CONFIG, num_layers=layers, width=128, num_heads=4, num_kv_heads=4
-    )
-    learner = learner_lib.make(
-      model,
-      algorithm_lib.make("grpo"),
-      optimizer.make("adamw", 1e-3),
-      axes.make_mesh(4, jax.devices()[:4]),
-      buckets=((2, 1024),),
-    )
-    batch = batch_lib.abstract(learner.mesh, learner.buckets, 2)
-    compiled = learner.update.lower(learner.abstract_state(), *batch).compile()
-    return compiled.memory_analysis().temp_size_in_bytes, scratch_memory.update(learner)
-
-  shallow, deep = sizes_of(2), sizes_of(6)
-  measured, estimated = (b - a for a, b in zip(shallow, deep, strict=True))
-  assert estimated == pytest.approx(measured, rel=0.2)

@@ -265,7 +265,6 @@ def test_the_summary_tells_what_training_the_drafter_gained():
     own_s = 4.0 if step < 10 else 2.0
     records.append({"rollout/seconds_s": own_s + 0.5, "step/seconds_s": own_s + 1.5})
     records[-1] |= {"drafter/training_s": 0.5, "drafter/updates": 9}
-    records[-1] |= {"drafter/invested_s": 0.4 * (step + 1), "drafter/saved_s": 3.0}
     records[-1] |= {"rollout/mean_acceptance_length": 1.0 + step / 10}
     if step % 5 == 4:
       records[-1] |= sides | {"plain/seconds_s": 8.0, "frozen/seconds_s": 4.0}
@@ -276,10 +275,9 @@ def test_the_summary_tells_what_training_the_drafter_gained():
   assert "4.00 times as fast (95%: 4.00 to 4.00) in the last 10 steps." in told
   assert "first drafter, frozen: 1.41 times as fast" in told
   assert "2.00 times as fast (95%: 2.00 to 2.00) in the last 10 steps" in told
-  assert "drew 1.40 tokens in the first of these rollouts and 2.90 in the last; " in told
+  assert "drew 1.40 and 2.90 tokens in the first and the last of these rollouts" in told
   assert "with the frozen drafter 1.25 and 1.25." in told
-  assert "8.0 s were invested in training after rollouts" in told
-  assert "all training saved 3.0 s of rollouts" in told
+  assert "Training after rollouts took 10.0 s." in told
 
 
 def test_the_share_of_solved_responses_is_drawn_where_it_is_not_the_reward():
@@ -307,10 +305,9 @@ def test_a_run_gives_its_figures(tmp_path):
       lengths = np.exp(rng.normal(4, 1, 64)).astype(int)
       writer.write_rollout(step, rollout(lengths, outcome))
     writer.close()
-    *figures, trace = plot.plot_all(workdir)
+    figures = plot.plot_all(workdir)
     names = ["reward.png", "gain.png", "lengths.png", "live_requests.png", "timeline.png"]
     assert [f.name for f in figures] == names
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in figures)
-    assert trace.name == "rollout_trace.json"
     (workdir / "rollouts.jsonl").unlink()
     assert len(plot.plot_all(workdir)) == 2

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from experiments import sizes
 from tests import commands
 from tests import tiny
 from tlt_jax.simulate import acceptance as acceptance_lib
@@ -366,20 +365,3 @@ def test_bad_scenarios_are_refused(changes, message):
     scenario = scenario_lib.parse(raw | changes)
     scenario.draw_lengths()
     scenario.acceptance("frozen")
-
-
-def test_a_rollout_in_pages_holds_less_kv_than_in_buckets():
-  """At its peak and on average; with the same lengths it takes as long on the clock."""
-  module = commands.module("kv_memory")
-  work = scenario_lib.read(command.SCENARIOS / "qwen2_5_7b.json")
-  assert sizes.kv_bytes(work.config) == 2 * 28 * 4 * 128 * 2
-  work = dataclasses.replace(
-    work,
-    **dict(slices=(1,), prompts=4, responses=8, max_tokens=4096, rollouts=1),
-    lengths={"log_normal": {"median": 500, "sigma": 1.0}},
-    rollout={**work.rollout, "slots": 16, "prompt_rows": 2},
-  )
-  rows, pages = (module.measure(work, x) for x in ({}, {"kv_page_tokens": 64}))
-  assert pages["peak_bytes"] < rows["peak_bytes"] / 2
-  assert pages["mean_bytes"] < rows["mean_bytes"] / 2
-  assert pages["rollout_s"] == rows["rollout_s"] and not pages["drawn_twice"]

@@ -13,11 +13,6 @@ import sys
 
 _HERE = pathlib.Path(__file__).parent
 _START = 'if __name__ == "__main__":'  # at the end of a file that is a command
-# Commands that need what a wheel has not: tests, results, git, virtual environments.
-_OF_CHECKOUT = (
-  *("aot", "aot_memory", "aot_programs"),
-  *("bench.accelerator", "compare_programs"),
-)
 
 
 def home() -> pathlib.Path:
@@ -27,18 +22,11 @@ def home() -> pathlib.Path:
 
 
 def commands() -> dict[str, pathlib.Path]:
-  """The file of each command that works here, by its name: "train", or "bench.step"."""
+  """The file of each command, by its name, such as "train"."""
   folder = home() / "experiments"
-  left_out = _OF_CHECKOUT if _is_installed() else ()
   named = lambda path: ".".join(path.relative_to(folder).with_suffix("").parts)
   files = sorted(folder.rglob("*.py"), key=lambda path: (len(path.parts), path))
-  found = {named(path): path for path in files if _START in path.read_text()}
-  return {name: path for name, path in found.items() if name not in left_out}
-
-
-def _is_installed() -> bool:
-  """Whether this is of a wheel, not of a checkout."""
-  return home() != _HERE.parent
+  return {named(path): path for path in files if _START in path.read_text()}
 
 
 def listing() -> str:
@@ -47,8 +35,6 @@ def listing() -> str:
   for name, path in commands().items():
     about = ast.get_docstring(ast.parse(path.read_text())) or ""
     lines.append(f"  {name:22} {about.partition(chr(10))[0]}")
-  if _is_installed():
-    lines += ["", f"The checkout alone has {', '.join(_OF_CHECKOUT)} and figures.*."]
   return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
     python -m experiments.train --config=experiments/configs/algorithms.py \
         --config.algorithm.name=rloo --workdir=runs/rloo
 
-`benchmarks.algorithms` makes the table of all of them with it. Few parameters are
+`docs/train.md` has the table of all of them. Few parameters are
 trained, the head and the norms, in four updates a step: so one number per response moves
 the policy within a million tokens, with any algorithm. The entries are those of
 `configs/countdown.py`.

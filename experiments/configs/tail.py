@@ -3,7 +3,7 @@
     python -m experiments.train --config=experiments/configs/tail.py --workdir=runs/tail
 
 4 prompts x 8 responses, up to 1,024 tokens each, of `countdown.py:small`, with its drafter:
-after a second all but a few responses have ended. The benchmarks `step`, `spot` and `run`
+after a second all but a few responses have ended. The benchmarks `step` and `run`
 measure on it. `:32` is another number of responses per slice, where there are two slices;
 `:16,1536` another limit of tokens too. The entries are those of `configs/countdown.py`.
 """
