@@ -306,7 +306,8 @@ configs = json.loads(sys.argv[2])
 training = trees.load("drafter:smoke", config_lib.DrafterConfig)
 for name, given in json.loads(sys.argv[1]).items():
   config = trees.change(trees.load("countdown:smoke", config_lib.RunConfig), configs[name])
-  module = importlib.import_module(f"experiments.{name}")
+  package = "" if name.startswith("benchmarks.") else "experiments."
+  module = importlib.import_module(package + name)
   flags.FLAGS.mark_as_parsed()
   for key, holder in list(vars(module).items()):
     if isinstance(holder, flags.FlagHolder):
