@@ -84,8 +84,8 @@ class Step:
       strategy: how they decode; None: plainly
       length: tokens of each row's cache
     """
-    self.bucket = (live, length)
     self.chunk = min(_CHUNK, length // 2)
+    self.bucket, self.length = live, length - 1
     self.strategy = strategy
     self.drafts = strategy_lib.uses_drafter(strategy)
     self._weights = models.params, models.draft_params if self.drafts else None
@@ -117,7 +117,8 @@ class Step:
   def seconds(self) -> float:
     """Times a step, over a chunk."""
     params, draft_params = self._weights
-    return self.engine.time_step(params, self.bucket, draft_params, self.strategy)
+    args = params, self.bucket, draft_params, self.strategy
+    return self.engine.time_step(*args, length=self.length)
 
   def fill_seconds(self) -> float:
     """Times the filling of the drafter's caches."""

@@ -5,11 +5,12 @@
 
 Tables, by default the first: "speculation", every strategy against plain decoding by
 live batch, where plain is the fastest of its own paddings; "steps", seconds per decoding
-step, plain and of --strategies, by live batch and by real length, and what filling a
-drafter's caches takes. Without a drafter n-grams are looked up. Sides take turns in one
-process; ratios are medians over the repetitions, with their range. The last line is JSON.
+step, plain and of --strategies, by live batch and by real length. Without a drafter
+n-grams are looked up. Sides take turns in one process; ratios are medians over the
+repetitions, with their range. The last line is JSON.
 """
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -19,12 +20,15 @@ import jax
 import numpy as np
 
 from benchmarks import interleave
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
+from experiments import sizes
 from experiments import tables
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
+from tlt_jax import programs
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -57,7 +61,6 @@ _TOKENS = flags.DEFINE_integer(
 
 WITH_DRAFTER = ("3_1_4", "5_1_6", "8_1_9", "4_2_8")
 WITHOUT = ("ngram_3", "ngram_5")
-_FILL = "fill"  # of a drafter's caches, beside the strategies in the table of steps
 _COUNTED = ("total_tokens", "differing_tokens", "near_ties")
 
 
@@ -84,7 +87,13 @@ def make_engine(
   return rollout.make(models.model, models.mesh, options, *drafting)
 
 
-def measure_speculation(config: dict, models: from_config.Models) -> dict:
+def held_out(config: config_lib.RunConfig, size: int) -> from_config.Prompts:
+  """So many held-out prompts."""
+  rules = from_config.prompt_rules(config)
+  return from_config.load_prompts(config.held_out | {"size": size}, rules)
+
+
+def measure_speculation(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Measures plain decoding against every strategy, by live batch per slice.
 
   The requests are those of a first rollout whose responses got long enough, so that
@@ -92,25 +101,25 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
   """
   n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
   prompts = min(4 * max(lives) * slices, 128)  # some end before
-  tokenizer = from_config.tokenizer(config["policy"])
-  chat = config["chat"]
+  tokenizer = from_config.load_tokenizer(config.policy)
   requests = requests_lib.make_requests(
     sample.encode(
       tokenizer,
-      from_config.prompts(config, config["held_out"] | {"size": prompts}),
-      chat=chat["apply"],
-      system=chat["system"],
+      held_out(config, prompts).records,
+      chat=config.chat.apply,
+      system=config.chat.system,
     ),
     responses=4,
     seed=3,
     max_tokens=n,
     stop_tokens=tokenizer.stop_tokens,
   )
-  sizes = config["rollout"] | {"buckets": (), "chunk": 64, "budget": {}}
-  sizes["max_length"] = config["rollout"]["max_prompt"] + n
+  changes = {"buckets": (), "chunk": 64, "budget": programs.Budget()}
+  changes["max_length"] = config.rollout.max_prompt + n
 
   def engine(slots: int | None = None, arm: strategy_lib.Strategy | None = None):
-    options = rollout.Options(**sizes | ({"slots": slots} if slots else {}))
+    own = changes | ({"slots": slots} if slots else {})
+    options = rollout.Options(**vars(config.rollout) | own)
     return make_engine(models, options, arm)
 
   first = engine()(models.params, requests)
@@ -122,9 +131,7 @@ def measure_speculation(config: dict, models: from_config.Models) -> dict:
     paddings = sorted({live, max(2 * live, 2)})
     sides = {f"off, {slots} slots": engine(slots) for slots in paddings}
     plain = list(sides)
-    sides |= {
-      name: engine(live, strategy_lib.parse(name)) for name in strategies(models)
-    }
+    sides |= {name: engine(live, strategy_lib.parse(name)) for name in strategies(models)}
     result[live] = compare_sides(models, chosen, sides, plain)
   if not result:
     raise ValueError(
@@ -180,7 +187,7 @@ def compare_sides(
   return {"off": off, "off_s": float(np.median(seconds[off])), "arms": arms}
 
 
-def speculation(config: dict, models: from_config.Models) -> dict:
+def speculation(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Prints the table of speculation; returns its part of the last line."""
   result = measure_speculation(config, models)
   names = strategies(models)
@@ -210,28 +217,26 @@ def speculation(config: dict, models: from_config.Models) -> dict:
   }
 
 
-def steps(config: dict, models: from_config.Models) -> dict:
+def steps(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Prints the table of step times; returns its part of the last line.
 
-  Of plain steps, and of a strategy's where --strategies names some; with a drafter among
-  them, also the time that filling its caches takes.
+  Of plain steps, and of a strategy's where --strategies names some.
   """
   lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
   # A program's call costs as much as several steps of a small model: as many share it here
   # as in a rollout.
-  chunk = config["rollout"]["chunk"]
+  chunk = config.rollout.chunk
   arms = {"off": None} | {name: strategy_lib.parse(name) for name in _STRATEGIES.value}
-  drafter = list(filter(strategy_lib.uses_drafter, arms.values()))
 
   def side(name: str, batch: int, length: int):
-    sizes = dict(max_length=length, max_prompt=length, slots=batch, chunk=chunk)
-    arm = drafter[0] if name == _FILL else arms[name]
-    engine = make_engine(models, rollout.Options(**sizes), arm)
-    draft_params = None if arm is None else models.draft_params
-    timed = engine.time_switch if name == _FILL else engine.time_step
-    return lambda _: timed(models.params, (batch, length), draft_params, arm)
+    sizes = dict(max_length=length + chunk, max_prompt=length, slots=batch, chunk=chunk)
+    engine = make_engine(models, rollout.Options(**sizes), arms[name])
+    draft_params = None if arms[name] is None else models.draft_params
+    return lambda _: engine.time_step(
+      models.params, batch, draft_params, arms[name], length=length
+    )
 
-  names = [*arms, *([_FILL] if drafter else [])]
+  names = [*arms]
   cells = itertools.product(names, batches, lengths)
   measured = interleave.turns({cell: side(*cell) for cell in cells}, _REPEATS.value)
   seconds = interleave.results(list(measured))
@@ -253,7 +258,6 @@ def steps(config: dict, models: from_config.Models) -> dict:
         "step_ms": {name: of(name, b) for name in arms},
         "tokens_per_s": b * slices / median["off", b, lengths[0]],
       }
-      | ({"fill_ms": of(_FILL, b)} if drafter else {})
       for b in batches
     }
   }
@@ -265,14 +269,14 @@ TABLES = {
 }
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   if unknown := set(_ONLY.value) - set(TABLES):
     raise ValueError(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
   launch.start(_SLICES.value)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
-  config["drafter"] = _DRAFTER.value or config["drafter"]
-  records = from_config.prompts(config, config["held_out"] | {"size": 128})
-  config = from_config.sized(config, records, prompts=len(records), responses=4)
+  config = dataclasses.replace(config, drafter=_DRAFTER.value or config.drafter)
+  records, longest = held_out(config, 128)
+  config = sizes.fill_rollout(config, sizes.Asked(longest, len(records), 4))
   models = from_config.load_models(config)
   found = {
     "device": jax.devices()[0].device_kind,
@@ -284,4 +288,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  read = trees.from_flags("countdown", config_lib.RunConfig)
+  launch.run(main, config=read)

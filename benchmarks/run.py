@@ -37,15 +37,16 @@ gives each slice a process and a core of its own:
 """
 
 from collections.abc import Mapping
+import dataclasses
 import json
 import pathlib
+import sys
 import time
 from typing import Any
 
 from absl import flags
 import jax
 import jax.numpy as jnp
-from ml_collections import config_flags
 
 from benchmarks import interleave
 from benchmarks import run_figure
@@ -54,15 +55,16 @@ from benchmarks import run_summary
 from benchmarks import scenarios
 from benchmarks import sides as sides_lib
 from experiments import acceptance
-from experiments import declarations
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax import processes
+from tlt_jax import ranges
 from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import sample
@@ -86,18 +88,37 @@ _PROBE_STRATEGY = flags.DEFINE_string("probe_strategy", "3_1_4", "Of a measureme
 _PROBE_SEED = 1 << 29  # added to the seed: no noise is shared with a step
 
 
+@ranges.options
+class Bench:
+  """What is compared."""
+
+  sides: tuple[str, ...] = ranges.field(..., "names of the sides")
+  probe_every: ranges.Count = ranges.field(..., "steps between measurements of drafters")
+
+
+@ranges.options
+class BenchConfig(config_lib.RunConfig):
+  """A run, and what it is measured for."""
+
+  bench: Bench = ranges.field(..., "what is compared")
+
+
 class Shared:
   """What all sides of a run have in common: prompts, policy and its training."""
 
-  def __init__(self, config: dict, mesh: jax.sharding.Mesh):
+  def __init__(self, config: BenchConfig, mesh: jax.sharding.Mesh):
     """Loads the policy of the run's config."""
-    asked = from_config.prompts(config, config["prompts"])
-    self.prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
-    model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
-    algorithm = algorithm_lib.make(**config["algorithm"])
+    asked = from_config.load_prompts(
+      config.prompts, from_config.prompt_rules(config)
+    ).records
+    self.prompts = data.prompt_iterator(asked, config.batch.prompts, config.seed)
+    model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
+    algorithm = algorithm_lib.make(**config.algorithm)
     self.config = config
-    self.learner = from_config.learner(config, model, algorithm, mesh)
-    self.reference = from_config.reference(algorithm, params)
+    self.learner = from_config.make_learner(
+      config.learner, config.optimizer, model, algorithm, mesh
+    )
+    self.reference = from_config.copy_reference(algorithm, params)
     self.go_on_from(self.learner.init(params))
 
   def go_on_from(self, state: trainer.State) -> None:
@@ -107,7 +128,7 @@ class Shared:
 
   def updated(self, scored: sample.Scored) -> tuple[trainer.State, dict[str, float]]:
     """The state after an update, which takes over the one at hand; and its metrics."""
-    batch = scored.batch(self.config["batch"]["responses"])
+    batch = scored.batch(self.config.batch.responses)
     return self.learner.train(self.state, batch, self.reference)
 
   def update(self, scored: sample.Scored) -> dict[str, float]:
@@ -137,14 +158,14 @@ class Shared:
 class Probe:
   """Measures drafters on held-out prompts, with the policy of the moment."""
 
-  def __init__(self, config: dict, models: from_config.Models):
+  def __init__(self, config: BenchConfig, models: from_config.Models):
     """Makes the sampler; of the models the shapes count."""
-    source = config["held_out"] | {"size": _PROBE_PROMPTS.value}
-    self._records = from_config.prompts(config, source, whole=True)
-    self._seed = config["seed"] + _PROBE_SEED
-    self._sampler = acceptance.sampler(
-      config, models, _PROBE_STRATEGY.value, config["verification"]
-    )
+    source = config.held_out | {"size": _PROBE_PROMPTS.value}
+    self._records = from_config.load_prompts(
+      source, from_config.prompt_rules(config), whole=True
+    ).records
+    self._seed = config.seed + _PROBE_SEED
+    self._sampler = acceptance.sampler(config, models, _PROBE_STRATEGY.value)
 
   def __call__(self, policy: Any, draft_params: Any) -> float:
     """Tokens per pass of the target."""
@@ -157,19 +178,19 @@ class Probe:
 class Run:
   """One seed's run of a scenario."""
 
-  def __init__(self, config: dict, folder: pathlib.Path):
+  def __init__(self, config: BenchConfig, folder: pathlib.Path):
     """Loads everything, from the latest checkpoint if there is one.
 
     Args:
       config: of the run, complete; `bench` among its keys
       folder: of the run
     """
-    opened = workdirs.open(str(folder), config, declared=keys.RUN)
+    opened = workdirs.open(str(folder), config)
     self.config, self.folder = config, folder
-    self.checkpoints, mesh = opened.checkpoints, axes.make_mesh(config["tensor_parallel"])
+    self.checkpoints, mesh = opened.checkpoints, axes.make_mesh(config.tensor_parallel)
     self.shared = Shared(config, mesh)
     model = self.model = self.shared.learner.config
-    names = config["bench"]["sides"]
+    names = config.bench.sides
     self.sides = {name: sides_lib.Side(name, config, model, mesh) for name in names}
     self.step = 0
     if opened.start is not None:
@@ -179,7 +200,7 @@ class Run:
     self.probes = {
       name: Probe(config, from_config.Models(mesh, model, None, side.drafter))
       for name, side in self.sides.items()
-      if sides_lib.bare(name) in ("tlt", "frozen")
+      if name in ("tlt", "frozen")
     }
     opened.begin(self.step)
     self._is_first = True  # step of this process
@@ -213,7 +234,7 @@ class Run:
       "drafters": {name: side.spot.data() for name, side in self._training()},
       "rollouts": {n: side.sampler.rollout.state() for n, side in self.sides.items()},
     }
-    is_last = self.step == self.config["steps"]
+    is_last = self.step == self.config.steps
     state["policy"] = self.shared.state
     self.checkpoints.save(self.step, state, saved, force=is_last)
     self.checkpoints.wait()  # else the next step's first side would share its cores
@@ -227,8 +248,8 @@ class Run:
     config, writer = self.config, metrics_lib.Writer(self.folder, resume_step=self.step)
     with self.checkpoints:
       while True:
-        metrics, is_last = {}, self.step == config["steps"]
-        if is_last or self.step % config["bench"]["probe_every"] == 0:
+        metrics, is_last = {}, self.step == config.steps
+        if is_last or self.step % config.bench.probe_every == 0:
           metrics = self._probed()
         if is_last:
           writer.write(self.step, metrics)
@@ -254,7 +275,7 @@ class Run:
     """Does a step: its metrics, and what the last side drew."""
     shared, config, by_side = self.shared, self.config, {}
     records = next(shared.prompts)
-    first = self.step * len(records) * config["batch"]["responses"]
+    first = self.step * len(records) * config.batch.responses
     if self._is_first:
       for side in self.sides.values():
         side.warm_up(shared.policy, records, first)
@@ -283,18 +304,18 @@ class Run:
   def _tell(self, metrics: Mapping[str, float]) -> None:
     """Prints a line on the step that was done."""
     took = "  ".join(f"{n} {metrics[f'{n}/rollout_s']:.2f} s" for n in self.sides)
-    seed, steps = self.config["seed"], self.config["steps"]
+    seed, steps = self.config.seed, self.config.steps
     reward = f"reward {metrics['reward/mean']:.2f}"
     if processes.is_first():
       print(f"seed {seed}, step {self.step + 1}/{steps}: {took}  {reward}", flush=True)
 
 
-def is_done(folder: pathlib.Path, config: dict) -> bool:
+def is_done(folder: pathlib.Path, config: BenchConfig) -> bool:
   """Whether the run in a folder has done its steps."""
-  opened = workdirs.open(str(folder), config, declared=keys.RUN)
-  if opened.start is None or opened.start.latest() < config["steps"]:
+  opened = workdirs.open(str(folder), config)
+  if opened.start is None or opened.start.latest() < config.steps:
     return False
-  return metrics_lib.read(folder / "metrics.jsonl")[-1]["step"] == config["steps"]
+  return metrics_lib.read(folder / "metrics.jsonl")[-1]["step"] == config.steps
 
 
 def numbers(flag: str, texts: list[str]) -> list[int]:
@@ -304,30 +325,31 @@ def numbers(flag: str, texts: list[str]) -> list[int]:
   return list(map(int, texts))
 
 
-def prepared(config: dict) -> dict:
+def prepared(config: config_lib.RunConfig) -> BenchConfig:
   """The config of a scenario's runs, with what this command was asked for."""
-  given = config_flags.get_override_values(flags.FLAGS["config"])
+  _, given, _ = trees.split(sys.argv, "config")
   config = scenarios.apply(_SCENARIO.value, config, given)
-  declarations.check(keys.RUN, config)
   sides = _SIDES.value or list(scenarios.get(_SCENARIO.value).sides)
   sides_lib.check(sides, config)
-  if config["batch"]["most_prompts"]:
+  if config.batch.most_prompts:
     raise ValueError("bench.run replaces no prompt: give --config.batch.most_prompts=0")
-  if algorithm_lib.make(**config["algorithm"]).critic is not None:
+  if algorithm_lib.make(**config.algorithm).critic is not None:
     raise ValueError("bench.run trains no critic: choose another --config.algorithm.name")
   numbers("seeds", _SEEDS.value)
-  return config | {"bench": {"sides": sides, "probe_every": _PROBE_EVERY.value}}
+  bench = Bench(sides=tuple(sides), probe_every=_PROBE_EVERY.value)
+  return BenchConfig(**vars(config), bench=bench)
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   config, root = prepared(config), pathlib.Path(_WORKDIR.value)
   launch.start()
   folder = root / _SCENARIO.value
   for seed in numbers("seeds", _SEEDS.value):
-    own, of_seed = folder / f"seed_{seed}", config | {"seed": seed}
-    if "seed" in config["prompts"]:
-      of_seed["prompts"] = config["prompts"] | {"seed": seed}
-    of_seed = from_config.complete(of_seed, str(own))
+    own, changes = folder / f"seed_{seed}", {"seed": seed}
+    if "seed" in config.prompts:
+      changes["prompts"] = config.prompts | {"seed": seed}
+    of_seed = workdirs.keep_sizes(str(own), dataclasses.replace(config, **changes))
+    of_seed, _ = from_config.complete(of_seed)
     if not is_done(own, of_seed):
       Run(of_seed, own).to_the_end()
       sides_lib.let_go()
@@ -335,11 +357,11 @@ def main(config):
     sum_up(folder, config)
 
 
-def sum_up(folder: pathlib.Path, config: dict) -> None:
+def sum_up(folder: pathlib.Path, config: BenchConfig) -> None:
   """Writes and prints what the runs in a folder come to."""
   seeds = numbers("seeds", _SEEDS.value)
   runs = {s: metrics_lib.read(folder / f"seed_{s}" / "metrics.jsonl") for s in seeds}
-  found = run_summary.summarize(_SCENARIO.value, config["bench"]["sides"], runs)
+  found = run_summary.summarize(_SCENARIO.value, config.bench.sides, runs)
   (folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
   run_figure.draw(folder / "summary.png", found, runs)
   run_summary.report(found)
@@ -347,4 +369,5 @@ def sum_up(folder: pathlib.Path, config: dict) -> None:
 
 
 if __name__ == "__main__":
-  launch.run(main, joins_jobs=True, config=("tail", keys.RUN))
+  read = trees.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, joins_jobs=True, config=read)

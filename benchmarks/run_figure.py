@@ -12,7 +12,6 @@ from matplotlib import ticker
 import numpy as np
 
 from benchmarks import run_summary
-from benchmarks import sides as sides_lib
 from experiments import style
 from tlt_jax import writing
 
@@ -45,8 +44,8 @@ def draw(path: pathlib.Path, found: Mapping, runs: run_summary.Runs) -> None:
 
 def _line(ax, side: str, steps, values, **options) -> None:
   """Draws a side's curve."""
-  style = "--" if side != sides_lib.bare(side) else "-"
-  color = _COLORS.get(sides_lib.bare(side), _OTHER)
+  style = "--" if side != side else "-"
+  color = _COLORS.get(side, _OTHER)
   options = {"label": side, "linestyle": style} | options
   ax.plot(steps, values, color=color, linewidth=1.6, **options)
 
@@ -81,7 +80,7 @@ def _time(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
 def _idle(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
   """Draws idle and harvested time, and training after rollouts, of sides that train."""
   for side in sides:
-    if sides_lib.bare(side) == "tlt":
+    if side == "tlt":
       for key, label, style in (
         ("idle_s", "idle, of all slices", ":"),
         ("harvested_s", "harvested, of all slices", "-"),

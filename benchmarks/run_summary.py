@@ -6,7 +6,6 @@ import numpy as np
 
 from benchmarks import interleave
 from benchmarks import run_record
-from benchmarks import sides as sides_lib
 from experiments import tables
 from tlt_jax import metrics
 
@@ -51,7 +50,7 @@ def summarize(scenario: str, sides: Sequence[str], runs: Runs) -> dict:
         if other != side
       },
     }
-    if sides_lib.bare(side) == "tlt":
+    if side == "tlt":
       found[side]["learning"] = {seed: learning(side, r) for seed, r in runs.items()}
       frozen = "frozen" + side.removeprefix("tlt")
       if frozen in sides:
@@ -138,7 +137,7 @@ def report(found: Mapping) -> None:
   columns += ["harvested of idle", "held-out tokens per pass"]
   title = f"{found['scenario']}: means over {found['steps']} steps, seeds {seeds}"
   tables.show(title, columns, rows)
-  trained = [side for side in sides if sides_lib.bare(side) == "tlt"]
+  trained = [side for side in sides if side == "tlt"]
   pairs = [(side, first) for side in others if side not in trained]
   pairs += [(side, other) for side in trained for other in sides if other != side]
   rows = [

@@ -27,11 +27,12 @@ Both are trained by the recipe of `spot.Options`, whatever the config says, for 
 that pays.
 """
 
-from collections.abc import Callable, Mapping
-import copy
+from collections.abc import Callable, Container
 import dataclasses
 from typing import Any
 
+from experiments import config as config_lib
+from experiments import trees
 from tlt_jax import named
 from tlt_jax.models import drafters
 from tlt_jax.spec_decode.speculation import levels
@@ -45,7 +46,7 @@ class Scenario:
   """What is compared, and the dotted keys that are set, given the config."""
 
   sides: tuple[str, ...]
-  settings: Callable[[Mapping], dict[str, Any]]
+  settings: Callable[[config_lib.RunConfig], dict[str, Any]]
   wants_drafter: str = ""  # what the command line must name as drafter; "": nothing
   adds_ngrams: bool = False  # to the strategies, whoever has named these
 
@@ -58,28 +59,28 @@ def _recipe(**loss: Any) -> dict[str, Any]:
     **of("", options, ("row_tokens", "context_tokens", "rows", "carried_rows")),
     **of("", options, ("min_micro_batches", "micro_batches_per_update", "average")),
     **of("loss.", losses, ("steps", "distance", "cross_entropy_updates")),
-    **of("optimizer.", spot.OPTIMIZER, spot.OPTIMIZER),
+    **of("", spot.OPTIMIZER, ("learning_rate",)),
   }
 
 
-def _cold(config: Mapping) -> dict[str, Any]:
+def _cold(config: config_lib.RunConfig) -> dict[str, Any]:
   """The drafter is a new one."""
-  kind = config["drafter"] if drafters.is_kind(config["drafter"]) else "eagle2"
+  kind = config.drafter if drafters.is_kind(config.drafter) else "eagle2"
   return {"steps": 100, "drafter": kind, **_recipe()}
 
 
-def _elsewhere(config: Mapping) -> dict[str, Any]:
+def _elsewhere(config: config_lib.RunConfig) -> dict[str, Any]:
   """The drafter is named on the command line."""
   del config
   return {"steps": 100, **_recipe(cross_entropy_updates=0)}
 
 
-def _drift(config: Mapping) -> dict[str, Any]:
+def _drift(config: config_lib.RunConfig) -> dict[str, Any]:
   """All parameters are trained, for longer and three times as fast, at 1e-4 at most.
 
   At 3e-4 for all parameters the policies of the repo unlearn what they can.
   """
-  rate = min(3 * config["optimizer"]["learning_rate"], 1e-4)
+  rate = min(3 * config.optimizer["learning_rate"], 1e-4)
   return {"steps": 200, "learner.only": "", "optimizer.learning_rate": rate}
 
 
@@ -116,7 +117,9 @@ def get(name: str) -> Scenario:
   return SCENARIOS[name]
 
 
-def apply(name: str, config: Mapping, given: Mapping[str, Any]) -> dict[str, Any]:
+def apply(
+  name: str, config: config_lib.RunConfig, given: Container[str]
+) -> config_lib.RunConfig:
   """The config as a scenario wants it.
 
   The policy's learning rate falls over the whole run, if it falls at all.
@@ -128,23 +131,17 @@ def apply(name: str, config: Mapping, given: Mapping[str, Any]) -> dict[str, Any
   Raises:
     ValueError: there is no such scenario, or what it wants is not given
   """
-  scenario, config = get(name), copy.deepcopy(dict(config))
+  scenario = get(name)
   if scenario.wants_drafter and "drafter" not in given:
     raise ValueError(
       f"--scenario={name} takes {scenario.wants_drafter}: give --config.drafter=DIR, a "
       "folder that experiments.train_drafter wrote"
     )
   settings = scenario.settings(config)
-  if total := config["optimizer"].get("total"):
-    steps = config["steps"] if "steps" in given else settings["steps"]
+  if total := config.optimizer.get("total"):
+    steps = config.steps if "steps" in given else settings["steps"]
     settings["optimizer.total"] = max(total, steps)
-  for key, value in settings.items():
-    if key not in given:
-      *sections, last = key.split(".")
-      section = config
-      for part in sections:
-        section = section[part]
-      section[last] = value
+  changes = {key: value for key, value in settings.items() if key not in given}
   if scenario.adds_ngrams:
-    config["strategies"] = _with_ngrams(config["strategies"])
-  return config
+    changes["strategies"] = _with_ngrams(config.strategies)
+  return trees.change(config, changes)

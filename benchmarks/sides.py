@@ -2,11 +2,11 @@
 
 "tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter as it
 is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts so
-wherever the config would choose. With "+rebalance" live requests move to slices that have
-fewer.
+wherever the config would choose.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import gc
 import hashlib
 from typing import Any
@@ -14,77 +14,61 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import config as config_lib
 from experiments import from_config
+from experiments import trees
 from tlt_jax import processes
-from tlt_jax.models import config as config_lib
+from tlt_jax.models import config as model_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
 
 SIDES = ("plain", "tlt", "frozen", "ngram")
-# Suffix -> what differs in the section `rollout` of the config.
-_OPTIONS = {
-  "rebalance": {"rebalance": True},
-}
 
 
-def bare(side: str) -> str:
-  """The name of a side without its suffixes."""
-  return side.partition("+")[0]
-
-
-def check(sides: Sequence[str], config: dict) -> None:
+def check(sides: Sequence[str], config: config_lib.RunConfig) -> None:
   """Raises ValueError for sides that cannot be compared with this config.
 
   Args:
-    sides: their names, those of `SIDES` or strategies, with suffixes or without
+    sides: their names, those of `SIDES` or strategies
     config: of a run
   """
-  if bare((sides or [""])[0]) != "plain":
+  if (sides or [""])[0] != "plain":
     raise ValueError(f"--sides starts with plain, not {[*sides[:1]]}")
   if repeated := [side for i, side in enumerate(sides) if side in sides[:i]]:
     raise ValueError(f"--sides names {repeated[0]} twice; name every side once")
-  for side in sides:
-    if unknown := set(side.split("+")[1:]) - set(_OPTIONS):
-      raise ValueError(
-        f"side {side!r}: no suffix +{min(unknown)}; there are +{', +'.join(_OPTIONS)}"
-      )
-  known = {bare(side) for side in sides}
+  known = set(sides)
   arms = {side: strategy.parse(side) for side in known - set(SIDES)}
   drafting = {side for side, arm in arms.items() if strategy.uses_drafter(arm)}
   drafting |= known & {"tlt", "frozen"}
-  if not config["strategies"] and (others := known - {"plain"}):
+  if not config.strategies and (others := known - {"plain"}):
     raise ValueError(
       f"side {min(others)!r} has no strategies: give --config.strategies, such as "
       "'up to 16 live: off or 3_1_4'"
     )
-  if drafting and not config["drafter"]:
+  if drafting and not config.drafter:
     raise ValueError(
       f"nothing drafts on side {min(drafting)!r}: the config has no drafter; give "
       "--config.drafter=DIR (or eagle2, a new one), or --sides=plain,ngram"
     )
 
 
-def settings(side: str, config: dict) -> dict:
+def settings(side: str, config: config_lib.RunConfig) -> dict:
   """The config of a side."""
-  for option in side.split("+")[1:]:
-    config = config | {"rollout": config["rollout"] | _OPTIONS[option]}
-  side, known = bare(side), levels.parse(config["strategies"])
+  known = levels.parse(config.strategies)
   if side == "plain":
-    return config | {"drafter": "", "strategies": ""}
+    return dataclasses.replace(config, drafter="", strategies="")
   if side == "ngram":
     arms = tuple(map(strategy.parse, ("off", "ngram_3", "ngram_5")))
     known = [level._replace(arms=arms) for level in known]
-    return config | {"drafter": "", "strategies": levels.write(known)}
+    return dataclasses.replace(config, drafter="", strategies=levels.write(known))
   if side not in SIDES:
     arm = strategy.parse(side)
     known = [known[-1]._replace(arms=(arm,))]
     if arm is not None and arm.source == strategy.NGRAM:
-      config = config | {"drafter": ""}
-  return config | {
-    "strategies": levels.write(known),
-    "spot": config["spot"] | {"train": side == "tlt"},
-  }
+      config = dataclasses.replace(config, drafter="")
+  changes = {"strategies": levels.write(known), "spot.train": side == "tlt"}
+  return trees.change(config, changes)
 
 
 class Side:
@@ -93,8 +77,8 @@ class Side:
   def __init__(
     self,
     name: str,
-    config: dict,
-    model: config_lib.ModelConfig,
+    config: config_lib.RunConfig,
+    model: model_lib.ModelConfig,
     mesh: jax.sharding.Mesh,
   ):
     """Makes sampler and drafter; `sampler.compile` makes them ready.
@@ -106,13 +90,15 @@ class Side:
       mesh: of the run
     """
     self.config = config = settings(name, config)
-    drafter, draft_params = from_config.load_drafter(config, model, mesh)
-    self.spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+    drafter, draft_params = from_config.load_drafter(
+      config.drafter, config.seed, model, mesh
+    )
+    self.spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
     self.drafter = drafter
     # Of a drafter that nothing trains; one in training is `spot`'s.
     self.draft_params = None if self.spot else draft_params
-    chosen = from_config.selector(config)
-    self.sampler = from_config.sampler(config, model, mesh, drafter, chosen, self.spot)
+    chosen = from_config.make_selector(config)
+    self.sampler = from_config.make_sampler(config, model, mesh, drafter, chosen, self.spot)
 
   def compile(self, policy: Any) -> None:
     """Makes every program ready, see `sample.Sampler.compile`."""
@@ -141,8 +127,8 @@ class Side:
     return self.sampler(
       policy,
       records,
-      self.config["batch"]["responses"],
-      seed=self.config["seed"],
+      self.config.batch.responses,
+      seed=self.config.seed,
       first_request=first_request,
       draft_params=self.draft_params,
       train=train and self.spot is not None,

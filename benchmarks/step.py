@@ -1,13 +1,10 @@
 """Measures whole RL steps: what speculation and spot training bring to plain decoding.
 
     python -m benchmarks.step
-    python -m benchmarks.step --sides=plain,plain+rebalance,tlt+rebalance
+    python -m benchmarks.step --sides=plain,frozen,tlt
 
 The sides (`benchmarks.sides` names them) train the same policy on the same prompts
-with the same seeds, step by step in turn. What deterministic rollouts cost is measured by
-
-    python -m benchmarks.step --config.rollout.budget.compile_s=None \\
-        --sides=plain,plain+deterministic,frozen,frozen+deterministic,tlt,tlt+deterministic
+with the same seeds, step by step in turn.
 
 A side may only differ in time: tokens and the policy's parameters are compared at every
 step.
@@ -31,10 +28,11 @@ import numpy as np
 
 from benchmarks import interleave
 from benchmarks import sides as sides_lib
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import tables
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
@@ -66,7 +64,9 @@ _SLICES = flags.DEFINE_integer(
 class Learning:
   """A side, and the policy that it trains."""
 
-  def __init__(self, name: str, config: dict, learner: learner_lib.Learner, params):
+  def __init__(
+    self, name: str, config: config_lib.RunConfig, learner: learner_lib.Learner, params
+  ):
     """Makes everything ready.
 
     Args:
@@ -90,12 +90,12 @@ class Learning:
   ) -> tuple[dict[str, float], sample.Scored, str]:
     """Does an RL step: seconds by part, samples, hash of tokens and of the policy."""
     config = self.side.config
-    P, R = config["batch"]["prompts"], config["batch"]["responses"]
+    P, R = config.batch.prompts, config.batch.responses
     lengths = None
     if _LENGTHS.value == "log-normal":
       what = {"log_normal": {"median": 100, "sigma": 1.0}}
-      most = config["sampling"]["max_tokens"]
-      lengths = scenario.draw_lengths(what, P * R, most, [config["seed"], step])
+      most = config.sampling.max_tokens
+      lengths = scenario.draw_lengths(what, P * R, most, [config.seed, step])
     scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
     updating = time.perf_counter()
     self.state, _ = self.learner.train(self.state, scored.batch(R))
@@ -112,13 +112,16 @@ class Learning:
     return seconds, scored, sides_lib.digest([scored.samples.tokens, self.state.params])
 
 
-def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
+def measure(
+  config: config_lib.RunConfig, mesh: jax.sharding.Mesh, asked: Sequence[dict]
+) -> dict:
   """Trains all sides, step by step in turn."""
-  asked = from_config.prompts(config, config["prompts"])
-  prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
-  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, model, algorithm, mesh)
+  prompts = data.prompt_iterator(asked, config.batch.prompts, config.seed)
+  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, model, algorithm, mesh
+  )
   sides = {name: Learning(name, config, learner, params) for name in _SIDES.value}
   first = _SIDES.value[0]
   plain = sides[first]
@@ -152,9 +155,7 @@ def measure(config: dict, mesh: jax.sharding.Mesh) -> dict:
   }
 
 
-def summary(
-  seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]
-) -> dict:
+def summary(seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]) -> dict:
   """Sums up.
 
   Args:
@@ -162,10 +163,7 @@ def summary(
     samples: of each side, by step
   """
   of = lambda side, part: np.array([s[part] for s in seconds[side]])
-  plain = min(
-    (side for side in seconds if sides_lib.bare(side) == "plain"),
-    key=lambda side: of(side, "rollout").sum(),
-  )
+  plain = "plain"
   share = float(of(plain, "rollout").sum() / of(plain, "step").sum())
   sides = {}
   for side in seconds:
@@ -180,11 +178,10 @@ def summary(
       "of_amdahl": whole["mean"] * ((1 - share) + share / rollout["mean"]),
       **work(samples[side]),
     }
-    frozen = "frozen" + side.removeprefix("tlt")
-    if sides_lib.bare(side) == "tlt" and frozen in seconds:
-      lost = metrics.ratio(of(side, "rollout"), of(frozen, "rollout"))
+    if side == "tlt" and "frozen" in seconds:
+      lost = metrics.ratio(of(side, "rollout"), of("frozen", "rollout"))
       sides[side]["busy_overhead"] = lost["mean"] - 1
-  trained = [side for side in seconds if sides_lib.bare(side) == "tlt"]
+  trained = [side for side in seconds if side == "tlt"]
   shown = (trained or [*seconds][1:] or [plain])[0]
   found = {
     "steps": len(seconds[plain]),
@@ -199,7 +196,6 @@ def summary(
     **sides[shown],
   }
   fixed = [side for side in seconds if side == "plain" or side not in sides_lib.SIDES]
-  fixed = [side for side in fixed if side == sides_lib.bare(side)]
   if len(fixed) > 1 and "frozen" in seconds:
     by_side = [seconds_by_bucket(samples[side]) for side in fixed]
     buckets = set().union(*by_side)
@@ -231,12 +227,12 @@ def work(samples: Sequence[samples_lib.Samples]) -> dict:
 
 def seconds_by_bucket(
   samples: Sequence[samples_lib.Samples],
-) -> dict[tuple[int, int], float]:
+) -> dict[int, float]:
   """Adds up the chunks' seconds by bucket; the least of each would be hindsight's."""
   seconds = collections.Counter()
   for s in samples:
     for chunk in s.chunks:
-      seconds[chunk.batch, chunk.length] += chunk.end_s - chunk.start_s
+      seconds[chunk.batch] += chunk.end_s - chunk.start_s
   return seconds
 
 
@@ -262,28 +258,30 @@ def report(found: dict) -> None:
   )
 
 
-def workload(config: dict) -> dict:
+def workload(config: config_lib.RunConfig) -> dict:
   """Describes what was pinned."""
+  whole = trees.to_dict(config)
   return {
-    "policy": config["policy"],
-    "seeds": [config["seed"], config["prompts"].get("seed")],
-    **{key: config[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
-    "rollout": config["rollout"],
-    "learner_buckets": config["learner"]["buckets"],
+    "policy": config.policy,
+    "seeds": [config.seed, config.prompts.get("seed")],
+    **{key: whole[key] for key in ("batch", "sampling", "strategies", "strategy_rule")},
+    "rollout": whole["rollout"],
+    "learner_buckets": config.learner.buckets,
     "lengths": _LENGTHS.value,
   }
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   sides_lib.check(_SIDES.value, config)
   launch.start(_SLICES.value)
-  config = from_config.complete(config)
+  config, asked = from_config.complete(config)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  found = measure(config, mesh)
+  mesh = axes.make_mesh(config.tensor_parallel)
+  found = measure(config, mesh, asked.train.records)
   report(found)
   print(json.dumps({"workload": workload(config)} | found))
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN))
+  read = trees.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, config=read)

@@ -26,12 +26,12 @@ import jax
 
 from dev import aot_machines
 from dev import aot_programs
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
-from experiments import sizes
+from experiments import trees
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 
@@ -113,34 +113,34 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
     stops: stop tokens per request
   """
   config, drafter = run.config, run.drafter()
-  options = rollout_lib.Options(max_length=sizes.max_length(config), **config["rollout"])
-  spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
+  options = from_config.rollout_options(config)
+  spot = from_config.make_draft_trainer(
+    config.spot,
+    config.sampling.temperature,
+    config.max_length,
+    run.model,
+    run.mesh,
+    drafter,
+  )
   spot = spot and aot_programs.SpotShapes(*spot)
   rollout = rollout_lib.make(
     *(run.model, run.mesh, options, drafter, run.selector), spot=spot
   )
   draft_params = None if spot else run.draft_params(drafter)
   weights = rollout.parts.weights(run.weights(), draft_params)
-  refused = {bucket for bucket in options.buckets if not options.allows(bucket)}
-  found = {}
-  for (name, *key), program in aot_programs.of_rollout(rollout, weights, stops).items():
-    buckets = {tuple(key[i : i + 2]) for i in range(0, len(key) - 1, 2)}
-    if not buckets & refused:
-      found[" ".join([name, *_buckets(key)])] = program
+  made = aot_programs.of_rollout(rollout, weights, stops)
+  found = {" ".join(map(str, (name, *key[:1]))): made[name, *key] for name, *key in made}
   return found | _of_learner(run)
-
-
-def _buckets(key: Sequence[int]) -> list[str]:
-  """The buckets of a program's key, for its name."""
-  return [f"{key[i]}x{key[i + 1]}" for i in range(0, len(key) - 1, 2)]
 
 
 def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
   """The programs of the learner."""
   config = run.config
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, run.model, algorithm, run.mesh)
-  count = config["batch"]["prompts"] * config["batch"]["responses"]
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, run.model, algorithm, run.mesh
+  )
+  count = config.batch.prompts * config.batch.responses
   tables, scored = ["sampler_logp"], False
   if learner.updates > 1:
     tables, scored = [*tables, "old_logp"], True
@@ -252,34 +252,35 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
   return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def main(config: dict) -> None:
+def main(config: config_lib.RunConfig) -> None:
   machine = memory_phases.Machine.parse(_DEVICES.value)
   if machine is None:
     raise ValueError("--devices is empty; it reads DEVICESxGIGABYTES, such as 64x80")
-  if re.search(r"\d", config["learner"].get("only", "")):
+  if re.search(r"\d", config.learner.only):
     raise ValueError(
-      f"learner.only={config['learner']['only']!r} names layers by number, which a policy "
+      f"learner.only={config.learner.only!r} names layers by number, which a policy "
       "cut to a few layers does not have; --config.learner.only='' compares all of them"
     )
   if len(_LAYERS.value) != 2 or len({*_LAYERS.value}) != 2:
     raise ValueError("--layers takes two depths, such as 2,4: a line needs two points")
   layers = tuple(map(int, _LAYERS.value))
-  name, tensor = _TARGET.value, config["tensor_parallel"]
+  name, tensor = _TARGET.value, config.tensor_parallel
   target = target_of(machine.devices, tensor, name)
   os.environ.update(aot_machines.environment(target.platform))
   jax.config.update("jax_platforms", "cpu")
-  config = from_config.complete(config, planned=machine)
+  config, _ = from_config.complete(config, machine)
   plan = memory_plan.of_run(config, machine)
   mesh = aot_machines.mesh_of(target)
-  config["rollout"]["kernels"] = config["rollout"]["kernels"] or _KERNELS[name]
-  selector = from_config.selector(config)
+  kernels = config.rollout.kernels or _KERNELS[name]
+  config = trees.change(config, {"rollout.kernels": kernels})
+  selector = from_config.make_selector(config)
   run = memory_plan.described(config, selector, stops=1, machine=machine)
   run = dataclasses.replace(run, mesh=mesh)
   versions = aot_machines.versions(target.platform)
   found = compile_all(run, _PROGRAMS.value, layers, versions, pathlib.Path(_WORKDIR.value))
   output = pathlib.Path(_OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
-  policy = pathlib.Path(config["policy"]).name
+  policy = pathlib.Path(config.policy).name
   title = f"{policy}_{_DEVICES.value}_{name}"
   text = report(f"{policy} on {_DEVICES.value} GB, {name}", plan, found)
   (output / f"{title}.md").write_text(text)
@@ -308,4 +309,5 @@ def main(config: dict) -> None:
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("long_reasoning", keys.RUN))
+  read = trees.from_flags("long_reasoning", config_lib.RunConfig)
+  launch.run(main, config=read)

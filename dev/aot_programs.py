@@ -227,7 +227,7 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   drafter = drafter_lib.of_target(model)
   room = strategy_lib.Room.of(strategies)
   options = options_lib.Options(
-    max_length=slots - room.target,
+    max_length=slots - room.behind,
     max_prompt=min(PROMPT, slots // 2),
     slots=rows,
     kernels=kernels,
@@ -239,10 +239,8 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   )
   pool = _Recorder()
   if program == "prefill":
-    row = shapes.rows(options.prefill_rows)
-    tokens = shapes.rows(options.prefill_rows, shapes.prefill_block)
     device_programs = programs_lib.Programs(shapes, pool, None)
-    device_programs.compile("prefill", (), weights.target, shapes.store(), tokens, row, row)
+    device_programs.compile("prefill", (), weights.target, *shapes.prompts())
     return pool.asked["prefill",]
   source = source_lib.make(
     "model",
@@ -255,9 +253,9 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
   )
   bucket = options.buckets[-1]
   full = shapes.slots(bucket, stops=1)
-  state = source.ready(bucket, weights, full)
+  state = source.ready(weights, full)
   if program == "fill":
-    return pool.asked["fill", *bucket]
+    return pool.asked["fill",]
   arms = {"one": None, "plain": None, "chain": CHAIN, "tree": TREE, "fused": CHAIN}
   arm = arms[program]
   whole = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(mesh))
@@ -273,8 +271,8 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
     weights = weights.replace(draft=axes.with_shardings(mesh, axes.ROLLOUT, drafting))
   chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=options.chunk)
   mode = chunks_lib.ChunkMode(arm, source, weights)
-  chunks.program(bucket, mode, full, state, limits, training)
-  return pool.asked[mode.name + ("+training" if training else ""), *bucket]
+  chunks.program((bucket,), mode, full, state, limits, training)
+  return pool.asked[mode.name + ("+training" if training else ""), bucket]
 
 
 def _parameters(mesh, abstract, dtype: str = "float32"):

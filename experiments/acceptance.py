@@ -1,9 +1,11 @@
 """Measures how many drafted tokens are accepted: by strategy and temperature."""
 
 from collections.abc import Sequence
+import dataclasses
 import itertools
 import logging
 
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import tables
 from tlt_jax.rl import sample
@@ -11,14 +13,16 @@ from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
-def sampler(config: dict, models: from_config.Models, strategy: str) -> sample.Sampler:
+def sampler(
+  run: config_lib.RunConfig, models: from_config.Models, strategy: str
+) -> sample.Sampler:
   """The sampler that drafts for every request alike; see `measure`.
 
   Raises:
     ValueError: there is no such strategy, or it does not go with the rest
   """
-  return from_config.sampler(
-    config,
+  return from_config.make_sampler(
+    run,
     models.model,
     models.mesh,
     drafter=models.drafter,
@@ -26,9 +30,9 @@ def sampler(config: dict, models: from_config.Models, strategy: str) -> sample.S
   )
 
 
-def at_temperatures(config: dict, given: Sequence[float]) -> tuple[float, ...]:
-  """The temperatures given, each once; that of the run's config if there are none."""
-  return tuple(dict.fromkeys(given)) or (config["sampling"]["temperature"],)
+def at_temperatures(usual: float, given: Sequence[float]) -> tuple[float, ...]:
+  """The temperatures given, each once; the usual one if there are none."""
+  return tuple(dict.fromkeys(given)) or (usual,)
 
 
 def samples_at(temperature: float, samples: int) -> int:
@@ -37,7 +41,7 @@ def samples_at(temperature: float, samples: int) -> int:
 
 
 def measure(
-  config: dict,
+  run: config_lib.RunConfig,
   models: from_config.Models,
   *,
   strategies: Sequence[str],
@@ -51,7 +55,7 @@ def measure(
   Each case begins anew: n-grams learn nothing from the responses of another.
 
   Args:
-    config: of a run, for its sampling and rollout
+    run: its config, for sampling and rollouts
     models: its policy, and the drafter
     strategies: as `strategy.parse` reads them
     records: the prompts, held-out ones
@@ -64,11 +68,13 @@ def measure(
     the rates are the shares of passes whose first, second, ... draft was accepted
   """
   found = []
-  for name, temperature in itertools.product(
-    strategies, at_temperatures(config, temperatures)
-  ):
-    sampling = config["sampling"] | {"temperature": temperature}
-    scored = sampler(config | {"sampling": sampling}, models, name)(
+  cases = itertools.product(
+    strategies, at_temperatures(run.sampling.temperature, temperatures)
+  )
+  for name, temperature in cases:
+    sampling = dataclasses.replace(run.sampling, temperature=temperature)
+    at = dataclasses.replace(run, sampling=sampling)
+    scored = sampler(at, models, name)(
       models.params,
       records,
       samples_at(temperature, samples),

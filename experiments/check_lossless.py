@@ -20,9 +20,11 @@ import sys
 from absl import flags
 import numpy as np
 
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
+from experiments import sizes
+from experiments import trees
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -62,27 +64,27 @@ def identical(a: samples_lib.Samples, b: samples_lib.Samples) -> int:
   return int(np.sum(alike))
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   launch.start()
-  config["drafter"] = _DRAFTER.value or config["drafter"]
+  config = dataclasses.replace(config, drafter=_DRAFTER.value or config.drafter)
   strategies = [strategy_lib.parse(name) for name in _STRATEGIES.value]
   if None in strategies:
     raise ValueError("--strategies takes what speculates; plain decoding runs anyway")
-  if not config["drafter"] and any(map(strategy_lib.uses_drafter, strategies)):
+  if not config.drafter and any(map(strategy_lib.uses_drafter, strategies)):
     raise ValueError("nothing to speculate with: give --drafter, or n-grams only")
   if all(s.source == strategy_lib.NGRAM for s in strategies):
-    config["drafter"] = ""
-  records = from_config.prompts(config, config["held_out"] | {"size": 10**9})
-  config = from_config.sized(config, records, prompts=_BATCH.value, responses=1)
+    config = dataclasses.replace(config, drafter="")
+  source, rules = config.held_out | {"size": 10**9}, from_config.prompt_rules(config)
+  records, longest = from_config.load_prompts(source, rules)
+  config = sizes.fill_rollout(config, sizes.Asked(longest, _BATCH.value, 1))
   models = from_config.load_models(config, _DTYPE.value)
   selector = InTurn(strategies)
-  fewer = max(config["rollout"]["slots"] // 8, 1)
-  smaller = config["rollout"] | {"slots": fewer, "buckets": ()}
+  fewer = max(config.rollout.slots // 8, 1)
+  smaller = trees.change(config, {"rollout.slots": fewer, "rollout.buckets": ()})
   plain, in_smaller_batches = (
-    from_config.sampler(config | {"rollout": sizes}, models.model, models.mesh)
-    for sizes in (config["rollout"], smaller)
+    from_config.make_sampler(run, models.model, models.mesh) for run in (config, smaller)
   )
-  speculative = from_config.sampler(
+  speculative = from_config.make_sampler(
     config, models.model, models.mesh, models.drafter, selector
   )
 
@@ -92,7 +94,7 @@ def main(config):
       models.params,
       asked,
       1,
-      seed=config["seed"],
+      seed=config.seed,
       first_request=first,
       draft_params=draft_params,
     )
@@ -135,4 +137,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  read = trees.from_flags("countdown", config_lib.RunConfig)
+  launch.run(main, config=read)

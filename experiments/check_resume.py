@@ -32,10 +32,11 @@ from typing import NamedTuple
 
 from absl import flags
 
-from experiments import keys
+from experiments import config as config_lib
 from experiments import launch
 from experiments import logs
 from experiments import outcomes
+from experiments import trees
 
 _KILLS = flags.DEFINE_integer("kills", 40, "In all.", lower_bound=1)
 _PER_RUN = flags.DEFINE_integer("kills_per_run", 5, "Before it may end.", lower_bound=1)
@@ -92,9 +93,7 @@ def train(
       process.terminate()
       raise
   if process.returncode:
-    raise ResumeError(
-      f"a run ended with status {process.returncode}: {last_words(stderr)}"
-    )
+    raise ResumeError(f"a run ended with status {process.returncode}: {last_words(stderr)}")
   return None
 
 
@@ -139,9 +138,9 @@ def stop(run: subprocess.Popen, pid: int) -> Stopped:
   return Stopped(seconds, lines)
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   logs.start()
-  if not config["drafter"] or not config["spot"]["train"]:
+  if not config.drafter or not config.spot.train:
     raise ResumeError("no drafter trains: set --config.drafter and --config.spot.train")
   if not all(arg.startswith("-") for arg in sys.argv[1:]):
     raise ResumeError("flags are given as --name=value here")
@@ -191,4 +190,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("countdown", keys.RUN))
+  read = trees.from_flags("countdown", config_lib.RunConfig)
+  launch.run(main, config=read)

@@ -13,18 +13,20 @@ some responses, for people to read. The last line is JSON.
 """
 
 import collections
-from collections.abc import Sequence
+import dataclasses
 import json
 import pathlib
 
 from absl import flags
 import numpy as np
 
+from experiments import config as config_lib
 from experiments import evaluations
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import memory_plan
+from experiments import sizes
+from experiments import trees
 from tlt_jax import metrics
 from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
@@ -42,16 +44,18 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bound=1)
 
 
-def answer(folder: str, config: dict, records: Sequence[dict]) -> sample.Scored:
+def answer(
+  folder: str, config: config_lib.RunConfig, prompts: from_config.Prompts
+) -> sample.Scored:
   """The scored responses of the policy in `folder`; prints what it did."""
-  config = config | {"policy": folder, "drafter": ""}
-  config = from_config.sized(
-    config, records, prompts=len(records), responses=_SAMPLES.value
-  )
+  records = prompts.records
+  config = dataclasses.replace(config, policy=folder, drafter="")
+  asked = sizes.Asked(prompts.longest, len(records), _SAMPLES.value)
+  config = sizes.fill_rollout(config, asked)
   memory_plan.check(memory_plan.of_rollout(config), _DRY_RUN.value)
   models = from_config.load_models(config)
-  sampler = from_config.sampler(config, models.model, models.mesh)
-  scored = sampler(models.params, records, _SAMPLES.value, seed=config["seed"] + 2**30)
+  sampler = from_config.make_sampler(config, models.model, models.mesh)
+  scored = sampler(models.params, records, _SAMPLES.value, seed=config.seed + 2**30)
   p = np.percentile(scored.samples.length, [50, 90, 99])
   mean, half = bounds(scored.solved)
   reward = ""
@@ -83,18 +87,18 @@ def bounds(values: np.ndarray) -> tuple[float, float]:
   return metrics.interval(values.reshape(-1, _SAMPLES.value).mean(1))
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   launch.start()
   if len(_MODEL.value) > 1 and _OUTPUT.value:
     raise ValueError("--output takes the results of one --model; there are several")
   folders = [*_MODEL.value, *([_BASELINE.value] if _BASELINE.value else [])]
-  source = config["held_out"] | {"size": _PROMPTS.value}
-  usable = [
-    from_config.prompts(config | {"policy": folder}, source, whole=True)
-    for folder in folders
-  ]
-  records = usable[0]
-  if any(others != records for others in usable):
+  source = config.held_out | {"size": _PROMPTS.value}
+  prompts = {}
+  for folder in folders:
+    rules = from_config.prompt_rules(dataclasses.replace(config, policy=folder))
+    prompts[folder] = from_config.load_prompts(source, rules, whole=True)
+  records = prompts[folders[0]].records
+  if any(others.records != records for others in prompts.values()):
     raise ValueError(
       "the policies cannot be asked the same prompts: their tokenizers differ, and "
       "unusable_prompts drops for one of them what another can use"
@@ -103,15 +107,16 @@ def main(config):
     raise ValueError("an interval over prompts takes two of them; there is one")
   baseline = None
   if _BASELINE.value:
-    baseline = answer(_BASELINE.value, config, records)
+    baseline = answer(_BASELINE.value, config, prompts[_BASELINE.value])
   result = {"models": {}, "prompts": len(records), "samples": _SAMPLES.value}
   for folder in _MODEL.value:
-    scored = answer(folder, config, records)
+    scored = answer(folder, config, prompts[folder])
     found = evaluation.metrics(scored, _SAMPLES.value, prefix="")
     found["reward_mean"], found["reward_half_width"] = bounds(scored.reward)
     if _OUTPUT.value:
       output = pathlib.Path(_OUTPUT.value)
-      evaluations.write(config, scored, _SAMPLES.value, step=0, workdir=output)
+      count = config.evaluation.examples
+      evaluations.write(scored, _SAMPLES.value, 0, output, count)
     if baseline is not None:
       gain, half = bounds(scored.solved.astype(int) - baseline.solved)
       print(f"  paired gain {100 * gain:+.1f} points, 95% within +- {100 * half:.1f}")
@@ -123,4 +128,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, joins_jobs=True, config=("countdown", keys.RUN))
+  read = trees.from_flags("countdown", config_lib.RunConfig)
+  launch.run(main, joins_jobs=True, config=read)

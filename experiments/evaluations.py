@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
+from experiments import config as config_lib
 from tlt_jax import json_objects
 from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
@@ -19,42 +20,45 @@ FOLDER = "evaluations"
 
 
 def evaluate(
-  config: dict,
+  options: config_lib.Evaluation,
   sampler: sample.Sampler,
   params: Any,
   records: Sequence[dict],
+  seed: int,
   step: int,
   workdir: pathlib.Path,
   draft_params: Any = None,
 ) -> dict[str, float]:
   """The metrics of a step's evaluation, whose results by problem go to the workdir.
 
-  There are none in a step that the config asks no evaluation for; the last one has one.
-
   Args:
-    config: of a run
+    options: of evaluations
     sampler: of the policy
     params: the policy's, in the layout of rollouts
     records: held-out ones
+    seed: of the run
     step: that the run is at
     workdir: of the run
     draft_params: the drafter's, if one drafts and is not trained in rollouts
   """
-  every, n = config["evaluation"]["every"], config["evaluation"]["samples"]
-  if step != config["steps"] and not (every and step % every == 0):
-    return {}
-  scored = sample.evaluate(sampler, params, records, n, config["seed"], draft_params)
-  write(config, scored, n, step, workdir)
+  n = options.samples
+  scored = sample.evaluate(sampler, params, records, n, seed, draft_params)
+  write(scored, n, step, workdir, options.examples)
   return evaluation.metrics(scored, n)
 
 
+def is_due(options: config_lib.Evaluation, step: int, steps: int) -> bool:
+  """Whether a step, of so many, has an evaluation; the last one does."""
+  return step == steps or bool(options.every and step % options.every == 0)
+
+
 def write(
-  config: dict, scored: sample.Scored, n: int, step: int, workdir: pathlib.Path
+  scored: sample.Scored, n: int, step: int, workdir: pathlib.Path, examples: int
 ) -> None:
-  """Writes what an evaluation with n samples per problem found."""
+  """Writes what an evaluation with n samples per problem found, and some responses."""
   path = workdir / FOLDER / f"{step:06}.jsonl"
   evaluation.write(path, evaluation.problems(scored, n))
-  write_examples(config, scored, workdir, f"eval_{step:06}")
+  write_examples(scored, examples, workdir, f"eval_{step:06}")
 
 
 def read(workdir: pathlib.Path) -> dict[int, list[dict[str, Any]]]:
@@ -76,9 +80,9 @@ def read(workdir: pathlib.Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def write_examples(
-  config: dict, scored: sample.Scored, workdir: pathlib.Path, name: str
+  scored: sample.Scored, count: int, workdir: pathlib.Path, name: str
 ) -> None:
   """Writes some responses to WORKDIR/samples/NAME.jsonl, for people to read."""
-  if count := config["evaluation"]["examples"]:
+  if count:
     path = workdir / "samples" / f"{name}.jsonl"
     evaluation.write(path, evaluation.examples(scored, count))

@@ -22,7 +22,6 @@ from absl import flags
 import flax.linen as nn
 import jax
 
-from experiments import keys
 from experiments import launch
 from experiments import workdirs
 from tlt_jax import checkpoint
@@ -66,9 +65,9 @@ def export(
     ValueError: there is nothing to export, no server computes what the drafter does, or
       what is read would be overwritten
   """
-  config = workdirs.read(workdir, {}, _REMEDY)
+  config = workdirs.read_json(workdir, _REMEDY)
   offline = "run" in config  # a drafter's training, which has no policy of its own
-  run = config["run"] if offline else workdirs.read(workdir, keys.RUN, _REMEDY)
+  run = config["run"] if offline else config
   if "policy" not in run or "drafter" not in run:
     raise ValueError(
       f"{workdir} is the folder of neither `train` nor `train_drafter`: its config.json "

@@ -1,18 +1,18 @@
 """Makes what a run's config describes: prompts, models, spot training, sampler.
 
-The library takes plain arguments. Which entries of a config they are is known here, and
-in `train.py`.
+The library takes plain arguments. Which sections of a config they are is known here, and
+in the commands; what takes a whole `RunConfig` puts several sections together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from experiments import keys
+from experiments import config as config_lib
 from experiments import memory_phases
 from experiments import sizes
 from tlt_jax import axes
@@ -20,7 +20,7 @@ from tlt_jax import data
 from tlt_jax import memory
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
-from tlt_jax.models import config as config_lib
+from tlt_jax.models import config as model_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
@@ -44,14 +44,14 @@ class Models:
   """A policy and, if there is one, its drafter, in the layout of rollouts."""
 
   mesh: jax.sharding.Mesh
-  model: config_lib.ModelConfig  # the policy's
+  model: model_lib.ModelConfig  # the policy's
   params: Any  # the policy's
   drafter: drafter_lib.DrafterConfig | None = None
   draft_params: Any = None
 
 
 @functools.cache
-def tokenizer(policy: str) -> tokenization.Tokenizer:
+def load_tokenizer(policy: str) -> tokenization.Tokenizer:
   """The tokenizer of a policy's folder, which a command loads once.
 
   Raises:
@@ -66,198 +66,186 @@ def tokenizer(policy: str) -> tokenization.Tokenizer:
   return loaded
 
 
-def prompts(config: dict, source: dict, whole: bool = False) -> Sequence[dict]:
-  """The records of a source that the config's policy can be asked.
+def prompt_rules(run: config_lib.RunConfig) -> prompt_checks.Rules:
+  """Which prompts a run's policy can be asked, and what is done with the others."""
+  return prompt_checks.Rules(
+    load_tokenizer(run.policy),
+    run.unusable_prompts,
+    max_prompt=run.rollout.max_prompt,
+    chat=run.chat.apply,
+    system=run.chat.system or None,
+  )
+
+
+class Prompts(NamedTuple):
+  """Records that a policy can be asked."""
+
+  records: Sequence[dict]
+  longest: int  # tokens of the longest prompt, see `prompt_checks.measured`
+
+
+def load_prompts(
+  source: Mapping[str, Any], rules: prompt_checks.Rules, whole: bool = False
+) -> Prompts:
+  """The records of a source that can be used.
 
   Args:
-    config: of a run
-    source: its section `prompts` or `held_out`
+    source: section `prompts` or `held_out` of a run
+    rules: what can be used
     whole: check every record now, and return a list; for sources that are read whole
   Raises:
     DataError: there is no such source, or a prompt in it is refused
   """
   name = str(source.get("path") or source["source"])
-  limit = config["rollout"]["max_prompt"]
   found = data.source(**source)
   if isinstance(found, data.Mixture) and not whole:
-    parts = [usable(config, part, name, limit) for part in found.parts]
-    return data.Mixture(parts, found.weights)
-  return usable(config, found, name, limit, whole)
+    parts = [prompt_checks.measured(part, name, rules) for part in found.parts]
+    records = data.Mixture([records for records, _ in parts], found.weights)
+    return Prompts(records, max(longest for _, longest in parts))
+  return Prompts(*prompt_checks.measured(found, name, rules, whole))
 
 
-def usable(
-  config: dict,
-  records: Sequence[dict],
-  name: str,
-  max_prompt: int | None,
-  whole: bool = False,
-) -> Sequence[dict]:
-  """The records that the config's policy can be asked; see `prompt_checks.usable`.
+class RunPrompts:
+  """The prompts of a run, each source read and tokenized once, when first asked for."""
 
-  Args:
-    config: of a run
-    records: by index
-    name: of their source
-    max_prompt: tokens of a prompt, at most; None: any number
-    whole: check every record now, and return a list
-  """
-  return prompt_checks.usable(records, name, _rules(config, max_prompt), whole)
+  def __init__(self, run: config_lib.RunConfig, whole: bool = False):
+    """Reads nothing; with `whole` those to train on are checked and read whole, too."""
+    self._run, self._whole = run, whole
 
+  @functools.cached_property
+  def rules(self) -> prompt_checks.Rules:
+    return prompt_rules(self._run)
 
-def _rules(config: dict, max_prompt: int | None) -> prompt_checks.Rules:
-  """Which prompts the config's policy can be asked, and what is done with the others."""
-  return prompt_checks.Rules(
-    tokenizer(config["policy"]),
-    prompt_checks.Unusable(**config["unusable_prompts"]),
-    max_prompt=max_prompt,
-    chat=config["chat"]["apply"],
-    system=config["chat"]["system"] or None,
-  )
+  @functools.cached_property
+  def train(self) -> Prompts:
+    return load_prompts(self._run.prompts, self.rules, self._whole)
+
+  @functools.cached_property
+  def held_out(self) -> Prompts:
+    return load_prompts(self._run.held_out, self.rules, whole=True)
+
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest prompt of all."""
+    return max(self.train.longest, self.held_out.longest)
 
 
 def complete(
-  config: dict, workdir: str = "", planned: memory_phases.Machine | None = None
-) -> dict:
+  run: config_lib.RunConfig, planned: memory_phases.Machine | None = None
+) -> tuple[config_lib.RunConfig, RunPrompts]:
+  """A run's config with every size, and its prompts; see `fill_sizes`."""
+  prompts = RunPrompts(run)
+  return fill_sizes(run, prompts, planned), prompts
+
+
+def fill_sizes(
+  run: config_lib.RunConfig,
+  prompts: RunPrompts,
+  planned: memory_phases.Machine | None = None,
+) -> config_lib.RunConfig:
   """A run's config with every size, checked; see `sizes`. Devices must have been set up.
 
+  Prompts are read only if a size follows from them.
+
   Args:
-    config: of a run
-    workdir: its folder; a run that began there keeps its sizes
+    run: its config
+    prompts: of the run
     planned: devices that are not there, which sizes follow from; None: this machine's
   Raises:
     ValueError: the policy's context is too short, its learner cannot take what its
       rollouts give, or a prompt is refused
   """
-  longest, max_tokens = config["rollout"]["max_prompt"], config["sampling"]["max_tokens"]
-  if longest is not None:
-    sizes.check_context(longest, max_tokens, hf.load_config(config["policy"]))
-  config = sizes.resumed(config, workdir, keys.RUN) if workdir else config
-  if sizes.is_open(config, "rollout"):
-    asked = [prompts(config, config[part]) for part in ("prompts", "held_out")]
-    batch = {k: config["batch"][k] for k in ("prompts", "responses")}
-    config = sized(config, *asked, **batch, planned=planned)
-  if sizes.is_open(config, "learner"):
-    machine = _machine(config, planned)
-    config = sizes.fit_learner(config, sizes.max_length(config), machine)
-  sizes.check_sizes(config)
-  return config
+  run = _fill_rollout(run, prompts, run.batch.prompts, run.batch.responses, planned)
+  machine = sizes.Machine.here(run.tensor_parallel, planned)
+  learner = sizes.fit_learner(run.learner, run.max_length, machine)
+  run = dataclasses.replace(run, learner=learner)
+  sizes.check_learner(run)
+  return run
 
 
-def complete_training(config: dict, run: dict, workdir: str) -> tuple[dict, dict]:
-  """The configs of a drafter's training and of its run, as `complete` does.
+def fill_training_sizes(
+  training: config_lib.DrafterTraining, prompts: RunPrompts
+) -> config_lib.DrafterTraining:
+  """The config of a drafter's training, and of its run, with every size.
 
   Args:
-    config: of the training
-    run: that the drafter is for
-    workdir: of the training
+    training: its config
+    prompts: that the policy answers
   """
-  config = sizes.resumed(config | {"run": run}, workdir, keys.TRAINING)
-  run = config.pop("run")
-  if sizes.is_open(run, "rollout"):
-    most = {"prompts": config["responses"], "held_out": config["evaluation"]}
-    asked = [prompts(run, run[p] | {"size": n["prompts"]}) for p, n in most.items()]
-    wanted = config["responses"]
-    run = sized(run, *asked, prompts=wanted["prompts"], responses=wanted["samples"])
-  if sizes.is_open(config, "learner"):
-    machine = sizes.Machine.here(run["tensor_parallel"])
-    config = sizes.fit_learner(config, sizes.max_length(run), machine)
-  sizes.check_longest(run, config["learner"]["buckets"])
-  return config, run
+  asked = training.responses
+  run = _fill_rollout(training.run, prompts, asked.prompts, asked.samples)
+  machine = sizes.Machine.here(run.tensor_parallel)
+  learner = sizes.fit_learner(training.learner, run.max_length, machine)
+  sizes.check_longest(run.max_length, learner.buckets)
+  return dataclasses.replace(training, run=run, learner=learner)
 
 
-def _machine(config: dict, planned: memory_phases.Machine | None) -> sizes.Machine:
-  """What a run's sizes follow from."""
-  if planned is None:
-    return sizes.Machine.here(config["tensor_parallel"])
-  free = planned.room.free
-  return sizes.Machine.planned(planned.devices, free, config["tensor_parallel"])
-
-
-def sized(
-  config: dict,
-  *records: Sequence[dict],
-  prompts: int,
+def _fill_rollout(
+  run: config_lib.RunConfig,
+  prompts: RunPrompts,
+  count: int,
   responses: int,
   planned: memory_phases.Machine | None = None,
-) -> dict:
-  """The config with the sizes of the rollout that it leaves open; see `sizes`.
-
-  Args:
-    config: of a run
-    records: sources of prompts; of each the longest counts
-    prompts, responses: that are asked at a time, and of each prompt
-    planned: see `complete`
-  """
-  if not sizes.is_open(config, "rollout"):
-    return config
-  longest = config["rollout"]["max_prompt"]
+) -> config_lib.RunConfig:
+  """The sizes of a run's rollouts of `count` prompts."""
+  longest, max_tokens = run.rollout.max_prompt, run.sampling.max_tokens
+  if longest is not None:
+    sizes.check_context(longest, max_tokens, hf.load_config(run.policy))
+  if not sizes.is_open(run.rollout):
+    return run
   if longest is None:
-    longest = max(longest_prompt(config, source) for source in records)
-  return sizes.fit_rollout(
-    config,
-    hf.load_config(config["policy"]),
-    sizes.Asked(longest, prompts, responses),
-    _machine(config, planned),
-  )
+    longest = prompts.longest
+  run = sizes.fill_rollout(run, sizes.Asked(longest, count, responses), planned)
+  prompts.rules.max_prompt = run.rollout.max_prompt  # holds for what is drawn later
+  return run
 
 
-def longest_prompt(config: dict, records: Sequence[dict]) -> int:
-  """Tokens of the longest prompt.
-
-  Of records that are made when they are asked for the first 1,000 are looked at, and
-  others may be twice as long as these.
-  """
-  if isinstance(records, data.Mixture):
-    return max(longest_prompt(config, part) for part in records.parts)
-  is_list = isinstance(records, list)
-  some = records if is_list else [records[i] for i in range(min(len(records), 1000))]
-  encoded = _rules(config, max_prompt=None).encode([record["prompt"] for record in some])
-  longest = max(len(pieces.ids) for _, pieces in encoded)
-  return longest if is_list else 2 * longest
-
-
-def make_mesh(config: dict, planned: int | None = None) -> jax.sharding.Mesh:
-  """The devices in slices that can share the config's policy out.
+def make_mesh(
+  tensor_parallel: int, policy: str, planned: int | None = None
+) -> jax.sharding.Mesh:
+  """The devices in slices that can share a policy out.
 
   Args:
-    config: of a run
+    tensor_parallel: devices of a slice
+    policy: its folder
     planned: devices that are not there, for shapes only; None: those of this machine
   Raises:
     ValueError: slices of so many devices do not divide the devices, or the policy's heads
   """
-  devices, model = config["tensor_parallel"], hf.load_config(config["policy"])
-  mesh = axes.make_mesh(devices, planned)
-  model.check_split(devices)
+  model = hf.load_config(policy)
+  mesh = axes.make_mesh(tensor_parallel, planned)
+  model.check_split(tensor_parallel)
   return mesh
 
 
-def load_models(config: dict, dtype: str | None = None) -> Models:
-  """Loads the config's policy and drafter onto this machine's devices.
+def load_models(run: config_lib.RunConfig, dtype: str | None = None) -> Models:
+  """Loads a run's policy and drafter onto this machine's devices.
 
   Args:
-    config: of a run
+    run: its config
     dtype: of the policy's weights and of what it computes; None: that of its config.json
   """
-  mesh = make_mesh(config)
-  dtype = dtype or hf.load_config(config["policy"]).dtype
-  model, params = hf.load(config["policy"], mesh, axes.ROLLOUT, dtype)
+  mesh = make_mesh(run.tensor_parallel, run.policy)
+  dtype = dtype or hf.load_config(run.policy).dtype
+  model, params = hf.load(run.policy, mesh, axes.ROLLOUT, dtype)
   model = dataclasses.replace(model, dtype=dtype)
-  drafter, draft_params = load_drafter(config, model, mesh)
+  drafter, draft_params = load_drafter(run.drafter, run.seed, model, mesh)
   return Models(mesh, model, params, drafter, draft_params)
 
 
-def learner(
-  config: dict,
-  model: config_lib.ModelConfig,
+def make_learner(
+  options: config_lib.Learner,
+  optimizer_options: Mapping[str, Any],
+  model: model_lib.ModelConfig,
   algorithm: algorithm_lib.Algorithm,
   mesh: jax.sharding.Mesh,
 ) -> learner_lib.Learner:
-  """The learner of a run's policy, by its optimizer and its own section."""
-  rule = optimizer.make(**config["optimizer"])
-  return learner_lib.make(model, algorithm, rule, mesh, **config["learner"])
+  """The learner of a policy."""
+  rule = optimizer.make(**optimizer_options)
+  return learner_lib.make(model, algorithm, rule, mesh, **vars(options))
 
 
-def reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:
+def copy_reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:
   """A copy of the policy before it is trained; None if the algorithm uses none."""
   if not algorithm.uses_reference:
     return None
@@ -266,117 +254,125 @@ def reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:
 
 
 def load_drafter(
-  config: dict, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh
+  name: str, seed: int, model: model_lib.ModelConfig, mesh: jax.sharding.Mesh
 ) -> tuple[drafter_lib.DrafterConfig | None, Any]:
-  """The config's drafter and its parameters, of a folder or new; None if it has none."""
-  if not config["drafter"]:
+  """A drafter and its parameters, of a folder or new by its kind; None of ""."""
+  if not name:
     return None, None
-  if not drafters.is_kind(config["drafter"]):
-    return drafter_files.load(config["drafter"], model, mesh)
-  drafter = drafter_lib.of_target(model, config["drafter"])
-  return drafter, drafter_lib.new_params(drafter, mesh, config["seed"])
+  if not drafters.is_kind(name):
+    return drafter_files.load(name, model, mesh)
+  drafter = drafter_lib.of_target(model, name)
+  return drafter, drafter_lib.new_params(drafter, mesh, seed)
 
 
-def selector(config: dict) -> selector_lib.Selector | None:
+def make_selector(run: config_lib.RunConfig) -> selector_lib.Selector | None:
   """The selector of strategies; None if only plain decoding is left."""
-  return selector_lib.make(
-    strategies=config["strategies"],
-    rule=config["strategy_rule"],
-    has_drafter=bool(config["drafter"]),
-  )
+  return selector_lib.make(run.strategies, run.strategy_rule, bool(run.drafter))
 
 
-def spot_trainer(
-  config: dict,
-  model: config_lib.ModelConfig,
-  mesh: jax.sharding.Mesh,
-  drafter: drafter_lib.DrafterConfig | None,
-) -> tuple[trainer_lib.Trainer, spot_lib.Options] | None:
-  """What trains the drafter in rollouts; None if it stays as it is.
-
-  Args:
-    config: of a run
-    model: the policy's
-    mesh: of the run
-    drafter: of `load_drafter`
-  """
-  section = dict(config["spot"])
-  if not section.pop("train") or drafter is None:
-    return None
-  loss, optimizer_options = section.pop("loss"), section.pop("optimizer")
-  options = spot_lib.Options(**section)
-  trainer = spot_lib.make_trainer(
-    model,
-    drafter,
-    mesh,
-    optimizer=optimizer.make(**optimizer_options),
-    longest=sizes.max_length(config),
-    loss=draft_loss.Loss(**loss, temperature=config["sampling"]["temperature"] or 1.0),
-    options=options,
-  )
-  return trainer, options
-
-
-def selector_of(text: str, config: dict) -> selector_lib.Selector | None:
+def parse_selector(text: str, rule: str, has_drafter: bool) -> selector_lib.Selector | None:
   """The selector that a text asks for; None if it asks for plain decoding.
 
   Args:
     text: a strategy, which runs always; several by live requests, as in a config's
       `strategies`; or "auto", which chooses from what this project has, by what each is
       measured to bring
-    config: of a run: its drafter and its rule
+    rule: that chooses, see a config's `strategy_rule`
+    has_drafter: whether there is one
   Raises:
     ValueError: no such strategy, or a drafter's without one
   """
-  has_drafter = bool(config["drafter"])
   if text == "auto":
     text = levels.automatic(has_drafter)
   if " live: " in text:
-    return selector_lib.make(text, config["strategy_rule"], has_drafter)
+    return selector_lib.make(text, rule, has_drafter)
   strategy = strategy_lib.parse(text)
   if strategy_lib.uses_drafter(strategy) and not has_drafter:
     raise ValueError(f"strategy {text} needs a --drafter")
   return strategy and selector_lib.always(strategy)
 
 
-def spot_training(
-  config: dict,
-  model: config_lib.ModelConfig,
+def make_draft_trainer(
+  spot: config_lib.Spot,
+  temperature: float,
+  longest: int,
+  model: model_lib.ModelConfig,
   mesh: jax.sharding.Mesh,
   drafter: drafter_lib.DrafterConfig | None,
-  draft_params,
+) -> tuple[trainer_lib.Trainer, spot_lib.Options] | None:
+  """What trains the drafter in rollouts; None if it stays as it is.
+
+  Args:
+    spot: how it trains
+    temperature: of sampling
+    longest: tokens of the longest sequence
+    model: the policy's
+    mesh: of the run
+    drafter: of `load_drafter`
+  """
+  if not spot.train or drafter is None:
+    return None
+  options = spot.options
+  trainer = spot_lib.make_trainer(
+    model,
+    drafter,
+    mesh,
+    optimizer=optimizer.make(**spot_lib.OPTIMIZER | {"learning_rate": spot.learning_rate}),
+    longest=longest,
+    loss=make_loss(spot.loss, temperature),
+    options=options,
+  )
+  return trainer, options
+
+
+def make_loss(settings: draft_loss.Settings, temperature: float) -> draft_loss.Loss:
+  """A drafter's objective at a temperature of sampling; 0 counts as 1."""
+  return draft_loss.Loss(**vars(settings), temperature=temperature or 1.0)
+
+
+def make_spot(
+  run: config_lib.RunConfig,
+  model: model_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  drafter: drafter_lib.DrafterConfig | None,
+  draft_params: Any,
 ) -> spot_lib.Spot | None:
-  """The drafter's training in rollouts, from `draft_params`; see `spot_trainer`."""
-  made = spot_trainer(config, model, mesh, drafter)
-  return made and spot_lib.Spot(*made, draft_params)
+  """The drafter's training in rollouts, from `draft_params`; None if it stays as it is."""
+  made = make_draft_trainer(
+    run.spot, run.sampling.temperature, run.max_length, model, mesh, drafter
+  )
+  if made is None:
+    return None
+  return spot_lib.Spot(*made, draft_params)
 
 
-def sampler(
-  config: dict,
-  model: config_lib.ModelConfig,
+def rollout_options(run: config_lib.RunConfig) -> rollout.Options:
+  """A run's sizes of rollouts, complete."""
+  return rollout.Options(max_length=run.max_length, **vars(run.rollout))
+
+
+def make_sampler(
+  run: config_lib.RunConfig,
+  model: model_lib.ModelConfig,
   mesh: jax.sharding.Mesh,
   drafter: drafter_lib.DrafterConfig | None = None,
   selector: selector_lib.Selector | None = None,
   spot: spot_lib.Spot | None = None,
   like: sample.Sampler | None = None,
 ) -> sample.Sampler:
-  """The sampler of the config's task, which answers prompts and scores the answers.
+  """The sampler of a run's task, which answers prompts and scores the answers.
 
   Args:
-    config: of a run; the tokenizer is that of its policy's folder
+    run: its config; the tokenizer is that of its policy's folder
     model: the policy's
     mesh: of the run
     drafter, selector, spot: speculation, see `rollout.make`
     like: another one of the same, compiled, whose programs this one shares
   """
-  if like is None:
-    options = rollout.Options(max_length=sizes.max_length(config), **config["rollout"])
-  else:
-    options = like.rollout.options
   engine = rollout.make(
     model,
     mesh,
-    options,
+    rollout_options(run) if like is None else like.rollout.options,
     drafter=drafter,
     selector=selector,
     spot=spot,
@@ -384,16 +380,14 @@ def sampler(
   )
   return sample.make(
     engine,
-    tokenizer=tokenizer(config["policy"]),
-    judge=_judge(
-      config["reward"], config["solved_at"], judge.Options(**config["verifier"])
-    ),
-    sampling=config["sampling"],
-    chat=config["chat"],
+    tokenizer=load_tokenizer(run.policy),
+    judge=make_judge(run.reward, run.solved_at, run.verifier),
+    sampling=vars(run.sampling),
+    chat=vars(run.chat),
   )
 
 
 @functools.cache
-def _judge(text: str, solved_at: float, options: judge.Options) -> judge.Judge:
+def make_judge(text: str, solved_at: float, options: judge.Options) -> judge.Judge:
   """The judge of a task, whose processes all samplers of a command share."""
   return judge.Judge(text, solved_at, options)

@@ -19,20 +19,23 @@ whether the chat template is applied, is the config's (`--config.sampling.temper
 """
 
 from collections.abc import Sequence
+import dataclasses
 import json
 import pathlib
 import sys
 
 from absl import flags
 
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import memory_plan
 from experiments import sizes
 from experiments import streaming
+from experiments import trees
 from tlt_jax import data
 from tlt_jax import processes
+from tlt_jax import prompt_checks
 from tlt_jax import writing
 from tlt_jax.models import hf
 from tlt_jax.rl import sample
@@ -62,35 +65,30 @@ _STREAM = flags.DEFINE_bool(
 )
 
 
-def fitted(config: dict, records: Sequence[dict]) -> dict:
-  """The config with a rollout of the sizes that these prompts need.
+def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.RunConfig:
+  """The config with a rollout of the sizes that prompts need.
 
   Args:
     config: of a run; its slots are the most that there may be
-    records: the prompts
+    longest: tokens of the longest prompt
+    prompts: their number
   Raises:
     ValueError: a prompt, or a response of `--max_tokens`, exceeds the model's context
   """
-  model = hf.load_config(config["policy"])
-  longest = from_config.longest_prompt(config, records)
-  room = max(model.max_position - longest, 1)
-  max_tokens = _MAX_TOKENS.value or min(config["sampling"]["max_tokens"], room)
-  left_open = dict.fromkeys(sizes.OPEN["rollout"])
-  return sizes.fit_rollout(
-    config
-    | {
-      "rollout": config["rollout"] | left_open,
-      "sampling": config["sampling"] | {"max_tokens": max_tokens},
-    },
-    model,
-    sizes.Asked(longest, len(records), _SAMPLES.value),
-    sizes.Machine.here(config["tensor_parallel"]),
-    most_slots=config["rollout"]["slots"],
+  room = max(hf.load_config(config.policy).max_position - longest, 1)
+  max_tokens = _MAX_TOKENS.value or min(config.sampling.max_tokens, room)
+  most_slots = config.rollout.slots
+  config = dataclasses.replace(
+    config,
+    rollout=dataclasses.replace(config.rollout, **dict.fromkeys(sizes.OPEN["rollout"])),
+    sampling=dataclasses.replace(config.sampling, max_tokens=max_tokens),
   )
+  asked = sizes.Asked(longest, prompts, _SAMPLES.value)
+  return sizes.fill_rollout(config, asked, most_slots=most_slots)
 
 
-def asked(config: dict) -> list[dict]:
-  """The prompts, numbered.
+def load_prompts(rules: prompt_checks.Rules) -> tuple[list[dict], int]:
+  """The prompts, numbered, and the tokens of the longest.
 
   Raises:
     ValueError: none or two sources are named, or a prompt is refused
@@ -101,7 +99,8 @@ def asked(config: dict) -> list[dict]:
   if _PROMPTS.value:
     records = data.load_prompts(name, _FIELD.value, answer_field=None)
   records = [record | {"index": i} for i, record in enumerate(records)]
-  return from_config.usable(config, records, name, max_prompt=None)
+  rules.max_prompt = None
+  return prompt_checks.measured(records, name, rules)
 
 
 def check_writable(path: pathlib.Path) -> None:
@@ -112,20 +111,21 @@ def check_writable(path: pathlib.Path) -> None:
     path.unlink()
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   # Of two slices one would wait: a single response has all cores of a CPU instead.
   launch.start(1 if _PROMPT.value is not None and _SAMPLES.value == 1 else 2)
   if _OUTPUT.value:
     processes.on_first(lambda: check_writable(pathlib.Path(_OUTPUT.value)))
-  config |= {"policy": _MODEL.value, "drafter": _DRAFTER.value or "", "reward": ""}
-  records = asked(config)
-  chosen = from_config.selector_of(_STRATEGY.value, config)
-  if chosen is None:
-    config["drafter"] = ""
-  config = fitted(config, records)
+  config = dataclasses.replace(config, policy=_MODEL.value, reward="")
+  records, longest = load_prompts(from_config.prompt_rules(config))
+  chosen = from_config.parse_selector(
+    _STRATEGY.value, config.strategy_rule, bool(_DRAFTER.value)
+  )
+  drafter = _DRAFTER.value or "" if chosen else ""
+  config = fit(dataclasses.replace(config, drafter=drafter), longest, len(records))
   memory_plan.check(memory_plan.of_rollout(config, chosen), _DRY_RUN.value)
   models = from_config.load_models(config)
-  sampler = from_config.sampler(
+  sampler = from_config.make_sampler(
     config, models.model, models.mesh, models.drafter, chosen
   )
   streams = _STREAM.value
@@ -137,7 +137,7 @@ def main(config):
     models.params,
     records,
     _SAMPLES.value,
-    seed=config["seed"],
+    seed=config.seed,
     draft_params=models.draft_params,
     watch=shown if streams else None,
   )
@@ -178,4 +178,5 @@ def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
 
 
 if __name__ == "__main__":
-  launch.run(main, joins_jobs=True, config=("countdown", keys.RUN))
+  read = trees.from_flags("countdown", config_lib.RunConfig)
+  launch.run(main, joins_jobs=True, config=read)

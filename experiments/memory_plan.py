@@ -17,14 +17,15 @@ from typing import Any
 
 import jax
 
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
-from experiments import sizes
+from experiments import trees
 from tlt_jax import axes
 from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
-from tlt_jax.models import config as config_lib
+from tlt_jax.models import config as model_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
@@ -32,7 +33,6 @@ from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import programs as programs_lib
@@ -81,9 +81,9 @@ class _NoPool(pool_lib.Pool):
 class Run:
   """What a config describes, as shapes."""
 
-  config: dict
+  config: config_lib.RunConfig
   mesh: jax.sharding.Mesh
-  model: config_lib.ModelConfig
+  model: model_lib.ModelConfig
   selector: selector_lib.Selector | None  # of strategies; None: plain decoding
   stops: int  # stop tokens of a request
   room: memory.Room  # of the machine, or of each device
@@ -105,7 +105,7 @@ class Run:
 
   def drafter(self) -> drafter_lib.DrafterConfig | None:
     """The config's drafter."""
-    name = self.config["drafter"]
+    name = self.config.drafter
     if not name or drafters.is_kind(name):
       return drafter_lib.of_target(self.model, name) if name else None
     return drafter_files.load_shape(name, self.model)
@@ -135,7 +135,7 @@ class Run:
   ) -> list[memory_phases.Part]:
     """The policy's weights, and the arrays of a rollout."""
     config, selector = self.config, self.selector
-    options = rollout.Options(max_length=sizes.max_length(config), **config["rollout"])
+    options = from_config.rollout_options(config)
     strategies = selector.strategies if selector else ()
     shapes = programs_lib.Shapes.of(
       self.model, self.mesh, options, drafter, strategies, train=spot is not None
@@ -165,7 +165,7 @@ class Run:
 
 
 def of_run(
-  config: dict, machine: memory_phases.Machine | None = None, stops: int = 1
+  config: config_lib.RunConfig, machine: memory_phases.Machine | None = None, stops: int = 1
 ) -> memory_phases.Plan:
   """The memory of `experiments.train`.
 
@@ -174,11 +174,20 @@ def of_run(
     machine: that it is planned for; None: this one
     stops: stop tokens of a request
   """
-  run = described(config, from_config.selector(config), stops, machine)
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, run.model, algorithm, run.mesh)
+  run = described(config, from_config.make_selector(config), stops, machine)
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, run.model, algorithm, run.mesh
+  )
   state, drafter = learner.abstract_state(), run.drafter()
-  spot = from_config.spot_trainer(config, run.model, run.mesh, drafter)
+  spot = from_config.make_draft_trainer(
+    config.spot,
+    config.sampling.temperature,
+    config.max_length,
+    run.model,
+    run.mesh,
+    drafter,
+  )
   critic = critic_lib.make_trainer(algorithm.critic, learner)
   policy = [
     run.part("policy in training", state.params, _SMALLER_POLICY),
@@ -204,7 +213,9 @@ def of_run(
 
 
 def of_rollout(
-  config: dict, selector: selector_lib.Selector | None = None, stops: int = 1
+  config: config_lib.RunConfig,
+  selector: selector_lib.Selector | None = None,
+  stops: int = 1,
 ) -> memory_phases.Plan:
   """The memory of a command that only asks a policy, such as `experiments.generate`.
 
@@ -220,16 +231,18 @@ def of_rollout(
 
 
 def described(
-  config: dict,
+  config: config_lib.RunConfig,
   selector: selector_lib.Selector | None,
   stops: int,
   machine: memory_phases.Machine | None = None,
 ) -> Run:
   """A config as shapes; see `of_run`."""
-  if machine and config["rollout"].get("kernels") is None:
+  if machine and config.rollout.kernels is None:
     # Those of this machine, which may be a CPU. All others keep caches in one shape.
-    config = config | {"rollout": config["rollout"] | {"kernels": "ref"}}
-  mesh = from_config.make_mesh(config, machine and machine.devices)
+    config = trees.change(config, {"rollout.kernels": "ref"})
+  mesh = from_config.make_mesh(
+    config.tensor_parallel, config.policy, machine and machine.devices
+  )
   room = (machine.room, False) if machine else memory.room(mesh.local_devices)
-  model = hf.load_config(config["policy"])
+  model = hf.load_config(config.policy)
   return Run(config, mesh, model, selector, stops, *room)

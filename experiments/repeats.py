@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
-from tlt_jax.models import config as config_lib
+from tlt_jax.models import config as model_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.rollout import compare
 
@@ -80,8 +81,8 @@ class Repeats:
 
 
 def make(
-  config: dict,
-  model: config_lib.ModelConfig,
+  run: config_lib.RunConfig,
+  model: model_lib.ModelConfig,
   mesh: jax.sharding.Mesh,
   params: Any,
   sampler: sample.Sampler,
@@ -91,20 +92,23 @@ def make(
   Nothing is repeated where the config does not ask for it, or where it drafts nothing.
 
   Args:
-    config: of the run
+    run: its config
     model: the policy's
     mesh: of the run
     params: the policy's, in the layout of rollouts
     sampler: of the run, whose compiled programs serve the frozen drafter, too
   """
-  every = config["compare"]["every"]
-  if not every or from_config.selector(config) is None:
+  every = run.compare.every
+  if not every or from_config.make_selector(run) is None:
     return Repeats(0, {})
-  sides = {"plain": Side(from_config.sampler(config, model, mesh), None)}
-  if sampler.rollout.parts.spot is not None:
-    drafter, draft_params = from_config.load_drafter(config, model, mesh)
-    args = config, model, mesh, drafter, from_config.selector(config)
-    frozen = from_config.sampler(*args, sampler.rollout.parts.spot, like=sampler)
+  sides = {"plain": Side(from_config.make_sampler(run, model, mesh), None)}
+  spot = sampler.rollout.parts.spot
+  if spot is not None:
+    drafter, draft_params = from_config.load_drafter(run.drafter, run.seed, model, mesh)
+    selector = from_config.make_selector(run)
+    frozen = from_config.make_sampler(
+      run, model, mesh, drafter, selector, spot, like=sampler
+    )
     sides["frozen"] = Side(frozen, draft_params)
   for side in sides.values():
     side.sampler.compile(params, side.draft_params)

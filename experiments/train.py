@@ -10,15 +10,16 @@ import time
 from absl import flags
 import jax
 
+from experiments import config as config_lib
 from experiments import evaluations
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import plot
 from experiments import repeats
 from experiments import summary
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
@@ -40,33 +41,35 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 _DRY_RUN_ON = flags.DEFINE_string("dry_run_on", "", memory_plan.DRY_RUN_ON)
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   launch.start()
   planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
-  config = from_config.complete(config, _FORK.value or _WORKDIR.value, planned)
-  run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.RUN)
+  config = workdirs.keep_sizes(_FORK.value or _WORKDIR.value, config)
+  config, asked = from_config.complete(config, planned)
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
   decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   plan = memory_plan.of_run(config, planned)
   memory_plan.check(plan, _DRY_RUN.value or planned is not None)
-  mesh = from_config.make_mesh(config)
-  asked = from_config.prompts(config, config["prompts"])
-  held_out = from_config.prompts(config, config["held_out"], whole=True)
+  P, R, steps = config.batch.prompts, config.batch.responses, config.steps
+  records, held_out = asked.train.records, asked.held_out.records
 
   # What is trained, on what, and how.
-  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, model, algorithm, mesh)
-  reference = learner.parked(from_config.reference(algorithm, params))
+  mesh = from_config.make_mesh(config.tensor_parallel, config.policy)
+  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, model, algorithm, mesh
+  )
+  reference = learner.parked(from_config.copy_reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
-  drafter, draft_params = from_config.load_drafter(config, model, mesh)
-  selector = from_config.selector(config)
-  spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+  drafter, draft_params = from_config.load_drafter(config.drafter, config.seed, model, mesh)
+  selector = from_config.make_selector(config)
+  spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
   draft_params = None if spot else draft_params  # spot training has them from here on
-  sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
-  P, R, most = (config["batch"][k] for k in ("prompts", "responses", "most_prompts"))
-  replace = dynamic_sampling.make(algorithm, P, most)
-  prompts = dynamic_sampling.Queue(data.prompt_iterator(asked, P, config["seed"]))
+  sampler = from_config.make_sampler(config, model, mesh, drafter, selector, spot)
+  replace = dynamic_sampling.make(algorithm, P, config.batch.most_prompts)
+  prompts = dynamic_sampling.Queue(data.prompt_iterator(records, P, config.seed))
 
   # Where it stands.
   step, saved = 0, {}
@@ -105,27 +108,36 @@ def main(config):
   repeated = repeats.make(config, model, mesh, policy, sampler)
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
-  board = wandb_board.make(config["wandb"], run.path, config)
+  board = wandb_board.make(config.wandb, run.path, trees.to_dict(config))
   writer = metrics_lib.Writer(run.path, resume_step=step, beside=board)
-  progress = metrics_lib.Progress(config["steps"], step)
+  progress = metrics_lib.Progress(steps, step)
 
   first = step
   processes.stop_on_signals()
   with run.checkpoints.at_stop(at_stop) as checkpoints:  # what it writes is finished
     while True:
-      metrics = evaluations.evaluate(
-        config, sampler, policy, held_out, step, run.path, draft_params
-      )
-      if step == config["steps"]:
+      metrics = {}
+      if evaluations.is_due(config.evaluation, step, steps):
+        metrics = evaluations.evaluate(
+          config.evaluation,
+          sampler,
+          policy,
+          held_out,
+          config.seed,
+          step,
+          run.path,
+          draft_params,
+        )
+      if step == steps:
         writer.write(step, metrics)
         break
       began = time.perf_counter()
-      records = prompts.peek(most or P)
+      records = prompts.peek(config.batch.most_prompts or P)
       scored = sampler(
         policy,
         records,
         R,
-        seed=config["seed"],
+        seed=config.seed,
         first_request=step * len(records) * R,
         draft_params=draft_params,
         train=spot is not None,
@@ -143,24 +155,30 @@ def main(config):
       policy = jax.block_until_ready(learner.to_rollout(state.params))
       state = learner.parked(state)
       done = time.perf_counter()
-      metrics |= scored.metrics() | compared | policy_metrics | {
-        "policy/seconds_s": syncing - updating,
-        "weight_sync/seconds_s": done - syncing,
-        "step/seconds_s": done - began - repeating_s,
-      }
+      metrics |= (
+        scored.metrics()
+        | compared
+        | policy_metrics
+        | {
+          "policy/seconds_s": syncing - updating,
+          "weight_sync/seconds_s": done - syncing,
+          "step/seconds_s": done - began - repeating_s,
+        }
+      )
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
-      evaluations.write_examples(config, scored, run.path, f"train_{step:06}")
+      examples = config.evaluation.examples
+      evaluations.write_examples(scored, examples, run.path, f"train_{step:06}")
       prompts.take(len(scored.records) // R)  # no earlier: a stop would skip them
       step += 1
-      checkpoints.save(*snapshot(), force=step == config["steps"])
+      checkpoints.save(*snapshot(), force=step == steps)
       progress.update(step, record)
       processes.stop_if_told()
 
   progress.close()
   writer.close()
   hf.save(run.path / "policy", model, state.params, dtype=model.dtype)
-  tokenization.copy_files(config["policy"], run.path / "policy")
+  tokenization.copy_files(config.policy, run.path / "policy")
   if spot:
     drafter_files.save(run.path / "drafter", drafter, spot.params)
   plot.plot_all(run.path)
@@ -169,4 +187,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, joins_jobs=True, config=("countdown", keys.RUN))
+  read = trees.from_flags("countdown", config_lib.RunConfig)
+  launch.run(main, joins_jobs=True, config=read)

@@ -28,21 +28,22 @@ import jax
 import numpy as np
 
 from experiments import acceptance
+from experiments import config as config_lib
 from experiments import feature_files
 from experiments import from_config
-from experiments import keys
 from experiments import launch
 from experiments import memory_plan
 from experiments import responses
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import processes
 from tlt_jax import writing
+from tlt_jax.models import config as model_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import families
 from tlt_jax.rl import optimizer
-from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
@@ -51,21 +52,25 @@ _RESPONSES, _FEATURES = "responses.npz", "features"
 _SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
 
 
-def responses_of(
-  models: from_config.Models, config: dict, run: dict, records: Sequence[dict]
+def ask(
+  models: from_config.Models,
+  run: config_lib.RunConfig,
+  wanted: config_lib.Answers,
+  seed: int,
+  records: Sequence[dict],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """(prompt, response) token ids of each response of the policy to the records."""
-  sampler, wanted = from_config.sampler(run, models.model, models.mesh), config["responses"]
-  sequences = []
-  for temperature in acceptance.at_temperatures(run, wanted["temperatures"]):
+  sampler = from_config.make_sampler(run, models.model, models.mesh)
+  sequences, usual = [], run.sampling.temperature
+  for temperature in acceptance.at_temperatures(usual, wanted.temperatures):
     at = dataclasses.replace(
       sampler, sampling=sampler.sampling | {"temperature": temperature}
     )
     scored = at(
       models.params,
       records,
-      acceptance.samples_at(temperature, wanted["samples"]),
-      seed=config["seed"] + _SEED,
+      acceptance.samples_at(temperature, wanted.samples),
+      seed=seed + _SEED,
       first_request=len(sequences),
     )
     prompts = [scored.requests.prompt(i) for i in range(len(scored.requests))]
@@ -74,66 +79,76 @@ def responses_of(
 
 
 def first_drafter(
-  models: from_config.Models, config: dict, responses: Sequence[np.ndarray]
+  model: model_lib.ModelConfig,
+  shape: config_lib.DrafterShape,
+  init: str,
+  seed: int,
+  responses: Sequence[np.ndarray],
 ):
   """The drafter before its training, and its parameters.
 
   Args:
-    models: the policy
-    config: of the training
+    model: the policy's
+    shape: of a new drafter
+    init: folder of the drafter to start from instead
+    seed: of a new one's parameters
     responses: token ids, of which the most frequent make its vocabulary
   """
-  if config["init"]:
-    return drafter_files.load(config["init"], models.model)
-  shape = dict(config["drafter"])
-  if architecture := shape.pop("architecture", ""):
-    family = families.find(architecture)
-    shape |= {"architecture": architecture, "qkv_bias": family.qkv_bias}
-    shape["qk_norm"] = family.qk_norm
-  if size := shape.pop("vocab_size"):
+  if init:
+    return drafter_files.load(init, model)
+  made = {"kind": shape.kind}
+  if shape.architecture:
+    family = families.find(shape.architecture)
+    made |= {"architecture": shape.architecture, "qkv_bias": family.qkv_bias}
+    made["qk_norm"] = family.qk_norm
+  if size := shape.vocab_size:
     tokens = np.concatenate([np.zeros(0, np.int32), *responses])
-    vocab = drafter_lib.most_frequent([tokens], models.model.vocab_size, size)
+    vocab = drafter_lib.most_frequent([tokens], model.vocab_size, size)
     if len(tokens):
       logging.info(
         "the drafter's %d tokens are %.2f%% of those in the responses, which have %d "
         "different ones",
-        *(size, 100 * np.isin(tokens, vocab).mean(), len(np.unique(tokens))),
+        size,
+        100 * np.isin(tokens, vocab).mean(),
+        len(np.unique(tokens)),
       )
-    shape["vocab"] = vocab
-  drafter = drafter_lib.of_target(models.model, **shape)
-  init = jax.jit(lambda key: drafter_lib.init_params(drafter, key))
-  return drafter, init(jax.random.key(config["seed"]))
-
-
-def make_learner(
-  models: from_config.Models, drafter: drafter_lib.DrafterConfig, config: dict, run: dict
-) -> offline.DraftLearner:
-  """The learner of a drafter; `config` is of the training, `run` of the RL run."""
-  temperature = run["sampling"]["temperature"] or 1.0
-  return offline.make(
-    models.model,
-    drafter,
-    draft_loss.Loss(**config["loss"], temperature=temperature),
-    optimizer.make(**config["optimizer"]),
-    models.mesh,
-    **config["learner"],
+    made["vocab"] = vocab
+  drafter = drafter_lib.of_target(model, **made)
+  return drafter, jax.jit(lambda key: drafter_lib.init_params(drafter, key))(
+    jax.random.key(seed)
   )
 
 
-def check(models: from_config.Models, config: dict, run: dict) -> None:
+def make_learner(
+  models: from_config.Models,
+  drafter: drafter_lib.DrafterConfig,
+  config: config_lib.DrafterTraining,
+) -> offline.DraftLearner:
+  """The learner of a drafter."""
+  return offline.make(
+    models.model,
+    drafter,
+    from_config.make_loss(config.loss, config.run.sampling.temperature),
+    optimizer.make(**config.optimizer),
+    models.mesh,
+    config.learner.buckets,
+  )
+
+
+def check(models: from_config.Models, config: config_lib.DrafterTraining) -> None:
   """Raises ValueError for what would only be found after the policy has answered."""
-  drafter, _ = first_drafter(models, config, [])
-  make_learner(models, drafter, config, run)
+  drafter, _ = first_drafter(models.model, config.drafter, config.init, config.seed, [])
+  make_learner(models, drafter, config)
   drafting = dataclasses.replace(models, drafter=drafter)
-  for strategy in config["evaluation"]["strategies"]:
-    acceptance.sampler(run, drafting, strategy)
+  for strategy in config.evaluation.strategies:
+    acceptance.sampler(config.run, drafting, strategy)
 
 
 def train(
   learner: offline.DraftLearner,
   params,
   models: from_config.Models,
-  config: dict,
+  config: config_lib.DrafterTraining,
   sequences: list[tuple[np.ndarray, np.ndarray]],
   workdir: pathlib.Path,
   checkpoints: checkpoint.Checkpoints,
@@ -152,16 +167,16 @@ def train(
   features, state, step = None, learner.init(params), 0
   if checkpoints.latest() is not None:
     step, state, _ = checkpoints.restore(learner.abstract_state())
-  if config["keep_features"] and step < config["steps"]:
+  if config.keep_features and step < config.steps:
     folder = workdir / _FEATURES
     features = feature_files.compute(folder, learner, models.params, sequences)
-  n = min(config["sequences"], len(sequences))
+  n = min(config.sequences, len(sequences))
   per_epoch = len(sequences) // n
   began, tokens = time.time(), 0
   processes.stop_on_signals()
   with checkpoints.at_stop(lambda: (step, state, {})):
-    while step < config["steps"]:
-      order = np.random.default_rng([config["seed"], step // per_epoch])
+    while step < config.steps:
+      order = np.random.default_rng([config.seed, step // per_epoch])
       order = order.permutation(len(sequences))
       chosen = order[step % per_epoch * n :][:n]
       prompts, responses = zip(*[sequences[i] for i in chosen], strict=True)
@@ -175,47 +190,55 @@ def train(
       if processes.is_first():
         with writing.to(path), path.open("a") as f:
           f.write(json.dumps({"step": step} | metrics) + "\n")
-      if step % 20 == 0 or step == config["steps"]:
+      if step % 20 == 0 or step == config.steps:
         depths = range(1, learner.loss.steps + 1)
         agreement = " ".join(f"{metrics[f'drafter/agreement_{k}']:.2f}" for k in depths)
         rate = tokens / (time.time() - began)
         logging.info(
-          f"step {step}/{config['steps']}  loss {metrics['drafter/loss']:.4f}  "
+          f"step {step}/{config.steps}  loss {metrics['drafter/loss']:.4f}  "
           f"agreement {agreement}  {rate:.0f} tokens/s"
         )
-      checkpoints.save(step, state, {}, force=step == config["steps"])
+      checkpoints.save(step, state, {}, force=step == config.steps)
       processes.stop_if_told()
   return state.params
 
 
-def main(config, run):
+def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
   launch.start()
-  config, run = from_config.complete_training(config, run, _WORKDIR.value)
-  whole = config | {"run": run}
+  run = dataclasses.replace(
+    run,
+    drafter="",
+    prompts=run.prompts | {"size": config.responses.prompts},
+    held_out=run.held_out | {"size": config.evaluation.prompts},
+  )
+  config = config_lib.DrafterTraining(**vars(config), run=run)
+  config = workdirs.keep_sizes(_WORKDIR.value, config)
+  prompts = from_config.RunPrompts(config.run, whole=True)
+  config = from_config.fill_training_sizes(config, prompts)
+  run, wanted, measured = config.run, config.responses, config.evaluation
   asked = ("run", "seed", "responses")
   holds = {_RESPONSES: asked, _FEATURES: (*asked, "drafter", "init")}
-  opened = workdirs.open(_WORKDIR.value, whole, holds=holds, declared=keys.TRAINING)
+  opened = workdirs.open(_WORKDIR.value, config, holds=holds)
   workdir, checkpoints = opened.path, opened.checkpoints
-  wanted, measured = config["responses"], config["evaluation"]
-  source = run["prompts"] | {"size": wanted["prompts"]}
-  prompts = from_config.prompts(run, source, whole=True)
-  source = run["held_out"] | {"size": measured["prompts"]}
-  held_out = from_config.prompts(run, source, whole=True)
-  memory_plan.check(memory_plan.of_rollout(run | {"drafter": ""}))
-  models = from_config.load_models(run | {"drafter": ""})
-  check(models, config, run)
+  records, held_out = prompts.train.records, prompts.held_out.records
+  memory_plan.check(memory_plan.of_rollout(run))
+  models = from_config.load_models(run)
+  check(models, config)
   path = workdir / _RESPONSES
   if processes.on_first(lambda: not path.exists()):
-    workdirs.record(workdir, whole)
-    found = responses_of(models, config, run, prompts)
+    workdirs.record(workdir, config)
+    found = ask(models, run, wanted, config.seed, records)
     if processes.is_first():
       responses.store(path, found)
     processes.barrier()
   sequences = responses.load(path, models.model.vocab_size)
 
-  drafter, params = first_drafter(models, config, [tokens for _, tokens in sequences])
-  learner = make_learner(models, drafter, config, run)
-  workdirs.record(workdir, whole)
+  answers = [tokens for _, tokens in sequences]
+  drafter, params = first_drafter(
+    models.model, config.drafter, config.init, config.seed, answers
+  )
+  learner = make_learner(models, drafter, config)
+  workdirs.record(workdir, config)
   params = train(learner, params, models, config, sequences, workdir, checkpoints)
   drafter_files.save(workdir / "drafter", drafter, params)
   logging.info("exported the drafter to %s", workdir / "drafter")
@@ -223,11 +246,11 @@ def main(config, run):
   found = acceptance.measure(
     run,
     from_config.Models(models.mesh, models.model, models.params, drafter, params),
-    strategies=measured["strategies"],
+    strategies=measured.strategies,
     records=held_out,
-    samples=measured["samples"],
-    seed=config["seed"] + _SEED,
-    temperatures=measured["temperatures"],
+    samples=measured.samples,
+    seed=config.seed + _SEED,
+    temperatures=measured.temperatures,
   )
   acceptance.report(found)
   print(json.dumps({"acceptance": found}))
@@ -237,6 +260,6 @@ if __name__ == "__main__":
   launch.run(
     main,
     joins_jobs=True,
-    config=("drafter", keys.DRAFTER),
-    run=("countdown", keys.RUN),
+    config=trees.from_flags("drafter", config_lib.DrafterConfig),
+    run=trees.from_flags("countdown", config_lib.RunConfig),
   )

@@ -17,16 +17,16 @@ from absl import flags
 import jax
 import numpy as np
 
+from experiments import config as config_lib
 from experiments import growth
-from experiments import keys
 from experiments import launch
+from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import processes
 from tlt_jax import tokenization
 from tlt_jax import writing
-from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm
@@ -116,36 +116,36 @@ def export(
       path.write_text(json.dumps({"eos_token_id": stop}) + "\n")
 
 
-def main(config):
-  if config["policy"] and config["begin_as"]:
+def main(config: config_lib.WarmStartConfig):
+  if config.policy and config.begin_as:
     raise ValueError("a policy begins as one other: give config.policy or config.begin_as")
   launch.start()
-  run = workdirs.open(_WORKDIR.value, config, _FORK.value, declared=keys.WARM_START)
-  if policy := config["policy"]:
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  if policy := config.policy:
     model, params = hf.load(policy, dtype="float32")
     encode = tokenizer_of(policy).encode
   else:
-    model = config_lib.ModelConfig(**config["model"])
-    params = target.init_params(model, jax.random.key(config["seed"]))
+    model = config.model
+    params = target.init_params(model, jax.random.key(config.seed))
     encode = countdown.tokenizer().encode
-  rule = optimizer.make(**config["optimizer"])
+  rule = optimizer.make(**config.optimizer)
   learner = learner_lib.make(
-    model, supervised.make(), rule, axes.make_mesh(), **config["learner"]
+    model, supervised.make(), rule, axes.make_mesh(), **vars(config.learner)
   )
-  if config["begin_as"] and run.start is None:  # else it has begun
-    params = growth.begin_as(config["begin_as"], model, params)
+  if config.begin_as and run.start is None:  # else it has begun
+    params = growth.begin_as(config.begin_as, model, params)
   state = learner.init(params)
   step, saved = 0, {"next": 0}
   if run.start is not None:
     step, state, saved = run.start.restore(learner.abstract_state())
 
-  problems = countdown.Problems("train", 10**9, **config["problems"])
+  problems = countdown.Problems("train", 10**9, **vars(config.problems))
   made = batches(
     problems,
     encode,
-    sequences=config["sequences"],
-    max_response=config["max_response"],
-    give_up=config["give_up"],
+    sequences=config.sequences,
+    max_response=config.max_response,
+    give_up=config.give_up,
     start=saved["next"],
   )
   stream = data.prefetch(made)
@@ -154,7 +154,7 @@ def main(config):
   processes.stop_on_signals()
   snapshot = lambda: (step, state, saved)
   with run.checkpoints.at_stop(snapshot) as checkpoints:  # what it writes is finished
-    while step < config["steps"]:
+    while step < config.steps:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
       lengths = np.array([[len(response)] for response in responses], np.int32)
@@ -166,20 +166,19 @@ def main(config):
         raise FloatingPointError(f"the loss became {loss} at step {step}")
       step += 1
       tokens += sum(map(len, responses))
-      if step % 10 == 0 or step == config["steps"]:
+      if step % 10 == 0 or step == config.steps:
         rate = tokens / (time.time() - began)
-        logging.info(
-          "step %d/%d  loss %.4f  %.0f tokens/s", step, config["steps"], loss, rate
-        )
-      checkpoints.save(step, state, saved, force=step == config["steps"])
+        logging.info("step %d/%d  loss %.4f  %.0f tokens/s", step, config.steps, loss, rate)
+      checkpoints.save(step, state, saved, force=step == config.steps)
       processes.stop_if_told()
 
-  folder = pathlib.Path(config["export"] or run.path / "policy")
-  params = jax.tree.map(lambda x: x.astype(config["export_dtype"]), state.params)
+  folder = pathlib.Path(config.export or run.path / "policy")
+  params = jax.tree.map(lambda x: x.astype(config.export_dtype), state.params)
   hf.save(folder, model, params)
   export(folder, policy, encode)
   logging.info("exported the policy to %s", folder)
 
 
 if __name__ == "__main__":
-  launch.run(main, joins_jobs=True, config=("warm_start", keys.WARM_START))
+  read = trees.from_flags("warm_start", config_lib.WarmStartConfig)
+  launch.run(main, joins_jobs=True, config=read)

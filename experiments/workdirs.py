@@ -9,8 +9,6 @@ folder (`--fork`), from the latest checkpoint of the first. Such a folder says i
 """
 
 from collections.abc import Iterator, Mapping
-import contextlib
-import copy
 import dataclasses
 import fcntl
 import io
@@ -20,7 +18,8 @@ import pathlib
 import socket
 from typing import Any
 
-from experiments import declarations
+from experiments import sizes
+from experiments import trees
 from tlt_jax import checkpoint
 from tlt_jax import json_objects
 from tlt_jax import metrics
@@ -57,7 +56,7 @@ class Workdir:
   """The folder of a run, open."""
 
   path: pathlib.Path
-  config: Mapping[str, Any]  # of the run
+  config: Any  # of the run, a tree of `config`
   checkpoints: checkpoint.Checkpoints  # that it writes
   start: checkpoint.Checkpoints | None = None  # whose latest it goes on from
   forked_from: pathlib.Path | None = None  # where these are another run's
@@ -123,10 +122,9 @@ def lock(folder: pathlib.Path) -> None:
 
 def open(
   path: str,
-  config: Mapping[str, Any],
+  config: Any,
   fork: str | None = None,
   holds: Mapping[str, tuple[str, ...]] | None = None,
-  declared: declarations.Section | None = None,
 ) -> Workdir:
   """Opens a run's folder, a new one or one to go on in; changes no file of it.
 
@@ -136,18 +134,16 @@ def open(
 
   Args:
     path: the folder
-    config: of the run, with a section "checkpoint" and an entry "steps"
+    config: of the run, a tree of `config`
     fork: another folder, where the run goes on from the latest checkpoint of `path`; ""
       for none, None for a command that cannot
     holds: file of the folder -> keys of the config that it depends on, beside checkpoints
-    declared: keys of the config; one that the folder's config.json lacks, as it was written
-      before there was such a key, had its default
   Raises:
     WorkdirError: the checkpoints were made with other settings, or are of later steps;
       a fork's folder is not its own
     CheckpointError: the latest one is damaged
   """
-  folder, declared = pathlib.Path(path), declared or {}
+  folder = pathlib.Path(path)
   if processes.on_first(folder.is_dir) and not fork:
     lock(folder)
   origin, last = _origin(folder), checkpoint.latest(folder / _CHECKPOINTS)
@@ -157,7 +153,7 @@ def open(
     new = pathlib.Path(fork)
     _check_target(folder, new)
     if checkpoint.latest(new / _CHECKPOINTS) is None:
-      return _fork(folder, new, config, declared)
+      return _fork(folder, new, config)
     folder = new
   checkpoints = _checkpoints(folder, config)
   ways_out = "use those settings again, or start afresh in another --workdir"
@@ -172,17 +168,42 @@ def open(
     bound = {key for file in held for key in holds[file]}
     if bound:
       counts = lambda key: key.split(".")[0] in bound
-      _check_settings(folder, config, declared, ways_out, counts)
-    return Workdir(folder, config, checkpoints, log=_own_log(folder, config, declared))
-  _check_settings(folder, config, declared, ways_out, lambda key: not _is_free(key))
+      _check_settings(folder, config, ways_out, counts)
+    return Workdir(folder, config, checkpoints, log=_own_log(folder, config))
+  _check_settings(folder, config, ways_out, lambda key: not _is_free(key))
   _check_steps(checkpoints, config)
   log = folder / "rollouts.jsonl"
   return Workdir(folder, config, checkpoints, start=checkpoints, log=log)
 
 
-def is_same_run(old: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-  """Whether a run may go on that began with another config, as its config.json has it."""
-  return all(_is_free(key) for key, _, _ in _changes(old, config))
+def keep_sizes(path: str, config: Any) -> Any:
+  """The config with the open sizes of the same run, if that began in this folder.
+
+  Args:
+    path: the folder
+    config: that was asked for
+  """
+  try:
+    old = read(pathlib.Path(path), type(config), "")
+  except WorkdirError:
+    return config  # `open` says what is wrong with it
+  filled = _with_sizes_of(old, config)
+  same = all(_is_free(key) for key, _, _ in _changes(_json(old), filled))
+  return filled if same else config
+
+
+def _with_sizes_of(old: Any, new: Any) -> Any:
+  """A config with the sizes of another one that it leaves open."""
+  changes = {}
+  for section, names in sizes.OPEN.items():
+    if (made := getattr(new, section, None)) is not None:
+      was = getattr(old, section)
+      open_names = [n for n in names if getattr(made, n, 0) is None]
+      kept = {name: getattr(was, name) for name in open_names}
+      changes[section] = dataclasses.replace(made, **kept)
+  if hasattr(new, "run"):
+    changes["run"] = _with_sizes_of(old.run, new.run)
+  return dataclasses.replace(new, **changes)
 
 
 def _is_free(key: str) -> bool:
@@ -190,30 +211,30 @@ def _is_free(key: str) -> bool:
   return key.removeprefix("run.").split(".")[0] in FREE
 
 
-def record(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
+def record(workdir: pathlib.Path, config: Any) -> None:
   """Writes `workdir/config.json`; the first process does, and all come here."""
   lock(workdir)
   if processes.is_first():
     _write(workdir, config)
 
 
-def _write(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
+def _write(workdir: pathlib.Path, config: Any) -> None:
   """Writes config.json, at once or not at all."""
   partial = workdir / f"{CONFIG}.new"
   with writing.to(workdir / CONFIG):
-    partial.write_text(json.dumps(config, indent=2) + "\n")
+    partial.write_text(json.dumps(trees.to_dict(config), indent=2) + "\n")
   os.replace(partial, workdir / CONFIG)
 
 
-def _checkpoints(folder: pathlib.Path, config: Mapping) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(folder / _CHECKPOINTS, **config["checkpoint"])
+def _checkpoints(folder: pathlib.Path, config: Any) -> checkpoint.Checkpoints:
+  return checkpoint.Checkpoints(folder / _CHECKPOINTS, **vars(config.checkpoint))
 
 
-def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping, declared) -> Workdir:
+def _fork(old: pathlib.Path, new: pathlib.Path, config: Any) -> Workdir:
   """A run in a new folder that goes on from the latest checkpoint of another."""
   start = _checkpoints(old, config)
   _check_steps(start, config)
-  changes = [*_changes(read(old, declared, "no fork can start from there"), config)]
+  changes = [*_changes(read_json(old, "no fork can start from there"), config)]
   differs = lambda keys: any(f"{key}.".startswith(keys) for key, _, _ in changes)
   return Workdir(
     new,
@@ -222,7 +243,7 @@ def _fork(old: pathlib.Path, new: pathlib.Path, config: Mapping, declared) -> Wo
     start=start,
     forked_from=old,
     not_restored=tuple(part for part, keys in _ANEW.items() if differs(keys)),
-    log=_own_log(new, config, declared),
+    log=_own_log(new, config),
   )
 
 
@@ -240,23 +261,21 @@ def _check_target(old: pathlib.Path, new: pathlib.Path) -> None:
     )
 
 
-def _check_steps(checkpoints: checkpoint.Checkpoints, config: Mapping[str, Any]) -> None:
+def _check_steps(checkpoints: checkpoint.Checkpoints, config: Any) -> None:
   """Raises if a run has done more steps than it is asked for."""
   done, _ = checkpoints.data()
-  if done > config["steps"]:
+  if done > config.steps:
     raise WorkdirError(
-      f"--config.steps={config['steps']}: {checkpoints.folder.parent} has done {done} "
+      f"--config.steps={config.steps}: {checkpoints.folder.parent} has done {done} "
       "steps already; ask for as many or more, or take another --workdir"
     )
 
 
-def _check_settings(
-  folder: pathlib.Path, config: Mapping, declared, ways_out: str, counts
-) -> None:
+def _check_settings(folder: pathlib.Path, config: Any, ways_out: str, counts) -> None:
   """Raises if a config differs from a folder's in a key that counts."""
   changed = [
     f"{key} was {_shown(old)} and is {_shown(new)} now"
-    for key, old, new in _changes(read(folder, declared, ways_out), config)
+    for key, old, new in _changes(read_json(folder, ways_out), config)
     if counts(key)
   ]
   if changed:
@@ -266,10 +285,10 @@ def _check_settings(
     )
 
 
-def _own_log(folder: pathlib.Path, config: Mapping, declared) -> pathlib.Path | None:
+def _own_log(folder: pathlib.Path, config: Any) -> pathlib.Path | None:
   """The log of a run that was killed before its first checkpoint, if it is this one."""
   try:
-    is_same = not list(_changes(read(folder, declared, ""), config))
+    is_same = not list(_changes(read_json(folder, ""), config))
   except WorkdirError:
     return None
   return folder / "rollouts.jsonl" if is_same else None
@@ -294,44 +313,58 @@ def _origin(folder: pathlib.Path) -> pathlib.Path | None:
     ) from e
 
 
-def read(
-  workdir: pathlib.Path, declared: declarations.Section, ways_out: str
-) -> dict[str, Any]:
-  """Reads `workdir/config.json`; keys that are declared and not there get their default.
+def read(workdir: pathlib.Path, tree: type, ways_out: str) -> Any:
+  """The tree of `workdir/config.json`.
+
+  Raises:
+    WorkdirError: it cannot be read, or is of other entries; names `ways_out`
+  """
+  raw = read_json(workdir, ways_out)
+  try:
+    return trees.validate(tree, raw)
+  except trees.ConfigError as e:
+    raise WorkdirError(f"{workdir / CONFIG}: {e}; {ways_out}") from e
+
+
+def read_json(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
+  """What `workdir/config.json` holds, as it is.
 
   Raises:
     WorkdirError: it cannot be read; names `ways_out`
   """
   path = workdir / CONFIG
   try:
-    config = processes.on_first(lambda: json_objects.parse(path.read_bytes()))
+    return processes.on_first(lambda: json_objects.parse(path.read_bytes()))
   except (OSError, ValueError) as e:
     raise WorkdirError(
       f"{path} holds the settings that this folder was made with, and cannot be read "
       f"({e}); restore it: {ways_out}"
     ) from e
-  return _with_defaults(config, declared)
-
-
-def _with_defaults(config: dict, declared: declarations.Section) -> dict[str, Any]:
-  """The config of an older run, and the defaults of declared keys that it lacks."""
-  config = copy.deepcopy(config)
-  with contextlib.suppress(declarations.ConfigError):  # what it chose is gone: it differs
-    declarations.fill_in(declared, config, overrides={})
-  return json.loads(json.dumps(config))  # tuples are lists, as the file has them
 
 
 _ABSENT = object()
 
 
-def _changes(old: Mapping, new: Mapping, prefix: str = "") -> Iterator[tuple]:
-  """Yields (dotted key, old value, new value) of every difference between configs."""
-  for name in sorted(old.keys() | new.keys()):
-    key, a, b = prefix + name, old.get(name, _ABSENT), new.get(name, _ABSENT)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-      yield from _changes(a, b, f"{key}.")
-    elif b is _ABSENT or json.loads(json.dumps(b)) != a:  # as the file has it
+def _json(config: Any) -> dict[str, Any]:
+  """A config as its file has it: tuples are lists."""
+  return json.loads(json.dumps(trees.to_dict(config)))
+
+
+def _changes(old: Mapping, new: Any) -> Iterator[tuple]:
+  """Yields (dotted key, old value, new value) of every difference from a config.json."""
+  before, after = dict(_leaves(old)), dict(_leaves(_json(new)))
+  for key in sorted(before.keys() | after.keys()):
+    a, b = before.get(key, _ABSENT), after.get(key, _ABSENT)
+    if a != b:
       yield key, a, b
+
+
+def _leaves(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
+  for name, value in config.items():
+    if isinstance(value, Mapping):
+      yield from _leaves(value, f"{prefix}{name}.")
+    else:
+      yield f"{prefix}{name}", value
 
 
 def _shown(value: Any) -> str:

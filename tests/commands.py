@@ -18,9 +18,8 @@ import pytest
 import tokenizers
 import transformers
 
-from experiments import declarations
-from experiments import keys
-from experiments import launch
+from experiments import config as config_lib
+from experiments import trees
 from tests import forked
 from tests import tiny
 from tlt_jax.models import hf
@@ -146,11 +145,10 @@ def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
   return [config, *(f"--{flag}.{key}={value}" for key, value in overrides.items())]
 
 
-def read_run(file: str) -> dict:
-  """A config of a run in `experiments/configs`, with the defaults of what it leaves out."""
-  config = launch.read_config(f"experiments/configs/{file}")
-  declarations.fill_in(keys.RUN, config, {})
-  return config
+def read_run(file: str, changes: dict | None = None) -> config_lib.RunConfig:
+  """A config of a run in `experiments/configs`, with other values of some dotted keys."""
+  config = trees.load(str(ROOT / "experiments" / "configs" / file), config_lib.RunConfig)
+  return trees.change(config, changes or {})
 
 
 # A new drafter, and its training in idle slices, of a tiny run.

@@ -9,6 +9,7 @@ import pytest
 from dev import aot_machines
 from dev import aot_memory
 from dev import aot_programs
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
@@ -22,29 +23,35 @@ NAMES = {"prefill", "update", "score", "to_rollout", "train", "exchange", "store
 
 
 @pytest.fixture
-def config(tmp_path) -> dict:
+def config(tmp_path) -> config_lib.RunConfig:
   """Of a run that speculates, trains a drafter and scores, with a policy of two layers."""
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(tiny.CONFIG)))
-  config = commands.read_run("countdown.py:smoke")
-  config["spot"] |= {"rows": 4, "carried_rows": 2, "max_batch": 2}
-  config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96)), "cache_tokens": 256}
-  config["rollout"] |= {"kernels": "ref"}
-  config["learner"] |= {"updates": 2, "only": "", "remat": True}
-  return config | {
+  changes = {
+    "spot.rows": 4,
+    "spot.carried_rows": 2,
+    "spot.max_batch": 2,
+    "rollout.slots": 4,
+    "rollout.buckets": ((4, 64), (2, 96)),
+    "rollout.cache_tokens": 256,
+    "rollout.kernels": "ref",
+    "learner.updates": 2,
+    "learner.only": "",
+    "learner.remat": True,
     "policy": str(tmp_path),
     "tensor_parallel": 2,
     "drafter": "eagle2",
     "strategies": "up to 9 live: 2_1_3",
     "algorithm": {"name": "grpo", "kl_coef": 1e-3},
   }
+  return commands.read_run("countdown.py:smoke", changes)
 
 
-def run_of(config: dict, layers: int) -> memory_plan.Run:
+def run_of(config: config_lib.RunConfig, layers: int) -> memory_plan.Run:
   """A run of a policy of so many layers, on four devices of this machine."""
-  selector = from_config.selector(config)
+  selector = from_config.make_selector(config)
   run = memory_plan.described(config, selector, stops=1, machine=MACHINE)
   model = dataclasses.replace(run.model, num_layers=layers)
-  mesh = axes.make_mesh(config["tensor_parallel"], jax.devices()[:4])
+  mesh = axes.make_mesh(config.tensor_parallel, jax.devices()[:4])
   return dataclasses.replace(run, model=model, mesh=mesh)
 
 
@@ -57,7 +64,7 @@ def test_programs_are_those_of_the_run_in_buckets_that_it_allows(config):
   """Where slices train, they do in chunks that are compiled for it."""
   found = aot_memory.programs(run_of(config, 2))
   assert set(found) >= NAMES
-  longest = max(length for _, length in config["rollout"]["buckets"])
+  longest = max(length for _, length in config.rollout.buckets)
   chunks = {name for name in found if name.startswith(("chunk", "speculate"))}
   assert f"chunk+training 2x{longest}" in chunks and "chunk 4x64" in chunks
   assert not [name for name in found if f"4x{longest}" in name]  # beyond cache_tokens
@@ -69,7 +76,7 @@ def test_what_compilers_say_of_arguments_is_what_the_plan_adds_up(config):
   found = aot_memory.programs(run)
   plan = memory_plan.of_run(config, MACHINE)
   exact = {p.name: p.size for parts in plan.phases.values() for p in parts}
-  chunk, update = found["chunk 4x64"], found["update"]
+  chunk, update = found["chunk 4x64"], found.update
   for program in (chunk, update):
     by_shapes = aot_programs.argument_bytes(program.args)
     assert compiled(program).argument == by_shapes

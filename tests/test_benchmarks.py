@@ -1,5 +1,6 @@
 """Benchmarks and checks as a user runs them, to their last line, at the smallest sizes."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,8 +11,6 @@ from benchmarks import run_record
 from benchmarks import run_summary
 from benchmarks import scenarios
 from benchmarks import sides
-from experiments import declarations
-from experiments import keys
 from tests import commands
 from tlt_jax import metrics
 from tlt_jax.spec_decode.speculation import levels
@@ -158,8 +157,8 @@ def test_the_interval_of_a_ratio_of_sums():
   """By hand: Student's t over two turns."""
   found = interleave.ratio_of_totals([3, 5], [2, 2])
   half = 12.706 * np.std([3 - 4, 5 - 4], ddof=1) / 2**0.5 / 4
-  assert found["mean"] == 2
-  assert found["interval"] == pytest.approx([2 * np.exp(-half), 2 * np.exp(half)], rel=1e-4)
+  assert found.mean == 2
+  assert found.interval == pytest.approx([2 * np.exp(-half), 2 * np.exp(half)], rel=1e-4)
 
 
 def test_every_turn_begins_with_another_side_and_the_warm_up_is_left_out():
@@ -176,11 +175,10 @@ def test_every_turn_begins_with_another_side_and_the_warm_up_is_left_out():
 def test_a_scenario_sets_keys_of_any_config(name, file):
   """But none that the command line has set."""
   config = commands.read_run(file)
-  own = scenarios.apply(name, config | {"drafter": "mine"}, {"drafter": "mine"})
-  assert own["drafter"] == "mine" and own["steps"] >= 100
-  assert "ngram_3" in own["strategies"] or name != "cold"
-  declarations.fill_in(keys.RUN, own, {})
-  declarations.check(keys.RUN, own)
+  config = dataclasses.replace(config, drafter="mine")
+  own = scenarios.apply(name, config, {"drafter"})
+  assert own.drafter == "mine" and own.steps >= 100
+  assert "ngram_3" in own.strategies or name != "cold"
   with pytest.raises(ValueError, match="give --config.drafter=DIR"):
     scenarios.apply("elsewhere", config, {})
 
@@ -198,10 +196,10 @@ def test_a_side_is_the_run_with_other_settings(side, strategies, drafts, trains)
   config = commands.read_run("tail.py")
   own = sides.settings(side, config)
   expected = strategies.format("off or ngram_3 or ngram_5")
-  assert levels.parse(own["strategies"]) == levels.parse(expected)
-  assert bool(own["drafter"]) == drafts
-  assert (drafts and own["spot"]["train"]) == trains
-  assert own["rollout"]["rebalance"] == side.endswith("+rebalance")
+  assert levels.parse(own.strategies) == levels.parse(expected)
+  assert bool(own.drafter) == drafts
+  assert (drafts and own.spot.train) == trains
+  assert own.rollout.rebalance == side.endswith("+rebalance")
 
 
 def test_speculation_is_checked_token_by_token(home, chat):

@@ -1,4 +1,4 @@
-"""Every config builds, nothing in it goes unread, and its full size type-checks.
+"""Every config is a tree of its command, and its full size type-checks.
 
 Nothing large is allocated: models, decoding and updates are traced on shapes.
 """
@@ -8,52 +8,40 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import inspect
 import itertools
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import typing
 
-from absl import flags
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import declarations
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
-from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import sizes
+from experiments import trees
 from tests import tiny
 from tlt_jax import axes
-from tlt_jax import checkpoint
 from tlt_jax import memory
 from tlt_jax import packing
-from tlt_jax import prompt_checks
-from tlt_jax.models import config as config_lib
-from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import config as model_lib
 from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
-from tlt_jax.rl import judge
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
-from tlt_jax.rl import reward
-from tlt_jax.rl import supervised
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
-from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import levels
-from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy
-from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -78,10 +66,14 @@ def command(name: str) -> str:
   return COMMAND.search(module(name).__doc__)[1]
 
 
-KEYS = {"train": keys.RUN, "train_drafter": keys.DRAFTER, "warm_start": keys.WARM_START}
+TREES = {
+  "train": config_lib.RunConfig,
+  "train_drafter": config_lib.DrafterConfig,
+  "warm_start": config_lib.WarmStartConfig,
+}
 TRAIN = [name for name in NAMES if command(name) == "train"]
 BF16 = dict(dtype="bfloat16", head_dim=128, num_layers=28)
-QWEN2_5_7B = config_lib.ModelConfig(
+QWEN2_5_7B = model_lib.ModelConfig(
   architecture="Qwen2ForCausalLM",
   vocab_size=152064,
   width=3584,
@@ -134,7 +126,7 @@ MATH = {  # what `policy` holds by the argument of `math_problems`, and its para
       num_heads=32,
       num_kv_heads=8,
       rope_theta=5e5,
-      rope_scaling=config_lib.RopeScaling(8.0, 1.0, 4.0, 8192),
+      rope_scaling=model_lib.RopeScaling(8.0, 1.0, 4.0, 8192),
       norm_eps=1e-5,
       max_position=131072,
       qkv_bias=False,
@@ -143,9 +135,9 @@ MATH = {  # what `policy` holds by the argument of `math_problems`, and its para
   ),
 }
 MODELS = {  # what `policy` holds at full size
-  "countdown": config_lib.ModelConfig(**load("warm_start", "9m")["model"]),
+  "countdown": model_lib.ModelConfig(**load("warm_start", "9m")["model"]),
   **dict.fromkeys(
-    ("algorithms", "tail"), config_lib.ModelConfig(**load("warm_start")["model"])
+    ("algorithms", "tail"), model_lib.ModelConfig(**load("warm_start")["model"])
   ),
   **dict.fromkeys(("smollm2", "reasoning_mix"), tiny.SMOLLM2),
   **dict.fromkeys(("qwen2_5_7b", "math_problems", "long_reasoning"), QWEN2_5_7B),
@@ -178,26 +170,43 @@ ALIKE = ("reasoning_mix", "math_problems", "long_reasoning")
 SHAPES = [name for name in TRAIN if name not in ALIKE]
 
 
-def completed(name: str, arg: str = "") -> dict:
-  """A config with the sizes that it leaves open, for prompts of up to 100 tokens."""
-  config = load(name, arg)
-  if command(name) != "train":
-    return config
-  declarations.fill_in(keys.RUN, config, {})
+def load_tree(name: str, arg: str = "") -> typing.Any:
+  """The tree of a config."""
+  return trees.validate(TREES[command(name)], load(name, arg))
+
+
+def completed(name: str, arg: str = "") -> config_lib.RunConfig:
+  """A run's config with the sizes that it leaves open, for prompts of 100 tokens."""
+  config = load_tree(name, arg)
   machine = sizes.Machine(slices=2, free=2**33, is_cpu=True)
-  if sizes.is_open(config, "rollout"):
-    asked = sizes.Asked(100, config["batch"]["prompts"], config["batch"]["responses"])
-    config = sizes.fit_rollout(config, MODELS[name], asked, machine)
-  if sizes.is_open(config, "learner"):
-    config = sizes.fit_learner(config, sizes.max_length(config), machine)
-  return config
+  asked = sizes.Asked(100, config.batch.prompts, config.batch.responses)
+  most = config.sampling.max_tokens
+  options = sizes.fit_rollout(config.rollout, most, MODELS[name], asked, machine)
+  config = dataclasses.replace(config, rollout=options)
+  learner = sizes.fit_learner(config.learner, config.max_length, machine)
+  return dataclasses.replace(config, learner=learner)
 
 
-def leaves(section: dict, path=()) -> list[tuple[str, ...]]:
-  found = []
-  for key, value in section.items():
-    found += leaves(value, (*path, key)) if isinstance(value, dict) else [(*path, key)]
-  return found
+ARGUMENTS = [
+  *itertools.product(NAMES, ("", "smoke")),
+  *itertools.product(("countdown", "drafter"), ("small",)),
+  *itertools.product(("smollm2",), ("gsm8k", "countdown")),
+  *itertools.product(("warm_start",), ("9m", "smollm2")),
+]
+
+
+@pytest.mark.parametrize(("name", "arg"), ARGUMENTS)
+def test_every_config_is_a_tree_of_its_command(name, arg):
+  """Which its docstring names. The learner takes what the rollouts give."""
+  assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
+  config = load_tree(name, arg)
+  optimizer.make(**config.optimizer)
+  if command(name) == "train":
+    config = completed(name, arg)
+    from_config.rollout_options(config)
+    sizes.check_learner(config)
+    algorithm_lib.make(**config.algorithm)
+    assert from_config.make_selector(dataclasses.replace(config, drafter="eagle2"))
 
 
 @pytest.mark.parametrize("responses", [4, 32])
@@ -222,34 +231,8 @@ def test_the_tail_is_as_long_as_asked():
 
 def test_the_larger_warm_start_has_the_size_that_it_says():
   config = load("warm_start", "9m")
-  boxed = target.abstract_params(config_lib.ModelConfig(**config["model"]))
+  boxed = target.abstract_params(model_lib.ModelConfig(**config["model"]))
   assert 8.75e6 < sum(x.size for x in jax.tree.leaves(boxed)) < 8.95e6
-
-
-@pytest.mark.parametrize(
-  ("name", "arg"),
-  [
-    *itertools.product(NAMES, ("", "smoke")),
-    ("countdown", "small"),
-    ("drafter", "small"),
-    ("warm_start", "9m"),
-    ("warm_start", "smollm2"),
-  ],
-)
-def test_a_config_builds_and_the_flag_locks_it(name, arg):
-  """And says in its docstring which command it is for; every variant has the same keys."""
-  path, section = FOLDER / f"{name}.py", KEYS[command(name)]
-  given = f"--config={path}:{arg}" if arg else f"--config={path}"
-  assert launch.config_flag("config", "", section, ["command", given]) == ["command"]
-  made = flags.FLAGS["config"].default
-  flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
-  assert made.is_locked
-  declarations.check(section, made.to_dict())
-  assert set(leaves(load(name))) <= set(leaves(made.to_dict()))
-  assert sorted(leaves(completed(name, arg))) == sorted(leaves(completed(name)))
-  with pytest.raises(AttributeError, match="locked"):
-    made.learning_rat = 1
-  assert (ROOT / "experiments" / f"{command(name)}.py").is_file()
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -258,53 +241,9 @@ def test_a_drafter_that_a_config_drafts_with_trains(name):
   named = [text.partition("`")[0] for text in module(name).__doc__.split("`:")[1:]]
   for arg in {"", *named} - {"smoke"}:
     config = completed(name, arg if re.fullmatch(r"\w*", arg) else "")
-    arms = [arm for level in levels.parse(config["strategies"]) for arm in level.arms]
-    assert any(map(strategy.uses_drafter, arms)) and config["drafter"]
-    assert config["spot"]["train"] and config["spot"]["after_rollout_share"] > 0
-
-
-@pytest.mark.parametrize("arg", ["gsm8k", "countdown"])
-def test_another_task_of_the_llm_builds(arg):
-  declarations.check(keys.RUN, completed("smollm2", arg))
-
-
-@pytest.mark.parametrize(
-  ("given", "read"),
-  [
-    (["=3_1_4"], ("3_1_4",)),
-    (["=3_1_4,5_1_6"], ("3_1_4", "5_1_6")),
-    (["", "3_1_4"], ("3_1_4",)),
-    (["=('3_1_4',)"], ("3_1_4",)),
-  ],
-)
-def test_names_on_the_command_line_are_no_numbers(given, read):
-  """To Python 3_1_4 is 314."""
-  key = "config.evaluation.strategies"
-  argv = ["command", f"--config={FOLDER / 'drafter.py'}", f"--{key}{given[0]}", *given[1:]]
-  _, told = launch.config_flag("config", "", keys.DRAFTER, argv)
-  flags.FLAGS.remove_flag_values({"config": flags.FLAGS["config"]})
-  flag, _, text = told.partition("=")
-  assert flag == f"--{key}" and ast.literal_eval(text) == read
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_key_is_read(name):
-  """By the command, as `config["section"]["key"]`, or whole as `config["section"]`."""
-  read = set()
-  modules = ("from_config.py", "repeats.py", "sizes.py", "workdirs.py")
-  for source in (f"{command(name)}.py", *modules):
-    tree = ast.parse((ROOT / "experiments" / source).read_text())
-    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
-    for node in ast.walk(tree):
-      keys = []
-      if isinstance(node, ast.Subscript) and id(node) not in inner:
-        while isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-          keys.insert(0, node.slice.value)
-          node = node.value
-      if keys and isinstance(node, ast.Name) and node.id == "config":
-        read.add(tuple(keys))
-  for path in leaves(load(name)):
-    assert any(keys == path[: len(keys)] for keys in read), f"{path} is read by nobody"
+    arms = [arm for level in levels.parse(config.strategies) for arm in level.arms]
+    assert any(map(strategy.uses_drafter, arms)) and config.drafter
+    assert config.spot.train and config.spot.after_rollout_share > 0
 
 
 def test_every_number_on_a_command_line_has_a_least_value():
@@ -314,73 +253,6 @@ def test_every_number_on_a_command_line_has_a_least_value():
       called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
       if called in ("flags.DEFINE_integer", "flags.DEFINE_float"):
         assert "lower_bound" in {k.arg for k in node.keywords}, (path, node.lineno)
-
-
-def doors(config: dict, mesh) -> dict:
-  """Section -> the call that takes all of it."""
-  model = tiny.CONFIG
-  take_all = lambda f, *args: lambda **section: inspect.signature(f).bind(*args, **section)
-
-  def build(source, **section):
-    """Data sources are not opened here: they may need files."""
-    package, _, name = source.rpartition(".")
-    factory = getattr(importlib.import_module(package), name)
-    inspect.signature(factory).bind(**section)
-
-  if "loss" in config:
-    return {
-      "drafter": functools.partial(drafter_lib.of_target, model),
-      "loss": draft_loss.Loss,
-      "optimizer": optimizer.make,
-      "learner": take_all(draft_learner.make, *[None] * 5),
-      "checkpoint": take_all(checkpoint.Checkpoints, "folder"),
-    }
-  if "algorithm" not in config:
-    return {
-      "model": config_lib.ModelConfig,
-      "optimizer": optimizer.make,
-      "learner": lambda **section: learner_lib.make(
-        model, supervised.make(), None, mesh, **section
-      ),
-    }
-  length = config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"]
-  return {
-    "prompts": build,
-    "held_out": build,
-    "unusable_prompts": prompt_checks.Unusable,
-    "verifier": judge.Options,
-    "sampling": lambda **section: requests_lib.make_requests([[1, 2]], **section),
-    "rollout": lambda **section: rollout.Options(max_length=length, **section),
-    "algorithm": algorithm_lib.make,
-    "optimizer": optimizer.make,
-    "learner": lambda **section: learner_lib.make(model, None, None, mesh, **section),
-    "checkpoint": take_all(checkpoint.Checkpoints, "folder"),
-  }
-
-
-@pytest.mark.parametrize("arg", ["", "smoke"])
-@pytest.mark.parametrize("name", NAMES)
-def test_sections_are_taken_whole_and_unknown_keys_are_errors(name, arg):
-  """Each goes to one function, which takes all of its keys and none besides."""
-  config = completed(name, arg)
-  for section, door in doors(config, tiny.mesh(2)).items():
-    door(**config[section])
-    with pytest.raises((TypeError, ValueError), match="typo"):
-      door(**config[section], typo=1)
-  if "reward" in config:
-    assert callable(reward.make(config["reward"]))
-    strategies, rule = config["strategies"], config["strategy_rule"]
-    assert selector_lib.make(strategies, rule, has_drafter=True) is not None
-
-
-@pytest.mark.parametrize("arg", ["", "smoke"])
-@pytest.mark.parametrize("name", TRAIN)
-def test_sizes_fit_each_other(name, arg):
-  """The longest sequence fits a training row, and updates share the responses out."""
-  config = completed(name, arg)
-  sizes.check_sizes(config)
-  responses = config["batch"]["prompts"] * config["batch"]["responses"]
-  assert responses // config["learner"]["updates"] % config["batch"]["responses"] == 0
 
 
 @pytest.mark.parametrize(
@@ -396,19 +268,19 @@ def test_sizes_fit_each_other(name, arg):
 )
 def test_sizes_that_do_not_fit_each_other_are_named(section, changes, message):
   """Before anything is loaded."""
-  config = load("countdown")
-  config[section] |= changes
+  changes = {f"{section}.{name}": value for name, value in changes.items()}
+  config = trees.change(load_tree("countdown"), changes)
   with pytest.raises(ValueError, match=message):
-    sizes.check_sizes(config)
+    sizes.check_learner(config)
 
 
 def test_a_policy_that_cannot_take_what_is_asked_is_named(tmp_path):
   """From its config.json alone."""
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(tiny.CONFIG)))
-  config = load("countdown") | {"policy": str(tmp_path), "tensor_parallel": 4}
+  config = dataclasses.replace(load_tree("countdown"), policy=str(tmp_path))
   with pytest.raises(ValueError, match="parallel=4 .* 2 key/value heads: .* divisor of 2"):
-    from_config.make_mesh(config)
-  config["sampling"] |= {"max_tokens": 4096}
+    from_config.make_mesh(4, config.policy)
+  config = trees.change(config, {"sampling.max_tokens": 4096})
   with pytest.raises(ValueError, match="prompt of 32 tokens leaves 4064 .* may have 4096"):
     from_config.complete(config)
 
@@ -443,14 +315,14 @@ def shape(*sizes, dtype=jnp.int32):
 def full(request):
   """(config, model, mesh) of a training config at full size, two slices."""
   config = completed(request.param)
-  return config, MODELS[request.param], tiny.mesh(2, config["tensor_parallel"])
+  return config, MODELS[request.param], tiny.mesh(2, config.tensor_parallel)
 
 
 def test_the_full_model_runs_forward(full):
   """Without a cache, from tokens to features and logits."""
   config, model, mesh = full
   params = abstract_params(model, mesh, axes.TRAIN, jnp.float32)
-  rows, length = config["learner"]["buckets"][0]
+  rows, length = config.learner.buckets[0]
   run = lambda p, t: target.Target(model).apply(
     {"params": p}, t, t, method=target.Target.features_and_logits
   )
@@ -464,10 +336,7 @@ def test_the_full_model_runs_forward(full):
 def test_the_full_decode_chunk_traces(full):
   """With the largest batch and the longest cache; the slots keep their shapes."""
   config, model, mesh = full
-  o = rollout.Options(
-    max_length=config["rollout"]["max_prompt"] + config["sampling"]["max_tokens"],
-    **config["rollout"],
-  )
+  o = from_config.rollout_options(config)
   params = abstract_params(model, mesh, axes.ROLLOUT, model.dtype)
   slots = slots_lib.abstract_slots(
     mesh,
@@ -502,12 +371,12 @@ def test_the_full_learner_update_traces(full):
   model = dataclasses.replace(model, num_layers=min(4, model.num_layers))
   learner = learner_lib.make(
     model,
-    algorithm_lib.make(**config["algorithm"]),
-    optimizer.make(**config["optimizer"]),
+    algorithm_lib.make(**config.algorithm),
+    optimizer.make(**config.optimizer),
     mesh,
-    **config["learner"],
+    **vars(config.learner),
   )
-  B = config["batch"]["prompts"] * config["batch"]["responses"] // learner.updates
+  B = config.batch.prompts * config.batch.responses // learner.updates
   state = learner.abstract_state()
   packed = tuple(abstract_packed(bucket, B) for bucket in learner.buckets)
   f32 = shape(B, dtype=jnp.float32)
@@ -578,7 +447,7 @@ PLANNED += [("math_problems", arg, model) for arg, (model, _) in MATH.items()]
 def test_a_dry_run_prints_one_screen(name, arg, model, tmp_path, capsys):
   """From config.json alone, whatever the machine."""
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
-  config = completed(name, arg) | {"policy": str(tmp_path)}
+  config = dataclasses.replace(completed(name, arg), policy=str(tmp_path))
   with pytest.raises((SystemExit, MemoryError)):  # it fits here or it does not
     memory_plan.check(memory_plan.of_run(config), dry_run=True)
   printed = capsys.readouterr().out
@@ -590,8 +459,9 @@ def test_a_policy_of_long_responses_fits_its_machine(arg, tmp_path, capsys):
   """Which is not there; every part is planned, and the policy has the context."""
   model, machine = LONG[arg]
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
-  config = completed("long_reasoning", arg) | {"policy": str(tmp_path)}
-  assert from_config.complete(config) == config
+  config = completed("long_reasoning", arg)
+  config = dataclasses.replace(config, policy=str(tmp_path))
+  assert from_config.complete(config)[0] == config
   plan = memory_plan.of_run(config, memory_phases.Machine.parse(machine))
   with pytest.raises(SystemExit):
     memory_plan.check(plan, dry_run=True)

@@ -92,9 +92,8 @@ def test_examples_are_bounded_and_readable(tmp_path):
 
 def test_evaluations_are_read_back_as_written(tmp_path):
   """With all problems; a damaged file is named."""
-  config = {"evaluation": {"examples": 1}}
   found = scored([[1, 0], [0, 0]], ["a", "a"])
-  evaluations.write(config, found, 2, 7, tmp_path)
+  evaluations.write(found, 2, 7, tmp_path, 1)
   first, second = evaluations.read(tmp_path)[7]
   assert first == {"prompt": "p0", "set": "a", "solved": [True, False], "reward": [2, 0]}
   assert second["solved"] == [False, False]
@@ -121,7 +120,7 @@ def write_run(workdir, reward):
     writer.write(step, {"reward/mean": reward + step, "step/seconds_s": 1.0 + step})
   writer.close()
   for step, solved in ((0, [[0], [0], [1]]), (4, [[1], [1], [round(reward)]])):
-    evaluations.write({"evaluation": {"examples": 0}}, scored(solved), 1, step, workdir)
+    evaluations.write(scored(solved), 1, step, workdir, 0)
 
 
 def test_workdirs_are_compared(tmp_path, monkeypatch, capsys):

@@ -198,15 +198,3 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
   (tmp_path / "config.json").write_text('{"steps": 3, "model": {}}')  # of warm_start
   with pytest.raises(ValueError, match="is the folder of neither"):
     export.export(tmp_path, tmp_path / "out", "sglang")
-
-
-def test_a_run_of_before_a_key_existed_is_exported(home, tmp_path):
-  """What its config.json lacks had its default."""
-  export = commands.module("export")
-  drafter = drafter_lib.of_target(MODEL)
-  params = drafter_lib.init_params(drafter, jax.random.key(1))
-  run = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": {"train": True}}
-  trained = {"state": {"params": params, "average": params}}
-  run = workdir_of(tmp_path, run, state_of(drafter=trained))
-  export.export(run, tmp_path / "out", "sglang")
-  assert_equal(drafter_files.load(tmp_path / "out" / "drafter", MODEL), (drafter, params))

@@ -75,7 +75,7 @@ def test_its_mistakes_are_told_in_one_line(folder):
   _, *args = shlex.split(command.replace("\\\n", " "))
   env = os.environ | {"PYTHONPATH": str(commands.ROOT)}
   for more, message in (
-    ("--config.algorithm.scale=-1", "algorithm.scale=-1.0: takes a number above 0"),
+    ("--config.algorithm.scale=-1", "algorithm.scale=-1: takes a number above 0"),
     ("--config.algorithm.scael=1", "did you mean 'algorithm.scale'"),
     ("--config.algorithm.name=my_package.rlo", "no module 'my_package.rlo'"),
     ("--config.reward=my_package.parity.scor", "did you mean 'score'"),

@@ -59,25 +59,25 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
     assert size == held(arrays)
     assert not {id(x) for x in jax.tree.leaves(arrays)} & set(alive)
 
-  config = commands.read_run("countdown.py:smoke")
-  config |= {"policy": str(home / "policy"), "drafter": "eagle2"}
+  changes = {"policy": str(home / "policy"), "drafter": "eagle2"}
+  config = commands.read_run("countdown.py:smoke", changes)
   mesh = tiny.mesh(2, 2)
-  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
+  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
   check(r"the weights of .*policy \(float32\)", params)
   algorithm = algorithm_lib.make("grpo", kl_coef=1e-3)
   learner = learner_lib.make(
-    model, algorithm, optimizer.make("adamw", 1e-3), mesh, **config["learner"]
+    model, algorithm, optimizer.make("adamw", 1e-3), mesh, **vars(config.learner)
   )
-  reference = from_config.reference(algorithm, params)
+  reference = from_config.copy_reference(algorithm, params)
   check("the reference policy", reference)
-  assert from_config.reference(algorithm_lib.make("grpo"), params) is None
+  assert from_config.copy_reference(algorithm_lib.make("grpo"), params) is None
   state = learner.init(params)
   check("the policy's moments", state.opt_state)
-  drafter, draft_params = from_config.load_drafter(config, model, mesh)
-  spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
+  drafter, draft_params = from_config.load_drafter(config.drafter, config.seed, model, mesh)
+  spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
   check("the training data of the drafter", spot.features)
-  selector = from_config.selector(config)
-  sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
+  selector = from_config.make_selector(config)
+  sampler = from_config.make_sampler(config, model, mesh, drafter, selector, spot)
   policy = learner.to_rollout(state.params)
   check(r"the policy of rollouts \(float32\)", policy)
   sampler.rollout.compile(policy, stop_tokens=1)

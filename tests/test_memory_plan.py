@@ -6,9 +6,11 @@ import json
 import jax
 import pytest
 
+from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
+from experiments import trees
 from tests import commands
 from tests import test_memory
 from tlt_jax import axes
@@ -26,18 +28,20 @@ GIB = 2**30
 
 
 @pytest.fixture
-def config(home) -> dict:
-  """Of a run with everything that takes memory: reference and drafter."""
-  config = commands.read_run("countdown.py:smoke")
-  config["spot"] |= {"rows": 4, "carried_rows": 2}
-  config["rollout"] |= {"slots": 4, "buckets": ((4, 64), (2, 96))}
-  return config | {
+def config(home) -> config_lib.RunConfig:
+  """Of a run with everything that takes memory: reference, drafter, held-out rows."""
+  changes = {
+    "spot.rows": 4,
+    "spot.carried_rows": 2,
+    "rollout.slots": 4,
+    "rollout.buckets": ((4, 64), (2, 96)),
     "policy": str(home / "policy"),
     "tensor_parallel": 2,
     "drafter": "eagle2",
     "strategies": "up to 9 live: 2_1_3",
     "algorithm": {"name": "grpo", "kl_coef": 1e-3},
   }
+  return commands.read_run("countdown.py:smoke", changes)
 
 
 def sizes(plan: memory_phases.Plan) -> dict[str, int]:
@@ -50,17 +54,17 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   found = sizes(memory_plan.of_run(config))
   held = lambda arrays: sum(test_memory.held(arrays).values())
 
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config["algorithm"])
+  mesh = axes.make_mesh(config.tensor_parallel)
+  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config.algorithm)
   learner = learner_lib.make(
-    model, algorithm, optimizer.make(**config["optimizer"]), mesh, **config["learner"]
+    model, algorithm, optimizer.make(**config.optimizer), mesh, **vars(config.learner)
   )
-  reference, state = from_config.reference(algorithm, params), learner.init(params)
-  drafter, draft_params = from_config.load_drafter(config, model, mesh)
-  selector = from_config.selector(config)
-  spot = from_config.spot_training(config, model, mesh, drafter, draft_params)
-  sampler = from_config.sampler(config, model, mesh, drafter, selector, spot)
+  reference, state = from_config.copy_reference(algorithm, params), learner.init(params)
+  drafter, draft_params = from_config.load_drafter(config.drafter, config.seed, model, mesh)
+  selector = from_config.make_selector(config)
+  spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
+  sampler = from_config.make_sampler(config, model, mesh, drafter, selector, spot)
   policy = learner.to_rollout(state.params)
   parts = sampler.rollout.parts
   weights = parts.weights(policy, None)
@@ -93,32 +97,32 @@ def test_weights_that_lie_transposed_are_planned(config):
   """Beside the others, where slices are whole CPU devices."""
   name = "policy, transposed"
   assert name not in sizes(memory_plan.of_rollout(config))
-  config["tensor_parallel"] = 1
+  config = dataclasses.replace(config, tensor_parallel=1)
   assert sizes(memory_plan.of_rollout(config))[name] > 0
 
 
 def test_a_critic_is_planned_where_there_is_one(config):
   """In every phase."""
   assert "critic in training" not in sizes(memory_plan.of_run(config))
-  plan = memory_plan.of_run(config | {"algorithm": {"name": "ppo"}})
+  plan = memory_plan.of_run(dataclasses.replace(config, algorithm={"name": "ppo"}))
   for parts in plan.phases.values():
     assert "critic in training" in {part.name for part in parts}
 
 
 def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
-  plan = memory_plan.of_rollout(config, from_config.selector(config))
+  plan = memory_plan.of_rollout(config, from_config.make_selector(config))
   assert list(plan.phases) == ["rollout"]
   names = set(sizes(plan))
   assert {"policy in rollouts", "drafter", "KV cache", "state of drafts"} <= names
   assert not {"moments", "drafter in training"} & names
-  plain = sizes(memory_plan.of_rollout(config | {"drafter": ""}))
+  plain = sizes(memory_plan.of_rollout(dataclasses.replace(config, drafter="")))
   assert not {"drafter", "kept features", "state of drafts"} & set(plain)
 
 
 def test_processes_on_one_machine_share_its_memory(config, monkeypatch):
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, 64 * GIB), True))
   monkeypatch.setattr(processes, "on_this_host", lambda: 2)
-  room = memory_plan.of_rollout(config | {"drafter": ""}).room
+  room = memory_plan.of_rollout(dataclasses.replace(config, drafter="")).room
   assert room == memory.Room(GIB // 2, 32 * GIB)
 
 
@@ -127,15 +131,15 @@ def test_accelerators_have_memory_of_their_own(config, monkeypatch):
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
   plan = memory_plan.of_run(config)
   assert plan.room == memory.Room(GIB, GIB)
-  whole = target.abstract_params(hf.load_config(config["policy"]))
-  mesh = axes.make_mesh(config["tensor_parallel"])
+  whole = target.abstract_params(hf.load_config(config.policy))
+  mesh = axes.make_mesh(config.tensor_parallel)
   fullest = memory.bytes_by_device(axes.with_shardings(mesh, axes.ROLLOUT, whole))
   assert sizes(plan)["policy in rollouts"] == max(fullest.values())
 
 
 def test_what_waits_on_the_host_takes_no_device_memory_in_rollouts(config, monkeypatch):
   """Nor the reference in updates; on a CPU, whose memory is the host's, nothing changes."""
-  offloaded = config | {"learner": config["learner"] | {"offload": True}}
+  offloaded = trees.change(config, {"learner.offload": True})
   assert memory_plan.of_run(offloaded).phases == memory_plan.of_run(config).phases
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
   before, after = memory_plan.of_run(config), memory_plan.of_run(offloaded)
@@ -149,22 +153,21 @@ def test_what_waits_on_the_host_takes_no_device_memory_in_rollouts(config, monke
 def test_a_machine_that_is_planned_for_gives_all_shapes(config):
   """Open sizes follow from it; caches are those of accelerators, not of this CPU."""
   machine = memory_phases.Machine.parse("4x80")
-  config |= {"drafter": "", "strategies": ""}
+  config = dataclasses.replace(config, drafter="", strategies="")
   plan = memory_plan.of_run(config, machine)
-  named = config | {"rollout": config["rollout"] | {"kernels": "interpret"}}
+  named = trees.change(config, {"rollout.kernels": "interpret"})
   assert sizes(plan) == sizes(memory_plan.of_run(named, machine))
 
-  for part in ("prompts", "held_out"):
-    config[part]["size"] = 8
-  config["batch"] |= {"prompts": 100, "responses": 8}
-  config["rollout"] |= dict.fromkeys(("slots", "buckets"))
-  config["learner"]["buckets"] = None
+  changes = {"prompts.size": 8, "held_out.size": 8}
+  changes |= {"batch.prompts": 100, "batch.responses": 8}
+  changes |= dict.fromkeys(("rollout.slots", "rollout.buckets", "learner.buckets"))
+  config = trees.change(config, changes)
   slots, buckets = [], []
   for text in ("4x80", "64x80", "4x0.001"):
     machine = memory_phases.Machine.parse(text)
-    found = from_config.complete(config, planned=machine)
-    slots.append(found["rollout"]["slots"])
-    buckets.append(found["learner"]["buckets"])
+    found, _ = from_config.complete(config, machine)
+    slots.append(found.rollout.slots)
+    buckets.append(found.learner.buckets)
   # 400 requests per slice of two devices, of which 256 run; 25; as the memory allows.
   assert slots[:2] == [256, 32] and slots[2] < 256
   assert buckets == [((32, 512),)] * 3

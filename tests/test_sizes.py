@@ -1,12 +1,16 @@
 """Sizes that a config leaves open: what they follow from, and that a run keeps them."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
 import pytest
 
+from experiments import config as config_lib
 from experiments import sizes
+from experiments import trees
+from experiments import workdirs
 from tests import commands
 from tests import tiny
 from tlt_jax.models import hf
@@ -14,44 +18,40 @@ from tlt_jax.spec_decode import rollout
 
 home, chat = commands.home, commands.chat
 CPU = sizes.Machine(slices=2, free=2**33, is_cpu=True)
-OPEN = dict.fromkeys(sizes.OPEN["rollout"])
 
 
-def config(**given) -> dict:
-  return {"rollout": OPEN | {"chunk": 8} | given, "sampling": {"max_tokens": 256}}
-
-
-def fit(asked: sizes.Asked, machine=CPU, model=tiny.SMOLLM2, **given) -> dict:
-  return sizes.fit_rollout(config(**given), model, asked, machine)["rollout"]
+def fit(asked: sizes.Asked, machine=CPU, model=tiny.SMOLLM2, **given) -> config_lib.Rollout:
+  options = config_lib.Rollout(chunk=8, **given)
+  return sizes.fit_rollout(options, 256, model, asked, machine)
 
 
 def test_sizes_follow_from_the_prompts():
   made = fit(sizes.Asked(longest=150, prompts=8, responses=1))
-  assert made["max_prompt"] == 192 and made["prefill_block"] == 64
-  assert made["slots"] == 4 and made["prefill_rows"] == made["prompt_rows"] == 4
-  options = rollout.Options(max_length=192 + 256, **made)
-  assert options.buckets == made["buckets"][::-1] == ((2, 448), (4, 448))
+  assert made.max_prompt == 192 and made.prefill_block == 64
+  assert made.slots == 4 and made.prefill_rows == made.prompt_rows == 4
+  options = rollout.Options(max_length=192 + 256, **vars(made))
+  assert options.buckets == made.buckets[::-1] == ((2, 448), (4, 448))
   one = fit(sizes.Asked(longest=3, prompts=1, responses=1))
-  assert (one["max_prompt"], one["slots"], one["prefill_rows"]) == (4, 1, 1)
+  assert (one.max_prompt, one.slots, one.prefill_rows) == (4, 1, 1)
 
 
 def test_slots_are_as_many_as_the_memory_holds():
   """And no more than there are requests."""
   many = sizes.Asked(longest=128, prompts=1000, responses=8)
-  slots = [fit(many, CPU._replace(free=free))["slots"] for free in (2**20, 2**29, 2**40)]
+  slots = [fit(many, CPU._replace(free=free)).slots for free in (2**20, 2**29, 2**40)]
   assert slots[0] == 1 and 1 < slots[1] < 64 and slots[2] == 64
   kv = slots[1] * (128 + 256) * 30 * 2 * 3 * 64 * 4
   assert kv <= 2**29 / 4 < 2 * kv
-  assert fit(many, CPU._replace(free=2**40, is_cpu=False))["slots"] == 256
+  assert fit(many, CPU._replace(free=2**40, is_cpu=False)).slots == 256
 
 
 def test_a_size_that_is_given_stays_and_others_follow_it(caplog):
   asked = sizes.Asked(longest=150, prompts=8, responses=4)
   with caplog.at_level("INFO"):
     made = fit(asked, slots=6, max_prompt=1000)
-  assert made["slots"] == 6 and made["max_prompt"] == 1000 and made["chunk"] == 8
-  assert max(batch for batch, _ in made["buckets"]) == 6
-  assert max(length for _, length in made["buckets"]) == 1256
+  assert made.slots == 6 and made.max_prompt == 1000 and made.chunk == 8
+  assert max(batch for batch, _ in made.buckets) == 6
+  assert max(length for _, length in made.buckets) == 1256
   (line,) = [r.getMessage() for r in caplog.records]
   assert line.startswith("sizes: buckets 6x512 6x1024 ") and "slots" not in line
 
@@ -66,28 +66,36 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_named():
 
 def test_a_learner_packs_sequences_of_any_length():
   for longest, buckets in ((192, ((2, 512),)), (800, ((2, 896),))):
-    made = sizes.fit_learner({"learner": {"buckets": None}}, longest, CPU)
-    assert made["learner"]["buckets"] == buckets
+    made = sizes.fit_learner(config_lib.Learner(), longest, CPU)
+    assert made.buckets == buckets
 
 
 def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
   """However much memory is free now; another run, or a damaged file, gives none."""
-  began = config() | {"seed": 0, "steps": 3, "learner": {"buckets": None}}
-  ran = began | {"learner": {"buckets": ((2, 512),)}}
-  ran["rollout"] = ran["rollout"] | dict.fromkeys(OPEN, 7) | {"buckets": ((4, 64),)}
-  (tmp_path / "config.json").write_text(json.dumps(ran))
-  assert sizes.resumed(began, tmp_path, {}) == ran
-  assert sizes.resumed(began | {"steps": 9}, tmp_path, {}) == ran | {"steps": 9}
-  assert sizes.resumed(began | {"seed": 1}, tmp_path, {}) == began | {"seed": 1}
-  other = began | {"rollout": began["rollout"] | {"slots": 5}}
-  assert sizes.resumed(other, tmp_path, {}) == other
-  assert sizes.resumed(began, tmp_path / "new", {}) == began
-  whole = {"learner": {"buckets": ((1, 64),)}, "run": began}
-  (tmp_path / "config.json").write_text(json.dumps(whole | {"run": ran}))
-  assert sizes.resumed(whole, tmp_path, {})["run"] == ran
-  for damaged in ("{", '{"rollout": 3}', '{"rollout": {"slots": 3}}', "[]"):
+  names = [f"{part}.{name}" for part, names in sizes.OPEN.items() for name in names]
+  began = commands.read_run("countdown.py:smoke", dict.fromkeys(names))
+  filled = dict.fromkeys(names, 7) | {
+    "rollout.buckets": ((4, 64),),
+    "learner.buckets": ((2, 512),),
+  }
+  ran = trees.change(began, filled)
+  workdirs.record(tmp_path, ran)
+  keep = functools.partial(workdirs.keep_sizes, str(tmp_path))
+  assert keep(began) == ran
+  longer = dataclasses.replace(began, steps=9)
+  assert keep(longer) == dataclasses.replace(ran, steps=9)
+  other = dataclasses.replace(began, seed=1)
+  assert keep(other) == other
+  fewer = trees.change(began, {"rollout.slots": 5})
+  assert keep(fewer) == fewer
+  assert workdirs.keep_sizes(str(tmp_path / "new"), began) == began
+  drafter = trees.load("drafter:smoke", config_lib.DrafterConfig)
+  whole = config_lib.DrafterTraining(**vars(drafter), run=began)
+  workdirs.record(tmp_path, dataclasses.replace(whole, run=ran))
+  assert keep(whole).run == ran
+  for damaged in ("{", '{"rollout": 3}', "[]"):
     (tmp_path / "config.json").write_text(damaged)
-    assert sizes.resumed(began, tmp_path, {}) == began
+    assert keep(began) == began
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import launch
+from tests import commands
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import data
@@ -194,12 +194,12 @@ def test_n_grams_draw_the_same_and_learn_from_siblings():
 @functools.cache
 def default_task():
   """The small policy and its drafter, 256 responses and what plain decoding draws."""
-  run = launch.read_config("experiments/configs/countdown.py:small")
+  run = commands.read_run("countdown.py:small")
   mesh = tiny.mesh(2)
-  model, params = hf.load(run["policy"], mesh, axes.ROLLOUT)
+  model, params = hf.load(run.policy, mesh, axes.ROLLOUT)
   drafter = drafter_files.load("experiments/drafters/countdown", model, mesh)
-  tokenizer = tokenization.Tokenizer.load(run["policy"])
-  records = data.source(**run["held_out"] | {"size": 128})
+  tokenizer = tokenization.Tokenizer.load(run.policy)
+  records = data.source(**run.held_out | {"size": 128})
   made = requests_lib.make_requests(
     [tokenizer.encode(r["prompt"]) for r in records],
     responses=2,

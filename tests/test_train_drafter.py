@@ -17,26 +17,22 @@ home = commands.home
 SCRIPT = """
 import copy, json, os, sys, types
 from experiments import launch
+from experiments import config as config_lib
+from experiments import trees
 from experiments import train_drafter
 
-def responses_of(*args):
+def ask(*args):
   raise ValueError("the policy answers")
 
 policy, workdir, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-train_drafter.responses_of = responses_of
+train_drafter.ask = ask
 train_drafter._WORKDIR = types.SimpleNamespace(value=workdir)
-run = launch.read_config("experiments/configs/countdown.py:smoke") | {"policy": policy}
-config = launch.read_config("experiments/configs/drafter.py:smoke")
+run = trees.load("countdown:smoke", config_lib.RunConfig)
+run = trees.change(run, {"policy": policy})
+config = trees.load("drafter:smoke", config_lib.DrafterConfig)
 for changes in cases:
-  given = copy.deepcopy(config)
-  for key, value in changes.items():
-    *sections, name = key.split(".")
-    within = given
-    for section in sections:
-      within = within[section]
-    within[name] = value
   try:
-    train_drafter.main(given, copy.deepcopy(run))
+    train_drafter.main(trees.change(config, changes), run)
   except (ValueError, OSError) as e:
     print(json.dumps([str(e), os.path.exists(workdir)]))
   launch.start = lambda: None  # once
@@ -53,9 +49,9 @@ CASES = [
     "strategy 3_4_8 guesses 4 tokens side by side, the drafter knows 3",
   ),
   ({"init": "nowhere"}, "nowhere"),
-  ({"loss.distance": "totl"}, "distance must be one of"),
-  ({"optimizer.name": "adam"}, "name must be one of 'adamw', 'muon', got 'adam'"),
-  ({"learner.buckets": []}, "buckets=[]: takes one (rows, length) or more"),
+  ({"loss.distance": "totl"}, "loss.distance='totl': takes one of"),
+  ({"optimizer.name": "adam"}, "optimizer.name='adam': takes one of 'adamw', 'muon'"),
+  ({"learner.buckets": []}, "buckets=(): takes one (rows, length) or more"),
   ({"learner.buckets": [[2, 64]]}, "the longest of learner.buckets holds 64"),
   ({"learner.buckets": [[2, 4096], [2, 64]]}, "by increasing length"),
   ({"evaluation.strategies": ["3_1_4", "3_1"]}, "a strategy reads DEPTH_WIDTH_VERIFY"),

@@ -8,12 +8,12 @@ import pytest
 from tlt_jax import metrics
 from tlt_jax import wandb_board
 
-OFFLINE = {"project": "tlt", "mode": "offline"}
+OFFLINE = wandb_board.Options(project="tlt", mode="offline")
 
 
 def test_nothing_is_imported_unless_a_project_is_named(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-  assert wandb_board.make({}, tmp_path, {}) is None
+  assert wandb_board.make(wandb_board.Options(), tmp_path, {}) is None
   with pytest.raises(ValueError, match="its package is not there: pip install wandb"):
     wandb_board.make(OFFLINE, tmp_path, {})
 

@@ -21,24 +21,24 @@ class Program:
   temp_bytes: int  # scratch memory per device while it runs
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.options
 class Budget:
   """Limits of what is compiled ahead of time; None is no limit."""
 
-  # most programs that are compiled ahead; None: no limit
-  programs: ranges.Count | None = None
-  # most seconds spent on compiling ahead; None: no limit
-  compile_s: ranges.NotNegative | None = None
-  # most scratch bytes of one program per device; None: no limit
-  scratch_bytes: ranges.Large | None = None
+  programs: ranges.Count | None = ranges.field(
+    None, "most programs that are compiled ahead; None: no limit"
+  )
+  compile_s: ranges.NotNegative | None = ranges.field(
+    None, "most seconds spent on compiling ahead; None: no limit"
+  )
 
 
 class Pool:
   """Compiled programs by (name, bucket)."""
 
-  def __init__(self, budget: Budget = Budget()):
+  def __init__(self, budget: Budget | None = None):
     """Starts empty; `budget` is for `has_room`."""
-    self.budget = budget
+    self.budget = budget or Budget()
     self._programs: dict[tuple, Program] = {}
 
   def has_room(self, count: int) -> bool:
@@ -51,7 +51,6 @@ class Pool:
     has_room = (
       within(len(self) + count, self.budget.programs)
       and within(self.seconds + count * average, self.budget.compile_s)
-      and within(self.temp_bytes, self.budget.scratch_bytes)
     )
     return bool(processes.of_first(has_room))
 

@@ -20,21 +20,23 @@ _SOME = 1000  # of a longer one at the start; and that one draw looks at
 _AT_ONCE = 1024  # that are tokenized together
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.options
 class Unusable:
   """What is done with prompts that cannot be used."""
 
-  # what is done with prompts of more tokens than the rollout takes: 'refuse' is an error,
-  # 'drop' leaves the record out
-  too_long: Literal["refuse", "drop"] = "refuse"
+  too_long: Literal["refuse", "drop"] = ranges.field(
+    "refuse",
+    "what is done with prompts of more tokens than the rollout takes: 'refuse' is an "
+    "error, 'drop' leaves the record out",
+  )
 
-  def __post_init__(self):
-    ranges.check(Unusable, vars(self))
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Rules:
-  """Which prompts can be used, and what is done with the others."""
+  """Which prompts can be used, and what is done with the others.
+
+  `max_prompt` may be set after a source was measured: it holds for what is drawn later.
+  """
 
   tokenizer: tokenization.Tokenizer
   unusable: Unusable = Unusable()
@@ -59,18 +61,31 @@ def usable(
   Raises:
     DataError: a record lacks a field, a prompt is refused, or none is left
   """
+  return measured(source, name, rules, whole)[0]
+
+
+def measured(
+  source: Sequence[dict], name: str, rules: Rules, whole: bool = False
+) -> tuple[Sequence[dict], int]:
+  """What `usable` returns, and the tokens of the longest prompt.
+
+  Prompts that are drawn later may be longer: of these, twice the longest of the first ones
+  is given.
+  """
   whole = whole or isinstance(source, list) or len(source) <= _WHOLE
   count = len(source) if whole else _SOME
-  kept = []
+  kept, longest = [], 0
   for start in range(0, count, _AT_ONCE):
-    kept += _kept(source, range(start, min(start + _AT_ONCE, count)), name, rules)
+    index = range(start, min(start + _AT_ONCE, count))
+    found, length = _kept(source, index, name, rules)
+    kept, longest = kept + found, max(longest, length)
   if dropped := count - len(kept):
     logging.info("%s: of %s prompts %s dropped (too long)", name, f"{count:,}", dropped)
   if not kept:
     raise data.DataError(
       f"{name}: none of {count:,} prompts is left; raise rollout.max_prompt"
     )
-  return kept if whole else _Drawn(source, name, rules)
+  return (kept, longest) if whole else (_Drawn(source, name, rules), 2 * longest)
 
 
 class _Drawn(Sequence):
@@ -87,7 +102,8 @@ class _Drawn(Sequence):
     if not 0 <= i < len(self):  # what ends an iteration
       raise IndexError(f"{self._name} has {len(self):,} records, none of index {i}")
     for j in range(i, i + _SOME):
-      if found := _kept(self._source, [j % len(self)], self._name, self._rules):
+      found, _ = _kept(self._source, [j % len(self)], self._name, self._rules)
+      if found:
         return found[0]
     raise data.DataError(
       f"{self._name}: none of the {_SOME:,} prompts from record {i} on can be used"
@@ -96,8 +112,8 @@ class _Drawn(Sequence):
 
 def _kept(
   source: Sequence[dict], index: Sequence[int], name: str, rules: Rules
-) -> list[dict]:
-  """The usable ones of the records of these indices."""
+) -> tuple[list[dict], int]:
+  """The usable ones of the records of these indices, and the tokens of the longest."""
   records = [source[i] for i in index]
   places = [
     _check_fields(record, name, i) for i, record in zip(index, records, strict=True)
@@ -114,19 +130,20 @@ def _kept(
         f"{place}: the tokenizer does not know {', '.join(map(repr, unknown[:5]))}; "
         "correct the prompt, the system message or the chat template"
       )
-  kept = []
+  kept, longest = [], 0
   lengths = rules.tokenizer.lengths(texts)
   for record, place, length in zip(records, places, lengths, strict=True):
     if not length:
       raise data.DataError(f"{place}: the prompt has no tokens; correct it")
     if rules.max_prompt is None or length <= rules.max_prompt:
       kept.append(record)
+      longest = max(longest, length)
     elif rules.unusable.too_long == "refuse":
       raise data.DataError(
         f"{place}: the prompt has {length:,} tokens, rollout.max_prompt is "
         f"{rules.max_prompt:,}; raise it, or set unusable_prompts.too_long to drop"
       )
-  return kept
+  return kept, longest
 
 
 def _check_fields(record: dict, name: str, i: int) -> str:

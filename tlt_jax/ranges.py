@@ -1,14 +1,15 @@
-"""Ranges of numbers, as types of arguments and fields: `slots: ranges.Count`.
+"""Types with a range, `slots: ranges.Count`, and checks of arguments against them.
 
-Whoever makes an argument declares there which values it takes. Commands read these
-declarations (`experiments.declarations`) and check a config by them before anything is
-loaded; `check` holds the arguments of a call against them. Upper limits are where a value
-can only be a slip: counts and lengths must fit the i32 arrays that they end up in, many
-times over.
+Dataclasses of options are pydantic's (`options`): a field has its type, its range and its
+description, and a wrong value is a ValueError that names the field. Functions check their
+arguments with `check`. Upper limits catch slips: counts and lengths must fit the i32
+arrays that they end up in, many times over.
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import inspect
+import re
 import types
 import typing
 from typing import Annotated, Any
@@ -34,49 +35,111 @@ Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Base = Annotated[float, Interval(ge=1, le=1e9)]  # of rotary frequencies
 NotNegative = Annotated[float, Interval(ge=0, le=1e6)]
 
+STRICT = pydantic.ConfigDict(
+  strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True
+)
 
-def check(declared: Callable, values: Mapping[str, Any]) -> None:
+
+def field(default: Any, description: str) -> Any:
+  """A field of `options`; one whose default is ... must be given."""
+  return pydantic.Field(default, description=description)
+
+
+@typing.dataclass_transform(
+  frozen_default=True, kw_only_default=True, field_specifiers=(field,)
+)
+def options(cls: type) -> type:
+  """A frozen dataclass whose fields are checked, and given by name only."""
+  return pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=True, config=STRICT)
+
+
+@functools.cache
+def arguments(function: Callable, without: tuple[str, ...] = ()) -> type:
+  """A pydantic model of the arguments that a function or class takes by name.
+
+  The docstring's "Args:" describe its fields.
+  Annotations that cannot be read, as those for type checkers only, allow anything.
+  """
+  called = function.__init__ if inspect.isclass(function) else function
+  try:
+    hints = typing.get_type_hints(called, include_extras=True)
+  except (NameError, TypeError):
+    hints = {}
+  fields, meanings = {}, _described(function)
+  for name, parameter in inspect.signature(function).parameters.items():
+    is_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    if is_many or name in without:
+      continue
+    default = ... if parameter.default is parameter.empty else parameter.default
+    made = pydantic.Field(default, alias=name, description=meanings.get(name))
+    # With an alias any name may be that of a field.
+    fields[f"{name}_"] = (_readable(hints.get(name, Any)), made)
+  return pydantic.create_model(
+    getattr(function, "__name__", "Arguments"), __config__=STRICT, **fields
+  )
+
+
+def _described(function: Callable) -> dict[str, str]:
+  """What a function's docstring, or that of its class, says under "Args:", by name."""
+  called = [function, getattr(function, "__init__", None)]
+  meanings = {}
+  for docstring in map(inspect.getdoc, called):
+    section = re.search(r"^ *Args:\n((?:(?: +.*)?\n?)*)", docstring or "", re.MULTILINE)
+    text = inspect.cleandoc("\n" + section[1]) if section else ""
+    for entry in re.split(r"\n(?=\w)", text.partition("\n\n")[0]):
+      names, _, meaning = entry.partition(": ")
+      if re.fullmatch(r"[\w, ]+", names):
+        meanings |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
+  return meanings
+
+
+def _readable(annotation: Any) -> Any:
+  """The annotation, or Any for a type that pydantic cannot check."""
+  try:
+    pydantic.TypeAdapter(annotation)
+  except (pydantic.PydanticUserError, NameError):
+    return Any
+  return annotation
+
+
+def check(function: Callable, values: Mapping[str, Any]) -> None:
   """Raises if an argument is of another type than its annotation, or out of its range.
 
   Args:
-    declared: the function or class whose annotations count
-    values: its arguments by name: `locals()` where it begins, `vars(self)` of a dataclass
+    function: the function or class whose annotations count
+    values: its arguments by name, such as `locals()` where it begins; some may be missing
   Raises:
     ValueError: names the argument, its value, and what it takes
   """
-  function = declared.__init__ if inspect.isclass(declared) else declared
-  for name, annotation in typing.get_type_hints(function, include_extras=True).items():
-    if name not in values:
-      continue
-    value = values[name]
-    plain = value.item() if isinstance(value, np.generic) else value
-    if not holds(annotation, plain):
-      raise ValueError(f"{name} must be {words(annotation)}, got {value!r:.60}")
-
-
-def holds(annotation: Any, value: Any) -> bool:
-  """Whether a value is of a type, and within its range.
-
-  Lists do for tuples. Of a type that pydantic does not know anything is.
-  """
+  model = arguments(function)
+  known = {field.alias: field for field in model.model_fields.values()}
+  given = {name: tuples(value) for name, value in values.items() if name in known}
   try:
-    adapter = pydantic.TypeAdapter(annotation)
-    return _is_valid(adapter, value) or _is_valid(adapter, _tuples(value))
-  except (pydantic.PydanticUserError, NameError):  # or with a name that it cannot find
-    return True
+    model.model_validate(given)
+  except pydantic.ValidationError as e:
+    wrong = [error["loc"][0] for error in e.errors() if error["type"] != "missing"]
+    if not wrong:
+      return
+    name = wrong[0]
+    takes = words(known[name].annotation, known[name].metadata)
+    raise ValueError(f"{name} must be {takes}, got {values[name]!r:.60}") from e
 
 
-def _is_valid(adapter: pydantic.TypeAdapter, value: Any) -> bool:
-  try:
-    adapter.validate_python(value, strict=True)
-  except pydantic.ValidationError:
-    return False
-  return True
+def tuples(value: Any) -> Any:
+  """Lists as tuples, numpy's numbers as Python's: a config may use either."""
+  if isinstance(value, np.generic):
+    return value.item()
+  if type(value) in (list, tuple):
+    return tuple(map(tuples, value))
+  return value
 
 
-def _tuples(value: Any) -> Any:
-  """Lists as tuples: a config may use either."""
-  return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+def tuples_in(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Nested mappings as dicts, with `tuples` of their values."""
+  return {
+    name: tuples_in(x) if isinstance(x, Mapping) else tuples(x)
+    for name, x in values.items()
+  }
 
 
 _WORDS = {
@@ -89,13 +152,14 @@ _WORDS = {
 }
 
 
-def words(annotation: Any) -> str:
+def words(annotation: Any, limits: typing.Sequence[Any] = ()) -> str:
   """A type in words, with its range: "a whole number from 1 to 1,048,576"."""
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   plain = origin or annotation
   if origin is Annotated:
-    limits = [_limits(x) for x in args[1:] if isinstance(x, Interval)]
-    return " ".join([words(args[0]), *limits])
+    return words(args[0], args[1:])
+  if limits := [_limits(x) for x in limits if isinstance(x, Interval)]:
+    return " ".join([words(annotation), *limits])
   if origin in (typing.Union, types.UnionType):
     return " or ".join(map(words, args))
   if origin is typing.Literal:
@@ -112,7 +176,10 @@ def words(annotation: Any) -> str:
 
 def _limits(x: Interval) -> str:
   """A range in words: "from 1 to 1,048,576", "above 0 and at most 1"."""
-  number = lambda n: f"{n:,.0f}" if n == int(n) else f"{n:g}"
+
+  def number(n: float) -> str:
+    return f"{n:,.0f}" if n == int(n) else f"{n:g}"
+
   if x.ge is not None and x.le is not None:
     return f"from {number(x.ge)} to {number(x.le)}"
   limits = (("at least", x.ge), ("above", x.gt), ("at most", x.le), ("below", x.lt))

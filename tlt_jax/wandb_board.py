@@ -5,21 +5,25 @@ is kept in the workdir; W&B drops steps that it has already.
 """
 
 from collections.abc import Mapping
-import dataclasses
 import pathlib
 from typing import Any, Literal
 import uuid
 
 from tlt_jax import processes
+from tlt_jax import ranges
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.options
 class Options:
   """Where Weights & Biases gets a run's metrics."""
 
-  project: str = ""  # project of Weights & Biases; "": none, and the package is not needed
-  # "offline" writes to WORKDIR/wandb only; `wandb sync` of that folder sends it later
-  mode: Literal["online", "offline"] = "online"
+  project: str = ranges.field(
+    "", "project of Weights & Biases; '': none, and the package is not needed"
+  )
+  mode: Literal["online", "offline"] = ranges.field(
+    "online",
+    "'offline' writes to WORKDIR/wandb only; `wandb sync` of that folder sends it later",
+  )
 
 
 class Board:
@@ -71,17 +75,16 @@ class Board:
 
 
 def make(
-  options: Mapping[str, Any], workdir: pathlib.Path, config: Mapping[str, Any]
+  options: Options, workdir: pathlib.Path, config: Mapping[str, Any]
 ) -> Board | None:
   """The board that a config asks for; None if it asks for none.
 
   Of several processes the first one has it.
 
   Args:
-    options: fields of `Options`
+    options: whether there is one
     workdir, config: of the run
   """
-  chosen = Options(**options)
-  if not chosen.project or not processes.is_first():
+  if not options.project or not processes.is_first():
     return None
-  return Board(chosen, workdir, config)
+  return Board(options, workdir, config)

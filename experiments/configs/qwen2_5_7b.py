@@ -42,7 +42,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         carried_rows=4,
         chunk_tokens=256,
         min_micro_batches=4,
-        optimizer=dict(learning_rate=1e-4),
+        learning_rate=1e-4,
       ),
       tensor_parallel=1 if smoke else 4,
       prompts=prompts,

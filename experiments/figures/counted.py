@@ -17,17 +17,16 @@ import json
 
 from absl import flags
 
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
-from experiments import sizes
+from experiments import trees
 from tlt_jax import axes
 from tlt_jax.rl import sample
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
 from tlt_jax.simulate import scenario as scenario_lib
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
@@ -53,11 +52,13 @@ def shallow(models: from_config.Models, layers: int) -> from_config.Models:
   )
 
 
-def sampler(config: dict, models: from_config.Models, chain: bool) -> sample.Sampler:
+def sampler(
+  config: config_lib.RunConfig, models: from_config.Models, chain: bool
+) -> sample.Sampler:
   """A sampler that decodes plainly, or drafts by chains."""
   selector = selector_lib.always(CHAIN) if chain else None
   drafter = models.drafter if chain else None
-  return from_config.sampler(config, models.model, models.mesh, drafter, selector)
+  return from_config.make_sampler(config, models.model, models.mesh, drafter, selector)
 
 
 def watch(made: sample.Sampler) -> dict[tuple[int, int], int]:
@@ -79,30 +80,34 @@ def watch(made: sample.Sampler) -> dict[tuple[int, int], int]:
 def counts(samples: samples_lib.Samples) -> list[tuple]:
   """What chunks count, in order."""
   return [
-    (c.batch, c.length, c.strategy, c.live, c.steps, c.tokens, c.passes)
+    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes)
     for c in samples.chunks
   ]
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   launch.start(_SLICES.value)
-  config = from_config.complete(config)
+  config, _ = from_config.complete(config)
   models = from_config.load_models(config)
   models = shallow(models, _LAYERS.value) if _LAYERS.value else models
-  P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  records = list(from_config.prompts(config, config["prompts"] | {"size": P}))
+  P, R = config.batch.prompts, config.batch.responses
+  records = list(
+    from_config.load_prompts(
+      config.prompts | {"size": P}, from_config.prompt_rules(config)
+    ).records
+  )
 
-  most = config["sampling"]["max_tokens"]
+  most = config.sampling.max_tokens
   what = {"log_normal": {"median": most / 6, "sigma": 1.0}}
-  lengths = scenario_lib.draw_lengths(what, P * R, most, config["seed"])
+  lengths = scenario_lib.draw_lengths(what, P * R, most, config.seed)
 
   def run(made: sample.Sampler, chain: bool) -> sample.Scored:
     draft = models.draft_params if chain else None
-    how = dict(seed=config["seed"], draft_params=draft, lengths=lengths)
+    how = dict(seed=config.seed, draft_params=draft, lengths=lengths)
     return made(models.params, records, R, **how)
 
-  one_pass = {"chunk": CHAIN.depth + 1, "buckets": ()}
-  single = sampler(config | {"rollout": config["rollout"] | one_pass}, models, True)
+  one_pass = {"rollout.chunk": CHAIN.depth + 1, "rollout.buckets": ()}
+  single = sampler(trees.change(config, one_pass), models, True)
   stood = watch(single)
   run(single, True)
   machine = simulated_lib.Machine(models.mesh.shape[axes.DATA], ANY)
@@ -113,7 +118,7 @@ def main(config):
     again = simulated_lib.simulate(
       machine,
       models.model,
-      rollout.Options(max_length=sizes.max_length(config), **config["rollout"]),
+      from_config.rollout_options(config),
       scored.requests,
       real.length,
       selector=selector_lib.always(CHAIN) if chain else None,
@@ -132,4 +137,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN))
+  read = trees.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, config=read)

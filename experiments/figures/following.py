@@ -15,9 +15,10 @@ from absl import flags
 
 from benchmarks import interleave
 from benchmarks import step as step_lib
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
+from experiments import trees
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax.models import hf
@@ -26,20 +27,21 @@ from tlt_jax.rl import algorithm as algorithm_lib
 SIDES = ("tlt", "frozen")
 
 
-def sides(config: dict) -> dict[str, step_lib.Learning]:
+def sides(config: config_lib.RunConfig) -> dict[str, step_lib.Learning]:
   """Both sides, with the same policy."""
-  mesh = axes.make_mesh(config["tensor_parallel"])
-  model, params = hf.load(config["policy"], mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config["algorithm"])
-  learner = from_config.learner(config, model, algorithm, mesh)
+  mesh = axes.make_mesh(config.tensor_parallel)
+  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, model, algorithm, mesh
+  )
   return {name: step_lib.Learning(name, config, learner, params) for name in SIDES}
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   launch.start(flags.FLAGS.slices)
-  config = from_config.complete(config)
-  asked = from_config.prompts(config, config["prompts"])
-  prompts = data.prompt_iterator(asked, config["batch"]["prompts"], config["seed"])
+  config, asked = from_config.complete(config)
+  prompts = data.prompt_iterator(asked.train.records, config.batch.prompts, config.seed)
   made, agreement, accepted = sides(config), [], {name: [] for name in SIDES}
   for step in range(flags.FLAGS.steps):
     records, hashes = next(prompts), set()
@@ -58,4 +60,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN))
+  read = trees.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, config=read)

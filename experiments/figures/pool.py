@@ -10,6 +10,7 @@ strategies go with which live batch; "naive" compiles every strategy for every b
 Paper: captured CUDA graphs (arXiv 2511.16665). The last line is JSON.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from absl import flags
 import jax
 import psutil
 
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
+from experiments import trees
 from tlt_jax.spec_decode.speculation import levels
 
 _CASE = flags.DEFINE_string("case", "", "To measure here; default: all, one by one.")
@@ -28,27 +30,28 @@ _CASE = flags.DEFINE_string("case", "", "To measure here; default: all, one by o
 CASES = ("one strategy", "buckets", "naive")
 
 
-def settings(config: dict, case: str) -> dict:
+def settings(config: config_lib.RunConfig, case: str) -> dict:
   """The config of a case."""
-  known, sizes = levels.parse(config["strategies"]), config["rollout"]
+  known, slots = levels.parse(config.strategies), config.rollout.slots
   arms = dict.fromkeys(arm for level in known for arm in level.arms)
-  slots = sizes["slots"]
   if case == "one strategy":
     chain = next(arm for arm in arms if arm is not None)
     chosen = [levels.Level(slots, (None, chain))]
-    config = config | {"rollout": sizes | {"buckets": ()}}  # leaves the largest
+    config = trees.change(config, {"rollout.buckets": ()})  # leaves the largest
   elif case == "naive":
     chosen = [levels.Level(slots, tuple(arms))]
   else:
     chosen = known
-  return config | {"strategies": levels.write(chosen)}
+  return dataclasses.replace(config, strategies=levels.write(chosen))
 
 
-def measure(config: dict) -> dict:
+def measure(config: config_lib.RunConfig) -> dict:
   """Compiles what a rollout of the config can need."""
   models = from_config.load_models(config)
-  selector = from_config.selector(config)
-  made = from_config.sampler(config, models.model, models.mesh, models.drafter, selector)
+  selector = from_config.make_selector(config)
+  made = from_config.make_sampler(
+    config, models.model, models.mesh, models.drafter, selector
+  )
   resident = lambda: psutil.Process().memory_info().rss / 2**20
   before = resident()
   stops = len(made.tokenizer.stop_tokens) + 1
@@ -62,11 +65,12 @@ def measure(config: dict) -> dict:
   }
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   if _CASE.value:
     launch.start()
     jax.config.update("jax_enable_compilation_cache", False)
-    print(json.dumps(measure(settings(from_config.complete(config), _CASE.value))))
+    config, _ = from_config.complete(config)
+    print(json.dumps(measure(settings(config, _CASE.value))))
     return
   found = {}
   for case in CASES:
@@ -80,4 +84,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, config=("tail", keys.RUN))
+  read = trees.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, config=read)

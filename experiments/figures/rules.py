@@ -32,7 +32,7 @@ def by_bucket(samples: samples_lib.Samples) -> dict[str, float]:
   """Seconds of a rollout's chunks by bucket."""
   seconds = collections.Counter()
   for chunk in samples.chunks:
-    seconds[f"{chunk.batch}x{chunk.length}"] += chunk.end_s - chunk.start_s
+    seconds[str(chunk.batch)] += chunk.end_s - chunk.start_s
   return seconds
 
 

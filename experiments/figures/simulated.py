@@ -4,7 +4,7 @@
     python -m experiments.launch --processes=2 -- experiments.figures.simulated ...
 
 Real rollouts of each side, in turn; between them the steps of their programs are timed,
-with all slots live, and the filling of the drafter's caches. Then the simulator is given
+with all slots live. Then the simulator is given
 the lengths of the responses, these times, and what was accepted. What the host takes
 between two chunks is taken from the plain rollouts: nothing else is. The last line is JSON.
 
@@ -13,6 +13,7 @@ device of one process that has nothing to do lends its core to the others.
 """
 
 from collections.abc import Sequence
+import itertools
 import json
 import pathlib
 
@@ -21,11 +22,11 @@ import numpy as np
 
 from benchmarks import interleave
 from benchmarks import sides as sides_lib
+from experiments import config as config_lib
 from experiments import from_config
-from experiments import keys
 from experiments import launch
-from experiments import sizes
 from experiments import tables
+from experiments import trees
 from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.rl import sample
@@ -33,10 +34,8 @@ from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
 from tlt_jax.simulate import scenario as scenario_lib
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import chunks as chunks_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _STEPS = flags.DEFINE_integer("steps", 10, "Rollouts of each side.", lower_bound=1)
@@ -48,18 +47,21 @@ _SLICES = flags.DEFINE_integer("slices", 1, "Devices on a CPU.", lower_bound=1)
 
 FIXED = "3_1_4", "8_1_9"
 SIDES = ("plain", "frozen", *FIXED)
+LENGTHS = 64, 256, 1024  # tokens of requests whose steps are timed
 DEEPEST = FIXED[-1]  # tells what is accepted at every position
 _TIMED = 2  # turns, after one of which steps are timed
 
 
-def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampler]:
+def samplers(
+  config: config_lib.RunConfig, models: from_config.Models
+) -> dict[str, sample.Sampler]:
   """A sampler for each side, its programs compiled and its steps timed."""
   made = {}
   for side in SIDES:
     own = sides_lib.settings(side, config)
-    chosen = from_config.selector(own)
+    chosen = from_config.make_selector(own)
     drafts = chosen is not None
-    made[side] = from_config.sampler(
+    made[side] = from_config.make_sampler(
       own, models.model, models.mesh, models.drafter if drafts else None, chosen
     )
     made[side].compile(models.params, models.draft_params if drafts else None)
@@ -67,21 +69,23 @@ def samplers(config: dict, models: from_config.Models) -> dict[str, sample.Sampl
 
 
 def measure(
-  config: dict, models: from_config.Models, repeats: int, warm_up: int
+  config: config_lib.RunConfig, models: from_config.Models, repeats: int, warm_up: int
 ) -> tuple[dict[str, list[sample.Scored]], costs_lib.Measured]:
   """Rolls out the same prompts on every side, and times steps between.
 
   Returns:
     side -> what each turn gave; and the costs
   """
-  P, R = config["batch"]["prompts"], config["batch"]["responses"]
-  records = from_config.prompts(config, config["prompts"] | {"size": 1000})
+  P, R = config.batch.prompts, config.batch.responses
+  records = from_config.load_prompts(
+    config.prompts | {"size": 1000}, from_config.prompt_rules(config)
+  ).records
   made = samplers(config, models)
 
   def lengths(turn: int) -> np.ndarray | None:
     if not _TRACE.value:
       return None
-    most = config["sampling"]["max_tokens"]
+    most = config.sampling.max_tokens
     what = {"log_normal": {"median": most / 6, "sigma": 1.0}}
     return scenario_lib.draw_lengths(what, P * R, most, turn)
 
@@ -90,7 +94,7 @@ def measure(
       models.params,
       [records[turn * P + i] for i in range(P)],
       R,
-      seed=config["seed"],
+      seed=config.seed,
       first_request=turn * P * R,
       draft_params=None if side == "plain" else models.draft_params,
       lengths=lengths(turn),
@@ -106,8 +110,8 @@ def measure(
 
 def times(
   made: dict[str, sample.Sampler], models: from_config.Models
-) -> dict[tuple[str, str, options_lib.Bucket], float]:
-  """Seconds of a step of each strategy in each bucket, and of a "fill".
+) -> dict[tuple[str, str, int, int], float]:
+  """Seconds of a step of each strategy by bucket and length.
 
   Where there are several slices, also of steps "alone": while no other slice decodes.
   """
@@ -118,14 +122,13 @@ def times(
       engines.setdefault(arm, engine)
   for arm, engine in engines.items():
     draft_params = None if arm is None else models.draft_params
-    for bucket in engine.options.buckets:
+    for bucket, length in itertools.product(engine.options.buckets, LENGTHS):
       name, args = strategy_lib.name(arm), (models.params, bucket, draft_params, arm)
       for _ in range(2):  # the first time is slower
-        found["step", name, bucket] = engine.time_step(*args)
+        found["step", name, bucket, length] = engine.time_step(*args, length=length)
       if several:
-        found["alone", name, bucket] = engine.time_step(*args, slices=1)
-      if str(arm) == DEEPEST:
-        found["fill", "", bucket] = engine.time_switch(*args)
+        alone = engine.time_step(*args, slices=1, length=length)
+        found["alone", name, bucket, length] = alone
   return found
 
 
@@ -133,10 +136,10 @@ def table(measured: Sequence[dict]) -> dict:
   """The medians of `times`, as `benchmarks.rollout` prints them."""
   measured, steps = list(filter(None, measured)), {}
   for key in measured[0]:
-    what, name, bucket = key
-    of = steps.setdefault(str(bucket.batch), {}).setdefault(f"{what}_ms", {})
-    of = of.setdefault(name, {}) if name else of
-    of[str(bucket.length)] = 1e3 * float(np.median([times[key] for times in measured]))
+    what, name, bucket, length = key
+    of = steps.setdefault(str(bucket), {}).setdefault(f"{what}_ms", {})
+    median = float(np.median([times[key] for times in measured]))
+    of.setdefault(name, {})[str(length)] = 1e3 * median
   return {"steps": steps}
 
 
@@ -165,15 +168,15 @@ class Plain:
 
 
 def simulate(
-  config: dict, model, side: str, scored: sample.Scored, machine, rates
+  config: config_lib.RunConfig, model, side: str, scored: sample.Scored, machine, rates
 ) -> samples_lib.Samples:
   """The rollout of a side, simulated with the lengths that a real one had."""
   own = sides_lib.settings(side, config)
-  selector = from_config.selector(own)
+  selector = from_config.make_selector(own)
   return simulated_lib.simulate(
     machine,
     model,
-    rollout.Options(max_length=sizes.max_length(own), **own["rollout"]),
+    from_config.rollout_options(own),
     scored.requests,
     scored.samples.length,
     selector=selector,
@@ -204,7 +207,7 @@ def deviation(side: dict) -> float:
 
 
 def compare(
-  config: dict,
+  config: config_lib.RunConfig,
   models: from_config.Models,
   found: dict[str, list[sample.Scored]],
   costs: costs_lib.Measured,
@@ -223,9 +226,9 @@ def compare(
   return {"host_s": costs.host_s, "rates": rates, "sides": sides} | costs.table
 
 
-def main(config):
+def main(config: config_lib.RunConfig):
   launch.start(_SLICES.value)
-  config = from_config.complete(config)
+  config, _ = from_config.complete(config)
   models = from_config.load_models(config)
   found, costs = measure(config, models, _STEPS.value, _WARM_UP.value)
   slices = models.mesh.shape[axes.DATA]
@@ -236,16 +239,15 @@ def main(config):
     f"Seconds of a rollout, slices: {slices}",
     ["side", "measured", "simulated", "deviation"],
     [
-      [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"]
-      + [f"{deviation(r):+.0%}"]
+      [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"] + [f"{deviation(r):+.0%}"]
       for side, r in result["sides"].items()
     ],
   )
   case = {
     "slices": slices,
     "processes": processes.count(),
-    "slots": config["rollout"]["slots"],
-    "policy": pathlib.Path(config["policy"]).name,
+    "slots": config.rollout.slots,
+    "policy": pathlib.Path(config.policy).name,
     "trace": _TRACE.value,
     "turns": _STEPS.value,
   }
@@ -253,4 +255,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-  launch.run(main, joins_jobs=True, config=("tail", keys.RUN))
+  read = trees.from_flags("tail", config_lib.RunConfig)
+  launch.run(main, joins_jobs=True, config=read)

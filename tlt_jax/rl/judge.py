@@ -10,7 +10,6 @@ have the CPU only.
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import process
-import dataclasses
 import functools
 import json
 import logging
@@ -34,21 +33,30 @@ from tlt_jax.rl import reward
 _ATTEMPTS = 3  # at a response, where its pool broke without a known cause
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.options
 class Options:
   """Where verifiers run, and what a failure of one costs."""
 
-  # processes that verifiers run in, each on a response at a time; 0: they run in the run's
-  # own process, without any limit
-  processes: ranges.CountOrZero = 2
-  cpu_s: ranges.Positive = 10.0  # CPU seconds that the verdict on a response may take
-  # seconds that it may take, for verifiers that wait for something; where this limit
-  # decides, another machine may judge otherwise
-  wall_s: ranges.Positive = 120.0
-  memory_mb: ranges.Count = 4096  # memory of each process, in MiB
-  failed_reward: ranges.Real = 0.0  # reward of a response that a verifier fails on
-  # share of a rollout's responses that verifiers may fail on; with more the run ends
-  most_failed: ranges.Share = 0.5
+  processes: ranges.CountOrZero = ranges.field(
+    2,
+    "processes that verifiers run in, each on a response at a time; 0: they run in the "
+    "run's own process, without any limit",
+  )
+  cpu_s: ranges.Positive = ranges.field(
+    10.0, "CPU seconds that the verdict on a response may take"
+  )
+  wall_s: ranges.Positive = ranges.field(
+    120.0,
+    "seconds that it may take, for verifiers that wait for something; where this limit "
+    "decides, another machine may judge otherwise",
+  )
+  memory_mb: ranges.Count = ranges.field(4096, "memory of each process, in MiB")
+  failed_reward: ranges.Real = ranges.field(
+    0.0, "reward of a response that a verifier fails on"
+  )
+  most_failed: ranges.Share = ranges.field(
+    0.5, "share of a rollout's responses that verifiers may fail on; with more the run ends"
+  )
 
 
 class Scores(NamedTuple):
@@ -72,9 +80,9 @@ class Judge:
     RewardError: see `reward.parse`
   """
 
-  def __init__(self, text: str, solved_at: float = 1.0, options: Options = Options()):
+  def __init__(self, text: str, solved_at: float = 1.0, options: Options | None = None):
     self.terms = reward.parse(text) if text else ()
-    self.options = options
+    self.options = options = options or Options()
     self._text, self._solved_at = text, solved_at
     self._pool: pebble.ProcessPool | None = None  # from the first response on
 

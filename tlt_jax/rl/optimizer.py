@@ -28,7 +28,6 @@ def make(
   floor: ranges.Share = 0.0,
   weight_decay: ranges.NotNegative = 0.0,
   max_grad_norm: ranges.Positive = 1.0,
-  b1: ranges.ShareBelowOne = 0.9,
   b2: ranges.ShareBelowOne = 0.95,
 ) -> optax.GradientTransformation:
   """Makes AdamW or Muon, behind global-norm clipping.
@@ -45,7 +44,6 @@ def make(
     floor: final learning rate as a share of the peak
     weight_decay: decoupled weight decay, to be multiplied by the learning rate
     max_grad_norm: largest global norm of a gradient; a longer one is scaled down to it
-    b1: decay per update of Adam's first moment
     b2: decay per update of Adam's second moment, and of Muon's momentum
   Raises:
     ValueError: an argument out of its range, or no update is left after the warm-up
@@ -62,13 +60,13 @@ def make(
       first, learning_rate, warmup, total, last
     )
   if name == "adamw":
-    rule = optax.adamw(schedule, b1, b2, weight_decay=weight_decay)
+    rule = optax.adamw(schedule, b2=b2, weight_decay=weight_decay)
   else:
     rule = optax.contrib.muon(
       schedule,
       beta=b2,
       weight_decay=weight_decay,
-      adam_b1=b1,
+      adam_b1=0.9,
       adam_b2=b2,
       consistent_rms=0.2,
       muon_weight_dimension_numbers=_muon_axes,

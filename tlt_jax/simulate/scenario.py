@@ -52,7 +52,6 @@ class Scenario:
   )
   rollout: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `Options`
   spot: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `spot.Options`
-  shortest: int = 2048  # the shortest bucket, in tokens
   rollouts: int = 2  # the last one counts; those before teach the selector
   paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # to print beside
 
@@ -122,9 +121,8 @@ class Scenario:
     """
     tokens = self.prompt_tokens + int(np.median(self.draw_lengths()))
     arm = strategy_lib.parse(strategy)
-    bucket, seen = options_lib.Bucket(live, tokens), live * tokens
-    step_s = lambda arm: self.costs.step_s(bucket, arm, seen)
-    return self.acceptance(side).length(arm) * step_s(None) / step_s(arm)
+    step_s = {a: self.costs.step_s(live, a, live * tokens) for a in (None, arm)}
+    return self.acceptance(side).length(arm) * step_s[None] / step_s[arm]
 
   def break_even(self) -> int:
     """The most live requests per slice that speculation speeds up, in powers of two.

@@ -2,5 +2,6 @@
 
 from tlt_jax.spec_decode.rollout.make import make as make
 from tlt_jax.spec_decode.rollout.options import Options as Options
+from tlt_jax.spec_decode.rollout.options import Settings as Settings
 from tlt_jax.spec_decode.rollout.options import ladder as ladder
 from tlt_jax.spec_decode.rollout.rollout import Rollout as Rollout

@@ -1,6 +1,5 @@
 """The sizes of a rollout: slots, memory, chunks; and its kernels."""
 
-import dataclasses
 from typing import Literal
 
 from tlt_jax import programs
@@ -18,41 +17,67 @@ def ladder(slots: int, least: int = 2) -> tuple[int, ...]:
   return tuple(rungs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+@ranges.options
+class Settings:
+  """What does not follow from prompts, model and memory."""
+
+  chunk: ranges.Count = ranges.field(
+    64, "tokens per slot between two looks of the host (a chunk)"
+  )
+  cache_tokens: ranges.Large | None = ranges.field(
+    None,
+    "memory of KV and features per slice, in tokens; None: for all slots at full length",
+  )
+  budget: programs.Budget = ranges.field(
+    programs.Budget(), "limits of what is compiled ahead"
+  )
+  kernels: Literal[implementations.NAMES] | None = ranges.field(
+    None,
+    "what attends, writes to caches and draws: 'pallas' on TPUs, 'triton' on NVIDIA GPUs, "
+    "'ref' (XLA alone) or 'interpret' (as on TPUs, very slowly) anywhere; None: the "
+    "fastest on this machine",
+  )
+
+
+@ranges.options
+class Options(Settings):
   """Sizes of a rollout, and its kernels; none of them changes a token.
 
   Counts are per slice.
   """
 
-  max_length: ranges.Tokens  # longest sequence, prompt included, in tokens
-  max_prompt: ranges.Tokens  # longest prompt, in tokens
-  slots: ranges.Count  # requests that run at a time, per slice
-  # numbers of slots that programs are compiled for, `slots` among them: the fewer live
-  # requests are left, the fewer slots a step computes; (): `slots` alone
-  buckets: tuple[ranges.Count, ...] = ()
-  chunk: ranges.Count = 64  # tokens per slot between two looks of the host (a chunk)
-  chunk_s: ranges.Positive = 2.0  # seconds that a chunk should last at most
-  prompt_rows: ranges.Count = 8  # prompts per slice that keep pages at a time
-  prefill_rows: ranges.Count = 8  # prompts per slice and prefill call
-  prefill_block: ranges.Tokens = 128  # tokens of each prompt per prefill call
-  # memory of KV and features per slice, in tokens; None: for all slots at full length
-  cache_tokens: ranges.Large | None = None
-  page_tokens: ranges.Tokens = cache_lib.PAGE  # of a page, which requests get as they grow
-  budget: programs.Budget = programs.Budget()  # limits of what is compiled ahead
-  memory_tokens: ranges.Large = 2**20  # tokens of earlier responses kept for n-gram drafts
-  memory_rows: ranges.Count = 16  # earlier responses searched per slice and chunk
-  features: bool = False  # whether the target's features are kept and returned
-  # what attends, writes to caches and draws: "pallas" on TPUs, "triton" on NVIDIA GPUs,
-  # "ref" (XLA alone) or "interpret" (as on TPUs, very slowly) anywhere; None: the fastest
-  # on this machine
-  kernels: Literal[implementations.NAMES] | None = None
+  max_length: ranges.Tokens = ranges.field(
+    ..., "longest sequence, prompt included, in tokens"
+  )
+  max_prompt: ranges.Tokens = ranges.field(..., "longest prompt, in tokens")
+  slots: ranges.Count = ranges.field(..., "requests that run at a time, per slice")
+  buckets: tuple[ranges.Count, ...] = ranges.field(
+    (),
+    "numbers of slots that programs are compiled for; the smallest that holds the live "
+    "requests runs; (): `slots` alone",
+  )
+  prompt_rows: ranges.Count = ranges.field(
+    8, "prompts per slice that keep pages at a time"
+  )
+  prefill_rows: ranges.Count = ranges.field(8, "prompts per slice and prefill call")
+  prefill_block: ranges.Tokens = ranges.field(128, "tokens of each prompt per prefill call")
+  chunk_s: ranges.Positive = ranges.field(2.0, "seconds that a chunk should last at most")
+  page_tokens: ranges.Tokens = ranges.field(
+    cache_lib.PAGE, "tokens of a page of KV and features, which requests get as they grow"
+  )
+  memory_tokens: ranges.Large = ranges.field(
+    2**20, "tokens of earlier responses kept for n-gram drafts"
+  )
+  memory_rows: ranges.Count = ranges.field(
+    16, "earlier responses searched per slice and chunk"
+  )
+  features: bool = ranges.field(
+    False, "whether the target's features are kept and returned"
+  )
 
   def __post_init__(self):
     buckets = {self.slots, *(n for n in self.buckets if n < self.slots)}
     object.__setattr__(self, "buckets", tuple(sorted(buckets)))
-    if not isinstance(self.budget, programs.Budget):
-      object.__setattr__(self, "budget", programs.Budget(**self.budget))
     if self.cache_tokens is not None and self.cache_tokens < self.max_length:
       raise ValueError(
         f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "

@@ -25,7 +25,6 @@ micro-batch is large, and in the backward pass again.
 """
 
 from collections.abc import Callable
-import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
 
@@ -50,19 +49,30 @@ REGRESSION = 0.1  # weight of the feature loss, for drafters that predict featur
 _BLOCK = 2**23  # logits that are computed at a time, 32 MB; a few such arrays coexist
 
 
-@dataclasses.dataclass(frozen=True)
-class Loss:
-  """The objective of a drafter's training; the defaults: see `spot.Options`."""
+@ranges.options
+class Settings:
+  """What a run chooses of a drafter's objective; the defaults: see `spot.Options`."""
 
-  steps: ranges.Count = 2  # drafting steps unrolled in training
-  # distance between the target's and the drafter's distributions
-  distance: Literal[DISTANCES] = "total_variation"
-  # first updates of a drafter, which train cross-entropy whatever `distance` says
-  cross_entropy_updates: ranges.CountOrZero = 400
-  temperature: ranges.Positive = 1.0  # temperature of the distributions
+  steps: ranges.Count = ranges.field(2, "drafting steps unrolled in training")
+  distance: Literal[DISTANCES] = ranges.field(
+    "total_variation", "distance between the target's and the drafter's distributions"
+  )
+  cross_entropy_updates: ranges.CountOrZero = ranges.field(
+    400, "first updates of a drafter, which train cross-entropy whatever `distance` says"
+  )
 
-  def __post_init__(self):
-    ranges.check(Loss, vars(self))
+
+@ranges.options
+class Loss(Settings):
+  """The objective of a drafter's training."""
+
+  temperature: ranges.Positive = ranges.field(1.0, "temperature of the distributions")
+  decay: ranges.ShareAboveZero = ranges.field(
+    0.8, "weight of a drafting step relative to the one before"
+  )
+  regression: ranges.NotNegative = ranges.field(
+    0.1, "weight of the feature loss, for drafters that predict features"
+  )
 
   @property
   def metrics(self) -> list[str]:

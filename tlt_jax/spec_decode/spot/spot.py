@@ -13,7 +13,6 @@ are averaged; an average over updates drafts.
 """
 
 from collections.abc import Callable
-import dataclasses
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ from tlt_jax.spec_decode.spot import state as state_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 
-@dataclasses.dataclass(frozen=True)
+@ranges.options
 class Options:
   """How much is trained on, and when. Rows are per slice.
 
@@ -49,31 +48,47 @@ class Options:
   does after 30 rollouts. `experiments/log/2026-11.md` has the table, of 2026-11-27.
   """
 
-  row_tokens: ranges.Tokens = 256  # tokens of one training row; a row is a micro-batch
-  # tokens repeated from the row before, as context only, where a sequence is cut in rows
-  context_tokens: ranges.Tokens = 32
-  rows: ranges.Count = 64  # training rows kept per slice
-  # most training rows per slice that are carried over to the next rollout
-  carried_rows: ranges.CountOrZero = 48
-  # most slots of a bucket in which slices train; 0: in all buckets
-  max_batch: ranges.CountOrZero = 0
-  chunk_tokens: ranges.Tokens = 128  # most tokens per slot in a chunk that also trains
-  # micro-batches that a chunk that trains should have time for
-  min_micro_batches: ranges.Count = 3
-  # micro-batches whose gradients a slice sums up for an optimizer update; those that
-  # make no whole update in a chunk, or in a rollout, wait for the next one
-  micro_batches_per_update: ranges.Count = 1
-  # least updates, of all slices, after which these exchange what they have learnt
-  updates_per_exchange: ranges.Count = 16
-  # decay, per update, of the average of the drafter's weights, which drafts; 0: the last
-  # weights do
-  average: ranges.ShareBelowOne = 0.99
-  # most time of training after a rollout, as a share of the rollout's; how much of it is
-  # used follows from what it gains
-  after_rollout_share: ranges.NotNegative = 0.5
+  row_tokens: ranges.Tokens = ranges.field(
+    256, "tokens of one training row; a row is a micro-batch"
+  )
+  context_tokens: ranges.Tokens = ranges.field(
+    32,
+    "tokens repeated from the row before, as context only, where a sequence is cut in "
+    "rows",
+  )
+  rows: ranges.Count = ranges.field(64, "training rows kept per slice")
+  carried_rows: ranges.CountOrZero = ranges.field(
+    48, "most training rows per slice that are carried over to the next rollout"
+  )
+  max_batch: ranges.CountOrZero = ranges.field(
+    0, "most slots of a bucket in which slices train; 0: in all buckets"
+  )
+  chunk_tokens: ranges.Tokens = ranges.field(
+    128, "most tokens per slot in a chunk that also trains"
+  )
+  min_micro_batches: ranges.Count = ranges.field(
+    3, "micro-batches that a chunk that trains should have time for"
+  )
+  micro_batches_per_update: ranges.Count = ranges.field(
+    1,
+    "micro-batches whose gradients a slice sums up for an optimizer update; those that "
+    "make no whole update in a chunk, or in a rollout, wait for the next one",
+  )
+  updates_per_exchange: ranges.Count = ranges.field(
+    16, "least updates, of all slices, after which these exchange what they have learnt"
+  )
+  average: ranges.ShareBelowOne = ranges.field(
+    0.99,
+    "decay, per update, of the average of the drafter's weights, which drafts; 0: the "
+    "last weights do",
+  )
+  after_rollout_share: ranges.NotNegative = ranges.field(
+    0.5,
+    "most time of training after a rollout, as a share of the rollout's; how much of it "
+    "is used follows from what it gains",
+  )
 
   def __post_init__(self):
-    ranges.check(Options, vars(self))
     if self.carried_rows > self.rows:
       raise ValueError(
         f"carried_rows ({self.carried_rows}) must be at most rows ({self.rows})"
