@@ -233,7 +233,6 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
       "output": str(tmp_path / "responses.jsonl"),
     },
     "check_lossless": {},
-    "benchmarks.spot": {},
     "benchmarks.step": workdir,
   }
   source = lambda path: {"source": "tlt_jax.data.load_prompts", "path": str(path)}
@@ -241,7 +240,7 @@ def test_commands_refuse_before_they_read_a_model(home, tmp_path):
   by_command = {
     name: config | {"prompts": source(good), "held_out": source(bad)} for name in given
   }
-  for name in ("benchmarks.spot", "benchmarks.step"):  # they ask no others
+  for name in ("benchmarks.step",):  # it asks no others
     by_command[name]["prompts"] = source(bad)
   result = commands.run_text(_COMMANDS, json.dumps(given), json.dumps(by_command))
   assert result.returncode == 0, result.stderr
