@@ -211,8 +211,8 @@ def longest_prompt(config: dict, records: Sequence[dict]) -> int:
     return max(longest_prompt(config, part) for part in records.parts)
   is_list = isinstance(records, list)
   some = records if is_list else [records[i] for i in range(min(len(records), 1000))]
-  encoded = _rules(config, max_prompt=None).encode([record["prompt"] for record in some])
-  longest = max(len(pieces.ids) for _, pieces in encoded)
+  rules = _rules(config, max_prompt=None)
+  longest = max(rules.tokenizer.lengths([rules.text(r["prompt"]) for r in some]))
   return longest if is_list else 2 * longest
 
 
