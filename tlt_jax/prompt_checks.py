@@ -44,6 +44,10 @@ class Rules:
   chat: bool = False  # see `Tokenizer.text`, as for `system`
   system: str | None = None
 
+  def text(self, prompt: str | list[dict]) -> str:
+    """What the model continues."""
+    return self.tokenizer.text(prompt, system=self.system, chat=self.chat)
+
 
 def usable(
   source: Sequence[dict], name: str, rules: Rules, whole: bool = False
@@ -121,7 +125,7 @@ def _kept(
   texts, prompts = [], [record["prompt"] for record in records]
   for place, prompt in zip(places, prompts, strict=True):
     try:
-      texts.append(rules.tokenizer.text(prompt, system=rules.system, chat=rules.chat))
+      texts.append(rules.text(prompt))
       unknown = rules.tokenizer.unknown(texts[-1])
     except data.DataError as e:
       raise data.DataError(f"{place}: {e}") from e
