@@ -33,6 +33,7 @@ Source = Annotated[
   dict[str, Any],
   trees.Arguments(
     data.find,
+    "source",
     "package.module.name of a function or class that makes prompts; its arguments follow",
   ),
 ]
