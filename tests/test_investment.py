@@ -6,13 +6,12 @@ import random
 
 import pytest
 
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import investment as investment_lib
 
 CHAIN = strategy_lib.parse("3_1_4")
-BUCKET = options_lib.Bucket(4, 64)
+BUCKET = 4
 PLAIN_S = 10.0  # seconds of a rollout that is decoded plainly
 UPDATE_S = 0.05
 SHARE = 0.5
