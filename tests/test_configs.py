@@ -340,7 +340,9 @@ def test_the_full_decode_chunk_traces(full):
   slots = slots_lib.abstract_slots(
     mesh, model, batch=o.slots, stops=2, layout=None, sizes=pages
   )
-  chunk = decode.make_chunk(model, mesh, o.chunk, None)
+  run = chunk_lib.without_training(decode.decode(model, o.chunk, None))
+  shardings = chunk_lib.Done(slots_lib.slots_shardings(mesh, model, None), None, None)
+  chunk = chunk_lib.make(mesh, run, shardings)
   weights, limits = chunk_lib.Weights(params), chunk_lib.Limits(jnp.int32(o.chunk))
   done = jax.eval_shape(chunk, weights, slots, None, limits, None)
   plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
