@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tlt_jax import few_rows_matmul
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 _MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
@@ -29,7 +28,7 @@ def tree_attention(
   def fold(i, carry):
     largest, total, out = carry
     page = jax.lax.dynamic_index_in_dim(pages, i, 1, keepdims=False)
-    scores = few_rows_matmul.times_transposed(q, k[page], jnp.float32)
+    scores = _product("bkqh,bksh->bkqs", q, k[page])
     shown = jnp.tile(seen.mask(i * L, L), (1, G, 1))[:, None]
     scores = jnp.where(shown, scores, -jnp.inf)
     higher = jnp.maximum(largest, jnp.max(scores, -1, keepdims=True))
