@@ -210,7 +210,9 @@ def check_longest(longest: int, buckets: Sequence[tuple[int, int]]) -> None:
 
 
 def _shown(value: Any) -> str:
-  """A number, or buckets as "16x128 8x256"."""
+  """A number, numbers of slots, or a learner's buckets as "16x128 8x256"."""
   if isinstance(value, int):
     return str(value)
+  if value and isinstance(value[0], int):
+    return " ".join(map(str, value))
   return " ".join("x".join(map(str, bucket)) for bucket in value)

@@ -214,7 +214,7 @@ def test_the_tail_has_as_many_responses_per_slice_as_asked(responses):
   config = load("tail", str(responses))
   prompts, slots = config["batch"]["prompts"], config["rollout"]["slots"]
   assert slots == responses == prompts * config["batch"]["responses"] / 2
-  assert max(batch for batch, _ in config["rollout"]["buckets"]) == slots
+  assert max(config["rollout"]["buckets"]) == slots
   for wrong in ("2", "16,1000"):
     with pytest.raises(ValueError, match=f"1,024 tokens or more, not '{wrong}'"):
       load("tail", wrong)
@@ -224,9 +224,7 @@ def test_the_tail_is_as_long_as_asked():
   config = load("tail", "16,1536")
   longest = 1536 + config["rollout"]["max_prompt"]
   assert config["sampling"]["max_tokens"] == 1536
-  for buckets in (config["rollout"]["buckets"], config["learner"]["buckets"]):
-    assert max(length for _, length in buckets) == longest
-    assert len(set(map(tuple, buckets))) == len(buckets)
+  assert max(length for _, length in config["learner"]["buckets"]) == longest
 
 
 def test_the_larger_warm_start_has_the_size_that_it_says():
@@ -334,32 +332,23 @@ def test_the_full_model_runs_forward(full):
 
 
 def test_the_full_decode_chunk_traces(full):
-  """With the largest batch and the longest cache; the slots keep their shapes."""
+  """With the largest batch; the slots keep their shapes."""
   config, model, mesh = full
   o = from_config.rollout_options(config)
   params = abstract_params(model, mesh, axes.ROLLOUT, model.dtype)
+  pages = o.page_sizes(0)
   slots = slots_lib.abstract_slots(
-    mesh,
-    model,
-    batch=o.slots,
-    length=o.max_length,
-    stops=2,
-    layout=None,
-    sizes=o.page_sizes,
+    mesh, model, batch=o.slots, stops=2, layout=None, sizes=pages
   )
-  chunk = decode.make_chunk(model, mesh, o.chunk, None)
+  run = chunk_lib.without_training(decode.decode(model, o.chunk, None))
+  shardings = chunk_lib.Done(slots_lib.slots_shardings(mesh, model, None), None, None)
+  chunk = chunk_lib.make(mesh, run, shardings)
   weights, limits = chunk_lib.Weights(params), chunk_lib.Limits(jnp.int32(o.chunk))
   done = jax.eval_shape(chunk, weights, slots, None, limits, None)
   plain = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert plain(done.slots) == plain(slots)
-  B = o.slots * mesh.shape[axes.DATA]
-  assert slots.kv[0].k.shape == (
-    B,
-    model.num_kv_heads,
-    o.max_length,
-    model.head_dim,
-  )
-  assert done.emitted.tokens.shape == (B, o.chunk)
+  assert pages.page * pages.most >= config.max_length
+  assert done.emitted.tokens.shape == (o.slots * mesh.shape[axes.DATA], o.chunk)
 
 
 def test_the_full_learner_update_traces(full):
@@ -418,11 +407,11 @@ def test_seven_billion_parameters_fit_the_machine_they_are_meant_for():
   state = learner.abstract_state()
   assert sum(x.size for x in jax.tree.leaves(state.params)) == 7_615_616_512
   assert per_device(state) == pytest.approx(12 * 7.6156 / 8, rel=0.01)
-  rows, length = config["rollout"]["slots"], 1024 + config["sampling"]["max_tokens"]
-  store = slots_lib.abstract_cache(mesh, model, rows, length)
+  pages = from_config.rollout_options(completed("qwen2_5_7b")).page_sizes(0)
+  kv = [slots_lib.abstract_pool(mesh, model, pages)] * model.num_layers
   weights = abstract_params(model, mesh, axes.ROLLOUT, jnp.bfloat16)
   reference = per_device(state.params)
-  assert per_device((store, weights)) + per_device(state) + reference < 70
+  assert per_device((kv, weights)) + per_device(state) + reference < 70
 
 
 @pytest.mark.parametrize("arg", MATH)

@@ -25,7 +25,7 @@ from tlt_jax.models import hf
 home = commands.home
 chat = commands.chat
 MODEL = commands.COUNTDOWN
-SETTINGS = {"steps": 4, "seed": 0, "spot": {"train": True}, "checkpoint": {"every": 1}}
+SETTINGS = commands.read_run("countdown.py:smoke")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def reopen(folder):
 
 def open_workdir(folder):
   """As a command does that goes on from responses in there."""
-  workdirs.open(folder, SETTINGS, holds={"metrics.jsonl": tuple(SETTINGS)})
+  workdirs.open(folder, SETTINGS, holds={"metrics.jsonl": ("steps", "seed", "spot")})
 
 
 def load_drafter(folder):

@@ -260,15 +260,14 @@ def job(home, workdir, schedule, *options, devices: int = 1, of=ARGS):
 
 
 def test_two_processes_draw_what_one_does(home, tmp_path):
-  """Two steps in which the drafter trains; a collective that only one of them reaches
-  would hang."""
-  of = (*commands.DRAFTING.items(), ("steps", 2), ("checkpoint.every", 2))
+  """One step with few programs, each of which three processes compile; the slow cases
+  below train a drafter."""
+  of = (("steps", 1), ("checkpoint.every", 1), ("learner.only", "head"))
   args = [*commands.tiny_run(home, *of), f"--workdir={tmp_path / 'one'}"]
   commands.succeed(commands.run(home, "train", *args))
   commands.succeed(job(home, tmp_path / "two", tmp_path / "one", of=of))
   found, expected = outcomes.of(tmp_path / "two"), outcomes.of(tmp_path / "one")
   assert found["responses"] == expected["responses"]
-  assert outcomes.updates(tmp_path / "two") > 0
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ def chunk(start_s=0.0, **changes):
     start_s=start_s,
     end_s=start_s + 0.5,
     batch=4,
-    length=64,
     strategy="3_1_4",
     live=[4, 1],
     steps=[8, np.int32(2)],

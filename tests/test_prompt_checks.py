@@ -182,72 +182,35 @@ def test_every_kind_of_tokenizer_tells_what_it_does_not_know(kind):
     check(asked)
 
 
-# Every command that asks prompts of a config, in one process. None may get as far as
-# reading a model.
-_COMMANDS = """
-import importlib, json, sys, types
-from absl import flags
-from experiments import declarations, keys, launch
-from tlt_jax.models import hf
-
-def load_hf(*args, **options):
-  raise AssertionError("it reads the policy")
-
-hf.load = load_hf
-launch.start = lambda *args, **options: None
-configs = json.loads(sys.argv[2])
-training = launch.read_config("experiments/configs/drafter.py:smoke")
-for name, given in json.loads(sys.argv[1]).items():
-  config = launch.read_config("experiments/configs/countdown.py:smoke")
-  declarations.fill_in(keys.RUN, config, {})
-  config |= configs[name]
-  module = importlib.import_module(f"experiments.{name}")
-  flags.FLAGS.mark_as_parsed()
-  for key, holder in list(vars(module).items()):
-    if isinstance(holder, flags.FlagHolder):
-      value = given.get(holder.name, holder.default)
-      setattr(module, key, types.SimpleNamespace(value=value))
-  for flag in list(flags.FLAGS):
-    delattr(flags.FLAGS, flag)
-  try:
-    module.main(*([training, config] if name == "train_drafter" else [config]))
-  except ValueError as e:
-    print(f"{name}: {e}")
-"""
-
-
-def test_commands_refuse_before_they_read_a_model(home, tmp_path):
+def test_commands_refuse_prompts(home, tmp_path):
   """Held-out prompts too, which are asked only later; and leave no file."""
   good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
   for path, prompt in ((good, "1 2>3:"), (bad, "1é2>3:")):
     rows = [{"prompt": p, "answer": ""} for p in ("1 2>3:", prompt)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  policy, workdir = str(home / "policy"), {"workdir": str(tmp_path / "run")}
-  given = {  # flags of each command
-    "train": workdir,
-    "train_drafter": workdir,
-    "evaluate": {"model": [policy]},
-    "generate": {
-      "model": policy,
-      "prompts": str(bad),
-      "output": str(tmp_path / "responses.jsonl"),
-    },
-    "check_lossless": {},
-    "benchmarks.step": workdir,
+  policy, output = home / "policy", tmp_path / "responses.jsonl"
+
+  def asking(train, held_out, flag="config"):
+    source = "tlt_jax.data.load_prompts"
+    prompts = {"prompts.source": source, "held_out.source": source}
+    paths = {"prompts.path": train, "held_out.path": held_out, "drafter": "eagle2"}
+    return commands.tiny_run(home, *(prompts | paths).items(), flag=flag)
+
+  workdir = f"--workdir={tmp_path / 'run'}"
+  drafter = "--config=experiments/configs/drafter.py:smoke"
+  started = {
+    "train": [*asking(good, bad), workdir],
+    "train_drafter": [drafter, *asking(good, bad, "run"), workdir],
+    "evaluate": [*asking(good, bad), f"--model={policy}"],
+    "generate": [f"--model={policy}", f"--prompts={bad}", f"--output={output}"],
+    "check_lossless": asking(good, bad),
+    "benchmarks.step": [*asking(bad, good), workdir],
   }
-  source = lambda path: {"source": "tlt_jax.data.load_prompts", "path": str(path)}
-  config = {"policy": policy, "drafter": "eagle2"}
-  by_command = {
-    name: config | {"prompts": source(good), "held_out": source(bad)} for name in given
-  }
-  for name in ("benchmarks.step",):  # it asks no others
-    by_command[name]["prompts"] = source(bad)
-  result = commands.run_text(_COMMANDS, json.dumps(given), json.dumps(by_command))
-  assert result.returncode == 0, result.stderr
-  refused = f"{bad}, line 2: the tokenizer does not know 'é'"
-  said = [line.split("; ")[0] for line in result.stdout.splitlines() if "; " in line]
-  assert said == [f"{name}: {refused}" for name in given]
-  assert not (tmp_path / "responses.jsonl").exists()
+  started = {name: commands.start(home, name, *args) for name, args in started.items()}
+  for name, process in started.items():
+    told = commands.error(commands.finish(process))
+    assert f"{bad}, line 2: the tokenizer does not know 'é'" in told, name
+  assert not output.exists()
 
 
 def test_a_tokenizer_of_a_larger_model_is_an_error(home, tmp_path):
@@ -256,4 +219,4 @@ def test_a_tokenizer_of_a_larger_model_is_an_error(home, tmp_path):
   raw = json.loads((policy / "config.json").read_text())
   (policy / "config.json").write_text(json.dumps(raw | {"vocab_size": 23}))
   with pytest.raises(data.DataError, match="tokens up to 23, the model in .* has 23;"):
-    from_config.tokenizer(str(policy))
+    from_config.load_tokenizer(str(policy))

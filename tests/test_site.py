@@ -45,7 +45,8 @@ def test_the_reference_says_what_docstrings_say(hooks):
   assert ":::" not in text and "#### `Policy.rollout`" in text
   assert "Draws a response to each request." in text and "_copy" not in text
   assert "rollout(self, params: dict, requests: Requests" in text
-  assert "slots: ranges.Count  # requests that run at a time, per slice" in text
+  said = '(..., "requests that run at a time, per slice")'
+  assert f"slots: ranges.Count = ranges.field{said}" in text
   assert "Count = Annotated[int, Interval(ge=1, le=2**20)]  # at least one of" in text
   assert "make_requests = requests_lib.make_requests" in text and "_WORDS" not in text
 

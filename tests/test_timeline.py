@@ -11,7 +11,6 @@ def chunk(start_s, end_s, strategy="off", live=(4, 4), steps=(10, 10), trained=(
     "start_s": start_s,
     "end_s": end_s,
     "batch": 4,
-    "length": 64,
     "strategy": strategy,
     "live": list(live),
     "steps": list(steps),
