@@ -424,7 +424,7 @@ def test_what_is_not_finite_does_not_wait_for_an_update():
 
 
 @pytest.mark.parametrize(
-  ("remaining", "steps", "later", "quota"),
+  ("remaining", "steps", "midway", "quota"),
   [
     ([0, 0], 0, 0, 8),  # idle from the start
     ([0, 3], 0, 0, 0),  # has a request left
@@ -433,10 +433,10 @@ def test_what_is_not_finite_does_not_wait_for_an_update():
     ([0, 0], 12, 8, 0),  # later than was expected
   ],
 )
-def test_what_a_slice_may_train(remaining, steps, later, quota):
+def test_what_a_slice_may_train(remaining, steps, midway, quota):
   """Of 8 micro-batches in a chunk of 10 steps, by hand."""
   rows = rows_lib.Rows(None, None, np.array([2, 0, 1], np.int32))
-  training = trainer_lib.Training(None, rows, np.int32(8), np.int32(later), np.int32(10))
+  training = trainer_lib.Training(None, rows, np.int32(8), np.int32(midway), np.int32(10))
   emitted = slots_lib.Emitted(
     *[None] * 4, remaining=np.array(remaining), steps=np.array([steps])
   )

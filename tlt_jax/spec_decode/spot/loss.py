@@ -67,12 +67,6 @@ class Loss(Settings):
   """The objective of a drafter's training."""
 
   temperature: ranges.Positive = ranges.field(1.0, "temperature of the distributions")
-  decay: ranges.ShareAboveZero = ranges.field(
-    0.8, "weight of a drafting step relative to the one before"
-  )
-  regression: ranges.NotNegative = ranges.field(
-    0.1, "weight of the feature loss, for drafters that predict features"
-  )
 
   @property
   def metrics(self) -> list[str]:
