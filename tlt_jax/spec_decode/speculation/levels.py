@@ -40,12 +40,12 @@ def parse(text: str) -> tuple[Level, ...]:
       )
     arms = tuple(map(strategy_lib.parse, match[2].split(" or ")))
     if len(set(arms)) < len(arms):
-      raise ValueError(f"a strategy is given twice: {part!r}")
+      raise ValueError(f"a strategy is named twice: {part!r}")
     if not int(match[1]):
       raise ValueError(f"no request is live up to 0: give 1 or more in {part!r}")
     levels.append(Level(int(match[1]), arms))
   if len({level.most for level in levels}) < len(levels):
-    raise ValueError(f"a number of live requests is given twice: {text!r}")
+    raise ValueError(f"a number of live requests is named twice: {text!r}")
   return tuple(sorted(levels, key=lambda level: level.most))
 
 

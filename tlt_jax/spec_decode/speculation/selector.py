@@ -21,7 +21,7 @@ Arm = strategy_lib.Strategy | None  # None: plain decoding
 class StepSeconds:
   """Seconds of a step in a bucket, by arm; 0: unknown."""
 
-  bucket: Any  # `options.Bucket`
+  bucket: int  # slots
   of: Callable[[Arm], float]
   doubt: Callable[[Arm], float] = lambda arm: 0.0  # see `Clock.doubt`
 
@@ -34,7 +34,7 @@ class Observation:
   """Statistics of a chunk."""
 
   live: int  # requests of the fullest slice, at its start
-  bucket: Any  # `options.Bucket`
+  bucket: int  # slots
   strategy: Arm
   steps: int  # iterations of the busiest slice
   tokens: int  # drawn, over all slices
@@ -125,7 +125,7 @@ class Arms(Selector):
     if any(not arms for _, arms in self._steps):
       raise ValueError("every live batch needs an arm, at least 'off'")
     if len({most for most, _ in self._steps}) < len(self._steps):
-      raise ValueError(f"the arms of a live batch are given twice: {self._steps}")
+      raise ValueError(f"the arms of a live batch are named twice: {self._steps}")
 
   @property
   def strategies(self) -> tuple[strategy_lib.Strategy, ...]:
