@@ -99,12 +99,9 @@ class Roofline:
     return verified + first + (arm.depth - 1) * later
 
   def pass_s(self, tokens: float, seen: float, per_row: int = 1) -> float:
-    """Seconds of a pass of the target.
+    """Seconds of a pass of the target over `tokens` of all rows.
 
-    Args:
-      tokens: of all rows
-      seen: tokens in their caches
-      per_row: tokens of a row, which read its cache together
+    `seen` tokens are in their caches, which `per_row` tokens of a row read together.
     """
     m = self.model
     head = m.vocab_size * m.width
@@ -116,7 +113,6 @@ class Roofline:
     return weights + attention + around + m.num_layers * self._all_reduces_s(tokens)
 
   def draft_s(self, tokens: float, seen: float) -> float:
-    """Seconds of a drafting step, for `tokens` of all rows."""
     weights = self._products_s(self.draft_weights, tokens)
     kernels = self.layer_kernels + self.step_kernels
     around = kernels * self.device.launch_s + self._all_reduces_s(tokens)
@@ -142,11 +138,7 @@ class Roofline:
     return moved + self.host_s
 
   def policy_update_s(self, tokens: float, slices: int, passes: float = 4.0) -> float:
-    """Seconds of a policy update on all devices.
-
-    Args:
-      passes: in forward passes: 3 for the gradient, 1 for log-probabilities
-    """
+    """In forward passes: 3 for the gradient, 1 for log-probabilities."""
     m = self.model
     weights = m.num_layers * self._layer + m.vocab_size * m.width
     return passes * self._compute_s(2 * weights * tokens) / slices

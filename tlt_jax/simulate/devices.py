@@ -74,10 +74,7 @@ class Trainer(trainer_lib.Trainer):
   def account(
     self, states: np.ndarray, micro_batches: np.ndarray
   ) -> trainer_lib.Account:
-    """The result of micro-batches i32[slices].
-
-    A state is just the micro-batches that wait for an update.
-    """
+    """A state is just the micro-batches that wait for an update."""
     updates, waiting = np.divmod(states + micro_batches, self.per_update)
     return trainer_lib.Account(
       waiting, micro_batches, updates.astype(np.int32), 0, {"new_rows": 0}
@@ -98,7 +95,6 @@ class Spot(spot_lib.Spot):
 
   @property
   def params(self):
-    """None: there are no arrays."""
     return None
 
   def rows(self) -> rows_lib.Rows:
@@ -164,7 +160,8 @@ def make_source(name: str, programs: Programs) -> source_lib.Source:
 class Chunks:
   """Replaces `rollout.chunks.Chunks`: counts a chunk's tokens, and spends its time.
 
-  The loops of `decoding.decode` and `speculation.speculate`, without tokens.
+  The loops of `decoding.decode` and `speculation.speculate`, without tokens; response i
+  gets `lengths[i]`.
   """
 
   def __init__(
@@ -174,15 +171,11 @@ class Chunks:
     lengths: np.ndarray,
     spot: Spot | None,
   ):
-    """Args:
-      lengths: i32[B]  tokens of each response
-    """
     self._programs, self._acceptance, self._lengths = programs, acceptance, lengths
     self._spot = spot
     self._quota = jax.jit(jax.vmap(fused.quota, in_axes=(_TRAINING, _EMITTED)))
 
   def run(self, batch, mode, draft_state, limits, training) -> chunks_lib.ChunkResult:
-    """See `rollout.chunks.Chunks.run`."""
     running, programs = batch.running, self._programs
     owner = running.owner
     left = np.where(owner < 0, 0, self._lengths[owner] - running.drawn[owner])

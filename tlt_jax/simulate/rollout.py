@@ -27,8 +27,6 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """What is simulated on."""
-
   slices: int
   costs: costs_lib.Costs
 
@@ -41,8 +39,6 @@ class Counts(samples_lib.Samples):
 
 
 class Loop(loop_lib.Loop):
-  """The loop of a rollout, whose samples are only counted."""
-
   def _empty(self, requests) -> samples_lib.Samples:
     samples = vars(super()._empty(requests))
     # Read, for a request's last token, and never written.
@@ -53,8 +49,6 @@ class Loop(loop_lib.Loop):
 
 @dataclasses.dataclass(frozen=True)
 class Parts(parts_lib.Parts):
-  """The parts of a rollout, with slots that hold nothing."""
-
   def batch(self, requests) -> devices.Batch:
     return devices.Batch(self.programs, requests)
 
@@ -138,7 +132,6 @@ def simulate(
 
 
 def record(samples: samples_lib.Samples) -> Mapping:
-  """A record for `experiments.timeline` and `experiments.plot`, as in rollouts.jsonl."""
   return {
     "step": 0,
     "length": samples.length.tolist(),

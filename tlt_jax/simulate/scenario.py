@@ -70,7 +70,6 @@ class Scenario:
     return costs_lib.Roofline(self.config, costs_lib.Device(**self.device), self.tensor)
 
   def acceptance(self, side: str) -> acceptance_lib.Rates:
-    """The acceptance rates of the side "frozen" or "tlt"."""
     rates = self.adapted if side == "tlt" and self.adapted else self.frozen
     return acceptance_lib.Rates(rates, self.trees)
 
@@ -84,12 +83,10 @@ class Scenario:
     return options_lib.Options(**sizes | dict(self.rollout) | {"slots": slots})
 
   def draw_lengths(self) -> np.ndarray:
-    """Tokens of each response, i32[prompts * responses]."""
     count = self.prompts * self.responses
     return draw_lengths(self.lengths, count, self.max_tokens)
 
   def run(self, side: str, slices: int) -> samples_lib.Samples:
-    """Simulates a side of `SIDES`."""
     selector, acceptance = None, None
     if side != "plain":
       selector = selector_lib.make(self.strategies, self.rule, has_drafter=True)
@@ -149,7 +146,6 @@ def read(path: str | pathlib.Path) -> Scenario:
 
 
 def parse(raw: Mapping[str, Any], where: str = "the scenario") -> Scenario:
-  """Makes a scenario from a file's content; raises as `read`."""
   fields = {f.name: f for f in dataclasses.fields(Scenario)}
   missing = dataclasses.MISSING
   needed = {

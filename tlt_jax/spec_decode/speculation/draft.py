@@ -37,8 +37,6 @@ class DraftState:
 
 
 class Draft:
-  """A drafter with its parameters and tables."""
-
   def __init__(
     self,
     config: drafter_lib.DrafterConfig,
@@ -47,13 +45,7 @@ class Draft:
     params,
     longest: int,
   ):
-    """Makes rotation tables, compute weights and the head's columns, outside of loops.
-
-    Args:
-      layout: of the features that it is given
-      target_params: whose embedding and head it uses
-      longest: a bound of all positions
-    """
+    """Makes tables outside of loops; `longest` bounds all positions."""
     self._module = drafter_lib.Drafter(config)
     self._layout = layout
     # Cast here, not in each step of a loop that follows: XLA would leave it there.
@@ -119,11 +111,7 @@ class Draft:
 def extend(
   draft: Draft, state: DraftState, slots: slots_lib.Slots
 ) -> tuple[jax.Array, cache_lib.LayerCache]:
-  """Computes the pairs that the pool lacks.
-
-  Returns:
-    h f[B D], the drafter's output at the last pair, and its cache
-  """
+  """Computes the pairs that the pool lacks; returns f[B D] at the last, and the cache."""
   pending, position = slots.pending, slots.position
   cache = cache_lib.LayerCache(state.pool, slots.kv.pages, slots.kernels)
   h = draft.features(state.features)
@@ -146,19 +134,14 @@ def draft_chain(
   depth: jax.Array,
   size: int,
 ) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
-  """Guesses `depth` <= size - 1 tokens in a row.
+  """Guesses `depth` i32[] <= size - 1 tokens in a row, read at run time.
 
-  Args:
-    slots: read for pending, position and sampling
-    depth: i32[]  read at run time
-    size: J, nodes of the tree
   Returns:
-    the tree, and the drafter's cache
+    the tree of J = `size` nodes, and the drafter's cache
   """
   h, cache = extend(draft, state, slots)
 
   def guess(h, d, tokens):
-    """The token after node d, and `tokens` with it added."""
     position = slots.position + d + 1
     runners = sampling_lib.contest(draft.logits(h), slots.sampling, position, draft.ids)
     token = draft.tokens(sampling_lib.argmax(runners))

@@ -112,13 +112,7 @@ def draft_tree(
 
 
 def _top_children(draft, width: int, h, sampling, position):
-  """Scores f32[b W] and tokens i32[b W] of the top children of nodes.
-
-  Args:
-    h: f[b D]  the drafter's hidden states at the nodes
-    sampling: of each node's slot
-    position: i32[b]  of the children
-  """
+  """Scores f32[b W] and tokens i32[b W] of the top children at h f[b D]."""
   runners = sampling_lib.contest(draft.logits(h), sampling, position, draft.ids)
   score, place = sampling_lib.likeliest(runners, width)
   return score, draft.tokens(place)
@@ -145,10 +139,9 @@ def _no_nodes(B: int, count: int) -> Nodes:
 
 
 def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
-  """The children of W nodes of a level.
+  """The children of W nodes of a level: `beams` [B W].
 
   Args:
-    beams: [B W], at depth i32[] `depth`
     score, token: f32[B W W] and i32[B W W], of each node's children, given the node
   """
   B, W, _ = score.shape

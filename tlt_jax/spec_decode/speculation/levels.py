@@ -50,11 +50,9 @@ def parse(text: str) -> tuple[Level, ...]:
 
 
 def automatic(has_drafter: bool) -> str:
-  """The default choice of strategies."""
   drafted = "off or 3_1_4 or 5_1_6 or 4_2_8 or ngram_3"
   return f"up to 8 live: {drafted if has_drafter else 'off or ngram_3 or ngram_5'}"
 
 
 def write(levels: Iterable[Level]) -> str:
-  """The text that `parse` reads."""
   return "; ".join(map(str, levels))

@@ -54,11 +54,8 @@ def match_length(corpus: Corpus, batch: int) -> jax.Array:
                                                         0 2 0 0 0
   The last position counts 0: no token follows it.
 
-  Args:
-    batch: B
   Returns:
-    i32[B C S], at most LONGEST_MATCH; 0 where no known token follows, or the row is of
-    another group
+    i32[B C S]; 0 where no known token follows, or the row is of another group
   """
   S = corpus.tokens.shape[1]
   n = LONGEST_MATCH
@@ -79,15 +76,11 @@ def match_length(corpus: Corpus, batch: int) -> jax.Array:
 def propose(
   corpus: Corpus, pending: jax.Array, depth: jax.Array, size: int
 ) -> tree_lib.Tree:
-  """Guesses up to `depth` <= size - 1 tokens in a row, fewer where fewer are known.
+  """Guesses up to `depth` i32[] <= size - 1 tokens in a row, fewer where fewer are known.
 
   The longest match wins; among equals one in the slot's own row, then the first row; in a
-  row the latest.
+  row the latest. `pending` i32[B] is each slot's last known token.
 
-  Args:
-    pending: i32[B]  each slot's last known token
-    depth: i32[]  read at run time
-    size: J, nodes of the tree
   Raises:
     ValueError: more tokens in the corpus than an i32 can rank
   """
@@ -115,12 +108,7 @@ def propose(
 
 
 def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
-  """Appends drawn tokens to the slots' own rows.
-
-  Args:
-    tokens: i32[B A]
-    count: i32[B]  valid tokens
-  """
+  """Appends `count` i32[B] of `tokens` i32[B A] to the slots' own rows."""
   (B, A), S = tokens.shape, corpus.tokens.shape[1]
   chex.assert_shape(count, (B,))
   a = jnp.arange(A)
@@ -135,13 +123,7 @@ def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
 def make_rows(
   sequences: Iterable[tuple[int, np.ndarray]], count: int, length: int
 ) -> Corpus:
-  """Makes a `Corpus` on the host.
-
-  Args:
-    sequences: (group, tokens i32[...]) of the first rows; the others stay empty
-    count: C
-    length: S; tokens beyond it are dropped
-  """
+  """A `Corpus` on the host: C = `count` rows of S = `length` tokens, the rest empty."""
   rows = Corpus(
     tokens=np.zeros((count, length), np.int32),
     length=np.zeros(count, np.int32),
@@ -172,7 +154,6 @@ class Memory:
     self._by_age: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
 
   def __len__(self) -> int:
-    """Responses held."""
     return len(self._by_age)
 
   def add(self, prompt: np.ndarray, response: np.ndarray) -> None:
@@ -207,15 +188,10 @@ class Memory:
     return [np.frombuffer(value, np.int32) for value in reversed(held)]
 
   def rows_for(self, prompts: Mapping[int, np.ndarray], count: int, length: int) -> Corpus:
-    """Picks the `count` rows to upload for a slice's live prompts.
+    """Picks the `count` rows to upload for a slice's live prompts, i32[...] by group.
 
     Prompts take turns, each with its next latest response, until the rows are full. A row
-    starts with as much of the prompt as a match can span.
-
-    Args:
-      prompts: tokens i32[...] by group
-      count: C
-      length: S; longer rows are cut
+    starts with as much of the prompt as a match can span, and is cut to `length`.
     """
     held = {group: self.responses(prompt) for group, prompt in prompts.items()}
     deepest = max(map(len, held.values()), default=0)
@@ -233,7 +209,6 @@ class Memory:
     return {"evicted": self.evicted, "responses": pairs}
 
   def restore(self, state: dict) -> None:
-    """Replaces its content by a `state`, up to its capacity."""
     self._responses.clear()
     self._by_age.clear()
     self.tokens = 0

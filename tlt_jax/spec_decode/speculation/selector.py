@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import copy
 import dataclasses
 import logging
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tlt_jax import named
 from tlt_jax.spec_decode.speculation import levels
@@ -61,16 +61,11 @@ class Selector:
     return (None, *self.strategies)
 
   def choose(self, live: int, step_s: StepSeconds) -> Arm:
-    """Chooses the strategy of the next chunk.
-
-    Args:
-      live: requests of the fullest slice
-      step_s: step times, as far as they are known
-    """
+    """The strategy of the next chunk; `live` requests of the fullest slice."""
     raise NotImplementedError
 
   def observe(self, seen: Observation) -> None:
-    """Learns from a chunk; called after each."""
+    """Learns from a chunk."""
 
   def gain(self, live: int, arm: Arm, step_s: StepSeconds) -> float | None:
     """The expected speed-up over plain decoding; None: unknown."""
@@ -110,15 +105,14 @@ def always(strategy: strategy_lib.Strategy) -> ByLiveBatch:
 
 
 class Arms(Selector):
-  """Chooses among several arms per range of live requests, given as (most live, arms)."""
+  """Chooses among several arms per range of live requests; plain decoding above the last.
+
+  `steps` are (most live requests, arms) pairs; an arm remembers `window` chunks.
+  """
 
   learnt: ClassVar[tuple[str, ...]] = ()  # attributes that a checkpoint keeps
 
   def __init__(self, steps: Sequence[tuple[int, Sequence[Arm]]], window: int = 16):
-    """Args:
-      steps: (most live requests, arms) each; above the last only plain decoding
-      window: chunks that an arm remembers
-    """
     self._steps = tuple((most, tuple(arms)) for most, arms in steps)
     self._steps = tuple(sorted(self._steps, key=lambda step: step[0]))
     self._window = window
@@ -148,7 +142,6 @@ class Arms(Selector):
     return copy.deepcopy({"rule": type(self).__name__, **learnt})
 
   def restore(self, state: dict | None) -> None:
-    """Continues from a `state`; of another rule, or None: starts over."""
     if not state or state["rule"] != type(self).__name__:
       logging.info("the strategy rule starts without saved statistics")
       return
@@ -161,12 +154,8 @@ def make(strategies: str, rule: str, has_drafter: bool) -> Selector | None:
 
   A rule is only used where some level has several arms.
 
-  Args:
-    strategies: see `levels.parse`
-    rule: see `find_rule`
-    has_drafter: whether strategies that need a drafter can run
   Raises:
-    ValueError: unreadable strategies, or no such rule
+    ValueError: unreadable strategies (`levels.parse`), or no such rule (`find_rule`)
   """
 
   def can_run(arm):
@@ -186,9 +175,8 @@ def make(strategies: str, rule: str, has_drafter: bool) -> Selector | None:
 def find_rule(name: str) -> Callable[..., Selector]:
   """The constructor of a rule's selector, from (most live requests, arms) pairs.
 
-  Args:
-    name: "predictive" or "epsilon_greedy", a module of `rules/`; or the dotted name of
-      another module that has a `make(steps)`
+  The name is that of a module of `rules/`, or the dotted name of another with a `make`.
+
   Raises:
     ValueError: no such rule
   """

@@ -1,13 +1,12 @@
 """Sources of drafts: they guess the target's next tokens.
 
 `make("ngram", setting)` imports `tlt_jax.spec_decode.speculation.sources.ngram` and
-calls its `make(setting)`. A dotted name is imported as given, so a source may be part of
-any package; a strategy names it ("my_package.my_source_5"). Whatever a source guesses,
-no token changes: verification draws the target's own.
+calls its `make(setting)`. A dotted name is imported as given: a strategy may name any
+package's source ("my_package.my_source_5"). No guess changes a token.
 
-A source has two sides. On the host it prepares, before a chunk, a *state*: arrays that
-are donated to the chunk. On the devices, once per slice, it proposes a tree of guesses in
-each iteration, and absorbs the accepted tokens.
+On the host a source prepares, before a chunk, a *state*: arrays that are donated to it. On
+the devices, once per slice, it proposes a tree of guesses in each iteration, and absorbs
+the accepted tokens.
 """
 
 from collections import abc
@@ -48,8 +47,6 @@ class Setting:
 
 
 class Progress(NamedTuple):
-  """A running request."""
-
   request: int
   prompt_idx: int  # equal for the responses to one prompt
   prompt: np.ndarray  # i32[...]
@@ -87,20 +84,11 @@ class Source:
     self.setting = setting
 
   def program(self, strategy: strategy_lib.Strategy) -> str:
-    """The name of the program that runs a strategy; equal names share a program.
-
-    Depth is a run-time argument and no part of it.
-    """
+    """The name of the program that runs a strategy, at any depth."""
     return f"{strategy.source}_{strategy.width}_{strategy.verify}"
 
   def ready(self, weights: chunk_lib.Weights, slots: slots_lib.Slots) -> Any:
-    """Compiles what `prepare` runs.
-
-    Args:
-      weights, slots: shapes and shardings
-    Returns:
-      shapes and shardings of the state that `prepare` makes
-    """
+    """Compiles what `prepare` runs; returns the shapes and shardings of its state."""
     return None
 
   def prepare(
@@ -108,10 +96,7 @@ class Source:
   ) -> Any:
     """Makes the state of the next chunk, to which it is donated.
 
-    Args:
-      weights: of the target, and of the drafter if `reads_drafter`
-      slots: the running requests on the devices
-      running: the same on the host
+    `running` is the host's view of `slots`; the drafter's weights need `reads_drafter`.
     """
     return None
 
@@ -132,13 +117,9 @@ class Source:
   def bind(
     self, strategy: strategy_lib.Strategy, weights: chunk_lib.Weights, length: int
   ) -> tuple[Propose, Absorb]:
-    """Makes the functions that propose and absorb in a chunk of one slice.
+    """The functions that propose and absorb in a chunk of one slice.
 
-    Args:
-      length: S, a bound of all positions
-    Returns:
-      (slots, state, depth i32[]) -> Proposal; and (state of the proposal, output) -> the
-      next state
+    `length` S bounds all positions.
     """
     raise NotImplementedError
 
@@ -154,9 +135,7 @@ class Source:
 
 
 def make(name: str, setting: Setting) -> Source:
-  """The source of that name.
-
-  Raises:
+  """Raises:
     ValueError: no such module, or it cannot draft in this setting
   """
   try:

@@ -28,13 +28,10 @@ from tlt_jax.spec_decode.speculation import verify
 def decode(
   source: source_lib.Source, strategy: strategy_lib.Strategy, tokens: int
 ) -> chunk_lib.Decode:
-  """Speculative decoding of one slice.
+  """Speculative decoding of one slice, at the depth of `Limits.depth`.
 
   Runs `Limits.steps` iterations, or until a slot might exceed `Limits.tokens` in the next.
-
-  Args:
-    strategy: its width and nodes are compiled in, its depth is `Limits.depth`
-    tokens: room per slot, a bound of `Limits.tokens`
+  There is room for `tokens` per slot, a bound of these.
   """
   setting = source.setting
   config, most = setting.config, setting.room.longest
@@ -81,12 +78,7 @@ def decode(
 def _emit(
   emitted: slots_lib.Emitted, output: verify.Output, live: jax.Array, remaining: jax.Array
 ) -> slots_lib.Emitted:
-  """Appends the output of an iteration to the emitted tokens.
-
-  Args:
-    live: bool[B]  slots that ran in this iteration
-    remaining: i32[B]  of the slots, after it
-  """
+  """Appends the output of an iteration, in which `live` bool[B] slots ran."""
   (B, most), tokens = output.tokens.shape, emitted.tokens.shape[1]
   inside = jnp.arange(most) < output.count[:, None]
   at = jnp.where(inside, emitted.count[:, None] + jnp.arange(most), tokens)
@@ -120,10 +112,7 @@ def verify_and_accept(
   """Runs the target over the trees once, and keeps the accepted tokens.
 
   Args:
-    config, params: the target's
     layout: of the features that are kept; None: none are
-    rotations: of positions 0, 1, ..., see `target.Target.with_taps`
-    tree: the guesses, J nodes per slot
     most: A, most tokens that a pass yields
     width: W; 1 for a chain
   """

@@ -34,7 +34,7 @@ class Strategy:
 
   @property
   def longest(self) -> int:
-    """The deepest draft that its program can make."""
+    """The deepest draft of its program."""
     return self.verify - 1 if self.width == 1 else self.depth
 
   def __str__(self) -> str:
@@ -76,7 +76,6 @@ def name(strategy: Strategy | None) -> str:
 
 
 def uses_drafter(strategy: Strategy | None) -> bool:
-  """Whether a drafter with weights makes its drafts."""
   return strategy is not None and strategy.source == MODEL
 
 
@@ -95,7 +94,6 @@ class Room:
 
   @classmethod
   def of(cls, strategies: Iterable[Strategy]) -> "Room":
-    """Room that suffices for all of them."""
     strategies = tuple(strategies)
     trees = [s for s in strategies if s.width > 1]
     nodes = max((s.verify for s in trees), default=0)

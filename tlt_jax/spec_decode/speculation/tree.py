@@ -18,8 +18,6 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Tree:
-  """A draft tree of J nodes for each row."""
-
   tokens: jax.Array  # i32[B J]
   parent: jax.Array  # i32[B J]  a smaller index; node 0's is 0
   depth: jax.Array  # i32[B J]

@@ -45,11 +45,7 @@ class Output:
 def walk_chain(
   tree: tree_lib.Tree, drawn: jax.Array, path_length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Finds the accepted path of a chain: `walk`, in one comparison.
-
-  Returns:
-    as `walk`, but the path continues beyond the last accepted node
-  """
+  """`walk` of a chain, in one comparison; the path continues beyond the accepted nodes."""
   chex.assert_equal_shape([drawn, tree.tokens])
   agrees = (tree.tokens[:, 1:] == drawn[:, :-1]) & tree.valid[:, 1:]
   accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), 1), 1)
@@ -60,11 +56,10 @@ def walk_chain(
 def walk(
   tree: tree_lib.Tree, drawn: jax.Array, path_length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Finds the accepted path of a tree.
+  """Finds the accepted path of a tree, of at most A = `path_length` nodes.
 
   Args:
     drawn: i32[B J]  the target's token after each node
-    path_length: A, most nodes of a path, the root included
   Returns:
     path i32[B A], nodes from the root on (padded by its last), and the number of drafted
     nodes on it, i32[B]
@@ -88,13 +83,8 @@ def walk(
 def cut(
   tokens: jax.Array, count: jax.Array, stop_tokens: jax.Array, remaining: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Ends the accepted tokens at the first stop token and at the limit.
+  """Ends `count` of tokens i32[B A] at the first stop token and at `remaining`.
 
-  Args:
-    tokens: i32[B A]
-    count: i32[B]  valid tokens
-    stop_tokens: i32[B stops]
-    remaining: i32[B]  tokens that may still be drawn
   Returns:
     the number of tokens left, i32[B], and whether the last of them is a stop token
   """

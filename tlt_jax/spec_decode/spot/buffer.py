@@ -48,16 +48,11 @@ FIELDS = ("targets", "positions", "segments", "mask")  # of `Buffer.table`
 class Buffer:
   """Packed rows of every slice: `table` i32[slices m 4 T], see `FIELDS` and `packing`.
 
-  A sequence of T tokens takes T-1 places: its last token has no feature.
+  A sequence of T tokens takes T-1 places: its last token has no feature. At most `carried`
+  rows per slice are kept for the next rollout; a piece repeats `context` tokens.
   """
 
   def __init__(self, slices: int, rows: int, length: int, carried: int, context: int):
-    """Args:
-      rows: m, per slice
-      length: T, tokens of a row
-      carried: most rows kept for the next rollout
-      context: tokens that a piece repeats of the one before
-    """
     self.length, self.carried, self.context = length, carried, context
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     self.table = np.zeros((slices, rows, len(FIELDS), length), np.int32)
@@ -75,7 +70,6 @@ class Buffer:
     return sorted(held, key=lambda i: (rows[i].uses, rows[i].age, -rows[i].longest, i))
 
   def begin_rollout(self) -> None:
-    """Ages all rows; evicts all but the newest."""
     self.version += 1
     for s, rows in enumerate(self.rows):
       for row in rows:
@@ -84,11 +78,8 @@ class Buffer:
         self._clear(s, i)
 
   def add(self, s: int, prompt: np.ndarray, response: np.ndarray) -> list[Piece]:
-    """Places a sequence, if need be in the place of older or shorter ones.
+    """Places a sequence on slice s, if need be in the place of older or shorter ones.
 
-    Args:
-      s: the slice
-      prompt, response: i32[...]
     Returns:
       where its features belong, without the pieces for which there is no room because all
       rows are of longer sequences
@@ -113,7 +104,6 @@ class Buffer:
     return pieces
 
   def most_pieces(self, size: int) -> int:
-    """The pieces of a sequence of `size` tokens."""
     return len(self._cut(size))
 
   def _cut(self, size: int) -> list[tuple[int, int]]:
@@ -179,7 +169,6 @@ class Buffer:
     """Restores a state; from another number of slices, rows are redistributed.
 
     Args:
-      state: of `state`
       table: saved with it, i32[... 4 T], the rows of all slices
     Returns:
       i32[slices m], the index of the saved row in each row; -1: empty
@@ -200,10 +189,7 @@ class Buffer:
     return source
 
   def _deal(self, saved: list[Row]) -> np.ndarray:
-    """The saved row of each row: the newest first, one slice after the other.
-
-    Those without room are dropped.
-    """
+    """The saved row of each row: the newest first, one slice after the other."""
     num_slices, each = self.table.shape[:2]
     source = np.full((num_slices, each), -1)
     found = [i for i, row in enumerate(saved) if row.sizes]

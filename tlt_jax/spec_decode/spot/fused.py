@@ -51,11 +51,6 @@ def make(
   """The fused program of a chunk; see `chunk` for how it is called.
 
   The drafters in training are not donated: they survive a program that runs out of memory.
-
-  Args:
-    decode: of one slice
-    shardings: of its results
-    kernels: used by `decode`
   """
   return chunk_lib.make(
     trainer.mesh,

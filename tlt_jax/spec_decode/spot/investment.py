@@ -58,15 +58,16 @@ class Costs(NamedTuple):
 
 
 class Progress(NamedTuple):
-  """The result of some training."""
-
   updates: int
   on_new: int  # the first ones, on rows at their first use
   agreement: float | None  # 1 - TV on these, mean of drafting steps; None: no such rows
 
 
 class Investment:
-  """Tracks a drafter's training and decides how long it continues."""
+  """Tracks a drafter's training and decides how long it continues.
+
+  Training after a rollout takes at most `share` of the rollout's time.
+  """
 
   # Attributes that a checkpoint keeps.
   learnt = tuple(
@@ -75,9 +76,6 @@ class Investment:
   )
 
   def __init__(self, share: float):
-    """Args:
-      share: most time of training after a rollout, relative to the rollout's
-    """
     self._share = share
     self.in_idle_slices = True  # whether idle slices train
     self.points: list[list[float]] = []  # recent (log updates, -log(1 - q))
@@ -104,12 +102,7 @@ class Investment:
     arms: Sequence[selector_lib.Arm],
     step_s: selector_lib.StepSeconds,
   ) -> None:
-    """Books a chunk.
-
-    Args:
-      arms: that the selector could have chosen
-      step_s: step times in its bucket, by arm
-    """
+    """Books a chunk, for which the selector could have chosen `arms`."""
     own = tuple(arm for arm in arms if strategy_lib.uses_drafter(arm))
     drafted = strategy_lib.uses_drafter(seen.strategy)
     if drafted and len(seen.accepted) > 1:
@@ -128,8 +121,7 @@ class Investment:
   def end_rollout(self, rollout_s: float, progress: Progress, idle_s: float) -> float:
     """Books a rollout whose last token is drawn; returns the seconds to train after it.
 
-    Args:
-      progress, idle_s: of training in idle slices
+    Idle slices made `progress` in `idle_s`.
     """
     self.costs = [*self.costs, list(self._costs.values())][-_LATE:]
     if self.in_idle_slices:
@@ -143,7 +135,6 @@ class Investment:
     return self._choose(rollout_s)
 
   def trained(self, progress: Progress, seconds: float) -> None:
-    """Books training after a rollout."""
     self.invested_s += seconds
     if progress.updates:
       self.update_s = seconds / progress.updates
@@ -192,11 +183,7 @@ class Investment:
     return self.rested is None
 
   def _pays(self, seconds: float, update_s: float) -> bool:
-    """Whether training in each of the next few rollouts pays off.
-
-    Args:
-      seconds, update_s: its cost per rollout, and per update
-    """
+    """Whether training pays off that costs `seconds` in each of the next few rollouts."""
     if not seconds or not update_s:
       return False
     (slope, now), updates = self._curve(), seconds / update_s
@@ -235,7 +222,6 @@ class Investment:
     return float(accepted / drafted) if drafted else None
 
   def state(self) -> dict:
-    """What it knows, as JSON for a checkpoint."""
     return copy.deepcopy({name: getattr(self, name) for name in self.learnt})
 
   def restore(self, state: Mapping[str, Any]) -> None:

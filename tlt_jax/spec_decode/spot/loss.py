@@ -64,13 +64,10 @@ class Settings:
 
 @ranges.options
 class Loss(Settings):
-  """The objective of a drafter's training."""
-
   temperature: ranges.Positive = ranges.field(1.0, "temperature of the distributions")
 
   @property
   def metrics(self) -> list[str]:
-    """The names of the metrics of `loss`."""
     by_step = [f"{x}_{k + 1}" for x in ("loss", "agreement") for k in range(self.steps)]
     return ["tokens", *by_step]
 
@@ -94,8 +91,6 @@ def loss(
   """The loss of one micro-batch, a sum over tokens.
 
   Args:
-    drafter, draft_params: trained
-    config, target_params: of the target, frozen
     packed: [rows T]; all arrays' rows are independent
     kept: of the target's states, final f[rows T D] and what the drafter reads
     rotations: of positions 0, 1, ..., if precomputed
@@ -154,10 +149,7 @@ class _Goal(NamedTuple):
 
 
 def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
-  """Args:
-    final: f[rows T D]  from which p follows
-    drawn: i32[rows T]  from p
-  """
+  """What follows final f[rows T D], of which i32[rows T] was drawn."""
   ids = drafter.target_ids
   part = target.output_head(config, target_params, ids if drafter.vocab else None)
   logits = functools.partial(
@@ -180,7 +172,6 @@ def _distances(
   """The trained distance, and total variation: f32[rows T] each.
 
   Args:
-    logits: f[... D] -> f32[... U]
     h: f[rows T D]  the drafter's outputs
     is_new: bool[], whether this is one of the `cross_entropy_updates`; None: it is not
   """
@@ -204,10 +195,7 @@ def _distances(
 def _by_positions(f: Callable, width: int, x: Any) -> Any:
   """Computes f of arrays [rows T ...] in blocks of positions that fit `_BLOCK`.
 
-  Args:
-    f: of arrays [rows T ...], position by position
-    width: of its largest array, per row and position
-    x: tree of arrays [rows T ...]
+  The largest array that f makes has `width` numbers per row and position.
   """
   rows, T = jax.tree.leaves(x)[0].shape[:2]
   # A power of two: mostly no rest is left, which would be a separate program.

@@ -66,7 +66,6 @@ class DraftLearner:
 
     Args:
       target_params: laid out by `axes.ROLLOUT`
-      prompts, responses: i32[...] each, one pair per sequence
       features: f[T E] of each sequence of T tokens, see `features`; None: computed
     Returns:
       the new state, and `drafter/*`: loss, and per drafting step k loss_k and
@@ -90,13 +89,9 @@ class DraftLearner:
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
   ) -> list[np.ndarray]:
-    """Computes the target's features for updates: f[T E] of each sequence of T tokens.
+    """The target's features for updates: f[T E] of each sequence of T tokens.
 
-    Args:
-      target_params: laid out by `axes.ROLLOUT`
-      prompts, responses: i32[...] each, one pair per sequence
-    Returns:
-      tapped and final states as `features.Layout` orders them; E = `layout.size`
+    Tapped and final states as `features.Layout` orders them; E = `layout.size`.
     """
     packed = packing.pack(prompts, responses, self.buckets)
     placed = packing.place(packed, self.mesh)
@@ -184,11 +179,9 @@ class DraftLearner:
 
   @property
   def _positions(self) -> jax.Array:
-    """Of the longest row; for tables made outside of the loops."""
     return jnp.arange(self.buckets[-1].length)
 
   def _over_slices(self, x):
-    """Splits the rows of an array over the slices."""
     if not x.ndim:
       return x
     return jax.lax.with_sharding_constraint(x, axes.sharding(self.mesh, axes.DATA))
@@ -207,11 +200,7 @@ def _packed(
 def _unpacked(
   features: Sequence[np.ndarray], packed: Sequence[packing.Packed], sizes: Sequence[int]
 ) -> list[np.ndarray]:
-  """Undoes `_packed` for all buckets: f[T E] of each sequence.
-
-  Args:
-    sizes: tokens of each sequence
-  """
+  """Undoes `_packed` for all buckets, of sequences of `sizes` tokens."""
   found: list[np.ndarray | None] = [None] * len(sizes)
   for made, bucket in zip(features, packed, strict=True):
     for i, where in _places(bucket):
@@ -220,10 +209,7 @@ def _unpacked(
 
 
 def _places(packed: packing.Packed) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
-  """Yields (sequence, index of its tokens in [M rows T]) of a bucket.
-
-  The tokens of a sequence are contiguous, in the order of their positions.
-  """
+  """Yields (sequence, index of its tokens in [M rows T], by position) of a bucket."""
   for i in np.unique(packed.sequence_idx[packed.segments > 0]):
     yield i, np.nonzero((packed.sequence_idx == i) & (packed.segments > 0))
 
@@ -236,13 +222,11 @@ def make(
   mesh: jax.sharding.Mesh,
   buckets: Sequence[tuple[ranges.Count, ranges.Tokens]],
 ) -> DraftLearner:
-  """A learner for one target, drafter, loss, optimizer and mesh.
+  """A learner of a drafter for the target `config`.
 
-  Args:
-    config: of the target
-    mesh: whose slices share the rows of a micro-batch
-    buckets: (rows, tokens per row) of micro-batches, by increasing tokens; rows are
-      rounded up to a multiple of the slices
+  Buckets are (rows, tokens per row) of micro-batches, by increasing tokens; rows are
+  rounded up to a multiple of the slices.
+
   Raises:
     ValueError: no buckets, or out of order
   """

@@ -111,7 +111,6 @@ OPTIMIZER = dict(
 
 
 def row_tokens(trainer: trainer_lib.Trainer, options: Options) -> int:
-  """Tokens of a row of training data: at most those of a sequence."""
   return min(options.row_tokens, trainer.longest)
 
 
@@ -182,11 +181,7 @@ class Spot:
   def training(
     self, most: int, expected_steps: int | None = None, quota_if_idle_midway: int = 0
   ) -> trainer_lib.Training:
-    """The input of a program that trains; see `trainer.Training`.
-
-    Args:
-      most: micro-batches of a slice that has nothing to decode
-    """
+    """See `trainer.Training`."""
     training = trainer_lib.Training(self._states, self.rows(), np.int32(most))
     if expected_steps is None:
       return training
@@ -205,7 +200,6 @@ class Spot:
     return self.training(most=one, expected_steps=1).replace(rows=rows)
 
   def take(self, trained: trainer_lib.Account) -> None:
-    """Takes the result of a program that trains."""
     self._states = trained.states
     self._updates = self._updates + trained.updates
     self.apart |= bool(trained.micro_batches.any())
@@ -217,11 +211,7 @@ class Spot:
     return self._updates
 
   def exchange(self, program: Callable) -> None:
-    """Averages the slices' drafters; the result drafts.
-
-    Args:
-      program: of `Trainer.make_exchange`
-    """
+    """Averages the slices' drafters by a `Trainer.make_exchange`."""
     updates = slices.place(self.trainer.mesh, self._updates[:, None])
     self._states, self._params = program(self._states, updates)
     self._reset_counts()
@@ -242,14 +232,10 @@ class Spot:
     return self._features
 
   def take_features(self, features: jax.Array) -> None:
-    """Replaces the features by the result of a program that stores rows."""
     self._features = features
 
   def arrays(self) -> dict:
-    """The arrays of a checkpoint: the drafter's own state, and the training data.
-
-    Without the target's embedding and head, which the drafter uses.
-    """
+    """The arrays of a checkpoint, without the target's embedding and head."""
     return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
@@ -285,7 +271,6 @@ class Spot:
     return slices.place(self.trainer.mesh, x.copy())
 
   def rows(self) -> rows_lib.Rows:
-    """The training data as programs take them."""
     buffer = self.buffer
     table = self._placed_once("table", buffer.version, lambda: buffer.table)
     order = self._placed_once("order", (buffer.version, buffer.turn), buffer.order)
@@ -300,12 +285,10 @@ class Spot:
     return self._placed[name][1]
 
   def most_pieces(self, slots: int, length: int) -> int:
-    """The pieces of `slots` sequences of `length` tokens."""
     return slots * self.buffer.most_pieces(length)
 
 
 def _rows_of(x: jax.Array, index: np.ndarray) -> jax.Array:
-  """Rows of an array; zeros for -1."""
   return jnp.where(index.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[index], 0)
 
 
@@ -319,12 +302,7 @@ def make_trainer(
   loss: loss_lib.Loss,
   options: Options,
 ) -> trainer_lib.Trainer:
-  """The trainer of a drafter in rollouts; holds no array.
-
-  Args:
-    config: of the target
-    longest: tokens of the longest sequence
-  Raises:
+  """Raises:
     ValueError: pieces repeat less than the loss unrolls
   """
   if options.row_tokens < longest and options.context_tokens < loss.steps:

@@ -26,8 +26,6 @@ class Sums:
 
 @flax.struct.dataclass
 class State:
-  """A drafter in training."""
-
   params: dict  # f32, laid out by axes.ROLLOUT
   opt_state: optax.OptState
   average: dict | None  # of `params` over updates; None: none is kept
@@ -52,9 +50,7 @@ def abstract_state(
 ) -> State:
   """Shapes, dtypes and shardings of the state.
 
-  Args:
-    averages: whether it keeps an average
-    waiting: metrics of micro-batches that wait for an update; (): none wait
+  `waiting` are the metrics of micro-batches that wait for an update; (): none wait.
   """
   abstract = drafter_lib.abstract_params(drafter)
   params = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
@@ -76,12 +72,7 @@ def init_state(
   averages: bool = False,
   waiting: Collection[str] = (),
 ) -> State:
-  """The state before the first update.
-
-  Args:
-    params: of the drafter, of any layout; copied
-    averages, waiting: see `abstract_state`
-  """
+  """The state before the first update, of copies of `params` of any layout."""
   abstract = abstract_state(drafter, optimizer, mesh, averages, waiting)
 
   def put(x, like):  # a copy: the state is donated, the given drafter may still draft
@@ -115,15 +106,12 @@ def update(
 ) -> tuple[State, dict[str, jax.Array]]:
   """Makes one optimizer step from sums over tokens, see `loss.loss`.
 
-  Without tokens, or where a sum is not finite (counted), nothing happens: even zero
-  gradients would move the parameters by their moments.
+  Without tokens, not `enough` of them, or where a sum is not finite (counted), nothing
+  happens: even zero gradients would move the parameters by their moments.
 
   Args:
-    loss: f32[]  its sum
     metrics: f32[] each, sums; "tokens" is the divisor
-    grads: of the sum of the loss
     decay: of the average per update, where the state keeps one
-    enough: bool[]  whether this is all of the step's data; else nothing happens
   Returns:
     the new state; and loss, grad_norm and the other `metrics`, means over tokens, with
     `updated`, 1.0 or 0.0
@@ -161,13 +149,10 @@ def learn(
   per_update: int,
   decay: float = 0.0,
 ) -> tuple[State, dict[str, jax.Array]]:
-  """Adds a micro-batch, and makes an update once there are enough.
+  """Adds a micro-batch, and makes an update of `per_update` once there are enough.
 
   A micro-batch that is not finite is dropped: it would spoil those that wait.
 
-  Args:
-    per_update: micro-batches of an update
-    decay: see `update`
   Returns:
     the new state; the metrics of `update`, all 0.0 where there was none, with
     `skipped`, 1.0 for a micro-batch or an update that was not finite

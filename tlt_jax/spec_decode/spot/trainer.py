@@ -31,8 +31,6 @@ from tlt_jax.spec_decode.spot import state as state_lib
 
 @flax.struct.dataclass
 class Training:
-  """The input of a program that trains."""
-
   states: state_lib.State  # of each slice: [slices ...] each
   rows: rows_lib.Rows
   most: jax.Array  # i32[]  micro-batches of a slice that has nothing to decode
@@ -44,8 +42,6 @@ class Training:
 
 @flax.struct.dataclass
 class Trained:
-  """The result of a program that trains."""
-
   states: state_lib.State  # of each slice: [slices ...] each
   totals: jax.Array  # f32[slices n]  see `Trainer.account`
 
@@ -70,8 +66,6 @@ class Account(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-  """The training of one drafter for one target: micro-batches, updates, exchanges."""
-
   config: config_lib.ModelConfig
   drafter: drafter_lib.DrafterConfig
   mesh: jax.sharding.Mesh
@@ -86,7 +80,6 @@ class Trainer:
     return features_lib.of_drafter(self.drafter, train=True)
 
   def _rotations(self) -> layers.Rotation:
-    """Tables for all positions, for the loops over micro-batches."""
     return layers.rotation(self.drafter.layer, jnp.arange(self.longest))
 
   def _loss(
@@ -98,7 +91,6 @@ class Trainer:
     features: jax.Array,
     updates: jax.Array | None = None,
   ):
-    """See `loss.loss`."""
     return loss_lib.loss(
       self.loss,
       self.drafter,
@@ -217,7 +209,6 @@ class Trainer:
 
   @property
   def _kept(self) -> dict:
-    """The optional parts of a state."""
     waiting = self.loss.metrics if self.per_update > 1 else ()
     return dict(averages=self.average > 0, waiting=waiting)
 
@@ -253,7 +244,6 @@ class Trainer:
     return jax.jit(mapped, out_shardings=slices.shardings(self.abstract))
 
   def abstract_states(self) -> state_lib.State:
-    """Shapes, dtypes and shardings of the states of all slices."""
     num_slices = self.mesh.shape[axes.DATA]
 
     def own(x):

@@ -1,11 +1,10 @@
 """A rule that explores little: rates are predicted from step times and acceptance.
 
-The rate of an arm is the tokens that a pass yields over the time of a step, and the two
-are learnt separately. A step takes as long whatever is accepted, so it can be timed
-beforehand. The probability that the k-th drafted token is accepted, given those before
-it, is nearly the same at every live batch, so every chunk of a chain informs all chains of
-its source. A tree's yield has to be observed. (TLT tries every arm of every live batch
-instead, see `epsilon_greedy`.)
+The rate of an arm is the tokens of a pass over the time of a step, learnt separately. Step
+times do not depend on acceptance and can be measured beforehand. The probability that the
+k-th drafted token is accepted, given those before it, is nearly the same at every live
+batch, so every chunk of a chain informs all chains of its source; a tree's yield has to be
+observed. (TLT tries every arm of every live batch instead, see `epsilon_greedy`.)
 """
 
 import math
@@ -46,11 +45,7 @@ class Predictive(selector.Arms):
   learnt = tuple("_shown _last _before _idle _was _again _chunks _spent _paid".split())
 
   def __init__(self, steps, window: int = 16, regret: float = 0.0075, margin: float = 0.03):
-    """Args:
-      steps, window: see `selector.Arms`
-      regret: share of all time that trials of a kind may cost
-      margin: relative gain required to switch arms
-    """
+    """`regret`: share of time for trials of a kind; `margin`: gain required to switch."""
     super().__init__(steps, window)
     self._regret, self._margin = regret, margin
     # By depth of a source, or by tree, for each recent chunk: tokens drawn there, passes
@@ -93,7 +88,6 @@ class Predictive(selector.Arms):
   def _or_try(
     self, step_s: selector.StepSeconds, best: selector.Arm, loss: dict
   ) -> selector.Arm:
-    """The best arm, or one to try."""
     self._trial = None
     if self._before.get(str(step_s.bucket)) != strategy_lib.name(best):
       return best
@@ -106,12 +100,7 @@ class Predictive(selector.Arms):
     return best
 
   def _why(self, arm, loss: float, step_s: selector.StepSeconds, rate: float) -> str | None:
-    """The budget from which the arm may be tried now; None: it may not.
-
-    Args:
-      loss: what a trial would cost, in chunks
-      rate: of the best arm
-    """
+    """The budget for a trial of the arm now, which costs `loss` chunks; None: no trial."""
     key = _in_bucket(step_s.bucket, arm)
     idle = self._idle.get(key, 0)
     # Drafting only adds to a step.
@@ -130,17 +119,11 @@ class Predictive(selector.Arms):
     return _what(arm) if long_ago and self._can_pay(_what(arm)) else None
 
   def _can_pay(self, budget: str, most: float = 0.0) -> bool:
-    """Whether trials have cost no more than their share so far.
-
-    Args:
-      budget: a source's, a tree's, or another
-      most: allowance from the start, in chunks
-    """
+    """Whether trials have cost no more than their share and `most` initial chunks."""
     mean_s = self._spent / max(self._chunks, 1)
     return self._paid.get(budget, 0.0) <= self._regret * self._spent + most * mean_s
 
   def gain(self, live: int, arm: selector.Arm, step_s: selector.StepSeconds) -> float:
-    """The predicted rate over plain decoding's; 1 where unknown."""
     tokens, arm_s, plain_s = self.tokens_per_pass(arm), step_s(arm), step_s(None)
     return tokens * plain_s / arm_s if tokens and arm_s and plain_s else 1.0
 
@@ -149,8 +132,7 @@ class Predictive(selector.Arms):
   ) -> float | None:
     """The expected yield of an arm; None if unknown.
 
-    Args:
-      patience: drafts not observed for more chunks count as always accepted
+    Drafts not observed for more than `patience` chunks count as always accepted.
     """
     if arm is None:
       return 1.0
@@ -216,7 +198,6 @@ class Predictive(selector.Arms):
       self._shown[what] = [*kept, [int(drawn), int(passes), live, self._chunks]]
 
   def _age(self, what: str) -> int:
-    """Chunks since the last observation; 0 if there was none."""
     known = self._shown.get(what)
     return self._chunks - known[-1][-1] if known else 0
 
