@@ -148,13 +148,9 @@ class Memory:
       raise ValueError(f"a memory needs room for at least one token, got {capacity}")
     self.capacity = capacity
     self.tokens = 0  # held
-    self.evicted = 0  # responses so far
     # By prompt, and by (prompt, response), as bytes; the oldest first.
     self._responses: dict[bytes, OrderedDict[bytes, None]] = {}
     self._by_age: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
-
-  def __len__(self) -> int:
-    return len(self._by_age)
 
   def add(self, prompt: np.ndarray, response: np.ndarray) -> None:
     """Remembers a response i32[...]; evicts the oldest beyond the capacity."""
@@ -180,7 +176,6 @@ class Memory:
     if not self._responses[key]:
       del self._responses[key]
       self.tokens -= _size(key)
-    self.evicted += 1
 
   def responses(self, prompt: np.ndarray) -> list[np.ndarray]:
     """The responses held for a prompt, the latest first."""
@@ -206,7 +201,7 @@ class Memory:
   def state(self) -> dict:
     """Its content, as JSON for a checkpoint."""
     pairs = [[base64.b64encode(x).decode() for x in pair] for pair in self._by_age]
-    return {"evicted": self.evicted, "responses": pairs}
+    return {"responses": pairs}
 
   def restore(self, state: dict) -> None:
     self._responses.clear()
@@ -215,7 +210,6 @@ class Memory:
     for pair in state["responses"]:
       prompt, response = (np.frombuffer(base64.b64decode(x), np.int32) for x in pair)
       self.add(prompt, response)
-    self.evicted = state["evicted"]
 
 
 def _to_bytes(tokens) -> bytes:

@@ -56,7 +56,6 @@ class Buffer:
     self.length, self.carried, self.context = length, carried, context
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     self.table = np.zeros((slices, rows, len(FIELDS), length), np.int32)
-    self.evicted = 0  # pieces, those without room included
     self.version = 0  # incremented with every change of the rows
     self.turn = 0  # incremented when training changes the order
 
@@ -90,7 +89,6 @@ class Buffer:
     for start, stop in self._cut(len(targets)):
       row = self._room(s, stop - start, len(targets))
       if row is None:
-        self.evicted += 1
         continue
       held = self.rows[s][row]
       piece = Piece(row, held.used, start, stop - start)
@@ -135,7 +133,6 @@ class Buffer:
     return least
 
   def _clear(self, s: int, row: int) -> None:
-    self.evicted += len(self.rows[s][row].sizes)
     self.rows[s][row] = Row()
     self.table[s, row] = 0
 
@@ -161,9 +158,8 @@ class Buffer:
         self.rows[s][row].uses += len(range(i, int(count), len(held)))
 
   def state(self) -> dict:
-    """Its state for a checkpoint, as JSON; the table is saved separately."""
-    rows = [[dataclasses.asdict(row) for row in rows] for rows in self.rows]
-    return {"rows": rows, "evicted": self.evicted}
+    """Its rows for a checkpoint, as JSON; the table is saved separately."""
+    return {"rows": [[dataclasses.asdict(row) for row in rows] for rows in self.rows]}
 
   def set_state(self, state: dict, table: np.ndarray) -> np.ndarray:
     """Restores a state; from another number of slices, rows are redistributed.
@@ -175,13 +171,10 @@ class Buffer:
     """
     saved = [Row(**row) for rows in state["rows"] for row in rows]
     num_slices, each = self.table.shape[:2]
-    self.evicted = state["evicted"]
     if len(state["rows"]) == num_slices:
       source = np.arange(len(saved)).reshape(num_slices, each)
     else:
       source = self._deal(saved)
-      lost = set(range(len(saved))) - set(source.flat)
-      self.evicted += sum(len(saved[i].sizes) for i in lost)
     self.rows = [[saved[i] if i >= 0 else Row() for i in row] for row in source]
     table = np.asarray(table).reshape(-1, *self.table.shape[2:])
     self.table = np.where(source[..., None, None] >= 0, table[source], 0)
