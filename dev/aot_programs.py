@@ -284,7 +284,7 @@ def _parameters(mesh, abstract, dtype: str = "float32"):
 def _training(model, drafter, mesh, longest: int):
   """The drafter's trainer in rollouts, and what a fused chunk takes for it."""
   trainer, options = shapes.drafter_trainer(model, drafter, mesh, longest)
-  return trainer, SpotShapes(trainer, options).training(most=1, expected=1)
+  return trainer, SpotShapes(trainer, options).training(most=1, expected_steps=1)
 
 
 def _update(mesh, model):

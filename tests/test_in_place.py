@@ -405,7 +405,7 @@ def fused(mesh):
   over = slots_lib.slots_shardings(mesh, tiny.CONFIG, source.setting.layout)
   shardings = chunk_lib.Done(over, source.state_shardings, None)
   program = fused_lib.make(spot.trainer, run, shardings)
-  training = spot.training(most=1, expected=1)
+  training = spot.training(most=1, expected_steps=1)
   return program, (weights.replace(draft=spot.params), slots, state, limits, training)
 
 

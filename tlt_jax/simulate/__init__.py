@@ -1,7 +1,7 @@
-"""Rollouts without devices: the real loop, whose chunks a cost model runs.
+"""Rollouts without devices: the real loop, with chunks run by a cost model.
 
-What decides in a rollout is host arithmetic: the schedule, the selector, how much idle
-slices train. Here the very same objects decide; only what would run on devices is
-replaced (`rollout`). How many tokens a pass gives comes from `acceptance`, how long it
-takes from `costs`, and the clock that all decisions look at is advanced by that.
+A rollout's decisions are host arithmetic: the schedule, the selector, how much idle slices
+train. The simulation uses the same objects and replaces only what would run on devices
+(`rollout`). `acceptance` gives the tokens of a pass, `costs` its time, which advances the
+clock that all decisions read.
 """

@@ -1,4 +1,4 @@
-"""How many drafted tokens stand in a pass of the target: from rates, or replayed."""
+"""How many drafted tokens a pass of the target accepts: from rates, or replayed."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -10,7 +10,7 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 class Acceptance(Protocol):
-  """Says what stands."""
+  """A model of how many drafts are accepted."""
 
   def ahead(
     self,
@@ -19,20 +19,19 @@ class Acceptance(Protocol):
     tokens: int,
     strategy: strategy_lib.Strategy,
   ) -> np.ndarray:
-    """Drafted tokens that stand in a pass, in [0, depth].
+    """Drafted tokens accepted in a pass, in [0, depth].
 
     Args:
       request: i32[n]
       drawn: i32[n]  response tokens of each so far
       tokens: T, that each draws next
-      strategy: that drafts
     Returns:
       i64[n T]: for a pass that begins 0, 1, ... tokens from now
     """
 
 
 def children(strategy: strategy_lib.Strategy) -> float:
-  """Children of a node on the accepted path, on average.
+  """Mean children of a node on the accepted path.
 
   The nodes of a tree are spread evenly over its depth, up to its width.
   """
@@ -41,16 +40,16 @@ def children(strategy: strategy_lib.Strategy) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-  """Independent draws: the k-th drafted token stands with a given chance.
+  """Independent draws: the k-th drafted token is accepted with a given probability.
 
-  Given that those before it stand. Deeper drafts than are known stand like the deepest
-  of them. The draw for a token depends on (seed, request, position) alone, so that
-  neither schedule nor slices change what stands, and higher rates never accept less.
+  Given those before it. Deeper drafts than are known are accepted like the deepest of them.
+  The draw for a token depends on (seed, request, position) alone, so neither schedule nor
+  slices change what is accepted, and higher rates never accept less.
 
-  A tree is approximated: with w children per node of its path (`children`), and each of
-  them right as often as a chain's single one, and independently, level k stands with
-  1 - (1 - rate_k)^w. Later children are in truth less likely than the first, so that
-  this flatters wide trees. A rate measured with trees is given by `trees`, as it is.
+  A tree is approximated: with w children per node of its path (`children`), each
+  independently right as often as a chain's single one, level k is accepted with
+  1 - (1 - rate_k)^w. Later children are in truth less likely than the first, so this
+  flatters wide trees. `trees` has rates measured with trees, used as they are.
   """
 
   rates: Sequence[float]
@@ -65,7 +64,7 @@ class Rates:
         )
 
   def of(self, strategy: strategy_lib.Strategy) -> np.ndarray:
-    """f[depth]: the chance that each drafted token stands, given those before it."""
+    """f[depth]: the probability of each drafted token, given those before it."""
     known = self.trees.get(str(strategy))
     rates = np.asarray(self.rates if known is None else known, float)
     rates = np.append(rates, np.full(strategy.depth, rates[-1]))[: strategy.depth]
@@ -75,11 +74,11 @@ class Rates:
     rates = self.of(strategy)
     at = drawn[:, None] + np.arange(tokens + len(rates))
     chance = _uniform(request[:, None], at, self.seed)
-    stands, stood = np.ones((len(request), tokens), bool), 0
+    is_accepted, accepted = np.ones((len(request), tokens), bool), 0
     for k, rate in enumerate(rates):
-      stands &= chance[:, k : k + tokens] < rate
-      stood = stood + stands
-    return stood
+      is_accepted &= chance[:, k : k + tokens] < rate
+      accepted = accepted + is_accepted
+    return accepted
 
   def length(self, strategy: strategy_lib.Strategy) -> float:
     """The expected acceptance length: tokens per pass, its own included."""
@@ -95,18 +94,18 @@ def conditional(shares: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-  """What stood in a rollout that has run: by request and tokens drawn before the pass."""
+  """Drafts accepted in a real rollout, by (request, tokens drawn before the pass)."""
 
-  stood: Mapping[tuple[int, int], int]
+  accepted: Mapping[tuple[int, int], int]
 
   def ahead(self, request, drawn, tokens, strategy) -> np.ndarray:
-    stood = lambda i, start: [self.stood.get((i, start + t), 0) for t in range(tokens)]
-    rows = zip(request.tolist(), drawn.tolist(), strict=True)
-    return np.array([stood(i, start) for i, start in rows], np.int64)
+    at = drawn[:, None] + np.arange(tokens)
+    rows = zip(request.tolist(), at.tolist(), strict=True)
+    return np.array([[self.accepted.get((i, t), 0) for t in row] for i, row in rows])
 
 
 def _uniform(request: np.ndarray, position: np.ndarray, seed: int) -> np.ndarray:
-  """f[...] in [0, 1): a hash of its arguments (splitmix64)."""
+  """f[...] in [0, 1): a hash of the arguments (splitmix64)."""
   x = (request.astype(np.uint64) << np.uint64(32)) + position.astype(np.uint64)
   x = x + np.uint64(1 + seed) * np.uint64(0x9E3779B97F4A7C15)
   for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

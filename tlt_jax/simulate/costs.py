@@ -1,4 +1,4 @@
-"""What steps take: from tables that were measured, or a roofline of a device."""
+"""Cost models: from measured tables, or a roofline of a device."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -18,26 +18,23 @@ class Costs(Protocol):
 
   host_s: float  # between two chunks
 
-  def step_s(
-    self, bucket: int, arm: Arm, seen: float, alone: bool = False
-  ) -> float:
-    """Seconds of a step.
+  def step_s(self, bucket: int, arm: Arm, seen: float, alone: bool = False) -> float:
+    """Seconds of a decoding step.
 
     Args:
       bucket: slots
-      arm: how it decodes
       seen: tokens in the caches of a slice's live requests
       alone: whether no other slice decodes at the same time; CPU devices share memory
     """
 
   def prefill_s(self, tokens: int) -> float:
-    """Seconds of computing so many tokens of prompts."""
+    """Seconds of `tokens` of prompts."""
 
   def fill_s(self, tokens: int) -> float:
-    """Seconds of computing a drafter's KV of so many tokens of a slice."""
+    """Seconds of computing a drafter's KV of `tokens` of a slice."""
 
   def micro_batch_s(self, tokens: int) -> float:
-    """Seconds of training on a row of so many tokens, an update included."""
+    """Seconds of training on a row of `tokens`, an update included."""
 
   def exchange_s(self, slices: int) -> float:
     """Seconds in which slices average their drafters, moments included."""
@@ -45,7 +42,7 @@ class Costs(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """An accelerator, as its data sheet has it, and what programs get of that."""
+  """An accelerator: its data sheet, and the shares of it that programs reach."""
 
   name: str
   bandwidth: float  # of its memory, bytes/s
@@ -63,23 +60,23 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-  """A drafter of one decoder layer, as EAGLE's."""
+  """A drafter of one decoder layer, like EAGLE's."""
 
-  features: ranges.Count = 3  # hidden states of the target that it reads, side by side
+  features: ranges.Count = 3  # hidden states of the target that it reads
   vocab_size: ranges.Count = 32_000  # of its head
   unrolled: ranges.Count = 3  # drafting steps that training unrolls
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-  """Seconds that follow from bytes moved, FLOPs, kernels and all-reduces.
+  """Seconds from bytes moved, FLOPs, kernels and all-reduces.
 
-  A pass takes the longer of reading its bytes and computing its products, for the
-  weights and for attention apart, then its kernels' overhead and, where a slice has
-  several devices, two all-reduces per layer. Nothing overlaps otherwise.
+  A pass takes the longer of reading its bytes and computing its products, separately for
+  weights and attention, plus its kernels' overhead and, where a slice has several devices,
+  two all-reduces per layer. Nothing else overlaps.
 
-  What it leaves out: sampling from filtered distributions, uneven shards, pages of the
-  cache that are only partly full, interference of communication and memory.
+  Not modelled: sampling from filtered distributions, uneven shards, pages of the cache that
+  are partly full, interference of communication and memory.
   """
 
   model: config_lib.ModelConfig
@@ -88,7 +85,7 @@ class Roofline:
   drafter: Drafter = Drafter()
   weight_bytes: ranges.Positive = 2  # of a number in weights, caches and activations
   layer_kernels: ranges.Count = 10  # of a decoder layer
-  step_kernels: ranges.Count = 10  # outside of the layers: drawing, bookkeeping
+  step_kernels: ranges.Count = 10  # outside of the layers: sampling, bookkeeping
   host_s: ranges.NotNegative = 5e-3
 
   def step_s(self, bucket, arm, seen, alone=False) -> float:
@@ -97,17 +94,14 @@ class Roofline:
       return self.pass_s(bucket, seen)
     verified = self.pass_s(bucket * arm.verify, seen, per_row=arm.verify)
     if not strategy_lib.uses_drafter(arm):
-      return verified  # what looks drafts up takes next to nothing
+      return verified  # lookup takes next to no time
     first, later = (self.draft_s(bucket * n, seen) for n in (2, arm.width))
     return verified + first + (arm.depth - 1) * later
 
   def pass_s(self, tokens: float, seen: float, per_row: int = 1) -> float:
-    """Seconds of a pass of the target.
+    """Seconds of a pass of the target over `tokens` of all rows.
 
-    Args:
-      tokens: of all rows
-      seen: tokens in their caches
-      per_row: tokens of a row, which read its cache together
+    `seen` tokens are in their caches, which `per_row` tokens of a row read together.
     """
     m = self.model
     head = m.vocab_size * m.width
@@ -119,7 +113,6 @@ class Roofline:
     return weights + attention + around + m.num_layers * self._all_reduces_s(tokens)
 
   def draft_s(self, tokens: float, seen: float) -> float:
-    """Seconds of a drafting step, for so many tokens of all rows."""
     weights = self._products_s(self.draft_weights, tokens)
     kernels = self.layer_kernels + self.step_kernels
     around = kernels * self.device.launch_s + self._all_reduces_s(tokens)
@@ -145,33 +138,29 @@ class Roofline:
     return moved + self.host_s
 
   def policy_update_s(self, tokens: float, slices: int, passes: float = 4.0) -> float:
-    """Seconds of a policy update on so many tokens, on all devices.
-
-    Args:
-      passes: in forward passes: 3 for the gradient, 1 for log-probabilities
-    """
+    """In forward passes: 3 for the gradient, 1 for log-probabilities."""
     m = self.model
     weights = m.num_layers * self._layer + m.vocab_size * m.width
     return passes * self._compute_s(2 * weights * tokens) / slices
 
   @property
   def draft_weights(self) -> int:
-    """Numbers of the drafter that a pass reads."""
+    """Parameters of the drafter that a pass reads."""
     return self._layer + self._fused + self.drafter.vocab_size * self.model.width
 
   @property
   def _fused(self) -> int:
-    """Weights that make one input of the target's features and a token's embedding."""
+    """Parameters that fuse the target's features and a token's embedding."""
     return (self.drafter.features + 1) * self.model.width**2
 
   @property
   def _state(self) -> float:
-    """Bytes of the drafter's weights in training, on a device; each moment has as many."""
+    """Bytes of the drafter's trained weights, on a device; each moment has as many."""
     return 4 * self.draft_weights / self.tensor
 
   @property
   def _layer(self) -> int:
-    """Weights of a decoder layer."""
+    """Parameters of a decoder layer."""
     m = self.model
     heads = 2 * m.num_heads + 2 * m.num_kv_heads  # queries, outputs, keys, values
     return m.width * m.head_dim * heads + 3 * m.width * m.mlp_width
@@ -204,12 +193,12 @@ class Roofline:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """Seconds from what `benchmarks.rollout --only=steps` prints.
+  """Seconds from the output of `benchmarks.rollout --only=steps`.
 
   Steps by strategy ("off": plain), live batch and cache length; the same of a slice that
-  decodes alone, if that was measured; and what it takes to fill a drafter's caches.
-  Between what was measured: linear in the logarithms; beyond it: like the nearest, so
-  measure the largest buckets and lengths.
+  decodes alone, if measured; and the time to fill a drafter's caches. Linear in the
+  logarithms between measurements; beyond them as the nearest one, so measure the largest
+  buckets and lengths.
   """
 
   table: Mapping  # the last line of the benchmark
@@ -225,13 +214,15 @@ class Measured:
       )
 
   def step_s(self, bucket, arm, seen, alone=False) -> float:
-    arm, rows = "off" if arm is None else str(arm), self.table["steps"].items()
-    of = lambda row: row.get("alone_ms", row["step_ms"]) if alone else row["step_ms"]
-    by_batch = {b: of(row).get(arm) for b, row in rows}
+    name = strategy_lib.name(arm)
+    by_batch = {}
+    for batch, row in self.table["steps"].items():
+      ms = row.get("alone_ms", row["step_ms"]) if alone else row["step_ms"]
+      by_batch[batch] = ms.get(name)
     found = _of_bucket(by_batch, bucket, seen / bucket)
     if found is None:
       raise ValueError(
-        f"steps of {arm} were not measured: give --strategies={arm} to "
+        f"steps of {name} were not measured: give --strategies={name} to "
         "benchmarks.rollout --only=steps"
       )
     return found / 1e3
@@ -254,7 +245,7 @@ class Measured:
 def _of_bucket(
   by_batch: Mapping[str, Mapping[str, float] | None], bucket: int, length: float
 ) -> float | None:
-  """The value at a bucket of those by live batch and length; None: there is none."""
+  """Interpolates by live batch and length; None: no value."""
   known = {
     int(b): _between({int(n): x for n, x in by_length.items()}, max(length, 1.0))
     for b, by_length in by_batch.items()
@@ -264,7 +255,7 @@ def _of_bucket(
 
 
 def _between(known: Mapping[int, float], x: float) -> float:
-  """The value at x > 0, in logarithms linear between those that are known."""
+  """Interpolates at x > 0, linear in logarithms."""
   at = sorted(known)
   values = np.log([known[a] for a in at])
   return float(np.exp(np.interp(np.log(x), np.log(at), values)))

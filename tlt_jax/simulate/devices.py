@@ -1,6 +1,6 @@
-"""Stand-ins for what a rollout has on devices; they spend simulated time.
+"""Stand-ins for a rollout's device side; they spend simulated time.
 
-Who sits where, and what is decided, stays with the objects of `spec_decode.rollout`.
+Scheduling and decisions stay with the objects of `spec_decode.rollout`.
 """
 
 import dataclasses
@@ -26,23 +26,20 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 
 class Timer:
-  """The simulated time."""
+  """The simulated time, in seconds."""
 
   def __init__(self):
-    """Starts at 0."""
     self.seconds = 0.0
 
   def now(self) -> float:
-    """Seconds since the start."""
     return self.seconds
 
   def spend(self, seconds: float) -> None:
-    """Lets time pass."""
     self.seconds += seconds
 
 
 class Programs:
-  """In place of `rollout.programs.Programs`: knows the shapes, runs only training."""
+  """Replaces `rollout.programs.Programs`: knows the shapes, runs only training."""
 
   def __init__(
     self,
@@ -51,19 +48,12 @@ class Programs:
     timer: Timer,
     row_tokens: int,
   ):
-    """Compiles nothing.
-
-    Args:
-      shapes: of the rollout
-      costs, timer: of the simulation
-      row_tokens: of a micro-batch
-    """
     self.shapes, self.costs, self.timer = shapes, costs, timer
     self.pool = pool_lib.Pool(shapes.options.budget)
     self.micro_batch_s = costs.micro_batch_s(row_tokens)
 
   def run(self, name: str, key: tuple, *args):
-    """Trains on all slices, outside of a chunk, or exchanges what was trained."""
+    """Trains on all slices, outside of a chunk, or exchanges."""
     del key
     if name == "exchange":
       self.timer.spend(self.costs.exchange_s(self.shapes.slices))
@@ -79,32 +69,32 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer(trainer_lib.Trainer):
-  """Has neither loss nor optimizer: what it trains is counted."""
+  """Has neither loss nor optimizer, and only counts what it trains."""
 
-  def account(self, states: np.ndarray, told: np.ndarray) -> trainer_lib.Account:
-    """The account of micro-batches i32[slices].
-
-    Of a state there is no more than the micro-batches that wait for an update.
-    """
-    updates, waiting = np.divmod(states + told, self.per_update)
-    return trainer_lib.Account(waiting, told, updates.astype(np.int32), 0, {"new_rows": 0})
+  def account(
+    self, states: np.ndarray, micro_batches: np.ndarray
+  ) -> trainer_lib.Account:
+    """A state is just the micro-batches that wait for an update."""
+    updates, waiting = np.divmod(states + micro_batches, self.per_update)
+    return trainer_lib.Account(
+      waiting, micro_batches, updates.astype(np.int32), 0, {"new_rows": 0}
+    )
 
 
 class Spot(spot_lib.Spot):
-  """The drafter's training: its buffer is real, its arrays are not there."""
+  """The drafter's training: a real buffer, no arrays."""
 
   def __init__(self, trainer: trainer_lib.Trainer, options: spot_lib.Options):
-    """Starts with an empty buffer; `trainer` has neither loss nor optimizer."""
+    """`trainer` has neither loss nor optimizer."""
     self.trainer, self.options = trainer, options
     self.row_tokens = spot_lib.row_tokens(trainer, options)
     self.buffer = spot_lib.make_buffer(trainer, options)
     self.investment = self._new_investment()
     self._features, self._states = None, np.zeros(len(self.buffer.rows))
-    self._count_anew()
+    self._reset_counts()
 
   @property
   def params(self):
-    """None: nothing is there."""
     return None
 
   def rows(self) -> rows_lib.Rows:
@@ -113,7 +103,7 @@ class Spot(spot_lib.Spot):
   def exchange(self, program) -> None:
     program(None, None)
     self._states = np.full_like(self._states, self._states.mean())
-    self._count_anew()
+    self._reset_counts()
 
 
 class Batch(batch_lib.Batch):
@@ -137,14 +127,13 @@ class Batch(batch_lib.Batch):
     self.running.pages.assign(self.running.owner, self.running.end(tokens))
 
   def store(self, rows, pieces, count) -> None:
-    """Nothing is there to be copied."""
+    """Nothing to copy."""
 
 
 class Drafter(model_lib.Model):
   """A drafter without weights, whose KV of new tokens takes time to compute."""
 
   def __init__(self, programs: Programs):
-    """Drafts nothing; spends the time of `programs`."""
     self._programs = programs
     self.reset()
 
@@ -163,15 +152,16 @@ class Drafter(model_lib.Model):
 
 
 def make_source(name: str, programs: Programs) -> source_lib.Source:
-  """A source of drafts that makes none; only that of a drafter takes time."""
+  """A source that drafts nothing; only a drafter's takes time."""
   is_drafter = name == strategy_lib.MODEL
   return Drafter(programs) if is_drafter else source_lib.Source(None)
 
 
 class Chunks:
-  """In place of `rollout.chunks.Chunks`: counts what a chunk draws, and spends its time.
+  """Replaces `rollout.chunks.Chunks`: counts a chunk's tokens, and spends its time.
 
-  The loops of `decoding.decode` and `speculation.speculate`, without tokens.
+  The loops of `decoding.decode` and `speculation.speculate`, without tokens; response i
+  gets `lengths[i]`.
   """
 
   def __init__(
@@ -181,20 +171,11 @@ class Chunks:
     lengths: np.ndarray,
     spot: Spot | None,
   ):
-    """Knows how long each response gets.
-
-    Args:
-      programs: with shapes, costs and timer
-      acceptance: of drafts
-      lengths: i32[B]  tokens of each response
-      spot: what trains, if anything does
-    """
     self._programs, self._acceptance, self._lengths = programs, acceptance, lengths
     self._spot = spot
     self._quota = jax.jit(jax.vmap(fused.quota, in_axes=(_TRAINING, _EMITTED)))
 
   def run(self, batch, mode, draft_state, limits, training) -> chunks_lib.ChunkResult:
-    """Runs a chunk; see `rollout.chunks.Chunks.run`."""
     running, programs = batch.running, self._programs
     owner = running.owner
     left = np.where(owner < 0, 0, self._lengths[owner] - running.drawn[owner])
@@ -207,10 +188,10 @@ class Chunks:
       count, steps, accepted = self._speculate(owner, left, start, mode.arm, limits)
     mean_seen = (seen + count / 2).sum(1)  # while the chunk runs
     step_s = functools.partial(programs.costs.step_s, running.bucket, mode.arm)
-    beside_s = np.array([step_s(s) for s in mean_seen])
-    busy_s, last = steps * beside_s, int(np.argmax(steps))
+    shared_s = np.array([step_s(s) for s in mean_seen])  # while other slices decode
+    busy_s, last = steps * shared_s, int(np.argmax(steps))
     if alone := steps[last] - np.delete(steps, last).max(initial=0):
-      busy_s[last] += alone * (step_s(mean_seen[last], alone=True) - beside_s[last])
+      busy_s[last] += alone * (step_s(mean_seen[last], alone=True) - shared_s[last])
     emitted = slots_lib.Emitted(
       tokens=np.broadcast_to(np.int32(0), (owner.size, max(int(count.max()), 1))),
       logp=None,
@@ -234,7 +215,7 @@ class Chunks:
     steps, accepted = np.zeros(slices, np.int64), np.zeros((slices, most), np.int64)
     where = np.nonzero(left)
     s, left_of = where[0], left[where]
-    stood = self._acceptance.ahead(owner[where], start[where], int(limits.tokens), arm)
+    ahead = self._acceptance.ahead(owner[where], start[where], int(limits.tokens), arm)
     drawn, row = np.zeros_like(left_of), np.arange(len(s))
     passes = []
     while True:
@@ -248,7 +229,7 @@ class Chunks:
       at = row[live & runs[s]]
       if not len(at):
         break
-      drew = np.minimum(stood[at, drawn[at]] + 1, left_of[at] - drawn[at])
+      drew = np.minimum(ahead[at, drawn[at]] + 1, left_of[at] - drawn[at])
       drawn[at] += drew
       steps += runs
       passes.append((s[at], drew))
@@ -274,7 +255,11 @@ class Chunks:
 
 # The axis of the slices in the arguments of `fused.quota`.
 _TRAINING = trainer_lib.Training(
-  states=None, rows=rows_lib.Rows(None, None, 0), most=None, later=None, expected=None
+  states=None,
+  rows=rows_lib.Rows(None, None, 0),
+  most=None,
+  quota_if_idle_midway=None,
+  expected_steps=None,
 )
 _EMITTED = slots_lib.Emitted(
   tokens=None, logp=None, logp_filtered=None, count=None, remaining=0, steps=0

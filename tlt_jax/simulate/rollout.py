@@ -1,4 +1,4 @@
-"""A rollout that no device runs: `simulate` puts the real loop on a simulated clock."""
+"""A rollout without devices: `simulate` runs the real loop on a simulated clock."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -27,22 +27,18 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """What is simulated on: how many slices, and what everything takes there."""
-
   slices: int
   costs: costs_lib.Costs
 
 
 class Counts(samples_lib.Samples):
-  """Samples without tokens: only how many there are."""
+  """Samples without tokens: only their numbers."""
 
   def extend(self, i, start, emitted, row) -> None:
-    """Nothing is kept."""
+    """Keeps nothing."""
 
 
 class Loop(loop_lib.Loop):
-  """The loop of a rollout, whose samples are only counted."""
-
   def _empty(self, requests) -> samples_lib.Samples:
     samples = vars(super()._empty(requests))
     # Read, for a request's last token, and never written.
@@ -53,14 +49,12 @@ class Loop(loop_lib.Loop):
 
 @dataclasses.dataclass(frozen=True)
 class Parts(parts_lib.Parts):
-  """The parts of a rollout, with slots that hold nothing."""
-
   def batch(self, requests) -> devices.Batch:
     return devices.Batch(self.programs, requests)
 
 
 class Ready(ready_lib.Ready):
-  """Measures steps by asking what they cost."""
+  """Takes step times from the cost model."""
 
   def time_step(self, weights, bucket, arm, stops, slices=None, length=None) -> float:
     seen = bucket * (length or self._shapes.options.max_length // 4)
@@ -80,23 +74,21 @@ def simulate(
   rollouts: int = 1,
   decide: clock_lib.Decisions | None = None,
 ) -> samples_lib.Samples:
-  """Runs rollouts of the same requests; returns what the last one came to.
+  """Runs rollouts of the same requests; returns the samples of the last one.
 
   Args:
-    machine: what it runs on
     config: of the target
-    options: sizes
-    requests: what is asked; their `max_tokens` is what the schedule knows
+    requests: their `max_tokens` is what the schedule knows
     lengths: i32[B]  tokens of each response, which it does not know
-    selector: chooses strategies; None: plain decoding
-    acceptance: of drafts, where it may speculate
+    selector: None: plain decoding
+    acceptance: required with a selector
     spot: how idle slices train the drafter; None: they do not
-    rollouts: how many, one after the other: selector, clock and training data go on
-    decide: to follow the decisions of a rollout that has run; only for one rollout
+    rollouts: in sequence, with the same selector, clock and training data
+    decide: replays the decisions of a real rollout; only for one rollout
   Returns:
     samples without tokens; their seconds are simulated
   Raises:
-    ValueError: these do not go together
+    ValueError: inconsistent arguments
   """
   _check(requests, lengths, selector, acceptance, spot)
   mesh = jax.sharding.AbstractMesh((machine.slices, 1), (axes.DATA, axes.MODEL))
@@ -107,10 +99,16 @@ def simulate(
   )
   trains = None
   if spot is not None:
-    longest = options.max_length
-    args = config, drafter, mesh, None, None, longest
-    trainer = devices.Trainer(*args, per_update=spot.micro_batches_per_update)
-    # How good the drafter gets is given: nothing would be learnt after a rollout.
+    trainer = devices.Trainer(
+      config,
+      drafter,
+      mesh,
+      loss=None,
+      optimizer=None,
+      longest=options.max_length,
+      per_update=spot.micro_batches_per_update,
+    )
+    # Acceptance is an input: training after a rollout would not change it.
     trains = devices.Spot(trainer, dataclasses.replace(spot, after_rollout_share=0.0))
   timer = devices.Timer()
   row_tokens = trains.row_tokens if trains else 1
@@ -134,7 +132,6 @@ def simulate(
 
 
 def record(samples: samples_lib.Samples) -> Mapping:
-  """What `experiments.timeline` and `experiments.plot` draw, as in rollouts.jsonl."""
   return {
     "step": 0,
     "length": samples.length.tolist(),
@@ -146,12 +143,11 @@ def record(samples: samples_lib.Samples) -> Mapping:
 
 
 def _check(requests, lengths, selector, acceptance, spot) -> None:
-  """Raises if these do not go together; see `simulate`."""
   if len(lengths) != len(requests):
     raise ValueError(f"{len(lengths)} lengths are given for {len(requests)} requests")
   if not len(lengths) or np.min(lengths) < 1 or np.any(lengths > requests.max_tokens):
     raise ValueError("a response has 1 to max_tokens tokens; correct the lengths")
   if selector is not None and acceptance is None:
-    raise ValueError("who speculates needs to know what is accepted: give acceptance")
+    raise ValueError("a selector needs rates of acceptance: give acceptance")
   if spot is not None and selector is None:
     raise ValueError("a drafter that trains needs strategies to draft with")

@@ -1,4 +1,4 @@
-"""Scenarios: what is simulated, as a JSON file describes it.
+"""Scenarios: simulated workloads, described by JSON files.
 
 The keys are the fields of `Scenario`; `experiments/scenarios/README.md` explains them.
 """
@@ -47,13 +47,11 @@ class Scenario:
   rule: str = "predictive"
   device: Mapping[str, Any] | None = None  # fields of `costs.Device`
   tensor: int = 1  # devices of a slice
-  table: Mapping[str, Any] | None = (
-    None  # fields of `costs.Measured`, if there is no device
-  )
+  table: Mapping[str, Any] | None = None  # of `costs.Measured`, if there is no device
   rollout: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `Options`
   spot: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `spot.Options`
   rollouts: int = 2  # the last one counts; those before teach the selector
-  paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # to print beside
+  paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # printed alongside
 
   def __post_init__(self):
     if (self.device is None) == (self.table is None):
@@ -63,23 +61,20 @@ class Scenario:
 
   @property
   def config(self) -> config_lib.ModelConfig:
-    """The target's shape."""
     return hf.parse_config(dict(self.model))
 
   @property
   def costs(self) -> costs_lib.Costs:
-    """What everything takes."""
     if self.device is None:
       return costs_lib.Measured(**self.table)
     return costs_lib.Roofline(self.config, costs_lib.Device(**self.device), self.tensor)
 
   def acceptance(self, side: str) -> acceptance_lib.Rates:
-    """What is accepted of the drafts of "frozen" or "tlt"."""
     rates = self.adapted if side == "tlt" and self.adapted else self.frozen
     return acceptance_lib.Rates(rates, self.trees)
 
   def options(self, slices: int) -> options_lib.Options:
-    """The sizes of a rollout on so many slices: slots for all requests, unless given."""
+    """The sizes of a rollout on `slices`: slots for all requests, unless given."""
     total = self.prompt_tokens + self.max_tokens
     slots = -(-self.prompts // slices) * self.responses
     slots = min(slots, self.rollout.get("slots", slots))
@@ -88,13 +83,11 @@ class Scenario:
     return options_lib.Options(**sizes | dict(self.rollout) | {"slots": slots})
 
   def draw_lengths(self) -> np.ndarray:
-    """Tokens of each response, i32[prompts * responses]; see `draw_lengths`."""
     count = self.prompts * self.responses
     return draw_lengths(self.lengths, count, self.max_tokens)
 
   def run(self, side: str, slices: int) -> samples_lib.Samples:
-    """Simulates a side of `SIDES` on so many slices."""
-    selector = acceptance = None
+    selector, acceptance = None, None
     if side != "plain":
       selector = selector_lib.make(self.strategies, self.rule, has_drafter=True)
       acceptance = self.acceptance(side)
@@ -115,7 +108,7 @@ class Scenario:
     )
 
   def speedup(self, live: int, strategy: str, side: str = "frozen") -> float:
-    """The speed-up of a strategy while so many requests of a slice are live.
+    """The speed-up of a strategy at `live` requests per slice.
 
     Their caches hold the prompt and the median response.
     """
@@ -127,20 +120,23 @@ class Scenario:
   def break_even(self) -> int:
     """The most live requests per slice that speculation speeds up, in powers of two.
 
-    Of as many as run on the fewest slices; 0: it never pays.
+    Up to as many as run on the fewest slices; 0: none.
     """
     chosen = [arm for level in levels.parse(self.strategies) for arm in level.arms if arm]
     slots = self.options(min(self.slices)).slots
-    lives = [1 << i for i in range(slots.bit_length())]
-    gains = lambda live: any(self.speedup(live, str(arm)) > 1 for arm in chosen)
-    return max(filter(gains, lives), default=0)
+    faster = [
+      live
+      for live in (1 << i for i in range(slots.bit_length()))
+      if any(self.speedup(live, str(arm)) > 1 for arm in chosen)
+    ]
+    return max(faster, default=0)
 
 
 def read(path: str | pathlib.Path) -> Scenario:
-  """Reads a scenario.
+  """Reads a scenario from a file.
 
   Raises:
-    ValueError: no such file, no JSON, or keys that a scenario does not have
+    ValueError: no such file, no JSON, or unknown or missing keys
   """
   try:
     raw = json.loads(pathlib.Path(path).read_text())
@@ -150,7 +146,6 @@ def read(path: str | pathlib.Path) -> Scenario:
 
 
 def parse(raw: Mapping[str, Any], where: str = "the scenario") -> Scenario:
-  """Makes a scenario of what a file holds; raises as `read`."""
   fields = {f.name: f for f in dataclasses.fields(Scenario)}
   missing = dataclasses.MISSING
   needed = {
@@ -174,8 +169,7 @@ def draw_lengths(
   Args:
     what: {"log_normal": {"median", "sigma"}}, {"geometric": {"mean"}}, {"trace": path}
       of a JSON list or a run's rollouts.jsonl, or {"given": list}. A trace of another
-      length is drawn from, with replacement
-    seed: of the draw
+      length is sampled with replacement
   Raises:
     ValueError: none of these
   """
@@ -216,7 +210,7 @@ def read_trace(path: str | pathlib.Path) -> np.ndarray:
 
 
 def read_acceptance(path: str | pathlib.Path) -> tuple[float, ...]:
-  """Chances of each drafted position: a JSON list, or means over a run's metrics.jsonl.
+  """Rates per drafted position: a JSON list, or means over a run's metrics.jsonl.
 
   Raises:
     ValueError, metrics.MetricError: the run did not speculate, or no such file

@@ -91,7 +91,7 @@ class Harvest:
     most = self.decide("micro_batches", within)
     # Where a single slice decodes, nobody waits for anything once that has run dry.
     several = np.count_nonzero(running.live) > 1
-    return self.spot.training(most, expected, later=most if several else 0)
+    return self.spot.training(most, expected, most if several else 0)
 
   def book(self, result: chunks_lib.ChunkResult) -> float:
     """Books what a chunk trained; returns the seconds that decoding took in it."""

@@ -175,7 +175,7 @@ class Loop:
     if not self.parts.trains(self.running.bucket):
       return None
     if self.harvest is None:
-      return self.parts.spot.training(most=0, expected=1)
+      return self.parts.spot.training(most=0, expected_steps=1)
     return self.harvest.training(arm, steps)
 
   def _book(self, arm: clock_lib.Arm, live: int, result: chunks_lib.ChunkResult) -> None:

@@ -85,7 +85,7 @@ class Ready:
       limits = chunk_lib.Limits(one, one, one)
     training = None
     if self._parts.trains(bucket):
-      training = self._spot.training(most=1, expected=1)
+      training = self._spot.training(most=1, expected_steps=1)
     self._chunks.program(key, mode, slots, state, limits, training)
     exist = isinstance(jax.tree.leaves(weights.target)[0], jax.Array)
     if training is not None and exist:
@@ -145,7 +145,7 @@ class Ready:
     limits, _ = chunks_lib.limits(schedule, arm, known=False)
     training = None
     if self._parts.trains(bucket):
-      training = self._spot.training(most=0, expected=1)
+      training = self._spot.training(most=0, expected_steps=1)
     result = self._chunks.run(batch, mode, state, limits, training)
     if mode.source is not None:
       mode.source.reset()

@@ -1,11 +1,11 @@
 """Drafting by a drafter with weights: its state, and chains.
 
-Drafter and target add the same noise to their logits, so that their draws are
-coupled: what is guessed is the top candidate of (draft logits / T + the noise of its
-position). Trees are in `draft_tree`.
+Drafter and target add the same noise to their logits, which couples their draws: a guess
+is the top candidate of (draft logits / T + the noise of its position). For trees see
+`draft_tree`.
 
-A drafter with a `vocab` drafts among its U tokens alone: logits, noise and candidates are
-of these, and a candidate's place among them becomes the target's id at the end.
+A drafter with a `vocab` drafts only its U tokens: logits, noise and candidates are of
+these, and candidates are mapped to the target's ids at the end.
 """
 
 import flax.struct
@@ -26,19 +26,17 @@ from tlt_jax.spec_decode.speculation import tree as tree_lib
 class DraftState:
   """The drafter's side of the slots: its KV, and the pairs that are not in it yet.
 
-  Pair t is the feature of token t with token t+1, and is in slot t of its row. Of a row
-  at position p the pairs before p - count are in the pool; the last `count` are here.
+  Pair t is the feature of token t with token t+1, and has slot t of its row. For a row at
+  position p the pairs before p - count are in the pool; the last `count` are here.
   """
 
-  pool: cache_lib.Pool  # in the pages that the row has in the target's KV
+  pool: cache_lib.Pool  # with the row's pages of the target's KV
   features: jax.Array  # f[B A E]  the target's
   tokens: jax.Array  # i32[B A]
   count: jax.Array  # i32[B]
 
 
 class Draft:
-  """A drafter with its parameters, as the functions below need it."""
-
   def __init__(
     self,
     config: drafter_lib.DrafterConfig,
@@ -47,23 +45,14 @@ class Draft:
     params,
     longest: int,
   ):
-    """Makes tables of rotations, weights to compute with and the head's columns.
-
-    Best outside of a loop.
-
-    Args:
-      config, params: the drafter's
-      layout: of the features that it is given
-      target_params: of which it uses embedding and head
-      longest: a bound of all positions
-    """
+    """Makes tables outside of loops; `longest` bounds all positions."""
     self._module = drafter_lib.Drafter(config)
     self._layout = layout
     # Cast here, not in each step of a loop that follows: XLA would leave it there.
     self._params = jax.tree.map(lambda x: x.astype(config.layer.dtype), params)
     self._target = target_params
     self._head = self._apply(drafter_lib.Drafter.output_head, target_params)
-    # i32[U], the target's id of each token that may be drafted; None: all, in order.
+    # i32[U], the target's ids of the drafter's tokens; None: all, in order.
     self.ids = jnp.asarray(config.target_ids) if config.vocab else None
     self._rotations = layers.rotation(config.layer, jnp.arange(longest))
 
@@ -78,7 +67,6 @@ class Draft:
   def keys_values(
     self, h: jax.Array, tokens: jax.Array, positions: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of pairs at i32[B T]; see `drafter.Drafter.keys_values`."""
     by = self._rotations.at(positions)
     return self._apply(drafter_lib.Drafter.keys_values, self._target, h, tokens, by)
 
@@ -91,11 +79,7 @@ class Draft:
     cache: cache_lib.LayerCache,
     start: jax.Array,
   ) -> tuple[jax.Array, cache_lib.LayerCache]:
-    """The next hidden states, and the cache.
-
-    Args:
-      h, tokens, positions, seen, cache, start: see `drafter.Drafter.__call__`
-    """
+    """See `drafter.Drafter.__call__`."""
     by = self._rotations.at(positions)
     return self._apply(
       drafter_lib.Drafter.__call__, self._target, h, tokens, by, seen, cache, start
@@ -109,40 +93,32 @@ class Draft:
     seen: seen_lib.Seen,
     cache: cache_lib.LayerCache,
   ) -> jax.Array:
-    """The next hidden states of pairs in the cache.
-
-    Args:
-      h, tokens, positions, seen, cache: see `drafter.Drafter.over_cache`
-    """
+    """See `drafter.Drafter.over_cache`."""
     by = self._rotations.at(positions)
     return self._apply(
       drafter_lib.Drafter.over_cache, self._target, h, tokens, by, seen, cache
     )
 
   def logits(self, h: jax.Array) -> jax.Array:
-    """Logits f32[... U] of f[... D]."""
+    """f[... D] -> f32[... U]."""
     return self._apply(drafter_lib.Drafter.logits, self._head, h)
 
   def tokens(self, places: jax.Array) -> jax.Array:
-    """The target's ids i32[...] of places i32[...] among the U tokens."""
+    """The target's ids i32[...] of indices i32[...] into the U tokens."""
     return places if self.ids is None else self.ids[places]
 
 
 def extend(
   draft: Draft, state: DraftState, slots: slots_lib.Slots
 ) -> tuple[jax.Array, cache_lib.LayerCache]:
-  """Takes in the pairs that the pool lacks.
-
-  Returns:
-    h f[B D], the drafter's output at the last pair, and its cache
-  """
+  """Computes the pairs that the pool lacks; returns f[B D] at the last, and the cache."""
   pending, position = slots.pending, slots.position
   cache = cache_lib.LayerCache(state.pool, slots.kv.pages, slots.kernels)
   h = draft.features(state.features)
   start = position - state.count
   pair = start[:, None] + jnp.arange(state.tokens.shape[1])
   k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0))
-  # All A of them: those beyond the last `count` are seen by nobody before others are there.
+  # All A of them: those beyond `count` are overwritten before they are attended to.
   cache = cache.write(k, v, start)
   last = jnp.maximum(state.count - 1, 0)
   h = jnp.take_along_axis(h, last[:, None, None], 1)
@@ -158,21 +134,14 @@ def draft_chain(
   depth: jax.Array,
   size: int,
 ) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
-  """Guesses `depth` <= size - 1 tokens in a row.
+  """Guesses `depth` i32[] <= size - 1 tokens in a row, read at run time.
 
-  Args:
-    draft: the drafter
-    state: its side of the slots
-    slots: of which pending, position and sampling are read
-    depth: i32[]  read at run time
-    size: J, nodes of the tree
   Returns:
-    the tree, and the drafter's cache
+    the tree of J = `size` nodes, and the drafter's cache
   """
   h, cache = extend(draft, state, slots)
 
   def guess(h, d, tokens):
-    """The token after node d, and all tokens with it."""
     position = slots.position + d + 1
     runners = sampling_lib.contest(draft.logits(h), slots.sampling, position, draft.ids)
     token = draft.tokens(sampling_lib.argmax(runners))

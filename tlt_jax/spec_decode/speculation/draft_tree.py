@@ -1,9 +1,9 @@
 """Drafting trees by a drafter with weights.
 
 The children of a node are the top candidates of (draft logits / T + the noise of their
-position). A node's score is the log-probability that the target draws it,
-as far as the drafter can tell: with noise known, what is uncertain is the drafter's own
-error, and the perturbed candidates are weighed by a softmax.
+position). A node's score is the drafter's estimate of the log-probability that the target
+draws it: as the noise is known, the only uncertainty is the drafter's error, and the
+perturbed candidates are weighted by a softmax.
 
 Departures from EAGLE-2 (https://arxiv.org/abs/2406.16858): the children of a node are
 the top tokens under the target's own noise, not the likeliest ones, and scores follow.
@@ -44,9 +44,9 @@ class Nodes:
 
 
 def _best(nodes: Nodes, count: int) -> tuple[Nodes, jax.Array]:
-  """Picks the `count` of highest score, earlier ones first among equals; and their index.
+  """Picks the `count` of highest score, with their index; ties go to earlier ones.
 
-  As a child's score is never above its parent's, the best are closed under it.
+  A child's score is at most its parent's, so the best include their ancestors.
   """
   _, index = jax.lax.top_k(nodes.score, count)
   return jax.tree.map(lambda x: jnp.take_along_axis(x, index, 1), nodes), index
@@ -64,16 +64,15 @@ def draft_tree(
 ) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
   """Grows a tree level by level, and keeps the best `size` - 1 nodes.
 
-  At each level the `width` best nodes get `width` children each (EAGLE-2, section
-  4.1, with the scores of the head of this file).
+  At each level the `width` best nodes get `width` children each (EAGLE-2, section 4.1,
+  with this module's scores).
 
   Args:
-    draft, state, slots: as for `draft.draft_chain`
     depth: i32[]  levels, read at run time; the cache must have `width` slots for
       each level but the last beyond the longest position
     width: W, at most the drafter's U tokens
     size: J
-    scratch: slots behind each row's last pair that may be used, >= width * (depth-1)
+    scratch: usable slots behind each row's last pair, >= width * (depth-1)
   Returns:
     the tree, and the drafter's cache
   """
@@ -87,7 +86,7 @@ def draft_tree(
   join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
   kept, _ = _best(join(first, _no_nodes(B, size - 1)), size - 1)
   beams_h = jnp.repeat(h[:, None], W, 1)
-  # What each beam sees of the scratch slots: its ancestors there, and itself.
+  # Each beam sees its ancestors among the scratch slots, and itself.
   mask = jnp.broadcast_to(first.depth[..., None] < 0, (B, W, scratch))
 
   def grow(d, carry):
@@ -103,8 +102,9 @@ def draft_tree(
     children = _children(beams, score.reshape(B, W, W), token.reshape(B, W, W), d)
     kept, _ = _best(join(kept, children), size - 1)
     beams, index = _best(children, W)
-    parents = lambda x: jnp.take_along_axis(x, (index // W)[..., None], 1)
-    return beams, parents(out), parents(mask), cache, kept
+    parent = (index // W)[..., None]
+    beams_h, mask = (jnp.take_along_axis(x, parent, 1) for x in (out, mask))
+    return beams, beams_h, mask, cache, kept
 
   start = (first, beams_h, mask, cache, kept)
   *_, cache, kept = jax.lax.fori_loop(1, depth, grow, start)
@@ -112,22 +112,13 @@ def draft_tree(
 
 
 def _top_children(draft, width: int, h, sampling, position):
-  """Scores f32[b W] and tokens i32[b W] of the top children of nodes f[b D].
-
-  Args:
-    draft: the drafter
-    width: W
-    h: f[b D]  its hidden states at the nodes
-    sampling: of each node's slot
-    position: i32[b]  of the children
-  """
+  """Scores f32[b W] and tokens i32[b W] of the top children at h f[b D]."""
   runners = sampling_lib.contest(draft.logits(h), sampling, position, draft.ids)
   score, place = sampling_lib.likeliest(runners, width)
   return score, draft.tokens(place)
 
 
 def _first_level(score: jax.Array, token: jax.Array) -> Nodes:
-  """The root's children, of f32[B W] and i32[B W]."""
   zero = jnp.zeros_like(token)
   return Nodes(
     score=score,
@@ -139,7 +130,6 @@ def _first_level(score: jax.Array, token: jax.Array) -> Nodes:
 
 
 def _no_nodes(B: int, count: int) -> Nodes:
-  """So many nodes that lose against any other."""
   names = ("token", "number", "parent", "depth")
   largest = jnp.iinfo(jnp.int32).max
   return Nodes(
@@ -149,10 +139,9 @@ def _no_nodes(B: int, count: int) -> Nodes:
 
 
 def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
-  """The children of W nodes of a level.
+  """The children of W nodes of a level: `beams` [B W].
 
   Args:
-    beams: [B W], at i32[] `depth`
     score, token: f32[B W W] and i32[B W W], of each node's children, given the node
   """
   B, W, _ = score.shape
@@ -167,17 +156,19 @@ def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
 
 
 def _assemble(nodes: Nodes, pending) -> tree_lib.Tree:
-  """The tree of chosen nodes: in order of making, so that parents come first."""
+  """The tree of the chosen nodes, in order of their making: parents come first."""
   order = jnp.argsort(jnp.where(nodes.score > -jnp.inf, nodes.number, 2**30), 1)
   nodes = jax.tree.map(lambda x: jnp.take_along_axis(x, order, 1), nodes)
   is_parent = nodes.parent[:, :, None] == nodes.number[:, None]
   parent = jnp.where(jnp.any(is_parent, -1), jnp.argmax(is_parent, -1) + 1, 0)
   valid = nodes.score > -jnp.inf
-  root = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
-  tokens = root(jnp.where(valid, nodes.token, 0), 0).at[:, 0].set(pending)
+
+  def with_root(x):
+    return jnp.pad(jnp.where(valid, x, 0).astype(jnp.int32), ((0, 0), (1, 0)))
+
   return tree_lib.Tree(
-    tokens=tokens,
-    parent=root(jnp.where(valid, parent, 0).astype(jnp.int32), 0),
-    depth=root(jnp.where(valid, nodes.depth, 0), 0),
-    valid=root(valid, True),
+    tokens=with_root(nodes.token).at[:, 0].set(pending),
+    parent=with_root(parent),
+    depth=with_root(nodes.depth),
+    valid=jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True),
   )

@@ -1,9 +1,8 @@
-"""Levels: which strategies may run at how many live requests, as configs write it.
+"""Levels: which strategies may run at how many live requests.
 
-Strategies are written "up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3": for how
-many live requests of the fullest slice, which ways to decode. Where one is named it runs;
-where several are, a rule learns which of them is fastest (`selector.make`). Above the last
-number plain decoding runs.
+Configs write them as "up to 2 live: off or 3_1_4; up to 8 live: off or 2_1_3", where live
+requests are those of the fullest slice. A single strategy always runs; among several a
+rule learns which is fastest (`selector.make`). Above the last level decoding is plain.
 """
 
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ _LEVEL = re.compile(r"up to (\d+) live: (\S+(?: or \S+)*)")
 
 
 class Level(NamedTuple):
-  """The strategies that may run while at most so many requests are live."""
+  """The strategies that may run while at most `most` requests are live."""
 
   most: int
   arms: tuple[strategy_lib.Strategy | None, ...]
@@ -26,10 +25,10 @@ class Level(NamedTuple):
 
 
 def parse(text: str) -> tuple[Level, ...]:
-  """Reads levels, by increasing number; "" has none.
+  """Reads levels, sorted by `most`; "" has none.
 
   Raises:
-    ValueError: the text reads otherwise, names a number or a strategy twice, or 0 requests
+    ValueError: unreadable, a number or a strategy given twice, or 0 requests
   """
   levels = []
   for part in filter(None, map(str.strip, text.split(";"))):
@@ -51,11 +50,9 @@ def parse(text: str) -> tuple[Level, ...]:
 
 
 def automatic(has_drafter: bool) -> str:
-  """The strategies to choose from where nobody has named any."""
   drafted = "off or 3_1_4 or 5_1_6 or 4_2_8 or ngram_3"
   return f"up to 8 live: {drafted if has_drafter else 'off or ngram_3 or ngram_5'}"
 
 
 def write(levels: Iterable[Level]) -> str:
-  """Writes levels as `parse` reads them."""
   return "; ".join(map(str, levels))

@@ -1,19 +1,18 @@
-"""A drafter without a model: what followed when these tokens last stood together.
+"""Drafts without a model: what followed the last tokens where they occurred before.
 
 A request often repeats its prompt, itself, a sibling (another response to the same
-prompt) or what an earlier epoch answered. The last tokens of a slot are looked up in
-all of these; what follows the longest match is the draft (prompt lookup, Saxena 2023,
-https://github.com/apoorvumang/prompt-lookup-decoding; over earlier responses too,
+prompt) or a response of an earlier epoch. The last tokens of a slot are looked up in all
+of these, and the continuation of the longest match is the draft (prompt lookup, Saxena
+2023, https://github.com/apoorvumang/prompt-lookup-decoding; over earlier responses too,
 SuffixDecoding, Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).
 
-First the device's side: `propose` drafts a chain from a `Corpus`, `append` takes in what
-was accepted. Then the host's: `Memory`, bounded, from which `rows_for` picks what to
-upload.
+First the device's side: `propose` drafts a chain from a `Corpus`, `append` adds accepted
+tokens. Then the host's: `Memory`, bounded, whose `rows_for` picks what to upload.
 
 Departures from the papers: no suffix tree, but a comparison with every position, in one
 vectorised pass; and a single best match, no statistics over matches. (Drawing among
 equal matches with the request's own noise gave 2 to 3% longer acceptance on Countdown,
-nothing where few responses are known.)
+and no gain with few known responses.)
 """
 
 import base64
@@ -44,8 +43,8 @@ class Corpus:
   """
 
   tokens: jax.Array  # i32[C S]
-  length: jax.Array  # i32[C]  of the sequence; what exceeds S is not held
-  group: jax.Array  # i32[C]  its prompt; rows look only at rows of the same; -1: none
+  length: jax.Array  # i32[C]  of the sequence; tokens beyond S are dropped
+  group: jax.Array  # i32[C]  its prompt; matches are within a group; -1: none
 
 
 def match_length(corpus: Corpus, batch: int) -> jax.Array:
@@ -53,14 +52,10 @@ def match_length(corpus: Corpus, batch: int) -> jax.Array:
 
   Worked row, own row 7 8 9 7 8, LONGEST_MATCH >= 2:    7 8 9 7 8
                                                         0 2 0 0 0
-  The last position counts nothing: it has no token behind it to propose.
+  The last position counts 0: no token follows it.
 
-  Args:
-    corpus: the slots' own rows first
-    batch: B
   Returns:
-    i32[B C S], at most LONGEST_MATCH; 0 where nothing known follows, or a row is of
-    another group
+    i32[B C S]; 0 where no known token follows, or the row is of another group
   """
   S = corpus.tokens.shape[1]
   n = LONGEST_MATCH
@@ -81,16 +76,11 @@ def match_length(corpus: Corpus, batch: int) -> jax.Array:
 def propose(
   corpus: Corpus, pending: jax.Array, depth: jax.Array, size: int
 ) -> tree_lib.Tree:
-  """Guesses up to `depth` <= size - 1 tokens in a row, fewer where fewer are known.
+  """Guesses up to `depth` i32[] <= size - 1 tokens in a row, fewer where fewer are known.
 
-  The longest match counts; among equals one in the slot's own row, else in the first
-  row that has one; in that row the latest.
+  The longest match wins; among equals one in the slot's own row, then the first row; in a
+  row the latest. `pending` i32[B] is each slot's last known token.
 
-  Args:
-    corpus: C rows, of which B are the slots' own
-    pending: i32[B]  each slot's last known token
-    depth: i32[]  read at run time
-    size: J, nodes of the tree
   Raises:
     ValueError: more tokens in the corpus than an i32 can rank
   """
@@ -99,9 +89,9 @@ def propose(
   chex.assert_type([corpus.tokens, pending], int)
   if (LONGEST_MATCH + 1) * (C + 1) * S >= 2**31:
     raise ValueError(f"a corpus of {C} rows of {S} tokens is too large to look up")
-  # One integer ranks a position: match length, then row, then how late it is.
+  # One integer ranks a position: by match length, row, and place in the row.
   slot, row = jnp.arange(B), jnp.arange(C)
-  turn = jnp.where(row == slot[:, None], 0, row + 1)  # of a row to be preferred
+  turn = jnp.where(row == slot[:, None], 0, row + 1)  # rows of lower turn are preferred
   found = match_length(corpus, B)
   rank = (found * (C + 1) + (C - turn)[..., None]) * S + jnp.arange(S)
   best = jnp.max(jnp.where(found > 0, rank, 0), (1, 2))
@@ -118,13 +108,7 @@ def propose(
 
 
 def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
-  """Takes what the slots drew into their own rows.
-
-  Args:
-    corpus: the slots' own rows first
-    tokens: i32[B A]
-    count: i32[B]  of them valid
-  """
+  """Appends `count` i32[B] of `tokens` i32[B A] to the slots' own rows."""
   (B, A), S = tokens.shape, corpus.tokens.shape[1]
   chex.assert_shape(count, (B,))
   a = jnp.arange(A)
@@ -139,13 +123,7 @@ def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
 def make_rows(
   sequences: Iterable[tuple[int, np.ndarray]], count: int, length: int
 ) -> Corpus:
-  """Makes a `Corpus` on the host.
-
-  Args:
-    sequences: (group, tokens i32[...]) of the first rows; the others stay empty
-    count: C
-    length: S; what exceeds it is not held
-  """
+  """A `Corpus` on the host: C = `count` rows of S = `length` tokens, the rest empty."""
   rows = Corpus(
     tokens=np.zeros((count, length), np.int32),
     length=np.zeros(count, np.int32),
@@ -159,29 +137,23 @@ def make_rows(
 
 
 class Memory:
-  """Remembers the latest responses per prompt, over rollouts; forgets the oldest.
+  """Remembers the latest responses per prompt, over rollouts, up to `capacity` tokens.
 
-  A response that comes again is kept once, as the latest. What is held follows from
-  the order of the calls alone.
+  Prompts count too; the oldest responses go first. Repeated responses are kept once, as the
+  latest. Its content depends on nothing but the order of the calls.
   """
 
   def __init__(self, capacity: int):
-    """Holds at most `capacity` tokens, of responses and of their prompts."""
     if capacity < 1:
       raise ValueError(f"a memory needs room for at least one token, got {capacity}")
     self.capacity = capacity
     self.tokens = 0  # held
-    self.evicted = 0  # responses forgotten so far
-    # By prompt, and by (prompt, response), as bytes; in both the oldest come first.
+    # By prompt, and by (prompt, response), as bytes; the oldest first.
     self._responses: dict[bytes, OrderedDict[bytes, None]] = {}
     self._by_age: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
 
-  def __len__(self) -> int:
-    """The number of responses held."""
-    return len(self._by_age)
-
   def add(self, prompt: np.ndarray, response: np.ndarray) -> None:
-    """Remembers a response i32[...], and forgets what there is no more room for."""
+    """Remembers a response i32[...]; evicts the oldest beyond the capacity."""
     key, value = _to_bytes(prompt), _to_bytes(response)
     if not key or not value:
       raise ValueError("a memory takes no empty prompt and no empty response")
@@ -190,7 +162,8 @@ class Memory:
       self.tokens += _size(key)
     if value not in self._responses[key]:
       self.tokens += _size(value)
-    self._responses[key][value] = self._by_age[key, value] = None
+    self._responses[key][value] = None
+    self._by_age[key, value] = None
     self._responses[key].move_to_end(value)
     self._by_age.move_to_end((key, value))
     while self.tokens > self.capacity:
@@ -203,7 +176,6 @@ class Memory:
     if not self._responses[key]:
       del self._responses[key]
       self.tokens -= _size(key)
-    self.evicted += 1
 
   def responses(self, prompt: np.ndarray) -> list[np.ndarray]:
     """The responses held for a prompt, the latest first."""
@@ -211,15 +183,10 @@ class Memory:
     return [np.frombuffer(value, np.int32) for value in reversed(held)]
 
   def rows_for(self, prompts: Mapping[int, np.ndarray], count: int, length: int) -> Corpus:
-    """Picks the `count` rows to upload for a slice's live prompts.
+    """Picks the `count` rows to upload for a slice's live prompts, i32[...] by group.
 
-    The prompts take turns, each with its latest response that is left, until the
-    rows are full. A row begins with as much of the prompt as a match can span.
-
-    Args:
-      prompts: tokens i32[...] by group
-      count: C
-      length: S; what is longer is cut
+    Prompts take turns, each with its next latest response, until the rows are full. A row
+    starts with as much of the prompt as a match can span, and is cut to `length`.
     """
     held = {group: self.responses(prompt) for group, prompt in prompts.items()}
     deepest = max(map(len, held.values()), default=0)
@@ -232,19 +199,17 @@ class Memory:
     return make_rows(itertools.islice(turns, count), count, length)
 
   def state(self) -> dict:
-    """All that is held, for a checkpoint; JSON can hold it."""
-    text = lambda sequence: base64.b64encode(sequence).decode()
-    pairs = [[text(key), text(value)] for key, value in self._by_age]
-    return {"evicted": self.evicted, "responses": pairs}
+    """Its content, as JSON for a checkpoint."""
+    pairs = [[base64.b64encode(x).decode() for x in pair] for pair in self._by_age]
+    return {"responses": pairs}
 
   def restore(self, state: dict) -> None:
-    """Takes over what another memory gave as its `state`, as far as there is room."""
     self._responses.clear()
     self._by_age.clear()
     self.tokens = 0
     for pair in state["responses"]:
-      self.add(*(np.frombuffer(base64.b64decode(text), np.int32) for text in pair))
-    self.evicted = state["evicted"]
+      prompt, response = (np.frombuffer(base64.b64decode(x), np.int32) for x in pair)
+      self.add(prompt, response)
 
 
 def _to_bytes(tokens) -> bytes:

@@ -1,15 +1,14 @@
-"""Selectors: what chooses the speculation strategy of each chunk.
+"""Selectors choose the speculation strategy of each chunk.
 
-In order: the interface; `ByLiveBatch`, which is given its choices; `Arms`, what rules that
-learn have in common (they are in `rules/`); and `make`, from a config's text. None of them
-changes a token.
+In order: the interface; `ByLiveBatch`, with fixed choices; `Arms`, the base of rules that
+learn (in `rules/`); and `make`, from a config's text. No choice changes a token.
 """
 
 from collections.abc import Callable, Sequence
 import copy
 import dataclasses
 import logging
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tlt_jax import named
 from tlt_jax.spec_decode.speculation import levels
@@ -20,9 +19,9 @@ Arm = strategy_lib.Strategy | None  # None: plain decoding
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-  """The seconds of a step in the bucket at hand, by arm; 0: unknown."""
+  """Seconds of a step in a bucket, by arm; 0: unknown."""
 
-  bucket: Any  # `options.Bucket`
+  bucket: int  # slots
   of: Callable[[Arm], float]
   doubt: Callable[[Arm], float] = lambda arm: 0.0  # see `Clock.doubt`
 
@@ -32,10 +31,10 @@ class StepSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """An account of a chunk, for selectors."""
+  """Statistics of a chunk."""
 
   live: int  # requests of the fullest slice, at its start
-  bucket: Any  # `options.Bucket`
+  bucket: int  # slots
   strategy: Arm
   steps: int  # iterations of the busiest slice
   tokens: int  # drawn, over all slices
@@ -45,49 +44,44 @@ class Observation:
 
 
 class Selector:
-  """Chooses strategies; what a subclass need not override does nothing.
+  """Chooses strategies; subclasses override what they need.
 
   Choices go through `Decisions`: they may depend on the clock and on chance.
   """
 
-  wants_step_seconds = False  # whether step times are to be measured before it chooses
+  wants_step_seconds = False  # whether it needs step times measured beforehand
 
   @property
   def strategies(self) -> tuple[strategy_lib.Strategy, ...]:
-    """All that it may ever choose; their programs are made."""
+    """All that it may choose; their programs are compiled."""
     raise NotImplementedError
 
   def arms(self, live: int) -> tuple[Arm, ...]:
-    """All that `choose` may return for so many live requests."""
+    """All that `choose` may return for `live` requests."""
     return (None, *self.strategies)
 
   def choose(self, live: int, step_s: StepSeconds) -> Arm:
-    """Chooses the strategy of the next chunk.
-
-    Args:
-      live: requests of the fullest slice
-      step_s: seconds of a step by arm, as far as they are known
-    """
+    """The strategy of the next chunk; `live` requests of the fullest slice."""
     raise NotImplementedError
 
   def observe(self, seen: Observation) -> None:
-    """Learns from a chunk; called after every one."""
+    """Learns from a chunk."""
 
   def gain(self, live: int, arm: Arm, step_s: StepSeconds) -> float | None:
-    """The speed-up over plain decoding that it expects; None: it has no idea."""
+    """The expected speed-up over plain decoding; None: unknown."""
     return None
 
   def state(self) -> dict:
-    """Its knowledge, for a checkpoint; JSON can hold it."""
+    """What it has learnt, as JSON for a checkpoint."""
     return {}
 
   def restore(self, state: dict | None) -> None:
-    """Goes on from what `state` gave; None: from nothing."""
+    """Continues from a `state`; None: starts over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByLiveBatch(Selector):
-  """Chooses the strategy of the first (most live requests, strategy) that covers a batch.
+  """The strategy of the first (most live requests, strategy) pair that covers a batch.
 
   Plain decoding above the last.
   """
@@ -107,28 +101,23 @@ class ByLiveBatch(Selector):
 
 
 def always(strategy: strategy_lib.Strategy) -> ByLiveBatch:
-  """A selector of the same strategy for every live batch."""
   return ByLiveBatch(((10**9, strategy),))
 
 
 class Arms(Selector):
-  """Several arms for every live batch, plain decoding among them if it may be chosen."""
+  """Chooses among several arms per range of live requests; plain decoding above the last.
 
-  # The attributes that a checkpoint keeps.
-  learnt: ClassVar[tuple[str, ...]] = ()
+  `steps` are (most live requests, arms) pairs; an arm remembers `window` chunks.
+  """
+
+  learnt: ClassVar[tuple[str, ...]] = ()  # attributes that a checkpoint keeps
 
   def __init__(self, steps: Sequence[tuple[int, Sequence[Arm]]], window: int = 16):
-    """Knows the arms of each live batch.
-
-    Args:
-      steps: (most live requests, arms) each; above the last only plain decoding
-      window: chunks that an arm remembers
-    """
     self._steps = tuple((most, tuple(arms)) for most, arms in steps)
     self._steps = tuple(sorted(self._steps, key=lambda step: step[0]))
     self._window = window
     if any(not arms for _, arms in self._steps):
-      raise ValueError("every live batch needs an arm, were it 'off'")
+      raise ValueError("every live batch needs an arm, at least 'off'")
     if len({most for most, _ in self._steps}) < len(self._steps):
       raise ValueError(f"the arms of a live batch are named twice: {self._steps}")
 
@@ -145,7 +134,7 @@ class Arms(Selector):
     return next((step for step in self._steps if live <= step[0]), (0, (None,)))
 
   def key(self, live: int, arm: Arm) -> str:
-    """A name of an arm, the same for all live batches that share their arms."""
+    """The name of an arm, the same for all live batches that share their arms."""
     return f"{self.step(live)[0]} {strategy_lib.name(arm)}"
 
   def state(self) -> dict:
@@ -153,9 +142,8 @@ class Arms(Selector):
     return copy.deepcopy({"rule": type(self).__name__, **learnt})
 
   def restore(self, state: dict | None) -> None:
-    """Goes on from what `state` gave; of another rule, or None: from nothing."""
     if not state or state["rule"] != type(self).__name__:
-      logging.info("no knowledge of what strategies are worth is kept")
+      logging.info("the strategy rule starts without saved statistics")
       return
     for name in self.learnt:
       setattr(self, name, copy.deepcopy(state[name]))
@@ -164,14 +152,10 @@ class Arms(Selector):
 def make(strategies: str, rule: str, has_drafter: bool) -> Selector | None:
   """The selector that a config describes; None if only plain decoding is left.
 
-  Where each live batch has one arm it runs, and the rule is not asked.
+  A rule is only used where some level has several arms.
 
-  Args:
-    strategies: as `levels.parse` reads them
-    rule: how it is learnt which of several arms is fastest, see `find_rule`
-    has_drafter: whether a drafter can draft; otherwise only sources without weights can
   Raises:
-    ValueError: unreadable strategies, or no such rule
+    ValueError: unreadable strategies (`levels.parse`), or no such rule (`find_rule`)
   """
 
   def can_run(arm):
@@ -189,11 +173,10 @@ def make(strategies: str, rule: str, has_drafter: bool) -> Selector | None:
 
 
 def find_rule(name: str) -> Callable[..., Selector]:
-  """What makes the selector of a rule from (most live requests, arms) pairs.
+  """The constructor of a rule's selector, from (most live requests, arms) pairs.
 
-  Args:
-    name: "predictive" or "epsilon_greedy", a module of `rules/`; or the dotted name of
-      another module, which has a `make(steps)`
+  The name is that of a module of `rules/`, or the dotted name of another with a `make`.
+
   Raises:
     ValueError: no such rule
   """

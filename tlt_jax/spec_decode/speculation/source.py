@@ -1,13 +1,12 @@
-"""Sources of drafts: what guesses the target's next tokens.
+"""Sources of drafts: they guess the target's next tokens.
 
 `make("ngram", setting)` imports `tlt_jax.spec_decode.speculation.sources.ngram` and
-calls its `make(setting)`. A name with a dot is imported as it stands, so that a source
-may live in any package; a strategy names it ("my_package.my_source_5"). Whatever a
-source guesses, no token changes: verification draws the target's own.
+calls its `make(setting)`. A dotted name is imported as given: a strategy may name any
+package's source ("my_package.my_source_5"). No guess changes a token.
 
-A source has two sides. On the host it prepares, before a chunk, a *state*: arrays that
-the chunk takes over. On the devices, once per slice, it proposes a tree of guesses in
-each iteration, and takes in what was accepted of them.
+On the host a source prepares, before a chunk, a *state*: arrays that are donated to it. On
+the devices, once per slice, it proposes a tree of guesses in each iteration, and absorbs
+the accepted tokens.
 """
 
 from collections import abc
@@ -35,26 +34,24 @@ class Setting:
 
   config: config_lib.ModelConfig  # of the target
   mesh: jax.sharding.Mesh
-  pool: programs.Pool  # for programs of its own
+  pool: programs.Pool  # for its own programs
   room: strategy_lib.Room
   strategies: tuple[strategy_lib.Strategy, ...]  # those that name this source
   drafter: drafter_lib.DrafterConfig | None = None
   layout: features_lib.Layout | None = None  # of the features that are kept
-  fill_rows: int = 8  # requests, and tokens of each, for which a drafter's KV is
-  fill_block: int = 128  # computed at a time
-  memory_tokens: int = 0  # of earlier responses that may be remembered
-  memory_rows: int = 0  # of them that a chunk may look at
+  fill_rows: int = 8  # requests whose drafter KV is computed at a time
+  fill_block: int = 128  # tokens of each
+  memory_tokens: int = 0  # of earlier responses, at most
+  memory_rows: int = 0  # rows of them that a chunk may look up
   kernels: str | None = None  # of its programs, see `rollout.Options`
 
 
 class Progress(NamedTuple):
-  """A running request, as far as it has got."""
-
   request: int
   prompt_idx: int  # equal for the responses to one prompt
   prompt: np.ndarray  # i32[...]
   response: np.ndarray  # i32[...]  the last one is pending
-  pages: np.ndarray  # i32[M]  of its slice, the sink behind them
+  pages: np.ndarray  # i32[M]  of its slice, then the sink
 
   @property
   def tokens(self) -> np.ndarray:
@@ -78,87 +75,67 @@ Absorb = abc.Callable[[Any, verify.Output], Any]
 
 
 class Source:
-  """A source of drafts; what a subclass need not override does nothing."""
+  """A source of drafts; subclasses override what they need."""
 
   reads_drafter = False  # whether `bind` needs the drafter's weights
-  state_shardings: Any = None  # of what `end` gives back
+  state_shardings: Any = None  # of the result of `end`
 
   def __init__(self, setting: Setting):
     self.setting = setting
 
   def program(self, strategy: strategy_lib.Strategy) -> str:
-    """The name of the program that runs a strategy; equal names share a program.
-
-    The depth is read at run time, so that it need not be in the name.
-    """
+    """The name of the program that runs a strategy, at any depth."""
     return f"{strategy.source}_{strategy.width}_{strategy.verify}"
 
   def ready(self, weights: chunk_lib.Weights, slots: slots_lib.Slots) -> Any:
-    """Compiles what `prepare` runs.
-
-    Args:
-      weights, slots: shapes and shardings
-    Returns:
-      shapes and shardings of the state that `prepare` makes
-    """
+    """Compiles what `prepare` runs; returns the shapes and shardings of its state."""
     return None
 
   def prepare(
     self, weights: chunk_lib.Weights, slots: slots_lib.Slots, running: Running
   ) -> Any:
-    """Makes the state of the next chunk, which donates it.
+    """Makes the state of the next chunk, to which it is donated.
 
-    Args:
-      weights: of the target, and of the drafter if `reads_drafter`
-      slots: the running requests on the devices
-      running: the same on the host
+    `running` is the host's view of `slots`; the drafter's weights need `reads_drafter`.
     """
     return None
 
   def begin(self, slots: slots_lib.Slots, state: Any) -> Any:
-    """On the devices, at a chunk's start: what iterations carry, of `prepare`'s state."""
+    """On the devices, at a chunk's start: from `prepare`'s state to the loop's."""
     return state
 
   def end(self, state: Any) -> Any:
-    """On the devices, at a chunk's end: what `release` gets."""
+    """On the devices, at a chunk's end: from the loop's state to `release`'s."""
     return state
 
   def release(self, state: Any, running: Running) -> None:
-    """Takes what a chunk left, `running` being the requests that go on after it."""
+    """Takes the state after a chunk; `running` are the requests that continue."""
 
   def reset(self) -> None:
-    """Frees what it has on the devices: no request is running any more."""
+    """Frees its device arrays: no request is running any more."""
 
   def bind(
     self, strategy: strategy_lib.Strategy, weights: chunk_lib.Weights, length: int
   ) -> tuple[Propose, Absorb]:
-    """Gives what proposes and absorbs in a chunk of one slice; outside the loop.
+    """The functions that propose and absorb in a chunk of one slice.
 
-    Args:
-      strategy: whose width and nodes are compiled in
-      weights: of the chunk
-      length: S, a bound of all positions
-    Returns:
-      (slots, state, depth i32[]) -> Proposal; and (state of the proposal, what stands)
-      -> the next state
+    `length` S bounds all positions.
     """
     raise NotImplementedError
 
   def finished(self, prompt: np.ndarray, response: np.ndarray) -> None:
-    """Learns from every request that has ended, i32[...] each."""
+    """Learns from a finished request, i32[...] each."""
 
   def state(self) -> dict:
-    """Its knowledge, for a checkpoint; JSON can hold it."""
+    """What it has learnt, as JSON for a checkpoint."""
     return {}
 
   def restore(self, state: dict) -> None:
-    """Goes on from what `state` gave."""
+    """Continues from a `state`."""
 
 
 def make(name: str, setting: Setting) -> Source:
-  """The source of that name.
-
-  Raises:
+  """Raises:
     ValueError: no such module, or it cannot draft in this setting
   """
   try:

@@ -1,9 +1,8 @@
 """Speculative decoding of a chunk, on the devices.
 
 An iteration drafts a tree, runs the target over all its nodes in one pass, and accepts
-the tokens that plain decoding would have drawn (`verify`). Its output is plain
-decoding's token for token, so plain and speculative chunks may follow each other in any
-order.
+the tokens that plain decoding would have drawn (`verify`). Its output is plain decoding's
+token for token, so plain and speculative chunks can alternate in any order.
 """
 
 import chex
@@ -29,15 +28,10 @@ from tlt_jax.spec_decode.speculation import verify
 def decode(
   source: source_lib.Source, strategy: strategy_lib.Strategy, tokens: int
 ) -> chunk_lib.Decode:
-  """Speculative decoding of one slice.
+  """Speculative decoding of one slice, at the depth of `Limits.depth`.
 
-  It goes on for `Limits.steps` iterations, while no slot can draw more than
-  `Limits.tokens` by the next one.
-
-  Args:
-    source: of the drafts
-    strategy: its width and nodes are compiled in, its depth is `Limits.depth`
-    tokens: of a slot for which there is room; `Limits.tokens` is at most that
+  Runs `Limits.steps` iterations, or until a slot might exceed `Limits.tokens` in the next.
+  There is room for `tokens` per slot, a bound of these.
   """
   setting = source.setting
   config, most = setting.config, setting.room.longest
@@ -58,7 +52,7 @@ def decode(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      drafted = slots.replace(position=slots.start)  # drafting reads nothing for free ones
+      drafted = slots.replace(position=slots.start)  # free slots draft from nothing
       proposal = propose(drafted, state, limits.depth)
       live = slots.remaining > 0
       slots, output = verify_and_accept(
@@ -84,17 +78,15 @@ def decode(
 def _emit(
   emitted: slots_lib.Emitted, output: verify.Output, live: jax.Array, remaining: jax.Array
 ) -> slots_lib.Emitted:
-  """Puts the output of an iteration behind what was emitted before.
-
-  Args:
-    live: bool[B]  slots that ran in this iteration
-    remaining: i32[B]  of the slots, after it
-  """
+  """Appends the output of an iteration, in which `live` bool[B] slots ran."""
   (B, most), tokens = output.tokens.shape, emitted.tokens.shape[1]
   inside = jnp.arange(most) < output.count[:, None]
   at = jnp.where(inside, emitted.count[:, None] + jnp.arange(most), tokens)
   b = jnp.arange(B)[:, None]
-  put = lambda x, y: x.at[b, at].set(y.astype(x.dtype), mode="drop")
+
+  def put(x, y):
+    return x.at[b, at].set(y.astype(x.dtype), mode="drop")
+
   return emitted.replace(
     tokens=put(emitted.tokens, output.tokens),
     logp=put(emitted.logp, output.logp),
@@ -117,15 +109,11 @@ def verify_and_accept(
   most: int,
   width: int,
 ) -> tuple[slots_lib.Slots, verify.Output]:
-  """Runs the target over the trees once, and keeps the tokens that follow from it.
+  """Runs the target over the trees once, and keeps the accepted tokens.
 
   Args:
-    config: the target's
-    params: its parameters
     layout: of the features that are kept; None: none are
-    rotations: of positions 0, 1, ..., see `target.Target.with_taps`
-    tree: the guesses, J nodes per slot
-    most: A, most tokens that a pass may give
+    most: A, most tokens that a pass yields
     width: W; 1 for a chain
   """
   B, J = tree.tokens.shape

@@ -1,8 +1,8 @@
-"""Speculation strategies: how far to guess, and by which source.
+"""Speculation strategies: how many tokens to draft, and by which source.
 
 A strategy is `(depth, width, verify)`: drafting steps, children per node, and nodes
-per verification pass, the root included. `None` is plain decoding. None of them
-changes a token. Which one a chunk runs with is a `selector`'s to say.
+per verification pass, the root included. `None` is plain decoding. No strategy changes
+a token. A `selector` chooses the one of each chunk.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,9 @@ MODEL, NGRAM = "model", "ngram"  # a drafter with weights; lookup in known seque
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Strategy:
-  """How far to guess; a chain has width 1.
+  """The shape of a draft tree and its source; a chain has width 1.
 
-  Width and verify are compiled in, depth is not: chains that share `verify` share a
-  program.
+  Width and verify are compiled in, depth is not: chains of equal `verify` share a program.
   """
 
   depth: int
@@ -35,7 +34,7 @@ class Strategy:
 
   @property
   def longest(self) -> int:
-    """The depth of the deepest strategy that its program can run."""
+    """The deepest draft of its program."""
     return self.verify - 1 if self.width == 1 else self.depth
 
   def __str__(self) -> str:
@@ -52,10 +51,11 @@ _TEXT = re.compile(r"(?:([A-Za-z_][\w.]*?)_)?(\d+)(?:_(\d+)_(\d+))?")
 def parse(text: str) -> Strategy | None:
   """Reads '5_1_6', 'ngram_5', 'my_package.my_source_5' or 'off'.
 
-  With one number a chain that is verified whole. Without a source the drafter.
+  A single number is a chain whose tokens are all verified; the default source is the
+  drafter.
 
   Raises:
-    ValueError: nothing of the kind
+    ValueError: unreadable
   """
   if text == "off":
     return None
@@ -76,26 +76,24 @@ def name(strategy: Strategy | None) -> str:
 
 
 def uses_drafter(strategy: Strategy | None) -> bool:
-  """Whether a drafter with weights makes its drafts; plain decoding has none."""
   return strategy is not None and strategy.source == MODEL
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-  """The space that strategies need; the same for all, so that they share the caches."""
+  """Cache space that strategies need; the same for all of a rollout, which share caches."""
 
-  longest: int = 1  # A, tokens that one pass of the target may give
+  longest: int = 1  # A, most tokens that a pass of the target yields
   target: int = 0  # cache slots behind the longest sequence: the nodes of a tree
   drafter: int = 0  # behind the longest pair: nodes of a tree that have children
 
   @property
   def behind(self) -> int:
-    """Tokens behind the longest sequence for which it needs pages."""
+    """Slots to reserve behind the longest sequence."""
     return max(self.target, self.drafter)
 
   @classmethod
   def of(cls, strategies: Iterable[Strategy]) -> "Room":
-    """The room that is enough for all of them."""
     strategies = tuple(strategies)
     trees = [s for s in strategies if s.width > 1]
     nodes = max((s.verify for s in trees), default=0)

@@ -1,8 +1,7 @@
-"""Draft trees: what one verification pass of the target looks at.
+"""Draft trees: the input of one verification pass of the target.
 
-Node 0 is the request's pending token, every other node a guess at the token after
-its parent. Nodes are ordered so that parents come first. A chain is a tree in which
-node j's parent is j-1.
+Node 0 is the request's pending token, every other node a guess at the token after its
+parent. Parents come first. In a chain node j's parent is j-1.
 
     node    0  1  2  3  4        0
     parent  .  0  0  1  1       / \\
@@ -19,18 +18,14 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Tree:
-  """A draft tree of J nodes for each row."""
-
   tokens: jax.Array  # i32[B J]
   parent: jax.Array  # i32[B J]  a smaller index; node 0's is 0
   depth: jax.Array  # i32[B J]
-  valid: jax.Array  # bool[B J]  what is not valid is never accepted
+  valid: jax.Array  # bool[B J]  others are never accepted
 
 
 def chain(tokens: jax.Array, depth: jax.Array) -> Tree:
-  """Makes a tree of nodes in a row.
-
-  Args:
+  """Args:
     tokens: i32[B J]
     depth: i32[] or i32[B]; deeper nodes are not valid
   """

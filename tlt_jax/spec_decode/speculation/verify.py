@@ -1,9 +1,9 @@
-"""Which drafted tokens stand: those that plain decoding would have drawn.
+"""Which drafted tokens are accepted: those that plain decoding would have drawn.
 
 The target draws its own token at every node of the draft tree, with that position's
-noise, whatever was drafted. From the root on, the walk goes to the child that holds
-the token drawn at its parent, until there is none: the tokens drawn on the way are
-the output, token for token that of plain decoding. (Daliri, Musco & Suresh 2024,
+noise, whatever was drafted. From the root, the walk follows the child that holds the
+token drawn at its parent, until there is none: the tokens drawn on the way are the
+output, and equal plain decoding's. (Daliri, Musco & Suresh 2024,
 https://arxiv.org/abs/2408.07978, draw by Gumbel noise that drafter and target share.)
 
 Worked row, a tree and the tokens that the target draws after each node, path 0 1 4 and
@@ -18,10 +18,9 @@ output b c d, of which d is the bonus:
 Departures from the paper:
 - Trees, where it analyses chains: the nodes of one depth share the noise of their
   position.
-- The noise that target and drafter share is a hash of (seed, request, position, token),
-  see `noise`. It is that of plain decoding as well, which draws the same tokens.
-- Whether a drafter uses it at all is its own affair: it makes more of its guesses stand,
-  and changes no token.
+- The shared noise is a hash of (seed, request, position, token), see `noise`. Plain
+  decoding uses the same and draws the same tokens.
+- A drafter need not use it: noise makes more guesses accepted, and changes no token.
 """
 
 import chex
@@ -34,7 +33,7 @@ from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 @flax.struct.dataclass
 class Output:
-  """The tokens that one pass of the target gives: `count[b]` in row b, at most A."""
+  """The tokens that one pass of the target yields: `count[b]` in row b, at most A."""
 
   tokens: jax.Array  # i32[B A]
   logp: jax.Array  # f32[B A]
@@ -46,15 +45,7 @@ class Output:
 def walk_chain(
   tree: tree_lib.Tree, drawn: jax.Array, path_length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Finds the accepted path of a chain: `walk`, in one comparison.
-
-  Args:
-    tree: a chain of J nodes
-    drawn: i32[B J]  the target's token after each node
-    path_length: A, most nodes of a path, the root included
-  Returns:
-    as `walk`; the path goes on beyond the last accepted node
-  """
+  """`walk` of a chain, in one comparison; the path continues beyond the accepted nodes."""
   chex.assert_equal_shape([drawn, tree.tokens])
   agrees = (tree.tokens[:, 1:] == drawn[:, :-1]) & tree.valid[:, 1:]
   accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), 1), 1)
@@ -65,15 +56,13 @@ def walk_chain(
 def walk(
   tree: tree_lib.Tree, drawn: jax.Array, path_length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Finds the accepted path of a tree.
+  """Finds the accepted path of a tree, of at most A = `path_length` nodes.
 
   Args:
-    tree: of J nodes
     drawn: i32[B J]  the target's token after each node
-    path_length: A, most nodes of a path, the root included
   Returns:
-    path i32[B A], nodes from the root on (beyond its end: the last one again), and
-    how many drafted nodes are on it, i32[B]
+    path i32[B A], nodes from the root on (padded by its last), and the number of drafted
+    nodes on it, i32[B]
   """
   chex.assert_equal_shape([drawn, tree.tokens])
   B, J = drawn.shape
@@ -94,15 +83,10 @@ def walk(
 def cut(
   tokens: jax.Array, count: jax.Array, stop_tokens: jax.Array, remaining: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Ends an accepted run at the first stop token and at the limit.
+  """Ends `count` of tokens i32[B A] at the first stop token and at `remaining`.
 
-  Args:
-    tokens: i32[B A]  the output
-    count: i32[B]  of them valid
-    stop_tokens: i32[B stops]
-    remaining: i32[B]  tokens that may still be drawn
   Returns:
-    how many tokens are left, i32[B], and whether the last of them is a stop token
+    the number of tokens left, i32[B], and whether the last of them is a stop token
   """
   B, A = tokens.shape
   chex.assert_shape([count, remaining], (B,))

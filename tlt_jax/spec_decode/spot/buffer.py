@@ -1,15 +1,15 @@
 """Which finished sequences the drafter is trained on: a bounded buffer of packed rows.
 
-Host arithmetic alone: what is where. The features lie on the devices (see `spot`), each
-slice's own; tokens and segments are here, the same on every process.
+Host arithmetic only. The features are on the devices (see `spot`), each slice's own;
+tokens and segments are here, the same on every process.
 
-Early in a rollout only short responses have finished; the long ones, which the tail
-consists of, are those of the rollout before (TLT's one-step offset). So at the start of
-a rollout the newest rows stay, of a rollout those with the longest sequences, and the
-oldest make room one by one.
+Early in a rollout only short responses have finished; the long ones, of which the tail
+consists, are from the rollout before (TLT's one-step offset). So a rollout starts with the
+newest rows, of each rollout those with the longest sequences, and evicts the oldest one
+by one.
 
-A sequence longer than a row is cut. Each piece repeats a little of the one before, for
-the drafter to read, not to be trained on, so that every token is trained on once.
+A sequence longer than a row is cut. Each piece repeats a little of the one before as
+context only, so every token is trained on once.
 
 Departure from TLT (https://arxiv.org/abs/2511.16665): sequences longer than a row are cut
 into pieces; the paper packs whole ones.
@@ -32,16 +32,13 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass
 class Row:
-  """The contents of a row."""
-
-  sizes: list[int] = dataclasses.field(default_factory=list)  # of its pieces
-  longest: int = 0  # tokens of the longest sequence that they are of
+  sizes: list[int] = dataclasses.field(default_factory=list)  # tokens of its pieces
+  longest: int = 0  # tokens of their longest sequence
   age: int = 0  # rollouts since it was filled
-  uses: int = 0  # micro-batches that it was, in this rollout
+  uses: int = 0  # times trained on in this rollout
 
   @property
   def used(self) -> int:
-    """Tokens in it."""
     return sum(self.sizes)
 
 
@@ -51,38 +48,27 @@ FIELDS = ("targets", "positions", "segments", "mask")  # of `Buffer.table`
 class Buffer:
   """Packed rows of every slice: `table` i32[slices m 4 T], see `FIELDS` and `packing`.
 
-  A sequence of T tokens takes T-1 places: its last token has no feature.
+  A sequence of T tokens takes T-1 places: its last token has no feature. At most `carried`
+  rows per slice are kept for the next rollout; a piece repeats `context` tokens.
   """
 
   def __init__(self, slices: int, rows: int, length: int, carried: int, context: int):
-    """Makes room for rows.
-
-    Args:
-      slices: of the rollout, each with a buffer of its own
-      rows: m, per slice
-      length: T, tokens of a row
-      carried: rows that may outlive a rollout
-      context: tokens that a piece repeats of the one before
-    """
     self.length, self.carried, self.context = length, carried, context
     self.rows = [[Row() for _ in range(rows)] for _ in range(slices)]
     self.table = np.zeros((slices, rows, len(FIELDS), length), np.int32)
-    self.evicted = 0  # pieces that had to go, or found no room
-    self.version = 0  # grows with every change of what is here
-    self.turn = 0  # grows whenever other rows are next
+    self.version = 0  # incremented with every change of the rows
+    self.turn = 0  # incremented when training changes the order
 
   def filled(self, s: int) -> list[int]:
     """The rows of a slice to train on, in their order.
 
-    Those that this rollout has used least come first, of these the newest, and of these
-    the longest sequences.
+    Least used in this rollout first, then the newest, then the longest sequences'.
     """
     rows = self.rows[s]
     held = [i for i, row in enumerate(rows) if row.sizes]
     return sorted(held, key=lambda i: (rows[i].uses, rows[i].age, -rows[i].longest, i))
 
   def begin_rollout(self) -> None:
-    """Makes what is here older; only the newest rows stay."""
     self.version += 1
     for s, rows in enumerate(self.rows):
       for row in rows:
@@ -91,14 +77,11 @@ class Buffer:
         self._clear(s, i)
 
   def add(self, s: int, prompt: np.ndarray, response: np.ndarray) -> list[Piece]:
-    """Finds room for a sequence, if need be at the cost of older or shorter ones.
+    """Places a sequence on slice s, if need be in the place of older or shorter ones.
 
-    Args:
-      s: the slice
-      prompt, response: i32[...]
     Returns:
-      where its features belong; nothing of pieces for which there is no room, because
-      all that is here is of longer sequences
+      where its features belong, without the pieces for which there is no room because all
+      rows are of longer sequences
     """
     targets = np.concatenate([prompt, response])[1:]
     positions, pieces = np.arange(len(targets)), []
@@ -106,7 +89,6 @@ class Buffer:
     for start, stop in self._cut(len(targets)):
       row = self._room(s, stop - start, len(targets))
       if row is None:
-        self.evicted += 1
         continue
       held = self.rows[s][row]
       piece = Piece(row, held.used, start, stop - start)
@@ -120,11 +102,10 @@ class Buffer:
     return pieces
 
   def most_pieces(self, size: int) -> int:
-    """How many pieces a sequence of that size is cut into."""
     return len(self._cut(size))
 
   def _cut(self, size: int) -> list[tuple[int, int]]:
-    """Where the pieces of a sequence start and stop.
+    """The (start, stop) of each piece of a sequence.
 
     Worked rows, length 8 and context 2:  size 7   (0, 7)
                                           size 12  (0, 8) (6, 12)
@@ -136,16 +117,15 @@ class Buffer:
     return cuts
 
   def _room(self, s: int, size: int, sequence: int) -> int | None:
-    """The row for a piece of that size, of a sequence of so many tokens; None: no room."""
+    """The row for a piece of a sequence of `sequence` tokens; None: no room."""
     rows = self.rows[s]
-    fits = lambda row: not row.age and row.used + size <= self.length
-    begun = [i for i, row in enumerate(rows) if row.sizes and fits(row)]
-    if begun:
-      return begun[0]
-    empty = [i for i, row in enumerate(rows) if not row.sizes]
-    if empty:
-      rows[empty[0]].age = 0
-      return empty[0]
+    for i, row in enumerate(rows):
+      if row.sizes and not row.age and row.used + size <= self.length:
+        return i
+    for i, row in enumerate(rows):
+      if not row.sizes:
+        row.age = 0
+        return i
     least = min(range(len(rows)), key=lambda i: (-rows[i].age, rows[i].longest, i))
     if not rows[least].age and rows[least].longest >= sequence:
       return None
@@ -153,13 +133,11 @@ class Buffer:
     return least
 
   def _clear(self, s: int, row: int) -> None:
-    self.evicted += len(self.rows[s][row].sizes)
     self.rows[s][row] = Row()
     self.table[s, row] = 0
 
   @property
   def holds_any(self) -> bool:
-    """Whether there is anything to train on."""
     return any(row.sizes for rows in self.rows for row in rows)
 
   def order(self) -> np.ndarray:
@@ -172,7 +150,7 @@ class Buffer:
     return order
 
   def trained(self, micro_batches: np.ndarray) -> None:
-    """Counts what each slice has trained on, in the order that is still that of `order`."""
+    """Counts what each slice has trained on since the last `order`."""
     self.turn += bool(np.any(micro_batches))
     for s, count in enumerate(micro_batches):
       held = self.filled(s)
@@ -180,28 +158,23 @@ class Buffer:
         self.rows[s][row].uses += len(range(i, int(count), len(held)))
 
   def state(self) -> dict:
-    """The part of its state that JSON can hold; the table is saved beside."""
-    rows = [[dataclasses.asdict(row) for row in rows] for rows in self.rows]
-    return {"rows": rows, "evicted": self.evicted}
+    """Its rows for a checkpoint, as JSON; the table is saved separately."""
+    return {"rows": [[dataclasses.asdict(row) for row in rows] for rows in self.rows]}
 
   def set_state(self, state: dict, table: np.ndarray) -> np.ndarray:
-    """Goes on from a saved state; of another number of slices, its rows are dealt out.
+    """Restores a state; from another number of slices, rows are redistributed.
 
     Args:
-      state: of `state`
-      table: that was saved beside it, i32[... 4 T], the rows of all slices
+      table: saved with it, i32[... 4 T], the rows of all slices
     Returns:
-      i32[slices m], which of the saved rows is each row here; -1: none, it is empty
+      i32[slices m], the index of the saved row in each row; -1: empty
     """
     saved = [Row(**row) for rows in state["rows"] for row in rows]
     num_slices, each = self.table.shape[:2]
-    self.evicted = state["evicted"]
     if len(state["rows"]) == num_slices:
       source = np.arange(len(saved)).reshape(num_slices, each)
     else:
       source = self._deal(saved)
-      lost = set(range(len(saved))) - set(source.flat)
-      self.evicted += sum(len(saved[i].sizes) for i in lost)
     self.rows = [[saved[i] if i >= 0 else Row() for i in row] for row in source]
     table = np.asarray(table).reshape(-1, *self.table.shape[2:])
     self.table = np.where(source[..., None, None] >= 0, table[source], 0)
@@ -209,10 +182,7 @@ class Buffer:
     return source
 
   def _deal(self, saved: list[Row]) -> np.ndarray:
-    """The saved row of each row here, the newest first, slice by slice in turn.
-
-    What there is no room for is left.
-    """
+    """The saved row of each row: the newest first, one slice after the other."""
     num_slices, each = self.table.shape[:2]
     source = np.full((num_slices, each), -1)
     found = [i for i, row in enumerate(saved) if row.sizes]

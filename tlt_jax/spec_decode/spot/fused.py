@@ -1,8 +1,8 @@
-"""The fused chunk: slices decode, and one that runs dry trains the drafter meanwhile.
+"""The fused chunk: slices decode, and one that becomes idle trains the drafter meanwhile.
 
-One program, no threads and no second process group: busy, idle and training are data in
-it. TLT (https://arxiv.org/abs/2511.16665) trains in a process group of its own instead,
-on weights that are copied back and forth.
+One program, without threads or a second process group: busy, idle and training are data.
+TLT (https://arxiv.org/abs/2511.16665) trains in a separate process group instead, on
+weights that are copied back and forth.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def with_training(
   """The chunk of one slice that decodes, and trains until the others are done."""
 
   def run(weights, slots, draft_state, limits, training) -> chunk_lib.Done:
-    # Until this slice is dry, or the chunk over.
+    # Until this slice is idle, or the chunk over.
     slots, draft_state, emitted = decode(weights, slots, draft_state, limits)
     mine = quota(training, emitted)
     trained = trainer.train(weights.target, training, mine)
@@ -31,14 +31,13 @@ def with_training(
 
 
 def quota(training: trainer_lib.Training, emitted: slots_lib.Emitted) -> jax.Array:
-  """How many micro-batches this slice may train, i32[]; 0 while it has a request left.
+  """Micro-batches that this slice may train, i32[]; 0 while it has a request left.
 
-  The share of `most`, or `later`, that is left of the steps which the busiest slice is
-  expected to run, rounded down.
+  Its quota times the share of the chunk's expected steps that are left, rounded down.
   """
   idle = ~jnp.any(emitted.remaining > 0) & (training.rows.filled > 0)
-  steps, expected = emitted.steps[0], training.expected
-  most = jnp.where(steps > 0, training.later, training.most)
+  steps, expected = emitted.steps[0], training.expected_steps
+  most = jnp.where(steps > 0, training.quota_if_idle_midway, training.most)
   left = jnp.maximum(expected - steps, 0)
   return jnp.where(idle, most * left // jnp.maximum(expected, 1), 0)
 
@@ -51,13 +50,7 @@ def make(
 ) -> Callable[..., chunk_lib.Done]:
   """The fused program of a chunk; see `chunk` for how it is called.
 
-  The drafters in training are not donated, so that they survive a program that runs out of
-  memory.
-
-  Args:
-    decode: of one slice
-    shardings: of its results
-    kernels: that decode
+  The drafters in training are not donated: they survive a program that runs out of memory.
   """
   return chunk_lib.make(
     trainer.mesh,

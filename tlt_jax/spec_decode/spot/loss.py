@@ -1,27 +1,27 @@
-"""The drafter's loss on packed sequences, with the target's features at hand.
+"""The drafter's loss on packed sequences, with the target's features given.
 
-Pair t, the feature of token t with token t+1, predicts the target's next feature and
-its distribution of token t+2. Several drafting steps are trained at once, each on
-what the one before gave, so that the drafter learns from its own mistakes:
+Pair t, the feature of token t with token t+1, predicts the target's next feature and its
+distribution of token t+2. Several drafting steps are trained at once, each on the output
+of the one before, so that the drafter learns from its own mistakes:
 
     sum_k DECAY^k * mean(distribution loss + REGRESSION * smooth_L1(feature))
 
 Distribution losses, between target p and drafter q at the sampling temperature:
 soft cross-entropy (EAGLE, https://arxiv.org/abs/2401.15077), or total variation,
-which is what acceptance depends on (https://arxiv.org/abs/2606.12370). Where q is far
-from p the gradient of total variation is small: a drafter of random weights stands still
-for long with it, and learns faster if its first updates train cross-entropy
+which determines acceptance (https://arxiv.org/abs/2606.12370). Where q is far from p the
+gradient of total variation is small: a drafter of random weights makes no progress for
+long, and learns faster if its first updates train cross-entropy
 (`Loss.cross_entropy_updates`).
 
 A drafter that knows U of the V tokens learns p renormalised within them, at the positions
-where the token that the target drew is one of them: on average over draws, that weighs a
-position by what p has within. So it takes the target's logits of U tokens, where the code
-of EAGLE-3 (https://arxiv.org/abs/2503.01840), which leaves out positions whose likeliest
-token the drafter lacks, takes all V.
+where the token drawn by the target is one of them: on average over draws, that weights a
+position by p's mass within. So it needs the target's logits of U tokens; the code of
+EAGLE-3 (https://arxiv.org/abs/2503.01840), which leaves out positions whose likeliest
+token the drafter lacks, needs all V.
 
 Memory: p, f32[rows T U], is held once. Other arrays of U numbers per position, 25 MB per
 128 positions and 49,152 tokens, are computed for some positions at a time where a
-micro-batch is large, and in the backward pass again.
+micro-batch is large, and recomputed in the backward pass.
 """
 
 from collections.abc import Callable
@@ -46,12 +46,12 @@ DISTANCES = ("cross_entropy", "total_variation")
 DECAY = 0.8  # weight of a drafting step relative to the one before
 REGRESSION = 0.1  # weight of the feature loss, for drafters that predict features
 
-_BLOCK = 2**23  # logits that are computed at a time, 32 MB; a few such arrays coexist
+_BLOCK = 2**23  # logits computed at a time, 32 MB; a few such arrays coexist
 
 
 @ranges.options
 class Settings:
-  """What a run chooses of a drafter's objective; the defaults: see `spot.Options`."""
+  """A run's choices of a drafter's objective; the defaults: see `spot.Options`."""
 
   steps: ranges.Count = ranges.field(2, "drafting steps unrolled in training")
   distance: Literal[DISTANCES] = ranges.field(
@@ -64,24 +64,15 @@ class Settings:
 
 @ranges.options
 class Loss(Settings):
-  """The objective of a drafter's training."""
-
   temperature: ranges.Positive = ranges.field(1.0, "temperature of the distributions")
-  decay: ranges.ShareAboveZero = ranges.field(
-    0.8, "weight of a drafting step relative to the one before"
-  )
-  regression: ranges.NotNegative = ranges.field(
-    0.1, "weight of the feature loss, for drafters that predict features"
-  )
 
   @property
   def metrics(self) -> list[str]:
-    """The names of what `loss` tells."""
     by_step = [f"{x}_{k + 1}" for x in ("loss", "agreement") for k in range(self.steps)]
     return ["tokens", *by_step]
 
   def agreement(self, metrics: dict[str, jax.Array]) -> jax.Array:
-    """The mean agreement of all steps per token, of sums as `loss` gives them."""
+    """The mean agreement of all steps per token, from the sums of `loss`."""
     total = sum(metrics[f"agreement_{k + 1}"] for k in range(self.steps))
     return total / (self.steps * jnp.maximum(metrics["tokens"], 1.0))
 
@@ -97,16 +88,13 @@ def loss(
   rotations: layers.Rotation | None = None,
   updates: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The loss of one micro-batch, a sum over tokens, to be divided by their count.
+  """The loss of one micro-batch, a sum over tokens.
 
   Args:
-    options: what is trained for
-    drafter, draft_params: what is trained
-    config, target_params: of the target, which stays as it is
     packed: [rows T]; all arrays' rows are independent
     kept: of the target's states, final f[rows T D] and what the drafter reads
-    rotations: of positions 0, 1, ..., where they are at hand
-    updates: i32[], that the drafter has had; None: more than `cross_entropy_updates`
+    rotations: of positions 0, 1, ..., if precomputed
+    updates: i32[], updates of the drafter so far; None: more than `cross_entropy_updates`
   Returns:
     the sum, and {"tokens", "loss_k", "agreement_k"} as sums as well; agreement is
     1 - total variation, the chance of acceptance of an optimal coupling; 0 where the
@@ -149,7 +137,7 @@ def loss(
 
 
 def _ahead(x: jax.Array) -> jax.Array:
-  """At every place of [rows T ...] what stands at the next one."""
+  """The values of [rows T ...] at the next place."""
   return jnp.roll(x, -1, 1)
 
 
@@ -157,17 +145,11 @@ class _Goal(NamedTuple):
   """What a drafter of U tokens learns at each position."""
 
   p: jax.Array  # f32[rows T U]  the target's, renormalised within them
-  known: jax.Array  # bool[rows T]  whether the token that was drawn is one of them
+  known: jax.Array  # bool[rows T]  whether the drawn token is one of them
 
 
 def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
-  """What the drafter is compared with.
-
-  Args:
-    options, drafter, config, target_params: see `loss`
-    final: f[rows T D]  after which p is
-    drawn: i32[rows T]  from p
-  """
+  """What follows final f[rows T D], of which i32[rows T] was drawn."""
   ids = drafter.target_ids
   part = target.output_head(config, target_params, ids if drafter.vocab else None)
   logits = functools.partial(
@@ -190,10 +172,7 @@ def _distances(
   """The trained distance, and total variation: f32[rows T] each.
 
   Args:
-    options: see `loss`
-    logits: f[... D] -> f32[... U]
     h: f[rows T D]  the drafter's outputs
-    goal: [rows T ...]
     is_new: bool[], whether this is one of the `cross_entropy_updates`; None: it is not
   """
   by_variation = options.distance == "total_variation"
@@ -214,18 +193,18 @@ def _distances(
 
 
 def _by_positions(f: Callable, width: int, x: Any) -> Any:
-  """Computes f of arrays [rows T ...], for so many positions at a time as memory allows.
+  """Computes f of arrays [rows T ...] in blocks of positions that fit `_BLOCK`.
 
-  Args:
-    f: of arrays [rows T ...], position by position
-    width: of the largest array that it makes, per row and position
-    x: tree of arrays [rows T ...]
+  The largest array that f makes has `width` numbers per row and position.
   """
   rows, T = jax.tree.leaves(x)[0].shape[:2]
-  # A power of two, so that mostly no rest is left, which would be a program of its own.
+  # A power of two: mostly no rest is left, which would be a separate program.
   at_once = 1 << max((_BLOCK // (rows * width)).bit_length() - 1, 0)
   if T <= at_once:
     return f(x)
-  positions_first = lambda x: jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), x)
-  blocks = jax.lax.map(jax.checkpoint(f), positions_first(x), batch_size=at_once)
-  return positions_first(blocks)
+
+  def swap_axes(x):
+    return jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), x)
+
+  blocks = jax.lax.map(jax.checkpoint(f), swap_axes(x), batch_size=at_once)
+  return swap_axes(blocks)

@@ -1,13 +1,13 @@
-"""Trains a drafter on sequences of its target; the target stays as it is.
+"""Trains a drafter on sequences of its target, which is frozen.
 
 One jitted program per update, as in `learner`: for each bucket a loop over its
-micro-batches, in which the target's features are computed and the drafter's gradient
-is added up, then one optimizer step. Parameters are replicated over `data`, rows of a
+micro-batches, which computes the target's features and accumulates the drafter's
+gradient, then one optimizer step. Parameters are replicated over `data`, rows of a
 micro-batch are split over it.
 
-A target is many times the size of its drafter. Where sequences are trained on more than
-once, their features may be computed once, by `DraftLearner.features`, and handed in (the
-offline training of EAGLE, https://arxiv.org/abs/2401.15077).
+A target is many times the size of its drafter. For sequences trained on more than once,
+features can be computed once, by `DraftLearner.features`, and passed in (the offline
+training of EAGLE, https://arxiv.org/abs/2401.15077).
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,6 @@ class DraftLearner:
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_state(self) -> state_lib.State:
-    """Shapes, dtypes and shardings of the state."""
     return state_lib.abstract_state(self.drafter, self.optimizer, self.mesh)
 
   def init(self, params) -> state_lib.State:
@@ -66,10 +65,8 @@ class DraftLearner:
     """Makes one update on a batch of sequences; the state is donated.
 
     Args:
-      target_params: of the target, laid out by `axes.ROLLOUT`
-      prompts, responses: i32[...] each, one pair per sequence
-      features: f[T E] of each sequence of T tokens, as the method `features` gives them;
-        None: they are computed
+      target_params: laid out by `axes.ROLLOUT`
+      features: f[T E] of each sequence of T tokens, see `features`; None: computed
     Returns:
       the new state, and `drafter/*`: loss, and per drafting step k loss_k and
       agreement_k, means over response tokens
@@ -92,13 +89,9 @@ class DraftLearner:
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
   ) -> list[np.ndarray]:
-    """Computes what an update needs of the target: f[T E] of each sequence of T tokens.
+    """The target's features for updates: f[T E] of each sequence of T tokens.
 
-    Args:
-      target_params: of the target, laid out by `axes.ROLLOUT`
-      prompts, responses: i32[...] each, one pair per sequence
-    Returns:
-      tapped and final states as `features.Layout` orders them; E = `layout.size`
+    Tapped and final states as `features.Layout` orders them; E = `layout.size`.
     """
     packed = packing.pack(prompts, responses, self.buckets)
     placed = packing.place(packed, self.mesh)
@@ -109,7 +102,7 @@ class DraftLearner:
 
   @functools.cached_property
   def update(self):
-    """(state, target params, packed buckets) -> (state, metrics)."""
+    """(state, target params, packed buckets, features) -> (state, metrics)."""
     shardings = slices.shardings(self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
@@ -152,8 +145,10 @@ class DraftLearner:
     features_of = self._features_of(target_params)
 
     def of_bucket(bucket):
+      def add(i, made):
+        return made.at[i].set(features_of(bucket.micro_batch(i)))
+
       shape = (*bucket.tokens.shape, self.layout.size)
-      add = lambda i, made: made.at[i].set(features_of(bucket.micro_batch(i)))
       empty = jnp.zeros(shape, self.config.dtype)
       return jax.lax.fori_loop(0, bucket.count, add, empty)
 
@@ -180,16 +175,13 @@ class DraftLearner:
 
   @property
   def layout(self) -> features_lib.Layout:
-    """The order of a token's features."""
     return features_lib.of_drafter(self.drafter, train=True)
 
   @property
   def _positions(self) -> jax.Array:
-    """Those of the longest row, of which tables are made, for the loops."""
     return jnp.arange(self.buckets[-1].length)
 
   def _over_slices(self, x):
-    """Splits an array by rows over the slices."""
     if not x.ndim:
       return x
     return jax.lax.with_sharding_constraint(x, axes.sharding(self.mesh, axes.DATA))
@@ -198,13 +190,7 @@ class DraftLearner:
 def _packed(
   features: Sequence[np.ndarray], packed: packing.Packed, dtype: str
 ) -> np.ndarray:
-  """Puts features f[T E] of each sequence where its tokens are: f[M rows T E].
-
-  Args:
-    features: of all sequences
-    packed: a bucket, numpy arrays
-    dtype: of the result
-  """
+  """Puts features f[T E] of each sequence where its tokens are: f[M rows T E]."""
   out = np.zeros((*packed.tokens.shape, features[0].shape[-1]), jnp.dtype(dtype))
   for i, where in _places(packed):
     out[where] = features[i]
@@ -214,13 +200,7 @@ def _packed(
 def _unpacked(
   features: Sequence[np.ndarray], packed: Sequence[packing.Packed], sizes: Sequence[int]
 ) -> list[np.ndarray]:
-  """Undoes `_packed` for all buckets: f[T E] of each sequence.
-
-  Args:
-    features: f[M rows T E] of each bucket
-    packed: the buckets, numpy arrays
-    sizes: tokens of each sequence
-  """
+  """Undoes `_packed` for all buckets, of sequences of `sizes` tokens."""
   found: list[np.ndarray | None] = [None] * len(sizes)
   for made, bucket in zip(features, packed, strict=True):
     for i, where in _places(bucket):
@@ -229,10 +209,7 @@ def _unpacked(
 
 
 def _places(packed: packing.Packed) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
-  """Yields (sequence, index of its tokens in [M rows T]) of a bucket.
-
-  Tokens of a sequence lie side by side in the order of their positions.
-  """
+  """Yields (sequence, index of its tokens in [M rows T], by position) of a bucket."""
   for i in np.unique(packed.sequence_idx[packed.segments > 0]):
     yield i, np.nonzero((packed.sequence_idx == i) & (packed.segments > 0))
 
@@ -245,16 +222,13 @@ def make(
   mesh: jax.sharding.Mesh,
   buckets: Sequence[tuple[ranges.Count, ranges.Tokens]],
 ) -> DraftLearner:
-  """A learner for one target, drafter, loss, optimizer and mesh.
+  """A learner of a drafter for the target `config`.
 
-  Args:
-    config: of the target
-    drafter, loss, optimizer: what is trained, for what, and how
-    mesh: whose slices share the rows of a micro-batch
-    buckets: (rows, tokens per row) of micro-batches, by increasing tokens; rows are
-      rounded up to a multiple of the slices
+  Buckets are (rows, tokens per row) of micro-batches, by increasing tokens; rows are
+  rounded up to a multiple of the slices.
+
   Raises:
-    ValueError: `buckets` are none or out of order
+    ValueError: no buckets, or out of order
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return DraftLearner(config, drafter, loss, optimizer, mesh, buckets)

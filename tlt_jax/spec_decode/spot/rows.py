@@ -1,4 +1,4 @@
-"""The rows of training data on the devices; which sequence is where is `buffer`'s."""
+"""Training rows on the devices; `buffer` assigns their sequences."""
 
 from collections.abc import Callable
 
@@ -15,35 +15,35 @@ from tlt_jax.spec_decode.decoding import slices
 
 @flax.struct.dataclass
 class Rows:
-  """The training data of all slices, what never leaves the devices.
+  """The training data of all slices, which never leaves the devices.
 
   A slice has m rows of T tokens each; a row is a micro-batch.
   """
 
-  features: jax.Array  # f[m T E]  what the rollout kept of the target
+  features: jax.Array  # f[m T E]  of the target
   table: jax.Array  # i32[m 4 T]  `buffer.FIELDS`
-  # i32[slices (2+m)]  How many rows are trained on; how many of these are new, which come
-  # first; and these in order.
+  # i32[slices (2+m)]  The number of rows to train on; how many of these are new, which
+  # come first; and their indices in order.
   order: jax.Array
 
   @property
   def filled(self) -> jax.Array:
-    """How many rows of this slice are trained on, i32[]."""
+    """The number of rows of this slice to train on, i32[]."""
     return self.order[0]
 
   def is_new(self, i: jax.Array) -> jax.Array:
-    """Whether a slice's i-th row in their order was never trained on, bool[]."""
+    """Whether a slice's i-th row in order was never trained on, bool[]."""
     return i < self.order[1]
 
   def micro_batch(self, i: jax.Array) -> tuple[packing.Packed, jax.Array]:
-    """A slice's i-th row in their order, as `row` gives it."""
+    """A slice's i-th row in order, see `row`."""
     return self.row(self.order[2 + i % jnp.maximum(self.filled, 1)])
 
   def row(self, row: jax.Array) -> tuple[packing.Packed, jax.Array]:
     """A row of the slice as a micro-batch [1 T], and its features f[1 T E]."""
     targets, positions, segments, mask = self.table[row][:, None]
     packed = packing.Packed(
-      tokens=targets,  # nobody reads it: the features stand for it
+      tokens=targets,  # unused: the features replace them
       targets=targets,
       positions=positions,
       segments=segments,
@@ -57,9 +57,8 @@ class Rows:
 def make_store(mesh: Mesh, size: int) -> Callable:
   """(rows f[m T E], features f[P L E], i32[p 4+M], count i32[slices]) -> rows.
 
-  Copies pieces of sequences into the rows (donated): where as in `buffer.Piece`, and
-  the pages of the sequence's features (`pages.Pages`); the first `count` of p. `size` is
-  E, the numbers per token.
+  Copies pieces of sequences into the rows (donated): each a `buffer.Piece` and the pages of
+  the sequence's features (`pages.Pages`); the first `count` of p. `size` is E.
   """
 
   def store(kept, data, pieces, count):

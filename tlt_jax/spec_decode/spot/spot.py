@@ -1,13 +1,12 @@
 """Spot training: a slice that has nothing left to decode trains the drafter.
 
-A fused chunk (`fused`) is one program: each slice decodes; one that runs dry goes on
-with micro-batches of its own finished sequences, from that moment to shortly before the
-chunk's expected end. It updates a drafter of its own, so that nobody waits for it. Once
-there are enough updates, and when the rollout ends, slices exchange what they have
-learnt (`trainer`). From then on it drafts. It cannot change a token: what is drawn does not
-depend on it.
+A fused chunk (`fused`) is one program: each slice decodes; one that becomes idle trains on
+its own finished sequences until shortly before the chunk's expected end. It updates its
+own copy of the drafter, so no slice waits. Once there are enough updates, and when the
+rollout ends, slices average their copies (`trainer`), and the result drafts. No token
+changes: the tokens drawn do not depend on the drafter.
 
-Departures from TLT (https://arxiv.org/abs/2511.16665): no process group of its own and
+Departures from TLT (https://arxiv.org/abs/2511.16665): no separate process group and
 no coordinator; training is deterministic, by a logged schedule; slices train apart and
 are averaged; an average over updates drafts.
 """
@@ -41,11 +40,11 @@ class Options:
   """How much is trained on, and when. Rows are per slice.
 
   The defaults, with those of `loss.Loss` and `OPTIMIZER`, are the recipe by which a drafter
-  that begins at random learnt fastest of 28 (a policy of 20M parameters, 360 responses in
-  their order; tokens per pass of chains of three after 10 and 25 rollouts' idle time): 1.88
-  and 2.50, where rows of 128 tokens, three unrolled steps and total variation from the
-  start gave 1.69 and 2.07. In whole runs a new drafter drew 80% of what one trained offline
-  does after 30 rollouts. `experiments/log/2026-11.md` has the table, of 2026-11-27.
+  of random weights learnt fastest of 28 (a policy of 20M parameters, 360 responses in their
+  order; tokens per pass of chains of three after 10 and 25 rollouts' idle time): 1.88 and
+  2.50; rows of 128 tokens, three unrolled steps and total variation from the start gave
+  1.69 and 2.07. In whole runs a new drafter drew 80% of what one trained offline does after
+  30 rollouts. `experiments/log/2026-11.md` has the table, of 2026-11-27.
   """
 
   row_tokens: ranges.Tokens = ranges.field(
@@ -100,7 +99,7 @@ class Options:
       )
 
 
-# Of the recipe, see `Options`: arguments of `rl.optimizer.make`.
+# Part of the recipe, see `Options`: arguments of `rl.optimizer.make`.
 OPTIMIZER = dict(
   name="adamw",
   learning_rate=1e-3,
@@ -112,12 +111,10 @@ OPTIMIZER = dict(
 
 
 def row_tokens(trainer: trainer_lib.Trainer, options: Options) -> int:
-  """Tokens of a row of training data: no more than a sequence has."""
   return min(options.row_tokens, trainer.longest)
 
 
 def make_buffer(trainer: trainer_lib.Trainer, options: Options) -> buffer_lib.Buffer:
-  """An empty buffer of training data."""
   return buffer_lib.Buffer(
     trainer.mesh.shape[axes.DATA],
     rows=options.rows,
@@ -140,24 +137,22 @@ class Spot:
   """The drafter's training through a run: its state and its data."""
 
   def __init__(self, trainer: trainer_lib.Trainer, options: Options, params):
-    """Starts from the drafter's `params`."""
     self.trainer, self.options = trainer, options
     self.row_tokens = row_tokens(trainer, options)
     self.buffer = make_buffer(trainer, options)
     self.investment = self._new_investment()
     self._states = trainer.init_states(params)
     self._params = self.state.drafting
-    self._count_anew()
+    self._reset_counts()
     features = abstract_features(trainer, options)
     memory.announce(
       "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
     )
     self._features = slices.zeros(features)
-    # On the devices: part of the buffer -> the change of it that this is of, and the array.
+    # On the devices, by part of the buffer: its version there, and the array.
     self._placed: dict[str, tuple[Any, jax.Array]] = {}
 
   def _new_investment(self) -> investment_lib.Investment:
-    """The account of a drafter that has not trained."""
     return investment_lib.Investment(self.options.after_rollout_share)
 
   @property
@@ -167,7 +162,7 @@ class Spot:
 
   @property
   def state(self) -> state_lib.State:
-    """The drafter in training, as all slices have it between rollouts."""
+    """The drafter in training, the same on all slices between rollouts."""
     return self.trainer.gather(self._states)
 
   @property
@@ -176,7 +171,7 @@ class Spot:
     return self._params
 
   def trains_in(self, batch: int) -> bool:
-    """Whether slices that run dry train in buckets of so many slots.
+    """Whether idle slices train in buckets of `batch` slots.
 
     A single slice is never idle while the rollout runs.
     """
@@ -184,34 +179,27 @@ class Spot:
     return not alone and batch <= (self.options.max_batch or batch)
 
   def training(
-    self, most: int, expected: int | None = None, later: int = 0
+    self, most: int, expected_steps: int | None = None, quota_if_idle_midway: int = 0
   ) -> trainer_lib.Training:
-    """The input of a program that trains.
-
-    Args:
-      most: micro-batches of a slice that has nothing to decode
-      expected: steps of the chunk that it is part of
-      later: micro-batches of one that runs dry in the chunk, if it did at its start
-    """
-    of_chunk = {} if expected is None else {"later": later, "expected": expected}
-    return trainer_lib.Training(
-      states=self._states,
-      rows=self.rows(),
-      most=np.int32(most),
-      **{name: np.int32(x) for name, x in of_chunk.items()},
+    """See `trainer.Training`."""
+    training = trainer_lib.Training(self._states, self.rows(), np.int32(most))
+    if expected_steps is None:
+      return training
+    return training.replace(
+      quota_if_idle_midway=np.int32(quota_if_idle_midway),
+      expected_steps=np.int32(expected_steps),
     )
 
   def on_nothing(self) -> trainer_lib.Training:
-    """An input of the same shape for a trial: one row per slice, which holds nothing."""
+    """A trial input of the same shape: one empty row per slice."""
     order = np.zeros_like(self.buffer.order())
     order[:, 0] = 1
     table = self._place(np.zeros_like(self.buffer.table))
     rows = rows_lib.Rows(self._features, table, self._place(order))
     one = self.options.micro_batches_per_update
-    return self.training(most=one, expected=1).replace(rows=rows)
+    return self.training(most=one, expected_steps=1).replace(rows=rows)
 
   def take(self, trained: trainer_lib.Account) -> None:
-    """Goes on from what a program has trained; other rows are next."""
     self._states = trained.states
     self._updates = self._updates + trained.updates
     self.apart |= bool(trained.micro_batches.any())
@@ -223,26 +211,20 @@ class Spot:
     return self._updates
 
   def exchange(self, program: Callable) -> None:
-    """Lets all slices go on from what each has learnt, which drafts from now on.
-
-    Args:
-      program: of `Trainer.make_exchange`
-    """
+    """Averages the slices' drafters by a `Trainer.make_exchange`."""
     updates = slices.place(self.trainer.mesh, self._updates[:, None])
     self._states, self._params = program(self._states, updates)
-    self._count_anew()
+    self._reset_counts()
 
-  def _count_anew(self) -> None:
-    """Counts what slices train apart from now on."""
-    # Updates of each slice that the others do not have yet.
-    self._updates = np.zeros(len(self.buffer.rows), np.int32)
+  def _reset_counts(self) -> None:
+    self._updates = np.zeros(len(self.buffer.rows), np.int32)  # of each slice
     self.apart = False  # whether a slice has trained since the last exchange
 
   def restart(self, state: state_lib.State) -> None:
-    """Goes on from another state of the drafter, with the data at hand."""
+    """Continues from another state of the drafter, with the present data."""
     self.investment = self._new_investment()
     self._states, self._params = self.trainer.spread(state), state.drafting
-    self._count_anew()
+    self._reset_counts()
 
   @property
   def features(self) -> jax.Array:
@@ -250,22 +232,18 @@ class Spot:
     return self._features
 
   def take_features(self, features: jax.Array) -> None:
-    """Goes on with the rows that a program has stored."""
     self._features = features
 
   def arrays(self) -> dict:
-    """The arrays of a checkpoint: the drafter's own state, and the training data at hand.
-
-    Neither the target's embedding nor its head, which the drafter uses.
-    """
+    """The arrays of a checkpoint, without the target's embedding and head."""
     return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
-    """The rest of it, which JSON can hold."""
+    """The rest of a checkpoint, as JSON."""
     return {"buffer": self.buffer.state(), "investment": self.investment.state()}
 
   def saved_arrays(self, data: dict) -> dict:
-    """The shapes of what `arrays` gave when `data` gave this: of other slices, maybe."""
+    """The shapes of the `arrays` saved with `data`, perhaps with other slices."""
     count = sum(map(len, data["buffer"]["rows"]))
 
     def of_rows(x):
@@ -279,7 +257,7 @@ class Spot:
     return arrays | {name: of_rows(arrays[name]) for name in ("features", "table")}
 
   def restore(self, arrays: dict, data: dict) -> None:
-    """Goes on from what `arrays` and `data` gave, with as many slices or others."""
+    """Continues from `arrays` and `data`, saved with any number of slices."""
     source = self.buffer.set_state(data["buffer"], processes.fetch(arrays["table"]))
     self.restart(arrays["state"])
     self.investment.restore(data["investment"])
@@ -289,11 +267,10 @@ class Spot:
       self._features = deal(self._features, source.reshape(-1))
 
   def _place(self, x: np.ndarray) -> jax.Array:
-    # A copy: on a CPU an array may share its memory with numpy's, which goes on changing.
+    # A copy: on a CPU an array may share numpy's memory, which changes later.
     return slices.place(self.trainer.mesh, x.copy())
 
   def rows(self) -> rows_lib.Rows:
-    """The training data as the programs take them."""
     buffer = self.buffer
     table = self._placed_once("table", buffer.version, lambda: buffer.table)
     order = self._placed_once("order", (buffer.version, buffer.turn), buffer.order)
@@ -302,18 +279,16 @@ class Spot:
   def _placed_once(
     self, name: str, change: Any, make: Callable[[], np.ndarray]
   ) -> jax.Array:
-    """A part of the buffer on the devices, placed anew only after a change of it."""
+    """A part of the buffer on the devices, placed again only after a change."""
     if name not in self._placed or self._placed[name][0] != change:
       self._placed[name] = change, self._place(make())
     return self._placed[name][1]
 
   def most_pieces(self, slots: int, length: int) -> int:
-    """The pieces of so many full slots."""
     return slots * self.buffer.most_pieces(length)
 
 
 def _rows_of(x: jax.Array, index: np.ndarray) -> jax.Array:
-  """These rows of an array; zeros for -1."""
   return jnp.where(index.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[index], 0)
 
 
@@ -327,17 +302,7 @@ def make_trainer(
   loss: loss_lib.Loss,
   options: Options,
 ) -> trainer_lib.Trainer:
-  """What trains a drafter in rollouts; holds no array.
-
-  Args:
-    config: of the target
-    drafter: what is trained
-    mesh: of the rollout
-    optimizer: of the drafter
-    longest: tokens of the longest sequence
-    loss: what it is trained for
-    options: how much, and when
-  Raises:
+  """Raises:
     ValueError: pieces repeat less than the loss unrolls
   """
   if options.row_tokens < longest and options.context_tokens < loss.steps:
@@ -346,7 +311,12 @@ def make_trainer(
       f"the loss ({loss.steps}): the first tokens of a piece have no earlier steps"
     )
   return trainer_lib.Trainer(
-    *(config, drafter, mesh, loss, optimizer, longest),
+    config=config,
+    drafter=drafter,
+    mesh=mesh,
+    loss=loss,
+    optimizer=optimizer,
+    longest=longest,
     per_update=options.micro_batches_per_update,
     average=options.average,
   )

@@ -26,15 +26,13 @@ class Sums:
 
 @flax.struct.dataclass
 class State:
-  """A drafter in training."""
-
   params: dict  # f32, laid out by axes.ROLLOUT
   opt_state: optax.OptState
   average: dict | None  # of `params` over updates; None: none is kept
   step: jax.Array  # i32[]  updates done
-  # i32[]  updates, or micro-batches that were to wait, left out: a gradient was not finite.
+  # i32[]  updates, or micro-batches before they wait, dropped as not finite
   skipped: jax.Array
-  # Of micro-batches that make no whole update yet; None: each makes one.
+  # Of micro-batches that wait for an update; None: each makes one.
   waiting: Sums | None = None
 
   @property
@@ -52,10 +50,7 @@ def abstract_state(
 ) -> State:
   """Shapes, dtypes and shardings of the state.
 
-  Args:
-    drafter, optimizer, mesh: what is trained, how, and where
-    averages: whether it keeps an average
-    waiting: the metrics of micro-batches that wait until they make an update; (): none wait
+  `waiting` are the metrics of micro-batches that wait for an update; (): none wait.
   """
   abstract = drafter_lib.abstract_params(drafter)
   params = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
@@ -77,24 +72,26 @@ def init_state(
   averages: bool = False,
   waiting: Collection[str] = (),
 ) -> State:
-  """The state before the first update.
-
-  Args:
-    drafter, optimizer, mesh: what is trained, how, and where
-    params: of the drafter, of any layout; they are copied
-    averages, waiting: see `abstract_state`
-  """
+  """The state before the first update, of copies of `params` of any layout."""
   abstract = abstract_state(drafter, optimizer, mesh, averages, waiting)
-  # A copy: the state is donated, the drafter at hand may still be drafting.
-  put = lambda x, like: processes.place(jnp.array(x, like.dtype), like.sharding)
+
+  def put(x, like):  # a copy: the state is donated, the given drafter may still draft
+    return processes.place(jnp.array(x, like.dtype), like.sharding)
+
+  def zeros(like):
+    return put(jnp.zeros(like.shape), like)
+
   average = jax.tree.map(put, params, abstract.params) if averages else None
   params = jax.tree.map(put, params, abstract.params)
   shardings = slices.shardings(abstract.opt_state)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-  zeros = lambda like: put(jnp.zeros(like.shape), like)
-  counts = zeros(abstract.step), zeros(abstract.skipped)
   return State(
-    params, opt_state, average, *counts, jax.tree.map(zeros, abstract.waiting)
+    params=params,
+    opt_state=opt_state,
+    average=average,
+    step=zeros(abstract.step),
+    skipped=zeros(abstract.skipped),
+    waiting=jax.tree.map(zeros, abstract.waiting),
   )
 
 
@@ -107,25 +104,22 @@ def update(
   decay: float = 0.0,
   enough: jax.Array | bool = True,
 ) -> tuple[State, dict[str, jax.Array]]:
-  """Makes one optimizer step from sums over tokens, as `loss.loss` gives them.
+  """Makes one optimizer step from sums over tokens, see `loss.loss`.
 
-  Without a token nothing happens, nor where a sum is not finite (counted): a gradient
-  of zeros would move the parameters by their moments.
+  Without tokens, not `enough` of them, or where a sum is not finite (counted), nothing
+  happens: even zero gradients would move the parameters by their moments.
 
   Args:
-    loss: f32[]  its sum
-    metrics: f32[] each, sums; "tokens" is what they are divided by
-    grads: of the sum of the loss
+    metrics: f32[] each, sums; "tokens" is the divisor
     decay: of the average per update, where the state keeps one
-    enough: bool[]  whether this is all of the step's data; else nothing happens
   Returns:
-    the new state; loss, grad_norm and what else is in `metrics`, means over tokens; and
+    the new state; and loss, grad_norm and the other `metrics`, means over tokens, with
     `updated`, 1.0 or 0.0
   """
   chex.assert_trees_all_equal_shapes(grads, state.params)
   count = jnp.maximum(metrics["tokens"], 1.0)
-  mean = lambda tree: jax.tree.map(lambda x: x / count, tree)
-  grads, means = mean(grads), mean({k: v for k, v in metrics.items() if k != "tokens"})
+  grads = jax.tree.map(lambda x: x / count, grads)
+  means = {k: x / count for k, x in metrics.items() if k != "tokens"}
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
   useful = enough & finite & (metrics["tokens"] > 0)
@@ -155,30 +149,28 @@ def learn(
   per_update: int,
   decay: float = 0.0,
 ) -> tuple[State, dict[str, jax.Array]]:
-  """Takes a micro-batch, and makes an update once enough of them have waited for it.
+  """Adds a micro-batch, and makes an update of `per_update` once there are enough.
 
-  One that is not finite does not wait: it would spoil those that it waits with.
+  A micro-batch that is not finite is dropped: it would spoil those that wait.
 
-  Args:
-    sums: of the micro-batch
-    per_update: micro-batches of an update
-    decay: see `update`
   Returns:
-    the new state; the summary of `update`, all 0.0 where there was no update; and
+    the new state; the metrics of `update`, all 0.0 where there was none, with
     `skipped`, 1.0 for a micro-batch or an update that was not finite
   """
   before = state.skipped
   if state.waiting is not None:
     finite = jnp.isfinite(sums.loss) & jnp.isfinite(optax.tree.norm(sums.grads))
-    add = lambda x, y: x + jnp.where(finite, y, 0.0)
-    sums = jax.tree.map(add, state.waiting, sums)
+    sums = jax.tree.map(
+      lambda x, y: x + jnp.where(finite, y, 0.0), state.waiting, sums
+    )
     state = state.replace(skipped=before + (~finite).astype(jnp.int32))
   enough = sums.micro_batches >= per_update
-  args = sums.loss, sums.metrics, sums.grads, decay, enough
-  updated, summary = update(optimizer, state, *args)
+  updated, summary = update(
+    optimizer, state, sums.loss, sums.metrics, sums.grads, decay, enough
+  )
   if state.waiting is not None:
-    left = lambda x: jnp.where(enough, 0.0, x)
-    updated = updated.replace(waiting=jax.tree.map(left, sums))
+    waiting = jax.tree.map(lambda x: jnp.where(enough, 0.0, x), sums)
+    updated = updated.replace(waiting=waiting)
   made = summary["updated"] > 0
   summary = {name: jnp.where(made, x, 0.0) for name, x in summary.items()}
   return updated, summary | {"skipped": (updated.skipped - before).astype(jnp.float32)}

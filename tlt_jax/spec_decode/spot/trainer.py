@@ -1,9 +1,9 @@
 """The drafter's training on the devices: each slice's own updates, and their exchange.
 
-A slice that trains updates a drafter of its own, micro-batch by micro-batch, and waits
-for nobody (local SGD, https://arxiv.org/abs/1805.09767). Now and then, in a program
-between two chunks, slices exchange what they have learnt: `make_exchange`. Until then
-all draft with what was handed out last.
+A slice that trains updates its own copy of the drafter, micro-batch by micro-batch,
+without waiting (local SGD, https://arxiv.org/abs/1805.09767). Now and then, in a program
+between two chunks, slices average their copies: `make_exchange`. Until then all draft
+with the result of the last exchange.
 """
 
 from collections.abc import Callable
@@ -31,23 +31,19 @@ from tlt_jax.spec_decode.spot import state as state_lib
 
 @flax.struct.dataclass
 class Training:
-  """The input of a program that trains."""
-
   states: state_lib.State  # of each slice: [slices ...] each
   rows: rows_lib.Rows
   most: jax.Array  # i32[]  micro-batches of a slice that has nothing to decode
-  # Where it is part of a chunk, i32[]: micro-batches of a slice that runs dry in it, if it
-  # did at its start; and the chunk's steps.
-  later: jax.Array | None = None
-  expected: jax.Array | None = None
+  # i32[], in a chunk: as `most`, for a slice that becomes idle during it (`fused.quota`
+  # scales it by the remaining steps); and the steps that the chunk is expected to run.
+  quota_if_idle_midway: jax.Array | None = None
+  expected_steps: jax.Array | None = None
 
 
 @flax.struct.dataclass
 class Trained:
-  """The result of a program that trains."""
-
   states: state_lib.State  # of each slice: [slices ...] each
-  totals: jax.Array  # f32[slices n]  of each slice, see `Trainer.account`
+  totals: jax.Array  # f32[slices n]  see `Trainer.account`
 
 
 ROWS, WHOLE = slices.ROWS, slices.WHOLE
@@ -57,21 +53,19 @@ TRAINED_SPECS = Trained(ROWS, ROWS)
 
 
 class Account(NamedTuple):
-  """What came of a program that trains; on the host, but for the states."""
+  """The result of a program that trains; on the host, but for the states."""
 
   states: state_lib.State  # of each slice: [slices ...] each
   micro_batches: np.ndarray  # i32[slices]
   updates: np.ndarray  # i32[slices]
-  skipped: int  # updates and micro-batches left out, of all slices: they were not finite
-  # "new_rows", that were not trained on before, "new_agreement" of drafter and target on
-  # these, mean of all steps; and means over all updates, if there are any.
+  skipped: int  # updates and micro-batches dropped as not finite, of all slices
+  # "new_rows", at their first use; "new_agreement" of drafter and target on these, mean of
+  # all steps; and means over all updates, if there are any.
   metrics: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-  """The training of one drafter for one target: micro-batches, updates, exchanges."""
-
   config: config_lib.ModelConfig
   drafter: drafter_lib.DrafterConfig
   mesh: jax.sharding.Mesh
@@ -83,11 +77,9 @@ class Trainer:
 
   @property
   def layout(self) -> features_lib.Layout:
-    """The layout of the features that are trained on."""
     return features_lib.of_drafter(self.drafter, train=True)
 
   def _rotations(self) -> layers.Rotation:
-    """Tables for all positions, for the loops over micro-batches."""
     return layers.rotation(self.drafter.layer, jnp.arange(self.longest))
 
   def _loss(
@@ -99,7 +91,6 @@ class Trainer:
     features: jax.Array,
     updates: jax.Array | None = None,
   ):
-    """The loss of a micro-batch and its metrics, sums over tokens; see `loss.loss`."""
     return loss_lib.loss(
       self.loss,
       self.drafter,
@@ -114,7 +105,7 @@ class Trainer:
 
   @functools.cached_property
   def _value_and_grad(self) -> Callable:
-    """`_loss` and its gradient. Jitted: traced once for all the programs that train."""
+    """Jitted: traced once for all programs that train."""
     return jax.jit(jax.value_and_grad(self._loss, has_aux=True))
 
   def train(self, target_params, training: Training, most: jax.Array) -> Trained:
@@ -136,11 +127,16 @@ class Trainer:
       state, means = state_lib.learn(
         self.optimizer, state, sums, self.per_update, self.average
       )
-      counts = one, means.pop("skipped"), means.pop("updated")
       new = training.rows.is_new(i) & (metrics["tokens"] > 0)
-      agreement = jnp.where(new, self.loss.agreement(metrics), 0.0)
-      counts = *counts, new.astype(jnp.float32), agreement
-      return state, totals + jnp.stack([*counts, *_in_order(means)])
+      counts = {
+        "micro_batches": one,
+        "skipped": means.pop("skipped"),
+        "updates": means.pop("updated"),
+        "new_rows": new.astype(jnp.float32),
+        "new_agreement": jnp.where(new, self.loss.agreement(metrics), 0.0),
+      }
+      results = counts | means
+      return state, totals + jnp.stack([results[name] for name in self._names])
 
     totals = slices.varying(jnp.zeros(len(self._names), jnp.float32))
     state, totals = jax.lax.fori_loop(0, most, micro_batch, (start, totals))
@@ -148,12 +144,12 @@ class Trainer:
 
   @property
   def _names(self) -> list[str]:
-    """The names of what `train` counts and sums up."""
+    """The names of the totals of `train`."""
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
     return [*_COUNTS, *sorted(names)]
 
   def account(self, states: state_lib.State, totals: np.ndarray) -> Account:
-    """The account of what was trained; `totals` is that of `Trained`, on the host."""
+    """The result from the `totals` of `Trained`, on the host."""
     micro_batches, skipped, updates = totals[:, :3].T.astype(np.int32)
     count = int(updates.sum())
     sums = dict(zip(self._names, totals.sum(0).tolist(), strict=True))
@@ -178,10 +174,9 @@ class Trainer:
   def make_exchange(self) -> Callable:
     """(states, updates i32[slices]) -> (states, parameters that draft).
 
-    All slices go on from the mean of the drafters, their moments and averages, weighted
-    by the updates that each slice has made since the last time. One that trained alone
-    is taken as it is. Counts are those of the slice that has most. Of the micro-batches
-    that wait for an update, in whichever slice, each slice gets an equal share.
+    All slices continue from the mean of the drafters, their moments and averages, weighted
+    by each slice's updates since the last exchange. Counts are the maximum over slices.
+    Micro-batches that wait for an update are divided evenly among the slices.
     """
     equal = 1 / self.mesh.shape[axes.DATA]
 
@@ -189,14 +184,15 @@ class Trainer:
       made = slices.total(updates[0])
       share = jnp.where(made > 0, updates[0] / jnp.maximum(made, 1), equal)
 
-      is_count = lambda x: jnp.issubdtype(x.dtype, jnp.integer)
-      times = lambda share, tree: jax.tree.map(
-        lambda x: x[0] if is_count(x) else (share * x[0]).astype(x.dtype), tree
-      )
-      over_slices = lambda x: (
-        jax.lax.pmax(x, axes.DATA) if is_count(x) else slices.total(x)
-      )
-      mine = times(share, states).replace(waiting=times(equal, states.waiting))
+      def weigh(share, tree):
+        return jax.tree.map(
+          lambda x: x[0] if _is_count(x) else (share * x[0]).astype(x.dtype), tree
+        )
+
+      def over_slices(x):
+        return jax.lax.pmax(x, axes.DATA) if _is_count(x) else slices.total(x)
+
+      mine = weigh(share, states).replace(waiting=weigh(equal, states.waiting))
       state = slices.combined(over_slices, mine)
       return jax.tree.map(lambda x: slices.varying(x)[None], state), state.drafting
 
@@ -205,43 +201,49 @@ class Trainer:
     return jax.jit(mapped, out_shardings=shardings)
 
   def init_states(self, params) -> state_lib.State:
-    """The state of every slice before the first update, from parameters of any layout."""
-    args = self.drafter, self.optimizer, self.mesh, params
-    return self.spread(state_lib.init_state(*args, **self._kept))
+    """The state of every slice, from parameters of any layout."""
+    state = state_lib.init_state(
+      self.drafter, self.optimizer, self.mesh, params, **self._kept
+    )
+    return self.spread(state)
 
   @property
   def _kept(self) -> dict:
-    """What a state keeps beside parameters, moments and counts."""
     waiting = self.loss.metrics if self.per_update > 1 else ()
     return dict(averages=self.average > 0, waiting=waiting)
 
   @functools.cached_property
   def abstract(self) -> state_lib.State:
     """Shapes, dtypes and shardings of a state that is the same on every slice."""
-    args = self.drafter, self.optimizer, self.mesh
-    return state_lib.abstract_state(*args, **self._kept)
+    return state_lib.abstract_state(
+      self.drafter, self.optimizer, self.mesh, **self._kept
+    )
 
   @functools.cached_property
   def spread(self) -> Callable[[state_lib.State], state_lib.State]:
     """A state -> [slices ...] each: every slice has its own."""
     n = self.mesh.shape[axes.DATA]
-    own = lambda state: jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
-    return jax.jit(own, out_shardings=self.trained_shardings.states)
+
+    def spread(state):
+      return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state)
+
+    return jax.jit(spread, out_shardings=self.trained_shardings.states)
 
   @functools.cached_property
   def gather(self) -> Callable[[state_lib.State], state_lib.State]:
-    """The states of all slices, which are equal -> one that all have."""
+    """The states of all slices, which are equal -> a single one."""
 
     def first(states):
       is_first = jax.lax.axis_index(axes.DATA) == 0
-      mine = lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0]))
-      return slices.combined(slices.total, jax.tree.map(mine, states))
+      mine = jax.tree.map(
+        lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0])), states
+      )
+      return slices.combined(slices.total, mine)
 
     mapped = slices.per_slice(self.mesh, first, in_specs=(ROWS,), out_specs=WHOLE)
     return jax.jit(mapped, out_shardings=slices.shardings(self.abstract))
 
   def abstract_states(self) -> state_lib.State:
-    """Shapes, dtypes and shardings of the states of all slices."""
     num_slices = self.mesh.shape[axes.DATA]
 
     def own(x):
@@ -252,11 +254,9 @@ class Trainer:
 
   @functools.cached_property
   def trained_shardings(self) -> Trained:
-    """The shardings of what programs that train give back."""
     states = slices.shardings(self.abstract_states())
     return Trained(states, axes.sharding(self.mesh, axes.DATA))
 
 
-def _in_order(means: dict) -> list:
-  """The values by their names in order."""
-  return [means[name] for name in sorted(means)]
+def _is_count(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.integer)

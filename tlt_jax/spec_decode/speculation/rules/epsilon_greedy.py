@@ -13,18 +13,11 @@ from tlt_jax.spec_decode.speculation import selector
 
 
 class EpsilonGreedy(selector.Arms):
-  """Chooses the arm of the best median rate of late, or sometimes any arm."""
+  """The arm of the best recent median rate, or with chance `epsilon` a random one."""
 
   learnt = ("_count", "_rates")
 
   def __init__(self, steps, window: int = 16, epsilon: float = 0.1, seed: int = 0):
-    """Knows nothing of the arms.
-
-    Args:
-      steps, window: see `selector.Arms`
-      epsilon: chance to try an arm at random
-      seed: of that chance
-    """
     super().__init__(steps, window)
     self._epsilon, self._seed, self._count = epsilon, seed, 0
     self._rates: dict[str, list[float]] = {}  # tokens per second, by arm
@@ -44,7 +37,6 @@ class EpsilonGreedy(selector.Arms):
   def gain(
     self, live: int, arm: selector.Arm, step_s: selector.StepSeconds | None = None
   ) -> float:
-    """The median rate over that of plain decoding; 1 where nothing is known."""
     rates, plain = (self._rates.get(self.key(live, a)) for a in (arm, None))
     return float(np.median(rates) / np.median(plain)) if rates and plain else 1.0
 

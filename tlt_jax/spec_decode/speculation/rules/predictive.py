@@ -1,11 +1,10 @@
-"""A rule that tries little: rates are predicted from step times and acceptance.
+"""A rule that explores little: rates are predicted from step times and acceptance.
 
-The rate of an arm is the tokens that a pass draws over the time of a step, and both are
-known apart: a step takes as long whatever is accepted, so that its time can be measured
-beforehand; and the chance that the k-th drafted token stands, given those before it, is
-nearly the same at every live batch, so that every chunk of a chain teaches all chains of
-its source. What a tree draws it has to show itself. (TLT tries every arm of every live
-batch instead, see `epsilon_greedy`.)
+The rate of an arm is the tokens of a pass over the time of a step, learnt separately. Step
+times do not depend on acceptance and can be measured beforehand. The probability that the
+k-th drafted token is accepted, given those before it, is nearly the same at every live
+batch, so every chunk of a chain informs all chains of its source; a tree's yield has to be
+observed. (TLT tries every arm of every live batch instead, see `epsilon_greedy`.)
 """
 
 import math
@@ -15,61 +14,52 @@ import numpy as np
 from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
-_FEW = 16  # passes that say too little of how often a draft stands
-_PATIENCE = 5.0  # chunks of time that may be missed because an arm is good again
-_LEARNT, _FORGOTTEN = 1 / 16, 0.2  # of how good an arm was: per chunk, and per try
-# Chunks after which an arm is tried again that was never good: if its drafts may stand by
-# now; and, of a bucket, if all that may have changed is the time of its steps.
+_FEW = 16  # passes, below which an acceptance rate is too uncertain
+_PATIENCE = 5.0  # chunks of time that may be lost before a former best arm is tried again
+_LEARNT, _FORGOTTEN = 1 / 16, 0.2  # update rates of an arm's lead: per chunk, per try
+# Chunks after which an arm that was never good is tried again: if its drafts may be
+# accepted by now; and if only the step times of the bucket may have changed.
 _SOON, _SELDOM = 8, 64
-# Chunks of time that trying may cost at once, by budget. What was never good has to wait:
-# a drafter that begins at random would have spent it all before it has learnt.
+# Initial allowance of the budgets, in chunks. Arms that were never good have none: a
+# drafter that begins at random would have spent it before it has learnt.
 _DOUBTED, _AGAIN = 3.0, 9.0
 
 
 class Predictive(selector.Arms):
   """Chooses the arm of the best predicted rate.
 
-  An arm whose step time or acceptance is unknown is tried until it is known. Another than
-  the best is tried for a chunk, between two of the best so that their times can be
-  compared, when it may be better after all:
+  An arm of unknown step time or acceptance is tried until both are known. Another arm is
+  tried for one chunk, between two of the best so that their times can be compared, when it
+  may have become better:
 
-  - Steps have become so much slower since it was compared with others that it would be
-    the best if that were the best arm's own fault and not the machine's.
-  - It was the best not long ago: the sooner, the better it was.
-  - It has not been seen for long. That is another policy by now, or another drafter.
+  - Steps have become so much slower since it was compared that it would be the best if
+    the best arm and not the machine were the cause.
+  - It was the best not long ago: the better it was, the sooner.
+  - It has not run for long, and the policy or the drafter has changed since.
 
-  Trying may cost a share of all time, of the last kind for each source of drafts on its
-  own: what a bad drafter wastes is not missing where n-grams are to be tried.
+  Trials are limited to a share of all time, those of the last kind for each source of
+  drafts: what a bad drafter wastes does not keep n-grams from being tried.
   """
 
   wants_step_seconds = True
-  learnt = (
-    *("_shown", "_last", "_before", "_idle", "_was", "_again"),
-    *("_chunks", "_spent", "_paid"),
-  )
+  learnt = tuple("_shown _last _before _idle _was _again _chunks _spent _paid".split())
 
   def __init__(self, steps, window: int = 16, regret: float = 0.0075, margin: float = 0.03):
-    """Knows nothing of the arms.
-
-    Args:
-      steps, window: see `selector.Arms`
-      regret: share of the time that trying may cost, of each kind
-      margin: by how much another arm must be better than the last one
-    """
+    """`regret`: share of time for trials of a kind; `margin`: gain required to switch."""
     super().__init__(steps, window)
     self._regret, self._margin = regret, margin
-    # By depth of a source, or by tree, of late chunks: tokens that were drawn there, the
-    # passes that could draw one, the live requests, and the number of the chunk.
+    # By depth of a source, or by tree, for each recent chunk: tokens drawn there, passes
+    # that could draw one, live requests, and the number of the chunk.
     self._shown: dict[str, list[list[int]]] = {}
     self._last: dict[str, str] = {}  # arm by step
     self._before: dict[str, str] = {}  # arm that ran last in a bucket
     self._idle: dict[str, int] = {}  # chunks of a bucket since an arm ran there
-    self._was: dict[str, float] = {}  # by how much it was better than all others there
-    self._again = -_SOON  # number of the chunk before the last trial for having been best
+    self._was: dict[str, float] = {}  # by bucket and arm: its lead over all others
+    self._again = -_SOON  # chunk of the last trial of a former best arm
     self._chunks = 0
-    self._spent = 0.0  # seconds in all
-    self._paid: dict[str, float] = {}  # seconds by trying, by budget
-    # What is tried in this chunk: arm, budget, and the rate of the best arm.
+    self._spent = 0.0  # total seconds
+    self._paid: dict[str, float] = {}  # seconds of trials, by budget
+    # The trial of this chunk: arm, budget, and the rate of the best arm.
     self._trial: tuple[selector.Arm, str, float] | None = None
 
   def choose(self, live: int, step_s: selector.StepSeconds) -> selector.Arm:
@@ -82,7 +72,7 @@ class Predictive(selector.Arms):
     best, step = max(arms, key=rate.get), str(self.step(live)[0])
     last = next((a for a in arms if strategy_lib.name(a) == self._last.get(step)), best)
     if rate[best] < (1 + self._margin) * rate[last]:
-      best = last  # to switch is not free either
+      best = last  # switching is not free
     self._last[step] = strategy_lib.name(best)
     others = sorted((a for a in arms if a != best), key=rate.get, reverse=True)
     loss = {arm: max(rate[best] / rate[arm] - 1, 0.0) for arm in others}  # in chunks
@@ -92,14 +82,12 @@ class Predictive(selector.Arms):
     return self._or_try(step_s, best, loss)
 
   def _remember(self, bucket, best: selector.Arm, loss: dict) -> None:
-    """Follows how good the best arm is."""
     key, now = _in_bucket(bucket, best), min([1.0, *loss.values()])
     self._was[key] = (1 - _LEARNT) * self._was.get(key, 0.0) + _LEARNT * now
 
   def _or_try(
     self, step_s: selector.StepSeconds, best: selector.Arm, loss: dict
   ) -> selector.Arm:
-    """The best, or an arm that may be better, if trying has not cost too much."""
     self._trial = None
     if self._before.get(str(step_s.bucket)) != strategy_lib.name(best):
       return best
@@ -112,15 +100,10 @@ class Predictive(selector.Arms):
     return best
 
   def _why(self, arm, loss: float, step_s: selector.StepSeconds, rate: float) -> str | None:
-    """The budget that an arm may be tried at the expense of now; None: it may not.
-
-    Args:
-      loss: what it would cost, in chunks
-      rate: of the best arm
-    """
+    """The budget for a trial of the arm now, which costs `loss` chunks; None: no trial."""
     key = _in_bucket(step_s.bucket, arm)
     idle = self._idle.get(key, 0)
-    # To draft only adds to a step.
+    # Drafting only adds to a step.
     plain_s = 0.0 if arm is None else step_s(None)
     least_s = max(step_s(arm) * math.exp(-step_s.doubt(arm)), plain_s)
     fastest = self.tokens_per_pass(arm) / least_s
@@ -136,51 +119,43 @@ class Predictive(selector.Arms):
     return _what(arm) if long_ago and self._can_pay(_what(arm)) else None
 
   def _can_pay(self, budget: str, most: float = 0.0) -> bool:
-    """Whether trying has cost no more than its share so far.
-
-    Args:
-      budget: a source's, a tree's, or another
-      most: what it holds from the start, in chunks
-    """
+    """Whether trials have cost no more than their share and `most` initial chunks."""
     mean_s = self._spent / max(self._chunks, 1)
     return self._paid.get(budget, 0.0) <= self._regret * self._spent + most * mean_s
 
   def gain(self, live: int, arm: selector.Arm, step_s: selector.StepSeconds) -> float:
-    """The predicted rate over that of plain decoding; 1 where nothing is known."""
     tokens, arm_s, plain_s = self.tokens_per_pass(arm), step_s(arm), step_s(None)
     return tokens * plain_s / arm_s if tokens and arm_s and plain_s else 1.0
 
   def tokens_per_pass(
     self, arm: selector.Arm, patience: float = math.inf
   ) -> float | None:
-    """The tokens that an arm is expected to draw; None if unknown.
+    """The expected yield of an arm; None if unknown.
 
-    Args:
-      arm: that draws
-      patience: drafts that were not seen for more chunks are hoped to stand, always
+    Drafts not observed for more than `patience` chunks count as always accepted.
     """
     if arm is None:
       return 1.0
     if arm.width > 1:
       drawn = self._share(_what(arm))
       return drawn if self._age(_what(arm)) <= patience else arm.depth + 1.0
-    stands = []
+    rates = []
     for k in range(arm.depth):
       known = self._share(_at(arm, k))
-      if known is None and not stands:
+      if known is None and not rates:
         return None
       if self._age(_at(arm, k)) > patience:
         known = 1.0
-      # A draft deeper than any that was seen often stands as often as these.
-      stands.append(stands[-1] if known is None else known)
-    return 1.0 + float(np.sum(np.cumprod(stands)))
+      # Deeper drafts than any observed often enough are accepted like the deepest of these.
+      rates.append(rates[-1] if known is None else known)
+    return 1.0 + float(np.sum(np.cumprod(rates)))
 
   def _share(self, what: str) -> float | None:
-    """Tokens per pass that could draw one there; None: these were few.
+    """Tokens per pass that could yield one there; None: too few passes.
 
-    What was shown half a window earlier counts half; and a step counts as much with few
-    live requests as with many, since it takes as long: responses that are nearly over are
-    what n-grams draft best.
+    Observations of half a window ago count half. A step counts the same with few live
+    requests as with many, since it takes as long: n-grams are best at responses that are
+    nearly over.
     """
     shown = np.array(self._shown.get(what) or [[0, 0, 1, 0]])
     drawn, passes, live, chunk = shown.T
@@ -208,7 +183,7 @@ class Predictive(selector.Arms):
       self._learn(_at(arm, k), seen.accepted[k + 1], seen.accepted[k], seen.live)
 
   def _pay(self, seen: selector.Observation) -> None:
-    """Books what a trial cost: its seconds beyond those that the best arm needed."""
+    """Books the cost of a trial: seconds beyond what the best arm needed."""
     arm, budget, rate = self._trial or (None, "", 0.0)
     self._trial = None
     if rate and arm == seen.strategy:
@@ -216,7 +191,6 @@ class Predictive(selector.Arms):
       self._paid[budget] = self._paid.get(budget, 0.0) + max(lost, 0.0)
 
   def _learn(self, what: str, drawn: int, passes: int, live: int) -> None:
-    """Adds what a chunk showed to what is known; what is old is forgotten."""
     if passes:
       known = self._shown.get(what, [])
       late = [seen for seen in known if self._chunks - seen[-1] < self._window]
@@ -224,23 +198,20 @@ class Predictive(selector.Arms):
       self._shown[what] = [*kept, [int(drawn), int(passes), live, self._chunks]]
 
   def _age(self, what: str) -> int:
-    """Chunks since something was last seen; 0 if it never was."""
     known = self._shown.get(what)
     return self._chunks - known[-1][-1] if known else 0
 
 
 def _what(arm: selector.Arm) -> str:
-  """What an arm's acceptance is learnt of: chains are their source's, a tree is its own."""
+  """What acceptance is learnt for: chains share their source's, a tree has its own."""
   return strategy_lib.name(arm) if arm is None or arm.width > 1 else arm.source
 
 
 def _at(arm: strategy_lib.Strategy, k: int) -> str:
-  """What the acceptance of a chain's draft at a depth is learnt of: its source, there."""
   return f"{arm.source} {k}"
 
 
 def _in_bucket(bucket, arm: selector.Arm) -> str:
-  """A name of an arm in a bucket."""
   return f"{bucket} {strategy_lib.name(arm)}"
 
 

@@ -1,8 +1,8 @@
 """Drafts by a drafter with weights: one decoder layer that reads the target's features.
 
-An iteration's accepted tokens go into the drafter's cache with the target's own
-features; see `draft`. Switching speculation on needs no pass of the target: the
-drafter's cache is filled from the features that were kept.
+The pairs of accepted tokens are computed with the target's own features; see `draft`.
+Switching speculation on needs no pass of the target: the drafter's cache is filled from
+the features that were kept.
 """
 
 import functools
@@ -25,15 +25,15 @@ from tlt_jax.spec_decode.speculation import source as source_lib
 
 @flax.struct.dataclass
 class Entry:
-  """What a chunk begins and ends with: the drafter's KV, and each row's last tokens."""
+  """A chunk's state at its ends: the drafter's KV, and each row's last tokens."""
 
   pool: cache_lib.Pool
   tokens: jax.Array  # i32[B A]
-  count: jax.Array  # i32[B]  of them, as many as the pool lacks pairs
+  count: jax.Array  # i32[B]  valid tokens, as many as the pool lacks pairs
 
 
 class Model(source_lib.Source):
-  """Drafts with a drafter, coupled to the target by its noise."""
+  """Drafts with a drafter, coupled to the target by shared noise."""
 
   reads_drafter = True
 
@@ -45,7 +45,7 @@ class Model(source_lib.Source):
     for strategy in setting.strategies:
       if strategy.width > known:
         raise ValueError(
-          f"strategy {strategy} guesses {strategy.width} tokens side by side, the drafter "
+          f"strategy {strategy} guesses {strategy.width} tokens per node, the drafter "
           f"knows {known}; choose a narrower one"
         )
     rows = axes.sharding(setting.mesh, axes.DATA)
@@ -57,8 +57,8 @@ class Model(source_lib.Source):
   def _fill(self):
     """(weights, pool, features, pages i32[R M], tokens i32[R T], start i32[R]) -> pool.
 
-    Writes the keys and values of pairs from `start` on of R rows a slice to the drafter's
-    pool (donated), from kept features; token j of a row follows token start + j.
+    Writes the keys and values of pairs from `start` on, of R rows a slice, to the drafter's
+    pool (donated); token j of a row is the one after position start + j.
     """
     setting = self.setting
 
@@ -80,8 +80,10 @@ class Model(source_lib.Source):
     R, T = setting.fill_rows, setting.fill_block
     pool = self._abstract_pool(slots)
     pages = rows(R, jnp.int32, slots.kv.pages.shape[1])
-    args = pool, slots.features, pages, rows(R, jnp.int32, T), rows(R, jnp.int32)
-    setting.pool.get("fill", (), self._fill, weights, *args)
+    tokens, start = rows(R, jnp.int32, T), rows(R, jnp.int32)
+    setting.pool.get(
+      "fill", (), self._fill, weights, pool, slots.features, pages, tokens, start
+    )
     batch = slots.pending.shape[0] // setting.mesh.shape[axes.DATA]
     tokens = rows(batch, jnp.int32, setting.room.longest)
     return Entry(pool, tokens, rows(batch, jnp.int32))
@@ -97,7 +99,8 @@ class Model(source_lib.Source):
       for slot, request in enumerate(row):
         if request is not None:
           known = request.tokens
-          count[s, slot] = n = min(len(known) - 1, A)
+          n = min(len(known) - 1, A)
+          count[s, slot] = n
           tokens[s, slot, :n] = known[len(known) - n :]
     pool, self._pool = self._pool, None
     return Entry(pool, *(slices.place(self.setting.mesh, x) for x in (tokens, count)))
@@ -110,15 +113,14 @@ class Model(source_lib.Source):
     self._pool, self._filled = None, {}
 
   def _keep_filled(self, running) -> None:
-    """Notes which pairs of the running requests the pool has after a chunk."""
     self._filled = {r.request: self._lacking_from(r) for row in running for r in row if r}
 
   def _lacking_from(self, request: source_lib.Progress) -> int:
-    """The first pair of a request that a chunk takes in itself."""
+    """The first pair of a request that a chunk computes itself."""
     return max(len(request.tokens) - 1 - self.setting.room.longest, 0)
 
   def _fill_missing(self, weights, slots, running) -> None:
-    """Computes the pairs that the pool lacks: of prompts, and of plain chunks' tokens."""
+    """Computes the pairs that the pool lacks: of prompts and of plain chunks."""
     R, T = self.setting.fill_rows, self.setting.fill_block
     for blocks in self._missing(running):
       for first in range(0, max(map(len, blocks)), R):
@@ -158,7 +160,7 @@ class Model(source_lib.Source):
     return Entry(state.pool, state.tokens, state.count)
 
   def _abstract_pool(self, slots) -> cache_lib.Pool:
-    """Shapes and shardings of the drafter's pool, which has the pages of the target's."""
+    """The drafter's pool, which has the pages of the target's."""
     slices_, (P, _, L, _) = self.setting.mesh.shape[axes.DATA], slots.kv[0].k.shape
     pages = P // slices_ - 1
     sizes = pages_lib.Sizes(pages, slots.kv.pages.shape[1], L)
@@ -172,12 +174,14 @@ class Model(source_lib.Source):
     draft = self._draft(weights, length)
 
     def propose(slots, state, depth):
-      args = draft, state, slots, depth
       if strategy.width == 1:
-        drafted = draft_lib.draft_chain(*args, strategy.verify)
+        drafted = draft_lib.draft_chain(draft, state, slots, depth, strategy.verify)
       else:
         drafted = draft_tree.draft_tree(
-          *args,
+          draft,
+          state,
+          slots,
+          depth,
           width=strategy.width,
           size=strategy.verify,
           scratch=self.setting.room.drafter,
@@ -193,10 +197,8 @@ class Model(source_lib.Source):
 
 
 def _sink(slots: slots_lib.Slots) -> int:
-  """The number of the sink among a slice's pages."""
   return slots.kv[0].k.sharding.shard_shape(slots.kv[0].k.shape)[0] - 1
 
 
 def make(setting: source_lib.Setting) -> Model:
-  """See `source.make`."""
   return Model(setting)

@@ -1,4 +1,4 @@
-"""Drafts by lookup of n-grams, in what is known: see `ngram`."""
+"""Drafts by lookup of n-grams: see `ngram`."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tlt_jax.spec_decode.speculation import source as source_lib
 
 
 class NGram(source_lib.Source):
-  """Looks the slots' last tokens up in their own sequences and in earlier responses."""
+  """Looks up the slots' last tokens in their own sequences and in earlier responses."""
 
   def __init__(self, setting: source_lib.Setting):
     super().__init__(setting)
@@ -63,5 +63,4 @@ class NGram(source_lib.Source):
 
 
 def make(setting: source_lib.Setting) -> NGram:
-  """See `source.make`."""
   return NGram(setting)
