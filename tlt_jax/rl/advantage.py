@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 EPSILON = 1e-6  # added to a deviation that something is divided by
 
@@ -17,23 +17,18 @@ def group_relative(reward: jax.Array, normalize_std: bool) -> jax.Array:
   return centred / (jnp.std(reward, 1, keepdims=True) + EPSILON)
 
 
-def rewards_differ(responses: algorithm.Responses) -> jax.Array:
-  """Whether a prompt's rewards are not all the same: bool[P]."""
-  return jnp.max(responses.reward, 1) > jnp.min(responses.reward, 1)
-
-
 def is_token(length: jax.Array, T: int) -> jax.Array:
   """Which of T tokens belong to a response of a length: bool[... T]."""
   return jnp.arange(T) < length[..., None]
 
 
 def kl_to_reference(
-  responses: algorithm.Responses, estimator: policy_loss.KlEstimator
+  responses: algorithm.Responses, estimator: losses.KlEstimator
 ) -> jax.Array:
   """Estimates KL(sampler || reference) at each token: f32[P R T]."""
   mask = is_token(responses.length, responses.logp.shape[-1])
   difference = jnp.where(mask, responses.reference_logp - responses.logp, 0.0)
-  return policy_loss.KL[estimator](difference)
+  return losses.kl(difference, estimator)
 
 
 def token_rewards(responses: algorithm.Responses, T: int) -> jax.Array:

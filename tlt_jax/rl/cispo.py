@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
   clip_low: ranges.Share = 1.0,
   clip_high: ranges.NotNegative = 1.0,
-  aggregation: policy_loss.Aggregation = "token",
+  aggregation: losses.Aggregation = "token",
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: policy_loss.KlEstimator = "k3",
+  kl_estimator: losses.KlEstimator = "k3",
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
@@ -49,17 +49,23 @@ def make(
   def advantages(responses: algorithm.Responses) -> jax.Array:
     return advantage.group_relative(responses.reward, normalize_std=True)
 
-  def surrogate(tokens: algorithm.Tokens) -> tuple[jax.Array, jax.Array]:
-    ratio = jnp.exp(policy_loss.log_ratio(tokens))
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ratio = jnp.exp(losses.log_ratio(tokens))
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
-    return weight * tokens.advantage * tokens.logp, weight != ratio
+    return losses.policy_loss(
+      tokens,
+      gain=weight * tokens.advantage * tokens.logp,
+      clipped=weight != ratio,
+      aggregation=aggregation,
+      kl_coef=kl_coef,
+      kl_estimator=kl_estimator,
+      entropy_coef=entropy_coef,
+      importance_cap=importance_cap,
+    )
 
-  return policy_loss.make_algorithm(
+  return algorithm.Algorithm(
     advantages,
-    surrogate,
-    aggregation=aggregation,
-    kl_coef=kl_coef,
-    kl_estimator=kl_estimator,
-    entropy_coef=entropy_coef,
-    importance_cap=importance_cap,
+    loss,
+    uses_reference=bool(kl_coef),
+    skips_zero_advantage=not (kl_coef or entropy_coef),
   )

@@ -64,7 +64,7 @@ class Critic:
 
   def __init__(self, trainer: ValueTrainer, state: trainer_lib.State):
     """Goes on from a state."""
-    self.trainer, self.state = trainer, trainer.parked(state)
+    self.trainer, self.state = trainer, trainer.offload(state)
 
   def arrays(self) -> trainer_lib.State:
     """What a checkpoint holds of it."""
@@ -72,7 +72,7 @@ class Critic:
 
   def restore(self, state: trainer_lib.State) -> None:
     """Goes on from what a checkpoint held."""
-    self.state = self.trainer.parked(state)
+    self.state = self.trainer.offload(state)
 
   def values(self, batch: batch_lib.Batch) -> np.ndarray:
     """The value before each token of the responses: f32[P R T]."""
@@ -87,7 +87,7 @@ class Critic:
       `critic/*`, among them the share of the returns' variance that was predicted
     """
     state, metrics = self.trainer.train_on(self.state, batch, sequences, chosen)
-    self.state = self.trainer.parked(state)
+    self.state = self.trainer.offload(state)
     tokens = np.arange(sequences.value.shape[1]) < sequences.length[:, None]
     error = (sequences.return_ - sequences.value)[tokens]
     variance = np.var(sequences.return_[tokens])
@@ -115,7 +115,7 @@ def make_trainer(
     updates=learner.updates,
     remat=learner.remat,
     only=learner.only,
-    offload=learner.offload,
+    offloads=learner.offloads,
   )
 
 

@@ -15,19 +15,20 @@ Departures from the paper, as the defaults are:
 """
 
 import jax
+import jax.numpy as jnp
 
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.28,
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: policy_loss.KlEstimator = "k3",
-  aggregation: policy_loss.Aggregation = "token",
+  kl_estimator: losses.KlEstimator = "k3",
+  aggregation: losses.Aggregation = "token",
   normalize_std: bool = True,
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
@@ -59,12 +60,23 @@ def make(
   def advantages(responses: algorithm.Responses) -> jax.Array:
     return advantage.group_relative(responses.reward, normalize_std)
 
-  return policy_loss.make_algorithm(
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ratio = jnp.exp(losses.log_ratio(tokens))
+    gain, clipped = losses.clip(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
+    return losses.policy_loss(
+      tokens,
+      gain,
+      clipped,
+      aggregation=aggregation,
+      kl_coef=kl_coef,
+      kl_estimator=kl_estimator,
+      entropy_coef=entropy_coef,
+      importance_cap=importance_cap,
+    )
+
+  return algorithm.Algorithm(
     advantages,
-    policy_loss.clipped_ratio(clip_low, clip_high, dual_clip),
-    aggregation=aggregation,
-    kl_coef=kl_coef,
-    kl_estimator=kl_estimator,
-    entropy_coef=entropy_coef,
-    importance_cap=importance_cap,
+    loss,
+    uses_reference=bool(kl_coef),
+    skips_zero_advantage=not (kl_coef or entropy_coef),
   )

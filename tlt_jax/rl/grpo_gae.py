@@ -20,7 +20,7 @@ from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import grpo
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
@@ -29,8 +29,8 @@ def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.28,
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: policy_loss.KlEstimator = "k3",
-  aggregation: policy_loss.Aggregation = "token",
+  kl_estimator: losses.KlEstimator = "k3",
+  aggregation: losses.Aggregation = "token",
 ) -> algorithm.Algorithm:
   """Makes GRPO with GAE.
 

@@ -233,6 +233,6 @@ def make(
     updates=updates,
     remat=remat,
     only=only,
-    offload=offload,
+    offloads=offload,
   )
 

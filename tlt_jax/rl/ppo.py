@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
+from tlt_jax.rl import losses
 from tlt_jax.rl import optimizer
-from tlt_jax.rl import policy_loss
 
 
 def make(
@@ -37,8 +37,8 @@ def make(
   critic_max_grad_norm: ranges.Positive = 1.0,
   kl_coef: ranges.NotNegative = 0.0,
   kl_in: Literal["reward", "loss"] = "reward",
-  kl_estimator: policy_loss.KlEstimator = "k1",
-  aggregation: policy_loss.Aggregation = "token",
+  kl_estimator: losses.KlEstimator = "k1",
+  aggregation: losses.Aggregation = "token",
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
@@ -100,14 +100,20 @@ def make(
       error, removed = jnp.maximum(error, clipped), clipped > error
     return jnp.sum(error * weight) / 2, {"critic/clip_frac": jnp.sum(removed * weight)}
 
-  loss = policy_loss.make(
-    policy_loss.clipped_ratio(clip_low, clip_high, dual_clip),
-    aggregation=aggregation,
-    kl_coef=kl_in_loss,
-    kl_estimator=kl_estimator,
-    entropy_coef=entropy_coef,
-    importance_cap=importance_cap,
-  )
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ratio = jnp.exp(losses.log_ratio(tokens))
+    gain, clipped = losses.clip(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
+    return losses.policy_loss(
+      tokens,
+      gain,
+      clipped,
+      aggregation=aggregation,
+      kl_coef=kl_in_loss,
+      kl_estimator=kl_estimator,
+      entropy_coef=entropy_coef,
+      importance_cap=importance_cap,
+    )
+
   rule = optimizer.make(
     "adamw",
     critic_learning_rate,

@@ -9,7 +9,7 @@ A config names one by its dotted path, in this package or in the user's own; wit
 arguments, what is named is a function that returns the verifier; and several are added up
 with weights:
 
-    tlt_jax.tasks.math.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
+    tlt_jax.tasks.latex.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
 
 The first one says which responses are solved. `parse` reads such a text, and `verify` asks
 about one response; `judge` asks about whole batches, in a pool of processes.

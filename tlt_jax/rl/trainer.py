@@ -70,7 +70,7 @@ class Trainer:
   updates: int
   remat: bool
   only: str
-  offload: bool = False
+  offloads: bool = False
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_params(self) -> dict:
@@ -135,14 +135,14 @@ class Trainer:
       raise ValueError(f"only={self.only!r} matches no parameter; there is {min(flat)}")
     return traverse_util.unflatten_dict(chosen, sep="/")
 
-  def parked(self, tree):
+  def offload(self, tree):
     """The arrays in the host's memory, if they are to wait there; else as they are."""
-    return jax.block_until_ready(_moved(tree, _HOST)) if self.offload else tree
+    return jax.block_until_ready(_moved(tree, _HOST)) if self.offloads else tree
 
-  def _at_hand(self, tree):
+  def _onload(self, tree):
     """The arrays in the devices' memory, copied there if they wait on the host."""
     own = self.mesh.devices.flat[0].default_memory().kind
-    return _moved(tree, own) if self.offload else tree
+    return _moved(tree, own) if self.offloads else tree
 
   def run(self, name: str, jitted: Callable, count: int, *args):
     """Runs a program on `count` sequences, compiled if it is the first for so many."""
@@ -160,7 +160,7 @@ class Trainer:
       batch: B = P * R responses
       chosen: bool[B]  those that are scored, the others are zero; None: all
     """
-    params = self._at_hand(params)
+    params = self._onload(params)
     every = np.arange(len(batch.responses))
     packed = batch_lib.pack(batch, every, self.buckets, chosen)
     placed = packing.place(packed, self.mesh)
@@ -185,7 +185,7 @@ class Trainer:
     Returns:
       the new state, on the devices, and metrics as means over the updates
     """
-    state, every = self._at_hand(state), []
+    state, every = self._onload(state), []
     for share in np.split(np.arange(len(batch.responses)), self.updates):
       packed = batch_lib.pack(batch, share, self.buckets, chosen[share])
       known = jax.tree.map(lambda x, share=share: x[share], sequences)

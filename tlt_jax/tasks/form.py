@@ -2,7 +2,7 @@ r"""Rewards for the form of a response, whatever it says: format and length.
 
 They are parts of a sum (`config.reward`), beside one that judges the answer:
 
-    tlt_jax.tasks.math.score + 0.1 * tlt_jax.tasks.form.think
+    tlt_jax.tasks.latex.score + 0.1 * tlt_jax.tasks.form.think
       + 0.5 * tlt_jax.tasks.form.overlong(buffer=512)
 """
 

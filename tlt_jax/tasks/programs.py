@@ -1,6 +1,6 @@
 r"""Programming problems: the code that a response holds has to pass tests.
 
-    reward="tlt_jax.tasks.code.passes(cpu_s=5.0, memory_mb=512)"
+    reward="tlt_jax.tasks.programs.passes(cpu_s=5.0, memory_mb=512)"
 
 The code is the last block between ``` and ```, or ```python and ```. An answer is a list
 of tests, or the JSON text of one:
