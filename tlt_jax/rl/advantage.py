@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import losses
 
-EPSILON = 1e-6  # added to a deviation that something is divided by
+EPSILON = 1e-6  # added to a standard deviation before it divides
 
 
 def group_relative(reward: jax.Array, normalize_std: bool) -> jax.Array:
-  """Rewards less their prompt's mean, and perhaps over their deviation: f32[P R]."""
+  """Rewards less their prompt's mean, optionally over their deviation: f32[P R]."""
   centred = reward - jnp.mean(reward, 1, keepdims=True)
   if not normalize_std:
     return centred
@@ -18,7 +18,7 @@ def group_relative(reward: jax.Array, normalize_std: bool) -> jax.Array:
 
 
 def is_token(length: jax.Array, T: int) -> jax.Array:
-  """Which of T tokens belong to a response of a length: bool[... T]."""
+  """A mask of the tokens of a response: bool[... T]."""
   return jnp.arange(T) < length[..., None]
 
 
@@ -32,21 +32,21 @@ def kl_to_reference(
 
 
 def token_rewards(responses: algorithm.Responses, T: int) -> jax.Array:
-  """The reward at the last token of each response, zero before and beyond: f32[P R T]."""
+  """The reward at the last token of each response, zero elsewhere: f32[P R T]."""
   last = responses.length[..., None] - 1
   return jnp.where(jnp.arange(T) == last, responses.reward[..., None], 0.0)
 
 
 def discounted_sum(x: jax.Array, decay: float) -> jax.Array:
-  """Sums of what follows, x_t + decay * x_{t+1} + ...: f32[... T]."""
+  """x_t + decay * x_{t+1} + decay^2 * x_{t+2} + ...: f32[... T]."""
 
   def step(after, now):
     total = now + decay * after
     return total, total
 
   by_token = jnp.moveaxis(jnp.asarray(x, jnp.float32), -1, 0)
-  _, found = jax.lax.scan(step, jnp.zeros_like(by_token[0]), by_token, reverse=True)
-  return jnp.moveaxis(found, 0, -1)
+  _, sums = jax.lax.scan(step, jnp.zeros_like(by_token[0]), by_token, reverse=True)
+  return jnp.moveaxis(sums, 0, -1)
 
 
 def gae(

@@ -6,8 +6,8 @@ token is left out of the update; advantages relative to the prompt's responses; 
 the tokens of all responses.
 
 Departures from the paper: 1e-6 is added to the deviation that advantages are divided by. As
-in the paper's runs there is no lower bound of the ratio by default; the upper bound, of
-which the paper gives no figure, is this project's choice.
+in the paper's runs there is no lower bound of the ratio by default; the paper does not give
+the upper bound.
 """
 
 import jax

@@ -8,8 +8,8 @@ Departures from the paper, as the defaults are:
   responses, as in DAPO (https://arxiv.org/abs/2503.14476). `aggregation="sequence"` is
   GRPO's own mean over responses of each one's mean over tokens.
 - No KL to a reference (`kl_coef=0`), as in DAPO.
-- Log-probabilities of the policy that sampled are computed by the learner, not by the
-  sampler, so that both sides of the ratio are rounded alike.
+- Log-probabilities of the sampling policy are computed by the learner, not by the sampler,
+  so that both sides of the ratio have the same rounding.
 - 1e-6 is added to the deviation that advantages are divided by. Without the division
   (`normalize_std=False`) they are those of Dr. GRPO (https://arxiv.org/abs/2503.20783).
 """

@@ -3,8 +3,8 @@
 Zheng et al. 2025 (https://arxiv.org/abs/2507.18071): the objective of equation 5, with
 advantages relative to the prompt's responses (equation 6) and the ratio of a response, the
 geometric mean of its tokens' ratios (equation 7). `credit="token"` is the paper's
-GSPO-token: each token has the response's ratio as its value and a gradient of its own, so
-that advantages may differ from token to token; where they do not, both are the same.
+GSPO-token: each token has the response's ratio as its value and its own gradient, so that
+advantages may differ from token to token; where they do not, both are the same.
 
 Departures from the paper: 1e-6 is added to the deviation that advantages are divided by,
 and a KL to a reference may be added to the loss (`kl_coef`).
@@ -33,7 +33,7 @@ def make(
   """Makes GSPO or GSPO-token.
 
   Args:
-    credit: what has a gradient of its own: responses, or their tokens
+    credit: what gets the gradient: whole responses, or each of their tokens
     clip_low: how far below 1 the ratio of a response counts before it is clipped
     clip_high: how far above 1 the ratio of a response counts before it is clipped
     kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept

@@ -1,4 +1,4 @@
-"""PPO: advantages from a critic, which is trained beside the policy.
+"""PPO: advantages from a critic, which is trained alongside the policy.
 
 Schulman et al. 2017 (https://arxiv.org/abs/1707.06347): the clipped surrogate of equation 7
 with generalised advantage estimates (equations 11 and 12). The reward comes at the last
@@ -8,8 +8,8 @@ advantage and old value, by half the squared error; where its value has moved fu
 `value_clip` from the old one, the larger error of the two counts, as in the authors'
 implementation (https://github.com/openai/baselines, `ppo2`).
 
-Departures from the paper: the critic shares no parameters with the policy, and has an
-optimizer of its own (see `critic`). gamma and lambda are 1 by default, as the only reward
+Departures from the paper: the critic shares neither parameters nor optimizer with the
+policy (see `critic`). gamma and lambda are 1 by default, as the only reward
 comes at the end of long responses. Advantages are whitened over the tokens of the batch.
 """
 
@@ -78,20 +78,21 @@ def make(
     return advantage.gae(reward, responses.value, responses.length, discount, trace_decay)
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
-    found = estimates(responses)
+    result = estimates(responses)
     if not normalize:
-      return found
-    mask = advantage.is_token(responses.length, found.shape[-1])
-    return advantage.whitened(found, mask)
+      return result
+    mask = advantage.is_token(responses.length, result.shape[-1])
+    return advantage.whitened(result, mask)
 
   def returns(responses: algorithm.Responses) -> jax.Array:
     return estimates(responses) + responses.value
 
   def value_loss(values: algorithm.Values) -> tuple[jax.Array, dict[str, jax.Array]]:
     weight = values.mask / values.total_tokens
-    only_tokens = lambda x: jnp.where(values.mask, x, 0.0)
-    value, old = only_tokens(values.value), only_tokens(values.old_value)
-    target = only_tokens(values.return_)
+    value, old, target = (
+      jnp.where(values.mask, x, 0.0)
+      for x in (values.value, values.old_value, values.return_)
+    )
     error = (value - target) ** 2
     removed = jnp.zeros_like(values.mask)
     if value_clip:
