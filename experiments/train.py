@@ -109,7 +109,7 @@ def main(config: config_lib.RunConfig):
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
   board = wandb_board.make(config.wandb, run.path, trees.to_dict(config))
-  writer = metrics_lib.Writer(run.path, resume_step=step, beside=board)
+  writer = metrics_lib.Writer(run.path, resume_step=step, board=board)
   progress = metrics_lib.Progress(steps, step)
 
   first = step
@@ -173,7 +173,7 @@ def main(config: config_lib.RunConfig):
       step += 1
       checkpoints.save(*snapshot(), force=step == steps)
       progress.update(step, record)
-      processes.stop_if_told()
+      processes.stop_if_requested()
 
   progress.close()
   writer.close()

@@ -142,7 +142,7 @@ class Trainer:
   def run(self, name: str, jitted: Callable, count: int, *args):
     """Runs a program on `count` sequences, compiled on the first call for each count."""
     if (name, count) not in self.pool:
-      memory.announce_programs(f"the {self.name}'s {name}", beside=self.abstract_state())
+      memory.announce_programs(f"the {self.name}'s {name}", inputs=self.abstract_state())
     return self.pool.run(name, (count,), jitted, *args)
 
   def score_responses(
