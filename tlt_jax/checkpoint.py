@@ -159,7 +159,7 @@ class Checkpoints:
       if reason is None:
         raise
       step = _last(self.folder)
-      there = "starts from the beginning" if step is None else f"goes on from step {step}"
+      there = "starts from the beginning" if step is None else f"continues from step {step}"
       raise OSError(
         f"a checkpoint in {self.folder} cannot be written ({reason}); {writing.REMEDY}: "
         f"it {there}"

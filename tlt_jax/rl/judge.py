@@ -188,7 +188,7 @@ class Judge:
         what = f"took more than verifier.cpu_s={self.options.cpu_s:g}"
     except reward.RewardError as e:
       raise reward.RewardError(
-        f"{e}; its module must be importable in a process of its own; "
+        f"{e}; its module must be importable in another process; "
         "verifier.processes=0 runs it in this one"
       ) from e
     return reward.Verdict((), False, f"{what} {reward.place(*sample[1:3])}")

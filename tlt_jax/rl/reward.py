@@ -4,8 +4,8 @@ It returns the response's reward, or a pair: the reward, and whether the respons
 the problem; without the latter, a threshold decides. A verifier may also take `length`, the
 response's tokens, and `max_tokens`, their limit.
 
-A config names one by its dotted path; with arguments, the path is that of a function that
-returns the verifier; and several are added up with weights:
+A config names one by its dotted path; with arguments, it names a function that returns the
+verifier; and several are added up with weights:
 
     tlt_jax.tasks.latex.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
 

@@ -1,7 +1,7 @@
 r"""Mathematics whose answer is a LaTeX expression: number, interval, matrix, word...
 
-The response's final answer is that of `gsm8k.final_answer`, the content of the last
-\boxed{...} or the line after the last ####, and otherwise the last line. It is right if it
+The response's final answer is the content of the last \boxed{...} or the line after the
+last ####, by `gsm8k.final_answer`, and otherwise the last line. It is right if it
 is mathematically equal to the gold answer: \frac12, 0.5 and \dfrac{2}{4} are, so are
 (x+1)^2 and x^2+2x+1, and {1,2} and {2,1}, but not (1,2) and (2,1).
 
