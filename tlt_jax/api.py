@@ -44,8 +44,6 @@ make_requests = requests_lib.make_requests  # prompts as token ids -> Requests
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A policy on its devices and its rollouts; see `load`."""
-
   config: config_lib.ModelConfig
   mesh: jax.sharding.Mesh
   params: dict  # nested, as `rollout` takes them

@@ -85,7 +85,6 @@ def shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
 
 
 def with_shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
-  """Shapes, dtypes and shardings of a tree made by `abstract_params`."""
   params = nn.meta.unbox(abstract_params)
   return jax.tree.map(_placed, params, shardings(mesh, rules, abstract_params))
 

@@ -151,7 +151,6 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def _full_disk_as_error(self) -> Iterator[None]:
-    """Raises OSError for a full disk, perhaps that of the previous, asynchronous save."""
     try:
       yield
     except Exception as e:
@@ -244,7 +243,6 @@ class Checkpoints:
     return state
 
   def wait(self) -> None:
-    """Waits for pending writes."""
     if "_manager" in vars(self):
       with self._full_disk_as_error():
         self._manager.wait_until_finished()
@@ -304,7 +302,6 @@ def _name(path) -> str:
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
-  """The steps in a folder, in order, unchecked."""
   try:
     names = [path.name for path in folder.iterdir()]
   except FileNotFoundError:
@@ -322,7 +319,6 @@ def _is_step(name: str) -> bool:
 
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:
-  """The SHA-256 of each file in the folders of a step; in threads, 1.4 GB/s each."""
   paths = sorted(path for path in folder.glob("*/**/*") if path.is_file())
 
   def sha256(path: pathlib.Path) -> str:
@@ -356,14 +352,12 @@ def _fault(folder: pathlib.Path, step: int) -> str | None:
 
 
 def _part(found: Any, like: Any) -> dict[str, Any]:
-  """The leaves of a tree that are in `like` too, by their names."""
   names = {_name(path) for path, _ in jax.tree.leaves_with_path(like)}
   found = {_name(path): x for path, x in jax.tree.leaves_with_path(found)}
   return {name: x for name, x in found.items() if name in names}
 
 
 def _first_difference(found, expected) -> str | None:
-  """A leaf that is missing or has another shape in one of the trees, in words."""
   trees = (found, expected)
   found, expected = (
     {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)}
@@ -377,7 +371,6 @@ def _first_difference(found, expected) -> str | None:
 
 
 def _reason(e: BaseException) -> str:
-  """The first line of the error that caused all others."""
   while e.__cause__ is not None:
     e = e.__cause__
   lines = str(e).strip().splitlines()

@@ -16,7 +16,6 @@ _START = 'if __name__ == "__main__":'  # at the end of a file that is a command
 
 
 def home() -> pathlib.Path:
-  """The parent folder of `experiments/`."""
   bundled = _HERE / "bundled"
   return bundled if bundled.is_dir() else _HERE.parent
 

@@ -82,7 +82,6 @@ def load_prompts(
     records {"prompt", "answer", "place"}
   Raises:
     DataError: no such file, another format, a broken or incomplete record
-    ValueError: an argument out of its range
   """
   ranges.check(load_prompts, locals())
   path = pathlib.Path(path)
@@ -182,7 +181,6 @@ def mixture(sources: str, size: ranges.Large | None = None) -> Mixture:
     size: most records that are wanted of each source; None: all
   Raises:
     DataError: a source that cannot be found or made, or an invalid weight
-    ValueError: an argument out of its range
   """
   ranges.check(mixture, locals())
   try:
@@ -200,7 +198,6 @@ def named_sets(sets: str, size: ranges.Large | None = None) -> list[dict]:
     size: most records that are wanted of each set; None: all
   Raises:
     DataError: a source that cannot be found or made
-    ValueError: an argument out of its range
   """
   ranges.check(named_sets, locals())
   try:
@@ -249,13 +246,11 @@ def reason(e: Exception) -> str:
 
 
 def no_field(place: str, field: str, record: dict) -> str:
-  """The error message for a missing field of the record at `place`."""
   there = ", ".join(record)
   return f"{place}: no field {field!r}; there are {there}" + named.nearest(field, record)
 
 
 def prompt_problem(prompt) -> str | None:
-  """The fault of an invalid prompt; None if it is valid."""
   if isinstance(prompt, str):
     return None if prompt.strip() else "is empty"
   if not isinstance(prompt, list):
@@ -303,7 +298,6 @@ def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.Data
 
 
 def _endless(source: Sequence[dict], seed: int) -> grain.MapDataset:
-  """The records, shuffled in each epoch, for longer than any run."""
   # Without a number of epochs grain 0.2 overflows at batch 1.
   epochs = 2**48 // len(source) + 1
   return grain.MapDataset.source(source).seed(seed).shuffle().repeat(epochs)

@@ -100,7 +100,6 @@ def machine() -> Room:
 
 
 def _cgroups() -> Iterator[Room]:
-  """The memory of the cgroups of this process and their parents."""
   try:
     lines = _OWN_CGROUPS.read_text().splitlines()
   except OSError:  # not Linux
@@ -123,5 +122,4 @@ def _cgroups() -> Iterator[Room]:
 
 
 def text(size: int) -> str:
-  """Bytes as GiB or MiB."""
   return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

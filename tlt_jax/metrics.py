@@ -131,7 +131,6 @@ class Writer:
 
 
 def _scalar(key: str, step: int, value: object) -> int | float:
-  """Converts to a finite Python number."""
   try:
     number = value.item() if hasattr(value, "item") else value
     finite = math.isfinite(number)

@@ -67,7 +67,6 @@ def _import(name: str) -> types.ModuleType:
 
 
 def _modules(package: str) -> list[str]:
-  """The modules of a package; top-level modules for ""."""
   if not package:
     return [m.name for m in pkgutil.iter_modules()]
   folders = vars(importlib.import_module(package)).get("__path__", [])

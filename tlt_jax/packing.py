@@ -26,8 +26,6 @@ from tlt_jax import processes
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-  """The shape of a micro-batch: `rows` rows of `length` tokens."""
-
   rows: int
   length: int
 
@@ -62,7 +60,6 @@ class Packed:
   count: jax.Array  # i32[]
 
   def micro_batch(self, i: jax.Array) -> "Packed":
-    """Arrays [rows T]."""
     arrays = jax.tree.map(lambda x: x[i] if x.ndim else x, self)
     return arrays.replace(count=jnp.int32(1))
 
@@ -130,7 +127,6 @@ def pack(
 
 
 def _pack_bucket(prompts, responses, sizes, members, bucket: Bucket) -> Packed:
-  """Packs the sequences with indices `members`; the other arguments are of all."""
   rows, T = bucket.rows, bucket.length
   members_by_row = _first_fit_decreasing(members, sizes, T)
   M = -(-len(sizes) // rows)

@@ -32,8 +32,6 @@ class Stopped(BaseException):
 
 
 class Agreement(NamedTuple):
-  """The result of `agree`."""
-
   seconds: np.ndarray  # summed over the processes
   stop: bool  # whether any process was asked to stop
 

@@ -33,8 +33,6 @@ class Budget:
 
 
 class Pool:
-  """Compiled programs by (name, bucket)."""
-
   def __init__(self, budget: Budget | None = None):
     self.budget = budget or Budget()
     self._programs: dict[tuple, Program] = {}
@@ -78,21 +76,17 @@ class Pool:
     return len(self._programs)
 
   def __contains__(self, key: tuple) -> bool:
-    """Whether the program (name, *bucket) is compiled."""
     return key in self._programs
 
   @property
   def seconds(self) -> float:
-    """Time of tracing, compiling and loading."""
     return sum(p.seconds for p in self._programs.values())
 
   @property
   def temp_bytes(self) -> int:
-    """The largest scratch memory of a program."""
     return max((p.temp_bytes for p in self._programs.values()), default=0)
 
   def report(self) -> str:
-    """One line for the log."""
     counts = collections.Counter(key[0] for key in self._programs)
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     return (

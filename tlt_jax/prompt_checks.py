@@ -88,8 +88,6 @@ def measured(
 
 
 class _Drawn(Sequence):
-  """The records of a long source, checked when they are drawn."""
-
   def __init__(self, source: Sequence[dict], name: str, rules: Rules):
     self._source, self._name, self._rules = source, name, rules
 
@@ -97,7 +95,6 @@ class _Drawn(Sequence):
     return len(self._source)
 
   def __getitem__(self, i: int) -> dict:
-    """Record i, or the next usable one."""
     if not 0 <= i < len(self):  # ends an iteration
       raise IndexError(f"{self._name} has {len(self):,} records, none of index {i}")
     for j in range(i, i + _SOME):
@@ -146,7 +143,6 @@ def _kept(
 
 
 def _check_fields(record: dict, name: str, i: int) -> str:
-  """The place of a record; raises DataError unless it has a prompt and an answer."""
   place = f"{name}, record {i}"
   if not isinstance(record, dict):
     raise data.DataError(

@@ -80,7 +80,6 @@ def arguments(function: Callable, without: tuple[str, ...] = ()) -> type:
 
 
 def _described(function: Callable) -> dict[str, str]:
-  """The entries of "Args:" in the docstring of a function or class."""
   called = [function, getattr(function, "__init__", None)]
   meanings = {}
   for docstring in map(inspect.getdoc, called):
@@ -94,7 +93,6 @@ def _described(function: Callable) -> dict[str, str]:
 
 
 def _readable(annotation: Any) -> Any:
-  """Any for a type that pydantic cannot check."""
   try:
     pydantic.TypeAdapter(annotation)
   except (pydantic.PydanticUserError, NameError):
@@ -174,8 +172,6 @@ def words(annotation: Any, limits: typing.Sequence[Any] = ()) -> str:
 
 
 def _limits(x: Interval) -> str:
-  """A range in words: "from 1 to 1,048,576", "above 0 and at most 1"."""
-
   def number(n: float) -> str:
     return f"{n:,.0f}" if n == int(n) else f"{n:g}"
 

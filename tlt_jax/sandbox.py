@@ -61,16 +61,12 @@ class SandboxError(ValueError):
 
 
 class Ran(NamedTuple):
-  """The result of a program."""
-
   status: int | None  # exit status, negative for a signal; None: timeout
   stdout: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Limits of one program."""
-
   wall_s: ranges.Positive = 10.0
   cpu_s: ranges.Positive = 5.0  # of each process, rounded up
   memory_mb: ranges.Count = 512  # address space of each process
@@ -165,7 +161,6 @@ def _content(file, most: int) -> str:
 
 
 def _kill(process: subprocess.Popen) -> None:
-  """Kills a program's session."""
   try:
     os.killpg(process.pid, signal.SIGKILL)
   except ProcessLookupError:

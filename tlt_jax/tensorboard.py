@@ -29,7 +29,6 @@ class Board:
       self._events.flush()
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Records scalars of a step, on disk when it returns."""
     with writing.to(self._folder):
       for name, value in scalars.items():
         self._add(event_pb2.Event(step=step, summary=summary.scalar(name, value)))

@@ -202,7 +202,6 @@ def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _stop_tokens(folder: pathlib.Path, generation_config: dict) -> set[int]:
-  """The end-of-text tokens that generation_config.json names."""
   stop = generation_config.get("eos_token_id")
   if not isinstance(stop, list):
     stop = [] if stop is None else [stop]

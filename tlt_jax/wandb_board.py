@@ -27,8 +27,6 @@ class Options:
 
 
 class Board:
-  """One run at Weights & Biases."""
-
   def __init__(self, options: Options, workdir: pathlib.Path, config: Mapping[str, Any]):
     """Starts a run, or continues that of the workdir.
 

@@ -41,8 +41,6 @@ def make(
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
   Metrics:
     policy/clip_frac: share of tokens whose weight was clipped
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
 

@@ -37,7 +37,6 @@ class ValueTrainer(trainer_lib.Trainer):
     return path == _HEAD or super().trains(path)
 
   def per_token(self, params, packed, temperature, rotations):
-    """The values before the targets."""
     del temperature
     outside, features = self.features(params, packed, rotations)
     return jnp.dot(features.astype(jnp.float32), outside[_HEAD])
@@ -55,8 +54,6 @@ class ValueTrainer(trainer_lib.Trainer):
 
 
 class Critic:
-  """A critic in training."""
-
   def __init__(self, trainer: ValueTrainer, state: trainer_lib.State):
     self.trainer, self.state = trainer, trainer.offload(state)
 
@@ -67,7 +64,6 @@ class Critic:
     self.state = self.trainer.offload(state)
 
   def values(self, batch: batch_lib.Batch) -> np.ndarray:
-    """The value before each token of the responses: f32[P R T]."""
     return self.trainer.score_responses(self.state.params, batch)
 
   def train(

@@ -34,8 +34,6 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 
 
 class Rule(NamedTuple):
-  """Which prompts are replaced."""
-
   keeps: Callable[[algorithm_lib.Responses], np.ndarray]  # as in `algorithm.Algorithm`
   prompts: int  # P, wanted per step
 
@@ -68,8 +66,6 @@ def make(
 
 
 class Judged(NamedTuple):
-  """The scores of the responses to consecutive requests."""
-
   text: list[str]
   scores: judge_lib.Scores
   seconds: float
@@ -95,8 +91,6 @@ class Judged(NamedTuple):
 
 
 class Outcome(NamedTuple):
-  """The result of a rollout."""
-
   asked: int  # prompts, the first of the queue
   kept: np.ndarray  # i32[P]  those that are trained on, ascending
   useless: int  # of those that were asked
@@ -252,7 +246,6 @@ class Queue:
       self._taken -= len(self._read.popleft()[1])
 
   def get_state(self) -> dict:
-    """The position in the queue, as JSON data."""
     state = self._read[0][0] if self._read else self._batches.get_state()
     return state | ({"taken": self._taken} if self._taken else {})
 

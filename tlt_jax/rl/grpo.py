@@ -52,8 +52,6 @@ def make(
     policy/clip_frac: share of tokens whose gradient the clip removed
     Both are means over the tokens of prompts whose rewards differ, unless there is a
     reference.
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
 

@@ -46,8 +46,6 @@ def make(
     kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept
     kl_estimator: estimator of the KL from sampled tokens
     aggregation: what the loss is a mean of: tokens, or responses' means over their tokens
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
   made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)

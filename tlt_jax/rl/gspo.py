@@ -40,8 +40,6 @@ def make(
     kl_estimator: estimator of the KL from sampled tokens
     entropy_coef: weight of the policy's entropy, which is maximised
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
 

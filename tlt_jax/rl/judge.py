@@ -146,7 +146,6 @@ class Judge:
       self._pool = None
 
   def _ask(self, samples: list[tuple]) -> list[reward.Verdict]:
-    """The verdicts on samples (prompt, response, answer, given), in order."""
     if not self.options.processes:
       return [reward.verify(self.terms, self._solved_at, *sample) for sample in samples]
     sent = list(map(_as_json, samples))
@@ -175,7 +174,6 @@ class Judge:
     return self._pool.schedule(_judge, args=args, timeout=self.options.wall_s)
 
   def _verdict(self, task: pebble.ProcessFuture, sample: tuple) -> reward.Verdict | None:
-    """The verdict that a task ends with; None if the pool broke."""
     try:
       return task.result()
     except process.BrokenProcessPool:
@@ -270,7 +268,6 @@ def _terms(text: str) -> tuple[reward.Term, ...]:
 
 
 def join(parts: Sequence[Scores]) -> Scores:
-  """Concatenates scores."""
   rewards, solved, failure = map(np.concatenate, zip(*(s[:3] for s in parts), strict=True))
   by_name = {k: np.concatenate([s.parts[k] for s in parts]) for k in parts[0].parts}
   return Scores(rewards, solved, failure, by_name)

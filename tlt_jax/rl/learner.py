@@ -129,7 +129,6 @@ class Learner(trainer.Trainer):
     chex.assert_shape(batch.temperature, (B,))
 
   def per_token(self, params, packed, temperature, rotations):
-    """The log-probabilities of the targets."""
     return self._score(params, packed, temperature, rotations)[0]
 
   def share(self, params, packed, sequences, totals, rotations):

@@ -65,8 +65,6 @@ def make(
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
   Metrics:
     critic/clip_frac: share of tokens whose value was clipped
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
   kl_in_loss = kl_coef if kl_in == "loss" else 0.0

@@ -33,8 +33,6 @@ class RewardError(ValueError):
 
 
 class Term(NamedTuple):
-  """One verifier of a sum."""
-
   name: str  # of its mean in the metrics
   weight: float
   score: Score
@@ -150,7 +148,6 @@ def place(response: str, answer: Any) -> str:
 
 
 def _python(value):
-  """A scalar of numpy or JAX as Python's; anything else as it is."""
   return value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
 
 

@@ -56,7 +56,6 @@ class Scored:
     ]
 
   def batch(self, R: int) -> batch_lib.Batch:
-    """The learner's batch, of R responses per prompt."""
     requests, samples, index = self.requests, self.samples, np.arange(len(self.reward))
     if self.choice is not None:
       index = index.reshape(-1, R)[self.choice.kept].reshape(-1)
@@ -71,7 +70,6 @@ class Scored:
     )
 
   def record(self) -> dict[str, list]:
-    """The record of `metrics.Writer.write_rollout`."""
     timeline = self.samples.timeline
     return {
       "length": self.samples.length.tolist(),
@@ -244,7 +242,6 @@ class Sampler:
     return dynamic_sampling.Judged(text, scores, time.perf_counter() - began)
 
   def _limits(self, lengths: np.ndarray | None) -> dict[str, Any]:
-    """Arguments of `make_requests`."""
     sampling, stop_tokens = dict(self.sampling), self.tokenizer.stop_tokens
     if lengths is None:
       return sampling | {"stop_tokens": stop_tokens}
@@ -279,7 +276,6 @@ def make(
 def encode(
   tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
 ) -> list[np.ndarray]:
-  """The prompts of records as token ids i32[...]; see `Tokenizer.encode`."""
   return [
     tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records
   ]
@@ -313,7 +309,6 @@ def replay(
 
 
 def _decisions(path: str | pathlib.Path, rollout: Mapping[str, Any]) -> list | None:
-  """The logged decisions of a rollout; None if there are none."""
   decisions = rollout.get("decisions")
   if decisions is None:
     return None

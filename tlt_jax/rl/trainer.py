@@ -95,7 +95,6 @@ class Trainer:
     raise NotImplementedError
 
   def abstract_state(self) -> State:
-    """Shapes, dtypes and shardings of the state."""
     params = axes.with_shardings(self.mesh, axes.TRAIN, self.abstract_params())
     opt_state = axes.abstract_opt_state(self.optimizer, self.mesh, self.trained(params))
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(self.mesh))
@@ -123,7 +122,6 @@ class Trainer:
     return re.search(self.only, path) is not None
 
   def trained(self, params: dict) -> dict:
-    """The part of a parameter tree that is trained."""
     flat = traverse_util.flatten_dict(params, sep="/")
     chosen = {path: x for path, x in flat.items() if self.trains(path)}
     if not chosen:
@@ -135,7 +133,6 @@ class Trainer:
     return jax.block_until_ready(_moved(tree, _HOST)) if self.offloads else tree
 
   def _onload(self, tree):
-    """Moves arrays to the devices' memory, if `offloads`."""
     own = self.mesh.devices.flat[0].default_memory().kind
     return _moved(tree, own) if self.offloads else tree
 
@@ -238,7 +235,6 @@ class Trainer:
     return State(params, opt_state, state.step + 1), metrics
 
   def _gradient(self, params, packed, sequences, totals: Totals) -> tuple[dict, dict]:
-    """A slice's shard of the gradient of a whole batch; and the metrics."""
     rotations = self._rotations()
     trained = stacked.stack(self.trained(params), self._runs)
     params = stacked.stack(params, self._runs)
@@ -263,7 +259,6 @@ class Trainer:
 
   @functools.cached_property
   def _specs(self) -> dict:
-    """How parameters are split over the slices."""
     return fsdp.specs(self._shardings)
 
   @functools.cached_property
@@ -272,7 +267,6 @@ class Trainer:
 
   @functools.cached_property
   def _runs(self) -> list[stacked.Run]:
-    """The layers that run in one loop each."""
     return stacked.runs(self.trained(self._specs), self.config.num_layers)
 
   def features(self, params, packed: packing.Packed, rotations):
@@ -329,13 +323,11 @@ def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) ->
 
 
 def _merge(params: dict, part: dict) -> dict:
-  """`params` with the leaves of `part` replaced."""
   flat = traverse_util.flatten_dict(params) | traverse_util.flatten_dict(part)
   return traverse_util.unflatten_dict(flat)
 
 
 def _specs_of(packed: Sequence[packing.Packed]):
-  """How micro-batches are split over the slices."""
   return jax.tree.map(
     lambda x: fsdp.MICRO_BATCHES if x.ndim else fsdp.WHOLE, tuple(packed)
   )

@@ -47,8 +47,6 @@ class Problems:
     size: number of problems
     four_share: share of problems with four numbers; the others have three
     seed: seed of the sequence of problems
-  Raises:
-    ValueError: an argument out of its range
   """
 
   def __init__(
@@ -129,7 +127,6 @@ def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None
   text, length = [], 0
 
   def search(numbers: list[int]) -> bool:
-    """Continues from these numbers; returns whether it reaches the target."""
     nonlocal length
     moves = _moves(numbers)
     rng.shuffle(moves)

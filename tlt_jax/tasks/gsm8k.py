@@ -65,7 +65,6 @@ def after_thoughts(response: str) -> str:
 
 
 def _inside(text: str, start: int) -> str:
-  """The text from `start` to the closing brace; "" if there is none."""
   depth = 1
   for brace in _BRACE.finditer(text, start):
     depth += 1 if brace[0] == "{" else -1

@@ -93,7 +93,6 @@ def passes(
 
 
 def find_code(response: str) -> str | None:
-  """The last block of code of a response, or None."""
   blocks = _BLOCK.findall(gsm8k.after_thoughts(response))
   return blocks[-1] if blocks else None
 
@@ -129,7 +128,6 @@ def _passes(
   isolation: sandbox.Isolation,
   until: float,
 ) -> bool:
-  """Whether code passes a test before `time.monotonic()` is `until`."""
   left_s = until - time.monotonic()
   if left_s <= 0:
     return False

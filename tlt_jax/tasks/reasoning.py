@@ -56,7 +56,6 @@ class Problems:
     seed: seed of the sequence of problems
   Raises:
     DataError: no such task, or it takes other options
-    ValueError: an argument out of its range
   """
 
   def __init__(
@@ -90,7 +89,6 @@ class Problems:
     return self._record(known[i % len(known)])
 
   def _draw(self, i: int) -> dict[str, Any]:
-    """The i-th problem of the split, perhaps a repeated one."""
     rng = random.Random(f"{self._seed} {self._is_held_out} {i}")
     for _ in range(_TRIES):
       problem = self._all[rng.randrange(_FEWER.get(self._task, _PROBLEMS))]
@@ -121,7 +119,6 @@ def mixture(
     seed: seed of the sequence of problems
   Raises:
     DataError: no such task, or it takes other options
-    ValueError: an argument out of its range
   """
   ranges.check(mixture, locals())
   try:

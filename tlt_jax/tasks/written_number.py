@@ -257,7 +257,6 @@ def _value(match: re.Match) -> fractions.Fraction | None:
 
 
 def _decimal(text: str) -> fractions.Fraction | None:
-  """The value of digits with separators; None if there are too many."""
   whole, _, decimals = text.replace(",", "").partition(".")
   sign = -1 if whole.startswith("-") else 1
   whole, decimals = whole.lstrip("-0"), decimals.rstrip("0")
