@@ -20,11 +20,7 @@ class Call:
 
 
 def weighted(text: str) -> list[Call]:
-  """Parses `WEIGHT * NAME(ARGUMENT=VALUE, ...) + ...`; weights and brackets are optional.
-
-  Raises:
-    ValueError: another text
-  """
+  """Parses `WEIGHT * NAME(ARGUMENT=VALUE, ...) + ...`; weights, brackets optional."""
   try:
     return _terms(ast.parse(text.strip(), mode="eval").body, 1.0)
   except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
@@ -35,11 +31,7 @@ def weighted(text: str) -> list[Call]:
 
 
 def by_name(text: str) -> dict[str, Call]:
-  """Parses `KEY=NAME(ARGUMENT=VALUE, ...), ...`.
-
-  Raises:
-    ValueError: another text, or an empty list
-  """
+  """Parses `KEY=NAME(ARGUMENT=VALUE, ...), ...`, which must not be empty."""
   try:
     listed = ast.parse(f"listed({text})", mode="eval").body
     if not isinstance(listed, ast.Call) or listed.args or not listed.keywords:

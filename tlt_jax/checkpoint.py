@@ -55,10 +55,6 @@ class Checkpoints:
   exit would cut them off. A job that is asked to stop saves again then, see `at_stop`. Each
   process writes its shards of the arrays; the first one decides which step is the latest.
 
-  Args:
-    folder: created by the first `save`
-    keep: number of latest checkpoints that are kept
-    every: steps between two checkpoints
   Raises:
     CheckpointError: `folder` is a file, or may not be read
   """
@@ -107,10 +103,8 @@ class Checkpoints:
     self.close()
 
   def at_stop(self, snapshot: Callable[[], tuple | None]) -> "Checkpoints":
-    """Saves once more when the `with` block is left by `processes.Stopped`.
-
-    Args:
-      snapshot: returns the arguments of `save`, or None to save nothing
+    """If `processes.Stopped` leaves the `with` block, saves with the arguments of `save`
+    that `snapshot` returns, unless it returns None.
     """
     self._at_stop = snapshot
     return self
@@ -123,8 +117,6 @@ class Checkpoints:
     """Copies the arrays, then writes them in the background.
 
     Args:
-      step: number of steps done
-      state: tree of arrays
       data: JSON data (iterator state, counters)
       force: save although `step` is not a multiple of `every`
     Raises:
@@ -198,13 +190,7 @@ class Checkpoints:
     return step, state, data
 
   def restore_part(self, abstract_part: dict) -> tuple[int, dict]:
-    """Reads (step, part) of the latest state, after checking all its files.
-
-    Args:
-      abstract_part: shapes, dtypes and shardings; nested dicts, with keys of the state
-    Raises:
-      CheckpointError: as of `restore`
-    """
+    """Reads (step, part) of the latest state, a nested dict; see `restore`."""
     step, _ = self.data()
     return step, self._read(
       step, abstract_part, lambda stored: _part(stored, abstract_part), partial=True

@@ -45,11 +45,7 @@ def source(source: str, **options: Any) -> Sequence[dict]:
 
 
 def find(source: str) -> Callable[..., Sequence[dict]]:
-  """Imports a source by its dotted name.
-
-  Raises:
-    DataError: the name does not exist
-  """
+  """Imports a source by its dotted name."""
   try:
     return named.load(source)
   except named.NameNotFound as e:
@@ -146,8 +142,7 @@ class Mixture(Sequence):
   shuffled again whenever it is used up.
 
   Args:
-    parts: sources of records, none empty
-    weights: of the parts, above 0; their ratio counts
+    weights: above 0; their ratio counts
   Raises:
     DataError: an empty part, or an invalid weight
   """

@@ -24,12 +24,10 @@ _SEVERAL = 8  # rows that one row is padded to on GPUs
 def linear(
   x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-  """`x @ w.T`: f[... O].
+  """`x @ w.T` of f[... I] and f[O I], cast to the dtype of x: f[... O].
 
   Args:
-    x: f[... I]
-    w: f[O I], cast to the dtype of x
-    dtype: of accumulation and result; None: that of x
+    dtype: of accumulation and result; None: x's
   """
   w, rows = w.astype(x.dtype), math.prod(x.shape[:-1])
 
@@ -61,7 +59,7 @@ def times_transposed(
   Args:
     x: f[... R I]  few rows
     w: f[... O I]  an array in memory, not the result of a transposition
-    dtype: of accumulation and result; None: that of x
+    dtype: of accumulation and result; None: x's
   """
   barrier = jax.lax.optimization_barrier
   rows = x.shape[-2]

@@ -38,7 +38,6 @@ def announce(what: str, arrays: Any, smaller: str) -> None:
   """Logs an allocation; warns if it exceeds the free memory.
 
   Args:
-    what: names the arrays
     arrays: a tree of shapes with shardings
     smaller: the entries of the config that make it smaller
   """
@@ -56,12 +55,7 @@ def announce(what: str, arrays: Any, smaller: str) -> None:
 
 
 def announce_programs(what: str, inputs: Any) -> None:
-  """Logs that programs with large inputs are about to be compiled.
-
-  Args:
-    what: names the programs
-    inputs: a tree of shapes with shardings
-  """
+  """Logs that programs with large inputs are about to be compiled."""
   held = bytes_by_device(inputs)
   if max(held.values(), default=0) >= LEAST_BYTES:
     have, _ = room(held)

@@ -92,10 +92,8 @@ class Writer:
     self._boards += [board] if board is not None else []
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
-    """Records finite scalars of one step, on disk when it returns.
+    """Records finite scalars of one step, on disk when it returns; returns the record.
 
-    Returns:
-      the record
     Raises:
       MetricError: a value is NaN, infinite or no number; names its key
     """
@@ -202,12 +200,7 @@ class Progress:
 
       step 12/60  reward 0.61  solved 50%  length 143/1024  rollout 3.1 s  update 2.0 s
 
-  Only the first process shows it.
-
-  Args:
-    total: steps of the whole run
-    done: steps before a resume
-    stream: default: stderr
+  Only the first process shows it. `done` is the number of steps before a resume.
   """
 
   def __init__(self, total: int, done: int = 0, stream: TextIO | None = None):

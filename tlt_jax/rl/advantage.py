@@ -58,14 +58,8 @@ def gae(
 ) -> jax.Array:
   """Generalised advantage estimates (https://arxiv.org/abs/1506.02438, equation 16).
 
-  Args:
-    reward: f32[P R T]  at each token
-    value: f32[P R T]  before each token; after the last one it is zero
-    length: i32[P R]
-    discount: gamma
-    trace_decay: lambda
-  Returns:
-    f32[P R T], zero beyond a response
+  `reward` f32[P R T] is at each token, `value` before each token, and zero after the last
+  one; `length` is i32[P R]. The result f32[P R T] is zero beyond a response.
   """
   mask = is_token(length, value.shape[-1])
   value = jnp.where(mask, value, 0.0)

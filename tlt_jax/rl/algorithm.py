@@ -121,11 +121,7 @@ def make(name: str, **args) -> Algorithm:
 
 
 def find(name: str) -> Callable[..., Algorithm]:
-  """The `make` of an algorithm's module.
-
-  Raises:
-    ValueError: no such module, or it has no `make`
-  """
+  """The `make` of an algorithm's module."""
   try:
     return named.module(name, __package__, "make").make
   except named.NameNotFound as e:

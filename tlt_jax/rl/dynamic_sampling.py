@@ -110,10 +110,8 @@ class Replacement:
   Scoring runs in a thread, during the next chunk; its result counts from the end of that
   chunk on, however fast it was, so that a replayed rollout asks the same prompts.
 
-  Args:
-    rule: of the run
-    requests: of all prompts that may be asked, R each
-    score: scores a range of requests that have ended
+  `requests` are those of all prompts that may be asked, R each; `score` scores a range of
+  requests that have ended.
   """
 
   def __init__(
@@ -204,10 +202,7 @@ def responses(
 ) -> algorithm_lib.Responses:
   """What an algorithm sees of scored responses.
 
-  Args:
-    scores: of the requests of `index`
-    R: responses per prompt
-    index: i32[P * R]  into the requests
+  `scores` are those of the requests of `index`, i32[P * R].
   """
 
   def by_prompt(x):

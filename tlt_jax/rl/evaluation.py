@@ -20,18 +20,10 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 
 
 def pass_at_k(solved: np.ndarray, k: int) -> np.ndarray:
-  """The chance that at least one of k samples solves a problem, without bias.
+  """The unbiased estimate of pass@k of each problem from bool[P n]: f64[P].
 
-  Chen et al. 2021, equation 1 (https://arxiv.org/abs/2107.03374): of n samples c solve
-  it, and 1 - C(n - c, k) / C(n, k) is the mean over all choices of k of them.
-
-  Args:
-    solved: bool[P n]
-    k: at most n
-  Returns:
-    f64[P]
-  Raises:
-    ValueError: k is not in [1, n]
+  Chen et al. 2021 (https://arxiv.org/abs/2107.03374), equation 1: 1 - C(n - c, k) / C(n, k)
+  if c of n samples solve the problem.
   """
   n = solved.shape[1]
   if not 1 <= k <= n:

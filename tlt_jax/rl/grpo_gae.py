@@ -51,6 +51,7 @@ def make(
   made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
+    # A power of two, so that few shapes are compiled.
     T = 1 << max(int(jnp.max(responses.length)) - 1, 0).bit_length()
     return _advantages(responses.reward, responses.length, trace_decay, prior, T)
 
@@ -58,13 +59,7 @@ def make(
 
 
 def _advantages(rewards, lengths, trace_decay: float, prior: float, T: int) -> jax.Array:
-  """The advantage of each token, zero where a prompt's rewards are equal: f32[P R T].
-
-  Args:
-    rewards: f32[P R]
-    lengths: i32[P R]  at most T
-    T: a power of two, so that few shapes are compiled
-  """
+  """The advantage of each token, zero where a prompt's rewards are equal: f32[P R T]."""
   lengths, reward = lengths[..., None], jnp.asarray(rewards, jnp.float32)[..., None]
   t = jnp.arange(T)
   runs = (lengths > t).astype(jnp.float32)

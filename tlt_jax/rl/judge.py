@@ -71,8 +71,6 @@ class Judge:
   Args:
     text: see `reward.parse`; "": every reward is 0
     solved_at: see `reward.verify`
-  Raises:
-    RewardError: see `reward.parse`
   """
 
   def __init__(self, text: str, solved_at: float = 1.0, options: Options | None = None):

@@ -45,11 +45,7 @@ class Verdict(NamedTuple):
 
 
 def parse(text: str) -> tuple[Term, ...]:
-  """The verifiers that a config's `reward` names.
-
-  Raises:
-    RewardError: not a sum of verifiers, or one cannot be found or called
-  """
+  """The verifiers that a config's `reward` names; RewardError if one is invalid."""
   try:
     sum_of = calls.weighted(text)
   except ValueError as e:

@@ -224,11 +224,7 @@ class Sampler:
     records: Sequence[dict],
     index: range,
   ) -> dynamic_sampling.Judged:
-    """Scores this process's share of the responses `index`; see `Judged.whole`.
-
-    Args:
-      records: of each request
-    """
+    """Scores this process's share of the responses `index`; see `Judged.whole`."""
     began = time.perf_counter()
     mine = index[processes.share()]
     text = [self.tokenizer.decode(samples.response(i)) for i in index]

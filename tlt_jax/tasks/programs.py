@@ -98,11 +98,7 @@ def find_code(response: str) -> str | None:
 
 
 def read_tests(answer: object) -> list[str | list[str]]:
-  """Parses the tests of an answer.
-
-  Raises:
-    ValueError: the answer is no list of tests
-  """
+  """Parses the tests of an answer; ValueError if it is no list of tests."""
   try:
     tests = json.loads(answer) if isinstance(answer, str) else answer
   except ValueError:

@@ -158,8 +158,7 @@ def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
 def final_answer(response: str, gold: str | None) -> str | None:
   """The final answer of a response in the task's format; None if there is none.
 
-  Args:
-    gold: the right answer; whether it is a number decides what is read
+  Whether the right answer `gold` is a number decides what is read.
   """
   value = None if gold is None else written_number.read(gold)
   if value is None:
