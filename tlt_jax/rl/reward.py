@@ -59,18 +59,6 @@ def parse(text: str) -> tuple[Term, ...]:
   return tuple(terms)
 
 
-def make(text: str) -> Score:
-  """The verifier of a text that names a single one.
-
-  Raises:
-    RewardError: as of `parse`, or there are several
-  """
-  terms = parse(text)
-  if len(terms) > 1 or terms[0].weight != 1.0:
-    raise RewardError(f"reward {text!r}: is a weighted sum, not a single function")
-  return terms[0].score
-
-
 def _make(call: calls.Call) -> Score:
   try:
     score = named.load(call.path)
