@@ -205,7 +205,7 @@ def of_run(
   ]
   drafting, rolling = run.drafter_parts(drafter, spot), run.rollout_parts(drafter, spot)
   weights = rolling[0]  # which the update ends with
-  if learner.offload and not run.shared:  # a CPU's memory is the host's
+  if learner.offloads and not run.shared:  # a CPU's memory is the host's
     # Of what waits on the host reference, critic and policy take their turns.
     return run.plan(rollout=drafting + rolling, update=[*drafting, *policy, weights])
   always = policy + waiting + drafting

@@ -60,7 +60,7 @@ def main(config: config_lib.RunConfig):
   learner = from_config.make_learner(
     config.learner, config.optimizer, model, algorithm, mesh
   )
-  reference = learner.parked(from_config.copy_reference(algorithm, params))
+  reference = learner.offload(from_config.copy_reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
   drafter, draft_params = from_config.load_drafter(config.drafter, config.seed, model, mesh)
@@ -103,13 +103,13 @@ def main(config: config_lib.RunConfig):
       critic.restore(restored["critic"])
     sampler.rollout.restore(saved.get("rollout"), same_drafter)
   policy = learner.to_rollout(state.params)
-  state = learner.parked(state)
+  state = learner.offload(state)
   sampler.compile(policy, draft_params)
   repeated = repeats.make(config, model, mesh, policy, sampler)
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
   board = wandb_board.make(config.wandb, run.path, trees.to_dict(config))
-  writer = metrics_lib.Writer(run.path, resume_step=step, beside=board)
+  writer = metrics_lib.Writer(run.path, resume_step=step, board=board)
   progress = metrics_lib.Progress(steps, step)
 
   first = step
@@ -153,7 +153,7 @@ def main(config: config_lib.RunConfig):
       state, policy_metrics = learner.train(state, scored.batch(R), reference, critic)
       syncing = time.perf_counter()
       policy = jax.block_until_ready(learner.to_rollout(state.params))
-      state = learner.parked(state)
+      state = learner.offload(state)
       done = time.perf_counter()
       metrics |= (
         scored.metrics()
@@ -173,7 +173,7 @@ def main(config: config_lib.RunConfig):
       step += 1
       checkpoints.save(*snapshot(), force=step == steps)
       progress.update(step, record)
-      processes.stop_if_told()
+      processes.stop_if_requested()
 
   progress.close()
   writer.close()

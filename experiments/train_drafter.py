@@ -199,7 +199,7 @@ def train(
           f"agreement {agreement}  {rate:.0f} tokens/s"
         )
       checkpoints.save(step, state, {}, force=step == config.steps)
-      processes.stop_if_told()
+      processes.stop_if_requested()
   return state.params
 
 

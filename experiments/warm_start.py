@@ -170,7 +170,7 @@ def main(config: config_lib.WarmStartConfig):
         rate = tokens / (time.time() - began)
         logging.info("step %d/%d  loss %.4f  %.0f tokens/s", step, config.steps, loss, rate)
       checkpoints.save(step, state, saved, force=step == config.steps)
-      processes.stop_if_told()
+      processes.stop_if_requested()
 
   folder = pathlib.Path(config.export or run.path / "policy")
   params = jax.tree.map(lambda x: x.astype(config.export_dtype), state.params)

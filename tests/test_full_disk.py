@@ -50,7 +50,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
   with checkpoint.Checkpoints(tmp_path) as run:
     run.save(1, jax.device_put(state(1)), {})
   failing = checkpoint.Checkpoints(tmp_path)
-  with pytest.raises(OSError, match=f"{REASON} again: it goes on from step 1"), room():
+  with pytest.raises(OSError, match=f"{REASON} again: it continues from step 1"), room():
     failing.save(2, jax.device_put(state(2)), {})
     failing.wait()
   with checkpoint.Checkpoints(tmp_path) as run:

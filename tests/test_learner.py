@@ -419,11 +419,11 @@ def test_what_waits_on_the_host_trains_alike():
   """Weights, moments and reference, through two steps of two updates, bit for bit."""
   made, found = make(2, updates=2), {}
   for offload in (False, True):
-    made = dataclasses.replace(made, offload=offload)
+    made = dataclasses.replace(made, offloads=offload)
     state, reference = made.init(params()), made.init(params()).params
-    reference = made.parked(reference)
+    reference = made.offload(reference)
     for seed in range(2):
-      state = made.parked(state)
+      state = made.offload(state)
       kinds = {x.sharding.memory_kind for x in jax.tree.leaves((state, reference))}
       assert kinds == {"pinned_host" if offload else "device"}
       state, _ = made.train(state, batch(seed).as_step(), reference)

@@ -13,19 +13,19 @@ from tlt_jax.tasks import countdown
 
 def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
   """In this package and in the user's."""
-  assert reward.make("tlt_jax.tasks.countdown.score") is countdown.score
+  assert reward.parse("tlt_jax.tasks.countdown.score")[0].score is countdown.score
   (tmp_path / "mine_reward.py").write_text(
     "def length(prompt, response, answer):\n  return len(response)\n"
     "def two(prompt, response):\n  return 0\n"
   )
   (tmp_path / "broken_reward.py").write_text("import not_there_at_all\n")
   monkeypatch.syspath_prepend(tmp_path)
-  score = reward.make("mine_reward.length")
+  score = reward.parse("mine_reward.length")[0].score
   assert [verify(score, text).rewards for text in ("x", "yz")] == [(1,), (2,)]
   with pytest.raises(reward.RewardError, match="cannot be called as two"):
-    reward.make("mine_reward.two")
+    reward.parse("mine_reward.two")
   with pytest.raises(reward.RewardError, match="failed: No module named 'not_there"):
-    reward.make("broken_reward.score")
+    reward.parse("broken_reward.score")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
 def test_a_mistyped_path_names_the_nearest(path, message):
   """Typos in the package, the module and the function."""
   with pytest.raises(ValueError, match=message):
-    reward.make(path)
+    reward.parse(path)
 
 
 def verify(score, response="b", solved_at=1.0):

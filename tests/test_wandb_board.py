@@ -30,7 +30,7 @@ def test_it_gets_what_tensorboard_gets_and_goes_on_in_the_same_run(tmp_path, mon
   monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, errors=errors))
   for step in (0, 1):
     board = wandb_board.make(OFFLINE, tmp_path, {"seed": 3})
-    writer = metrics.Writer(tmp_path, resume_step=step, beside=board)
+    writer = metrics.Writer(tmp_path, resume_step=step, board=board)
     writer.write(step, {"reward/mean": 0.5})
     writer.close()
   begun = [call for call in calls if isinstance(call, dict)]
@@ -48,7 +48,7 @@ def test_the_package_itself_writes_offline(tmp_path, monkeypatch):
   pytest.importorskip("wandb")
   monkeypatch.setenv("WANDB_SILENT", "true")
   board = wandb_board.make(OFFLINE, tmp_path, {"seed": 3})
-  writer = metrics.Writer(tmp_path, beside=board)
+  writer = metrics.Writer(tmp_path, board=board)
   writer.write(0, {"reward/mean": 0.5})
   writer.close()
   (written,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")

@@ -1,18 +1,18 @@
-"""The Python API that stays: load a policy and a drafter, answer requests.
+"""The stable Python API: load a policy and a drafter, draw responses.
 
     policy = api.load("DIR/policy", "DIR/drafter", max_prompt=512, max_tokens=1024)
     requests = api.make_requests(prompts, responses=8, max_tokens=1024, seed=step)
     samples = policy.rollout(policy.params, requests)
 
-`rollout` takes any parameters of the policy's shape, so that a trainer hands in its own:
-`policy.place(params)` lays them out, `place_drafter` those of the drafter. Nothing is
-compiled again when they change. The tokens that are drawn are a function of parameters and
-requests, not of the drafter.
+`rollout` takes any parameters of the policy's shape: a trainer passes its own after
+`policy.place(params)`, and those of the drafter after `place_drafter`. Nothing is compiled
+again when they change. The tokens are a function of parameters and requests, not of the
+drafter.
 
 Stable are the names and meanings in this file; `Requests`, and of `Samples` the fields
 `tokens`, `length`, `logp`, `logp_filtered` and `finish_reason`, `response` and
-`mean_acceptance_length`. They change with a new major version only. All else may change
-whenever it must.
+`mean_acceptance_length`. They change with a new major version only; all else may change at
+any time.
 """
 
 from collections.abc import Sequence
@@ -44,15 +44,13 @@ make_requests = requests_lib.make_requests  # prompts as token ids -> Requests
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A policy on its devices, with what draws from it; see `load`."""
-
   config: config_lib.ModelConfig
   mesh: jax.sharding.Mesh
   params: dict  # nested, as `rollout` takes them
-  folder: pathlib.Path  # that it was read from
+  folder: pathlib.Path  # it was read from
   drafter: drafter_lib.DrafterConfig | None
   draft_params: dict | None
-  rollouts: rollout_lib.Rollout  # behind `rollout`; not part of what is stable
+  rollouts: rollout_lib.Rollout  # not stable
 
   @functools.cached_property
   def tokenizer(self) -> tokenization.Tokenizer:
@@ -69,10 +67,9 @@ class Policy:
     """Draws a response to each request.
 
     Args:
-      params: of the policy, as `place` lays them out
-      requests: of `make_requests`; no longer than `load` was told
-      draft_params: of the drafter, as `place_drafter` lays them out; None: those that
-        were loaded
+      params: of `place`
+      requests: of `make_requests`, within the lengths given to `load`
+      draft_params: of `place_drafter`; None: those that were loaded
     Raises:
       RequestError: a request is too long
     """
@@ -80,21 +77,18 @@ class Policy:
     return self.rollouts(params, requests, draft_params)
 
   def place(self, params: dict) -> dict:
-    """Lays a trainer's parameters out for `rollout`, after every update of them.
+    """Copies a trainer's parameters to the devices and dtypes of `Policy.params`.
+
+    The trainer may donate its own to the next update.
 
     Args:
       params: nested as `Policy.params`, of any dtype, on any devices
-    Returns:
-      a copy, on the devices and in the dtypes of `Policy.params`; a trainer may donate
-      what it hands in to its next update
     """
     return jax.tree.map(_copy_like, params, self.params)
 
   def place_drafter(self, draft_params: dict) -> dict:
-    """Lays a drafter's parameters out for `rollout`, as `place` does a policy's.
+    """As `place`, for a drafter's parameters, nested as `Policy.draft_params`.
 
-    Args:
-      draft_params: nested as `Policy.draft_params`
     Raises:
       ValueError: no drafter was loaded
     """
@@ -104,7 +98,6 @@ class Policy:
 
 
 def _copy_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """A copy of `x` that lies, and is stored, as `like`."""
   return jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
 
 
@@ -128,16 +121,16 @@ def load(
     drafter: folder of `experiments.train_drafter`, of `experiments.export`, or a published
       EAGLE-2 or EAGLE-3 one; None: n-grams draft
     max_prompt, max_tokens: tokens of the longest prompt and response
-    slots: responses that are drawn at a time, per slice
+    slots: responses drawn at a time, per slice
     strategies: how to decode by live requests per slice, as "up to 8 live: off or 3_1_4";
-      "" for plain decoding; None: a choice, of which the fastest is used
+      "" for plain decoding; None: the fastest of a built-in choice
     tensor_parallel: devices that share one copy of the policy
-    devices: None: all that there are. Several of a CPU need the jax option
+    devices: None: all. Several CPU devices need the jax option
       `jax_cpu_enable_async_dispatch` off, or can deadlock
-    dtype: of parameters and computation; None: that of config.json
+    dtype: of parameters and computation; None: config.json's
     options: further sizes, see `rollout.Options`; none of them changes a token
   Raises:
-    ValueError: a folder or an option that cannot be; names the cause and the remedy
+    ValueError: an invalid folder or option; names the cause and the remedy
   """
   _check_options(options)
   mesh = axes.make_mesh(tensor_parallel, devices)
@@ -153,11 +146,12 @@ def load(
   if strategies is None:
     strategies = levels.automatic(has_drafter=draft is not None)
   selector = selector_lib.make(strategies, "predictive", draft is not None)
-  sizes = dict(max_length=max_prompt + max_tokens, max_prompt=max_prompt, slots=slots)
   rollouts = rollout_lib.make(
     config,
     mesh,
-    rollout_lib.Options(**sizes, **options),
+    rollout_lib.Options(
+      max_length=max_prompt + max_tokens, max_prompt=max_prompt, slots=slots, **options
+    ),
     drafter=draft if selector else None,
     selector=selector,
   )
@@ -165,7 +159,6 @@ def load(
 
 
 def _check_options(options: dict[str, Any]) -> None:
-  """Raises ValueError for a size that `load` does not take, with the nearest."""
   sizes = {field.name for field in dataclasses.fields(rollout_lib.Options)}
   sizes -= {"max_length", "features"}  # follow from others
   known = sizes | inspect.signature(load).parameters.keys() - {"options"}
@@ -175,7 +168,6 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _warn_of_queues(mesh: jax.sharding.Mesh) -> None:
-  """Warns where programs that are queued ahead may keep devices from meeting."""
   cpus = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
   if cpus and jax.config.values["jax_cpu_enable_async_dispatch"]:
     logging.warning(

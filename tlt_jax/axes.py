@@ -1,8 +1,8 @@
-"""The device mesh, and per phase which mesh axis each logical axis is split on.
+"""The device mesh, and per phase the mesh axis of each logical axis.
 
 One mesh for everything: `data` counts slices (replicas of the target in a
 rollout, FSDP shards in training), `model` is tensor parallelism within a slice.
-One parameter tree, resharded by rule when the phase changes.
+The parameter tree is resharded by rule when the phase changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ import optax
 
 DATA, MODEL = "data", "model"
 
-# Logical axis of a parameter -> mesh axis. What is not named is replicated.
+# Logical axis of a parameter -> mesh axis; others are replicated.
 Rules = Mapping[str, str]
 ROLLOUT: Rules = {"vocab": MODEL, "heads": MODEL, "kv": MODEL, "mlp": MODEL}
 TRAIN: Rules = {**ROLLOUT, "embed": DATA}
@@ -24,11 +24,11 @@ TRAIN: Rules = {**ROLLOUT, "embed": DATA}
 def make_mesh(
   model: int = 1, devices: Sequence[jax.Device] | int | None = None
 ) -> Mesh | AbstractMesh:
-  """A (data, model) mesh, `model` neighbours to a slice.
+  """A (data, model) mesh; neighbouring devices form a slice.
 
   Args:
-    model: devices of a slice
-    devices: None: all there are; a number: so many that are not there, for shapes only
+    model: devices per slice
+    devices: None: all; a number: an abstract mesh of that size, for shapes only
   Raises:
     ValueError: slices do not divide the devices
   """
@@ -46,35 +46,38 @@ def make_mesh(
 
 
 def sharding(mesh: Mesh, *spec: str | None) -> NamedSharding:
-  """A sharding by the mesh axis of each dimension; dimensions not named are whole."""
+  """A sharding by the mesh axis of each dimension; the others are not split."""
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def model_if_divides(mesh: Mesh, size: int) -> str | None:
-  """The axis `model` for a dimension that it divides; None: the dimension stays whole."""
+  """The axis `model` if it divides a dimension; None: the dimension is not split."""
   return MODEL if size % mesh.shape[MODEL] == 0 else None
 
 
 def mesh_of_compiler() -> AbstractMesh | None:
-  """The mesh around, if its axis `model` is left to the compiler; None otherwise."""
+  """The current mesh, if its axis `model` is left to the compiler; None otherwise."""
   mesh = jax.sharding.get_abstract_mesh()
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   return mesh if types.get(MODEL) == AxisType.Auto else None
 
 
 def shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
-  """A NamedSharding for each parameter of a tree made by `abstract_params`.
+  """The sharding of each parameter of a tree made by `abstract_params`.
 
-  An axis that its mesh axis does not divide (2 kv heads over 4 devices) stays whole,
-  which flax's `logical_to_mesh_sharding` would split all the same.
+  A dimension that its mesh axis does not divide (2 kv heads over 4 devices) is not split;
+  flax's `logical_to_mesh_sharding` would split it.
   """
 
   def of_param(param):
     if not isinstance(param, nn.LogicallyPartitioned):
       return sharding(mesh)
-    named = zip(map(rules.get, param.names), param.value.shape, strict=True)
-    divides = lambda axis, size: axis is not None and size % mesh.shape[axis] == 0
-    return sharding(mesh, *(axis if divides(axis, n) else None for axis, n in named))
+    spec = []
+    for name, size in zip(param.names, param.value.shape, strict=True):
+      axis = rules.get(name)
+      divides = axis is not None and size % mesh.shape[axis] == 0
+      spec.append(axis if divides else None)
+    return sharding(mesh, *spec)
 
   return jax.tree.map(
     of_param, abstract_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
@@ -82,7 +85,6 @@ def shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
 
 
 def with_shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
-  """Shapes, dtypes and shardings of a tree made by `abstract_params`."""
   params = nn.meta.unbox(abstract_params)
   return jax.tree.map(_placed, params, shardings(mesh, rules, abstract_params))
 
@@ -90,9 +92,9 @@ def with_shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
 def abstract_opt_state(
   optimizer: optax.GradientTransformation, mesh: Mesh, params: Any
 ) -> optax.OptState:
-  """Shapes, dtypes and shardings of an optimizer's state, from those of its parameters.
+  """Shapes, dtypes and shardings of an optimizer's state.
 
-  A moment lies like its parameter; counters are on every device.
+  Moments are sharded as their parameters; counters are replicated.
   """
 
   def of_moment(moment, param):  # a MaskedNode is a parameter of another optimizer

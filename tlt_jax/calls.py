@@ -1,12 +1,10 @@
-"""Calls as a config writes them: weighted sums, and several by name.
+"""Calls in a config: weighted sums, and several by name.
 
-    my_package.math.score
-    my_package.math.score + 0.1 * tlt_jax.tasks.form.overlong(buffer=512)
+    my_package.maths.score
+    my_package.maths.score + 0.1 * tlt_jax.tasks.form.overlong(buffer=512)
     easy=my_package.problems.Problems(level=1), hard=my_package.problems.Problems(level=5)
 
-A config's entries are plain values; this is how one of them says which functions there
-are, with which arguments. Python's own parser reads it. Arguments are given by name, and
-are literals.
+Python's own parser reads them. Arguments are literals, given by name.
 """
 
 import ast
@@ -16,21 +14,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """A dotted name, the arguments behind it, and the factor in front of it."""
-
-  path: str
-  options: dict[str, Any] | None  # None: there are no brackets
+  path: str  # dotted name
+  options: dict[str, Any] | None  # arguments; None: there are no brackets
   weight: float = 1.0
 
 
 def weighted(text: str) -> list[Call]:
-  """The calls of a weighted sum, `WEIGHT * NAME(ARGUMENT=VALUE, ...) + ...`, in order.
-
-  Weights may be left out, and so may brackets.
-
-  Raises:
-    ValueError: it is none
-  """
+  """Parses `WEIGHT * NAME(ARGUMENT=VALUE, ...) + ...`; weights, brackets optional."""
   try:
     return _terms(ast.parse(text.strip(), mode="eval").body, 1.0)
   except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
@@ -41,11 +31,7 @@ def weighted(text: str) -> list[Call]:
 
 
 def by_name(text: str) -> dict[str, Call]:
-  """The calls of a list `KEY=NAME(ARGUMENT=VALUE, ...), ...`, by key.
-
-  Raises:
-    ValueError: it is none, or empty
-  """
+  """Parses `KEY=NAME(ARGUMENT=VALUE, ...), ...`, which must not be empty."""
   try:
     listed = ast.parse(f"listed({text})", mode="eval").body
     if not isinstance(listed, ast.Call) or listed.args or not listed.keywords:

@@ -1,10 +1,10 @@
 """Checkpoints: atomic, asynchronous, checked, the latest few kept (orbax).
 
 A step's folder has a list of its files with their SHA-256, and gets its final name, a
-number, only with that list in it: a killed run leaves nothing half-written under a step's
-number. Nothing is restored unless every file is as listed: orbax restores arrays with
-flipped bits (tensorstore's CRC covers metadata, not the uncompressed chunks). Shapes,
-dtypes and shardings of what is restored come from the abstract state.
+number, only after that list is written: a killed run leaves no half-written step. Nothing
+is restored unless every file matches the list: orbax restores arrays with flipped bits
+(tensorstore's CRC covers metadata, not the uncompressed chunks). Shapes, dtypes and
+shardings of a restored state come from the abstract state.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ class CheckpointError(ValueError):
 
 
 class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
-  """The folder that a step is written to; it gets its list, then its final name."""
+  """The temporary folder of a step; it gets its list, then its final name."""
 
   async def finalize(self):
-    """Runs in the thread that writes. `state` and `data` are finalized likewise."""
+    """Runs in the writing thread, for `state` and `data` too."""
     if _is_step(self.get_final().name):
       listed = {"step": int(self.get_final().name)}
       listed["files"] = await asyncio.to_thread(_sums, pathlib.Path(self.get()))
@@ -51,33 +51,26 @@ class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
 class Checkpoints:
   """Keeps the checkpoints of one run: an array tree plus small JSON data per step.
 
-  Leaving a `with` block waits for what is being written, after an error too:
-  the interpreter's own exit would cut it off. A job that was told to stop saves once more
-  then, see `at_stop`. Of several processes each writes its part of the arrays; which step
-  is the latest is what the first process finds.
+  Leaving a `with` block waits for pending writes, after an error too: the interpreter's
+  exit would cut them off. A job that is asked to stop saves again then, see `at_stop`. Each
+  process writes its shards of the arrays; the first one decides which step is the latest.
+
+  Raises:
+    CheckpointError: `folder` is a file, or may not be read
   """
 
   def __init__(self, folder: str | pathlib.Path, keep: int = 2, every: int = 1):
-    """Opens `folder`, which the first `save` creates.
-
-    Args:
-      folder: of the run's checkpoints
-      keep: how many are kept, the latest ones
-      every: steps between two checkpoints
-    Raises:
-      CheckpointError: `folder` is a file, or may not be read
-    """
     if keep < 1 or every < 1:
       raise ValueError(f"checkpoints need keep >= 1 and every >= 1, got {keep}, {every}")
     self.folder = pathlib.Path(folder).absolute()
     self._keep, self._every = keep, every
-    self._whole: int | None = None  # the step whose files were found to be whole
-    self._at_stop: Callable[[], tuple | None] = lambda: None
+    self._intact: int | None = None  # the step whose files were checked
+    self._at_stop: Callable[[], tuple | None] | None = None
     _steps(self.folder)
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
-    """What writes; it sweeps half-written steps away as it starts, at the first save."""
+    """Created by the first save; it removes half-written steps."""
     return ocp.CheckpointManager(
       self.folder,
       item_handlers={
@@ -101,7 +94,8 @@ class Checkpoints:
   def __exit__(self, kind, error, _):
     if programs.loss(error) is not None:
       return  # orbax would wait for a process that is gone
-    if kind is processes.Stopped and (last := self._at_stop()) is not None:
+    last = self._at_stop() if kind is processes.Stopped and self._at_stop else None
+    if last is not None:
       step, state, data = last
       self.save(step, state, data, force=True)
       self.wait()
@@ -109,29 +103,25 @@ class Checkpoints:
     self.close()
 
   def at_stop(self, snapshot: Callable[[], tuple | None]) -> "Checkpoints":
-    """Saves once more when the `with` block is left by `processes.Stopped`.
-
-    Args:
-      snapshot: gives the arguments of `save` at that moment, None to save nothing
+    """If `processes.Stopped` leaves the `with` block, saves with the arguments of `save`
+    that `snapshot` returns, unless it returns None.
     """
     self._at_stop = snapshot
     return self
 
   def latest(self) -> int | None:
-    """The last complete step, None if there is none; see the function of that name."""
+    """See the function `latest`."""
     return latest(self.folder)
 
   def save(self, step: int, state: Any, data: dict, force: bool = False) -> None:
-    """Starts saving; arrays are copied before it returns, written behind it.
+    """Copies the arrays, then writes them in the background.
 
     Args:
-      step: number of steps done
-      state: tree of arrays
-      data: what JSON can hold (iterator state, counters)
+      data: JSON data (iterator state, counters)
       force: save although `step` is not a multiple of `every`
     Raises:
-      FloatingPointError: an array has no finite norm; nothing is saved, so that the
-        latest checkpoint stays one to go on from
+      FloatingPointError: an array has no finite norm; nothing is saved, so that a run can
+        resume from the latest checkpoint
     """
     saved = step == self._manager.latest_step()
     wanted = not saved and (force or self._manager.should_save(step))
@@ -148,16 +138,11 @@ class Checkpoints:
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
     )
-    with self._room_for_it():
+    with self._full_disk_as_error():
       self._manager.save(step, args=args, force=True)
 
   @contextlib.contextmanager
-  def _room_for_it(self) -> Iterator[None]:
-    """Raises one OSError for a full disk, which names it and the step that is left.
-
-    The disk may have been full for the checkpoint before: that one is still being written
-    when `save` returns.
-    """
+  def _full_disk_as_error(self) -> Iterator[None]:
     try:
       yield
     except Exception as e:
@@ -165,7 +150,7 @@ class Checkpoints:
       if reason is None:
         raise
       step = _last(self.folder)
-      there = "starts from the beginning" if step is None else f"goes on from step {step}"
+      there = "starts from the beginning" if step is None else f"continues from step {step}"
       raise OSError(
         f"a checkpoint in {self.folder} cannot be written ({reason}); {writing.REMEDY}: "
         f"it {there}"
@@ -178,8 +163,9 @@ class Checkpoints:
       CheckpointError: there is none, or it is damaged
     """
     step = self.latest()
-    if step is None or step != self._whole:
-      self._whole = step = processes.on_first(lambda: checked(self.folder))
+    if step is None or step != self._intact:
+      step = processes.on_first(lambda: checked(self.folder))
+      self._intact = step
     handler = ocp.JsonCheckpointHandler()
     return step, handler.restore(epath.Path(self.folder / str(step) / _DATA))
 
@@ -190,46 +176,39 @@ class Checkpoints:
 
     Args:
       abstract_state: shapes, dtypes and shardings of the state
-      without: keys of a state that is a dict; what the checkpoint has there is left
+      without: keys of a state that is a dict, which are not read
     Raises:
       CheckpointError: there is none, or it is damaged, or of another shape than
         `abstract_state`
     """
     step, data = self.data()
-    kept = lambda tree: {k: x for k, x in tree.items() if k not in without}
-    if without:
-      state = self._read(step, kept(abstract_state), kept, partial=True)
-    else:
-      state = self._read(step, abstract_state, lambda found: found, partial=False)
+
+    def keep(tree):
+      return {k: x for k, x in tree.items() if k not in without} if without else tree
+
+    state = self._read(step, keep(abstract_state), keep, partial=bool(without))
     return step, state, data
 
   def restore_part(self, abstract_part: dict) -> tuple[int, dict]:
-    """Reads (step, part) of the latest state, after checking all its files.
-
-    Args:
-      abstract_part: shapes, dtypes and shardings; nested dicts, with keys of the state
-    Raises:
-      CheckpointError: as of `restore`
-    """
+    """Reads (step, part) of the latest state, a nested dict; see `restore`."""
     step, _ = self.data()
     return step, self._read(
-      step, abstract_part, lambda found: _part(found, abstract_part), partial=True
+      step, abstract_part, lambda stored: _part(stored, abstract_part), partial=True
     )
 
-  def _read(self, step: int, wanted: Any, of_wanted: Callable, partial: bool) -> Any:
-    """Reads a state whose files are whole.
+  def _read(self, step: int, wanted: Any, select: Callable, partial: bool) -> Any:
+    """Reads a state whose files were checked.
 
     Args:
-      step: of the checkpoint
       wanted: shapes, dtypes and shardings
-      of_wanted: takes what the checkpoint has to what is compared with that
+      select: the part of the stored tree that is compared with `wanted`
       partial: whether the checkpoint may have more
     """
     folder = self.folder / str(step)
     handler, path = ocp.PyTreeCheckpointHandler(), epath.Path(folder / _STATE)
     try:
-      found = ocp.StandardCheckpointHandler().metadata(path)
-      difference = _first_difference(of_wanted(found), wanted)
+      stored = ocp.StandardCheckpointHandler().metadata(path)
+      difference = _first_difference(select(stored), wanted)
       if not difference:
         args = ocp.args.PyTreeRestore(
           wanted,
@@ -250,33 +229,27 @@ class Checkpoints:
     return state
 
   def wait(self) -> None:
-    """Returns when nothing is being written any more."""
     if "_manager" in vars(self):
-      with self._room_for_it():
+      with self._full_disk_as_error():
         self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits for what is being written, and lets go of the folder."""
     self.wait()
     if "_manager" in vars(self):
       self._manager.close()
 
 
 def latest(folder: str | pathlib.Path) -> int | None:
-  """The last step in a folder of checkpoints, None if there is none.
-
-  What the first process finds; all processes of a job ask, or none.
-  """
+  """The last step in a folder of checkpoints, None if there is none; a collective call."""
   return processes.on_first(lambda: _last(pathlib.Path(folder)))
 
 
 def _last(folder: pathlib.Path) -> int | None:
-  """The same, as this process sees the folder."""
   return max(_steps(folder), default=None)
 
 
 def checked(folder: str | pathlib.Path) -> int:
-  """The last step in a folder of checkpoints, all of whose files are as written.
+  """The last step in a folder of checkpoints, whose files match their checksums.
 
   Raises:
     CheckpointError: there is none, it is damaged, or its run deleted it meanwhile
@@ -288,7 +261,7 @@ def checked(folder: str | pathlib.Path) -> int:
   fault = _fault(folder / str(last), last)
   if not fault:
     return last
-  if _last(folder) != last:  # its run goes on, and may have deleted this one
+  if _last(folder) != last:  # its run continues, and may have deleted this one
     raise CheckpointError(
       f"checkpoint {folder / str(last)} was replaced by a newer checkpoint while it was "
       "read; run the same command again"
@@ -305,17 +278,16 @@ def _finite(state: Any) -> Any:
 
   One program: many small ones, each with a sum over the devices, can deadlock on CPUs.
   """
-  norm = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
-  return jax.tree.map(lambda x: jnp.isfinite(norm(x)), state)
+  return jax.tree.map(
+    lambda x: jnp.isfinite(jnp.sum(jnp.square(x.astype(jnp.float32)))), state
+  )
 
 
 def _name(path) -> str:
-  """The name of a leaf, its keys joined by slashes."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
-  """The steps in a folder, in order; whether they are whole is another question."""
   try:
     names = [path.name for path in folder.iterdir()]
   except FileNotFoundError:
@@ -333,7 +305,6 @@ def _is_step(name: str) -> bool:
 
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:
-  """The SHA-256 of each file in the folders of a step; in threads, 1.4 GB/s each."""
   paths = sorted(path for path in folder.glob("*/**/*") if path.is_file())
 
   def sha256(path: pathlib.Path) -> str:
@@ -346,7 +317,7 @@ def _sums(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _fault(folder: pathlib.Path, step: int) -> str | None:
-  """In which way a checkpoint is not as it was written; None if it is."""
+  """How a checkpoint differs from its list; None if it does not."""
   try:
     listed = json.loads((folder / _LIST).read_bytes())
     files = {} if listed["step"] != step else listed["files"]
@@ -367,14 +338,12 @@ def _fault(folder: pathlib.Path, step: int) -> str | None:
 
 
 def _part(found: Any, like: Any) -> dict[str, Any]:
-  """Those leaves of a tree that another one has, by their names."""
   names = {_name(path) for path, _ in jax.tree.leaves_with_path(like)}
   found = {_name(path): x for path, x in jax.tree.leaves_with_path(found)}
   return {name: x for name, x in found.items() if name in names}
 
 
 def _first_difference(found, expected) -> str | None:
-  """Names a leaf that one tree has and the other has not, or has in another shape."""
   trees = (found, expected)
   found, expected = (
     {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)}
@@ -388,7 +357,6 @@ def _first_difference(found, expected) -> str | None:
 
 
 def _reason(e: BaseException) -> str:
-  """The first line of the error that caused all others."""
   while e.__cause__ is not None:
     e = e.__cause__
   lines = str(e).strip().splitlines()

@@ -1,8 +1,8 @@
 """`tlt COMMAND`: the commands of `experiments/`, wherever the package is installed.
 
-A wheel has that folder in `tlt_jax/bundled`, so that no package called `experiments` lies
-beside those of others; a checkout has it beside this one. `tlt` makes it importable, to
-processes that commands start too: a config or a fork imports from it as in the checkout.
+A wheel has that folder in `tlt_jax/bundled`, so that it installs no package called
+`experiments`; a checkout has it next to `tlt_jax`. `tlt` makes it importable, also for
+subprocesses, so that a config or a fork imports from it as in a checkout.
 """
 
 import ast
@@ -16,7 +16,6 @@ _START = 'if __name__ == "__main__":'  # at the end of a file that is a command
 
 
 def home() -> pathlib.Path:
-  """The folder that holds `experiments/`."""
   bundled = _HERE / "bundled"
   return bundled if bundled.is_dir() else _HERE.parent
 
@@ -24,13 +23,15 @@ def home() -> pathlib.Path:
 def commands() -> dict[str, pathlib.Path]:
   """The file of each command, by its name, such as "train"."""
   folder = home() / "experiments"
-  named = lambda path: ".".join(path.relative_to(folder).with_suffix("").parts)
   files = sorted(folder.rglob("*.py"), key=lambda path: (len(path.parts), path))
-  return {named(path): path for path in files if _START in path.read_text()}
+  return {
+    ".".join(path.relative_to(folder).with_suffix("").parts): path
+    for path in files
+    if _START in path.read_text()
+  }
 
 
 def listing() -> str:
-  """What there is, a line each."""
   lines = ["tlt COMMAND --help says what a command takes. Commands:", ""]
   for name, path in commands().items():
     about = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -39,7 +40,6 @@ def listing() -> str:
 
 
 def main() -> None:
-  """Runs the command that the command line names."""
   if len(sys.argv) < 2 or sys.argv[1] in ("help", "-h", "--help"):
     print(listing())
     return

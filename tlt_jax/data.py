@@ -1,10 +1,9 @@
 """Prompts: their sources, and batches of them.
 
-`source` calls what makes prompts by its name. `load_prompts` is one such: it reads a
-whole file and checks every record, so that what is wrong with it is said before the run
-starts. `mixture` draws from several sources by weight, `named_sets` keeps them apart.
-`prompt_iterator` turns any random-access source into an endless, resumable stream of
-batches. Which prompts a run can use is decided in `prompt_checks`.
+`source` calls a source of prompts by its name. `load_prompts` is one: it reads a whole file
+and checks every record before the run starts. `mixture` draws from several sources by
+weight, `named_sets` keeps them apart. `prompt_iterator` turns any random-access source into
+an endless, resumable stream of batches. `prompt_checks` filters the prompts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,17 +26,17 @@ Item = TypeVar("Item")
 
 
 class DataError(ValueError):
-  """Data that cannot be used; the message names the place and the remedy."""
+  """Invalid data; the message names the place and the remedy."""
 
 
 def source(source: str, **options: Any) -> Sequence[dict]:
   """The records that `package.module.name(**options)` returns, by index.
 
   Args:
-    source: dotted name of a function or class, `load_prompts` or a task's
-    options: its arguments; every source takes `size`, the most records that are wanted
+    source: dotted name of a function or class
+    options: its arguments; every source takes `size`, the most records that are returned
   Raises:
-    DataError: there is nothing of that name, or it takes other arguments
+    DataError: the name does not exist, or it takes other arguments
   """
   try:
     return find(source)(**options)
@@ -46,11 +45,7 @@ def source(source: str, **options: Any) -> Sequence[dict]:
 
 
 def find(source: str) -> Callable[..., Sequence[dict]]:
-  """The function or class of that dotted name, which makes prompts.
-
-  Raises:
-    DataError: there is nothing of that name
-  """
+  """Imports a source by its dotted name."""
   try:
     return named.load(source)
   except named.NameNotFound as e:
@@ -67,9 +62,8 @@ def load_prompts(
 ) -> Sequence[dict]:
   """The records of a .jsonl or .parquet file, every one checked, in file order.
 
-  A prompt is a string or a list of chat messages ({"role", "content"}); it and
-  the answer are kept as they are. Blank lines do not count. The place is for
-  messages: "train.jsonl, line 17".
+  A prompt is a string or a list of chat messages ({"role", "content"}). Blank lines are
+  skipped. The place is for error messages: "train.jsonl, line 17".
 
   Args:
     path: file of records, .jsonl or .parquet
@@ -84,7 +78,6 @@ def load_prompts(
     records {"prompt", "answer", "place"}
   Raises:
     DataError: no such file, another format, a broken or incomplete record
-    ValueError: an argument out of its range
   """
   ranges.check(load_prompts, locals())
   path = pathlib.Path(path)
@@ -119,7 +112,7 @@ def load_prompts(
 
 
 def _filter(keep: str) -> Callable[[str, dict], bool]:
-  """Whether a record, at a place, is one that the function named `keep` wants."""
+  """(place, record) -> whether the function named `keep` keeps the record."""
   if not keep:
     return lambda place, record: True
   try:
@@ -145,14 +138,13 @@ class Mixture(Sequence):
   """Several sources, drawn from by weight.
 
   As a sequence it holds all their records, one source after the other. The batches of
-  `prompt_iterator` take from each source its share, whatever its size: a source is
-  shuffled anew whenever all of it was drawn.
+  `prompt_iterator` take its share from each source, whatever its size: a source is
+  shuffled again whenever it is used up.
 
   Args:
-    parts: sources of records, none empty
-    weights: of the parts, above 0; their ratio counts
+    weights: above 0; their ratio counts
   Raises:
-    DataError: an empty part, or weights that are none
+    DataError: an empty part, or an invalid weight
   """
 
   def __init__(self, parts: Sequence[Sequence[dict]], weights: Sequence[float]):
@@ -183,8 +175,7 @@ def mixture(sources: str, size: ranges.Large | None = None) -> Mixture:
       my_package.parity.Problems(split='train', size=1000)"
     size: most records that are wanted of each source; None: all
   Raises:
-    DataError: a source that cannot be found or made, or a weight that is none
-    ValueError: an argument out of its range
+    DataError: a source that cannot be found or made, or an invalid weight
   """
   ranges.check(mixture, locals())
   try:
@@ -195,14 +186,13 @@ def mixture(sources: str, size: ranges.Large | None = None) -> Mixture:
 
 
 def named_sets(sets: str, size: ranges.Large | None = None) -> list[dict]:
-  """The records of several held-out sets; evaluations give figures for each by its name.
+  """The records of several held-out sets; evaluations report each by its name.
 
   Args:
     sets: as in "gsm8k=tlt_jax.data.load_prompts(path='test.jsonl'), sums=..."
     size: most records that are wanted of each set; None: all
   Raises:
     DataError: a source that cannot be found or made
-    ValueError: an argument out of its range
   """
   ranges.check(named_sets, locals())
   try:
@@ -246,18 +236,16 @@ def _read_parquet(path):
 
 
 def reason(e: Exception) -> str:
-  """The first line of what somebody else's exception says."""
+  """The first line of the message of a library's exception."""
   return (str(e).strip() or type(e).__name__).splitlines()[0][:250]
 
 
 def no_field(place: str, field: str, record: dict) -> str:
-  """What is wrong with the record at `place`, which lacks a field."""
   there = ", ".join(record)
   return f"{place}: no field {field!r}; there are {there}" + named.nearest(field, record)
 
 
 def prompt_problem(prompt) -> str | None:
-  """What is wrong with a prompt, None if nothing is."""
   if isinstance(prompt, str):
     return None if prompt.strip() else "is empty"
   if not isinstance(prompt, list):
@@ -277,19 +265,14 @@ def prompt_problem(prompt) -> str | None:
 def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.DatasetIterator:
   """Endless batches that depend on (source, batch, seed) alone, resumable exactly.
 
-  Every epoch has its own order, and batches run on across its end, so `batch`
-  may exceed the source. One thread reads ahead. `get_state()` is JSON data that
-  says which batch comes next; `set_state` goes there, given the same three
-  arguments.
+  Every epoch has its own order. Batches continue across epochs, so `batch` may exceed the
+  source. One thread reads ahead. `get_state()` returns the position as JSON data;
+  `set_state` restores it, given the same three arguments.
 
-  Args:
-    source: records, by index
-    batch: records per batch, exactly
-    seed: another seed, another order
   Returns:
     iterator over list[dict]
   Raises:
-    DataError: an empty source or batch, or a seed that is none
+    DataError: an empty source or batch, or an invalid seed
   """
   if batch < 1:
     raise DataError(f"a batch needs at least 1 prompt, got {batch}")
@@ -298,7 +281,7 @@ def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.Data
   if not 0 <= seed < 2**32:
     raise DataError(f"the seed of the prompts must lie in [0, 2**32), got {seed}")
   if isinstance(source, Mixture):
-    # Of sources with the same records each goes its own way.
+    # Sources with the same records have different orders.
     parts = [_endless(part, (seed + i) % 2**32) for i, part in enumerate(source.parts)]
     records = grain.MapDataset.mix(parts, source.weights)
   else:
@@ -310,14 +293,13 @@ def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.Data
 
 
 def _endless(source: Sequence[dict], seed: int) -> grain.MapDataset:
-  """The records in an order of their own in each epoch, for longer than any run."""
   # Without a number of epochs grain 0.2 overflows at batch 1.
   epochs = 2**48 // len(source) + 1
   return grain.MapDataset.source(source).seed(seed).shuffle().repeat(epochs)
 
 
 def prefetch(items: Iterable[Item]) -> Iterator[Item]:
-  """The same items, the next one being made in a background thread."""
+  """Computes the next item in a background thread."""
   iterator = iter(items)
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     following = pool.submit(next, iterator, _END)

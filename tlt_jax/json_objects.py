@@ -1,13 +1,13 @@
-"""JSON objects from files that may be damaged, or be another kind of file."""
+"""JSON objects from files that may be damaged or of another kind."""
 
 import json
 
 
 def parse(content: bytes) -> dict:
-  """Reads the one object that JSON text in UTF-8 holds.
+  """Parses a JSON object in UTF-8.
 
   Raises:
-    ValueError: it is something else; says what, to be put after the file's name
+    ValueError: the message continues the file's name: "is not JSON (...)"
   """
   try:
     value = json.loads(content.decode("utf-8-sig"))

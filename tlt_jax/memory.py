@@ -1,9 +1,9 @@
-"""What is about to be allocated, in the log, before it is.
+"""Logs large allocations before they happen.
 
-A process that runs out of the machine's memory is killed without a word. The last line
-of its log then says what it was about to allocate, how much was free, and which entries
-of the config make it smaller. What a GPU or a TPU has is its own; the devices of a CPU
-share the machine's memory, or what a cgroup leaves of it.
+A process that exceeds the machine's memory is killed without a message. The last line of
+its log then says what it was about to allocate, how much was free, and which entries of the
+config make it smaller. GPUs and TPUs have their own memory; CPU devices share the
+machine's, or what a cgroup leaves of it.
 """
 
 import collections
@@ -17,15 +17,15 @@ import jax
 import numpy as np
 import psutil
 
-LEAST_BYTES = 64 * 2**20  # on a device; less is not worth a line
+LEAST_BYTES = 64 * 2**20  # per device; less is not logged
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _OWN_CGROUPS = pathlib.Path("/proc/self/cgroup")
-_PAGE_CACHE = ("total_inactive_file", "inactive_file")  # used, but given up at once
+_PAGE_CACHE = ("total_inactive_file", "inactive_file")  # used, but reclaimable
 
 
 class Room(NamedTuple):
-  """The memory that may be used, in bytes."""
+  """Memory in bytes."""
 
   free: int
   total: int
@@ -35,11 +35,10 @@ class Room(NamedTuple):
 
 
 def announce(what: str, arrays: Any, smaller: str) -> None:
-  """Logs what is about to be allocated; warns if it is more than is free.
+  """Logs an allocation; warns if it exceeds the free memory.
 
   Args:
-    what: the arrays are
-    arrays: a tree of shapes with shardings, of what does not exist yet
+    arrays: a tree of shapes with shardings
     smaller: the entries of the config that make it smaller
   """
   held = bytes_by_device(arrays)
@@ -55,23 +54,18 @@ def announce(what: str, arrays: Any, smaller: str) -> None:
     logging.info("%s", line)
 
 
-def announce_programs(what: str, beside: Any) -> None:
-  """Logs that programs are about to be compiled, if they run beside large arrays.
-
-  Args:
-    what: of the programs
-    beside: a tree of shapes with shardings, of what they take
-  """
-  held = bytes_by_device(beside)
+def announce_programs(what: str, inputs: Any) -> None:
+  """Logs that programs with large inputs are about to be compiled."""
+  held = bytes_by_device(inputs)
   if max(held.values(), default=0) >= LEAST_BYTES:
     have, _ = room(held)
     logging.info("compiling %s, whose scratch memory is not known yet; %s", what, have)
 
 
 def bytes_by_device(arrays: Any) -> dict[jax.Device | int, int]:
-  """Bytes that a tree of arrays, or of shapes with shardings, takes on each device.
+  """Bytes per device of a tree of arrays, or of shapes with shardings.
 
-  Devices that are not there, of an abstract mesh, are numbers.
+  The devices of an abstract mesh are numbers.
   """
   held = collections.Counter()
   for x in jax.tree.leaves(arrays):
@@ -94,13 +88,12 @@ def room(devices: Iterable[jax.Device]) -> tuple[Room, bool]:
 
 
 def machine() -> Room:
-  """The machine's memory, or that of a cgroup of this process which has less left."""
+  """The machine's memory, or that of the tightest cgroup of this process."""
   memory = psutil.virtual_memory()
   return min([Room(memory.available, memory.total), *_cgroups()])
 
 
 def _cgroups() -> Iterator[Room]:
-  """What the cgroups of this process, and those around them, allow it."""
   try:
     lines = _OWN_CGROUPS.read_text().splitlines()
   except OSError:  # not Linux
@@ -123,5 +116,4 @@ def _cgroups() -> Iterator[Room]:
 
 
 def text(size: int) -> str:
-  """Bytes as GiB or MiB."""
   return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

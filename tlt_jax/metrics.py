@@ -1,8 +1,7 @@
 """The reports of a run: metrics.jsonl, rollouts.jsonl, TensorBoard, the terminal.
 
-`Writer` keeps the files, `read` reads them back, `Progress` shows a line per step. Keys
-are `phase/quantity`; seconds end in `_s`. `interval` is the confidence interval of
-everything that is measured here.
+`Writer` writes the files, `read` reads them back, `Progress` shows a line per step. Keys
+are `phase/quantity`; seconds end in `_s`. `interval` is the project's confidence interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,15 @@ from tlt_jax import wandb_board
 from tlt_jax import writing
 
 OUTCOMES = ("solved", "wrong", "truncated")
-_BEGINNING = b'{"step": '  # of every record
+_RECORD_START = b'{"step": '
 
 
 class MetricError(ValueError):
-  """A metric that must not be recorded, or a metrics file that is damaged."""
+  """An invalid metric, or a damaged metrics file."""
 
 
 def interval(values: npt.ArrayLike) -> tuple[float, float]:
-  """Returns the mean and half the width of its 95% confidence interval.
+  """The mean and half the width of its 95% confidence interval.
 
   The interval is Student's, t(0.975, n - 1) * s / sqrt(n), for n independent values
   with sample standard deviation s. For few values it is much wider than that of a
@@ -49,11 +48,7 @@ def interval(values: npt.ArrayLike) -> tuple[float, float]:
 
 
 def ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> dict:
-  """Geometric mean of the ratios above / below, its 95% interval, and their range.
-
-  Args:
-    above, below: f[n]
-  """
+  """Geometric mean of the ratios of f[n], its 95% interval, and their range."""
   each = np.asarray(above) / np.asarray(below)
   middle, half = interval(np.log(each)) if len(each) > 1 else (np.log(each[0]), 0.0)
   return {
@@ -66,14 +61,12 @@ def ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> dict:
 class Writer:
   """Writes the metrics files of one run: one record per step, in step order.
 
-  Opening drops what a killed run wrote after its last checkpoint, so that a
-  resumed run has each step once. Of several processes the first one writes; the others
-  do nothing.
+  Opening drops what a killed run wrote after its last checkpoint, so that a resumed run has
+  each step once. Only the first process writes.
 
   Args:
-    workdir: folder of the run
-    resume_step: the step that comes next; records from it on are dropped
-    beside: takes the metrics too, beside TensorBoard (`wandb_board.Board`)
+    resume_step: the next step; records from it on are dropped
+    board: gets the metrics too, as TensorBoard does
   Raises:
     MetricError: an existing file is damaged before its last line
   """
@@ -82,7 +75,7 @@ class Writer:
     self,
     workdir: str | pathlib.Path,
     resume_step: int = 0,
-    beside: wandb_board.Board | None = None,
+    board: wandb_board.Board | None = None,
   ):
     self._writes = processes.is_first()
     if not self._writes:
@@ -90,22 +83,17 @@ class Writer:
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     paths = [workdir / "metrics.jsonl", workdir / "rollouts.jsonl"]
-    found = [read(path) if path.exists() else [] for path in paths]  # before any change
+    records = [read(path) if path.exists() else [] for path in paths]  # before any change
     self._metrics, self._rollouts = (
-      _open_at(path, [r for r in records if r["step"] < resume_step])
-      for path, records in zip(paths, found, strict=True)
+      _open_at(path, [r for r in of_file if r["step"] < resume_step])
+      for path, of_file in zip(paths, records, strict=True)
     )
     self._boards = [tensorboard.Board(workdir / "tensorboard", resume_step)]
-    self._boards += [beside] if beside is not None else []
+    self._boards += [board] if board is not None else []
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
-    """Records one step; on disk when it returns.
+    """Records finite scalars of one step, on disk when it returns; returns the record.
 
-    Args:
-      step: its number, from 0
-      metrics: finite scalars by key; arrays of no dimension are scalars
-    Returns:
-      the record
     Raises:
       MetricError: a value is NaN, infinite or no number; names its key
     """
@@ -123,18 +111,15 @@ class Writer:
     """Records one rollout for the figures.
 
     Args:
-      step: its number, from 0
       rollout: `length` and `outcome` (of `OUTCOMES`) per response; `live_requests` at
         `live_time_s` seconds into the rollout; `chunks`, see `samples.ChunkRecord`;
         `micro_batch_s`, the seconds of one micro-batch of the drafter's training, 0 if
-        unknown; `decisions`, (name, value) of everything that the clock decided: replayed,
-        they train the same drafter
+        unknown; `decisions`, (name, value) of each decision of the clock, for replays
     """
     if self._writes:
       _append(self._rollouts, {"step": int(step), **rollout})
 
   def close(self) -> None:
-    """Closes all files."""
     if not self._writes:
       return
     self._metrics.close()
@@ -144,7 +129,6 @@ class Writer:
 
 
 def _scalar(key: str, step: int, value: object) -> int | float:
-  """Converts to a finite Python number; a Python number stays exactly what it is."""
   try:
     number = value.item() if hasattr(value, "item") else value
     finite = math.isfinite(number)
@@ -163,14 +147,13 @@ def _plain(value: np.ndarray | np.generic) -> object:
 
 
 def _append(file: TextIO, record: dict) -> None:
-  """Writes one line, on disk when it returns."""
   with writing.to(file.name):
     file.write(json.dumps(record, default=_plain, allow_nan=False) + "\n")
     file.flush()
 
 
 def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
-  """Opens a file for appending, after dropping its records but for those to keep."""
+  """Opens a file for appending, after dropping all but some of its records."""
   content = "".join(json.dumps(record) + "\n" for record in kept).encode()
   if path.exists() and content != path.read_bytes():
     new = path.with_name(path.name + ".new")
@@ -196,13 +179,12 @@ def read(path: str | pathlib.Path) -> list[dict]:
   try:
     records += [_parse(path, len(lines) + 1, rest)] if rest else []
   except MetricError:
-    if not rest.startswith(_BEGINNING[: len(rest)]):  # not what a killed run leaves
+    if not rest.startswith(_RECORD_START[: len(rest)]):  # no half-written record
       raise
   return records
 
 
 def _parse(path: pathlib.Path, number: int, line: bytes) -> dict:
-  """The record that a line holds; `path` and `number` are for error messages."""
   try:
     record = json_objects.parse(line)
   except ValueError as e:
@@ -214,16 +196,11 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> dict:
 
 
 class Progress:
-  """Shows how far the run is: a bar on a terminal, else one line per step.
+  """Shows progress: a bar on a terminal, else one line per step.
 
       step 12/60  reward 0.61  solved 50%  length 143/1024  rollout 3.1 s  update 2.0 s
 
-  Of several processes the first one shows it.
-
-  Args:
-    total: steps of the whole run
-    done: steps that were done before, if the run resumes
-    stream: where to print; stderr if not given
+  Only the first process shows it. `done` is the number of steps before a resume.
   """
 
   def __init__(self, total: int, done: int = 0, stream: TextIO | None = None):
@@ -237,7 +214,6 @@ class Progress:
       )
 
   def update(self, done: int, record: Mapping[str, float]) -> None:
-    """Shows the record of the latest step, after which `done` steps are done."""
     parts = _progress_parts(record)
     if not self._shows:
       return
@@ -249,13 +225,11 @@ class Progress:
     self._bar.update(done - self._bar.n)
 
   def close(self) -> None:
-    """Leaves the bar as it is."""
     if self._bar is not None:
       self._bar.close()
 
 
 def _progress_parts(record: Mapping[str, float]) -> list[str]:
-  """Formats those metrics of a step that fit on its line."""
   templates = (
     "reward {reward/mean:.2f}",
     "solved {reward/solved:.0%}",

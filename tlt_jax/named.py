@@ -1,8 +1,4 @@
-"""Things that users call by name: the nearest known one, and dotted names imported.
-
-An algorithm, a reward, a source of prompts or a strategy rule is named in a config. Who
-gets a name wrong is told in one line which one was probably meant.
-"""
+"""Objects that configs name: dotted names are imported, errors suggest the nearest name."""
 
 from collections.abc import Iterable
 import difflib
@@ -13,7 +9,7 @@ from typing import Any
 
 
 class NameNotFound(ValueError):
-  """A dotted name that leads nowhere; the message says from where on."""
+  """A dotted name that does not exist; the message says which part."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -23,11 +19,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def load(path: str) -> Any:
-  """What `package.module.name` stands for, its module imported if need be.
+  """Imports the object at `package.module.name`.
 
   Raises:
-    NameNotFound: no such module, or nothing of that name in it (with the nearest), or a
-      module that fails while it is imported
+    NameNotFound: no such module or name, or a module that fails on import
   """
   module_name, _, name = path.rpartition(".")
   if not module_name:
@@ -40,14 +35,12 @@ def load(path: str) -> Any:
 
 
 def module(name: str, package: str, attribute: str) -> types.ModuleType:
-  """The module that users name: one of a package, or, with a dot, anybody's own.
+  """Imports a module of `package` ("grpo"), or any module ("my_package.my_module").
 
   Args:
-    name: "grpo" of `package`, or "my_package.my_module"
-    package: where names without a dot belong
-    attribute: what it must hold, such as "make"
+    attribute: a name that it must have, such as "make"
   Raises:
-    NameNotFound: no such module, or nothing of that name in it
+    NameNotFound: no such module, or it lacks the attribute
   """
   if "." not in name and name not in (known := _modules(package)):
     raise NameNotFound(
@@ -74,7 +67,6 @@ def _import(name: str) -> types.ModuleType:
 
 
 def _modules(package: str) -> list[str]:
-  """What may follow `package.` in an import; top-level names for ""."""
   if not package:
     return [m.name for m in pkgutil.iter_modules()]
   folders = vars(importlib.import_module(package)).get("__path__", [])

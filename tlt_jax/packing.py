@@ -1,7 +1,7 @@
 """Packs sequences of unequal length into rows of few fixed shapes.
 
-Several sequences share a row, told apart by segment ids; positions start again
-at 0 in each. Worked row, sequences `abc` (prompt a) and `xyz` (prompt x y),
+Several sequences share a row, separated by segment ids; positions restart at 0 in each.
+Worked row, sequences `abc` (prompt a) and `xyz` (prompt x y),
 length 8:
 
     tokens     a b c x y z . .
@@ -26,8 +26,6 @@ from tlt_jax import processes
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-  """The shape of a micro-batch: `rows` rows of `length` tokens."""
-
   rows: int
   length: int
 
@@ -36,7 +34,7 @@ def over_slices(buckets: Sequence[tuple[int, int]], slices: int) -> tuple[Bucket
   """Makes buckets of (rows, length); rows are rounded up to a multiple of the slices.
 
   Raises:
-    ValueError: there are none, or not by increasing length
+    ValueError: no bucket, or not by increasing length
   """
   lengths = [length for _, length in buckets]
   if not lengths or lengths != sorted(set(lengths)):
@@ -48,10 +46,9 @@ def over_slices(buckets: Sequence[tuple[int, int]], slices: int) -> tuple[Bucket
 
 @flax.struct.dataclass
 class Packed:
-  """Micro-batches [M rows T] of one bucket; only the first `count` hold anything.
+  """Micro-batches [M rows T] of one bucket; those after the first `count` are empty.
 
-  M depends on the number of sequences alone, so that the same program serves
-  every step.
+  M depends on the number of sequences alone, so that one program serves every step.
   """
 
   tokens: jax.Array  # i32[M rows T]
@@ -63,7 +60,6 @@ class Packed:
   count: jax.Array  # i32[]
 
   def micro_batch(self, i: jax.Array) -> "Packed":
-    """The i-th micro-batch, arrays [rows T]."""
     arrays = jax.tree.map(lambda x: x[i] if x.ndim else x, self)
     return arrays.replace(count=jnp.int32(1))
 
@@ -96,14 +92,14 @@ def pack(
   buckets: Sequence[Bucket],
   chosen: np.ndarray | None = None,
 ) -> list[Packed]:
-  """Puts each sequence in the first bucket whose rows can hold it.
+  """Packs each sequence into the first bucket whose rows can hold it.
 
   Within a bucket: longest first, into the first row with room.
 
   Args:
-    prompts, responses: i32[...] each, one pair per sequence
+    prompts, responses: i32[...] each
     buckets: by increasing length
-    chosen: bool[B], the sequences to pack; all by default
+    chosen: bool[B], the sequences to pack; None: all
   Returns:
     one `Packed` of numpy arrays per bucket
   Raises:
@@ -131,14 +127,6 @@ def pack(
 
 
 def _pack_bucket(prompts, responses, sizes, members, bucket: Bucket) -> Packed:
-  """Fills the rows of one bucket.
-
-  Args:
-    prompts, responses: of all sequences
-    sizes: tokens of each sequence
-    members: index of the sequences that belong in this bucket
-    bucket: shape of a micro-batch
-  """
   rows, T = bucket.rows, bucket.length
   members_by_row = _first_fit_decreasing(members, sizes, T)
   M = -(-len(sizes) // rows)
@@ -164,7 +152,6 @@ def _pack_bucket(prompts, responses, sizes, members, bucket: Bucket) -> Packed:
 def _first_fit_decreasing(
   members: Sequence[int], sizes: Sequence[int], length: int
 ) -> list[list[int]]:
-  """Shares members out over rows: longest first, into the first row with room."""
   rows: list[list[int]] = []
   room: list[int] = []
   for i in sorted(members, key=lambda i: (-sizes[i], i)):

@@ -1,10 +1,10 @@
-"""The processes of one job, each with devices of its own: what they must agree on.
+"""The processes of one job, each with its own devices, and how they agree.
 
-JAX's multi-controller runtime: every process runs the same program on the same host data,
-and starts the same device programs in the same order. So whatever a process knows alone,
-such as what its clock says, has to be made common before anything is decided by it. That
-happens here, and every other module asks here where an array lies and who writes files.
-With one process all of it is free. docs/distributed.md counts what is exchanged.
+In JAX's multi-controller runtime every process runs the same program on the same host data,
+and starts the same device programs in the same order. So the local knowledge of a process,
+such as its clock, has to be shared before a decision depends on it. That happens here, as
+do placing arrays and choosing the process that writes files. With one process all of it is
+free. docs/distributed.md counts what is exchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,44 +22,40 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-# Whether this process has been told to stop. A plain value: a lock that a signal handler
+# Whether this process has a request to stop. A plain value: a lock that a signal handler
 # takes may be held by the handler that it interrupts.
-_is_told = False
+_stop_requested = False
 
 
 class Stopped(BaseException):
-  """Ends the job, which was told to stop (SIGTERM, Ctrl-C) and can be resumed."""
+  """Ends the job on request (SIGTERM, Ctrl-C); it can be resumed."""
 
 
-class Told(NamedTuple):
-  """What all processes know after `tell`."""
-
-  seconds: np.ndarray  # the sum of what each has read
-  stop: bool  # whether any process was told to stop
+class Agreement(NamedTuple):
+  seconds: np.ndarray  # summed over the processes
+  stop: bool  # whether any process was asked to stop
 
 
 def count() -> int:
-  """The processes of the job."""
   return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def index() -> int:
-  """The number of this process."""
   return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 def is_first() -> bool:
-  """Whether this is the process that writes the job's files and tells of its progress."""
+  """Whether this process writes the job's files and shows its progress."""
   return index() == 0
 
 
 def share() -> slice:
-  """Which items of a list are this process's, where each does every n-th of them."""
+  """This process's items of a list, every n-th one."""
   return slice(index(), None, count())
 
 
 def place(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-  """Puts an array that every process has on the devices, each process its own part.
+  """Places an array that every process has; each process copies its own shards.
 
   (`jax.device_put` would first compare it between all processes.)
   """
@@ -71,7 +67,7 @@ def place(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-  """Brings arrays to the host, whole, on every process; one array at a time."""
+  """Brings whole arrays to the host of every process, one array at a time."""
 
   def whole(x):
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
@@ -82,10 +78,10 @@ def fetch(tree: Any) -> Any:
 
 
 def gather(tree: Any) -> Any:
-  """Brings arrays [n ...] to the host, whole, on every process, in one all-gather.
+  """Brings whole arrays [n ...] to the host of every process, in one all-gather.
 
   Args:
-    tree: of arrays that all are split by rows over the same axis of a mesh
+    tree: of arrays split by rows over the same mesh axis
   """
   if count() == 1:
     return jax.device_get(tree)
@@ -101,7 +97,7 @@ def gather(tree: Any) -> Any:
 
 @functools.cache
 def _pack(sharding: NamedSharding) -> Callable:
-  """The program that puts the bytes of arrays on every device, u8[parts bytes]."""
+  """The program that replicates the bytes of arrays, u8[parts bytes]."""
   parts = sharding.mesh.shape[sharding.spec[0]]
 
   def pack(leaves):
@@ -112,15 +108,15 @@ def _pack(sharding: NamedSharding) -> Callable:
 
 
 def total(values: np.ndarray) -> np.ndarray:
-  """The sum of f32 values over the processes, on each: one all-gather.
+  """The sum of f32 values over the processes, by one all-gather.
 
-  Zeros of all processes but one hand out what that one has, exactly. (Between processes on
-  CPUs an all-reduce takes some 3 ms more.)
+  With zeros on all processes but one it is a broadcast. (On CPUs an all-reduce takes some
+  3 ms more.)
   """
   values = np.asarray(values, np.float32)
   if count() == 1:
     return values
-  width = 1 << max(values.size - 1, 0).bit_length()  # of few sizes: each is a program
+  width = 1 << max(values.size - 1, 0).bit_length()  # few sizes: each is a program
   sharding = _over_all()
   devices = sharding.mesh.devices.flat
   mine = next(i for i, d in enumerate(devices) if d.process_index == index())
@@ -132,7 +128,7 @@ def total(values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _over_all() -> NamedSharding:
-  """How rows [devices n] lie on all devices, one each."""
+  """Of rows [devices n], one per device."""
   mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
   return NamedSharding(mesh, PartitionSpec("all"))
 
@@ -143,37 +139,36 @@ def of_first(value: float) -> float:
 
 
 def on_first(call: Callable[[], Any]) -> Any:
-  """Gives, on every process, what `call` returns on the first one.
+  """Returns, on every process, the result of `call` on the first one.
 
   For what processes may see differently, such as the files of a network file system, which
-  each machine remembers for some time. All processes come here, or none; `call` must not
-  come here again.
+  machines cache. A collective call, which must not be nested.
 
   Args:
-    call: returns what JSON can hold
+    call: returns JSON data
   Raises:
-    ValueError: `call` has failed; the first process raises its own error
+    ValueError: `call` has failed; the first process raises the original error
   """
   if count() == 1:
     return call()
-  error, told = None, b""
+  error, message = None, b""
   if is_first():
     try:
-      found = {"value": call()}
+      result = {"value": call()}
     except Exception as e:
-      error, found = e, {"error": str(e)}
-    told = json.dumps(found).encode()
-  sent = np.zeros(int(of_first(len(told))), np.float32)  # a byte each
-  sent[: len(told)] = np.frombuffer(told, np.uint8)
-  found = json.loads(total(sent).astype(np.uint8).tobytes())
-  if "error" in found:
-    raise error or ValueError(found["error"])
-  return found["value"]
+      error, result = e, {"error": str(e)}
+    message = json.dumps(result).encode()
+  sent = np.zeros(int(of_first(len(message))), np.float32)  # a byte each
+  sent[: len(message)] = np.frombuffer(message, np.uint8)
+  result = json.loads(total(sent).astype(np.uint8).tobytes())
+  if "error" in result:
+    raise error or ValueError(result["error"])
+  return result["value"]
 
 
 @functools.cache
 def on_this_host() -> int:
-  """Counts the processes of the job on the machine of this one; all ask, or none."""
+  """The number of processes on this process's machine; a collective call."""
   names = np.zeros(count(), np.float32)
   names[index()] = zlib.crc32(socket.gethostname().encode()) % 2**24  # f32 is exact there
   names = total(names)
@@ -181,42 +176,41 @@ def on_this_host() -> int:
 
 
 def barrier() -> None:
-  """Returns when every process has come here."""
   total(np.zeros(1))
 
 
-def tell(seconds: Sequence[float] = ()) -> Told:
-  """Hands out readings of clocks, and whether a process was told to stop.
+def agree(seconds: Sequence[float] = ()) -> Agreement:
+  """Shares readings of clocks, and whether a process was asked to stop.
 
-  Once per chunk: 4 bytes for each and 4 more, one all-reduce.
+  Once per chunk: 4 bytes for each and 4 more, by one all-gather.
 
   Args:
-    seconds: as many on every process, and 0 on all but one, whose reading it is
+    seconds: as many on every process; each is 0 on all processes but one
   """
   if count() == 1:
-    return Told(np.asarray(seconds), _is_told)
-  found = total(np.array([*seconds, _is_told]))
-  return Told(found[:-1], bool(found[-1]))
+    return Agreement(np.asarray(seconds), _stop_requested)
+  totals = total(np.array([*seconds, _stop_requested]))
+  return Agreement(totals[:-1], bool(totals[-1]))
 
 
 def stop_on_signals() -> None:
-  """From now on SIGTERM and Ctrl-C ask the job to stop when it can, see `stop_if_told`.
+  """Makes SIGTERM and Ctrl-C request a stop, see `stop_if_requested`.
 
   A second Ctrl-C ends this process at once.
   """
 
-  def remember(number, _):
-    global _is_told
-    _is_told = True
+  def request_stop(number, _):
+    global _stop_requested
+    _stop_requested = True
     if number == signal.SIGINT:
       signal.signal(number, signal.SIG_DFL)
       print("\nstopping; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
   for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, remember)
+    signal.signal(number, request_stop)
 
 
-def stop_if_told() -> None:
-  """Raises `Stopped` on all processes if one of them was told to stop."""
-  if tell().stop:
+def stop_if_requested() -> None:
+  """Raises `Stopped` on all processes if one of them was asked to stop."""
+  if agree().stop:
     raise Stopped

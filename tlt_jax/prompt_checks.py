@@ -1,9 +1,8 @@
-"""Which prompts a run can use: short enough, of characters that the tokenizer knows.
+"""Checks prompts: short enough, with characters that the tokenizer knows.
 
-A file, a source of up to 2**13 records, and one that the caller reads whole are checked at
-once; of any other, whose records are made when they are asked for, the first 1,000, and
-each of the rest when it is drawn. What becomes of a prompt depends on the prompt alone, so
-that a run that is resumed draws the same ones.
+Files, sources of up to 2**13 records, and those that the caller reads whole are checked at
+the start; of other sources the first 1,000 records, and each of the rest when it is drawn.
+The result depends on the prompt alone, so that a resumed run draws the same ones.
 """
 
 from collections.abc import Sequence
@@ -15,14 +14,14 @@ from tlt_jax import data
 from tlt_jax import ranges
 from tlt_jax import tokenization
 
-_WHOLE = 2**13  # records of the longest source that is checked at once in any case
-_SOME = 1000  # of a longer one at the start; and that one draw looks at
-_AT_ONCE = 1024  # that are tokenized together
+_WHOLE = 2**13  # records of the longest source that is always checked at the start
+_SOME = 1000  # records checked of longer ones; also the most that one draw tries
+_BATCH = 1024  # records tokenized together
 
 
 @ranges.options
 class Unusable:
-  """What is done with prompts that cannot be used."""
+  """The treatment of prompts that cannot be used."""
 
   too_long: Literal["refuse", "drop"] = ranges.field(
     "refuse",
@@ -33,9 +32,9 @@ class Unusable:
 
 @dataclasses.dataclass
 class Rules:
-  """Which prompts can be used, and what is done with the others.
+  """The rules for prompts.
 
-  `max_prompt` may be set after a source was measured: it holds for what is drawn later.
+  `max_prompt` may be set after a source was measured: it holds for later draws.
   """
 
   tokenizer: tokenization.Tokenizer
@@ -45,23 +44,20 @@ class Rules:
   system: str | None = None
 
   def text(self, prompt: str | list[dict]) -> str:
-    """What the model continues."""
     return self.tokenizer.text(prompt, system=self.system, chat=self.chat)
 
 
 def usable(
   source: Sequence[dict], name: str, rules: Rules, whole: bool = False
 ) -> Sequence[dict]:
-  """The records that can be used; how many are dropped is logged.
+  """The records that can be used; logs how many are dropped.
 
   Args:
-    source: records, by index
-    name: of the source; for messages, where a record has no "place"
-    rules: what can be used
-    whole: check every record now, however many there are, and return a list
+    name: of the source, for messages if a record has no "place"
+    whole: check every record now and return a list
   Returns:
-    a list; for a source that is not checked whole a sequence of its length, in which the
-    next usable record replaces one that is dropped
+    a list; for a source that is not checked whole a sequence of the same length, in which
+    a dropped record is replaced by the next usable one
   Raises:
     DataError: a record lacks a field, a prompt is refused, or none is left
   """
@@ -71,18 +67,17 @@ def usable(
 def measured(
   source: Sequence[dict], name: str, rules: Rules, whole: bool = False
 ) -> tuple[Sequence[dict], int]:
-  """What `usable` returns, and the tokens of the longest prompt.
+  """The result of `usable`, and the tokens of the longest prompt.
 
-  Prompts that are drawn later may be longer: of these, twice the longest of the first ones
-  is given.
+  If not all are checked, it is twice the longest of the first ones.
   """
   whole = whole or isinstance(source, list) or len(source) <= _WHOLE
   count = len(source) if whole else _SOME
   kept, longest = [], 0
-  for start in range(0, count, _AT_ONCE):
-    index = range(start, min(start + _AT_ONCE, count))
-    found, length = _kept(source, index, name, rules)
-    kept, longest = kept + found, max(longest, length)
+  for start in range(0, count, _BATCH):
+    index = range(start, min(start + _BATCH, count))
+    records, length = _kept(source, index, name, rules)
+    kept, longest = kept + records, max(longest, length)
   if dropped := count - len(kept):
     logging.info("%s: of %s prompts %s dropped (too long)", name, f"{count:,}", dropped)
   if not kept:
@@ -93,8 +88,6 @@ def measured(
 
 
 class _Drawn(Sequence):
-  """The records of a long source, each of them checked when it is drawn."""
-
   def __init__(self, source: Sequence[dict], name: str, rules: Rules):
     self._source, self._name, self._rules = source, name, rules
 
@@ -102,13 +95,12 @@ class _Drawn(Sequence):
     return len(self._source)
 
   def __getitem__(self, i: int) -> dict:
-    """Record i, or the next that can be used."""
-    if not 0 <= i < len(self):  # what ends an iteration
+    if not 0 <= i < len(self):  # ends an iteration
       raise IndexError(f"{self._name} has {len(self):,} records, none of index {i}")
     for j in range(i, i + _SOME):
-      found, _ = _kept(self._source, [j % len(self)], self._name, self._rules)
-      if found:
-        return found[0]
+      records, _ = _kept(self._source, [j % len(self)], self._name, self._rules)
+      if records:
+        return records[0]
     raise data.DataError(
       f"{self._name}: none of the {_SOME:,} prompts from record {i} on can be used"
     )
@@ -117,7 +109,7 @@ class _Drawn(Sequence):
 def _kept(
   source: Sequence[dict], index: Sequence[int], name: str, rules: Rules
 ) -> tuple[list[dict], int]:
-  """The usable ones of the records of these indices, and the tokens of the longest."""
+  """The usable records among these indices, and the tokens of the longest prompt."""
   records = [source[i] for i in index]
   places = [
     _check_fields(record, name, i) for i, record in zip(index, records, strict=True)
@@ -151,7 +143,6 @@ def _kept(
 
 
 def _check_fields(record: dict, name: str, i: int) -> str:
-  """The place of a record; raises DataError unless it has a prompt and an answer."""
   place = f"{name}, record {i}"
   if not isinstance(record, dict):
     raise data.DataError(

@@ -2,8 +2,8 @@
 
 Dataclasses of options are pydantic's (`options`): a field has its type, its range and its
 description, and a wrong value is a ValueError that names the field. Functions check their
-arguments with `check`. Upper limits catch slips: counts and lengths must fit the i32
-arrays that they end up in, many times over.
+arguments with `check`. Upper limits catch typos; counts and lengths fit i32 arrays with a
+wide margin.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from annotated_types import Interval
 import numpy as np
 import pydantic
 
-Count = Annotated[int, Interval(ge=1, le=2**20)]  # at least one of something
+Count = Annotated[int, Interval(ge=1, le=2**20)]
 CountOrZero = Annotated[int, Interval(ge=0, le=2**20)]
-Tokens = Annotated[int, Interval(ge=1, le=2**24)]  # of a sequence, or a part of one
+Tokens = Annotated[int, Interval(ge=1, le=2**24)]  # per sequence
 Large = Annotated[int, Interval(ge=1, le=2**40)]  # on the host: bytes, records, tokens
-Steps = Annotated[int, Interval(ge=1, le=10**9)]  # also of an optimizer: its updates
+Steps = Annotated[int, Interval(ge=1, le=10**9)]  # or optimizer updates
 StepsOrZero = Annotated[int, Interval(ge=0, le=10**9)]
-# Evaluations draw with the seed + 2^31, which has to fit 32 bits.
+# Evaluations use the seed + 2^31, which must fit 32 bits.
 Seed = Annotated[int, Interval(ge=0, lt=2**31)]
 
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -41,7 +41,7 @@ STRICT = pydantic.ConfigDict(
 
 
 def field(default: Any, description: str) -> Any:
-  """A field of `options`; one whose default is ... must be given."""
+  """A field of `options`; required if the default is `...`."""
   return pydantic.Field(default, description=description)
 
 
@@ -55,10 +55,10 @@ def options(cls: type) -> type:
 
 @functools.cache
 def arguments(function: Callable, without: tuple[str, ...] = ()) -> type:
-  """A pydantic model of the arguments that a function or class takes by name.
+  """A pydantic model of the named arguments of a function or class.
 
-  The docstring's "Args:" describe its fields.
-  Annotations that cannot be read, as those for type checkers only, allow anything.
+  The docstring's "Args:" describe its fields. Annotations that cannot be evaluated allow
+  anything.
   """
   called = function.__init__ if inspect.isclass(function) else function
   try:
@@ -72,7 +72,7 @@ def arguments(function: Callable, without: tuple[str, ...] = ()) -> type:
       continue
     default = ... if parameter.default is parameter.empty else parameter.default
     made = pydantic.Field(default, alias=name, description=meanings.get(name))
-    # With an alias any name may be that of a field.
+    # The alias allows any name.
     fields[f"{name}_"] = (_readable(hints.get(name, Any)), made)
   return pydantic.create_model(
     getattr(function, "__name__", "Arguments"), __config__=STRICT, **fields
@@ -80,7 +80,6 @@ def arguments(function: Callable, without: tuple[str, ...] = ()) -> type:
 
 
 def _described(function: Callable) -> dict[str, str]:
-  """What a function's docstring, or that of its class, says under "Args:", by name."""
   called = [function, getattr(function, "__init__", None)]
   meanings = {}
   for docstring in map(inspect.getdoc, called):
@@ -94,7 +93,6 @@ def _described(function: Callable) -> dict[str, str]:
 
 
 def _readable(annotation: Any) -> Any:
-  """The annotation, or Any for a type that pydantic cannot check."""
   try:
     pydantic.TypeAdapter(annotation)
   except (pydantic.PydanticUserError, NameError):
@@ -103,11 +101,10 @@ def _readable(annotation: Any) -> Any:
 
 
 def check(function: Callable, values: Mapping[str, Any]) -> None:
-  """Raises if an argument is of another type than its annotation, or out of its range.
+  """Checks arguments against the annotations of a function or class.
 
   Args:
-    function: the function or class whose annotations count
-    values: its arguments by name, such as `locals()` where it begins; some may be missing
+    values: arguments by name, such as `locals()` at its start; some may be missing
   Raises:
     ValueError: names the argument, its value, and what it takes
   """
@@ -126,7 +123,7 @@ def check(function: Callable, values: Mapping[str, Any]) -> None:
 
 
 def tuples(value: Any) -> Any:
-  """Lists as tuples, numpy's numbers as Python's: a config may use either."""
+  """Converts lists to tuples, numpy's numbers to Python's."""
   if isinstance(value, np.generic):
     return value.item()
   if type(value) in (list, tuple):
@@ -135,7 +132,7 @@ def tuples(value: Any) -> Any:
 
 
 def tuples_in(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Nested mappings as dicts, with `tuples` of their values."""
+  """Converts nested mappings to dicts, with `tuples` of their values."""
   return {
     name: tuples_in(x) if isinstance(x, Mapping) else tuples(x)
     for name, x in values.items()
@@ -175,8 +172,6 @@ def words(annotation: Any, limits: typing.Sequence[Any] = ()) -> str:
 
 
 def _limits(x: Interval) -> str:
-  """A range in words: "from 1 to 1,048,576", "above 0 and at most 1"."""
-
   def number(n: float) -> str:
     return f"{n:,.0f}" if n == int(n) else f"{n:g}"
 

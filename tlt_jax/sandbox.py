@@ -1,18 +1,17 @@
-"""Runs Python code that nobody trusts, such as a model's, and leaves nothing behind.
+"""Runs untrusted Python code, such as a model's, and leaves nothing behind.
 
     ran = sandbox.run("print(int(input()) + 1)", "1", sandbox.Limits(wall_s=5.0))
     assert ran == sandbox.Ran(0, "2\\n")
 
 A program has Python's standard library, resource limits and a fresh folder in memory, /tmp.
-By util-linux's `unshare`, without root, it has namespaces of users, mounts, processes,
+util-linux's `unshare`, without root, gives it namespaces of users, mounts, processes,
 network and IPC: no network, no privileges, no /proc, /sys and /dev, all other files
-read-only, and whatever it has started ends with it.
+read-only, and its children end with it.
 
-What this does not cover: it can read what its user can. System calls are not filtered:
-against a hole in the kernel only a virtual machine helps. Some containers refuse
-namespaces, which `check` finds out. `isolation="limits"` does without: then a program can
-write its user's files (those of nobody, where root runs it) and use the network, and what
-it starts in a session of its own may outlive it.
+Limits of this: it can read its user's files. System calls are not filtered: only a virtual
+machine protects from kernel bugs. Some containers refuse namespaces, which `check` detects.
+With `isolation="limits"` a program can write its user's files (nobody's, if root runs it)
+and use the network, and children in another session may outlive it.
 """
 
 import dataclasses
@@ -33,9 +32,8 @@ Isolation = Literal["namespaces", "limits"]
 _NOBODY = 65534
 _ENDS_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--no-new-privs")
 _NAMESPACES = (
-  *("unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount"),
-  *("--fork", "--kill-child", "sh", "-ec"),
-)
+  "unshare --user --map-root-user --net --ipc --pid --mount --fork --kill-child sh -ec"
+).split()
 # $0 is the options of /tmp, the rest the program's command, without the right to mount.
 _MOUNT = """
 for each in $(cut -d " " -f 2 /proc/mounts); do
@@ -46,7 +44,7 @@ cd /tmp
 for each in /proc /sys /dev; do mount -t tmpfs -o ro none $each; done
 exec setpriv --bounding-set=-all --inh-caps=-all "$@"
 """
-# Says that it runs, sets the limits, and becomes the program, which is in a file.
+# Signals that it runs, sets the limits, and executes the program from a file.
 _RUN = """
 import json, os, resource, sys
 os.write(1, b".")
@@ -63,21 +61,17 @@ class SandboxError(ValueError):
 
 
 class Ran(NamedTuple):
-  """What became of a program."""
-
-  status: int | None  # its exit status, negative for a signal; None: its time was over
+  status: int | None  # exit status, negative for a signal; None: timeout
   stdout: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one program may use."""
-
-  wall_s: ranges.Positive = 10.0  # seconds that pass
-  cpu_s: ranges.Positive = 5.0  # seconds of CPU time of each process, rounded up
+  wall_s: ranges.Positive = 10.0
+  cpu_s: ranges.Positive = 5.0  # of each process, rounded up
   memory_mb: ranges.Count = 512  # address space of each process
   processes: ranges.Count = 4  # and threads, at a time
-  file_mb: ranges.Count = 4  # all files together, and what it prints
+  file_mb: ranges.Count = 4  # all files together, and stdout
 
   def __post_init__(self):
     ranges.check(Limits, vars(self))
@@ -86,13 +80,8 @@ class Limits:
 def run(
   program: str, stdin: str, limits: Limits, isolation: Isolation = "namespaces"
 ) -> Ran:
-  """Runs a program to its end, or to that of its time; any thread may call this.
+  """Runs Python source to its end or timeout; any thread may call this.
 
-  Args:
-    program: Python source
-    stdin: what it can read
-    limits: what it may use
-    isolation: "namespaces", or "limits" for none but those
   Raises:
     SandboxError: it cannot be isolated so on this machine
   """
@@ -172,7 +161,6 @@ def _content(file, most: int) -> str:
 
 
 def _kill(process: subprocess.Popen) -> None:
-  """Kills what is left of a program's session."""
   try:
     os.killpg(process.pid, signal.SIGKILL)
   except ProcessLookupError:
@@ -181,7 +169,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _running(uid: int) -> int:
-  """The threads of a user; the kernel counts all of them together."""
+  """The threads of a user, which RLIMIT_NPROC counts together."""
   count = 0
   for process in psutil.process_iter():
     try:

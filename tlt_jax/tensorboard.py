@@ -1,7 +1,7 @@
-"""TensorBoard events, written where they are made: no thread, no queue.
+"""TensorBoard events, written synchronously.
 
-tensorboardX's own writer hands them to a thread. If that dies, as on a full disk, its
-queue fills up and the run waits for ever.
+tensorboardX's own writer uses a thread. If that dies, as on a full disk, its queue fills up
+and the run hangs.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,7 @@ class Board:
   """One run's events file; TensorBoard reads all that are in the folder."""
 
   def __init__(self, folder: str | pathlib.Path, resume_step: int = 0):
-    """Begins a file; what other files have from `resume_step` on is dropped.
-
-    Args:
-      folder: for the files
-      resume_step: the step that comes next
-    """
+    """Starts a file; TensorBoard drops events of others from `resume_step` on."""
     self._folder = pathlib.Path(folder)
     self._folder.mkdir(parents=True, exist_ok=True)
     with writing.to(self._folder):
@@ -34,14 +29,12 @@ class Board:
       self._events.flush()
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Records scalars of a step, on disk when it returns."""
     with writing.to(self._folder):
       for name, value in scalars.items():
         self._add(event_pb2.Event(step=step, summary=summary.scalar(name, value)))
       self._events.flush()
 
   def close(self) -> None:
-    """Closes the file."""
     self._events.close()
 
   def _add(self, event: event_pb2.Event) -> None:

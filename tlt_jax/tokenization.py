@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: from a prompt to tokens, from tokens back to text."""
+"""The tokenizer of a model folder."""
 
 from collections.abc import Sequence
 import functools
@@ -26,10 +26,7 @@ _FILES = (
 
 
 def copy_files(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
-  """Copies a model folder's tokenizer, chat template and the like to another one.
-
-  Of several processes the first one does.
-  """
+  """Copies a model folder's tokenizer files to another one, on the first process."""
   if not processes.is_first():
     return
   for path in pathlib.Path(source).iterdir():
@@ -42,25 +39,23 @@ class Tokenizer:
   """A Hugging Face tokenizer, for prompts in and responses out."""
 
   def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
-    """Wraps `tokenizer`; `load` is the usual way here."""
     self.stop_tokens = stop_tokens
-    self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its ids are below
+    self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # exceeds all ids
     self._tokenizer = tokenizer
-    self._known: dict[str, bool] = {}  # characters
+    self._known: dict[str, bool] = {}  # by character
     special = {
       i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
     }
     special |= {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
-    # A special token of one character is text: a character-level model stops at
-    # "\n", and its verifier wants to see that it did.
+    # A special token of one character is text: a character-level model stops at "\n", and
+    # its verifier checks that.
     self._hidden = {i for i, text in special.items() if len(text) > 1}
 
   @classmethod
   def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
-    """The tokenizer of a model folder; nothing is fetched.
+    """Loads the tokenizer of a local model folder.
 
-    `stop_tokens` are its end-of-text token and those that
-    generation_config.json names.
+    `stop_tokens` are its end-of-text token and those of generation_config.json.
 
     Raises:
       data.DataError: no tokenizer.json, or a file that cannot be read
@@ -68,9 +63,9 @@ class Tokenizer:
     folder = pathlib.Path(folder)
     if not (folder / "tokenizer.json").is_file():
       raise data.DataError(f"{folder}: no tokenizer.json; copy the model's own there")
-    # Says that PyTorch is missing, which is as it should be.
+    # Transformers warns that PyTorch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers  # takes two seconds, and only text needs it
+    import transformers  # takes two seconds
 
     files = _read_tokenizer_files(folder)
     stop = _stop_tokens(folder, files.get("generation_config.json", {}))
@@ -78,7 +73,7 @@ class Tokenizer:
       tokenizer = transformers.AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
       )
-    except Exception as e:  # a damaged file raises whatever its parser raises
+    except Exception as e:  # a damaged file raises any error of its parser
       raise data.DataError(
         f"{folder}: {', '.join(files)} cannot be read as a tokenizer ({data.reason(e)}); "
         "copy the model's own there"
@@ -90,31 +85,22 @@ class Tokenizer:
   def encode(
     self, prompt: str | list[dict], system: str | None = None, chat: bool = False
   ) -> np.ndarray:
-    """The tokens that the model continues.
-
-    A string is encoded as it stands, without special tokens; with `chat` it is
-    the user's message. Messages go through the model's chat template, which
-    then opens the assistant's turn.
-
-    Args:
-      prompt, system, chat: see `text`
-    Returns:
-      i32[T]
-    Raises:
-      data.DataError: see `text`
-    """
+    """The tokens of `text`, without added special tokens: i32[T]."""
     text = self.text(prompt, system, chat)
     return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
   def text(
     self, prompt: str | list[dict], system: str | None = None, chat: bool = False
   ) -> str:
-    """The text that `encode` encodes.
+    """The text that the model continues.
+
+    A string is used as it is; messages go through the model's chat template, which then
+    opens the assistant's turn.
 
     Args:
       prompt: text or messages
-      system: system message of a chat; one that the messages bring wins
-      chat: treat a string as a chat
+      system: system message, unless the messages have one
+      chat: treat a string as the user's message
     Raises:
       data.DataError: a chat without a template, or one that the template refuses
     """
@@ -130,17 +116,19 @@ class Tokenizer:
     return self._chat(messages)
 
   def lengths(self, texts: Sequence[str]) -> list[int]:
-    """The tokens of each text; without special tokens, as in `encode`."""
-    found = self._tokenizer(list(texts), add_special_tokens=False) if texts else {}
-    return list(map(len, found.get("input_ids", [])))
+    """The number of tokens of each text, as in `encode`."""
+    if not texts:
+      return []
+    encoded = self._tokenizer(list(texts), add_special_tokens=False)
+    return [len(ids) for ids in encoded["input_ids"]]
 
   def unknown(self, text: str) -> list[str]:
     """The characters of a text that the tokenizer does not know.
 
-    Most tokenizers know all, because they encode what is rare as bytes. Others give the
-    token for the unknown, nothing, or an error.
+    Most tokenizers know all, as they have byte fallback. Others return the unknown token,
+    nothing, or an error.
     """
-    if self._knows("\U000f0000"):  # a character that nobody has assigned
+    if self._knows("\U000f0000"):  # an unassigned character
       return []
     return [c for c in dict.fromkeys(text) if not c.isspace() and not self._knows(c)]
 
@@ -152,7 +140,7 @@ class Tokenizer:
   def _encodes(self, character: str) -> bool:
     try:
       ids = self._tokenizer.encode(character, add_special_tokens=False)
-    except Exception:  # of the library's Rust part, which has no class for it
+    except Exception:  # from Rust, without a class
       return False
     if self._unknown_id not in ids:
       return bool(ids)
@@ -160,9 +148,8 @@ class Tokenizer:
 
   @functools.cached_property
   def _unknown_id(self) -> int | None:
-    """The token of what it does not know; None: there is none."""
     inner = self._tokenizer.backend_tokenizer
-    model = json.loads(inner.to_str())["model"]  # "unk_id" can be read nowhere else
+    model = json.loads(inner.to_str())["model"]  # the only way to "unk_id"
     token = model.get("unk_token")
     return model.get("unk_id") if token is None else inner.token_to_id(token)
 
@@ -177,7 +164,7 @@ class Tokenizer:
       text = self._tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
       )
-    except Exception as e:  # a template raises what any program may
+    except Exception as e:  # a template may raise anything
       roles = [message["role"] for message in messages]
       raise data.DataError(
         f"{where}: the chat template refuses messages {roles!s:.100}: {data.reason(e)}"
@@ -191,10 +178,7 @@ class Tokenizer:
     return text
 
   def decode(self, ids) -> str:
-    """A response's text, without markup such as end-of-text and padding.
-
-    Special tokens of a single character are text and stay.
-    """
+    """A response's text without special tokens, except those of a single character."""
     kept = [i for i in map(int, ids) if i not in self._hidden]
     return self._tokenizer.decode(
       kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -202,10 +186,7 @@ class Tokenizer:
 
 
 def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
-  """What the tokenizer files of a folder hold, by name: those that are there.
-
-  All of them, also those that transformers passes over: runs copy them when they end.
-  """
+  """The content of a folder's tokenizer files by name, even if they are only copied."""
   contents = {}
   for name in _FILES:
     path = folder / name
@@ -221,9 +202,9 @@ def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _stop_tokens(folder: pathlib.Path, generation_config: dict) -> set[int]:
-  """The end-of-text tokens that generation_config.json names."""
   stop = generation_config.get("eos_token_id")
-  stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+  if not isinstance(stop, list):
+    stop = [] if stop is None else [stop]
   if not all(type(i) is int and 0 <= i < 2**31 for i in stop):
     raise data.DataError(
       f"{folder / 'generation_config.json'}: eos_token_id={stop!r:.60} are not ids of "

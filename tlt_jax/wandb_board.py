@@ -1,7 +1,7 @@
-"""Weights & Biases: the same metrics as TensorBoard's, where a config asks for them.
+"""Weights & Biases: the same metrics as TensorBoard's.
 
-The package wandb is imported only then. A run that resumes goes on in its W&B run, whose id
-is kept in the workdir; W&B drops steps that it has already.
+The package wandb is imported only if a config asks for it. A resumed run continues its W&B
+run, whose id is kept in the workdir; W&B drops steps that it has already.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tlt_jax import ranges
 
 @ranges.options
 class Options:
-  """Where Weights & Biases gets a run's metrics."""
+  """Reports to Weights & Biases."""
 
   project: str = ranges.field(
     "", "project of Weights & Biases; '': none, and the package is not needed"
@@ -27,15 +27,9 @@ class Options:
 
 
 class Board:
-  """One run at Weights & Biases."""
-
   def __init__(self, options: Options, workdir: pathlib.Path, config: Mapping[str, Any]):
-    """Begins a run, or goes on with that of the workdir.
+    """Starts a run, or continues that of the workdir.
 
-    Args:
-      options: with a project
-      workdir: of the run
-      config: of the run
     Raises:
       ValueError: the package is missing, or the service refuses
     """
@@ -66,25 +60,16 @@ class Board:
       ) from e
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Records scalars of a step."""
     self._run.log(dict(scalars), step=step)
 
   def close(self) -> None:
-    """Ends the run, and sends what is left."""
     self._run.finish()
 
 
 def make(
   options: Options, workdir: pathlib.Path, config: Mapping[str, Any]
 ) -> Board | None:
-  """The board that a config asks for; None if it asks for none.
-
-  Of several processes the first one has it.
-
-  Args:
-    options: whether there is one
-    workdir, config: of the run
-  """
+  """The board that a config asks for, on the first process; else None."""
   if not options.project or not processes.is_first():
     return None
   return Board(options, workdir, config)

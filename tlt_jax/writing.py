@@ -1,4 +1,4 @@
-"""A full disk, told in one sentence: the file that did not fit, the cause, the remedy."""
+"""Errors of a full disk: one sentence with the file, the cause and the remedy."""
 
 from collections.abc import Iterator
 import contextlib
@@ -11,9 +11,9 @@ REMEDY = "free some space and run the same command again"
 
 
 def full_disk(error: BaseException | None) -> str | None:
-  """What the system says where an error comes from a full disk, else None.
+  """The system's message if an error comes from a full disk, else None.
 
-  Libraries wrap what the system says in errors of their own, of any kind.
+  Libraries wrap it in their own errors, of any type.
   """
   while error is not None:
     for reason in map(os.strerror, _FULL):
@@ -25,11 +25,7 @@ def full_disk(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def to(path: str | pathlib.Path) -> Iterator[None]:
-  """Names `path` and the remedy if what is written inside does not fit.
-
-  Raises:
-    OSError: the disk is full; any other error passes as it is
-  """
+  """Raises an OSError with `path` and the remedy if the disk is full."""
   try:
     yield
   except Exception as e:

@@ -6,7 +6,7 @@
         --config.held_out.path=math_test.jsonl --workdir=runs/math
 
 The files hold one {"problem", "answer"} object per line, the answer in LaTeX, without the
-box; `tlt_jax.tasks.math.score` compares by value.
+box; `tlt_jax.tasks.latex.score` compares by value.
 
 | argument | model | devices per slice |
 |---|---|---|
@@ -43,6 +43,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if arg in MODELS:
     config.policy, config.tensor_parallel = MODELS[arg]
   config.prompts.prompt_field = config.held_out.prompt_field = "problem"
-  config.reward = "tlt_jax.tasks.math.score"
+  config.reward = "tlt_jax.tasks.latex.score"
   config.algorithm = dict(name="dapo", clip_low=0.2, clip_high=0.28, overlong_share=0.2)
   return config

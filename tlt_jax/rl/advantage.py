@@ -4,54 +4,49 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
-EPSILON = 1e-6  # added to a deviation that something is divided by
+EPSILON = 1e-6  # added to a standard deviation before it divides
 
 
 def group_relative(reward: jax.Array, normalize_std: bool) -> jax.Array:
-  """Rewards less their prompt's mean, and perhaps over their deviation: f32[P R]."""
+  """Rewards less their prompt's mean, optionally over their deviation: f32[P R]."""
   centred = reward - jnp.mean(reward, 1, keepdims=True)
   if not normalize_std:
     return centred
   return centred / (jnp.std(reward, 1, keepdims=True) + EPSILON)
 
 
-def rewards_differ(responses: algorithm.Responses) -> jax.Array:
-  """Whether a prompt's rewards are not all the same: bool[P]."""
-  return jnp.max(responses.reward, 1) > jnp.min(responses.reward, 1)
-
-
 def is_token(length: jax.Array, T: int) -> jax.Array:
-  """Which of T tokens belong to a response of a length: bool[... T]."""
+  """A mask of the tokens of a response: bool[... T]."""
   return jnp.arange(T) < length[..., None]
 
 
 def kl_to_reference(
-  responses: algorithm.Responses, estimator: policy_loss.KlEstimator
+  responses: algorithm.Responses, estimator: losses.KlEstimator
 ) -> jax.Array:
   """Estimates KL(sampler || reference) at each token: f32[P R T]."""
   mask = is_token(responses.length, responses.logp.shape[-1])
   difference = jnp.where(mask, responses.reference_logp - responses.logp, 0.0)
-  return policy_loss.KL[estimator](difference)
+  return losses.kl(difference, estimator)
 
 
 def token_rewards(responses: algorithm.Responses, T: int) -> jax.Array:
-  """The reward at the last token of each response, zero before and beyond: f32[P R T]."""
+  """The reward at the last token of each response, zero elsewhere: f32[P R T]."""
   last = responses.length[..., None] - 1
   return jnp.where(jnp.arange(T) == last, responses.reward[..., None], 0.0)
 
 
 def discounted_sum(x: jax.Array, decay: float) -> jax.Array:
-  """Sums of what follows, x_t + decay * x_{t+1} + ...: f32[... T]."""
+  """x_t + decay * x_{t+1} + decay^2 * x_{t+2} + ...: f32[... T]."""
 
   def step(after, now):
     total = now + decay * after
     return total, total
 
   by_token = jnp.moveaxis(jnp.asarray(x, jnp.float32), -1, 0)
-  _, found = jax.lax.scan(step, jnp.zeros_like(by_token[0]), by_token, reverse=True)
-  return jnp.moveaxis(found, 0, -1)
+  _, sums = jax.lax.scan(step, jnp.zeros_like(by_token[0]), by_token, reverse=True)
+  return jnp.moveaxis(sums, 0, -1)
 
 
 def gae(
@@ -63,14 +58,8 @@ def gae(
 ) -> jax.Array:
   """Generalised advantage estimates (https://arxiv.org/abs/1506.02438, equation 16).
 
-  Args:
-    reward: f32[P R T]  at each token
-    value: f32[P R T]  before each token; after the last one it is zero
-    length: i32[P R]
-    discount: gamma
-    trace_decay: lambda
-  Returns:
-    f32[P R T], zero beyond a response
+  `reward` f32[P R T] is at each token, `value` before each token, and zero after the last
+  one; `length` is i32[P R]. The result f32[P R T] is zero beyond a response.
   """
   mask = is_token(length, value.shape[-1])
   value = jnp.where(mask, value, 0.0)

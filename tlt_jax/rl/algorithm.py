@@ -1,9 +1,8 @@
 """An RL algorithm is two pure functions; one file per algorithm.
 
-`make("grpo", clip_low=0.2)` imports `tlt_jax.rl.grpo` and calls its `make`. A
-name with a dot is imported as it stands, so an algorithm may live in any
-package. Algorithms see rewards, log-probabilities, advantages and masks; never
-the model.
+`make("grpo", clip_low=0.2)` imports `tlt_jax.rl.grpo` and calls its `make`; a dotted name
+is imported as given, from any package. Algorithms see rewards, log-probabilities,
+advantages and masks; never the model.
 """
 
 from collections.abc import Callable
@@ -20,63 +19,62 @@ from tlt_jax import named
 
 @flax.struct.dataclass
 class Responses:
-  """The scored responses of one RL step; the R of a prompt side by side.
+  """The scored responses of one RL step.
 
-  `max_tokens` and what stands below it may be None where nobody knows it: supervised
-  training has rewards and lengths only.
+  Optional fields are None where they are unknown: supervised training has rewards and
+  lengths only.
   """
 
   reward: jax.Array  # f32[P R]
   length: jax.Array  # i32[P R]  tokens
-  max_tokens: jax.Array | None = None  # i32[P R]  that the response might have had
-  truncated: jax.Array | None = None  # bool[P R]  whether it ended at that limit
-  solved: jax.Array | None = None  # bool[P R]  whether it solves its prompt
+  max_tokens: jax.Array | None = None  # i32[P R]  the limit of the response
+  truncated: jax.Array | None = None  # bool[P R]  ended at that limit
+  solved: jax.Array | None = None  # bool[P R]
   # f32[P R T] each, of the tokens of a response, zero beyond it:
   logp: jax.Array | None = None  # as sampled, at the temperature and before filters
-  reference_logp: jax.Array | None = None  # under the frozen reference, if there is one
-  value: jax.Array | None = None  # the critic's, before the token; None without critic
+  reference_logp: jax.Array | None = None  # under the frozen reference
+  value: jax.Array | None = None  # the critic's, before the token
 
 
 @flax.struct.dataclass
 class Tokens:
   """One micro-batch of packed tokens [rows T], as a loss sees it.
 
-  A loss returns this micro-batch's *share*: shares add up to the loss of the
-  whole batch. For that the totals of the batch are here.
+  A loss returns this micro-batch's *share*, normalised by the totals of the whole batch:
+  shares add up to its loss.
   """
 
-  logp: jax.Array  # f32[rows T]  of the target, under the policy that is trained
+  logp: jax.Array  # f32[rows T]  of the target, under the trained policy
   entropy: jax.Array  # f32[rows T]  of the policy at this position, in nats
-  old_logp: jax.Array  # f32[rows T]  under the policy that sampled, by the learner
-  sampler_logp: jax.Array  # f32[rows T]  the same as the rollout computed it
+  old_logp: jax.Array  # f32[rows T]  under the sampling policy, by the learner
+  sampler_logp: jax.Array  # f32[rows T]  the same, by the rollout
   reference_logp: jax.Array  # f32[rows T]  under the frozen reference
   mask: jax.Array  # bool[rows T]  True where the target is a response token
   advantage: jax.Array  # f32[rows T]  of the target, or of its whole sequence
   length: jax.Array  # f32[rows T]  response tokens of the sequence
   sequence_idx: jax.Array  # i32[rows T]  in [0, num_sequences)
   total_tokens: jax.Array  # f32[]  response tokens in the whole batch
-  packed_tokens: jax.Array  # f32[]  those of them that are seen (for metrics)
+  packed_tokens: jax.Array  # f32[]  those that are computed (for metrics)
   total_sequences: jax.Array  # f32[]  sequences in the whole batch
-  total_max_tokens: jax.Array  # f32[]  response tokens that the batch might have had
+  total_max_tokens: jax.Array  # f32[]  sum of the limits of the responses
 
 
 @flax.struct.dataclass
 class Values:
   """One micro-batch of packed tokens [rows T], as a critic's loss sees it."""
 
-  value: jax.Array  # f32[rows T]  before the target, of the critic that is trained
+  value: jax.Array  # f32[rows T]  before the target
   old_value: jax.Array  # f32[rows T]  the same before the step's first update
-  return_: jax.Array  # f32[rows T]  that it is to predict
+  return_: jax.Array  # f32[rows T]  to be predicted
   mask: jax.Array  # bool[rows T]  True where the target is a response token
   total_tokens: jax.Array  # f32[]  response tokens in the whole batch
 
 
 class Critic(NamedTuple):
-  """A model of what a response will be worth, trained beside the policy.
+  """A model of the returns, trained alongside the policy.
 
-  returns: Responses -> f32[P R T], what the values of each token should have been
+  returns: Responses -> f32[P R T], the targets of the values
   loss: Values -> (f32[] share of the loss, {"critic/name": f32[] share})
-  optimizer: of the critic's parameters
   """
 
   returns: Callable[[Responses], jax.Array]
@@ -85,17 +83,16 @@ class Critic(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-  """The parts in which one policy-gradient method differs from another.
+  """What distinguishes one policy-gradient method from another.
 
   advantages: Responses -> f32[P R], or f32[P R T] for each token of a response, zero
     beyond it
   loss: Tokens -> (f32[] share of the loss, {"policy/name": f32[] share})
   uses_reference: whether either of them reads `reference_logp`
-  skips_zero_advantage: whether a sequence of advantage 0 has no gradient at all, so
-    that it need not be computed; it still counts in the totals
-  keeps: Responses -> bool[P], the prompts whose responses say something; those of the
-    others have no gradient and do not count in the totals; None: all of them do
-  critic: trained beside the policy; None: no critic is made
+  skips_zero_advantage: whether a sequence of advantage 0 has no gradient, so that it
+    need not be computed; it still counts in the totals
+  keeps: Responses -> bool[P], the prompts that are trained on; the others have no
+    gradient and do not count in the totals; None: all
   """
 
   advantages: Callable[[Responses], jax.Array]
@@ -107,30 +104,24 @@ class Algorithm(NamedTuple):
 
 
 def make(name: str, **args) -> Algorithm:
-  """Makes the algorithm of that name with its own arguments.
-
-  Its two functions check the shapes of what they are given and of what they return.
+  """Makes an algorithm whose functions check the shapes of their inputs and outputs.
 
   Raises:
     ValueError: no such module, or an argument that it does not have
   """
-  found = find(name)
-  known = inspect.signature(found).parameters
+  factory = find(name)
+  known = inspect.signature(factory).parameters
   unknown = sorted(set(args) - set(known))
   if unknown:
     raise ValueError(
-      f"{found.__module__}.make has no argument {unknown[0]!r}; it takes "
+      f"{factory.__module__}.make has no argument {unknown[0]!r}; it takes "
       f"{', '.join(known)}" + named.nearest(unknown[0], known)
     )
-  return _checked(found(**args))
+  return _checked(factory(**args))
 
 
 def find(name: str) -> Callable[..., Algorithm]:
-  """The `make` of the module of that name.
-
-  Raises:
-    ValueError: no such module, or nothing of that name in it
-  """
+  """The `make` of an algorithm's module."""
   try:
     return named.module(name, __package__, "make").make
   except named.NameNotFound as e:
@@ -138,37 +129,37 @@ def find(name: str) -> Callable[..., Algorithm]:
 
 
 def _checked(made: Algorithm) -> Algorithm:
-  """The same algorithm; an array of a wrong shape is named, not broadcast."""
+  """The same algorithm; an array of a wrong shape raises instead of being broadcast."""
 
   def advantages(responses: Responses) -> jax.Array:
     _check(responses)
-    shape = responses.reward.shape
-    found = made.advantages(responses)
-    chex.assert_rank(found, {2, 3})
-    chex.assert_shape(found, (*shape, *found.shape[2:]))
-    return found
+    result = made.advantages(responses)
+    chex.assert_rank(result, {2, 3})
+    chex.assert_shape(result, (*responses.reward.shape, *result.shape[2:]))
+    return result
 
   def keeps(responses: Responses) -> jax.Array:
-    found = made.keeps(responses)
-    chex.assert_shape(found, (responses.reward.shape[0],))
-    return found
+    result = made.keeps(responses)
+    chex.assert_shape(result, (responses.reward.shape[0],))
+    return result
 
   def returns(responses: Responses) -> jax.Array:
-    found = made.critic.returns(responses)
-    chex.assert_shape(found, responses.value.shape)
-    return found
+    result = made.critic.returns(responses)
+    chex.assert_shape(result, responses.value.shape)
+    return result
 
+  critic = made.critic
+  if critic is not None:
+    critic = critic._replace(returns=returns, loss=_scalar(critic.loss))
   return made._replace(
     advantages=advantages,
-    loss=_sharing(made.loss),
-    keeps=made.keeps and keeps,
-    critic=made.critic
-    and made.critic._replace(returns=returns, loss=_sharing(made.critic.loss)),
+    loss=_scalar(made.loss),
+    keeps=None if made.keeps is None else keeps,
+    critic=critic,
   )
 
 
 def _check(responses: Responses) -> None:
-  """Raises unless the arrays that are known have the shapes that they should have."""
   chex.assert_rank(responses.reward, 2)
   shape = responses.reward.shape
   for name in ("length", "max_tokens", "truncated", "solved"):
@@ -180,9 +171,7 @@ def _check(responses: Responses) -> None:
     chex.assert_shape(by_token, (*shape, by_token[0].shape[-1]))
 
 
-def _sharing(loss: Callable) -> Callable:
-  """The same loss; what is not one number each is named."""
-
+def _scalar(loss: Callable) -> Callable:
   def checked(tokens):
     share, metrics = loss(tokens)
     chex.assert_shape([share, *metrics.values()], ())

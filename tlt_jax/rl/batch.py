@@ -1,8 +1,8 @@
-"""The responses of one RL step on the host, and what of them goes to the devices.
+"""The responses of one RL step, on the host and on the devices.
 
 `Batch` holds whole sequences in request order. An update takes some of them as packed
-rows and, beside the rows, a table per fact that differs from token to token: `Sequences`,
-from which `at_targets` picks what belongs to each packed token. `by_response` goes back.
+rows, and a table per quantity that differs from token to token: `Sequences`, in which
+`at_targets` looks up each packed token. `by_response` is the way back.
 """
 
 from collections.abc import Sequence
@@ -31,23 +31,23 @@ class Batch:
 
 @flax.struct.dataclass
 class Sequences:
-  """The facts of each packed sequence that an update needs; B in packing order.
+  """What an update needs of each packed sequence; B in packing order.
 
-  A table has a column for each response token: as many as the longest row holds.
+  Tables have T columns, one for each response token of the longest row.
   """
 
   advantage: jax.Array  # f32[B 1], or f32[B T] for each response token
   length: jax.Array  # i32[B]  response tokens
   prompt_length: jax.Array  # i32[B]
-  temperature: jax.Array  # f32[B]  at which it was sampled
+  temperature: jax.Array  # f32[B]
   counts: jax.Array | None = None  # bool[B]  in the totals; None: all do
   max_tokens: jax.Array | None = None  # i32[B]  limit of the response; None: its length
   # f32[B T] each; None of a log-probability: that of the policy before this update.
   old_logp: jax.Array | None = None  # under the policy that sampled, by the learner
   sampler_logp: jax.Array | None = None  # the same as the rollout computed it
   reference_logp: jax.Array | None = None  # under the frozen reference
-  value: jax.Array | None = None  # of a critic before the step's first update
-  return_: jax.Array | None = None  # that the critic is to predict
+  value: jax.Array | None = None  # of a critic, before the first update
+  return_: jax.Array | None = None  # that the critic predicts
 
   def at_targets(self, name: str, packed: packing.Packed) -> jax.Array | None:
     """The entry of a table for each target, f32[rows T]; None if there is no such table.
@@ -66,20 +66,20 @@ def sequences(batch: Batch, tables: dict[str, np.ndarray | None], size: int) -> 
   """What updates need of a batch, on the host.
 
   Args:
-    batch: B responses
-    tables: "advantage" f32[P R] or f32[P R T], and the other fields of `Sequences` that
-      differ from response to response; None where one is not known
-    size: T of the tables, whatever the longest response, so that one program serves all
+    tables: "advantage" f32[P R] or f32[P R T], and other fields of `Sequences`
+    size: T of the tables, the same for all batches, so that one program serves all
   """
   B = len(batch.responses)
 
-  def of_each(x):
-    if x is None or np.ndim(x) < 3:
-      return x if x is None else np.asarray(x).reshape(B)
+  def flatten(x):
+    if x is None:
+      return None
+    if np.ndim(x) < 3:
+      return np.asarray(x).reshape(B)
     x = np.asarray(x, np.float32).reshape(B, -1)
     return np.pad(x, ((0, 0), (0, size)))[:, :size]
 
-  fields = {name: of_each(x) for name, x in tables.items()}
+  fields = {name: flatten(x) for name, x in tables.items()}
   if fields["advantage"].ndim == 1:
     fields["advantage"] = fields["advantage"][:, None].astype(np.float32)
   return Sequences(
@@ -99,8 +99,7 @@ def pack(
   """Packs the sequences of one update.
 
   Args:
-    share: i32[b]  the sequences of the update
-    buckets: of the rows
+    share: i32[b]  indices of the sequences of the update
     chosen: bool[b]  those that are packed; None: all
   """
   prompts = [batch.prompts[i] for i in share]
@@ -111,14 +110,10 @@ def pack(
 def by_response(
   batch: Batch, packed: Sequence[packing.Packed], values: Sequence[np.ndarray]
 ) -> np.ndarray:
-  """Brings what was computed of packed targets into the order of the responses.
+  """Unpacks values of packed targets: f32[P R T], zero beyond each response.
 
   Args:
-    batch: B = P * R responses
-    packed: all of them, on the host
     values: f32[M rows T] per bucket
-  Returns:
-    f32[P R T], zero beyond each response
   """
   P, R = batch.scored.reward.shape
   logp = batch.scored.logp
@@ -132,7 +127,6 @@ def by_response(
 
 
 def place(x: Sequences, mesh: jax.sharding.Mesh) -> Sequences:
-  """Moves the facts of sequences to the devices, whole on each."""
   whole = axes.sharding(mesh)
   return jax.tree.map(lambda x: processes.place(x, whole), x)
 
@@ -140,28 +134,24 @@ def place(x: Sequences, mesh: jax.sharding.Mesh) -> Sequences:
 def abstract(
   mesh: jax.sharding.Mesh, buckets: Sequence[packing.Bucket], count: int
 ) -> tuple[tuple[packing.Packed, ...], Sequences]:
-  """Shapes of what an update takes of `count` responses without a critic: `pack`, `place`.
+  """Shapes of the inputs of an update of `count` responses, without a critic."""
 
-  Args:
-    buckets: of the rows
-    count: responses
-  """
-  made = lambda sharding, dtype, *shape: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=sharding
-  )
+  def shape_of(sharding, dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
   by_rows, whole = axes.sharding(mesh, None, axes.DATA), axes.sharding(mesh)
 
   def packed(bucket: packing.Bucket) -> packing.Packed:
     shape = -(-count // bucket.rows), bucket.rows, bucket.length
     names = [f.name for f in dataclasses.fields(packing.Packed)]
-    arrays = {name: made(by_rows, jnp.int32, *shape) for name in names}
-    mask = made(by_rows, jnp.bool, *shape)
-    return packing.Packed(**arrays | dict(mask=mask, count=made(whole, jnp.int32)))
+    arrays = {name: shape_of(by_rows, jnp.int32, *shape) for name in names}
+    mask = shape_of(by_rows, jnp.bool, *shape)
+    return packing.Packed(**arrays | dict(mask=mask, count=shape_of(whole, jnp.int32)))
 
   known = Sequences(
-    advantage=made(whole, jnp.float32, count, 1),
-    length=made(whole, jnp.int32, count),
-    prompt_length=made(whole, jnp.int32, count),
-    temperature=made(whole, jnp.float32, count),
+    advantage=shape_of(whole, jnp.float32, count, 1),
+    length=shape_of(whole, jnp.int32, count),
+    prompt_length=shape_of(whole, jnp.int32, count),
+    temperature=shape_of(whole, jnp.float32, count),
   )
   return tuple(map(packed, buckets)), known

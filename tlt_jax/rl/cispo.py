@@ -6,8 +6,8 @@ token is left out of the update; advantages relative to the prompt's responses; 
 the tokens of all responses.
 
 Departures from the paper: 1e-6 is added to the deviation that advantages are divided by. As
-in the paper's runs there is no lower bound of the ratio by default; the upper bound, of
-which the paper gives no figure, is this project's choice.
+in the paper's runs there is no lower bound of the ratio by default; the paper does not give
+the upper bound.
 """
 
 import jax
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
   clip_low: ranges.Share = 1.0,
   clip_high: ranges.NotNegative = 1.0,
-  aggregation: policy_loss.Aggregation = "token",
+  aggregation: losses.Aggregation = "token",
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: policy_loss.KlEstimator = "k3",
+  kl_estimator: losses.KlEstimator = "k3",
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
@@ -41,25 +41,29 @@ def make(
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
   Metrics:
     policy/clip_frac: share of tokens whose weight was clipped
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
     return advantage.group_relative(responses.reward, normalize_std=True)
 
-  def surrogate(tokens: algorithm.Tokens) -> tuple[jax.Array, jax.Array]:
-    ratio = jnp.exp(policy_loss.log_ratio(tokens))
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ratio = jnp.exp(losses.log_ratio(tokens))
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
-    return weight * tokens.advantage * tokens.logp, weight != ratio
+    return losses.policy_loss(
+      tokens,
+      gain=weight * tokens.advantage * tokens.logp,
+      clipped=weight != ratio,
+      aggregation=aggregation,
+      kl_coef=kl_coef,
+      kl_estimator=kl_estimator,
+      entropy_coef=entropy_coef,
+      importance_cap=importance_cap,
+    )
 
-  return policy_loss.make_algorithm(
+  return algorithm.Algorithm(
     advantages,
-    surrogate,
-    aggregation=aggregation,
-    kl_coef=kl_coef,
-    kl_estimator=kl_estimator,
-    entropy_coef=entropy_coef,
-    importance_cap=importance_cap,
+    loss,
+    uses_reference=bool(kl_coef),
+    skips_zero_advantage=not (kl_coef or entropy_coef),
   )

@@ -1,9 +1,9 @@
-"""A critic: a model of its own that says what each prefix of a response is worth.
+"""A critic: a separate model that predicts the return after each prefix of a response.
 
-It has the policy's shape and starts as the policy, with a value head, zero at first, in
-place of the head over the vocabulary. An algorithm that asks for one says what it is to
-predict and by which loss (`algorithm.Critic`); it is trained in the learner's rows, by as
-many updates per step, and only where the learner's `only` lets it, beside its head.
+It is initialised from the policy, with a zero value head in place of the head over the
+vocabulary. Its targets and loss are the algorithm's (`algorithm.Critic`); it is trained on
+the learner's rows, by as many updates per step. The learner's `only` holds for it too,
+except for its head.
 """
 
 import dataclasses
@@ -24,30 +24,24 @@ _HEAD = "value_head"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueTrainer(trainer_lib.Trainer):
-  """Computes values of packed tokens, and trains the model that does; see `make`."""
-
   name = "critic"
 
   critic: algorithm_lib.Critic
 
   def abstract_params(self) -> dict:
-    """The decoder's, which has no head over the vocabulary, and f32[D] of the value's."""
     head = jax.ShapeDtypeStruct((self.config.width,), jnp.float32)
     head = nn.LogicallyPartitioned(head, ("embed",))
     return target.abstract_params(self.config) | {_HEAD: head}
 
   def trains(self, path: str) -> bool:
-    """See `trainer.Trainer.trains`."""
     return path == _HEAD or super().trains(path)
 
   def per_token(self, params, packed, temperature, rotations):
-    """See `trainer.Trainer.per_token`: the values before the targets."""
     del temperature
     outside, features = self.features(params, packed, rotations)
     return jnp.dot(features.astype(jnp.float32), outside[_HEAD])
 
   def share(self, params, packed, sequences, totals, rotations):
-    """See `trainer.Trainer.share`."""
     value = self.per_token(params, packed, sequences.temperature, rotations)
     values = algorithm_lib.Values(
       value=value,
@@ -60,22 +54,16 @@ class ValueTrainer(trainer_lib.Trainer):
 
 
 class Critic:
-  """A critic in training."""
-
   def __init__(self, trainer: ValueTrainer, state: trainer_lib.State):
-    """Goes on from a state."""
-    self.trainer, self.state = trainer, trainer.parked(state)
+    self.trainer, self.state = trainer, trainer.offload(state)
 
   def arrays(self) -> trainer_lib.State:
-    """What a checkpoint holds of it."""
     return self.state
 
   def restore(self, state: trainer_lib.State) -> None:
-    """Goes on from what a checkpoint held."""
-    self.state = self.trainer.parked(state)
+    self.state = self.trainer.offload(state)
 
   def values(self, batch: batch_lib.Batch) -> np.ndarray:
-    """The value before each token of the responses: f32[P R T]."""
     return self.trainer.score_responses(self.state.params, batch)
 
   def train(
@@ -84,10 +72,10 @@ class Critic:
     """Takes the updates of a step; see `trainer.Trainer.train_on`.
 
     Returns:
-      `critic/*`, among them the share of the returns' variance that was predicted
+      `critic/*`; `explained_variance` is the share of the returns' variance predicted
     """
     state, metrics = self.trainer.train_on(self.state, batch, sequences, chosen)
-    self.state = self.trainer.parked(state)
+    self.state = self.trainer.offload(state)
     tokens = np.arange(sequences.value.shape[1]) < sequences.length[:, None]
     error = (sequences.return_ - sequences.value)[tokens]
     variance = np.var(sequences.return_[tokens])
@@ -98,12 +86,7 @@ class Critic:
 def make_trainer(
   critic: algorithm_lib.Critic | None, learner: trainer_lib.Trainer
 ) -> ValueTrainer | None:
-  """What trains an algorithm's critic; None if it has none.
-
-  Args:
-    critic: of the algorithm
-    learner: whose model, mesh, rows and number of updates the critic has as well
-  """
+  """The trainer of an algorithm's critic, set up as the learner; None if it has none."""
   if critic is None:
     return None
   return ValueTrainer(
@@ -115,7 +98,7 @@ def make_trainer(
     updates=learner.updates,
     remat=learner.remat,
     only=learner.only,
-    offload=learner.offload,
+    offloads=learner.offloads,
   )
 
 
@@ -125,13 +108,11 @@ def make(
   """An algorithm's critic before its first update; None if it has none.
 
   Args:
-    critic: of the algorithm
-    learner: of the policy
     params: the policy's, which are copied
   """
-  made = make_trainer(critic, learner)
-  if made is None:
+  trainer = make_trainer(critic, learner)
+  if trainer is None:
     return None
-  memory.announce("the critic", made.abstract_state().params, "algorithm.name, policy")
+  memory.announce("the critic", trainer.abstract_state().params, "algorithm.name, policy")
   body = jax.tree.map(jnp.copy, {k: x for k, x in params.items() if k != "head"})
-  return Critic(made, made.init(body | {_HEAD: jnp.zeros(made.config.width)}))
+  return Critic(trainer, trainer.init(body | {_HEAD: jnp.zeros(trainer.config.width)}))

@@ -6,9 +6,8 @@ solved and some are not (equation 11); a soft punishment of responses that come 
 limit (equation 13).
 
 Departures from the paper:
-- Prompts that equation 11 excludes are left out of the update (`keeps`). Others are sampled
-  in their place only where a run asks for it (`batch.most_prompts`); how that differs from
-  the paper is told in `dynamic_sampling`.
+- Prompts that equation 11 excludes are left out of the update (`keeps`). They are replaced
+  only if `batch.most_prompts` says so; `dynamic_sampling` lists the differences.
 - The buffer of equation 13 is a share of the limit. The default is the paper's: 4,096 of
   20,480 tokens. It is 0 where the reward punishes already (`tasks.form.overlong`).
 - 1e-6 is added to the deviation that advantages are divided by.
@@ -41,8 +40,6 @@ def make(
     dual_clip: how often a bad token's advantage counts at most (above 1); 0: no limit
     entropy_coef: weight of the policy's entropy, which is maximised
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
   made = grpo.make(

@@ -13,14 +13,14 @@ the loss (`kl_coef`).
 from tlt_jax import ranges
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import grpo
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.2,
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: policy_loss.KlEstimator = "k3",
+  kl_estimator: losses.KlEstimator = "k3",
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
@@ -35,7 +35,5 @@ def make(
     dual_clip: how often a bad token's advantage counts at most (above 1); 0: no limit
     entropy_coef: weight of the policy's entropy, which is maximised
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
-  Raises:
-    ValueError: an argument out of its range
   """
   return grpo.make(**locals(), aggregation="constant", normalize_std=False)

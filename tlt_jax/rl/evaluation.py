@@ -2,7 +2,7 @@
 
 A problem is one observation, however many samples it has; intervals are 95%, Student's t
 over problems. Records with a field `set` belong to the held-out set of that name
-(`data.named_sets`), which has figures of its own.
+(`data.named_sets`), which is reported separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +20,10 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 
 
 def pass_at_k(solved: np.ndarray, k: int) -> np.ndarray:
-  """The chance that at least one of k samples solves a problem, without bias.
+  """The unbiased estimate of pass@k of each problem from bool[P n]: f64[P].
 
-  Chen et al. 2021, equation 1 (https://arxiv.org/abs/2107.03374): of n samples c solve
-  it, and 1 - C(n - c, k) / C(n, k) is the mean over all choices of k of them.
-
-  Args:
-    solved: bool[P n]
-    k: at most n
-  Returns:
-    f64[P]
-  Raises:
-    ValueError: k is not in [1, n]
+  Chen et al. 2021 (https://arxiv.org/abs/2107.03374), equation 1: 1 - C(n - c, k) / C(n, k)
+  if c of n samples solve the problem.
   """
   n = solved.shape[1]
   if not 1 <= k <= n:
@@ -44,29 +36,30 @@ def pass_at_k(solved: np.ndarray, k: int) -> np.ndarray:
 
 
 def ks(n: int) -> list[int]:
-  """The k of pass@k that n samples are summed up by: powers of two, and n."""
+  """The k of the reported pass@k: powers of two, and n."""
   return sorted({2**e for e in range(n.bit_length()) if 2**e <= n} | {n})
 
 
 def metrics(scored: sample.Scored, n: int, prefix: str = "eval/") -> dict[str, float]:
-  """What n samples of each problem say, for all and for every named set.
+  """Metrics of n samples per problem, for all problems and for every named set.
 
-  `accuracy` is the share of samples that are solved, which is mean@n and pass@1; the
-  half width of its 95% interval is there where there are two problems.
+  `accuracy` is mean@n, which is pass@1; intervals need two problems.
   """
-  found = _of_problems(scored, n, np.arange(len(scored.solved) // n), prefix)
-  found[f"{prefix}seconds_s"] = scored.rollout_s + scored.reward_s
+  result = _of_problems(scored, n, np.arange(len(scored.solved) // n), prefix)
+  result[f"{prefix}seconds_s"] = scored.rollout_s + scored.reward_s
   sets = np.array([record.get("set", "") for record in scored.records[::n]])
   for name in sorted(set(sets) - {""}):
     of_set = np.flatnonzero(sets == name)
-    found |= _of_problems(scored, n, of_set, f"{prefix}{name}/")
-  return found
+    result |= _of_problems(scored, n, of_set, f"{prefix}{name}/")
+  return result
 
 
 def _of_problems(
   scored: sample.Scored, n: int, chosen: np.ndarray, prefix: str
 ) -> dict[str, float]:
-  by_problem = lambda values: values.reshape(-1, n)[chosen]
+  def by_problem(values):
+    return values.reshape(-1, n)[chosen]
+
   solved = by_problem(scored.solved)
   found = {
     "accuracy": float(solved.mean()),
@@ -82,7 +75,7 @@ def _of_problems(
 
 
 def problems(scored: sample.Scored, n: int) -> list[dict[str, Any]]:
-  """Of each problem what its n samples were worth: {"prompt", "solved", "reward"}."""
+  """{"prompt", "solved", "reward"} of each problem, with n entries in the lists."""
   return [
     {
       "prompt": scored.records[i]["prompt"],
@@ -95,7 +88,7 @@ def problems(scored: sample.Scored, n: int) -> list[dict[str, Any]]:
 
 
 def examples(scored: sample.Scored, count: int) -> list[dict[str, Any]]:
-  """Some of the responses as people read them, evenly spread over the prompts."""
+  """Some of the responses in readable form, evenly spread over the prompts."""
   stopped = scored.samples.finish_reason == samples_lib.STOP
   chosen = np.linspace(0, len(scored.text), min(count, len(scored.text)), endpoint=False)
   return [
@@ -114,9 +107,7 @@ def examples(scored: sample.Scored, count: int) -> list[dict[str, Any]]:
 
 
 def write(path: str | pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
-  """Writes a JSON object per line; a file of that name is replaced, its folder made.
-
-  Of several processes the first one does.
+  """Writes or replaces a .jsonl file, on the first process.
 
   Raises:
     OSError: it cannot be written; names the remedy where the disk is full

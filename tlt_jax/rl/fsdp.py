@@ -1,9 +1,9 @@
-"""Fully sharded data parallelism: a slice has a part of each array, gathered for its use.
+"""Fully sharded data parallelism: arrays are sharded over slices and gathered for use.
 
-Inside of `shard_map` over `data`, where every slice has rows of its own: there, no
-activation can travel between slices, and a gradient is summed where its array was
-gathered. (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3; Zhao et al.
-2023, https://arxiv.org/abs/2304.11277.)
+This runs inside `shard_map` over `data`, where each slice computes its own rows: no
+activation moves between slices, and a gradient is summed where its array was gathered
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3; Zhao et al. 2023,
+https://arxiv.org/abs/2304.11277).
 """
 
 from collections.abc import Callable
@@ -21,8 +21,11 @@ MICRO_BATCHES = PartitionSpec(None, axes.DATA)  # [M rows ...]
 
 def specs(shardings: Any) -> Any:
   """How arrays of these shardings are split over the slices."""
-  of_data = lambda axis: axis if axis == axes.DATA else None
-  return jax.tree.map(lambda s: PartitionSpec(*map(of_data, s.spec)), shardings)
+  return jax.tree.map(lambda s: _only(axes.DATA, s.spec), shardings)
+
+
+def _only(axis: str, spec: PartitionSpec) -> PartitionSpec:
+  return PartitionSpec(*(a if a == axis else None for a in spec))
 
 
 def on_slices(
@@ -35,16 +38,14 @@ def on_slices(
 
 
 def gather(params: Any, shardings: Any, dtype: str) -> Any:
-  """Whole arrays from this slice's parts; split over `model` they stay.
+  """Gathers arrays over the slices; they stay split over `model`.
 
-  Matrices travel in `dtype`, their gradients in their own, and come back as the part of
-  the sum over the slices (reduce-scatter). What is not split over them stays as it is, and
-  its gradients are summed.
+  Matrices are sent in `dtype`. Their gradients keep their own dtype and are
+  reduce-scattered; those of arrays that are not split over slices are summed.
 
   Args:
-    params: tree of this slice's parts
-    shardings: of the parameters, for a tree that has these entries at least
-    dtype: in which matrices are used
+    params: tree of this slice's shards
+    shardings: of a tree that has these entries at least
   """
   if isinstance(params, dict):
     return {name: gather(x, shardings[name], dtype) for name, x in params.items()}
@@ -52,28 +53,29 @@ def gather(params: Any, shardings: Any, dtype: str) -> Any:
   if axes.DATA not in spec:
     # Here, not where it is used: its gradient is summed as it is, not rounded first.
     return jax.lax.pcast(params, axes.DATA, to="varying")
-  of_model = PartitionSpec(*(axis if axis == axes.MODEL else None for axis in spec))
+  of_model = _only(axes.MODEL, spec)
   dtype = dtype if params.ndim > 1 else str(params.dtype)
   return _gather(params, spec.index(axes.DATA), of_model, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x: jax.Array, axis: int, of_model: PartitionSpec, dtype: str) -> jax.Array:
-  """The whole array along an axis, rounded to `dtype` on its way."""
-  whole = lambda x: jax.lax.all_gather(x, axes.DATA, axis=axis, tiled=True)
-  return _on_shards(whole, of_model)(x.astype(dtype)).astype(x.dtype)
-
-
-def _sum_and_split(axis, of_model, dtype, known, gradient: jax.Array):
-  """A slice's part of the gradients of all slices, added up."""
-  del dtype, known
-  split = lambda x: jax.lax.psum_scatter(
-    x, axes.DATA, scatter_dimension=axis, tiled=True
+  """All-gathers an array along an axis, rounded to `dtype` on the way."""
+  all_gather = functools.partial(
+    jax.lax.all_gather, axis_name=axes.DATA, axis=axis, tiled=True
   )
-  return (_on_shards(split, of_model)(gradient),)
+  return _on_shards(all_gather, of_model)(x.astype(dtype)).astype(x.dtype)
 
 
-_gather.defvjp(lambda x, *how: (_gather(x, *how), None), _sum_and_split)
+def _reduce_scatter(axis, of_model, dtype, residuals, gradient: jax.Array):
+  del dtype, residuals
+  reduce_scatter = functools.partial(
+    jax.lax.psum_scatter, axis_name=axes.DATA, scatter_dimension=axis, tiled=True
+  )
+  return (_on_shards(reduce_scatter, of_model)(gradient),)
+
+
+_gather.defvjp(lambda x, *static: (_gather(x, *static), None), _reduce_scatter)
 
 
 def _on_shards(f: Callable, spec: PartitionSpec) -> Callable:

@@ -8,26 +8,27 @@ Departures from the paper, as the defaults are:
   responses, as in DAPO (https://arxiv.org/abs/2503.14476). `aggregation="sequence"` is
   GRPO's own mean over responses of each one's mean over tokens.
 - No KL to a reference (`kl_coef=0`), as in DAPO.
-- Log-probabilities of the policy that sampled are computed by the learner, not by the
-  sampler, so that both sides of the ratio are rounded alike.
+- Log-probabilities of the sampling policy are computed by the learner, not by the sampler,
+  so that both sides of the ratio have the same rounding.
 - 1e-6 is added to the deviation that advantages are divided by. Without the division
   (`normalize_std=False`) they are those of Dr. GRPO (https://arxiv.org/abs/2503.20783).
 """
 
 import jax
+import jax.numpy as jnp
 
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.28,
   kl_coef: ranges.NotNegative = 0.0,
-  kl_estimator: policy_loss.KlEstimator = "k3",
-  aggregation: policy_loss.Aggregation = "token",
+  kl_estimator: losses.KlEstimator = "k3",
+  aggregation: losses.Aggregation = "token",
   normalize_std: bool = True,
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
@@ -51,20 +52,29 @@ def make(
     policy/clip_frac: share of tokens whose gradient the clip removed
     Both are means over the tokens of prompts whose rewards differ, unless there is a
     reference.
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
     return advantage.group_relative(responses.reward, normalize_std)
 
-  return policy_loss.make_algorithm(
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ratio = jnp.exp(losses.log_ratio(tokens))
+    gain, clipped = losses.clip(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
+    return losses.policy_loss(
+      tokens,
+      gain,
+      clipped,
+      aggregation=aggregation,
+      kl_coef=kl_coef,
+      kl_estimator=kl_estimator,
+      entropy_coef=entropy_coef,
+      importance_cap=importance_cap,
+    )
+
+  return algorithm.Algorithm(
     advantages,
-    policy_loss.clipped_ratio(clip_low, clip_high, dual_clip),
-    aggregation=aggregation,
-    kl_coef=kl_coef,
-    kl_estimator=kl_estimator,
-    entropy_coef=entropy_coef,
-    importance_cap=importance_cap,
+    loss,
+    uses_reference=bool(kl_coef),
+    skips_zero_advantage=not (kl_coef or entropy_coef),
   )

@@ -1,10 +1,9 @@
-"""Judges responses: asks verifiers about whole batches.
+"""Judges batches of responses by verifiers, in a pool of processes.
 
 A response may make a verifier hang, raise, end its process, exhaust memory or return NaN.
-That costs this response only: it gets `failed_reward`, and is counted. So that this holds,
-verifiers run in a pool of processes (`pebble`), with limits of CPU time, wall time and
-memory. The processes are spawned, not forked, so that the threads of JAX do not matter, and
-have the CPU only.
+That costs this response only: it gets `failed_reward`, and is counted. The processes
+(`pebble`) have limits of CPU time, wall time and memory. They are spawned, not forked, as
+JAX has threads, and see the CPU only.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ import pebble
 from tlt_jax import ranges
 from tlt_jax.rl import reward
 
-_ATTEMPTS = 3  # at a response, where its pool broke without a known cause
+_ATTEMPTS = 3  # per response, if the pool breaks without a known cause
 
 
 @ranges.options
@@ -60,31 +59,25 @@ class Options:
 
 
 class Scores(NamedTuple):
-  """What B responses are worth."""
-
   reward: np.ndarray  # f32[B]
   solved: np.ndarray  # bool[B]
-  failure: np.ndarray  # str[B]  what went wrong where a verifier failed, "" elsewhere
-  parts: dict[str, np.ndarray]  # f32[B] of each verifier, unweighted; {} of one alone
+  failure: np.ndarray  # str[B]  the error of a verifier that failed, "" elsewhere
+  parts: dict[str, np.ndarray]  # f32[B] of each verifier, unweighted; {} of a single one
 
 
 class Judge:
   """Judges responses by the weighted sum of verifiers that a config names.
 
   Args:
-    text: names verifiers, see `reward.parse`; "": every response is worth 0
-    solved_at: the least reward of a solved response, where a verifier returns a number
-      only
-    options: where verifiers run, and what a failure costs
-  Raises:
-    RewardError: see `reward.parse`
+    text: see `reward.parse`; "": every reward is 0
+    solved_at: see `reward.verify`
   """
 
   def __init__(self, text: str, solved_at: float = 1.0, options: Options | None = None):
     self.terms = reward.parse(text) if text else ()
-    self.options = options = options or Options()
+    self.options = options or Options()
     self._text, self._solved_at = text, solved_at
-    self._pool: pebble.ProcessPool | None = None  # from the first response on
+    self._pool: pebble.ProcessPool | None = None  # started by the first response
 
   def __call__(
     self,
@@ -96,7 +89,6 @@ class Judge:
     """Judges every response; the first verifier says which are solved.
 
     Args:
-      prompts, responses, answers: B of each
       given: `length` and `max_tokens`, B of each, for verifiers that take them
     Raises:
       RewardError: a verifier takes what is not given, a prompt or answer that cannot be
@@ -109,8 +101,8 @@ class Judge:
           "[...], one of each response"
         )
     B = len(responses)
-    more = [{name: int(of[i]) for name, of in given.items()} for i in range(B)]
-    samples = list(zip(prompts, responses, answers, more, strict=True))
+    extra = [{name: int(x[i]) for name, x in given.items()} for i in range(B)]
+    samples = list(zip(prompts, responses, answers, extra, strict=True))
     verdicts = self._ask(samples) if self.terms else [reward.Verdict((), False)] * B
     failure = np.array([v.failure for v in verdicts], object)
     failed = failure != ""
@@ -146,16 +138,14 @@ class Judge:
       )
 
   def close(self) -> None:
-    """Ends the processes; the next response starts others."""
+    """Ends the processes; the next response starts new ones."""
     if self._pool is not None:
       self._end()
       self._pool = None
 
   def _ask(self, samples: list[tuple]) -> list[reward.Verdict]:
-    """The verdicts on samples: prompt, response, answer, what is given; in order."""
     if not self.options.processes:
-      ask = functools.partial(reward.verify, self.terms, self._solved_at)
-      return [ask(*sample) for sample in samples]
+      return [reward.verify(self.terms, self._solved_at, *sample) for sample in samples]
     sent = list(map(_as_json, samples))
     found: dict[int, reward.Verdict] = {}
     for _ in range(_ATTEMPTS):
@@ -182,7 +172,6 @@ class Judge:
     return self._pool.schedule(_judge, args=args, timeout=self.options.wall_s)
 
   def _verdict(self, task: pebble.ProcessFuture, sample: tuple) -> reward.Verdict | None:
-    """The verdict that a task ends with; None if the pool broke."""
     try:
       return task.result()
     except process.BrokenProcessPool:
@@ -195,14 +184,14 @@ class Judge:
         what = f"took more than verifier.cpu_s={self.options.cpu_s:g}"
     except reward.RewardError as e:
       raise reward.RewardError(
-        f"{e}; its module must be importable in a process of its own; "
+        f"{e}; its module must be importable in another process; "
         "verifier.processes=0 runs it in this one"
       ) from e
     return reward.Verdict((), False, f"{what} {reward.place(*sample[1:3])}")
 
 
 def _as_json(sample: tuple) -> str:
-  """Raises RewardError for a prompt or answer that JSON does not give back as it is."""
+  """Raises RewardError for a prompt or answer that does not survive JSON."""
   try:
     text, why = json.dumps(sample), "tuples come back as lists, numbers of keys as texts"
     is_same = json.loads(text) == list(sample)
@@ -218,7 +207,7 @@ def _as_json(sample: tuple) -> str:
 
 
 class _Process(context.SpawnProcess):
-  """Does not import this process's `__main__`: verifiers are found by their names."""
+  """Does not import the parent's `__main__`: verifiers are found by their names."""
 
   def start(self):
     main = sys.modules["__main__"]
@@ -242,8 +231,7 @@ def _start(parent: int, memory: int) -> None:
   """Prepares a process of the pool.
 
   SIGTERM and SIGINT, which often reach all processes of a job, do not end it: a run that
-  is stopped still wants its verdicts. It ends with the run, as do processes that it has
-  started.
+  stops still waits for its verdicts. It ends with the run, as do its children.
   """
 
   def watch():
@@ -258,14 +246,13 @@ def _start(parent: int, memory: int) -> None:
   threading.Thread(target=watch, daemon=True).start()
   resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
   os.environ["JAX_PLATFORMS"] = "cpu"
-  os.dup2(2, 1)  # what verifiers print is no output of the run
+  os.dup2(2, 1)  # verifiers must not print to the run's stdout
 
 
 def _judge(text: str, solved_at: float, cpu_s: float, sample: str) -> reward.Verdict:
-  """What verifiers say of a sample, in a process of the pool."""
   terms = _terms(text)
   prompt, response, answer, given = json.loads(sample)
-  # The kernel ends the process when the time is over, even inside C code.
+  # The kernel ends the process at this limit, even inside C code.
   signal.setitimer(signal.ITIMER_PROF, cpu_s)
   try:
     return reward.verify(terms, solved_at, prompt, response, answer, given)
@@ -279,7 +266,6 @@ def _terms(text: str) -> tuple[reward.Term, ...]:
 
 
 def join(parts: Sequence[Scores]) -> Scores:
-  """The scores of all responses, one part behind the other."""
   rewards, solved, failure = map(np.concatenate, zip(*(s[:3] for s in parts), strict=True))
-  of_each = {k: np.concatenate([s.parts[k] for s in parts]) for k in parts[0].parts}
-  return Scores(rewards, solved, failure, of_each)
+  by_name = {k: np.concatenate([s.parts[k] for s in parts]) for k in parts[0].parts}
+  return Scores(rewards, solved, failure, by_name)

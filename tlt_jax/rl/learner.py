@@ -1,7 +1,7 @@
-"""The learner: credit for the responses of a step, and the policy updates.
+"""The learner: advantages of the responses of a step, and the policy updates.
 
-The steps of `Learner.train`: what advantages ask for beside rewards (log-probabilities
-under a reference, values of a critic), advantages, then one update or more; see `trainer`.
+`Learner.train` computes log-probabilities under a reference and values of a critic, if the
+algorithm has them, then advantages, then takes one or more updates; see `trainer`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import trainer
 
-LOGIT_CHUNK = 2048  # tokens of a slice, about, whose f32 logits exist at a time
+LOGIT_CHUNK = 2048  # tokens per slice, about, whose f32 logits exist at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,10 @@ class Learner(trainer.Trainer):
     dtype, shardings = self.config.dtype, jax.tree.map(lambda x: x.sharding, made)
     made = jax.tree.map(lambda x: x.update(dtype=dtype), made)
     memory.announce(f"the policy of rollouts ({dtype})", made, "policy, tensor_parallel")
-    cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
+
+    def cast(params):
+      return jax.tree.map(lambda x: x.astype(dtype), params)
+
     return jax.jit(cast, out_shardings=shardings)
 
   def train(
@@ -57,20 +60,20 @@ class Learner(trainer.Trainer):
   ) -> tuple[trainer.State, dict[str, float]]:
     """Takes `updates` optimizer steps, each on its share of the responses.
 
-    Log-probabilities under the sampling policy are computed here, by the program
-    that also computes the gradient's, before the first update.
+    With several updates, log-probabilities under the sampling policy are computed here,
+    before the first one.
 
     Args:
-      state: the policy; donated; it may be parked
+      state: donated; it may be offloaded
       batch: B responses, B a multiple of `updates`
       reference: parameters of the reference policy in `axes.TRAIN` layout, if the
-        algorithm uses one; they may be parked
+        algorithm uses one; they may be offloaded
       critic: trained on the same shares, if the algorithm has one
     Returns:
-      the new state, on the devices; `policy/*` and `critic/*` as floats, averaged over
-      the updates, and the phase's peak memory per device
+      the new state, on the devices; metrics `policy/*` and `critic/*`, averaged over
+      the updates, and the peak memory per device
     Raises:
-      ValueError: the responses cannot be shared out
+      ValueError: B is not a multiple of `updates`
     """
     self._check(batch)
     scored, tables = batch.scored, {}
@@ -97,8 +100,8 @@ class Learner(trainer.Trainer):
     sequences = batch_lib.sequences(batch, tables, self.buckets[-1].length)
     if critic is not None:
       metrics |= critic.train(batch, sequences, chosen)
-    state, found = self.train_on(state, batch, sequences, moving)
-    metrics |= found
+    state, update_metrics = self.train_on(state, batch, sequences, moving)
+    metrics |= update_metrics
     metrics["memory/policy_bytes"] = programs.live_bytes() + self.pool.temp_bytes
     return state, metrics
 
@@ -107,7 +110,7 @@ class Learner(trainer.Trainer):
   ) -> tuple[np.ndarray | None, dict[str, float]]:
     """The responses that count, bool[B], None if all do; and metrics of the prompts."""
     reward = scored.reward
-    equal = np.max(reward, 1) == np.min(reward, 1)  # nothing to compare
+    equal = np.max(reward, 1) == np.min(reward, 1)
     metrics = {"policy/equal_groups": float(np.mean(equal))}
     if self.algorithm.keeps is None:
       return None, metrics
@@ -116,7 +119,6 @@ class Learner(trainer.Trainer):
     return np.repeat(kept, reward.shape[1]), metrics
 
   def _check(self, batch: batch_lib.Batch) -> None:
-    """Raises unless the batch's arrays belong together and can be shared out."""
     B = len(batch.responses)
     if B % self.updates:
       raise ValueError(
@@ -127,11 +129,9 @@ class Learner(trainer.Trainer):
     chex.assert_shape(batch.temperature, (B,))
 
   def per_token(self, params, packed, temperature, rotations):
-    """See `trainer.Trainer.per_token`: the log-probabilities of the targets."""
     return self._score(params, packed, temperature, rotations)[0]
 
   def share(self, params, packed, sequences, totals, rotations):
-    """See `trainer.Trainer.share`."""
     logp, entropy = self._score(params, packed, sequences.temperature, rotations)
     on_policy = jax.lax.stop_gradient(logp)
     known = {
@@ -155,13 +155,7 @@ class Learner(trainer.Trainer):
     return share, {"policy/entropy": entropy, **metrics}
 
   def _score(self, params, packed: packing.Packed, temperature, rotations):
-    """Scores a micro-batch, a part of its rows at a time.
-
-    Args:
-      params, packed, temperature, rotations: as of `per_token`
-    Returns:
-      log-probability of the targets and entropy of their distribution, f32[rows T] each
-    """
+    """Log-probabilities and entropies of the targets, f32[rows T] each, by chunks."""
     outside, features = self.features(params, packed, rotations)
     model = target.Target(self.config)
 
@@ -184,7 +178,10 @@ class Learner(trainer.Trainer):
       return x.reshape(rows, count, size, *x.shape[2:]).swapaxes(0, 1)
 
     chunks = features, packed.targets, temperature[packed.sequence_idx]
-    join = lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, :T]
+
+    def join(x):
+      return x.swapaxes(0, 1).reshape(rows, -1)[:, :T]
+
     return jax.tree.map(join, jax.lax.map(head, jax.tree.map(cut, chunks)))
 
 
@@ -233,6 +230,6 @@ def make(
     updates=updates,
     remat=remat,
     only=only,
-    offload=offload,
+    offloads=offload,
   )
 

@@ -9,7 +9,7 @@ from tlt_jax import ranges
 
 
 def _muon_axes(params):
-  """Picks Muon for the matrices inside the layers, Adam (None) for everything else."""
+  """Muon for the matrices inside the layers, Adam (None) for everything else."""
 
   def axes_of(path, x):
     if len(path) == 1 or x.ndim < 2:  # embedding, head, norms, biases
@@ -30,7 +30,7 @@ def make(
   max_grad_norm: ranges.Positive = 1.0,
   b2: ranges.ShareBelowOne = 0.95,
 ) -> optax.GradientTransformation:
-  """Makes AdamW or Muon, behind global-norm clipping.
+  """Makes AdamW or Muon, after global-norm clipping.
 
   Muon's updates are scaled to the size of Adam's (https://arxiv.org/abs/2502.16982), so
   that one learning rate serves both.
@@ -51,7 +51,7 @@ def make(
   ranges.check(make, locals())
   if total is not None and total <= warmup:
     raise ValueError(f"optimizer: total ({total}) must exceed warmup ({warmup})")
-  first = learning_rate / (warmup + 1)  # from the first update on, not zero
+  first = learning_rate / (warmup + 1)  # the first update is not zero
   if total is None:
     schedule = optax.linear_schedule(first, learning_rate, warmup)
   else:

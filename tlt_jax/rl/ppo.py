@@ -1,4 +1,4 @@
-"""PPO: advantages from a critic, which is trained beside the policy.
+"""PPO: advantages from a critic, which is trained alongside the policy.
 
 Schulman et al. 2017 (https://arxiv.org/abs/1707.06347): the clipped surrogate of equation 7
 with generalised advantage estimates (equations 11 and 12). The reward comes at the last
@@ -8,8 +8,8 @@ advantage and old value, by half the squared error; where its value has moved fu
 `value_clip` from the old one, the larger error of the two counts, as in the authors'
 implementation (https://github.com/openai/baselines, `ppo2`).
 
-Departures from the paper: the critic shares no parameters with the policy, and has an
-optimizer of its own (see `critic`). gamma and lambda are 1 by default, as the only reward
+Departures from the paper: the critic shares neither parameters nor optimizer with the
+policy (see `critic`). gamma and lambda are 1 by default, as the only reward
 comes at the end of long responses. Advantages are whitened over the tokens of the batch.
 """
 
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
+from tlt_jax.rl import losses
 from tlt_jax.rl import optimizer
-from tlt_jax.rl import policy_loss
 
 
 def make(
@@ -37,8 +37,8 @@ def make(
   critic_max_grad_norm: ranges.Positive = 1.0,
   kl_coef: ranges.NotNegative = 0.0,
   kl_in: Literal["reward", "loss"] = "reward",
-  kl_estimator: policy_loss.KlEstimator = "k1",
-  aggregation: policy_loss.Aggregation = "token",
+  kl_estimator: losses.KlEstimator = "k1",
+  aggregation: losses.Aggregation = "token",
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
@@ -65,8 +65,6 @@ def make(
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
   Metrics:
     critic/clip_frac: share of tokens whose value was clipped
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
   kl_in_loss = kl_coef if kl_in == "loss" else 0.0
@@ -78,20 +76,21 @@ def make(
     return advantage.gae(reward, responses.value, responses.length, discount, trace_decay)
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
-    found = estimates(responses)
+    result = estimates(responses)
     if not normalize:
-      return found
-    mask = advantage.is_token(responses.length, found.shape[-1])
-    return advantage.whitened(found, mask)
+      return result
+    mask = advantage.is_token(responses.length, result.shape[-1])
+    return advantage.whitened(result, mask)
 
   def returns(responses: algorithm.Responses) -> jax.Array:
     return estimates(responses) + responses.value
 
   def value_loss(values: algorithm.Values) -> tuple[jax.Array, dict[str, jax.Array]]:
     weight = values.mask / values.total_tokens
-    only_tokens = lambda x: jnp.where(values.mask, x, 0.0)
-    value, old = only_tokens(values.value), only_tokens(values.old_value)
-    target = only_tokens(values.return_)
+    value, old, target = (
+      jnp.where(values.mask, x, 0.0)
+      for x in (values.value, values.old_value, values.return_)
+    )
     error = (value - target) ** 2
     removed = jnp.zeros_like(values.mask)
     if value_clip:
@@ -100,14 +99,20 @@ def make(
       error, removed = jnp.maximum(error, clipped), clipped > error
     return jnp.sum(error * weight) / 2, {"critic/clip_frac": jnp.sum(removed * weight)}
 
-  loss = policy_loss.make(
-    policy_loss.clipped_ratio(clip_low, clip_high, dual_clip),
-    aggregation=aggregation,
-    kl_coef=kl_in_loss,
-    kl_estimator=kl_estimator,
-    entropy_coef=entropy_coef,
-    importance_cap=importance_cap,
-  )
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ratio = jnp.exp(losses.log_ratio(tokens))
+    gain, clipped = losses.clip(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
+    return losses.policy_loss(
+      tokens,
+      gain,
+      clipped,
+      aggregation=aggregation,
+      kl_coef=kl_in_loss,
+      kl_estimator=kl_estimator,
+      entropy_coef=entropy_coef,
+      importance_cap=importance_cap,
+    )
+
   rule = optimizer.make(
     "adamw",
     critic_learning_rate,

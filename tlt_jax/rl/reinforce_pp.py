@@ -14,11 +14,12 @@ added to the deviation.
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
@@ -26,7 +27,7 @@ def make(
   clip_low: ranges.Share = 0.2,
   clip_high: ranges.NotNegative = 0.2,
   kl_coef: ranges.NotNegative = 0.0,
-  aggregation: policy_loss.Aggregation = "token",
+  aggregation: losses.Aggregation = "token",
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
@@ -44,8 +45,6 @@ def make(
     dual_clip: how often a bad token's advantage counts at most (above 1); 0: no limit
     entropy_coef: weight of the policy's entropy, which is maximised
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
   kl_in_loss = kl_coef if baseline == "group" else 0.0
@@ -61,14 +60,20 @@ def make(
     mask = advantage.is_token(responses.length, T)
     return advantage.whitened(advantage.discounted_sum(reward, 1.0), mask)
 
-  loss = policy_loss.make(
-    policy_loss.clipped_ratio(clip_low, clip_high, dual_clip),
-    aggregation=aggregation,
-    kl_coef=kl_in_loss,
-    kl_estimator="k2",
-    entropy_coef=entropy_coef,
-    importance_cap=importance_cap,
-  )
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ratio = jnp.exp(losses.log_ratio(tokens))
+    gain, clipped = losses.clip(ratio, tokens.advantage, clip_low, clip_high, dual_clip)
+    return losses.policy_loss(
+      tokens,
+      gain,
+      clipped,
+      aggregation=aggregation,
+      kl_coef=kl_in_loss,
+      kl_estimator="k2",
+      entropy_coef=entropy_coef,
+      importance_cap=importance_cap,
+    )
+
   return algorithm.Algorithm(
     advantages,
     loss,

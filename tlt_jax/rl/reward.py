@@ -1,18 +1,16 @@
 """Rewards: a verifier is any function `score(prompt, response, answer)`.
 
 It returns the response's reward, or a pair: the reward, and whether the response solves
-the problem. Of a reward alone, a threshold decides that. A verifier that also takes
-`length` or `max_tokens` is given them: the response's tokens, and how many it might have
-had.
+the problem; without the latter, a threshold decides. A verifier may also take `length`, the
+response's tokens, and `max_tokens`, their limit.
 
-A config names one by its dotted path, in this package or in the user's own; with
-arguments, what is named is a function that returns the verifier; and several are added up
-with weights:
+A config names one by its dotted path; with arguments, it names a function that returns the
+verifier; and several are added up with weights:
 
-    tlt_jax.tasks.math.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
+    tlt_jax.tasks.latex.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
 
-The first one says which responses are solved. `parse` reads such a text, and `verify` asks
-about one response; `judge` asks about whole batches, in a pool of processes.
+The first one decides which responses are solved. `parse` reads such a text, `verify` judges
+one response; `judge` judges whole batches, in a pool of processes.
 """
 
 import collections
@@ -27,7 +25,7 @@ from tlt_jax import calls
 from tlt_jax import named
 
 Score = Callable[..., float | tuple[float, bool]]
-_ON_REQUEST = ("length", "max_tokens")  # that a verifier may take besides
+_OPTIONAL = ("length", "max_tokens")  # arguments of a verifier
 
 
 class RewardError(ValueError):
@@ -35,27 +33,19 @@ class RewardError(ValueError):
 
 
 class Term(NamedTuple):
-  """One verifier of a sum."""
-
   name: str  # of its mean in the metrics
   weight: float
   score: Score
 
 
 class Verdict(NamedTuple):
-  """What verifiers say of one response."""
-
   rewards: tuple[float, ...]  # of each
   solved: bool
-  failure: str = ""  # what went wrong, if one gave no reward; then there are no rewards
+  failure: str = ""  # the error of a verifier; then there are no rewards
 
 
 def parse(text: str) -> tuple[Term, ...]:
-  """The verifiers that a config's `reward` names.
-
-  Raises:
-    RewardError: it is no sum of such, or one of them cannot be found or called
-  """
+  """The verifiers that a config's `reward` names; RewardError if one is invalid."""
   try:
     sum_of = calls.weighted(text)
   except ValueError as e:
@@ -69,25 +59,7 @@ def parse(text: str) -> tuple[Term, ...]:
   return tuple(terms)
 
 
-def make(text: str) -> Score:
-  """The single verifier at `package.module.function`, or the one that a call of it gives.
-
-  Raises:
-    RewardError: there is no such, or there are several
-  """
-  terms = parse(text)
-  if len(terms) > 1 or terms[0].weight != 1.0:
-    raise RewardError(f"reward {text!r}: is a weighted sum, not a single function")
-  return terms[0].score
-
-
 def _make(call: calls.Call) -> Score:
-  """The verifier that a call stands for.
-
-  Raises:
-    RewardError: no such module or function (names the nearest), a module that fails on
-      import, wrong arguments, or a function that does not take the three arguments
-  """
   try:
     score = named.load(call.path)
   except named.NameNotFound as e:
@@ -113,9 +85,9 @@ def _make(call: calls.Call) -> Score:
 
 
 def wanted(score: Score) -> list[str]:
-  """What a verifier takes besides prompt, response and answer."""
+  """The arguments of a verifier after prompt, response and answer."""
   known = inspect.signature(score).parameters
-  return [name for name in _ON_REQUEST if name in known]
+  return [name for name in _OPTIONAL if name in known]
 
 
 def verify(
@@ -126,13 +98,12 @@ def verify(
   answer: Any,
   given: Mapping[str, int],
 ) -> Verdict:
-  """Asks verifiers about a response; what goes wrong in one is reported, not raised.
+  """Judges a response; errors of a verifier are reported, not raised.
 
   Args:
-    terms: the verifiers; the first one says whether the response is solved
-    solved_at: the least reward of a solved response, where it returns a number only
-    prompt, response, answer: what they judge
-    given: `length` and `max_tokens`, for a verifier that takes them
+    terms: the first one decides whether the response is solved
+    solved_at: the least reward of a solved response, if the verifier does not say
+    given: `length` and `max_tokens`, for verifiers that take them
   """
   rewards, solved = [], []
   for name, _, score in terms:
@@ -157,12 +128,10 @@ def verify(
 
 
 def place(response: str, answer: Any) -> str:
-  """Names a sample in a message."""
   return f"(response {shortened(response)}, answer {shortened(answer)})"
 
 
 def _python(value):
-  """A scalar of numpy or JAX as Python's; anything else as it is."""
   return value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
 
 
@@ -172,6 +141,6 @@ def _is_finite_number(value) -> bool:
 
 
 def shortened(value: Any) -> str:
-  """A value for a message: both ends of a long one."""
+  """The repr of a value, with the middle of a long one left out."""
   text = repr(value)
   return text if len(text) <= 120 else f"{text[:60]}...{text[-57:]}"

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from tlt_jax import ranges
 from tlt_jax.rl import advantage
 from tlt_jax.rl import algorithm
-from tlt_jax.rl import policy_loss
+from tlt_jax.rl import losses
 
 
 def make(
   kl_coef: ranges.NotNegative = 0.0,
-  aggregation: policy_loss.Aggregation = "constant",
+  aggregation: losses.Aggregation = "constant",
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
@@ -33,8 +33,6 @@ def make(
       constant: responses' sums, over a constant
     entropy_coef: weight of the policy's entropy, which is maximised
     importance_cap: largest weight that corrects for the rollout's rounding; 0: none
-  Raises:
-    ValueError: an argument out of its range
   """
   ranges.check(make, locals())
 
@@ -46,19 +44,19 @@ def make(
     others = jnp.sum(reward, 1, keepdims=True) - reward
     return reward - others / max(reward.shape[1] - 1, 1)
 
-  return algorithm.Algorithm(
-    advantages,
-    policy_loss.make(
-      log_likelihood,
+  def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return losses.policy_loss(
+      tokens,
+      gain=tokens.logp * tokens.advantage,  # REINFORCE
+      clipped=jnp.zeros_like(tokens.mask),
       aggregation=aggregation,
       entropy_coef=entropy_coef,
       importance_cap=importance_cap,
-    ),
+    )
+
+  return algorithm.Algorithm(
+    advantages,
+    loss,
     uses_reference=bool(kl_coef),
     skips_zero_advantage=not entropy_coef,
   )
-
-
-def log_likelihood(tokens: algorithm.Tokens) -> tuple[jax.Array, jax.Array]:
-  """The surrogate of REINFORCE: log-probability times advantage, nothing clipped."""
-  return tokens.logp * tokens.advantage, jnp.zeros_like(tokens.mask)

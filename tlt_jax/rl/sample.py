@@ -1,7 +1,7 @@
 """From prompts to scored responses: tokenize, roll out, decode, reward.
 
-`make` gives the `Sampler` that does it, `Scored` is what it returns, and `replay` reads
-back what the clock decided in a run's rollouts, as `Scored.record` kept it.
+`make` makes a `Sampler`, whose result is `Scored`. `replay` reads back the decisions of the
+clock in a run's rollouts, as `Scored.record` kept them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ from tlt_jax.spec_decode.rollout import clock
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """The responses to prompts with their rewards; those of a prompt side by side.
+  """Responses with their rewards, R consecutive ones per prompt.
 
-  With dynamic sampling these are all prompts that were asked; `batch` takes its choice.
+  With dynamic sampling these are all prompts that were asked; `batch` takes a choice.
   """
 
   requests: requests_lib.Requests
@@ -39,9 +39,9 @@ class Scored:
   text: list[str]  # B responses
   reward: np.ndarray  # f32[B]
   solved: np.ndarray  # bool[B]
-  failure: np.ndarray  # str[B]  what went wrong where a verifier failed, "" elsewhere
-  parts: dict[str, np.ndarray]  # f32[B] of each reward of a sum, see `judge.Scores`
-  records: list[dict]  # B records that were asked, {"prompt", "answer"} each
+  failure: np.ndarray  # str[B]  see `judge.Scores`
+  parts: dict[str, np.ndarray]  # f32[B] each
+  records: list[dict]  # {"prompt", "answer"} of each response
   rollout_s: float
   reward_s: float
   choice: dynamic_sampling.Outcome | None = None  # None: all prompts are trained on
@@ -56,12 +56,12 @@ class Scored:
     ]
 
   def batch(self, R: int) -> batch_lib.Batch:
-    """What the learner trains on, of R responses per prompt."""
     requests, samples, index = self.requests, self.samples, np.arange(len(self.reward))
     if self.choice is not None:
       index = index.reshape(-1, R)[self.choice.kept].reshape(-1)
-    of = self.reward[index], self.solved[index], self.failure[index]
-    scores = judge_lib.Scores(*of, parts={})
+    scores = judge_lib.Scores(
+      self.reward[index], self.solved[index], self.failure[index], parts={}
+    )
     return batch_lib.Batch(
       prompts=[requests.prompt(i) for i in index],
       responses=[samples.response(i) for i in index],
@@ -70,7 +70,6 @@ class Scored:
     )
 
   def record(self) -> dict[str, list]:
-    """What figures are drawn from; see `metrics.Writer.write_rollout`."""
     timeline = self.samples.timeline
     return {
       "length": self.samples.length.tolist(),
@@ -83,7 +82,6 @@ class Scored:
     }
 
   def metrics(self) -> dict[str, float]:
-    """`rollout/*` and `reward/*` of one step."""
     length = self.samples.length
     return {
       "rollout/seconds_s": self.rollout_s,
@@ -116,7 +114,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-  """Answers prompts with a policy and scores the answers; see `make`."""
+  """Draws responses to prompts and scores them; see `make`."""
 
   rollout: rollout_lib.Rollout
   tokenizer: tokenization.Tokenizer
@@ -126,7 +124,7 @@ class Sampler:
   system: str = ""  # system message of that template
 
   def compile(self, params, draft_params=None) -> None:
-    """Makes every program of the rollout ready, and says what that took."""
+    """Compiles and times every program of the rollout."""
     stop_tokens = len(self.tokenizer.stop_tokens) + 1
     self.rollout.compile(params, stop_tokens, draft_params)
     self.rollout.measure(params, stop_tokens, draft_params)
@@ -145,31 +143,35 @@ class Sampler:
     replace: dynamic_sampling.Rule | None = None,
     **options: Any,
   ) -> Scored:
-    """Answers and scores.
+    """Draws and scores R responses to each of P prompts.
 
     Args:
       params: the policy's, in the layout `axes.ROLLOUT`
       records: P prompts, {"prompt", "answer"} each
-      responses: R, per prompt
-      seed: of the noise
+      responses: R
       first_request: number of the first response in the run; the rest count up from it
-      draft_params: the drafter's, if one drafts and is not trained meanwhile
-      lengths: i32[P * R], to follow a trace: tokens of each response, none of which
-        stops before
-      replace: which of the prompts are replaced by later ones of `records`; None: all
-        are asked, none is replaced
+      draft_params: the drafter's, if there is one that is not trained meanwhile
+      lengths: i32[P * R], fixed lengths of the responses, to follow a trace
+      replace: which prompts are replaced by later ones of `records`; None: all of them
+        are asked
       options: further arguments of the rollout (`train`, `decide`)
     Raises:
       FloatingPointError: the policy's log-probabilities are not finite
-      RewardError: verifiers fail on more responses than they may, see `judge.Options`
+      RewardError: verifiers fail too often, see `judge.Options`
     """
     prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
-    noise = {"seed": seed, "first_request": first_request}
     requests = requests_lib.make_requests(
-      prompts, responses, **noise, **self._limits(lengths)
+      prompts,
+      responses,
+      seed=seed,
+      first_request=first_request,
+      **self._limits(lengths),
     )
     asked = [records[p] for p in requests.prompt_idx]
-    score = lambda samples, index: self._score(samples, requests, asked, index)
+
+    def score(samples, index):
+      return self._score(samples, requests, asked, index)
+
     if replace is None:
       with concurrent.futures.ThreadPoolExecutor(1) as thread:
         pending = []
@@ -207,7 +209,6 @@ class Sampler:
     )
 
   def _run(self, params, requests, draft_params, **options) -> samples_lib.Samples:
-    """The responses, whose log-probabilities are finite."""
     samples = self.rollout(params, requests, draft_params, **options)
     if not np.isfinite(samples.logp).all():
       raise FloatingPointError(
@@ -223,10 +224,7 @@ class Sampler:
     records: Sequence[dict],
     index: range,
   ) -> dynamic_sampling.Judged:
-    """Scores the responses to some of the requests; there is a record for each request.
-
-    Of several processes each scores its share of them, see `Judged.whole`.
-    """
+    """Scores this process's share of the responses `index`; see `Judged.whole`."""
     began = time.perf_counter()
     mine = index[processes.share()]
     text = [self.tokenizer.decode(samples.response(i)) for i in index]
@@ -240,7 +238,6 @@ class Sampler:
     return dynamic_sampling.Judged(text, scores, time.perf_counter() - began)
 
   def _limits(self, lengths: np.ndarray | None) -> dict[str, Any]:
-    """How requests are sampled and when they stop; see `make_requests`."""
     sampling, stop_tokens = dict(self.sampling), self.tokenizer.stop_tokens
     if lengths is None:
       return sampling | {"stop_tokens": stop_tokens}
@@ -255,11 +252,9 @@ def make(
   sampling: Mapping[str, Any],
   chat: Mapping[str, Any],
 ) -> Sampler:
-  """A sampler around a rollout.
+  """Makes a sampler.
 
   Args:
-    tokenizer: the policy's
-    judge: of the responses
     sampling: temperature, top_k, top_p, min_p and max_tokens of every request
     chat: {"apply": whether plain prompts are wrapped in the chat template, "system": the
       system message of that template, or ""}
@@ -277,7 +272,6 @@ def make(
 def encode(
   tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
 ) -> list[np.ndarray]:
-  """The prompts of records as token ids i32[...]; see `Tokenizer.encode`."""
   return [
     tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records
   ]
@@ -286,21 +280,19 @@ def encode(
 def replay(
   path: str | pathlib.Path | None, strict: bool
 ) -> Callable[[int], clock.Decisions]:
-  """Reads what the clock decided in a run's rollouts, for one that decides alike.
+  """Reads the decisions of the clock in a run's rollouts, to replay them.
 
   Args:
     path: the run's rollouts.jsonl; None: there is none
-    strict: whether it is an error if the file is missing or a rollout differs; else the
+    strict: whether a missing file or step, or a different rollout, is an error; else the
       clock decides from there on
   Returns:
-    step -> what is decided in its rollout; strict, it raises MetricError for a step that
-    the file does not have
+    step -> the decisions of its rollout
   Raises:
     metrics.MetricError: the file is missing or damaged
   """
   known = {}
-  exists = lambda: pathlib.Path(path).exists()
-  if strict or (path and processes.on_first(exists)):
+  if strict or (path and processes.on_first(lambda: pathlib.Path(path).exists())):
     known = {r["step"]: _decisions(path, r) for r in metrics.read(path)}
 
   def decisions(step):
@@ -313,12 +305,12 @@ def replay(
 
 
 def _decisions(path: str | pathlib.Path, rollout: Mapping[str, Any]) -> list | None:
-  """What was decided in a rollout as it was logged; None if it was not."""
   decisions = rollout.get("decisions")
   if decisions is None:
     return None
-  match = lambda entry: isinstance(entry, list) and [*map(type, entry)] == [str, int]
-  if not isinstance(decisions, list) or not all(map(match, decisions)):
+  if not isinstance(decisions, list) or not all(
+    isinstance(entry, list) and [*map(type, entry)] == [str, int] for entry in decisions
+  ):
     raise metrics.MetricError(
       f"{path}: the decisions of step {rollout['step']} are not (name, number) each; "
       "give the rollouts.jsonl of a run"
@@ -337,15 +329,7 @@ def evaluate(
   seed: int,
   draft_params=None,
 ) -> Scored:
-  """Answers held-out records, with the same noise every time; see `evaluation.metrics`.
-
-  Args:
-    params: the policy's, in the layout `axes.ROLLOUT`
-    records: {"prompt", "answer"} each
-    samples: responses per prompt
-    seed: the run's
-    draft_params: the drafter's, if one drafts and is not trained in rollouts
-  """
+  """Draws `samples` responses per held-out record, with the same noise every time."""
   return sampler(
     params, records, samples, seed=seed + _EVALUATION, draft_params=draft_params
   )

@@ -7,10 +7,9 @@ from tlt_jax.rl import algorithm
 
 
 def make() -> algorithm.Algorithm:
-  """Makes the algorithm: the loss is the mean of -log p over response tokens."""
+  """The loss is the mean of -log p over response tokens."""
 
   def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict]:
-    nll = -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens
-    return nll, {}
+    return -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens, {}
 
   return algorithm.Algorithm(lambda responses: jnp.ones_like(responses.reward), loss)

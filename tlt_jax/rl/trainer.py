@@ -1,10 +1,9 @@
-"""What training the policy and training a critic have in common.
+"""The common part of training the policy and a critic.
 
-An update is one jitted program: for each bucket a loop over its micro-batches
-(as many as there are, read at run time) adds up gradients, then one optimizer
-step follows. Parameters are split by `axes.TRAIN` (FSDP over `data`, see `fsdp`, and
-tensor parallel over `model`), rows of a micro-batch over `data`. Within a program a slice
-computes its own rows; layers run in a loop (`models.stacked`).
+An update is one jitted program: for each bucket a loop over its micro-batches, whose number
+is read at run time, adds up gradients; then one optimizer step follows. Parameters are
+split by `axes.TRAIN` (FSDP over `data`, see `fsdp`, and tensor parallel over `model`), rows
+of a micro-batch over `data`; layers run in a loop (`models.stacked`).
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +39,6 @@ _HOST = "pinned_host"  # JAX's name of the host memory that devices copy from
 
 @flax.struct.dataclass
 class State:
-  """A model in training."""
-
   params: dict  # f32, laid out by axes.TRAIN
   opt_state: optax.OptState
   step: jax.Array  # i32[]  optimizer updates done
@@ -59,9 +56,9 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-  """Trains a decoder on packed rows; what it computes of a token is a subclass's."""
+  """Trains a decoder on packed rows; subclasses say what it computes per token."""
 
-  name: ClassVar[str]  # of what is trained: the prefix of its metrics
+  name: ClassVar[str]  # prefix of its metrics
 
   config: config_lib.ModelConfig
   optimizer: optax.GradientTransformation
@@ -70,7 +67,7 @@ class Trainer:
   updates: int
   remat: bool
   only: str
-  offload: bool = False
+  offloads: bool = False
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_params(self) -> dict:
@@ -78,28 +75,26 @@ class Trainer:
     return target.abstract_params(self.config)
 
   def per_token(self, params, packed: packing.Packed, temperature, rotations):
-    """What `score` returns of a micro-batch, f32[rows T], of the rows of this slice.
+    """The result of `score` for this slice's rows of a micro-batch: f32[rows T].
 
     Args:
-      params: this slice's parts, as `stacked.stack` gives them
+      params: this slice's shards, of `stacked.stack`
       packed: arrays [rows T]
-      temperature: f32[B]  of each sequence
-      rotations: of all positions
+      temperature: f32[B]
+      rotations: RoPE's tables of all positions
     """
     raise NotImplementedError
 
   def share(self, params, packed, sequences, totals: Totals, rotations):
-    """The share of the loss, and of the metrics, of this slice's rows of a micro-batch.
+    """The share of this slice's rows of a micro-batch in the loss and the metrics.
 
     Args:
       params, packed, rotations: as of `per_token`
       sequences: all of the update
-      totals: of the update
     """
     raise NotImplementedError
 
   def abstract_state(self) -> State:
-    """Shapes, dtypes and shardings of the state."""
     params = axes.with_shardings(self.mesh, axes.TRAIN, self.abstract_params())
     opt_state = axes.abstract_opt_state(self.optimizer, self.mesh, self.trained(params))
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(self.mesh))
@@ -124,49 +119,46 @@ class Trainer:
     return State(params, opt_state, step)
 
   def trains(self, path: str) -> bool:
-    """Whether the parameter at a path is trained."""
     return re.search(self.only, path) is not None
 
   def trained(self, params: dict) -> dict:
-    """The part of a parameter tree that is trained."""
     flat = traverse_util.flatten_dict(params, sep="/")
     chosen = {path: x for path, x in flat.items() if self.trains(path)}
     if not chosen:
       raise ValueError(f"only={self.only!r} matches no parameter; there is {min(flat)}")
     return traverse_util.unflatten_dict(chosen, sep="/")
 
-  def parked(self, tree):
-    """The arrays in the host's memory, if they are to wait there; else as they are."""
-    return jax.block_until_ready(_moved(tree, _HOST)) if self.offload else tree
+  def offload(self, tree):
+    """Moves arrays to the host's memory, if `offloads`."""
+    return jax.block_until_ready(_moved(tree, _HOST)) if self.offloads else tree
 
-  def _at_hand(self, tree):
-    """The arrays in the devices' memory, copied there if they wait on the host."""
+  def _onload(self, tree):
     own = self.mesh.devices.flat[0].default_memory().kind
-    return _moved(tree, own) if self.offload else tree
+    return _moved(tree, own) if self.offloads else tree
 
   def run(self, name: str, jitted: Callable, count: int, *args):
-    """Runs a program on `count` sequences, compiled if it is the first for so many."""
+    """Runs a program on `count` sequences, compiled on the first call for each count."""
     if (name, count) not in self.pool:
-      memory.announce_programs(f"the {self.name}'s {name}", beside=self.abstract_state())
+      memory.announce_programs(f"the {self.name}'s {name}", inputs=self.abstract_state())
     return self.pool.run(name, (count,), jitted, *args)
 
   def score_responses(
     self, params: dict, batch: batch_lib.Batch, chosen: np.ndarray | None = None
   ) -> np.ndarray:
-    """What `score` says of each response token of a batch: f32[P R T] on the host.
+    """`score` of each response token of a batch: f32[P R T] on the host.
 
     Args:
-      params: of the model; they may be parked
+      params: they may be offloaded
       batch: B = P * R responses
       chosen: bool[B]  those that are scored, the others are zero; None: all
     """
-    params = self._at_hand(params)
+    params = self._onload(params)
     every = np.arange(len(batch.responses))
     packed = batch_lib.pack(batch, every, self.buckets, chosen)
     placed = packing.place(packed, self.mesh)
     temperature = processes.place(batch.temperature, axes.sharding(self.mesh))
-    found = self.run("score", self.score, len(every), params, placed, temperature)
-    return batch_lib.by_response(batch, packed, processes.fetch(found))
+    scores = self.run("score", self.score, len(every), params, placed, temperature)
+    return batch_lib.by_response(batch, packed, processes.fetch(scores))
 
   def train_on(
     self,
@@ -178,14 +170,14 @@ class Trainer:
     """Takes `updates` optimizer steps, each on its share of the responses.
 
     Args:
-      state: donated; it may be parked
+      state: donated; it may be offloaded
       batch: B responses, B a multiple of `updates`
-      sequences: what is known of them, on the host
+      sequences: of all of them, on the host
       chosen: bool[B]  those that may have a gradient
     Returns:
       the new state, on the devices, and metrics as means over the updates
     """
-    state, every = self._at_hand(state), []
+    state, every = self._onload(state), []
     for share in np.split(np.arange(len(batch.responses)), self.updates):
       packed = batch_lib.pack(batch, share, self.buckets, chosen[share])
       known = jax.tree.map(lambda x, share=share: x[share], sequences)
@@ -197,15 +189,7 @@ class Trainer:
 
   @functools.cached_property
   def score(self) -> Callable[..., tuple[jax.Array, ...]]:
-    """Computes `per_token` of packed responses, as a jitted function.
-
-    Args:
-      params: of the model
-      packed: `Packed` per bucket
-      temperature: f32[B]
-    Returns:
-      f32[M rows T] per bucket
-    """
+    """Jitted: params, a `Packed` per bucket, temperature f32[B] -> f32[M rows T] each."""
 
     def of_slice(params, packed, temperature):
       rotations = self._rotations()
@@ -214,8 +198,8 @@ class Trainer:
       def score(bucket):
         def score_one(i, out):
           micro_batch = bucket.micro_batch(i)
-          found = self.per_token(params, micro_batch, temperature, rotations)
-          return out.at[i].set(found)
+          values = self.per_token(params, micro_batch, temperature, rotations)
+          return out.at[i].set(values)
 
         zeros = jnp.zeros(bucket.tokens.shape, jnp.float32)
         zeros = varying.like(zeros, bucket.tokens)
@@ -232,20 +216,13 @@ class Trainer:
 
   @functools.cached_property
   def update(self) -> Callable[..., tuple[State, dict]]:
-    """Takes one optimizer step on a whole batch, as a jitted function.
-
-    Args:
-      state: donated
-      packed: `Packed` per bucket
-      sequences: what is known of them
-    Returns:
-      the new state and metrics
+    """Jitted optimizer step: state (donated), a `Packed` per bucket, sequences ->
+    the new state and metrics.
     """
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
   def _update(self, state, packed, sequences):
-    """See `update`."""
     trained = self.trained(state.params)
     in_specs = self._specs, _specs_of(packed), fsdp.WHOLE, fsdp.WHOLE
     out_specs = self.trained(self._specs), fsdp.WHOLE
@@ -258,7 +235,6 @@ class Trainer:
     return State(params, opt_state, state.step + 1), metrics
 
   def _gradient(self, params, packed, sequences, totals: Totals) -> tuple[dict, dict]:
-    """A slice's part of the gradient of a whole batch; and the metrics."""
     rotations = self._rotations()
     trained = stacked.stack(self.trained(params), self._runs)
     params = stacked.stack(params, self._runs)
@@ -272,7 +248,6 @@ class Trainer:
     gradient_of = jax.grad(loss, has_aux=True)
 
     def gradient(bucket: packing.Packed, i: jax.Array):
-      """The gradient of micro-batch i of a bucket, and its metrics."""
       return gradient_of(trained, bucket.micro_batch(i))
 
     total = None
@@ -284,31 +259,29 @@ class Trainer:
 
   @functools.cached_property
   def _specs(self) -> dict:
-    """How parameters are split over the slices."""
     return fsdp.specs(self._shardings)
 
   @functools.cached_property
   def _shardings(self) -> dict:
-    """The shardings of the parameters."""
     return axes.shardings(self.mesh, axes.TRAIN, self.abstract_params())
 
   @functools.cached_property
   def _runs(self) -> list[stacked.Run]:
-    """The layers that run in one loop each."""
     return stacked.runs(self.trained(self._specs), self.config.num_layers)
 
   def features(self, params, packed: packing.Packed, rotations):
     """Runs the decoder on a micro-batch.
 
-    Args:
-      params, packed, rotations: as of `per_token`
     Returns:
-      the parameters outside of the layers, whole, and the features f[rows T D]
+      the gathered parameters outside of the layers, and the features f[rows T D]
     """
     dtype = self.config.dtype
     shardings = self._shardings
     outside = fsdp.gather(stacked.outside(params), shardings, dtype)
-    of_layer = lambda params: fsdp.gather(params, shardings["layer_0"], dtype)
+
+    def gather(params):
+      return fsdp.gather(params, shardings["layer_0"], dtype)
+
     features = stacked.features(
       self.config,
       params | outside,
@@ -316,18 +289,17 @@ class Trainer:
       packed.tokens,
       packed_attention.Segments(packed.segments),
       rotations.at(packed.positions),
-      gather=of_layer,
+      gather=gather,
       remat=self.remat,
     )
     return outside, features
 
   def _rotations(self) -> layers.Rotation:
-    """RoPE's tables of all positions, made outside the loops over micro-batches."""
+    """RoPE's tables, made outside the loops over micro-batches."""
     return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
 
 
 def _moved(tree, kind: str):
-  """The arrays in memory of another kind, split over the devices as they are."""
   over = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
   return jax.device_put(tree, over)
 
@@ -336,7 +308,10 @@ def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) ->
   """The totals of a whole batch, and how many of its response tokens are packed."""
   length, limit = sequences.length, sequences.max_tokens
   counts = jnp.ones(length.shape, bool) if sequences.counts is None else sequences.counts
-  total = lambda x: jnp.sum(x * counts).astype(jnp.float32)
+
+  def total(x):
+    return jnp.sum(x * counts).astype(jnp.float32)
+
   least = 0.0 if sequences.counts is None else 1.0  # a filter may leave none
   seen = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
   return Totals(
@@ -348,13 +323,11 @@ def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) ->
 
 
 def _merge(params: dict, part: dict) -> dict:
-  """Puts a part of a parameter tree in its place: `params`, and `part` where it is."""
-  flat = lambda tree: traverse_util.flatten_dict(tree, sep="/")
-  return traverse_util.unflatten_dict(flat(params) | flat(part), sep="/")
+  flat = traverse_util.flatten_dict(params) | traverse_util.flatten_dict(part)
+  return traverse_util.unflatten_dict(flat)
 
 
 def _specs_of(packed: Sequence[packing.Packed]):
-  """How micro-batches are split over the slices."""
   return jax.tree.map(
     lambda x: fsdp.MICRO_BATCHES if x.ndim else fsdp.WHOLE, tuple(packed)
   )

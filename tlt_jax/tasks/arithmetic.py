@@ -2,9 +2,8 @@ r"""Computes the arithmetic of a short LaTeX text, exactly and in microseconds.
 
     \frac{144}{2}   48 + 24   7.2 \times 10^{-1}   (2^3 + 1) \cdot \sqrt{64}   144 \div 2
 
-Python's own parser reads it. Whatever is not such arithmetic, divides by zero, has an
-irrational root or grows large has no value here: a text of 12 characters can ask for a
-number that no machine holds.
+Python's own parser reads it. Other text, division by zero, irrational roots and large
+numbers have no value: 12 characters can denote a number that no machine holds.
 """
 
 import ast
@@ -15,7 +14,7 @@ import operator
 import re
 
 _MAX_LENGTH = 64  # of a text, in characters
-_MAX_BITS = 1024  # of numerators and denominators, in between as well
+_MAX_BITS = 1024  # of numerators and denominators, also of intermediate results
 
 _VOCABULARY = re.compile(r"(?:[0-9.+\-*/(){}^ ]|\\(?:frac|sqrt|times|cdot|div)(?![a-z]))*+")
 _TO_PYTHON = (
@@ -33,7 +32,6 @@ _LEADING_ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")
 
 
 def value(text: str) -> fractions.Fraction | None:
-  """The value of a text; None if it has none."""
   if len(text) > _MAX_LENGTH or "**" in text or not _VOCABULARY.fullmatch(text):
     return None
   for latex, python in _TO_PYTHON:
@@ -46,7 +44,7 @@ def value(text: str) -> fractions.Fraction | None:
 
 
 class _NoValue(Exception):
-  """Something that has no value, or a large one."""
+  pass
 
 
 def _compute(node: ast.expr) -> fractions.Fraction:

@@ -1,14 +1,14 @@
 """Countdown: combine all the given numbers with + - * / to hit a target.
 
-Problems and the verdict on an answer are reasoning-gym's. A response is a
-search written out, one character a token, which gives the natural long tail:
+Problems and the verifier are reasoning-gym's. A response is a written search, one
+character per token, whose length has a natural long tail:
 
     prompt    14 12 11>22:
     response  14+12=26,26-11=15;14-12=2,11+2=13;11*2=22!
 
-Each step takes two of the numbers left and puts the result back. The character
-after a result says how many numbers are left: `|` three, `,` two, and with one
-left `!` (the target) or `;` (a dead end: the search goes back).
+Each step takes two of the numbers left and puts the result back. The character after a
+result says how many numbers are left: `|` three, `,` two, and with one left `!` (the
+target) or `;` (a dead end: the search backtracks).
 """
 
 import functools
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 CHARACTERS = "0123456789+-*/=|,;!> :\n"
 STOP = "\n"
 _STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)([|,;!])")
-_MAX_INTERMEDIATE = 400  # the written search skips results above this
+_MAX_INTERMEDIATE = 400  # written searches skip results above this
 
 
 def _held_out(numbers: list[int], target: int) -> bool:
-  """Whether a problem is held out: one in 16 is, whatever the order of its numbers."""
+  """One problem in 16 is held out, by its numbers in any order and its target."""
   name = f"{sorted(numbers)}>{target}".encode()
   return hashlib.sha256(name).digest()[0] < 16
 
@@ -47,8 +47,6 @@ class Problems:
     size: number of problems
     four_share: share of problems with four numbers; the others have three
     seed: seed of the sequence of problems
-  Raises:
-    ValueError: an argument out of its range
   """
 
   def __init__(
@@ -96,13 +94,12 @@ class Problems:
 
 
 def _parse(prompt: str) -> tuple[list[int], int]:
-  """Reads numbers and target."""
   numbers, target = prompt.rstrip(":").split(">")
   return [int(n) for n in numbers.split()], int(target)
 
 
 def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
-  """Lists all (step as text, result, numbers left); no negatives, no fractions."""
+  """All (step as text, result, numbers left), without negatives and fractions."""
   moves = {}
   for i in range(len(numbers)):
     for j in range(i):
@@ -123,18 +120,13 @@ def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
 def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None:
   """Writes a depth-first search in random order, as a response ending in `STOP`.
 
-  Args:
-    prompt: see the top of this file
-    rng: of the order
-    max_length: of the response, in characters
   Returns:
-    None if the search finds nothing, or not within `max_length`
+    None if the search finds nothing within `max_length` characters
   """
   numbers, target = _parse(prompt)
   text, length = [], 0
 
   def search(numbers: list[int]) -> bool:
-    """Goes on from these numbers; whether it ends in the target."""
     nonlocal length
     moves = _moves(numbers)
     rng.shuffle(moves)
@@ -154,33 +146,30 @@ def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None
 
 
 def give_up(search: str, rng: random.Random) -> str:
-  """A written search that ends at one of its dead ends, where it has any; not solved."""
+  """Cuts a written search at one of its dead ends, if it has any."""
   ends = [i + 1 for i, character in enumerate(search) if character == ";"]
   return search[: rng.choice(ends)] + STOP if ends else search
 
 
 def _is_right(a: int, op: str, b: int, result: int) -> bool:
-  """Whether `a op b` is `result`."""
   if op == "/":
     return b != 0 and a == b * result
   return result == {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
 def answer_expression(numbers: list[int], response: str) -> str | None:
-  """The expression that the steps leading to `!` amount to, None if one is not legal.
+  """The expression of the steps that lead to `!`, None if one of them is illegal.
 
-  A step may only use numbers that are left, and its result must be right.
-  Whether the expression hits the target is the verifier's business.
+  A step may only use numbers that are left, and its result must be right. Whether the
+  expression hits the target is for the verifier to decide.
 
-  Worked row, numbers 14 12 11: the steps before `!`, backwards, nearest of each depth
-  first, are 11*2=22 (one number is left) and 14-12=2 (two are); what was tried between
-  them does not count:
+  Worked row, numbers 14 12 11: going backwards from `!`, the nearest step of each depth is
+  11*2=22 (one number is left) and 14-12=2 (two are):
 
       14+12=26,26-11=15;14-12=2,2+11=13;11*2=22!   ->   (11*(14-12))
   """
   if not response.endswith("!" + STOP):
     return None
-  # The path: going backwards, the nearest step of each depth above the last.
   steps = _STEP.findall(response)
   path, depth = [], 0
   for step in reversed(steps):
@@ -220,10 +209,7 @@ def score(prompt: str, response: str, answer: str) -> float:
 
 
 def tokenizer() -> "transformers.PreTrainedTokenizerFast":
-  """Makes the tokenizer that is saved next to a policy: a token per character.
-
-  Id 0 pads, and `STOP` ends a response.
-  """
+  """A tokenizer with a token per character; id 0 pads, and `STOP` ends a response."""
   import tokenizers  # here, because both take seconds to import
   import transformers
 

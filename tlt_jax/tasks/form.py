@@ -1,8 +1,8 @@
 r"""Rewards for the form of a response, whatever it says: format and length.
 
-They are parts of a sum (`config.reward`), beside one that judges the answer:
+They are terms of a sum (`config.reward`), with one that judges the answer:
 
-    tlt_jax.tasks.math.score + 0.1 * tlt_jax.tasks.form.think
+    tlt_jax.tasks.latex.score + 0.1 * tlt_jax.tasks.form.think
       + 0.5 * tlt_jax.tasks.form.overlong(buffer=512)
 """
 
@@ -13,23 +13,22 @@ from tlt_jax import ranges
 
 
 def think(prompt: object, response: str, answer: object) -> float:
-  """1.0 for a text within <think> and </think> and an answer behind them, else 0.0.
+  """1.0 for one <think>...</think> followed by an answer, neither empty, else 0.0.
 
-  There is one such pair. The opening tag may be missing, because chat templates of
-  reasoning models end in it. (DeepSeek-R1's format reward,
-  https://arxiv.org/abs/2501.12948, section 2.2.2.)
+  The opening tag may be missing, because chat templates of reasoning models end in it.
+  (DeepSeek-R1's format reward, https://arxiv.org/abs/2501.12948, section 2.2.2.)
   """
   del prompt, answer
-  thoughts, tag, behind = response.partition("</think>")
+  thoughts, tag, final = response.partition("</think>")
   thoughts = thoughts.strip().removeprefix("<think>")
-  tagged = any(t in thoughts + behind for t in ("<think>", "</think>"))
-  return float(bool(tag and thoughts.strip() and behind.strip()) and not tagged)
+  tagged = any(t in thoughts + final for t in ("<think>", "</think>"))
+  return float(bool(tag and thoughts.strip() and final.strip()) and not tagged)
 
 
 def matches(pattern: str) -> Callable[[object, str, object], float]:
   r"""A reward of 1.0 for responses that a regular expression matches as a whole.
 
-  Its dot matches line breaks too. What a model writes can keep many patterns busy for ever:
+  Its dot matches line breaks too. Many patterns can take forever on what a model writes:
   then the response fails by verifier.cpu_s.
 
   Args:
@@ -54,8 +53,7 @@ def overlong(buffer: ranges.Tokens) -> Callable[..., float]:
   """DAPO's soft punishment of long responses: 0 down to -1 over the last tokens allowed.
 
   Equation 13 of https://arxiv.org/abs/2503.14476: with L = `max_tokens`, a response of
-  at most L - buffer tokens gives 0, a longer one (L - buffer - length) / buffer, so that
-  one that was cut gives -1.
+  at most L - buffer tokens gives 0, a longer one (L - buffer - length) / buffer.
 
   Args:
     buffer: tokens before the longest response in which the punishment grows

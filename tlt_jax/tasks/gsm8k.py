@@ -6,14 +6,13 @@ The response's final answer is, in this order of precedence:
     the line after the last ####            #### 72
     the last number in the text             So she has 72 clips.
 
-Of boxes within each other the innermost counts. A box that is not closed, or is empty,
-is no answer, whatever else the response says; neither is a #### with nothing behind it.
-Of a response with </think> only what follows the last of them counts.
+Of nested boxes the innermost counts. A box that is not closed, or is empty, is no answer,
+whatever else the response says; neither is a #### with nothing after it. Only the text
+after the last </think> counts, if there is one.
 
-A final answer must be one number, however it is written: `written_number` tells which
-forms are read and which are refused, `arithmetic` which calculations. It is compared
-exactly, whatever its unit. Where in doubt the rule is that of a strict human grader: what
-could also mean another number is wrong. Every verdict ends within milliseconds.
+A final answer must be one number, in a form that `written_number` or `arithmetic` reads. It
+is compared exactly, whatever its unit. The rule is that of a strict human grader: an
+ambiguous number is wrong. Every verdict takes milliseconds.
 """
 
 import fractions
@@ -29,8 +28,6 @@ def score(prompt: object, response: str, answer: object) -> float:
   """1.0 if the response's final answer equals the gold number, else 0.0.
 
   Args:
-    prompt: not used
-    response: text of the solution
     answer: GSM8K's solution ending in "#### 72", or the number itself
   Raises:
     ValueError: the gold answer is no number
@@ -43,16 +40,16 @@ def score(prompt: object, response: str, answer: object) -> float:
 
 
 def final_number(response: str) -> fractions.Fraction | None:
-  """The number that is the response's final answer; None if that is no number."""
+  """The response's final answer, None if it is no number."""
   final = final_answer(response)
   if final is None:
-    return written_number.read_last(behind_thoughts(response))
+    return written_number.read_last(after_thoughts(response))
   return written_number.read(final)
 
 
 def final_answer(response: str) -> str | None:
-  """What is boxed or stands behind ####, "" if nothing is; None without either."""
-  response = behind_thoughts(response)
+  """The text in the box or after ####, "" if it is empty; None without either."""
+  response = after_thoughts(response)
   boxes = list(_BOX.finditer(response))
   if boxes:
     return _inside(response, boxes[-1].end())
@@ -62,13 +59,12 @@ def final_answer(response: str) -> str | None:
   return None
 
 
-def behind_thoughts(response: str) -> str:
-  """What follows the last </think>; the whole response if there is none."""
+def after_thoughts(response: str) -> str:
+  """The text after the last </think>; the whole response if there is none."""
   return response.rpartition("</think>")[2]
 
 
 def _inside(text: str, start: int) -> str:
-  """The text from `start` to the brace that closes; "" if none does."""
   depth = 1
   for brace in _BRACE.finditer(text, start):
     depth += 1 if brace[0] == "{" else -1

@@ -4,12 +4,12 @@ r"""Tasks of reasoning-gym, by name: procedurally generated problems that it can
     options="min_terms=2, max_terms=2, min_digits=1, max_digits=2"
     source="tlt_jax.tasks.reasoning.mixture", tasks="2 * chain_sum(min_terms=2) + gcd"
 
-A model answers in prose. Its answer is, in this order of precedence, the content of the
-last \boxed{...}, the line after the last ####, and else the last number in the text, or,
-where the right answer is no number, the last line, or as many as that has. What stands
-before </think> does not count. A number counts however it is written
-(`written_number`): 1,234 and 1234.0 are the same answer. What the answer is worth is for
-reasoning-gym to say: `score` gives 1 for what it takes as right, `graded` what it gives.
+The answer of a response is, in this order of precedence, the content of the last
+\boxed{...}, the line after the last ####, and otherwise the last number in the text, or,
+if the right answer is no number, the last line, or as many as that has. Text before
+</think> does not count. Numbers are read by `written_number`: 1,234 and 1234.0 are the same
+answer. reasoning-gym grades the answer: `score` is 1 for full marks only, `graded` is the
+grade.
 """
 
 import ast
@@ -27,25 +27,25 @@ from tlt_jax import ranges
 from tlt_jax.tasks import gsm8k
 from tlt_jax.tasks import written_number
 
-_PROBLEMS = 2**48  # of a task, among which is drawn
-# These tasks write all their problems down before the first one, or take smaller seeds.
+_PROBLEMS = 2**48  # of a task
+# These tasks generate all problems in advance, or take smaller seeds.
 _FEWER = dict.fromkeys(("acre", "gsm_symbolic", "list_functions", "word_ladder"), 20_000)
 _FEWER["pool_matrix"] = 2**31
-# Their verifiers compare a grid with a tuple of rows; rows that come from JSON are lists.
+# Their verifiers expect a tuple of rows; JSON has lists.
 _GRIDS = ("arc_agi", "rearc")
-_TRIES = 2000  # problems that are looked at for one of a split
-_REPEATS = 2000  # of held-out problems, until it is believed that there are no others
+_TRIES = 2000  # problems drawn to find one of a split
+_REPEATS = 2000  # of held-out problems, until there seem to be no others
 
 
 class Problems:
   """A random-access source of `{"prompt", "answer"}` records of a reasoning-gym task.
 
-  An answer has the task, and the whole problem in reasoning-gym's format: as JSON gives
-  it back, so that every process judges alike.
+  An answer has the task, and the whole problem in reasoning-gym's format, after a round
+  trip through JSON, so that all processes judge the same.
 
   Problem i depends on (task, options, split, seed, i) alone. The splits share no
-  question: one in 16 is kept for `held_out`, whose problems differ from each other, as
-  long as there are such, so that each of them is an observation of its own.
+  question: one in 16 is kept for `held_out`, whose problems are distinct, as long as there
+  are enough.
 
   Args:
     task: name of the task in reasoning-gym, such as chain_sum
@@ -56,7 +56,6 @@ class Problems:
     seed: seed of the sequence of problems
   Raises:
     DataError: no such task, or it takes other options
-    ValueError: an argument out of its range
   """
 
   def __init__(
@@ -90,7 +89,6 @@ class Problems:
     return self._record(known[i % len(known)])
 
   def _draw(self, i: int) -> dict[str, Any]:
-    """The i-th problem of the split, which may be one that another i has too."""
     rng = random.Random(f"{self._seed} {self._is_held_out} {i}")
     for _ in range(_TRIES):
       problem = self._all[rng.randrange(_FEWER.get(self._task, _PROBLEMS))]
@@ -121,7 +119,6 @@ def mixture(
     seed: seed of the sequence of problems
   Raises:
     DataError: no such task, or it takes other options
-    ValueError: an argument out of its range
   """
   ranges.check(mixture, locals())
   try:
@@ -142,22 +139,12 @@ def mixture(
 
 
 def score(prompt: object, response: str, answer: dict[str, Any]) -> float:
-  """1.0 if the response's final answer is right, else 0.0.
-
-  Args:
-    prompt: not used
-    response: text of the solution
-    answer: of a record of `Problems`
-  """
+  """1.0 if the response's final answer is right, else 0.0; `answer` is of `Problems`."""
   return float(graded(prompt, response, answer) == 1.0)
 
 
 def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
-  """What reasoning-gym gives for the response's final answer, from 0.0 to 1.0.
-
-  Args:
-    prompt, response, answer: as for `score`
-  """
+  """reasoning-gym's grade of the response's final answer, from 0.0 to 1.0."""
   del prompt
   task, problem = answer["task"], answer["problem"]
   if task in _GRIDS:
@@ -169,17 +156,15 @@ def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
 
 
 def final_answer(response: str, gold: str | None) -> str | None:
-  """The final answer of a response, as its task would write it; None if there is none.
+  """The final answer of a response in the task's format; None if there is none.
 
-  Args:
-    response: text of the solution
-    gold: the right answer; its kind decides what is looked for
+  Whether the right answer `gold` is a number decides what is read.
   """
   value = None if gold is None else written_number.read(gold)
   if value is None:
     final = gsm8k.final_answer(response)
     if final is None:
-      lines = gsm8k.behind_thoughts(response).strip().splitlines()
+      lines = gsm8k.after_thoughts(response).strip().splitlines()
       final = "\n".join(lines[-len((gold or "").splitlines() or [""]) :]).strip()
     return final or None
   found = gsm8k.final_number(response)
@@ -190,7 +175,7 @@ def final_answer(response: str, gold: str | None) -> str | None:
 
 @functools.cache
 def _dataset(task: str, options: str) -> reasoning_gym.dataset.ProceduralDataset:
-  """All problems of a task, which are made when they are asked for.
+  """All problems of a task, generated on access.
 
   Raises:
     DataError: no such task, or it takes other options

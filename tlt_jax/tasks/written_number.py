@@ -1,8 +1,7 @@
 r"""Reads a number as people and models write it.
 
 `read` takes a text that should state one number and nothing else, such as the content of
-\boxed{...}; `read_last` takes prose. Both give the exact value, or None where a strict
-reader finds none:
+\boxed{...}; `read_last` takes prose. Both return the exact value, or None in doubt:
 
     72  72.00  1,234  1{,}234  1\,234  -5  - 5  negative 5      digits, and signs
     1.5e3  1.5 \times 10^3                                      powers of ten
@@ -12,9 +11,9 @@ reader finds none:
     48 + 24 = 72  x = 72  \approx 72                            the right side
     7, not 8  7 rather than 8                                   7
 
-No answer: two numbers, ranges (5-7), alternatives (5 or 7), times and ratios (3:30), a
+Refused are two numbers, ranges (5-7), alternatives (5 or 7), times and ratios (3:30), a
 number that words change (half of 72, more than 72, not 72, 72 and a half), numbers in
-words. What is none of these may be arithmetic, such as 2^3 \cdot 9; see `arithmetic`.
+words. Other text may be arithmetic, such as 2^3 \cdot 9; see `arithmetic`.
 
 All patterns take time linear in the text's length.
 """
@@ -25,8 +24,8 @@ import unicodedata
 
 from tlt_jax.tasks import arithmetic
 
-_MAX_LENGTH = 4000  # characters that are looked at
-_MAX_DIGITS = 100  # of a number, without zeros at its ends
+_MAX_LENGTH = 4000  # characters that are read
+_MAX_DIGITS = 100  # of a number, without leading and trailing zeros
 
 _MINUS = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 _FRACTIONS = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
@@ -104,7 +103,7 @@ _VALUE = re.compile(
 )
 
 _ANY_VALUE = re.sub(r"\?P<\w+>", "?:", _VALUE.pattern)
-_NEGATED = re.compile(  # what is said not to be the answer
+_NEGATED = re.compile(  # numbers that are said not to be the answer
   r"(?:\b(?:can)?not|n't|\bnever|\brather than|\binstead of|\bas opposed to|\bunlike)"
   rf" (?:[A-Za-z]++ ){{0,3}}{_ANY_VALUE}",
   re.I,
@@ -113,12 +112,12 @@ _EQUALS = re.compile(r"(?<![!<>/])=")
 _LIST = re.compile(r";|,(?![0-9]{3})|\b(?:or|and)\b")
 _LEADING_MINUS = re.compile(r"^([(\[* ]*)(?:- ?|(?:negative|minus) )(?=[0-9.\\(])", re.I)
 
-# What may stand around the only number: letters, and some punctuation.
+# Text that is allowed around the only number: letters, and some punctuation.
 _BEFORE = re.compile(rf"(?:[{_LETTER}\s:,.(\[*'\"]|(?<=[a-z])-(?=[a-z]))*+")
 _AFTER = re.compile(
   rf" ?+%?+°?+ ?+(?:[-/,]?+ ?+\(?+[{_LETTER}][{_LETTER}° ,;:&'\"()/.%-]*+)?+[.,;)\]\" ]*+"
 )
-# Words that make the number next to them another number, or none.
+# Words that change the number next to them.
 _NUMBER_WORDS = (
   r"(?:(?:twen|thir|for|fif|six|seven|eigh|nine)ty|one|two|three|four|five|six|seven"
   r"|eight|nine|ten|eleven|twelve|zero|hundred|thousand|[mb]illion|dozen)\b(?!-)"
@@ -140,13 +139,13 @@ _CHANGED_AFTER = re.compile(
   re.I,
 )
 
-# What may not stand around the last number of prose, in its line.
+# Text that is not allowed around the last number of prose, in its line.
 _JOINED = re.compile(
-  # Another number, and what makes of the two a range, a list or a calculation.
+  # Another number: a range, a list or a calculation.
   rf"[0-9][%°]?(?: (?:[{_LETTER}]++ ){{0,3}}(?:or|and|to)| of(?: the)?| ?(?:&|[-+*/,x]"
   r"|\\times|\\cdot|\\div)|[:.]|) ?[(*]*$"
   r"|[\w\\]$|[\^_<>≠≤≥√±][ {(]*$|[!/<>]= *$|\\(?:neq?|leq?|geq?|lt|gt|pm) ?$"
-  # A minus that is no bullet, which stands at the start of its line.
+  # A minus that is no bullet: not at the start of its line.
   r"|(?:[=:]|\b(?:is|are|was|were|be|equals?|makes?|gives?|leaves?|gets?))"
   r"[ ({\[*]*- [({\[*]*$|-[({\[*]+$"
   r"|(?:\\frac|\\sqrt|\}) ?\{ ?$"
@@ -156,14 +155,14 @@ _CONTINUED = re.compile(
 )
 _WORDS_BEFORE = re.compile(rf"(?:[{_LETTER}'%]++ ?){{0,3}}$")
 _WORDS_AFTER = re.compile(rf"(?: ?[{_LETTER}'&-]++){{0,5}}")
-_WINDOW = 60  # characters that are looked at on each side
+_WINDOW = 60  # characters on each side
 
 _UNIT = re.compile(rf"(?:(?<=[0-9)}}]) ?[%°]? ?[{_LETTER}][{_LETTER} ]*+)?\.?$")
 _RANGE = re.compile(r"-?[0-9.]+ ?- ?[0-9.]+")
 
 
 def read(text: str) -> fractions.Fraction | None:
-  """The number that is all the text states; None if it states none, or several."""
+  """The only number of a text; None if there is none, or several."""
   text = _side(text)
   values = list(_VALUE.finditer(text))
   if len(values) == 1:
@@ -179,7 +178,7 @@ def read(text: str) -> fractions.Fraction | None:
 
 
 def read_last(text: str) -> fractions.Fraction | None:
-  """The last number of a text's end; None if what surrounds it makes it no answer."""
+  """The last number of a text; None if its context makes it no answer."""
   if len(text) > _MAX_LENGTH:
     text = text[-_MAX_LENGTH:].partition(" ")[2]  # no cut through a number
   text = _NEGATED.sub(" ", _clean(text))
@@ -198,7 +197,7 @@ def read_last(text: str) -> fractions.Fraction | None:
 
 
 def _clean(text: str) -> str:
-  """One way to write each thing, and no markup, spacing commands or currency."""
+  """Normalises notation; removes markup, spacing commands and currency."""
   text = _without_text_commands(text.replace("\\\\", " ").translate(_CHARACTERS))
   for pattern, replacement in _REPLACEMENTS:
     text = pattern.sub(replacement, text)
@@ -206,7 +205,7 @@ def _clean(text: str) -> str:
 
 
 def _without_text_commands(text: str) -> str:
-  r"""Leaves of \text{...} and its kin what they hold; they may nest."""
+  r"""Replaces \text{...} and the like by their content; they may nest."""
   pieces, is_text, end = [], [], 0
   for brace in _BRACE.finditer(text):
     if brace[0] != "}":
@@ -221,7 +220,7 @@ def _without_text_commands(text: str) -> str:
 
 
 def _side(text: str) -> str:
-  """The right side of an equation, or all of the text; "" if that is a list, or long."""
+  """The right side of an equation, or the whole text; "" for lists and long texts."""
   if len(text) > _MAX_LENGTH:
     return ""
   text = _NEGATED.sub(" ", " ".join(_clean(text).split()))
@@ -235,7 +234,7 @@ def _side(text: str) -> str:
 
 
 def _value(match: re.Match) -> fractions.Fraction | None:
-  """The number of a match of `_VALUE`; None if it divides by zero or is too long."""
+  """The value of a match of `_VALUE`; None for division by zero or too many digits."""
   part = match.groupdict()
   if part["number"]:
     value = _decimal(part["number"])
@@ -258,7 +257,6 @@ def _value(match: re.Match) -> fractions.Fraction | None:
 
 
 def _decimal(text: str) -> fractions.Fraction | None:
-  """The value of digits with separators; None if there are too many."""
   whole, _, decimals = text.replace(",", "").partition(".")
   sign = -1 if whole.startswith("-") else 1
   whole, decimals = whole.lstrip("-0"), decimals.rstrip("0")

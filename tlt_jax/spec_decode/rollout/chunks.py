@@ -176,7 +176,7 @@ class Chunks:
     began = time.perf_counter()  # compiling, and what was queued before, is not timed
     done = program()
     batch.slots = done.slots
-    slice_s, stop = processes.tell(slices.ready_s(done.emitted.steps, began))
+    slice_s, stop = processes.agree(slices.ready_s(done.emitted.steps, began))
     trained_totals = done.training and done.training.totals
     emitted, totals = processes.gather((done.emitted, trained_totals))
     trained = done.training and self._trainer.account(done.training.states, totals)

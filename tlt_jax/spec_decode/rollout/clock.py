@@ -7,7 +7,7 @@ the last chunks whatever ran in them. Strategies are compared only by chunks tha
 by side: one chunk of another between two that took alike; and at first any two, since a
 step that was timed on its own says less than that.
 
-Several processes all book the seconds of the first one (`processes.tell`), and so decide
+Several processes all book the seconds of the first one (`processes.agree`), and so decide
 alike. Whatever is decided by them, or by a rule that learns from them, goes through
 `Decisions`, so that a rollout can be decided alike again.
 """
@@ -269,7 +269,7 @@ class Decisions:
 
   In float32 no decision changes a token. But they say on what data, and when, a drafter
   that is trained meanwhile is trained. With several processes, what `decide` reads of a
-  clock is the first one's (`processes.tell`).
+  clock is the first one's (`processes.agree`).
   """
 
   def __init__(

@@ -96,7 +96,7 @@ class Rollout:
     weights = self.parts.weights(params, draft_params)
     self._announce(stop_tokens)
     what = f"the rollout's programs (buckets: {len(self.options.buckets)})"
-    memory.announce_programs(what, beside=(params, draft_params))
+    memory.announce_programs(what, inputs=(params, draft_params))
     self.options = self._ready.compile(weights, stop_tokens, self.options)
 
   def measure(self, params, stop_tokens: int, draft_params=None) -> None:

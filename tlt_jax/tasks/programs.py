@@ -1,17 +1,16 @@
-r"""Programming problems: the code that a response holds has to pass tests.
+r"""Programming problems: the code of a response has to pass tests.
 
-    reward="tlt_jax.tasks.code.passes(cpu_s=5.0, memory_mb=512)"
+    reward="tlt_jax.tasks.programs.passes(cpu_s=5.0, memory_mb=512)"
 
 The code is the last block between ``` and ```, or ```python and ```. An answer is a list
 of tests, or the JSON text of one:
 
-    [["1 2\n", "3\n"], ["2 2\n", "4\n"]]     pairs: stdin, and what is to be printed
-    ["assert add(1, 2) == 3"]                statements, run behind the code
+    [["1 2\n", "3\n"], ["2 2\n", "4\n"]]     pairs: stdin, and expected stdout
+    ["assert add(1, 2) == 3"]                statements, run after the code
 
-What is printed counts but for space at the ends of lines. Each test runs alone, in a
-`sandbox`; code that exceeds a limit fails that test. An assert is in the hands of the code
-that it tests: code that is written to cheat can make it pass, with an __eq__ that is always
-true. Pairs do not have this weakness.
+Space at the ends of lines is ignored. Each test runs in its own `sandbox`; code that
+exceeds a limit fails that test. Code can cheat an assert, with an __eq__ that is always
+true; pairs do not have this weakness.
 """
 
 from collections.abc import Callable
@@ -26,8 +25,8 @@ from tlt_jax import sandbox
 from tlt_jax.tasks import gsm8k
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# Reads the code, then, when that has run, the statement and what to print in the end, so
-# that code that ends early proves nothing.
+# Reads the code, and only when that has run the statement and the text to print at the end,
+# so that code that exits early does not pass.
 _ASSERTING = """
 import os, sys
 tests = os.fdopen(os.dup(0))
@@ -94,29 +93,28 @@ def passes(
 
 
 def find_code(response: str) -> str | None:
-  """The last block of code of a response; None if there is none."""
-  blocks = _BLOCK.findall(gsm8k.behind_thoughts(response))
+  blocks = _BLOCK.findall(gsm8k.after_thoughts(response))
   return blocks[-1] if blocks else None
 
 
 def read_tests(answer: object) -> list[str | list[str]]:
-  """The tests that an answer holds.
-
-  Raises:
-    ValueError: it holds none, or something else
-  """
+  """Parses the tests of an answer; ValueError if it is no list of tests."""
   try:
     tests = json.loads(answer) if isinstance(answer, str) else answer
   except ValueError:
     tests = None
-  is_pair = lambda t: len(t) == 2 and all(isinstance(text, str) for text in t)
-  is_test = lambda t: isinstance(t, str) or (isinstance(t, list | tuple) and is_pair(t))
-  if not isinstance(tests, list) or not tests or not all(map(is_test, tests)):
+  if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
     raise ValueError(
       f"the answer {answer!r:.80} is no list of tests: give [stdin, stdout] pairs of "
       "texts, or assert statements"
     )
   return tests
+
+
+def _is_test(test: object) -> bool:
+  if isinstance(test, list | tuple):
+    return len(test) == 2 and all(isinstance(text, str) for text in test)
+  return isinstance(test, str)
 
 
 def _passes(
@@ -126,7 +124,6 @@ def _passes(
   isolation: sandbox.Isolation,
   until: float,
 ) -> bool:
-  """Whether code passes a test before `time.monotonic()` is `until`."""
   left_s = until - time.monotonic()
   if left_s <= 0:
     return False

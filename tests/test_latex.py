@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from tests.answers import math_pairs
 from tlt_jax.rl import judge
-from tlt_jax.tasks import math
+from tlt_jax.tasks import latex
 
 
 @pytest.mark.parametrize("kind", math_pairs.PAIRS)
@@ -15,7 +15,7 @@ def test_answers_count_as_what_they_mean(kind):
   for gold, equal, different in math_pairs.PAIRS[kind]:
     for expected, finals in ((1.0, equal), (0.0, different)):
       for final in finals:
-        if math.score("", rf"Hence \boxed{{{final}}}.", gold) != expected:
+        if latex.score("", rf"Hence \boxed{{{final}}}.", gold) != expected:
           wrong.append((gold, final, expected))
   assert not wrong
 
@@ -40,12 +40,12 @@ def test_answers_count_as_what_they_mean(kind):
   ],
 )
 def test_the_final_answer_is_boxed_or_stands_on_the_last_line(response, answer, right):
-  assert math.score("", response, answer) == right
+  assert latex.score("", response, answer) == right
 
 
 def test_no_gold_answer_is_an_error():
   with pytest.raises(ValueError, match="gold answer .* is empty"):
-    math.score("", "3", r"so it is \boxed{}")
+    latex.score("", "3", r"so it is \boxed{}")
 
 
 HOSTILE = [
@@ -68,7 +68,7 @@ ENDLESS = [
 def test_every_answer_gets_a_verdict(endless):
   """Whatever it asks a computer algebra for; what never ends is worth nothing."""
   options = judge.Options(processes=2, cpu_s=5.0)
-  judges = judge.Judge("tlt_jax.tasks.math.score", options=options)
+  judges = judge.Judge("tlt_jax.tasks.latex.score", options=options)
   texts = [*HOSTILE, *endless, r"\boxed{1+x^2}"]
   found = judges(texts, texts, ["x^2+1"] * len(texts))
   judges.close()

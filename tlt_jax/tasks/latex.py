@@ -1,11 +1,11 @@
 r"""Mathematics whose answer is a LaTeX expression: number, interval, matrix, word...
 
 The response's final answer is the content of the last \boxed{...} or the line after the
-last ####, as `gsm8k.final_answer` finds it, and else what the last line says. It is right
-if it equals the gold answer as mathematics: \frac12, 0.5 and \dfrac{2}{4} are the same, so
-are (x+1)^2 and x^2+2x+1, and {1,2} and {2,1}, but not (1,2) and (2,1).
+last ####, by `gsm8k.final_answer`, and otherwise the last line. It is right if it
+is mathematically equal to the gold answer: \frac12, 0.5 and \dfrac{2}{4} are, so are
+(x+1)^2 and x^2+2x+1, and {1,2} and {2,1}, but not (1,2) and (2,1).
 
-math-verify (https://github.com/huggingface/Math-Verify) decides what plain comparison does
+math-verify (https://github.com/huggingface/Math-Verify) decides where plain comparison does
 not. Its computer algebra can take forever or all memory: such a response fails by
 verifier.cpu_s or verifier.memory_mb. Departures: a number with a base, 101_2, equals itself
 only, and degrees in trigonometric functions are understood.
@@ -19,7 +19,7 @@ from typing import Any
 from tlt_jax.tasks import gsm8k
 from tlt_jax.tasks import written_number
 
-_LONGEST = 1000  # characters of a final answer that is looked at
+_LONGEST = 1000  # characters of a final answer
 
 _SPELLINGS = (
   (r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\!", ""),
@@ -41,8 +41,6 @@ def score(prompt: object, response: str, answer: object) -> float:
   r"""1.0 if the response's final answer equals the gold answer, else 0.0.
 
   Args:
-    prompt: not used
-    response: text of the solution
     answer: the gold answer, or a solution that ends in \boxed{...} or "#### ..."
   Raises:
     ValueError: there is no gold answer
@@ -55,26 +53,24 @@ def score(prompt: object, response: str, answer: object) -> float:
   final = gsm8k.final_answer(response)
   is_marked = final is not None
   if final is None:
-    final = (gsm8k.behind_thoughts(response).strip().splitlines() or [""])[-1]
+    final = (gsm8k.after_thoughts(response).strip().splitlines() or [""])[-1]
   return float(is_equal(gold, final.strip(), is_marked))
 
 
 def is_equal(gold: str, final: str, is_marked: bool = True) -> bool:
-  """Whether two LaTeX texts mean the same.
+  """Whether two LaTeX texts are mathematically equal.
 
   Args:
     gold: the right answer
-    final: what is compared with it
-    is_marked: whether `final` is an answer alone, not a sentence that has one
+    is_marked: whether `final` is an answer alone, not a sentence that contains one
   """
   if len(final) > _LONGEST + len(gold):
     return False
   gold, final = _respelt(gold), _respelt(final)
-  compact = lambda text: re.sub(r"[\s{}$]", "", text)
   if re.sub(r"[\s$]", "", gold) == re.sub(r"[\s$]", "", final) != "":
     return True
   if _WITH_BASE.search(gold) or _WITH_BASE.search(final):
-    return compact(gold) == compact(final)
+    return re.sub(r"[\s{}$]", "", gold) == re.sub(r"[\s{}$]", "", final)
   if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(final):  # the most frequent case
     numbers = written_number.read(gold), written_number.read(final)
     if None not in numbers:
@@ -90,7 +86,6 @@ def _respelt(text: str) -> str:
 
 
 def _verify(gold: str, final: str, is_marked: bool) -> bool:
-  """What math-verify says."""
   math_verify, kinds = _math_verify()
   try:
     expected = math_verify.parse(rf"\boxed{{{gold}}}", kinds, parsing_timeout=None)

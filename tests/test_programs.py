@@ -14,7 +14,7 @@ import pytest
 from tlt_jax import sandbox
 from tlt_jax.rl import judge
 from tlt_jax.rl import reward
-from tlt_jax.tasks import code
+from tlt_jax.tasks import programs
 
 LIMITS = sandbox.Limits(wall_s=20.0, cpu_s=2.0, memory_mb=256, processes=4, file_mb=1)
 
@@ -137,7 +137,7 @@ def test_a_machine_that_cannot_isolate_is_an_error_with_the_remedy(monkeypatch):
   """When the reward is made."""
   monkeypatch.setattr(sandbox, "_NAMESPACES", ("sh", "-c", "echo refused >&2; exit 1"))
   with pytest.raises(reward.RewardError, match="refused.*isolation='limits'") as e:
-    reward.parse("tlt_jax.tasks.code.passes()")
+    reward.parse("tlt_jax.tasks.programs.passes()")
   assert "\n" not in str(e.value)
 
 
@@ -147,7 +147,7 @@ def test_limits_alone_must_be_asked_for(monkeypatch):
     if not os.path.exists(python):
       pytest.skip("there is no Python that everybody can read")
     monkeypatch.setattr(sys, "executable", python)
-  score = code.passes(isolation="limits")
+  score = programs.passes(isolation="limits")
   assert score("", "```\nprint(1)\n```", [["", "1"]]) == (1.0, True)
 
 
@@ -174,13 +174,13 @@ ECHO = "```\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```"
 )
 def test_code_is_judged_by_its_tests(isolates, response, answer, reward_, solved):
   """In part, if that is wanted; code that ends before a test does not pass it."""
-  score = code.passes(wall_s=60.0, cpu_s=10.0, partial=True)
+  score = programs.passes(wall_s=60.0, cpu_s=10.0, partial=True)
   assert score("", response, answer) == (reward_, solved)
 
 
 def test_tests_beyond_the_total_time_are_not_passed(isolates):
   """What was found until then counts."""
-  score = code.passes(total_s=1.0, partial=True)
+  score = programs.passes(total_s=1.0, partial=True)
   tests = [["", "1"], ["x", "1"], *[["", "1"]] * 6]
   program = "import sys, time\ntime.sleep(1000 * len(sys.stdin.read()))\nprint(1)"
   found, solved = score("", f"```\n{program}\n```", tests)
@@ -189,7 +189,7 @@ def test_tests_beyond_the_total_time_are_not_passed(isolates):
 
 def test_an_attack_costs_only_its_sample(isolates):
   """In processes of verifiers; without partial rewards one failure is enough."""
-  judges = judge.Judge("tlt_jax.tasks.code.passes(wall_s=20.0, cpu_s=1.0)")
+  judges = judge.Judge("tlt_jax.tasks.programs.passes(wall_s=20.0, cpu_s=1.0)")
   responses = [ECHO, "```\nwhile True: pass\n```", ECHO.replace("sum", "max"), ECHO]
   found = judges("pppp", responses, [[["1 2", "3"], ["5 0", "5"]]] * 4)
   judges.close()
@@ -200,4 +200,4 @@ def test_an_attack_costs_only_its_sample(isolates):
 @pytest.mark.parametrize("answer", [[], "x", "{}", [3], [["a"]], [["a", 1]], None])
 def test_tests_that_are_none_are_an_error(answer):
   with pytest.raises(ValueError, match="is no list of tests"):
-    code.read_tests(answer)
+    programs.read_tests(answer)

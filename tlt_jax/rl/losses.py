@@ -1,0 +1,149 @@
+"""The parts of policy losses that algorithms share, as pure functions of `Tokens`.
+
+An algorithm says what each token gains, f32[rows T] to be maximised: a ratio of
+probabilities times an advantage, clipped in some way. `policy_loss` makes a loss of it: it
+aggregates over tokens and adds what any method may have (KL, entropy, a correction for the
+sampler's rounding).
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.rl import algorithm
+
+KlEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def policy_loss(
+  tokens: algorithm.Tokens,
+  gain: jax.Array,
+  clipped: jax.Array,
+  *,
+  aggregation: Aggregation,
+  entropy_coef: float,
+  importance_cap: float,
+  kl_coef: float = 0.0,
+  kl_estimator: KlEstimator = "k3",
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """The negated gain, plus a KL to the reference, less an entropy bonus; and metrics.
+
+  Args:
+    gain: f32[rows T]  to be maximised
+    clipped: bool[rows T]  where a clip acts, for metrics
+    aggregation: see `weight`
+    importance_cap: see `sampler_correction`; 0: no correction
+    kl_coef: weight of KL(policy || reference); 0: the metric is the KL to the sampler
+  """
+  weights = weight(tokens, aggregation)
+  other = tokens.reference_logp if kl_coef else tokens.old_logp
+  divergence = kl(jnp.where(tokens.mask, other - tokens.logp, 0.0), kl_estimator)
+  per_token = tokens.mask / tokens.packed_tokens
+  metrics = {
+    "policy/kl": jnp.sum(divergence * per_token),
+    "policy/clip_frac": jnp.sum(clipped * per_token),
+  }
+  if importance_cap:
+    correction = sampler_correction(tokens, importance_cap)
+    gain = correction * gain
+    metrics["policy/importance_weight"] = jnp.sum(correction * per_token)
+  share = -jnp.sum(jnp.where(tokens.mask, gain, 0.0) * weights)
+  if kl_coef:
+    share += kl_coef * jnp.sum(divergence * weights)
+  if entropy_coef:
+    entropy = jnp.where(tokens.mask, tokens.entropy, 0.0)
+    share -= entropy_coef * jnp.sum(entropy * weights)
+  return share, metrics
+
+
+def kl(difference: jax.Array, estimator: KlEstimator) -> jax.Array:
+  """Estimates KL(policy || other) from sampled tokens' log other - log policy.
+
+  k1 and k3 are unbiased, k2 is biased and has the gradient of a squared log-ratio
+  (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+  """
+  if estimator == "k1":
+    return -difference
+  if estimator == "k2":
+    return difference**2 / 2
+  return jnp.expm1(difference) - difference
+
+
+def weight(tokens: algorithm.Tokens, aggregation: Aggregation) -> jax.Array:
+  """The weight of each token in the loss, f32[rows T].
+
+  token: a mean over all response tokens (DAPO, https://arxiv.org/abs/2503.14476, eq. 8);
+  sequence: a mean over responses of each one's mean (GRPO,
+  https://arxiv.org/abs/2402.03300, eq. 3); constant: sums over responses, divided by their
+  limits, which do not depend on what was sampled (Dr. GRPO,
+  https://arxiv.org/abs/2503.20783).
+  """
+  if aggregation == "token":
+    return tokens.mask / tokens.total_tokens
+  if aggregation == "constant":
+    return tokens.mask / tokens.total_max_tokens
+  # Padding counts as sequence 0, which may be without a response token.
+  return tokens.mask / (jnp.maximum(tokens.length, 1) * tokens.total_sequences)
+
+
+def log_ratio(tokens: algorithm.Tokens) -> jax.Array:
+  """log policy - log sampling policy, zero outside of responses: f32[rows T]."""
+  return jnp.where(tokens.mask, tokens.logp - tokens.old_logp, 0.0)
+
+
+def clip(
+  ratio: jax.Array,
+  advantage: jax.Array,
+  low: float,
+  high: float,
+  dual_clip: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+  """PPO's clipped surrogate (https://arxiv.org/abs/1707.06347, equation 7).
+
+  Args:
+    ratio, advantage: f32[rows T]
+    low, high: how far from 1 the ratio counts, below and above
+    dual_clip: how often the advantage of a bad token counts, at most (Ye et al. 2020,
+      https://arxiv.org/abs/1912.09729, equation 5); 0: no such limit
+  Returns:
+    f32[rows T] to be maximised, and bool[rows T], where a clip removed the gradient
+  """
+  plain = ratio * advantage
+  gain = jnp.minimum(plain, jnp.clip(ratio, 1 - low, 1 + high) * advantage)
+  removed = gain < plain
+  if dual_clip:
+    least = dual_clip * advantage
+    too_bad = (advantage < 0) & (gain < least)
+    gain, removed = jnp.where(too_bad, least, gain), removed | too_bad
+  return gain, removed
+
+
+def sampler_correction(tokens: algorithm.Tokens, cap: float) -> jax.Array:
+  """Truncated importance weights between the learner and the rollout: f32[rows T].
+
+  The two compute the same policy in programs of different shapes, and perhaps of
+  different precision. min(learner / rollout, cap) of each token corrects for the
+  difference; it has no gradient (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl;
+  truncation: Ionides 2008, https://doi.org/10.1198/106186008X320456).
+  """
+  difference = jnp.where(tokens.mask, tokens.old_logp - tokens.sampler_logp, 0.0)
+  return jax.lax.stop_gradient(jnp.minimum(jnp.exp(difference), cap))
+
+
+def sequence_mean(x: jax.Array, tokens: algorithm.Tokens) -> jax.Array:
+  """The mean of x over the response tokens of each token's sequence: f32[rows T].
+
+  Worked row: x 1 2 3 4 5, sequences 7 7 9 9 9, no prompt: 1.5 1.5 4 4 4. A sequence must be
+  contiguous within one row.
+  """
+  T = x.shape[1]
+  starts = jnp.diff(tokens.sequence_idx, axis=1) != 0
+  segment = jnp.pad(jnp.cumsum(starts, 1), ((0, 0), (1, 0)))
+
+  def row_sums(x, segment):
+    return jax.ops.segment_sum(x, segment, T)
+
+  sums = jax.vmap(row_sums)(jnp.where(tokens.mask, x, 0.0), segment)
+  return jnp.take_along_axis(sums, segment, 1) / jnp.maximum(tokens.length, 1)
