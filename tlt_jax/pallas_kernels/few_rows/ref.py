@@ -1,6 +1,6 @@
-"""The operations of a layer for few rows in jax.numpy; arguments are those of `triton`.
+"""The operations of a layer for few rows in jax.numpy, with the signatures of `triton`.
 
-Rounded where the kernels round. Sums are XLA's: bits may depend on the rows.
+Roundings are those of the kernels. Sums are XLA's: bits may depend on the rows.
 """
 
 import functools
@@ -16,7 +16,6 @@ _product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
 def _inverse_rms(x: few_rows.Rows, eps: float) -> jax.Array:
-  """One over the root of the rows' mean square: f32[M 1]."""
   mean = jnp.sum(x.squares, 0) / x.sums.shape[-1]
   return jax.lax.rsqrt(mean + eps)[:, None]
 

@@ -1,9 +1,9 @@
 """verify_sample for TPUs, in Pallas (Mosaic): one pass over the logits, 8 rows at a time.
 
-Exact noise is computed for few blocks of tokens. A token wins only if its noise, which
-is below -log(v), lifts it above the best so far: if v < exp(x - best), v being the
-uniform number that its hash stands for. That exponential is one that the softmax needs
-anyway, and the upper half of the hash bounds v from below.
+Exact noise is computed for few blocks of tokens. A token can win only if its noise, which
+is below -log(v), lifts it above the best so far: if v < exp(x - best), where v is the
+uniform number of its hash. The softmax needs that exponential anyway, and the upper half
+of the hash is a lower bound of v.
 """
 
 import functools
@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from tlt_jax import noise
 from tlt_jax.pallas_kernels.verify_sample import parts
 
-# Fixed, so that a row is cut and summed alike in every batch.
+# Fixed, so that a row is split and summed in the same way in every batch.
 ROWS, LANES = 8, 128
 TILE = 2048  # tokens of a block
 
-# exp(60) * 2^32 is finite in float32.
-_MOST = 60.0
-# More than rounding moves a perturbed logit.
+_MOST = 60.0  # exp(60) * 2^32 is finite in float32
+# Above the rounding error of a perturbed logit.
 _SLACK, _ULPS = 1e-4, 1e-6
 
 
@@ -34,7 +33,6 @@ def sample_part(
   offset: jax.Array,
   interpret: bool = False,
 ) -> parts.Part:
-  """Is `ref.sample_part`."""
   R, V = logits.shape
   tile = min(TILE, pl.cdiv(V, LANES) * LANES)
   key = jax.lax.bitcast_convert_type(key, jnp.int32)
@@ -63,7 +61,7 @@ def sample_part(
 
 
 def _kernel(offset, logits, k0, k1, temperature, cut, *out, V):
-  """Takes a block of tokens of some rows into their part; all lanes of `out` are equal."""
+  """Folds a block of tokens into the parts of some rows; all lanes of `out` are equal."""
   out = parts.Part(*out)
   block = pl.program_id(1)
 
@@ -78,10 +76,10 @@ def _kernel(offset, logits, k0, k1, temperature, cut, *out, V):
   divisor = jnp.where(random, t, 1.0)
   place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
   place += block * logits.shape[1]
-  inside = place < V  # of the rest of a block anything may be there
+  inside = place < V  # the rest of a block is undefined
   raw = jnp.where(inside, logits[...], -jnp.inf)
   keep = inside & (raw >= least)
-  # As near to the quotient as the sums need; the token's own logit is divided below.
+  # Precise enough for the sums; the sampled token's logit is divided below.
   x = raw * (1.0 / divisor)
   m = jnp.maximum(out.top[...], jnp.max(x, -1, keepdims=True))
   weight = jnp.exp(x - m[:, :1])
