@@ -80,7 +80,7 @@ def save(
   Args:
     path: a drafter in this folder is replaced
     server: matters for EAGLE-2 drafters; vLLM's have no vocabulary
-    dtype: of the stored weights; None: that of `fc`
+    dtype: of the stored weights; None: `fc`'s
   Raises:
     CheckpointError: the server's classes do not compute what this drafter does
   """

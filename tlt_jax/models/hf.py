@@ -521,7 +521,7 @@ def save(
     config: its `dtype` becomes config.json's
     params: as from `load`, sharded or not
     max_file_bytes: larger models are split into shards with an index
-    dtype: of the stored weights; None: that of each parameter
+    dtype: of the stored weights; None: each parameter's
   Raises:
     CheckpointError: params or config do not fit the architecture
   """

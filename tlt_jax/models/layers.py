@@ -196,7 +196,7 @@ class Attention(nn.Module):
         position     0  1  2  3  4
         step         0  0  0  1  2
 
-    Rolled by n, row t of `mask` is that of t-n (far, step 0); rolled by n-j, the keys of
+    Rolled by n, row t of `mask` is row t-n (far, step 0); rolled by n-j, the keys of
     step j have at t those of t-n+j (one each).
 
     Args:

@@ -27,8 +27,9 @@ def runs(trained: dict, num_layers: int) -> list[Run]:
   Args:
     trained: the trained part of a parameter tree
   """
-  structure = lambda i: jax.tree.structure(trained.get(_layer(i)))
-  grouped = itertools.groupby(range(num_layers), structure)
+  grouped = itertools.groupby(
+    range(num_layers), lambda i: jax.tree.structure(trained.get(_layer(i)))
+  )
   found = [list(layers) for _, layers in grouped]
   return [(layers[0], layers[-1] + 1) for layers in found]
 

@@ -145,8 +145,11 @@ def abstract_params(config: config_lib.ModelConfig) -> dict:
   """Shapes and logical axes of every parameter; traces one layer."""
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   shallow = Target(dataclasses.replace(config, num_layers=1))
-  init = lambda t: shallow.init(jax.random.key(0), t, t, method=Target.features_and_logits)
-  params = dict(jax.eval_shape(init, tokens)["params"])
+  variables = jax.eval_shape(
+    lambda t: shallow.init(jax.random.key(0), t, t, method=Target.features_and_logits),
+    tokens,
+  )
+  params = dict(variables["params"])
   layer = params.pop("layer_0")
   return params | {f"layer_{i}": layer for i in range(config.num_layers)}
 

@@ -18,7 +18,7 @@ def choose(impl: str | None) -> str:
   """Returns the implementation to run.
 
   Args:
-    impl: None: that of jax's default backend, or "ref" if it has none or lacks Triton
+    impl: None: jax's default backend's, or "ref" if it has none or lacks Triton
   Raises:
     ValueError: the implementation does not exist, or needs Triton where it is missing
   """
@@ -28,7 +28,7 @@ def choose(impl: str | None) -> str:
   if impl not in NAMES:
     raise ValueError(
       f"no implementation is called {impl!r}; choose one of {', '.join(NAMES)}, or None "
-      "for that of this machine"
+      "for the default"
     )
   if impl == "triton" and not triton_call.is_available():
     raise ValueError(

@@ -30,7 +30,7 @@ def _kernel(
   page: int,
   sink: int,
 ):
-  """Writes the program_id(1)-th tile, counted from that of a row's `start`."""
+  """Writes the program_id(1)-th tile, counted from the tile of a row's `start`."""
   start, step = start_ref[pl.program_id(0)], pl.program_id(1)
   first = ((start >> _BITS) + step) * TILE  # the tile's first slot
   exists = (first >= 0) & (first < length)

@@ -45,10 +45,15 @@ def find_cut(
   bits = 1 if jax.default_backend() == "cpu" else 4
 
   def find(axis, logits, temperature, top_k, top_p, min_p):
-    search = functools.partial(ref.find_cut, axis=axis, bits=bits)
-    keep_all = lambda logits, *_: jnp.full_like(logits[:, 0], -jnp.inf)
-    filters = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
-    args = (logits, temperature, top_k, top_p, min_p)
-    return jax.lax.cond(filters, search, keep_all, *args)
+    return jax.lax.cond(
+      jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0)),
+      functools.partial(ref.find_cut, axis=axis, bits=bits),
+      lambda logits, *_: jnp.full_like(logits[:, 0], -jnp.inf),
+      logits,
+      temperature,
+      top_k,
+      top_p,
+      min_p,
+    )
 
   return shards.over_vocabulary(find, logits, temperature, top_k, top_p, min_p)

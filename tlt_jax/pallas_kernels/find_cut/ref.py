@@ -37,12 +37,11 @@ def find_cut(
   x = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
   most = shards.largest(jnp.max(x, -1), axis)
   weight = jnp.exp(x - most[:, None])
-  above = lambda bound, weight, wanted: _search(logits, weight, bound, wanted, axis, bits)
-
-  by_k = above(top_k.astype(jnp.float32), jnp.ones_like(weight), top_k > 0)
+  ones, count = jnp.ones_like(weight), top_k.astype(jnp.float32)
+  by_k = _search(logits, ones, count, top_k > 0, axis, bits)
   weight = jnp.where(logits >= by_k[:, None], weight, 0.0)
   total = shards.add(jnp.sum(weight, -1), axis)
-  by_p = above(top_p * total, weight, top_p < 1)
+  by_p = _search(logits, weight, top_p * total, top_p < 1, axis, bits)
   likely = (weight > 0) & (weight >= min_p[:, None])
   by_min_p = -shards.largest(-jnp.min(jnp.where(likely, logits, jnp.inf), -1), axis)
   by_min_p = jnp.where(min_p > 0, by_min_p, -jnp.inf)
@@ -65,7 +64,9 @@ def _search(x, weight, bound, wanted, axis, bits) -> jax.Array:
     f32[R], -inf in rows that are not wanted
   """
   R, V = x.shape
-  everywhere = lambda: _by_digits(x, weight, bound, axis, bits)
+
+  def everywhere():
+    return _by_digits(x, weight, bound, axis, bits)
 
   def search():
     if V <= 2 * _BLOCK * _BLOCKS:
@@ -75,12 +76,15 @@ def _search(x, weight, bound, wanted, axis, bits) -> jax.Array:
     weights = jnp.pad(weight, pad).reshape(blocks.shape)
     largest, chosen = jax.lax.top_k(jnp.max(blocks, -1), _BLOCKS + 1)
     rest = shards.largest(largest[:, -1], axis)
-    among = lambda y: jnp.take_along_axis(y, chosen[:, :-1, None], 1).reshape(R, -1)
-    near, near_weights = among(blocks), among(weights)
+    near, near_weights = (
+      jnp.take_along_axis(y, chosen[:, :-1, None], 1).reshape(R, -1)
+      for y in (blocks, weights)
+    )
     above = jnp.sum(jnp.where(near > rest[:, None], near_weights, 0.0), -1)
     decided = jnp.all((shards.add(above, axis) >= bound) | ~wanted)
-    few = lambda: _by_digits(near, near_weights, bound, axis, bits)
-    return jax.lax.cond(decided, few, everywhere)
+    return jax.lax.cond(
+      decided, lambda: _by_digits(near, near_weights, bound, axis, bits), everywhere
+    )
 
   found = jax.lax.cond(jnp.any(wanted), search, lambda: jnp.full_like(bound, -jnp.inf))
   return jnp.where(wanted, found, -jnp.inf)
@@ -95,13 +99,13 @@ def _by_digits(x, weight, bound, axis, bits) -> jax.Array:
     shift = jnp.uint32(32 - bits * (i + 1))
     pivot = low[:, None] + (digits << shift) - 1
     # Separate sums: XLA may not fuse one of [R digits V] with its input.
-    weigh = lambda p: jnp.sum(jnp.where(code > p[:, None], weight, 0.0), -1)
-    above = shards.add(jnp.stack([weigh(p) for p in pivot.T], -1), axis)
+    sums = [jnp.sum(jnp.where(code > p[:, None], weight, 0.0), -1) for p in pivot.T]
+    above = shards.add(jnp.stack(sums, -1), axis)
     digit = jnp.sum(above >= bound[:, None], -1, dtype=jnp.uint32)
     return low + (digit << shift)
 
   low = jax.lax.fori_loop(0, 32 // bits, refine, jnp.zeros(x.shape[0], jnp.uint32))
-  # If all logits qualify the code of -inf, if none does that of inf.
+  # The code of -inf if all logits qualify, of inf if none does.
   return _unordered(jnp.clip(low, jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800000)))
 
 

@@ -110,8 +110,8 @@ def _forward(q, k, v, segments, size):
 
   def attend(_, i):
     q_i = blocks.queries(q, i, K) * H**-0.5
-    zeros = lambda *shape: varying.like(jnp.zeros(shape, jnp.float32), q)
-    rows = q_i.shape[:3]
+    zeros = varying.like(jnp.zeros((*q_i.shape[:3], H), jnp.float32), q)
+    zero = zeros[..., :1]
 
     def add(j, carry):
       largest, total, out = carry
@@ -123,7 +123,7 @@ def _forward(q, k, v, segments, size):
       seen = _product("bkqs,bksh->bkqh", weights.astype(v.dtype), v_j)
       return new, total, out * shrink + seen
 
-    start = zeros(*rows, 1) + _MASKED, zeros(*rows, 1), zeros(*rows, H)
+    start = zero + _MASKED, zero, zeros
     largest, total, out = blocks.over_keys(i, first, add, start)
     return None, ((out / total).astype(q.dtype), largest + jnp.log(total))
 

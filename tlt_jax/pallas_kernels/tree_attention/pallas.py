@@ -136,7 +136,10 @@ def tree_attention(
   tiles = pl.cdiv(J * G, ROWS)
   rows = pl.cdiv(pl.cdiv(J * G, tiles), _SUBLANES) * _SUBLANES
   missing = tiles * rows - J * G
-  padded = lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0)))
+
+  def padded(x):
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0)))
+
   queries = (q * H**-0.5).reshape(B, J, K, G, H).transpose(0, 2, 1, 3, 4)
   queries = padded(queries.reshape(B, K, J * G, H))
   bits = padded(jnp.repeat(seen.bits, G, 1))  # i32[B rows words]
@@ -144,7 +147,6 @@ def tree_attention(
     k, v = hbm.pinned(k), hbm.pinned(v)
   specs = _specs(rows, bits.shape[-1], H, seen.size, S, page)
   kernel = functools.partial(_kernel, size=seen.size, length=S)
-  scratch = lambda width: pltpu.VMEM((rows, width), jnp.float32)
   out = pl.pallas_call(
     lambda start_ref, pages_ref, *refs: kernel(start_ref, *refs),
     out_shape=jax.ShapeDtypeStruct(
@@ -155,7 +157,7 @@ def tree_attention(
       grid=(B, K, tiles, pl.cdiv(S, min(BLOCK, page))),
       in_specs=specs,
       out_specs=specs[0],
-      scratch_shapes=[scratch(_LANES), scratch(_LANES), scratch(H)],
+      scratch_shapes=[pltpu.VMEM((rows, w), jnp.float32) for w in (_LANES, _LANES, H)],
     ),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")

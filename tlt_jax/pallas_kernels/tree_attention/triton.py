@@ -229,14 +229,13 @@ def tree_attention(
   splits = triton.cdiv(S, cut.split)
   shapes = dict(J=J, G=G, K=K, H=H, SIZE=seen.size, SPLIT=cut.split)
   out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-  partial = lambda *of_row: jax.ShapeDtypeStruct(
-    (B, K, splits, J * G, *of_row), jnp.float32
-  )
   unused = jax.ShapeDtypeStruct((1,), jnp.float32)
+  sums = jax.ShapeDtypeStruct((B, K, splits, J * G, H), jnp.float32)
+  stats = jax.ShapeDtypeStruct((B, K, splits, J * G), jnp.float32)
   attended = triton_call.triton_call(
     q, k, v, seen.start, seen.bits, pages, S,
     kernel=_attend,
-    out_type=[partial(H), partial(), partial()] if splits > 1 else [out, unused, unused],
+    out_type=[sums, stats, stats] if splits > 1 else [out, unused, unused],
     grid=(triton.cdiv(J, cut.nodes), splits, B * K),
     name="tree_attention",
     num_warps=cut.warps,

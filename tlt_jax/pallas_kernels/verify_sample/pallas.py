@@ -36,10 +36,10 @@ def sample_part(
   R, V = logits.shape
   tile = min(TILE, pl.cdiv(V, LANES) * LANES)
   key = jax.lax.bitcast_convert_type(key, jnp.int32)
-  column = lambda x: jnp.broadcast_to(x[:, None], (R, LANES))
+  of_rows = key[:, 0], key[:, 1], temperature, cut
+  columns = (jnp.broadcast_to(x[:, None], (R, LANES)) for x in of_rows)
   row = pl.BlockSpec((ROWS, LANES), lambda i, j, offset: (i, 0))
-  shape = lambda dtype: jax.ShapeDtypeStruct((R, LANES), dtype)
-  f32, i32 = shape(jnp.float32), shape(jnp.int32)
+  f32, i32 = (jax.ShapeDtypeStruct((R, LANES), x) for x in (jnp.float32, jnp.int32))
   out = pl.pallas_call(
     functools.partial(_kernel, V=V),
     out_shape=parts.Part(f32, i32, f32, f32, f32, f32),
@@ -55,7 +55,7 @@ def sample_part(
   )(
     jnp.reshape(offset, (1,)).astype(jnp.int32),
     logits,
-    *map(column, (key[:, 0], key[:, 1], temperature, cut)),
+    *columns,
   )
   return jax.tree.map(lambda x: x[:, 0], out)
 
@@ -84,9 +84,9 @@ def _kernel(offset, logits, k0, k1, temperature, cut, *out, V):
   m = jnp.maximum(out.top[...], jnp.max(x, -1, keepdims=True))
   weight = jnp.exp(x - m[:, :1])
   old = jnp.exp(out.top[...] - m)
-  sum_of = lambda w: jnp.sum(w, -1, keepdims=True)
-  out.total[...] = out.total[...] * old + sum_of(weight)
-  out.kept[...] = out.kept[...] * old + sum_of(jnp.where(keep, weight, 0.0))
+  kept = jnp.where(keep, weight, 0.0)
+  out.total[...] = out.total[...] * old + jnp.sum(weight, -1, keepdims=True)
+  out.kept[...] = out.kept[...] * old + jnp.sum(kept, -1, keepdims=True)
   out.top[...] = m
 
   ids = offset[0] + place

@@ -57,8 +57,7 @@ def sample_part(
 ) -> parts.Part:
   R, V = logits.shape
   programs = triton.cdiv(V, TILE * TILES)
-  shape = lambda dtype: jax.ShapeDtypeStruct((programs, R), dtype)
-  f32, i32 = shape(jnp.float32), shape(jnp.int32)
+  f32, i32 = (jax.ShapeDtypeStruct((programs, R), x) for x in (jnp.float32, jnp.int32))
   out = triton_call.triton_call(
     logits,
     jax.lax.bitcast_convert_type(key, jnp.int32),
