@@ -10,7 +10,6 @@ import pydantic
 
 from tlt_jax import ranges
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")  # of the computation
 
 
