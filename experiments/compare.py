@@ -34,11 +34,7 @@ _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8
 
 
 def read(workdir: pathlib.Path) -> tuple[list[dict], dict[int, list[dict]]]:
-  """A workdir's metrics by step, and the problems of its evaluations by step.
-
-  Raises:
-    ValueError: it has neither, or a damaged file
-  """
+  """A workdir's metrics by step, and the problems of its evaluations by step."""
   path = workdir / "metrics.jsonl"
   records = metrics.read(path) if path.exists() else []
   evaluated = evaluations.read(workdir)

@@ -56,11 +56,7 @@ def write(
 
 
 def read(workdir: pathlib.Path) -> dict[int, list[dict[str, Any]]]:
-  """The problems of each evaluation of a workdir, by step; see `evaluation.problems`.
-
-  Raises:
-    ValueError: names a damaged file
-  """
+  """The problems of each evaluation of a workdir, by step; see `evaluation.problems`."""
   found = {}
   for path in sorted((workdir / FOLDER).glob("*.jsonl")):
     try:

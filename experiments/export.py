@@ -53,12 +53,7 @@ _TOKEN_MAP = (
 def export(
   workdir: pathlib.Path, output: pathlib.Path, server: str, policy_only: bool = False
 ) -> str:
-  """Writes both folders; returns a message with the commands that serve them.
-
-  Raises:
-    ValueError: there is nothing to export, the server does not support the drafter, or
-      an input would be overwritten
-  """
+  """Writes both folders; returns a message with the commands that serve them."""
   config = workdirs.read_json(workdir, _REMEDY)
   offline = "run" in config  # of `train_drafter`
   run = config["run"] if offline else config
@@ -101,7 +96,6 @@ def export(
 def _check_output(
   folders: Sequence[pathlib.Path], workdir: pathlib.Path, run: Mapping[str, Any]
 ) -> None:
-  """Raises ValueError if a folder is an input of the run, or part of its workdir."""
   kept = [run["policy"], run["drafter"], workdir / "policy", workdir / "drafter"]
   kept = [pathlib.Path(folder).resolve() for folder in kept if folder]
   for folder in folders:

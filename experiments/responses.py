@@ -21,11 +21,7 @@ def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) ->
 
 
 def load(path: pathlib.Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Reads a file of `store`.
-
-  Raises:
-    ValueError: it is damaged, or has tokens outside of the policy's vocabulary
-  """
+  """Reads a file of `store`; raises ValueError if it is damaged, or of other tokens."""
   with path.open("rb") as file:
     try:
       with np.load(file, allow_pickle=False) as stored:

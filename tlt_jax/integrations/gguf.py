@@ -84,11 +84,7 @@ def library():
 
 
 def open_file(path: str | pathlib.Path) -> File:
-  """Reads the metadata of a GGUF file and maps its tensors into memory.
-
-  Raises:
-    CheckpointError: it is missing, damaged, or another kind of file
-  """
+  """Reads the metadata of a GGUF file and maps its tensors into memory."""
   path, gguf = pathlib.Path(path), library()
   try:
     reader = gguf.GGUFReader(path)
@@ -103,12 +99,7 @@ def open_file(path: str | pathlib.Path) -> File:
 
 
 def read_config(file: File) -> config_lib.ModelConfig:
-  """The ModelConfig of a GGUF file.
-
-  Raises:
-    CheckpointError: an unsupported architecture, or one that would be computed
-      differently here
-  """
+  """The ModelConfig of a GGUF file; raises CheckpointError if it is not supported."""
   name = file.metadata.get("general.architecture")
   if name not in list(_ARCHITECTURES):
     raise file.error(
@@ -267,10 +258,8 @@ _SPLITS = {
 
 
 def make_tokenizer(metadata: Mapping[str, Any]):
-  """Makes the Hugging Face tokenizer that a GGUF file was converted from.
+  """Makes a transformers.PreTrainedTokenizerFast, with the chat template if there is one.
 
-  Returns:
-    transformers.PreTrainedTokenizerFast, with the chat template if the file has one
   Raises:
     ValueError: the tokenizer is of an unknown kind, or damaged
   """
@@ -309,7 +298,6 @@ def _token_id(metadata: Mapping[str, Any], role: str) -> int | None:
 def _byte_level_bpe(
   tokens: list[str], types: list[int], merges: list[str], split: _Split
 ) -> tokenizers.Tokenizer:
-  """Makes a tokenizer from tokens in GPT-2's alphabet of bytes and merges "left right"."""
   vocab = {token: i for i, token in enumerate(tokens)}
   pairs = [tuple(merge.split(" ")) for merge in merges]
   inner = tokenizers.Tokenizer(

@@ -190,7 +190,6 @@ class Rollout(base_rollout.BaseRollout):
 
   @functools.cached_property
   def _score(self) -> Callable:
-    """The program of `get_per_token_logps`."""
     model, pad = target.Target(self._config), self.pad_id()
     temperature = self._rollout_config.temperature or 1.0
 
@@ -213,13 +212,10 @@ class Rollout(base_rollout.BaseRollout):
     Args:
       params: `nnx.state(actor, nnx.Param)`
       filter_types: ignored
-    Raises:
-      ValueError: they are of another model
     """
     self._params = self._place(params)
 
   def _place(self, params: Any) -> dict:
-    """The actor's parameters laid out for rollouts."""
     mine = tunix_params.from_tunix(self._config, params)
 
     def copy(x, sharding):
@@ -253,7 +249,6 @@ class Rollout(base_rollout.BaseRollout):
   def _selector(
     self, strategies: str | None, spot: spot_lib.Options | None
   ) -> selector_lib.Selector | None:
-    """The selector of strategies; None for plain decoding."""
     has_drafter = self._drafter is not None
     strategies = levels.automatic(has_drafter) if strategies is None else strategies
     selector = selector_lib.make(strategies, "predictive", has_drafter)
@@ -282,13 +277,11 @@ class Rollout(base_rollout.BaseRollout):
     )
 
   def _stop_tokens(self, config: base_rollout.RolloutConfig) -> list[int]:
-    """The stop tokens, including padding."""
     if not config.eos_tokens and self.eos_id() is None:
       raise ValueError("the tokenizer has no eos token: set RolloutConfig.eos_tokens")
     return [*(config.eos_tokens or [self.eos_id()]), self.pad_id()]
 
   def _check_room(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
-    """Raises ValueError if prompts and responses exceed the engine's sizes."""
     sizes, longest = self._rollout.options, max(map(len, prompts))
     if longest > sizes.max_prompt or longest + max_tokens > sizes.max_length:
       raise ValueError(
@@ -359,6 +352,5 @@ def _left_padded(prompts: Sequence[np.ndarray], width: int, pad: int) -> np.ndar
 
 
 def _before(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-  """The tokens before the first one that is among `ends`."""
   found = np.flatnonzero(np.isin(tokens, ends))
   return tokens[: found[0]] if len(found) else tokens

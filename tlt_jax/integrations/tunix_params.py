@@ -153,7 +153,6 @@ def _shapes(config: config_lib.ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _names(config: config_lib.ModelConfig) -> dict[str, str]:
-  """Path in our tree -> path in tunix's, of the model's parameters."""
   rows = dict(_OF_MODEL)
   for i in range(config.num_layers):
     rows |= {f"layer_{i}/{o}": f"layers/{i}/{name}" for o, name in _OF_LAYER.items()}
@@ -167,7 +166,6 @@ def _is_transposed(path: str, shape: tuple[int, ...]) -> bool:
 def _stored(
   config: config_lib.ModelConfig, path: str, shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-  """The shape in tunix of our parameter."""
   if not _is_transposed(path, shape):
     return shape
   outputs, inputs = shape

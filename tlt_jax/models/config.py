@@ -17,9 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16")  # of the computation
 class RopeScaling:
   """Llama 3.1's frequency rescaling of RoPE (`rope_type: llama3`).
 
-  Wavelengths longer than `original_max_position / low_freq_factor` are
-  stretched by `factor`, those shorter than `original_max_position /
-  high_freq_factor` are kept, and the band between is interpolated.
+  Wavelengths above `original_max_position / low_freq_factor` are stretched by `factor`,
+  those below `original_max_position / high_freq_factor` kept, and others interpolated.
   """
 
   factor: ranges.Positive

@@ -40,11 +40,7 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   rules: axes.Rules = axes.ROLLOUT,
 ) -> tuple[drafter.DrafterConfig, dict]:
-  """Reads a folder, onto the default device without a mesh.
-
-  Raises:
-    hf.CheckpointError: the folder is missing, damaged, or for another target
-  """
+  """Reads a folder; raises hf.CheckpointError if it is damaged or for another target."""
   path = pathlib.Path(path)
   with contextlib.ExitStack() as stack:
     config, stored, names = _open(path, target_config, stack)

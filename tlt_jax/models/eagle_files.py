@@ -59,7 +59,6 @@ _VARIANTS = (
 
 
 def _names(kind: str) -> dict[str, str]:
-  """Path in our tree -> name in the file."""
   rows = [*_FC, *(_OF_EAGLE3 if kind == "eagle3" else ())]
   rows += [(_PREFIX[kind] + theirs, ours) for theirs, ours in hf.LAYER_TENSORS[1:]]
   return {ours: theirs for theirs, ours in rows}
@@ -185,12 +184,9 @@ def read(
 
   Args:
     file, raw: config.json, and its content
-    stored: the tensors of the folder
     target_config: gives the drafter's max_position, dtype and tie_embeddings
   Returns:
     the drafter, its tensors, and path in our tree -> name
-  Raises:
-    CheckpointError: it is damaged or not supported
   """
   try:
     kind, stored = _renamed(stored)
@@ -215,7 +211,6 @@ def read(
 
 
 def _renamed(stored: hf.Tensors) -> tuple[str, hf.Tensors]:
-  """The kind of drafter, and its tensors by the names of `_names`."""
   is_eagle3 = re.compile(r"(model\.)?midlayer\..*|.*hidden_norm\.weight").fullmatch
   kind = "eagle3" if any(map(is_eagle3, stored.lazy)) else "eagle2"
   found = hf.Tensors({}, {})
@@ -232,7 +227,6 @@ def _renamed(stored: hf.Tensors) -> tuple[str, hf.Tensors]:
 def _layer(
   raw: dict, stored: hf.Tensors, kind: str, target_config: config_lib.ModelConfig
 ) -> config_lib.ModelConfig:
-  """The drafter's layer, whose family follows from the tensors."""
   attention = f"{_PREFIX[kind]}self_attn."
   biases, norms = (attention + n in stored.lazy for n in ("q_proj.bias", "q_norm.weight"))
   family = "Qwen3" if norms else "Qwen2" if biases else "Llama"
@@ -256,7 +250,6 @@ def _layer(
 
 
 def _taps(raw: dict, target_config: config_lib.ModelConfig) -> tuple[int, ...]:
-  """The target's layers that an EAGLE-3 drafter reads; see the top of this file."""
   eagle = raw.get("eagle_config") or {}
   if not isinstance(eagle, dict) or eagle.get("use_aux_hidden_state", True) is not True:
     raise ValueError(
@@ -293,14 +286,7 @@ def _take_vocab(
 
 
 def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[int, ...]:
-  """Removes the tables of a vocabulary from `stored`; returns its ids.
-
-  Args:
-    size: U; None: there is no vocabulary
-    target_size: V
-  Raises:
-    CheckpointError: the tables are damaged, or contradict each other
-  """
+  """Removes the tables of a vocabulary of `size` ids from `stored`; returns the ids."""
   if size is None:
     return ()
   d2t, t2d = stored.lazy.pop("d2t", None), stored.lazy.pop("t2d", None)

@@ -125,7 +125,6 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
 
 
 def _read_index(index: pathlib.Path) -> dict[str, list[str]]:
-  """The names of the tensors in each file."""
   weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise CheckpointError(f"{index} has no weight_map; download it again")
@@ -242,11 +241,7 @@ _NEUTRAL = {
 
 
 def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
-  """Reads config.json.
-
-  Raises:
-    CheckpointError: it is missing or damaged, or its model is not supported
-  """
+  """Reads config.json; raises CheckpointError if it is damaged or not supported."""
   file = pathlib.Path(path) / CONFIG
   raw = read_json(file)
   try:
@@ -256,11 +251,7 @@ def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
 
 
 def parse_config(raw: dict) -> config_lib.ModelConfig:
-  """Turns the content of config.json into a ModelConfig.
-
-  Raises:
-    ValueError: the model is not supported, or a key is missing or invalid
-  """
+  """Parses the content of config.json; raises ValueError if it is not supported."""
   raw = {key: value for key, value in raw.items() if value is not None}
   names = raw.get("architectures", ["(none)"])
   if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -307,7 +298,6 @@ def _parse_rope_scaling(rope: dict) -> dict | None:
 
 
 def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
-  """Raises on a feature that would change the outputs."""
   neutral = {"hidden_act": family.hidden_act, **_NEUTRAL, **family.neutral}
   if family.qkv_bias:  # Qwen2 ignores this key
     del neutral["attention_bias"]
@@ -334,10 +324,10 @@ def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
 
 
 def unparse_config(config: config_lib.ModelConfig) -> dict:
-  """Turns a ModelConfig into config.json, in the spelling that transformers 4 and 5 read.
+  """Makes config.json for transformers 4 and 5.
 
   Raises:
-    CheckpointError: its architecture cannot express it
+    CheckpointError: config.json of its architecture cannot express the config
   """
   try:
     family = families.find(config.architecture)
@@ -485,7 +475,6 @@ def _place(stored: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
 def _check_tensors(
   stored: Tensors, shapes: dict[str, tuple[int, ...]], config: config_lib.ModelConfig
 ) -> None:
-  """Raises unless the files have exactly the tensors of the model."""
   head, embedding = "lm_head.weight", "model.embed_tokens.weight"
   for name in sorted(stored.lazy.keys() | shapes.keys()):
     is_copy = name == head and config.tie_embeddings

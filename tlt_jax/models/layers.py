@@ -100,7 +100,6 @@ def apply_rope(x: jax.Array, by: Rotation) -> jax.Array:
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-  """(start, end) of blocks of queries of about equal size."""
   count = max(round(length / _BLOCK), 1)
   ends = [length * i // count for i in range(count + 1)]
   return list(itertools.pairwise(ends))

@@ -163,7 +163,6 @@ def _packed(
 
 
 def _compile(kernel, kinds, aligned, constants, capability, options):
-  """Compiles a kernel for a GPU, which may be absent."""
   import triton
   from triton.backends.compiler import GPUTarget
   from triton.compiler import ASTSource
@@ -187,7 +186,6 @@ def _of_first_device() -> int:
 
 
 def _by_jax_triton(*args, kernel, out_type, fused, **options):
-  """`triton_call` by jax_triton, of either signature."""
   import jax_triton  # fails to import where jax has no CUDA
 
   call = jax_triton.triton_call

@@ -99,7 +99,6 @@ def _add_up(
 def _inverse_rms(
   squares_ptr, r, M: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr
 ):  # fmt: skip
-  """f32[R], from what `project` wrote."""
   sum = tl.zeros(r.shape, tl.float32)
   for tile in range(TILES):
     sum += tl.load(squares_ptr + tile * M + r, mask=r < M, other=0.0)

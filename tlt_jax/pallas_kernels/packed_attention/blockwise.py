@@ -99,12 +99,10 @@ def _product(how: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q, k, v, segments, size):
-  """Attends in blocks of `size`, which divides T."""
   return _forward(q, k, v, segments, size)[0]
 
 
 def _forward(q, k, v, segments, size):
-  """The result, and the residuals of its gradient."""
   blocks = _Blocks(size, segments)
   first, K, H = blocks.first(), k.shape[1], q.shape[3]
 
@@ -133,7 +131,6 @@ def _forward(q, k, v, segments, size):
 
 
 def _backward(size, known, d_out):
-  """The gradient with respect to q, k and v; those of k and v are summed in float32."""
   q, k, v, segments, out, log_sum = known
   blocks = _Blocks(size, segments)
   first, K, H = blocks.first(), k.shape[1], q.shape[3]

@@ -99,7 +99,6 @@ def _kernel(
 def _specs(
   rows: int, words: int, H: int, size: int, length: int, page: int
 ) -> list:
-  """Specs of q, bits, k and v; blocks follow from a row's `start` and pages."""
   block = min(BLOCK, page)
 
   def seen(b, step, start):

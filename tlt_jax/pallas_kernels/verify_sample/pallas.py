@@ -112,7 +112,6 @@ def _kernel(offset, logits, k0, k1, temperature, cut, *out, V):
 
 
 def _gumbel(upper):
-  """The noise of tokens from the upper halves of their hashes; see `noise.gumbel`."""
   lower = noise.mix(upper ^ noise.LOW)
   v = _unsigned(upper) * 2.0**-32 + (_unsigned(lower) + 0.5) * 2.0**-64
   v = jnp.minimum(v, 1.0 - 2.0**-24)
@@ -125,5 +124,4 @@ def _shifted(x, count):
 
 
 def _unsigned(x):
-  """The float32 of the unsigned integer with these bits, rounded once."""
   return _shifted(x, 16).astype(jnp.float32) * 65536.0 + (x & 0xFFFF).astype(jnp.float32)
