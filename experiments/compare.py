@@ -3,10 +3,9 @@
     python -m experiments.compare WORKDIR WORKDIR ... [--figure=compare.png] [--steps=10]
 
 The table has the reward and the step time of the last steps, and the accuracy of the last
-evaluation with its 95% interval over problems. Differences are those to the first workdir,
-at the last evaluation of each, over the problems that both were asked; an interval that
-leaves out 0 is a difference that chance rarely makes. A folder of
-`experiments.evaluate --output` counts as a workdir. The last line is JSON.
+evaluation with its 95% interval over problems. Gains are relative to the first workdir, at
+the last evaluation of each, paired over common problems. A folder of
+`experiments.evaluate --output` is also a workdir. The last line is JSON.
 """
 
 import collections
@@ -28,18 +27,14 @@ from tlt_jax import metrics
 from tlt_jax import writing
 
 _FIGURE = flags.DEFINE_string("figure", "compare.png", "File of the curves; '': none.")
-_STEPS = flags.DEFINE_integer("steps", 10, "Last steps that means are of.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 10, "Average over so many steps.", lower_bound=1)
 
-# Okabe-Ito, told apart by colour-blind readers.
+# Okabe-Ito, for colour-blind readers.
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
 
 
 def read(workdir: pathlib.Path) -> tuple[list[dict], dict[int, list[dict]]]:
-  """A workdir's metrics by step, and the problems of its evaluations by step.
-
-  Raises:
-    ValueError: it has neither, or a damaged file
-  """
+  """A workdir's metrics by step, and the problems of its evaluations by step."""
   path = workdir / "metrics.jsonl"
   records = metrics.read(path) if path.exists() else []
   evaluated = evaluations.read(workdir)
@@ -49,32 +44,31 @@ def read(workdir: pathlib.Path) -> tuple[list[dict], dict[int, list[dict]]]:
 
 
 def summary(records: Sequence[Mapping], evaluated: Mapping, steps: int) -> dict[str, Any]:
-  """What a workdir comes to: means over its last steps, and its last evaluation."""
-  taken = [r for r in records if "reward/mean" in r]
-  found: dict[str, Any] = {"steps": len(taken)}
+  """Averages over a workdir's last steps, and the results of its last evaluation."""
+  trained = [r for r in records if "reward/mean" in r]
+  result: dict[str, Any] = {"steps": len(trained)}
   for name, key in (("reward", "reward/mean"), ("solved", "reward/solved")):
-    values = [r[key] for r in taken[-steps:] if key in r]
+    values = [r[key] for r in trained[-steps:] if key in r]
     if values:
-      found[name] = float(np.mean(values))
-  if seconds := [r["step/seconds_s"] for r in taken[-steps:] if "step/seconds_s" in r]:
-    found["step_s"] = float(np.median(seconds))
+      result[name] = float(np.mean(values))
+  if seconds := [r["step/seconds_s"] for r in trained[-steps:] if "step/seconds_s" in r]:
+    result["step_s"] = float(np.median(seconds))
   if evaluated:
     by_problem = [np.mean(problem["solved"]) for problem in evaluated[max(evaluated)]]
-    found["problems"] = len(by_problem)
-    found["accuracy"] = float(np.mean(by_problem))
+    result["problems"] = len(by_problem)
+    result["accuracy"] = float(np.mean(by_problem))
     if len(by_problem) > 1:
-      found["accuracy_half_width"] = metrics.interval(by_problem)[1]
-  return found
+      result["accuracy_half_width"] = metrics.interval(by_problem)[1]
+  return result
 
 
 def paired(first: Sequence[Mapping], other: Sequence[Mapping]) -> dict[str, Any]:
-  """How much more of the same problems are solved by `other`, with the 95% interval.
+  """The gain in accuracy of `other` on common problems, with the 95% interval.
 
-  Args:
-    first, other: problems of an evaluation each; those with the same prompt and set are
-      the same, a prompt that comes n times as its first, second... n-th
+  Problems are matched by set and prompt, repeated ones in order.
+
   Returns:
-    problems: the number of them; with two or more, gain and gain_half_width
+    problems: the number of common ones; with two or more, gain and gain_half_width
   """
   named_first, named_other = _by_name(first), _by_name(other)
   gains = [
@@ -82,10 +76,10 @@ def paired(first: Sequence[Mapping], other: Sequence[Mapping]) -> dict[str, Any]
     for name, problem in named_first.items()
     if name in named_other
   ]
-  found: dict[str, Any] = {"problems": len(gains)}
+  result: dict[str, Any] = {"problems": len(gains)}
   if len(gains) > 1:
-    found["gain"], found["gain_half_width"] = metrics.interval(gains)
-  return found
+    result["gain"], result["gain_half_width"] = metrics.interval(gains)
+  return result
 
 
 def _by_name(problems: Sequence[Mapping]) -> dict[tuple, Mapping]:
@@ -125,11 +119,15 @@ def plot_curves(runs: Mapping[str, tuple]) -> figure.Figure:
   return fig
 
 
-def _percent(found: Mapping[str, Any], name: str, form: str = ".1f") -> str:
-  if name not in found:
+def _number(row: Mapping[str, Any], name: str, spec: str) -> str:
+  return format(row[name], spec) if name in row else "-"
+
+
+def _percent(row: Mapping[str, Any], name: str, spec: str = ".1f") -> str:
+  if name not in row:
     return "-"
-  half = found.get(f"{name}_half_width")
-  text = f"{100 * found[name]:{form}}"
+  half = row.get(f"{name}_half_width")
+  text = f"{100 * row[name]:{spec}}"
   return text if half is None else f"{text} ± {100 * half:.1f}"
 
 
@@ -143,20 +141,19 @@ def main(*workdirs: str):
     base = runs[workdirs[0]][1]
     if name != workdirs[0] and base and evaluated:
       result[name]["paired"] = paired(base[max(base)], evaluated[max(evaluated)])
-  number = lambda found, name, form: format(found[name], form) if name in found else "-"
   tables.show(
     f"Means of the last {_STEPS.value} steps, and the last evaluation",
     ("workdir", "steps", "reward", "step s", "accuracy %", "gain, paired, points"),
     [
       (
         name,
-        str(found["steps"]),
-        number(found, "reward", ".3f"),
-        number(found, "step_s", ".2f"),
-        _percent(found, "accuracy"),
-        _percent(found.get("paired", {}), "gain", "+.1f"),
+        str(row["steps"]),
+        _number(row, "reward", ".3f"),
+        _number(row, "step_s", ".2f"),
+        _percent(row, "accuracy"),
+        _percent(row.get("paired", {}), "gain", "+.1f"),
       )
-      for name, found in result.items()
+      for name, row in result.items()
     ],
   )
   if _FIGURE.value:

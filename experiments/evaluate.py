@@ -3,13 +3,12 @@
     python -m experiments.evaluate --model=runs/countdown/policy \\
         --baseline=experiments/policies/countdown_9m
 
-All policies answer the same prompts under the same noise; several are separated by
-commas. Intervals are 95%, over prompts (a prompt's samples count as one
-observation). Accuracy is the share of responses that are solved; the mean reward stands
-beside it where rewards are more than that, and pass@k where problems have several samples.
-Held-out prompts in named sets (`tlt_jax.data.named_sets`) have figures for each. With
---output what every sample was worth goes to a folder that `experiments.compare` reads, and
-some responses, for people to read. The last line is JSON.
+All policies (separated by commas) get the same prompts and noise. Intervals are 95%, over
+prompts (a prompt's samples count as one observation). Accuracy is the share of solved
+responses; the mean reward follows where it differs, and pass@k with several samples. Named
+sets of held-out prompts (`tlt_jax.data.named_sets`) have separate results. With --output
+the results of every sample go to a folder for `experiments.compare`, with some responses.
+The last line is JSON.
 """
 
 import collections
@@ -36,7 +35,7 @@ _BASELINE = flags.DEFINE_string("baseline", None, "Folder to compare with.")
 _PROMPTS = flags.DEFINE_integer(
   "prompts",
   500,
-  "Held-out prompts, of each set if there are several; all of a file that has fewer.",
+  "Held-out prompts per set, at most.",
   lower_bound=2,
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Folder for the results of a single model.")
@@ -47,7 +46,7 @@ _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bou
 def answer(
   folder: str, config: config_lib.RunConfig, prompts: from_config.Prompts
 ) -> sample.Scored:
-  """The scored responses of the policy in `folder`; prints what it did."""
+  """Scores responses of the policy in `folder`; prints a summary."""
   records = prompts.records
   config = dataclasses.replace(config, policy=folder, drafter="")
   asked = sizes.Asked(prompts.longest, len(records), _SAMPLES.value)
@@ -73,7 +72,7 @@ def answer(
 
 
 def figures(found: dict[str, float]) -> list[str]:
-  """Lines of pass@k, and of the accuracy on each named set, with intervals."""
+  """Lines of pass@k and of the accuracy on each named set, with intervals."""
   return [
     f"{name.replace('pass_at_', 'pass@').replace('/', ' ')} {100 * value:.1f}% "
     f"+- {100 * found[f'{name}_half_width']:.1f}"
@@ -100,11 +99,11 @@ def main(config: config_lib.RunConfig):
   records = prompts[folders[0]].records
   if any(others.records != records for others in prompts.values()):
     raise ValueError(
-      "the policies cannot be asked the same prompts: their tokenizers differ, and "
-      "unusable_prompts drops for one of them what another can use"
+      "the policies cannot get the same prompts: their tokenizers differ, and "
+      "unusable_prompts drops different ones"
     )
   if len(records) < 2:
-    raise ValueError("an interval over prompts takes two of them; there is one")
+    raise ValueError("an interval over prompts needs at least two; there is one")
   baseline = None
   if _BASELINE.value:
     baseline = answer(_BASELINE.value, config, prompts[_BASELINE.value])

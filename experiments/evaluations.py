@@ -1,10 +1,10 @@
-"""What a run writes of its evaluations and responses, in its workdir.
+"""Evaluations and sample responses in a workdir.
 
-    evaluations/STEP.jsonl    of each held-out problem, what its samples were worth
-    samples/train_STEP.jsonl  some responses of a step, for people to read
-    samples/eval_STEP.jsonl   some of an evaluation
+    evaluations/STEP.jsonl    the results of each held-out problem
+    samples/train_STEP.jsonl  some responses of a step
+    samples/eval_STEP.jsonl   some responses of an evaluation
 
-One file per step, so that a resumed run replaces what a killed one left.
+There is one file per step, which a resumed run replaces.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,11 @@ def evaluate(
   workdir: pathlib.Path,
   draft_params: Any = None,
 ) -> dict[str, float]:
-  """The metrics of a step's evaluation, whose results by problem go to the workdir.
+  """The metrics of an evaluation on held-out `records`; writes results by problem.
 
   Args:
-    options: of evaluations
-    sampler: of the policy
-    params: the policy's, in the layout of rollouts
-    records: held-out ones
-    seed: of the run
-    step: that the run is at
-    workdir: of the run
-    draft_params: the drafter's, if one drafts and is not trained in rollouts
+    params: the policy's, sharded as for rollouts
+    draft_params: of a drafter that is not trained in rollouts
   """
   n = options.samples
   scored = sample.evaluate(sampler, params, records, n, seed, draft_params)
@@ -48,25 +42,21 @@ def evaluate(
 
 
 def is_due(options: config_lib.Evaluation, step: int, steps: int) -> bool:
-  """Whether a step, of so many, has an evaluation; the last one does."""
+  """Whether a step has an evaluation; the last of `steps` does."""
   return step == steps or bool(options.every and step % options.every == 0)
 
 
 def write(
   scored: sample.Scored, n: int, step: int, workdir: pathlib.Path, examples: int
 ) -> None:
-  """Writes what an evaluation with n samples per problem found, and some responses."""
+  """Writes the results of an evaluation with n samples per problem, and some responses."""
   path = workdir / FOLDER / f"{step:06}.jsonl"
   evaluation.write(path, evaluation.problems(scored, n))
   write_examples(scored, examples, workdir, f"eval_{step:06}")
 
 
 def read(workdir: pathlib.Path) -> dict[int, list[dict[str, Any]]]:
-  """The problems of each evaluation of a workdir, by step; see `evaluation.problems`.
-
-  Raises:
-    ValueError: a file is damaged; names it
-  """
+  """The problems of each evaluation of a workdir, by step; see `evaluation.problems`."""
   found = {}
   for path in sorted((workdir / FOLDER).glob("*.jsonl")):
     try:
@@ -82,7 +72,6 @@ def read(workdir: pathlib.Path) -> dict[int, list[dict[str, Any]]]:
 def write_examples(
   scored: sample.Scored, count: int, workdir: pathlib.Path, name: str
 ) -> None:
-  """Writes some responses to WORKDIR/samples/NAME.jsonl, for people to read."""
   if count:
     path = workdir / "samples" / f"{name}.jsonl"
     evaluation.write(path, evaluation.examples(scored, count))

@@ -1,14 +1,13 @@
-"""Writes what a run has trained as two folders that other tools open.
+"""Exports the policy and drafter of a run's latest checkpoint for other tools.
 
     python -m experiments.export --workdir=runs/mine --output=DIR [--server=vllm] \\
         [--policy_only]
 
-`DIR/policy` is a Hugging Face folder with tokenizer, in the number format of the policy
-that the run began with. `DIR/drafter` is a drafter that SGLang loads, or vLLM, beside that
-policy. Both are of the latest checkpoint; the run may still go on. Of a workdir of
-`train_drafter` only the drafter is written, with `--policy_only` only the policy. Commands
-of this project take the same folders (`--model=DIR/policy --drafter=DIR/drafter` of
-`generate`).
+`DIR/policy` is a Hugging Face folder with tokenizer, in the dtype of the run's initial
+policy. `DIR/drafter` is a drafter for SGLang or vLLM. The run may still be active. From a
+workdir of `train_drafter` only the drafter is exported, with `--policy_only` only the
+policy. Commands of this project read the same folders (`generate --model=DIR/policy
+--drafter=DIR/drafter`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,15 +34,15 @@ from tlt_jax.models import hf
 from tlt_jax.models import target
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Where the folders go.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "Folder to write to.", required=True)
 _SERVER = flags.DEFINE_enum(
-  "server", "sglang", eagle_files.SERVERS, "That loads the drafter."
+  "server", "sglang", eagle_files.SERVERS, "Server for the drafter."
 )
 _POLICY_ONLY = flags.DEFINE_bool("policy_only", False, "Leave the drafter out.")
 
 _REMEDY = "give the folder of a run"
-# Makes the list of the target's tokens that SGLang drafts among. Takes the drafter's
-# safetensors, whose d2t has what is to be added to 0, 1, 2..., and the file to write.
+# Writes the drafter's token ids as SGLang needs them, from d2t in the drafter's
+# safetensors. Arguments: that file, and the file to write.
 _TOKEN_MAP = (
   "python -c 'import sys, torch; from safetensors.torch import load_file; d = "
   'load_file(sys.argv[1])["d2t"]; torch.save((d + torch.arange(len(d))).tolist(), '
@@ -54,19 +53,9 @@ _TOKEN_MAP = (
 def export(
   workdir: pathlib.Path, output: pathlib.Path, server: str, policy_only: bool = False
 ) -> str:
-  """Writes both folders; returns what is to be said of them.
-
-  Args:
-    workdir: of `train` or `train_drafter`
-    output: where to
-    server: that loads the drafter, see `eagle_files.save`
-    policy_only: leave the drafter out
-  Raises:
-    ValueError: there is nothing to export, no server computes what the drafter does, or
-      what is read would be overwritten
-  """
+  """Writes both folders; returns a message with the commands that serve them."""
   config = workdirs.read_json(workdir, _REMEDY)
-  offline = "run" in config  # a drafter's training, which has no policy of its own
+  offline = "run" in config  # of `train_drafter`
   run = config["run"] if offline else config
   if "policy" not in run or "drafter" not in run:
     raise ValueError(
@@ -99,7 +88,7 @@ def export(
     tokenization.copy_files(run["policy"], policy)
     logging.info("exported the policy of step %d to %s", step, policy)
   if drafter is not None:
-    return _told(policy, output, drafter, server)
+    return _message(policy, output, drafter, server)
   why = "" if policy_only else " The run has no drafter."
   return f"{policy}: {model.architecture}, {model.dtype}.{why}"
 
@@ -107,13 +96,12 @@ def export(
 def _check_output(
   folders: Sequence[pathlib.Path], workdir: pathlib.Path, run: Mapping[str, Any]
 ) -> None:
-  """Raises ValueError if a folder is one that the run began with or writes itself."""
   kept = [run["policy"], run["drafter"], workdir / "policy", workdir / "drafter"]
   kept = [pathlib.Path(folder).resolve() for folder in kept if folder]
   for folder in folders:
     if folder.resolve() in kept:
       raise ValueError(
-        f"{folder} would be replaced, which the run began with or writes itself; name "
+        f"{folder} would be replaced, which the run began with or writes itself; choose "
         "another --output"
       )
 
@@ -123,7 +111,7 @@ def drafter_of_run(
   model: config_lib.ModelConfig,
   checkpoints: checkpoint.Checkpoints,
 ) -> tuple[drafter_lib.DrafterConfig | None, Any]:
-  """What drafts in a run: that of the latest checkpoint, or the frozen one of a folder."""
+  """The drafter of the latest checkpoint, or the run's frozen one; None without one."""
   name = run["drafter"]
   if not name:
     return None, None
@@ -140,24 +128,24 @@ def drafter_of_run(
 
 
 def on_host(abstract: Any) -> Any:
-  """Shapes of parameters that are to be read into the memory of the host."""
+  """Shapes of parameters with a sharding on the CPU."""
   host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-  shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host)
-  return jax.tree.map(shaped, nn.meta.unbox(abstract))
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host), nn.meta.unbox(abstract)
+  )
 
 
-def _told(
+def _message(
   policy: str | pathlib.Path,
   output: pathlib.Path,
   drafter: drafter_lib.DrafterConfig,
   server: str,
 ) -> str:
-  """Names the folders, and the commands that serve them."""
   folder = output / "drafter"
   if not eagle_files.has_server(drafter):
     return (
       f"{policy}, {folder}: no released server has a class for this drafter, with norms of "
-      "q and k; commands of this project take it"
+      "q and k; commands of this project read it"
     )
   serve = {"sglang": _with_sglang, "vllm": _with_vllm}[server]
   return serve(str(policy), folder, drafter)
@@ -166,7 +154,6 @@ def _told(
 def _with_sglang(
   policy: str, folder: pathlib.Path, drafter: drafter_lib.DrafterConfig
 ) -> str:
-  """The commands that make SGLang serve a policy with the drafter of a folder."""
   method = {"eagle2": "EAGLE", "eagle3": "EAGLE3"}[drafter.kind]
   command = (
     f"python -m sglang.launch_server --model-path {shlex.quote(policy)} "
@@ -183,17 +170,16 @@ def _with_sglang(
 def _with_vllm(
   policy: str, folder: pathlib.Path, drafter: drafter_lib.DrafterConfig
 ) -> str:
-  """The command that makes vLLM do so, and what to know of it."""
   method = {"eagle2": "eagle", "eagle3": "eagle3"}[drafter.kind]
   options = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
-  spelt = shlex.quote(json.dumps(options))
-  command = f"vllm serve {shlex.quote(policy)} --speculative-config {spelt}"
+  quoted = shlex.quote(json.dumps(options))
+  command = f"vllm serve {shlex.quote(policy)} --speculative-config {quoted}"
   if drafter.kind != "eagle2" or not drafter.vocab:
     return command
   return (
     f"vLLM drafts among all {drafter.layer.vocab_size:,} tokens, not the "
-    f"{len(drafter.vocab):,} of this drafter, which changes no response; what it does to "
-    f"acceptance is not measured:\n{command}"
+    f"{len(drafter.vocab):,} of this drafter; responses are the same, acceptance may "
+    f"differ:\n{command}"
   )
 
 

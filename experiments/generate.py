@@ -1,21 +1,20 @@
-"""Answers a prompt or a file of them, with speculative decoding if there is a drafter.
+"""Generates responses to prompts, with speculative decoding.
 
     python -m experiments.generate --model=DIR (--prompt=TEXT | --prompts=FILE.jsonl) \\
         [--drafter=DIR] [--strategy=auto|off|DEPTH_WIDTH_VERIFY|ngram_DEPTH] \\
         [--max_tokens=N] [--output=FILE.jsonl]
 
-On a terminal, responses are shown while they grow, one after the other. Into a file or a
-pipe goes one JSON line per response: the prompt's index, the prompt and the response, its
-length and why it ended. At the end stderr has tokens per second and the acceptance length.
-`--drafter` is a folder of `train_drafter` or of `export`, or a published one.
+On a terminal, responses are streamed, one after the other. Into a file or a pipe goes one
+JSON line per response: the prompt's index, the prompt, the response, its length and finish
+reason. Tokens per second and the acceptance length go to stderr. `--drafter` is a folder of
+`train_drafter` or `export`, or a published one.
 
-The tokens are the same with and without a drafter, for every strategy. A strategy that is
-named runs always; `auto` chooses between plain decoding, n-grams and, with a drafter, its
-chains and trees, by what they are measured to bring;
+The tokens are the same with and without a drafter, for every strategy. `auto` chooses
+between plain decoding, n-grams and the drafter's chains and trees by their measured speed;
 "up to 2 live: off or 3_1_4" chooses among others (docs/drafters.md). The sizes of the
-rollout follow from the prompts, the model and the memory. How requests are sampled, and
-whether the chat template is applied, is the config's (`--config.sampling.temperature=0`,
-`--config.chat.apply=True`), as are the slots, at most (`--config.rollout.slots`).
+rollout follow from the prompts, the model and the memory. The config has the sampling
+parameters (`--config.sampling.temperature=0`), whether the chat template is applied
+(`--config.chat.apply=True`) and the largest number of slots (`--config.rollout.slots`).
 """
 
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from typing import TextIO
 
 from absl import flags
 
@@ -45,7 +45,7 @@ _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=Tru
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of a drafter.")
 _PROMPT = flags.DEFINE_string("prompt", None, "A prompt, instead of a file.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.")
-_FIELD = flags.DEFINE_string("prompt_field", "prompt", "Where a record has its prompt.")
+_FIELD = flags.DEFINE_string("prompt_field", "prompt", "Field of a record's prompt.")
 _STRATEGY = flags.DEFINE_string(
   "strategy",
   "auto",
@@ -55,26 +55,18 @@ _SAMPLES = flags.DEFINE_integer("samples", 1, "Responses per prompt.", lower_bou
 _MAX_TOKENS = flags.DEFINE_integer(
   "max_tokens",
   None,
-  "Of a response; default: the config's, as far as the model's context allows.",
+  "Of a response; default: the config's, within the model's context.",
   lower_bound=1,
 )
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, memory_plan.DRY_RUN)
 _OUTPUT = flags.DEFINE_string("output", None, "File; standard output by default.")
 _STREAM = flags.DEFINE_bool(
-  "stream", None, "Show responses while they grow; default: on a terminal."
+  "stream", None, "Print responses as they are generated; default: on a terminal."
 )
 
 
 def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.RunConfig:
-  """The config with a rollout of the sizes that prompts need.
-
-  Args:
-    config: of a run; its slots are the most that there may be
-    longest: tokens of the longest prompt
-    prompts: their number
-  Raises:
-    ValueError: a prompt, or a response of `--max_tokens`, exceeds the model's context
-  """
+  """The config with a rollout sized for a number of `prompts`, the `longest` in tokens."""
   room = max(hf.load_config(config.policy).max_position - longest, 1)
   max_tokens = _MAX_TOKENS.value or min(config.sampling.max_tokens, room)
   most_slots = config.rollout.slots
@@ -88,11 +80,7 @@ def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.
 
 
 def load_prompts(rules: prompt_checks.Rules) -> tuple[list[dict], int]:
-  """The prompts, numbered, and the tokens of the longest.
-
-  Raises:
-    ValueError: none or two sources are named, or a prompt is refused
-  """
+  """The prompts, with indices, and the length of the longest in tokens."""
   if (_PROMPT.value is None) == (_PROMPTS.value is None):
     raise ValueError("give either --prompt=TEXT or --prompts=FILE")
   name, records = _PROMPTS.value or "--prompt", [{"prompt": _PROMPT.value, "answer": None}]
@@ -104,7 +92,7 @@ def load_prompts(rules: prompt_checks.Rules) -> tuple[list[dict], int]:
 
 
 def check_writable(path: pathlib.Path) -> None:
-  """Raises OSError unless a file can be written there, and leaves none behind."""
+  """Raises OSError unless a file can be written there; leaves no new file."""
   is_new = not path.exists()
   path.open("a").close()
   if is_new:
@@ -112,7 +100,7 @@ def check_writable(path: pathlib.Path) -> None:
 
 
 def main(config: config_lib.RunConfig):
-  # Of two slices one would wait: a single response has all cores of a CPU instead.
+  # With a single response one of two slices would be idle.
   launch.start(1 if _PROMPT.value is not None and _SAMPLES.value == 1 else 2)
   if _OUTPUT.value:
     processes.on_first(lambda: check_writable(pathlib.Path(_OUTPUT.value)))
@@ -148,22 +136,20 @@ def main(config: config_lib.RunConfig):
       write(scored, records, out)
   elif not streams:
     write(scored, records, sys.stdout)
-  print(told(scored, sampler.rollout.pool.seconds), file=sys.stderr)
+  print(summary(scored, sampler.rollout.pool.seconds), file=sys.stderr)
 
 
-def told(scored: sample.Scored, compile_s: float) -> str:
-  """What it took, in a line; `compile_s` is the time to make programs ready."""
+def summary(scored: sample.Scored, compile_s: float) -> str:
   samples, seconds = scored.samples, max(scored.rollout_s - compile_s, 1e-9)
   count = int(samples.length.sum())
   return (
     f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s), and "
-    f"{compile_s:.1f} s to make programs ready; acceptance length "
+    f"{compile_s:.1f} s to compile; acceptance length "
     f"{samples.mean_acceptance_length:.2f} (tokens per pass of the target)"
   )
 
 
-def write(scored: sample.Scored, records: Sequence[dict], out) -> None:
-  """Writes a JSON line per response to the file object `out`."""
+def write(scored: sample.Scored, records: Sequence[dict], out: TextIO) -> None:
   for i, text in enumerate(scored.text):
     p = int(scored.requests.prompt_idx[i])
     stopped = scored.samples.finish_reason[i] == samples_lib.STOP

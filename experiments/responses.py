@@ -1,4 +1,4 @@
-"""Responses of a policy in a file, for a drafter that is trained on them."""
+"""A file of a policy's responses, on which a drafter is trained."""
 
 import pathlib
 
@@ -7,15 +7,11 @@ import numpy as np
 from tlt_jax import writing
 
 _NAMES = ("prompts", "responses")
-_REMEDY = "delete it, and the policy answers the prompts again"
+_REMEDY = "delete it to generate the responses again"
 
 
 def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) -> None:
-  """Keeps (prompt, response) token ids as two flat arrays and their lengths.
-
-  Raises:
-    OSError: the disk is full
-  """
+  """Writes (prompt, response) token ids as two flat arrays and their lengths."""
   flat = {name: np.concatenate([s[i] for s in sequences]) for i, name in enumerate(_NAMES)}
   sizes = np.array([(len(p), len(r)) for p, r in sequences])
   partial = path.with_suffix(".tmp.npz")
@@ -25,14 +21,7 @@ def store(path: pathlib.Path, sequences: list[tuple[np.ndarray, np.ndarray]]) ->
 
 
 def load(path: pathlib.Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Reads the sequences that `store` kept.
-
-  Args:
-    path: the file
-    vocab_size: of the policy
-  Raises:
-    ValueError: it is damaged, or of a policy with other tokens
-  """
+  """Reads a file of `store`; raises ValueError if it is damaged, or of other tokens."""
   with path.open("rb") as file:
     try:
       with np.load(file, allow_pickle=False) as stored:
@@ -48,13 +37,14 @@ def load(path: pathlib.Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarr
 def _check(
   path: pathlib.Path, sizes: np.ndarray, flat: list[np.ndarray], vocab_size: int
 ) -> None:
-  """Raises ValueError unless the arrays are sequences of the policy's tokens."""
-  whole = all(np.issubdtype(x.dtype, np.integer) for x in (sizes, *flat))
-  if not whole or sizes.ndim != 2 or not len(sizes) or sizes.min() < 0:
-    raise ValueError(f"{path} is damaged (sizes are none); {_REMEDY}")
+  are_integers = all(np.issubdtype(x.dtype, np.integer) for x in (sizes, *flat))
+  if not are_integers or sizes.ndim != 2 or not len(sizes) or sizes.min() < 0:
+    raise ValueError(f"{path} is damaged (invalid sizes); {_REMEDY}")
   if [(x.ndim, len(x)) for x in flat] != [(1, n) for n in sizes.sum(0)]:
-    raise ValueError(f"{path} is damaged (sizes and tokens do not fit); {_REMEDY}")
-  for id in [i for x in flat for i in x[(x < 0) | (x >= vocab_size)][:1]]:
+    raise ValueError(f"{path} is damaged (sizes and tokens do not match); {_REMEDY}")
+  ids = np.concatenate(flat)
+  unknown = ids[(ids < 0) | (ids >= vocab_size)]
+  if len(unknown):
     raise ValueError(
-      f"{path} has token {id}, the policy has 0 to {vocab_size - 1}; {_REMEDY}"
+      f"{path} has token {unknown[0]}, the policy has 0 to {vocab_size - 1}; {_REMEDY}"
     )

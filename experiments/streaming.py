@@ -1,4 +1,4 @@
-"""Responses on a terminal while they grow, one after the other."""
+"""Streams responses to a terminal, one after the other."""
 
 from collections.abc import Callable, Sequence
 import io
@@ -7,25 +7,19 @@ import unicodedata
 
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 
-_UNFINISHED = "\ufffd"  # what a decoder gives for a part of a character
+_UNFINISHED = "\ufffd"  # a decoder's output for a part of a character
 
 
 class Stream:
-  """Looks on at a rollout (`samples.Watch`) and prints its responses.
+  """A `samples.Watch` of a rollout that prints its responses.
 
-  The first response that has not ended is shown as it grows; those after it wait for their
-  turn, so that lines do not mix. Control characters but line ends and tabs are left out: a
-  terminal would obey them. One that its encoding lacks is shown as an escape.
+  The first unfinished response is streamed; later ones wait for it. Control characters
+  other than newlines and tabs are dropped, since a terminal would interpret them.
+  Characters outside of the terminal's encoding are escaped. With several `prompts`, each
+  is printed before its response.
   """
 
-  def __init__(self, decode: Callable, prompts: Sequence[Any], out: TextIO):
-    """Shows nothing yet.
-
-    Args:
-      decode: token ids -> text
-      prompts: of each request; with several, each stands before its response
-      out: where to
-    """
+  def __init__(self, decode: Callable[..., str], prompts: Sequence[Any], out: TextIO):
     if isinstance(out, io.TextIOWrapper):
       out.reconfigure(errors="backslashreplace")
     self._decode, self._prompts, self._out = decode, prompts, out
@@ -33,7 +27,6 @@ class Stream:
     self._current, self._begun, self._shown = 0, False, ""
 
   def __call__(self, samples: samples_lib.Samples, ended: list[int]) -> None:
-    """Prints what is new."""
     for i in ended:
       self._ended[i] = True
     while self._current < len(self._prompts):
@@ -49,14 +42,14 @@ class Stream:
       self._current, self._begun, self._shown = i + 1, False, ""
     self._out.flush()
 
-  def _show(self, text: str, whole: bool) -> None:
-    """Prints what of a text is not there yet; an unfinished character waits."""
-    text = text if whole else text.rstrip(_UNFINISHED)
+  def _show(self, text: str, ended: bool) -> None:
+    """Prints the new part of a text, except for an unfinished character."""
+    text = text if ended else text.rstrip(_UNFINISHED)
     if len(text) > len(self._shown):
       self._write(text[len(self._shown) :])
       self._shown = text
 
   def _write(self, text: str) -> None:
-    """Prints what is harmless of a text."""
-    shown = lambda c: c in "\n\t" or unicodedata.category(c) != "Cc"
-    self._out.write("".join(filter(shown, text)))
+    self._out.write(
+      "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+    )

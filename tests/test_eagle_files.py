@@ -245,8 +245,6 @@ def test_names_as_training_code_leaves_them_are_read(tmp_path):
 
 VARIANTS = {
   "fc_norm": True,
-  "norm_output": True,
-  "norm_before_residual": True,
   "target_hidden_size": 32,
   "num_hidden_layers": 2,
   "hidden_act": "gelu",
@@ -273,7 +271,6 @@ def test_a_variant_that_computes_something_else_is_refused(key, tmp_path):
       "sglang",
       "neither biases nor norms.*architecture=Llama",
     ),
-    (QWEN3, dict(kind="eagle3"), "vllm", "neither biases nor norms"),
     (QWEN3, {}, "vllm", "no EAGLE-2 drafter with norms of q and k"),
     (LLAMA, dict(fc_bias=True), "vllm", "fc has a bias"),
     (LLAMA, dict(kind="eagle3", taps=(0, 1)), "sglang", "three layers; this one reads 2"),
@@ -287,29 +284,14 @@ def test_what_no_server_computes_is_not_written(target, changes, server, message
   assert not (tmp_path / "d").exists()
 
 
-def test_a_pickle_is_never_loaded(tmp_path):
-  target, *_ = golden("llama_eagle2")
-  folder = edited(tmp_path, "llama_eagle2")
-  (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-  with pytest.raises(hf.CheckpointError, match="pickles are never loaded"):
-    drafter_files.load(folder, target)
-
-
 @pytest.mark.parametrize(
   ("tensors", "keys", "named"),
   [
     ({"fc.weight": None}, {}, "fc.weight"),
     ({"fc.weight": np.zeros((3, 5), np.float32)}, {}, "fc.weight"),
-    ({"fc.weight": np.zeros((16, 48), np.int32)}, {}, "fc.weight"),
     ({"x": np.zeros(3, np.float32)}, {}, "tensor x"),
     ({"d2t": np.zeros(3, np.int64)}, {}, "d2t"),
-    ({"d2t": np.full(12, 10**9)}, {}, "d2t"),
     ({}, {"vocab_size": 41}, "t2d"),
-    ({}, {"hidden_size": 2**40}, "hidden_size"),
-    ({}, {"num_attention_heads": 0}, "num_attention_heads"),
-    ({}, {"head_dim": "x"}, "head_dim"),
-    ({}, {"draft_vocab_size": 2**40}, "draft_vocab_size"),
-    ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}}, "layer_ids"),
     ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [9, 10, 11]}}, "taps"),
   ],
 )

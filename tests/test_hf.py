@@ -133,44 +133,12 @@ def test_cached_decoding_gives_the_same_logits(name):
   np.testing.assert_allclose(row1, want[1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_golden_models_notice_every_mistake(name):
-  """A norm, bias, epsilon or rotation gone wrong moves the golden logits visibly."""
-  config, params = hf.load(GOLDEN / name)
-  ids, want = golden(name)
-  off = lambda config, params: np.abs(full_logits(config, params, ids) - want).max()
-  assert config.head_dim * config.num_heads != config.width
-  assert config.num_kv_heads < config.num_heads
-  assert off(dataclasses.replace(config, rope_theta=10_000.0), params) > 0.01
-  assert off(dataclasses.replace(config, norm_eps=1e-6), params) > 0.01
-  if config.rope_scaling is not None:
-    assert off(dataclasses.replace(config, rope_scaling=None), params) > 0.01
-    for field in dataclasses.fields(config.rope_scaling):
-      value = getattr(config.rope_scaling, field.name)
-      scaling = dataclasses.replace(config.rope_scaling, **{field.name: value * 2})
-      assert off(dataclasses.replace(config, rope_scaling=scaling), params) > 0.01
-  leaves, tree = jax.tree.flatten_with_path(params)
-  for i, (path, leaf) in enumerate(leaves):
-    if leaf.ndim == 1:
-      neutral = jnp.zeros_like if "bias" in str(path[-1]) else jnp.ones_like
-      values = [x for _, x in leaves]
-      values[i] = neutral(leaf)
-      changed = off(config, jax.tree.unflatten(tree, values))
-      assert changed > 0.01, path
-
-
 def test_both_spellings_of_rope_and_dtype(tmp_path):
   """transformers 4 wrote rope_theta, rope_scaling (type) and torch_dtype."""
   config, _ = hf.load(GOLDEN / "llama3")
   legacy = hf.load_config(copy("llama3", tmp_path, **LEGACY))
   assert legacy == dataclasses.replace(config, dtype="bfloat16")
   assert legacy.rope_scaling is not None
-
-
-def test_default_rope_scaling_means_none(tmp_path):
-  """`rope_scaling: {type: default}` is no scaling at all."""
-  path = copy("llama3", tmp_path, **{**LEGACY, "rope_scaling": {"type": "default"}})
-  assert hf.load_config(path).rope_scaling is None
 
 
 def test_optional_keys_have_the_family_defaults(tmp_path):
@@ -341,23 +309,17 @@ SHARD = "model-00002-of-00004.safetensors"
 # What happens to a golden model, and what the error names.
 FAULTS = {
   "no config.json": ("qwen2", lambda p: (p / "config.json").unlink(), "config.json"),
-  "half of config.json": ("qwen2", lambda p: shorten(p / "config.json", 90), "config.json"),
-  "a list": ("qwen2", lambda p: (p / "config.json").write_text("[]"), "config.json"),
   "no weights": ("qwen2", lambda p: (p / SINGLE).unlink(), SINGLE),
   "half of the weights": ("qwen2", lambda p: shorten(p / SINGLE, -4), SINGLE),
-  "no header": ("qwen2", lambda p: shorten(p / SINGLE, 5), SINGLE),
   "no shard": ("qwen3", lambda p: (p / SHARD).unlink(), SHARD),
   "another shard": (
     "qwen3",
     lambda p: shutil.copy(p / SHARD.replace("2", "4", 1), p / SHARD),
     SHARD,
   ),
-  "half of the index": ("qwen3", lambda p: shorten(p / INDEX, 90), INDEX),
-  "no map": ("qwen3", lambda p: (p / INDEX).write_text("{}"), INDEX),
   "a lost tensor": ("qwen2", lambda p: remove(p, BIAS), BIAS),
   "a lost head": ("llama3", lambda p: remove(p, "lm_head.weight"), "lm_head.weight"),
   "another shape": ("qwen2", lambda p: replace(p, BIAS, lambda x: x[:-1]), BIAS),
-  "integers": ("qwen2", lambda p: replace(p, BIAS, np.int8), BIAS),
   "an extra tensor": (
     "llama3",
     lambda p: edit(p, lambda t: t.update({BIAS: np.ones(16, np.float32)})),
@@ -397,7 +359,6 @@ def test_copies_and_buffers_are_passed_over(tmp_path):
 SLIDING = dict(use_sliding_window=True, sliding_window=8, layer_types=None)
 UNSUPPORTED = [
   ("qwen2", dict(architectures=["MistralForCausalLM"]), "MistralForCausalLM"),
-  ("qwen2", dict(architectures=None), "architectures"),
   ("qwen2", SLIDING | dict(max_window_layers=1), "sliding-window"),
   ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "sliding-window"),
   ("llama3", dict(rope_parameters={"rope_type": "yarn"}), "rope_type yarn"),
@@ -405,18 +366,12 @@ UNSUPPORTED = [
   ("llama3", dict(rope_parameters={"rope_type": "llama3"}), "factor"),
   ("llama3", dict(rope_parameters={"full_attention": {}}), "per layer type"),
   ("llama3", dict(attention_bias=True), "attention_bias"),
-  ("qwen3", dict(attention_bias=True), "attention_bias"),
   ("llama3", dict(mlp_bias=True), "mlp_bias"),
   ("llama3", dict(hidden_act="gelu"), "hidden_act"),
   ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
-  ("llama3", dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary"),
   ("llama3", dict(quantization_config={"bits": 4}), "quantization_config"),
   ("llama3", dict(dtype="float8_e4m3fn"), "dtype"),
   ("llama3", dict(hidden_size=None), "hidden_size"),
-  ("llama3", dict(num_attention_heads=0), "num_attention_heads"),
-  ("llama3", dict(hidden_size="16"), "hidden_size"),
-  ("llama3", dict(num_key_value_heads=3), "num_kv_heads"),
-  ("llama3", dict(head_dim=7), "head_dim"),
 ]
 
 

@@ -154,14 +154,6 @@ def actor(name: str = "Qwen3", tied: bool = False, **config):
   return made
 
 
-def test_without_tunix_the_error_says_how_to_install_it(monkeypatch):
-  """And the rest of the project is not concerned."""
-  monkeypatch.setitem(sys.modules, "tunix", None)
-  monkeypatch.delitem(sys.modules, MODULE, raising=False)
-  with pytest.raises(ImportError, match="pip install google-tunix==0.1.7"):
-    importlib.import_module(MODULE)
-
-
 @pytest.mark.parametrize(
   "name, tied", [("Qwen2", True), ("Qwen3", False), ("Llama3", True)]
 )
@@ -214,7 +206,7 @@ def test_parameters_of_another_model_are_refused():
   with pytest.raises(ValueError, match="w_lora_a; merge LoRA's into the weights"):
     tunix_params.from_tunix(config, lora)
   del partial["final_norm"]
-  with pytest.raises(ValueError, match="handed in no final_norm/w"):
+  with pytest.raises(ValueError, match="lacks 1 parameters, such as final_norm/w"):
     tunix_params.from_tunix(config, partial)
   other["lm_head"]["w"] = jnp.zeros((V, D))
   with pytest.raises(ValueError, match=r"lm_head/w has the shape \(64, 32\)"):

@@ -5,12 +5,11 @@
     engine = functools.partial(tlt.Rollout, drafter="DIR/drafter")
     ClusterConfig(rollout_engine=engine, ...)  # in place of "vanilla"
 
-Nothing else of the run changes. `Rollout` answers prompts on the devices of tunix's rollout
-mesh and takes the actor's parameters after every step of the learner. With `spot` the
-drafter trains in the same rollouts. None of this changes a token: they are a function of
-parameters, prompts, the seed and the number of responses drawn before.
+`Rollout` runs on the devices of tunix's rollout mesh and receives the actor's parameters
+after every step of the learner. With `spot` the drafter trains during rollouts. Tokens
+depend only on parameters, prompts, the seed and the number of responses sampled before.
 
-docs/tunix.md says how, and what differs from tunix's own engines.
+docs/tunix.md describes the use and the differences from tunix's engines.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,13 +46,13 @@ try:
   from tunix.rl.rollout import base_rollout
 except ImportError as e:
   raise ImportError(
-    "tlt_jax.integrations.tunix needs tunix 0.1.7: pip install google-tunix==0.1.7, in an "
-    f"environment of its own since it brings much along ({e})"
+    "tlt_jax.integrations.tunix needs tunix 0.1.7: pip install google-tunix==0.1.7, in a "
+    f"separate environment because of its many dependencies ({e})"
   ) from e
 
 
 class Rollout(base_rollout.BaseRollout):
-  """Answers prompts for tunix with this project's rollouts; see `generate`."""
+  """tunix's rollout engine with speculative decoding."""
 
   def __init__(
     self,
@@ -73,26 +72,23 @@ class Rollout(base_rollout.BaseRollout):
     max_tokens: int | None = None,
     **options: Any,
   ):
-    """Takes the actor's parameters; tunix hands in the first four arguments.
+    """Makes the engine; tunix passes the first four arguments.
 
     Args:
       rollout_actor: Qwen2, Qwen3 or Llama3 of tunix, without LoRA
-      tokenizer: tunix's adapter of one
-      mesh: whose devices it runs on
-      rollout_config: the one of training
+      tokenizer: tunix's adapter
+      rollout_config: of training
       drafter: folder of a drafter, or "eagle2" or "eagle3" for a new one, which needs
-        `spot`; None: n-grams draft
-      strategies: see `levels`; "" for plain decoding; None: a choice, of which the fastest
-        is used
-      spot: how the drafter trains in rollouts; None: it stays as it is
-      spot_loss, spot_optimizer: of that training; None: the project's
-      slots: responses that are drawn at a time, per slice
-      tensor_parallel: devices that share one copy of the policy
-      max_prompt, max_tokens: tokens of the longest prompt and response, where evaluations
-        need more than `rollout_config` has; None: as there
-      options: further sizes, see `rollout.Options`; none of them changes a token
+        `spot`; None: n-grams
+      strategies: see `levels`; "" for plain decoding; None: automatic
+      spot: how the drafter trains during rollouts; None: it is frozen
+      slots: concurrent responses per slice
+      tensor_parallel: devices per copy of the policy
+      max_prompt, max_tokens: longest prompt and response, in tokens, if evaluations need
+        more than `rollout_config`
+      options: see `rollout.Options`
     Raises:
-      ValueError: what cannot be; names the cause and the remedy
+      ValueError: incompatible arguments
     """
     dtype = rollout_config.data_type and jnp.dtype(rollout_config.data_type).name
     self._config = tunix_params.model_config(rollout_actor, dtype)
@@ -119,11 +115,11 @@ class Rollout(base_rollout.BaseRollout):
       selector=selector,
       spot=self._spot,
     )
-    self._drawn = 0  # responses so far: each has noise of its own
+    self._drawn = 0  # responses so far, which offsets the noise
     self.samples: samples_lib.Samples | None = None  # of the latest call, for metrics
 
   def prepare(self) -> None:
-    """Compiles every program and times the strategies now, not when they are first used."""
+    """Compiles all programs and times the strategies ahead of their first use."""
     stop_tokens = len(self._stop_tokens(self._rollout_config)) + 1
     self._rollout.compile(self._params, stop_tokens, self._draft_params)
     self._rollout.measure(self._params, stop_tokens, self._draft_params)
@@ -134,18 +130,17 @@ class Rollout(base_rollout.BaseRollout):
     rollout_config: base_rollout.RolloutConfig,
     **kwargs: Any,
   ) -> base_rollout.RolloutOutput:
-    """Draws a response to each prompt.
+    """Samples a response to each prompt.
 
-    A response keeps the token that ends it, as of tunix's vLLM engine, so that the policy
-    is trained to stop. A sampled pad token ends a response too and is cut: the learner
-    could not tell it from padding.
+    A response keeps its stop token, as in tunix's vLLM engine, so that the policy is
+    trained to stop. A sampled pad token also ends a response, and is removed: the learner
+    could not distinguish it from padding.
 
     Args:
-      prompts: equal ones side by side share their prefill
-      rollout_config: of this call
-      kwargs: of tunix; none has a meaning here
+      prompts: equal consecutive ones share their prefill
+      kwargs: ignored
     Raises:
-      ValueError: a prompt or an option that cannot be; names the cause and the remedy
+      ValueError: a prompt is too long, or an option is not supported
     """
     first = [i for i, p in enumerate(prompts) if not i or p != prompts[i - 1]]
     prompt_idx = np.searchsorted(first, np.arange(len(prompts)), side="right") - 1
@@ -179,23 +174,22 @@ class Rollout(base_rollout.BaseRollout):
   def get_per_token_logps(
     self, prompt_tokens: jax.Array, completion_tokens: jax.Array
   ) -> jax.Array:
-    """The log-probability of each token of the completions at the training's temperature.
+    """The log-probabilities of completions at the temperature of training.
 
     Args:
       prompt_tokens: i32[B P]  padded on the left
       completion_tokens: i32[B C]  padded on the right
     Returns:
-      f32[B C]; of padding, something
+      f32[B C], undefined at padding
     """
     even = prompt_tokens.shape[0] % self._mesh.shape[axes.DATA] == 0
     rows = axes.sharding(self._mesh, axes.DATA if even else None)
     tokens = processes.fetch((prompt_tokens, completion_tokens))
     logp = self._score(self._params, *(processes.place(x, rows) for x in tokens))
-    return jnp.asarray(processes.fetch(logp))  # where the learner has the tokens
+    return jnp.asarray(processes.fetch(logp))  # on the learner's devices
 
   @functools.cached_property
   def _score(self) -> Callable:
-    """The program of `get_per_token_logps`."""
     model, pad = target.Target(self._config), self.pad_id()
     temperature = self._rollout_config.temperature or 1.0
 
@@ -213,48 +207,40 @@ class Rollout(base_rollout.BaseRollout):
     return jax.jit(score)
 
   def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-    """Takes the actor's parameters, in a copy: the learner may donate its own.
+    """Copies the actor's parameters: the learner may donate its own.
 
     Args:
-      params: all of them, `nnx.state(actor, nnx.Param)`
-      filter_types: of tunix; has no meaning here
-    Raises:
-      ValueError: they are not those of the model at hand
+      params: `nnx.state(actor, nnx.Param)`
+      filter_types: ignored
     """
     self._params = self._place(params)
 
   def _place(self, params: Any) -> dict:
-    """The actor's parameters laid out for rollouts."""
     mine = tunix_params.from_tunix(self._config, params)
-    dtype = self._config.dtype
-    copy = lambda x, to: jax.device_put(x.astype(dtype), to, may_alias=False)
-    # On CPUs, devices exchange arrays by way of the host, which tunix has forbidden here.
+
+    def copy(x, sharding):
+      return jax.device_put(x.astype(self._config.dtype), sharding, may_alias=False)
+
+    # CPU devices exchange arrays through the host, which tunix's transfer guard forbids.
     with jax.transfer_guard("allow"):
       return jax.tree.map(copy, mine, self._shardings)
 
   @functools.cached_property
   def _shardings(self) -> dict:
-    """Where parameters lie in rollouts."""
     abstract = target.abstract_params(self._config)
     return axes.shardings(self._mesh, axes.ROLLOUT, abstract)
 
   def pad_id(self) -> int:
-    """The tokenizer's token for padding."""
     return self._tokenizer.pad_id()
 
   def eos_id(self) -> int:
-    """The tokenizer's token that ends a text."""
     return self._tokenizer.eos_id()
 
   def model(self) -> None:
-    """No model of tunix: this is how it knows that parameters have to be handed over."""
+    """None makes tunix call `update_params`."""
 
   def save_drafter(self, folder: str | pathlib.Path) -> None:
-    """Writes the drafter as it is now, for another run or for serving.
-
-    Raises:
-      ValueError: there is none
-    """
+    """Writes the current drafter, for another run or for serving."""
     if self._drafter is None:
       raise ValueError("no drafter to save: give Rollout one, as drafter='eagle2'")
     params = self._draft_params if self._spot is None else self._spot.params
@@ -263,14 +249,13 @@ class Rollout(base_rollout.BaseRollout):
   def _selector(
     self, strategies: str | None, spot: spot_lib.Options | None
   ) -> selector_lib.Selector | None:
-    """The selector of strategies; None if only plain decoding is left."""
     has_drafter = self._drafter is not None
     strategies = levels.automatic(has_drafter) if strategies is None else strategies
     selector = selector_lib.make(strategies, "predictive", has_drafter)
     if spot is not None and not (has_drafter and selector):
       raise ValueError(
-        "spot training trains a drafter that drafts: give drafter='eagle2' or a folder, "
-        "and strategies that are not empty"
+        "spot training needs a drafter in use: give drafter='eagle2' or a folder, and "
+        "strategies that are not empty"
       )
     return selector
 
@@ -281,7 +266,6 @@ class Rollout(base_rollout.BaseRollout):
     rule: optax.GradientTransformation | None,
     longest: int,
   ) -> trainer_lib.Trainer:
-    """What trains the drafter, for sequences of so many tokens; see `__init__`."""
     return spot_lib.make_trainer(
       self._config,
       self._drafter,
@@ -293,13 +277,11 @@ class Rollout(base_rollout.BaseRollout):
     )
 
   def _stop_tokens(self, config: base_rollout.RolloutConfig) -> list[int]:
-    """The tokens that end a response, with that of padding."""
     if not config.eos_tokens and self.eos_id() is None:
-      raise ValueError("the tokenizer has no end of a text: set RolloutConfig.eos_tokens")
+      raise ValueError("the tokenizer has no eos token: set RolloutConfig.eos_tokens")
     return [*(config.eos_tokens or [self.eos_id()]), self.pad_id()]
 
   def _check_room(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
-    """Raises ValueError unless such prompts and responses fit what was made."""
     sizes, longest = self._rollout.options, max(map(len, prompts))
     if longest > sizes.max_prompt or longest + max_tokens > sizes.max_length:
       raise ValueError(
@@ -309,7 +291,7 @@ class Rollout(base_rollout.BaseRollout):
       )
 
   def _encode(self, prompt: str) -> np.ndarray:
-    """A prompt's tokens, i32[...], as tunix's own sampler has them."""
+    """A prompt's tokens, i32[...], as in tunix's sampler."""
     start = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
     tokens = self._tokenizer.dedup_bos_ids(start + list(self._tokenizer.encode(prompt)))
     return np.asarray(tokens, np.int32)
@@ -322,29 +304,24 @@ def _load_drafter(
   *,
   trains: bool,
 ) -> tuple[drafter_lib.DrafterConfig | None, dict | None]:
-  """A drafter and its parameters, of a folder or new."""
   if name is None:
     return None, None
   if not drafters.is_kind(str(name)):
     return drafter_files.load(name, config, mesh)
   if not trains:
     raise ValueError(
-      f"drafter={name!r} is a new one, whose guesses are random: add spot=spot.Options() "
-      "to train it, or give the folder of one that is trained"
+      f"drafter={name!r} has random parameters: add spot=spot.Options() to train it, or "
+      "give the folder of a trained one"
     )
   drafter = drafter_lib.of_target(config, str(name))
   return drafter, drafter_lib.new_params(drafter, mesh, seed=0)
 
 
 def _sampling(config: base_rollout.RolloutConfig) -> dict[str, Any]:
-  """How tunix's options sample, for `make_requests`.
-
-  Raises:
-    ValueError: it samples one way in one engine of tunix and another way in another
-  """
+  """Arguments of `make_requests`; raises ValueError where tunix's engines differ."""
   if config.top_p is None and config.temperature:
     raise ValueError(
-      "top_p=None is greedy in tunix's vanilla engine and unfiltered in its others: say "
+      "top_p=None is greedy in tunix's vanilla engine and unfiltered in its others: set "
       "temperature=0 or top_p=1.0"
     )
   seed = 0 if config.seed is None else config.seed
@@ -361,11 +338,7 @@ def _sampling(config: base_rollout.RolloutConfig) -> dict[str, Any]:
 
 
 def _left_padded(prompts: Sequence[np.ndarray], width: int, pad: int) -> np.ndarray:
-  """Prompts padded on the left: i32[prompts width].
-
-  Raises:
-    ValueError: one is longer
-  """
+  """Prompts padded on the left: i32[prompts width]; raises ValueError if one is longer."""
   longest = max(map(len, prompts))
   if longest > width:
     raise ValueError(
@@ -379,6 +352,5 @@ def _left_padded(prompts: Sequence[np.ndarray], width: int, pad: int) -> np.ndar
 
 
 def _before(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-  """The tokens before the first one that is among `ends`."""
   found = np.flatnonzero(np.isin(tokens, ends))
   return tokens[: found[0]] if len(found) else tokens

@@ -1,9 +1,9 @@
-"""The models of google-tunix as this project has them: their shape and their parameters.
+"""Converts the configs and parameters of google-tunix's models, without importing tunix.
 
-`model_config` reads the shape off a model, `from_tunix` its parameters, and `to_tunix`
-takes ours back: `nnx.update(model, to_tunix(model_config(model), params))`. None of them
-imports tunix. Qwen2, Qwen3 and Llama of tunix 0.1.7 differ from ours in names, and in that
-matrices are (inputs, outputs), with an axis each for heads and their size.
+`from_tunix` converts parameters and `to_tunix` converts them back, for
+`nnx.update(model, to_tunix(model_config(model), params))`. Qwen2, Qwen3 and Llama of tunix
+0.1.7 have other names, and matrices of (inputs, outputs) with separate axes for heads and
+head_dim.
 """
 
 import logging
@@ -17,16 +17,16 @@ import jax
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import target
 
-# Class of tunix's model -> architecture, and the field that says whether the head is tied.
+# Class of tunix's model -> architecture, and the field for a tied head.
 _FAMILIES = {
   "Qwen2": ("Qwen2ForCausalLM", "use_tied_embedding"),
   "Qwen3": ("Qwen3ForCausalLM", "use_tied_embedding"),
   "Llama3": ("LlamaForCausalLM", "weight_tying"),
 }
-# Their layers rotate by this base, whatever their config says.
+# Their layers ignore the config's rope_theta.
 _FIXED_BASE = {"Qwen3": 1e6, "Llama3": 1e6}
 
-# Path in our tree -> path in theirs. Rows of a parameter that a model lacks are not used.
+# Path in our tree -> path in tunix's. A model may have only some of them.
 _OF_MODEL = {
   "embedding": "embedder/input_embedding",
   "final_norm/scale": "final_norm/w",
@@ -51,28 +51,27 @@ _OF_LAYER = {  # below `layer_{i}/` and `layers/{i}/`
 
 
 def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig:
-  """Reads the shape off a model of tunix.
+  """The ModelConfig of a model of tunix.
 
   Args:
-    model: Qwen2, Qwen3 or Llama3 of tunix
-    dtype: that we compute in; None: the model's
+    model: Qwen2, Qwen3 or Llama3
+    dtype: of the computation; None: the model's
   Raises:
-    ValueError: another model, one with experts, or a dtype that we do not compute in
+    ValueError: another model, one with experts, or an unsupported dtype
   """
   name, theirs = type(model).__name__, getattr(model, "config", None)
   if name not in _FAMILIES or getattr(theirs, "num_experts", None):
     what = f"{name} with experts" if name in _FAMILIES else name
     raise ValueError(
-      f"tlt_jax answers for dense {', '.join(_FAMILIES)} of tunix, not for {what}; use "
-      "another rollout_engine for it"
+      f"tlt_jax has rollouts for tunix's dense {', '.join(_FAMILIES)}, not for {what}; use "
+      "another rollout_engine"
     )
   architecture, tied = _FAMILIES[name]
   base = _FIXED_BASE.get(name, theirs.rope_theta)
   if base != theirs.rope_theta:
     logging.warning(
-      "tunix trains this %s with RoPE's base at %g, not at the %g of its config; rollouts "
-      "do as the trainer does",
-      *(name, base, theirs.rope_theta),
+      f"tunix trains this {name} with RoPE's base at {base:g}, not at the "
+      f"{theirs.rope_theta:g} of its config; rollouts follow the trainer"
     )
   stored = model.embedder.input_embedding.dtype
   dtype = dtype or jax.numpy.dtype(getattr(theirs, "dtype", stored)).name
@@ -100,7 +99,7 @@ def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig
 
 
 def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
-  """Takes a model's parameters to where ours are, on the devices that they are on.
+  """Converts tunix's parameters to ours, on the same devices.
 
   Args:
     config: of `model_config`
@@ -108,7 +107,7 @@ def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
   Returns:
     nested as `Policy.params`; matrices are copies
   Raises:
-    ValueError: parameters that are no such model's, such as LoRA's, or of other shapes
+    ValueError: parameters are unknown (such as LoRA's), missing, or of other shapes
   """
   params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
   flat = traverse_util.flatten_dict(params)
@@ -117,69 +116,57 @@ def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
   if unknown := sorted(theirs.keys() - set(names.values())):
     lora = any("lora" in name for name in unknown)
     raise ValueError(
-      f"tunix's model has parameters that tlt_jax knows nothing of, such as {unknown[0]}; "
+      f"tunix's model has unknown parameters, such as {unknown[0]}; "
       + ("merge LoRA's into the weights" if lora else "is it one of tunix 0.1.7?")
     )
   if missing := sorted(set(names.values()) - theirs.keys()):
     raise ValueError(
-      f"tunix handed in no {missing[0]}, nor {len(missing) - 1} others; rollouts need all "
-      "parameters of the model (without LoRA)"
+      f"tunix's model lacks {len(missing)} parameters, such as {missing[0]}; rollouts need "
+      "all parameters of the model (without LoRA)"
     )
-  for ours, name in names.items():
-    expected = _stored(config, ours, shapes[ours])
-    if theirs[name].shape != expected:
-      raise ValueError(
-        f"tunix's {name} has the shape {theirs[name].shape}, its config says {expected}"
-      )
   mapped = {}
   for ours, name in names.items():
     x, shape = theirs[name], shapes[ours]
-    mapped[ours] = x.reshape(shape[::-1]).T if _is_turned(ours, shape) else x
+    expected = _stored(config, ours, shape)
+    if x.shape != expected:
+      raise ValueError(f"tunix's {name} has the shape {x.shape}, not {expected}")
+    mapped[ours] = x.reshape(shape[::-1]).T if _is_transposed(ours, shape) else x
   return traverse_util.unflatten_dict(mapped, "/")
 
 
 def to_tunix(config: config_lib.ModelConfig, params: dict) -> dict:
-  """Takes our parameters to where tunix's model has its own, for `nnx.update`.
-
-  Args:
-    config: of `model_config`, or of a folder that `hf.load` has read
-    params: nested as `Policy.params`
-  """
+  """Converts our parameters, nested as `Policy.params`, to tunix's for `nnx.update`."""
   flat = traverse_util.flatten_dict(nn.meta.unbox(params), sep="/")
   theirs = {}
   for ours, name in _names(config).items():
     path = tuple(int(part) if part.isdigit() else part for part in name.split("/"))
     x = flat[ours]
-    turned = x.T if _is_turned(ours, x.shape) else x
-    theirs[path] = turned.reshape(_stored(config, ours, x.shape))
+    x = x.T if _is_transposed(ours, x.shape) else x
+    theirs[path] = x.reshape(_stored(config, ours, flat[ours].shape))
   return traverse_util.unflatten_dict(theirs)
 
 
 def _shapes(config: config_lib.ModelConfig) -> dict[str, tuple[int, ...]]:
-  """The shapes of our parameters by path."""
   abstract = nn.meta.unbox(target.abstract_params(config))
   flat = traverse_util.flatten_dict(abstract, sep="/")
   return {path: x.shape for path, x in flat.items()}
 
 
 def _names(config: config_lib.ModelConfig) -> dict[str, str]:
-  """Path in our tree -> path in theirs, of the parameters that the model has."""
   rows = dict(_OF_MODEL)
   for i in range(config.num_layers):
     rows |= {f"layer_{i}/{o}": f"layers/{i}/{name}" for o, name in _OF_LAYER.items()}
   return {ours: rows[ours] for ours in _shapes(config)}
 
 
-def _is_turned(path: str, shape: tuple[int, ...]) -> bool:
-  """Whether tunix has the axes of our parameter the other way round."""
+def _is_transposed(path: str, shape: tuple[int, ...]) -> bool:
   return len(shape) == 2 and path != "embedding"
 
 
 def _stored(
   config: config_lib.ModelConfig, path: str, shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-  """The shape that tunix stores for our parameter of that path and shape."""
-  if not _is_turned(path, shape):
+  if not _is_transposed(path, shape):
     return shape
   outputs, inputs = shape
   if path.endswith(("q_proj", "k_proj", "v_proj")):

@@ -1,11 +1,10 @@
-"""The KV cache: a pool of pages per layer, and one table that says which row has which.
+"""The KV cache: a pool of pages per layer, and one page table for all layers.
 
-A row takes pages as it grows, wherever they are free, and rows may share pages that none
-of them writes to (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
-Token t of a row is in slot t of the row: slot t % L of page `pages[b, t // L]`. The last
-page of a pool is a sink: it is in the table where a row has no page. Writes there are
-dropped; what is read from there means nothing. A row is cut back by forgetting its
-length: what is beyond is masked, and overwritten when the row grows again.
+A row takes free pages as it grows, and rows may share pages that none of them writes to
+(PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180). Token t of a row is
+in slot t % L of page `pages[b, t // L]`. The last page of a pool is the sink page, to
+which unused entries of the table point: writes to it are dropped, reads are undefined. A
+row is truncated by reducing its length: slots beyond are masked, and overwritten later.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,12 +17,12 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import heads
 
-PAGE = 256  # slots of a page, by default
+PAGE = 256  # slots of a page
 
 
 @flax.struct.dataclass
 class Pool:
-  """Keys (already rotated) and values of one layer; of P pages the last is the sink."""
+  """Rotated keys, and values, of one layer; the last of P pages is the sink page."""
 
   k: jax.Array  # f[P K L H]
   v: jax.Array  # f[P K L H]
@@ -31,11 +30,11 @@ class Pool:
 
 @flax.struct.dataclass
 class LayerCache:
-  """Keys and values of one layer, by rows."""
+  """The pool of one layer with the page table."""
 
   pool: Pool
   pages: jax.Array  # i32[B M]  of each row, in order
-  # Backend that reads and writes it, see `pallas_kernels.implementations`.
+  # See `pallas_kernels.implementations`.
   kernels: str | None = flax.struct.field(pytree_node=False, default=None)
 
   @property
@@ -53,7 +52,7 @@ class LayerCache:
 
     Args:
       k, v: f[B K T H]
-      start: i32[B]  the slot of a row's first; slots without a page are dropped
+      start: i32[B]  first slot of each row; writes to slots without a page are dropped
     """
 
     def put(pool, new):
@@ -72,8 +71,8 @@ class LayerCache:
       _, K, L, H = pool.shape
       page = jnp.take_along_axis(pages, slots // L, 1, mode="clip")
       at = (page[:, None] * K + jnp.arange(K)[:, None]) * L + (slots % L)[:, None]
-      # From a matrix: to pick slots of each head, XLA lays out the whole pool anew on a
-      # TPU.
+      # Gathered from a matrix: gathering slots of each head makes XLA copy the whole pool
+      # to another layout on a TPU.
       return pool.reshape(-1, H)[at]
 
     args = pool, self.pages, slots
@@ -82,7 +81,7 @@ class LayerCache:
 
 @flax.struct.dataclass
 class KVCache:
-  """The layers of a cache, which share one table."""
+  """The pools of all layers with their page table."""
 
   pools: tuple[Pool, ...]  # one per layer
   pages: jax.Array  # i32[B M]
@@ -99,22 +98,21 @@ class KVCache:
 
   @property
   def length(self) -> int:
-    """Slots of a row for which the table has entries."""
+    """Slots of a row in the page table."""
     return self.pages.shape[1] * self.pools[0].v.shape[2]
 
   def with_layers(self, layers: Iterable[LayerCache]) -> "KVCache":
-    """The cache with the pools of these layers."""
     return self.replace(pools=tuple(layer.pool for layer in layers))
 
   def of_live(self, live: jax.Array) -> "KVCache":
-    """The cache in which rows that are not live, bool[B], have no pages: their writes
-    are dropped, and cannot overwrite a prompt's page that other rows share."""
+    """The cache with rows that are not live, bool[B], pointed at the sink page: they
+    cannot overwrite a prompt's page that other rows share."""
     sink = self.pools[0].v.shape[0] - 1
     return self.replace(pages=jnp.where(live[:, None], self.pages, sink))
 
 
 def init_pool(config: config_lib.ModelConfig, pages: int, page: int) -> Pool:
-  """An empty pool of one layer: `pages` of `page` slots, and the sink."""
+  """An empty pool of one layer: `pages` of `page` slots, and the sink page."""
   shape = pages + 1, config.num_kv_heads, page, config.head_dim
   return Pool(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 

@@ -10,17 +10,15 @@ import pydantic
 
 from tlt_jax import ranges
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
-DTYPES = ("float32", "bfloat16", "float16")  # that we compute in
+DTYPES = ("float32", "bfloat16", "float16")  # of the computation
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
   """Llama 3.1's frequency rescaling of RoPE (`rope_type: llama3`).
 
-  Wavelengths longer than `original_max_position / low_freq_factor` are
-  stretched by `factor`, those shorter than `original_max_position /
-  high_freq_factor` are kept, and the band between is interpolated.
+  Wavelengths above `original_max_position / low_freq_factor` are stretched by `factor`,
+  those below `original_max_position / high_freq_factor` kept, and others interpolated.
   """
 
   factor: ranges.Positive
@@ -40,31 +38,27 @@ class RopeScaling:
 class ModelConfig:
   """A pre-norm decoder with GQA, RoPE, RMSNorm and a SwiGLU MLP.
 
-  The three supported families differ only in two switches: Qwen2 adds a bias
-  to q, k and v; Qwen3 normalises q and k per head; Llama 3 does neither. A family
-  of one's own is named by its module (`families`).
-  `head_dim` is free: it need not be `width / num_heads`.
+  Qwen2 adds a bias to q, k and v; Qwen3 normalises q and k per head; Llama 3 does neither.
   """
 
   __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
-  architecture: str  # name of the model's class in Hugging Face, or of a module
-  vocab_size: ranges.Count  # size V of the vocabulary, in tokens
-  width: ranges.Count  # width D of the residual stream
-  mlp_width: ranges.Count  # width F of the MLP's hidden layer
-  num_layers: ranges.Count  # number L of decoder layers
-  num_heads: ranges.Count  # number N of query heads
-  num_kv_heads: ranges.Count  # number K of heads of keys and values
-  head_dim: ranges.Count  # width H of each head
-  rope_theta: ranges.Base = 10_000.0  # base of the rotary frequencies
+  architecture: str  # class in Hugging Face, or a custom module, see `families`
+  vocab_size: ranges.Count  # V
+  width: ranges.Count  # D
+  mlp_width: ranges.Count  # F
+  num_layers: ranges.Count  # L
+  num_heads: ranges.Count  # N
+  num_kv_heads: ranges.Count  # K
+  head_dim: ranges.Count  # H; need not be D / N
+  rope_theta: ranges.Base = 10_000.0
   rope_scaling: RopeScaling | None = None
-  norm_eps: ranges.ShareAboveZero = 1e-6  # number added to the mean square in RMSNorm
+  norm_eps: ranges.ShareAboveZero = 1e-6
   max_position: ranges.Tokens = 4096  # longest sequence, in tokens
-  qkv_bias: bool = False  # whether q, k and v have a bias
-  qk_norm: bool = False  # whether q and k are normalised per head
-  tie_embeddings: bool = False  # whether the embedding is the output head too
-  # number format of the computation; parameters keep their own
-  dtype: Literal[DTYPES] = "float32"
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  tie_embeddings: bool = False
+  dtype: Literal[DTYPES] = "float32"  # of the computation; parameters keep their own
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -76,7 +70,7 @@ class ModelConfig:
       raise ValueError(f"RoPE needs an even head_dim, got {self.head_dim}")
 
   def check_split(self, devices: int) -> None:
-    """Raises ValueError unless the heads can be shared out over the devices of a slice."""
+    """Raises ValueError unless the heads divide evenly over the devices of a slice."""
     for kind, heads in (("query", self.num_heads), ("key/value", self.num_kv_heads)):
       if heads % devices:
         raise ValueError(
@@ -89,12 +83,10 @@ class ModelConfig:
 def make(
   cls: type, fields: Mapping[str, Any], keys: Mapping[str, str] | None = None
 ) -> Any:
-  """An instance of a config's dataclass from values of JSON.
+  """Makes a config dataclass from (nested) JSON values.
 
   Args:
-    cls: the dataclass
-    fields: by name; of a field that is a dataclass again, a mapping
-    keys: what fields are called in the file, for the error
+    keys: field -> its name in the file, for errors
   Raises:
     ValueError: names a field that is missing, unknown, of another type or out of range
   """

@@ -1,12 +1,10 @@
 """Drafters: one decoder layer that guesses the target's next tokens.
 
-A drafter reads pairs: the target's feature of token t, and the embedding of token t+1,
-which together say what token t+2 may be. Where the target has not been yet, the
-drafter's own output takes the feature's place. Embedding and head are the target's own,
-frozen, and never copied: they are handed in with every call.
+A drafter reads pairs, the target's feature of token t and the embedding of token t+1, and
+predicts token t+2. For drafted tokens its own output replaces the feature. Embedding and
+head are the target's, frozen, and passed with every call.
 
-Here is what all drafters share; in what they differ stands in `drafters`, a file per
-kind.
+`drafters` has the kind-specific parts.
 """
 
 from collections.abc import Iterable
@@ -31,11 +29,11 @@ from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-  """The shape of a drafter; `layer` is the target's config but for its one layer."""
+  """The shape of a drafter; `layer` is the target's config with one layer."""
 
   __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
-  kind: str  # name of a module, see `drafters.find`
+  kind: str  # see `drafters.find`
   layer: config_lib.ModelConfig
   taps: tuple[int, ...] = ()  # target layers after which it reads; (): the final norm
   fc_bias: bool = False
@@ -44,7 +42,7 @@ class DrafterConfig:
   def __post_init__(self):
     kind = drafters.find(self.kind)
     if self.taps and kind.customary_taps is None:
-      raise ValueError(f"{self.kind} drafters read no taps, not {self.taps} either")
+      raise ValueError(f"{self.kind} drafters have no taps; leave out {self.taps}")
     if not self.taps and kind.customary_taps is not None:
       raise ValueError(f"{self.kind} drafters need taps: target layers to read after")
     if self.fc_bias and kind.fc_width is None:
@@ -64,7 +62,7 @@ class DrafterConfig:
 
   @property
   def feature_width(self) -> int:
-    """E, numbers that the drafter reads of the target per token."""
+    """E, the width of the target's features that it reads."""
     return self.layer.width * max(len(self.taps), 1)
 
   @property
@@ -74,23 +72,20 @@ class DrafterConfig:
 
   @property
   def has_own_head(self) -> bool:
-    """Whether it has a head of its own; else it uses the target's."""
     return bool(self.vocab) and drafters.find(self.kind).own_head
 
   @property
   def target_ids(self) -> np.ndarray:
-    """i32[U], the target's id of each token that it predicts; U = V without a `vocab`."""
+    """i32[U], the target's ids of the drafter's tokens; U = V without a `vocab`."""
     return np.array(self.vocab or range(self.layer.vocab_size), np.int32)
 
 
 def of_target(
   config: config_lib.ModelConfig, kind: str = "eagle2", **changes
 ) -> DrafterConfig:
-  """The drafter that is customary for a target.
+  """The default drafter for a target.
 
   Args:
-    config: the target
-    kind: see `drafters.find`
     changes: other fields of `DrafterConfig`, or of its layer (e.g. `mlp_width`)
   """
   own = {field.name for field in dataclasses.fields(DrafterConfig)}
@@ -106,14 +101,13 @@ def of_target(
 def most_frequent(
   tokens: Iterable[np.ndarray], vocab_size: int, count: int
 ) -> tuple[int, ...]:
-  """The `count` ids that occur most often, increasing; the smaller ones among equals.
+  """A drafter's vocab: the `count` most frequent ids, increasing; ties go to smaller ids.
 
-  How a drafter's vocab is chosen (FR-Spec, https://arxiv.org/abs/2502.14856; EAGLE-3).
+  FR-Spec (https://arxiv.org/abs/2502.14856); EAGLE-3.
 
   Args:
     tokens: integer arrays of any shapes, such as the responses of the target
     vocab_size: V, of the target
-    count: U
   """
   if not 1 <= count <= vocab_size:
     raise ValueError(f"a drafter's vocab has 1 to {vocab_size} tokens, not {count}")
@@ -125,15 +119,16 @@ def most_frequent(
 
 
 class Drafter(nn.Module):
-  """The module of a drafter; its kind's functions see it as their first argument.
+  """The module of a drafter, which its kind's functions take as their first argument.
 
   Arguments of the methods:
 
-    target_params: the target's; `embedding` and `head` are used, without gradient
-    h: f[B T D], what stands for the features: from `features`, or an earlier output
+    target_params: `embedding` and `head` are used, without gradient
+    h: f[B T D], from `features`, or an earlier output
     tokens: i32[B T], the token after each feature
     by: `layers.rotation` of the features' positions
-    seen: what each pair sees of the cache; without one a mask, bool[B T T]
+    seen: which slots of the cache each pair attends to; without a cache a mask,
+      bool[B T T]
   """
 
   config: DrafterConfig
@@ -142,7 +137,7 @@ class Drafter(nn.Module):
     c, layer, kind = self.config, self.config.layer, drafters.find(self.config.kind)
     D = layer.width
     if kind.fc_width is not None:
-      # "fc" is kept whole: its input mixes features of all shards.
+      # Not sharded: the input of "fc" mixes features of all shards.
       self.fc = layers.weights(self, "fc", (D, kind.fc_width(c)), ("embed", "fc_in"))
     if c.fc_bias:
       zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed",))
@@ -156,7 +151,7 @@ class Drafter(nn.Module):
       self.head = layers.weights(self, "head", (len(c.vocab), D), ("vocab", "embed"))
 
   def features(self, x: jax.Array) -> jax.Array:
-    """The target's features f[... E] as this drafter takes them: f[... D]."""
+    """Maps the target's features f[... E] to `h`, f[... D]."""
     chex.assert_axis_dimension(x, -1, self.config.feature_width)
     with self._precision():
       return drafters.find(self.config.kind).feature(self, x)
@@ -168,13 +163,7 @@ class Drafter(nn.Module):
     tokens: jax.Array,
     by: layers.Rotation,
   ) -> tuple[jax.Array, jax.Array]:
-    """Computes keys and values of pairs, see `layers.Attention.keys_values`.
-
-    They are all that later pairs need of a pair: neither attention nor MLP has to run.
-
-    Args:
-      target_params, h, tokens, by: see the class
-    """
+    """Computes keys and values of pairs, which are all that later pairs need of them."""
     with self._precision():
       x, _ = self._inputs(target_params, h, tokens)
       return self.attention.keys_values(x, by)
@@ -189,12 +178,10 @@ class Drafter(nn.Module):
     cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
-    """Runs the layer: the next features f[B T D], and the cache.
+    """Runs the layer: the next features f[B T D], and the updated cache.
 
     Args:
-      target_params, h, tokens, by, seen: see the class
-      cache: updated if given
-      start: i32[B]  the slot of a row's first pair there; the others follow
+      start: i32[B]  the slot of each row's first pair
     """
     with self._precision():
       x, residual = self._inputs(target_params, h, tokens)
@@ -210,12 +197,7 @@ class Drafter(nn.Module):
     seen: seen_lib.Seen,
     cache: cache_lib.LayerCache,
   ) -> jax.Array:
-    """Runs the layer for pairs whose KV the cache holds already: f[B T D].
-
-    Args:
-      target_params, h, tokens, by, seen: see the class
-      cache: read only
-    """
+    """Runs the layer for pairs whose keys and values are in the cache: f[B T D]."""
     with self._precision():
       x, residual = self._inputs(target_params, h, tokens)
       y = self.attention.attend_to(x, by, seen, cache)
@@ -230,21 +212,19 @@ class Drafter(nn.Module):
     mask: jax.Array,
     steps: int,
   ) -> list[jax.Array]:
-    """Drafts `steps` tokens from every pair at once, as training needs it.
+    """Drafts `steps` tokens from every pair at once, for training.
 
-    Step 0 reads the target's features; step k at pair t reads what step k-1 gave at
+    Step 0 reads the target's features; step k at pair t reads the output of step k-1 at
     pair t-1, and attends to true pairs up to t-k and to the k that it drafted since
     (training-time test, EAGLE-3 section 3.2; HASS, https://arxiv.org/abs/2408.15766;
     `layers.Attention.attend_unrolled` has a worked row).
 
     Args:
-      target_params, tokens, by: see the class
       features: f[B T E]  the target's
       mask: bool[B T T]  causal, within a sequence
-      steps: how many
     Returns:
       per step the next features, f[B T D]; those of step k at pairs less than k from
-      their sequence's start mean nothing
+      their sequence's start are undefined
     """
     chex.assert_shape(mask, (*tokens.shape, tokens.shape[1]))
     with self._precision():
@@ -258,11 +238,7 @@ class Drafter(nn.Module):
       return outputs
 
   def output_head(self, target_params: dict) -> jax.Array:
-    """The head f[U D] for `logits`, to be made once, outside of loops.
-
-    It is the target's, frozen: all of it (U = V), or the rows of `config.vocab`. Some
-    kinds have a head of their own for a vocab, see `drafters.Kind`.
-    """
+    """The head f[U D] for `logits`, to be made once, outside of loops."""
     config, frozen = self.config, jax.lax.stop_gradient(target_params)
     if config.has_own_head:
       return self.head
@@ -270,12 +246,7 @@ class Drafter(nn.Module):
     return target.output_head(config.layer, frozen, ids)
 
   def logits(self, head: jax.Array, h: jax.Array) -> jax.Array:
-    """f[... D] -> f32[... U], of the tokens `config.target_ids`.
-
-    Args:
-      head: from `output_head`
-      h: outputs
-    """
+    """f[... D] -> f32[... U], of the tokens `config.target_ids`, by `output_head`."""
     chex.assert_axis_dimension(h, -1, self.config.layer.width)
     with self._precision():
       h = drafters.find(self.config.kind).before_head(self, h)
@@ -294,14 +265,7 @@ class Drafter(nn.Module):
     positions: jax.Array,
     mask: jax.Array,
   ) -> jax.Array:
-    """Touches every parameter, so that `init` makes them all.
-
-    Args:
-      target_params, tokens: see the class
-      features: f[B T E]
-      positions: i32[B T]
-      mask: bool[B T T]
-    """
+    """Uses every parameter, so that `init` makes them all."""
     by = layers.rotation(self.config.layer, positions)
     h, _ = self(target_params, self.features(features), tokens, by, mask)
     return self.logits(self.output_head(target_params), h)
@@ -310,7 +274,7 @@ class Drafter(nn.Module):
     return jax.default_matmul_precision(target.matmul_precision(self.config.layer.dtype))
 
   def _inputs(self, target_params, h, tokens):
-    """Makes what attention reads, f[B T *], and the residual stream, f[B T D]."""
+    """The input of attention, f[B T *], and the residual stream, f[B T D]."""
     chex.assert_shape(h, (*tokens.shape, self.config.layer.width))
     embedding = jax.lax.stop_gradient(target_params["embedding"])
     e = embedding.astype(h.dtype)[tokens]
@@ -321,7 +285,7 @@ class Drafter(nn.Module):
 
 
 def abstract_params(config: DrafterConfig) -> dict:
-  """Shapes and logical axes of every parameter, without making one."""
+  """Shapes and logical axes of every parameter."""
   return jax.eval_shape(lambda: _init(config, jax.random.key(0)))
 
 
@@ -331,7 +295,7 @@ def init_params(config: DrafterConfig, key: jax.Array) -> dict:
 
 
 def new_params(config: DrafterConfig, mesh: jax.sharding.Mesh, seed: int) -> dict:
-  """Makes the parameters of a new drafter on a mesh, in the layout of rollouts."""
+  """Makes the parameters of a new drafter on a mesh, sharded as for rollouts."""
   layout = axes.shardings(mesh, axes.ROLLOUT, abstract_params(config))
   init = jax.jit(lambda key: init_params(config, key), out_shardings=layout)
   return init(jax.random.key(seed))

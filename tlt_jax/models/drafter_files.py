@@ -1,11 +1,10 @@
-"""A drafter as a folder: config.json and model.safetensors.
+"""Drafters as folders: config.json and model.safetensors.
 
-`load` takes the published layouts of `eagle_files` as well. What `save` writes is this
-project's own, for drafters of any kind: config.json has the fields of `DrafterConfig`, and
-arrays have their place in the parameter tree as name. The embedding is the target's and not
-in it, nor is the head, unless the drafter has its own. A vocabulary is stored as in
-published EAGLE-3 files: its size in config.json (`draft_vocab_size`, else null), its tokens
-as tables among the weights.
+`save` writes this project's own layout, for drafters of any kind: config.json has the
+fields of `DrafterConfig`, and tensors are named by their path in the parameter tree. The
+target's embedding and head are not stored. A vocabulary is stored as in published EAGLE-3
+files: its size in config.json (`draft_vocab_size`, or null), its tokens as tables among
+the weights. `load` reads the published layouts of `eagle_files` as well.
 """
 
 import contextlib
@@ -41,15 +40,7 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   rules: axes.Rules = axes.ROLLOUT,
 ) -> tuple[drafter.DrafterConfig, dict]:
-  """Reads a folder: DrafterConfig and parameters.
-
-  Args:
-    path: the folder
-    target_config: of the target it is to draft for
-    mesh, rules: where to; one device without a mesh
-  Raises:
-    hf.CheckpointError: the folder is missing, damaged, or for another target
-  """
+  """Reads a folder; raises hf.CheckpointError if it is damaged or for another target."""
   path = pathlib.Path(path)
   with contextlib.ExitStack() as stack:
     config, stored, names = _open(path, target_config, stack)
@@ -59,8 +50,9 @@ def load(
     theirs = {names.get(name, name): shape for name, shape in shapes.items()}
     for name in sorted(stored.lazy.keys() | theirs.keys()):
       stored.check(name, theirs.get(name))
-    read = lambda name: jnp.asarray(stored.lazy[names.get(name, name)][:])
-    params = hf.unflatten({name: read(name) for name in shapes})
+    params = hf.unflatten(
+      {name: jnp.asarray(stored.lazy[names.get(name, name)][:]) for name in shapes}
+    )
   if mesh is not None:
     params = jax.tree.map(processes.place, params, axes.shardings(mesh, rules, abstract))
   return config, params
@@ -69,7 +61,7 @@ def load(
 def load_shape(
   path: str | pathlib.Path, target_config: config_lib.ModelConfig
 ) -> drafter.DrafterConfig:
-  """The drafter of a folder without its weights; arguments and errors as of `load`."""
+  """The drafter of a folder without its weights; errors as of `load`."""
   with contextlib.ExitStack() as stack:
     return _open(pathlib.Path(path), target_config, stack)[0]
 
@@ -77,7 +69,7 @@ def load_shape(
 def _open(
   path: pathlib.Path, target_config: config_lib.ModelConfig, stack: contextlib.ExitStack
 ) -> tuple[drafter.DrafterConfig, hf.Tensors, dict[str, str]]:
-  """The drafter, its tensors, and their names by path in our tree, where they differ."""
+  """The drafter, its tensors, and path in our tree -> name where they differ."""
   file = path / hf.CONFIG
   raw = hf.read_json(file)
   stored = hf.open_tensors(path, stack)
@@ -89,7 +81,7 @@ def _open(
     if config.layer.num_layers != 1:
       raise ValueError(f"num_layers={config.layer.num_layers}, but a drafter has 1")
     if "vocab" in raw or (size is not None and type(size) is not int):
-      raise ValueError(f"vocab: only its size, draft_vocab_size={size!r:.60}, is there")
+      raise ValueError(f"draft_vocab_size={size!r:.60} is not an integer or null")
   except ValueError as e:
     raise hf.CheckpointError(f"{file} is not a drafter's: {e!s:.300}") from e
   vocab = eagle_files.take_vocab(stored, size, config.layer.vocab_size)

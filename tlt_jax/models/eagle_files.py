@@ -7,20 +7,19 @@
     EAGLE-3  fc, midlayer.*, norm, lm_head, d2t, t2d LlamaForCausalLMEagle3; the same
 
 `read` takes either, also as training code leaves it (names that begin with "model.", an
-embedding, no `fc.bias`); `save` writes what one of the servers reads in full. Neither the
-embedding nor the target's head is stored: a server shares the target's. So config.json
-never says that they are tied, even where the target's are: SGLang would drop one tensor
-twice.
+embedding, no `fc.bias`); `save` writes the layout of one server. Neither the embedding nor
+the target's head is stored: servers share the target's. config.json never ties them, even
+if the target does: SGLang would delete one tensor twice.
 
-EAGLE-2 folders differ between the servers. SGLang's class leaves `fc.bias` random unless
-the file has it, vLLM's has none, and takes the biases of q, k and v from `qkv_bias`. A
-draft vocabulary (FR-Spec) is no part of the layout: SGLang takes it from a file of its own
-and passes over d2t and t2d, which are there for `read`; vLLM has none, stops at these
-tables, and drafts among all tokens without them.
+EAGLE-2 folders differ between the servers. SGLang's class initializes `fc.bias` randomly
+unless the file has it; vLLM's has none, and takes the biases of q, k and v from `qkv_bias`.
+A draft vocabulary (FR-Spec) is not part of the layout: SGLang takes it from a separate file
+and ignores d2t and t2d, which are there for `read`; vLLM does not support it and fails on
+these tables.
 
-Two spellings say which layers an EAGLE-3 drafter reads. In `eagle_config` (SGLang) i is the
-output of layer i, from 0, as in `DrafterConfig.taps`; at the top level (vLLM) it is what
-enters layer i. Taps (1, 13, 24) are [1, 13, 24] and [2, 14, 25].
+Two keys list the layers that an EAGLE-3 drafter reads. In `eagle_config` (SGLang) i is the
+output of layer i, from 0, as in `DrafterConfig.taps`; at the top level (vLLM) it is the
+input of layer i. Taps (1, 13, 24) are [1, 13, 24] and [2, 14, 25].
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ _OF_EAGLE3 = (
   ("norm.weight", "norm/scale"),
   ("lm_head.weight", "head"),
 )
-# Keys of variants that compute something else, unless they are false.
+# Keys of unsupported variants, unless they are false.
 _VARIANTS = (
   "add_para_norm",
   "fc_norm",
@@ -60,7 +59,6 @@ _VARIANTS = (
 
 
 def _names(kind: str) -> dict[str, str]:
-  """Path in our tree -> name in the file, of the tensors of a kind of drafter."""
   rows = [*_FC, *(_OF_EAGLE3 if kind == "eagle3" else ())]
   rows += [(_PREFIX[kind] + theirs, ours) for theirs, ours in hf.LAYER_TENSORS[1:]]
   return {ours: theirs for theirs, ours in rows}
@@ -79,16 +77,12 @@ def save(
   """Writes the folder that a server loads as its drafter, whole or not at all.
 
   Args:
-    path: folder, made if need be; a drafter in it is replaced
-    config, params: the drafter
-    server: an EAGLE-3 drafter is the same for both; of an EAGLE-2 one vLLM gets no
-      vocabulary of its own
-    dtype: of the stored weights; None: each as it is
+    path: a drafter in this folder is replaced
+    server: matters for EAGLE-2 drafters; vLLM's have no vocabulary
+    dtype: of the stored weights; None: `fc`'s
   Raises:
     CheckpointError: the server's classes do not compute what this drafter does
   """
-  if server not in SERVERS:
-    raise ValueError(f"server is one of {', '.join(SERVERS)}, not {server!r}")
   tensors = {name: np.asarray(x) for name, x in hf.flatten(params).items()}
   has_bias = "fc_bias" in tensors and bool(np.any(tensors["fc_bias"]))
   raw = _config_json(config, server, has_bias)
@@ -107,10 +101,10 @@ def save(
 
 
 def has_server(config: drafter.DrafterConfig) -> bool:
-  """Whether a class of a released server computes what `save` writes of a drafter.
+  """Whether a released server has a class for a drafter.
 
-  There is none for EAGLE-2 drafters with norms of q and k, such as those of Qwen3: the
-  name that config.json gives, Qwen3ForCausalLMEagle, follows the others.
+  There is none for EAGLE-2 drafters with norms of q and k, such as those of Qwen3:
+  config.json's Qwen3ForCausalLMEagle is named after the others.
   """
   return not config.layer.qk_norm
 
@@ -118,12 +112,12 @@ def has_server(config: drafter.DrafterConfig) -> bool:
 def _config_json(
   config: drafter.DrafterConfig, server: str, has_fc_bias: bool
 ) -> dict[str, Any]:
-  """The config.json of a drafter; raises where the server would compute another one."""
+  """The config.json of a drafter; raises if the server would compute something else."""
   layer, remedy = config.layer, "--config.drafter.architecture=LlamaForCausalLM"
   if config.kind not in _PREFIX or layer.architecture not in _FAMILIES:
     raise hf.CheckpointError(
       f"a drafter of kind {config.kind} with a layer of {layer.architecture} has no "
-      f"published layout; {' and '.join(_PREFIX)} have, of Qwen2, Qwen3 and Llama"
+      f"published layout; train {' or '.join(_PREFIX)} for Qwen2, Qwen3 or Llama"
     )
   if has_fc_bias and (config.kind == "eagle3" or server == "vllm"):
     raise hf.CheckpointError(
@@ -164,7 +158,7 @@ def _config_json(
 
 
 def vocab_tables(config: drafter.DrafterConfig) -> dict[str, np.ndarray]:
-  """The tables of a drafter's vocabulary; none of none.
+  """The tables of a drafter's vocabulary, if it has one.
 
   Token i of the drafter is token i + d2t[i] of the target (i64[U]); t2d marks these among
   all of the target's (bool[V]).
@@ -186,17 +180,13 @@ def read(
   stored: hf.Tensors,
   target_config: config_lib.ModelConfig,
 ) -> tuple[drafter.DrafterConfig, hf.Tensors, dict[str, str]]:
-  """Reads what a folder says of its drafter.
+  """Reads a folder in a published layout.
 
   Args:
-    file, raw: config.json, and what it holds
-    stored: the tensors of the folder
-    target_config: of the target it is to draft for, whose length, number format and tying
-      of the head it has
+    file, raw: config.json, and its content
+    target_config: gives the drafter's max_position, dtype and tie_embeddings
   Returns:
-    the drafter, its tensors, and their names by path in our tree
-  Raises:
-    CheckpointError: it is damaged, or computes what we would compute differently
+    the drafter, its tensors, and path in our tree -> name
   """
   try:
     kind, stored = _renamed(stored)
@@ -209,7 +199,7 @@ def read(
         del stored.lazy[name]
     if "fc.bias" in stored.lazy:
       stored.check("fc.bias", shared[1:])
-      if not np.any(stored.lazy["fc.bias"][:]):  # as servers may need it
+      if not np.any(stored.lazy["fc.bias"][:]):  # written for SGLang
         del stored.lazy["fc.bias"]
     vocab = _take_vocab(raw, stored, kind, layer.vocab_size)
     config = drafter.DrafterConfig(kind, layer, taps, "fc.bias" in stored.lazy, vocab)
@@ -221,7 +211,6 @@ def read(
 
 
 def _renamed(stored: hf.Tensors) -> tuple[str, hf.Tensors]:
-  """The kind of drafter, and its tensors by their names in `_names`."""
   is_eagle3 = re.compile(r"(model\.)?midlayer\..*|.*hidden_norm\.weight").fullmatch
   kind = "eagle3" if any(map(is_eagle3, stored.lazy)) else "eagle2"
   found = hf.Tensors({}, {})
@@ -230,7 +219,7 @@ def _renamed(stored: hf.Tensors) -> tuple[str, hf.Tensors]:
     if short.endswith("rotary_emb.inv_freq"):
       continue
     if short in found.lazy:
-      raise ValueError(f"tensor {short:.60} is there twice, with and without a prefix")
+      raise ValueError(f"tensor {short:.60} exists twice, with and without a prefix")
     found.lazy[short], found.file[short] = tensor, stored.file[name]
   return kind, found
 
@@ -238,7 +227,6 @@ def _renamed(stored: hf.Tensors) -> tuple[str, hf.Tensors]:
 def _layer(
   raw: dict, stored: hf.Tensors, kind: str, target_config: config_lib.ModelConfig
 ) -> config_lib.ModelConfig:
-  """The drafter's layer: what the file holds says which family it is of."""
   attention = f"{_PREFIX[kind]}self_attn."
   biases, norms = (attention + n in stored.lazy for n in ("q_proj.bias", "q_norm.weight"))
   family = "Qwen3" if norms else "Qwen2" if biases else "Llama"
@@ -262,7 +250,6 @@ def _layer(
 
 
 def _taps(raw: dict, target_config: config_lib.ModelConfig) -> tuple[int, ...]:
-  """The target's layers that an EAGLE-3 drafter reads; see the top of this file."""
   eagle = raw.get("eagle_config") or {}
   if not isinstance(eagle, dict) or eagle.get("use_aux_hidden_state", True) is not True:
     raise ValueError(
@@ -282,12 +269,12 @@ def _taps(raw: dict, target_config: config_lib.ModelConfig) -> tuple[int, ...]:
 def _take_vocab(
   raw: dict, stored: hf.Tensors, kind: str, target_size: int
 ) -> tuple[int, ...]:
-  """Takes the drafter's own vocabulary out of its tables; () if it has none."""
+  """Removes the tables of a vocabulary from `stored`; returns its ids, or ()."""
   size = raw.get("draft_vocab_size")
   if size is not None and (type(size) is not int or not 0 < size <= target_size):
     raise ValueError(f"draft_vocab_size={size!r:.60} is no part of {target_size} tokens")
   if "d2t" in stored.lazy:
-    if size is None:  # only EAGLE-3 folders must say it
+    if size is None:  # required only in EAGLE-3 folders
       shape = stored.lazy["d2t"].get_shape()
       size = math.prod(shape) if kind == "eagle2" else target_size
     return take_vocab(stored, size, target_size)
@@ -299,27 +286,23 @@ def _take_vocab(
 
 
 def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[int, ...]:
-  """Takes a drafter's own vocabulary out of its tables.
-
-  Args:
-    stored: loses the tables
-    size: U, tokens of the drafter; None: it has no vocabulary of its own
-    target_size: V, tokens of the target
-  Raises:
-    CheckpointError: the tables are damaged, or contradict each other
-  """
+  """Removes the tables of a vocabulary of `size` ids from `stored`; returns the ids."""
   if size is None:
     return ()
   d2t, t2d = stored.lazy.pop("d2t", None), stored.lazy.pop("t2d", None)
   where = next(iter(stored.file.values()))
   if d2t is None or d2t.get_shape() != [size] or d2t.get_dtype() != "I64":
-    raise hf.CheckpointError(f"{where}: d2t is no table of {size} tokens, config.json says")
+    raise hf.CheckpointError(
+      f"{where}: d2t is not a table of {size} tokens, unlike draft_vocab_size in "
+      "config.json; use another drafter"
+    )
   ids = np.arange(size) + d2t[:]
   if not size or ids.min() < 0 or ids.max() >= target_size or np.any(np.diff(ids) < 1):
     raise hf.CheckpointError(
-      f"{where}: d2t names no increasing tokens of {target_size}, as config.json says"
+      f"{where}: d2t does not name increasing tokens below {target_size}; use another "
+      "drafter"
     )
-  if t2d is not None:  # it says nothing that d2t does not
+  if t2d is not None:  # redundant with d2t
     is_table = t2d.get_shape() == [target_size] and t2d.get_dtype() == "BOOL"
     if not is_table or not np.array_equal(np.flatnonzero(t2d[:]), ids):
       raise hf.CheckpointError(f"{where}: t2d and d2t name different tokens")
@@ -331,7 +314,7 @@ def check_target(
   config: drafter.DrafterConfig,
   target_config: config_lib.ModelConfig,
 ) -> None:
-  """Raises CheckpointError if the drafter is for a target of another shape."""
+  """Raises CheckpointError if the drafter's target has another shape."""
   for name in ("vocab_size", "width", "tie_embeddings"):
     have, want = getattr(config.layer, name), getattr(target_config, name)
     if have != want:

@@ -1,7 +1,7 @@
-"""Families of decoders: what the name of an architecture in config.json stands for.
+"""Families of decoders, by the name of an architecture in config.json.
 
-`FAMILIES` has those that are built in. One of your own is a module with `FAMILY`, which
-config.json names in place of the architecture: `"architectures": ["my_package.my_module"]`.
+`FAMILIES` has the built-in ones. A custom one is a module with `FAMILY`, which config.json
+names instead of the architecture: `"architectures": ["my_package.my_module"]`.
 """
 
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ from tlt_jax.models import layers
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """What a family fixes, and its defaults for keys that its config.json may lack.
+  """The fixed properties of a family, and its defaults for keys missing in config.json.
 
-  A `block` is a flax module with the signature of `layers.Block`. Its parameters are found
-  in the file by the table of names in `hf`, and by what `tensors` adds to it.
+  A `block` is a flax module with the signature of `layers.Block`. Its parameters are
+  found by the table of names in `hf`, which `tensors` extends.
   """
 
-  model_type: str  # of config.json
-  qkv_bias: bool = False  # whether q, k and v have a bias
-  qk_norm: bool = False  # whether q and k are normalised per head
+  model_type: str
+  qkv_bias: bool = False
+  qk_norm: bool = False
   head_dim: int | None = None  # None: width / heads
-  max_position: int = 2048  # longest sequence, in tokens
-  hidden_act: tuple[str, ...] = ("silu", "swish")  # names of what `block` computes
-  # Further keys of config.json that change the outputs, and the values that do not.
+  max_position: int = 2048
+  hidden_act: tuple[str, ...] = ("silu", "swish")  # names of the block's activation
+  # Further keys of config.json that change the outputs unless they have these values.
   neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-  block: type[nn.Module] = layers.Block  # one decoder layer
-  # A layer's tensors that no other family has, as in `hf`: their name, our path.
+  block: type[nn.Module] = layers.Block
+  # Further tensors of a layer: name in the file, path in our tree.
   tensors: tuple[tuple[str, str], ...] = ()
 
 
@@ -43,22 +43,18 @@ FAMILIES = {
 
 
 def find(architecture: str) -> Family:
-  """The family of an architecture.
-
-  Raises:
-    ValueError: no such family, or a module that holds none
-  """
+  """The family of an architecture; raises ValueError if there is none."""
   if architecture in FAMILIES:
     return FAMILIES[architecture]
   if "." not in architecture:
     raise ValueError(
       f"architecture {architecture:.60} is not supported; supported: "
-      f"{', '.join(FAMILIES)}, and modules of one's own by their dotted names"
+      f"{', '.join(FAMILIES)}, and custom modules by their dotted names"
     )
   try:
     found = named.load(f"{architecture}.FAMILY")
   except named.NameNotFound as e:
     raise ValueError(f"no model family {architecture[:60]!r}: {e}") from e
   if not isinstance(found, Family):
-    raise ValueError(f"{architecture:.60}.FAMILY is no tlt_jax.models.families.Family")
+    raise ValueError(f"{architecture:.60}.FAMILY is not a tlt_jax.models.families.Family")
   return found

@@ -1,13 +1,11 @@
 """Hugging Face folders: config.json and safetensors <-> ModelConfig and parameters.
 
 `load` places tensor by tensor straight into the target sharding; `save` writes what
-transformers loads. What cannot be reproduced exactly is refused, never approximated: every
-key of config.json that would change the outputs, every field that would be lost. Pickles
-are never loaded. The order here: the folder's files, config.json, the names of tensors,
-and `load` and `save`.
+transformers loads. Keys of config.json that would change the outputs, and fields that it
+cannot express, are refused. Pickles are never loaded.
 
-config.json is read as it is, not by transformers.AutoConfig: that fills in what is missing
-(a width of 4,096), and knows no family of one's own.
+config.json is not read by transformers.AutoConfig, which fills in what is missing (a width
+of 4,096) and does not know custom families.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,8 +38,8 @@ from tlt_jax.models import target
 CONFIG = "config.json"
 SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of stored weights
-MAX_FILE_BYTES = 4 * 10**9  # of safetensors, where there are several
-PARTIAL = ".partial"  # folder of a save that is not complete yet
+MAX_FILE_BYTES = 4 * 10**9  # of a shard
+PARTIAL = ".partial"  # folder of an incomplete save
 
 
 class CheckpointError(ValueError):
@@ -52,11 +50,7 @@ class CheckpointError(ValueError):
 
 
 def read_json(file: pathlib.Path) -> dict:
-  """Reads a JSON object.
-
-  Raises:
-    CheckpointError: it is missing, or something else
-  """
+  """Reads a JSON object; raises CheckpointError if it is missing or damaged."""
   if not file.exists():
     raise CheckpointError(
       f"{file} is missing; give a folder with config.json and safetensors (a model's: hf "
@@ -70,10 +64,10 @@ def read_json(file: pathlib.Path) -> dict:
 
 @dataclasses.dataclass
 class Tensors:
-  """What the safetensors files of a folder hold, by name."""
+  """The tensors of a folder, and their files, by name."""
 
-  lazy: dict[str, Any]  # tensors, read when they are sliced
-  file: dict[str, pathlib.Path]  # that holds them
+  lazy: dict[str, Any]  # read when they are sliced
+  file: dict[str, pathlib.Path]
 
   def check(self, name: str, shape: tuple[int, ...] | None) -> None:
     """Raises CheckpointError unless a tensor has this shape; None: must not exist."""
@@ -104,7 +98,7 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
     if pickles:
       raise CheckpointError(
         f"{path} holds {pickles[0]!r:.80} but no safetensors; pickles are never loaded: "
-        "convert it where PyTorch is: safetensors.torch.save_file(torch.load(FILE, "
+        "convert it with PyTorch: safetensors.torch.save_file(torch.load(FILE, "
         f"weights_only=True), {SINGLE!r})"
       )
     raise CheckpointError(
@@ -131,15 +125,14 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
 
 
 def _read_index(index: pathlib.Path) -> dict[str, list[str]]:
-  """The files that an index names, and the tensors that it promises in each."""
-  holders = read_json(index).get("weight_map")
-  if not isinstance(holders, dict) or not holders:
+  weight_map = read_json(index).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
     raise CheckpointError(f"{index} has no weight_map; download it again")
   names = {}
-  for name, file in holders.items():
+  for name, file in weight_map.items():
     if not isinstance(file, str) or not re.fullmatch(r"[^/\0]{1,200}\.safetensors", file):
       raise CheckpointError(
-        f"{index}: weight_map names {file!r:.60}, which is no safetensors file of that "
+        f"{index}: weight_map names {file!r:.60}, which is not a safetensors file in that "
         "folder; download it again"
       )
     names.setdefault(file, []).append(name)
@@ -148,11 +141,11 @@ def _read_index(index: pathlib.Path) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives an empty folder to write to; it replaces the checkpoint, if nothing is raised.
+  """Yields an empty folder whose files replace the checkpoint in `path` on success.
 
-  A save that is killed leaves the earlier checkpoint, or none, but never a mixture that
-  loads. Other files in `path` stay. If something is raised, what was written is removed: it
-  may have filled the disk.
+  A killed save leaves the earlier checkpoint, or none, but never a mixture that loads.
+  Other files in `path` stay. On an error, which may be a full disk, what was written is
+  removed.
   """
   partial = path / PARTIAL
   shutil.rmtree(partial, ignore_errors=True)
@@ -174,13 +167,12 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_json(file: pathlib.Path, raw: dict) -> None:
-  """Writes a JSON object, indented."""
   file.write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def write_tensors(file: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-  """Writes a safetensors file that transformers loads, too."""
   tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+  # transformers needs the format.
   safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -193,7 +185,7 @@ def write_weights(
   """Writes model.safetensors, or shards with an index; one file at a time is in memory.
 
   Args:
-    folder: where to; None: another process writes, this one only takes part in `read`
+    folder: None: another process writes, this one only calls `read`
     sizes: bytes of each tensor, by name
     read: gives a tensor by its name; called in the order of `sizes`
     max_file_bytes: of a file, unless one tensor is larger
@@ -221,7 +213,7 @@ def write_weights(
 
 # --- config.json
 
-_KEYS = {  # field of ModelConfig -> key, for values that are the same there
+_KEYS = {  # field of ModelConfig -> key with the same value
   "vocab_size": "vocab_size",
   "width": "hidden_size",
   "mlp_width": "intermediate_size",
@@ -239,8 +231,7 @@ _ROPE_KEYS = {  # the same of RopeScaling
   "high_freq_factor": "high_freq_factor",
   "original_max_position": "original_max_position_embeddings",
 }
-# Keys that change the outputs, and the values that do not. `families` has those of one
-# family alone.
+# Keys that change the outputs unless they have these values; `Family.neutral` adds to them.
 _NEUTRAL = {
   "attention_bias": (False,),
   "mlp_bias": (False,),
@@ -250,11 +241,7 @@ _NEUTRAL = {
 
 
 def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
-  """Reads the model that a folder's config.json describes.
-
-  Raises:
-    CheckpointError: missing, damaged, or describing what we would compute differently
-  """
+  """Reads config.json; raises CheckpointError if it is damaged or not supported."""
   file = pathlib.Path(path) / CONFIG
   raw = read_json(file)
   try:
@@ -264,11 +251,7 @@ def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
 
 
 def parse_config(raw: dict) -> config_lib.ModelConfig:
-  """Turns the content of config.json into a ModelConfig.
-
-  Raises:
-    ValueError: it describes no model, or what we would compute differently
-  """
+  """Parses the content of config.json; raises ValueError if it is not supported."""
   raw = {key: value for key, value in raw.items() if value is not None}
   names = raw.get("architectures", ["(none)"])
   if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -304,7 +287,6 @@ def parse_config(raw: dict) -> config_lib.ModelConfig:
 
 
 def _parse_rope_scaling(rope: dict) -> dict | None:
-  """The fields of RopeScaling."""
   if any(isinstance(value, dict) for value in rope.values()):
     raise ValueError("RoPE parameters per layer type are not supported")
   kind = rope.get("rope_type", rope.get("type", "default"))
@@ -316,9 +298,8 @@ def _parse_rope_scaling(rope: dict) -> dict | None:
 
 
 def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
-  """Raises on a feature that would silently change the outputs."""
   neutral = {"hidden_act": family.hidden_act, **_NEUTRAL, **family.neutral}
-  if family.qkv_bias:  # Qwen2 has its biases whatever this key says
+  if family.qkv_bias:  # Qwen2 ignores this key
     del neutral["attention_bias"]
   for key, harmless in neutral.items():
     for value in (raw.get(key), rope.get(key)):
@@ -329,7 +310,7 @@ def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
   if "layer_types" in raw:
     kinds = raw["layer_types"]
     slides = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-  else:  # Qwen2.5 ships a window that is not used, or by layers that it has not
+  else:  # Qwen2.5's window is disabled, or starts after the last layer
     full_layers = raw.get("max_window_layers", 28)
     is_used = raw.get("use_sliding_window", False)
     if not isinstance(is_used, bool):
@@ -343,10 +324,10 @@ def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
 
 
 def unparse_config(config: config_lib.ModelConfig) -> dict:
-  """Turns a ModelConfig into config.json, in the spelling that transformers 4 and 5 read.
+  """Makes config.json for transformers 4 and 5.
 
   Raises:
-    CheckpointError: its architecture cannot express it
+    CheckpointError: config.json of its architecture cannot express the config
   """
   try:
     family = families.find(config.architecture)
@@ -384,7 +365,7 @@ _MODEL_TENSORS = (
   ("model.norm.weight", "final_norm/scale"),
   ("lm_head.weight", "head"),
 )
-# Below `model.layers.{i}.` and `layer_{i}/`. What a model does not have is not used.
+# Below `model.layers.{i}.` and `layer_{i}/`. A model may have only some of them.
 LAYER_TENSORS = (
   ("input_layernorm.weight", "input_norm/scale"),
   ("self_attn.q_proj.weight", "attention/q_proj"),
@@ -404,7 +385,7 @@ LAYER_TENSORS = (
 
 
 def names(config: config_lib.ModelConfig) -> dict[str, str]:
-  """Path in our tree -> their name, of all tensors that a model may have."""
+  """Path in our tree -> Hugging Face's name, of all tensors that a model may have."""
   of_layer = (*LAYER_TENSORS, *families.find(config.architecture).tensors)
   return {ours: theirs for theirs, ours in _MODEL_TENSORS} | {
     f"layer_{i}/{ours}": f"model.layers.{i}.{theirs}"
@@ -419,7 +400,6 @@ def flatten(params: Any) -> dict[str, Any]:
 
 
 def unflatten(params: dict[str, Any]) -> dict:
-  """Undoes `flatten`."""
   return traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -439,12 +419,10 @@ def load(
 
   Args:
     path: folder with config.json and model.safetensors, or shards with an index
-    mesh: (data, model) mesh; None places everything on the default device
-    rules: logical axis -> mesh axis
-    dtype: of the parameters; as stored by default
+    mesh: None: the default device
+    dtype: of the parameters; None: as stored
   Returns:
-    ModelConfig (its `dtype`, of the computation, is the one in config.json) and the nested
-    dict of parameters
+    ModelConfig, whose `dtype` is config.json's, and nested parameters
   Raises:
     CheckpointError: the folder is incomplete, damaged or not supported
   """
@@ -452,7 +430,7 @@ def load(
   config = load_config(path)
   with contextlib.ExitStack() as stack:
     stored = open_tensors(path, stack)
-    if config.num_layers > len(stored.lazy):  # before as many are described
+    if config.num_layers > len(stored.lazy):  # abstract_params would take long
       raise CheckpointError(
         f"{path / CONFIG}: num_hidden_layers={config.num_layers}, but there are "
         f"{len(stored.lazy)} tensors; restore the original config.json"
@@ -482,7 +460,7 @@ def load(
 
 
 def _place(stored: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-  """Moves one tensor from the file to its devices; replicas share one read."""
+  """Moves a tensor from its file to its devices; replicas share one read."""
   parts = {}
 
   def part(index):
@@ -497,7 +475,6 @@ def _place(stored: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
 def _check_tensors(
   stored: Tensors, shapes: dict[str, tuple[int, ...]], config: config_lib.ModelConfig
 ) -> None:
-  """Raises unless the files hold exactly the tensors of the model."""
   head, embedding = "lm_head.weight", "model.embed_tokens.weight"
   for name in sorted(stored.lazy.keys() | shapes.keys()):
     is_copy = name == head and config.tie_embeddings
@@ -525,15 +502,15 @@ def save(
 ) -> None:
   """Writes a folder that transformers and `load` read; see `replacing`.
 
-  Tokenizer and generation_config.json are not written.
+  Neither a tokenizer nor generation_config.json is written. Every process calls, the
+  first one writes.
 
   Args:
-    path: folder, made if need be; a checkpoint in it is replaced
-    config: the model; its `dtype` becomes config.json's
-    params: nested dict as from `load` or `target.init_params`, sharded over the devices of
-      all processes or not; every process calls, the first one writes
-    max_file_bytes: above it the tensors are spread over files with an index
-    dtype: of the stored weights; None: each as it is
+    path: a checkpoint in this folder is replaced
+    config: its `dtype` becomes config.json's
+    params: as from `load`, sharded or not
+    max_file_bytes: larger models are split into shards with an index
+    dtype: of the stored weights; None: each parameter's
   Raises:
     CheckpointError: params or config do not fit the architecture
   """
@@ -553,7 +530,7 @@ def save(
   def read(name):
     return processes.fetch(tensors[name]).astype(dtypes[name], copy=False)
 
-  if not processes.is_first():  # has its part of what the first one writes
+  if not processes.is_first():  # takes part in `fetch`
     return write_weights(None, sizes, read, max_file_bytes)
   with replacing(pathlib.Path(path)) as folder:
     write_weights(folder, sizes, read, max_file_bytes)

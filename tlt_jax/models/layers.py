@@ -1,7 +1,6 @@
 """The layers of a decoder, with their logical axis names.
 
-Every parameter is made with the names of its axes (`embed`, `heads`, ...);
-`tlt_jax.axes` says per phase which mesh axis a name is split along.
+`tlt_jax.axes` maps the names (`embed`, `heads`, ...) to mesh axes per phase.
 """
 
 import itertools
@@ -20,8 +19,8 @@ from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-_MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
-_BLOCK = 512  # queries, about, that are shown the same keys; each is compiled apart
+_MASKED = -1e30  # finite: no NaN in a fully masked row
+_BLOCK = 512  # queries, about, with the same keys; the loop over blocks is unrolled
 
 
 def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
@@ -31,14 +30,7 @@ def _param(module: nn.Module, name: str, init, shape, axes) -> jax.Array:
 def weights(
   module: nn.Module, name: str, shape: tuple[int, int], axes: tuple[str, str]
 ) -> jax.Array:
-  """Makes a matrix f[O I] of a module for `linear`.
-
-  Args:
-    module: whose it is
-    name: there
-    shape: (outputs, inputs), the order of Hugging Face's files
-    axes: the logical names of the two
-  """
+  """Makes a matrix for `linear` of shape (outputs, inputs), as in Hugging Face's files."""
   return _param(module, name, nn.initializers.normal(0.02), shape, axes)
 
 
@@ -75,28 +67,23 @@ def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
 
 
 class Rotation(NamedTuple):
-  """The factors of RoPE, the same for every layer and head."""
+  """The factors of RoPE."""
 
   cos: jax.Array  # f32[... H/2]
   sin: jax.Array  # f32[... H/2]
 
   def at(self, positions: jax.Array) -> "Rotation":
-    """Picks those of tokens at positions i32[B T], if self is of positions 0, 1, ..."""
+    """Those of positions i32[B T], if self is a table of positions 0, 1, ..."""
     return Rotation(*(x.at[positions].get(mode="clip") for x in self))
 
 
 def rotation(
   config: config_lib.ModelConfig, positions: jax.Array, table: Rotation | None = None
 ) -> Rotation:
-  """The rotation of tokens at some positions.
+  """The rotation of tokens at positions i32[...].
 
-  XLA fuses it into its uses, and computes it again for every layer and head. A loop is
-  faster with a table made outside of it, `rotation(config, jnp.arange(S))`.
-
-  Args:
-    config: of the model
-    positions: i32[...]
-    table: the rotation of positions 0, 1, ..., to pick from
+  XLA fuses it into its uses, and recomputes it for every layer and head. A loop is
+  faster with a `table` made outside of it, `rotation(config, jnp.arange(S))`.
   """
   if table is not None:
     return table.at(positions)
@@ -113,20 +100,16 @@ def apply_rope(x: jax.Array, by: Rotation) -> jax.Array:
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-  """Cuts a row into blocks of queries of about equal size: (start, end) of each."""
   count = max(round(length / _BLOCK), 1)
   ends = [length * i // count for i in range(count + 1)]
   return list(itertools.pairwise(ends))
 
 
 def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-  """Attends where no query looks past its own index (S = T).
+  """`ref.attend` where no query attends past its own index (S = T).
 
-  Each block of queries is shown only the keys up to its end, which saves up to
-  half the work of a long row.
-
-  Args:
-    q, k, v, mask: as of `ref.attend`
+  Each block of queries attends only to keys up to its end, which saves up to half the
+  work of a long row.
   """
   return jnp.concatenate(
     [
@@ -167,14 +150,7 @@ class Attention(nn.Module):
     return y.reshape(*x.shape[:2], -1, self.config.head_dim)
 
   def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
-    """Computes what a cache holds of tokens.
-
-    Args:
-      x: f[B T *]
-      by: of the tokens' positions
-    Returns:
-      keys and values, f[B K T H]
-    """
+    """Keys, rotated, and values of tokens f[B T *]: f[B K T H]."""
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)
@@ -194,14 +170,7 @@ class Attention(nn.Module):
     seen: seen_lib.Seen,
     layer_cache: cache_lib.LayerCache,
   ) -> jax.Array:
-    """Attends to what a cache holds: f[B T D].
-
-    Args:
-      x: f[B T *]
-      by: of the tokens' positions
-      seen: what each token sees of the cache
-      layer_cache: this layer's
-    """
+    """Attends from tokens f[B T *] to a cache: f[B T D]."""
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
     args = self._queries(x, by), k, v, seen, layer_cache.pages
     return self._output(tree_attention.tree_attention(*args, impl=layer_cache.kernels))
@@ -219,33 +188,32 @@ class Attention(nn.Module):
   ) -> jax.Array:
     """Attends in step n of drafting from every position at once: f[B T D].
 
-    Position t began n steps ago, at t-n: it sees what step 0 knew up to there, and what
-    each later step j made of position t-n+j. Worked row, of which step position 4 sees
-    each position at n = 2, where one sequence fills the row:
+    Position t was drafted from position t-n: it attends to the keys of step 0 up to t-n,
+    and for each later step j to the key of step j at t-n+j. Worked row: the step whose key
+    position 4 attends to at each position, for n = 2 and one sequence:
 
         position     0  1  2  3  4
-        of step      0  0  0  1  2
+        step         0  0  0  1  2
 
-    What leads there: rolled by n, row t of `mask` is what t-n may see (far, step 0), and
-    the keys of step j, rolled by n-j, have at t those of t-n+j (one each).
+    Rolled by n, row t of `mask` is row t-n (far, step 0); rolled by n-j, the keys of
+    step j have at t those of t-n+j (one each).
 
     Args:
       x: f[B T *]  of step n
-      by: of the positions
       mask: bool[B T T]  causal, within a sequence
-      drafted: keys and values of steps 0..n, as `keys_values` gives them
+      drafted: `keys_values` of steps 0..n
     """
     c, n = self.config, len(drafted) - 1
     B, T, _ = x.shape
     chex.assert_shape(mask, (B, T, T))
     q = self._queries(x, by).reshape(B, T, c.num_kv_heads, -1, c.head_dim)
     k, v = drafted[0]
-    far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]  # row t shows t-n's
-    moved = lambda x, j: jnp.roll(x, n - j, 2)
-    later = [(moved(k, j), moved(v, j)) for j, (k, v) in enumerate(drafted)][1:]
+    far = jnp.roll(mask, n, 1) & (jnp.arange(T) >= n)[:, None]
+    later = [
+      (jnp.roll(k, n - j, 2), jnp.roll(v, n - j, 2)) for j, (k, v) in enumerate(drafted)
+    ][1:]
 
     def attend_block(start: int, end: int) -> jax.Array:
-      """Attends for queries start..end-1, none of which looks past its own index."""
       far_scores = jnp.einsum("btkgh,bksh->bkgts", q[:, start:end], k[:, :, :end])
       shown = far[:, None, None, start:end, :end]
       scores = [jnp.where(shown, far_scores, _MASKED)]
@@ -274,11 +242,11 @@ class Attention(nn.Module):
 
     Args:
       x: f[B T *]
-      by: of the tokens' positions
-      seen: what each token sees of the cache; without one the segments of the rows, or
-        a mask, bool[B T T]
-      layer_cache: this layer's keys and values, updated in place under jit
-      start: i32[B]  the slot of a row's first token there; the others follow
+      by: rotation of the tokens' positions
+      seen: which slots of the cache each token attends to; without a cache the segments
+        of the rows, or a mask, bool[B T T]
+      layer_cache: updated in place under jit
+      start: i32[B]  the slot of each row's first token
     Returns:
       f[B T D] and the updated layer cache (None without one)
     """

@@ -25,17 +25,17 @@ def runs(trained: dict, num_layers: int) -> list[Run]:
   """The longest runs of layers of which the same parameters are trained.
 
   Args:
-    trained: the part of a parameter tree that is trained
-    num_layers: L
+    trained: the trained part of a parameter tree
   """
-  structure = lambda i: jax.tree.structure(trained.get(_layer(i)))
-  grouped = itertools.groupby(range(num_layers), structure)
+  grouped = itertools.groupby(
+    range(num_layers), lambda i: jax.tree.structure(trained.get(_layer(i)))
+  )
   found = [list(layers) for _, layers in grouped]
   return [(layers[0], layers[-1] + 1) for layers in found]
 
 
 def stack(params: dict, runs: Sequence[Run]) -> dict:
-  """A parameter tree, or part of it, with one entry per run in place of its layers'."""
+  """A parameter tree, or part of it, with the layers of each run stacked."""
   stacked = {k: x for k, x in params.items() if not _is_layer(k)}
   for run in runs:
     of_run = [params[_layer(i)] for i in range(*run) if _layer(i) in params]
@@ -45,7 +45,6 @@ def stack(params: dict, runs: Sequence[Run]) -> dict:
 
 
 def unstack(stacked: dict, runs: Sequence[Run]) -> dict:
-  """Undoes `stack`."""
   params = {k: x for k, x in stacked.items() if not _is_layer(k)}
   for run in runs:
     for i in range(*run):
@@ -69,15 +68,12 @@ def features(
   """Runs the decoder on packed rows.
 
   Args:
-    config: of the model
-    params: of `stack`; what is not of a layer is ready for use
-    runs: of the layers
+    params: of `stack`; those outside of layers are gathered already
     tokens: i32[B T]
-    seen: the segments of the rows
-    by: of the tokens' positions
-    gather: makes a layer's parameters ready for use, in every turn of the loop
-    remat: whether layers are computed again in the backward pass; if not, everything is
-      kept, the layers' parameters as they are used as well
+    by: rotation of the tokens' positions
+    gather: gathers a layer's parameters, in every iteration of the loop
+    remat: whether layers are recomputed in the backward pass; if not, all activations
+      and gathered parameters are kept
   Returns:
     features f[B T D], the hidden states after the final norm
   """
@@ -85,12 +81,12 @@ def features(
   by_tokens = (None, axes.MODEL)
 
   def layer(x, params):
-    # Gathered from parts here, so that parts are what is kept for the backward pass.
+    # Gathered here, so that the backward pass keeps the parts.
     x = _laid_out(_laid_out(x, *by_tokens))
     x = block.apply({"params": gather(params)}, x, by, seen)[0]
     return _laid_out(x, *by_tokens), None
 
-  if remat:  # a loop's body is compiled apart: nothing in it is found twice
+  if remat:  # in a loop's body, XLA cannot merge the recomputation with the forward pass
     layer = jax.checkpoint(layer, prevent_cse=False)
   with jax.default_matmul_precision(target.matmul_precision(config.dtype)):
     x = params["embedding"].astype(config.dtype)[tokens]
@@ -102,18 +98,18 @@ def features(
 
 
 def splits(length: int, devices: int) -> bool:
-  """Whether rows of so many tokens are split over the devices of a slice between layers.
+  """Whether rows of `length` tokens are split over the devices of a slice between layers.
 
-  The backward pass keeps what every layer was handed, so that each device keeps a part.
-  It costs nothing more to send: the sum over the devices that a layer ends with becomes a
-  scattered sum here and a gather in the next layer (sequence parallelism, Korthikanti et
-  al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.2).
+  Each device then keeps a part of every layer's input for the backward pass, at no more
+  communication: the all-reduce at a layer's end becomes a reduce-scatter and an all-gather
+  in the next layer (sequence parallelism, Korthikanti et al. 2022,
+  https://arxiv.org/abs/2205.05198, section 4.2.2).
   """
   return devices > 1 and length % devices == 0
 
 
 def _laid_out(x: jax.Array, *spec: str | None) -> jax.Array:
-  """Has f[B T D] lie so over the devices of a slice, if `splits` says that it may."""
+  """Constrains the sharding of f[B T D] over a slice, if `splits` allows it."""
   mesh = axes.mesh_of_compiler()
   if mesh is None or not splits(x.shape[1], mesh.shape[axes.MODEL]):
     return x
@@ -121,7 +117,7 @@ def _laid_out(x: jax.Array, *spec: str | None) -> jax.Array:
 
 
 def outside(stacked: dict) -> dict:
-  """What of `stack` is of no layer."""
+  """The parameters outside of layers."""
   return {k: x for k, x in stacked.items() if not _is_layer(k)}
 
 

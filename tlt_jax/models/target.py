@@ -1,7 +1,7 @@
 """The target: the decoder-only LLM that RL trains.
 
-`Target` maps tokens (and a KV cache) to features; `Target.logits` maps
-features to the vocabulary, so that a prefill never pays for the head.
+`Target` maps tokens to features and `Target.logits` features to the vocabulary: prefill
+does not compute the head.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 
 def matmul_precision(dtype: str) -> str:
-  """The precision of products: accelerators round those of float32 unless told not to."""
+  """The precision of products: by default accelerators round those of float32."""
   return "highest" if dtype == "float32" else "default"
 
 
@@ -53,11 +53,10 @@ class Target(nn.Module):
     Args:
       tokens: i32[B T]
       positions: i32[B T]
-      seen: what each token sees of the cache; without one a mask, bool[B T T]. Default:
-        everything up to the token itself
-      cache: read and updated if given; rows may stand at different positions
-      start: i32[B]  the slot of a row's first token there, the others follow; default:
-        its position
+      seen: which slots of the cache each token attends to; without a cache a mask,
+        bool[B T T]. None: everything up to the token itself
+      cache: read and updated
+      start: i32[B]  the slot of each row's first token; None: its position
     Returns:
       features f[B T D], the hidden states after the final norm, and the cache
     """
@@ -74,12 +73,11 @@ class Target(nn.Module):
     start: jax.Array | None = None,
     rotations: layers.Rotation | None = None,
   ) -> tuple[jax.Array, jax.Array | None, cache_lib.KVCache | None]:
-    """Runs the decoder, and also gives hidden states from inside.
+    """Runs the decoder, and also returns intermediate hidden states.
 
     Args:
-      tokens, positions, seen, cache, start: as of `__call__`
-      taps: layers (from 0), after which the residual stream is returned as well
-      rotations: `layers.rotation` of positions 0, 1, ..., where it is at hand
+      taps: layers (from 0) after which the residual stream is returned
+      rotations: `layers.rotation` of positions 0, 1, ..., if precomputed
     Returns:
       features f[B T D]; f[B T len(taps)*D], None without taps; and the cache
     """
@@ -111,8 +109,7 @@ class Target(nn.Module):
     """Turns features into logits: f[... D] -> f32[... V].
 
     Args:
-      features: f[... D]
-      head: of some tokens only, from `output_head`: f32[... U]; None: of all V
+      head: of U tokens, from `output_head`, for f32[... U]
     """
     chex.assert_axis_dimension(features, -1, self.config.width)
     if head is None:
@@ -127,11 +124,7 @@ class Target(nn.Module):
     seen: jax.Array | seen_lib.Seen | None = None,
     cache: cache_lib.KVCache | None = None,
   ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache | None]:
-    """Runs decoder and head: features f[B T D], logits f32[B T V] and the cache.
-
-    Args:
-      tokens, positions, seen, cache: as of `__call__`
-    """
+    """Runs decoder and head: features f[B T D], logits f32[B T V] and the cache."""
     features, cache = self(tokens, positions, seen, cache)
     return features, self.logits(features), cache
 
@@ -142,23 +135,21 @@ def output_head(
   """The matrix f[U D] that turns features into logits, to be made once, outside of loops.
 
   Args:
-    config: of the target
-    params: its parameters
-    ids: i32[U], of the tokens that are wanted; None: all of them, U = V
+    ids: i32[U], of tokens; None: all of them, U = V
   """
   w = params["embedding" if config.tie_embeddings else "head"]
   return w if ids is None else w[ids]
 
 
 def abstract_params(config: config_lib.ModelConfig) -> dict:
-  """Shapes and logical axes of every parameter, without making one.
-
-  One layer is traced: all are alike.
-  """
+  """Shapes and logical axes of every parameter; traces one layer."""
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   shallow = Target(dataclasses.replace(config, num_layers=1))
-  init = lambda t: shallow.init(jax.random.key(0), t, t, method=Target.features_and_logits)
-  params = dict(jax.eval_shape(init, tokens)["params"])
+  variables = jax.eval_shape(
+    lambda t: shallow.init(jax.random.key(0), t, t, method=Target.features_and_logits),
+    tokens,
+  )
+  params = dict(variables["params"])
   layer = params.pop("layer_0")
   return params | {f"layer_{i}": layer for i in range(config.num_layers)}
 

@@ -5,11 +5,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def pinned(x: jax.Array) -> jax.Array:
-  """Returns `x`, which kernels then read and write in HBM; for use inside a jit.
+  """Returns `x` with a constraint, under jit, to stay in HBM for kernels.
 
-  Where a layer's cache fits into VMEM (128 MiB on a v6e), XLA moves all of it there ahead
-  of a kernel that reads or writes some blocks of it, and back again: three times the bytes
-  of the blocks. Outside a jit a kernel is a program of its own, and nothing is moved.
+  If a layer's cache fits into VMEM (128 MiB on a v6e), XLA otherwise copies all of it there
+  and back around a kernel that reads or writes some blocks of it.
   """
   if isinstance(x, jax.core.Tracer):
     return pltpu.with_memory_space_constraint(x, pltpu.HBM)

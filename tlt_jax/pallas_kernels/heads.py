@@ -1,4 +1,4 @@
-"""Attention heads split over the mesh axis `model`: a kernel runs on each shard's own."""
+"""Runs kernels on heads that are sharded over the mesh axis `model`."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,18 +16,14 @@ def over_heads(
   head_axes: Sequence[int | None],
   result_axis: int,
 ) -> jax.Array:
-  """Calls `f` on each shard of the heads, where a mesh with `model` is around.
+  """Calls `f(*args)` on each shard of the heads, under a mesh with the axis `model`.
 
-  XLA cannot partition a kernel: left to itself it gathers all heads on every device, and
-  for a TPU it refuses even where `model` is of size 1. Heads that the shards do not divide
-  are whole on each of them.
+  XLA cannot partition a kernel: it gathers all heads on every device, and for TPUs fails
+  even if `model` has size 1. Heads are replicated if the shards do not divide them.
 
   Args:
-    f: (*args) -> an array; may be called with 1/shards of the heads
-    num_kv_heads: K
-    args: of f
-    head_axes: for each argument the axis that counts heads, or None
-    result_axis: that of the result
+    head_axes: for each argument the axis of heads, or None
+    result_axis: the axis of heads of the result
   """
   mesh = axes.mesh_of_compiler()
   if mesh is None:
@@ -44,6 +40,6 @@ def over_heads(
     in_specs=tuple(map(spec, head_axes)),
     out_specs=spec(result_axis),
     axis_names={axes.MODEL},
-    check_vma=False,  # not all kernels have types that say what varies
+    check_vma=False,  # some kernels' results lack the varying axes in their types
   )
   return varying.like(run(*args), *args)

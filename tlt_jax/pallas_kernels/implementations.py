@@ -1,6 +1,4 @@
-"""Which implementation of an operation runs.
-
-Their names:
+"""Implementations of operations:
 
     "ref"        plain jax.numpy
     "pallas"     Pallas for TPUs
@@ -20,11 +18,9 @@ def choose(impl: str | None) -> str:
   """Returns the implementation to run.
 
   Args:
-    impl: its name; None for that of jax's default backend, or "ref" where the backend
-      has none or Triton is not there
-
+    impl: None: jax's default backend's, or "ref" if it has none or lacks Triton
   Raises:
-    ValueError: there is no such implementation, or it cannot run here
+    ValueError: the implementation does not exist, or needs Triton where it is missing
   """
   if impl is None:
     impl = _OF_BACKEND.get(jax.default_backend(), "ref")
@@ -32,7 +28,7 @@ def choose(impl: str | None) -> str:
   if impl not in NAMES:
     raise ValueError(
       f"no implementation is called {impl!r}; choose one of {', '.join(NAMES)}, or None "
-      "for that of this machine"
+      "for the default"
     )
   if impl == "triton" and not triton_call.is_available():
     raise ValueError(

@@ -1,8 +1,7 @@
-"""A vocabulary split over the mesh axis `model`: running on each shard, and adding up.
+"""Operations on a vocabulary that is sharded over the mesh axis `model`.
 
-What the shards found is put side by side and combined in the order of the shards, on
-each of them alike. A sum left to the collective would be taken in an order that depends
-on where a row stands in the batch, and so would its last bits.
+The shards' results are gathered and combined in the order of the shards. The order of an
+all-reduce, and so the last bits of its sums, would depend on a row's position in the batch.
 """
 
 from collections.abc import Callable
@@ -17,16 +16,16 @@ from tlt_jax.pallas_kernels import varying
 
 
 def over_vocabulary(f: Callable, logits: jax.Array, *args: jax.Array) -> Any:
-  """Calls `f` on each shard of the vocabulary, where a mesh with `model` is around.
+  """Calls `f` on each shard of the vocabulary, under a mesh with the axis `model`.
 
-  The kernels cannot be partitioned by XLA; so it is manual over `model` even where that
-  is of size 1. A vocabulary that the shards do not divide is whole on each of them.
+  XLA cannot partition kernels, so this is manual over `model` even if it has size 1. The
+  vocabulary is replicated if the shards do not divide it.
 
   Args:
     f: (axis, logits f32[R V/shards], *args) -> arrays equal on every shard; `axis` is
-      the name of the mesh axis that the logits are split over, None if they are whole
+      the mesh axis of the shards, None if the logits are replicated
     logits: f32[R V]
-    args: whole on every shard
+    args: replicated
   """
   mesh = axes.mesh_of_compiler()
   if mesh is None:
@@ -39,16 +38,16 @@ def over_vocabulary(f: Callable, logits: jax.Array, *args: jax.Array) -> Any:
     in_specs=(spec, *(whole for _ in args)),
     out_specs=whole,
     axis_names={axes.MODEL},
-    check_vma=False,  # not all kernels have types that say what varies
+    check_vma=False,  # some kernels' results lack the varying axes in their types
   )
   results = run(logits, *args)
   return jax.tree.map(lambda x: varying.like(x, logits, *args), results)
 
 
 def side_by_side(x: jax.Array, axis: str | None) -> jax.Array:
-  """What each shard has, in their order: [shards ...], equal on every shard.
+  """An all-gather in the order of the shards: [shards ...].
 
-  A sum in which all summands but one are 0, so exact in any order.
+  It is a sum in which all summands but one are 0, so exact in any order.
   """
   if axis is None:
     return x[None]
@@ -67,5 +66,4 @@ def add(x: jax.Array, axis: str | None) -> jax.Array:
 
 
 def largest(x: jax.Array, axis: str | None) -> jax.Array:
-  """The maximum over the shards."""
   return x if axis is None else jax.lax.pmax(x, axis)

@@ -1,11 +1,10 @@
 """Calls Triton kernels from jitted functions, as parts of CUDA graphs.
 
-jaxlib has a handler of compiled Triton kernels which XLA may put into CUDA graphs,
-`triton_kernel_call_ffi`. What is called by it is compiled here, with Triton alone.
+Kernels are compiled with Triton and called by jaxlib's `triton_kernel_call_ffi`, which XLA
+may put into CUDA graphs.
 
-jax_triton is the other way, `through("jax_triton")`: its releases up to 0.3 call a handler
-that cuts a graph in two at every kernel, and 0.4.1 fails with jax 0.12 and with Triton 3.6.
-Kernels are the same, and so are their results.
+`through("jax_triton")` calls the same kernels by jax_triton, whose releases up to 0.3 split
+a graph at every kernel, and whose 0.4.1 fails with jax 0.12 and with Triton 3.6.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,15 +25,15 @@ _TYPES = {
   "int32": "i32",
   "uint32": "u32",
 }
-_ALIGNED = 16  # bytes, of every array; numbers that it divides, the compiler is told of
+_ALIGNED = 16  # bytes, of every array; the compiler also uses multiples among integers
 
 _route = ROUTES[0]
-_capability: int | None = None  # None: that of the first device
+_capability: int | None = None  # None: the first device's
 
 
 @contextlib.contextmanager
 def through(route: str) -> Iterator[None]:
-  """Within it, what is traced calls kernels by another of `ROUTES`."""
+  """Kernels traced in this context are called by another of `ROUTES`."""
   global _route
   if route not in ROUTES:
     raise ValueError(f"no route is called {route!r}; choose one of {', '.join(ROUTES)}")
@@ -46,17 +45,17 @@ def through(route: str) -> Iterator[None]:
 
 
 def compile_for(capability: int | None) -> None:
-  """Compiles kernels for GPUs that are not there, from now on.
+  """Sets the compute capability that kernels are compiled for, without such a GPU.
 
   Args:
-    capability: 80 of an A100, 90 of an H100 or H200; None: that of the first device
+    capability: 80 of an A100, 90 of an H100 or H200; None: the first device's
   """
   global _capability
   _capability = capability
 
 
 def is_available() -> bool:
-  """Whether kernels can be called: there are Triton and jax's plugin for CUDA."""
+  """Whether Triton and jax's plugin for CUDA are installed."""
   try:
     from jaxlib import gpu_triton
     import triton  # noqa: F401
@@ -77,24 +76,22 @@ def triton_call(
   aliases: Mapping[int, int] = types.MappingProxyType({}),
   **constants,
 ):
-  """Calls a kernel: results as `out_type` says.
+  """Calls a kernel.
 
   Args:
     args: arrays and integers, in the order of the kernel's parameters
     kernel: a function of `triton.jit`
-    out_type: shape and dtype of what it writes, or a list of them; their parameters come
+    out_type: shape and dtype of the result, or a list of them; their parameters come
       after `args`
-    grid: programs, in up to three dimensions
     name: in profiles
-    num_warps, num_stages: of the compiler
-    fused: whether it may fuse products with sums, which rounds once less
-    aliases: argument that a result is written into -> the result
-    constants: of the kernel
+    fused: whether products may be fused with sums (FMA), which rounds once less
+    aliases: index of an argument -> index of the result that is written into it
+    constants: the kernel's constexprs
   """
-  how = dict(name=name, num_warps=num_warps, num_stages=num_stages)
+  options = dict(name=name, num_warps=num_warps, num_stages=num_stages)
   if _route == "jax_triton":
-    how |= dict(grid=grid, input_output_aliases=dict(aliases)) | constants
-    return _by_jax_triton(*args, kernel=kernel, out_type=out_type, fused=fused, **how)
+    options |= dict(grid=grid, input_output_aliases=dict(aliases)) | constants
+    return _by_jax_triton(*args, kernel=kernel, out_type=out_type, fused=fused, **options)
   several = isinstance(out_type, Sequence)
   results = list(out_type) if several else [out_type]
   numbers = [x if isinstance(x, int) else None for x in args] + [None] * len(results)
@@ -108,7 +105,7 @@ def triton_call(
     constants=tuple(sorted(constants.items())),
     capability=_capability or _of_first_device(),
     fused=fused,
-    **how,
+    **options,
   )
   call = jax.ffi.ffi_call(
     "triton_kernel_call_ffi", results, input_output_aliases=dict(aliases)
@@ -129,10 +126,10 @@ def _packed(
   num_warps: int,
   num_stages: int,
 ) -> bytes:
-  """A call as jaxlib's handler takes it: code, grid and parameters.
+  """A serialized call for jaxlib's handler: code, grid and parameters.
 
   Args:
-    parameters: type of each, and the value of those that are numbers
+    parameters: type of each, and the value of integers
     constants: name and value of each
   """
   from jaxlib import gpu_triton
@@ -156,7 +153,7 @@ def _packed(
     capability,
   )
   packed = [
-    gpu_triton.create_array_parameter(0, _ALIGNED)  # 0: nothing is set to zero before
+    gpu_triton.create_array_parameter(0, _ALIGNED)  # 0 bytes are zeroed before the call
     if number is None
     else gpu_triton.create_scalar_parameter(number, kind)
     for kind, number in parameters
@@ -166,12 +163,11 @@ def _packed(
 
 
 def _compile(kernel, kinds, aligned, constants, capability, options):
-  """Compiles a kernel for a GPU, which need not be there."""
   import triton
   from triton.backends.compiler import GPUTarget
   from triton.compiler import ASTSource
 
-  # jax_triton 0.3 empties it when it is imported, and Triton looks for a folder there.
+  # Importing jax_triton 0.3 sets it to "", which Triton takes for a folder.
   if os.environ.get("TRITON_CACHE_DIR") == "":
     del os.environ["TRITON_CACHE_DIR"]
   place = kernel.arg_names.index
@@ -185,13 +181,11 @@ def _compile(kernel, kinds, aligned, constants, capability, options):
 
 
 def _of_first_device() -> int:
-  """The capability of the first device, such as 90."""
   major, minor = jax.devices()[0].compute_capability.split(".")
   return 10 * int(major) + int(minor)
 
 
 def _by_jax_triton(*args, kernel, out_type, fused, **options):
-  """Does what `triton_call` does, by whichever jax_triton is installed."""
   import jax_triton  # fails to import where jax has no CUDA
 
   call = jax_triton.triton_call

@@ -1,8 +1,7 @@
-"""In what drafters differ: a file per kind, found by its name.
+"""Kinds of drafters: a module with `KIND` each, found by its name.
 
-A kind is a module that holds `KIND`, a `Kind`. "eagle3" is `drafters/eagle3.py`; a name
-with a dot is imported as it stands, so that a kind may live in any package. What they
-share is `tlt_jax.models.drafter`; a new kind edits neither that nor any other file.
+"eagle3" is `drafters/eagle3.py`; a name with a dot is a module of any package. The common
+part is `tlt_jax.models.drafter`.
 """
 
 from collections.abc import Callable
@@ -15,22 +14,19 @@ from tlt_jax import named
 
 
 class Kind(NamedTuple):
-  """The parts in which one kind of drafter differs from another.
+  """The kind-specific parts of a `drafter.Drafter`, whose methods call the functions.
 
-  The functions run inside a `drafter.Drafter`, their first argument, like methods of it;
-  a config is a `drafter.DrafterConfig`.
-
-  inputs: (drafter, embedding f[B T D], h f[B T D]) -> what attention reads, f[B T *], and
+  inputs: (drafter, embedding f[B T D], h f[B T D]) -> input of attention, f[B T *], and
     the residual stream, f[B T D]
-  setup: (drafter) makes, as attributes, the modules and parameters of this kind alone
-  feature: (drafter, f[B T E]) -> f[B T D], what stands for the target's features
-  before_head: (drafter, h f[... D]) -> f[... D], what the head reads
-  fc_width: (config) -> inputs of the projection `drafter.apply_fc`; None: it has none
-  attention_width: (config) -> width of what attention reads; None: D
-  customary_taps: (L) -> target layers, from 0, after which drafters of this kind
-    usually read; None: this kind reads the state after the target's final norm
-  own_head: whether a drafter that predicts a part of the target's tokens has a head of
-    its own for them; else these columns of the target's head, frozen, are read
+  setup: (drafter) makes further modules and parameters, as attributes
+  feature: (drafter, f[B T E]) -> f[B T D], from the target's features
+  before_head: (drafter, h f[... D]) -> f[... D], input of the head
+  fc_width: (config) -> inputs of the projection `drafter.apply_fc`; None: no projection
+  attention_width: (config) -> width of attention's input; None: D
+  customary_taps: (L) -> default target layers, from 0, after which it reads; None: it
+    reads the state after the target's final norm
+  own_head: whether a drafter with a `vocab` has its own head, not those columns of the
+    target's
   predicts_features: whether its output is the target's next feature, so that training
     may compare the two
   """
@@ -47,11 +43,7 @@ class Kind(NamedTuple):
 
 
 def find(name: str) -> Kind:
-  """The kind of that name.
-
-  Raises:
-    ValueError: no such module, or one without a `KIND`
-  """
+  """The kind of that name; raises ValueError if there is none."""
   try:
     return named.module(name, __name__, "KIND").KIND
   except named.NameNotFound as e:
@@ -59,7 +51,7 @@ def find(name: str) -> Kind:
 
 
 def is_kind(name: str) -> bool:
-  """Whether there is a kind of that name; else it may be a drafter's folder."""
+  """Whether a name is a kind, not a drafter's folder."""
   if not all(part.isidentifier() for part in name.split(".")):
     return False
   try:

@@ -1,14 +1,13 @@
-"""EAGLE-2's drafter: what it gives is the target's next feature.
+"""EAGLE-2's drafter, whose output is the target's next feature.
 
-Li et al. 2024 (https://arxiv.org/abs/2406.16858), whose model is that of EAGLE (section
-3.1 of https://arxiv.org/abs/2401.15077). The feature is the target's last hidden state,
-after the final norm as in the authors' code. `fc` joins it with the embedding of the
-token after it; the layer has no norm at its input, and the target's head reads what
-comes out of it.
+Li et al. 2024 (https://arxiv.org/abs/2406.16858), with the model of EAGLE (section 3.1 of
+https://arxiv.org/abs/2401.15077). The feature is the target's last hidden state, after
+the final norm as in the authors' code. `fc` projects it and the embedding of the next
+token; the layer has no input norm, and the target's head reads its output.
 
 Departures from the paper:
-- With a `vocab`, drafts are read by these columns of the target's head alone, as in FR-Spec
-  (https://arxiv.org/abs/2502.14856); here the drafter is trained so, too.
+- With a `vocab`, only these columns of the target's head are used, as in FR-Spec
+  (https://arxiv.org/abs/2502.14856), and here in training as well.
 - The layer is one of the target's family (with its biases, norms of q and k, and RoPE),
   not always one of Llama's.
 """

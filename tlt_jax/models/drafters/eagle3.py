@@ -1,14 +1,14 @@
-"""EAGLE-3's drafter: it reads three layers of the target, and answers for tokens alone.
+"""EAGLE-3's drafter, which reads three layers of the target and is trained on tokens only.
 
 Li et al. 2025, section 3.1 (https://arxiv.org/abs/2503.01840). The feature is `fc` of
-the hidden states after three layers, low, middle and high. Embedding and feature are
-normed, and side by side what attention reads; the residual stream is the feature before
-its norm. A norm of its own comes before the head. What it gives need not resemble any
-state of the target: only its tokens are trained.
+the hidden states after three layers, low, middle and high. Attention reads the normed
+embedding and feature, concatenated; the residual stream is the feature before its norm.
+The drafter has its own norm before the head. Its output need not resemble any state of
+the target.
 
 Departures from the paper:
-- Without a `vocab` the target's own head, frozen, reads the drafts. With one, a head of
-  U tokens is trained with the rest, as in the paper.
+- Without a `vocab` the target's frozen head is used. With one, a head of U tokens is
+  trained with the rest, as in the paper.
 - The layer is one of the target's family (with its biases, norms of q and k, and RoPE),
   not always one of Llama's.
 """

@@ -1,4 +1,4 @@
-"""Consecutive slots of each row of a paged KV cache, written in place."""
+"""Writes consecutive slots of each row of a paged KV cache in place."""
 
 import functools
 
@@ -21,25 +21,21 @@ def cache_write(
 ) -> jax.Array:
   """Writes new keys, or values, to consecutive slots of a cache.
 
-  Under jit, where nothing else uses the old cache, it is written in place: on TPUs only
-  together with the Pallas kernel of `tree_attention`, on CPUs and GPUs by XLA. Heads that
-  are split over the mesh axis `model` stay where they are.
+  Under jit the write is in place if nothing else uses the old cache: on TPUs only together
+  with the Pallas kernel of `tree_attention`, on CPUs and GPUs by XLA. Heads that are
+  sharded over the mesh axis `model` stay sharded.
 
-  Writes to the last page of the pool, the sink, are dropped. Two rows may write to one
-  page only the same values.
+  Writes to the last page of the pool, the sink page, are dropped. Rows that write to the
+  same page must write the same values.
 
   Args:
     cache: f[P K L H], a pool of pages
     new: f[B K J H]
-    start: i32[B]  the slot of a row's first; slots outside of the table are dropped
+    start: i32[B]  each row's first slot; writes outside of the table are dropped
     pages: i32[B M]  of each row
-    impl: see `implementations`; "triton" is "ref", which is in place on GPUs; None: see
-      `implementations.choose`
-  Returns:
-    the cache with the new in it
-
+    impl: see `implementations.choose`; "triton" is "ref", which is in place on GPUs
   Raises:
-    ValueError: there is no such implementation, or it cannot write to caches of S slots
+    ValueError: the implementation does not exist, or does not support pages of L slots
   """
   _, K, _, H = cache.shape
   B = len(start)

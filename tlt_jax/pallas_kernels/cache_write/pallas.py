@@ -1,7 +1,7 @@
 """cache_write for TPUs (Mosaic): in place, by whole tiles.
 
-XLA's scatter works on a cache with the slots in front and copies all of it there and
-back. Here only the tiles of the written slots are read, changed and written.
+XLA's scatter copies the whole cache to a layout with the slots first, and back. Here only
+the tiles of the written slots are read and written.
 """
 
 import functools
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from tlt_jax.pallas_kernels import hbm
 
 _BITS = 5
-TILE = 1 << _BITS  # slots; whole tiles of memory for every dtype
+TILE = 1 << _BITS  # slots; a multiple of memory tiles for every dtype
 
 
 def _kernel(
   start_ref,  # i32[B]
   pages_ref,  # i32[B length/page]
-  before_ref,  # f[K tile H]  the new ones of one tile's size
-  these_ref,  # f[K tile H]  and the next
+  before_ref,  # f[K tile H]  a tile of the new slots
+  these_ref,  # f[K tile H]  the next one
   old_ref,  # f[K tile H]
   out_ref,  # f[K tile H]
   *,
@@ -30,9 +30,9 @@ def _kernel(
   page: int,
   sink: int,
 ):
-  """Writes the program_id(1)-th tile from the one of a row's `start` on."""
+  """Writes the program_id(1)-th tile, counted from the tile of a row's `start`."""
   start, step = start_ref[pl.program_id(0)], pl.program_id(1)
-  first = ((start >> _BITS) + step) * TILE  # slot of the tile's first
+  first = ((start >> _BITS) + step) * TILE  # the tile's first slot
   exists = (first >= 0) & (first < length)
   number = jax.lax.div(jnp.clip(first, 0, length - 1), page)
   is_sink = pages_ref[pl.program_id(0), number] == sink
@@ -40,7 +40,7 @@ def _kernel(
 
   @pl.when(exists)
   def _():
-    # What slot `first + i` gets is number i - start % TILE of `these`, or of `before`.
+    # Slot `first + i` gets entry i - start % TILE of `these`, or of `before`.
     both = jnp.concatenate([before_ref[...], these_ref[...]], 1).astype(jnp.float32)
     for bit in range(_BITS):  # a roll by start % TILE
       rolled = jnp.concatenate([both[:, -(1 << bit) :], both[:, : -(1 << bit)]], 1)
@@ -50,7 +50,7 @@ def _kernel(
     written = (slot >= start) & (slot < start + num_new)
     out_ref[...] = jnp.where(written, new, old_ref[...])
 
-  # Later, what an earlier step left in the same tile stays.
+  # In later steps the tile may already have been written by an earlier one.
   @pl.when(~exists & ((step == 0) | is_sink))
   def _():
     out_ref[...] = old_ref[...]
@@ -64,11 +64,7 @@ def cache_write(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """Does what the package's function says; `interpret` runs it on any machine.
-
-  Raises:
-    ValueError: the slots of a page are no multiple of 32
-  """
+  """See the package; raises ValueError unless pages have a multiple of 32 slots."""
   P, K, page, H = cache.shape
   B, J = len(start), new.shape[2]
   if page % TILE:
@@ -78,12 +74,12 @@ def cache_write(
     )
   S, of_page = page * pages.shape[1], page // TILE
   tiles = pl.cdiv(J - 1, TILE) + 1  # that J slots may touch
-  # A tile before the new ones, and as many as complete the last.
+  # Padded by a tile before the new slots, and to a whole tile after them.
   new = jnp.pad(new.astype(cache.dtype), ((0, 0), (0, 0), (TILE, tiles * TILE - J), (0, 0)))
   block = (None, K, TILE, H)
 
   def tile_of_cache(b, i, start, pages):
-    """That of step i; for one that does not exist the nearest, which the step leaves."""
+    """That of step i, clipped to the nearest tile that exists."""
     tile = jnp.clip((start[b] >> _BITS) + i, 0, S // TILE - 1)
     return pages[b, jax.lax.div(tile, of_page)], 0, jax.lax.rem(tile, of_page), 0
 

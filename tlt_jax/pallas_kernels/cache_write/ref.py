@@ -1,4 +1,4 @@
-"""cache_write in plain jax.numpy: what every other implementation must equal."""
+"""The reference of cache_write in plain jax.numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,7 @@ import jax.numpy as jnp
 def cache_write(
   cache: jax.Array, new: jax.Array, start: jax.Array, pages: jax.Array
 ) -> jax.Array:
-  """Does what the package's function says.
-
-  It scatters into a matrix: of slots within pages and heads, XLA would lay out the whole
-  pool anew.
-  """
+  """Scatters into a matrix: with more axes, XLA would copy the pool to another layout."""
   P, K, L, H = cache.shape
   slots = start[:, None] + jnp.arange(new.shape[2])
   page = jnp.take_along_axis(pages, slots // L, 1, mode="clip")

@@ -1,13 +1,13 @@
-"""A decoder layer for few rows, in bfloat16: five kernels of NVIDIA GPUs.
+"""A decoder layer for few rows, in bfloat16: five kernels for NVIDIA GPUs.
 
     qkv, attend, project (of O), gate_up, project (of down)
 
-What a row gets does not depend on the rows that are computed with it: the same bits alone
-and among 64. So a chain that is verified gives the bits of plain steps. `triton` has the
-kernels, `ref` the same operations in jax.numpy, rounded at the same places.
+A row's bits do not depend on the other rows of the batch: verifying a chain gives the bits
+of plain decoding steps. `triton` has the kernels, `ref` the same operations in jax.numpy
+with the same roundings.
 
-Between kernels a row is kept as its bfloat16 sum, that sum times the scale of the next
-RMSNorm, and sums of squares per tile of `TILE` columns.
+Between kernels a row is represented by its bfloat16 residual sum, that sum times the scale
+of the next RMSNorm, and sums of squares per tile of `TILE` columns.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MOST = 128  # rows
+MOST = 128  # rows, at most
 TILE = 64  # columns of a product
 
 
@@ -39,16 +39,12 @@ class Projections(NamedTuple):
 
 
 def of(impl: str):
-  """The module of an implementation, "triton" or "ref", with the five operations."""
+  """The module of an implementation, "triton" or "ref"."""
   return importlib.import_module(f"{__name__}.{impl}")
 
 
 def enter(x: jax.Array, scale: jax.Array) -> Rows:
-  """Rows bf16[M D] that no kernel made, such as embeddings.
-
-  Args:
-    scale: bf16[D] of the next norm
-  """
+  """Makes Rows of bf16[M D], such as embeddings; `scale` bf16[D] is the next norm's."""
   wide = x.astype(jnp.float32)
   squares = jnp.sum(jnp.square(wide).reshape(len(x), -1, TILE), -1).T
   return Rows(x, (wide * scale.astype(jnp.float32)).astype(x.dtype), squares)

@@ -1,10 +1,10 @@
-"""Triton kernel: attention to a cache for few queries, in one kernel.
+"""Triton kernel: attention to a cache for few queries.
 
-Keys and values are the left operands of the tensor cores, as weights are in `products`, so
+Keys and values are the left operands of the tensor cores, like weights in `products`, so
 that 16 to 128 queries run the same instructions in the same order over the same blocks of
-slots. A node of a chain gets the bits that a plain step gives its token. (The nodes of a
-tree lie in other slots than their positions: they do not.) The last program of a row
-combines the row's splits.
+slots. A node of a chain gets the bits of a plain decoding step. (Nodes of a tree do not:
+their slots differ from their positions.) The last program of a row combines the row's
+splits.
 """
 
 import triton
@@ -16,7 +16,7 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _seen(bits_ptr, valid, offset, SIZE: tl.constexpr):
-  """Which slots, `offset` behind the row's start, each query sees: bool[slots R]."""
+  """The slots, at `offset` from the row's start, that each query sees: bool[slots R]."""
   bit = tl.zeros((offset.shape[0], valid.shape[0]), tl.int32)
   for i in tl.static_range((SIZE + 31) // 32):
     word = tl.load(bits_ptr + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
@@ -31,14 +31,14 @@ def _fold(
   H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
   TAIL: tl.constexpr,
 ):  # fmt: skip
-  """Folds blocks lo..hi-1 into (largest, total, sum); with TAIL not all is seen."""
+  """Folds blocks lo..hi-1 into (largest, total, sum); TAIL applies the mask."""
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   k_ptrs = k_ptr + lo.to(tl.int64) * BLOCK * H + i[:, None] * H + h[None, :]
   v_ptrs = v_ptr + lo.to(tl.int64) * BLOCK * H + i[None, :] * H + h[:, None]
   for block in range(lo, hi):
     slot = block * BLOCK + i
-    exists = slot < end  # what lies beyond may hold anything, and 0 * NaN is NaN
+    exists = slot < end  # slots beyond are undefined, and 0 * NaN is NaN
     if TAIL:
       k = tl.load(k_ptrs, mask=exists[:, None], other=0.0)
       v = tl.load(v_ptrs, mask=exists[None, :], other=0.0)
@@ -52,7 +52,7 @@ def _fold(
       scores = tl.where(seen, scores, _MASKED)
     new = tl.maximum(largest, tl.max(scores, 0))
     weights = tl.exp2(scores - new[None, :])
-    if TAIL:  # where a query sees nothing yet, `new` is that of what is masked
+    if TAIL:  # `new` is _MASKED while a query has seen nothing
       weights = tl.where(seen, weights, 0.0)
     rescale = tl.exp2(largest - new)
     total = total * rescale + tl.sum(weights, 0)

@@ -7,14 +7,14 @@
 A tile is BN outputs of all rows. The weights are the left operand and the rows, padded to
 R, the right one: a tensor core's M is never padded, and every R runs the same instruction
 over the same k in the same order, so that a row's bits do not depend on the other rows.
-A tile's k is cut into SPLITS parts by the shape of the weights alone. The program of a
-tile that ends last adds up the parts in their order, and does the rest.
+A tile's k is split into SPLITS parts, by the shape of the weights alone. The last program
+of a tile adds up the parts in order and applies the epilogue.
 
 RMSNorm is split between two kernels. The kernel that makes a row x writes x * scale,
 rounded, and the sum of squares of x per tile. The kernel that reads it multiplies by the
-root at the end, so that the loop of its product only loads and multiplies.
+inverse root in its epilogue, so that its loop only loads and multiplies.
 
-`count` is zeros, in which a kernel counts its programs and which it leaves as zeros.
+`count` is zeros, in which a kernel counts its programs; it is zeros again afterwards.
 """
 
 import triton
@@ -24,21 +24,21 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def splits(k: int, tiles: int, wide: int = 64, bk: int = 64, programs: int = 120) -> int:
-  """Parts of a product's k, by the shape of its weights alone.
-
-  So many that the programs fill 132 SMs and read at most 320 KB each.
+  """Splits of a product's k, so that programs fill 132 SMs and read at most 320 KB each.
 
   Args:
-    k: numbers that are added up
-    tiles: of its outputs
+    k: inner dimension
+    tiles: of the outputs
     wide: columns of weights that a tile reads
     bk: a step of k
     programs: at least
   """
   steps = k // bk
-  small = lambda s: k // s * wide * 2 <= 320 * 1024
-  fitting = [s for s in range(1, steps + 1) if steps % s == 0]
-  return next((s for s in fitting if tiles * s >= programs and small(s)), steps)
+  for s in range(1, steps + 1):
+    fits = k // s * wide * 2 <= 320 * 1024
+    if steps % s == 0 and tiles * s >= programs and fits:
+      return s
+  return steps
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _write_part(
 
 @triton.jit
 def _is_last(count_ptr, tile, SPLITS: tl.constexpr):
-  """Counts a program in that has written its part; whether the others are there already."""
+  """Counts a program that has written its part; whether it is the tile's last."""
   tl.debug_barrier()  # all threads' stores come before the one thread's release
   last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
   if last:
@@ -86,7 +86,7 @@ def _add_up(
   part_ptr, tile, first, BN: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
   SPLITS: tl.constexpr,
 ):  # fmt: skip
-  """f32[R WIDE]: outputs first..first+WIDE-1 of a tile, its parts added in their order."""
+  """f32[R WIDE]: outputs first..first+WIDE-1 of a tile, its parts added in order."""
   n, r = tl.arange(0, WIDE), tl.arange(0, R)
   at = tile * SPLITS * R * BN + r[:, None] * BN + first + n[None, :]
   sum = tl.load(part_ptr + at, cache_modifier=".cg")
@@ -99,7 +99,6 @@ def _add_up(
 def _inverse_rms(
   squares_ptr, r, M: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr
 ):  # fmt: skip
-  """f32[R], from what `project` wrote."""
   sum = tl.zeros(r.shape, tl.float32)
   for tile in range(TILES):
     sum += tl.load(squares_ptr + tile * M + r, mask=r < M, other=0.0)
@@ -132,7 +131,7 @@ def qkv(
   head, split = tl.program_id(0), tl.program_id(1)
   own = head if head < N else (head - N) % KV
   w_ptr = q_ptr if head < N else (k_ptr if head < N + KV else v_ptr)
-  width = (N if head < N else KV) * H  # one loop for all three: two would need memory twice
+  width = (N if head < N else KV) * H  # one loop for all three, for less shared memory
   STEPS: tl.constexpr = D // SPLITS // BK
   first = split * (D // SPLITS)
   acc = _multiply(w_ptr + own * H, x_ptr, first, width, M, D, H, R, BK, STEPS)
@@ -189,7 +188,7 @@ def project(
   M: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-  """Program (tile, split): sum = residual + x @ w, and what the next norm needs of it."""
+  """Program (tile, split): sum = residual + x @ w, and the inputs of the next norm."""
   tile, split = tl.program_id(0), tl.program_id(1)
   STEPS: tl.constexpr = F // SPLITS // BK
   first = split * (F // SPLITS)
@@ -228,7 +227,7 @@ def gate_up(
   gate_ptrs, up_ptrs = gate_ptr + at, up_ptr + at
   x_ptrs = x_ptr + (split * (D // SPLITS) + k)[:, None] + r[None, :] * D
   gate, up = tl.zeros((BN, R), tl.float32), tl.zeros((BN, R), tl.float32)
-  for _ in range(D // SPLITS // BK):  # not `_multiply` twice, which takes memory twice
+  for _ in range(D // SPLITS // BK):  # not `_multiply` twice, for less shared memory
     g, u = tl.load(gate_ptrs), tl.load(up_ptrs)
     x = tl.load(x_ptrs, mask=(r < M)[None, :], other=0.0)
     if _INTERPRETED:

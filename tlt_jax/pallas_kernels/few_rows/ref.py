@@ -1,6 +1,6 @@
-"""The operations of a layer for few rows in jax.numpy; arguments are those of `triton`.
+"""The operations of a layer for few rows in jax.numpy, with the signatures of `triton`.
 
-Rounded where the kernels round. Sums are XLA's: bits may depend on the rows.
+Roundings are those of the kernels. Sums are XLA's: bits may depend on the rows.
 """
 
 import functools
@@ -16,7 +16,6 @@ _product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
 def _inverse_rms(x: few_rows.Rows, eps: float) -> jax.Array:
-  """One over the root of the rows' mean square: f32[M 1]."""
   mean = jnp.sum(x.squares, 0) / x.sums.shape[-1]
   return jax.lax.rsqrt(mean + eps)[:, None]
 
@@ -50,8 +49,9 @@ def qkv(
       y = jnp.concatenate([a * c - b * s, b * c + a * s], -1)
     made.append(y.astype(k.dtype))
   request = jnp.arange(M) // (M // B)
-  write = lambda cache, new: cache.at[request, :, slot].set(new, mode="drop")
-  return made[0], write(k, made[1]), write(v, made[2])
+  k = k.at[request, :, slot].set(made[1], mode="drop")
+  v = v.at[request, :, slot].set(made[2], mode="drop")
+  return made[0], k, v
 
 
 def attend(
@@ -59,7 +59,8 @@ def attend(
 ) -> jax.Array:
   """See `triton.attend`."""
   del count
-  return attention_ref.tree_attention(q, k, v, seen)
+  pages = jnp.arange(len(q))[:, None]  # one page per row
+  return attention_ref.tree_attention(q, k, v, seen, pages)
 
 
 def project(

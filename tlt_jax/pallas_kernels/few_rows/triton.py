@@ -1,6 +1,6 @@
-"""The operations of a layer for few rows by Triton; see `products` and `attention`.
+"""The operations of a layer for few rows in Triton; see `products` and `attention`.
 
-Kernels that may run at the same time must not share their `count`.
+Kernels that may run concurrently must not share their `count`.
 """
 
 import jax
@@ -17,12 +17,11 @@ TILE = few_rows.TILE
 _STEP = 64  # of k
 _BLOCK, _SPLIT = 64, 512  # slots
 _LOG2E = 1.4426950408889634
-# Unfused: else the compiler chooses, shape by shape, which product a sum is fused with.
-_HOW = dict(num_warps=4, num_stages=6, fused=False)
+# Not fused: the compiler's choice of products to fuse with sums depends on the shapes.
+_OPTIONS = dict(num_warps=4, num_stages=6, fused=False)
 
 
 def padded(rows: int) -> int:
-  """The rows that a kernel computes for so many."""
   return max(16, triton.next_power_of_2(rows))
 
 
@@ -41,12 +40,10 @@ def qkv(
 
   Args:
     x: M = B*J rows, node m % J of request m // J
-    w: the weights
     cos, sin: f32[M H/2] of the rows' positions
     slot: i32[M] of the cache; S or more: the row is not written
     count: i32[heads or more] zeros
     k, v: bf16[B K S H] the cache
-    eps: of the norms
   Returns:
     queries bf16[M N H], and the cache
   """
@@ -58,10 +55,8 @@ def qkv(
   shape = jax.ShapeDtypeStruct
   unused = w.q  # of the right type
   _, q, k, v = triton_call.triton_call(
-    *(x.scaled, x.squares, w.q, w.k, w.v),
-    *(w.bias or [unused] * 3),
-    *(w.norm or [unused] * 2),
-    *(cos, sin, slot, count, k, v),
+    x.scaled, x.squares, w.q, w.k, w.v, *(w.bias or [unused] * 3),
+    *(w.norm or [unused] * 2), cos, sin, slot, count, k, v,
     kernel=products.qkv,
     out_type=[
       shape((heads * splits * R * H,), jnp.float32),
@@ -72,16 +67,10 @@ def qkv(
     grid=(heads, splits),
     name="qkv",
     aliases={14: 2, 15: 3},
-    **dict(M=M, J=M // B, D=D, N=N, KV=K, H=H, S=S),
-    TILES=x.squares.shape[0],
-    EPS=eps,
-    BIAS=w.bias is not None,
-    NORM=w.norm is not None,
-    R=R,
-    BK=_STEP,
-    SPLITS=splits,
-    **_HOW,
-  )
+    M=M, J=M // B, D=D, N=N, KV=K, H=H, S=S, TILES=x.squares.shape[0], EPS=eps,
+    BIAS=w.bias is not None, NORM=w.norm is not None, R=R, BK=_STEP, SPLITS=splits,
+    **_OPTIONS,
+  )  # fmt: skip
   return q, k, v
 
 
@@ -106,7 +95,7 @@ def attend(
   R = padded(J * G)
   shape = jax.ShapeDtypeStruct
   return triton_call.triton_call(
-    *(q, k, v, seen.start, seen.bits, count),
+    q, k, v, seen.start, seen.bits, count,
     kernel=attention.attend,
     out_type=[
       shape((B, K, splits, R, H), jnp.float32),
@@ -115,10 +104,10 @@ def attend(
     ],
     grid=(splits, B * K),
     name="attend",
-    **dict(J=J, G=G, K=K, H=H, S=S, SIZE=seen.size, R=R, BLOCK=_BLOCK, SPLIT=_SPLIT),
+    J=J, G=G, K=K, H=H, S=S, SIZE=seen.size, R=R, BLOCK=_BLOCK, SPLIT=_SPLIT,
     SCALE=H**-0.5 * _LOG2E,
-    **(_HOW | dict(num_stages=3)),
-  )[-1]
+    **(_OPTIONS | dict(num_stages=3)),
+  )[-1]  # fmt: skip
 
 
 def project(
@@ -138,7 +127,7 @@ def project(
   splits = products.splits(F, tiles, TILE)
   shape = jax.ShapeDtypeStruct
   _, *rows = triton_call.triton_call(
-    *(x, w, residual, scale, count),
+    x, w, residual, scale, count,
     kernel=products.project,
     out_type=[
       shape((tiles * splits * R * TILE,), jnp.float32),
@@ -148,9 +137,9 @@ def project(
     ],
     grid=(tiles, splits),
     name="project",
-    **dict(M=M, F=F, D=D, R=R, BN=TILE, BK=_STEP, SPLITS=splits),
-    **_HOW,
-  )
+    M=M, F=F, D=D, R=R, BN=TILE, BK=_STEP, SPLITS=splits,
+    **_OPTIONS,
+  )  # fmt: skip
   return few_rows.Rows(*rows)
 
 
@@ -162,14 +151,13 @@ def gate_up(
   Args:
     gate, up: bf16[D F]
     count: i32[F/TILE or more] zeros
-    eps: of the norm
   """
   M, (D, F) = len(x.scaled), gate.shape
   R, tiles = padded(M), F // TILE
   splits = products.splits(D, tiles, 2 * TILE)
   shape = jax.ShapeDtypeStruct
   _, out = triton_call.triton_call(
-    *(x.scaled, x.squares, gate, up, count),
+    x.scaled, x.squares, gate, up, count,
     kernel=products.gate_up,
     out_type=[
       shape((tiles * 2 * splits * R * TILE,), jnp.float32),
@@ -177,8 +165,8 @@ def gate_up(
     ],
     grid=(tiles, splits),
     name="gate_up",
-    **dict(M=M, D=D, F=F, TILES=x.squares.shape[0], EPS=eps),
-    **dict(R=R, BN=TILE, BK=_STEP, SPLITS=splits),
-    **_HOW,
-  )
+    M=M, D=D, F=F, TILES=x.squares.shape[0], EPS=eps,
+    R=R, BN=TILE, BK=_STEP, SPLITS=splits,
+    **_OPTIONS,
+  )  # fmt: skip
   return out

@@ -1,8 +1,7 @@
-"""Which logits top-k, top-p and min-p keep, found without a sort: see `find_cut`.
+"""The threshold of top-k, top-p and min-p, found without a sort: see `find_cut`.
 
-It has no kernel, only `ref`: XLA makes loops of reductions of it, and a kernel could save
-little but their launches, in steps that filter at all. RL samples the policy as it is,
-and then nothing is searched.
+There is only `ref`: XLA makes loops of reductions of it, and a kernel could save little
+but their launches. RL samples without filters, and then nothing is searched.
 """
 
 import functools
@@ -24,9 +23,8 @@ def find_cut(
   """Finds the least logit of each row that the filters keep; ties with it are kept.
 
   The filters act in the order of Hugging Face's processors: temperature, top-k, top-p on
-  what top-k left (renormalised), min-p. Their thresholds are one, and it is a logit as it
-  came, not divided by the temperature: that division may be rounded differently by a
-  kernel, and then would drop the last token that is kept.
+  what top-k left (renormalised), min-p. The cut is an input logit, not divided by the
+  temperature: a kernel may round the quotient differently and drop the last kept token.
 
   Worked row, top_p = 0.65 of p = 0.5 0.3 0.2: the mass above each is 0 0.5 0.8, so that
   two are kept, and the second is the cut.
@@ -41,16 +39,21 @@ def find_cut(
     top_p: f32[R]  1 is off
     min_p: f32[R]  0 is off; relative to the likeliest token
   Returns:
-    f32[R], -inf in rows that nothing filters; if that is all of them nothing is searched
+    f32[R], -inf in rows without filters; the search is skipped if no row has any
   """
-  # A CPU takes as long for each sum as for reading what is summed up.
+  # On a CPU each sum takes as long as reading the data.
   bits = 1 if jax.default_backend() == "cpu" else 4
 
   def find(axis, logits, temperature, top_k, top_p, min_p):
-    search = functools.partial(ref.find_cut, axis=axis, bits=bits)
-    keep_all = lambda logits, *_: jnp.full_like(logits[:, 0], -jnp.inf)
-    filters = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
-    args = (logits, temperature, top_k, top_p, min_p)
-    return jax.lax.cond(filters, search, keep_all, *args)
+    return jax.lax.cond(
+      jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0)),
+      functools.partial(ref.find_cut, axis=axis, bits=bits),
+      lambda logits, *_: jnp.full_like(logits[:, 0], -jnp.inf),
+      logits,
+      temperature,
+      top_k,
+      top_p,
+      min_p,
+    )
 
   return shards.over_vocabulary(find, logits, temperature, top_k, top_p, min_p)

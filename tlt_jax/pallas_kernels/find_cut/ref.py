@@ -1,12 +1,12 @@
-"""find_cut in plain jnp: each filter's threshold, digit by digit, and no sort.
+"""find_cut in plain jnp: a radix search for each filter's threshold.
 
-A token is kept by top-k while fewer than k tokens have larger logits, and by top-p while
-those hold less than p of the mass. So each threshold is the least logit above which there
-is less weight than some bound. Its bits are found from the highest down, a few at a time:
-the weight above each value that they may have tells which it is.
+Top-k keeps a token while fewer than k tokens have larger logits, and top-p while those
+have less than p of the mass. So each threshold is the least logit above which there is
+less weight than some bound. Its bits are found from the highest down, a few at a time, by
+the weight above each of their possible values.
 
 Sorting 49,152 logits takes a CPU 14 ms, and on an accelerator writes all of them many
-times. This reads them 32 / `bits` times; most rows, once and then 4,096 of them.
+times. This reads them 32 / `bits` times; in most rows once, and then 4,096 of them.
 """
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tlt_jax.pallas_kernels import shards
 
-# A threshold is looked for in so many blocks of so many tokens first.
+# The search starts with this number of blocks, and tokens per block.
 _BLOCKS, _BLOCK = 64, 64
 
 
@@ -28,25 +28,24 @@ def find_cut(
   axis: str | None = None,
   bits: int = 1,
 ) -> jax.Array:
-  """Is `find_cut.find_cut`, of all tokens or of one shard's.
+  """`find_cut.find_cut`, of all tokens or of one shard's.
 
   Args:
-    axis: of the mesh, that the logits are split over; None: they are whole
-    bits: of a threshold, found at a time: 1, 2 or 4. It does not change what is found.
+    axis: mesh axis of the vocabulary's shards; None: it is not sharded
+    bits: of a threshold found at a time: 1, 2 or 4; does not change the result
   """
   x = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
   most = shards.largest(jnp.max(x, -1), axis)
   weight = jnp.exp(x - most[:, None])
-  above = lambda bound, weight, wanted: _search(logits, weight, bound, wanted, axis, bits)
-
-  by_k = above(top_k.astype(jnp.float32), jnp.ones_like(weight), top_k > 0)
+  ones, count = jnp.ones_like(weight), top_k.astype(jnp.float32)
+  by_k = _search(logits, ones, count, top_k > 0, axis, bits)
   weight = jnp.where(logits >= by_k[:, None], weight, 0.0)
   total = shards.add(jnp.sum(weight, -1), axis)
-  by_p = above(top_p * total, weight, top_p < 1)
+  by_p = _search(logits, weight, top_p * total, top_p < 1, axis, bits)
   likely = (weight > 0) & (weight >= min_p[:, None])
   by_min_p = -shards.largest(-jnp.min(jnp.where(likely, logits, jnp.inf), -1), axis)
   by_min_p = jnp.where(min_p > 0, by_min_p, -jnp.inf)
-  # The likeliest is kept in any case.
+  # The likeliest token is always kept.
   largest = shards.largest(jnp.max(logits, -1), axis)
   return jnp.maximum(by_k, jnp.minimum(jnp.maximum(by_p, by_min_p), largest))
 
@@ -54,19 +53,20 @@ def find_cut(
 def _search(x, weight, bound, wanted, axis, bits) -> jax.Array:
   """The least x of a row above which there is less weight than the bound.
 
-  Most rows are decided within a few blocks of the largest x: what is in no such block is
-  not above `rest`, so that the weights above that are at hand. Else all x are looked at.
+  Most thresholds are within a few blocks of the largest x: no other block has an x above
+  `rest`, so all weights above `rest` are known. Otherwise all x are searched.
 
   Args:
     x, weight: f32[R V]
     bound: f32[R]
     wanted: bool[R]
-    axis, bits: see `find_cut`
   Returns:
     f32[R], -inf in rows that are not wanted
   """
   R, V = x.shape
-  everywhere = lambda: _by_digits(x, weight, bound, axis, bits)
+
+  def everywhere():
+    return _by_digits(x, weight, bound, axis, bits)
 
   def search():
     if V <= 2 * _BLOCK * _BLOCKS:
@@ -76,38 +76,41 @@ def _search(x, weight, bound, wanted, axis, bits) -> jax.Array:
     weights = jnp.pad(weight, pad).reshape(blocks.shape)
     largest, chosen = jax.lax.top_k(jnp.max(blocks, -1), _BLOCKS + 1)
     rest = shards.largest(largest[:, -1], axis)
-    among = lambda y: jnp.take_along_axis(y, chosen[:, :-1, None], 1).reshape(R, -1)
-    near, near_weights = among(blocks), among(weights)
+    near, near_weights = (
+      jnp.take_along_axis(y, chosen[:, :-1, None], 1).reshape(R, -1)
+      for y in (blocks, weights)
+    )
     above = jnp.sum(jnp.where(near > rest[:, None], near_weights, 0.0), -1)
     decided = jnp.all((shards.add(above, axis) >= bound) | ~wanted)
-    few = lambda: _by_digits(near, near_weights, bound, axis, bits)
-    return jax.lax.cond(decided, few, everywhere)
+    return jax.lax.cond(
+      decided, lambda: _by_digits(near, near_weights, bound, axis, bits), everywhere
+    )
 
   found = jax.lax.cond(jnp.any(wanted), search, lambda: jnp.full_like(bound, -jnp.inf))
   return jnp.where(wanted, found, -jnp.inf)
 
 
 def _by_digits(x, weight, bound, axis, bits) -> jax.Array:
-  """What `_search` finds, `bits` at a time, from the highest down."""
+  """Finds the threshold of `_search`, `bits` at a time, from the highest down."""
   code = _ordered(x)
   digits = jnp.arange(1, 2**bits, dtype=jnp.uint32)
 
-  def refine(i, low):  # what is searched is in [low, low + 2^(32 - bits * i))
+  def refine(i, low):  # the threshold is in [low, low + 2^(32 - bits * i))
     shift = jnp.uint32(32 - bits * (i + 1))
     pivot = low[:, None] + (digits << shift) - 1
-    # Sums of their own: one of [R digits V] need not be fused with what it adds up.
-    weigh = lambda p: jnp.sum(jnp.where(code > p[:, None], weight, 0.0), -1)
-    above = shards.add(jnp.stack([weigh(p) for p in pivot.T], -1), axis)
+    # Separate sums: XLA may not fuse one of [R digits V] with its input.
+    sums = [jnp.sum(jnp.where(code > p[:, None], weight, 0.0), -1) for p in pivot.T]
+    above = shards.add(jnp.stack(sums, -1), axis)
     digit = jnp.sum(above >= bound[:, None], -1, dtype=jnp.uint32)
     return low + (digit << shift)
 
   low = jax.lax.fori_loop(0, 32 // bits, refine, jnp.zeros(x.shape[0], jnp.uint32))
-  # Where any or no logit is above too much, the code of -inf or of inf.
+  # The code of -inf if all logits qualify, of inf if none does.
   return _unordered(jnp.clip(low, jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800000)))
 
 
 def _ordered(x):
-  """The bits of f32[...] as u32[...] that are ordered as the numbers are."""
+  """Maps f32[...] to u32[...] of the same order."""
   x = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   return jnp.where(x >> 31 == 1, ~x, x | jnp.uint32(2**31))
 

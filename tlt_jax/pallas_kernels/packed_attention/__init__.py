@@ -1,4 +1,4 @@
-"""Attention of packed rows to themselves, for training: nothing of size T x T is stored."""
+"""Attention within packed rows for training, without T x T intermediates."""
 
 import chex
 import flax.struct
@@ -9,9 +9,9 @@ from tlt_jax.pallas_kernels.packed_attention import blockwise
 
 @flax.struct.dataclass
 class Segments:
-  """What the tokens of packed rows see: those of their own segment, up to themselves.
+  """Segments of packed rows: each token attends to its segment, up to itself.
 
-  Segments lie side by side; their tokens are in order.
+  Segments are contiguous; their tokens are in order.
   """
 
   ids: jax.Array  # i32[B T]  one number per segment of a row; 0 is padding
@@ -29,7 +29,6 @@ def packed_attention(
   Args:
     q: f[B T N H]
     k, v: f[B K T H]
-    segments: of the rows
   Returns:
     f[B T N H]
   """

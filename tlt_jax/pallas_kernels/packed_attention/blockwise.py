@@ -1,9 +1,9 @@
 """packed_attention in plain jax.numpy, a block of queries and a block of keys at a time.
 
-Softmax in one pass over the keys, and its gradient from what a row of scores adds up to:
-Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithms 1 and 4. No more scores exist
-than those of one pair of blocks. Blocks of keys after the queries, or before all of their
-segments, are not visited.
+Online softmax, and its gradient from the log-sum-exp of each row: Dao et al. 2022,
+https://arxiv.org/abs/2205.14135, algorithms 1 and 4. Only the scores of one pair of blocks
+exist at a time. Blocks of keys after the queries, or before all of their segments, are
+skipped.
 """
 
 import functools
@@ -14,38 +14,43 @@ import jax.numpy as jnp
 
 from tlt_jax.pallas_kernels import varying
 
-_MASKED = -1e30  # finite, so that a row of which a block sees nothing stays free of NaN
+_MASKED = -1e30  # finite: no NaN in a fully masked row of a block
 _BLOCK = 512  # tokens, about
 
 
 def packed_attention(
   q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
 ) -> jax.Array:
-  """Does what the package's function says."""
   T = q.shape[1]
   count = max(round(T / _BLOCK), 1)
   size = -(-T // count)
-  pad = lambda x, axis: jnp.pad(
-    x, [(0, count * size - T if i == axis else 0) for i in range(x.ndim)]
-  )
-  args = pad(q, 1), pad(k, 2), pad(v, 2), pad(segments, 1)
-  return _attend(*args, size)[:, :T]
+
+  def pad(x, axis):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, count * size - T
+    return jnp.pad(x, widths)
+
+  return _attend(pad(q, 1), pad(k, 2), pad(v, 2), pad(segments, 1), size)[:, :T]
 
 
 class _Blocks(NamedTuple):
-  """How rows are cut into blocks of `size` tokens."""
+  """Rows split into blocks of `size` tokens."""
 
   size: int
   segments: jax.Array  # i32[B T]
 
   @property
   def count(self) -> int:
-    """Blocks of a row."""
     return self.segments.shape[1] // self.size
 
   def take(self, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
-    """Block i of an array along its axis of tokens."""
     return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size, axis)
+
+  def add(self, x: jax.Array, i: jax.Array, y: jax.Array) -> jax.Array:
+    """Adds y to block i of keys or values f[B K T H]."""
+    return jax.lax.dynamic_update_slice_in_dim(
+      x, self.take(x, i, 2) + y, i * self.size, 2
+    )
 
   def queries(self, x: jax.Array, i: jax.Array, num_kv_heads: int) -> jax.Array:
     """Block i of f[B T N *], by kv head: f[B K G*size *]."""
@@ -54,16 +59,16 @@ class _Blocks(NamedTuple):
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
   def of_queries(self, x: jax.Array) -> jax.Array:
-    """Puts blocks side by side, f[count B K G*size *] as of `queries`: f[B T N *]."""
+    """Concatenates blocks of `queries`, f[count B K G*size *]: f[B T N *]."""
     n, B, K, _, H = x.shape
     x = x.reshape(n, B, K, -1, self.size, H).transpose(1, 0, 4, 2, 3, 5)
     return x.reshape(B, n * self.size, -1, H)
 
   def first(self) -> jax.Array:
-    """The first block of keys of which a block of queries sees anything: i32[count]."""
+    """The first block of keys that each block of queries attends to: i32[count]."""
     starts = jnp.diff(self.segments, axis=1, prepend=-1) != 0
     at = jnp.where(starts, jnp.arange(starts.shape[1]), 0)
-    at = jax.lax.cummax(at, axis=1)[:, :: self.size]  # where a block's first segment starts
+    at = jax.lax.cummax(at, axis=1)[:, :: self.size]  # start of a block's first segment
     return jnp.min(at, 0) // self.size
 
   def scores(self, q_i: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
@@ -78,14 +83,14 @@ class _Blocks(NamedTuple):
     return jnp.where(mask, found, _MASKED)
 
   def over_keys(self, i: jax.Array, first: jax.Array, step, start):
-    """Folds `step` over the blocks of keys that block i of queries sees."""
+    """Folds `step` over the blocks of keys that block i of queries attends to."""
     if self.count == 1:
       return step(0, start)
     return jax.lax.fori_loop(first[i], i + 1, step, start)
 
 
 def _product(how: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """A product that is added up in float32, and of float32 not rounded on its way."""
+  """A product with float32 sums, and without rounding float32 inputs."""
   precision = "highest" if y.dtype == jnp.float32 else None
   return jnp.einsum(
     how, x, y, precision=precision, preferred_element_type=jnp.float32
@@ -94,19 +99,17 @@ def _product(how: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q, k, v, segments, size):
-  """Attends in blocks of `size`, which divides T; arguments as of `packed_attention`."""
   return _forward(q, k, v, segments, size)[0]
 
 
 def _forward(q, k, v, segments, size):
-  """The result, and what its gradient needs."""
   blocks = _Blocks(size, segments)
   first, K, H = blocks.first(), k.shape[1], q.shape[3]
 
   def attend(_, i):
     q_i = blocks.queries(q, i, K) * H**-0.5
-    zeros = lambda *shape: varying.like(jnp.zeros(shape, jnp.float32), q)
-    rows = q_i.shape[:3]
+    zeros = varying.like(jnp.zeros((*q_i.shape[:3], H), jnp.float32), q)
+    zero = zeros[..., :1]
 
     def add(j, carry):
       largest, total, out = carry
@@ -118,7 +121,7 @@ def _forward(q, k, v, segments, size):
       seen = _product("bkqs,bksh->bkqh", weights.astype(v.dtype), v_j)
       return new, total, out * shrink + seen
 
-    start = zeros(*rows, 1) + _MASKED, zeros(*rows, 1), zeros(*rows, H)
+    start = zero + _MASKED, zero, zeros
     largest, total, out = blocks.over_keys(i, first, add, start)
     return None, ((out / total).astype(q.dtype), largest + jnp.log(total))
 
@@ -128,7 +131,6 @@ def _forward(q, k, v, segments, size):
 
 
 def _backward(size, known, d_out):
-  """The gradient with respect to q, k and v; those of k and v are added up in float32."""
   q, k, v, segments, out, log_sum = known
   blocks = _Blocks(size, segments)
   first, K, H = blocks.first(), k.shape[1], q.shape[3]
@@ -136,21 +138,21 @@ def _backward(size, known, d_out):
   delta = jnp.sum(delta, -1, keepdims=True)
 
   def attend(carry, i):
-    of_block = lambda x: blocks.queries(x, i, K)
-    q_i, d_out_i = of_block(q) * H**-0.5, of_block(d_out)
-    log_sum_i, delta_i = of_block(log_sum), of_block(delta)
+    q_i, d_out_i, log_sum_i, delta_i = (
+      blocks.queries(x, i, K) for x in (q, d_out, log_sum, delta)
+    )
+    q_i = q_i * H**-0.5
 
     def add(j, carry):
       dq, dk, dv = carry
-      add_to = lambda x, part: jax.lax.dynamic_update_slice_in_dim(
-        x, blocks.take(x, j, 2) + part, j * size, 2
-      )
       weights = jnp.exp(blocks.scores(q_i, k, i, j) - log_sum_i)
       d_weights = _product("bkqh,bksh->bkqs", d_out_i, blocks.take(v, j, 2))
       d_scores = (weights * (d_weights - delta_i)).astype(q.dtype)
       dq += _product("bkqs,bksh->bkqh", d_scores, blocks.take(k, j, 2))
-      dk = add_to(dk, _product("bkqs,bkqh->bksh", d_scores, q_i))
-      dv = add_to(dv, _product("bkqs,bkqh->bksh", weights.astype(q.dtype), d_out_i))
+      dk = blocks.add(dk, j, _product("bkqs,bkqh->bksh", d_scores, q_i))
+      dv = blocks.add(
+        dv, j, _product("bkqs,bkqh->bksh", weights.astype(q.dtype), d_out_i)
+      )
       return dq, dk, dv
 
     dq = varying.like(jnp.zeros(q_i.shape, jnp.float32), q)

@@ -11,11 +11,11 @@ from tlt_jax.pallas_kernels.tree_attention import pallas
 from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-_SMALLEST_PAGE = 64  # slots: what the kernels fold at once, at least
+_SMALLEST_PAGE = 64  # slots: the kernels' smallest block
 
 
 def check_page(slots: int) -> None:
-  """Raises ValueError unless the kernels can read pages of so many slots."""
+  """Raises ValueError unless the kernels support pages of this size."""
   if slots < _SMALLEST_PAGE or slots & (slots - 1):
     raise ValueError(
       f"pages must have {_SMALLEST_PAGE}, 128, 256, ... slots, not {slots}; only the "
@@ -32,32 +32,31 @@ def tree_attention(
   *,
   impl: str | None = None,
 ) -> jax.Array:
-  """Attends to what each node sees of its row's cache: grouped-query attention.
+  """Grouped-query attention of tree nodes to their row's cache.
 
   Query head n uses kv head n // G. Scores are q * H^-0.5 times the keys; products are
   added up in float32, and the softmax is in float32. The nodes' own keys and values are in
-  the cache already. No more of it is read than the longest row needs ("ref") or each row
-  (the kernels, which may find anything beyond, NaN too).
+  the cache already. Only as many slots are read as the longest row has ("ref"), or each
+  row (the kernels); slots beyond may be NaN.
 
   Slot s of row b is slot s % L of page `pages[b, s // L]` (PagedAttention,
   https://arxiv.org/abs/2309.06180).
 
   A row gets the same bits in any batch and with a table of any length. With another number
-  of nodes the last bits may differ: matrix units add up in another order. On a TPU so they
-  may with pages of fewer than 512 slots.
-  Heads that are split over the mesh axis `model` stay where they are.
+  of nodes the last bits may differ: matrix units add up in another order. On TPUs they may
+  also differ with pages of fewer than 512 slots. Heads that are sharded over the mesh axis
+  `model` stay sharded.
 
   Args:
     q: f[B J N H]
     k, v: f[P K L H], pools of pages
     seen: of J nodes; one that sees nothing gets zeros
     pages: i32[B M]  of each row
-    impl: "ref", "pallas", "interpret" or "triton"; None: see `implementations.choose`
+    impl: see `implementations.choose`
   Returns:
     f[B J N H]
-
   Raises:
-    ValueError: there is no such implementation, or it cannot have heads, or pages, of
+    ValueError: the implementation does not exist, or does not support heads or pages of
       this size
   """
   B, J, N, H = q.shape

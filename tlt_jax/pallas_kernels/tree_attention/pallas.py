@@ -1,12 +1,12 @@
 """tree_attention for TPUs (Mosaic): one pass over the blocks below each row's length.
 
-A program folds the blocks of one kv head into a running softmax (Milakov & Gimelshein
+A program folds the blocks of one kv head into an online softmax (Milakov & Gimelshein
 2018; FlashAttention, https://arxiv.org/abs/2205.14135). The queries of a kv head are the
 rows of one matrix, so that the cache is read once for all of them: node j and head g of
 the group are row j*G + g.
 
-Blocks are of one size whatever the cache's length, and are folded in their order: a row's
-result depends neither on the batch around it nor on the length of the cache.
+The size of blocks is fixed, and they are folded in order: a row's result depends neither on
+the other rows of the batch nor on the length of the cache.
 """
 
 import functools
@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from tlt_jax.pallas_kernels import hbm
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-BLOCK = 512  # slots of a block; a page, where it has fewer
-ROWS = 512  # rows of a program, at most; more would not fit in the chip's fast memory
+BLOCK = 512  # slots of a block, or a page if it has fewer
+ROWS = 512  # rows of a program, at most; more would not fit into VMEM
 _MASKED = -1e30
 _LANES = 128
 _SUBLANES = 16  # of bfloat16; 8 of float32
 
 
 def _bits(bits_ref, offset: jax.Array) -> jax.Array:
-  """Picks bit `offset` i32[rows slots] of each row; 0 before and after the words."""
+  """Bit `offset` i32[rows slots] of each row; 0 before and after the words."""
   bit = jnp.zeros_like(offset)
   for i in range(bits_ref.shape[1]):
     word = jnp.broadcast_to(bits_ref[:, i : i + 1], offset.shape)
@@ -50,7 +50,7 @@ def _kernel(
   size: int,
   length: int,
 ):
-  """Folds block program_id(3) of a row's cache into the running softmax."""
+  """Folds block program_id(3) of a row's cache into the online softmax."""
   block, step = v_ref.shape[0], pl.program_id(3)
   start, first = start_ref[pl.program_id(0)], step * block
   precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
@@ -72,13 +72,13 @@ def _kernel(
       seen = (offset < 0) | (_bits(bits_ref, offset) == 1)
       seen = seen & (offset < length - start)
       scores = jnp.where(seen, scores, _MASKED)
-      # What nobody sees may hold anything, and 0 * NaN is NaN.
+      # Slots that no node sees are undefined, and 0 * NaN is NaN.
       slot = first + jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
       v = jnp.where(slot < jnp.minimum(start + size, length), v, jnp.zeros_like(v))
     before = largest_ref[...]
     largest = jnp.maximum(before, jnp.max(scores, -1, keepdims=True))
     weights = jnp.exp(scores - largest[:, :1])
-    if masked:  # where a row sees nothing yet, `largest` is that of what is masked
+    if masked:  # `largest` is _MASKED while a row has seen nothing
       weights = jnp.where(seen, weights, 0.0)
     rescale = jnp.exp(before - largest)
     total_ref[...] = total_ref[...] * rescale + jnp.sum(weights, -1, keepdims=True)
@@ -99,11 +99,10 @@ def _kernel(
 def _specs(
   rows: int, words: int, H: int, size: int, length: int, page: int
 ) -> list:
-  """How q, bits, k and v are cut; blocks are chosen by a row's `start`, and its pages."""
   block = min(BLOCK, page)
 
   def seen(b, step, start):
-    """Blocks that nobody sees are not read: the last that is stays where it is."""
+    """The step's block, or the last that is seen, which is not read again."""
     last = jax.lax.div(jnp.minimum(start[b] + size, length) - 1, block)
     return jnp.minimum(step, last)
 
@@ -129,7 +128,6 @@ def tree_attention(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """Does what the package's function says; `interpret` runs it on any machine."""
   B, J, N, H = q.shape
   K, page = v.shape[1:3]
   S = page * pages.shape[1]
@@ -137,7 +135,10 @@ def tree_attention(
   tiles = pl.cdiv(J * G, ROWS)
   rows = pl.cdiv(pl.cdiv(J * G, tiles), _SUBLANES) * _SUBLANES
   missing = tiles * rows - J * G
-  padded = lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0)))
+
+  def padded(x):
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0)))
+
   queries = (q * H**-0.5).reshape(B, J, K, G, H).transpose(0, 2, 1, 3, 4)
   queries = padded(queries.reshape(B, K, J * G, H))
   bits = padded(jnp.repeat(seen.bits, G, 1))  # i32[B rows words]
@@ -145,7 +146,6 @@ def tree_attention(
     k, v = hbm.pinned(k), hbm.pinned(v)
   specs = _specs(rows, bits.shape[-1], H, seen.size, S, page)
   kernel = functools.partial(_kernel, size=seen.size, length=S)
-  scratch = lambda width: pltpu.VMEM((rows, width), jnp.float32)
   out = pl.pallas_call(
     lambda start_ref, pages_ref, *refs: kernel(start_ref, *refs),
     out_shape=jax.ShapeDtypeStruct(
@@ -156,7 +156,7 @@ def tree_attention(
       grid=(B, K, tiles, pl.cdiv(S, min(BLOCK, page))),
       in_specs=specs,
       out_specs=specs[0],
-      scratch_shapes=[scratch(_LANES), scratch(_LANES), scratch(H)],
+      scratch_shapes=[pltpu.VMEM((rows, w), jnp.float32) for w in (_LANES, _LANES, H)],
     ),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")

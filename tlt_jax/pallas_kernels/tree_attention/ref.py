@@ -1,4 +1,4 @@
-"""tree_attention in plain jax.numpy: what every other implementation must equal."""
+"""The reference of tree_attention in plain jax.numpy."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-_MASKED = -1e30  # finite, so that a fully masked row stays free of NaN
+_MASKED = -1e30  # finite: no NaN in a fully masked row
 
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -15,10 +15,9 @@ _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def tree_attention(
   q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, pages: jax.Array
 ) -> jax.Array:
-  """Does what the package's function says, a page of every row at a time.
+  """Online softmax (Milakov & Gimelshein 2018), a page of every row at a time.
 
-  A running softmax (Milakov & Gimelshein 2018) over as many pages as the longest row has:
-  a page in which a row sees nothing leaves its result as it is, to the bit.
+  A page in which a row sees nothing does not change its bits.
   """
   B, J, N, H = q.shape
   (_, K, L, _), M = k.shape, pages.shape[1]
@@ -52,7 +51,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   Args:
     q: f[B T N H]
     k, v: f[B K S H]
-    mask: bool[B T S]  True where a query may look
+    mask: bool[B T S]
   Returns:
     f[B T N H]
   """
@@ -62,8 +61,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   q = q.reshape(B, K, -1, H)  # one matrix product per kv head
   scores = _product("bkqh,bksh->bkqs", q, k)
   scores = jnp.where(jnp.tile(mask, (1, G, 1))[:, None], scores, _MASKED)
-  # A softmax whose sum divides at the end, H numbers of a query instead of S. What is
-  # subtracted changes nothing but the range: it needs no gradient.
+  # The division by the softmax's sum comes last, for H numbers per query instead of S. The
+  # result does not depend on `largest`: it needs no gradient.
   largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
   weights = jnp.exp(scores - largest)
   out = _product("bkqs,bksh->bkqh", weights.astype(v.dtype), v)

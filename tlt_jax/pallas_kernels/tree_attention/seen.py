@@ -1,8 +1,8 @@
-"""What the nodes of a draft tree see of the KV cache, in a few words per node.
+"""Attention masks of draft trees, as a few words of bits per node.
 
-All nodes of a row see everything before the row's `start`. From there on each has bits:
-in slots start, start+1, ... are the nodes' own keys and values, and a node sees its
-ancestors and itself. A chain of tokens is the tree whose bits form a triangle.
+All nodes of a row see every slot before the row's `start`. Slots start, start+1, ... have
+the nodes' own keys and values, and a bit per node: a node sees its ancestors and itself.
+For a chain of tokens the bits form a triangle.
 
 Worked rows, start = 3, size = 4, of nodes 1 and 3 of the tree in `speculation/tree.py`:
 
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Seen:
-  """Which slots of its row's cache each of J nodes sees, in every layer the same.
+  """The slots of its row's cache that each of J nodes sees, for all layers.
 
-  Slots beyond the end of the cache do not exist, whatever the bits say of them.
+  Bits of slots beyond the end of the cache are ignored.
   """
 
   start: jax.Array  # i32[B]  the nodes see every slot before it; 0 to the cache's length
@@ -30,7 +30,7 @@ class Seen:
   size: int = flax.struct.field(pytree_node=False)  # slots from `start` on with bits
 
   def mask(self, first: jax.Array | int, length: int) -> jax.Array:
-    """What they see of `length` slots from slot `first` on: bool[B J length]."""
+    """The mask of `length` slots from slot `first` on: bool[B J length]."""
     chex.assert_shape(self.bits, (*self.start.shape, None, -(-self.size // 32)))
     offset = (first + jnp.arange(length) - self.start[:, None])[:, None]  # i32[B 1 S]
     shape = (*self.bits.shape[:2], length)
@@ -44,12 +44,7 @@ class Seen:
 
 
 def causal(start: jax.Array, num_tokens: int) -> Seen:
-  """What consecutive tokens see, each itself and all before it.
-
-  Args:
-    start: i32[B]  the slot of the first
-    num_tokens: J
-  """
+  """The causal mask of J consecutive tokens, the first in slot `start` i32[B]."""
   triangle = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
   return of_mask(start, jnp.broadcast_to(triangle, (*start.shape, *triangle.shape)))
 
@@ -59,13 +54,13 @@ def of_mask(start: jax.Array, mask: jax.Array) -> Seen:
 
   Args:
     start: i32[B]  the nodes see every slot before it
-    mask: bool[B J size]  what they see of the slots from there on
+    mask: bool[B J size]  of the slots from there on
   """
   size = mask.shape[-1]
   chex.assert_shape(mask, (*start.shape, None, size))
   words = -(-size // 32)
   bits = jnp.pad(mask, ((0, 0), (0, 0), (0, words * 32 - size)))
   bits = bits.reshape(*mask.shape[:2], words, 32).astype(jnp.uint32)
-  # Every bit once, so that the sum is their disjunction.
+  # Every bit occurs once: the sum is a bitwise or.
   packed = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), -1, dtype=jnp.uint32)
   return Seen(start, jax.lax.bitcast_convert_type(packed, jnp.int32), size)

@@ -1,13 +1,13 @@
 """tree_attention for CUDA (Triton): flash decoding with the heads of a group in one tile.
 
-`_attend` folds the blocks of one split of a row's cache into a running softmax, in units
-of log2; `_combine` puts a row's splits together (Flash-Decoding, Dao et al. 2023,
+`_attend` folds the blocks of one split of a row's cache into an online softmax, in units
+of log2; `_combine` combines a row's splits (Flash-Decoding, Dao et al. 2023,
 https://pytorch.org/blog/flash-decoding). Node j and head g of a kv head's group are row
 j*G + g of its queries; a program has a tile of them.
 
-Where a split ends depends on the slots alone, and splits are put together in their order:
-a row's result depends neither on the batch around it nor on the length of the cache. What
-it costs is parallelism: few short rows do not fill the GPU, but they are done soon.
+Splits depend on the slots alone, and are combined in order: a row's result depends neither
+on the other rows of the batch nor on the length of the cache. The cost is parallelism: few
+short rows do not fill the GPU.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import triton.language as tl
 from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-_UNSPLIT = 2**30  # slots of a split that no cache exceeds
+_UNSPLIT = 2**30  # slots of a split: more than any cache has
 _LOG2E = 1.4426950408889634
 _MASKED = tl.constexpr(-1e30)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -28,7 +28,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _seen(bits_ptr, valid, offset, SIZE: tl.constexpr):
-  """Which slots, `offset` behind the row's start, each query sees: bool[rows slots]."""
+  """The slots, at `offset` from the row's start, that each query sees: bool[rows slots]."""
   bit = tl.zeros((valid.shape[0], offset.shape[0]), tl.int32)
   for i in tl.static_range((SIZE + 31) // 32):
     word = tl.load(bits_ptr + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
@@ -43,15 +43,15 @@ def _fold(
   K: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
   SCALE: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-  """Folds blocks lo..hi-1 into (largest, total, sum); with TAIL not all is seen."""
+  """Folds blocks lo..hi-1 into (largest, total, sum); TAIL applies the mask."""
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   end = tl.minimum(start + SIZE, length)
   for block in range(lo, hi):
     slot = block * BLOCK + i
-    exists = slot < end  # what lies beyond may hold anything, and 0 * NaN is NaN
+    exists = slot < end  # slots beyond are undefined, and 0 * NaN is NaN
     page = tl.load(pages_ptr + block * BLOCK // PAGE).to(tl.int64)
-    # A wide base, and narrow offsets that are the same for every block.
+    # An int64 base, and int32 offsets that are the same for every block.
     at = (page * K * PAGE + block * BLOCK % PAGE) * H
     v_ptrs = v_ptr + at + (i[:, None] * H + h[None, :])
     k_ptrs = k_ptr + at + (h[:, None] + i[None, :] * H)
@@ -68,7 +68,7 @@ def _fold(
       scores = tl.where(seen, scores, _MASKED)
     new = tl.maximum(largest, tl.max(scores, 1))
     weights = tl.exp2(scores - new[:, None])
-    if TAIL:  # where a query sees nothing yet, `new` is that of what is masked
+    if TAIL:  # `new` is _MASKED while a query has seen nothing
       weights = tl.where(seen, weights, 0.0)
     rescale = tl.exp2(largest - new)
     total = total * rescale + tl.sum(weights, 1)
@@ -115,11 +115,11 @@ def _attend(
     return
   row, h = tl.arange(0, ROWS), tl.arange(0, H)
   valid = (row < NODES * G) & (tile * NODES + row // G < J)
-  # Of the tile's first row, and of the others from there.
+  # Offset of the tile's first row, and of the others relative to it.
   first = ((b.to(tl.int64) * J + tile * NODES) * K + head) * G
   at = (row // G * (K * G) + row % G)[:, None] * H + h[None, :]
   q = tl.load(q_ptr + first * H + at, mask=valid[:, None], other=0.0)
-  k_ptr += head * PAGE * H  # this head's part of the pool's first page
+  k_ptr += head * PAGE * H  # this head in the pool's first page
   v_ptr += head * PAGE * H
   pages_ptr += b * (length // PAGE)
   bits_ptr += (b * J + tile * NODES + row // G) * ((SIZE + 31) // 32)
@@ -157,7 +157,7 @@ def _combine(
   J: tl.constexpr, G: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
   SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-  """Puts a row's splits together, in their order: program (tile of rows, row and head)."""
+  """Combines a row's splits in order: program (tile of rows, row and head)."""
   tile, bk = tl.program_id(0), tl.program_id(1)
   b, head = bk // K, bk % K
   row, h = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, H)
@@ -183,7 +183,7 @@ def _combine(
 
 
 class Tiles(NamedTuple):
-  """How the work is cut: by the shapes of one row and head, not by the batch."""
+  """Block sizes, which depend on the shapes of one row and head, not on the batch."""
 
   nodes: int  # of a program of `_attend`
   rows: int  # of it; a power of two, at least nodes * G
@@ -194,16 +194,15 @@ class Tiles(NamedTuple):
 
   @classmethod
   def of(cls, J: int, G: int, dtype) -> "Tiles":
-    """Chooses for J nodes of G query heads per kv head."""
     wide = jnp.dtype(dtype) == jnp.float32
     most = max((32 if wide else 128) // G, 1)
     nodes = triton.cdiv(J, triton.cdiv(J, most))
     rows = max(triton.next_power_of_2(nodes * G), 16)
     if wide:  # not by tensor cores, which round: what many rows need would spill
       return cls(nodes, rows, block=32, split=512, warps=8, stages=1)
-    # The more rows, the more a split's partial result costs beside its keys and values.
+    # With more rows, a split's partial result costs more relative to its keys and values.
     split, warps = (512, 4) if rows <= 64 else (1024, 8)
-    if J > 4 * nodes:  # a prompt: its tiles are enough to fill the GPU
+    if J > 4 * nodes:  # a prompt, whose tiles fill the GPU
       split = _UNSPLIT
     stages = 4 if rows <= 32 else 3
     return cls(nodes, rows, block=64, split=split, warps=warps, stages=stages)
@@ -216,32 +215,27 @@ def tree_attention(
   seen: seen_lib.Seen,
   pages: jax.Array,
 ) -> jax.Array:
-  """Does what the package's function says.
-
-  Raises:
-    ValueError: the size of a head is not a power of two of at least 16
-  """
+  """See the package; raises ValueError unless H is a power of two of at least 16."""
   B, J, N, H = q.shape
   K, page = v.shape[1:3]
   S = page * pages.shape[1]
   G = N // K
   if H < 16 or H & (H - 1):
     raise ValueError(
-      f"the Triton kernel needs heads of 16, 32, 64, ... numbers, not {H}; choose the "
+      f"the Triton kernel needs a head_dim of 16, 32, 64, ..., not {H}; choose the "
       'implementation "ref"'
     )
   cut = Tiles.of(J, G, q.dtype)
   splits = triton.cdiv(S, cut.split)
   shapes = dict(J=J, G=G, K=K, H=H, SIZE=seen.size, SPLIT=cut.split)
   out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-  partial = lambda *of_row: jax.ShapeDtypeStruct(
-    (B, K, splits, J * G, *of_row), jnp.float32
-  )
   unused = jax.ShapeDtypeStruct((1,), jnp.float32)
+  sums = jax.ShapeDtypeStruct((B, K, splits, J * G, H), jnp.float32)
+  stats = jax.ShapeDtypeStruct((B, K, splits, J * G), jnp.float32)
   attended = triton_call.triton_call(
     q, k, v, seen.start, seen.bits, pages, S,
     kernel=_attend,
-    out_type=[partial(H), partial(), partial()] if splits > 1 else [out, unused, unused],
+    out_type=[sums, stats, stats] if splits > 1 else [out, unused, unused],
     grid=(triton.cdiv(J, cut.nodes), splits, B * K),
     name="tree_attention",
     num_warps=cut.warps,

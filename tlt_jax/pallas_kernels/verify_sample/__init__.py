@@ -1,4 +1,4 @@
-"""From rows of logits to drawn tokens, in one pass: see `verify_sample`."""
+"""Samples tokens from rows of logits in one pass: see `verify_sample`."""
 
 import chex
 import jax
@@ -19,13 +19,13 @@ def verify_sample(
   *,
   impl: str | None = None,
 ) -> parts.Sample:
-  """Draws the token of each row, and tells how likely it was.
+  """Samples a token per row, with its log-probabilities.
 
   The argmax of logits / T + Gumbel noise, over the logits that are not below the cut; at
   temperature 0 the first of the largest logits. With a kernel, a row's results are the
   same bits in every batch.
 
-  Inside a function that is automatic over the mesh axis `model`, each shard draws from
+  Inside a function that is automatic over the mesh axis `model`, each shard samples from
   its part of the vocabulary, and [shards R] numbers are exchanged.
 
   Args:
@@ -33,9 +33,7 @@ def verify_sample(
     key: u32[R 2]  of each row's noise, from `noise.row_key`
     temperature: f32[R]
     cut: f32[R]  from `find_cut`; -inf keeps all
-    impl: see `implementations`; None: that of the backend
-  Raises:
-    ValueError: there is no such implementation
+    impl: see `implementations.choose`
   """
   R = logits.shape[0]
   chex.assert_type(logits, jnp.float32)

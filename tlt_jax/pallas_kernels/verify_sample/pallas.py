@@ -1,9 +1,9 @@
 """verify_sample for TPUs, in Pallas (Mosaic): one pass over the logits, 8 rows at a time.
 
-Exact noise is computed for few blocks of tokens. A token wins only if its noise, which
-is below -log(v), lifts it above the best so far: if v < exp(x - best), v being the
-uniform number that its hash stands for. That exponential is one that the softmax needs
-anyway, and the upper half of the hash bounds v from below.
+Exact noise is computed for few blocks of tokens. A token can win only if its noise, which
+is below -log(v), lifts it above the best so far: if v < exp(x - best), where v is the
+uniform number of its hash. The softmax needs that exponential anyway, and the upper half
+of the hash is a lower bound of v.
 """
 
 import functools
@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from tlt_jax import noise
 from tlt_jax.pallas_kernels.verify_sample import parts
 
-# Fixed, so that a row is cut and summed alike in every batch.
+# Fixed, so that a row is split and summed in the same way in every batch.
 ROWS, LANES = 8, 128
 TILE = 2048  # tokens of a block
 
-# exp(60) * 2^32 is finite in float32.
-_MOST = 60.0
-# More than rounding moves a perturbed logit.
+_MOST = 60.0  # exp(60) * 2^32 is finite in float32
+# Above the rounding error of a perturbed logit.
 _SLACK, _ULPS = 1e-4, 1e-6
 
 
@@ -34,14 +33,13 @@ def sample_part(
   offset: jax.Array,
   interpret: bool = False,
 ) -> parts.Part:
-  """Is `ref.sample_part`."""
   R, V = logits.shape
   tile = min(TILE, pl.cdiv(V, LANES) * LANES)
   key = jax.lax.bitcast_convert_type(key, jnp.int32)
-  column = lambda x: jnp.broadcast_to(x[:, None], (R, LANES))
+  of_rows = key[:, 0], key[:, 1], temperature, cut
+  columns = (jnp.broadcast_to(x[:, None], (R, LANES)) for x in of_rows)
   row = pl.BlockSpec((ROWS, LANES), lambda i, j, offset: (i, 0))
-  shape = lambda dtype: jax.ShapeDtypeStruct((R, LANES), dtype)
-  f32, i32 = shape(jnp.float32), shape(jnp.int32)
+  f32, i32 = (jax.ShapeDtypeStruct((R, LANES), x) for x in (jnp.float32, jnp.int32))
   out = pl.pallas_call(
     functools.partial(_kernel, V=V),
     out_shape=parts.Part(f32, i32, f32, f32, f32, f32),
@@ -57,13 +55,13 @@ def sample_part(
   )(
     jnp.reshape(offset, (1,)).astype(jnp.int32),
     logits,
-    *map(column, (key[:, 0], key[:, 1], temperature, cut)),
+    *columns,
   )
   return jax.tree.map(lambda x: x[:, 0], out)
 
 
 def _kernel(offset, logits, k0, k1, temperature, cut, *out, V):
-  """Takes a block of tokens of some rows into their part; all lanes of `out` are equal."""
+  """Folds a block of tokens into the parts of some rows; all lanes of `out` are equal."""
   out = parts.Part(*out)
   block = pl.program_id(1)
 
@@ -78,17 +76,17 @@ def _kernel(offset, logits, k0, k1, temperature, cut, *out, V):
   divisor = jnp.where(random, t, 1.0)
   place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
   place += block * logits.shape[1]
-  inside = place < V  # of the rest of a block anything may be there
+  inside = place < V  # the rest of a block is undefined
   raw = jnp.where(inside, logits[...], -jnp.inf)
   keep = inside & (raw >= least)
-  # As near to the quotient as the sums need; the token's own logit is divided below.
+  # Precise enough for the sums; the sampled token's logit is divided below.
   x = raw * (1.0 / divisor)
   m = jnp.maximum(out.top[...], jnp.max(x, -1, keepdims=True))
   weight = jnp.exp(x - m[:, :1])
   old = jnp.exp(out.top[...] - m)
-  sum_of = lambda w: jnp.sum(w, -1, keepdims=True)
-  out.total[...] = out.total[...] * old + sum_of(weight)
-  out.kept[...] = out.kept[...] * old + sum_of(jnp.where(keep, weight, 0.0))
+  kept = jnp.where(keep, weight, 0.0)
+  out.total[...] = out.total[...] * old + jnp.sum(weight, -1, keepdims=True)
+  out.kept[...] = out.kept[...] * old + jnp.sum(kept, -1, keepdims=True)
   out.top[...] = m
 
   ids = offset[0] + place
@@ -114,7 +112,6 @@ def _kernel(offset, logits, k0, k1, temperature, cut, *out, V):
 
 
 def _gumbel(upper):
-  """The noise of tokens from the upper halves of their hashes; see `noise.gumbel`."""
   lower = noise.mix(upper ^ noise.LOW)
   v = _unsigned(upper) * 2.0**-32 + (_unsigned(lower) + 0.5) * 2.0**-64
   v = jnp.minimum(v, 1.0 - 2.0**-24)
@@ -127,5 +124,4 @@ def _shifted(x, count):
 
 
 def _unsigned(x):
-  """The float32 of the unsigned integer with these bits, rounded once."""
   return _shifted(x, 16).astype(jnp.float32) * 65536.0 + (x & 0xFFFF).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""What is known of a row of logits from part of its tokens, and how parts combine.
+"""Statistics of a row of logits over part of its tokens, and their combination.
 
-A block of a kernel, a program and a shard of the vocabulary each give a `Part`. They are
-combined in a fixed order, which the vocabulary decides and the batch does not: a row's
-token and log-probability are the same bits whatever rows are around it.
+A block of a kernel, a program and a shard of the vocabulary each make a `Part`. The order
+in which they are combined depends on the vocabulary alone: a row's token and
+log-probability are the same bits in every batch.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,15 @@ import jax.numpy as jnp
 
 from tlt_jax.pallas_kernels import shards
 
-# The least scaled logit that counts as one; -inf would make inf - inf of empty parts.
-LEAST = -1e30
-# The token of a part of which nothing is kept.
-NO_TOKEN = 2**31 - 1
+LEAST = -1e30  # `top` of an empty part; -inf would make inf - inf
+NO_TOKEN = 2**31 - 1  # `token` of a part without kept tokens
 
 
 class Part(NamedTuple):
-  """Of each row over some of its tokens. Logits are divided by the temperature."""
+  """Statistics of each row over some tokens; logits are divided by the temperature."""
 
   best: jax.Array  # f32[R]  largest perturbed logit that is kept; -inf: none is
-  token: jax.Array  # i32[R]  its id; of equals the smallest
+  token: jax.Array  # i32[R]  its id, the smallest among ties
   at: jax.Array  # f32[R]  its logit
   top: jax.Array  # f32[R]  largest logit, kept or not
   total: jax.Array  # f32[R]  sum of exp(logit - top)
@@ -30,7 +28,7 @@ class Part(NamedTuple):
 
 
 class Sample(NamedTuple):
-  """The drawn token of each row."""
+  """The sampled token of each row."""
 
   token: jax.Array  # i32[R]
   logp: jax.Array  # f32[R]  before filters
@@ -38,15 +36,14 @@ class Sample(NamedTuple):
 
 
 def combine(a: Part, b: Part) -> Part:
-  """Two parts as one: tokens of `a` come before those of `b`."""
+  """Combines two parts; tokens of `a` come before those of `b`."""
   wins = a.best >= b.best
-  pick = lambda x, y: jnp.where(wins, x, y)
   top = jnp.maximum(a.top, b.top)
   old, new = jnp.exp(a.top - top), jnp.exp(b.top - top)
   return Part(
-    best=pick(a.best, b.best),
-    token=pick(a.token, b.token),
-    at=pick(a.at, b.at),
+    best=jnp.where(wins, a.best, b.best),
+    token=jnp.where(wins, a.token, b.token),
+    at=jnp.where(wins, a.at, b.at),
     top=top,
     total=a.total * old + b.total * new,
     kept=a.kept * old + b.kept * new,
@@ -54,26 +51,28 @@ def combine(a: Part, b: Part) -> Part:
 
 
 def combine_all(parts: Part) -> Part:
-  """Combines [count R] parts, in order of their tokens, by neighbours."""
+  """Combines [count R] parts, in order of their tokens, as a tree of neighbours."""
   count = parts.best.shape[0]
   if count == 1:
     return jax.tree.map(lambda x: x[0], parts)
   even = count // 2 * 2
-  take = lambda start, stop, step: jax.tree.map(lambda x: x[start:stop:step], parts)
-  pairs = combine(take(0, even, 2), take(1, even, 2))
-  last = take(even, count, 1)
+  left, right, last = (
+    jax.tree.map(lambda x, s=s: x[s], parts)
+    for s in (slice(0, even, 2), slice(1, even, 2), slice(even, count))
+  )
+  pairs = combine(left, right)
   return combine_all(jax.tree.map(lambda *x: jnp.concatenate(x), pairs, last))
 
 
 def over_shards(part: Part, axis: str | None) -> Part:
-  """Combines the shards of a vocabulary, by reductions of [shards R] alone."""
+  """Combines the shards of a vocabulary, with reductions of [shards R] only."""
   return combine_all(jax.tree.map(lambda x: shards.side_by_side(x, axis), part))
 
 
 def finish(part: Part, temperature: jax.Array) -> Sample:
-  """The token, and its log-probabilities from the sums: those of the whole row."""
+  """The sample of a whole row."""
   before = part.at - (part.top + jnp.log(part.total))
   after = part.at - (part.top + jnp.log(part.kept))
-  # Of a row of NaN nothing is kept: any token will do.
+  # A row of NaN keeps nothing: any token is valid.
   token = jnp.where(part.token == NO_TOKEN, 0, part.token)
   return Sample(token, before, jnp.where(temperature > 0, after, 0.0))

@@ -1,4 +1,4 @@
-"""verify_sample in plain jnp: what the kernels compute, and what CPUs run."""
+"""The reference of verify_sample in plain jnp, and the implementation for CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def sample_part(
   cut: jax.Array,
   offset: jax.Array,
 ) -> parts.Part:
-  """Draws from some tokens of each row, and adds up how likely they are.
+  """Samples from some tokens of each row, with the sums for their log-probabilities.
 
   The Gumbel-max trick: the argmax of logits / T + noise is distributed as their softmax.
   At temperature 0 there is no noise, and T is 1.

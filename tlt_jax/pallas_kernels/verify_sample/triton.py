@@ -1,8 +1,7 @@
 """verify_sample for NVIDIA GPUs, in Triton: one pass over the logits, in 8 tiles a program.
 
-A pass over so few bytes is bound by instructions, so most tokens take the short way of
-`pallas`: the hash, and one exponential. Exact noise is computed for tiles in which a
-token may win.
+The pass is bound by instructions. As in `pallas`, most tokens need only the hash and one
+exponential, and exact noise is computed for tiles in which a token may win.
 """
 
 import types
@@ -16,14 +15,14 @@ from tlt_jax import noise
 from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.pallas_kernels.verify_sample import parts
 
-# Fixed, so that a row is cut and summed alike in every batch.
+# Fixed, so that a row is split and summed in the same way in every batch.
 TILE = 1024  # tokens
 TILES = 8  # of a program
 NUM_WARPS, NUM_STAGES = 4, 3
 
 
 def _callable(f):
-  """A function of another module, as one that the kernels of this one can call."""
+  """Makes a function of another module callable from this module's kernels."""
   return triton.jit(types.FunctionType(f.__code__, globals()))
 
 
@@ -45,7 +44,7 @@ def gumbel(upper, lower):
   return -tl.log(tl.where(v < 0.125, small_exponential(v), -tl.log(1.0 - v)))
 
 
-# Triton's interpreter takes no constants from a module; so these are arguments.
+# Arguments, since Triton's interpreter does not read constants of a module.
 CONSTANTS = dict(LOW=noise.LOW, LEAST=parts.LEAST, NO_TOKEN=parts.NO_TOKEN)
 
 
@@ -56,11 +55,9 @@ def sample_part(
   cut: jax.Array,
   offset: jax.Array,
 ) -> parts.Part:
-  """Is `ref.sample_part`."""
   R, V = logits.shape
   programs = triton.cdiv(V, TILE * TILES)
-  shape = lambda dtype: jax.ShapeDtypeStruct((programs, R), dtype)
-  f32, i32 = shape(jnp.float32), shape(jnp.int32)
+  f32, i32 = (jax.ShapeDtypeStruct((programs, R), x) for x in (jnp.float32, jnp.int32))
   out = triton_call.triton_call(
     logits,
     jax.lax.bitcast_convert_type(key, jnp.int32),
@@ -103,7 +100,7 @@ def verify_sample_kernel(
   LEAST: tl.constexpr,
   NO_TOKEN: tl.constexpr,
 ):
-  """A program per TILES tiles of a row, whose part it writes to [program row]."""
+  """Program (TILES tiles, row): writes their part to [program row]."""
   program, row = tl.program_id(0), tl.program_id(1)
   k0 = tl.load(key_ptr + row * 2)
   k1 = tl.load(key_ptr + row * 2 + 1)
@@ -122,7 +119,7 @@ def verify_sample_kernel(
     place = first + tl.arange(0, TILE)
     inside = place < V
     raw = tl.load(logits_ptr + place, mask=inside, other=-float("inf"))
-    # As near to the quotient as the sums need; the token's own logit is divided below.
+    # Precise enough for the sums; the sampled token's logit is divided below.
     x = raw * inverse
     m = tl.maximum(top, tl.max(x, 0))
     weight = tl.exp2((x - m) * 1.4426950408889634)  # log2(e)
@@ -133,7 +130,7 @@ def verify_sample_kernel(
     top = m
     ids = offset + place
     upper = high(k0, k1, ids)
-    # More than rounding moves a perturbed logit; and exp(60) * 2^32 is finite.
+    # Above the rounding error of a perturbed logit; and exp(60) * 2^32 is finite.
     lift = m - best + (1e-4 + 1e-6 * tl.abs(m))
     bound = weight * (tl.exp(tl.minimum(lift, 60.0)) * 4294967296.0)
     may_win = unsigned(upper) <= bound
