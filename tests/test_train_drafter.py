@@ -46,7 +46,7 @@ CASES = [
   ),
   (
     {"drafter.vocab_size": 3, "evaluation.strategies": ["3_4_8"]},
-    "strategy 3_4_8 guesses 4 tokens side by side, the drafter knows 3",
+    "strategy 3_4_8 guesses 4 tokens per node, the drafter knows 3",
   ),
   ({"init": "nowhere"}, "nowhere"),
   ({"loss.distance": "totl"}, "loss.distance='totl': takes one of"),
