@@ -42,7 +42,7 @@ class Done:
   """The results of a chunk."""
 
   slots: slots_lib.Slots
-  draft_state: Any  # what the source of drafts goes on with
+  draft_state: Any  # what the source of drafts continues with
   emitted: slots_lib.Emitted  # of each slice
   training: Any = None  # of a fused chunk: `trainer.Trained`
 

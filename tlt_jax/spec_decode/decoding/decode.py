@@ -103,7 +103,7 @@ def decode_step(
   slots: slots_lib.Slots,
   rotations: layers.Rotation,
 ) -> tuple[slots_lib.Slots, parts.Sample]:
-  """Draws one token for each slot; free slots stand still.
+  """Draws one token for each slot; free slots do not change.
 
   Args:
     layout: of the features that are kept; None: none are

@@ -1,4 +1,4 @@
-"""Which hidden states of the target are kept per token, and how they lie in one row.
+"""Which hidden states of the target are kept per token, and how they are stored in one row.
 
 *Tapped* states are the outputs of chosen layers, *final* ones those after the final
 norm. Drafters read one or the other; training a drafter that reads tapped states needs
@@ -64,7 +64,7 @@ def of_drafter(drafter: drafter_lib.DrafterConfig, train: bool = False) -> Layou
 
 
 def sharding(mesh: Mesh, ndim: int, size: int) -> NamedSharding:
-  """How kept features of `ndim` dimensions lie, the last of them of `size` numbers.
+  """How kept features of `ndim` dimensions are stored, the last of them of `size` numbers.
 
   Rows are split over `data`; the numbers of a token over `model`, where it divides them:
   they are read seldom, and then a few tokens at a time, see `whole`.

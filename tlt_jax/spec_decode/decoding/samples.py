@@ -113,7 +113,7 @@ class Samples:
   @property
   def updates(self) -> int:
     """Updates of the drafter, of all slices."""
-    return sum(told["updates"] for told in self.training or ())
+    return sum(stats["updates"] for stats in self.training or ())
 
   def training_metrics(self) -> dict[str, float]:
     """`drafter/*` of the drafter's training, means over its updates; none without it."""
@@ -170,7 +170,7 @@ Watch = Callable[[Samples, list[int]], None]
 # since the last time, and whether no request is left.
 Ask = Callable[[Samples, list[int], bool], int]
 # Begins to score the samples, all of which are drawn; what it returns says whether that
-# still goes on.
+# still runs.
 Score = Callable[[Samples], Callable[[], bool]]
 
 

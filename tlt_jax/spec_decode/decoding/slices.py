@@ -20,7 +20,7 @@ import numpy as np
 from tlt_jax import axes
 from tlt_jax import processes
 
-# How an argument or a result lies: split by rows over the slices, or whole on each.
+# How an argument or a result is stored: split by rows over the slices, or whole on each.
 ROWS, WHOLE = PartitionSpec(axes.DATA), PartitionSpec()
 
 _SMALL_BYTES = 4 << 20  # of an array that is reduced together with others

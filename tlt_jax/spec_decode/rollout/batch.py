@@ -1,6 +1,6 @@
 """The running requests on the devices: slots, and the pages of KV and features.
 
-A `Batch` and the `Running` inside it change together: whoever has a slot there has the
+A `Batch` and the `Running` inside it change together: a request with a slot there has the
 arrays of a slot here. Pages outlive slots: with other slots only tables and the small
 arrays are others.
 """
@@ -36,7 +36,7 @@ class Batch:
 
   @property
   def key(self) -> tuple[int, ...]:
-    """Names the programs of the bucket at hand."""
+    """Names the programs of the current bucket."""
     return self.running.bucket, self._stops
 
   def drop(self) -> None:

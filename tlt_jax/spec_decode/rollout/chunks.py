@@ -1,6 +1,7 @@
-"""Chunks: their programs, how far one goes, the call, and what came of it."""
+"""Chunks: their programs, how far one goes, the call, and the result."""
 
 from collections.abc import Callable
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -39,13 +40,13 @@ class ChunkMode(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-  """What a chunk brought."""
+  """The result of a chunk."""
 
   emitted: slots_lib.Emitted  # on the host
   draft_state: Any
   trained: trainer_lib.Account | None
   slice_s: np.ndarray  # f[slices]  seconds until each had decoded, and trained
-  stop: bool = False  # whether the job was told to stop meanwhile
+  stop: bool = False  # whether the job was asked to stop meanwhile
 
   @property
   def seconds(self) -> float:
@@ -75,18 +76,18 @@ class ChunkResult(NamedTuple):
 
 
 def limits(
-  schedule: schedule_lib.Schedule, arm: clock_lib.Arm, known: bool
+  schedule: schedule_lib.Schedule, arm: clock_lib.Arm, exact_steps: bool
 ) -> tuple[chunk_lib.Limits, int]:
   """How far the next chunk goes, and the steps that this is at most.
 
   Args:
-    arm: with which it decodes
-    known: whether it is to take that many in any case, see `Schedule.steps_within`
+    exact_steps: see `Schedule.steps_within`
   """
   tokens = np.int32(schedule.tokens)
   if arm is None:
     return chunk_lib.Limits(tokens), schedule.tokens
-  within = lambda: schedule.steps_within(schedule.running.bucket, arm, known)
+  bucket = schedule.running.bucket
+  within = functools.partial(schedule.steps_within, bucket, arm, exact_steps)
   steps = schedule.decide("steps", within)
   return chunk_lib.Limits(tokens, np.int32(steps), np.int32(arm.depth)), steps
 
@@ -102,14 +103,7 @@ class Chunks:
     *,
     tokens: int,
   ):
-    """Compiles nothing yet.
-
-    Args:
-      shapes: of all arrays
-      pool: gets the compiled programs
-      trainer: of the drafter, where idle slices train it
-      tokens: per slot that a chunk may draw, at most
-    """
+    """`tokens` is the most that a slot may draw in a chunk."""
     self._shapes, self._pool, self._trainer = shapes, pool, trainer
     self._tokens = tokens
     self._jitted: dict[tuple[str, bool], Callable] = {}
@@ -123,13 +117,7 @@ class Chunks:
     limits: chunk_lib.Limits,
     training: trainer_lib.Training | None,
   ) -> Callable[[], chunk_lib.Done]:
-    """A chunk that is compiled and has only to be called.
-
-    Args:
-      key: of the bucket
-      mode: how it decodes
-      slots, draft_state, limits, training: see `decoding.chunk`
-    """
+    """A compiled chunk, with its arguments; see `decoding.chunk`."""
     name, trains = mode.name, training is not None
     if (name, trains) not in self._jitted:
       self._jitted[name, trains] = self._make(mode, trains)
@@ -140,7 +128,6 @@ class Chunks:
     return lambda: program(*args)
 
   def _make(self, mode: ChunkMode, trains: bool) -> Callable:
-    """The jitted chunk that decodes so."""
     s, kernels = self._shapes, self._shapes.options.kernels
     slots = slots_lib.slots_shardings(s.mesh, s.config, s.layout, kernels)
     if mode.source is None:
@@ -162,13 +149,10 @@ class Chunks:
     limits: chunk_lib.Limits,
     training: trainer_lib.Training | None,
   ) -> ChunkResult:
-    """Runs a chunk on a batch, whose slots are then those behind it.
+    """Runs a chunk on a batch, and replaces the slots of the batch.
 
     Args:
-      batch: what decodes
-      mode: how
-      draft_state: what its source goes on from; it is donated
-      limits: how far it goes
+      draft_state: of the source of drafts; it is donated
       training: for slices that run dry; None: the program does not train
     """
     program = self.program(batch.key, mode, batch.slots, draft_state, limits, training)

@@ -4,12 +4,12 @@
 A machine is slow for a while, and then every strategy is. So the clock knows the time of
 a step as a product: the strategy's own time, and the level of the machine, which follows
 the last chunks whatever ran in them. Strategies are compared only by chunks that ran side
-by side: one chunk of another between two that took alike; and at first any two, since a
-step that was timed on its own says less than that.
+by side: one chunk of another between two that took equally long; and at first any two,
+since a step that was timed on its own says less than that.
 
 Several processes all book the seconds of the first one (`processes.agree`), and so decide
-alike. Whatever is decided by them, or by a rule that learns from them, goes through
-`Decisions`, so that a rollout can be decided alike again.
+the same. Whatever is decided by them, or by a rule that learns from them, goes through
+`Decisions`, so that a rollout can be replayed.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,27 +22,19 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
 
-# The level of the machine in a bucket is the median of so many chunks.
-_LEVEL_CHUNKS = 3
-# Two times of a step count as equal if their logarithms differ by less.
-_EQUAL_LOG_S = 0.2
-# A strategy's time is the mean of at most so many comparisons that agree.
-_MAX_COMPARISONS = 4
-# A step that was only timed on its own, never compared, may be faster by this logarithm.
+_LEVEL_CHUNKS = 3  # chunks: the level of the machine in a bucket is their median
+_EQUAL_LOG_S = 0.2  # difference of ln(seconds) below which two times of a step are equal
+_MAX_COMPARISONS = 4  # comparisons that agree: the most that a strategy's time averages
+# Difference of ln(seconds): how much faster a step may be that was timed, never compared.
 _UNCOMPARED_LOG_S = float(np.log(2.0))
-# After so many chunks without room for a micro-batch, its time is measured again.
-_CHUNKS_WITHOUT_ROOM = 64
-# The time that the next chunk decodes follows from so many chunks of this rollout.
-_RECENT_CHUNKS = 3
-# Share of the decoding time of others that idle slices train.
-_TRAINED_SHARE = 0.95
-# The time of a micro-batch is the median over so many chunks in which a slice only trained.
-_TRAINED_CHUNKS = 5
-
+_CHUNKS_WITHOUT_ROOM = 64  # chunks without a micro-batch, until one is measured again
+_RECENT_CHUNKS = 3  # chunks of this rollout that predict the time of the next
+_TRAINED_SHARE = 0.95  # share (0..1) of the others' decoding time that idle slices train
+_TRAINED_CHUNKS = 5  # chunks with a slice that only trained: a micro-batch is their median
 
 
 class Clock:
-  """The seconds that steps and micro-batches take on the machine at hand."""
+  """The seconds that steps and micro-batches take on this machine."""
 
   def __init__(self, now: Callable[[], float] = time.perf_counter):
     """Starts without measurements; `measured` and `book` add them.
@@ -153,9 +145,9 @@ class Clock:
     found = self._errors.setdefault(key, [])
     found.append(apart - (others - own))
     agree = len(found) > 1 and abs(found[-1] - found[-2]) < _EQUAL_LOG_S
-    alike = abs(found[0]) < _EQUAL_LOG_S
-    if len(found) == 1 and (alike or not count):
-      count = min(max(count, 1) + 1, _MAX_COMPARISONS) if alike else 1
+    confirms = abs(found[0]) < _EQUAL_LOG_S
+    if len(found) == 1 and (confirms or not count):
+      count = min(max(count, 1) + 1, _MAX_COMPARISONS) if confirms else 1
       wrong = found[0] / count
     elif agree or len(found) == _MAX_COMPARISONS:
       wrong, count = float(np.log(np.mean(np.exp(found[-2:] if agree else found)))), 1
@@ -187,7 +179,7 @@ class Clock:
     """Logarithm of the factor by which a step may be faster than `step_s` says.
 
     By so much have steps become slower since the arm was last compared with others, which
-    may be the machine's fault or that of the arm that ran; so much faster was it in a
+    may be the machine's fault or the fault of the arm that ran; so much faster was it in a
     comparison that nothing has confirmed yet; and twice as fast may be what was only timed
     on its own.
     """
@@ -240,7 +232,7 @@ class Clock:
 
     They fill most of the time that this is thought to take, not all: others would wait
     for what takes longer than it is thought to. Where none has fitted for long, what one
-    takes is asked anew: it may have been measured in a pause of the machine.
+    takes is measured again: it may have been measured in a pause of the machine.
     """
     one = self.micro_batch_s
     decoding_s = self.decoding_s(bucket, arm, steps)
@@ -265,7 +257,7 @@ class Clock:
 
 
 class Decisions:
-  """The decisions of a rollout by the clock, in order; another one can decide alike.
+  """The decisions of a rollout by the clock, in order; another one can repeat them.
 
   In float32 no decision changes a token. But they say on what data, and when, a drafter
   that is trained meanwhile is trained. With several processes, what `decide` reads of a

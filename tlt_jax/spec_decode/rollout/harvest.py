@@ -149,7 +149,7 @@ class Harvest:
     in_rollout = len(samples.training)
     samples.micro_batch_s = self.clock.micro_batch_s
     wanted = investment.end_rollout(
-      processes.of_first(rollout_s),  # all decide alike
+      processes.of_first(rollout_s),  # all decide the same
       self._progress(samples.training),
       samples.harvested_s,
     )

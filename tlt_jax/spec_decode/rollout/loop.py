@@ -80,7 +80,6 @@ class Loop:
 
   @property
   def elapsed_s(self) -> float:
-    """Seconds since the start."""
     return self.parts.clock.now() - self._began
 
   def run(self) -> samples_lib.Samples:
@@ -97,7 +96,7 @@ class Loop:
         result = self._run_chunk(mode)
         self.samples.kv_tokens.append(self.running.kv_tokens)
       except jax.errors.JaxRuntimeError as error:
-        self._go_on_with_less(error)
+        self._retry_with_less(error)
         continue
       self._book(mode.arm, int(max(live)), result)
       ended = self.running.advance(result.emitted, self.samples)
@@ -117,7 +116,6 @@ class Loop:
     return self.samples
 
   def _empty(self, requests: requests_lib.Requests) -> samples_lib.Samples:
-    """The samples of a rollout that has not begun."""
     most = self.parts.shapes.room.longest if self.parts.drafting.selector else None
     return samples_lib.empty(requests, most=most, features=self.options.features)
 
@@ -149,7 +147,6 @@ class Loop:
       self.samples.peak_bytes = max(self.samples.peak_bytes, held)
 
   def _choose(self) -> chunks_lib.ChunkMode:
-    """How the next chunk decodes."""
     bucket, live = self.running.bucket, int(max(self.running.live))
     if self.harvest:
       self.harvest.exchange_if_due()
@@ -159,16 +156,14 @@ class Loop:
     return self.parts.drafting.mode(arm, weights)
 
   def _run_chunk(self, mode: chunks_lib.ChunkMode) -> chunks_lib.ChunkResult:
-    """Runs the next chunk."""
     source, state = mode.source, None
     if source is not None:
       progress = self.running.progress(self.samples)
       state = source.prepare(mode.weights, self.batch.slots, progress)
     trains = self._harvests and self.harvest.ready
-    limits, steps = chunks_lib.limits(self.schedule, mode.arm, known=trains)
+    limits, steps = chunks_lib.limits(self.schedule, mode.arm, exact_steps=trains)
     training = self._training(mode.arm, steps)
-    result = self.parts.chunks.run(self.batch, mode, state, limits, training)
-    return result
+    return self.parts.chunks.run(self.batch, mode, state, limits, training)
 
   def _training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training | None:
     """The training that the next chunk may do; None: its program does not train."""
@@ -179,11 +174,10 @@ class Loop:
     return self.harvest.training(arm, steps)
 
   def _book(self, arm: clock_lib.Arm, live: int, result: chunks_lib.ChunkResult) -> None:
-    """Tells the clock, the trainer and the selector of a chunk.
+    """Books a chunk with the clock, the trainer and the selector.
 
     Args:
-      arm, live: how it ran, and for how many requests of the fullest slice
-      result: what came of it
+      live: requests of the fullest slice
     """
     bucket, clock, seconds = self.running.bucket, self.parts.clock, result.seconds
     if self.harvest and result.trained is not None:
@@ -213,7 +207,7 @@ class Loop:
       self.harvest.observe(seen, self.parts.drafting)
 
   def _keep(self, ended: list[running_lib.Ended]) -> None:
-    """Hands what ended to whoever goes on with it: features, sources, the trainer."""
+    """Passes ended requests to the features, the sources of drafts and the trainer."""
     requests, samples = self.running.requests, self.samples
     for e in ended:
       if samples.features is not None:
@@ -223,7 +217,7 @@ class Loop:
     if self.harvest:
       self.harvest.store(ended)
 
-  def _go_on_with_less(self, error: Exception) -> None:
+  def _retry_with_less(self, error: Exception) -> None:
     """Sends what runs back to the queues, for smaller buckets; raises other errors.
 
     Other processes of the job would wait for this one: there, it is an error as well.
@@ -269,12 +263,10 @@ def _record(
   start_s: float,
   end_s: float,
 ) -> samples_lib.ChunkRecord:
-  """The account of a chunk.
+  """The record of a chunk.
 
   Args:
-    bucket, arm: how it ran
     live: i32[slices]  requests at its start
-    result: what came of it
     start_s, end_s: since the rollout's start
   """
   nothing = [0] * len(live)

@@ -37,7 +37,7 @@ def make(
     mesh: its axis `data` counts the slices
     options: sizes
     drafter, selector: for speculative decoding: what drafts, and how and when. Without
-      a drafter n-grams can, or sources of one's own.
+      a drafter n-grams can, or custom sources.
     spot: what trains the drafter meanwhile; its parameters are the drafter's where none
       are given
     pool: of another rollout of the same arguments, whose compiled programs this one shares
@@ -60,7 +60,6 @@ def make(
 
 
 def _check(options, strategies, drafter, selector, spot) -> None:
-  """Raises if these do not go together; see `make`."""
   impl = implementations.choose(options.kernels)
   if impl != "ref":
     tree_attention.check_page(options.page_tokens)

@@ -23,16 +23,14 @@ class Parts:
 
   @property
   def shapes(self) -> programs_lib.Shapes:
-    """The arrays on the devices."""
     return self.programs.shapes
 
   @property
   def clock(self) -> clock_lib.Clock:
-    """The ledger of time."""
     return self.drafting.clock
 
   def batch(self, requests: requests_lib.Requests) -> batch_lib.Batch:
-    """The slots of a rollout that has not begun."""
+    """A batch without slots yet."""
     return batch_lib.Batch(self.programs, requests)
 
   def weights(self, params, draft_params) -> chunk_lib.Weights:

@@ -42,11 +42,7 @@ class Shapes:
     strategies: Sequence[strategy_lib.Strategy],
     train: bool,
   ) -> "Shapes":
-    """The arrays of a rollout with these strategies; see `make` for the arguments.
-
-    Args:
-      train: whether the drafter is trained, which takes features of its own
-    """
+    """The arrays of a rollout; training the drafter takes further features."""
     layout = features_lib.Layout(config.width) if options.features else None
     if drafter is not None:
       layout = features_lib.of_drafter(drafter, train)
@@ -54,12 +50,10 @@ class Shapes:
 
   @property
   def slices(self) -> int:
-    """The slices of the mesh."""
     return self.mesh.shape[axes.DATA]
 
   @functools.cached_property
   def pages(self) -> pages_lib.Sizes:
-    """The pages of KV and features."""
     return self.options.page_sizes(self.room.behind)
 
   def slots(self, bucket: int, stops: int) -> slots_lib.Slots:
@@ -75,7 +69,7 @@ class Shapes:
     )
 
   def prompts(self) -> tuple:
-    """What a prefill takes behind the parameters; see `prompts.make_prefill`."""
+    """The arguments of a prefill after the parameters; see `prompts.make_prefill`."""
     rows, sizes = self.options.prefill_rows, self.pages
     kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes, self.options.kernels)
     features = slots_lib.abstract_features(self.mesh, self.config, self.layout, sizes)
@@ -98,13 +92,6 @@ class Programs:
   def __init__(
     self, shapes: Shapes, pool: programs.Pool, trainer: trainer_lib.Trainer | None
   ):
-    """Compiles nothing yet.
-
-    Args:
-      shapes: of all arrays
-      pool: gets the compiled programs
-      trainer: of the drafter, where idle slices train it
-    """
     self.shapes, self.pool = shapes, pool
     config, mesh, layout = shapes.config, shapes.mesh, shapes.layout
     kernels = shapes.options.kernels
@@ -127,7 +114,6 @@ class Programs:
       name: "prefill" (see `prompts`), "copy" (`pages`), "train", "exchange" (`trainer`),
         "store" (`rows`)
       key: of the bucket
-      args, static: what the program takes
     """
     return self.pool.run(name, key, self._jitted[name], *args, **static)
 

@@ -47,7 +47,7 @@ class Ready:
     """
     self._compile_shared(weights, stops)
     ready = []
-    # The largest first: it can stand in for every other.
+    # The largest first: it can replace every other.
     for bucket in sorted(options.buckets, reverse=True):
       if ready and not self._programs.pool.has_room(1):
         logging.warning("no room for the programs of %d slots", bucket)
@@ -142,7 +142,7 @@ class Ready:
     batch, schedule, mode = self._full(weights, bucket, arm, stops, slices, length)
     progress = batch.running.progress(samples_lib.empty(batch.running.requests))
     state = mode.source and mode.source.prepare(mode.weights, batch.slots, progress)
-    limits, _ = chunks_lib.limits(schedule, arm, known=False)
+    limits, _ = chunks_lib.limits(schedule, arm, exact_steps=False)
     training = None
     if self._parts.trains(bucket):
       training = self._spot.training(most=0, expected_steps=1)
@@ -202,7 +202,7 @@ def nothing_queued(options: options_lib.Options) -> schedule_lib.Schedule:
 
 @contextlib.contextmanager
 def _unless_out_of_memory(bucket: int):
-  """Leaves out what does not fit; a rollout goes on with smaller buckets then."""
+  """Leaves out what does not fit; a rollout continues with smaller buckets then."""
   try:
     yield
   except jax.errors.JaxRuntimeError as e:

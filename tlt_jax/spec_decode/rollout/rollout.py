@@ -54,17 +54,17 @@ class Rollout:
         it trains
       train: whether idle slices train the drafter (see `spot`)
       decide: to follow the `Samples.decisions` of an earlier rollout, whose drafter was
-        trained alike
+        trained the same
       ask: says at the start and after every chunk how many of the prompts, from the
         first on, are asked by now; None: all. Responses to the others stay empty
       watch: called after every chunk with the samples so far, and the requests that ended
         in it; where memory ran out, a response may be shorter than it was
       score: called with the samples once all is drawn; begins to score them, and returns
-        what says whether that goes on: the drafter trains meanwhile
+        what says whether that continues: the drafter trains meanwhile
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
-      processes.Stopped: the job was told to stop
+      processes.Stopped: the job was asked to stop
       ValueError: the decisions to follow are of another rollout; or what trains is
         missing, or given twice
     """
@@ -172,12 +172,12 @@ class Rollout:
     }
 
   def restore(self, state: dict | None, same_drafter: bool = True) -> None:
-    """Goes on from what `state` gave; None, of a run that kept none: learns anew.
+    """Continues from what `state` gave; None, of a run that kept none: learns again.
 
     Args:
       state: of `state`
       same_drafter: whether it knows this drafter; of another, what strategies are worth
-        and what a micro-batch takes are learnt anew
+        and what a micro-batch takes are learnt again
     """
     if state is None:
       return

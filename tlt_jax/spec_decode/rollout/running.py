@@ -64,7 +64,7 @@ class Running:
     return np.minimum(self.position + tokens, self.total)
 
   def resize(self, bucket: int) -> None:
-    """Gives every slice so many slots; who runs keeps running, in the first of them."""
+    """Gives every slice so many slots; running requests keep the first of them."""
     owner = np.full((len(self.owner), bucket), -1, np.int32)
     for s, row in enumerate(self.owner):
       live = row[row >= 0]

@@ -1,12 +1,13 @@
 """Which request runs where next, and in which bucket.
 
 Plain arithmetic on host arrays, no device: every process comes to the same decisions
-from the same summaries and the same `Decisions`. None of them changes a token. Who sits
-where is `running`'s to know.
+from the same summaries and the same `Decisions`. None of them changes a token. `running`
+holds which request has which slot.
 """
 
 import collections
 from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +34,9 @@ class Prefill(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """A plan for the next chunk: slots per slice, and who gets one."""
+  """A plan for the next chunk: slots per slice, and the requests that get one."""
 
-  bucket: int  # slots for who runs already, and the admissions
+  bucket: int  # slots for running requests and admissions
   admissions: list[Admission] = []
   prefills: list[Prefill] = []  # for them
 
@@ -116,8 +117,9 @@ class Schedule:
       MemoryError: not even one request fits
     """
     running = self.running
-    tokens = lambda: self._tokens_within(least, most, long_s)
-    self.tokens = self.decide("tokens", tokens)
+    self.tokens = self.decide(
+      "tokens", functools.partial(self._tokens_within, least, most, long_s)
+    )
     while min(left := self._pages_left(self.tokens)) < 0:
       s = int(np.argmin(left))
       if running.live[s] <= 1:
@@ -129,7 +131,7 @@ class Schedule:
       self._full[s] = running.live[s]
 
   def _pages_left(self, tokens: int) -> np.ndarray:
-    """i32[slices]: pages of KV that are free once who runs may draw so many tokens."""
+    """i32[slices]: pages of KV that are free once running requests draw so many tokens."""
     running = self.running
     running.pages.keep(running.owner)
     return running.pages.left(running.owner, running.end(tokens))
@@ -143,20 +145,17 @@ class Schedule:
       wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
 
-  def steps_within(
-    self, bucket: int, arm: clock_lib.Arm, known: bool
-  ) -> int:
+  def steps_within(self, bucket: int, arm: clock_lib.Arm, exact_steps: bool) -> int:
     """How many steps of a strategy the next chunk may take, within its time.
 
     While several slices decode, as many as every row has room for, whatever is accepted:
     all slices take them then, where else the luckiest would be full first, and wait.
 
     Args:
-      bucket, arm: how it runs
-      known: whether it is to take that many in any case, because slices train for as long
+      exact_steps: whether it takes exactly that many, because slices train for as long
     """
     most = self.tokens
-    if known or np.count_nonzero(self.running.live) > 1:
+    if exact_steps or np.count_nonzero(self.running.live) > 1:
       most = max(self.tokens // (arm.depth + 1), 1)
     step_s = self.clock.step_s(bucket, arm)
     within = self.options.chunk_s / step_s if step_s else most
