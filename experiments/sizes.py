@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments import config as config_lib
 from experiments import memory_phases
@@ -210,7 +211,7 @@ def check_longest(longest: int, buckets: Sequence[tuple[int, int]]) -> None:
 
 
 def _shown(value: Any) -> str:
-  """A number, or buckets as "16x128 8x256"."""
+  """A number, buckets of slots as "16 8", or buckets of rows as "16x128 8x256"."""
   if isinstance(value, int):
     return str(value)
-  return " ".join("x".join(map(str, bucket)) for bucket in value)
+  return " ".join("x".join(map(str, np.atleast_1d(bucket))) for bucket in value)

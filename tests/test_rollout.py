@@ -188,8 +188,9 @@ def test_a_prompt_is_prefilled_once():
 
   def counted(name, key, *args, **static):
     if name == "prefill":
-      sink = args[1].pools[0].k.shape[0] - 1
-      prefilled.append(int(np.sum(np.asarray(args[1].pages)[:, 0] < sink)))
+      _, pools, _, pages, *_ = args
+      sink = pools[0].k.shape[0] - 1
+      prefilled.append(int(np.sum(np.asarray(pages)[:, 0] < sink)))
     return inner(name, key, *args, **static)
 
   engine.parts.programs.run = counted

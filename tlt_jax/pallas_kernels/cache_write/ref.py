@@ -9,14 +9,13 @@ def cache_write(
 ) -> jax.Array:
   """Does what the package's function says.
 
-  It scatters into a matrix: of slots within pages and heads, XLA would lay out the whole
-  pool anew.
+  Each slot of each head is scattered by itself. Of whole heads, and into a matrix where a
+  device has a single head, XLA would lay out the whole pool anew.
   """
-  P, K, L, H = cache.shape
+  P, K, L, _ = cache.shape
   slots = start[:, None] + jnp.arange(new.shape[2])
   page = jnp.take_along_axis(pages, slots // L, 1, mode="clip")
   exists = (slots >= 0) & (slots < pages.shape[1] * L) & (page < P - 1)
-  at = (page[:, None] * K + jnp.arange(K)[:, None]) * L + (slots % L)[:, None]
-  at = jnp.where(exists[:, None], at, P * K * L)
-  matrix = cache.reshape(-1, H).at[at].set(new.astype(cache.dtype), mode="drop")
-  return matrix.reshape(cache.shape)
+  page = jnp.where(exists, page, P)
+  at = page[:, None], jnp.arange(K)[:, None], (slots % L)[:, None]  # i32[B K J] each
+  return cache.at[at].set(new.astype(cache.dtype), mode="drop")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -20,10 +21,11 @@ def make_prefill(
   layout: features_lib.Layout | None,
   kernels: str | None = None,
 ) -> Callable:
-  """(params, kv, features, tokens i32[r T], start i32[r]) -> pools, features.
+  """(params, pools, features, pages i32[r M], tokens i32[r T], start i32[r])
+  -> pools, features.
 
-  Computes a block of tokens of r prompts a slice, from position `start` on, whose pages
-  are in the table of `kv`. KV and features are donated.
+  Computes a block of tokens of r prompts a slice, from position `start` on. Pools and
+  features are donated.
 
   Args:
     config, mesh: of the target
@@ -31,14 +33,15 @@ def make_prefill(
     kernels: backend, see `pallas_kernels.implementations`
   """
 
-  def prefill(params, kv, features, tokens, start):
+  def prefill(params, pools, features, pages, tokens, start):
+    kv = cache_lib.KVCache(pools, pages, kernels)
     at = start[:, None] + jnp.arange(tokens.shape[1])
     _, new, kv = decode.forward(config, layout, params, kv, tokens, at)
     if features is not None:
-      features = pages_lib.write(features, kv.pages, at, new)
+      features = pages_lib.write(features, pages, at, new)
     return kv.pools, features
 
-  specs = (slices.WHOLE, *(slices.ROWS,) * 4)
+  specs = (slices.WHOLE, *(slices.ROWS,) * 5)
   mapped = slices.per_slice(mesh, prefill, specs, slices.ROWS, kernels)
   over = slots_lib.slots_shardings(mesh, config, layout, kernels)
   return jax.jit(

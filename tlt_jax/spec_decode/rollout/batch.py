@@ -108,10 +108,9 @@ class Batch:
       for s, of_slice in enumerate(rows):
         for j, row in enumerate(of_slice):
           table[s, j] = held[s, row]
-      placed = self._place(tokens), self._place(start)
-      kv = cache_lib.KVCache(pools, self._place(table), self._shapes.options.kernels)
+      placed = map(self._place, (table, tokens, start))
       run = self.programs.run
-      pools, features = run("prefill", (), params, kv, features, *placed)
+      pools, features = run("prefill", (), params, pools, features, *placed)
     return pools, features
 
   def _blocks(

@@ -75,11 +75,12 @@ class Shapes:
     )
 
   def prompts(self) -> tuple:
-    """What a prefill takes behind the parameters: KV, features, tokens, start."""
+    """What a prefill takes behind the parameters: see `prompts.make_prefill`."""
     rows, sizes = self.options.prefill_rows, self.pages
-    kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes, self.options.kernels)
+    kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes)
     features = slots_lib.abstract_features(self.mesh, self.config, self.layout, sizes)
-    return kv, features, self.rows(rows, self.prefill_block), self.rows(rows)
+    tokens = self.rows(rows, self.prefill_block)
+    return kv.pools, features, kv.pages, tokens, self.rows(rows)
 
   def rows(self, count: int, *shape: int) -> jax.ShapeDtypeStruct:
     """Integers, `count` rows a slice."""

@@ -64,9 +64,9 @@ class Ready:
     """The programs that serve every bucket."""
     compile, shapes, spot = self._programs.compile, self._shapes, self._spot
     o = shapes.options
-    kv, features, *prompts = shapes.prompts()
-    compile("prefill", (), weights.target, kv, features, *prompts)
-    compile("copy", (), kv.pools, features, shapes.rows(o.slots), shapes.rows(o.slots))
+    pools, features, *prompts = shapes.prompts()
+    compile("prefill", (), weights.target, pools, features, *prompts)
+    compile("copy", (), pools, features, shapes.rows(o.slots), shapes.rows(o.slots))
     if spot is not None:
       compile("train", (), weights.target, spot.training(most=1))
       compile("exchange", (), spot.training(most=0).states, shapes.rows(1))
