@@ -82,8 +82,8 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
   check(r"the policy of rollouts \(float32\)", policy)
   sampler.rollout.compile(policy, stop_tokens=1)
   shapes = sampler.rollout.parts.shapes
-  slots = shapes.slots(sampler.rollout.options.buckets[-1], 1)
-  check("the KV cache and kept .*", slices.zeros((slots, shapes.store())))
+  slots = shapes.slots(sampler.rollout.options.slots, 1)
+  check("KV cache and kept features", slices.zeros(slots))
 
   monkeypatch.setattr(learner.pool, "get", lambda *args: lambda: None)
   learner.run("update", None, 8)

@@ -21,7 +21,7 @@ from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
-from tlt_jax.spec_decode.rollout import ready
+from tlt_jax.spec_decode.decoding import slices
 
 home = commands.home
 GIB = 2**30
@@ -34,7 +34,7 @@ def config(home) -> config_lib.RunConfig:
     "spot.rows": 4,
     "spot.carried_rows": 2,
     "rollout.slots": 4,
-    "rollout.buckets": ((4, 64), (2, 96)),
+    "rollout.buckets": (4, 2),
     "policy": str(home / "policy"),
     "tensor_parallel": 2,
     "drafter": "eagle2",
@@ -77,28 +77,15 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
     "drafter in training": held((spot.training(0).states, spot.params)),
     "drafter's training rows": held(spot.features),
   }
-  # The bucket that needs the most, full.
-  batches = [
-    ready.Ready(parts)._full(bucket, 1)[0] for bucket in sampler.rollout.options.buckets
-  ]
-  batch = max(batches, key=lambda b: held(b.slots))
+  bucket = sampler.rollout.options.slots
+  slots = slices.zeros(parts.shapes.slots(bucket, 1))
   source = parts.drafting.sources["model"]
-  nothing = [[None] * len(row) for row in batch.running.owner]
-  drafts = source.prepare(batch.key, weights, batch.slots, nothing)
-  expected["KV cache"] = held(batch.slots.replace(features=None))
-  expected["kept features"] = held(batch.slots.features)
+  source.ready(weights, slots)
+  drafts = source.prepare(weights, slots, [[None] * bucket] * parts.shapes.slices)
+  expected["KV cache"] = held(slots.replace(features=None))
+  expected["kept features"] = held(slots.features)
   expected["state of drafts"] = held(drafts)
-  store = parts.shapes.store()
-  expected["prompt store"] = sum(memory.bytes_by_device(store).values())
   assert found == expected
-
-
-def test_weights_that_lie_transposed_are_planned(config):
-  """Beside the others, where slices are whole CPU devices."""
-  name = "policy, transposed"
-  assert name not in sizes(memory_plan.of_rollout(config))
-  config = dataclasses.replace(config, tensor_parallel=1)
-  assert sizes(memory_plan.of_rollout(config))[name] > 0
 
 
 def test_a_critic_is_planned_where_there_is_one(config):

@@ -37,7 +37,7 @@ def make_prefill(
     at = start[:, None] + jnp.arange(tokens.shape[1])
     _, new, kv = decode.forward(config, layout, params, kv, tokens, at)
     if features is not None:
-      features = pages_lib.write(features, kv.pages, at, new)
+      features = pages_lib.write(features, pages, at, new)
     return kv.pools, features
 
   specs = (slices.WHOLE, *(slices.ROWS,) * 5)

@@ -49,7 +49,8 @@ def make(
   shapes = programs_lib.Shapes.of(
     config, mesh, options, drafter, strategies, train=spot is not None
   )
-  pool = pool or pool_lib.Pool(options.budget)
+  if pool is None:  # an empty one is false
+    pool = pool_lib.Pool(options.budget)
   trainer = spot and spot.trainer
   programs = programs_lib.Programs(shapes, pool, trainer)
   longest_chunk = max(options.chunk, spot.options.chunk_tokens if spot else 0)

@@ -71,7 +71,7 @@ class Shapes:
   def prompts(self) -> tuple:
     """The arguments of a prefill after the parameters; see `prompts.make_prefill`."""
     rows, sizes = self.options.prefill_rows, self.pages
-    kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes, self.options.kernels)
+    kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes)
     features = slots_lib.abstract_features(self.mesh, self.config, self.layout, sizes)
     tokens = self.rows(rows, self.prefill_block)
     return kv.pools, features, kv.pages, tokens, self.rows(rows)
