@@ -105,7 +105,7 @@ def test_every_command_can_be_named_outside_of_the_checkout(built, tmp_path):
   told = run().stdout
   for line in (
     r"  train +Trains a policy by reinforcement learning, straight down\.",
-    r"  generate +Answers a prompt or a file of them.*",
+    r"  generate +Generates responses to prompts.*",
   ):
     assert re.search(f"^{line}$", told, re.MULTILINE), told
   assert not re.search(r"^  (configs|figures|benchmarks|dev)\b", told, re.MULTILINE)
