@@ -13,7 +13,6 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.rollout import drafting
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.speculation.rules import epsilon_greedy
@@ -22,7 +21,7 @@ from tlt_jax.spec_decode.speculation.rules import predictive as predictive_lib
 CHAIN, LONG, TREE = map(strategy_lib.parse, ("2_1_3", "5_1_6", "3_2_6"))
 THREE = strategy_lib.parse("3_1_4")
 ARMS = ((4, (None, CHAIN, LONG)), (16, (None, CHAIN)))
-BUCKET = options_lib.Bucket(4, 64)
+BUCKET = 4  # slots
 STEPS = 40
 COLD = 1.055  # time at the start over that of the best arm alone
 RULES = {
@@ -111,7 +110,7 @@ def time_over_best(gain, factor, slow, slows, counts, seed, chunks, buckets=1):
   base = {arm: 1e-3 * PER_PASS[arm] / (1.0 if arm is None else gain) for arm in PER_PASS}
   world, now = World(0.8, lambda arm, live: base[arm] * now.get(arm, 1.0), seed=seed), {}
   selector = predictive_lib.Predictive(((16, (None, THREE)),))
-  two = [BUCKET, options_lib.Bucket(4, 128)][:buckets]
+  two = [BUCKET, 8][:buckets]
   for bucket in two:
     for arm in base:
       world.clock.measured(bucket, arm, base[arm])
@@ -179,7 +178,7 @@ class Growing:
     for batch in (1, 2, 4):
       for arm in self.ARMS:
         step_s = self.world.cost(arm, batch) * (wrong[1] if arm == wrong[0] else 1.0)
-        self.world.clock.measured(options_lib.Bucket(batch, 64), arm, step_s)
+        self.world.clock.measured(batch, arm, step_s)
 
   def stands(self, arm, position):
     """How often a draft stands."""
@@ -192,7 +191,7 @@ class Growing:
     left = [self.lengths.choice((60, 120, 200, 300, 450)) for _ in range(4)]
     world, position, seconds, tokens = self.world, 0.0, 0.0, 0.0
     while live := sum(length > position for length in left):
-      world.bucket = options_lib.Bucket(4 if live > 2 else live, 64)
+      world.bucket = 4 if live > 2 else live
       arm = self.selector.choose(live, world.step_s)
       world.stands = self.stands(arm, position)
       per_pass = sum(world.stands**k for k in range(arm.depth + 1 if arm else 1))
@@ -250,7 +249,7 @@ def test_slow_steps_of_a_while_do_not_end_speculation_in_a_bucket():
   slow = 1.0
   world = World(0.9, lambda arm, live: cost(arm, 1) * (slow if arm else 1.0))
   selector = predictive(world)
-  other = options_lib.Bucket(4, 128)
+  other = 8
   for arm in selector.arms(4):
     world.clock.measured(other, arm, world.cost(arm, 4))
 
@@ -271,7 +270,7 @@ def test_a_step_that_was_timed_badly_beforehand_is_timed_again():
   """Plain ones here, in one of two buckets, where they seem too slow to be used."""
   world = World(0.2, lambda arm, live: cost(arm, 1))
   selector = predictive(world)
-  other = options_lib.Bucket(4, 128)
+  other = 8
   for arm in selector.arms(4):
     world.clock.measured(other, arm, world.cost(arm, 4))
   world.clock.measured(BUCKET, None, 2 * world.cost(None, 4))
@@ -362,7 +361,7 @@ def test_what_the_choice_lost_is_told_by_what_is_known_at_the_end():
   for arm, step_s in ((None, 1.0), (CHAIN, 1.5)):
     clock.measured(BUCKET, arm, step_s)
   chunk = lambda arm, seconds, tokens, live: samples_lib.ChunkRecord(
-    *(0.0, seconds, *BUCKET, arm, [live], [10], [0], tokens, 10 * live)
+    *(0.0, seconds, BUCKET, arm, [live], [10], [0], tokens, 10 * live)
   )
   samples = samples_lib.empty(tiny.requests(1, 1))
   lost = lambda chunks, rule: drafting.Drafting(rule, {}, clock).gains(
@@ -407,7 +406,7 @@ def test_a_drafter_that_has_learnt_is_soon_found_out():
   stands = {"model": 0.02, "ngram": 0.02}
   world = World(0.0, lambda arm, live: cost(arm, 1))
   selector = predictive_lib.Predictive(((4, (None, CHAIN, ngram)),))
-  buckets = [options_lib.Bucket(4, 64 * length) for length in range(1, 6)]
+  buckets = [4, 5, 6, 7, 8]
 
   def chunks(count):
     found = []

@@ -17,6 +17,7 @@ from tlt_jax.rl import dynamic_sampling
 from tlt_jax.rl import judge
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
@@ -54,7 +55,7 @@ def records(count):
 
 @functools.cache
 def sampler(slices, **changes):
-  sizes = dict(slots=8, chunk=8, buckets=((8, 64), (2, 64))) | changes
+  sizes = dict(slots=8, chunk=8, buckets=(8, 2)) | changes
   engine = rollout.make(
     tiny.CONFIG, tiny.mesh(slices), rollout.Options(**tiny.SIZES | sizes)
   )
@@ -90,8 +91,8 @@ def expected(first_request):
   return whole, useful, n
 
 
-# Numbered so, requests need 9 and 5 prompts for 3 useful ones.
-@pytest.mark.parametrize("first_request", (0, 100))
+# Numbered so, requests need 10 and 5 prompts for 3 useful ones.
+@pytest.mark.parametrize("first_request", (600, 800))
 @pytest.mark.parametrize(
   "slices, changes", [(1, {}), (1, {"chunk": 3}), (2, {"slots": 2, "buckets": ()})]
 )
@@ -123,9 +124,9 @@ def test_the_first_useful_prompts_are_kept_whatever_the_timing(
 
 def test_a_spent_budget_fills_the_batch_with_useless_prompts():
   """The first of them, in the queue's order."""
-  _, useful, n = expected(0)
+  _, useful, n = expected(600)
   most = n - 1
-  found = draw(most=most)
+  found = draw(most=most, first_request=600)
   assert found.choice.asked == most
   good, bad = np.flatnonzero(useful[:most]), np.flatnonzero(~useful[:most])
   assert len(good) < P
@@ -174,26 +175,26 @@ def test_whole_batches_leave_the_states_of_an_iterator():
 def test_replacements_get_slots_while_the_rest_drains():
   """As many slots come back as they take; a prompt goes where the fewest requests are."""
   requests = requests_lib.make_requests([[1]] * 4, 2, max_tokens=63)
-  running = running_lib.Running(requests, slices=2)
-  buckets = ((4, 64), (2, 64), (1, 64))
   options = options_lib.Options(
-    max_length=64, max_prompt=8, slots=4, buckets=buckets, chunk=4
+    max_length=64, max_prompt=8, slots=4, buckets=(4, 2, 1), chunk=4
   )
+  pages = pages_lib.Pages(2, options.page_sizes(beyond=0))
+  running = running_lib.Running(requests, pages, slices=2)
   decide = clock_lib.Decisions()
   schedule = schedule_lib.Schedule(options, running, clock_lib.Clock(), decide, grows=True)
   assert schedule.done
   schedule.ask(2)
   assert [list(queue) for queue in schedule.queues] == [[0, 1], [2, 3]]
   schedule.begin_chunk()
-  running.open(schedule.plan().bucket, None)
+  running.resize(schedule.plan().bucket)
   running.owner[0, 0] = 0  # one request is left
-  running.move(options_lib.Bucket(1, 64))
+  running.resize(1)
   schedule.ask(3)
   schedule.ask(3)
   assert [list(queue) for queue in schedule.queues] == [[], [4, 5]]
   plan = schedule.plan()
   assert [(a.slice, a.request) for a in plan.admissions] == [(1, 4), (1, 5)]
-  assert plan.bucket == (2, 64)
+  assert plan.bucket == 2
 
 
 @pytest.mark.slow

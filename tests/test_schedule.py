@@ -13,28 +13,30 @@ from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 
-Bucket = options_lib.Bucket
-LADDER = ((8, 16), (8, 32), (4, 32), (4, 64), (2, 64))
-
 
 def options(**changes):
-  sizes = dict(max_length=64, max_prompt=8, slots=8, buckets=LADDER, chunk=4)
+  sizes = dict(max_length=64, max_prompt=8, slots=8, buckets=(8, 4, 2), chunk=4)
   return options_lib.Options(**{**sizes, **changes})
 
 
 def start(count=20, clock=None, **changes):
   """`count` requests for one slice, of one prompt token and 63 others each."""
   made = requests_lib.make_requests([[1]] * count, max_tokens=63)
+  return schedule_of(made, 1, options(**changes), clock)
+
+
+def schedule_of(made, slices, given, clock=None, grows=False):
+  pages = pages_lib.Pages(slices, given.page_sizes(beyond=0))
+  running = running_lib.Running(made, pages, slices)
   clock = clock or clock_lib.Clock()
-  running = running_lib.Running(made, slices=1)
-  return schedule_lib.Schedule(options(**changes), running, clock, clock_lib.Decisions())
+  return schedule_lib.Schedule(given, running, clock, clock_lib.Decisions(), grows)
 
 
 def admit_all(schedule):
   """Fills the slots as a rollout does."""
   schedule.begin_chunk()
   plan = schedule.plan()
-  schedule.running.open(plan.bucket, None)
+  schedule.running.resize(plan.bucket)
   for admission in plan.admissions:
     schedule.running.seat(admission.slice, admission.request)
   return plan.admissions
@@ -45,10 +47,7 @@ def admit_all(schedule):
 def test_no_slice_stays_empty_where_there_are_requests(prompts, responses, grows):
   """Fewer prompts begin on several slices each; else a prompt's responses stay together."""
   made = requests_lib.make_requests([[1]] * prompts, responses, max_tokens=9)
-  running = running_lib.Running(made, slices=8)
-  schedule = schedule_lib.Schedule(
-    options(), running, clock_lib.Clock(), clock_lib.Decisions(), grows
-  )
+  schedule = schedule_of(made, 8, options(), grows=grows)
   if grows:
     schedule.ask(prompts)
   queued = [list(queue) for queue in schedule.queues]
@@ -61,75 +60,33 @@ def test_no_slice_stays_empty_where_there_are_requests(prompts, responses, grows
     assert all(queued) and slices_of == [1] * prompts
 
 
-def test_the_ladder_halves_the_slots_for_twice_the_tokens():
-  rungs = options_lib.ladder(16, 512, 128)
-  assert rungs == ((16, 128), (16, 256), (8, 256), (8, 512), (4, 512), (2, 512))
-  kv = [b.batch * b.length for b in rungs]
-  assert max(kv) <= 2 * min(kv[:4])
+def test_the_ladder_halves_the_slots():
+  assert options_lib.ladder(16) == (16, 8, 4, 2)
+  assert options_lib.ladder(6, least=1) == (6, 3, 1)
 
 
-def test_the_ladder_of_a_single_slot_has_every_length():
-  rungs = options_lib.ladder(1, 1024, 128)
-  assert rungs == ((1, 128), (1, 256), (1, 512), (1, 1024))
-
-
-def test_a_path_goes_through_neighbours_and_otherwise_in_one_step():
-  """Fewer slots and more tokens rung by rung; back up at once."""
-  o = options()
-  path = o.path(Bucket(8, 16), Bucket(2, 64))
-  assert path == [(8, 32), (4, 32), (4, 64), (2, 64)]
-  edges = set(o.edges)
-  assert all(step in edges for step in zip([Bucket(8, 16), *path], path, strict=False))
-  assert o.path(Bucket(2, 64), Bucket(8, 16)) == [(8, 16)]
-
-
-def test_buckets_with_more_slots_than_the_largest_are_dropped_and_longer_ones_cut():
-  """So a config keeps its ladder where responses may have fewer tokens."""
-  o = options(buckets=((8, 16), (9, 16), (8, 65), (2, 65)))
-  assert o.buckets == ((2, 64), (8, 16), (8, 64))  # of one size fewer slots first
+def test_buckets_with_more_slots_than_there_are_are_dropped():
+  assert options(buckets=(9, 2)).buckets == (2, 8)
 
 
 def test_the_smallest_bucket_that_holds_what_runs_is_chosen():
   schedule = start()
-  assert schedule.choose(8, 10) == (8, 16)
-  assert schedule.choose(3, 20) == (4, 32)
-  assert schedule.choose(2, 40) == (2, 64)
-  assert schedule.choose(9, 10) is None
-
-
-def spent(seconds, tokens):
-  """A clock that has seen chunks of so many seconds and tokens."""
-  clock = clock_lib.Clock()
-  book = dict(steps=10, tokens=tokens, longest=10, seconds=seconds)
-  clock.book(Bucket(4, 32), None, **book)
-  return clock
-
-
-@pytest.mark.parametrize(("step_s", "joins"), [(0.7, True), (0.9, False)])
-def test_requests_join_when_their_tokens_are_no_dearer_than_tokens_were(step_s, joins):
-  """Six of eight slots are free. Alone, two requests take a step of 0.2 s, and a token
-  has cost 0.1 s so far: six more tokens may cost 0.6 s."""
-  clock = spent(seconds=10.0, tokens=100)
-  schedule = start(clock=clock)
-  assert len(admit_all(schedule)) == 8
-  schedule.running.owner[0, 2:] = -1
-  schedule.options = options(buckets=((8, 16), (2, 16)))
-  clock.measured(Bucket(8, 16), None, step_s)
-  clock.measured(Bucket(2, 16), None, 0.2)
-  assert schedule.joins() == joins
+  assert [schedule.choose(live) for live in (1, 2, 3, 5, 8)] == [2, 2, 4, 8, 8]
+  schedule.excluded = {8}
+  assert schedule.widest() == schedule.choose(8) == 4
 
 
 def test_what_has_begun_to_drain_drains():
   """Below the widest bucket nobody joins, until all are done."""
-  schedule = start(clock=spent(seconds=10.0, tokens=100))
+  schedule = start()
   admit_all(schedule)
   running = schedule.running
-  running.move(Bucket(2, 64))
-  running.owner[:] = running.owner[:, :2]
+  running.owner[:, 2:] = -1
+  running.resize(2)
   assert not schedule.joins() and schedule.plan().admissions == []
   running.owner[:] = -1
   schedule.begin_chunk()
-  assert running.bucket is None and schedule.joins()
+  assert schedule.joins()
 
 
 def test_a_chunk_is_as_long_as_its_time_allows():
@@ -140,25 +97,23 @@ def test_a_chunk_is_as_long_as_its_time_allows():
     schedule.clock.measured(schedule.running.bucket, None, step_s)
     schedule.begin_chunk()
     assert schedule.tokens == steps
-    assert schedule.need([0]) == schedule.running.position[0] + steps
 
 
 def test_the_clock_books_chunks():
-  """Steps are the median of late; an unknown bucket is guessed from a known one."""
+  """Steps are the median of late."""
   clock = clock_lib.Clock()
-  assert clock.step_s(Bucket(8, 16), None) == 0
+  assert clock.step_s(8, None) == 0
   for seconds in (2.0, 2.4, 60.0):
-    clock.book(Bucket(8, 16), None, steps=4, tokens=20, longest=4, seconds=seconds)
-  assert clock.step_s(Bucket(8, 16), None) == pytest.approx(0.6)
+    clock.book(8, None, steps=4, tokens=20, longest=4, seconds=seconds)
+  assert clock.step_s(8, None) == pytest.approx(0.6)
   assert (clock.seconds, clock.tokens) == (pytest.approx(64.4), 60)
-  assert clock.estimate(Bucket(2, 16), Bucket(8, 16)) == pytest.approx(0.15)
   clock.begin_rollout()
-  assert clock.step_s(Bucket(8, 16), None) == pytest.approx(0.6) and clock.tokens == 0
+  assert clock.step_s(8, None) == pytest.approx(0.6) and clock.tokens == 0
 
 
 def test_micro_batches_that_never_fit_are_timed_again():
   """What they take was measured in a pause of the machine; nothing would train again."""
-  clock, bucket = clock_lib.Clock(), Bucket(4, 64)
+  clock, bucket = clock_lib.Clock(), 4
   clock.trained(60.0)
   clock.book(bucket, None, steps=10, tokens=10, longest=10, seconds=1.0)
   fitting = [clock.micro_batches_within(bucket, None, steps=10) for _ in range(65)]
@@ -169,7 +124,7 @@ def test_micro_batches_that_never_fit_are_timed_again():
 
 def test_a_rollout_begins_as_fast_as_the_last_one_began():
   """Caches that are nearly empty again cost less than those at its end."""
-  clock, bucket = clock_lib.Clock(), Bucket(8, 16)
+  clock, bucket = clock_lib.Clock(), 8
   assert clock.decoding_s(bucket, None, 4) == 0
   for first in (1.0, 2.0):
     clock.begin_rollout()
@@ -183,18 +138,18 @@ def test_a_rollout_begins_as_fast_as_the_last_one_began():
 @pytest.mark.slow
 def test_the_budget_leaves_buckets_out(caplog):
   """The largest bucket stays; fewer programs draw the same."""
-  sizes = dict(max_length=64, max_prompt=12, slots=8, chunk=8, buckets=LADDER)
+  sizes = dict(max_length=64, max_prompt=12, slots=8, chunk=8, buckets=(8, 4, 2))
   made = tiny.requests(2, 4)
   found = []
-  for budget in (programs.Budget(programs=5), programs.Budget()):
+  for budget in (programs.Budget(programs=4), programs.Budget()):
     engine = rollout.make(
       tiny.CONFIG, tiny.mesh(1), rollout.Options(**sizes, budget=budget)
     )
     engine.compile(tiny.params(), made.stop_tokens.shape[1])
     assert budget.programs is None or len(engine.pool) <= budget.programs
-    assert Bucket(8, 64) in engine.options.buckets
+    assert 8 in engine.options.buckets
     found.append(engine(tiny.params(), made))
-  assert "no room for the programs of 8 slots x 16 tokens" in caplog.text
+  assert "no room for the programs of 2 slots" in caplog.text
   np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
 
 
@@ -208,19 +163,15 @@ def test_a_request_is_booked_under_its_own_number():
 
 def test_none_joins_a_slice_whose_pages_ran_out_until_one_has_ended():
   """It would have pages for a chunk, and be sent back again soon."""
-  given = options(buckets=(), slots=4, kv_page_tokens=4, cache_tokens=64, prompt_rows=1)
-  pages = pages_lib.Pages(1, given.kv_page_sizes(beyond=0))  # 16, 1, and 2 of prompts
-  made = requests_lib.make_requests([[1]] * 9, max_tokens=63)
-  running = running_lib.Running(made, 1, pages)
-  schedule = schedule_lib.Schedule(
-    given, running, clock_lib.Clock(), clock_lib.Decisions()
-  )
+  # Pages: 16, 1, and 2 of prompts.
+  sizes = dict(buckets=(), slots=4, page_tokens=4, cache_tokens=64, prompt_rows=1)
+  schedule = start(9, **sizes)
+  running, pages = schedule.running, schedule.running.pages
 
   def admitted():
     schedule.begin_chunk()
     plan = schedule.plan()
-    if running.bucket is None:
-      running.open(plan.bucket, None)
+    running.resize(plan.bucket)
     for p in plan.prefills:
       running.hold(p.slice, p.row, p.prompt)
     for a in plan.admissions:
