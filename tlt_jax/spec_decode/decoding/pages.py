@@ -65,7 +65,7 @@ def make_copy(
 ) -> Callable:
   """(pools, features, source i32[n], goal i32[n]) -> pools, features, pages copied.
 
-  Each slice copies its pages source[i] to goal[i], in order, up to the first goal that is
+  Each slice copies its pages source[i] to goal[i], in order; goals behind the last copy are
   the sink. Pools (of the target's layers) and features (or None) are donated.
   """
 
