@@ -16,12 +16,27 @@ import numpy as np
 from benchmarks import device_time
 from benchmarks import shapes
 from experiments import tables
+from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 ROWS = 8  # B
-_PAGE = 128  # slots, of the paged kernel
+_PAGE = 128  # slots, of jax's paged kernel
+
+
+def in_pages(cache: jax.Array) -> jax.Array:
+  """A cache f[B K S H] as our pool of pages, f[P K L H], with a sink."""
+  B, K, S, H = cache.shape
+  L = min(cache_lib.PAGE, S)
+  pool = cache.reshape(B, K, S // L, L, H).swapaxes(1, 2).reshape(-1, K, L, H)
+  return jnp.concatenate([pool, jnp.zeros_like(pool[:1])])
+
+
+def table(rows: int, length: int) -> jax.Array:
+  """i32[B M]: the pages of the rows of `in_pages`."""
+  pages = length // min(cache_lib.PAGE, length)
+  return jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
 
 
 class Arrays(NamedTuple):
@@ -64,12 +79,13 @@ def sides(
   q, k, v, tail = arrays
   seen = seen_lib.of_mask(start, tail)
   ours = lambda impl: (
-    lambda q, k, v, seen: tree_attention.tree_attention(q, k, v, seen, impl=impl)
+    lambda *args: tree_attention.tree_attention(*args, impl=impl)
   )
   side = lambda run, *args: device_time.Side(run, args, feed=lambda out, q: out)
-  found = {impl: side(ours(impl), q, k, v, seen) for impl in kernels}
+  paged = in_pages(k), in_pages(v), seen, table(len(k), k.shape[2])
+  found = {impl: side(ours(impl), q, *paged) for impl in kernels}
   slots_first = [x.swapaxes(1, 2) for x in (k, v)]  # f[B S K H]
-  mask = seen.mask(k.shape[2])[:, None]  # bool[B 1 J S]
+  mask = seen.mask(0, k.shape[2])[:, None]  # bool[B 1 J S]
   for name in ("xla", "cudnn")[: 2 if jax.default_backend() == "gpu" else 1]:
     attend = functools.partial(jax.nn.dot_product_attention, implementation=name)
     run = lambda q, k, v, mask, attend=attend: attend(q, k, v, mask=mask)
@@ -114,7 +130,7 @@ def exact(arrays: Arrays, start: jax.Array) -> np.ndarray:
   G = arrays.q.shape[2] // arrays.k.shape[1]
   wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
   q, k, v = wide(arrays.q[0, :, :G]), wide(arrays.k[0, 0]), wide(arrays.v[0, 0])
-  mask = np.asarray(seen_lib.of_mask(start, arrays.tail).mask(len(k)))[0]  # [J S]
+  mask = np.asarray(seen_lib.of_mask(start, arrays.tail).mask(0, len(k)))[0]  # [J S]
   scores = np.einsum("jgh,sh->jgs", q, k) * q.shape[-1] ** -0.5
   scores = np.where(mask[:, None], scores, -np.inf)
   weights = np.exp(scores - scores.max(-1, keepdims=True))

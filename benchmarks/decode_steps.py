@@ -9,9 +9,9 @@ that rollouts run, over chunks with all slots live and full caches, by live requ
 strategy; what they take does not depend on which drafts are accepted. Beside each is the
 time that it takes to read the target's weights once, by the measured copy bandwidth. For
 the first of `--live` it also counts kernels, and calls of CUDA's driver, per step. Then
-filling a drafter's caches is timed, and an update of its training. Sides take turns; what
-does not fit into memory, or into `--minutes`, is named. The last line is JSON, and what
-`experiments.simulate --table` takes. `--dry_run` takes tiny sizes, on any machine.
+computing a drafter's KV is timed, per token, and an update of its training. Sides take
+turns; what does not fit into memory, or into `--minutes`, is named. The last line is JSON,
+and what `experiments.simulate --table` takes. `--dry_run` takes tiny sizes, on any machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ class Step:
     return self.engine.time_step(*args, length=self.length)
 
   def fill_seconds(self) -> float:
-    """Times the filling of the drafter's caches."""
+    """Times the computing of the drafter's KV, per token."""
     params, draft_params = self._weights
     return self.engine.time_switch(params, self.bucket, draft_params, self.strategy)
 
@@ -260,12 +260,11 @@ def table(found: dict, kernels: str, length: int) -> dict:
     if cell["kernels"] == kernels and "error" not in cell:
       row = steps.setdefault(str(cell["live"]), {"step_ms": {}})
       row["step_ms"][cell["strategy"]] = {str(length): 1e3 * cell["median_s"]}
-  for live, fill in found["fill"].items():
-    if fill and "error" not in fill and str(live) in steps:
-      steps[str(live)]["fill_ms"] = {str(length): 1e3 * fill["median_s"]}
+  fills = [f["median_s"] for f in found["fill"].values() if f and "error" not in f]
+  filled = {"fill_token_s": fills[-1]} if fills else {}
   update = found["update"] or {}
   trained = {"micro_batch": update["median_s"]} if "median_s" in update else {}
-  return {"steps": steps} | trained
+  return {"steps": steps} | filled | trained
 
 
 def report(name: str, found: dict, limit_s: float) -> None:

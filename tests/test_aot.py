@@ -1,5 +1,6 @@
 """What `make aot` counts, and what it compiles, as far as no other package is needed."""
 
+import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -155,10 +156,25 @@ def lowered(program: str) -> str:
   ).as_text()
 
 
-def test_the_fused_chunk_lowers_for_tpus():
-  """With kernels where it decodes, in 2 layers and twice in the drafter."""
-  kernels = re.findall(r'kernel_name = "(\w+)"', lowered("fused"))
-  assert kernels.count("tree_attention") == 4
+@pytest.mark.parametrize(
+  ("program", "attentions", "writes"),
+  # In each of the target's 2 layers; of the pairs that the drafter lacks, and of each of
+  # its steps; of the accepted path.
+  [
+    ("plain", 2, 4),
+    ("chain", 2 + 2, 4 + 4),
+    ("tree", 2 + 2, 4 + 4 + 4),
+    ("fused", 2 + 2, 4 + 4),
+  ],
+)
+def test_attention_and_writes_are_kernels_on_tpus(program, attentions, writes):
+  """All of them, on slices of two devices, and one for sampling."""
+  found = collections.Counter(re.findall(r'kernel_name = "(\w+)"', lowered(program)))
+  assert found == {
+    "tree_attention": attentions,
+    "cache_write": writes,
+    "verify_sample": 1,
+  }
 
 
 def test_a_drafter_is_cast_once_per_chunk():
@@ -169,10 +185,11 @@ def test_a_drafter_is_cast_once_per_chunk():
 
 
 def test_caches_stay_in_hbm_for_kernels_on_tpus():
-  """XLA is told so for the cache: the fourth operand, after scalars and new values."""
+  """XLA is told so for the cache: the last operand, after scalars and new values."""
   cache, new = (jax.ShapeDtypeStruct((2, 2, n, 128), jnp.bfloat16) for n in (64, 1))
+  pages = jax.ShapeDtypeStruct((2, 1), jnp.int32)
   write = functools.partial(cache_write.cache_write, impl="pallas")
   start = jax.ShapeDtypeStruct((2,), jnp.int32)
-  text = tpu_kernels.lowered(write, tpu_kernels.KINDS[1], cache, new, start)
+  text = tpu_kernels.lowered(write, tpu_kernels.KINDS[1], cache, new, start, pages)
   told = re.search(r"input_memory_space_colors.*?\[(.*?)\]", text)[1]
-  assert re.sub(r"\\22", "", told) == "{operand_index:3,color:0}"
+  assert re.sub(r"\\22", "", told) == "{operand_index:4,color:0}"

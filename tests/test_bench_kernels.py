@@ -19,7 +19,6 @@ from tests import triton_kernels
 from tlt_jax.models import config as config_lib
 from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.simulate import costs as costs_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 accelerator = commands.module("benchmarks.accelerator")
@@ -148,9 +147,8 @@ def check_result(name, result):
     arms = ("off", "ngram_3", "3_1_4")
     assert found == {(kernels, arm) for kernels in ("ref", "interpret") for arm in arms}
     costs = costs_lib.Measured(table=result, micro_batch=result["micro_batch"])
-    bucket = options_lib.Bucket(1, 64)
-    plain, drafted = (costs.step_s(bucket, strategy_lib.parse(a), 0) for a in arms[::2])
-    assert 0 < plain < drafted and costs.fill_s(bucket, 64) > 0 < costs.micro_batch
+    plain, drafted = (costs.step_s(1, strategy_lib.parse(a), 0) for a in arms[::2])
+    assert 0 < plain < drafted and costs.fill_s(64) > 0 < costs.micro_batch
   elif name == "few_rows":
     assert set(result["bits"]) == {"16", "32", "64"}
     sides = [side for cell in result["cells"] for side in cell["sides"].values()]

@@ -88,7 +88,7 @@ def requests():
 
 
 @functools.cache
-def responses(kernels, dtype, strategy, page=None):
+def responses(kernels, dtype, strategy, page=64):
   """A rollout of requests of unequal lengths, through two buckets."""
   config, params, drafter, draft_params = model(dtype)
   parsed = strategy_lib.parse(strategy)
@@ -99,9 +99,9 @@ def responses(kernels, dtype, strategy, page=None):
     config,
     axes.make_mesh(1, jax.devices()[:1]),
     rollout.Options(
-      **dict(max_length=96, max_prompt=12, slots=8, buckets=((4, 96),), chunk=8),
+      **dict(max_length=96, max_prompt=12, slots=8, buckets=(4,), chunk=8),
       kernels=kernels,
-      kv_page_tokens=page,
+      page_tokens=page,
     ),
     drafter,
     selector,
@@ -109,11 +109,11 @@ def responses(kernels, dtype, strategy, page=None):
   return engine(params, requests(), draft_params)
 
 
-@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize("page", [64, 256])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("impl", [GPU, TPU])
 def test_a_rollout_draws_the_tokens_of_one_without_kernels(impl, strategy, page):
-  """In float32, but for near-ties; with KV in pages, too."""
+  """In float32, but for near-ties; with pages of several sizes."""
   config, params, _, _ = model("float32")
   want = responses("ref", "float32", "off")
   got = responses(impl, "float32", strategy, page)

@@ -32,7 +32,7 @@ SCENARIOS = sorted(command.SCENARIOS.glob("*.json"))
 
 
 def options(slots: int = 8, chunk: int = 16, single: bool = False) -> rollout.Options:
-  buckets = () if single else ((slots, 48), (max(slots // 2, 1), 96), (2, 96))
+  buckets = () if single else (max(slots // 2, 1), 2)
   return rollout.Options(**tiny.SIZES, slots=slots, buckets=buckets, chunk=chunk)
 
 
@@ -52,7 +52,7 @@ def simulate(slices, lengths, slots=8, costs=COSTS, **changes):
 def counts(samples) -> list[tuple]:
   """What chunks count, in order."""
   return [
-    (c.batch, c.length, c.strategy, c.live, c.steps, c.tokens, c.passes)
+    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes)
     for c in samples.chunks
   ]
 
@@ -103,7 +103,7 @@ def test_pages_of_kv_are_those_of_a_rollout():
   """Tokens of KV that are held in each chunk, where a budget sends requests back."""
   mesh, requests = tiny.mesh(2), tiny.requests()
   sizes = dataclasses.replace(
-    options(slots=4), kv_page_tokens=16, cache_tokens=128, prompt_rows=1
+    options(slots=4), page_tokens=16, cache_tokens=128, prompt_rows=1
   )
   real = rollout.make(tiny.CONFIG, mesh, sizes)(tiny.on(mesh), requests)
   again = follow(real, requests, 2, sizes)
@@ -206,13 +206,12 @@ class MadeUp(costs_lib.Costs):
   host_s = 0.0
 
   def step_s(self, bucket, arm, seen, alone=False):
-    full = seen / bucket.batch / bucket.length
-    return (0.002 + 0.01 * full) * (1 if arm is None else 2)
+    return (0.002 + 0.01 * seen / bucket / 2048) * (1 if arm is None else 2)
 
   def prefill_s(self, tokens):
     return 0.0
 
-  def fill_s(self, bucket, longest):
+  def fill_s(self, tokens):
     return 0.0
 
   def micro_batch_s(self, tokens):
@@ -229,7 +228,7 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
   Without acceptance it decodes plainly, else by chains.
   """
   sizes = rollout.Options(
-    max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=((4, 512), (2, 2048))
+    max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=(2,)
   )
   run = lambda **changes: simulated.simulate(
     simulated.Machine(2, MadeUp()),
@@ -262,38 +261,41 @@ def test_a_pass_reads_its_weights_and_caches():
 
 
 def test_looking_drafts_up_costs_no_drafting():
-  bucket, lookup = rollout.grid([2], [320])[0], strategy_lib.parse("ngram_3")
+  lookup = strategy_lib.parse("ngram_3")
   verified = COSTS.pass_s(2 * lookup.verify, 100, per_row=lookup.verify)
-  assert COSTS.step_s(bucket, lookup, 100) == verified
-  assert COSTS.step_s(bucket, CHAIN, 100) > verified
+  assert COSTS.step_s(2, lookup, 100) == verified
+  assert COSTS.step_s(2, CHAIN, 100) > verified
 
 
 def test_measured_costs_are_read_from_the_benchmark():
-  """Plain steps, those of a strategy, what was not measured, and filling caches."""
+  """Steps by tokens seen, those of a strategy, what was not measured, and filling."""
   times = {"off": {"160": 1.0, "640": 2.0}, "3_1_4": {"320": 4.0}}
-  costs = costs_lib.Measured({"steps": {"1": {"step_ms": times, "fill_ms": {"320": 8.0}}}})
-  bucket = rollout.grid([1], [320])[0]
-  assert costs.step_s(bucket, None, 0) == pytest.approx(1e-3 * 2**0.5)
-  assert costs.step_s(bucket, CHAIN, 0) == pytest.approx(4e-3)
-  assert costs.fill_s(bucket, 160) == pytest.approx(4e-3)  # half full
+  costs = costs_lib.Measured({"steps": {"2": {"step_ms": times}}, "fill_token_s": 1e-5})
+  assert costs.step_s(2, None, 2 * 320) == pytest.approx(1e-3 * 2**0.5)
+  assert costs.step_s(2, None, 0) == pytest.approx(1e-3)
+  assert costs.step_s(2, CHAIN, 0) == pytest.approx(4e-3)
+  assert costs.fill_s(160) == pytest.approx(1.6e-3)
   with pytest.raises(ValueError, match="5_1_6 were not measured"):
-    costs.step_s(bucket, strategy_lib.Strategy(5, 1, 6), 0)
+    costs.step_s(2, strategy_lib.Strategy(5, 1, 6), 0)
 
 
-def test_a_drafter_fills_its_caches_only_when_slots_have_changed():
-  """Before the first chunk, and whenever a request has left a bucket or come."""
+def test_a_drafter_computes_kv_only_of_tokens_that_plain_chunks_drew():
+  """When it begins to draft; nothing again for requests that then go on."""
   filled = []
 
   class Costs(MadeUp):
-    def fill_s(self, bucket, longest):
-      filled.append((bucket.batch, longest))
-      return 1.0
+    def fill_s(self, tokens):
+      filled.append(tokens)
+      return float(tokens > 0)
 
-  how = dict(selector=selector.always(CHAIN), acceptance=acceptance_lib.Rates([0.7]))
-  without, with_ = (simulate(1, [80, 5], 2, c, **how) for c in (MadeUp(), Costs()))
-  assert filled[0] == (2, 5) and len(filled) == len({c.batch for c in with_.chunks})
+  how = dict(
+    selector=selector.make("up to 1 live: 3_1_4", "predictive", True),
+    acceptance=acceptance_lib.Rates([0.7]),
+  )
+  without, with_ = (simulate(1, [80, 20], 2, c, **how) for c in (MadeUp(), Costs()))
+  assert filled[0] >= 20 and not any(filled[1:]) and len(filled) > 2
   seconds = [samples.chunks[-1].end_s for samples in (without, with_)]
-  assert seconds[1] - seconds[0] == pytest.approx(len(filled))
+  assert seconds[1] - seconds[0] == pytest.approx(1.0)
 
 
 def test_a_slice_that_decodes_alone_has_steps_of_its_own():
@@ -323,7 +325,7 @@ def test_bundled_scenarios_can_be_read(path):
   assert scenario.draw_lengths().max() <= scenario.max_tokens
   assert scenario.break_even() >= 1
   for slices in scenario.slices:
-    assert scenario.options(slices).buckets[-1].length > scenario.max_tokens
+    assert scenario.options(slices).max_length > scenario.max_tokens
 
 
 def test_the_answer_for_short_answers_is_no():

@@ -154,7 +154,7 @@ class Ready:
   def time_switch(
     self, weights: chunk_lib.Weights, bucket: int, arm: clock_lib.Arm, stops: int
   ) -> float:
-    """Seconds that it takes to switch a strategy on, in the same situation."""
+    """Seconds per token of a slice to switch a strategy on, in the same situation."""
     batch, _, mode = self._full(weights, bucket, arm, stops)
     progress = batch.running.progress(samples_lib.empty(batch.running.requests))
 
@@ -165,7 +165,8 @@ class Ready:
     switch()  # compiling is not timed
     began = time.perf_counter()
     switch()
-    return time.perf_counter() - began
+    tokens = sum(len(request.tokens) for request in progress[0] if request)
+    return (time.perf_counter() - began) / tokens
 
   def _full(self, weights, bucket, arm, stops, slices=None, length=None):
     """A batch with all slots of a bucket live, on all slices or some; see `time_step`."""

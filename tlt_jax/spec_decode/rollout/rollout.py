@@ -134,7 +134,7 @@ class Rollout:
     strategy: strategy_lib.Strategy,
     stop_tokens: int = 1,
   ) -> float:
-    """Seconds that it takes to switch a strategy on.
+    """Seconds per token of a slice that it takes to switch a strategy on.
 
     Args:
       params, bucket, draft_params, strategy, stop_tokens: as for `time_step`
