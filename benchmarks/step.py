@@ -219,9 +219,7 @@ def work(samples: Sequence[samples_lib.Samples]) -> dict:
     "harvested_s": harvested,
     "harvested_share": harvested / idle if idle else 0.0,
     "busy_overhead": None,
-    "seconds_by_bucket": {
-      f"{batch}x{length}": s / len(samples) for (batch, length), s in by_bucket
-    },
+    "seconds_by_bucket": {str(slots): s / len(samples) for slots, s in by_bucket},
   }
 
 

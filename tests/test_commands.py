@@ -196,9 +196,9 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_pa
   [
     ("--config.optimizer.lr_rate=1", "did you mean 'optimizer.learning_rate'"),
     ("--config.algorithm.clip_hgh=1", "did you mean 'algorithm.clip_high'"),
-    ("--config.learning_rate=1", "did you mean 'optimizer.learning_rate'"),
+    ("--config.learning_rate=1", "did you mean '(spot|optimizer).learning_rate'"),
     ("--noconfig.chat.aply", "did you mean 'chat.apply'"),
-    ("--config.steps=abc", "--config.steps=abc: invalid literal for int"),
+    ("--config.steps=abc", "--config.steps='abc': takes a whole number from 0"),
     ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
     ("--config=experiments/configs/countdown.py:smok", "small, smoke or none, not 'smok'"),
     ("--config.spot.trian=1", "did you mean 'spot.train'"),
@@ -222,7 +222,7 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
     ({"reward": "tlt_jax.tasks.countdown.scor"}, "did you mean 'score'"),
     ({"prompts.source": "tlt_jax.tasks.countdown.Problem"}, "did you mean 'Problems'"),
     ({"prompts.split": "trian"}, "prompts.split='trian': takes one of 'train', 'held_out'"),
-    ({"policy": "nowhere"}, "nowhere: no such folder; download"),
+    ({"policy": "nowhere"}, "nowhere/config.json is missing; give a folder"),
     ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
     ({"rollout.max_prompt": 4}, "record 0: the prompt has .*max_prompt is 4; raise"),
     ({"rollout.slots": 0}, "--config.rollout.slots=0: takes a whole number from 1"),
@@ -258,7 +258,7 @@ def test_a_truncated_policy_ends_in_one_line(home, tmp_path):
   (policy / "model.safetensors").write_bytes(weights(policy)[:-100])
   args = [*tiny_run(home, ("policy", policy)), f"--workdir={tmp_path / 'run'}"]
   message = error(run(home, "train", *args))
-  assert f"{policy / 'model.safetensors'} is damaged or truncated" in message
+  assert f"{policy / 'model.safetensors'} is missing, damaged or" in message
 
 
 def test_a_damaged_checkpoint_names_its_remedy_and_the_remedy_works(home, whole, tmp_path):
@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_names_its_remedy_and_the_remedy_works(home, whole,
   largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
   message = error(run(home, "train", *args))
-  assert f"checkpoint {latest} is damaged ({largest.relative_to(latest)} has" in message
+  assert f"checkpoint {latest} is damaged ({largest.relative_to(latest)} is missing or differs" in message
   assert message.endswith(f"delete that folder to go on from step {STEPS - 2}")
   assert before == {p: p.read_bytes() for p in older.rglob("*") if p.is_file()}
 
