@@ -195,7 +195,8 @@ def _checked(tree: type) -> type:
   """The dataclass, with checks if it has none."""
   if hasattr(tree, "__pydantic_fields__"):
     return tree
-  return pydantic.dataclasses.dataclass(tree, frozen=True, config=ranges.STRICT)
+  config = None if hasattr(tree, "__pydantic_config__") else ranges.STRICT
+  return pydantic.dataclasses.dataclass(tree, frozen=True, config=config)
 
 
 def _one_error(

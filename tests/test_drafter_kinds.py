@@ -87,7 +87,7 @@ def test_names_of_kinds_are_told_from_folders():
   [
     ("eagle4", {}, "no drafter kind 'eagle4': .* has eagle2, eagle3, and"),
     ("tests.tiny", {}, "no drafter kind 'tests.tiny': .* has no 'KIND'"),
-    ("eagle2", dict(taps=(1,)), r"eagle2 drafters read no taps, not \(1,\) either"),
+    ("eagle2", dict(taps=(1,)), r"eagle2 drafters have no taps; leave out \(1,\)"),
     ("eagle3", dict(taps=()), "eagle3 drafters need taps"),
   ],
 )

@@ -41,7 +41,7 @@ class ModelConfig:
   Qwen2 adds a bias to q, k and v; Qwen3 normalises q and k per head; Llama 3 does neither.
   """
 
-  __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
+  __pydantic_config__ = ranges.STRICT
 
   architecture: str  # class in Hugging Face, or a custom module, see `families`
   vocab_size: ranges.Count  # V
