@@ -9,16 +9,13 @@ _MEASURED = re.compile(r".*_s|memory/.*")
 
 
 def of(workdir: pathlib.Path) -> dict[str, object]:
-  """What a run must end with, whatever happened to it on the way.
-
-  Args:
-    workdir: of a run that trained its drafter
-  """
+  """What a run must end with, whatever happened to it on the way."""
+  drafter = workdir / "drafter" / "model.safetensors"
   records = metrics.read(workdir / "metrics.jsonl")
   rollouts = metrics.read(workdir / "rollouts.jsonl")
   return {
     "policy": (workdir / "policy" / "model.safetensors").read_bytes(),
-    "drafter": (workdir / "drafter" / "model.safetensors").read_bytes(),
+    "drafter": drafter.read_bytes() if drafter.is_file() else None,
     "metrics": [
       {key: x for key, x in record.items() if not _MEASURED.fullmatch(key)}
       for record in records

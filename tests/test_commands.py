@@ -272,7 +272,8 @@ def test_a_damaged_checkpoint_names_its_remedy_and_the_remedy_works(home, whole,
   largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
   message = error(run(home, "train", *args))
-  assert f"checkpoint {latest} is damaged ({largest.relative_to(latest)} is missing or differs" in message
+  damaged = f"{latest} is damaged ({largest.relative_to(latest)} is missing or differs"
+  assert f"checkpoint {damaged}" in message
   assert message.endswith(f"delete that folder to go on from step {STEPS - 2}")
   assert before == {p: p.read_bytes() for p in older.rglob("*") if p.is_file()}
 
