@@ -84,11 +84,11 @@ def test_kernels_draw_the_same(strategy, data, model):
 
 
 @pytest.mark.parametrize("strategy", [None, tiny.slow(CHAIN), tiny.slow(TREE)], ids=str)
-def test_plain_keys_draw_the_same(strategy):
-  """As they lie on accelerators, through resizes of the cache too."""
-  assert_same(run(strategy, "ref", buckets=((4, 24), (2, 48))))
+def test_the_reference_draws_the_same(strategy):
+  """By the reference that is named, through another number of slots, too."""
+  assert_same(run(strategy, "ref", buckets=(2,)))
 
 
 def test_kernels_that_cannot_run_are_refused_at_once():
-  with pytest.raises(ValueError, match="no implementation is called 'cuda'; choose one"):
+  with pytest.raises(ValueError, match="kernels"):
     engine("cuda")

@@ -47,7 +47,6 @@ def test_the_reference_says_what_docstrings_say(hooks):
   assert "rollout(self, params: dict, requests: Requests" in text
   said = '(..., "requests that run at a time, per slice")'
   assert f"slots: ranges.Count = ranges.field{said}" in text
-  assert "Count = Annotated[int, Interval(ge=1, le=2**20)]  # at least one of" in text
   assert "make_requests = requests_lib.make_requests" in text and "_WORDS" not in text
 
 

@@ -70,7 +70,6 @@ def _kernel(
     if masked:
       offset = first - start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
       seen = (offset < 0) | (_bits(bits_ref, offset) == 1)
-      seen = seen & (offset < length - start)
       scores = jnp.where(seen, scores, _MASKED)
       # Slots that no node sees are undefined, and 0 * NaN is NaN.
       slot = first + jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
