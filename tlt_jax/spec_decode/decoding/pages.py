@@ -25,6 +25,11 @@ class Sizes(NamedTuple):
   most: int  # of a request
   page: int  # tokens
 
+  @property
+  def sink(self) -> int:
+    """The page that is written where a row has none."""
+    return self.pages
+
 
 def pages_for(tokens: int, page: int) -> int:
   """How many pages of `page` tokens so many tokens take."""
@@ -100,14 +105,14 @@ class Pages:
 
   def __init__(self, slices: int, sizes: Sizes, beyond: int = 0):
     """`beyond` counts tokens behind a request's own for which it needs pages, too."""
-    self.sizes, self._slices, self._beyond = sizes, slices, beyond
+    self.sizes, self.slices, self._beyond = sizes, slices, beyond
     self.clear()
 
   def clear(self) -> None:
     """Takes all pages away."""
     n = self.sizes.pages
-    self._free = [list(range(n))[::-1] for _ in range(self._slices)]
-    self._users = np.zeros((self._slices, n), np.int32)  # requests and prompts of a page
+    self._free = [list(range(n))[::-1] for _ in range(self.slices)]
+    self._users = np.zeros((self.slices, n), np.int32)  # requests and prompts of a page
     self._of: dict[int, tuple[int, list[int]]] = {}  # request -> its slice and pages
     self._held: dict[tuple[int, int], list[int]] = {}  # slice and row -> a prompt's pages
 

@@ -4,6 +4,7 @@ Plain arithmetic on host arrays, the same on every process. The arrays on the de
 that belong to it are `batch`'s; what runs where next is `schedule`'s to say.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,16 +24,42 @@ class Ended(NamedTuple):
   pages: np.ndarray  # i32[most]  of that slice; see `pages.Pages`
 
 
+class Prompt(NamedTuple):
+  """A prompt that is to be computed."""
+
+  tokens: np.ndarray  # i32[...]
+  pages: np.ndarray  # i32[most]  that it gets
+
+
+class Work(NamedTuple):
+  """What the devices have to do before new requests can run, by slice."""
+
+  prompts: list[list[Prompt]]
+  copies: list[list[tuple[int, int]]]  # of pages: from, to
+
+
 class Running:
   """Which request is in which slot, and how far every request has got."""
 
-  def __init__(self, requests: requests_lib.Requests, pages: pages_lib.Pages, slices: int):
+  def __init__(
+    self,
+    requests: requests_lib.Requests,
+    pages: pages_lib.Pages,
+    samples: samples_lib.Samples | None = None,
+  ):
+    """Begins without slots.
+
+    Args:
+      pages: all free
+      samples: get what is drawn; None: empty ones
+    """
     self.requests, self.pages = requests, pages
+    self.samples = samples_lib.empty(requests) if samples is None else samples
     self.total = requests.total_length  # i32[B]  of the prompt and the longest response
     self.drawn = np.zeros(len(requests), np.int32)  # i32[B]  response tokens so far
     self.pending = requests.last_token.copy()  # i32[B]  each one's last known token
     # i32[slices bucket]  request in each slot, -1 if it is free; no slots at first
-    self.owner = np.full((slices, 0), -1, np.int32)
+    self.owner = np.full((pages.slices, 0), -1, np.int32)
 
   @property
   def bucket(self) -> int:
@@ -99,27 +126,56 @@ class Running:
     self.drawn[requests] = 0
     self.pending[requests] = self.requests.last_token[requests]
 
-  def hold(self, s: int, row: int, prompt: int) -> np.ndarray:
-    """Gives a prompt pages, in a row of a slice's prompts: i32[most].
+  def admit(
+    self,
+    bucket: int,
+    prompts: Sequence[tuple[int, int, int]],
+    requests: Sequence[tuple[int, int, int]],
+  ) -> Work:
+    """Seats requests in so many slots.
 
-    Its last token stays pending: its KV is computed with the first draw.
+    Those whose prompt does not fill its last page get a copy of it.
+
+    Args:
+      prompts: slice, row of the prompts that have pages there, and prompt: new ones
+      requests: slice, row of the request's prompt there, and request
     """
-    return self.pages.hold(s, row, len(self.requests.prompts[prompt]) - 1)
+    if bucket != self.bucket:
+      self.resize(bucket)
+    work = Work([[] for _ in self.owner], [[] for _ in self.owner])
+    for s, row, prompt in prompts:
+      # The last token stays pending: its KV is computed with the first draw.
+      tokens = self.requests.prompts[prompt]
+      pages = self.pages.hold(s, row, len(tokens) - 1)
+      work.prompts[s].append(Prompt(tokens, pages))
+    for s, row, request in requests:
+      known = int(self.position[request])
+      work.copies[s].extend(self.pages.share(request, s, row, known))
+      self.seat(s, request)
+    return work
 
-  def share(self, s: int, row: int, request: int) -> list[tuple[int, int]]:
-    """Lets a request begin with the pages of its prompt; which are to be copied."""
-    return self.pages.share(request, s, row, int(self.position[request]))
+  def seat_all(self, bucket: int, slices: int | None = None) -> None:
+    """Seats requests 0, 1, ... in all slots, without their prompts: for timing.
 
-  def advance(
-    self, emitted: slots_lib.Emitted, samples: samples_lib.Samples
-  ) -> list[Ended]:
+    Args:
+      slices: the first ones, whose slots are meant; None: all
+    """
+    shape = len(self.owner), bucket
+    self.owner = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    if slices is not None:
+      self.owner[slices:] = -1
+
+  def take_pages(self, tokens: int) -> None:
+    """Gives the requests in slots pages for so many tokens more."""
+    self.pages.assign(self.owner, self.end(tokens))
+
+  def advance(self, emitted: slots_lib.Emitted) -> list[Ended]:
     """Books what a chunk drew, and frees the slots of the requests that ended.
 
     Args:
       emitted: of the chunk, on the host
-      samples: gets the tokens, and what is known of a response once it has ended
     """
-    ended = []
+    ended, samples = [], self.samples
     samples.count_chunk(emitted, self.bucket)
     for s, slot in zip(*np.nonzero(self.owner >= 0), strict=True):
       row, i = s * self.bucket + slot, int(self.owner[s, slot])
@@ -133,7 +189,7 @@ class Running:
         self.owner[s, slot] = -1
     return ended
 
-  def progress(self, samples: samples_lib.Samples) -> source_lib.Running:
+  def progress(self) -> source_lib.Running:
     """The sequences in slots, for sources of drafts."""
 
     def one(i):
@@ -143,8 +199,16 @@ class Running:
         request=int(i),
         prompt_idx=int(self.requests.prompt_idx[i]),
         prompt=self.requests.prompt(i),
-        response=samples.tokens[i, : self.drawn[i]],
+        response=self.samples.tokens[i, : self.drawn[i]],
         pages=self.pages[int(i)],
       )
 
     return [[one(i) for i in row] for row in self.owner]
+
+  def known_after(self, emitted: slots_lib.Emitted) -> dict[int, int]:
+    """Tokens, prompt included, of each request that continues after a chunk."""
+    owner, position = self.owner.reshape(-1), self.position
+    going = np.flatnonzero((owner >= 0) & (emitted.remaining > 0))
+    return {
+      int(owner[row]): int(position[owner[row]] + 1 + emitted.count[row]) for row in going
+    }
