@@ -59,7 +59,8 @@ def random_models(config: config_lib.ModelConfig) -> from_config.Models:
   drafter = drafter_lib.of_target(config, "eagle3", vocab=vocab)
   params = shapes.random_params(config, mesh)
   draft_params = shapes.random_like(drafter_lib.abstract_params(drafter), mesh)
-  models = from_config.Models(mesh, config, params, drafter, draft_params)
+  frozen = spot_lib.Frozen(drafter, draft_params)
+  models = from_config.Models(mesh, config, params, frozen)
   jax.block_until_ready((params, draft_params))
   return models
 
@@ -88,7 +89,7 @@ class Step:
     self.bucket, self.length = live, length - 1
     self.strategy = strategy
     self.drafts = strategy_lib.uses_drafter(strategy)
-    self._weights = models.params, models.draft_params if self.drafts else None
+    self._params = models.params
     options = rollout.Options(
       max_length=length,
       max_prompt=min(32, length // 2),
@@ -116,14 +117,13 @@ class Step:
 
   def seconds(self) -> float:
     """Times a step, over a chunk."""
-    params, draft_params = self._weights
-    args = params, self.bucket, draft_params, self.strategy
+    args = self._params, self.bucket, self.strategy
     return self.engine.time_step(*args, length=self.length)
 
   def fill_seconds(self) -> float:
     """Times the computing of the drafter's KV, per token."""
-    params, draft_params = self._weights
-    return self.engine.time_switch(params, self.bucket, draft_params, self.strategy)
+    weights = self.engine.weights(self._params)
+    return self.engine.backend.time_fill(weights, self.bucket, self.strategy)
 
 
 def timed(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, dict]:
@@ -162,12 +162,12 @@ def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
     `device_time.summary`, or the `error`
   """
   trainer, options = shapes.drafter_trainer(
-    *(models.model, models.drafter, models.mesh), longest=tokens
+    *(models.model, models.drafter.config, models.mesh), longest=tokens
   )
   program = trainer.make_train()
 
   def update() -> float:
-    spot = spot_lib.Spot(trainer, options, models.draft_params)
+    spot = spot_lib.Spot(trainer, options, models.drafter.params)
     data = spot.on_nothing().replace(most=np.int32(_UPDATES))
     jax.block_until_ready(data)
     began = time.perf_counter()
@@ -190,7 +190,7 @@ def needed_bytes(
   scores = 2 * 4 * live * num_nodes * N * length
   logits = 6 * 4 * live * num_nodes * config.vocab_size
   has_features = strategy_lib.uses_drafter(strategy)
-  per_token = 2 * models.drafter.feature_width if has_features else 0
+  per_token = 2 * models.drafter.config.feature_width if has_features else 0
   features = live * length * per_token
   return cache + scores + logits + features
 

@@ -81,7 +81,7 @@ def make_engine(
   models: from_config.Models,
   options: rollout.Options,
   arm: strategy_lib.Strategy | None = None,
-) -> rollout.Rollout:
+) -> rollout.Engine:
   """A rollout that always decodes with a strategy; None: plainly."""
   drafting = () if arm is None else (models.drafter, selector_lib.always(arm))
   return rollout.make(models.model, models.mesh, options, *drafting)
@@ -143,7 +143,7 @@ def measure_speculation(config: config_lib.RunConfig, models: from_config.Models
 def compare_sides(
   models: from_config.Models,
   requests: requests_lib.Requests,
-  sides: dict[str, rollout.Rollout],
+  sides: dict[str, rollout.Engine],
   plain: list[str],
 ) -> dict:
   """Rolls out the same requests on every side.
@@ -156,19 +156,16 @@ def compare_sides(
       against, in speed and token by token
   """
 
-  def run(engine: rollout.Rollout, draft_params):
+  def run(engine: rollout.Engine):
     began = engine.state()
 
     def call(_):
       engine.restore(began)  # n-grams know the responses of the turn before
-      return engine(models.params, requests, draft_params)
+      return engine(models.params, requests)
 
     return call
 
-  calls = {
-    name: run(engine, None if name in plain else models.draft_params)
-    for name, engine in sides.items()
-  }
+  calls = {name: run(engine) for name, engine in sides.items()}
   measured = list(interleave.turns(calls, _REPEATS.value))
   seconds, samples = interleave.seconds(measured), interleave.results(measured)
   off = min(plain, key=lambda name: np.median(seconds[name]))
@@ -231,10 +228,7 @@ def steps(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   def side(name: str, batch: int, length: int):
     sizes = dict(max_length=length + chunk, max_prompt=length, slots=batch, chunk=chunk)
     engine = make_engine(models, rollout.Options(**sizes), arms[name])
-    draft_params = None if arms[name] is None else models.draft_params
-    return lambda _: engine.time_step(
-      models.params, batch, draft_params, arms[name], length=length
-    )
+    return lambda _: engine.time_step(models.params, batch, arms[name], length=length)
 
   names = [*arms]
   cells = itertools.product(names, batches, lengths)

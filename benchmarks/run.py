@@ -169,9 +169,8 @@ class Probe:
 
   def __call__(self, policy: Any, draft_params: Any) -> float:
     """Tokens per pass of the target."""
-    scored = self._sampler(
-      policy, self._records, 2, seed=self._seed, draft_params=draft_params
-    )
+    self._sampler.rollout.drafter.params = draft_params
+    scored = self._sampler(policy, self._records, 2, seed=self._seed)
     return scored.samples.mean_acceptance_length
 
 
@@ -198,7 +197,7 @@ class Run:
     for side in self.sides.values():
       side.compile(self.shared.policy)
     self.probes = {
-      name: Probe(config, from_config.Models(mesh, model, None, side.drafter))
+      name: Probe(config, from_config.Models(mesh, model, None, side.frozen()))
       for name, side in self.sides.items()
       if name in ("tlt", "frozen")
     }
@@ -266,8 +265,7 @@ class Run:
     """Tokens per pass on held-out prompts, of the drafters as they are."""
     found = {}
     for name, probe in self.probes.items():
-      side = self.sides[name]
-      params = side.draft_params if side.spot is None else side.spot.params
+      params = self.sides[name].drafter.params
       found[f"{name}/probe"] = probe(self.shared.policy, params)
     return found
 

@@ -22,6 +22,7 @@ from tlt_jax.models import config as model_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 SIDES = ("plain", "tlt", "frozen", "ngram")
 
@@ -90,19 +91,18 @@ class Side:
       mesh: of the run
     """
     self.config = config = settings(name, config)
-    drafter, draft_params = from_config.load_drafter(
-      config.drafter, config.seed, model, mesh
-    )
-    self.spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
-    self.drafter = drafter
-    # Of a drafter that nothing trains; one in training is `spot`'s.
-    self.draft_params = None if self.spot else draft_params
+    self.drafter = from_config.make_drafter(config, model, mesh)
+    self.spot = self.drafter and self.drafter.spot  # None: nothing trains it
     chosen = from_config.make_selector(config)
-    self.sampler = from_config.make_sampler(config, model, mesh, drafter, chosen, self.spot)
+    self.sampler = from_config.make_sampler(config, model, mesh, self.drafter, chosen)
+
+  def frozen(self) -> spot_lib.Frozen:
+    """Its drafter as it is now."""
+    return spot_lib.Frozen(self.drafter.config, self.drafter.params)
 
   def compile(self, policy: Any) -> None:
     """Makes every program ready, see `sample.Sampler.compile`."""
-    self.sampler.compile(policy, self.draft_params)
+    self.sampler.compile(policy)
     gc.collect()
     gc.freeze()  # see `let_go`: or every collection goes through all that compiling left
 
@@ -130,7 +130,6 @@ class Side:
       self.config.batch.responses,
       seed=self.config.seed,
       first_request=first_request,
-      draft_params=self.draft_params,
       train=train and self.spot is not None,
       **options,
     )

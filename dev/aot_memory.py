@@ -34,6 +34,7 @@ from experiments import memory_plan
 from experiments import trees
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _DEVICES = flags.DEFINE_string("devices", "8x80", memory_plan.DRY_RUN_ON)
 _TARGET = flags.DEFINE_enum("target", "h200", ["h200", "v6e"], "What the devices are.")
@@ -122,13 +123,13 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
     run.mesh,
     drafter,
   )
-  spot = spot and aot_programs.SpotShapes(*spot)
-  rollout = rollout_lib.make(
-    *(run.model, run.mesh, options, drafter, run.selector), spot=spot
-  )
-  draft_params = None if spot else run.draft_params(drafter)
-  weights = rollout.parts.weights(run.weights(), draft_params)
-  made = aot_programs.of_rollout(rollout, weights, stops)
+  drafting = None
+  if spot is not None:
+    drafting = aot_programs.abstract_spot(*spot)
+  elif drafter is not None:
+    drafting = spot_lib.Frozen(drafter, run.draft_params(drafter))
+  engine = rollout_lib.make(run.model, run.mesh, options, drafting, run.selector)
+  made = aot_programs.of_rollout(engine, run.weights(), stops)
   found = {" ".join(map(str, (name, *key[:1]))): made[name, *key] for name, *key in made}
   return found | _of_learner(run)
 

@@ -15,12 +15,11 @@ import math
 import pathlib
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from benchmarks import shapes
@@ -34,16 +33,10 @@ from tlt_jax.models import target as target_lib
 from tlt_jax.rl import algorithm
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
-from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import slices
-from tlt_jax.spec_decode.rollout import chunks as chunks_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
-from tlt_jax.spec_decode.rollout import programs as programs_lib
-from tlt_jax.spec_decode.rollout import ready
-from tlt_jax.spec_decode.rollout import rollout as rollout_lib
-from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
-from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
@@ -92,6 +85,10 @@ class Program(NamedTuple):
     return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
 
 
+def _not_compiled(*args):
+  raise ValueError("this program is only described")
+
+
 class _Recorder(pool_lib.Pool):
   """A pool that compiles nothing, and remembers what it was asked for."""
 
@@ -101,44 +98,53 @@ class _Recorder(pool_lib.Pool):
 
   def get(self, name, bucket, jitted, *args, **static):
     self.asked[name, *bucket] = Program(jitted, args, static)
-    return None
+    return _not_compiled
 
 
-class SpotShapes(spot_lib.Spot):
-  """The drafter's training as a rollout's programs take it: its arrays are shapes."""
+@dataclasses.dataclass(frozen=True)
+class AbstractTrainer(trainer_lib.Trainer):
+  """A drafter's trainer whose arrays are shapes."""
 
-  def __init__(self, trainer: trainer_lib.Trainer, options: spot_lib.Options):
-    """Allocates nothing; see `spot.make_trainer` for the arguments."""
-    self.trainer, self.options = trainer, options
-    self.row_tokens = spot_lib.row_tokens(trainer, options)
-    self._states = trainer.abstract_states()
-    self._params = axes.with_shardings(
-      trainer.mesh, axes.ROLLOUT, drafter_lib.abstract_params(trainer.drafter)
-    )
-    self._features = spot_lib.abstract_features(trainer, options)
-    self.buffer = spot_lib.make_buffer(trainer, options)
+  def init_states(self, params):
+    return self.abstract_states(), params
 
-  def rows(self) -> rows_lib.Rows:
-    shapes = (
-      slices.abstract(self.trainer.mesh, x.shape[1], np.int32, *x.shape[2:])
-      for x in (self.buffer.table, self.buffer.order())
-    )
-    return rows_lib.Rows(self._features, *shapes)
+  def init_features(self, abstract):
+    return abstract
+
+  def place(self, x):
+    return slices.abstract(self.mesh, x.shape[1], x.dtype, *x.shape[2:])
+
+
+def abstract_spot(
+  trainer: trainer_lib.Trainer, options: spot_lib.Options
+) -> spot_lib.Spot:
+  """A drafter in training that allocates nothing; see `spot.make_trainer`."""
+  fields = {f.name: getattr(trainer, f.name) for f in dataclasses.fields(trainer)}
+  trainer = AbstractTrainer(**fields)
+  return spot_lib.Spot(trainer, options, abstract_drafter(trainer.drafter, trainer.mesh))
+
+
+def abstract_drafter(drafter: drafter_lib.DrafterConfig, mesh):
+  """The shapes of a drafter's parameters."""
+  return axes.with_shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
 
 
 def of_rollout(
-  rollout: rollout_lib.Rollout, weights: chunk_lib.Weights, stops: int = 1
+  engine: rollout.Engine, params: Any, stops: int = 1
 ) -> dict[tuple, Program]:
-  """The programs that a rollout compiles ahead of time, by name and bucket.
+  """The programs that an engine compiles ahead of time, by name, bucket and stop tokens.
 
   Args:
-    rollout: made for a mesh of devices that need not exist; it can no longer be used
-    weights: of target and drafter, as shapes and shardings
+    engine: made for a mesh of devices that need not exist; it can no longer be used
+    params: of the target, as shapes and shardings
     stops: stop tokens per request
   """
   recorder = _Recorder()
-  rollout.pool.get = recorder.get
-  ready.Ready(rollout.parts).compile(weights, stops, rollout.options)
+  engine.pool.get = recorder.get
+  with mock.patch.object(memory, "announce"), mock.patch.object(
+    memory, "announce_programs"
+  ):  # they ask the devices what is free
+    engine.compile(params, stops)
   return recorder.asked
 
 
@@ -220,71 +226,42 @@ def of_sync(learner: learner_lib.Learner) -> Program:
     return Program(learner.to_rollout, (learner.abstract_state().params,))
 
 
-def _of_rollout(program, mesh, kernels, model, slots: int, rows: int):
-  """A program of a rollout that plans plain decoding, a chain and a tree; its arguments."""
-  strategies = CHAIN, TREE
+def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program:
+  """A program of a rollout that plans plain decoding, a chain and a tree."""
   rows = 1 if program == "one" else rows
-  drafter = drafter_lib.of_target(model)
-  room = strategy_lib.Room.of(strategies)
-  options = options_lib.Options(
+  room = strategy_lib.Room.of((CHAIN, TREE))
+  options = rollout.Options(
     max_length=slots - room.behind,
     max_prompt=min(PROMPT, slots // 2),
     slots=rows,
     kernels=kernels,
   )
-  shapes = programs_lib.Shapes.of(model, mesh, options, drafter, strategies, train=True)
-  weights = chunk_lib.Weights(
-    _parameters(mesh, target_lib.abstract_params(model), model.dtype),
-    _parameters(mesh, drafter_lib.abstract_params(drafter)),
-  )
-  pool = _Recorder()
-  if program == "prefill":
-    device_programs = programs_lib.Programs(shapes, pool, None)
-    device_programs.compile("prefill", (), weights.target, *shapes.prompts())
-    return pool.asked["prefill",]
-  source = source_lib.make(
-    "model",
-    source_lib.Setting(
-      *(model, mesh, pool, room, strategies),
-      drafter=drafter,
-      layout=shapes.layout,
-      kernels=kernels,
-    ),
-  )
-  bucket = options.buckets[-1]
-  full = shapes.slots(bucket, stops=1)
-  state = source.ready(weights, full)
-  if program == "fill":
-    return pool.asked["fill",]
-  arms = {"one": None, "plain": None, "chain": CHAIN, "tree": TREE, "fused": CHAIN}
-  arm = arms[program]
-  whole = jax.ShapeDtypeStruct((), jnp.int32, sharding=axes.sharding(mesh))
-  limits = chunk_lib.Limits(whole)
-  if arm is None:
-    state, source, weights = None, None, weights.replace(draft=None)
-  else:
-    limits = chunk_lib.Limits(whole, whole, whole)
-  trainer, training = None, None
+  strategies = f"up to {rows} live: off or {CHAIN} or {TREE}"
+  selector = selector_lib.make(strategies, "predictive", has_drafter=True)
+  shape = drafter_lib.of_target(model)
   if program in _TRAINS:
-    trainer, training = _training(model, drafter, mesh, options.max_length)
-    drafting = drafter_lib.abstract_params(drafter)
-    weights = weights.replace(draft=axes.with_shardings(mesh, axes.ROLLOUT, drafting))
-  chunks = chunks_lib.Chunks(shapes, pool, trainer, tokens=options.chunk)
-  mode = chunks_lib.ChunkMode(arm, source, weights)
-  chunks.program((bucket,), mode, full, state, limits, training)
-  return pool.asked[mode.name + ("+training" if training else ""), bucket]
+    drafter = abstract_spot(
+      *shapes.drafter_trainer(model, shape, mesh, options.max_length)
+    )
+  else:
+    drafter = spot_lib.Frozen(shape, abstract_drafter(shape, mesh))
+  engine = rollout.make(model, mesh, options, drafter, selector)
+  params = _parameters(mesh, target_lib.abstract_params(model), model.dtype)
+  names = {"one": "chunk", "plain": "chunk", "fused": f"{_name(CHAIN)}+training"}
+  names |= {"chain": _name(CHAIN), "tree": _name(TREE)}
+  wanted = names.get(program, program)
+  return next(p for (name, *_), p in of_rollout(engine, params).items() if name == wanted)
+
+
+def _name(strategy: strategy_lib.Strategy) -> str:
+  """The name of a strategy's program."""
+  return f"speculate_model_{strategy.width}_{strategy.verify}"
 
 
 def _parameters(mesh, abstract, dtype: str = "float32"):
   """Shapes of parameters in the layout of rollouts."""
   placed = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
   return jax.tree.map(lambda x: x.update(dtype=dtype), placed)
-
-
-def _training(model, drafter, mesh, longest: int):
-  """The drafter's trainer in rollouts, and what a fused chunk takes for it."""
-  trainer, options = shapes.drafter_trainer(model, drafter, mesh, longest)
-  return trainer, SpotShapes(trainer, options).training(most=1, expected_steps=1)
 
 
 def _update(mesh, model):

@@ -75,11 +75,7 @@ def measure(
     sampling = dataclasses.replace(run.sampling, temperature=temperature)
     at = dataclasses.replace(run, sampling=sampling)
     scored = sampler(at, models, name)(
-      models.params,
-      records,
-      samples_at(temperature, samples),
-      seed=seed,
-      draft_params=models.draft_params,
+      models.params, records, samples_at(temperature, samples), seed=seed
     )
     length = scored.samples.mean_acceptance_length
     case = {"strategy": name, "temperature": temperature}

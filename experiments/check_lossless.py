@@ -88,23 +88,16 @@ def main(config: config_lib.RunConfig):
     config, models.model, models.mesh, models.drafter, selector
   )
 
-  def draw(sampler: sample.Sampler, first: int, draft_params=None) -> sample.Scored:
+  def draw(sampler: sample.Sampler, first: int) -> sample.Scored:
     asked = [records[i % len(records)] for i in range(first, first + _BATCH.value)]
-    return sampler(
-      models.params,
-      asked,
-      1,
-      seed=config.seed,
-      first_request=first,
-      draft_params=draft_params,
-    )
+    return sampler(models.params, asked, 1, seed=config.seed, first_request=first)
 
   found = {str(s): dict.fromkeys(_COUNTED, 0) for s in strategies}
   count = {"responses": 0, "identical": 0, "identical_in_smaller_batches": 0}
   while sum(f["total_tokens"] for f in found.values()) < _TOKENS.value:
     first = count["responses"]
     selector.now = strategies[first // _BATCH.value % len(strategies)]
-    a, b = draw(plain, first), draw(speculative, first, models.draft_params)
+    a, b = draw(plain, first), draw(speculative, first)
     if _DTYPE.value == "bfloat16":
       again = draw(in_smaller_batches, first)
       count["identical_in_smaller_batches"] += identical(a.samples, again.samples)

@@ -27,16 +27,14 @@ def evaluate(
   seed: int,
   step: int,
   workdir: pathlib.Path,
-  draft_params: Any = None,
 ) -> dict[str, float]:
   """The metrics of an evaluation on held-out `records`; writes results by problem.
 
   Args:
     params: the policy's, sharded as for rollouts
-    draft_params: of a drafter that is not trained in rollouts
   """
   n = options.samples
-  scored = sample.evaluate(sampler, params, records, n, seed, draft_params)
+  scored = sample.evaluate(sampler, params, records, n, seed)
   write(scored, n, step, workdir, options.examples)
   return evaluation.metrics(scored, n)
 

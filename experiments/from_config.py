@@ -46,8 +46,7 @@ class Models:
   mesh: jax.sharding.Mesh
   model: model_lib.ModelConfig  # the policy's
   params: Any  # the policy's
-  drafter: drafter_lib.DrafterConfig | None = None
-  draft_params: Any = None
+  drafter: spot_lib.Frozen | None = None
 
 
 @functools.cache
@@ -229,8 +228,7 @@ def load_models(run: config_lib.RunConfig, dtype: str | None = None) -> Models:
   dtype = dtype or hf.load_config(run.policy).dtype
   model, params = hf.load(run.policy, mesh, axes.ROLLOUT, dtype)
   model = dataclasses.replace(model, dtype=dtype)
-  drafter, draft_params = load_drafter(run.drafter, run.seed, model, mesh)
-  return Models(mesh, model, params, drafter, draft_params)
+  return Models(mesh, model, params, load_drafter(run.drafter, run.seed, model, mesh))
 
 
 def make_learner(
@@ -255,14 +253,14 @@ def copy_reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:
 
 def load_drafter(
   name: str, seed: int, model: model_lib.ModelConfig, mesh: jax.sharding.Mesh
-) -> tuple[drafter_lib.DrafterConfig | None, Any]:
-  """A drafter and its parameters, of a folder or new by its kind; None of ""."""
+) -> spot_lib.Frozen | None:
+  """A drafter, of a folder or new by its kind; None of ""."""
   if not name:
-    return None, None
+    return None
   if not drafters.is_kind(name):
-    return drafter_files.load(name, model, mesh)
+    return spot_lib.Frozen(*drafter_files.load(name, model, mesh))
   drafter = drafter_lib.of_target(model, name)
-  return drafter, drafter_lib.new_params(drafter, mesh, seed)
+  return spot_lib.Frozen(drafter, drafter_lib.new_params(drafter, mesh, seed))
 
 
 def make_selector(run: config_lib.RunConfig) -> selector_lib.Selector | None:
@@ -330,20 +328,16 @@ def make_loss(settings: draft_loss.Settings, temperature: float) -> draft_loss.L
   return draft_loss.Loss(**vars(settings), temperature=temperature or 1.0)
 
 
-def make_spot(
-  run: config_lib.RunConfig,
-  model: model_lib.ModelConfig,
-  mesh: jax.sharding.Mesh,
-  drafter: drafter_lib.DrafterConfig | None,
-  draft_params: Any,
-) -> spot_lib.Spot | None:
-  """The drafter's training in rollouts, from `draft_params`; None if it stays as it is."""
+def make_drafter(
+  run: config_lib.RunConfig, model: model_lib.ModelConfig, mesh: jax.sharding.Mesh
+) -> rollout.Drafter | None:
+  """A run's drafter, with its training in rollouts if the config asks for that."""
+  drafter = load_drafter(run.drafter, run.seed, model, mesh)
+  shape = drafter and drafter.config
   made = make_draft_trainer(
-    run.spot, run.sampling.temperature, run.max_length, model, mesh, drafter
+    run.spot, run.sampling.temperature, run.max_length, model, mesh, shape
   )
-  if made is None:
-    return None
-  return spot_lib.Spot(*made, draft_params)
+  return drafter if made is None else spot_lib.Spot(*made, drafter.params)
 
 
 def rollout_options(run: config_lib.RunConfig) -> rollout.Options:
@@ -355,9 +349,8 @@ def make_sampler(
   run: config_lib.RunConfig,
   model: model_lib.ModelConfig,
   mesh: jax.sharding.Mesh,
-  drafter: drafter_lib.DrafterConfig | None = None,
+  drafter: rollout.Drafter | None = None,
   selector: selector_lib.Selector | None = None,
-  spot: spot_lib.Spot | None = None,
   like: sample.Sampler | None = None,
 ) -> sample.Sampler:
   """The sampler of a run's task, which answers prompts and scores the answers.
@@ -366,7 +359,7 @@ def make_sampler(
     run: its config; the tokenizer is that of its policy's folder
     model: the policy's
     mesh: of the run
-    drafter, selector, spot: speculation, see `rollout.make`
+    drafter, selector: speculation, see `rollout.make`
     like: another one of the same, compiled, whose programs this one shares
   """
   engine = rollout.make(
@@ -375,7 +368,6 @@ def make_sampler(
     rollout_options(run) if like is None else like.rollout.options,
     drafter=drafter,
     selector=selector,
-    spot=spot,
     pool=like and like.rollout.pool,
   )
   return sample.make(

@@ -126,7 +126,6 @@ def main(config: config_lib.RunConfig):
     records,
     _SAMPLES.value,
     seed=config.seed,
-    draft_params=models.draft_params,
     watch=shown if streams else None,
   )
   if not processes.is_first():

@@ -34,8 +34,8 @@ from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
-from tlt_jax.spec_decode.rollout import drafting as drafting_lib
-from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import backend as backend_lib
+from tlt_jax.spec_decode.rollout import devices as devices_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -136,11 +136,10 @@ class Run:
     """The policy's weights, and the arrays of a rollout."""
     config, selector = self.config, self.selector
     options = from_config.rollout_options(config)
-    strategies = selector.strategies if selector else ()
-    shapes = programs_lib.Shapes.of(
-      self.model, self.mesh, options, drafter, strategies, train=spot is not None
+    shapes = backend_lib.Shapes.of(
+      self.model, self.mesh, options, selector, drafter, train=spot is not None
     )
-    sources = drafting_lib.make_sources(selector, shapes, _NoPool(), drafter)
+    sources = devices_lib.make_sources(selector, shapes, _NoPool(), drafter)
     policy = self.weights()
     weights = chunk_lib.Weights(policy, self.draft_params(drafter))
     slots = shapes.slots(options.slots, self.stops)

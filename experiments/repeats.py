@@ -24,19 +24,11 @@ SIDES = ("plain", "frozen")
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-  """A way in which rollouts are repeated."""
-
-  sampler: sample.Sampler
-  draft_params: Any  # the drafter's; None: it drafts nothing
-
-
-@dataclasses.dataclass(frozen=True)
 class Repeats:
   """Repeats every n-th rollout; see `make`."""
 
   every: int  # n; 0: none is repeated
-  sides: dict[str, Side]  # of `SIDES`
+  sides: dict[str, sample.Sampler]  # of `SIDES`
 
   def __call__(self, step: int, params: Any, scored: sample.Scored) -> dict[str, float]:
     """Returns the metrics of the repeated rollouts; none where it is not repeated.
@@ -49,11 +41,11 @@ class Repeats:
     if not self.every or (step + 1) % self.every:
       return {}
     metrics = {}
-    for name, side in self.sides.items():
+    for name, sampler in self.sides.items():
       launch.release_freed_memory()  # as before the run's own
-      rollout, requests = side.sampler.rollout, scored.requests
+      rollout, requests = sampler.rollout, scored.requests
       began = time.perf_counter()
-      samples = rollout(params, requests, side.draft_params)
+      samples = rollout(params, requests)
       seconds = time.perf_counter() - began
       found = compare.compare(rollout.config, params, requests, scored.samples, samples)
       metrics |= {
@@ -67,17 +59,17 @@ class Repeats:
 
   def state(self) -> dict:
     """What its rollouts know, for a checkpoint; JSON can hold it."""
-    return {name: side.sampler.rollout.state() for name, side in self.sides.items()}
+    return {name: sampler.rollout.state() for name, sampler in self.sides.items()}
 
   def restore(self, state: dict | None, same_drafter: bool) -> None:
     """Goes on from what `state` gave, as far as it has these sides.
 
     Args:
       state: of `state`
-      same_drafter: see `Rollout.restore`
+      same_drafter: see `Engine.restore`
     """
-    for name, side in self.sides.items():
-      side.sampler.rollout.restore((state or {}).get(name), same_drafter)
+    for name, sampler in self.sides.items():
+      sampler.rollout.restore((state or {}).get(name), same_drafter)
 
 
 def make(
@@ -101,15 +93,14 @@ def make(
   every = run.compare.every
   if not every or from_config.make_selector(run) is None:
     return Repeats(0, {})
-  sides = {"plain": Side(from_config.make_sampler(run, model, mesh), None)}
-  spot = sampler.rollout.parts.spot
-  if spot is not None:
-    drafter, draft_params = from_config.load_drafter(run.drafter, run.seed, model, mesh)
+  sides = {"plain": from_config.make_sampler(run, model, mesh)}
+  if (spot := sampler.rollout.spot) is not None:
+    drafter = from_config.load_drafter(run.drafter, run.seed, model, mesh)
+    drafter = dataclasses.replace(drafter, spot=spot)
     selector = from_config.make_selector(run)
-    frozen = from_config.make_sampler(
-      run, model, mesh, drafter, selector, spot, like=sampler
+    sides["frozen"] = from_config.make_sampler(
+      run, model, mesh, drafter, selector, like=sampler
     )
-    sides["frozen"] = Side(frozen, draft_params)
   for side in sides.values():
-    side.sampler.compile(params, side.draft_params)
+    side.compile(params)
   return Repeats(every, sides)

@@ -63,11 +63,10 @@ def main(config: config_lib.RunConfig):
   reference = learner.offload(from_config.copy_reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
-  drafter, draft_params = from_config.load_drafter(config.drafter, config.seed, model, mesh)
+  drafter = from_config.make_drafter(config, model, mesh)
+  spot = drafter and drafter.spot  # None: nothing trains the drafter
   selector = from_config.make_selector(config)
-  spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
-  draft_params = None if spot else draft_params  # spot training has them from here on
-  sampler = from_config.make_sampler(config, model, mesh, drafter, selector, spot)
+  sampler = from_config.make_sampler(config, model, mesh, drafter, selector)
   replace = dynamic_sampling.make(algorithm, P, config.batch.most_prompts)
   prompts = dynamic_sampling.Queue(data.prompt_iterator(records, P, config.seed))
 
@@ -104,7 +103,7 @@ def main(config: config_lib.RunConfig):
     sampler.rollout.restore(saved.get("rollout"), same_drafter)
   policy = learner.to_rollout(state.params)
   state = learner.offload(state)
-  sampler.compile(policy, draft_params)
+  sampler.compile(policy)
   repeated = repeats.make(config, model, mesh, policy, sampler)
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
@@ -126,7 +125,6 @@ def main(config: config_lib.RunConfig):
           config.seed,
           step,
           run.path,
-          draft_params,
         )
       if step == steps:
         writer.write(step, metrics)
@@ -139,7 +137,6 @@ def main(config: config_lib.RunConfig):
         R,
         seed=config.seed,
         first_request=step * len(records) * R,
-        draft_params=draft_params,
         train=spot is not None,
         decide=decisions(step) if spot else None,
         replace=replace,
@@ -180,7 +177,7 @@ def main(config: config_lib.RunConfig):
   hf.save(run.path / "policy", model, state.params, dtype=model.dtype)
   tokenization.copy_files(config.policy, run.path / "policy")
   if spot:
-    drafter_files.save(run.path / "drafter", drafter, spot.params)
+    drafter_files.save(run.path / "drafter", drafter.config, drafter.params)
   plot.plot_all(run.path)
   if processes.is_first():
     print(summary.text(metrics_lib.read(run.path / "metrics.jsonl")))

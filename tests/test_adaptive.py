@@ -10,9 +10,9 @@ import pytest
 from tests import tiny
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import chooser
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import compare
-from tlt_jax.spec_decode.rollout import drafting
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.speculation.rules import epsilon_greedy
@@ -364,7 +364,7 @@ def test_what_the_choice_lost_is_told_by_what_is_known_at_the_end():
     *(0.0, seconds, BUCKET, arm, [live], [10], [0], tokens, 10 * live)
   )
   samples = samples_lib.empty(tiny.requests(1, 1))
-  lost = lambda chunks, rule: drafting.Drafting(rule, {}, clock).gains(
+  lost = lambda chunks, rule: chooser.Chooser(rule, clock).gains(
     [], dataclasses.replace(samples, chunks=chunks)
   )
   plain = chunk("off", 30.0, 20, live=2)
@@ -493,20 +493,16 @@ def test_an_adaptive_rollout_draws_the_same_and_can_be_followed():
   options = rollout.Options(**tiny.SIZES, slots=8, chunk=8)
   mesh = tiny.mesh(1)
   selector = predictive_lib.Predictive(((4, (None, CHAIN, TREE)), (8, (None, CHAIN))))
-  engine = rollout.make(tiny.CONFIG, mesh, options, tiny.DRAFTERS["eagle2"], selector)
+  engine = rollout.make(tiny.CONFIG, mesh, options, tiny.frozen("eagle2"), selector)
   made = tiny.requests(4, 3, max_tokens=np.linspace(10, 70, 12).astype(int))
-  draft_params = tiny.draft_params("eagle2", seed=5)
-  engine.compile(tiny.on(mesh), made.stop_tokens.shape[1], draft_params)
+  engine.compile(tiny.on(mesh), made.stop_tokens.shape[1])
   programs = len(engine.pool)
-  engine.measure(tiny.on(mesh), made.stop_tokens.shape[1], draft_params)
+  engine.measure(tiny.on(mesh), made.stop_tokens.shape[1])
   plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
-  drawn = engine(tiny.on(mesh), made, draft_params)
+  drawn = engine(tiny.on(mesh), made)
   result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
   assert result.differing_tokens == 0 and result.near_ties <= 1
   assert any(name == "strategy of off, 2_1_3, 3_2_6" for name, _ in drawn.decisions)
   assert len(engine.pool) == programs
-  again = engine(
-    *(tiny.on(mesh), made, draft_params),
-    decide=clock_lib.Decisions(drawn.decisions),
-  )
+  again = engine(tiny.on(mesh), made, decide=clock_lib.Decisions(drawn.decisions))
   assert [c.strategy for c in again.chunks] == [c.strategy for c in drawn.chunks]

@@ -56,7 +56,7 @@ def test_what_is_laid_out_outlives_what_was_handed_in(home):
     dtype="bfloat16",
     devices=jax.devices()[:1],
   )
-  assert policy.drafter is None and policy.rollouts.selector is None
+  assert policy.drafter is None and policy.engine.selector is None
   handed_in = jax.tree.map(lambda x: x.astype(jnp.float32), policy.params)
   placed = policy.place(handed_in)
   jax.tree.map(lambda x: x.delete(), handed_in)

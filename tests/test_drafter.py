@@ -30,6 +30,7 @@ from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 VOCAB = tiny.DRAFT_VOCAB
 CONFIGS = tiny.DRAFTERS | {
@@ -106,10 +107,11 @@ def sequences(count=48, seed=0):
   return prompts, [samples.response(i) for i in range(count)]
 
 
-def speculative(kind, mesh, options, strategy):
-  """A rollout in which a drafter drafts by the same strategy all the time."""
+def speculative(drafter, params, mesh, options, strategy):
+  """An engine in which a drafter drafts by the same strategy all the time."""
   always = selector_lib.always(strategy)
-  return rollout.make(tiny.CONFIG, mesh, options, CONFIGS[kind], always)
+  frozen = spot_lib.Frozen(drafter, params)
+  return rollout.make(tiny.CONFIG, mesh, options, frozen, always)
 
 
 def learner(kind, data=1, **loss):
@@ -544,8 +546,10 @@ def test_a_draft_vocabulary_changes_no_token(kind, strategy):
   plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
   drawn = np.concatenate([plain.response(i) for i in range(len(made))])
   assert 0.2 < np.isin(drawn, VOCAB).mean() < 0.8
-  run = speculative(kind, mesh, options, strategy_lib.parse(strategy))
-  drawn = run(tiny.on(mesh), made, params(kind))
+  parsed = strategy_lib.parse(strategy)
+  drawn = speculative(CONFIGS[kind], params(kind), mesh, options, parsed)(
+    tiny.on(mesh), made
+  )
   result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 1
@@ -557,4 +561,5 @@ def test_a_strategy_is_not_wider_than_the_draft_vocabulary():
   selector = selector_lib.always(strategy_lib.Strategy(2, 4, 6))
   options = rollout.Options(max_length=40, max_prompt=12, slots=16, chunk=8)
   with pytest.raises(ValueError, match="guesses 4 tokens per node, .* knows 3;"):
-    rollout.make(tiny.CONFIG, tiny.mesh(1), options, drafter, selector)
+    frozen = spot_lib.Frozen(drafter, params=None)
+    rollout.make(tiny.CONFIG, tiny.mesh(1), options, frozen, selector)

@@ -67,8 +67,9 @@ def test_a_new_kind_is_one_file_that_trains_and_drafts():
   mesh, made = tiny.mesh(1), tiny.requests(4, 4, max_tokens=24)
   options = rollout.Options(max_length=40, max_prompt=12, slots=16, chunk=8)
   plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
-  run = test_drafter.speculative("mtp", mesh, options, strategy_lib.Strategy(3, 2, 7))
-  drawn = run(tiny.on(mesh), made, params)
+  strategy = strategy_lib.Strategy(3, 2, 7)
+  run = test_drafter.speculative(MTP, params, mesh, options, strategy)
+  drawn = run(tiny.on(mesh), made)
   result = compare.compare(tiny.CONFIG, tiny.params(), made, plain, drawn)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 1

@@ -179,7 +179,7 @@ def test_replacements_get_slots_while_the_rest_drains():
     max_length=64, max_prompt=8, slots=4, buckets=(4, 2, 1), chunk=4
   )
   pages = pages_lib.Pages(2, options.page_sizes(beyond=0))
-  running = running_lib.Running(requests, pages, slices=2)
+  running = running_lib.Running(requests, pages)
   decide = clock_lib.Decisions()
   schedule = schedule_lib.Schedule(options, running, clock_lib.Clock(), decide, grows=True)
   assert schedule.done

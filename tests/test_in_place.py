@@ -112,7 +112,7 @@ def rollout_programs(data, model):
   train = spot_lib.Options(row_tokens=16, context_tokens=4, rows=2, carried_rows=1)
   spot = spot_lib.Spot(trainer(mesh, train, LENGTH), train, weights)
   selector = selector_lib.make("up to 4 live: off or 2_1_3 or 2_2_3", "predictive", True)
-  made = rollout.make(tiny.CONFIG, mesh, options, DRAFTER, selector, spot, pool)
+  made = rollout.make(tiny.CONFIG, mesh, options, spot, selector, pool)
   made.compile(jax.eval_shape(lambda x: x, tiny.on(mesh)), 2)
   return pool.compiled
 
@@ -272,6 +272,7 @@ def source_of(name, mesh):
     pool=programs.Pool(),
     room=strategy_lib.Room.of([STRATEGIES[name]]),
     strategies=(STRATEGIES[name],),
+    pages=PAGES,
     drafter=DRAFTER,
     layout=features_lib.of_drafter(DRAFTER),
   )

@@ -24,7 +24,7 @@ from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.decoding import slices
-from tlt_jax.spec_decode.rollout import ready
+from tlt_jax.spec_decode.rollout import devices
 
 home = commands.home
 GIB = 2**30
@@ -43,7 +43,8 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
   """In the order of the run; the figures are those of the arrays that come to be."""
   caplog.set_level(logging.INFO)
   monkeypatch.setattr(memory, "LEAST_BYTES", 1)
-  monkeypatch.setattr(ready.Ready, "compile", lambda self, w, s, options: options)
+  monkeypatch.setattr(devices.Devices, "compile_shared", lambda *_: None)
+  monkeypatch.setattr(devices.Devices, "compile_chunk", lambda *_: lambda _: None)
   said, log = [], memory.announce
 
   def announce(what, arrays, smaller):
@@ -73,15 +74,14 @@ def test_a_run_announces_each_large_allocation_before_it(home, monkeypatch, capl
   assert from_config.copy_reference(algorithm_lib.make("grpo"), params) is None
   state = learner.init(params)
   check("the policy's moments", state.opt_state)
-  drafter, draft_params = from_config.load_drafter(config.drafter, config.seed, model, mesh)
-  spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
+  spot = from_config.make_drafter(config, model, mesh)
   check("the training data of the drafter", spot.features)
   selector = from_config.make_selector(config)
-  sampler = from_config.make_sampler(config, model, mesh, drafter, selector, spot)
+  sampler = from_config.make_sampler(config, model, mesh, spot, selector)
   policy = learner.to_rollout(state.params)
   check(r"the policy of rollouts \(float32\)", policy)
   sampler.rollout.compile(policy, stop_tokens=1)
-  shapes = sampler.rollout.parts.shapes
+  shapes = sampler.rollout.backend.shapes
   slots = shapes.slots(sampler.rollout.options.slots, 1)
   check("KV cache and kept features", slices.zeros(slots))
 

@@ -61,13 +61,11 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
     model, algorithm, optimizer.make(**config.optimizer), mesh, **vars(config.learner)
   )
   reference, state = from_config.copy_reference(algorithm, params), learner.init(params)
-  drafter, draft_params = from_config.load_drafter(config.drafter, config.seed, model, mesh)
   selector = from_config.make_selector(config)
-  spot = from_config.make_spot(config, model, mesh, drafter, draft_params)
-  sampler = from_config.make_sampler(config, model, mesh, drafter, selector, spot)
+  spot = from_config.make_drafter(config, model, mesh)
+  sampler = from_config.make_sampler(config, model, mesh, spot, selector)
   policy = learner.to_rollout(state.params)
-  parts = sampler.rollout.parts
-  weights = parts.weights(policy, None)
+  weights, backend = sampler.rollout.weights(policy), sampler.rollout.backend
 
   expected = {
     "policy in training": held(state.params),
@@ -78,10 +76,10 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
     "drafter's training rows": held(spot.features),
   }
   bucket = sampler.rollout.options.slots
-  slots = slices.zeros(parts.shapes.slots(bucket, 1))
-  source = parts.drafting.sources["model"]
+  slots = slices.zeros(backend.shapes.slots(bucket, 1))
+  source = backend.sources["model"]
   source.ready(weights, slots)
-  drafts = source.prepare(weights, slots, [[None] * bucket] * parts.shapes.slices)
+  drafts = source.prepare(weights, slots, [[None] * bucket] * backend.shapes.slices)
   expected["KV cache"] = held(slots.replace(features=None))
   expected["kept features"] = held(slots.features)
   expected["state of drafts"] = held(drafts)

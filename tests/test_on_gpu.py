@@ -25,6 +25,7 @@ from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 TPU = pytest.param("pallas", marks=pytest.mark.tpu)
@@ -90,11 +91,12 @@ def requests():
 @functools.cache
 def responses(kernels, dtype, strategy, page=64):
   """A rollout of requests of unequal lengths, through two buckets."""
-  config, params, drafter, draft_params = model(dtype)
+  config, params, *drafter = model(dtype)
+  drafter = spot_lib.Frozen(*drafter)
   parsed = strategy_lib.parse(strategy)
   selector = parsed and selector_lib.always(parsed)
   if not strategy_lib.uses_drafter(parsed):
-    drafter = draft_params = None
+    drafter = None
   engine = rollout.make(
     config,
     axes.make_mesh(1, jax.devices()[:1]),
@@ -106,7 +108,7 @@ def responses(kernels, dtype, strategy, page=64):
     drafter,
     selector,
   )
-  return engine(params, requests(), draft_params)
+  return engine(params, requests())
 
 
 @pytest.mark.parametrize("page", [64, 256])

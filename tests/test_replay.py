@@ -57,9 +57,9 @@ def run(monkeypatch, seed: int, replay=(None, None)):
   selector = selector_lib.make("up to 4 live: off or 2_1_3", "predictive", has_drafter=True)
   with tiny.shared_programs(BF16):
     engine = rollout.make(
-      BF16, tiny.mesh(2), rollout.Options(**SIZES), DRAFTER, selector, spot=spot
+      BF16, tiny.mesh(2), rollout.Options(**SIZES), spot, selector
     )
-  engine.parts.clock.now = now
+  engine.clock.now = now
   params = {k: x for k, x in tiny.params().items() if k != "layer_1"}
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
   limits = np.where(np.arange(16) // 4 % 2, np.linspace(20, 80, 16).astype(int), 6)

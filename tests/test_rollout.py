@@ -184,15 +184,15 @@ def test_a_prompt_is_prefilled_once():
   """Eight responses of one prompt cost one row of one prefill."""
   engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
   prefilled = []
-  inner = engine.parts.programs.run
+  inner = engine.pool.run
 
   def counted(name, key, *args, **static):
     if name == "prefill":
-      sink = args[1][0].k.shape[0] - 1
-      prefilled.append(int(np.sum(np.asarray(args[3])[:, 0] < sink)))
+      sink = args[2][0].k.shape[0] - 1
+      prefilled.append(int(np.sum(np.asarray(args[4])[:, 0] < sink)))
     return inner(name, key, *args, **static)
 
-  engine.parts.programs.run = counted
+  engine.pool.run = counted
   engine(tiny.params(), tiny.requests(1, 8))
   assert prefilled == [1]
 
@@ -226,7 +226,7 @@ def test_out_of_memory_in_the_smallest_bucket_says_so():
   def never(*args, **static):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
 
-  engine.parts.programs.run = never
+  engine.pool.run = never
   with pytest.raises(MemoryError, match="even 24 slots a slice do not fit"):
     engine(tiny.params(), tiny.requests(1, 1))
 

@@ -33,7 +33,7 @@ class Chosen(selector_lib.Selector):
 @functools.cache
 def engine(kernels, data=1, model=1, buckets=()):
   options = rollout.Options(**SIZES, buckets=buckets, kernels=kernels)
-  drafter = tiny.DRAFTERS["eagle2"]
+  drafter = tiny.frozen("eagle2")
   return rollout.make(tiny.CONFIG, tiny.mesh(data, model), options, drafter, Chosen())
 
 
@@ -54,7 +54,7 @@ def run(strategy, kernels, data=1, model=1, **options):
   made = engine(kernels, data, model, **options)
   made.selector.chosen = strategy
   params = tiny.on(tiny.mesh(data, model))
-  return made(params, requests(), tiny.draft_params("eagle2", 5))
+  return made(params, requests())
 
 
 reference = functools.cache(lambda: run(None, kernels=None))

@@ -27,7 +27,7 @@ def start(count=20, clock=None, **changes):
 
 def schedule_of(made, slices, given, clock=None, grows=False):
   pages = pages_lib.Pages(slices, given.page_sizes(beyond=0))
-  running = running_lib.Running(made, pages, slices)
+  running = running_lib.Running(made, pages)
   clock = clock or clock_lib.Clock()
   return schedule_lib.Schedule(given, running, clock, clock_lib.Decisions(), grows)
 
@@ -35,11 +35,8 @@ def schedule_of(made, slices, given, clock=None, grows=False):
 def admit_all(schedule):
   """Fills the slots as a rollout does."""
   schedule.begin_chunk()
-  plan = schedule.plan()
-  schedule.running.resize(plan.bucket)
-  for admission in plan.admissions:
-    schedule.running.seat(admission.slice, admission.request)
-  return plan.admissions
+  while schedule.seat()[1]:
+    pass
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -170,15 +167,10 @@ def test_none_joins_a_slice_whose_pages_ran_out_until_one_has_ended():
 
   def admitted():
     schedule.begin_chunk()
-    plan = schedule.plan()
-    running.resize(plan.bucket)
-    for p in plan.prefills:
-      running.hold(p.slice, p.row, p.prompt)
-    for a in plan.admissions:
-      running.share(a.slice, a.row, a.request)
-      running.seat(a.slice, a.request)
-    pages.assign(running.owner, running.end(schedule.tokens))
-    return [a.request for a in plan.admissions]
+    before = set(running.seated)
+    schedule.seat()
+    running.take_pages(schedule.tokens)
+    return sorted(set(running.seated) - before)
 
   seats = [admitted() for _ in range(5)]  # one prompt at a time has a row of the store
   assert seats == [[0], [1], [2], [3], []]

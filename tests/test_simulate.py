@@ -116,25 +116,25 @@ def test_chunks_and_passes_of_speculation_are_those_of_a_rollout(slices, monkeyp
   """With what stood in each pass replayed, of chunks of a single pass."""
   mesh, requests = tiny.mesh(slices), tiny.requests()
   speculative = lambda sizes: rollout.make(
-    tiny.CONFIG, mesh, sizes, tiny.DRAFTERS["eagle2"], selector.always(CHAIN)
+    tiny.CONFIG, mesh, sizes, tiny.frozen("eagle2", 0), selector.always(CHAIN)
   )
-  draft = tiny.draft_params("eagle2", 0)
-  stood, one = {}, speculative(options(4, CHAIN.depth + 1, single=True))
-  run = one.parts.chunks.run
+  accepted, one = {}, speculative(options(4, CHAIN.depth + 1, single=True))
+  run = one.backend.run
 
-  def watched(batch, *args):
-    owner, drawn = batch.running.owner.reshape(-1), batch.running.drawn.copy()
-    ran = run(batch, *args)
-    for i, count in zip(owner, ran.emitted.count, strict=True):
+  def watched(*args):
+    running = one.backend._running
+    owner, drawn = running.owner.reshape(-1), running.drawn.copy()
+    result = run(*args)
+    for i, count in zip(owner, result.emitted.count, strict=True):
       if i >= 0:
-        stood[int(i), int(drawn[i])] = int(count) - 1
-    return ran
+        accepted[int(i), int(drawn[i])] = int(count) - 1
+    return result
 
-  monkeypatch.setattr(one.parts.chunks, "run", watched)
-  one(tiny.on(mesh), requests, draft)
+  monkeypatch.setattr(one.backend, "run", watched)
+  one(tiny.on(mesh), requests)
   sizes = options(4, single=slices < 4)
-  real = speculative(sizes)(tiny.on(mesh), requests, draft)
-  replayed = acceptance_lib.Replay(stood)
+  real = speculative(sizes)(tiny.on(mesh), requests)
+  replayed = acceptance_lib.Replay(accepted)
   how = dict(selector=selector.always(CHAIN), acceptance=replayed)
   again = follow(real, requests, slices, sizes, **how)
   assert counts(again) == counts(real)

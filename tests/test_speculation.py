@@ -22,14 +22,13 @@ from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import draft as draft_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 OPTIONS = rollout.Options(**tiny.SIZES, slots=32, chunk=16, buckets=(8,))
 NARROW = dataclasses.replace(OPTIONS, slots=8, buckets=())  # one bucket: half the programs
 CHAIN = strategy_lib.Strategy(depth=4, width=1, verify=9)
 TREE = strategy_lib.Strategy(depth=3, width=2, verify=7)
 TREES = ("3_4_16", "8_4_48")
-DRAFTERS = tiny.DRAFTERS
-draft_params = functools.partial(tiny.draft_params, seed=5)
 
 
 class Chosen(selector_lib.Selector):
@@ -50,7 +49,7 @@ class Chosen(selector_lib.Selector):
 
 @functools.cache
 def engine(data=1, model=1, kind=None):
-  drafter, selector = (DRAFTERS[kind], Chosen()) if kind else (None, None)
+  drafter, selector = (tiny.frozen(kind), Chosen()) if kind else (None, None)
   usual = (data, model) == (1, 1) and kind != "eagle3"
   mesh, options = tiny.mesh(data, model), OPTIONS if usual else NARROW
   return rollout.make(tiny.CONFIG, mesh, options, drafter, selector)
@@ -75,7 +74,7 @@ def plain(**options):
 def speculate(made, choose, kind="eagle2", data=1, model=1):
   run = engine(data, model, kind)
   run.selector.rule = choose
-  return run(tiny.on(tiny.mesh(data, model)), made, draft_params(kind))
+  return run(tiny.on(tiny.mesh(data, model)), made)
 
 
 def assert_same(made, a, b):
@@ -169,9 +168,9 @@ def test_a_drafter_that_is_always_wrong_changes_no_token(monkeypatch):
   )
   monkeypatch.setattr(draft_lib.Draft, "logits", logits)
   selector = selector_lib.ByLiveBatch(((99, CHAIN),))
-  drafter = DRAFTERS["eagle2"]
+  drafter = tiny.frozen("eagle2")
   run = rollout.make(tiny.CONFIG, tiny.mesh(1), NARROW, drafter, selector)
-  drawn = run(tiny.on(tiny.mesh(1)), made, draft_params("eagle2"))
+  drawn = run(tiny.on(tiny.mesh(1)), made)
   assert_same(made, samples, drawn)
   assert drawn.mean_acceptance_length < 1.05
 
@@ -197,7 +196,8 @@ def default_task():
   run = commands.read_run("countdown.py:small")
   mesh = tiny.mesh(2)
   model, params = hf.load(run.policy, mesh, axes.ROLLOUT)
-  drafter = drafter_files.load("experiments/drafters/countdown", model, mesh)
+  loaded = drafter_files.load("experiments/drafters/countdown", model, mesh)
+  drafter = spot_lib.Frozen(*loaded)
   tokenizer = tokenization.Tokenizer.load(run.policy)
   records = data.source(**run.held_out | {"size": 128})
   made = requests_lib.make_requests(
@@ -215,9 +215,9 @@ def default_task():
 @pytest.mark.parametrize("strategy", ["5_1_6", "3_4_16"])
 def test_a_trained_drafter_draws_the_same_in_fewer_passes(strategy):
   """More than 30,000 tokens of the default task."""
-  model, params, (drafter, draft_params), made, make, samples = default_task()
+  model, params, drafter, made, make, samples = default_task()
   selector = selector_lib.always(strategy_lib.parse(strategy))
-  drawn = make(drafter, selector)(params, made, draft_params)
+  drawn = make(drafter, selector)(params, made)
   result = compare.compare(model, params, made, samples, drawn)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 3
@@ -229,11 +229,11 @@ def test_features_are_kept_alike():
   """Features of a speculative rollout equal those of a plain one."""
   made, selector = requests(), Chosen()
   keep = dataclasses.replace(NARROW, features=True)
-  run = rollout.make(tiny.CONFIG, tiny.mesh(1), keep, DRAFTERS["eagle2"], selector)
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), keep, tiny.frozen("eagle2"), selector)
   drawn = []
   for strategy in (TREE, None):
     selector.rule = always(strategy)
-    drawn.append(run(tiny.on(tiny.mesh(1)), made, draft_params("eagle2")))
+    drawn.append(run(tiny.on(tiny.mesh(1)), made))
   with_draft, without = drawn
   assert without.mean_acceptance_length == 1
   for a, b in zip(with_draft.features, without.features, strict=True):
@@ -244,11 +244,11 @@ def test_features_are_kept_alike():
 def test_nothing_compiles_after_compiling_ahead():
   """`compile` covers the programs of speculation."""
   selector = selector_lib.ByLiveBatch(((4, CHAIN),))
-  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, DRAFTERS["eagle2"], selector)
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, tiny.frozen("eagle2"), selector)
   made, params = requests(), tiny.on(tiny.mesh(1))
-  run.compile(params, made.stop_tokens.shape[1], draft_params("eagle2"))
+  run.compile(params, made.stop_tokens.shape[1])
   count = len(run.pool)
-  run(params, made, draft_params("eagle2"))
+  run(params, made)
   assert len(run.pool) == count, run.pool.report()
 
 
@@ -262,8 +262,8 @@ def test_strategies_that_make_no_sense_are_refused():
   with pytest.raises(ValueError, match="DEPTH_WIDTH_VERIFY"):
     strategy_lib.parse("5x1")
   with pytest.raises(ValueError, match="no room for a strategy of depth 20"):
-    make(DRAFTERS["eagle2"], strategy_lib.Strategy(20, 1, 21))
+    make(tiny.frozen("eagle2"), strategy_lib.Strategy(20, 1, 21))
   with pytest.raises(ValueError, match="strategy 4_1_9 needs a drafter"):
     make(None, CHAIN)
   with pytest.raises(ValueError, match="needs a selector"):
-    rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, DRAFTERS["eagle2"])
+    rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, tiny.frozen("eagle2"))

@@ -21,10 +21,9 @@ from tlt_jax.rl import grpo
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as features_lib
-from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
-from tlt_jax.spec_decode.rollout import chunks
+from tlt_jax.spec_decode.rollout import backend
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.rollout import harvest
@@ -89,10 +88,10 @@ def two_micro_batches(monkeypatch):
   monkeypatch.setattr(investment.Investment, "_pays", lambda *_: True)
 
 
-def make_engine(spot, kind="eagle2", data=2, model=1, selector=SWITCHES):
-  mesh, drafter = tiny.mesh(data, model), tiny.DRAFTERS[kind]
+def make_engine(spot, data=2, model=1, selector=SWITCHES):
+  mesh = tiny.mesh(data, model)
   with tiny.shared_programs(spot.trainer, selector):
-    return rollout.make(tiny.CONFIG, mesh, OPTIONS, drafter, selector, spot=spot)
+    return rollout.make(tiny.CONFIG, mesh, OPTIONS, spot, selector)
 
 
 def loss_at_hand(spot, params):
@@ -135,7 +134,7 @@ def flat(params):
 def test_idle_slices_train_and_no_token_changes(kind, data, model):
   """The loss on the rows at hand falls over a few rollouts; they never left the devices."""
   spot = make_spot(kind, data, model)
-  engine = make_engine(spot, kind, data, model)
+  engine = make_engine(spot, data, model)
   # A copy: the state is donated.
   before = jax.tree.map(jnp.array, spot.state.params)
   for seed in range(7, 11):
@@ -226,7 +225,7 @@ def test_what_slices_learn_is_exchanged_after_so_many_updates_and_at_the_end():
     exchanged.append(int(before))
     assert equal_on_all_slices(spot) and spot.params is not drafted
 
-  spot.exchange, clock = watched, engine.parts.clock
+  spot.exchange, clock = watched, engine.clock
   told = clock.exchanged
   clock.exchanged = lambda seconds: told(min(seconds, 1e-9))  # whatever runs beside
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
@@ -448,12 +447,12 @@ def test_a_chunk_says_what_decoding_and_micro_batches_took():
   clock = clock_lib.Clock()
   anything = mock.MagicMock()
   schedule = mock.MagicMock(clock=clock)
-  made = harvest.Harvest(anything, anything, schedule, samples_lib.empty(requests()))
+  made = harvest.Harvest(anything, anything, schedule)
 
   def book(slice_s, steps, micro_batches):
     emitted = slots_lib.Emitted(*[None] * 5, steps=np.array(steps))
     trained = mock.MagicMock(micro_batches=np.array(micro_batches), skipped=0)
-    return made.book(chunks.ChunkResult(emitted, None, trained, np.array(slice_s)))
+    return made.book(backend.ChunkResult(emitted, trained, np.array(slice_s)))
 
   assert book([2.0, 3.0], [8, 0], [0, 6]) == 2.0 and clock.micro_batch_s == 0.5
   assert book([2.0, 2.5], [8, 2], [0, 4]) == 2.0  # ran dry on the way
@@ -506,17 +505,17 @@ def test_a_rollout_may_draft_with_another_drafter_than_the_one_in_training():
   """As one that is repeated does; nothing is trained, and programs are shared."""
   spot = make_spot()
   engine = make_engine(spot)
-  first = tiny.draft_params("eagle2", seed=5)
   samples = engine(tiny.on(engine.mesh), requests(), train=True)
   with tiny.shared_programs(spot.trainer, SWITCHES):
-    args = tiny.CONFIG, engine.mesh, OPTIONS, tiny.DRAFTERS["eagle2"], SWITCHES
-    frozen = rollout.make(*args, spot=spot, pool=engine.pool)
+    other = dataclasses.replace(tiny.frozen("eagle2"), spot=spot)
+    args = tiny.CONFIG, engine.mesh, OPTIONS, other, SWITCHES
+    frozen = rollout.make(*args, pool=engine.pool)
   programs, step = len(engine.pool), int(spot.state.step)
-  assert_same(7, frozen(tiny.on(engine.mesh), requests(), first))
+  assert_same(7, frozen(tiny.on(engine.mesh), requests()))
   assert_same(7, samples)
   assert len(engine.pool) == programs and int(spot.state.step) == step
-  with pytest.raises(ValueError, match="give none to a rollout that trains"):
-    engine(tiny.on(engine.mesh), requests(), first, train=True)
+  with pytest.raises(ValueError, match="no drafter that trains"):
+    frozen(tiny.on(engine.mesh), requests(), train=True)
 
 
 @pytest.mark.slow

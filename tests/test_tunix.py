@@ -275,9 +275,9 @@ def test_nothing_is_compiled_once_it_is_prepared(tlt):
   """Requests of tunix's options have the shapes that `prepare` compiles for."""
   ready = make(tlt, slots=2)
   ready.prepare()
-  count = len(ready._rollout.pool)
+  count = len(ready._engine.pool)
   ready.generate(PROMPTS, settings(tlt))
-  assert len(ready._rollout.pool) == count > 0
+  assert len(ready._engine.pool) == count > 0
 
 
 def test_parameters_are_taken_in_a_copy(tlt, engine):

@@ -14,6 +14,7 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
 from tlt_jax.models import target
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 CONFIG = config_lib.ModelConfig(
   architecture="Qwen3ForCausalLM",
@@ -64,6 +65,11 @@ DRAFTERS = {
 @functools.cache
 def draft_params(kind: str, seed: int):
   return drafter.init_params(DRAFTERS[kind], jax.random.key(seed))
+
+
+def frozen(kind: str, seed: int = 5) -> spot_lib.Frozen:
+  """A drafter of random weights that nothing trains."""
+  return spot_lib.Frozen(DRAFTERS[kind], draft_params(kind, seed))
 
 
 @functools.cache
@@ -119,13 +125,13 @@ def requests(num_prompts: int = 6, responses: int = 4, **options):
 
 def refuse_chunks(monkeypatch, engine, most: int) -> list:
   """Lets chunks of more slots run out of memory; the list gets their keys."""
-  inner, refused = engine.parts.chunks.program, []
+  inner, refused = engine.pool.get, []
 
-  def limited(key, *args):
-    if key[0] > most:
-      refused.append(key)
+  def limited(name, key, *args, **static):
+    if key and key[0] > most:
+      refused.append((name, key))
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
-    return inner(key, *args)
+    return inner(name, key, *args, **static)
 
-  monkeypatch.setattr(engine.parts.chunks, "program", limited)
+  monkeypatch.setattr(engine.pool, "get", limited)
   return refused

@@ -37,6 +37,7 @@ from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 Requests, Samples = requests_lib.Requests, samples_lib.Samples
 make_requests = requests_lib.make_requests  # prompts as token ids -> Requests
@@ -50,7 +51,7 @@ class Policy:
   folder: pathlib.Path  # it was read from
   drafter: drafter_lib.DrafterConfig | None
   draft_params: dict | None
-  rollouts: rollout_lib.Rollout  # not stable
+  engine: rollout_lib.Engine  # not stable
 
   @functools.cached_property
   def tokenizer(self) -> tokenization.Tokenizer:
@@ -73,8 +74,10 @@ class Policy:
     Raises:
       RequestError: a request is too long
     """
-    draft_params = self.draft_params if draft_params is None else draft_params
-    return self.rollouts(params, requests, draft_params)
+    if self.engine.drafter is not None:
+      given = draft_params is not None
+      self.engine.drafter.params = draft_params if given else self.draft_params
+    return self.engine(params, requests)
 
   def place(self, params: dict) -> dict:
     """Copies a trainer's parameters to the devices and dtypes of `Policy.params`.
@@ -146,16 +149,17 @@ def load(
   if strategies is None:
     strategies = levels.automatic(has_drafter=draft is not None)
   selector = selector_lib.make(strategies, "predictive", draft is not None)
-  rollouts = rollout_lib.make(
+  frozen = spot_lib.Frozen(draft, draft_params) if draft and selector else None
+  engine = rollout_lib.make(
     config,
     mesh,
     rollout_lib.Options(
       max_length=max_prompt + max_tokens, max_prompt=max_prompt, slots=slots, **options
     ),
-    drafter=draft if selector else None,
+    drafter=frozen,
     selector=selector,
   )
-  return Policy(config, mesh, params, pathlib.Path(policy), draft, draft_params, rollouts)
+  return Policy(config, mesh, params, pathlib.Path(policy), draft, draft_params, engine)
 
 
 def _check_options(options: dict[str, Any]) -> None:

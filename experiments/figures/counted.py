@@ -62,19 +62,24 @@ def sampler(
 
 
 def watch(made: sample.Sampler) -> dict[tuple[int, int], int]:
-  """What stands by (request, tokens drawn before), filled while the sampler runs."""
-  stood, run = {}, made.rollout.parts.chunks.run
+  """Accepted drafts by (request, tokens drawn before), filled while the sampler runs."""
+  backend, accepted = made.rollout.backend, {}
+  begin, run, running = backend.begin, backend.run, []
 
-  def watched(batch, *args):
-    owner, drawn = batch.running.owner.reshape(-1), batch.running.drawn.copy()
-    ran = run(batch, *args)
-    for i, count in zip(owner, ran.emitted.count, strict=True):
+  def begun(now):
+    running[:] = [now]
+    begin(now)
+
+  def watched(*args):
+    owner, drawn = running[0].owner.reshape(-1), running[0].drawn.copy()
+    result = run(*args)
+    for i, count in zip(owner, result.emitted.count, strict=True):
       if i >= 0:
-        stood[int(i), int(drawn[i])] = int(count) - 1
-    return ran
+        accepted[int(i), int(drawn[i])] = int(count) - 1
+    return result
 
-  made.rollout.parts.chunks.run = watched
-  return stood
+  backend.begin, backend.run = begun, watched
+  return accepted
 
 
 def counts(samples: samples_lib.Samples) -> list[tuple]:
@@ -102,9 +107,7 @@ def main(config: config_lib.RunConfig):
   lengths = scenario_lib.draw_lengths(what, P * R, most, config.seed)
 
   def run(made: sample.Sampler, chain: bool) -> sample.Scored:
-    draft = models.draft_params if chain else None
-    how = dict(seed=config.seed, draft_params=draft, lengths=lengths)
-    return made(models.params, records, R, **how)
+    return made(models.params, records, R, seed=config.seed, lengths=lengths)
 
   one_pass = {"rollout.chunk": CHAIN.depth + 1, "rollout.buckets": ()}
   single = sampler(trees.change(config, one_pass), models, True)

@@ -55,7 +55,7 @@ def measure(config: config_lib.RunConfig) -> dict:
   resident = lambda: psutil.Process().memory_info().rss / 2**20
   before = resident()
   stops = len(made.tokenizer.stop_tokens) + 1
-  made.rollout.compile(models.params, stops, models.draft_params)
+  made.rollout.compile(models.params, stops)
   pool = made.rollout.pool
   return {
     "programs": len(pool),

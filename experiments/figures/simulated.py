@@ -35,7 +35,7 @@ from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated_lib
 from tlt_jax.simulate import scenario as scenario_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import backend as backend_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _STEPS = flags.DEFINE_integer("steps", 10, "Rollouts of each side.", lower_bound=1)
@@ -64,7 +64,7 @@ def samplers(
     made[side] = from_config.make_sampler(
       own, models.model, models.mesh, models.drafter if drafts else None, chosen
     )
-    made[side].compile(models.params, models.draft_params if drafts else None)
+    made[side].compile(models.params)
   return made
 
 
@@ -96,7 +96,6 @@ def measure(
       R,
       seed=config.seed,
       first_request=turn * P * R,
-      draft_params=None if side == "plain" else models.draft_params,
       lengths=lengths(turn),
     )
 
@@ -121,9 +120,8 @@ def times(
     for arm in engine.selector.strategies if engine.selector else (None,):
       engines.setdefault(arm, engine)
   for arm, engine in engines.items():
-    draft_params = None if arm is None else models.draft_params
     for bucket, length in itertools.product(engine.options.buckets, LENGTHS):
-      name, args = strategy_lib.name(arm), (models.params, bucket, draft_params, arm)
+      name, args = strategy_lib.name(arm), (models.params, bucket, arm)
       for _ in range(2):  # the first time is slower
         found["step", name, bucket, length] = engine.time_step(*args, length=length)
       if several:
@@ -150,8 +148,8 @@ class Plain:
     """Watches the sampler's chunks from now on."""
     self.host_s: list[float] = []  # per chunk, of each rollout
     self._sampler, self._chunks_s = sampler, 0.0
-    chunks = sampler.rollout.parts.chunks
-    self._run, chunks.run = chunks.run, self._watched
+    backend = sampler.rollout.backend
+    self._run, backend.run = backend.run, self._watched
 
   def __call__(self, *args, **options) -> sample.Scored:
     """Rolls out."""
@@ -161,7 +159,7 @@ class Plain:
     self.host_s.append((ran[-1].end_s - self._chunks_s) / len(ran))
     return scored
 
-  def _watched(self, *args) -> chunks_lib.ChunkResult:
+  def _watched(self, *args) -> backend_lib.ChunkResult:
     ran = self._run(*args)
     self._chunks_s += ran.seconds
     return ran

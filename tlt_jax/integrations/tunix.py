@@ -99,30 +99,24 @@ class Rollout(base_rollout.BaseRollout):
     lengths = dict(max_length=length, max_prompt=max_prompt)
     sizes = rollout_lib.Options(slots=slots, **lengths, **options)
     self._params = self._place(nnx.state(rollout_actor, nnx.Param))
-    made = _load_drafter(drafter, self._config, self._mesh, trains=spot is not None)
-    self._drafter, self._draft_params = made
+    self._drafter = _load_drafter(
+      drafter, self._config, self._mesh, trains=spot is not None
+    )
     selector = self._selector(strategies, spot)
-    self._spot = None
     if spot is not None:
       trainer = self._trainer(spot, spot_loss, spot_optimizer, length)
-      self._spot = spot_lib.Spot(trainer, spot, self._draft_params)
-      self._draft_params = None  # the trainer has them
-    self._rollout = rollout_lib.make(
-      self._config,
-      self._mesh,
-      sizes,
-      drafter=self._drafter if selector else None,
-      selector=selector,
-      spot=self._spot,
-    )
+      self._drafter = spot_lib.Spot(trainer, spot, self._drafter.params)
+    self._trains = spot is not None
+    drafting = (self._drafter, selector) if selector else ()
+    self._engine = rollout_lib.make(self._config, self._mesh, sizes, *drafting)
     self._drawn = 0  # responses so far, which offsets the noise
     self.samples: samples_lib.Samples | None = None  # of the latest call, for metrics
 
   def prepare(self) -> None:
     """Compiles all programs and times the strategies ahead of their first use."""
     stop_tokens = len(self._stop_tokens(self._rollout_config)) + 1
-    self._rollout.compile(self._params, stop_tokens, self._draft_params)
-    self._rollout.measure(self._params, stop_tokens, self._draft_params)
+    self._engine.compile(self._params, stop_tokens)
+    self._engine.measure(self._params, stop_tokens)
 
   def generate(
     self,
@@ -157,9 +151,7 @@ class Rollout(base_rollout.BaseRollout):
     requests = dataclasses.replace(
       requests, prompts=tokens, prompt_idx=prompt_idx.astype(np.int32)
     )
-    samples = self._rollout(
-      self._params, requests, self._draft_params, train=self._spot is not None
-    )
+    samples = self._engine(self._params, requests, train=self._trains)
     self.samples, self._drawn = samples, self._drawn + len(prompts)
     kept = [_before(samples.response(i), [self.pad_id()]) for i in range(len(prompts))]
     logp = [samples.logp[i, : len(x)] for i, x in enumerate(kept)]
@@ -243,8 +235,7 @@ class Rollout(base_rollout.BaseRollout):
     """Writes the current drafter, for another run or for serving."""
     if self._drafter is None:
       raise ValueError("no drafter to save: give Rollout one, as drafter='eagle2'")
-    params = self._draft_params if self._spot is None else self._spot.params
-    drafter_files.save(folder, self._drafter, params)
+    drafter_files.save(folder, self._drafter.config, self._drafter.params)
 
   def _selector(
     self, strategies: str | None, spot: spot_lib.Options | None
@@ -268,7 +259,7 @@ class Rollout(base_rollout.BaseRollout):
   ) -> trainer_lib.Trainer:
     return spot_lib.make_trainer(
       self._config,
-      self._drafter,
+      self._drafter.config,
       self._mesh,
       optimizer=rule or optimizer.make("adamw", 3e-4, b2=0.99),
       longest=longest,
@@ -282,7 +273,7 @@ class Rollout(base_rollout.BaseRollout):
     return [*(config.eos_tokens or [self.eos_id()]), self.pad_id()]
 
   def _check_room(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
-    sizes, longest = self._rollout.options, max(map(len, prompts))
+    sizes, longest = self._engine.options, max(map(len, prompts))
     if longest > sizes.max_prompt or longest + max_tokens > sizes.max_length:
       raise ValueError(
         f"the engine was made for prompts of {sizes.max_prompt} tokens and responses of "
@@ -303,18 +294,18 @@ def _load_drafter(
   mesh: jax.sharding.Mesh,
   *,
   trains: bool,
-) -> tuple[drafter_lib.DrafterConfig | None, dict | None]:
+) -> spot_lib.Frozen | None:
   if name is None:
-    return None, None
+    return None
   if not drafters.is_kind(str(name)):
-    return drafter_files.load(name, config, mesh)
+    return spot_lib.Frozen(*drafter_files.load(name, config, mesh))
   if not trains:
     raise ValueError(
       f"drafter={name!r} has random parameters: add spot=spot.Options() to train it, or "
       "give the folder of a trained one"
     )
   drafter = drafter_lib.of_target(config, str(name))
-  return drafter, drafter_lib.new_params(drafter, mesh, seed=0)
+  return spot_lib.Frozen(drafter, drafter_lib.new_params(drafter, mesh, seed=0))
 
 
 def _sampling(config: base_rollout.RolloutConfig) -> dict[str, Any]:

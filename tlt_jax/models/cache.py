@@ -17,7 +17,8 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import heads
 
-PAGE = 128  # slots of a page: a longer one wastes more at the end of rows; kernels take 64, 128, ...
+# Slots of a page: a longer one wastes more at the end of rows; kernels take 64, 128, ...
+PAGE = 128
 
 
 @flax.struct.dataclass

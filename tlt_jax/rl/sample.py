@@ -116,18 +116,18 @@ class Scored:
 class Sampler:
   """Draws responses to prompts and scores them; see `make`."""
 
-  rollout: rollout_lib.Rollout
+  rollout: rollout_lib.Engine
   tokenizer: tokenization.Tokenizer
   judge: judge_lib.Judge
   sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
   chat: bool = False  # wrap plain prompts in the chat template
   system: str = ""  # system message of that template
 
-  def compile(self, params, draft_params=None) -> None:
+  def compile(self, params) -> None:
     """Compiles and times every program of the rollout."""
     stop_tokens = len(self.tokenizer.stop_tokens) + 1
-    self.rollout.compile(params, stop_tokens, draft_params)
-    self.rollout.measure(params, stop_tokens, draft_params)
+    self.rollout.compile(params, stop_tokens)
+    self.rollout.measure(params, stop_tokens)
     logging.info("rollout: %s", self.rollout.pool.report())
 
   def __call__(
@@ -138,7 +138,6 @@ class Sampler:
     *,
     seed: int,
     first_request: int = 0,
-    draft_params=None,
     lengths: np.ndarray | None = None,
     replace: dynamic_sampling.Rule | None = None,
     **options: Any,
@@ -150,7 +149,6 @@ class Sampler:
       records: P prompts, {"prompt", "answer"} each
       responses: R
       first_request: number of the first response in the run; the rest count up from it
-      draft_params: the drafter's, if there is one that is not trained meanwhile
       lengths: i32[P * R], fixed lengths of the responses, to follow a trace
       replace: which prompts are replaced by later ones of `records`; None: all of them
         are asked
@@ -181,7 +179,7 @@ class Sampler:
           return lambda: not pending[0].done()
 
         began = time.perf_counter()
-        samples = self._run(params, requests, draft_params, score=begin, **options)
+        samples = self._run(params, requests, score=begin, **options)
         drawn = time.perf_counter()
         judged, choice = pending[0].result().whole(), None
       rollout_s = drawn - began
@@ -190,7 +188,7 @@ class Sampler:
       replacement = dynamic_sampling.Replacement(replace, requests, score)
       with contextlib.closing(replacement):
         began = time.perf_counter()
-        samples = self._run(params, requests, draft_params, ask=replacement, **options)
+        samples = self._run(params, requests, ask=replacement, **options)
         rollout_s = time.perf_counter() - began
         judged, choice = replacement.finish()
       count = len(judged.text)
@@ -208,8 +206,8 @@ class Sampler:
       choice=choice,
     )
 
-  def _run(self, params, requests, draft_params, **options) -> samples_lib.Samples:
-    samples = self.rollout(params, requests, draft_params, **options)
+  def _run(self, params, requests, **options) -> samples_lib.Samples:
+    samples = self.rollout(params, requests, **options)
     if not np.isfinite(samples.logp).all():
       raise FloatingPointError(
         "the policy's log-probabilities are not finite: its weights hold NaN or "
@@ -245,7 +243,7 @@ class Sampler:
 
 
 def make(
-  rollout: rollout_lib.Rollout,
+  rollout: rollout_lib.Engine,
   *,
   tokenizer: tokenization.Tokenizer,
   judge: judge_lib.Judge,
@@ -322,14 +320,7 @@ _EVALUATION = 1 << 31  # added to the seed: no evaluation shares noise with a st
 
 
 def evaluate(
-  sampler: Sampler,
-  params,
-  records: Sequence[dict],
-  samples: int,
-  seed: int,
-  draft_params=None,
+  sampler: Sampler, params, records: Sequence[dict], samples: int, seed: int
 ) -> Scored:
   """Draws `samples` responses per held-out record, with the same noise every time."""
-  return sampler(
-    params, records, samples, seed=seed + _EVALUATION, draft_params=draft_params
-  )
+  return sampler(params, records, samples, seed=seed + _EVALUATION)

@@ -1,7 +1,4 @@
-"""Stand-ins for a rollout's device side; they spend simulated time.
-
-Scheduling and decisions stay with the objects of `spec_decode.rollout`.
-"""
+"""Devices whose work only takes simulated time; scheduling and decisions are real."""
 
 import dataclasses
 import functools
@@ -9,16 +6,16 @@ import functools
 import jax
 import numpy as np
 
-from tlt_jax import programs as pool_lib
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
-from tlt_jax.spec_decode.rollout import batch as batch_lib
-from tlt_jax.spec_decode.rollout import chunks as chunks_lib
-from tlt_jax.spec_decode.rollout import programs as programs_lib
-from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.rollout import backend as backend_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
-from tlt_jax.spec_decode.speculation.sources import model as model_lib
 from tlt_jax.spec_decode.spot import fused
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
@@ -38,127 +35,37 @@ class Timer:
     self.seconds += seconds
 
 
-class Programs:
-  """Replaces `rollout.programs.Programs`: knows the shapes, runs only training."""
-
-  def __init__(
-    self,
-    shapes: programs_lib.Shapes,
-    costs: costs_lib.Costs,
-    timer: Timer,
-    row_tokens: int,
-  ):
-    self.shapes, self.costs, self.timer = shapes, costs, timer
-    self.pool = pool_lib.Pool(shapes.options.budget)
-    self.micro_batch_s = costs.micro_batch_s(row_tokens)
-
-  def run(self, name: str, key: tuple, *args):
-    """Trains on all slices, outside of a chunk, or exchanges."""
-    del key
-    if name == "exchange":
-      self.timer.spend(self.costs.exchange_s(self.shapes.slices))
-      return None, None
-    if name != "train":
-      raise ValueError(f"program {name!r} is not simulated")
-    training = args[1]
-    filled = training.rows.order[:, 0]
-    self.timer.spend(int(training.most) * self.micro_batch_s)
-    trained = np.where(filled > 0, training.most, 0)
-    return trainer_lib.Trained(training.states, trained)
-
-
 @dataclasses.dataclass(frozen=True)
 class Trainer(trainer_lib.Trainer):
-  """Has neither loss nor optimizer, and only counts what it trains."""
+  """Only counts what it trains: a state is the micro-batches that wait for an update."""
+
+  def init_states(self, params: None) -> tuple[np.ndarray, None]:
+    return np.zeros(self.mesh.size), None
+
+  def init_features(self, abstract: jax.ShapeDtypeStruct) -> None:
+    """None are kept."""
+
+  def place(self, x: np.ndarray) -> np.ndarray:
+    return x
 
   def account(
     self, states: np.ndarray, micro_batches: np.ndarray
   ) -> trainer_lib.Account:
-    """A state is just the micro-batches that wait for an update."""
     updates, waiting = np.divmod(states + micro_batches, self.per_update)
     return trainer_lib.Account(
       waiting, micro_batches, updates.astype(np.int32), 0, {"new_rows": 0}
     )
 
 
-class Spot(spot_lib.Spot):
-  """The drafter's training: a real buffer, no arrays."""
+class Counts(samples_lib.Samples):
+  """Samples without tokens: only their numbers."""
 
-  def __init__(self, trainer: trainer_lib.Trainer, options: spot_lib.Options):
-    """`trainer` has neither loss nor optimizer."""
-    self.trainer, self.options = trainer, options
-    self.row_tokens = spot_lib.row_tokens(trainer, options)
-    self.buffer = spot_lib.make_buffer(trainer, options)
-    self.investment = self._new_investment()
-    self._features, self._states = None, np.zeros(len(self.buffer.rows))
-    self._reset_counts()
-
-  @property
-  def params(self):
-    return None
-
-  def rows(self) -> rows_lib.Rows:
-    return rows_lib.Rows(None, None, self.buffer.order())
-
-  def exchange(self, program) -> None:
-    program(None, None)
-    self._states = np.full_like(self._states, self._states.mean())
-    self._reset_counts()
+  def extend(self, i, start, emitted, row) -> None:
+    """Keeps nothing."""
 
 
-class Batch(batch_lib.Batch):
-  """The slots of a rollout, without arrays."""
-
-  def follow(self, plan, params, tokens) -> None:
-    running = self.running
-    if plan.bucket != running.bucket:
-      running.resize(plan.bucket)
-    prompts, work = running.requests.prompts, [0] * self._shapes.slices
-    for p in plan.prefills:
-      work[p.slice] += len(prompts[p.prompt])
-      running.hold(*p)
-    self.programs.timer.spend(self.programs.costs.prefill_s(max(work)))
-    for a in plan.admissions:
-      running.share(a.slice, a.row, a.request)
-      running.seat(a.slice, a.request)
-    self.extend(tokens)
-
-  def extend(self, tokens) -> None:
-    self.running.pages.assign(self.running.owner, self.running.end(tokens))
-
-  def store(self, rows, pieces, count) -> None:
-    """Nothing to copy."""
-
-
-class Drafter(model_lib.Model):
-  """A drafter without weights, whose KV of new tokens takes time to compute."""
-
-  def __init__(self, programs: Programs):
-    self._programs = programs
-    self.reset()
-
-  def prepare(self, weights, slots, running) -> None:
-    missing = [
-      sum(max(self._lacking_from(r) - self._filled.get(r.request, 0), 0) for r in row if r)
-      for row in running
-    ]
-    self._programs.timer.spend(self._programs.costs.fill_s(max(missing)))
-
-  def _lacking_from(self, request) -> int:
-    return max(len(request.tokens) - 1 - self._programs.shapes.room.longest, 0)
-
-  def release(self, state, running) -> None:
-    self._keep_filled(running)
-
-
-def make_source(name: str, programs: Programs) -> source_lib.Source:
-  """A source that drafts nothing; only a drafter's takes time."""
-  is_drafter = name == strategy_lib.MODEL
-  return Drafter(programs) if is_drafter else source_lib.Source(None)
-
-
-class Chunks:
-  """Replaces `rollout.chunks.Chunks`: counts a chunk's tokens, and spends its time.
+class Devices:
+  """The `Backend` of simulated rollouts.
 
   The loops of `decoding.decode` and `speculation.speculate`, without tokens; response i
   gets `lengths[i]`.
@@ -166,28 +73,102 @@ class Chunks:
 
   def __init__(
     self,
-    programs: Programs,
+    shapes: backend_lib.Shapes,
+    costs: costs_lib.Costs,
+    timer: Timer,
     acceptance: acceptance_lib.Acceptance | None,
     lengths: np.ndarray,
-    spot: Spot | None,
+    trainer: Trainer | None,
+    row_tokens: int,
   ):
-    self._programs, self._acceptance, self._lengths = programs, acceptance, lengths
-    self._spot = spot
-    self._quota = jax.jit(jax.vmap(fused.quota, in_axes=(_TRAINING, _EMITTED)))
+    """Spends the costs of what it is asked to do.
 
-  def run(self, batch, mode, draft_state, limits, training) -> chunks_lib.ChunkResult:
-    running, programs = batch.running, self._programs
-    owner = running.owner
+    Args:
+      lengths: i32[B]  tokens of each response
+      row_tokens: of a micro-batch
+    """
+    self.shapes, self._costs, self._timer = shapes, costs, timer
+    self._acceptance, self._lengths, self._trainer = acceptance, lengths, trainer
+    self._micro_batch_s = costs.micro_batch_s(row_tokens)
+    self._quota = jax.jit(jax.vmap(fused.quota, in_axes=(_TRAINING, _EMITTED)))
+    self._running: running_lib.Running | None = None
+    self._filled: dict[int, int] = {}  # tokens in the drafter's KV, of each request
+
+  def samples(self, requests: requests_lib.Requests) -> samples_lib.Samples:
+    most = self.shapes.room.longest if self._acceptance else None
+    samples = vars(samples_lib.empty(requests, most=most))
+    # Read, for a request's last token, and never written.
+    tokens = np.broadcast_to(np.int32(0), samples["tokens"].shape)
+    nothing = np.zeros(0, np.float32)
+    return Counts(**samples | {"tokens": tokens, "logp": nothing, "logp_filtered": nothing})
+
+  def begin(self, running: running_lib.Running) -> None:
+    self._running = running
+
+  def end(self) -> None:
+    self._filled = {}
+
+  def compute(self, params: None, work: running_lib.Work) -> None:
+    tokens = [sum(len(prompt.tokens) for prompt in prompts) for prompts in work.prompts]
+    self._timer.spend(self._costs.prefill_s(max(tokens)))
+
+  def place(self, moved: bool) -> None:
+    """Nothing to place."""
+
+  def finished(self, prompt: np.ndarray, response: np.ndarray) -> None:
+    """Nothing to learn from."""
+
+  def features_of(self, request: int) -> np.ndarray:
+    raise ValueError("features are not simulated")
+
+  def store(self, spot: spot_lib.Spot, pieces: np.ndarray, count: np.ndarray) -> None:
+    """Nothing to copy."""
+
+  def train(self, params: None, training: trainer_lib.Training) -> trainer_lib.Account:
+    self._timer.spend(int(training.most) * self._micro_batch_s)
+    trained = np.where(training.rows.order[:, 0] > 0, training.most, 0)
+    return self._trainer.account(training.states, trained)
+
+  def exchange(self, states: np.ndarray, updates: np.ndarray) -> tuple[np.ndarray, None]:
+    self._timer.spend(self._costs.exchange_s(self.shapes.slices))
+    return np.full_like(states, states.mean()), None
+
+  def peak_bytes(self) -> int:
+    return 0
+
+  def state(self) -> dict:
+    return {}
+
+  def restore(self, state: dict) -> None:
+    """Nothing was learnt."""
+
+  def time_step(
+    self, weights, bucket, arm, stops, training, slices=None, length=None
+  ) -> float:
+    seen = bucket * (length or self.shapes.options.max_length // 4)
+    return self._costs.step_s(bucket, arm, seen)
+
+  def run(
+    self,
+    weights: chunk_lib.Weights,
+    arm: clock_lib.Arm,
+    limits: chunk_lib.Limits,
+    training: trainer_lib.Training | None,
+  ) -> backend_lib.ChunkResult:
+    running, owner = self._running, self._running.owner
+    drafts = arm is not None and arm.source == strategy_lib.MODEL
+    if drafts:
+      self._fill()
     left = np.where(owner < 0, 0, self._lengths[owner] - running.drawn[owner])
     seen = np.where(owner < 0, 0, running.position[owner] + 1)
-    if mode.arm is None:
+    if arm is None:
       count = np.minimum(left, int(limits.tokens))
       steps, accepted = count.max(1), None
     else:
       start = np.where(owner < 0, 0, running.drawn[owner])
-      count, steps, accepted = self._speculate(owner, left, start, mode.arm, limits)
+      count, steps, accepted = self._speculate(owner, left, start, arm, limits)
     mean_seen = (seen + count / 2).sum(1)  # while the chunk runs
-    step_s = functools.partial(programs.costs.step_s, running.bucket, mode.arm)
+    step_s = functools.partial(self._costs.step_s, running.bucket, arm)
     shared_s = np.array([step_s(s) for s in mean_seen])  # while other slices decode
     busy_s, last = steps * shared_s, int(np.argmax(steps))
     if alone := steps[last] - np.delete(steps, last).max(initial=0):
@@ -204,14 +185,32 @@ class Chunks:
     slice_s, trained = busy_s, None
     if training is not None:
       mine = self._micro_batches(training, emitted)
-      slice_s = busy_s + mine * programs.micro_batch_s
-      trained = self._spot.trainer.account(training.states, mine)
-    programs.timer.spend(programs.costs.host_s + float(slice_s.max()))
-    return chunks_lib.ChunkResult(emitted, None, trained, slice_s)
+      slice_s = busy_s + mine * self._micro_batch_s
+      trained = self._trainer.account(training.states, mine)
+    if drafts:
+      known = running.known_after(emitted)
+      self._filled = {i: self._lacking_from(n) for i, n in known.items()}
+    self._timer.spend(self._costs.host_s + float(slice_s.max()))
+    return backend_lib.ChunkResult(emitted, trained, slice_s)
+
+  def _fill(self) -> None:
+    """Computes the drafter's KV of tokens that were drawn without it."""
+    running = self._running
+    known = running.position + 1
+
+    def missing(i: int) -> int:
+      return max(self._lacking_from(int(known[i])) - self._filled.get(i, 0), 0)
+
+    tokens = [sum(missing(i) for i in row if i >= 0) for row in running.owner.tolist()]
+    self._timer.spend(self._costs.fill_s(max(tokens)))
+
+  def _lacking_from(self, known: int) -> int:
+    """As of the real drafter: tokens that a chunk finds in its KV."""
+    return max(known - 1 - self.shapes.room.longest, 0)
 
   def _speculate(self, owner, left, start, arm, limits):
     """Tokens drawn i32[slices batch], passes i32[slices], Emitted.accepted."""
-    slices, most = len(owner), self._programs.shapes.room.longest
+    slices, most = len(owner), self.shapes.room.longest
     steps, accepted = np.zeros(slices, np.int64), np.zeros((slices, most), np.int64)
     where = np.nonzero(left)
     s, left_of = where[0], left[where]
@@ -242,7 +241,7 @@ class Chunks:
 
   def _micro_batches(self, training, emitted) -> np.ndarray:
     """The micro-batches that each slice trains, i32[slices]."""
-    slices = self._programs.shapes.slices
+    slices = self.shapes.slices
     view = emitted.replace(
       tokens=None,
       count=None,

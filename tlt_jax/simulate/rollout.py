@@ -11,16 +11,13 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
-from tlt_jax.simulate import devices
+from tlt_jax.simulate import devices as devices_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import backend as backend_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import drafting as drafting_lib
-from tlt_jax.spec_decode.rollout import loop as loop_lib
+from tlt_jax.spec_decode.rollout import engine as engine_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
-from tlt_jax.spec_decode.rollout import parts as parts_lib
-from tlt_jax.spec_decode.rollout import programs as programs_lib
-from tlt_jax.spec_decode.rollout import ready as ready_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -29,36 +26,6 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 class Machine:
   slices: int
   costs: costs_lib.Costs
-
-
-class Counts(samples_lib.Samples):
-  """Samples without tokens: only their numbers."""
-
-  def extend(self, i, start, emitted, row) -> None:
-    """Keeps nothing."""
-
-
-class Loop(loop_lib.Loop):
-  def _empty(self, requests) -> samples_lib.Samples:
-    samples = vars(super()._empty(requests))
-    # Read, for a request's last token, and never written.
-    tokens = np.broadcast_to(np.int32(0), samples["tokens"].shape)
-    nothing = np.zeros(0, np.float32)
-    return Counts(**samples | {"tokens": tokens, "logp": nothing, "logp_filtered": nothing})
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts(parts_lib.Parts):
-  def batch(self, requests) -> devices.Batch:
-    return devices.Batch(self.programs, requests)
-
-
-class Ready(ready_lib.Ready):
-  """Takes step times from the cost model."""
-
-  def time_step(self, weights, bucket, arm, stops, slices=None, length=None) -> float:
-    seen = bucket * (length or self._shapes.options.max_length // 4)
-    return self._programs.costs.step_s(bucket, arm, seen)
 
 
 def simulate(
@@ -92,14 +59,13 @@ def simulate(
   """
   _check(requests, lengths, selector, acceptance, spot)
   mesh = jax.sharding.AbstractMesh((machine.slices, 1), (axes.DATA, axes.MODEL))
-  strategies = selector.strategies if selector else ()
   drafter = drafter_lib.of_target(config, "eagle3") if spot else None
-  shapes = programs_lib.Shapes.of(
-    config, mesh, options, drafter, strategies, train=spot is not None
+  shapes = backend_lib.Shapes.of(
+    config, mesh, options, selector, drafter, train=spot is not None
   )
-  trains = None
+  trainer, trains, row_tokens = None, None, 1
   if spot is not None:
-    trainer = devices.Trainer(
+    trainer = devices_lib.Trainer(
       config,
       drafter,
       mesh,
@@ -109,25 +75,17 @@ def simulate(
       per_update=spot.micro_batches_per_update,
     )
     # Acceptance is an input: training after a rollout would not change it.
-    trains = devices.Spot(trainer, dataclasses.replace(spot, after_rollout_share=0.0))
-  timer = devices.Timer()
-  row_tokens = trains.row_tokens if trains else 1
-  programs = devices.Programs(shapes, machine.costs, timer, row_tokens)
-  chunks = devices.Chunks(programs, acceptance, lengths, trains)
-  sources = {s.source: devices.make_source(s.source, programs) for s in strategies}
-  drafting = drafting_lib.Drafting(selector, sources, clock_lib.Clock(timer.now))
-  parts = Parts(programs, chunks, drafting, trains)
-  Ready(parts).measure(parts.weights(None, None), 1, options)
+    within = dataclasses.replace(spot, after_rollout_share=0.0)
+    trains = spot_lib.Spot(trainer, within, params=None)
+    row_tokens = trains.row_tokens
+  timer = devices_lib.Timer()
+  devices = devices_lib.Devices(
+    shapes, machine.costs, timer, acceptance, lengths, trainer, row_tokens
+  )
+  engine = engine_lib.Engine(devices, selector, trains, clock_lib.Clock(timer.now))
+  engine.measure(None, stop_tokens=1)
   for _ in range(rollouts):
-    samples = Loop(
-      parts,
-      options,
-      None,
-      None,
-      requests,
-      train=spot is not None,
-      decide=decide or clock_lib.Decisions(),
-    ).run()
+    samples = engine(None, requests, train=spot is not None, decide=decide)
   return samples
 
 

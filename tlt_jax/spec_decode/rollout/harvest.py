@@ -13,10 +13,9 @@ import numpy as np
 
 from tlt_jax import processes
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.rollout import batch as batch_lib
-from tlt_jax.spec_decode.rollout import chunks as chunks_lib
+from tlt_jax.spec_decode.rollout import backend as backend_lib
+from tlt_jax.spec_decode.rollout import chooser as chooser_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import drafting as drafting_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
@@ -34,22 +33,21 @@ class Harvest:
   def __init__(
     self,
     spot: spot_lib.Spot,
-    batch: batch_lib.Batch,
+    backend: backend_lib.Backend,
     schedule: schedule_lib.Schedule,
-    samples: samples_lib.Samples,
   ):
     """Begins a rollout.
 
     Args:
       spot: what is trained, and on what
-      batch, schedule: of the rollout
-      samples: where the account goes
+      backend: on which
+      schedule: of the rollout
     """
-    self.spot, self.batch, self.samples = spot, batch, samples
+    self.spot, self.backend = spot, backend
     self.schedule, self.clock, self.decide = schedule, schedule.clock, schedule.decide
-    self._programs = batch.programs
+    self.running, self.samples = schedule.running, schedule.running.samples
     self._exchanged_s = 0.0  # seconds of chunks before the last exchange
-    samples.training = []
+    self.samples.training = []
     spot.buffer.begin_rollout()
     spot.investment.begin_rollout()
     self._trains = bool(self.decide("train", lambda: spot.investment.in_idle_slices))
@@ -57,7 +55,7 @@ class Harvest:
   @property
   def ready(self) -> bool:
     """Whether a slice is to be trained, and there is something to train on."""
-    live = self.batch.running.live
+    live = self.running.live
     idle = bool(live.any() and not live.all())
     return self._trains and idle and self.spot.buffer.holds_any
 
@@ -75,11 +73,13 @@ class Harvest:
       arm: with which it decodes
       steps: its most
     """
-    running, clock = self.batch.running, self.clock
+    running, clock = self.running, self.clock
     left = running.requests.max_tokens[running.seated] - running.drawn[running.seated]
     tokens = min(self.schedule.tokens, int(max(left)))
-    expect = lambda: clock.expected_steps(running.bucket, arm, steps, tokens)
-    expected = self.decide("expected", expect)
+    expected = self.decide(
+      "expected",
+      functools.partial(clock.expected_steps, running.bucket, arm, steps, tokens),
+    )
     if not self._trains or not self.spot.buffer.holds_any:
       return self.spot.training(0, expected)
 
@@ -93,7 +93,7 @@ class Harvest:
     several = np.count_nonzero(running.live) > 1
     return self.spot.training(most, expected, most if several else 0)
 
-  def book(self, result: chunks_lib.ChunkResult) -> float:
+  def book(self, result: backend_lib.ChunkResult) -> float:
     """Books what a chunk trained; returns the seconds that decoding took in it."""
     self._take(result.trained)
     micro_batches, decoded = result.trained.micro_batches, result.emitted.steps > 0
@@ -105,18 +105,18 @@ class Harvest:
     return float(max(np.maximum(decoding_s, least)[decoded], default=0.0))
 
   def observe(
-    self, seen: selector_lib.Observation, drafting: drafting_lib.Drafting
+    self, seen: selector_lib.Observation, chooser: chooser_lib.Chooser
   ) -> None:
     """Books how a chunk was decoded, and might have been."""
-    arms = drafting.selector.arms(seen.live) if drafting.selector else ()
-    self.spot.investment.observe(seen, arms, drafting.step_s(seen.bucket))
+    arms = chooser.selector.arms(seen.live) if chooser.selector else ()
+    self.spot.investment.observe(seen, arms, chooser.step_s(seen.bucket))
 
   def store(self, ended: list[running_lib.Ended]) -> None:
     """Keeps the features of requests that have ended, as far as there is room.
 
     Their pages are still theirs: others get them with the next chunk.
     """
-    running, spot = self.batch.running, self.spot
+    running, spot = self.running, self.spot
     options = self.schedule.options
     most = spot.most_pieces(options.slots, options.max_length)
     num_slices = len(running.owner)
@@ -129,7 +129,7 @@ class Harvest:
         pieces[e.slice, count[e.slice, 0]] = *piece, *e.pages
         count[e.slice] += 1
     if count.any():
-      spot.take_features(self.batch.store(spot.features, pieces, count))
+      self.backend.store(spot, pieces, count)
 
   def finish(
     self,
@@ -186,8 +186,11 @@ class Harvest:
     if not self._learnt(self.spot.options.updates_per_exchange):
       return
     seconds = self.clock.seconds
-    due = lambda: self.clock.exchange_s <= _EXCHANGING * (seconds - self._exchanged_s)
-    if self.decide("exchange", due):
+
+    def is_due() -> bool:
+      return self.clock.exchange_s <= _EXCHANGING * (seconds - self._exchanged_s)
+
+    if self.decide("exchange", is_due):
       if not self.clock.exchange_s:  # not known yet
         self._exchange_timed()
       else:
@@ -205,10 +208,10 @@ class Harvest:
 
   def _exchange(self) -> None:
     """Lets slices exchange what they have learnt."""
-    self.spot.exchange(functools.partial(self._programs.run, "exchange", ()))
+    self.spot.exchange(self.backend.exchange)
 
   def _exchange_timed(self) -> None:
-    """Exchanges, and tells the clock what that takes."""
+    """Exchanges, and books what that takes."""
     jax.block_until_ready(self.spot.states)
     began = self.clock.now()
     self._exchange()
@@ -218,9 +221,7 @@ class Harvest:
   def _train(self, params, micro_batches: int) -> None:
     """Trains on all slices."""
     training = self.spot.training(micro_batches)
-    trained = self._programs.run("train", (), params, training)
-    totals = processes.gather(trained.totals)
-    self._take(self.spot.trainer.account(trained.states, totals))
+    self._take(self.backend.train(params, training))
 
   def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)

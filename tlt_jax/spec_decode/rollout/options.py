@@ -1,5 +1,6 @@
 """The sizes of a rollout: slots, memory, chunks; and its kernels."""
 
+from collections.abc import Collection
 from typing import Literal
 
 from tlt_jax import programs
@@ -83,6 +84,17 @@ class Options(Settings):
         f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "
         f"({self.max_length})"
       )
+
+  def bucket(self, live: int, without: Collection[int] = ()) -> int | None:
+    """The smallest bucket for so many live requests on a slice; None: none is left.
+
+    If none is that large, the widest.
+
+    Args:
+      without: buckets that cannot be used
+    """
+    left = [n for n in self.buckets if n not in without]
+    return min((n for n in left if n >= live), default=max(left, default=None))
 
   def page_sizes(self, beyond: int) -> pages_lib.Sizes:
     """Pages for the requests that may run, and for prompts.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
@@ -80,7 +81,6 @@ class Schedule:
     # i32[slices]  requests that a slice kept when its pages ran out: until one of them has
     # ended, none joins them. 0: it has pages
     self._full = np.zeros(slices, np.int32)
-    self._plan: Plan | None = None  # the last one
 
   @property
   def done(self) -> bool:
@@ -145,6 +145,22 @@ class Schedule:
       wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
 
+  def limits(
+    self, arm: clock_lib.Arm, exact_steps: bool
+  ) -> tuple[chunk_lib.Limits, int]:
+    """How far the next chunk goes, and the steps that this is at most.
+
+    Args:
+      exact_steps: see `steps_within`
+    """
+    tokens = np.int32(self.tokens)
+    if arm is None:
+      return chunk_lib.Limits(tokens), self.tokens
+    bucket = self.running.bucket
+    within = functools.partial(self.steps_within, bucket, arm, exact_steps)
+    steps = self.decide("steps", within)
+    return chunk_lib.Limits(tokens, np.int32(steps), np.int32(arm.depth)), steps
+
   def steps_within(self, bucket: int, arm: clock_lib.Arm, exact_steps: bool) -> int:
     """How many steps of a strategy the next chunk may take, within its time.
 
@@ -161,11 +177,21 @@ class Schedule:
     within = self.options.chunk_s / step_s if step_s else most
     return int(np.clip(within, 1, most))
 
+  def seat(self) -> tuple[running_lib.Work, bool]:
+    """Seats waiting requests in the smallest bucket that holds all that run then.
+
+    Returns:
+      what the devices have to do for them; and whether any were seated: others may be,
+      once that is done
+    """
+    plan = self.plan()
+    work = self.running.admit(plan.bucket, plan.prefills, plan.admissions)
+    return work, bool(plan.admissions)
+
   def plan(self) -> Plan:
     """Takes requests off the queues, and chooses the bucket for all that run then."""
     admissions, prefills = self._admit()
-    self._plan = Plan(self._fit(admissions), admissions, prefills)
-    return self._plan
+    return Plan(self._fit(admissions), admissions, prefills)
 
   def _admit(self) -> tuple[list[Admission], list[Prefill]]:
     """The requests that get a slot, and the prompts that must be prefilled.
@@ -257,8 +283,7 @@ class Schedule:
 
   def choose(self, live: int) -> int:
     """The smallest bucket for so many live requests on a slice; if none is, the widest."""
-    fitting = [n for n in self.options.buckets if n >= live and n not in self.excluded]
-    return min(fitting, default=self.widest())
+    return self.options.bucket(live, self.excluded) or self.widest()
 
   def widest(self) -> int:
     """Most slots that a bucket has.
@@ -280,11 +305,10 @@ class Schedule:
     Returns:
       that bucket
     """
-    goal, running = self._plan.bucket, self.running
+    goal, running = self.running.bucket, self.running
     self.excluded |= {n for n in self.options.buckets if n >= goal}
     for s, queue in enumerate(self.queues):
       lost = {int(i) for i in running.owner[s] if i >= 0}
-      lost |= {a.request for a in self._plan.admissions if a.slice == s}
       running.start_over(list(lost))
       queue.extendleft(sorted(lost, reverse=True))
     self.prompt_row = [{} for _ in self.queues]

@@ -22,6 +22,7 @@ from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.speculation import tree as tree_lib
@@ -37,6 +38,7 @@ class Setting:
   pool: programs.Pool  # for its own programs
   room: strategy_lib.Room
   strategies: tuple[strategy_lib.Strategy, ...]  # those that name this source
+  pages: pages_lib.Sizes  # of KV and features
   drafter: drafter_lib.DrafterConfig | None = None
   layout: features_lib.Layout | None = None  # of the features that are kept
   fill_rows: int = 8  # requests whose drafter KV is computed at a time
@@ -108,8 +110,8 @@ class Source:
     """On the devices, at a chunk's end: from the loop's state to `release`'s."""
     return state
 
-  def release(self, state: Any, running: Running) -> None:
-    """Takes the state after a chunk; `running` are the requests that continue."""
+  def release(self, state: Any, known: abc.Mapping[int, int]) -> None:
+    """Takes the state after a chunk, and the tokens of each request that continues."""
 
   def reset(self) -> None:
     """Frees its device arrays: no request is running any more."""

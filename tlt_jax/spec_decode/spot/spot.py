@@ -12,6 +12,7 @@ are averaged; an average over updates drafts.
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,13 +21,11 @@ import numpy as np
 import optax
 
 from tlt_jax import axes
-from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
-from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import investment as investment_lib
 from tlt_jax.spec_decode.spot import loss as loss_lib
@@ -133,27 +132,37 @@ def abstract_features(
   return features_lib.abstract(trainer.mesh, options.rows, dtype, length, size)
 
 
+@dataclasses.dataclass
+class Frozen:
+  """A drafter that no rollout trains."""
+
+  config: drafter_lib.DrafterConfig
+  params: Any  # laid out by `axes.ROLLOUT`
+  # One of this shape that trains, whose programs this one shares.
+  spot: "Spot | None" = None
+
+
 class Spot:
-  """The drafter's training through a run: its state and its data."""
+  """A drafter and its training through a run: its state and its data."""
 
   def __init__(self, trainer: trainer_lib.Trainer, options: Options, params):
-    self.trainer, self.options = trainer, options
+    self.trainer, self.options, self.config = trainer, options, trainer.drafter
     self.row_tokens = row_tokens(trainer, options)
     self.buffer = make_buffer(trainer, options)
     self.investment = self._new_investment()
-    self._states = trainer.init_states(params)
-    self._params = self.state.drafting
+    self._states, self._params = trainer.init_states(params)
     self._reset_counts()
-    features = abstract_features(trainer, options)
-    memory.announce(
-      "the training data of the drafter", features, smaller="spot.rows, spot.row_tokens"
-    )
-    self._features = slices.zeros(features)
+    self._features = trainer.init_features(abstract_features(trainer, options))
     # On the devices, by part of the buffer: its version there, and the array.
     self._placed: dict[str, tuple[Any, jax.Array]] = {}
 
   def _new_investment(self) -> investment_lib.Investment:
     return investment_lib.Investment(self.options.after_rollout_share)
+
+  @property
+  def spot(self) -> "Spot":
+    """Itself; see `Frozen.spot`."""
+    return self
 
   @property
   def states(self) -> state_lib.State:
@@ -194,8 +203,8 @@ class Spot:
     """A trial input of the same shape: one empty row per slice."""
     order = np.zeros_like(self.buffer.order())
     order[:, 0] = 1
-    table = self._place(np.zeros_like(self.buffer.table))
-    rows = rows_lib.Rows(self._features, table, self._place(order))
+    table = self.trainer.place(np.zeros_like(self.buffer.table))
+    rows = rows_lib.Rows(self._features, table, self.trainer.place(order))
     one = self.options.micro_batches_per_update
     return self.training(most=one, expected_steps=1).replace(rows=rows)
 
@@ -212,7 +221,7 @@ class Spot:
 
   def exchange(self, program: Callable) -> None:
     """Averages the slices' drafters by a `Trainer.make_exchange`."""
-    updates = slices.place(self.trainer.mesh, self._updates[:, None])
+    updates = self.trainer.place(self._updates[:, None])
     self._states, self._params = program(self._states, updates)
     self._reset_counts()
 
@@ -266,10 +275,6 @@ class Spot:
       deal = jax.jit(_rows_of, out_shardings=over)
       self._features = deal(self._features, source.reshape(-1))
 
-  def _place(self, x: np.ndarray) -> jax.Array:
-    # A copy: on a CPU an array may share numpy's memory, which changes later.
-    return slices.place(self.trainer.mesh, x.copy())
-
   def rows(self) -> rows_lib.Rows:
     buffer = self.buffer
     table = self._placed_once("table", buffer.version, lambda: buffer.table)
@@ -281,7 +286,7 @@ class Spot:
   ) -> jax.Array:
     """A part of the buffer on the devices, placed again only after a change."""
     if name not in self._placed or self._placed[name][0] != change:
-      self._placed[name] = change, self._place(make())
+      self._placed[name] = change, self.trainer.place(make())
     return self._placed[name][1]
 
   def most_pieces(self, slots: int, length: int) -> int:

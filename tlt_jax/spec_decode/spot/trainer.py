@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from tlt_jax import axes
+from tlt_jax import memory
 from tlt_jax import packing
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -200,12 +201,24 @@ class Trainer:
     shardings = (self.trained_shardings.states, slices.shardings(self.abstract.params))
     return jax.jit(mapped, out_shardings=shardings)
 
-  def init_states(self, params) -> state_lib.State:
-    """The state of every slice, from parameters of any layout."""
+  def init_states(self, params) -> tuple[state_lib.State, dict]:
+    """The state of every slice from parameters of any layout, and those that draft."""
     state = state_lib.init_state(
       self.drafter, self.optimizer, self.mesh, params, **self._kept
     )
-    return self.spread(state)
+    return self.spread(state), state.drafting
+
+  def init_features(self, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros for the features of all rows."""
+    memory.announce(
+      "the training data of the drafter", abstract, smaller="spot.rows, spot.row_tokens"
+    )
+    return slices.zeros(abstract)
+
+  def place(self, x: np.ndarray) -> jax.Array:
+    """Puts a copy of [slices, b, ...] on the devices as [slices * b, ...]."""
+    # On a CPU an array may share numpy's memory, which changes later.
+    return slices.place(self.mesh, x.copy())
 
   @property
   def _kept(self) -> dict:

@@ -78,19 +78,17 @@ class Model(source_lib.Source):
     setting = self.setting
     rows = functools.partial(slices.abstract, setting.mesh)
     R, T = setting.fill_rows, setting.fill_block
-    pool = self._abstract_pool(slots)
-    pages = rows(R, jnp.int32, slots.kv.pages.shape[1])
+    pages = rows(R, jnp.int32, setting.pages.most)
     tokens, start = rows(R, jnp.int32, T), rows(R, jnp.int32)
-    setting.pool.get(
-      "fill", (), self._fill, weights, pool, slots.features, pages, tokens, start
-    )
+    args = weights, self._abstract_pool, slots.features, pages, tokens, start
+    setting.pool.get("fill", (), self._fill, *args)
     batch = slots.pending.shape[0] // setting.mesh.shape[axes.DATA]
     tokens = rows(batch, jnp.int32, setting.room.longest)
-    return Entry(pool, tokens, rows(batch, jnp.int32))
+    return Entry(self._abstract_pool, tokens, rows(batch, jnp.int32))
 
   def prepare(self, weights, slots, running):
     if self._pool is None:
-      self._pool = slices.zeros(self._abstract_pool(slots))
+      self._pool = slices.zeros(self._abstract_pool)
     self._fill_missing(weights, slots, running)
     A = self.setting.room.longest
     tokens = np.zeros((len(running), len(running[0]), A), np.int32)
@@ -105,19 +103,16 @@ class Model(source_lib.Source):
     pool, self._pool = self._pool, None
     return Entry(pool, *(slices.place(self.setting.mesh, x) for x in (tokens, count)))
 
-  def release(self, state, running):
+  def release(self, state, known):
     self._pool = state.pool
-    self._keep_filled(running)
+    self._filled = {request: self._lacking_from(n) for request, n in known.items()}
 
   def reset(self):
     self._pool, self._filled = None, {}
 
-  def _keep_filled(self, running) -> None:
-    self._filled = {r.request: self._lacking_from(r) for row in running for r in row if r}
-
-  def _lacking_from(self, request: source_lib.Progress) -> int:
-    """The first pair of a request that a chunk computes itself."""
-    return max(len(request.tokens) - 1 - self.setting.room.longest, 0)
+  def _lacking_from(self, known: int) -> int:
+    """The first pair that a chunk computes itself, of a request of so many tokens."""
+    return max(known - 1 - self.setting.room.longest, 0)
 
   def _fill_missing(self, weights, slots, running) -> None:
     """Computes the pairs that the pool lacks: of prompts and of plain chunks."""
@@ -125,7 +120,8 @@ class Model(source_lib.Source):
     for blocks in self._missing(running):
       for first in range(0, max(map(len, blocks)), R):
         shape = len(running), R
-        pages = np.full((*shape, slots.kv.pages.shape[1]), _sink(slots), np.int32)
+        sizes = self.setting.pages
+        pages = np.full((*shape, sizes.most), sizes.sink, np.int32)
         tokens, start = np.zeros((*shape, T), np.int32), np.zeros(shape, np.int32)
         for s, of_slice in enumerate(blocks):
           for j, (request, at) in enumerate(of_slice[first : first + R]):
@@ -140,7 +136,8 @@ class Model(source_lib.Source):
     """Yields, per slice, (request, first pair) of blocks to compute, one per request."""
     T = self.setting.fill_block
     todo = [
-      [[r, self._filled.get(r.request, 0), self._lacking_from(r)] for r in row if r]
+      [[r, self._filled.get(r.request, 0), self._lacking_from(len(r.tokens))]
+       for r in row if r]
       for row in running
     ]
     while any(todo := [[x for x in row if x[1] < x[2]] for row in todo]):
@@ -159,12 +156,11 @@ class Model(source_lib.Source):
   def end(self, state):
     return Entry(state.pool, state.tokens, state.count)
 
-  def _abstract_pool(self, slots) -> cache_lib.Pool:
+  @property
+  def _abstract_pool(self) -> cache_lib.Pool:
     """The drafter's pool, which has the pages of the target's."""
-    slices_, (P, _, L, _) = self.setting.mesh.shape[axes.DATA], slots.kv[0].k.shape
-    pages = P // slices_ - 1
-    sizes = pages_lib.Sizes(pages, slots.kv.pages.shape[1], L)
-    return slots_lib.abstract_pool(self.setting.mesh, self.setting.drafter.layer, sizes)
+    s = self.setting
+    return slots_lib.abstract_pool(s.mesh, s.drafter.layer, s.pages)
 
   def _draft(self, weights, length: int) -> draft_lib.Draft:
     s = self.setting
@@ -194,10 +190,6 @@ class Model(source_lib.Source):
       )
 
     return propose, absorb
-
-
-def _sink(slots: slots_lib.Slots) -> int:
-  return slots.kv[0].k.sharding.shard_shape(slots.kv[0].k.shape)[0] - 1
 
 
 def make(setting: source_lib.Setting) -> Model:

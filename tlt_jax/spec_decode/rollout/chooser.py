@@ -1,94 +1,39 @@
-"""Drafting in a rollout: which source drafts in a chunk, and from what state."""
+"""Which strategy the next chunk decodes with, and what that gained."""
 
-from collections.abc import Mapping
+import functools
 
 import numpy as np
 
-from tlt_jax import programs as pool_lib
-from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
-from tlt_jax.spec_decode.rollout import chunks
 from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import programs as programs_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
-from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 Strategy = strategy_lib.Strategy
 
 
-def make_sources(
-  selector: selector_lib.Selector | None,
-  shapes: programs_lib.Shapes,
-  pool: pool_lib.Pool,
-  drafter: drafter_lib.DrafterConfig | None,
-) -> dict[str, source_lib.Source]:
-  """The sources of all strategies of a selector, by name.
+class Chooser:
+  """Chooses strategies by a selector; without one, always plain decoding."""
 
-  Args:
-    shapes, pool: of the rollout, for programs of their own
-    drafter: for sources that need one
-  """
-  strategies = selector.strategies if selector else ()
-  sources = {}
-  for name in dict.fromkeys(s.source for s in strategies):
-    setting = source_lib.Setting(
-      config=shapes.config,
-      mesh=shapes.mesh,
-      pool=pool,
-      room=shapes.room,
-      strategies=tuple(s for s in strategies if s.source == name),
-      drafter=drafter,
-      layout=shapes.layout,
-      memory_tokens=shapes.options.memory_tokens,
-      memory_rows=shapes.options.memory_rows,
-      kernels=shapes.options.kernels,
-      fill_rows=shapes.options.prefill_rows,
-      fill_block=shapes.prefill_block,
-    )
-    sources[name] = source_lib.make(name, setting)
-  return sources
-
-
-class Drafting:
-  """Who drafts: the selector and its sources."""
-
-  def __init__(
-    self,
-    selector: selector_lib.Selector | None,
-    sources: Mapping[str, source_lib.Source],
-    clock: clock_lib.Clock,
-  ):
-    """Drafts as the selector says; None: never."""
-    self.selector, self.sources, self.clock = selector, sources, clock
-
-  def mode(self, strategy: Strategy | None, weights: chunk_lib.Weights) -> chunks.ChunkMode:
-    """How a chunk of that strategy decodes.
-
-    Args:
-      weights: of the target, and of the drafter if there is one
-    """
-    source = None if strategy is None else self.sources[strategy.source]
-    if source is None or not source.reads_drafter:
-      weights = weights.replace(draft=None)
-    return chunks.ChunkMode(strategy, source, weights)
+  def __init__(self, selector: selector_lib.Selector | None, clock: clock_lib.Clock):
+    self.selector, self.clock = selector, clock
 
   def step_s(self, bucket: int) -> selector_lib.StepSeconds:
     """Seconds of a step in a bucket by strategy, for selectors."""
-    of = lambda strategy: self.clock.step_s(bucket, strategy)
-    doubt = lambda strategy: self.clock.doubt(bucket, strategy)
-    return selector_lib.StepSeconds(bucket, of, doubt)
+    return selector_lib.StepSeconds(
+      bucket,
+      functools.partial(self.clock.step_s, bucket),
+      functools.partial(self.clock.doubt, bucket),
+    )
 
-  def in_bucket(
-    self, schedule: schedule_lib.Schedule, bucket: int
-  ) -> set[Strategy]:
+  def in_bucket(self, options: options_lib.Options, bucket: int) -> list[Strategy]:
     """The strategies that may run in a bucket: those for live batches that just fit it."""
     if self.selector is None:
-      return set()
-    live = (n for n in range(1, bucket + 1) if schedule.choose(n) == bucket)
-    return {arm for n in live for arm in self.selector.arms(n)} - {None}
+      return []
+    live = (n for n in range(1, bucket + 1) if options.bucket(n) == bucket)
+    return sorted({arm for n in live for arm in self.selector.arms(n)} - {None})
 
   def choose(self, schedule: schedule_lib.Schedule) -> Strategy | None:
     """How the next chunk decodes.
@@ -101,10 +46,15 @@ class Drafting:
     live, bucket = int(max(schedule.running.live)), schedule.running.bucket
     arms, fits = self.selector.arms(live), schedule.choose(live) == bucket
     # What is learnt by the clock is a decision of the clock; its name tells the arms.
-    index = lambda: arms.index(self.selector.choose(live, self.step_s(bucket)))
     named = "strategy of " + ", ".join(map(strategy_lib.name, arms))
+
+    def index() -> int:
+      return arms.index(self.selector.choose(live, self.step_s(bucket)))
+
     chosen = arms[schedule.decide(named, index) if len(arms) > 1 else 0]
-    return chosen if fits or chosen in self.in_bucket(schedule, bucket) else None
+    if fits or chosen in self.in_bucket(schedule.options, bucket):
+      return chosen
+    return None
 
   def gain(
     self, strategy: Strategy | None, live: int, bucket: int

@@ -1,0 +1,476 @@
+"""The engine of rollouts: compiles and measures programs, and answers requests."""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+
+from tlt_jax import memory
+from tlt_jax import processes
+from tlt_jax import programs as pool_lib
+from tlt_jax.models import config as config_lib
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
+from tlt_jax.spec_decode.decoding import pages as pages_lib
+from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import backend as backend_lib
+from tlt_jax.spec_decode.rollout import chooser as chooser_lib
+from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import harvest as harvest_lib
+from tlt_jax.spec_decode.rollout import options as options_lib
+from tlt_jax.spec_decode.rollout import running as running_lib
+from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+from tlt_jax.spec_decode.spot import trainer as trainer_lib
+
+Drafter = spot_lib.Frozen | spot_lib.Spot
+
+
+class Engine:
+  """Draws the responses to requests; `make` puts one together.
+
+  Call `compile`, then `measure`, before the first rollout; else programs are compiled
+  when a bucket is first used, and strategies are learnt from nothing.
+  """
+
+  def __init__(
+    self,
+    backend: backend_lib.Backend,
+    selector: selector_lib.Selector | None,
+    drafter: Drafter | None,
+    clock: clock_lib.Clock,
+  ):
+    """Takes what outlives a rollout; see `make`."""
+    self.backend, self.drafter, self.clock = backend, drafter, clock
+    self.spot = None if drafter is None else drafter.spot
+    self.chooser = chooser_lib.Chooser(selector, clock)
+    # The options given; after `compile`, with the buckets that are ready.
+    self.options: options_lib.Options = backend.shapes.options
+
+  def __call__(
+    self,
+    params: Any,
+    requests: requests_lib.Requests,
+    train: bool = False,
+    decide: clock_lib.Decisions | None = None,
+    ask: samples_lib.Ask | None = None,
+    watch: samples_lib.Watch | None = None,
+    score: samples_lib.Score | None = None,
+  ) -> samples_lib.Samples:
+    """Runs all requests to their end.
+
+    A bucket whose program runs out of memory is not used again by this rollout;
+    its requests start over in smaller ones, and draw the same tokens.
+
+    Args:
+      params: the target's, laid out by `axes.ROLLOUT`
+      train: whether idle slices train the drafter (see `spot`)
+      decide: to replay the `Samples.decisions` of an earlier rollout, whose drafter was
+        trained the same
+      ask: says at the start and after every chunk how many of the prompts, from the
+        first on, are asked by now; None: all. Responses to the others stay empty
+      watch: called after every chunk with the samples so far, and the requests that ended
+        in it; where memory ran out, a response may be shorter than it was
+      score: called with the samples once all is drawn; begins to score them, and returns
+        what says whether that continues: the drafter trains meanwhile
+    Raises:
+      RequestError: a request does not fit the options
+      MemoryError: not even the smallest bucket fits
+      processes.Stopped: the job was asked to stop
+      ValueError: the decisions to replay are of another rollout; or nothing can train
+    """
+    if train and not isinstance(self.drafter, spot_lib.Spot):
+      raise ValueError("this engine has no drafter that trains; see `rollout.make`")
+    _check(self.options, requests)
+    decide = decide or clock_lib.Decisions()
+    try:
+      return _Loop(self, params, requests, train, decide, ask, watch, score).run()
+    finally:
+      self.backend.end()
+
+  def compile(self, params: Any, stop_tokens: int) -> None:
+    """Compiles every program that a rollout of these options can need, ahead of time.
+
+    Buckets for which the budget is too small are left out; larger ones serve. Programs
+    that speculate in the others are beyond it. Only for real devices.
+
+    Args:
+      params: the target's, or their shapes and shardings
+      stop_tokens: per request (the second dimension of `Requests.stop_tokens`)
+    """
+    weights, devices = self.weights(params), self.backend
+    devices.announce(stop_tokens)
+    memory.announce_programs(
+      f"the rollout's programs (buckets: {len(self.options.buckets)})", inputs=weights
+    )
+    devices.compile_shared(weights, self.spot)
+    ready = []
+    # The largest first: it can replace every other.
+    for bucket in sorted(self.options.buckets, reverse=True):
+      if ready and not devices.pool.has_room(1):
+        logging.warning("no room for the programs of %d slots", bucket)
+        continue
+      ready.append(bucket)
+      self._compile_chunk(weights, bucket, None, stop_tokens)
+    self.options = dataclasses.replace(self.options, buckets=tuple(ready))
+    for bucket in self.options.buckets:
+      for arm in self.chooser.in_bucket(self.options, bucket):
+        self._compile_chunk(weights, bucket, arm, stop_tokens)
+
+  def _compile_chunk(self, weights, bucket: int, arm, stop_tokens: int) -> None:
+    """Compiles a chunk; where slices train in it, it is run once, too."""
+    training = self.no_training(bucket)
+    run_once = self.backend.compile_chunk(weights, bucket, arm, stop_tokens, training)
+    exist = isinstance(jax.tree.leaves(weights.target)[0], jax.Array)
+    if training is not None and exist:
+      # The first time that a slice trains takes 0.2 s longer on XLA's CPU, per program;
+      # the slices that decode would wait. On nothing it changes nothing.
+      with _unless_out_of_memory(bucket):
+        run_once(self.spot.on_nothing())
+
+  def measure(self, params: Any, stop_tokens: int) -> None:
+    """Times the steps of strategies, if the selector wants to know; see `compile`.
+
+    A short chunk for each strategy and bucket.
+    """
+    selector, options = self.selector, self.options
+    if selector is None or not selector.wants_step_seconds:
+      return
+    for bucket in options.buckets:
+      arms = self.chooser.in_bucket(options, bucket)
+      for arm in (None, *arms) if arms else ():
+        with _unless_out_of_memory(bucket):
+          # The first time is slower, and so is one that something else disturbs.
+          times = [self.time_step(params, bucket, arm, stop_tokens) for _ in range(3)]
+          self.clock.measured(bucket, arm, min(times))
+
+  def time_step(
+    self,
+    params: Any,
+    bucket: int,
+    strategy: strategy_lib.Strategy | None = None,
+    stop_tokens: int = 1,
+    slices: int | None = None,
+    length: int | None = None,
+  ) -> float:
+    """Seconds of a step with all slots of a bucket live; see `Backend.time_step`.
+
+    Args:
+      strategy: None: plain decoding
+    """
+    weights, training = self.weights(params), self.no_training(bucket)
+    return self.backend.time_step(
+      weights, bucket, strategy, stop_tokens, training, slices, length
+    )
+
+  def weights(self, params: Any) -> chunk_lib.Weights:
+    """All weights that a chunk reads."""
+    return chunk_lib.Weights(params, self.drafter and self.drafter.params)
+
+  def trains_in(self, bucket: int) -> bool:
+    """Whether the programs of a bucket train the drafter in idle slices."""
+    return self.spot is not None and bucket > 0 and self.spot.trains_in(bucket)
+
+  def no_training(self, bucket: int) -> trainer_lib.Training | None:
+    """The input of a bucket's programs by which no slice trains."""
+    if not self.trains_in(bucket):
+      return None
+    return self.spot.training(most=0, expected_steps=1)
+
+  @property
+  def config(self) -> config_lib.ModelConfig:
+    """The target's shape."""
+    return self.backend.shapes.config
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    return self.backend.shapes.mesh
+
+  @property
+  def pool(self) -> pool_lib.Pool:
+    """The compiled programs."""
+    return self.backend.pool
+
+  @property
+  def selector(self) -> selector_lib.Selector | None:
+    return self.chooser.selector
+
+  def state(self) -> dict:
+    """Its knowledge of strategies and machine, for a checkpoint; JSON can hold it."""
+    return {
+      "selector": self.selector.state() if self.selector else {},
+      "sources": self.backend.state(),
+      "micro_batch_s": self.clock.micro_batch_s,
+      "exchange_s": self.clock.exchange_s,
+    }
+
+  def restore(self, state: dict | None, same_drafter: bool = True) -> None:
+    """Continues from a `state`; None, of a run that kept none: learns again.
+
+    Args:
+      same_drafter: whether it knows this drafter; of another, what strategies are worth
+        and what a micro-batch takes are learnt again
+    """
+    if state is None:
+      return
+    if self.selector:
+      self.selector.restore(state["selector"] if same_drafter else None)
+    self.backend.restore(state["sources"])
+    self.clock.micro_batch_s = state["micro_batch_s"] if same_drafter else 0.0
+    self.clock.exchange_s = state["exchange_s"]
+
+
+class _Loop:
+  """One rollout: requests in, responses out, through slots that are kept busy.
+
+  The host looks only between chunks. What it decides follows from replicated values and
+  from `clock.Decisions`. Everything on the devices but the parameters is freed at the end.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    params: Any,
+    requests: requests_lib.Requests,
+    train: bool,
+    decide: clock_lib.Decisions,
+    ask: samples_lib.Ask | None,
+    watch: samples_lib.Watch | None,
+    score: samples_lib.Score | None,
+  ):
+    """Queues all requests, or those that are asked first; see `Engine.__call__`."""
+    self._began = engine.clock.now()
+    self.engine, self.backend, self.params = engine, engine.backend, params
+    self.chooser, self.clock = engine.chooser, engine.clock
+    self._ask, self._watch, self._score = ask, watch, score
+    self.clock.begin_rollout()
+    shapes, self.samples = self.backend.shapes, self.backend.samples(requests)
+    pages = pages_lib.Pages(shapes.slices, shapes.pages, shapes.room.behind)
+    self.running = running_lib.Running(requests, pages, self.samples)
+    self.backend.begin(self.running)
+    self.schedule = schedule_lib.Schedule(
+      engine.options, self.running, self.clock, decide, grows=ask is not None
+    )
+    self.harvest: harvest_lib.Harvest | None = None
+    if train:
+      self.harvest = harvest_lib.Harvest(engine.spot, self.backend, self.schedule)
+    self.gains: list[float | None] = []  # that the selector expected, per chunk
+
+  @property
+  def elapsed_s(self) -> float:
+    return self.clock.now() - self._began
+
+  def run(self) -> samples_lib.Samples:
+    """Runs all requests to their end."""
+    self._ask_more([])
+    waiting = [min(len(q), self.engine.options.slots) for q in self.schedule.queues]
+    self.samples.timeline.append((0.0, waiting))
+    while not self.schedule.done:
+      self.schedule.begin_chunk(self.backend.shapes.room.longest, *self._longer())
+      try:
+        self._seat()
+        arm = self._choose()
+        start_s, bucket, live = self.elapsed_s, self.running.bucket, self.running.live
+        result = self._run_chunk(arm)
+      except jax.errors.JaxRuntimeError as error:
+        self._retry_with_less(error)
+        continue
+      self._book(arm, result)
+      ended = self.running.advance(result.emitted)
+      self._keep(ended)
+      record = _record(bucket, arm, live, result, start_s, self.elapsed_s)
+      self.samples.note(record, self.running.live)
+      if result.stop:
+        self._abandon()
+      if self._watch is not None:
+        self._watch(self.samples, [e.request for e in ended])
+      self._ask_more([e.request for e in ended])
+    self._finish()
+    return self.samples
+
+  def _ask_more(self, ended: list[int]) -> None:
+    """Queues the prompts that are asked now that these requests have ended."""
+    if self._ask is not None:
+      idle = self.schedule.done
+      self.schedule.ask(self._ask(self.samples, ended, idle))
+
+  @property
+  def _harvests(self) -> bool:
+    """Whether slices may train in the bucket that runs."""
+    return self.harvest is not None and self.engine.trains_in(self.running.bucket)
+
+  def _longer(self) -> tuple[int, float]:
+    """Tokens and seconds of a longer chunk, where slices can train in it."""
+    return self.harvest.long_chunk() if self._harvests else (0, 0.0)
+
+  def _seat(self) -> None:
+    """Seats requests until no more can be, in the smallest bucket that holds them."""
+    bucket, any_seated, more = self.running.bucket, False, True
+    while more:
+      work, more = self.schedule.seat()
+      if more:
+        self.backend.compute(self.params, work)
+        any_seated = True
+    self.running.take_pages(self.schedule.tokens)
+    moved = any_seated or self.running.bucket != bucket
+    self.backend.place(moved)
+    if moved:
+      held = self.backend.peak_bytes()
+      self.samples.peak_bytes = max(self.samples.peak_bytes, held)
+
+  def _choose(self) -> clock_lib.Arm:
+    """How the next chunk decodes."""
+    if self.harvest:
+      self.harvest.exchange_if_due()
+    arm, live = self.chooser.choose(self.schedule), int(max(self.running.live))
+    self.gains.append(self.chooser.gain(arm, live, self.running.bucket))
+    return arm
+
+  def _run_chunk(self, arm: clock_lib.Arm) -> backend_lib.ChunkResult:
+    trains = self._harvests and self.harvest.ready
+    limits, steps = self.schedule.limits(arm, exact_steps=trains)
+    training = self.engine.no_training(self.running.bucket)
+    if training is not None and self.harvest is not None:
+      training = self.harvest.training(arm, steps)
+    weights = self.engine.weights(self.params)
+    result = self.backend.run(weights, arm, limits, training)
+    self.samples.kv_tokens.append(self.running.kv_tokens)
+    return result
+
+  def _book(self, arm: clock_lib.Arm, result: backend_lib.ChunkResult) -> None:
+    """Books a chunk with the clock, the trainer and the selector."""
+    bucket, seconds = self.running.bucket, result.seconds
+    if self.harvest and result.trained is not None:
+      seconds = self.harvest.book(result)
+    self.clock.book(
+      bucket,
+      arm,
+      steps=result.steps,
+      tokens=result.tokens,
+      longest=int(result.emitted.count.max()),
+      seconds=seconds,
+    )
+    seen = selector_lib.Observation(
+      live=int(max(self.running.live)),
+      bucket=bucket,
+      strategy=arm,
+      steps=result.steps,
+      tokens=result.tokens,
+      passes=result.passes,
+      accepted=result.accepted,
+      seconds=seconds,
+    )
+    if self.engine.selector is not None:
+      self.engine.selector.observe(seen)
+    if self.harvest:
+      self.harvest.observe(seen, self.chooser)
+
+  def _keep(self, ended: list[running_lib.Ended]) -> None:
+    """Passes ended requests to the features, the sources of drafts and the trainer."""
+    requests, samples = self.running.requests, self.samples
+    for e in ended:
+      if samples.features is not None:
+        samples.features[e.request] = self.backend.features_of(e.request)
+      self.backend.finished(requests.prompt(e.request), samples.response(e.request))
+    if self.harvest:
+      self.harvest.store(ended)
+
+  def _retry_with_less(self, error: Exception) -> None:
+    """Sends what runs back to the queues, for smaller buckets; raises other errors.
+
+    Other processes of the job would wait for this one: there, it is an error as well.
+    """
+    if not pool_lib.is_out_of_memory(error) or processes.count() > 1:
+      raise error
+    self._drop()
+    logging.warning(
+      "out of memory with %d slots a slice; going on with less, no request is lost",
+      self.schedule.out_of_memory(),
+    )
+
+  def _abandon(self) -> None:
+    """Ends the rollout, because the job is to stop; the drafter keeps what it learnt."""
+    self._drop()
+    if self.harvest:
+      self.harvest.abandon()
+    raise processes.Stopped
+
+  def _drop(self) -> None:
+    """Frees what the requests have on the devices."""
+    self.running.pages.clear()
+    self.backend.end()
+
+  def _finish(self) -> None:
+    """Frees the devices, trains what is left to train, and sums up."""
+    self._drop()  # what trains now needs the room
+    rollout_s = self.elapsed_s
+    scoring = None if self._score is None else self._score(self.samples)
+    if self.harvest:
+      self.harvest.finish(self.params, rollout_s, scoring)
+    self.schedule.decide.finish()
+    self.samples.decisions = self.schedule.decide.log
+    self.samples.gain = self.chooser.gains(self.gains, self.samples)
+
+
+def _record(
+  bucket: int,
+  arm: clock_lib.Arm,
+  live: np.ndarray,
+  result: backend_lib.ChunkResult,
+  start_s: float,
+  end_s: float,
+) -> samples_lib.ChunkRecord:
+  """The record of a chunk.
+
+  Args:
+    live: i32[slices]  requests at its start
+    start_s, end_s: since the rollout's start
+  """
+  nothing = [0] * len(live)
+  trained = nothing if result.trained is None else result.trained.micro_batches.tolist()
+  return samples_lib.ChunkRecord(
+    start_s=start_s,
+    end_s=end_s,
+    batch=bucket,
+    strategy=strategy_lib.name(arm),
+    live=live.tolist(),
+    steps=result.emitted.steps.tolist(),
+    trained=trained,
+    tokens=result.tokens,
+    passes=result.passes,
+  )
+
+
+def _check(options: options_lib.Options, requests: requests_lib.Requests) -> None:
+  """Raises `RequestError` for what cannot be run."""
+  for i, prompt in enumerate(requests.prompts):
+    if len(prompt) > options.max_prompt:
+      raise requests_lib.RequestError(
+        f"prompt {i} has {len(prompt)} tokens, the rollout takes at most "
+        f"{options.max_prompt}; raise max_prompt or drop the prompt"
+      )
+  over = np.flatnonzero(requests.total_length > options.max_length)
+  if len(over):
+    i = int(over[0])
+    raise requests_lib.RequestError(
+      f"prompt {requests.prompt_idx[i]} and its response need "
+      f"{requests.total_length[i]} tokens, the KV cache holds {options.max_length}; "
+      "raise max_length or lower the response limit"
+    )
+
+
+@contextlib.contextmanager
+def _unless_out_of_memory(bucket: int) -> Iterator[None]:
+  """Leaves out what does not fit; a rollout continues with smaller buckets then."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as e:
+    if not pool_lib.is_out_of_memory(e) or processes.count() > 1:
+      raise
+    logging.warning("no memory to try %d slots a slice", bucket)
