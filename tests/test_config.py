@@ -85,7 +85,6 @@ def command_line(monkeypatch):
     (["rollout.slots=x"], "rollout.slots='x': takes a whole number"),
     (["steps="], "config.steps='': takes a whole number"),
     (["steps=1e30"], r"config.steps=1e\+30: takes a whole number"),
-    (["spot.rows=2"], r"config.spot: carried_rows \(48\) must be at most rows \(2\)"),
     (["optimizer.name=adamvv"], "optimizer.name='adamvv': takes one of 'adamw', 'muon'"),
     (["strategies=off"], "config.strategies='off': "),
     (["strategy_rule=predictve"], "'predictive'"),
