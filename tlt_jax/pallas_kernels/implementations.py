@@ -6,12 +6,21 @@
     "triton"     Triton for NVIDIA GPUs
 """
 
+import importlib
+import types
+
 import jax
 
 from tlt_jax.pallas_kernels import triton_call
 
 NAMES = ("ref", "pallas", "interpret", "triton")
+_MODULES = {"interpret": "pallas"}
 _OF_BACKEND = {"tpu": "pallas", "gpu": "triton"}
+
+
+def load(package: str, impl: str) -> types.ModuleType:
+  """A kernel's module for an implementation; the others need not be importable."""
+  return importlib.import_module(f"{package}.{_MODULES.get(impl, impl)}")
 
 
 def choose(impl: str | None) -> str:

@@ -7,7 +7,6 @@ import jax
 
 from tlt_jax.pallas_kernels import heads
 from tlt_jax.pallas_kernels import implementations
-from tlt_jax.pallas_kernels.cache_write import pallas
 from tlt_jax.pallas_kernels.cache_write import ref
 
 
@@ -45,6 +44,7 @@ def cache_write(
   impl = implementations.choose(impl)
   write = ref.cache_write
   if impl in ("pallas", "interpret"):
-    write = functools.partial(pallas.cache_write, interpret=impl == "interpret")
+    kernel = implementations.load(__name__, impl).cache_write
+    write = functools.partial(kernel, interpret=impl == "interpret")
   args = cache, new, start, pages
   return heads.over_heads(write, K, args, (1, 1, None, None), result_axis=1)

@@ -7,8 +7,6 @@ import jax
 
 from tlt_jax.pallas_kernels import heads
 from tlt_jax.pallas_kernels import implementations
-from tlt_jax.pallas_kernels.tree_attention import pallas
-from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 _SMALLEST_PAGE = 64  # slots: the kernels' smallest block
@@ -67,15 +65,12 @@ def tree_attention(
   chex.assert_shape(seen.start, (B,))
   chex.assert_shape(seen.bits, (B, J, -(-seen.size // 32)))
   impl = implementations.choose(impl)
+  kernel = implementations.load(__name__, impl).tree_attention
   if impl == "ref":
-    return ref.tree_attention(q, k, v, seen, pages)
+    return kernel(q, k, v, seen, pages)
   check_page(L)
-  if impl == "triton":
-    from tlt_jax.pallas_kernels.tree_attention import triton  # not on every platform
-
-    kernel = triton.tree_attention
-  else:
-    kernel = functools.partial(pallas.tree_attention, interpret=impl == "interpret")
+  if impl == "interpret":
+    kernel = functools.partial(kernel, interpret=True)
 
   def run(q, k, v, start, bits, pages):
     return kernel(q, k, v, seen_lib.Seen(start, bits, seen.size), pages)

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 
 from tlt_jax.pallas_kernels import implementations
 from tlt_jax.pallas_kernels import shards
-from tlt_jax.pallas_kernels.verify_sample import pallas
 from tlt_jax.pallas_kernels.verify_sample import parts
-from tlt_jax.pallas_kernels.verify_sample import ref
 
 
 def verify_sample(
@@ -51,10 +49,5 @@ def verify_sample(
 
 
 def _sample_part(impl: str, *args: jax.Array) -> parts.Part:
-  if impl == "ref":
-    return ref.sample_part(*args)
-  if impl == "triton":
-    from tlt_jax.pallas_kernels.verify_sample import triton  # not on every platform
-
-    return triton.sample_part(*args)
-  return pallas.sample_part(*args, interpret=impl == "interpret")
+  sample_part = implementations.load(__name__, impl).sample_part
+  return sample_part(*args, **({"interpret": True} if impl == "interpret" else {}))
