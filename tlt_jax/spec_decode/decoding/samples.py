@@ -1,4 +1,4 @@
-"""Samples: what comes out of a rollout. Host arrays, in request order."""
+"""What a rollout returns: host arrays, in request order."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -13,7 +13,7 @@ STOP, LENGTH = 0, 1  # finish reasons: a stop token was drawn, or the limit met
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRecord:
-  """An account of a chunk; seconds count from the rollout's start."""
+  """Statistics of a chunk; seconds count from the rollout's start."""
 
   start_s: float
   end_s: float
@@ -28,8 +28,6 @@ class ChunkRecord:
 
 @dataclasses.dataclass
 class Samples:
-  """The responses, in the order of the requests."""
-
   tokens: np.ndarray  # i32[B T]  the response; 0 beyond its length
   length: np.ndarray  # i32[B]  of what is drawn so far, if a response still runs
   logp: np.ndarray  # f32[B T]  under logits / T, before filters
@@ -60,23 +58,17 @@ class Samples:
   micro_batch_s: float = 0.0  # of it, in slices that only train
 
   def response(self, i: int) -> np.ndarray:
-    """The tokens of a response, i32[...]."""
     return self.tokens[i, : self.length[i]]
 
   def first(self, count: int) -> "Samples":
-    """Those of the first requests, where the others were not asked."""
+    """The samples of the first requests."""
     names = ("tokens", "length", "logp", "logp_filtered", "finish_reason")
     cut = {name: getattr(self, name)[:count] for name in names}
     features = None if self.features is None else self.features[:count]
     return dataclasses.replace(self, **cut, features=features)
 
   def extend(self, i: int, start: int, emitted: slots_lib.Emitted, row: int) -> None:
-    """Takes what a chunk drew for request `i`, from its token `start` on.
-
-    Args:
-      emitted: of the chunk, on the host
-      row: of the request in it
-    """
+    """Appends row `row` of a chunk's tokens to response `i`, from its token `start` on."""
     count = int(emitted.count[row])
     self.tokens[i, start : start + count] = emitted.tokens[row, :count]
     self.logp[i, start : start + count] = emitted.logp[row, :count]
@@ -84,18 +76,16 @@ class Samples:
     self.length[i] = start + count
 
   def end(self, i: int, length: int, stop_tokens: np.ndarray) -> None:
-    """Ends response `i` at so many tokens."""
     self.length[i] = length
     stopped = self.tokens[i, length - 1] in stop_tokens
     self.finish_reason[i] = STOP if stopped else LENGTH
 
   def note(self, chunk: ChunkRecord, live: np.ndarray) -> None:
-    """Takes the account of a chunk, and the requests i32[slices] that live after it."""
+    """Adds a chunk's record, and the live requests i32[slices] after it."""
     self.chunks.append(chunk)
     self.timeline.append((chunk.end_s, live.tolist()))
 
   def count_chunk(self, emitted: slots_lib.Emitted, batch: int) -> None:
-    """Counts the work of a chunk with `batch` slots a slice."""
     self.computed_tokens += int(emitted.steps.sum()) * batch
     if emitted.accepted is not None:
       self.accepted += emitted.accepted.sum(0)
@@ -112,7 +102,6 @@ class Samples:
 
   @property
   def updates(self) -> int:
-    """Updates of the drafter, of all slices."""
     return sum(stats["updates"] for stats in self.training or ())
 
   def training_metrics(self) -> dict[str, float]:
@@ -175,7 +164,7 @@ Score = Callable[[Samples], Callable[[], bool]]
 
 
 def training_means(training: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """What `Samples.training` says, or a part of it: means over updates; {} without any.
+  """Means over updates of `Samples.training` or a part of it; {} without any.
 
   "new_agreement" is a mean over new rows, and absent without any.
   """
@@ -190,12 +179,7 @@ def training_means(training: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def empty(
   requests: requests_lib.Requests, *, most: int | None = None, features: bool = False
 ) -> Samples:
-  """Samples of responses that have not begun.
-
-  Args:
-    most: A of `Samples.accepted`, where it may speculate
-    features: whether the target's are to be returned
-  """
+  """Samples of responses that have not begun; `most`: A of `Samples.accepted`."""
   B, T = len(requests), int(max(requests.max_tokens, default=0))
   return Samples(
     tokens=np.zeros((B, T), np.int32),

@@ -3,8 +3,8 @@
 A fused chunk (`fused`) is one program: each slice decodes; one that becomes idle trains on
 its own finished sequences until shortly before the chunk's expected end. It updates its
 own copy of the drafter, so no slice waits. Once there are enough updates, and when the
-rollout ends, slices average their copies (`trainer`), and the result drafts. No token
-changes: the tokens drawn do not depend on the drafter.
+rollout ends, slices average their copies (`trainer`), and the result drafts. Tokens drawn
+do not depend on the drafter.
 
 Departures from TLT (https://arxiv.org/abs/2511.16665): no separate process group and
 no coordinator; training is deterministic, by a logged schedule; slices train apart and
@@ -42,8 +42,7 @@ class Options:
   of random weights learnt fastest of 28 (a policy of 20M parameters, 360 responses in their
   order; tokens per pass of chains of three after 10 and 25 rollouts' idle time): 1.88 and
   2.50; rows of 128 tokens, three unrolled steps and total variation from the start gave
-  1.69 and 2.07. In whole runs a new drafter drew 80% of what one trained offline does after
-  30 rollouts. `experiments/log/2026-11.md` has the table, of 2026-11-27.
+  1.69 and 2.07. `experiments/log/2026-11.md` has the table, of 2026-11-27.
   """
 
   row_tokens: ranges.Tokens = ranges.field(
@@ -126,7 +125,6 @@ def make_buffer(trainer: trainer_lib.Trainer, options: Options) -> buffer_lib.Bu
 def abstract_features(
   trainer: trainer_lib.Trainer, options: Options
 ) -> jax.ShapeDtypeStruct:
-  """The shape and sharding of the features of all rows, f[slices*m T E]."""
   dtype, size = trainer.config.dtype, trainer.layout.size
   length = row_tokens(trainer, options)
   return features_lib.abstract(trainer.mesh, options.rows, dtype, length, size)
@@ -134,8 +132,6 @@ def abstract_features(
 
 @dataclasses.dataclass
 class Frozen:
-  """A drafter that no rollout trains."""
-
   config: drafter_lib.DrafterConfig
   params: Any  # laid out by `axes.ROLLOUT`
   # One of this shape that trains, whose programs this one shares.
@@ -143,8 +139,6 @@ class Frozen:
 
 
 class Spot:
-  """A drafter and its training through a run: its state and its data."""
-
   def __init__(self, trainer: trainer_lib.Trainer, options: Options, params):
     self.trainer, self.options, self.config = trainer, options, trainer.drafter
     self.row_tokens = row_tokens(trainer, options)
@@ -161,7 +155,6 @@ class Spot:
 
   @property
   def spot(self) -> "Spot":
-    """Itself; see `Frozen.spot`."""
     return self
 
   @property
@@ -176,14 +169,10 @@ class Spot:
 
   @property
   def params(self):
-    """The parameters that draft."""
     return self._params
 
   def trains_in(self, batch: int) -> bool:
-    """Whether idle slices train in buckets of `batch` slots.
-
-    A single slice is never idle while the rollout runs.
-    """
+    """Whether idle slices train in buckets of `batch`; a single slice is never idle."""
     alone = self.trainer.mesh.shape[axes.DATA] == 1
     return not alone and batch <= (self.options.max_batch or batch)
 
@@ -220,7 +209,6 @@ class Spot:
     return self._updates
 
   def exchange(self, program: Callable) -> None:
-    """Averages the slices' drafters by a `Trainer.make_exchange`."""
     updates = self.trainer.place(self._updates[:, None])
     self._states, self._params = program(self._states, updates)
     self._reset_counts()
@@ -237,7 +225,6 @@ class Spot:
 
   @property
   def features(self) -> jax.Array:
-    """The features of the rows, f[slices*m T E]."""
     return self._features
 
   def take_features(self, features: jax.Array) -> None:
@@ -248,11 +235,10 @@ class Spot:
     return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
-    """The rest of a checkpoint, as JSON."""
     return {"buffer": self.buffer.state(), "investment": self.investment.state()}
 
   def saved_arrays(self, data: dict) -> dict:
-    """The shapes of the `arrays` saved with `data`, perhaps with other slices."""
+    """Shapes of the `arrays` saved with `data`, perhaps with other slices."""
     count = sum(map(len, data["buffer"]["rows"]))
 
     def of_rows(x):
@@ -266,7 +252,7 @@ class Spot:
     return arrays | {name: of_rows(arrays[name]) for name in ("features", "table")}
 
   def restore(self, arrays: dict, data: dict) -> None:
-    """Continues from `arrays` and `data`, saved with any number of slices."""
+    """Resumes from what was saved with any number of slices."""
     source = self.buffer.set_state(data["buffer"], processes.fetch(arrays["table"]))
     self.restart(arrays["state"])
     self.investment.restore(data["investment"])
@@ -307,9 +293,7 @@ def make_trainer(
   loss: loss_lib.Loss,
   options: Options,
 ) -> trainer_lib.Trainer:
-  """Raises:
-    ValueError: pieces repeat less than the loss unrolls
-  """
+  """ValueError: pieces repeat less than the loss unrolls."""
   if options.row_tokens < longest and options.context_tokens < loss.steps:
     raise ValueError(
       f"context_tokens ({options.context_tokens}) must be at least the drafting steps of "

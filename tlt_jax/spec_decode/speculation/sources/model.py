@@ -1,8 +1,5 @@
 """Drafts by a drafter with weights: one decoder layer that reads the target's features.
-
-The pairs of accepted tokens are computed with the target's own features; see `draft`.
-Switching speculation on needs no pass of the target: the drafter's cache is filled from
-the features that were kept.
+The drafter's cache is filled from kept features: no pass of the target is needed.
 """
 
 import functools
@@ -25,7 +22,7 @@ from tlt_jax.spec_decode.speculation import source as source_lib
 
 @flax.struct.dataclass
 class Entry:
-  """A chunk's state at its ends: the drafter's KV, and each row's last tokens."""
+  """A chunk's state before and after: the drafter's KV, and each row's last tokens."""
 
   pool: cache_lib.Pool
   tokens: jax.Array  # i32[B A]
@@ -33,8 +30,6 @@ class Entry:
 
 
 class Model(source_lib.Source):
-  """Drafts with a drafter, coupled to the target by shared noise."""
-
   reads_drafter = True
 
   def __init__(self, setting: source_lib.Setting):
@@ -57,8 +52,8 @@ class Model(source_lib.Source):
   def _fill(self):
     """(weights, pool, features, pages i32[R M], tokens i32[R T], start i32[R]) -> pool.
 
-    Writes the keys and values of pairs from `start` on, of R rows a slice, to the drafter's
-    pool (donated); token j of a row is the one after position start + j.
+    Writes pairs from `start` on, of R rows a slice, to the drafter's pool (donated);
+    token j of a row is the one after position start + j.
     """
     setting = self.setting
 
@@ -158,7 +153,6 @@ class Model(source_lib.Source):
 
   @property
   def _abstract_pool(self) -> cache_lib.Pool:
-    """The drafter's pool, which has the pages of the target's."""
     s = self.setting
     return slots_lib.abstract_pool(s.mesh, s.drafter.layer, s.pages)
 
