@@ -1,5 +1,3 @@
-"""The pool of programs that are compiled ahead of time."""
-
 import collections
 from collections.abc import Callable
 import dataclasses
@@ -38,10 +36,7 @@ class Pool:
     self._programs: dict[tuple, Program] = {}
 
   def has_room(self, count: int) -> bool:
-    """Whether `count` more programs are probably within the budget; a collective call.
-
-    The first process of a job decides for all, by its own seconds.
-    """
+    """Whether `count` more programs fit; collective, by the first process's seconds."""
     limit_s, most = self.budget.compile_s, self.budget.programs
     seconds = self.seconds * (1 + count / max(len(self), 1))
     has_room = most is None or len(self) + count <= most
@@ -54,13 +49,7 @@ class Pool:
   def get(
     self, name: str, bucket: tuple, jitted: Callable, *args, **static
   ) -> Callable:
-    """The program of a bucket, compiled for `args` if it is new.
-
-    Args:
-      name, bucket: the key, which must determine `jitted` and all shapes
-      args: arrays, or their shapes and shardings
-      static: static arguments, fixed in the program
-    """
+    """The program of a bucket, compiled for `args` (or shapes) if (name, bucket) is new."""
     key = (name, *bucket)
     if key not in self._programs:
       began = time.perf_counter()
@@ -96,7 +85,6 @@ class Pool:
 
 
 def live_bytes() -> int:
-  """Bytes of all arrays alive on this process's first device."""
   # Not from their shards: reading these creates arrays, which are then alive too.
   held = memory.bytes_by_device(jax.live_arrays())
   return held.get(jax.local_devices()[0], 0)
@@ -109,10 +97,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def loss(error: BaseException | None) -> BaseException | None:
-  """The error in a chain of causes that shows the loss of another process, or None.
-
-  A failing device of this process looks the same.
-  """
+  """The error in a chain of causes that shows the loss of a process or device."""
   if processes.count() == 1:
     return None
   chain = []

@@ -7,9 +7,8 @@
 
 `Rollout` runs on the devices of tunix's rollout mesh and receives the actor's parameters
 after every step of the learner. With `spot` the drafter trains during rollouts. Tokens
-depend only on parameters, prompts, the seed and the number of responses sampled before.
-
-docs/tunix.md describes the use and the differences from tunix's engines.
+depend on parameters, prompts, the seed and the number of responses sampled before. See
+docs/tunix.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,9 +74,6 @@ class Rollout(base_rollout.BaseRollout):
     """Makes the engine; tunix passes the first four arguments.
 
     Args:
-      rollout_actor: Qwen2, Qwen3 or Llama3 of tunix, without LoRA
-      tokenizer: tunix's adapter
-      rollout_config: of training
       drafter: folder of a drafter, or "eagle2" or "eagle3" for a new one, which needs
         `spot`; None: n-grams
       strategies: see `levels`; "" for plain decoding; None: automatic
@@ -128,11 +124,8 @@ class Rollout(base_rollout.BaseRollout):
 
     A response keeps its stop token, as in tunix's vLLM engine, so that the policy is
     trained to stop. A sampled pad token also ends a response, and is removed: the learner
-    could not distinguish it from padding.
+    could not distinguish it from padding. Equal consecutive prompts share their prefill.
 
-    Args:
-      prompts: equal consecutive ones share their prefill
-      kwargs: ignored
     Raises:
       ValueError: a prompt is too long, or an option is not supported
     """
@@ -166,13 +159,9 @@ class Rollout(base_rollout.BaseRollout):
   def get_per_token_logps(
     self, prompt_tokens: jax.Array, completion_tokens: jax.Array
   ) -> jax.Array:
-    """The log-probabilities of completions at the temperature of training.
+    """Log-probabilities f32[B C] at the temperature of training, undefined at padding.
 
-    Args:
-      prompt_tokens: i32[B P]  padded on the left
-      completion_tokens: i32[B C]  padded on the right
-    Returns:
-      f32[B C], undefined at padding
+    Prompts i32[B P] are padded on the left, completions i32[B C] on the right.
     """
     even = prompt_tokens.shape[0] % self._mesh.shape[axes.DATA] == 0
     rows = axes.sharding(self._mesh, axes.DATA if even else None)
@@ -199,12 +188,7 @@ class Rollout(base_rollout.BaseRollout):
     return jax.jit(score)
 
   def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-    """Copies the actor's parameters: the learner may donate its own.
-
-    Args:
-      params: `nnx.state(actor, nnx.Param)`
-      filter_types: ignored
-    """
+    """Copies `nnx.state(actor, nnx.Param)`: the learner may donate its own."""
     self._params = self._place(params)
 
   def _place(self, params: Any) -> dict:
@@ -329,7 +313,7 @@ def _sampling(config: base_rollout.RolloutConfig) -> dict[str, Any]:
 
 
 def _left_padded(prompts: Sequence[np.ndarray], width: int, pad: int) -> np.ndarray:
-  """Prompts padded on the left: i32[prompts width]; raises ValueError if one is longer."""
+  """i32[prompts width]; ValueError if a prompt is longer."""
   longest = max(map(len, prompts))
   if longest > width:
     raise ValueError(

@@ -15,10 +15,8 @@ _OF_BACKEND = {"tpu": "pallas", "gpu": "triton"}
 
 
 def choose(impl: str | None) -> str:
-  """Returns the implementation to run.
+  """The implementation to run; None: the default backend's, else "ref".
 
-  Args:
-    impl: None: jax's default backend's, or "ref" if it has none or lacks Triton
   Raises:
     ValueError: the implementation does not exist, or needs Triton where it is missing
   """

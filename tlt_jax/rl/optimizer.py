@@ -1,5 +1,3 @@
-"""Optimizers for the policy, by name, around optax."""
-
 from typing import Literal
 
 import jax

@@ -1,5 +1,3 @@
-"""Plain supervised training as an `Algorithm`: maximum likelihood of responses."""
-
 import jax
 import jax.numpy as jnp
 

@@ -34,8 +34,6 @@ def packed_attention(
 
 
 class _Blocks(NamedTuple):
-  """Rows split into blocks of `size` tokens."""
-
   size: int
   segments: jax.Array  # i32[B T]
 
@@ -47,7 +45,6 @@ class _Blocks(NamedTuple):
     return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size, axis)
 
   def add(self, x: jax.Array, i: jax.Array, y: jax.Array) -> jax.Array:
-    """Adds y to block i of keys or values f[B K T H]."""
     return jax.lax.dynamic_update_slice_in_dim(
       x, self.take(x, i, 2) + y, i * self.size, 2
     )
@@ -59,7 +56,7 @@ class _Blocks(NamedTuple):
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
   def of_queries(self, x: jax.Array) -> jax.Array:
-    """Concatenates blocks of `queries`, f[count B K G*size *]: f[B T N *]."""
+    """Undoes `queries` for all blocks: f[count B K G*size *] -> f[B T N *]."""
     n, B, K, _, H = x.shape
     x = x.reshape(n, B, K, -1, self.size, H).transpose(1, 0, 4, 2, 3, 5)
     return x.reshape(B, n * self.size, -1, H)
@@ -72,7 +69,7 @@ class _Blocks(NamedTuple):
     return jnp.min(at, 0) // self.size
 
   def scores(self, q_i: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Scores of queries f[B K G*size H] of block i and keys of block j, masked."""
+    """Masked scores of queries f[B K G*size H] of block i and keys of block j."""
     same = self.take(self.segments, i, 1)[:, :, None] == self.take(self.segments, j, 1)[
       :, None
     ]

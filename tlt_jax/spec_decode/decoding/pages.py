@@ -90,6 +90,7 @@ def make_copy(
 
 class Pages:
   """Which pages each running request has. Host arithmetic, the same on every process.
+
   A prompt may have pages too, in a row of its slice (`hold`). Requests that begin with it
   share those that it fills, which are not written any more. Of a last page that is not
   full each has a copy. A page is free again when no request and no prompt has it.

@@ -68,6 +68,7 @@ def make_requests(
   Parameters (see `sampling.Sampling`) are one for all, or one per request.
 
   `stop_tokens` end a response, of which they are part; ids, or i32[B stops].
+
   Raises:
     RequestError: an empty prompt, or a parameter out of its range
   """

@@ -1,4 +1,5 @@
 """The clock of a rollout: what steps take, and the decisions that follow from it.
+
 The time of a step is a product: the strategy's own time, and the level of the machine,
 which follows the last chunks whatever ran in them. Strategies are compared only by chunks
 that ran one after the other: one chunk of another between two that took equally long; at

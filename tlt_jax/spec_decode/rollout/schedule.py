@@ -1,4 +1,5 @@
 """Which request runs where next, and in which bucket.
+
 Arithmetic on host arrays: every process comes to the same decisions from the same
 summaries and the same `Decisions`. None of them changes a token.
 """
@@ -161,6 +162,7 @@ class Schedule:
 
   def _admit(self) -> tuple[list[Admission], list[Prefill]]:
     """The requests that get a slot, and the prompts that must be prefilled.
+
     A slice stops when its slots are full, its pages would run out, or every row of prompts
     is in use for this admission. The row that is needed again last makes room.
     """

@@ -15,6 +15,7 @@ MODEL, NGRAM = "model", "ngram"  # a drafter with weights; lookup in known seque
 @dataclasses.dataclass(frozen=True, order=True)
 class Strategy:
   """The shape of a draft tree and its source; a chain has width 1.
+
   Width and verify are compiled in; depth is not.
   """
 

@@ -1,4 +1,5 @@
 """Drafts by a drafter with weights: one decoder layer that reads the target's features.
+
 The drafter's cache is filled from kept features: no pass of the target is needed.
 """
 
