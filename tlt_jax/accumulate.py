@@ -5,9 +5,7 @@ import jax
 import jax.numpy as jnp
 
 
-def sum_over(
-  count: jax.Array, f: Callable[[jax.Array], Any], start: Any = None
-) -> Any:
+def sum_over(count: jax.Array, f: Callable[[jax.Array], Any], start: Any = None) -> Any:
   """Adds up f(0), ..., f(count - 1) in a loop, holding one of them at a time.
 
   (optax's micro-batching needs the number of parts at compile time.) `start` is the tree to

@@ -323,8 +323,7 @@ def _part(found: Any, like: Any) -> dict[str, Any]:
 def _first_difference(found, expected) -> str | None:
   trees = (found, expected)
   found, expected = (
-    {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)}
-    for t in trees
+    {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)} for t in trees
   )
   for name in sorted(found.keys() | expected.keys(), key=lambda x: (x.count("/"), x)):
     there, here = found.get(name, "absent"), expected.get(name, "absent")

@@ -46,9 +46,7 @@ class Pool:
   def run(self, name: str, bucket: tuple, jitted: Callable, *args, **static):
     return self.get(name, bucket, jitted, *args, **static)(*args)
 
-  def get(
-    self, name: str, bucket: tuple, jitted: Callable, *args, **static
-  ) -> Callable:
+  def get(self, name: str, bucket: tuple, jitted: Callable, *args, **static) -> Callable:
     """The program of a bucket, compiled for `args` (or shapes) if (name, bucket) is new."""
     key = (name, *bucket)
     if key not in self._programs:

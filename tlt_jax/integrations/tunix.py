@@ -115,10 +115,7 @@ class Rollout(base_rollout.BaseRollout):
     self._engine.measure(self._params, stop_tokens)
 
   def generate(
-    self,
-    prompts: list[str],
-    rollout_config: base_rollout.RolloutConfig,
-    **kwargs: Any,
+    self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
   ) -> base_rollout.RolloutOutput:
     """Samples a response to each prompt.
 

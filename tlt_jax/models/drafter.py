@@ -145,11 +145,7 @@ class Drafter(nn.Module):
       return drafters.find(self.config.kind).feature(self, x)
 
   def keys_values(
-    self,
-    target_params: dict,
-    h: jax.Array,
-    tokens: jax.Array,
-    by: layers.Rotation,
+    self, target_params: dict, h: jax.Array, tokens: jax.Array, by: layers.Rotation
   ) -> tuple[jax.Array, jax.Array]:
     """Keys and values of pairs, which are all that later pairs need of them."""
     with self._precision():

@@ -168,10 +168,7 @@ def vocab_tables(config: drafter.DrafterConfig) -> dict[str, np.ndarray]:
 
 
 def read(
-  file: pathlib.Path,
-  raw: dict,
-  stored: hf.Tensors,
-  target_config: config_lib.ModelConfig,
+  file: pathlib.Path, raw: dict, stored: hf.Tensors, target_config: config_lib.ModelConfig
 ) -> tuple[drafter.DrafterConfig, hf.Tensors, dict[str, str]]:
   """Reads a published layout: the drafter, its tensors, and path in our tree -> name.
 
@@ -298,9 +295,7 @@ def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[
 
 
 def check_target(
-  path: pathlib.Path,
-  config: drafter.DrafterConfig,
-  target_config: config_lib.ModelConfig,
+  path: pathlib.Path, config: drafter.DrafterConfig, target_config: config_lib.ModelConfig
 ) -> None:
   """Raises CheckpointError if the drafter's target has another shape."""
   for name in ("vocab_size", "width", "tie_embeddings"):

@@ -153,11 +153,7 @@ class Attention(nn.Module):
     return apply_rope(q, by)
 
   def attend_to(
-    self,
-    x: jax.Array,
-    by: Rotation,
-    seen: seen_lib.Seen,
-    layer_cache: cache_lib.LayerCache,
+    self, x: jax.Array, by: Rotation, seen: seen_lib.Seen, layer_cache: cache_lib.LayerCache
   ) -> jax.Array:
     """Attends from tokens f[B T *] to a cache: f[B T D]."""
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)

@@ -178,7 +178,5 @@ def _by_jax_triton(*args, kernel, out_type, fused, **options):
     options["compute_capability"] = _capability
   fused = {"enable_fp_fusion": fused}
   if "backend_options" in takes:
-    return call(
-      *args, kernel=kernel, out_type=out_type, backend_options=fused, **options
-    )
+    return call(*args, kernel=kernel, out_type=out_type, backend_options=fused, **options)
   return call(*args, kernel=kernel, out_shape=out_type, **fused, **options)

@@ -218,4 +218,3 @@ def make(
     only=only,
     offloads=offload,
   )
-

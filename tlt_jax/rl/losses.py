@@ -88,11 +88,7 @@ def log_ratio(tokens: algorithm.Tokens) -> jax.Array:
 
 
 def clip(
-  ratio: jax.Array,
-  advantage: jax.Array,
-  low: float,
-  high: float,
-  dual_clip: float = 0.0,
+  ratio: jax.Array, advantage: jax.Array, low: float, high: float, dual_clip: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
   """PPO's clipped surrogate (https://arxiv.org/abs/1707.06347, equation 7).
 

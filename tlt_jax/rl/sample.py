@@ -147,11 +147,7 @@ class Sampler:
     """
     prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
     requests = requests_lib.make_requests(
-      prompts,
-      responses,
-      seed=seed,
-      first_request=first_request,
-      **self._limits(lengths),
+      prompts, responses, seed=seed, first_request=first_request, **self._limits(lengths)
     )
     asked = [records[p] for p in requests.prompt_idx]
 
@@ -256,9 +252,7 @@ def make(
 def encode(
   tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
 ) -> list[np.ndarray]:
-  return [
-    tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records
-  ]
+  return [tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records]
 
 
 def replay(

@@ -296,6 +296,4 @@ def _merge(params: dict, part: dict) -> dict:
 
 
 def _specs_of(packed: Sequence[packing.Packed]):
-  return jax.tree.map(
-    lambda x: fsdp.MICRO_BATCHES if x.ndim else fsdp.WHOLE, tuple(packed)
-  )
+  return jax.tree.map(lambda x: fsdp.MICRO_BATCHES if x.ndim else fsdp.WHOLE, tuple(packed))

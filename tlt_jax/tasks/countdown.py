@@ -109,9 +109,7 @@ def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
       if b and a % b == 0:
         moves[f"{a}/{b}"] = (a // b, rest)
   return [
-    (step, c, [c, *rest])
-    for step, (c, rest) in moves.items()
-    if c <= _MAX_INTERMEDIATE
+    (step, c, [c, *rest]) for step, (c, rest) in moves.items() if c <= _MAX_INTERMEDIATE
   ]
 
 

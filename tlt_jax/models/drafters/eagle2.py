@@ -27,7 +27,5 @@ def _inputs(
 
 
 KIND = drafters.Kind(
-  inputs=_inputs,
-  fc_width=lambda config: 2 * config.layer.width,
-  predicts_features=True,
+  inputs=_inputs, fc_width=lambda config: 2 * config.layer.width, predicts_features=True
 )

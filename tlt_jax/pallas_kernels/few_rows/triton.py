@@ -70,11 +70,7 @@ def qkv(
 
 
 def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  seen: seen_lib.Seen,
-  count: jax.Array,
+  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, count: jax.Array
 ) -> jax.Array:
   """Attends from bf16[B J N H] to a cache bf16[B K S H]; `count`: i32[B*K] zeros."""
   B, J, N, H = q.shape

@@ -94,9 +94,7 @@ def _kernel(
     o_ref[...] = out.astype(o_ref.dtype)
 
 
-def _specs(
-  rows: int, words: int, H: int, size: int, length: int, page: int
-) -> list:
+def _specs(rows: int, words: int, H: int, size: int, length: int, page: int) -> list:
   block = min(BLOCK, page)
 
   def seen(b, step, start):

@@ -206,11 +206,7 @@ class Tiles(NamedTuple):
 
 
 def tree_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  seen: seen_lib.Seen,
-  pages: jax.Array,
+  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, pages: jax.Array
 ) -> jax.Array:
   """ValueError unless H is a power of two of at least 16."""
   B, J, N, H = q.shape

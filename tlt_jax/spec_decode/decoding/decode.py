@@ -58,9 +58,11 @@ def decode(
       i, slots, emitted = carry
       slots, drawn = decode_step(config, layout, weights.target, slots, rotations)
       live = emitted.remaining > 0
-      put = lambda x, column: jax.lax.dynamic_update_slice_in_dim(
-        x, column[:, None].astype(x.dtype), i, 1
-      )
+
+      def put(x, column):
+        column = column[:, None].astype(x.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(x, column, i, 1)
+
       emitted = emitted.replace(
         tokens=put(emitted.tokens, drawn.token),
         logp=put(emitted.logp, drawn.logp),

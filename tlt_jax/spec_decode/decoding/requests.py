@@ -66,7 +66,6 @@ def make_requests(
   """Makes P x R requests, the responses of a prompt side by side.
 
   Parameters (see `sampling.Sampling`) are one for all, or one per request.
-
   `stop_tokens` end a response, of which they are part; ids, or i32[B stops].
 
   Raises:
@@ -76,7 +75,10 @@ def make_requests(
     if not len(prompt):
       raise RequestError(f"prompt {i} has no tokens")
   B = len(prompts) * responses
-  spread = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), (B,))
+
+  def spread(x, dtype):
+    return np.broadcast_to(np.asarray(x, dtype), (B,))
+
   checks = {
     "max_tokens >= 1": np.asarray(max_tokens) >= 1,
     "temperature >= 0": np.asarray(temperature) >= 0,

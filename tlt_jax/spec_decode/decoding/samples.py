@@ -148,8 +148,10 @@ class Samples:
     What they trained meanwhile is part of it. A chunk takes as long as its busiest slice,
     so that a slice is idle for the share of that slice's steps which it did not do.
     """
-    idle = lambda chunk: sum(1 - n / max(*chunk.steps, 1) for n in chunk.steps)
-    return sum((chunk.end_s - chunk.start_s) * idle(chunk) for chunk in self.chunks)
+    return sum(
+      (chunk.end_s - chunk.start_s) * sum(1 - n / max(*chunk.steps, 1) for n in chunk.steps)
+      for chunk in self.chunks
+    )
 
 
 # Is called after every chunk with the samples so far, and the numbers of the requests that
@@ -168,12 +170,13 @@ def training_means(training: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
   "new_agreement" is a mean over new rows, and absent without any.
   """
-  counts = {"updates", "skipped", "new_rows"}
-  names = sorted({name for m in training for name in m} - counts)
-  weight = lambda name: "new_rows" if name == "new_agreement" else "updates"
-  total = {count: sum(m.get(count, 0) for m in training) for count in counts}
-  mean = lambda name, by: sum(m.get(by, 0) * m.get(name, 0.0) for m in training) / total[by]
-  return {name: mean(name, weight(name)) for name in names if total[weight(name)]}
+  means = {}
+  for name in sorted({name for m in training for name in m}):
+    by = "new_rows" if name == "new_agreement" else "updates"
+    total = sum(m.get(by, 0) for m in training)
+    if total and name not in ("updates", "skipped", "new_rows"):
+      means[name] = sum(m.get(by, 0) * m.get(name, 0.0) for m in training) / total
+  return means
 
 
 def empty(

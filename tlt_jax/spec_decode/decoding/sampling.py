@@ -104,10 +104,11 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     value, token = jax.lax.top_k(logits, min(count, logits.shape[-1]))
     if axis is not None:
       token = token + jax.lax.axis_index(axis) * logits.shape[-1]
-      beside = lambda x: jnp.concatenate([*shards.side_by_side(x, axis)], -1)
-      every = beside(token)
-      value, at = jax.lax.top_k(beside(value), count)
-      token = jnp.take_along_axis(every, at, -1)
+      values, tokens = (
+        jnp.concatenate([*shards.side_by_side(x, axis)], -1) for x in (value, token)
+      )
+      value, at = jax.lax.top_k(values, count)
+      token = jnp.take_along_axis(tokens, at, -1)
     logp = value - largest - jnp.log(shards.add(own, axis))[:, None]
     return logp, token.astype(jnp.int32)
 
@@ -120,10 +121,7 @@ def repeat(sampling: Sampling, count: int) -> Sampling:
 
 
 def contest(
-  logits: jax.Array,
-  sampling: Sampling,
-  position: jax.Array,
-  ids: jax.Array | None = None,
+  logits: jax.Array, sampling: Sampling, position: jax.Array, ids: jax.Array | None = None
 ) -> jax.Array:
   """The perturbed logits whose argmax is drawn: f32[B V], -inf where filtered out.
 
@@ -171,15 +169,16 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   runners = jnp.where(kept, perturbed, -jnp.inf)
   token = argmax(runners)
 
-  at = lambda x: jnp.take_along_axis(x, token[:, None], -1)[:, 0]
+
+  def at(x):
+    return jnp.take_along_axis(x, token[:, None], -1)[:, 0]
+
   won = at(runners)
   others = jnp.arange(logits.shape[-1]) != token[:, None]
   gap = won - jnp.max(jnp.where(others, runners, -jnp.inf), -1)
   # A filter's bound matters if the winner is the last one kept, or if the best of
   # those cut off would have won.
-  edge = (at(logits) <= cut) | (
-    jnp.max(jnp.where(kept, -jnp.inf, perturbed), -1) > won
-  )
+  edge = (at(logits) <= cut) | (jnp.max(jnp.where(kept, -jnp.inf, perturbed), -1) > won)
   margin = jnp.minimum(gap, jnp.where(edge, _slack(logits, cut, sampling), jnp.inf))
   logp_filtered = at(filtered) - jax.nn.logsumexp(filtered, -1)
   return Draw(

@@ -77,15 +77,6 @@ def varying(x: jax.Array) -> jax.Array:
   return jax.lax.pcast(x, axes.DATA, to="varying")
 
 
-def handed_out(x: jax.Array, is_source: jax.Array) -> jax.Array:
-  """The `x` of the one slice where `is_source` bool[...] is true; zeros without one."""
-  # In float32, which holds narrower numbers exactly: XLA's compiler for CPUs dies of sums
-  # of bfloat16 over an axis that a program is manual over.
-  wide = jnp.promote_types(x.dtype, jnp.float32)
-  sent = jnp.where(is_source, x, 0).astype(wide)
-  return total(sent).astype(x.dtype)
-
-
 def total(x: jax.Array) -> jax.Array:
   """The sum of all slices' `x`.
 

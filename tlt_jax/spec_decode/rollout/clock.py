@@ -69,14 +69,7 @@ class Clock:
     self._compared[bucket, arm] = level
 
   def book(
-    self,
-    bucket: int,
-    arm: Arm,
-    *,
-    steps: int,
-    tokens: int,
-    longest: int,
-    seconds: float,
+    self, bucket: int, arm: Arm, *, steps: int, tokens: int, longest: int, seconds: float
   ) -> None:
     """Books a chunk: steps of the busiest slice, tokens of all slots and of the fullest."""
     self._last = key = bucket, arm
@@ -109,9 +102,7 @@ class Clock:
       if key[0] == bucket:
         self._compared[key] = min(self._compared[key], level)
 
-  def _compare(
-    self, bucket: int, running: Arm, other: Arm, apart: float
-  ) -> None:
+  def _compare(self, bucket: int, running: Arm, other: Arm, apart: float) -> None:
     """Books by how much a chunk of another arm took longer than those around it.
 
     What contradicts what was known may be due to a pause of the machine: it is believed if
@@ -192,15 +183,11 @@ class Clock:
     arm = self._last[1] if self._last and self._last[0] == bucket else None
     return self.step_s(bucket, arm) / self.tokens_of_step(bucket, arm)
 
-  def expected_steps(
-    self, bucket: int, arm: Arm, most: int, tokens: int
-  ) -> int:
+  def expected_steps(self, bucket: int, arm: Arm, most: int, tokens: int) -> int:
     """Steps of a chunk, which ends after `most` of them or `tokens` in a slot."""
     return int(min(most, np.ceil(tokens / self.tokens_of_step(bucket, arm))))
 
-  def micro_batches_within(
-    self, bucket: int, arm: Arm, steps: int
-  ) -> int:
+  def micro_batches_within(self, bucket: int, arm: Arm, steps: int) -> int:
     """Micro-batches that idle slices train while others decode so many steps.
 
     They fill most of the expected time, not all: others would wait. Where none has fitted

@@ -53,10 +53,7 @@ def redraw(
     tokens[b, : len(prompt)] = prompt
     tokens[b, len(prompt) : len(prompt) + T] = samples.tokens[b]
   sampling = sampling_lib.Sampling(
-    **{
-      f.name: getattr(requests, f.name)
-      for f in dataclasses.fields(sampling_lib.Sampling)
-    }
+    **{f.name: getattr(requests, f.name) for f in dataclasses.fields(sampling_lib.Sampling)}
   )
   run = jax.jit(functools.partial(_redraw_row, config, T))
   rows = [

@@ -26,10 +26,7 @@ class Harvest:
   """Spot training in one rollout."""
 
   def __init__(
-    self,
-    spot: spot_lib.Spot,
-    backend: backend_lib.Backend,
-    schedule: schedule_lib.Schedule,
+    self, spot: spot_lib.Spot, backend: backend_lib.Backend, schedule: schedule_lib.Schedule
   ):
     self.spot, self.backend = spot, backend
     self.schedule, self.clock, self.decide = schedule, schedule.clock, schedule.decide
@@ -71,7 +68,7 @@ class Harvest:
       return clock.micro_batches_within(running.bucket, arm, expected)
 
     most = self.decide("micro_batches", within)
-    # Where a single slice decodes, nobody waits for anything once that has run dry.
+    # Where a single slice decodes, no other waits once that has run dry.
     several = np.count_nonzero(running.live) > 1
     return self.spot.training(most, expected, most if several else 0)
 
@@ -86,9 +83,7 @@ class Harvest:
     least = _DECODING * result.slice_s  # what micro-batches take is only an estimate
     return float(max(np.maximum(decoding_s, least)[decoded], default=0.0))
 
-  def observe(
-    self, seen: selector_lib.Observation, chooser: chooser_lib.Chooser
-  ) -> None:
+  def observe(self, seen: selector_lib.Observation, chooser: chooser_lib.Chooser) -> None:
     arms = chooser.selector.arms(seen.live) if chooser.selector else ()
     self.spot.investment.observe(seen, arms, chooser.step_s(seen.bucket))
 
@@ -110,10 +105,7 @@ class Harvest:
       self.backend.store(spot, pieces, count)
 
   def finish(
-    self,
-    params,
-    rollout_s: float,
-    scoring: Callable[[], bool] | None = None,
+    self, params, rollout_s: float, scoring: Callable[[], bool] | None = None
   ) -> None:
     """Trains for as long as that pays, and exchanges what is left.
 

@@ -54,9 +54,7 @@ class Options(Settings):
     "numbers of slots that programs are compiled for; the smallest that holds the live "
     "requests runs; (): `slots` alone",
   )
-  prompt_rows: ranges.Count = ranges.field(
-    8, "prompts per slice that keep pages at a time"
-  )
+  prompt_rows: ranges.Count = ranges.field(8, "prompts per slice that keep pages at a time")
   prefill_rows: ranges.Count = ranges.field(8, "prompts per slice and prefill call")
   prefill_block: ranges.Tokens = ranges.field(128, "tokens of each prompt per prefill call")
   chunk_s: ranges.Positive = ranges.field(2.0, "seconds that a chunk should last at most")

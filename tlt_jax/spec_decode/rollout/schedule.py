@@ -120,9 +120,7 @@ class Schedule:
       wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
 
-  def limits(
-    self, arm: clock_lib.Arm, exact_steps: bool
-  ) -> tuple[chunk_lib.Limits, int]:
+  def limits(self, arm: clock_lib.Arm, exact_steps: bool) -> tuple[chunk_lib.Limits, int]:
     """How far the next chunk goes, and the most steps that this is; see `steps_within`."""
     tokens = np.int32(self.tokens)
     if arm is None:
@@ -232,8 +230,8 @@ class Schedule:
       return None, False
     else:
       order = [int(prompt_idx[i]) for i in queue]
-      again = lambda p: order.index(p) if p in order else len(order)
-      rows[prompt] = rows.pop(max(set(rows) - used, key=again))
+      again = {p: i for i, p in reversed([*enumerate(order)])}
+      rows[prompt] = rows.pop(max(set(rows) - used, key=lambda p: again.get(p, len(order))))
     return rows[prompt], True
 
   def _fit(self, admissions: list[Admission]) -> int:

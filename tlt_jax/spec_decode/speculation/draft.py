@@ -124,11 +124,7 @@ def extend(
 
 
 def draft_chain(
-  draft: Draft,
-  state: DraftState,
-  slots: slots_lib.Slots,
-  depth: jax.Array,
-  size: int,
+  draft: Draft, state: DraftState, slots: slots_lib.Slots, depth: jax.Array, size: int
 ) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
   """Guesses `depth` i32[] <= size - 1 tokens in a row: a tree of J = `size` nodes."""
   h, cache = extend(draft, state, slots)

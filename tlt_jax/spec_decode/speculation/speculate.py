@@ -116,15 +116,7 @@ def verify_and_accept(
   else:
     seen = seen_lib.of_mask(slots.start, tree_lib.ancestors(tree.parent))
   final, features, kv = decode_lib.forward(
-    config,
-    layout,
-    params,
-    slots.kv,
-    tree.tokens,
-    positions,
-    seen,
-    slots.start,
-    rotations,
+    config, layout, params, slots.kv, tree.tokens, positions, seen, slots.start, rotations
   )
   logits = target.Target(config).apply(
     {"params": params}, final, method=target.Target.logits
@@ -146,9 +138,7 @@ def verify_and_accept(
     kv = kv.with_layers(layer.move(source, slots.start) for layer in kv)
 
   live = slots.remaining > 0
-  count, stopped = verify.cut(
-    drawn.token, accepted + 1, slots.stop_tokens, slots.remaining
-  )
+  count, stopped = verify.cut(drawn.token, accepted + 1, slots.stop_tokens, slots.remaining)
   count = jnp.where(live, count, 0)
   last = jnp.take_along_axis(drawn.token, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
   place = slots.position[:, None] + jnp.arange(most)

@@ -51,9 +51,7 @@ class Costs(NamedTuple):
 
   def seconds(self, q: float) -> float:
     """Seconds if drafts are accepted with probability q."""
-    ratios = [
-      cost / sum(q**k for k in range(int(depth) + 1)) for depth, cost in self.arms
-    ]
+    ratios = [cost / sum(q**k for k in range(int(depth) + 1)) for depth, cost in self.arms]
     return min(self.without_s, self.plain_s * min(ratios))
 
 

@@ -73,10 +73,7 @@ class DraftLearner:
     return state, {f"drafter/{k}": float(v) for k, v in jax.device_get(metrics).items()}
 
   def features(
-    self,
-    target_params,
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
+    self, target_params, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
   ) -> list[np.ndarray]:
     """The target's features f[T E] of each sequence of T tokens, ordered by `Layout`."""
     packed = packing.pack(prompts, responses, self.buckets)

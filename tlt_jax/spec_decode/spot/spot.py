@@ -50,8 +50,7 @@ class Options:
   )
   context_tokens: ranges.Tokens = ranges.field(
     32,
-    "tokens repeated from the row before, as context only, where a sequence is cut in "
-    "rows",
+    "tokens repeated from the row before, as context only, where a sequence is cut in rows",
   )
   rows: ranges.Count = ranges.field(64, "training rows kept per slice")
   carried_rows: ranges.CountOrZero = ranges.field(
@@ -99,12 +98,7 @@ class Options:
 
 # Part of the recipe, see `Options`: arguments of `rl.optimizer.make`.
 OPTIMIZER = dict(
-  name="adamw",
-  learning_rate=1e-3,
-  warmup=20,
-  total=3000,
-  floor=0.1,
-  b2=0.99,
+  name="adamw", learning_rate=1e-3, warmup=20, total=3000, floor=0.1, b2=0.99
 )
 
 

@@ -151,9 +151,7 @@ def learn(
   before = state.skipped
   if state.waiting is not None:
     finite = jnp.isfinite(sums.loss) & jnp.isfinite(optax.tree.norm(sums.grads))
-    sums = jax.tree.map(
-      lambda x, y: x + jnp.where(finite, y, 0.0), state.waiting, sums
-    )
+    sums = jax.tree.map(lambda x, y: x + jnp.where(finite, y, 0.0), state.waiting, sums)
     state = state.replace(skipped=before + (~finite).astype(jnp.int32))
   enough = sums.micro_batches >= per_update
   updated, summary = update(

@@ -222,9 +222,7 @@ class Trainer:
 
   @functools.cached_property
   def abstract(self) -> state_lib.State:
-    return state_lib.abstract_state(
-      self.drafter, self.optimizer, self.mesh, **self._kept
-    )
+    return state_lib.abstract_state(self.drafter, self.optimizer, self.mesh, **self._kept)
 
   @functools.cached_property
   def spread(self) -> Callable[[state_lib.State], state_lib.State]:
@@ -239,9 +237,7 @@ class Trainer:
   def gather(self) -> Callable[[state_lib.State], state_lib.State]:
     def first(states):
       is_first = jax.lax.axis_index(axes.DATA) == 0
-      mine = jax.tree.map(
-        lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0])), states
-      )
+      mine = jax.tree.map(lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0])), states)
       return slices.combined(slices.total, mine)
 
     mapped = slices.per_slice(self.mesh, first, in_specs=(ROWS,), out_specs=WHOLE)

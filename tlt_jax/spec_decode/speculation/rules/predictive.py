@@ -126,9 +126,7 @@ class Predictive(selector.Arms):
     tokens, arm_s, plain_s = self.tokens_per_pass(arm), step_s(arm), step_s(None)
     return tokens * plain_s / arm_s if tokens and arm_s and plain_s else 1.0
 
-  def tokens_per_pass(
-    self, arm: selector.Arm, patience: float = math.inf
-  ) -> float | None:
+  def tokens_per_pass(self, arm: selector.Arm, patience: float = math.inf) -> float | None:
     """The expected yield of an arm; None if unknown.
 
     Drafts not observed for more than `patience` chunks count as always accepted.

@@ -132,8 +132,11 @@ class Model(source_lib.Source):
     """Yields, per slice, (request, first pair) of blocks to compute, one per request."""
     T = self.setting.fill_block
     todo = [
-      [[r, self._filled.get(r.request, 0), self._lacking_from(len(r.tokens))]
-       for r in row if r]
+      [
+        [r, self._filled.get(r.request, 0), self._lacking_from(len(r.tokens))]
+        for r in row
+        if r
+      ]
       for row in running
     ]
     while any(todo := [[x for x in row if x[1] < x[2]] for row in todo]):
@@ -180,9 +183,7 @@ class Model(source_lib.Source):
       return source_lib.Proposal(*drafted)
 
     def absorb(cache, output):
-      return draft_lib.DraftState(
-        cache.pool, output.features, output.tokens, output.count
-      )
+      return draft_lib.DraftState(cache.pool, output.features, output.tokens, output.count)
 
     return propose, absorb
 
