@@ -100,7 +100,6 @@ def load_prompts(
 
 
 def _filter(keep: str) -> Callable[[str, dict], bool]:
-  """(place, record) -> whether the function named `keep` keeps the record."""
   if not keep:
     return lambda place, record: True
   try:
@@ -224,7 +223,6 @@ def _read_parquet(path):
 
 
 def reason(e: Exception) -> str:
-  """The first line of the message of a library's exception."""
   return (str(e).strip() or type(e).__name__).splitlines()[0][:250]
 
 

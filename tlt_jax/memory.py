@@ -47,7 +47,6 @@ def announce(what: str, arrays: Any, smaller: str) -> None:
 
 
 def announce_programs(what: str, inputs: Any) -> None:
-  """Logs that programs with large inputs are about to be compiled."""
   held = bytes_by_device(inputs)
   if max(held.values(), default=0) >= LEAST_BYTES:
     have, _ = room(held)

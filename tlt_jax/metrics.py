@@ -128,18 +128,13 @@ def _scalar(key: str, step: int, value: object) -> int | float:
   return number
 
 
-def _plain(value: np.ndarray | np.generic) -> object:
-  return value.tolist()
-
-
 def _append(file: TextIO, record: dict) -> None:
   with writing.to(file.name):
-    file.write(json.dumps(record, default=_plain, allow_nan=False) + "\n")
+    file.write(json.dumps(record, default=lambda x: x.tolist(), allow_nan=False) + "\n")
     file.flush()
 
 
 def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
-  """Opens a file for appending, after dropping all but some of its records."""
   content = "".join(json.dumps(record) + "\n" for record in kept).encode()
   if path.exists() and content != path.read_bytes():
     new = path.with_name(path.name + ".new")

@@ -165,7 +165,6 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _running(uid: int) -> int:
-  """Threads of a user, which RLIMIT_NPROC counts together."""
   count = 0
   for process in psutil.process_iter():
     try:

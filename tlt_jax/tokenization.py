@@ -34,8 +34,6 @@ def copy_files(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
 
 
 class Tokenizer:
-  """A Hugging Face tokenizer, for prompts in and responses out."""
-
   def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
     self.stop_tokens = stop_tokens
     self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # exceeds all ids
@@ -103,7 +101,6 @@ class Tokenizer:
     return self._chat(messages)
 
   def lengths(self, texts: Sequence[str]) -> list[int]:
-    """The number of tokens of each text, as in `encode`."""
     if not texts:
       return []
     encoded = self._tokenizer(list(texts), add_special_tokens=False)

@@ -26,7 +26,6 @@ class Options:
 
 class Board:
   def __init__(self, options: Options, workdir: pathlib.Path, config: Mapping[str, Any]):
-    """Starts a run, or continues that of the workdir."""
     try:
       import wandb
     except ImportError as e:

@@ -232,8 +232,6 @@ _QWEN2 = (
 
 
 class _Split(NamedTuple):
-  """A pre-tokenizer, with the normalizer and BPE option that it implies."""
-
   regex: str | None  # of a word; None: GPT-2's
   digits: bool = False  # split all digits first
   nfc: bool = False

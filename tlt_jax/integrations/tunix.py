@@ -51,8 +51,6 @@ except ImportError as e:
 
 
 class Rollout(base_rollout.BaseRollout):
-  """tunix's rollout engine with speculative decoding."""
-
   def __init__(
     self,
     rollout_actor: nnx.Module,
@@ -185,7 +183,6 @@ class Rollout(base_rollout.BaseRollout):
     return jax.jit(score)
 
   def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-    """Copies `nnx.state(actor, nnx.Param)`: the learner may donate its own."""
     self._params = self._place(params)
 
   def _place(self, params: Any) -> dict:
@@ -263,7 +260,6 @@ class Rollout(base_rollout.BaseRollout):
       )
 
   def _encode(self, prompt: str) -> np.ndarray:
-    """A prompt's tokens, i32[...], as in tunix's sampler."""
     start = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
     tokens = self._tokenizer.dedup_bos_ids(start + list(self._tokenizer.encode(prompt)))
     return np.asarray(tokens, np.int32)
@@ -310,7 +306,6 @@ def _sampling(config: base_rollout.RolloutConfig) -> dict[str, Any]:
 
 
 def _left_padded(prompts: Sequence[np.ndarray], width: int, pad: int) -> np.ndarray:
-  """i32[prompts width]; ValueError if a prompt is longer."""
   longest = max(map(len, prompts))
   if longest > width:
     raise ValueError(

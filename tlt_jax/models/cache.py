@@ -31,8 +31,6 @@ class Pool:
 
 @flax.struct.dataclass
 class LayerCache:
-  """The pool of one layer with the page table."""
-
   pool: Pool
   pages: jax.Array  # i32[B M]  of each row, in order
   # See `pallas_kernels.implementations`.

@@ -27,8 +27,6 @@ from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-  """The shape of a drafter; `layer` is the target's config with one layer."""
-
   __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
   kind: str  # see `drafters.find`

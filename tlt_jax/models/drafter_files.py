@@ -59,7 +59,6 @@ def load(
 def load_shape(
   path: str | pathlib.Path, target_config: config_lib.ModelConfig
 ) -> drafter.DrafterConfig:
-  """As `load`, without the weights."""
   with contextlib.ExitStack() as stack:
     return _open(pathlib.Path(path), target_config, stack)[0]
 

@@ -155,7 +155,6 @@ class Attention(nn.Module):
   def attend_to(
     self, x: jax.Array, by: Rotation, seen: seen_lib.Seen, layer_cache: cache_lib.LayerCache
   ) -> jax.Array:
-    """Attends from tokens f[B T *] to a cache: f[B T D]."""
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
     args = self._queries(x, by), k, v, seen, layer_cache.pages
     return self._output(tree_attention.tree_attention(*args, impl=layer_cache.kernels))
@@ -256,7 +255,6 @@ class Block(nn.Module):
     layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
-    """See `Attention.__call__`."""
     eps = self.config.norm_eps
     y, layer_cache = Attention(self.config, name="attention")(
       RMSNorm(eps, name="input_norm")(x), by, seen, layer_cache, start

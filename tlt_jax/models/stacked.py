@@ -22,7 +22,6 @@ Run = tuple[int, int]  # layers from the first to before the second
 
 
 def runs(trained: dict, num_layers: int) -> list[Run]:
-  """The longest runs of layers with the same trained parameters."""
   grouped = itertools.groupby(
     range(num_layers), lambda i: jax.tree.structure(trained.get(_layer(i)))
   )

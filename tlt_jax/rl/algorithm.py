@@ -55,8 +55,6 @@ class Tokens:
 
 @flax.struct.dataclass
 class Values:
-  """One micro-batch of packed tokens [rows T], as a critic's loss sees it."""
-
   value: jax.Array  # f32[rows T]  before the target
   old_value: jax.Array  # f32[rows T]  the same before the step's first update
   return_: jax.Array  # f32[rows T]  to be predicted
@@ -115,7 +113,6 @@ def make(name: str, **args) -> Algorithm:
 
 
 def find(name: str) -> Callable[..., Algorithm]:
-  """The `make` of an algorithm's module."""
   try:
     return named.module(name, __package__, "make").make
   except named.NameNotFound as e:

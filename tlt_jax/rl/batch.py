@@ -93,7 +93,6 @@ def pack(
 def by_response(
   batch: Batch, packed: Sequence[packing.Packed], values: Sequence[np.ndarray]
 ) -> np.ndarray:
-  """Unpacks f32[M rows T] per bucket: f32[P R T], zero beyond each response."""
   P, R = batch.scored.reward.shape
   logp = batch.scored.logp
   T = max(map(len, batch.responses)) if logp is None else logp.shape[-1]

@@ -88,7 +88,6 @@ def problems(scored: sample.Scored, n: int) -> list[dict[str, Any]]:
 
 
 def examples(scored: sample.Scored, count: int) -> list[dict[str, Any]]:
-  """Some responses in readable form, evenly spread over the prompts."""
   stopped = scored.samples.finish_reason == samples_lib.STOP
   chosen = np.linspace(0, len(scored.text), min(count, len(scored.text)), endpoint=False)
   return [

@@ -82,7 +82,6 @@ def _make(call: calls.Call) -> Score:
 
 
 def wanted(score: Score) -> list[str]:
-  """The arguments of a verifier after prompt, response and answer."""
   known = inspect.signature(score).parameters
   return [name for name in _OPTIONAL if name in known]
 

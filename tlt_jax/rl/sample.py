@@ -118,7 +118,6 @@ class Sampler:
   system: str = ""  # system message of that template
 
   def compile(self, params) -> None:
-    """Compiles and times every program of the rollout."""
     stop_tokens = len(self.tokenizer.stop_tokens) + 1
     self.rollout.compile(params, stop_tokens)
     self.rollout.measure(params, stop_tokens)

@@ -243,7 +243,6 @@ class Trainer:
     return stacked.runs(self.trained(self._specs), self.config.num_layers)
 
   def features(self, params, packed: packing.Packed, rotations):
-    """The gathered parameters outside of layers, and the features f[rows T D]."""
     dtype = self.config.dtype
     shardings = self._shardings
     outside = fsdp.gather(stacked.outside(params), shardings, dtype)

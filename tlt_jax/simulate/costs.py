@@ -140,7 +140,6 @@ class Roofline:
 
   @property
   def _fused(self) -> int:
-    """Parameters that fuse the target's features and a token's embedding."""
     return (self.drafter.features + 1) * self.model.width**2
 
   @property
@@ -243,7 +242,6 @@ def _of_bucket(
 
 
 def _between(known: Mapping[int, float], x: float) -> float:
-  """Interpolates at x > 0, linear in logarithms."""
   at = sorted(known)
   values = np.log([known[a] for a in at])
   return float(np.exp(np.interp(np.log(x), np.log(at), values)))

@@ -179,7 +179,6 @@ def _as_many(rng, known: np.ndarray, count: int) -> np.ndarray:
 
 
 def read_trace(path: str | pathlib.Path) -> np.ndarray:
-  """Response lengths i64[n] of a JSON list, or of all rollouts of a run."""
   if str(path).endswith(".jsonl"):
     found = [n for rollout in metrics.read(path) for n in rollout.get("length", [])]
   else:

@@ -169,7 +169,6 @@ def final_answer(response: str, gold: str | None) -> str | None:
 
 @functools.cache
 def _dataset(task: str, options: str) -> reasoning_gym.dataset.ProceduralDataset:
-  """All problems of a task, generated on access."""
   try:
     call = ast.parse(f"options({options})", mode="eval").body
     given = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}

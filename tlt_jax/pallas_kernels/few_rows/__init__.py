@@ -26,8 +26,6 @@ class Rows(NamedTuple):
 
 
 class Projections(NamedTuple):
-  """The weights of `qkv`; bias and norm may be None."""
-
   q: jax.Array  # bf16[D N*H]
   k: jax.Array  # bf16[D K*H]
   v: jax.Array  # bf16[D K*H]

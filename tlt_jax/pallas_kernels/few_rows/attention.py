@@ -30,7 +30,6 @@ def _fold(
   H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
   TAIL: tl.constexpr,
 ):  # fmt: skip
-  """Folds blocks lo..hi-1 into (largest, total, sum); TAIL applies the mask."""
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   k_ptrs = k_ptr + lo.to(tl.int64) * BLOCK * H + i[:, None] * H + h[None, :]

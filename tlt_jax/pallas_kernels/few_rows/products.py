@@ -212,7 +212,6 @@ def gate_up(
   M: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-  """Program (tile, split): silu(x @ gate) * (x @ up)."""
   tile, split = tl.program_id(0), tl.program_id(1)
   n, r, k = tl.arange(0, BN), tl.arange(0, R), tl.arange(0, BK)
   at = (split * (D // SPLITS) + k)[None, :] * F + tile * BN + n[:, None]

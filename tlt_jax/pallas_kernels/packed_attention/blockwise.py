@@ -48,7 +48,6 @@ class _Blocks(NamedTuple):
     return jax.lax.dynamic_update_slice_in_dim(x, self.take(x, i, 2) + y, i * self.size, 2)
 
   def queries(self, x: jax.Array, i: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Block i of f[B T N *], by kv head: f[B K G*size *]."""
     x = self.take(x, i, 1)
     x = x.reshape(*x.shape[:2], num_kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
     return x.reshape(*x.shape[:2], -1, x.shape[4])
@@ -67,7 +66,6 @@ class _Blocks(NamedTuple):
     return jnp.min(at, 0) // self.size
 
   def scores(self, q_i: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Masked scores of queries f[B K G*size H] of block i and keys of block j."""
     same = (
       self.take(self.segments, i, 1)[:, :, None] == self.take(self.segments, j, 1)[:, None]
     )

@@ -27,7 +27,6 @@ class Seen:
   size: int = flax.struct.field(pytree_node=False)  # slots from `start` on with bits
 
   def mask(self, first: jax.Array | int, length: int) -> jax.Array:
-    """The mask of `length` slots from slot `first` on: bool[B J length]."""
     chex.assert_shape(self.bits, (*self.start.shape, None, -(-self.size // 32)))
     offset = (first + jnp.arange(length) - self.start[:, None])[:, None]  # i32[B 1 S]
     shape = (*self.bits.shape[:2], length)

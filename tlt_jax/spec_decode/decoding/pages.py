@@ -18,8 +18,6 @@ from tlt_jax.spec_decode.decoding import slices
 
 
 class Sizes(NamedTuple):
-  """How many pages there are, the same on all slices, and how large each is."""
-
   pages: int  # of a slice, the sink not counted
   most: int  # of a request
   page: int  # tokens
@@ -193,5 +191,4 @@ class Pages:
 
 
 def _seated(owner: np.ndarray) -> list[tuple[int, int]]:
-  """(slice, request) of every slot in use."""
   return [(s, int(i)) for s, row in enumerate(owner) for i in row if i >= 0]

@@ -12,8 +12,6 @@ class RequestError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-  """P prompts and the B requests that continue them."""
-
   prompts: Sequence[np.ndarray]  # i32[...] each
   prompt_idx: np.ndarray  # i32[B]
   request: np.ndarray  # u32[B]  id, unique over the whole run

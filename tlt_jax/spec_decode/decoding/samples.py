@@ -138,7 +138,6 @@ class Samples:
 
   @property
   def speculating_s(self) -> float:
-    """Seconds of chunks that speculated."""
     return sum(c.end_s - c.start_s for c in self.chunks if c.strategy != "off")
 
   @property

@@ -52,7 +52,6 @@ def place(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 
 def abstract(mesh: Mesh, rows: int, dtype, *shape: int) -> jax.ShapeDtypeStruct:
-  """Describes an array [slices * rows, *shape]."""
   B = rows * mesh.shape[axes.DATA]
   over = axes.sharding(mesh, axes.DATA)
   return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=over)

@@ -150,7 +150,6 @@ def slots_shardings(
 
 
 def nothing_emitted(slots: Slots, tokens: int, most: int | None = None) -> Emitted:
-  """`Emitted` of one slice at a chunk's start; `most` is A of `accepted`."""
   B = slots.pending.shape[0]
 
   def blank(dtype, *shape):

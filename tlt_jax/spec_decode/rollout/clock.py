@@ -31,8 +31,6 @@ _TRAINED_CHUNKS = 5  # chunks with a slice that only trained: a micro-batch is t
 
 
 class Clock:
-  """The seconds that steps and micro-batches take on this machine."""
-
   def __init__(self, now: Callable[[], float] = time.perf_counter):
     self.now = now
     # Of a step, by bucket and strategy: the logarithm of its seconds at level 0, and the
@@ -204,7 +202,6 @@ class Clock:
     return fits
 
   def trained(self, micro_batch_s: float) -> None:
-    """Books the seconds of each micro-batch in a slice that only trained."""
     late = self._micro_batches_s
     late.append(micro_batch_s)
     del late[:-_TRAINED_CHUNKS]

@@ -23,8 +23,6 @@ _DECODING = 0.05  # least share of a chunk's time that a slice which decoded dec
 
 
 class Harvest:
-  """Spot training in one rollout."""
-
   def __init__(
     self, spot: spot_lib.Spot, backend: backend_lib.Backend, schedule: schedule_lib.Schedule
   ):
@@ -51,7 +49,6 @@ class Harvest:
     return options.chunk_tokens, options.min_micro_batches * self.clock.micro_batch_s
 
   def training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training:
-    """The training that the next chunk of at most `steps` may do."""
     running, clock = self.running, self.clock
     left = running.requests.max_tokens[running.seated] - running.drawn[running.seated]
     tokens = min(self.schedule.tokens, int(max(left)))
@@ -132,7 +129,8 @@ class Harvest:
 
     has_trained = False
     while spot.buffer.holds_any and self.decide("more", more):
-      self._train(params, options.micro_batches_per_update)
+      training = spot.training(options.micro_batches_per_update)
+      self._take(self.backend.train(params, training))
       has_trained = True
       if self._learnt(options.updates_per_exchange):
         self._exchange()
@@ -181,10 +179,6 @@ class Harvest:
     self._exchange()
     jax.block_until_ready(self.spot.states)
     self.clock.exchanged(processes.of_first(self.clock.now() - began))
-
-  def _train(self, params, micro_batches: int) -> None:
-    training = self.spot.training(micro_batches)
-    self._take(self.backend.train(params, training))
 
   def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)

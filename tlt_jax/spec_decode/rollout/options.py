@@ -20,8 +20,6 @@ def ladder(slots: int, least: int = 2) -> tuple[int, ...]:
 
 @ranges.options
 class Settings:
-  """What does not follow from prompts, model and memory."""
-
   chunk: ranges.Count = ranges.field(
     64, "tokens per slot between two looks of the host (a chunk)"
   )

@@ -107,7 +107,6 @@ class Schedule:
       self._full[s] = running.live[s]
 
   def _pages_left(self, tokens: int) -> np.ndarray:
-    """i32[slices]: pages left once running requests draw so many tokens."""
     running = self.running
     running.pages.keep(running.owner)
     return running.pages.left(running.owner, running.end(tokens))

@@ -58,7 +58,6 @@ class Draft:
     return self._module.apply({"params": self._params}, *args, method=method)
 
   def features(self, features: jax.Array) -> jax.Array:
-    """f[... E] -> f[... D]."""
     read = self._layout.split(features).drafter_input
     return self._apply(drafter_lib.Drafter.features, read)
 
@@ -96,7 +95,6 @@ class Draft:
     )
 
   def logits(self, h: jax.Array) -> jax.Array:
-    """f[... D] -> f32[... U]."""
     return self._apply(drafter_lib.Drafter.logits, self._head, h)
 
   def tokens(self, places: jax.Array) -> jax.Array:

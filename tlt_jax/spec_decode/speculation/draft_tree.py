@@ -104,7 +104,6 @@ def draft_tree(
 
 
 def _top_children(draft, width: int, h, sampling, position):
-  """Scores f32[b W] and tokens i32[b W] of the top children at h f[b D]."""
   runners = sampling_lib.contest(draft.logits(h), sampling, position, draft.ids)
   score, place = sampling_lib.likeliest(runners, width)
   return score, draft.tokens(place)

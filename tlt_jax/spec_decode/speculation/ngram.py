@@ -167,7 +167,6 @@ class Memory:
       self.tokens -= _size(key)
 
   def responses(self, prompt: np.ndarray) -> list[np.ndarray]:
-    """Latest first."""
     held = self._responses.get(_to_bytes(prompt), {})
     return [np.frombuffer(value, np.int32) for value in reversed(held)]
 

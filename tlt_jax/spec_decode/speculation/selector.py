@@ -27,8 +27,6 @@ class StepSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """Statistics of a chunk."""
-
   live: int  # requests of the fullest slice, at its start
   bucket: int  # slots
   strategy: Arm
@@ -118,7 +116,6 @@ class Arms(Selector):
     return self.step(live)[1]
 
   def step(self, live: int) -> tuple[int, tuple[Arm, ...]]:
-    """The most live requests that share these arms, and the arms."""
     return next((step for step in self._steps if live <= step[0]), (0, (None,)))
 
   def key(self, live: int, arm: Arm) -> str:

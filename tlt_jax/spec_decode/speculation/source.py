@@ -62,8 +62,6 @@ Running = abc.Sequence[abc.Sequence[Progress | None]]
 
 
 class Proposal(NamedTuple):
-  """The guesses of an iteration."""
-
   tree: tree_lib.Tree
   state: Any  # for `absorb`
 
@@ -73,8 +71,6 @@ Absorb = abc.Callable[[Any, verify.Output], Any]
 
 
 class Source:
-  """A source of drafts; subclasses override what they need."""
-
   reads_drafter = False  # whether `bind` needs the drafter's weights
   state_shardings: Any = None  # of the result of `end`
 

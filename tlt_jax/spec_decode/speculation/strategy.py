@@ -34,7 +34,6 @@ class Strategy:
 
   @property
   def longest(self) -> int:
-    """The deepest draft of its program."""
     return self.verify - 1 if self.width == 1 else self.depth
 
   def __str__(self) -> str:

@@ -168,7 +168,6 @@ class Buffer:
     return source
 
   def _deal(self, saved: list[Row]) -> np.ndarray:
-    """The saved row of each row: newest first, round robin over slices."""
     num_slices, each = self.table.shape[:2]
     source = np.full((num_slices, each), -1)
     found = [i for i, row in enumerate(saved) if row.sizes]

@@ -50,7 +50,6 @@ class Costs(NamedTuple):
   arms: Sequence[Sequence[float]]
 
   def seconds(self, q: float) -> float:
-    """Seconds if drafts are accepted with probability q."""
     ratios = [cost / sum(q**k for k in range(int(depth) + 1)) for depth, cost in self.arms]
     return min(self.without_s, self.plain_s * min(ratios))
 
@@ -207,7 +206,6 @@ class Investment:
     return sum(every) / max(len(self.costs), 1)
 
   def _accepted_share(self) -> float | None:
-    """Of first drafts in recent rollouts; None: too few."""
     accepted, drafted = np.sum(self.accepted or [[0, 0]], axis=0)
     return float(accepted / drafted) if drafted else None
 

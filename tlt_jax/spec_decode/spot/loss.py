@@ -131,8 +131,6 @@ def _ahead(x: jax.Array) -> jax.Array:
 
 
 class _Goal(NamedTuple):
-  """What a drafter of U tokens learns at each position."""
-
   p: jax.Array  # f32[rows T U]  the target's, renormalised within them
   known: jax.Array  # bool[rows T]  whether the drawn token is one of them
 

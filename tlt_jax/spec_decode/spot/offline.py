@@ -85,7 +85,6 @@ class DraftLearner:
 
   @functools.cached_property
   def update(self):
-    """(state, target params, packed buckets, features) -> (state, metrics)."""
     shardings = slices.shardings(self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
@@ -138,7 +137,6 @@ class DraftLearner:
     return tuple(map(of_bucket, packed))
 
   def _features_of(self, target_params):
-    """The function from a micro-batch [rows T] to its features f[rows T E]."""
     rotations = layers.rotation(self.config, self._positions)
 
     def features_of(batch):

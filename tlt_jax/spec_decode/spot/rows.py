@@ -30,7 +30,6 @@ class Rows:
     return i < self.order[1]
 
   def micro_batch(self, i: jax.Array) -> tuple[packing.Packed, jax.Array]:
-    """A slice's i-th row in order, see `row`."""
     return self.row(self.order[2 + i % jnp.maximum(self.filled, 1)])
 
   def row(self, row: jax.Array) -> tuple[packing.Packed, jax.Array]:

@@ -153,12 +153,10 @@ class Spot:
 
   @property
   def states(self) -> state_lib.State:
-    """The drafter in training, of every slice."""
     return self._states
 
   @property
   def state(self) -> state_lib.State:
-    """The drafter in training, the same on all slices between rollouts."""
     return self.trainer.gather(self._states)
 
   @property
@@ -173,7 +171,6 @@ class Spot:
   def training(
     self, most: int, expected_steps: int | None = None, quota_if_idle_midway: int = 0
   ) -> trainer_lib.Training:
-    """See `trainer.Training`."""
     training = trainer_lib.Training(self._states, self.rows(), np.int32(most))
     if expected_steps is None:
       return training
@@ -212,7 +209,6 @@ class Spot:
     self.apart = False  # whether a slice has trained since the last exchange
 
   def restart(self, state: state_lib.State) -> None:
-    """Continues from another state of the drafter, with the present data."""
     self.investment = self._new_investment()
     self._states, self._params = self.trainer.spread(state), state.drafting
     self._reset_counts()
@@ -225,14 +221,12 @@ class Spot:
     self._features = features
 
   def arrays(self) -> dict:
-    """The arrays of a checkpoint, without the target's embedding and head."""
     return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
     return {"buffer": self.buffer.state(), "investment": self.investment.state()}
 
   def saved_arrays(self, data: dict) -> dict:
-    """Shapes of the `arrays` saved with `data`, perhaps with other slices."""
     count = sum(map(len, data["buffer"]["rows"]))
 
     def of_rows(x):
@@ -264,7 +258,6 @@ class Spot:
   def _placed_once(
     self, name: str, change: Any, make: Callable[[], np.ndarray]
   ) -> jax.Array:
-    """A part of the buffer on the devices, placed again only after a change."""
     if name not in self._placed or self._placed[name][0] != change:
       self._placed[name] = change, self.trainer.place(make())
     return self._placed[name][1]

@@ -16,8 +16,6 @@ from tlt_jax.spec_decode.decoding import slices
 
 @flax.struct.dataclass
 class Sums:
-  """Sums over micro-batches, and over their tokens."""
-
   loss: jax.Array  # f32[]
   metrics: dict  # f32[] each, see `loss.Loss.metrics`
   grads: dict  # f32, of the drafter's parameters
@@ -37,7 +35,6 @@ class State:
 
   @property
   def drafting(self) -> dict:
-    """The parameters to draft with: the average, where one is kept."""
     return self.params if self.average is None else self.average
 
 
@@ -69,7 +66,6 @@ def init_state(
   averages: bool = False,
   waiting: Collection[str] = (),
 ) -> State:
-  """The state before the first update, of copies of `params` of any layout."""
   abstract = abstract_state(drafter, optimizer, mesh, averages, waiting)
 
   def put(x, like):  # a copy: the state is donated, the given drafter may still draft

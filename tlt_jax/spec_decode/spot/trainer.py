@@ -211,7 +211,6 @@ class Trainer:
     return slices.zeros(abstract)
 
   def place(self, x: np.ndarray) -> jax.Array:
-    """Puts a copy of [slices, b, ...] on the devices as [slices * b, ...]."""
     # On a CPU an array may share numpy's memory, which changes later.
     return slices.place(self.mesh, x.copy())
 

@@ -179,7 +179,6 @@ class Predictive(selector.Arms):
       self._learn(_at(arm, k), seen.accepted[k + 1], seen.accepted[k], seen.live)
 
   def _pay(self, seen: selector.Observation) -> None:
-    """Books a trial's seconds beyond what the best arm needed."""
     arm, budget, rate = self._trial or (None, "", 0.0)
     self._trial = None
     if rate and arm == seen.strategy:

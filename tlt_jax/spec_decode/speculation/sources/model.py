@@ -111,7 +111,6 @@ class Model(source_lib.Source):
     return max(known - 1 - self.setting.room.longest, 0)
 
   def _fill_missing(self, weights, slots, running) -> None:
-    """Computes the pairs that the pool lacks: of prompts and of plain chunks."""
     R, T = self.setting.fill_rows, self.setting.fill_block
     for blocks in self._missing(running):
       for first in range(0, max(map(len, blocks)), R):
