@@ -95,8 +95,7 @@ class KVCache:
     return self.replace(pools=tuple(layer.pool for layer in layers))
 
   def of_live(self, live: jax.Array) -> "KVCache":
-    """The cache with rows that are not live, bool[B], pointed at the sink page: they
-    cannot overwrite a prompt's page that other rows share."""
+    """Points rows that are not live, bool[B], at the sink page: they cannot write."""
     sink = self.pools[0].v.shape[0] - 1
     return self.replace(pages=jnp.where(live[:, None], self.pages, sink))
 

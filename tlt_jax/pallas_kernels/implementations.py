@@ -1,4 +1,4 @@
-"""Implementations of operations:
+"""Implementations of operations.
 
     "ref"        plain jax.numpy
     "pallas"     Pallas for TPUs

@@ -189,9 +189,7 @@ class Trainer:
 
   @functools.cached_property
   def update(self) -> Callable[..., tuple[State, dict]]:
-    """Jitted optimizer step: state (donated), a `Packed` per bucket, sequences ->
-    the new state and metrics.
-    """
+    """Jitted: state (donated), a `Packed` per bucket, sequences -> state, metrics."""
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
