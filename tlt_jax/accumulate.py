@@ -1,5 +1,3 @@
-"""Sums over a number of micro-batches that is read at run time."""
-
 from collections.abc import Callable
 from typing import Any
 
@@ -7,17 +5,11 @@ import jax
 import jax.numpy as jnp
 
 
-def sum_over(
-  count: jax.Array, f: Callable[[jax.Array], Any], start: Any = None
-) -> Any:
+def sum_over(count: jax.Array, f: Callable[[jax.Array], Any], start: Any = None) -> Any:
   """Adds up f(0), ..., f(count - 1) in a loop, holding one of them at a time.
 
-  (optax's micro-batching needs a number of equal parts that is known when it is compiled.)
-
-  Args:
-    count: i32[]
-    f: i32[] -> tree of arrays
-    start: the tree to add to, such as the sum over another bucket; default: zeros
+  (optax's micro-batching needs the number of parts at compile time.) `start` is the tree to
+  add to; default: zeros.
   """
   if start is None:
     start = jax.tree.map(_zeros, jax.eval_shape(f, 0))
@@ -29,7 +21,6 @@ def sum_over(
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-  """Zeros of a shape, varying over the same mesh axes."""
   zeros, kind = jnp.zeros(shape.shape, shape.dtype), shape.manual_axis_type
   over = tuple(sorted(kind.varying)) if kind is not None else ()
   return jax.lax.pcast(zeros, over, to="varying") if over else zeros

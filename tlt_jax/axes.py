@@ -1,8 +1,7 @@
 """The device mesh, and per phase the mesh axis of each logical axis.
 
-One mesh for everything: `data` counts slices (replicas of the target in a
-rollout, FSDP shards in training), `model` is tensor parallelism within a slice.
-The parameter tree is resharded by rule when the phase changes.
+`data` counts slices (replicas of the target in a rollout, FSDP shards in training), `model`
+is tensor parallelism within a slice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,10 @@ TRAIN: Rules = {**ROLLOUT, "embed": DATA}
 def make_mesh(
   model: int = 1, devices: Sequence[jax.Device] | int | None = None
 ) -> Mesh | AbstractMesh:
-  """A (data, model) mesh; neighbouring devices form a slice.
+  """A (data, model) mesh; the `model` neighbouring devices of a slice.
 
-  Args:
-    model: devices per slice
-    devices: None: all; a number: an abstract mesh of that size, for shapes only
+  For `devices` None: all; a number: an abstract mesh of that size, for shapes only.
+
   Raises:
     ValueError: slices do not divide the devices
   """
@@ -46,7 +44,6 @@ def make_mesh(
 
 
 def sharding(mesh: Mesh, *spec: str | None) -> NamedSharding:
-  """A sharding by the mesh axis of each dimension; the others are not split."""
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -66,7 +63,6 @@ def shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
   """The sharding of each parameter of a tree made by `abstract_params`.
 
   A dimension that its mesh axis does not divide (2 kv heads over 4 devices) is not split;
-  flax's `logical_to_mesh_sharding` would split it.
   """
 
   def of_param(param):
@@ -92,10 +88,7 @@ def with_shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
 def abstract_opt_state(
   optimizer: optax.GradientTransformation, mesh: Mesh, params: Any
 ) -> optax.OptState:
-  """Shapes, dtypes and shardings of an optimizer's state.
-
-  Moments are sharded as their parameters; counters are replicated.
-  """
+  """Shapes and shardings of an optimizer's state; moments' are their parameters'."""
 
   def of_moment(moment, param):  # a MaskedNode is a parameter of another optimizer
     is_absent = isinstance(moment, optax.MaskedNode)

@@ -31,7 +31,6 @@ def weighted(text: str) -> list[Call]:
 
 
 def by_name(text: str) -> dict[str, Call]:
-  """Parses `KEY=NAME(ARGUMENT=VALUE, ...), ...`, which must not be empty."""
   try:
     listed = ast.parse(f"listed({text})", mode="eval").body
     if not isinstance(listed, ast.Call) or listed.args or not listed.keywords:

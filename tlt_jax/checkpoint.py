@@ -3,8 +3,7 @@
 A step's folder has a list of its files with their SHA-256, and gets its final name, a
 number, only after that list is written: a killed run leaves no half-written step. Nothing
 is restored unless every file matches the list: orbax restores arrays with flipped bits
-(tensorstore's CRC covers metadata, not the uncompressed chunks). Shapes, dtypes and
-shardings of a restored state come from the abstract state.
+(tensorstore's CRC covers metadata, not the uncompressed chunks).
 """
 
 import asyncio
@@ -70,7 +69,6 @@ class Checkpoints:
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
-    """Created by the first save; it removes half-written steps."""
     return ocp.CheckpointManager(
       self.folder,
       item_handlers={
@@ -103,22 +101,18 @@ class Checkpoints:
     self.close()
 
   def at_stop(self, snapshot: Callable[[], tuple | None]) -> "Checkpoints":
-    """If `processes.Stopped` leaves the `with` block, saves with the arguments of `save`
-    that `snapshot` returns, unless it returns None.
-    """
+    """If `processes.Stopped` leaves the `with` block, saves what `snapshot` returns."""
     self._at_stop = snapshot
     return self
 
   def latest(self) -> int | None:
-    """See the function `latest`."""
     return latest(self.folder)
 
   def save(self, step: int, state: Any, data: dict, force: bool = False) -> None:
     """Copies the arrays, then writes them in the background.
 
-    Args:
-      data: JSON data (iterator state, counters)
-      force: save although `step` is not a multiple of `every`
+    `force` saves although `step` is not a multiple of `every`.
+
     Raises:
       FloatingPointError: an array has no finite norm; nothing is saved, so that a run can
         resume from the latest checkpoint
@@ -157,11 +151,7 @@ class Checkpoints:
       ) from e
 
   def data(self) -> tuple[int, dict]:
-    """Reads step and JSON data of the latest checkpoint, after checking all its files.
-
-    Raises:
-      CheckpointError: there is none, or it is damaged
-    """
+    """Step and JSON data of the latest checkpoint, after checking all its files."""
     step = self.latest()
     if step is None or step != self._intact:
       step = processes.on_first(lambda: checked(self.folder))
@@ -174,9 +164,8 @@ class Checkpoints:
   ) -> tuple[int, Any, dict]:
     """Reads the latest (step, state, data), after checking all its files.
 
-    Args:
-      abstract_state: shapes, dtypes and shardings of the state
-      without: keys of a state that is a dict, which are not read
+    The keys `without` of a state that is a dict are not read.
+
     Raises:
       CheckpointError: there is none, or it is damaged, or of another shape than
         `abstract_state`
@@ -190,20 +179,13 @@ class Checkpoints:
     return step, state, data
 
   def restore_part(self, abstract_part: dict) -> tuple[int, dict]:
-    """Reads (step, part) of the latest state, a nested dict; see `restore`."""
     step, _ = self.data()
     return step, self._read(
       step, abstract_part, lambda stored: _part(stored, abstract_part), partial=True
     )
 
   def _read(self, step: int, wanted: Any, select: Callable, partial: bool) -> Any:
-    """Reads a state whose files were checked.
-
-    Args:
-      wanted: shapes, dtypes and shardings
-      select: the part of the stored tree that is compared with `wanted`
-      partial: whether the checkpoint may have more
-    """
+    """Reads a state whose files were checked, of which `select` is as `wanted`."""
     folder = self.folder / str(step)
     handler, path = ocp.PyTreeCheckpointHandler(), epath.Path(folder / _STATE)
     try:
@@ -240,7 +222,7 @@ class Checkpoints:
 
 
 def latest(folder: str | pathlib.Path) -> int | None:
-  """The last step in a folder of checkpoints, None if there is none; a collective call."""
+  """The last step in a folder of checkpoints, None without one; a collective call."""
   return processes.on_first(lambda: _last(pathlib.Path(folder)))
 
 
@@ -249,11 +231,7 @@ def _last(folder: pathlib.Path) -> int | None:
 
 
 def checked(folder: str | pathlib.Path) -> int:
-  """The last step in a folder of checkpoints, whose files match their checksums.
-
-  Raises:
-    CheckpointError: there is none, it is damaged, or its run deleted it meanwhile
-  """
+  """The last step in a folder, with its files checked; CheckpointError without one."""
   folder = pathlib.Path(folder)
   *older, last = _steps(folder) or [None]
   if last is None:
@@ -317,7 +295,6 @@ def _sums(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _fault(folder: pathlib.Path, step: int) -> str | None:
-  """How a checkpoint differs from its list; None if it does not."""
   try:
     listed = json.loads((folder / _LIST).read_bytes())
     files = {} if listed["step"] != step else listed["files"]
@@ -346,8 +323,7 @@ def _part(found: Any, like: Any) -> dict[str, Any]:
 def _first_difference(found, expected) -> str | None:
   trees = (found, expected)
   found, expected = (
-    {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)}
-    for t in trees
+    {_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(t)} for t in trees
   )
   for name in sorted(found.keys() | expected.keys(), key=lambda x: (x.count("/"), x)):
     there, here = found.get(name, "absent"), expected.get(name, "absent")

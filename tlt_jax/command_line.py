@@ -1,8 +1,7 @@
 """`tlt COMMAND`: the commands of `experiments/`, wherever the package is installed.
 
-A wheel has that folder in `tlt_jax/bundled`, so that it installs no package called
-`experiments`; a checkout has it next to `tlt_jax`. `tlt` makes it importable, also for
-subprocesses, so that a config or a fork imports from it as in a checkout.
+A wheel has that folder in `tlt_jax/bundled`, a checkout next to `tlt_jax`. `tlt` makes it
+importable, also for subprocesses.
 """
 
 import ast

@@ -1,10 +1,4 @@
-"""Prompts: their sources, and batches of them.
-
-`source` calls a source of prompts by its name. `load_prompts` is one: it reads a whole file
-and checks every record before the run starts. `mixture` draws from several sources by
-weight, `named_sets` keeps them apart. `prompt_iterator` turns any random-access source into
-an endless, resumable stream of batches. `prompt_checks` filters the prompts.
-"""
+"""Prompts: their sources, and batches of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
@@ -32,9 +26,6 @@ class DataError(ValueError):
 def source(source: str, **options: Any) -> Sequence[dict]:
   """The records that `package.module.name(**options)` returns, by index.
 
-  Args:
-    source: dotted name of a function or class
-    options: its arguments; every source takes `size`, the most records that are returned
   Raises:
     DataError: the name does not exist, or it takes other arguments
   """
@@ -45,7 +36,6 @@ def source(source: str, **options: Any) -> Sequence[dict]:
 
 
 def find(source: str) -> Callable[..., Sequence[dict]]:
-  """Imports a source by its dotted name."""
   try:
     return named.load(source)
   except named.NameNotFound as e:
@@ -74,8 +64,6 @@ def load_prompts(
       whether it is kept; '': all are
     longest: characters of a prompt, of all messages together; records with longer ones are
       left out; None: none is. (The limit in tokens is rollout.max_prompt)
-  Returns:
-    records {"prompt", "answer", "place"}
   Raises:
     DataError: no such file, another format, a broken or incomplete record
   """
@@ -112,7 +100,6 @@ def load_prompts(
 
 
 def _filter(keep: str) -> Callable[[str, dict], bool]:
-  """(place, record) -> whether the function named `keep` keeps the record."""
   if not keep:
     return lambda place, record: True
   try:
@@ -236,7 +223,6 @@ def _read_parquet(path):
 
 
 def reason(e: Exception) -> str:
-  """The first line of the message of a library's exception."""
   return (str(e).strip() or type(e).__name__).splitlines()[0][:250]
 
 
@@ -269,8 +255,6 @@ def prompt_iterator(source: Sequence[dict], batch: int, seed: int) -> grain.Data
   source. One thread reads ahead. `get_state()` returns the position as JSON data;
   `set_state` restores it, given the same three arguments.
 
-  Returns:
-    iterator over list[dict]
   Raises:
     DataError: an empty source or batch, or an invalid seed
   """

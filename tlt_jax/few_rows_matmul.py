@@ -56,10 +56,7 @@ def times_transposed(
 ) -> jax.Array:
   """Computes `x @ w.T` as `(w @ x.T).T`, which XLA may not turn back: f[... R O].
 
-  Args:
-    x: f[... R I]  few rows
-    w: f[... O I]  an array in memory, not the result of a transposition
-    dtype: of accumulation and result; None: x's
+  For few rows x f[... R I], and w f[... O I] that is not the result of a transposition.
   """
   barrier = jax.lax.optimization_barrier
   rows = x.shape[-2]

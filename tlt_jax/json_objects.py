@@ -1,14 +1,8 @@
-"""JSON objects from files that may be damaged or of another kind."""
-
 import json
 
 
 def parse(content: bytes) -> dict:
-  """Parses a JSON object in UTF-8.
-
-  Raises:
-    ValueError: the message continues the file's name: "is not JSON (...)"
-  """
+  """A JSON object in UTF-8; ValueError continues the file's name: "is not JSON (...)"."""
   try:
     value = json.loads(content.decode("utf-8-sig"))
   except RecursionError as e:

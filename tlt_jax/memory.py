@@ -2,8 +2,7 @@
 
 A process that exceeds the machine's memory is killed without a message. The last line of
 its log then says what it was about to allocate, how much was free, and which entries of the
-config make it smaller. GPUs and TPUs have their own memory; CPU devices share the
-machine's, or what a cgroup leaves of it.
+config make it smaller.
 """
 
 import collections
@@ -25,8 +24,6 @@ _PAGE_CACHE = ("total_inactive_file", "inactive_file")  # used, but reclaimable
 
 
 class Room(NamedTuple):
-  """Memory in bytes."""
-
   free: int
   total: int
 
@@ -35,12 +32,7 @@ class Room(NamedTuple):
 
 
 def announce(what: str, arrays: Any, smaller: str) -> None:
-  """Logs an allocation; warns if it exceeds the free memory.
-
-  Args:
-    arrays: a tree of shapes with shardings
-    smaller: the entries of the config that make it smaller
-  """
+  """Logs an allocation, and what makes it smaller; warns if it exceeds the free memory."""
   held = bytes_by_device(arrays)
   most = max(held.values(), default=0)
   if most < LEAST_BYTES:
@@ -55,7 +47,6 @@ def announce(what: str, arrays: Any, smaller: str) -> None:
 
 
 def announce_programs(what: str, inputs: Any) -> None:
-  """Logs that programs with large inputs are about to be compiled."""
   held = bytes_by_device(inputs)
   if max(held.values(), default=0) >= LEAST_BYTES:
     have, _ = room(held)
@@ -63,10 +54,7 @@ def announce_programs(what: str, inputs: Any) -> None:
 
 
 def bytes_by_device(arrays: Any) -> dict[jax.Device | int, int]:
-  """Bytes per device of a tree of arrays, or of shapes with shardings.
-
-  The devices of an abstract mesh are numbers.
-  """
+  """Bytes per device, which is a number on an abstract mesh, of arrays or shapes."""
   held = collections.Counter()
   for x in jax.tree.leaves(arrays):
     sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -1,8 +1,4 @@
-"""The reports of a run: metrics.jsonl, rollouts.jsonl, TensorBoard, the terminal.
-
-`Writer` writes the files, `read` reads them back, `Progress` shows a line per step. Keys
-are `phase/quantity`; seconds end in `_s`. `interval` is the project's confidence interval.
-"""
+"""The reports of a run: metrics.jsonl, rollouts.jsonl, TensorBoard, the terminal."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -34,12 +30,7 @@ class MetricError(ValueError):
 def interval(values: npt.ArrayLike) -> tuple[float, float]:
   """The mean and half the width of its 95% confidence interval.
 
-  The interval is Student's, t(0.975, n - 1) * s / sqrt(n), for n independent values
-  with sample standard deviation s. For few values it is much wider than that of a
-  normal distribution: 1.62 times for n = 4, 1.15 times for n = 10.
-
-  Args:
-    values: f[n], n >= 2
+  Student's, t(0.975, n - 1) * s / sqrt(n), for n >= 2 independent values f[n].
   """
   values = np.asarray(values)
   t = special.stdtrit(len(values) - 1, 0.975)
@@ -62,11 +53,8 @@ class Writer:
   """Writes the metrics files of one run: one record per step, in step order.
 
   Opening drops what a killed run wrote after its last checkpoint, so that a resumed run has
-  each step once. Only the first process writes.
+  each step once. `board` gets the metrics too. Only the first process writes.
 
-  Args:
-    resume_step: the next step; records from it on are dropped
-    board: gets the metrics too, as TensorBoard does
   Raises:
     MetricError: an existing file is damaged before its last line
   """
@@ -92,10 +80,10 @@ class Writer:
     self._boards += [board] if board is not None else []
 
   def write(self, step: int, metrics: Mapping[str, object]) -> dict:
-    """Records finite scalars of one step, on disk when it returns; returns the record.
+    """Records finite scalars of one step, on disk when it returns.
 
     Raises:
-      MetricError: a value is NaN, infinite or no number; names its key
+      MetricError: a value is NaN, infinite or no number
     """
     record = {"step": int(step)}
     for key, value in metrics.items():
@@ -110,11 +98,9 @@ class Writer:
   def write_rollout(self, step: int, rollout: Mapping[str, object]) -> None:
     """Records one rollout for the figures.
 
-    Args:
-      rollout: `length` and `outcome` (of `OUTCOMES`) per response; `live_requests` at
-        `live_time_s` seconds into the rollout; `chunks`, see `samples.ChunkRecord`;
-        `micro_batch_s`, the seconds of one micro-batch of the drafter's training, 0 if
-        unknown; `decisions`, (name, value) of each decision of the clock, for replays
+    `length` and `outcome` per response; `live_requests` at `live_time_s` seconds; `chunks`,
+    see `samples.ChunkRecord`; `micro_batch_s` of the drafter's training, 0 if unknown; and
+    `decisions` of the clock, (name, value) each, for replays.
     """
     if self._writes:
       _append(self._rollouts, {"step": int(step), **rollout})
@@ -142,18 +128,13 @@ def _scalar(key: str, step: int, value: object) -> int | float:
   return number
 
 
-def _plain(value: np.ndarray | np.generic) -> object:
-  return value.tolist()
-
-
 def _append(file: TextIO, record: dict) -> None:
   with writing.to(file.name):
-    file.write(json.dumps(record, default=_plain, allow_nan=False) + "\n")
+    file.write(json.dumps(record, default=lambda x: x.tolist(), allow_nan=False) + "\n")
     file.flush()
 
 
 def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
-  """Opens a file for appending, after dropping all but some of its records."""
   content = "".join(json.dumps(record) + "\n" for record in kept).encode()
   if path.exists() and content != path.read_bytes():
     new = path.with_name(path.name + ".new")
@@ -166,7 +147,7 @@ def _open_at(path: pathlib.Path, kept: Sequence[Mapping]) -> TextIO:
 
 
 def read(path: str | pathlib.Path) -> list[dict]:
-  """Reads the records of a metrics or rollouts file, less a half-written last line.
+  """The records of a metrics or rollouts file, less a half-written last line.
 
   Raises:
     MetricError: no such file, or damaged before its last line

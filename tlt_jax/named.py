@@ -19,11 +19,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def load(path: str) -> Any:
-  """Imports the object at `package.module.name`.
-
-  Raises:
-    NameNotFound: no such module or name, or a module that fails on import
-  """
+  """The object at `package.module.name`; NameNotFound if a part is missing or fails."""
   module_name, _, name = path.rpartition(".")
   if not module_name:
     raise NameNotFound(f"{path!r} is not of the form package.module.name")
@@ -37,8 +33,6 @@ def load(path: str) -> Any:
 def module(name: str, package: str, attribute: str) -> types.ModuleType:
   """Imports a module of `package` ("grpo"), or any module ("my_package.my_module").
 
-  Args:
-    attribute: a name that it must have, such as "make"
   Raises:
     NameNotFound: no such module, or it lacks the attribute
   """

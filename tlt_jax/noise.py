@@ -35,12 +35,7 @@ def mix(x):
 
 
 def row_key(seed: jax.Array, request: jax.Array, position: jax.Array) -> jax.Array:
-  """The 64-bit key of one position of one request: u32[... 2].
-
-  Args:
-    seed, request: u32[...]
-    position: i32[...]  index of the drawn token in its sequence, prompt included
-  """
+  """The key u32[... 2] of index `position` in a request's sequence, prompt included."""
   a, b = -0x61C88647, 0x243F6A88
   for word in (seed, request, position):
     word = jnp.asarray(word).astype(jnp.int32)
@@ -68,12 +63,7 @@ def _unsigned(x):
 def gumbel(key: jax.Array, tokens: jax.Array) -> jax.Array:
   """Standard Gumbel noise of each token: f32[... n].
 
-  64 hash bits per token: a uniform of 24 bits would cut the noise at 16.6,
-  which shows in a vocabulary of 150,000 tokens.
-
-  Args:
-    key: u32[... 2]  from `row_key`
-    tokens: i32[n]  ids
+  64 hash bits per token: 24 would cut the noise at 16.6, which large vocabularies show.
   """
   chex.assert_axis_dimension(key, -1, 2)
   chex.assert_rank(tokens, 1)

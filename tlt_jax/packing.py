@@ -31,7 +31,7 @@ class Bucket:
 
 
 def over_slices(buckets: Sequence[tuple[int, int]], slices: int) -> tuple[Bucket, ...]:
-  """Makes buckets of (rows, length); rows are rounded up to a multiple of the slices.
+  """Buckets of (rows, length); rows are rounded up to a multiple of the slices.
 
   Raises:
     ValueError: no bucket, or not by increasing length
@@ -65,7 +65,6 @@ class Packed:
 
 
 def place(packed: Sequence[Packed], mesh: jax.sharding.Mesh) -> tuple[Packed, ...]:
-  """Moves packed micro-batches to the devices, rows over `data`."""
   rows, whole = axes.sharding(mesh, None, axes.DATA), axes.sharding(mesh)
   return jax.tree.map(
     lambda x: processes.place(x, rows if x.ndim else whole), tuple(packed)
@@ -73,13 +72,7 @@ def place(packed: Sequence[Packed], mesh: jax.sharding.Mesh) -> tuple[Packed, ..
 
 
 def segment_mask(segments: jax.Array, positions: jax.Array) -> jax.Array:
-  """Causal within a segment; padding sees only padding.
-
-  Args:
-    segments, positions: i32[rows T]  see `Packed`
-  Returns:
-    bool[rows T T], True where the token of the first T may look
-  """
+  """bool[rows T T]: causal within a segment i32[rows T]; padding sees only padding."""
   chex.assert_rank(segments, 2)
   chex.assert_equal_shape([segments, positions])
   same = segments[:, :, None] == segments[:, None, :]
@@ -94,14 +87,8 @@ def pack(
 ) -> list[Packed]:
   """Packs each sequence into the first bucket whose rows can hold it.
 
-  Within a bucket: longest first, into the first row with room.
+  Within a bucket: longest first, into the first row with room. Of numpy arrays.
 
-  Args:
-    prompts, responses: i32[...] each
-    buckets: by increasing length
-    chosen: bool[B], the sequences to pack; None: all
-  Returns:
-    one `Packed` of numpy arrays per bucket
   Raises:
     ValueError: a sequence is longer than the longest bucket
   """

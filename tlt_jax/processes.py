@@ -2,9 +2,7 @@
 
 In JAX's multi-controller runtime every process runs the same program on the same host data,
 and starts the same device programs in the same order. So the local knowledge of a process,
-such as its clock, has to be shared before a decision depends on it. That happens here, as
-do placing arrays and choosing the process that writes files. With one process all of it is
-free. docs/distributed.md counts what is exchanged.
+such as its clock, is shared here before a decision depends on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,8 +65,6 @@ def place(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-  """Brings whole arrays to the host of every process, one array at a time."""
-
   def whole(x):
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
       return np.asarray(x)
@@ -78,11 +74,7 @@ def fetch(tree: Any) -> Any:
 
 
 def gather(tree: Any) -> Any:
-  """Brings whole arrays [n ...] to the host of every process, in one all-gather.
-
-  Args:
-    tree: of arrays split by rows over the same mesh axis
-  """
+  """Brings arrays [n ...], split by rows over one axis, to all hosts, by one all-gather."""
   if count() == 1:
     return jax.device_get(tree)
   leaves, structure = jax.tree.flatten(tree)
@@ -97,7 +89,6 @@ def gather(tree: Any) -> Any:
 
 @functools.cache
 def _pack(sharding: NamedSharding) -> Callable:
-  """The program that replicates the bytes of arrays, u8[parts bytes]."""
   parts = sharding.mesh.shape[sharding.spec[0]]
 
   def pack(leaves):
@@ -110,8 +101,7 @@ def _pack(sharding: NamedSharding) -> Callable:
 def total(values: np.ndarray) -> np.ndarray:
   """The sum of f32 values over the processes, by one all-gather.
 
-  With zeros on all processes but one it is a broadcast. (On CPUs an all-reduce takes some
-  3 ms more.)
+  With zeros on all processes but one it is a broadcast.
   """
   values = np.asarray(values, np.float32)
   if count() == 1:
@@ -128,7 +118,6 @@ def total(values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _over_all() -> NamedSharding:
-  """Of rows [devices n], one per device."""
   mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
   return NamedSharding(mesh, PartitionSpec("all"))
 
@@ -141,12 +130,9 @@ def of_first(value: float) -> float:
 def on_first(call: Callable[[], Any]) -> Any:
   """Returns, on every process, the result of `call` on the first one.
 
-  For what processes may see differently, such as the files of a network file system, which
-  machines cache. A collective call, which must not be nested.
+  For what processes may see differently, such as the cached files of a network file system.
+  A collective call, which must not be nested; the result is JSON data.
 
-  Args:
-    call: returns JSON data
-  Raises:
     ValueError: `call` has failed; the first process raises the original error
   """
   if count() == 1:
@@ -180,12 +166,9 @@ def barrier() -> None:
 
 
 def agree(seconds: Sequence[float] = ()) -> Agreement:
-  """Shares readings of clocks, and whether a process was asked to stop.
+  """Shares readings of clocks, each 0 on all processes but one, and requests to stop.
 
   Once per chunk: 4 bytes for each and 4 more, by one all-gather.
-
-  Args:
-    seconds: as many on every process; each is 0 on all processes but one
   """
   if count() == 1:
     return Agreement(np.asarray(seconds), _stop_requested)

@@ -1,5 +1,3 @@
-"""The pool of programs that are compiled ahead of time."""
-
 import collections
 from collections.abc import Callable
 import dataclasses
@@ -26,16 +24,8 @@ class Pool:
   def run(self, name: str, bucket: tuple, jitted: Callable, *args, **static):
     return self.get(name, bucket, jitted, *args, **static)(*args)
 
-  def get(
-    self, name: str, bucket: tuple, jitted: Callable, *args, **static
-  ) -> Callable:
-    """The program of a bucket, compiled for `args` if it is new.
-
-    Args:
-      name, bucket: the key, which must determine `jitted` and all shapes
-      args: arrays, or their shapes and shardings
-      static: static arguments, fixed in the program
-    """
+  def get(self, name: str, bucket: tuple, jitted: Callable, *args, **static) -> Callable:
+    """The program of a bucket, compiled for `args` (or shapes) if (name, bucket) is new."""
     key = (name, *bucket)
     if key not in self._programs:
       began = time.perf_counter()
@@ -71,7 +61,6 @@ class Pool:
 
 
 def live_bytes() -> int:
-  """Bytes of all arrays alive on this process's first device."""
   # Not from their shards: reading these creates arrays, which are then alive too.
   held = memory.bytes_by_device(jax.live_arrays())
   return held.get(jax.local_devices()[0], 0)
@@ -84,10 +73,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def loss(error: BaseException | None) -> BaseException | None:
-  """The error in a chain of causes that shows the loss of another process, or None.
-
-  A failing device of this process looks the same.
-  """
+  """The error in a chain of causes that shows the loss of a process or device."""
   if processes.count() == 1:
     return None
   chain = []

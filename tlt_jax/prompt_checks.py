@@ -21,8 +21,6 @@ _BATCH = 1024  # records tokenized together
 
 @ranges.options
 class Unusable:
-  """The treatment of prompts that cannot be used."""
-
   too_long: Literal["refuse", "drop"] = ranges.field(
     "refuse",
     "what is done with prompts of more tokens than the rollout takes: 'refuse' is an "
@@ -32,10 +30,7 @@ class Unusable:
 
 @dataclasses.dataclass
 class Rules:
-  """The rules for prompts.
-
-  `max_prompt` may be set after a source was measured: it holds for later draws.
-  """
+  """`max_prompt` may be set after a source was measured: it holds for later draws."""
 
   tokenizer: tokenization.Tokenizer
   unusable: Unusable = Unusable()
@@ -52,12 +47,9 @@ def usable(
 ) -> Sequence[dict]:
   """The records that can be used; logs how many are dropped.
 
-  Args:
-    name: of the source, for messages if a record has no "place"
-    whole: check every record now and return a list
-  Returns:
-    a list; for a source that is not checked whole a sequence of the same length, in which
-    a dropped record is replaced by the next usable one
+  A list; for a source that is not checked `whole` a sequence of the same length, in which
+  a dropped record is replaced by the next usable one.
+
   Raises:
     DataError: a record lacks a field, a prompt is refused, or none is left
   """
@@ -67,10 +59,7 @@ def usable(
 def measured(
   source: Sequence[dict], name: str, rules: Rules, whole: bool = False
 ) -> tuple[Sequence[dict], int]:
-  """The result of `usable`, and the tokens of the longest prompt.
-
-  If not all are checked, it is twice the longest of the first ones.
-  """
+  """The result of `usable`, and the longest prompt, or twice that of those checked."""
   whole = whole or isinstance(source, list) or len(source) <= _WHOLE
   count = len(source) if whole else _SOME
   kept, longest = [], 0
@@ -109,7 +98,6 @@ class _Drawn(Sequence):
 def _kept(
   source: Sequence[dict], index: Sequence[int], name: str, rules: Rules
 ) -> tuple[list[dict], int]:
-  """The usable records among these indices, and the tokens of the longest prompt."""
   records = [source[i] for i in index]
   places = [
     _check_fields(record, name, i) for i, record in zip(index, records, strict=True)

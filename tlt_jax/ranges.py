@@ -2,8 +2,7 @@
 
 Dataclasses of options are pydantic's (`options`): a field has its type, its range and its
 description, and a wrong value is a ValueError that names the field. Functions check their
-arguments with `check`. Upper limits catch typos; counts and lengths fit i32 arrays with a
-wide margin.
+arguments with `check`. Upper limits catch typos.
 """
 
 from collections.abc import Callable, Mapping
@@ -101,10 +100,8 @@ def _readable(annotation: Any) -> Any:
 
 
 def check(function: Callable, values: Mapping[str, Any]) -> None:
-  """Checks arguments against the annotations of a function or class.
+  """Checks arguments, such as `locals()` at its start, against a function's annotations.
 
-  Args:
-    values: arguments by name, such as `locals()` at its start; some may be missing
   Raises:
     ValueError: names the argument, its value, and what it takes
   """

@@ -80,11 +80,7 @@ class Limits:
 def run(
   program: str, stdin: str, limits: Limits, isolation: Isolation = "namespaces"
 ) -> Ran:
-  """Runs Python source to its end or timeout; any thread may call this.
-
-  Raises:
-    SandboxError: it cannot be isolated so on this machine
-  """
+  """Runs Python source to its end or timeout; any thread may call this."""
   is_isolated = isolation == "namespaces"
   size = limits.file_mb * 2**20
   user = None if is_isolated or os.getuid() else _NOBODY
@@ -169,7 +165,6 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _running(uid: int) -> int:
-  """The threads of a user, which RLIMIT_NPROC counts together."""
   count = 0
   for process in psutil.process_iter():
     try:

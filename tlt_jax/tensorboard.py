@@ -16,8 +16,6 @@ from tlt_jax import writing
 
 
 class Board:
-  """One run's events file; TensorBoard reads all that are in the folder."""
-
   def __init__(self, folder: str | pathlib.Path, resume_step: int = 0):
     """Starts a file; TensorBoard drops events of others from `resume_step` on."""
     self._folder = pathlib.Path(folder)

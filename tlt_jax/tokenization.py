@@ -1,5 +1,3 @@
-"""The tokenizer of a model folder."""
-
 from collections.abc import Sequence
 import functools
 import json
@@ -36,8 +34,6 @@ def copy_files(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
 
 
 class Tokenizer:
-  """A Hugging Face tokenizer, for prompts in and responses out."""
-
   def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
     self.stop_tokens = stop_tokens
     self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # exceeds all ids
@@ -53,13 +49,7 @@ class Tokenizer:
 
   @classmethod
   def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
-    """Loads the tokenizer of a local model folder.
-
-    `stop_tokens` are its end-of-text token and those of generation_config.json.
-
-    Raises:
-      data.DataError: no tokenizer.json, or a file that cannot be read
-    """
+    """Loads the tokenizer of a folder, with the stop tokens of generation_config.json."""
     folder = pathlib.Path(folder)
     if not (folder / "tokenizer.json").is_file():
       raise data.DataError(f"{folder}: no tokenizer.json; copy the model's own there")
@@ -85,7 +75,6 @@ class Tokenizer:
   def encode(
     self, prompt: str | list[dict], system: str | None = None, chat: bool = False
   ) -> np.ndarray:
-    """The tokens of `text`, without added special tokens: i32[T]."""
     text = self.text(prompt, system, chat)
     return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
@@ -94,13 +83,9 @@ class Tokenizer:
   ) -> str:
     """The text that the model continues.
 
-    A string is used as it is; messages go through the model's chat template, which then
-    opens the assistant's turn.
+    A string is used as it is, or as the user's message if `chat`; messages go through the
+    chat template, which opens the assistant's turn. `system` is used if they have none.
 
-    Args:
-      prompt: text or messages
-      system: system message, unless the messages have one
-      chat: treat a string as the user's message
     Raises:
       data.DataError: a chat without a template, or one that the template refuses
     """
@@ -116,18 +101,13 @@ class Tokenizer:
     return self._chat(messages)
 
   def lengths(self, texts: Sequence[str]) -> list[int]:
-    """The number of tokens of each text, as in `encode`."""
     if not texts:
       return []
     encoded = self._tokenizer(list(texts), add_special_tokens=False)
     return [len(ids) for ids in encoded["input_ids"]]
 
   def unknown(self, text: str) -> list[str]:
-    """The characters of a text that the tokenizer does not know.
-
-    Most tokenizers know all, as they have byte fallback. Others return the unknown token,
-    nothing, or an error.
-    """
+    """Unknown characters; most have byte fallback, others drop or replace them."""
     if self._knows("\U000f0000"):  # an unassigned character
       return []
     return [c for c in dict.fromkeys(text) if not c.isspace() and not self._knows(c)]

@@ -1,7 +1,7 @@
 """Weights & Biases: the same metrics as TensorBoard's.
 
 The package wandb is imported only if a config asks for it. A resumed run continues its W&B
-run, whose id is kept in the workdir; W&B drops steps that it has already.
+run, whose id is kept in the workdir.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,6 @@ from tlt_jax import ranges
 
 @ranges.options
 class Options:
-  """Reports to Weights & Biases."""
-
   project: str = ranges.field(
     "", "project of Weights & Biases; '': none, and the package is not needed"
   )
@@ -24,11 +22,6 @@ class Options:
 
 class Board:
   def __init__(self, options: Options, workdir: pathlib.Path, config: Mapping[str, Any]):
-    """Starts a run, or continues that of the workdir.
-
-    Raises:
-      ValueError: the package is missing, or the service refuses
-    """
     try:
       import wandb
     except ImportError as e:

@@ -1,5 +1,3 @@
-"""Errors of a full disk: one sentence with the file, the cause and the remedy."""
-
 from collections.abc import Iterator
 import contextlib
 import errno
@@ -11,10 +9,7 @@ REMEDY = "free some space and run the same command again"
 
 
 def full_disk(error: BaseException | None) -> str | None:
-  """The system's message if an error comes from a full disk, else None.
-
-  Libraries wrap it in their own errors, of any type.
-  """
+  """The system's message if an error, of any library, comes from a full disk, else None."""
   while error is not None:
     for reason in map(os.strerror, _FULL):
       if reason in str(error):

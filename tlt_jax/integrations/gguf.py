@@ -1,10 +1,8 @@
 """Converts GGUF files, the format of llama.cpp, to Hugging Face folders.
 
 Weights are dequantized to float32. What cannot be reproduced exactly is refused, never
-approximated. The package gguf reads and dequantizes.
-
-A GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) but does not define it.
-`_SPLITS` has the definitions, from llama.cpp and the models' tokenizer.json files.
+approximated. `_SPLITS` defines the pre-tokenizers, which a file only names
+(`tokenizer.ggml.pre`), as llama.cpp and the models' tokenizer.json files do.
 """
 
 from collections.abc import Mapping
@@ -56,8 +54,6 @@ _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 @dataclasses.dataclass(frozen=True)
 class File:
-  """The metadata and tensors of a GGUF file."""
-
   path: pathlib.Path
   metadata: dict[str, Any]
   tensors: dict[str, Any]  # gguf.ReaderTensor by name, memory-mapped
@@ -135,9 +131,7 @@ def read_config(file: File) -> config_lib.ModelConfig:
 
 
 def to_hf(path: str | pathlib.Path, folder: str | pathlib.Path) -> config_lib.ModelConfig:
-  """Writes a GGUF file's model and tokenizer as a folder that `hf.load` reads.
-
-  All or nothing: an error or a kill leaves no checkpoint in `folder`.
+  """Writes a GGUF file's model and tokenizer as a folder for `hf.load`, or nothing.
 
   Raises:
     CheckpointError: the file is damaged or not supported
@@ -185,10 +179,7 @@ def _save_tokenizer(tokenizer, folder: pathlib.Path) -> None:
 def _stored(
   file: File, config: config_lib.ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-  """By Hugging Face's names: the model's shapes, and the names in the file.
-
-  Raises unless the file has exactly these tensors.
-  """
+  """By Hugging Face's names: the model's shapes, and the names in the file; else raises."""
   gguf = library()
   if config.num_layers > len(file.tensors):  # abstract_params would take long
     raise file.error(
@@ -241,8 +232,6 @@ _QWEN2 = (
 
 
 class _Split(NamedTuple):
-  """A pre-tokenizer, with the normalizer and BPE option that it implies."""
-
   regex: str | None  # of a word; None: GPT-2's
   digits: bool = False  # split all digits first
   nfc: bool = False
@@ -258,11 +247,7 @@ _SPLITS = {
 
 
 def make_tokenizer(metadata: Mapping[str, Any]):
-  """Makes a transformers.PreTrainedTokenizerFast, with the chat template if there is one.
-
-  Raises:
-    ValueError: the tokenizer is of an unknown kind, or damaged
-  """
+  """A transformers.PreTrainedTokenizerFast; ValueError if it is unknown or damaged."""
   supported = {"model": ["gpt2"], "pre": list(_SPLITS)}  # gpt2: byte-level BPE
   for key, names in supported.items():
     name = metadata.get(f"tokenizer.ggml.{key}")

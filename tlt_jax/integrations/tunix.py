@@ -7,9 +7,8 @@
 
 `Rollout` runs on the devices of tunix's rollout mesh and receives the actor's parameters
 after every step of the learner. With `spot` the drafter trains during rollouts. Tokens
-depend only on parameters, prompts, the seed and the number of responses sampled before.
-
-docs/tunix.md describes the use and the differences from tunix's engines.
+depend on parameters, prompts, the seed and the number of responses sampled before. See
+docs/tunix.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +51,6 @@ except ImportError as e:
 
 
 class Rollout(base_rollout.BaseRollout):
-  """tunix's rollout engine with speculative decoding."""
-
   def __init__(
     self,
     rollout_actor: nnx.Module,
@@ -75,9 +72,6 @@ class Rollout(base_rollout.BaseRollout):
     """Makes the engine; tunix passes the first four arguments.
 
     Args:
-      rollout_actor: Qwen2, Qwen3 or Llama3 of tunix, without LoRA
-      tokenizer: tunix's adapter
-      rollout_config: of training
       drafter: folder of a drafter, or "eagle2" or "eagle3" for a new one, which needs
         `spot`; None: n-grams
       strategies: see `levels`; "" for plain decoding; None: automatic
@@ -119,20 +113,14 @@ class Rollout(base_rollout.BaseRollout):
     self._engine.measure(self._params, stop_tokens)
 
   def generate(
-    self,
-    prompts: list[str],
-    rollout_config: base_rollout.RolloutConfig,
-    **kwargs: Any,
+    self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
   ) -> base_rollout.RolloutOutput:
     """Samples a response to each prompt.
 
     A response keeps its stop token, as in tunix's vLLM engine, so that the policy is
     trained to stop. A sampled pad token also ends a response, and is removed: the learner
-    could not distinguish it from padding.
+    could not distinguish it from padding. Equal consecutive prompts share their prefill.
 
-    Args:
-      prompts: equal consecutive ones share their prefill
-      kwargs: ignored
     Raises:
       ValueError: a prompt is too long, or an option is not supported
     """
@@ -166,13 +154,9 @@ class Rollout(base_rollout.BaseRollout):
   def get_per_token_logps(
     self, prompt_tokens: jax.Array, completion_tokens: jax.Array
   ) -> jax.Array:
-    """The log-probabilities of completions at the temperature of training.
+    """Log-probabilities f32[B C] at the temperature of training, undefined at padding.
 
-    Args:
-      prompt_tokens: i32[B P]  padded on the left
-      completion_tokens: i32[B C]  padded on the right
-    Returns:
-      f32[B C], undefined at padding
+    Prompts i32[B P] are padded on the left, completions i32[B C] on the right.
     """
     even = prompt_tokens.shape[0] % self._mesh.shape[axes.DATA] == 0
     rows = axes.sharding(self._mesh, axes.DATA if even else None)
@@ -199,12 +183,6 @@ class Rollout(base_rollout.BaseRollout):
     return jax.jit(score)
 
   def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-    """Copies the actor's parameters: the learner may donate its own.
-
-    Args:
-      params: `nnx.state(actor, nnx.Param)`
-      filter_types: ignored
-    """
     self._params = self._place(params)
 
   def _place(self, params: Any) -> dict:
@@ -282,7 +260,6 @@ class Rollout(base_rollout.BaseRollout):
       )
 
   def _encode(self, prompt: str) -> np.ndarray:
-    """A prompt's tokens, i32[...], as in tunix's sampler."""
     start = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
     tokens = self._tokenizer.dedup_bos_ids(start + list(self._tokenizer.encode(prompt)))
     return np.asarray(tokens, np.int32)
@@ -329,7 +306,6 @@ def _sampling(config: base_rollout.RolloutConfig) -> dict[str, Any]:
 
 
 def _left_padded(prompts: Sequence[np.ndarray], width: int, pad: int) -> np.ndarray:
-  """Prompts padded on the left: i32[prompts width]; raises ValueError if one is longer."""
   longest = max(map(len, prompts))
   if longest > width:
     raise ValueError(

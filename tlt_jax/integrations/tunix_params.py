@@ -1,9 +1,7 @@
 """Converts the configs and parameters of google-tunix's models, without importing tunix.
 
-`from_tunix` converts parameters and `to_tunix` converts them back, for
-`nnx.update(model, to_tunix(model_config(model), params))`. Qwen2, Qwen3 and Llama of tunix
-0.1.7 have other names, and matrices of (inputs, outputs) with separate axes for heads and
-head_dim.
+Those of tunix 0.1.7 have other names, and matrices of (inputs, outputs) with separate axes
+for heads and head_dim. Back: `nnx.update(model, to_tunix(model_config(model), params))`.
 """
 
 import logging
@@ -51,11 +49,8 @@ _OF_LAYER = {  # below `layer_{i}/` and `layers/{i}/`
 
 
 def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig:
-  """The ModelConfig of a model of tunix.
+  """The ModelConfig of tunix's Qwen2, Qwen3 or Llama3; `dtype` None: the model's.
 
-  Args:
-    model: Qwen2, Qwen3 or Llama3
-    dtype: of the computation; None: the model's
   Raises:
     ValueError: another model, one with experts, or an unsupported dtype
   """
@@ -99,13 +94,8 @@ def model_config(model: Any, dtype: str | None = None) -> config_lib.ModelConfig
 
 
 def from_tunix(config: config_lib.ModelConfig, params: Any) -> dict:
-  """Converts tunix's parameters to ours, on the same devices.
+  """Converts `nnx.state(model, nnx.Param)` to `Policy.params`, on the same devices.
 
-  Args:
-    config: of `model_config`
-    params: `nnx.state(model, nnx.Param)`, or nested dicts of arrays like it
-  Returns:
-    nested as `Policy.params`; matrices are copies
   Raises:
     ValueError: parameters are unknown (such as LoRA's), missing, or of other shapes
   """

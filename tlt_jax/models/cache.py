@@ -31,8 +31,6 @@ class Pool:
 
 @flax.struct.dataclass
 class LayerCache:
-  """The pool of one layer with the page table."""
-
   pool: Pool
   pages: jax.Array  # i32[B M]  of each row, in order
   # See `pallas_kernels.implementations`.
@@ -40,20 +38,16 @@ class LayerCache:
 
   @property
   def k(self) -> jax.Array:
-    """f[P K L H]."""
     return self.pool.k
 
   @property
   def v(self) -> jax.Array:
-    """f[P K L H]."""
     return self.pool.v
 
   def write(self, k: jax.Array, v: jax.Array, start: jax.Array) -> "LayerCache":
-    """Stores keys and values in consecutive slots, in place under jit.
+    """Writes f[B K T H] to consecutive slots from `start` i32[B] on, in place under jit.
 
-    Args:
-      k, v: f[B K T H]
-      start: i32[B]  first slot of each row; writes to slots without a page are dropped
+    Writes to slots without a page are dropped.
     """
 
     def put(pool, new):
@@ -66,8 +60,6 @@ class LayerCache:
     return self.write(self._read(self.k, source), self._read(self.v, source), start)
 
   def _read(self, pool: jax.Array, slots: jax.Array) -> jax.Array:
-    """The slots i32[B T] of each row: f[B K T H]."""
-
     def of_shard(pool, pages, slots):
       _, K, L, H = pool.shape
       page = jnp.take_along_axis(pages, slots // L, 1, mode="clip")
@@ -82,8 +74,6 @@ class LayerCache:
 
 @flax.struct.dataclass
 class KVCache:
-  """The pools of all layers with their page table."""
-
   pools: tuple[Pool, ...]  # one per layer
   pages: jax.Array  # i32[B M]
   kernels: str | None = flax.struct.field(pytree_node=False, default=None)
@@ -99,15 +89,13 @@ class KVCache:
 
   @property
   def length(self) -> int:
-    """Slots of a row in the page table."""
     return self.pages.shape[1] * self.pools[0].v.shape[2]
 
   def with_layers(self, layers: Iterable[LayerCache]) -> "KVCache":
     return self.replace(pools=tuple(layer.pool for layer in layers))
 
   def of_live(self, live: jax.Array) -> "KVCache":
-    """The cache with rows that are not live, bool[B], pointed at the sink page: they
-    cannot overwrite a prompt's page that other rows share."""
+    """Points rows that are not live, bool[B], at the sink page: they cannot write."""
     sink = self.pools[0].v.shape[0] - 1
     return self.replace(pages=jnp.where(live[:, None], self.pages, sink))
 
@@ -126,7 +114,7 @@ def init(
   page: int = PAGE,
   kernels: str | None = None,
 ) -> KVCache:
-  """An empty cache for `batch` rows of at most `length` tokens, each with all its pages."""
+  """An empty cache of `batch` rows of at most `length` tokens, each with all its pages."""
   most = -(-length // page)
   pools = (init_pool(config, batch * most, page) for _ in range(config.num_layers))
   pages = jnp.arange(batch * most, dtype=jnp.int32).reshape(batch, most)

@@ -83,10 +83,8 @@ class ModelConfig:
 def make(
   cls: type, fields: Mapping[str, Any], keys: Mapping[str, str] | None = None
 ) -> Any:
-  """Makes a config dataclass from (nested) JSON values.
+  """Makes a config dataclass from (nested) JSON values; `keys` names fields in errors.
 
-  Args:
-    keys: field -> its name in the file, for errors
   Raises:
     ValueError: names a field that is missing, unknown, of another type or out of range
   """

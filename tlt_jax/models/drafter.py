@@ -3,8 +3,6 @@
 A drafter reads pairs, the target's feature of token t and the embedding of token t+1, and
 predicts token t+2. For drafted tokens its own output replaces the feature. Embedding and
 head are the target's, frozen, and passed with every call.
-
-`drafters` has the kind-specific parts.
 """
 
 from collections.abc import Iterable
@@ -29,8 +27,6 @@ from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-  """The shape of a drafter; `layer` is the target's config with one layer."""
-
   __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
   kind: str  # see `drafters.find`
@@ -62,12 +58,10 @@ class DrafterConfig:
 
   @property
   def feature_width(self) -> int:
-    """E, the width of the target's features that it reads."""
     return self.layer.width * max(len(self.taps), 1)
 
   @property
   def predicts_features(self) -> bool:
-    """Whether its output is the target's next feature; see `drafters.Kind`."""
     return drafters.find(self.kind).predicts_features
 
   @property
@@ -83,11 +77,7 @@ class DrafterConfig:
 def of_target(
   config: config_lib.ModelConfig, kind: str = "eagle2", **changes
 ) -> DrafterConfig:
-  """The default drafter for a target.
-
-  Args:
-    changes: other fields of `DrafterConfig`, or of its layer (e.g. `mlp_width`)
-  """
+  """The default drafter for a target; `changes` are fields of it, or of its layer."""
   own = {field.name for field in dataclasses.fields(DrafterConfig)}
   of_layer = {name: value for name, value in changes.items() if name not in own}
   fields = {name: value for name, value in changes.items() if name in own}
@@ -104,10 +94,6 @@ def most_frequent(
   """A drafter's vocab: the `count` most frequent ids, increasing; ties go to smaller ids.
 
   FR-Spec (https://arxiv.org/abs/2502.14856); EAGLE-3.
-
-  Args:
-    tokens: integer arrays of any shapes, such as the responses of the target
-    vocab_size: V, of the target
   """
   if not 1 <= count <= vocab_size:
     raise ValueError(f"a drafter's vocab has 1 to {vocab_size} tokens, not {count}")
@@ -157,13 +143,9 @@ class Drafter(nn.Module):
       return drafters.find(self.config.kind).feature(self, x)
 
   def keys_values(
-    self,
-    target_params: dict,
-    h: jax.Array,
-    tokens: jax.Array,
-    by: layers.Rotation,
+    self, target_params: dict, h: jax.Array, tokens: jax.Array, by: layers.Rotation
   ) -> tuple[jax.Array, jax.Array]:
-    """Computes keys and values of pairs, which are all that later pairs need of them."""
+    """Keys and values of pairs, which are all that later pairs need of them."""
     with self._precision():
       x, _ = self._inputs(target_params, h, tokens)
       return self.attention.keys_values(x, by)
@@ -178,11 +160,7 @@ class Drafter(nn.Module):
     cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
-    """Runs the layer: the next features f[B T D], and the updated cache.
-
-    Args:
-      start: i32[B]  the slot of each row's first pair
-    """
+    """The next features f[B T D], and the cache; `start` i32[B]: first pairs' slots."""
     with self._precision():
       x, residual = self._inputs(target_params, h, tokens)
       y, cache = self.attention(x, by, seen, cache, start)
@@ -219,12 +197,8 @@ class Drafter(nn.Module):
     (training-time test, EAGLE-3 section 3.2; HASS, https://arxiv.org/abs/2408.15766;
     `layers.Attention.attend_unrolled` has a worked row).
 
-    Args:
-      features: f[B T E]  the target's
-      mask: bool[B T T]  causal, within a sequence
-    Returns:
-      per step the next features, f[B T D]; those of step k at pairs less than k from
-      their sequence's start are undefined
+    Takes f[B T E] and a mask bool[B T T], causal within a sequence. Returns
+    f[B T D] per step; those of step k at pairs less than k from their start are undefined.
     """
     chex.assert_shape(mask, (*tokens.shape, tokens.shape[1]))
     with self._precision():
@@ -253,7 +227,6 @@ class Drafter(nn.Module):
       return layers.linear(h, head, jnp.float32)
 
   def apply_fc(self, x: jax.Array) -> jax.Array:
-    """The projection of `fc_width` inputs: f[... *] -> f[... D]."""
     y = layers.linear(x, self.fc)
     return y + self.fc_b.astype(x.dtype) if self.config.fc_bias else y
 
@@ -265,7 +238,6 @@ class Drafter(nn.Module):
     positions: jax.Array,
     mask: jax.Array,
   ) -> jax.Array:
-    """Uses every parameter, so that `init` makes them all."""
     by = layers.rotation(self.config.layer, positions)
     h, _ = self(target_params, self.features(features), tokens, by, mask)
     return self.logits(self.output_head(target_params), h)
@@ -285,7 +257,6 @@ class Drafter(nn.Module):
 
 
 def abstract_params(config: DrafterConfig) -> dict:
-  """Shapes and logical axes of every parameter."""
   return jax.eval_shape(lambda: _init(config, jax.random.key(0)))
 
 
@@ -295,7 +266,6 @@ def init_params(config: DrafterConfig, key: jax.Array) -> dict:
 
 
 def new_params(config: DrafterConfig, mesh: jax.sharding.Mesh, seed: int) -> dict:
-  """Makes the parameters of a new drafter on a mesh, sharded as for rollouts."""
   layout = axes.shardings(mesh, axes.ROLLOUT, abstract_params(config))
   init = jax.jit(lambda key: init_params(config, key), out_shardings=layout)
   return init(jax.random.key(seed))

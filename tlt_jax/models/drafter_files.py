@@ -1,10 +1,8 @@
 """Drafters as folders: config.json and model.safetensors.
 
-`save` writes this project's own layout, for drafters of any kind: config.json has the
-fields of `DrafterConfig`, and tensors are named by their path in the parameter tree. The
-target's embedding and head are not stored. A vocabulary is stored as in published EAGLE-3
-files: its size in config.json (`draft_vocab_size`, or null), its tokens as tables among
-the weights. `load` reads the published layouts of `eagle_files` as well.
+`save` writes this project's own layout: config.json has the fields of `DrafterConfig`,
+tensors are named by their path in the parameter tree. A vocabulary is stored as in
+published EAGLE-3 files. `load` reads the layouts of `eagle_files` as well.
 """
 
 import contextlib
@@ -61,7 +59,6 @@ def load(
 def load_shape(
   path: str | pathlib.Path, target_config: config_lib.ModelConfig
 ) -> drafter.DrafterConfig:
-  """The drafter of a folder without its weights; errors as of `load`."""
   with contextlib.ExitStack() as stack:
     return _open(pathlib.Path(path), target_config, stack)[0]
 

@@ -77,9 +77,7 @@ def save(
   """Writes the folder that a server loads as its drafter, whole or not at all.
 
   Args:
-    path: a drafter in this folder is replaced
     server: matters for EAGLE-2 drafters; vLLM's have no vocabulary
-    dtype: of the stored weights; None: `fc`'s
   Raises:
     CheckpointError: the server's classes do not compute what this drafter does
   """
@@ -103,8 +101,7 @@ def save(
 def has_server(config: drafter.DrafterConfig) -> bool:
   """Whether a released server has a class for a drafter.
 
-  There is none for EAGLE-2 drafters with norms of q and k, such as those of Qwen3:
-  config.json's Qwen3ForCausalLMEagle is named after the others.
+  Not for EAGLE-2 drafters with norms of q and k: Qwen3ForCausalLMEagle does not exist.
   """
   return not config.layer.qk_norm
 
@@ -158,11 +155,7 @@ def _config_json(
 
 
 def vocab_tables(config: drafter.DrafterConfig) -> dict[str, np.ndarray]:
-  """The tables of a drafter's vocabulary, if it has one.
-
-  Token i of the drafter is token i + d2t[i] of the target (i64[U]); t2d marks these among
-  all of the target's (bool[V]).
-  """
+  """Token i of the drafter is i + d2t[i] of the target, i64[U]; t2d bool[V] marks these."""
   if not config.vocab:
     return {}
   vocab = np.array(config.vocab, np.int64)
@@ -175,18 +168,11 @@ def vocab_tables(config: drafter.DrafterConfig) -> dict[str, np.ndarray]:
 
 
 def read(
-  file: pathlib.Path,
-  raw: dict,
-  stored: hf.Tensors,
-  target_config: config_lib.ModelConfig,
+  file: pathlib.Path, raw: dict, stored: hf.Tensors, target_config: config_lib.ModelConfig
 ) -> tuple[drafter.DrafterConfig, hf.Tensors, dict[str, str]]:
-  """Reads a folder in a published layout.
+  """Reads a published layout: the drafter, its tensors, and path in our tree -> name.
 
-  Args:
-    file, raw: config.json, and its content
-    target_config: gives the drafter's max_position, dtype and tie_embeddings
-  Returns:
-    the drafter, its tensors, and path in our tree -> name
+  `raw` is the content of config.json, `file`.
   """
   try:
     kind, stored = _renamed(stored)
@@ -269,7 +255,6 @@ def _taps(raw: dict, target_config: config_lib.ModelConfig) -> tuple[int, ...]:
 def _take_vocab(
   raw: dict, stored: hf.Tensors, kind: str, target_size: int
 ) -> tuple[int, ...]:
-  """Removes the tables of a vocabulary from `stored`; returns its ids, or ()."""
   size = raw.get("draft_vocab_size")
   if size is not None and (type(size) is not int or not 0 < size <= target_size):
     raise ValueError(f"draft_vocab_size={size!r:.60} is no part of {target_size} tokens")
@@ -286,7 +271,7 @@ def _take_vocab(
 
 
 def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[int, ...]:
-  """Removes the tables of a vocabulary of `size` ids from `stored`; returns the ids."""
+  """Removes the tables of a vocabulary from `stored`; returns its ids."""
   if size is None:
     return ()
   d2t, t2d = stored.lazy.pop("d2t", None), stored.lazy.pop("t2d", None)
@@ -310,9 +295,7 @@ def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[
 
 
 def check_target(
-  path: pathlib.Path,
-  config: drafter.DrafterConfig,
-  target_config: config_lib.ModelConfig,
+  path: pathlib.Path, config: drafter.DrafterConfig, target_config: config_lib.ModelConfig
 ) -> None:
   """Raises CheckpointError if the drafter's target has another shape."""
   for name in ("vocab_size", "width", "tie_embeddings"):

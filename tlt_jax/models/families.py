@@ -1,7 +1,6 @@
 """Families of decoders, by the name of an architecture in config.json.
 
-`FAMILIES` has the built-in ones. A custom one is a module with `FAMILY`, which config.json
-names instead of the architecture: `"architectures": ["my_package.my_module"]`.
+A custom one is a module with `FAMILY`: `"architectures": ["my_package.my_module"]`.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,7 @@
 """Hugging Face folders: config.json and safetensors <-> ModelConfig and parameters.
 
 `load` places tensor by tensor straight into the target sharding; `save` writes what
-transformers loads. Keys of config.json that would change the outputs, and fields that it
-cannot express, are refused. Pickles are never loaded.
-
-config.json is not read by transformers.AutoConfig, which fills in what is missing (a width
-of 4,096) and does not know custom families.
+transformers loads. What would change the outputs is refused. Pickles are never loaded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -64,8 +60,6 @@ def read_json(file: pathlib.Path) -> dict:
 
 @dataclasses.dataclass
 class Tensors:
-  """The tensors of a folder, and their files, by name."""
-
   lazy: dict[str, Any]  # read when they are sliced
   file: dict[str, pathlib.Path]
 
@@ -144,8 +138,7 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields an empty folder whose files replace the checkpoint in `path` on success.
 
   A killed save leaves the earlier checkpoint, or none, but never a mixture that loads.
-  Other files in `path` stay. On an error, which may be a full disk, what was written is
-  removed.
+  Other files stay; what was written is removed on an error.
   """
   partial = path / PARTIAL
   shutil.rmtree(partial, ignore_errors=True)
@@ -184,11 +177,8 @@ def write_weights(
 ) -> None:
   """Writes model.safetensors, or shards with an index; one file at a time is in memory.
 
-  Args:
-    folder: None: another process writes, this one only calls `read`
-    sizes: bytes of each tensor, by name
-    read: gives a tensor by its name; called in the order of `sizes`
-    max_file_bytes: of a file, unless one tensor is larger
+  `read` is called for each tensor in the order of `sizes` (bytes). `folder` is None where
+  another process writes.
   """
   files, room = [[]], max_file_bytes
   for name, size in sizes.items():
@@ -324,11 +314,7 @@ def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
 
 
 def unparse_config(config: config_lib.ModelConfig) -> dict:
-  """Makes config.json for transformers 4 and 5.
-
-  Raises:
-    CheckpointError: config.json of its architecture cannot express the config
-  """
+  """Makes config.json for transformers 4 and 5; CheckpointError if it cannot express it."""
   try:
     family = families.find(config.architecture)
   except ValueError as e:
@@ -415,14 +401,8 @@ def load(
   """Reads a folder into the tree of `target.Target`.
 
   Every device reads only its part of a tensor, and no more than one tensor is on the host
-  at a time.
+  at a time. None: the default device, and the dtypes as stored.
 
-  Args:
-    path: folder with config.json and model.safetensors, or shards with an index
-    mesh: None: the default device
-    dtype: of the parameters; None: as stored
-  Returns:
-    ModelConfig, whose `dtype` is config.json's, and nested parameters
   Raises:
     CheckpointError: the folder is incomplete, damaged or not supported
   """
@@ -460,7 +440,6 @@ def load(
 
 
 def _place(stored: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-  """Moves a tensor from its file to its devices; replicas share one read."""
   parts = {}
 
   def part(index):
@@ -502,15 +481,10 @@ def save(
 ) -> None:
   """Writes a folder that transformers and `load` read; see `replacing`.
 
-  Neither a tokenizer nor generation_config.json is written. Every process calls, the
-  first one writes.
+  Without tokenizer and generation_config.json. Every process calls, the first one writes.
+  Models larger than `max_file_bytes` are split into shards with an index. The config's
+  dtype is config.json's; `dtype` is that of the stored weights, None: each parameter's.
 
-  Args:
-    path: a checkpoint in this folder is replaced
-    config: its `dtype` becomes config.json's
-    params: as from `load`, sharded or not
-    max_file_bytes: larger models are split into shards with an index
-    dtype: of the stored weights; None: each parameter's
   Raises:
     CheckpointError: params or config do not fit the architecture
   """

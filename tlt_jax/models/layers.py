@@ -1,7 +1,4 @@
-"""The layers of a decoder, with their logical axis names.
-
-`tlt_jax.axes` maps the names (`embed`, `heads`, ...) to mesh axes per phase.
-"""
+"""The layers of a decoder, with their logical axis names."""
 
 import itertools
 from typing import NamedTuple
@@ -52,7 +49,6 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
-  """The angular frequency of each rotated pair: f32[H/2]."""
   H = config.head_dim
   freq = config.rope_theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
   scaling = config.rope_scaling
@@ -67,8 +63,6 @@ def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
 
 
 class Rotation(NamedTuple):
-  """The factors of RoPE."""
-
   cos: jax.Array  # f32[... H/2]
   sin: jax.Array  # f32[... H/2]
 
@@ -82,8 +76,8 @@ def rotation(
 ) -> Rotation:
   """The rotation of tokens at positions i32[...].
 
-  XLA fuses it into its uses, and recomputes it for every layer and head. A loop is
-  faster with a `table` made outside of it, `rotation(config, jnp.arange(S))`.
+  XLA fuses it into its uses, and recomputes it for every layer and head: a loop is
+  faster with a `table` made outside of it.
   """
   if table is not None:
     return table.at(positions)
@@ -108,8 +102,7 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   """`ref.attend` where no query attends past its own index (S = T).
 
-  Each block of queries attends only to keys up to its end, which saves up to half the
-  work of a long row.
+  Each block of queries attends only to keys up to its end, up to half the work.
   """
   return jnp.concatenate(
     [
@@ -121,8 +114,6 @@ def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> 
 
 
 class Attention(nn.Module):
-  """Causal self-attention with RoPE over its own tokens or over a KV cache."""
-
   config: config_lib.ModelConfig
   input_width: int | None = None  # of what is projected to q, k and v, if not D
 
@@ -143,7 +134,6 @@ class Attention(nn.Module):
     self.o_proj = weights(self, "o_proj", (D, N * H), ("embed", "heads"))
 
   def _project(self, name: str, x: jax.Array) -> jax.Array:
-    """Projects f[B T *] to the heads of q, k or v: f[B T heads H]."""
     y = linear(x, getattr(self, f"{name}_proj"))
     if self.config.qkv_bias:
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
@@ -157,26 +147,19 @@ class Attention(nn.Module):
     return apply_rope(k, by).swapaxes(1, 2), v.swapaxes(1, 2)
 
   def _queries(self, x: jax.Array, by: Rotation) -> jax.Array:
-    """The queries of tokens f[B T *]: f[B T N H]."""
     q = self._project("q", x)
     if self.config.qk_norm:
       q = self.q_norm(q)
     return apply_rope(q, by)
 
   def attend_to(
-    self,
-    x: jax.Array,
-    by: Rotation,
-    seen: seen_lib.Seen,
-    layer_cache: cache_lib.LayerCache,
+    self, x: jax.Array, by: Rotation, seen: seen_lib.Seen, layer_cache: cache_lib.LayerCache
   ) -> jax.Array:
-    """Attends from tokens f[B T *] to a cache: f[B T D]."""
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
     args = self._queries(x, by), k, v, seen, layer_cache.pages
     return self._output(tree_attention.tree_attention(*args, impl=layer_cache.kernels))
 
   def _output(self, out: jax.Array) -> jax.Array:
-    """Projects f[B T N H] to f[B T D]."""
     return linear(out.reshape(*out.shape[:2], -1), self.o_proj)
 
   def attend_unrolled(
@@ -197,11 +180,6 @@ class Attention(nn.Module):
 
     Rolled by n, row t of `mask` is row t-n (far, step 0); rolled by n-j, the keys of
     step j have at t those of t-n+j (one each).
-
-    Args:
-      x: f[B T *]  of step n
-      mask: bool[B T T]  causal, within a sequence
-      drafted: `keys_values` of steps 0..n
     """
     c, n = self.config, len(drafted) - 1
     B, T, _ = x.shape
@@ -238,17 +216,10 @@ class Attention(nn.Module):
     layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
-    """Attends to its own tokens, or writes them to a cache and attends to that.
+    """Attends to its own tokens f[B T *], or writes them to a cache and attends to that.
 
-    Args:
-      x: f[B T *]
-      by: rotation of the tokens' positions
-      seen: which slots of the cache each token attends to; without a cache the segments
-        of the rows, or a mask, bool[B T T]
-      layer_cache: updated in place under jit
-      start: i32[B]  the slot of each row's first token
-    Returns:
-      f[B T D] and the updated layer cache (None without one)
+    `seen` has the slots of the cache; without one the segments of the rows, or a mask
+    bool[B T T]. `start` i32[B] is the slot of each row's first token.
     """
     k, v = self.keys_values(x, by)
     if isinstance(seen, packed_attention.Segments):
@@ -261,8 +232,6 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-  """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020)."""
-
   config: config_lib.ModelConfig
 
   @nn.compact
@@ -275,8 +244,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-  """One pre-norm decoder layer."""
-
   config: config_lib.ModelConfig
 
   @nn.compact
@@ -288,7 +255,6 @@ class Block(nn.Module):
     layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
-    """Runs the layer; arguments and results are those of `Attention.__call__`."""
     eps = self.config.norm_eps
     y, layer_cache = Attention(self.config, name="attention")(
       RMSNorm(eps, name="input_norm")(x), by, seen, layer_cache, start

@@ -1,7 +1,7 @@
 """The decoder for training: its layers in a loop, so that programs do not grow with depth.
 
-Parameters come as `target.Target` has them. `stack` puts those of consecutive layers in one
-array each, which the loop reads; `unstack` takes gradients back.
+`stack` puts the parameters of consecutive layers in one array each, `unstack` takes
+gradients back.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,6 @@ Run = tuple[int, int]  # layers from the first to before the second
 
 
 def runs(trained: dict, num_layers: int) -> list[Run]:
-  """The longest runs of layers of which the same parameters are trained.
-
-  Args:
-    trained: the trained part of a parameter tree
-  """
   grouped = itertools.groupby(
     range(num_layers), lambda i: jax.tree.structure(trained.get(_layer(i)))
   )
@@ -65,17 +60,10 @@ def features(
   gather: Callable[[dict], dict],
   remat: bool,
 ) -> jax.Array:
-  """Runs the decoder on packed rows.
+  """Runs the decoder on packed rows i32[B T]: the states after the final norm, f[B T D].
 
-  Args:
-    params: of `stack`; those outside of layers are gathered already
-    tokens: i32[B T]
-    by: rotation of the tokens' positions
-    gather: gathers a layer's parameters, in every iteration of the loop
-    remat: whether layers are recomputed in the backward pass; if not, all activations
-      and gathered parameters are kept
-  Returns:
-    features f[B T D], the hidden states after the final norm
+  `params` are of `stack`; `gather` gathers a layer's in every iteration of the loop.
+  Without `remat` all activations and gathered parameters are kept.
   """
   block = families.find(config.architecture).block(config)
   by_tokens = (None, axes.MODEL)
@@ -109,7 +97,6 @@ def splits(length: int, devices: int) -> bool:
 
 
 def _laid_out(x: jax.Array, *spec: str | None) -> jax.Array:
-  """Constrains the sharding of f[B T D] over a slice, if `splits` allows it."""
   mesh = axes.mesh_of_compiler()
   if mesh is None or not splits(x.shape[1], mesh.shape[axes.MODEL]):
     return x
@@ -117,7 +104,6 @@ def _laid_out(x: jax.Array, *spec: str | None) -> jax.Array:
 
 
 def outside(stacked: dict) -> dict:
-  """The parameters outside of layers."""
   return {k: x for k, x in stacked.items() if not _is_layer(k)}
 
 

@@ -1,8 +1,4 @@
-"""The target: the decoder-only LLM that RL trains.
-
-`Target` maps tokens to features and `Target.logits` features to the vocabulary: prefill
-does not compute the head.
-"""
+"""The target: the decoder-only LLM that RL trains."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -26,8 +22,6 @@ def matmul_precision(dtype: str) -> str:
 
 
 class Target(nn.Module):
-  """A decoder: tokens -> features -> logits."""
-
   config: config_lib.ModelConfig
 
   def setup(self) -> None:
@@ -48,17 +42,11 @@ class Target(nn.Module):
     cache: cache_lib.KVCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-    """Runs the decoder.
+    """Runs the decoder on i32[B T]: states after the final norm f[B T D], and the cache.
 
-    Args:
-      tokens: i32[B T]
-      positions: i32[B T]
-      seen: which slots of the cache each token attends to; without a cache a mask,
-        bool[B T T]. None: everything up to the token itself
-      cache: read and updated
-      start: i32[B]  the slot of each row's first token; None: its position
-    Returns:
-      features f[B T D], the hidden states after the final norm, and the cache
+    `seen` has the slots of the cache that each token attends to; without one a mask
+    bool[B T T]; None: everything up to the token itself. `start` i32[B] is the slot of each
+    row's first token; None: its position.
     """
     features, _, cache = self.with_taps(tokens, positions, (), seen, cache, start)
     return features, cache
@@ -73,13 +61,9 @@ class Target(nn.Module):
     start: jax.Array | None = None,
     rotations: layers.Rotation | None = None,
   ) -> tuple[jax.Array, jax.Array | None, cache_lib.KVCache | None]:
-    """Runs the decoder, and also returns intermediate hidden states.
+    """As `__call__`, with the residual stream after layers `taps`: f[B T len(taps)*D].
 
-    Args:
-      taps: layers (from 0) after which the residual stream is returned
-      rotations: `layers.rotation` of positions 0, 1, ..., if precomputed
-    Returns:
-      features f[B T D]; f[B T len(taps)*D], None without taps; and the cache
+    `rotations`: `layers.rotation` of positions 0, 1, ..., if precomputed.
     """
     c = self.config
     chex.assert_rank(tokens, 2)
@@ -106,11 +90,7 @@ class Target(nn.Module):
       return self.final_norm(x), tapped, cache
 
   def logits(self, features: jax.Array, head: jax.Array | None = None) -> jax.Array:
-    """Turns features into logits: f[... D] -> f32[... V].
-
-    Args:
-      head: of U tokens, from `output_head`, for f32[... U]
-    """
+    """f[... D] -> f32[... V]; or U, those of a head from `output_head`."""
     chex.assert_axis_dimension(features, -1, self.config.width)
     if head is None:
       head = self.embedding if self.config.tie_embeddings else self.head
@@ -132,11 +112,7 @@ class Target(nn.Module):
 def output_head(
   config: config_lib.ModelConfig, params: dict, ids: np.ndarray | None = None
 ) -> jax.Array:
-  """The matrix f[U D] that turns features into logits, to be made once, outside of loops.
-
-  Args:
-    ids: i32[U], of tokens; None: all of them, U = V
-  """
+  """The head f[U D] of tokens i32[U], all if None; to be made once, outside of loops."""
   w = params["embedding" if config.tie_embeddings else "head"]
   return w if ids is None else w[ids]
 
@@ -157,8 +133,7 @@ def abstract_params(config: config_lib.ModelConfig) -> dict:
 def init_params(config: config_lib.ModelConfig, key: jax.Array) -> dict:
   """Random float32 parameters (normal, std 0.02; norms one; biases zero).
 
-  The two projections that write into the residual stream are scaled down by
-  sqrt(2 L), as in GPT-2.
+  The two projections into the residual stream are scaled down by sqrt(2 L), as in GPT-2.
   """
   tokens = jnp.zeros((1, 1), jnp.int32)
   params = Target(config).init(key, tokens, tokens, method=Target.features_and_logits)[

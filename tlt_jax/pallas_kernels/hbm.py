@@ -1,5 +1,3 @@
-"""Keeps large arguments of TPU kernels in HBM."""
-
 import jax
 from jax.experimental.pallas import tpu as pltpu
 

@@ -1,5 +1,3 @@
-"""Runs kernels on heads that are sharded over the mesh axis `model`."""
-
 from collections.abc import Callable, Sequence
 
 import jax
@@ -20,10 +18,7 @@ def over_heads(
 
   XLA cannot partition a kernel: it gathers all heads on every device, and for TPUs fails
   even if `model` has size 1. Heads are replicated if the shards do not divide them.
-
-  Args:
-    head_axes: for each argument the axis of heads, or None
-    result_axis: the axis of heads of the result
+  `head_axes` has for each argument the axis of heads, or None.
   """
   mesh = axes.mesh_of_compiler()
   if mesh is None:

@@ -1,4 +1,4 @@
-"""Implementations of operations:
+"""Implementations of operations.
 
     "ref"        plain jax.numpy
     "pallas"     Pallas for TPUs
@@ -24,10 +24,8 @@ def load(package: str, impl: str) -> types.ModuleType:
 
 
 def choose(impl: str | None) -> str:
-  """Returns the implementation to run.
+  """The implementation to run; None: the default backend's, else "ref".
 
-  Args:
-    impl: None: jax's default backend's, or "ref" if it has none or lacks Triton
   Raises:
     ValueError: the implementation does not exist, or needs Triton where it is missing
   """

@@ -1,7 +1,7 @@
 """Operations on a vocabulary that is sharded over the mesh axis `model`.
 
-The shards' results are gathered and combined in the order of the shards. The order of an
-all-reduce, and so the last bits of its sums, would depend on a row's position in the batch.
+Results of shards are gathered and combined in the order of the shards: the last bits of
+an all-reduce would depend on a row's position in the batch.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,8 @@ def over_vocabulary(f: Callable, logits: jax.Array, *args: jax.Array) -> Any:
   XLA cannot partition kernels, so this is manual over `model` even if it has size 1. The
   vocabulary is replicated if the shards do not divide it.
 
-  Args:
-    f: (axis, logits f32[R V/shards], *args) -> arrays equal on every shard; `axis` is
-      the mesh axis of the shards, None if the logits are replicated
-    logits: f32[R V]
-    args: replicated
+  `f` takes (axis, logits f32[R V/shards], *args), and returns arrays equal on every shard;
+  `axis` is None if the logits are replicated.
   """
   mesh = axes.mesh_of_compiler()
   if mesh is None:

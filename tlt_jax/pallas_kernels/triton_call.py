@@ -1,7 +1,5 @@
-"""Calls Triton kernels from jitted functions, as parts of CUDA graphs.
-
-Kernels are compiled with Triton and called by jaxlib's `triton_kernel_call_ffi`, which XLA
-may put into CUDA graphs.
+"""Calls Triton kernels from jitted functions, by jaxlib's `triton_kernel_call_ffi`,
+which XLA may put into CUDA graphs.
 
 `through("jax_triton")` calls the same kernels by jax_triton, whose releases up to 0.3 split
 a graph at every kernel, and whose 0.4.1 fails with jax 0.12 and with Triton 3.6.
@@ -45,11 +43,7 @@ def through(route: str) -> Iterator[None]:
 
 
 def compile_for(capability: int | None) -> None:
-  """Sets the compute capability that kernels are compiled for, without such a GPU.
-
-  Args:
-    capability: 80 of an A100, 90 of an H100 or H200; None: the first device's
-  """
+  """Sets the compute capability (90: an H100) to compile for; None: the first device's."""
   global _capability
   _capability = capability
 
@@ -79,14 +73,9 @@ def triton_call(
   """Calls a kernel.
 
   Args:
-    args: arrays and integers, in the order of the kernel's parameters
-    kernel: a function of `triton.jit`
-    out_type: shape and dtype of the result, or a list of them; their parameters come
-      after `args`
-    name: in profiles
+    out_type: of results, whose parameters come after `args`
     fused: whether products may be fused with sums (FMA), which rounds once less
     aliases: index of an argument -> index of the result that is written into it
-    constants: the kernel's constexprs
   """
   options = dict(name=name, num_warps=num_warps, num_stages=num_stages)
   if _route == "jax_triton":
@@ -126,12 +115,7 @@ def _packed(
   num_warps: int,
   num_stages: int,
 ) -> bytes:
-  """A serialized call for jaxlib's handler: code, grid and parameters.
-
-  Args:
-    parameters: type of each, and the value of integers
-    constants: name and value of each
-  """
+  """A serialized call for jaxlib's handler; `parameters`: types, and values of integers."""
   from jaxlib import gpu_triton
 
   constants = dict(constants)
@@ -194,7 +178,5 @@ def _by_jax_triton(*args, kernel, out_type, fused, **options):
     options["compute_capability"] = _capability
   fused = {"enable_fp_fusion": fused}
   if "backend_options" in takes:
-    return call(
-      *args, kernel=kernel, out_type=out_type, backend_options=fused, **options
-    )
+    return call(*args, kernel=kernel, out_type=out_type, backend_options=fused, **options)
   return call(*args, kernel=kernel, out_shape=out_type, **fused, **options)

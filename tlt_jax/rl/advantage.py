@@ -18,7 +18,6 @@ def group_relative(reward: jax.Array, normalize_std: bool) -> jax.Array:
 
 
 def is_token(length: jax.Array, T: int) -> jax.Array:
-  """A mask of the tokens of a response: bool[... T]."""
   return jnp.arange(T) < length[..., None]
 
 

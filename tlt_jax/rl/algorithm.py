@@ -2,7 +2,6 @@
 
 `make("grpo", clip_low=0.2)` imports `tlt_jax.rl.grpo` and calls its `make`; a dotted name
 is imported as given, from any package. Algorithms see rewards, log-probabilities,
-advantages and masks; never the model.
 """
 
 from collections.abc import Callable
@@ -19,11 +18,7 @@ from tlt_jax import named
 
 @flax.struct.dataclass
 class Responses:
-  """The scored responses of one RL step.
-
-  Optional fields are None where they are unknown: supervised training has rewards and
-  lengths only.
-  """
+  """The scored responses of one RL step. Optional fields are None where unknown."""
 
   reward: jax.Array  # f32[P R]
   length: jax.Array  # i32[P R]  tokens
@@ -40,8 +35,7 @@ class Responses:
 class Tokens:
   """One micro-batch of packed tokens [rows T], as a loss sees it.
 
-  A loss returns this micro-batch's *share*, normalised by the totals of the whole batch:
-  shares add up to its loss.
+  A loss returns its share, normalised by the totals of the whole batch: shares add up.
   """
 
   logp: jax.Array  # f32[rows T]  of the target, under the trained policy
@@ -61,8 +55,6 @@ class Tokens:
 
 @flax.struct.dataclass
 class Values:
-  """One micro-batch of packed tokens [rows T], as a critic's loss sees it."""
-
   value: jax.Array  # f32[rows T]  before the target
   old_value: jax.Array  # f32[rows T]  the same before the step's first update
   return_: jax.Array  # f32[rows T]  to be predicted
@@ -121,7 +113,6 @@ def make(name: str, **args) -> Algorithm:
 
 
 def find(name: str) -> Callable[..., Algorithm]:
-  """The `make` of an algorithm's module."""
   try:
     return named.module(name, __package__, "make").make
   except named.NameNotFound as e:

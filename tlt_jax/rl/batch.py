@@ -1,9 +1,4 @@
-"""The responses of one RL step, on the host and on the devices.
-
-`Batch` holds whole sequences in request order. An update takes some of them as packed
-rows, and a table per quantity that differs from token to token: `Sequences`, in which
-`at_targets` looks up each packed token. `by_response` is the way back.
-"""
+"""The responses of one RL step: `Batch` on the host, `Sequences` on the devices."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -21,8 +16,6 @@ from tlt_jax.rl import algorithm as algorithm_lib
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """The responses of one RL step, on the host, in request order; B = P * R."""
-
   prompts: Sequence[np.ndarray]  # i32[...] per response
   responses: Sequence[np.ndarray]  # i32[...] per response
   temperature: np.ndarray  # f32[B]
@@ -31,10 +24,7 @@ class Batch:
 
 @flax.struct.dataclass
 class Sequences:
-  """What an update needs of each packed sequence; B in packing order.
-
-  Tables have T columns, one for each response token of the longest row.
-  """
+  """What an update needs of each packed sequence; tables [B T] by response token."""
 
   advantage: jax.Array  # f32[B 1], or f32[B T] for each response token
   length: jax.Array  # i32[B]  response tokens
@@ -63,11 +53,9 @@ class Sequences:
 
 
 def sequences(batch: Batch, tables: dict[str, np.ndarray | None], size: int) -> Sequences:
-  """What updates need of a batch, on the host.
+  """What updates need of a batch, on the host; `tables` are fields of `Sequences`.
 
-  Args:
-    tables: "advantage" f32[P R] or f32[P R T], and other fields of `Sequences`
-    size: T of the tables, the same for all batches, so that one program serves all
+  `size` T is the same for all batches, so that one program serves all.
   """
   B = len(batch.responses)
 
@@ -96,12 +84,7 @@ def pack(
   buckets: Sequence[packing.Bucket],
   chosen: np.ndarray | None = None,
 ) -> list[packing.Packed]:
-  """Packs the sequences of one update.
-
-  Args:
-    share: i32[b]  indices of the sequences of the update
-    chosen: bool[b]  those that are packed; None: all
-  """
+  """Packs sequences i32[b] of one update, or the `chosen` bool[b] among them."""
   prompts = [batch.prompts[i] for i in share]
   responses = [batch.responses[i] for i in share]
   return packing.pack(prompts, responses, buckets, chosen)
@@ -110,11 +93,6 @@ def pack(
 def by_response(
   batch: Batch, packed: Sequence[packing.Packed], values: Sequence[np.ndarray]
 ) -> np.ndarray:
-  """Unpacks values of packed targets: f32[P R T], zero beyond each response.
-
-  Args:
-    values: f32[M rows T] per bucket
-  """
   P, R = batch.scored.reward.shape
   logp = batch.scored.logp
   T = max(map(len, batch.responses)) if logp is None else logp.shape[-1]

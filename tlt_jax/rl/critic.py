@@ -71,8 +71,7 @@ class Critic:
   ) -> dict[str, float]:
     """Takes the updates of a step; see `trainer.Trainer.train_on`.
 
-    Returns:
-      `critic/*`; `explained_variance` is the share of the returns' variance predicted
+    In `critic/*`, `explained_variance` is the share of the returns' variance predicted.
     """
     state, metrics = self.trainer.train_on(self.state, batch, sequences, chosen)
     self.state = self.trainer.offload(state)
@@ -105,11 +104,7 @@ def make_trainer(
 def make(
   critic: algorithm_lib.Critic | None, learner: trainer_lib.Trainer, params: dict
 ) -> Critic | None:
-  """An algorithm's critic before its first update; None if it has none.
-
-  Args:
-    params: the policy's, which are copied
-  """
+  """An algorithm's critic before its first update, from the policy's parameters."""
   trainer = make_trainer(critic, learner)
   if trainer is None:
     return None

@@ -63,11 +63,6 @@ def make(
 
 
 def overlong(length: jax.Array, max_tokens: jax.Array, share: float) -> jax.Array:
-  """The punishment of equation 13, negated: 0 up to the buffer, 1 at the limit.
-
-  Args:
-    length, max_tokens: i32[P R]  of a response, and its limit
-    share: of the limit, that is the buffer
-  """
+  """The punishment of equation 13, negated: 0 up to the buffer, 1 at the limit."""
   buffer = share * max_tokens
   return jnp.clip((length - (max_tokens - buffer)) / buffer, 0, 1)

@@ -1,19 +1,17 @@
 """Dynamic sampling: uninformative prompts are replaced while others run.
 
 Yu et al. 2025 (DAPO, https://arxiv.org/abs/2503.14476, section 3.2). A step is to train on
-P prompts that `Algorithm.keeps`. A rollout starts with the first P of the `Queue`. As soon
-as all responses to a prompt have ended they are scored; each prompt that is not kept is
-replaced by the next one of the queue, whose requests take slots that have become free.
+P prompts that `Algorithm.keeps`. As soon as all responses to a prompt have ended they are
+scored; each prompt that is not kept is replaced by the next one of the `Queue`.
 
 The order in which responses end does not matter. At any time P + (prompts found useless so
 far) prompts have been asked; in the end the least n with n = P + (useless among the first
-n). That number depends on the responses alone, and these on weights and seed alone; so do
-the kept prompts and the position of the queue.
+n). That number depends on weights and seed alone; so do the kept prompts and the position
+of the queue.
 
 Departures from the paper:
 - The paper samples whole batches until one is full, and may find more prompts than it
-  needs. Here a prompt is asked only when one is missing: no stale response is carried over
-  to a later step.
+  needs. Here a prompt is asked only when one is missing: no stale response is kept.
 - There is a budget. Once it is spent the batch is filled with the first useless prompts, so
   that shapes do not change; the learner leaves them out, as it does without replacement.
 """
@@ -43,10 +41,8 @@ def make(
 ) -> Rule | None:
   """The rule of a run; None if no prompt is replaced.
 
-  Args:
-    algorithm: its `keeps` must judge each prompt by that prompt's responses alone
-    prompts: P, wanted per step
-    most_prompts: limit per step; 0: P
+  `keeps` must judge each prompt by its responses alone; `most_prompts` 0 is P.
+
   Raises:
     ValueError: fewer than P, or an algorithm that keeps every prompt
   """
@@ -71,10 +67,7 @@ class Judged(NamedTuple):
   seconds: float
 
   def whole(self) -> "Judged":
-    """Merges the scores of all processes, each of which has judged every n-th response.
-
-    All processes then agree on rewards that vary, such as those with a time limit.
-    """
+    """Merges the scores of all processes: rewards may depend on time limits."""
     scores = self.scores
     if processes.count() == 1:
       return self
@@ -108,10 +101,7 @@ class Replacement:
   """The prompts of one rollout: the `ask` of a rollout.
 
   Scoring runs in a thread, during the next chunk; its result counts from the end of that
-  chunk on, however fast it was, so that a replayed rollout asks the same prompts.
-
-  `requests` are those of all prompts that may be asked, R each; `score` scores a range of
-  requests that have ended.
+  chunk on, so that a replayed rollout asks the same prompts.
   """
 
   def __init__(
@@ -200,10 +190,7 @@ def responses(
   R: int,
   index: Sequence[int],
 ) -> algorithm_lib.Responses:
-  """What an algorithm sees of scored responses.
-
-  `scores` are those of the requests of `index`, i32[P * R].
-  """
+  """What an algorithm sees of the requests `index` i32[P * R], whose scores these are."""
 
   def by_prompt(x):
     return x.reshape(-1, R, *x.shape[1:])

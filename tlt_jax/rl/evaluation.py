@@ -22,8 +22,8 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 def pass_at_k(solved: np.ndarray, k: int) -> np.ndarray:
   """The unbiased estimate of pass@k of each problem from bool[P n]: f64[P].
 
-  Chen et al. 2021 (https://arxiv.org/abs/2107.03374), equation 1: 1 - C(n - c, k) / C(n, k)
-  if c of n samples solve the problem.
+  1 - C(n - c, k) / C(n, k) if c of n samples solve it (equation 1 of Chen et al. 2021,
+  https://arxiv.org/abs/2107.03374).
   """
   n = solved.shape[1]
   if not 1 <= k <= n:
@@ -88,7 +88,6 @@ def problems(scored: sample.Scored, n: int) -> list[dict[str, Any]]:
 
 
 def examples(scored: sample.Scored, count: int) -> list[dict[str, Any]]:
-  """Some of the responses in readable form, evenly spread over the prompts."""
   stopped = scored.samples.finish_reason == samples_lib.STOP
   chosen = np.linspace(0, len(scored.text), min(count, len(scored.text)), endpoint=False)
   return [
@@ -107,11 +106,7 @@ def examples(scored: sample.Scored, count: int) -> list[dict[str, Any]]:
 
 
 def write(path: str | pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
-  """Writes or replaces a .jsonl file, on the first process.
-
-  Raises:
-    OSError: it cannot be written; names the remedy where the disk is full
-  """
+  """Writes or replaces a .jsonl file, on the first process; OSError names the remedy."""
   if not processes.is_first():
     return
   path = pathlib.Path(path)

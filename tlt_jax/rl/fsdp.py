@@ -20,7 +20,6 @@ MICRO_BATCHES = PartitionSpec(None, axes.DATA)  # [M rows ...]
 
 
 def specs(shardings: Any) -> Any:
-  """How arrays of these shardings are split over the slices."""
   return jax.tree.map(lambda s: _only(axes.DATA, s.spec), shardings)
 
 
@@ -42,10 +41,6 @@ def gather(params: Any, shardings: Any, dtype: str) -> Any:
 
   Matrices are sent in `dtype`. Their gradients keep their own dtype and are
   reduce-scattered; those of arrays that are not split over slices are summed.
-
-  Args:
-    params: tree of this slice's shards
-    shardings: of a tree that has these entries at least
   """
   if isinstance(params, dict):
     return {name: gather(x, shardings[name], dtype) for name, x in params.items()}
@@ -60,7 +55,6 @@ def gather(params: Any, shardings: Any, dtype: str) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x: jax.Array, axis: int, of_model: PartitionSpec, dtype: str) -> jax.Array:
-  """All-gathers an array along an axis, rounded to `dtype` on the way."""
   all_gather = functools.partial(
     jax.lax.all_gather, axis_name=axes.DATA, axis=axis, tiled=True
   )

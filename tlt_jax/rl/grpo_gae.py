@@ -31,9 +31,7 @@ def make(
   kl_estimator: losses.KlEstimator = "k3",
   aggregation: losses.Aggregation = "token",
 ) -> algorithm.Algorithm:
-  """Makes GRPO with GAE.
-
-  With lambda = 1 it is REINFORCE with that baseline, unbiased. With less, what happens
+  """With lambda = 1 it is REINFORCE with that baseline, unbiased. With less, what happens
   at a token counts for those up to 1 / (1 - lambda) or so before it: as biased as the
   baseline is wrong, and less noisy.
 

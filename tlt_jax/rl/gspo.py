@@ -52,9 +52,7 @@ def make(
     if credit == "token":  # the response's value, the token's gradient
       stop = jax.lax.stop_gradient
       log_ratio = stop(log_ratio) + of_token - stop(of_token)
-    gain, clipped = losses.clip(
-      jnp.exp(log_ratio), tokens.advantage, clip_low, clip_high
-    )
+    gain, clipped = losses.clip(jnp.exp(log_ratio), tokens.advantage, clip_low, clip_high)
     return losses.policy_loss(
       tokens,
       gain,

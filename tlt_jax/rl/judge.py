@@ -35,8 +35,6 @@ _ATTEMPTS = 3  # per response, if the pool breaks without a known cause
 
 @ranges.options
 class Options:
-  """Where verifiers run, and what a failure of one costs."""
-
   processes: ranges.CountOrZero = ranges.field(
     2,
     "processes that verifiers run in, each on a response at a time; 0: they run in the "
@@ -64,12 +62,7 @@ class Scores(NamedTuple):
 
 
 class Judge:
-  """Judges responses by the weighted sum of verifiers that a config names.
-
-  Args:
-    text: see `reward.parse`; "": every reward is 0
-    solved_at: see `reward.verify`
-  """
+  """Judges responses by verifiers, for which see `reward.parse` and `reward.verify`."""
 
   def __init__(self, text: str, solved_at: float = 1.0, options: Options | None = None):
     self.terms = reward.parse(text) if text else ()
@@ -84,13 +77,13 @@ class Judge:
     answers: Sequence,
     **given: Sequence[int],
   ) -> Scores:
-    """Judges every response; the first verifier says which are solved.
+    """Judges every response; the first verifier decides which are solved.
 
-    Args:
-      given: `length` and `max_tokens`, B of each, for verifiers that take them
+    `given`: `length` and `max_tokens`, B of each, for verifiers that take them.
+
     Raises:
-      RewardError: a verifier takes what is not given, a prompt or answer that cannot be
-        sent to a process, or verifiers that cannot be called there
+      RewardError: a verifier takes what is not given, or cannot be called in a process, or
+        a prompt or answer cannot be sent there
     """
     for term in self.terms:
       for name in set(reward.wanted(term.score)) - set(given):
@@ -135,7 +128,6 @@ class Judge:
       )
 
   def close(self) -> None:
-    """Ends the processes; the next response starts new ones."""
     if self._pool is not None:
       self._end()
       self._pool = None
@@ -225,10 +217,10 @@ def _end(pool: pebble.ProcessPool) -> None:
 
 
 def _start(parent: int, memory: int) -> None:
-  """Prepares a process of the pool.
+  """Prepares a process of the pool, which ends with the run.
 
   SIGTERM and SIGINT, which often reach all processes of a job, do not end it: a run that
-  stops still waits for its verdicts. It ends with the run, as do its children.
+  stops still waits for its verdicts.
   """
 
   def watch():

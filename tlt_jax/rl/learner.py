@@ -1,8 +1,4 @@
-"""The learner: advantages of the responses of a step, and the policy updates.
-
-`Learner.train` computes log-probabilities under a reference and values of a critic, if the
-algorithm has them, then advantages, then takes one or more updates; see `trainer`.
-"""
+"""The learner: advantages of the responses of a step, and the policy updates."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -32,8 +28,6 @@ LOGIT_CHUNK = 2048  # tokens per slice, about, whose f32 logits exist at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner(trainer.Trainer):
-  """Updates a policy on batches of responses; its fields are explained in `make`."""
-
   name = "policy"
 
   algorithm: algorithm_lib.Algorithm
@@ -62,17 +56,9 @@ class Learner(trainer.Trainer):
 
     With several updates, log-probabilities under the sampling policy are computed here,
     before the first one.
-
-    Args:
-      state: donated; it may be offloaded
-      batch: B responses, B a multiple of `updates`
-      reference: parameters of the reference policy in `axes.TRAIN` layout, if the
-        algorithm uses one; they may be offloaded
-      critic: trained on the same shares, if the algorithm has one
-    Returns:
-      the new state, on the devices; metrics `policy/*` and `critic/*`, averaged over
-      the updates, and the peak memory per device
-    Raises:
+    `state` is donated, and may be offloaded like the reference's parameters. `critic` is
+    trained on the same shares. Returns the new state, on devices; metrics `policy/*` and
+    `critic/*`, averaged over the updates; and the peak memory per device.
       ValueError: B is not a multiple of `updates`
     """
     self._check(batch)
@@ -232,4 +218,3 @@ def make(
     only=only,
     offloads=offload,
   )
-

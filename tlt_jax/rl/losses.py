@@ -1,9 +1,7 @@
 """The parts of policy losses that algorithms share, as pure functions of `Tokens`.
 
-An algorithm says what each token gains, f32[rows T] to be maximised: a ratio of
-probabilities times an advantage, clipped in some way. `policy_loss` makes a loss of it: it
-aggregates over tokens and adds what any method may have (KL, entropy, a correction for the
-sampler's rounding).
+An algorithm gives each token's gain, f32[rows T], to be maximised: a ratio times an
+advantage, clipped. `policy_loss` aggregates it, and adds what any method may have.
 """
 
 from typing import Literal
@@ -30,12 +28,9 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The negated gain, plus a KL to the reference, less an entropy bonus; and metrics.
 
-  Args:
-    gain: f32[rows T]  to be maximised
-    clipped: bool[rows T]  where a clip acts, for metrics
-    aggregation: see `weight`
-    importance_cap: see `sampler_correction`; 0: no correction
-    kl_coef: weight of KL(policy || reference); 0: the metric is the KL to the sampler
+  `gain` f32[rows T] is to be maximised, `clipped` bool[rows T] counts in metrics. For the
+  rest see `weight`, `sampler_correction` (cap 0: none), `kl`; without `kl_coef` the metric
+  is the KL to the sampler.
   """
   weights = weight(tokens, aggregation)
   other = tokens.reference_logp if kl_coef else tokens.old_logp
@@ -77,8 +72,7 @@ def weight(tokens: algorithm.Tokens, aggregation: Aggregation) -> jax.Array:
   token: a mean over all response tokens (DAPO, https://arxiv.org/abs/2503.14476, eq. 8);
   sequence: a mean over responses of each one's mean (GRPO,
   https://arxiv.org/abs/2402.03300, eq. 3); constant: sums over responses, divided by their
-  limits, which do not depend on what was sampled (Dr. GRPO,
-  https://arxiv.org/abs/2503.20783).
+  limits (Dr. GRPO, https://arxiv.org/abs/2503.20783).
   """
   if aggregation == "token":
     return tokens.mask / tokens.total_tokens
@@ -94,21 +88,13 @@ def log_ratio(tokens: algorithm.Tokens) -> jax.Array:
 
 
 def clip(
-  ratio: jax.Array,
-  advantage: jax.Array,
-  low: float,
-  high: float,
-  dual_clip: float = 0.0,
+  ratio: jax.Array, advantage: jax.Array, low: float, high: float, dual_clip: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
   """PPO's clipped surrogate (https://arxiv.org/abs/1707.06347, equation 7).
 
-  Args:
-    ratio, advantage: f32[rows T]
-    low, high: how far from 1 the ratio counts, below and above
-    dual_clip: how often the advantage of a bad token counts, at most (Ye et al. 2020,
-      https://arxiv.org/abs/1912.09729, equation 5); 0: no such limit
-  Returns:
-    f32[rows T] to be maximised, and bool[rows T], where a clip removed the gradient
+  Returns f32[rows T] to be maximised, and bool[rows T], where a clip removed the gradient.
+  The ratio counts down to 1 - low and up to 1 + high; a bad token's advantage counts at
+  most `dual_clip` times (Ye et al. 2020, https://arxiv.org/abs/1912.09729, equation 5).
   """
   plain = ratio * advantage
   gain = jnp.minimum(plain, jnp.clip(ratio, 1 - low, 1 + high) * advantage)

@@ -1,5 +1,3 @@
-"""Optimizers for the policy, by name, around optax."""
-
 from typing import Literal
 
 import jax
@@ -56,9 +54,7 @@ def make(
     schedule = optax.linear_schedule(first, learning_rate, warmup)
   else:
     last = floor * learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(
-      first, learning_rate, warmup, total, last
-    )
+    schedule = optax.warmup_cosine_decay_schedule(first, learning_rate, warmup, total, last)
   if name == "adamw":
     rule = optax.adamw(schedule, b2=b2, weight_decay=weight_decay)
   else:

@@ -114,10 +114,7 @@ def make(
     )
 
   rule = optimizer.make(
-    "adamw",
-    critic_learning_rate,
-    warmup=critic_warmup,
-    max_grad_norm=critic_max_grad_norm,
+    "adamw", critic_learning_rate, warmup=critic_warmup, max_grad_norm=critic_max_grad_norm
   )
   return algorithm.Algorithm(
     advantages,

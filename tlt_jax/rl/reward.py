@@ -4,13 +4,10 @@ It returns the response's reward, or a pair: the reward, and whether the respons
 the problem; without the latter, a threshold decides. A verifier may also take `length`, the
 response's tokens, and `max_tokens`, their limit.
 
-A config names one by its dotted path; with arguments, it names a function that returns the
-verifier; and several are added up with weights:
+A config names verifiers by their dotted path, with arguments if it is a function that
+returns one, and weights:
 
     tlt_jax.tasks.latex.score + 0.2 * tlt_jax.tasks.form.overlong(buffer=512)
-
-The first one decides which responses are solved. `parse` reads such a text, `verify` judges
-one response; `judge` judges whole batches, in a pool of processes.
 """
 
 import collections
@@ -85,7 +82,6 @@ def _make(call: calls.Call) -> Score:
 
 
 def wanted(score: Score) -> list[str]:
-  """The arguments of a verifier after prompt, response and answer."""
   known = inspect.signature(score).parameters
   return [name for name in _OPTIONAL if name in known]
 
@@ -100,10 +96,7 @@ def verify(
 ) -> Verdict:
   """Judges a response; errors of a verifier are reported, not raised.
 
-  Args:
-    terms: the first one decides whether the response is solved
-    solved_at: the least reward of a solved response, if the verifier does not say
-    given: `length` and `max_tokens`, for verifiers that take them
+  The first term decides whether it is solved, by `solved_at` if its verifier does not.
   """
   rewards, solved = [], []
   for name, _, score in terms:
@@ -141,6 +134,5 @@ def _is_finite_number(value) -> bool:
 
 
 def shortened(value: Any) -> str:
-  """The repr of a value, with the middle of a long one left out."""
   text = repr(value)
   return text if len(text) <= 120 else f"{text[:60]}...{text[-57:]}"

@@ -55,8 +55,5 @@ def make(
     )
 
   return algorithm.Algorithm(
-    advantages,
-    loss,
-    uses_reference=bool(kl_coef),
-    skips_zero_advantage=not entropy_coef,
+    advantages, loss, uses_reference=bool(kl_coef), skips_zero_advantage=not entropy_coef
   )

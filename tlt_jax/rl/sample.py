@@ -1,8 +1,4 @@
-"""From prompts to scored responses: tokenize, roll out, decode, reward.
-
-`make` makes a `Sampler`, whose result is `Scored`. `replay` reads back the decisions of the
-clock in a run's rollouts, as `Scored.record` kept them.
-"""
+"""From prompts to scored responses: tokenize, roll out, decode, reward."""
 
 from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
@@ -31,7 +27,7 @@ from tlt_jax.spec_decode.rollout import clock
 class Scored:
   """Responses with their rewards, R consecutive ones per prompt.
 
-  With dynamic sampling these are all prompts that were asked; `batch` takes a choice.
+  With dynamic sampling these are of all prompts asked; `batch` takes a choice.
   """
 
   requests: requests_lib.Requests
@@ -114,8 +110,6 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-  """Draws responses to prompts and scores them; see `make`."""
-
   rollout: rollout_lib.Engine
   tokenizer: tokenization.Tokenizer
   judge: judge_lib.Judge
@@ -124,7 +118,6 @@ class Sampler:
   system: str = ""  # system message of that template
 
   def compile(self, params) -> None:
-    """Compiles and times every program of the rollout."""
     stop_tokens = len(self.tokenizer.stop_tokens) + 1
     self.rollout.compile(params, stop_tokens)
     self.rollout.measure(params, stop_tokens)
@@ -144,26 +137,16 @@ class Sampler:
   ) -> Scored:
     """Draws and scores R responses to each of P prompts.
 
-    Args:
-      params: the policy's, in the layout `axes.ROLLOUT`
-      records: P prompts, {"prompt", "answer"} each
-      responses: R
-      first_request: number of the first response in the run; the rest count up from it
-      lengths: i32[P * R], fixed lengths of the responses, to follow a trace
-      replace: which prompts are replaced by later ones of `records`; None: all of them
-        are asked
-      options: further arguments of the rollout (`train`, `decide`)
+    Requests are numbered from `first_request` on in the run. `lengths` i32[P * R] are
+    those of a trace. With `replace`, `records` are more than are asked at first.
+
     Raises:
       FloatingPointError: the policy's log-probabilities are not finite
       RewardError: verifiers fail too often, see `judge.Options`
     """
     prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
     requests = requests_lib.make_requests(
-      prompts,
-      responses,
-      seed=seed,
-      first_request=first_request,
-      **self._limits(lengths),
+      prompts, responses, seed=seed, first_request=first_request, **self._limits(lengths)
     )
     asked = [records[p] for p in requests.prompt_idx]
 
@@ -252,10 +235,8 @@ def make(
 ) -> Sampler:
   """Makes a sampler.
 
-  Args:
-    sampling: temperature, top_k, top_p, min_p and max_tokens of every request
-    chat: {"apply": whether plain prompts are wrapped in the chat template, "system": the
-      system message of that template, or ""}
+  `sampling`: temperature, top_k, top_p, min_p and max_tokens of every request; `chat`:
+  {"apply": whether plain prompts get the chat template, "system": its message, or ""}.
   """
   return Sampler(
     rollout=rollout,
@@ -270,22 +251,17 @@ def make(
 def encode(
   tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
 ) -> list[np.ndarray]:
-  return [
-    tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records
-  ]
+  return [tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records]
 
 
 def replay(
   path: str | pathlib.Path | None, strict: bool
 ) -> Callable[[int], clock.Decisions]:
-  """Reads the decisions of the clock in a run's rollouts, to replay them.
+  """step -> the decisions of the clock in a run's rollouts (rollouts.jsonl), to replay.
 
-  Args:
-    path: the run's rollouts.jsonl; None: there is none
-    strict: whether a missing file or step, or a different rollout, is an error; else the
-      clock decides from there on
-  Returns:
-    step -> the decisions of its rollout
+  If it is not `strict`, a missing file or step, or a different rollout, is no error: the
+  clock decides from there on.
+
   Raises:
     metrics.MetricError: the file is missing or damaged
   """

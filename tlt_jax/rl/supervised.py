@@ -1,5 +1,3 @@
-"""Plain supervised training as an `Algorithm`: maximum likelihood of responses."""
-
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +5,6 @@ from tlt_jax.rl import algorithm
 
 
 def make() -> algorithm.Algorithm:
-  """The loss is the mean of -log p over response tokens."""
-
   def loss(tokens: algorithm.Tokens) -> tuple[jax.Array, dict]:
     return -jnp.sum(tokens.logp * tokens.mask) / tokens.total_tokens, {}
 

@@ -1,9 +1,8 @@
-"""The common part of training the policy and a critic.
+"""What training the policy and a critic have in common.
 
 An update is one jitted program: for each bucket a loop over its micro-batches, whose number
-is read at run time, adds up gradients; then one optimizer step follows. Parameters are
-split by `axes.TRAIN` (FSDP over `data`, see `fsdp`, and tensor parallel over `model`), rows
-of a micro-batch over `data`; layers run in a loop (`models.stacked`).
+is read at run time, then one optimizer step. Parameters are split by `axes.TRAIN` (FSDP
+over `data`, see `fsdp`, and tensor parallel over `model`), rows over `data`.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +45,6 @@ class State:
 
 @flax.struct.dataclass
 class Totals:
-  """Sums over the whole batch of an update; see `algorithm.Tokens`."""
-
   tokens: jax.Array  # f32[]
   packed_tokens: jax.Array  # f32[]
   sequences: jax.Array  # f32[]
@@ -56,7 +53,7 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-  """Trains a decoder on packed rows; subclasses say what it computes per token."""
+  """Trains a decoder on packed rows; subclasses define what it computes per token."""
 
   name: ClassVar[str]  # prefix of its metrics
 
@@ -71,27 +68,14 @@ class Trainer:
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_params(self) -> dict:
-    """Shapes and logical axes of every parameter."""
     return target.abstract_params(self.config)
 
   def per_token(self, params, packed: packing.Packed, temperature, rotations):
-    """The result of `score` for this slice's rows of a micro-batch: f32[rows T].
-
-    Args:
-      params: this slice's shards, of `stacked.stack`
-      packed: arrays [rows T]
-      temperature: f32[B]
-      rotations: RoPE's tables of all positions
-    """
+    """`score` of this slice's rows of a micro-batch: f32[rows T]; `params` of `stack`."""
     raise NotImplementedError
 
   def share(self, params, packed, sequences, totals: Totals, rotations):
-    """The share of this slice's rows of a micro-batch in the loss and the metrics.
-
-    Args:
-      params, packed, rotations: as of `per_token`
-      sequences: all of the update
-    """
+    """This slice's share, of a micro-batch's rows, in the loss and the metrics."""
     raise NotImplementedError
 
   def abstract_state(self) -> State:
@@ -145,13 +129,7 @@ class Trainer:
   def score_responses(
     self, params: dict, batch: batch_lib.Batch, chosen: np.ndarray | None = None
   ) -> np.ndarray:
-    """`score` of each response token of a batch: f32[P R T] on the host.
-
-    Args:
-      params: they may be offloaded
-      batch: B = P * R responses
-      chosen: bool[B]  those that are scored, the others are zero; None: all
-    """
+    """`score` of each response token, f32[P R T]; zero if not `chosen` bool[B]."""
     params = self._onload(params)
     every = np.arange(len(batch.responses))
     packed = batch_lib.pack(batch, every, self.buckets, chosen)
@@ -169,13 +147,8 @@ class Trainer:
   ) -> tuple[State, dict[str, float]]:
     """Takes `updates` optimizer steps, each on its share of the responses.
 
-    Args:
-      state: donated; it may be offloaded
-      batch: B responses, B a multiple of `updates`
-      sequences: of all of them, on the host
-      chosen: bool[B]  those that may have a gradient
-    Returns:
-      the new state, on the devices, and metrics as means over the updates
+    The state is donated; it may be offloaded. `chosen` bool[B] may have a gradient.
+    Returns the new state, on the devices, and metrics as means over the updates.
     """
     state, every = self._onload(state), []
     for share in np.split(np.arange(len(batch.responses)), self.updates):
@@ -216,9 +189,7 @@ class Trainer:
 
   @functools.cached_property
   def update(self) -> Callable[..., tuple[State, dict]]:
-    """Jitted optimizer step: state (donated), a `Packed` per bucket, sequences ->
-    the new state and metrics.
-    """
+    """Jitted: state (donated), a `Packed` per bucket, sequences -> state, metrics."""
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
@@ -270,11 +241,6 @@ class Trainer:
     return stacked.runs(self.trained(self._specs), self.config.num_layers)
 
   def features(self, params, packed: packing.Packed, rotations):
-    """Runs the decoder on a micro-batch.
-
-    Returns:
-      the gathered parameters outside of the layers, and the features f[rows T D]
-    """
     dtype = self.config.dtype
     shardings = self._shardings
     outside = fsdp.gather(stacked.outside(params), shardings, dtype)
@@ -295,7 +261,6 @@ class Trainer:
     return outside, features
 
   def _rotations(self) -> layers.Rotation:
-    """RoPE's tables, made outside the loops over micro-batches."""
     return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
 
 
@@ -305,7 +270,7 @@ def _moved(tree, kind: str):
 
 
 def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) -> Totals:
-  """The totals of a whole batch, and how many of its response tokens are packed."""
+  """Totals of a whole batch, and how many of its response tokens are packed."""
   length, limit = sequences.length, sequences.max_tokens
   counts = jnp.ones(length.shape, bool) if sequences.counts is None else sequences.counts
 
@@ -328,6 +293,4 @@ def _merge(params: dict, part: dict) -> dict:
 
 
 def _specs_of(packed: Sequence[packing.Packed]):
-  return jax.tree.map(
-    lambda x: fsdp.MICRO_BATCHES if x.ndim else fsdp.WHOLE, tuple(packed)
-  )
+  return jax.tree.map(lambda x: fsdp.MICRO_BATCHES if x.ndim else fsdp.WHOLE, tuple(packed))

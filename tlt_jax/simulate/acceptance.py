@@ -10,8 +10,6 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 class Acceptance(Protocol):
-  """A model of how many drafts are accepted."""
-
   def ahead(
     self,
     request: np.ndarray,
@@ -19,22 +17,14 @@ class Acceptance(Protocol):
     tokens: int,
     strategy: strategy_lib.Strategy,
   ) -> np.ndarray:
-    """Drafted tokens accepted in a pass, in [0, depth].
+    """i64[n T]: drafts accepted in a pass that begins 0, 1, ... T-1 tokens from now.
 
-    Args:
-      request: i32[n]
-      drawn: i32[n]  response tokens of each so far
-      tokens: T, that each draws next
-    Returns:
-      i64[n T]: for a pass that begins 0, 1, ... tokens from now
+    Of requests i32[n], each with `drawn` i32[n] response tokens.
     """
 
 
 def children(strategy: strategy_lib.Strategy) -> float:
-  """Mean children of a node on the accepted path.
-
-  The nodes of a tree are spread evenly over its depth, up to its width.
-  """
+  """Mean children of a node on the accepted path, if nodes are spread evenly over depth."""
   return min(float(strategy.width), (strategy.verify - 1) / strategy.depth)
 
 
@@ -42,14 +32,13 @@ def children(strategy: strategy_lib.Strategy) -> float:
 class Rates:
   """Independent draws: the k-th drafted token is accepted with a given probability.
 
-  Given those before it. Deeper drafts than are known are accepted like the deepest of them.
+  Deeper drafts than are known are accepted like the deepest of them.
   The draw for a token depends on (seed, request, position) alone, so neither schedule nor
   slices change what is accepted, and higher rates never accept less.
 
   A tree is approximated: with w children per node of its path (`children`), each
   independently right as often as a chain's single one, level k is accepted with
-  1 - (1 - rate_k)^w. Later children are in truth less likely than the first, so this
-  flatters wide trees. `trees` has rates measured with trees, used as they are.
+  1 - (1 - rate_k)^w, which flatters wide trees. `trees` has rates measured with trees.
   """
 
   rates: Sequence[float]
@@ -64,7 +53,6 @@ class Rates:
         )
 
   def of(self, strategy: strategy_lib.Strategy) -> np.ndarray:
-    """f[depth]: the probability of each drafted token, given those before it."""
     known = self.trees.get(str(strategy))
     rates = np.asarray(self.rates if known is None else known, float)
     rates = np.append(rates, np.full(strategy.depth, rates[-1]))[: strategy.depth]
@@ -105,7 +93,6 @@ class Replay:
 
 
 def _uniform(request: np.ndarray, position: np.ndarray, seed: int) -> np.ndarray:
-  """f[...] in [0, 1): a hash of the arguments (splitmix64)."""
   x = (request.astype(np.uint64) << np.uint64(32)) + position.astype(np.uint64)
   x = x + np.uint64(1 + seed) * np.uint64(0x9E3779B97F4A7C15)
   for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

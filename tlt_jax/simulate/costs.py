@@ -14,17 +14,12 @@ Arm = strategy_lib.Strategy | None  # None: plain decoding
 
 
 class Costs(Protocol):
-  """Seconds of whatever a slice does."""
-
   host_s: float  # between two chunks
 
   def step_s(self, bucket: int, arm: Arm, seen: float, alone: bool = False) -> float:
-    """Seconds of a decoding step.
+    """Seconds of a decoding step, with `seen` tokens in the caches of a slice's requests.
 
-    Args:
-      bucket: slots
-      seen: tokens in the caches of a slice's live requests
-      alone: whether no other slice decodes at the same time; CPU devices share memory
+    `alone`: no other slice decodes at the same time; CPU devices share memory.
     """
 
   def prefill_s(self, tokens: int) -> float:
@@ -60,8 +55,6 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-  """A drafter of one decoder layer, like EAGLE's."""
-
   features: ranges.Count = 3  # hidden states of the target that it reads
   vocab_size: ranges.Count = 32_000  # of its head
   unrolled: ranges.Count = 3  # drafting steps that training unrolls
@@ -74,9 +67,6 @@ class Roofline:
   A pass takes the longer of reading its bytes and computing its products, separately for
   weights and attention, plus its kernels' overhead and, where a slice has several devices,
   two all-reduces per layer. Nothing else overlaps.
-
-  Not modelled: sampling from filtered distributions, uneven shards, pages of the cache that
-  are partly full, interference of communication and memory.
   """
 
   model: config_lib.ModelConfig
@@ -150,7 +140,6 @@ class Roofline:
 
   @property
   def _fused(self) -> int:
-    """Parameters that fuse the target's features and a token's embedding."""
     return (self.drafter.features + 1) * self.model.width**2
 
   @property
@@ -160,7 +149,6 @@ class Roofline:
 
   @property
   def _layer(self) -> int:
-    """Parameters of a decoder layer."""
     m = self.model
     heads = 2 * m.num_heads + 2 * m.num_kv_heads  # queries, outputs, keys, values
     return m.width * m.head_dim * heads + 3 * m.width * m.mlp_width
@@ -183,7 +171,6 @@ class Roofline:
     return max(read / self.tensor / self._bandwidth, self._compute_s(flops))
 
   def _all_reduces_s(self, tokens: float) -> float:
-    """Two per layer."""
     if self.tensor == 1:
       return 0.0
     share = 2 * (self.tensor - 1) / self.tensor
@@ -255,7 +242,6 @@ def _of_bucket(
 
 
 def _between(known: Mapping[int, float], x: float) -> float:
-  """Interpolates at x > 0, linear in logarithms."""
   at = sorted(known)
   values = np.log([known[a] for a in at])
   return float(np.exp(np.interp(np.log(x), np.log(at), values)))

@@ -1,5 +1,3 @@
-"""A rollout without devices: `simulate` runs the real loop on a simulated clock."""
-
 from collections.abc import Mapping
 import dataclasses
 
@@ -43,19 +41,9 @@ def simulate(
 ) -> samples_lib.Samples:
   """Runs rollouts of the same requests; returns the samples of the last one.
 
-  Args:
-    config: of the target
-    requests: their `max_tokens` is what the schedule knows
-    lengths: i32[B]  tokens of each response, which it does not know
-    selector: None: plain decoding
-    acceptance: required with a selector
-    spot: how idle slices train the drafter; None: they do not
-    rollouts: in sequence, with the same selector, clock and training data
-    decide: replays the decisions of a real rollout; only for one rollout
-  Returns:
-    samples without tokens; their seconds are simulated
-  Raises:
-    ValueError: inconsistent arguments
+  The schedule knows the requests' `max_tokens`, not the `lengths` i32[B] of responses. The
+  samples have no tokens, and simulated seconds. With a selector `acceptance` is required.
+  `decide` replays the decisions of one real rollout.
   """
   _check(requests, lengths, selector, acceptance, spot)
   mesh = jax.sharding.AbstractMesh((machine.slices, 1), (axes.DATA, axes.MODEL))

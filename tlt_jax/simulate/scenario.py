@@ -1,7 +1,4 @@
-"""Scenarios: simulated workloads, described by JSON files.
-
-The keys are the fields of `Scenario`; `experiments/scenarios/README.md` explains them.
-"""
+"""Scenarios: simulated workloads, described by JSON files."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -30,7 +27,7 @@ SIDES = ("plain", "frozen", "tlt")
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-  """A workload on a machine. Paths are relative to the working directory."""
+  """A workload on a machine; `experiments/scenarios/README.md` explains the fields."""
 
   about: str
   model: Mapping[str, Any]  # config.json of a Hugging Face folder
@@ -108,20 +105,14 @@ class Scenario:
     )
 
   def speedup(self, live: int, strategy: str, side: str = "frozen") -> float:
-    """The speed-up of a strategy at `live` requests per slice.
-
-    Their caches hold the prompt and the median response.
-    """
+    """The speed-up at `live` requests per slice, of a prompt and a median response each."""
     tokens = self.prompt_tokens + int(np.median(self.draw_lengths()))
     arm = strategy_lib.parse(strategy)
     step_s = {a: self.costs.step_s(live, a, live * tokens) for a in (None, arm)}
     return self.acceptance(side).length(arm) * step_s[None] / step_s[arm]
 
   def break_even(self) -> int:
-    """The most live requests per slice that speculation speeds up, in powers of two.
-
-    Up to as many as run on the fewest slices; 0: none.
-    """
+    """The most live requests per slice, in powers of two, that speculation speeds up."""
     chosen = [arm for level in levels.parse(self.strategies) for arm in level.arms if arm]
     slots = self.options(min(self.slices)).slots
     faster = [
@@ -133,11 +124,7 @@ class Scenario:
 
 
 def read(path: str | pathlib.Path) -> Scenario:
-  """Reads a scenario from a file.
-
-  Raises:
-    ValueError: no such file, no JSON, or unknown or missing keys
-  """
+  """ValueError: no such file, no JSON, or unknown or missing keys."""
   try:
     raw = json.loads(pathlib.Path(path).read_text())
   except (OSError, json.JSONDecodeError) as e:
@@ -166,12 +153,9 @@ def draw_lengths(
 ) -> np.ndarray:
   """Response lengths i32[count], at most `most` tokens each.
 
-  Args:
-    what: {"log_normal": {"median", "sigma"}}, {"geometric": {"mean"}}, {"trace": path}
-      of a JSON list or a run's rollouts.jsonl, or {"given": list}. A trace of another
-      length is sampled with replacement
-  Raises:
-    ValueError: none of these
+  `what` is {"log_normal": {"median", "sigma"}}, {"geometric": {"mean"}}, {"trace": path}
+  of a JSON list or a run's rollouts.jsonl, or {"given": list}. A trace of another length
+  is sampled with replacement.
   """
   rng = np.random.default_rng(seed)
   match dict(what):
@@ -195,11 +179,6 @@ def _as_many(rng, known: np.ndarray, count: int) -> np.ndarray:
 
 
 def read_trace(path: str | pathlib.Path) -> np.ndarray:
-  """Response lengths i64[n] of a JSON list, or of all rollouts of a run.
-
-  Raises:
-    ValueError, metrics.MetricError: neither
-  """
   if str(path).endswith(".jsonl"):
     found = [n for rollout in metrics.read(path) for n in rollout.get("length", [])]
   else:
@@ -210,11 +189,7 @@ def read_trace(path: str | pathlib.Path) -> np.ndarray:
 
 
 def read_acceptance(path: str | pathlib.Path) -> tuple[float, ...]:
-  """Rates per drafted position: a JSON list, or means over a run's metrics.jsonl.
-
-  Raises:
-    ValueError, metrics.MetricError: the run did not speculate, or no such file
-  """
+  """Rates per drafted position: a JSON list, or means over a run's metrics.jsonl."""
   if not str(path).endswith(".jsonl"):
     return tuple(json.loads(pathlib.Path(path).read_text()))
   name, shares = "rollout/acceptance_rate_pos_{}", []

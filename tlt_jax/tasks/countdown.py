@@ -31,7 +31,6 @@ _MAX_INTERMEDIATE = 400  # written searches skip results above this
 
 
 def _held_out(numbers: list[int], target: int) -> bool:
-  """One problem in 16 is held out, by its numbers in any order and its target."""
   name = f"{sorted(numbers)}>{target}".encode()
   return hashlib.sha256(name).digest()[0] < 16
 
@@ -96,7 +95,6 @@ def _parse(prompt: str) -> tuple[list[int], int]:
 
 
 def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
-  """All (step as text, result, numbers left), without negatives and fractions."""
   moves = {}
   for i in range(len(numbers)):
     for j in range(i):
@@ -108,18 +106,12 @@ def _moves(numbers: list[int]) -> list[tuple[str, int, list[int]]]:
       if b and a % b == 0:
         moves[f"{a}/{b}"] = (a // b, rest)
   return [
-    (step, c, [c, *rest])
-    for step, (c, rest) in moves.items()
-    if c <= _MAX_INTERMEDIATE
+    (step, c, [c, *rest]) for step, (c, rest) in moves.items() if c <= _MAX_INTERMEDIATE
   ]
 
 
 def write_search(prompt: str, rng: random.Random, max_length: int) -> str | None:
-  """Writes a depth-first search in random order, as a response ending in `STOP`.
-
-  Returns:
-    None if the search finds nothing within `max_length` characters
-  """
+  """A depth-first search in random order, ending in `STOP`; None if it is too long."""
   numbers, target = _parse(prompt)
   text, length = [], 0
 
@@ -157,9 +149,6 @@ def _is_right(a: int, op: str, b: int, result: int) -> bool:
 def answer_expression(numbers: list[int], response: str) -> str | None:
   """The expression of the steps that lead to `!`, None if one of them is illegal.
 
-  A step may only use numbers that are left, and its result must be right. Whether the
-  expression hits the target is for the verifier to decide.
-
   Worked row, numbers 14 12 11: going backwards from `!`, the nearest step of each depth is
   11*2=22 (one number is left) and 14-12=2 (two are):
 
@@ -195,7 +184,6 @@ def _verifier():
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-  """1.0 if the response's search ends in a right solution, else 0.0."""
   del answer  # one solution of many; the verifier evaluates the response's own
   numbers, target = _parse(prompt)
   expression = answer_expression(numbers, response)

@@ -28,8 +28,7 @@ def think(prompt: object, response: str, answer: object) -> float:
 def matches(pattern: str) -> Callable[[object, str, object], float]:
   r"""A reward of 1.0 for responses that a regular expression matches as a whole.
 
-  Its dot matches line breaks too. Many patterns can take forever on what a model writes:
-  then the response fails by verifier.cpu_s.
+  Its dot matches line breaks too. A pattern that takes forever fails by verifier.cpu_s.
 
   Args:
     pattern: in Python's syntax, such as "<answer>.+</answer>\\s*"

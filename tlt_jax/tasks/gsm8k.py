@@ -7,12 +7,11 @@ The response's final answer is, in this order of precedence:
     the last number in the text             So she has 72 clips.
 
 Of nested boxes the innermost counts. A box that is not closed, or is empty, is no answer,
-whatever else the response says; neither is a #### with nothing after it. Only the text
-after the last </think> counts, if there is one.
+whatever else the response says; neither is a #### with nothing after it. Text up to the
+last </think> does not count.
 
 A final answer must be one number, in a form that `written_number` or `arithmetic` reads. It
-is compared exactly, whatever its unit. The rule is that of a strict human grader: an
-ambiguous number is wrong. Every verdict takes milliseconds.
+is compared exactly, whatever its unit; an ambiguous number is wrong.
 """
 
 import fractions
@@ -25,13 +24,7 @@ _BRACE = re.compile(r"(?<!\\)[{}]")
 
 
 def score(prompt: object, response: str, answer: object) -> float:
-  """1.0 if the response's final answer equals the gold number, else 0.0.
-
-  Args:
-    answer: GSM8K's solution ending in "#### 72", or the number itself
-  Raises:
-    ValueError: the gold answer is no number
-  """
+  """1.0 if the final answer equals `answer`, a number or a solution with "#### 72"."""
   del prompt
   gold = written_number.read(str(answer).rpartition("####")[2])
   if gold is None:
@@ -40,7 +33,6 @@ def score(prompt: object, response: str, answer: object) -> float:
 
 
 def final_number(response: str) -> fractions.Fraction | None:
-  """The response's final answer, None if it is no number."""
   final = final_answer(response)
   if final is None:
     return written_number.read_last(after_thoughts(response))
@@ -60,7 +52,6 @@ def final_answer(response: str) -> str | None:
 
 
 def after_thoughts(response: str) -> str:
-  """The text after the last </think>; the whole response if there is none."""
   return response.rpartition("</think>")[2]
 
 

@@ -7,8 +7,7 @@ is mathematically equal to the gold answer: \frac12, 0.5 and \dfrac{2}{4} are, s
 
 math-verify (https://github.com/huggingface/Math-Verify) decides where plain comparison does
 not. Its computer algebra can take forever or all memory: such a response fails by
-verifier.cpu_s or verifier.memory_mb. Departures: a number with a base, 101_2, equals itself
-only, and degrees in trigonometric functions are understood.
+verifier.cpu_s or verifier.memory_mb.
 """
 
 import functools
@@ -38,13 +37,7 @@ _DECIMAL = re.compile(r"[-+]?(?:\\?\$)?[0-9][0-9,]*+(?:\.[0-9]*)?")
 
 
 def score(prompt: object, response: str, answer: object) -> float:
-  r"""1.0 if the response's final answer equals the gold answer, else 0.0.
-
-  Args:
-    answer: the gold answer, or a solution that ends in \boxed{...} or "#### ..."
-  Raises:
-    ValueError: there is no gold answer
-  """
+  r"""1.0 if the final answer equals the gold one, perhaps in \boxed{...} or after ####."""
   del prompt
   marked = gsm8k.final_answer(str(answer))
   gold = (str(answer) if marked is None else marked).strip()
@@ -58,12 +51,7 @@ def score(prompt: object, response: str, answer: object) -> float:
 
 
 def is_equal(gold: str, final: str, is_marked: bool = True) -> bool:
-  """Whether two LaTeX texts are mathematically equal.
-
-  Args:
-    gold: the right answer
-    is_marked: whether `final` is an answer alone, not a sentence that contains one
-  """
+  """Whether two LaTeX texts are equal; `is_marked`: `final` is an answer alone."""
   if len(final) > _LONGEST + len(gold):
     return False
   gold, final = _respelt(gold), _respelt(final)

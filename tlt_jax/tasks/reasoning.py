@@ -1,7 +1,6 @@
 r"""Tasks of reasoning-gym, by name: procedurally generated problems that it can verify.
 
-    source="tlt_jax.tasks.reasoning.Problems", task="chain_sum",
-    options="min_terms=2, max_terms=2, min_digits=1, max_digits=2"
+    source="tlt_jax.tasks.reasoning.Problems", task="chain_sum", options="min_terms=2"
     source="tlt_jax.tasks.reasoning.mixture", tasks="2 * chain_sum(min_terms=2) + gcd"
 
 The answer of a response is, in this order of precedence, the content of the last
@@ -139,12 +138,10 @@ def mixture(
 
 
 def score(prompt: object, response: str, answer: dict[str, Any]) -> float:
-  """1.0 if the response's final answer is right, else 0.0; `answer` is of `Problems`."""
   return float(graded(prompt, response, answer) == 1.0)
 
 
 def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
-  """reasoning-gym's grade of the response's final answer, from 0.0 to 1.0."""
   del prompt
   task, problem = answer["task"], answer["problem"]
   if task in _GRIDS:
@@ -156,10 +153,7 @@ def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
 
 
 def final_answer(response: str, gold: str | None) -> str | None:
-  """The final answer of a response in the task's format; None if there is none.
-
-  Whether the right answer `gold` is a number decides what is read.
-  """
+  """The final answer of a response in the task's format; None if there is none."""
   value = None if gold is None else written_number.read(gold)
   if value is None:
     final = gsm8k.final_answer(response)
@@ -175,11 +169,6 @@ def final_answer(response: str, gold: str | None) -> str | None:
 
 @functools.cache
 def _dataset(task: str, options: str) -> reasoning_gym.dataset.ProceduralDataset:
-  """All problems of a task, generated on access.
-
-  Raises:
-    DataError: no such task, or it takes other options
-  """
   try:
     call = ast.parse(f"options({options})", mode="eval").body
     given = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}

@@ -14,8 +14,6 @@ r"""Reads a number as people and models write it.
 Refused are two numbers, ranges (5-7), alternatives (5 or 7), times and ratios (3:30), a
 number that words change (half of 72, more than 72, not 72, 72 and a half), numbers in
 words. Other text may be arithmetic, such as 2^3 \cdot 9; see `arithmetic`.
-
-All patterns take time linear in the text's length.
 """
 
 import fractions
@@ -162,7 +160,6 @@ _RANGE = re.compile(r"-?[0-9.]+ ?- ?[0-9.]+")
 
 
 def read(text: str) -> fractions.Fraction | None:
-  """The only number of a text; None if there is none, or several."""
   text = _side(text)
   values = list(_VALUE.finditer(text))
   if len(values) == 1:
@@ -234,7 +231,6 @@ def _side(text: str) -> str:
 
 
 def _value(match: re.Match) -> fractions.Fraction | None:
-  """The value of a match of `_VALUE`; None for division by zero or too many digits."""
   part = match.groupdict()
   if part["number"]:
     value = _decimal(part["number"])

@@ -51,7 +51,6 @@ def find(name: str) -> Kind:
 
 
 def is_kind(name: str) -> bool:
-  """Whether a name is a kind, not a drafter's folder."""
   if not all(part.isidentifier() for part in name.split(".")):
     return False
   try:

@@ -1,9 +1,9 @@
 """EAGLE-2's drafter, whose output is the target's next feature.
 
-Li et al. 2024 (https://arxiv.org/abs/2406.16858), with the model of EAGLE (section 3.1 of
-https://arxiv.org/abs/2401.15077). The feature is the target's last hidden state, after
-the final norm as in the authors' code. `fc` projects it and the embedding of the next
-token; the layer has no input norm, and the target's head reads its output.
+Li et al. 2024 (https://arxiv.org/abs/2406.16858), with the model of EAGLE
+(https://arxiv.org/abs/2401.15077, section 3.1). The feature is the target's last hidden
+state, after the final norm. `fc` projects it and the embedding of the next token; the
+layer has no input norm, and the target's head reads its output.
 
 Departures from the paper:
 - With a `vocab`, only these columns of the target's head are used, as in FR-Spec
@@ -27,7 +27,5 @@ def _inputs(
 
 
 KIND = drafters.Kind(
-  inputs=_inputs,
-  fc_width=lambda config: 2 * config.layer.width,
-  predicts_features=True,
+  inputs=_inputs, fc_width=lambda config: 2 * config.layer.width, predicts_features=True
 )

@@ -3,8 +3,7 @@
 Li et al. 2025, section 3.1 (https://arxiv.org/abs/2503.01840). The feature is `fc` of
 the hidden states after three layers, low, middle and high. Attention reads the normed
 embedding and feature, concatenated; the residual stream is the feature before its norm.
-The drafter has its own norm before the head. Its output need not resemble any state of
-the target.
+The drafter has its own norm before the head.
 
 Departures from the paper:
 - Without a `vocab` the target's frozen head is used. With one, a head of U tokens is

@@ -1,5 +1,3 @@
-"""Writes consecutive slots of each row of a paged KV cache in place."""
-
 import functools
 
 import chex
@@ -18,7 +16,7 @@ def cache_write(
   *,
   impl: str | None = None,
 ) -> jax.Array:
-  """Writes new keys, or values, to consecutive slots of a cache.
+  """Writes f[B K J H] to consecutive slots of a cache f[P K L H], from `start` i32[B] on.
 
   Under jit the write is in place if nothing else uses the old cache: on TPUs only together
   with the Pallas kernel of `tree_attention`, on CPUs and GPUs by XLA. Heads that are
@@ -27,14 +25,7 @@ def cache_write(
   Writes to the last page of the pool, the sink page, are dropped. Rows that write to the
   same page must write the same values.
 
-  Args:
-    cache: f[P K L H], a pool of pages
-    new: f[B K J H]
-    start: i32[B]  each row's first slot; writes outside of the table are dropped
-    pages: i32[B M]  of each row
-    impl: see `implementations.choose`; "triton" is "ref", which is in place on GPUs
-  Raises:
-    ValueError: the implementation does not exist, or does not support pages of L slots
+  Writes outside of a row's table are dropped. "triton" is "ref", which is in place on GPUs.
   """
   _, K, _, H = cache.shape
   B = len(start)

@@ -1,5 +1,3 @@
-"""The reference of cache_write in plain jax.numpy."""
-
 import jax
 import jax.numpy as jnp
 

@@ -3,8 +3,7 @@
     qkv, attend, project (of O), gate_up, project (of down)
 
 A row's bits do not depend on the other rows of the batch: verifying a chain gives the bits
-of plain decoding steps. `triton` has the kernels, `ref` the same operations in jax.numpy
-with the same roundings.
+of plain decoding steps.
 
 Between kernels a row is represented by its bfloat16 residual sum, that sum times the scale
 of the next RMSNorm, and sums of squares per tile of `TILE` columns.
@@ -21,16 +20,12 @@ TILE = 64  # columns of a product
 
 
 class Rows(NamedTuple):
-  """Rows between two kernels."""
-
   sums: jax.Array  # bf16[M D]
   scaled: jax.Array  # bf16[M D]  times the scale of the next norm
   squares: jax.Array  # f32[D/TILE M]  sums over the columns of a tile
 
 
 class Projections(NamedTuple):
-  """The weights of `qkv`; bias and norm may be None."""
-
   q: jax.Array  # bf16[D N*H]
   k: jax.Array  # bf16[D K*H]
   v: jax.Array  # bf16[D K*H]
@@ -39,12 +34,11 @@ class Projections(NamedTuple):
 
 
 def of(impl: str):
-  """The module of an implementation, "triton" or "ref"."""
   return importlib.import_module(f"{__name__}.{impl}")
 
 
 def enter(x: jax.Array, scale: jax.Array) -> Rows:
-  """Makes Rows of bf16[M D], such as embeddings; `scale` bf16[D] is the next norm's."""
+  """Rows of bf16[M D], such as embeddings; `scale` bf16[D] is the next norm's."""
   wide = x.astype(jnp.float32)
   squares = jnp.sum(jnp.square(wide).reshape(len(x), -1, TILE), -1).T
   return Rows(x, (wide * scale.astype(jnp.float32)).astype(x.dtype), squares)

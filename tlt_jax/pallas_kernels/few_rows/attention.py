@@ -16,7 +16,6 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _seen(bits_ptr, valid, offset, SIZE: tl.constexpr):
-  """The slots, at `offset` from the row's start, that each query sees: bool[slots R]."""
   bit = tl.zeros((offset.shape[0], valid.shape[0]), tl.int32)
   for i in tl.static_range((SIZE + 31) // 32):
     word = tl.load(bits_ptr + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
@@ -31,7 +30,6 @@ def _fold(
   H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
   TAIL: tl.constexpr,
 ):  # fmt: skip
-  """Folds blocks lo..hi-1 into (largest, total, sum); TAIL applies the mask."""
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   k_ptrs = k_ptr + lo.to(tl.int64) * BLOCK * H + i[:, None] * H + h[None, :]
@@ -79,7 +77,6 @@ def attend(
   SIZE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
   SCALE: tl.constexpr,
 ):  # fmt: skip
-  """Program (split, row and kv head)."""
   split, bk = tl.program_id(0), tl.program_id(1)
   b, head = bk // K, bk % K
   start = tl.load(start_ptr + b)

@@ -24,14 +24,9 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def splits(k: int, tiles: int, wide: int = 64, bk: int = 64, programs: int = 120) -> int:
-  """Splits of a product's k, so that programs fill 132 SMs and read at most 320 KB each.
+  """Splits of k, so that programs fill 132 SMs and read at most 320 KB each.
 
-  Args:
-    k: inner dimension
-    tiles: of the outputs
-    wide: columns of weights that a tile reads
-    bk: a step of k
-    programs: at least
+  Of a product with so many `tiles`, each of `wide` columns of weights; `bk` is a step of k.
   """
   steps = k // bk
   for s in range(1, steps + 1):
@@ -124,10 +119,7 @@ def qkv(
   BIAS: tl.constexpr, NORM: tl.constexpr,
   R: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-  """Program (head, split): a head of q, k or v for all rows.
-
-  Row m is node m % J of request m // J.
-  """
+  """Program (head, split): a head of q, k or v; row m is node m % J of request m // J."""
   head, split = tl.program_id(0), tl.program_id(1)
   own = head if head < N else (head - N) % KV
   w_ptr = q_ptr if head < N else (k_ptr if head < N + KV else v_ptr)
@@ -220,7 +212,6 @@ def gate_up(
   M: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-  """Program (tile, split): silu(x @ gate) * (x @ up)."""
   tile, split = tl.program_id(0), tl.program_id(1)
   n, r, k = tl.arange(0, BN), tl.arange(0, R), tl.arange(0, BK)
   at = (split * (D // SPLITS) + k)[None, :] * F + tile * BN + n[:, None]

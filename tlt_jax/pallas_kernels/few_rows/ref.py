@@ -1,6 +1,6 @@
-"""The operations of a layer for few rows in jax.numpy, with the signatures of `triton`.
+"""The operations of `triton` in jax.numpy, with the same roundings.
 
-Roundings are those of the kernels. Sums are XLA's: bits may depend on the rows.
+Sums are XLA's: bits may depend on the rows.
 """
 
 import functools
@@ -31,7 +31,6 @@ def qkv(
   v: jax.Array,
   eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """See `triton.qkv`."""
   del count
   M, (B, _, _, H) = len(slot), k.shape
   by, made = _inverse_rms(x, eps), []
@@ -57,7 +56,6 @@ def qkv(
 def attend(
   q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, count: jax.Array
 ) -> jax.Array:
-  """See `triton.attend`."""
   del count
   pages = jnp.arange(len(q))[:, None]  # one page per row
   return attention_ref.tree_attention(q, k, v, seen, pages)
@@ -66,7 +64,6 @@ def attend(
 def project(
   x: jax.Array, w: jax.Array, residual: jax.Array, scale: jax.Array, count: jax.Array
 ) -> few_rows.Rows:
-  """See `triton.project`."""
   del count
   total = _product(x, w) + residual.astype(jnp.float32)
   return few_rows.enter(total.astype(x.dtype), scale)
@@ -75,7 +72,6 @@ def project(
 def gate_up(
   x: few_rows.Rows, gate: jax.Array, up: jax.Array, count: jax.Array, eps: float
 ) -> jax.Array:
-  """See `triton.gate_up`."""
   del count
   by = _inverse_rms(x, eps)
   g, u = _product(x.scaled, gate) * by, _product(x.scaled, up) * by

@@ -38,14 +38,9 @@ def qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Projects rows to queries, keys and values, and writes the latter to a cache.
 
-  Args:
-    x: M = B*J rows, node m % J of request m // J
-    cos, sin: f32[M H/2] of the rows' positions
-    slot: i32[M] of the cache; S or more: the row is not written
-    count: i32[heads or more] zeros
-    k, v: bf16[B K S H] the cache
-  Returns:
-    queries bf16[M N H], and the cache
+  Takes M = B*J rows, node m % J of request m // J; cos and sin f32[M H/2]; `slot` i32[M] of
+  the cache bf16[B K S H], S or more: not written; and `count` i32[heads or more] zeros.
+  Returns queries bf16[M N H], and the cache.
   """
   M, D = x.scaled.shape
   B, K, S, H = k.shape
@@ -75,20 +70,9 @@ def qkv(
 
 
 def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  seen: seen_lib.Seen,
-  count: jax.Array,
+  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, count: jax.Array
 ) -> jax.Array:
-  """Attends to a cache: bf16[B J N H].
-
-  Args:
-    q: bf16[B J N H]
-    k, v: bf16[B K S H]
-    seen: what each node sees
-    count: i32[B*K or more] zeros
-  """
+  """Attends from bf16[B J N H] to a cache bf16[B K S H]; `count`: i32[B*K] zeros."""
   B, J, N, H = q.shape
   K, S = k.shape[1:3]
   G, splits = N // K, triton.cdiv(S, _SPLIT)
@@ -113,14 +97,9 @@ def attend(
 def project(
   x: jax.Array, w: jax.Array, residual: jax.Array, scale: jax.Array, count: jax.Array
 ) -> few_rows.Rows:
-  """Adds a product to the residual.
+  """bf16[M F] @ bf16[F D] + bf16[M D]; `scale` bf16[D] of the next norm.
 
-  Args:
-    x: bf16[M F]
-    w: bf16[F D]
-    residual: bf16[M D]
-    scale: bf16[D] of the next norm
-    count: i32[D/TILE or more] zeros
+  `count`: i32[D/TILE or more] zeros.
   """
   (M, F), D = x.shape, w.shape[1]
   R, tiles = padded(M), D // TILE
@@ -146,12 +125,7 @@ def project(
 def gate_up(
   x: few_rows.Rows, gate: jax.Array, up: jax.Array, count: jax.Array, eps: float
 ) -> jax.Array:
-  """silu(x @ gate) * (x @ up): bf16[M F].
-
-  Args:
-    gate, up: bf16[D F]
-    count: i32[F/TILE or more] zeros
-  """
+  """silu(x @ gate) * (x @ up): bf16[M F]; `count`: i32[F/TILE or more] zeros."""
   M, (D, F) = len(x.scaled), gate.shape
   R, tiles = padded(M), F // TILE
   splits = products.splits(D, tiles, 2 * TILE)

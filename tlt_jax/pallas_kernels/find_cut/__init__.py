@@ -32,14 +32,9 @@ def find_cut(
   Inside a function that is automatic over the mesh axis `model`, each shard searches its
   part of the vocabulary, and numbers of [shards R 15] are exchanged.
 
-  Args:
-    logits: f32[R V]
-    temperature: f32[R]  0 counts as 1
-    top_k: i32[R]  0 is off
-    top_p: f32[R]  1 is off
-    min_p: f32[R]  0 is off; relative to the likeliest token
-  Returns:
-    f32[R], -inf in rows without filters; the search is skipped if no row has any
+  Takes f32[R V], and of each row: temperature, 0 counts as 1; top_k i32, 0 is off; top_p, 1
+  is off; min_p, 0 is off. Returns f32[R], -inf in rows without filters; the search is
+  skipped if no row has any.
   """
   # On a CPU each sum takes as long as reading the data.
   bits = 1 if jax.default_backend() == "cpu" else 4

@@ -4,7 +4,6 @@ Top-k keeps a token while fewer than k tokens have larger logits, and top-p whil
 have less than p of the mass. So each threshold is the least logit above which there is
 less weight than some bound. Its bits are found from the highest down, a few at a time, by
 the weight above each of their possible values.
-
 Sorting 49,152 logits takes a CPU 14 ms, and on an accelerator writes all of them many
 times. This reads them 32 / `bits` times; in most rows once, and then 4,096 of them.
 """
@@ -28,12 +27,7 @@ def find_cut(
   axis: str | None = None,
   bits: int = 1,
 ) -> jax.Array:
-  """`find_cut.find_cut`, of all tokens or of one shard's.
-
-  Args:
-    axis: mesh axis of the vocabulary's shards; None: it is not sharded
-    bits: of a threshold found at a time: 1, 2 or 4; does not change the result
-  """
+  """`find_cut.find_cut` over the shards of `axis`; any `bits` at a time, same result."""
   x = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
   most = shards.largest(jnp.max(x, -1), axis)
   weight = jnp.exp(x - most[:, None])
@@ -56,12 +50,7 @@ def _search(x, weight, bound, wanted, axis, bits) -> jax.Array:
   Most thresholds are within a few blocks of the largest x: no other block has an x above
   `rest`, so all weights above `rest` are known. Otherwise all x are searched.
 
-  Args:
-    x, weight: f32[R V]
-    bound: f32[R]
-    wanted: bool[R]
-  Returns:
-    f32[R], -inf in rows that are not wanted
+  Returns f32[R], -inf in rows that are not `wanted`.
   """
   R, V = x.shape
 

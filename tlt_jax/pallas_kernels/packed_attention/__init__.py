@@ -9,10 +9,7 @@ from tlt_jax.pallas_kernels.packed_attention import blockwise
 
 @flax.struct.dataclass
 class Segments:
-  """Segments of packed rows: each token attends to its segment, up to itself.
-
-  Segments are contiguous; their tokens are in order.
-  """
+  """Segments of packed rows, contiguous: a token attends to its segment, up to itself."""
 
   ids: jax.Array  # i32[B T]  one number per segment of a row; 0 is padding
 
@@ -20,17 +17,10 @@ class Segments:
 def packed_attention(
   q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
 ) -> jax.Array:
-  """Attends within the segments of packed rows: causal, with grouped queries.
+  """Causal grouped-query attention of f[B T N H] to f[B K T H] within segments.
 
-  Query head n uses kv head n // G. Scores are q * H^-0.5 times the keys; products are
-  added up in float32, and the softmax is in float32. Memory grows with T, not with its
-  square, in the gradient as well.
-
-  Args:
-    q: f[B T N H]
-    k, v: f[B K T H]
-  Returns:
-    f[B T N H]
+  Query head n uses kv head n // G. Products are summed in float32, and memory grows with T,
+  not with its square, in the gradient as well.
   """
   B, T, N, H = q.shape
   K = k.shape[1]

@@ -34,8 +34,6 @@ def packed_attention(
 
 
 class _Blocks(NamedTuple):
-  """Rows split into blocks of `size` tokens."""
-
   size: int
   segments: jax.Array  # i32[B T]
 
@@ -47,19 +45,15 @@ class _Blocks(NamedTuple):
     return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size, axis)
 
   def add(self, x: jax.Array, i: jax.Array, y: jax.Array) -> jax.Array:
-    """Adds y to block i of keys or values f[B K T H]."""
-    return jax.lax.dynamic_update_slice_in_dim(
-      x, self.take(x, i, 2) + y, i * self.size, 2
-    )
+    return jax.lax.dynamic_update_slice_in_dim(x, self.take(x, i, 2) + y, i * self.size, 2)
 
   def queries(self, x: jax.Array, i: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Block i of f[B T N *], by kv head: f[B K G*size *]."""
     x = self.take(x, i, 1)
     x = x.reshape(*x.shape[:2], num_kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
   def of_queries(self, x: jax.Array) -> jax.Array:
-    """Concatenates blocks of `queries`, f[count B K G*size *]: f[B T N *]."""
+    """Undoes `queries` for all blocks: f[count B K G*size *] -> f[B T N *]."""
     n, B, K, _, H = x.shape
     x = x.reshape(n, B, K, -1, self.size, H).transpose(1, 0, 4, 2, 3, 5)
     return x.reshape(B, n * self.size, -1, H)
@@ -72,10 +66,9 @@ class _Blocks(NamedTuple):
     return jnp.min(at, 0) // self.size
 
   def scores(self, q_i: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Scores of queries f[B K G*size H] of block i and keys of block j, masked."""
-    same = self.take(self.segments, i, 1)[:, :, None] == self.take(self.segments, j, 1)[
-      :, None
-    ]
+    same = (
+      self.take(self.segments, i, 1)[:, :, None] == self.take(self.segments, j, 1)[:, None]
+    )
     token = jnp.arange(self.size)
     mask = same & ((i - j) * self.size + token[:, None] >= token)
     mask = jnp.tile(mask, (1, q_i.shape[2] // self.size, 1))[:, None]
@@ -92,9 +85,7 @@ class _Blocks(NamedTuple):
 def _product(how: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """A product with float32 sums, and without rounding float32 inputs."""
   precision = "highest" if y.dtype == jnp.float32 else None
-  return jnp.einsum(
-    how, x, y, precision=precision, preferred_element_type=jnp.float32
-  )
+  return jnp.einsum(how, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -150,9 +141,7 @@ def _backward(size, known, d_out):
       d_scores = (weights * (d_weights - delta_i)).astype(q.dtype)
       dq += _product("bkqs,bksh->bkqh", d_scores, blocks.take(k, j, 2))
       dk = blocks.add(dk, j, _product("bkqs,bkqh->bksh", d_scores, q_i))
-      dv = blocks.add(
-        dv, j, _product("bkqs,bkqh->bksh", weights.astype(q.dtype), d_out_i)
-      )
+      dv = blocks.add(dv, j, _product("bkqs,bkqh->bksh", weights.astype(q.dtype), d_out_i))
       return dq, dk, dv
 
     dq = varying.like(jnp.zeros(q_i.shape, jnp.float32), q)

@@ -1,5 +1,3 @@
-"""Attention of the nodes of draft trees, or of single tokens, to a paged KV cache."""
-
 import functools
 
 import chex
@@ -13,7 +11,6 @@ _SMALLEST_PAGE = 64  # slots: the kernels' smallest block
 
 
 def check_page(slots: int) -> None:
-  """Raises ValueError unless the kernels support pages of this size."""
   if slots < _SMALLEST_PAGE or slots & (slots - 1):
     raise ValueError(
       f"pages must have {_SMALLEST_PAGE}, 128, 256, ... slots, not {slots}; only the "
@@ -32,10 +29,9 @@ def tree_attention(
 ) -> jax.Array:
   """Grouped-query attention of tree nodes to their row's cache.
 
-  Query head n uses kv head n // G. Scores are q * H^-0.5 times the keys; products are
-  added up in float32, and the softmax is in float32. The nodes' own keys and values are in
-  the cache already. Only as many slots are read as the longest row has ("ref"), or each
-  row (the kernels); slots beyond may be NaN.
+  Query head n uses kv head n // G. Products are summed in float32. The nodes' own keys and
+  values are in the cache already. Only as many slots are read as the longest row has
+  ("ref"), or each row (the kernels); slots beyond may be NaN.
 
   Slot s of row b is slot s % L of page `pages[b, s // L]` (PagedAttention,
   https://arxiv.org/abs/2309.06180).
@@ -45,14 +41,8 @@ def tree_attention(
   also differ with pages of fewer than 512 slots. Heads that are sharded over the mesh axis
   `model` stay sharded.
 
-  Args:
-    q: f[B J N H]
-    k, v: f[P K L H], pools of pages
-    seen: of J nodes; one that sees nothing gets zeros
-    pages: i32[B M]  of each row
-    impl: see `implementations.choose`
-  Returns:
-    f[B J N H]
+  Takes f[B J N H] and pools f[P K L H]; a node that sees nothing gets zeros.
+
   Raises:
     ValueError: the implementation does not exist, or does not support heads or pages of
       this size

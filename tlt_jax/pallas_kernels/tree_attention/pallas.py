@@ -50,7 +50,6 @@ def _kernel(
   size: int,
   length: int,
 ):
-  """Folds block program_id(3) of a row's cache into the online softmax."""
   block, step = v_ref.shape[0], pl.program_id(3)
   start, first = start_ref[pl.program_id(0)], step * block
   precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
@@ -95,9 +94,7 @@ def _kernel(
     o_ref[...] = out.astype(o_ref.dtype)
 
 
-def _specs(
-  rows: int, words: int, H: int, size: int, length: int, page: int
-) -> list:
+def _specs(rows: int, words: int, H: int, size: int, length: int, page: int) -> list:
   block = min(BLOCK, page)
 
   def seen(b, step, start):

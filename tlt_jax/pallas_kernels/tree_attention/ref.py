@@ -1,5 +1,3 @@
-"""The reference of tree_attention in plain jax.numpy."""
-
 import functools
 
 import jax
@@ -46,15 +44,7 @@ def tree_attention(
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-  """Grouped-query attention.
-
-  Args:
-    q: f[B T N H]
-    k, v: f[B K S H]
-    mask: bool[B T S]
-  Returns:
-    f[B T N H]
-  """
+  """Grouped-query attention of f[B T N H] to f[B K S H], by a mask bool[B T S]."""
   B, T, N, H = q.shape
   K, G = k.shape[1], N // k.shape[1]
   q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # f[B K G T H]

@@ -19,10 +19,7 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Seen:
-  """The slots of its row's cache that each of J nodes sees, for all layers.
-
-  Bits of slots beyond the end of the cache are ignored.
-  """
+  """The cache slots that each of J nodes sees; bits beyond the end are ignored."""
 
   start: jax.Array  # i32[B]  the nodes see every slot before it; 0 to the cache's length
   # i32[B J ceil(size/32)]  slot start+i: bit i % 32 of word i // 32; 0 from `size` on
@@ -30,7 +27,6 @@ class Seen:
   size: int = flax.struct.field(pytree_node=False)  # slots from `start` on with bits
 
   def mask(self, first: jax.Array | int, length: int) -> jax.Array:
-    """The mask of `length` slots from slot `first` on: bool[B J length]."""
     chex.assert_shape(self.bits, (*self.start.shape, None, -(-self.size // 32)))
     offset = (first + jnp.arange(length) - self.start[:, None])[:, None]  # i32[B 1 S]
     shape = (*self.bits.shape[:2], length)
@@ -50,12 +46,7 @@ def causal(start: jax.Array, num_tokens: int) -> Seen:
 
 
 def of_mask(start: jax.Array, mask: jax.Array) -> Seen:
-  """Packs a mask.
-
-  Args:
-    start: i32[B]  the nodes see every slot before it
-    mask: bool[B J size]  of the slots from there on
-  """
+  """Packs bool[B J size]: the slots from `start` on; every slot before is seen."""
   size = mask.shape[-1]
   chex.assert_shape(mask, (*start.shape, None, size))
   words = -(-size // 32)

@@ -6,8 +6,7 @@ https://pytorch.org/blog/flash-decoding). Node j and head g of a kv head's group
 j*G + g of its queries; a program has a tile of them.
 
 Splits depend on the slots alone, and are combined in order: a row's result depends neither
-on the other rows of the batch nor on the length of the cache. The cost is parallelism: few
-short rows do not fill the GPU.
+on the batch nor on the length of the cache. But few short rows do not fill the GPU.
 """
 
 from typing import NamedTuple
@@ -28,7 +27,6 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _seen(bits_ptr, valid, offset, SIZE: tl.constexpr):
-  """The slots, at `offset` from the row's start, that each query sees: bool[rows slots]."""
   bit = tl.zeros((valid.shape[0], offset.shape[0]), tl.int32)
   for i in tl.static_range((SIZE + 31) // 32):
     word = tl.load(bits_ptr + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
@@ -43,7 +41,6 @@ def _fold(
   K: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
   SCALE: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-  """Folds blocks lo..hi-1 into (largest, total, sum); TAIL applies the mask."""
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   end = tl.minimum(start + SIZE, length)
@@ -209,13 +206,9 @@ class Tiles(NamedTuple):
 
 
 def tree_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  seen: seen_lib.Seen,
-  pages: jax.Array,
+  q: jax.Array, k: jax.Array, v: jax.Array, seen: seen_lib.Seen, pages: jax.Array
 ) -> jax.Array:
-  """See the package; raises ValueError unless H is a power of two of at least 16."""
+  """ValueError unless H is a power of two of at least 16."""
   B, J, N, H = q.shape
   K, page = v.shape[1:3]
   S = page * pages.shape[1]

@@ -1,5 +1,3 @@
-"""Samples tokens from rows of logits in one pass: see `verify_sample`."""
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,19 +17,12 @@ def verify_sample(
 ) -> parts.Sample:
   """Samples a token per row, with its log-probabilities.
 
-  The argmax of logits / T + Gumbel noise, over the logits that are not below the cut; at
+  The argmax of logits f32[R V] / T + Gumbel noise, over logits not below `cut` f32[R]; at
   temperature 0 the first of the largest logits. With a kernel, a row's results are the
   same bits in every batch.
 
   Inside a function that is automatic over the mesh axis `model`, each shard samples from
-  its part of the vocabulary, and [shards R] numbers are exchanged.
-
-  Args:
-    logits: f32[R V]
-    key: u32[R 2]  of each row's noise, from `noise.row_key`
-    temperature: f32[R]
-    cut: f32[R]  from `find_cut`; -inf keeps all
-    impl: see `implementations.choose`
+  its part of the vocabulary. `key` u32[R 2] is `noise.row_key`.
   """
   R = logits.shape[0]
   chex.assert_type(logits, jnp.float32)

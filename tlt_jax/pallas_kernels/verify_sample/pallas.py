@@ -52,11 +52,7 @@ def sample_part(
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
     interpret=interpret,
     name="verify_sample",
-  )(
-    jnp.reshape(offset, (1,)).astype(jnp.int32),
-    logits,
-    *columns,
-  )
+  )(jnp.reshape(offset, (1,)).astype(jnp.int32), logits, *columns)
   return jax.tree.map(lambda x: x[:, 0], out)
 
 

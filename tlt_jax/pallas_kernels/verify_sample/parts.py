@@ -1,8 +1,8 @@
 """Statistics of a row of logits over part of its tokens, and their combination.
 
 A block of a kernel, a program and a shard of the vocabulary each make a `Part`. The order
-in which they are combined depends on the vocabulary alone: a row's token and
-log-probability are the same bits in every batch.
+in which they are combined depends on the vocabulary alone: a row's result is the same bits
+in every batch.
 """
 
 from typing import NamedTuple
@@ -28,15 +28,12 @@ class Part(NamedTuple):
 
 
 class Sample(NamedTuple):
-  """The sampled token of each row."""
-
   token: jax.Array  # i32[R]
   logp: jax.Array  # f32[R]  before filters
   logp_filtered: jax.Array  # f32[R]  of the distribution it was drawn from
 
 
 def combine(a: Part, b: Part) -> Part:
-  """Combines two parts; tokens of `a` come before those of `b`."""
   wins = a.best >= b.best
   top = jnp.maximum(a.top, b.top)
   old, new = jnp.exp(a.top - top), jnp.exp(b.top - top)
@@ -70,7 +67,6 @@ def over_shards(part: Part, axis: str | None) -> Part:
 
 
 def finish(part: Part, temperature: jax.Array) -> Sample:
-  """The sample of a whole row."""
   before = part.at - (part.top + jnp.log(part.total))
   after = part.at - (part.top + jnp.log(part.kept))
   # A row of NaN keeps nothing: any token is valid.

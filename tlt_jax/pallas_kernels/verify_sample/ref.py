@@ -1,5 +1,3 @@
-"""The reference of verify_sample in plain jnp, and the implementation for CPUs."""
-
 import jax
 import jax.numpy as jnp
 
@@ -18,13 +16,7 @@ def sample_part(
 
   The Gumbel-max trick: the argmax of logits / T + noise is distributed as their softmax.
   At temperature 0 there is no noise, and T is 1.
-
-  Args:
-    logits: f32[R V]  of the tokens offset, offset + 1, ...
-    key: u32[R 2]  of each row's noise, from `noise.row_key`
-    temperature: f32[R]
-    cut: f32[R]  the least logit that the filters keep, not divided by T; -inf keeps all
-    offset: i32[]
+  `logits` f32[R V] are of tokens offset, offset + 1, ...; `cut` f32[R] is not divided by T.
   """
   random = (temperature > 0)[:, None]
   x = logits / jnp.where(random, temperature[:, None], 1.0)

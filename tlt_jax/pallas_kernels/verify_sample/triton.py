@@ -100,7 +100,6 @@ def verify_sample_kernel(
   LEAST: tl.constexpr,
   NO_TOKEN: tl.constexpr,
 ):
-  """Program (TILES tiles, row): writes their part to [program row]."""
   program, row = tl.program_id(0), tl.program_id(1)
   k0 = tl.load(key_ptr + row * 2)
   k1 = tl.load(key_ptr + row * 2 + 1)

@@ -1,11 +1,8 @@
 """The one signature of every chunk program: plain, speculative, and fused with training.
 
-A chunk is a bounded number of decoding iterations in one jitted program; the host looks
-only between chunks. Whatever decodes in it,
+A chunk is a bounded number of decoding iterations in one jitted program,
 
     (weights, slots, draft_state, limits, training) -> Done
-
-with None for what a chunk does not have.
 """
 
 from collections.abc import Callable
@@ -39,8 +36,6 @@ class Limits:
 
 @flax.struct.dataclass
 class Done:
-  """The results of a chunk."""
-
   slots: slots_lib.Slots
   draft_state: Any  # what the source of drafts continues with
   emitted: slots_lib.Emitted  # of each slice
@@ -54,8 +49,6 @@ Decode = Callable[
 
 
 def without_training(decode: Decode) -> Callable[..., Done]:
-  """The chunk of one slice that decodes and nothing else."""
-
   def run(weights, slots, draft_state, limits, training) -> Done:
     del training  # None
     return Done(*decode(weights, slots, draft_state, limits))
@@ -74,12 +67,7 @@ def make(
 
   What was emitted stays where it is: no slice waits for another in a chunk, and the host
   sees when each is done (`slices.ready_s`).
-
-  Args:
-    run: the chunk of one slice, (weights, slots, draft_state, limits, training) -> Done
-    shardings: of its results; those of `emitted` follow
     training: partition specs of the training that goes in, and of what comes out
-    kernels: that decode
   """
   before, behind = training
   mapped = slices.per_slice(

@@ -1,8 +1,4 @@
-"""Plain decoding on the devices: a pass of the target, a step, a chunk.
-
-Each runs once per slice on the slice's own rows, see `slices`. The arrays are in
-`slots`; how a chunk is called is in `chunk`.
-"""
+"""Plain decoding on the devices: a pass of the target, a step, a chunk."""
 
 import functools
 
@@ -35,17 +31,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
   """Runs the target over the KV, and writes into it.
 
-  Args:
-    config: the target's
-    params: its parameters
-    layout: of the features that are kept; None: none are
-    kv: what it has computed of the rows so far
-    tokens: i32[B T]
-    positions: i32[B T]  in each row's sequence
-    seen, start, rotations: see `target.Target.with_taps`
-  Returns:
-    the states after the final norm f[B T D]; the features to keep f[B T E]; and the
-    new KV
+  Takes tokens and positions i32[B T]; returns the states after the final norm f[B T D], the
+  features to keep f[B T E], and the new KV. For the rest see `target.Target.with_taps`.
   """
   apply = functools.partial(target.Target(config).apply, {"params": params})
   run = functools.partial(apply, method=target.Target.with_taps)
@@ -57,12 +44,7 @@ def forward(
 def decode(
   config: config_lib.ModelConfig, tokens: int, layout: features_lib.Layout | None
 ) -> chunk_lib.Decode:
-  """Plain decoding of one slice: a token per live slot and step.
-
-  Args:
-    tokens: of a slot for which there is room; `Limits.tokens` is at most that
-    layout: of the features that are kept; None: none are
-  """
+  """Plain decoding of one slice; `Limits.tokens` is at most `tokens`."""
 
   def run(weights, slots, draft_state, limits):
     emitted = slots_lib.nothing_emitted(slots, tokens)
@@ -76,9 +58,11 @@ def decode(
       i, slots, emitted = carry
       slots, drawn = decode_step(config, layout, weights.target, slots, rotations)
       live = emitted.remaining > 0
-      put = lambda x, column: jax.lax.dynamic_update_slice_in_dim(
-        x, column[:, None].astype(x.dtype), i, 1
-      )
+
+      def put(x, column):
+        column = column[:, None].astype(x.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(x, column, i, 1)
+
       emitted = emitted.replace(
         tokens=put(emitted.tokens, drawn.token),
         logp=put(emitted.logp, drawn.logp),
@@ -103,13 +87,7 @@ def decode_step(
   slots: slots_lib.Slots,
   rotations: layers.Rotation,
 ) -> tuple[slots_lib.Slots, parts.Sample]:
-  """Draws one token for each slot; free slots do not change.
-
-  Args:
-    layout: of the features that are kept; None: none are
-    params: the target's
-    rotations: of positions 0, 1, ..., S-1
-  """
+  """Draws one token for each slot; free slots do not change."""
   tokens, positions = slots.pending[:, None], slots.position[:, None]
   final, features, kv = forward(
     config, layout, params, slots.kv, tokens, positions, None, slots.start, rotations

@@ -19,8 +19,6 @@ from tlt_jax.spec_decode.decoding import slices
 
 
 class Kept(NamedTuple):
-  """The parts of kept features."""
-
   drafter_input: jax.Array  # f[... *]  what the drafter reads
   final: jax.Array | None  # f[... D]  None: not kept
 
@@ -35,7 +33,7 @@ class Layout:
 
   @property
   def size(self) -> int:
-    """E, numbers kept per token."""
+    """E, numbers per token."""
     return self.width * (len(self.taps) + (self.final or not self.taps))
 
   def join(self, tapped: jax.Array, final: jax.Array) -> jax.Array:
@@ -49,7 +47,6 @@ class Layout:
     return jnp.concatenate([tapped, final.astype(tapped.dtype)], -1)
 
   def split(self, features: jax.Array) -> Kept:
-    """The parts of features f[... E]."""
     chex.assert_axis_dimension(features, -1, self.size)
     if not self.taps:
       return Kept(features, features)
@@ -64,11 +61,7 @@ def of_drafter(drafter: drafter_lib.DrafterConfig, train: bool = False) -> Layou
 
 
 def sharding(mesh: Mesh, ndim: int, size: int) -> NamedSharding:
-  """How kept features of `ndim` dimensions are stored, the last of them of `size` numbers.
-
-  Rows are split over `data`; the numbers of a token over `model`, where it divides them:
-  they are read seldom, and then a few tokens at a time, see `whole`.
-  """
+  """Sharding of kept features: rows over `data`, `size` over `model` where it divides."""
   numbers = axes.model_if_divides(mesh, size)
   return axes.sharding(mesh, axes.DATA, *[None] * (ndim - 2), numbers)
 
@@ -82,8 +75,7 @@ def abstract(mesh: Mesh, rows: int, dtype, *shape: int) -> jax.ShapeDtypeStruct:
 def whole(features: jax.Array) -> jax.Array:
   """Gathers features that are read on every device of their slice, in a slice's program.
 
-  Left to the compiler, products with them could be split, and round otherwise than those
-  of features that have just been computed.
+  The compiler could split products with them, which would round differently.
   """
   if axes.mesh_of_compiler() is None:
     return features

@@ -1,9 +1,8 @@
 """Pages of the running requests: the host decides which page is whose (`Pages`).
 
 A request has the same pages in the target's KV, in the drafter's, and in the kept
-features; so whatever is computed for a token stays where it is, in whichever slot its
-request runs. Paged like KV in vLLM (Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
-The KV on the devices is in `models.cache`.
+features; what is computed for a token stays where it is, whichever slot its request has.
+Paged like KV in vLLM (Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
 """
 
 from collections.abc import Callable
@@ -19,8 +18,6 @@ from tlt_jax.spec_decode.decoding import slices
 
 
 class Sizes(NamedTuple):
-  """How many pages there are, the same on all slices, and how large each is."""
-
   pages: int  # of a slice, the sink not counted
   most: int  # of a request
   page: int  # tokens
@@ -32,17 +29,13 @@ class Sizes(NamedTuple):
 
 
 def pages_for(tokens: int, page: int) -> int:
-  """How many pages of `page` tokens so many tokens take."""
   return -(-tokens // page)
 
 
 def read(features: jax.Array, pages: jax.Array, position: jax.Array) -> jax.Array:
-  """Kept features of tokens: f[B T E].
+  """Features f[B T E] at positions i32[B T]; anything where a position has no page.
 
-  Args:
-    features: f[P L E]
-    pages: i32[B M]  of each row
-    position: i32[B T]  in its sequence; where it has no page, anything is read
+  Takes features f[P L E] and each row's pages i32[B M].
   """
   at = _where(features, pages, position)
   return features.reshape(-1, features.shape[-1]).at[at].get(mode="clip")
@@ -96,11 +89,9 @@ def make_copy(
 class Pages:
   """Which pages each running request has. Host arithmetic, the same on every process.
 
-  A request that is no longer in a slot keeps its pages until the next `keep` or `assign`.
-
   A prompt may have pages too, in a row of its slice (`hold`). Requests that begin with it
-  share those that it fills: nobody writes there any more. Of the last page, if it is not
-  full, each has a copy. A page is free again when nobody has it.
+  share those that it fills, which are not written any more. Of a last page that is not
+  full each has a copy. A page is free again when no request and no prompt has it.
   """
 
   def __init__(self, slices: int, sizes: Sizes, beyond: int = 0):
@@ -109,7 +100,6 @@ class Pages:
     self.clear()
 
   def clear(self) -> None:
-    """Takes all pages away."""
     n = self.sizes.pages
     self._free = [list(range(n))[::-1] for _ in range(self.slices)]
     self._users = np.zeros((self.slices, n), np.int32)  # requests and prompts of a page
@@ -117,16 +107,14 @@ class Pages:
     self._held: dict[tuple[int, int], list[int]] = {}  # slice and row -> a prompt's pages
 
   def __getitem__(self, request: int) -> np.ndarray:
-    """The pages of a running request on its slice, as a row of `table`."""
     return self._padded(self._of[request][1])
 
   @property
   def used(self) -> np.ndarray:
-    """i32[slices]: pages that somebody has."""
+    """i32[slices]: pages in use."""
     return self.sizes.pages - np.array([len(free) for free in self._free])
 
   def count(self, tokens: int) -> int:
-    """Pages of a request with so many tokens."""
     return pages_for(tokens + self._beyond, self.sizes.page)
 
   def left(self, owner: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -138,13 +126,7 @@ class Pages:
     return left
 
   def added(self, tokens: int, prompt: int, is_new: bool) -> int:
-    """Pages that a request takes when it begins.
-
-    Args:
-      tokens: that it will have
-      prompt: of these, tokens of a prompt that is held
-      is_new: whether the prompt is yet to be held
-    """
+    """Pages that a request of `tokens`, `prompt` of them held, takes when it begins."""
     page = self.sizes.page
     return self.count(tokens) - prompt // page + is_new * pages_for(prompt, page)
 
@@ -159,20 +141,13 @@ class Pages:
     return s * (self.sizes.pages + 1) + np.array(pages)[at // page], at % page
 
   def hold(self, s: int, row: int, tokens: int) -> np.ndarray:
-    """Gives a prompt the pages of its tokens, as a row of `table`.
-
-    The prompt that had this row of the slice before loses its pages.
-    """
+    """Gives a prompt pages, in place of the one that had this row; a row of `table`."""
     self._let_go(s, self._held.pop((s, row), []))
     self._held[s, row] = self._take(s, pages_for(tokens, self.sizes.page))
     return self._padded(self._held[s, row])
 
   def share(self, request: int, s: int, row: int, tokens: int) -> list[tuple[int, int]]:
-    """Lets a request begin with a prompt that is held, of so many tokens.
-
-    Returns:
-      which page is to be copied to which: the prompt's last if it is not full, or none
-    """
+    """Begins a request with a held prompt; returns (from, to) of a page to copy, if any."""
     full = tokens // self.sizes.page
     shared, rest = self._held[s, row][:full], self._held[s, row][full:]
     self._users[s, shared] += 1
@@ -181,32 +156,26 @@ class Pages:
     return list(zip(rest, own, strict=True))
 
   def keep(self, owner: np.ndarray) -> None:
-    """Takes their pages from the requests that are in no slot i32[slices batch]."""
+    """Frees the pages of requests that are in no slot of i32[slices batch]."""
     seated = set(owner.reshape(-1).tolist())
     for i in [i for i in self._of if i not in seated]:
       self._let_go(*self._of.pop(i))
 
   def assign(self, owner: np.ndarray, tokens: np.ndarray) -> None:
-    """Gives the requests in slots the pages of their first tokens; others lose theirs.
-
-    Args:
-      owner: i32[slices batch]  request in each slot, -1 if free
-      tokens: i32[B]  of every request
-    """
+    """Gives requests in slots i32[slices batch] (-1: free) their pages; frees the rest."""
     self.keep(owner)
     for s, i in _seated(owner):
       _, pages = self._of.setdefault(i, (s, []))
       pages += self._take(s, self.count(int(tokens[i])) - len(pages))
 
   def table(self, owner: np.ndarray) -> np.ndarray:
-    """i32[slices batch most]: the pages of who is in a slot, the sink behind them."""
+    """i32[slices batch most]: the pages of each slot's request, the sink behind them."""
     table = np.full((*owner.shape, self.sizes.most), self.sizes.pages, np.int32)
     for place in zip(*np.nonzero(owner >= 0), strict=True):
       table[place] = self[int(owner[place])]
     return table
 
   def _take(self, s: int, count: int) -> list[int]:
-    """Free pages of a slice, as many as are asked; they are somebody's from now on."""
     taken = [self._free[s].pop() for _ in range(count)]
     self._users[s, taken] += 1
     return taken
@@ -222,5 +191,4 @@ class Pages:
 
 
 def _seated(owner: np.ndarray) -> list[tuple[int, int]]:
-  """(slice, request) of every slot that is not free."""
   return [(s, int(i)) for s, row in enumerate(owner) for i in row if i >= 0]

@@ -25,11 +25,6 @@ def make_prefill(
 
   Computes a block of tokens of r prompts a slice, from position `start` on, into their
   pages i32[r M]. Pools and features are donated.
-
-  Args:
-    config, mesh: of the target
-    layout: of the features that are kept; None: none are
-    kernels: backend, see `pallas_kernels.implementations`
   """
 
   def prefill(params, pools, features, pages, tokens, start):

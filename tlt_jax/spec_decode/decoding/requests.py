@@ -7,13 +7,11 @@ import numpy as np
 
 
 class RequestError(ValueError):
-  """A request that no rollout can serve; the message says which and why."""
+  """A request that no rollout can serve."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-  """P prompts and the B requests that continue them."""
-
   prompts: Sequence[np.ndarray]  # i32[...] each
   prompt_idx: np.ndarray  # i32[B]
   request: np.ndarray  # u32[B]  id, unique over the whole run
@@ -29,11 +27,10 @@ class Requests:
     return len(self.request)
 
   def prompt(self, i: int) -> np.ndarray:
-    """The prompt of request i."""
     return self.prompts[self.prompt_idx[i]]
 
   def subset(self, index: np.ndarray) -> "Requests":
-    """The requests i32[b], in that order; their noise stays their own."""
+    """The requests i32[b], in that order, with their own noise."""
     fields = {
       f.name: getattr(self, f.name)[index]
       for f in dataclasses.fields(self)
@@ -43,13 +40,11 @@ class Requests:
 
   @property
   def total_length(self) -> np.ndarray:
-    """i32[B]: prompt and longest possible response."""
     sizes = np.array([len(p) for p in self.prompts], np.int32)
     return sizes[self.prompt_idx] + self.max_tokens
 
   @property
   def last_token(self) -> np.ndarray:
-    """i32[B]: of the prompt."""
     return np.array([p[-1] for p in self.prompts], np.int32)[self.prompt_idx]
 
 
@@ -68,13 +63,9 @@ def make_requests(
 ) -> Requests:
   """Makes P x R requests, the responses of a prompt side by side.
 
-  Args:
-    prompts: i32[...] token ids
-    responses: R, per prompt
-    first_request: id of the first request; the rest count up from it
-    max_tokens: of a response, prompt not included; a number, or one per request
-    seed, temperature, top_k, top_p, min_p: likewise; see `sampling.Sampling`
-    stop_tokens: ids that end a response (kept as its last token), or i32[B stops]
+  Parameters (see `sampling.Sampling`) are one for all, or one per request.
+  `stop_tokens` end a response, of which they are part; ids, or i32[B stops].
+
   Raises:
     RequestError: an empty prompt, or a parameter out of its range
   """
@@ -82,7 +73,10 @@ def make_requests(
     if not len(prompt):
       raise RequestError(f"prompt {i} has no tokens")
   B = len(prompts) * responses
-  spread = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), (B,))
+
+  def spread(x, dtype):
+    return np.broadcast_to(np.asarray(x, dtype), (B,))
+
   checks = {
     "max_tokens >= 1": np.asarray(max_tokens) >= 1,
     "temperature >= 0": np.asarray(temperature) >= 0,

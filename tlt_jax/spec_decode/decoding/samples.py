@@ -1,4 +1,4 @@
-"""Samples: what comes out of a rollout. Host arrays, in request order."""
+"""What a rollout returns: host arrays, in request order."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -13,7 +13,7 @@ STOP, LENGTH = 0, 1  # finish reasons: a stop token was drawn, or the limit met
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRecord:
-  """An account of a chunk; seconds count from the rollout's start."""
+  """Statistics of a chunk; seconds count from the rollout's start."""
 
   start_s: float
   end_s: float
@@ -28,8 +28,6 @@ class ChunkRecord:
 
 @dataclasses.dataclass
 class Samples:
-  """The responses, in the order of the requests."""
-
   tokens: np.ndarray  # i32[B T]  the response; 0 beyond its length
   length: np.ndarray  # i32[B]  of what is drawn so far, if a response still runs
   logp: np.ndarray  # f32[B T]  under logits / T, before filters
@@ -60,23 +58,17 @@ class Samples:
   micro_batch_s: float = 0.0  # of it, in slices that only train
 
   def response(self, i: int) -> np.ndarray:
-    """The tokens of a response, i32[...]."""
     return self.tokens[i, : self.length[i]]
 
   def first(self, count: int) -> "Samples":
-    """Those of the first requests, where the others were not asked."""
+    """The samples of the first requests."""
     names = ("tokens", "length", "logp", "logp_filtered", "finish_reason")
     cut = {name: getattr(self, name)[:count] for name in names}
     features = None if self.features is None else self.features[:count]
     return dataclasses.replace(self, **cut, features=features)
 
   def extend(self, i: int, start: int, emitted: slots_lib.Emitted, row: int) -> None:
-    """Takes what a chunk drew for request `i`, from its token `start` on.
-
-    Args:
-      emitted: of the chunk, on the host
-      row: of the request in it
-    """
+    """Appends row `row` of a chunk's tokens to response `i`, from its token `start` on."""
     count = int(emitted.count[row])
     self.tokens[i, start : start + count] = emitted.tokens[row, :count]
     self.logp[i, start : start + count] = emitted.logp[row, :count]
@@ -84,18 +76,16 @@ class Samples:
     self.length[i] = start + count
 
   def end(self, i: int, length: int, stop_tokens: np.ndarray) -> None:
-    """Ends response `i` at so many tokens."""
     self.length[i] = length
     stopped = self.tokens[i, length - 1] in stop_tokens
     self.finish_reason[i] = STOP if stopped else LENGTH
 
   def note(self, chunk: ChunkRecord, live: np.ndarray) -> None:
-    """Takes the account of a chunk, and the requests i32[slices] that live after it."""
+    """Adds a chunk's record, and the live requests i32[slices] after it."""
     self.chunks.append(chunk)
     self.timeline.append((chunk.end_s, live.tolist()))
 
   def count_chunk(self, emitted: slots_lib.Emitted, batch: int) -> None:
-    """Counts the work of a chunk with `batch` slots a slice."""
     self.computed_tokens += int(emitted.steps.sum()) * batch
     if emitted.accepted is not None:
       self.accepted += emitted.accepted.sum(0)
@@ -112,7 +102,6 @@ class Samples:
 
   @property
   def updates(self) -> int:
-    """Updates of the drafter, of all slices."""
     return sum(stats["updates"] for stats in self.training or ())
 
   def training_metrics(self) -> dict[str, float]:
@@ -149,7 +138,6 @@ class Samples:
 
   @property
   def speculating_s(self) -> float:
-    """Seconds of chunks that speculated."""
     return sum(c.end_s - c.start_s for c in self.chunks if c.strategy != "off")
 
   @property
@@ -159,8 +147,10 @@ class Samples:
     What they trained meanwhile is part of it. A chunk takes as long as its busiest slice,
     so that a slice is idle for the share of that slice's steps which it did not do.
     """
-    idle = lambda chunk: sum(1 - n / max(*chunk.steps, 1) for n in chunk.steps)
-    return sum((chunk.end_s - chunk.start_s) * idle(chunk) for chunk in self.chunks)
+    return sum(
+      (chunk.end_s - chunk.start_s) * sum(1 - n / max(*chunk.steps, 1) for n in chunk.steps)
+      for chunk in self.chunks
+    )
 
 
 # Is called after every chunk with the samples so far, and the numbers of the requests that
@@ -175,27 +165,23 @@ Score = Callable[[Samples], Callable[[], bool]]
 
 
 def training_means(training: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """What `Samples.training` says, or a part of it: means over updates; {} without any.
+  """Means over updates of `Samples.training` or a part of it; {} without any.
 
   "new_agreement" is a mean over new rows, and absent without any.
   """
-  counts = {"updates", "skipped", "new_rows"}
-  names = sorted({name for m in training for name in m} - counts)
-  weight = lambda name: "new_rows" if name == "new_agreement" else "updates"
-  total = {count: sum(m.get(count, 0) for m in training) for count in counts}
-  mean = lambda name, by: sum(m.get(by, 0) * m.get(name, 0.0) for m in training) / total[by]
-  return {name: mean(name, weight(name)) for name in names if total[weight(name)]}
+  means = {}
+  for name in sorted({name for m in training for name in m}):
+    by = "new_rows" if name == "new_agreement" else "updates"
+    total = sum(m.get(by, 0) for m in training)
+    if total and name not in ("updates", "skipped", "new_rows"):
+      means[name] = sum(m.get(by, 0) * m.get(name, 0.0) for m in training) / total
+  return means
 
 
 def empty(
   requests: requests_lib.Requests, *, most: int | None = None, features: bool = False
 ) -> Samples:
-  """Samples of responses that have not begun.
-
-  Args:
-    most: A of `Samples.accepted`, where it may speculate
-    features: whether the target's are to be returned
-  """
+  """Samples of responses that have not begun; `most`: A of `Samples.accepted`."""
   B, T = len(requests), int(max(requests.max_tokens, default=0))
   return Samples(
     tokens=np.zeros((B, T), np.int32),

@@ -1,8 +1,4 @@
-"""Draws tokens: temperature, top-k, top-p and min-p, then argmax under Gumbel noise.
-
-What the filters do, and how it is found without a sort, is in `find_cut`; the draw itself
-in `verify_sample`.
-"""
+"""Draws tokens: temperature, top-k, top-p and min-p, then argmax under Gumbel noise."""
 
 from typing import NamedTuple
 
@@ -52,10 +48,9 @@ def threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _slack(logits, cut, sampling) -> jax.Array:
-  """How little a filter's bound would have to move to keep one token more or less.
+  """The least distance of a filter's bound from one token more or less: f32[B].
 
-  In logits over temperature or in probability: f32[B]. The worked row of `find_cut` has
-  0.15.
+  In logits over temperature or in probability; 0.15 in the worked row of `find_cut`.
   """
   only_top_k = sampling.replace(
     top_p=jnp.ones_like(sampling.top_p), min_p=jnp.zeros_like(sampling.min_p)
@@ -70,10 +65,7 @@ def _slack(logits, cut, sampling) -> jax.Array:
   most = jnp.max(scaled, -1)
 
   def distance(x):
-    """How far the bounds are from the token whose scaled logit is x: f32[B].
-
-    Infinitely far from the likeliest, which is kept in any case.
-    """
+    """Distance f32[B] of the bounds from scaled logit x; infinite from the likeliest."""
     above = jnp.sum(jnp.where(scaled > x[:, None], weight, 0.0), -1) / total
     own = jnp.max(jnp.where(scaled == x[:, None], weight, 0.0), -1) / total
     near = jnp.minimum(
@@ -90,8 +82,8 @@ def _slack(logits, cut, sampling) -> jax.Array:
 def argmax(x: jax.Array) -> jax.Array:
   """The first index i32[B] of the maximum of f32[B V], by two plain reductions.
 
-  XLA's own argmax reduces pairs, which its CPU backend does not vectorise: four
-  times slower here, a quarter of a decoding step.
+  XLA's own argmax reduces pairs, which its CPU backend does not vectorise: four times
+  slower here, a quarter of a decoding step.
   """
   V = x.shape[-1]
   best = x == jnp.max(x, -1, keepdims=True)
@@ -100,17 +92,10 @@ def argmax(x: jax.Array) -> jax.Array:
 
 
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """The largest of a row, and how likely `softmax` makes them.
+  """The `count` largest of f32[B V]: log-softmax f32[B W] and tokens i32[B W], in order.
 
   No array of log-probabilities is made. Where the vocabulary is split over devices, each
   offers its own largest, and `count` numbers of each are exchanged.
-
-  Args:
-    logits: f32[B V]
-    count: W
-  Returns:
-    log-probabilities f32[B W] and tokens i32[B W], the likeliest first, and among equals
-    the first
   """
 
   def find(axis, logits):
@@ -119,10 +104,11 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     value, token = jax.lax.top_k(logits, min(count, logits.shape[-1]))
     if axis is not None:
       token = token + jax.lax.axis_index(axis) * logits.shape[-1]
-      beside = lambda x: jnp.concatenate([*shards.side_by_side(x, axis)], -1)
-      every = beside(token)
-      value, at = jax.lax.top_k(beside(value), count)
-      token = jnp.take_along_axis(every, at, -1)
+      values, tokens = (
+        jnp.concatenate([*shards.side_by_side(x, axis)], -1) for x in (value, token)
+      )
+      value, at = jax.lax.top_k(values, count)
+      token = jnp.take_along_axis(tokens, at, -1)
     logp = value - largest - jnp.log(shards.add(own, axis))[:, None]
     return logp, token.astype(jnp.int32)
 
@@ -130,21 +116,16 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def repeat(sampling: Sampling, count: int) -> Sampling:
-  """Repeats each row `count` times: B -> B * count rows, a row's side by side."""
+  """Repeats each row `count` times, a row's copies side by side."""
   return jax.tree.map(lambda x: jnp.repeat(x, count, 0), sampling)
 
 
 def contest(
-  logits: jax.Array,
-  sampling: Sampling,
-  position: jax.Array,
-  ids: jax.Array | None = None,
+  logits: jax.Array, sampling: Sampling, position: jax.Array, ids: jax.Array | None = None
 ) -> jax.Array:
   """The perturbed logits whose argmax is drawn: f32[B V], -inf where filtered out.
 
-  Args:
-    logits, sampling, position: as for `sample`
-    ids: i32[V], whose noise each logit gets, where logits are of some tokens only
+  `ids` i32[V] are the tokens of the logits, if not all.
   """
   _check_rows(logits, position)
   kept = logits >= threshold(logits, sampling)[:, None]
@@ -159,7 +140,6 @@ def _check_rows(logits: jax.Array, position: jax.Array) -> None:
 
 
 def _perturb(scaled, sampling, position, ids=None):
-  """Adds each row's noise, where it is drawn at all: f32[B V]."""
   key = noise.row_key(sampling.seed, sampling.request, position)
   g = noise.gumbel(key, jnp.arange(scaled.shape[-1]) if ids is None else ids)
   return scaled + jnp.where((sampling.temperature > 0)[:, None], g, 0.0)
@@ -168,15 +148,9 @@ def _perturb(scaled, sampling, position, ids=None):
 def sample(
   logits: jax.Array, sampling: Sampling, position: jax.Array, impl: str | None = None
 ) -> parts.Sample:
-  """Draws the token of each row at `position`.
+  """Draws the token of each row f32[B V], for index `position` i32[B] of its sequence.
 
   A pure function of the row's own logits, sampling parameters and position.
-
-  Args:
-    logits: f32[B V]
-    sampling: of each row
-    position: i32[B]  index in the sequence of the token that is drawn
-    impl: see `pallas_kernels.implementations`
   """
   _check_rows(logits, position)
   key = noise.row_key(sampling.seed, sampling.request, position)
@@ -185,11 +159,7 @@ def sample(
 
 
 def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
-  """Draws what `sample` does, and tells by how much: for comparisons.
-
-  Args:
-    logits, sampling, position: as for `sample`
-  """
+  """Draws what `sample` does, with the margin: for comparisons."""
   _check_rows(logits, position)
   scaled = scale(logits, sampling)
   cut = threshold(logits, sampling)
@@ -199,15 +169,16 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   runners = jnp.where(kept, perturbed, -jnp.inf)
   token = argmax(runners)
 
-  at = lambda x: jnp.take_along_axis(x, token[:, None], -1)[:, 0]
+
+  def at(x):
+    return jnp.take_along_axis(x, token[:, None], -1)[:, 0]
+
   won = at(runners)
   others = jnp.arange(logits.shape[-1]) != token[:, None]
   gap = won - jnp.max(jnp.where(others, runners, -jnp.inf), -1)
   # A filter's bound matters if the winner is the last one kept, or if the best of
   # those cut off would have won.
-  edge = (at(logits) <= cut) | (
-    jnp.max(jnp.where(kept, -jnp.inf, perturbed), -1) > won
-  )
+  edge = (at(logits) <= cut) | (jnp.max(jnp.where(kept, -jnp.inf, perturbed), -1) > won)
   margin = jnp.minimum(gap, jnp.where(edge, _slack(logits, cut, sampling), jnp.inf))
   logp_filtered = at(filtered) - jax.nn.logsumexp(filtered, -1)
   return Draw(

@@ -1,7 +1,7 @@
 """Running a function once per slice, and arrays that may differ between slices.
 
 Every device program of a rollout is manual over `data`: a slice works on its own rows,
-and one with nothing left to do leaves its loop at once, whatever its neighbours do.
+and one that is done leaves its loop at once, whatever the others do.
 Tensor parallelism inside a slice is left to the compiler.
 """
 
@@ -29,13 +29,9 @@ _SMALL_BYTES = 4 << 20  # of an array that is reduced together with others
 def per_slice(
   mesh: Mesh, f: Callable, in_specs, out_specs, kernels: str | None = None
 ) -> Callable:
-  """Maps `f` over the slices.
+  """Maps `f` over the slices; specs are pytree prefixes of `ROWS` and `WHOLE`.
 
-  Args:
-    f: runs on the rows of one slice
-    in_specs: a pytree prefix of its arguments, of `ROWS` and `WHOLE`
-    out_specs: likewise of its results; what is `WHOLE` must be equal on every slice
-    kernels: that `f` runs, see `pallas_kernels.implementations`
+  What is `WHOLE` in `out_specs` must be equal on every slice.
   """
   return jax.shard_map(
     f,
@@ -56,7 +52,6 @@ def place(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 
 def abstract(mesh: Mesh, rows: int, dtype, *shape: int) -> jax.ShapeDtypeStruct:
-  """Describes an array of `rows` rows a slice, [slices * rows, *shape]."""
   B = rows * mesh.shape[axes.DATA]
   over = axes.sharding(mesh, axes.DATA)
   return jax.ShapeDtypeStruct((B, *shape), dtype, sharding=over)
@@ -74,27 +69,11 @@ def zeros(abstract):
 
 
 def shardings(abstract):
-  """The shardings of a tree of shapes."""
   return jax.tree.map(lambda x: x.sharding, abstract)
 
 
 def varying(x: jax.Array) -> jax.Array:
-  """Marks a value that is equal on every slice as one that may differ from now on."""
   return jax.lax.pcast(x, axes.DATA, to="varying")
-
-
-def handed_out(x: jax.Array, is_source: jax.Array) -> jax.Array:
-  """The `x` of the one slice that is the source, on every slice; zeros if none is.
-
-  Args:
-    x: of any floating point type
-    is_source: bool[...]  whether this slice is; broadcast against x
-  """
-  # In float32, which holds narrower numbers exactly: XLA's compiler for CPUs dies of sums
-  # of bfloat16 over an axis that a program is manual over.
-  wide = jnp.promote_types(x.dtype, jnp.float32)
-  sent = jnp.where(is_source, x, 0).astype(wide)
-  return total(sent).astype(x.dtype)
 
 
 def total(x: jax.Array) -> jax.Array:
@@ -109,13 +88,11 @@ def total(x: jax.Array) -> jax.Array:
 def combined(reduce: Callable[[jax.Array], jax.Array], tree):
   """Reduces every leaf over the slices, small ones of a dtype together as one vector.
 
+  `reduce` is elementwise over slices, as `total` is.
+
   A collective of several processes on CPUs takes some 4 ms, however little it moves, and
   their compiler does not combine them. Where a slice has several devices each leaf goes
   alone: a vector of them would undo how they are split within the slice.
-
-  Args:
-    reduce: elementwise over slices, as `total` is
-    tree: of arrays that differ between slices
   """
   leaves, structure = jax.tree.flatten(tree)
   split = jax.sharding.get_abstract_mesh().shape[axes.MODEL] > 1
@@ -133,14 +110,10 @@ def combined(reduce: Callable[[jax.Array], jax.Array], tree):
 
 
 def ready_s(x: jax.Array, began: float) -> np.ndarray:
-  """The seconds until each slice's rows of `x` were there: f64[slices].
+  """Seconds since `began` until each slice's rows of `x` were there: f64[slices].
 
   Only this process's slices; those of others are 0. A slice of several devices is ready
   when one of them is: they work in step.
-
-  Args:
-    x: [slices ...]  what a program gives back
-    began: `time.perf_counter()` when it was called
   """
   found = np.zeros(x.shape[0])
   mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
@@ -156,5 +129,4 @@ def ready_s(x: jax.Array, began: float) -> np.ndarray:
 
 @functools.cache
 def _waiting(count: int) -> futures.ThreadPoolExecutor:
-  """Threads that wait for a device each."""
   return futures.ThreadPoolExecutor(max(count, 1), thread_name_prefix="slice")

@@ -2,8 +2,7 @@
 
 Slots are the rows of a batch; each has one running request. KV and features are in pages
 (`pages`), which outlive the slots. A slot's last known token is *pending*: its KV is not
-computed yet. A prompt's prefill therefore stops before its last token, and every token
-that is drawn is drawn in the same loop.
+computed yet, so a prompt's prefill stops before its last token.
 """
 
 import flax.struct
@@ -39,15 +38,11 @@ class Slots:
 
   @property
   def kernels(self) -> str | None:
-    """Backend that attends, writes to the KV and draws; see `implementations`."""
     return self.kv.kernels
 
   @property
   def start(self) -> jax.Array:
-    """i32[B]: the cache slot of each pending token; before it, all are filled.
-
-    That of a free slot is 0, whatever its position: a step reads nothing for it.
-    """
+    """i32[B]: the cache slot of each pending token; 0 where free, as nothing is read."""
     return jnp.where(self.remaining > 0, self.position, 0)
 
   def with_features(self, position: jax.Array, new: jax.Array) -> "Slots":
@@ -81,7 +76,6 @@ def pool_sharding(mesh: Mesh, config: config_lib.ModelConfig) -> NamedSharding:
 def abstract_pool(
   mesh: Mesh, config: config_lib.ModelConfig, sizes: pages_lib.Sizes
 ) -> cache_lib.Pool:
-  """Shapes and shardings of the pages of one layer, all slices'."""
   pool = jax.eval_shape(lambda: cache_lib.init_pool(config, sizes.pages, sizes.page))
   over, count = pool_sharding(mesh, config), mesh.shape[axes.DATA]
 
@@ -98,7 +92,6 @@ def abstract_kv(
   sizes: pages_lib.Sizes,
   kernels: str | None = None,
 ) -> cache_lib.KVCache:
-  """Shapes and shardings of the KV, with a table of `rows` rows a slice."""
   pools = (abstract_pool(mesh, config, sizes),) * config.num_layers
   pages = slices.abstract(mesh, rows, jnp.int32, sizes.most)
   return cache_lib.KVCache(pools, pages, kernels)
@@ -110,7 +103,6 @@ def abstract_features(
   layout: features_lib.Layout | None,
   sizes: pages_lib.Sizes,
 ) -> jax.ShapeDtypeStruct | None:
-  """Shape and sharding of kept features; None: none are."""
   if layout is None:
     return None
   shape = sizes.page, layout.size
@@ -127,15 +119,6 @@ def abstract_slots(
   sizes: pages_lib.Sizes,
   kernels: str | None = None,
 ) -> Slots:
-  """Shapes and shardings of slots.
-
-  Args:
-    batch: slots per slice
-    stops: stop tokens per request
-    layout: of the features that are kept; None: none are
-    sizes: of the pages
-    kernels: backend, see `pallas_kernels.implementations`
-  """
   i32, u32, f32 = (
     slices.abstract(mesh, batch, dtype) for dtype in (jnp.int32, jnp.uint32, jnp.float32)
   )
@@ -158,7 +141,6 @@ def slots_shardings(
   layout: features_lib.Layout | None,
   kernels: str | None = None,
 ) -> Slots:
-  """The shardings of slots, the same for any number of them."""
   one = pages_lib.Sizes(pages=1, most=1, page=1)
   return slices.shardings(
     abstract_slots(
@@ -168,12 +150,6 @@ def slots_shardings(
 
 
 def nothing_emitted(slots: Slots, tokens: int, most: int | None = None) -> Emitted:
-  """`Emitted` at a chunk's start, for one slice.
-
-  Args:
-    tokens: T, for which each slot has room
-    most: A of `accepted`, for a chunk that speculates
-  """
   B = slots.pending.shape[0]
 
   def blank(dtype, *shape):

@@ -1,15 +1,12 @@
 """The clock of a rollout: what steps take, and the decisions that follow from it.
 
-`Clock` is the one ledger of time: of steps, by bucket and strategy, and of micro-batches.
-A machine is slow for a while, and then every strategy is. So the clock knows the time of
-a step as a product: the strategy's own time, and the level of the machine, which follows
-the last chunks whatever ran in them. Strategies are compared only by chunks that ran side
-by side: one chunk of another between two that took equally long; and at first any two,
-since a step that was timed on its own says less than that.
+The time of a step is a product: the strategy's own time, and the level of the machine,
+which follows the last chunks whatever ran in them. Strategies are compared only by chunks
+that ran one after the other: one chunk of another between two that took equally long; at
+first any two, since steps that were timed alone are known less well.
 
-Several processes all book the seconds of the first one (`processes.agree`), and so decide
-the same. Whatever is decided by them, or by a rule that learns from them, goes through
-`Decisions`, so that a rollout can be replayed.
+All processes book the seconds of the first one (`processes.agree`), and so decide the same.
+What depends on them goes through `Decisions`, so that a rollout can be replayed.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,14 +31,7 @@ _TRAINED_CHUNKS = 5  # chunks with a slice that only trained: a micro-batch is t
 
 
 class Clock:
-  """The seconds that steps and micro-batches take on this machine."""
-
   def __init__(self, now: Callable[[], float] = time.perf_counter):
-    """Starts without measurements; `measured` and `book` add them.
-
-    Args:
-      now: the time, in seconds
-    """
     self.now = now
     # Of a step, by bucket and strategy: the logarithm of its seconds at level 0, and the
     # comparisons that this comes from; none if it was only timed on its own.
@@ -64,7 +54,6 @@ class Clock:
     self.begin_rollout()
 
   def begin_rollout(self) -> None:
-    """Starts the sums over a rollout at 0."""
     self.seconds = 0.0  # of chunks so far
     self.tokens = 0  # that were drawn in them
     self._last: tuple[int, Arm] | None = None
@@ -72,30 +61,15 @@ class Clock:
     self._recent_step_s = {key: times[1:2] or times for key, times in late}
 
   def measured(self, bucket: int, arm: Arm, seconds: float) -> None:
-    """Books a step that was timed on its own, instead of what was known."""
+    """Books a step that was timed alone, in place of what was known."""
     level = self._level(bucket)
     self._own_log_s[bucket, arm] = float(np.log(seconds)) - level, 0
     self._compared[bucket, arm] = level
 
   def book(
-    self,
-    bucket: int,
-    arm: Arm,
-    *,
-    steps: int,
-    tokens: int,
-    longest: int,
-    seconds: float,
+    self, bucket: int, arm: Arm, *, steps: int, tokens: int, longest: int, seconds: float
   ) -> None:
-    """Books a chunk.
-
-    Args:
-      bucket, arm: how it ran
-      steps: of the busiest slice
-      tokens: that all slots drew
-      longest: tokens that the fullest slot drew
-      seconds: that decoding took
-    """
+    """Books a chunk: steps of the busiest slice, tokens of all slots and of the fullest."""
     self._last = key = bucket, arm
     step_s = seconds / max(steps, 1)
     self._learn(bucket, arm, float(np.log(max(step_s, 1e-9))))
@@ -107,7 +81,7 @@ class Clock:
     self.tokens += tokens
 
   def _learn(self, bucket: int, arm: Arm, log_s: float) -> None:
-    """Follows the machine with a chunk, and compares if it ends a comparison."""
+    """Updates the machine's level with a chunk, and compares if that is possible."""
     if (bucket, arm) not in self._own_log_s:
       self.measured(bucket, arm, float(np.exp(log_s)))
     recent = self._recent.setdefault(bucket, [])
@@ -126,19 +100,13 @@ class Clock:
       if key[0] == bucket:
         self._compared[key] = min(self._compared[key], level)
 
-  def _compare(
-    self, bucket: int, running: Arm, other: Arm, apart: float
-  ) -> None:
+  def _compare(self, bucket: int, running: Arm, other: Arm, apart: float) -> None:
     """Books by how much a chunk of another arm took longer than those around it.
 
-    What contradicts what was known may come of a pause of the machine: it is believed if
-    two comparisons agree, or else on average; and at once of an arm that was only timed on
-    its own. Then one of the two arms has changed: the one that is further from the level
-    of the machine when they were last compared.
-
-    Args:
-      running, other: what ran around it, or before it, and in it
-      apart: difference of the logarithms
+    What contradicts what was known may be due to a pause of the machine: it is believed if
+    two comparisons agree, or else on average; and at once of an arm that was only timed
+    alone. Then one of the two arms has changed: the one that is further from the machine's
+    level when they were last compared. `apart` is a difference of logarithms.
     """
     key = bucket, other
     (own, _), (others, count) = self._own_log_s[bucket, running], self._own_log_s[key]
@@ -176,12 +144,11 @@ class Clock:
     return float(np.exp(own[0] + self._level(bucket))) if own else 0.0
 
   def doubt(self, bucket: int, arm: Arm) -> float:
-    """Logarithm of the factor by which a step may be faster than `step_s` says.
+    """Logarithm of the factor by which a step may be faster than `step_s`.
 
-    By so much have steps become slower since the arm was last compared with others, which
-    may be the machine's fault or the fault of the arm that ran; so much faster was it in a
-    comparison that nothing has confirmed yet; and twice as fast may be what was only timed
-    on its own.
+    By as much as steps became slower since the arm was last compared, which may be due to
+    the machine or to the arm that ran; as much as it was faster in a comparison not yet
+    confirmed; by 2 if it was only timed alone.
     """
     key = bucket, arm
     if key not in self._own_log_s:
@@ -193,9 +160,9 @@ class Clock:
   def decoding_s(self, bucket: int, arm: Arm, steps: int) -> float:
     """Seconds that so many steps of the next chunk take, rather too few.
 
-    As in the last chunk, or in most of the last few if these were faster; in the first one
-    of a rollout as in the first of the last rollout. 0 before: steps that were timed on
-    their own had full caches, which may cost many times what nearly empty ones do.
+    As in the last chunk, or in most of the last few if these were faster; in a rollout's
+    first as in the first of the last rollout. 0 before: steps that were timed alone had
+    full caches, which may cost many times what nearly empty ones do.
     """
     late = self._recent_step_s.get((bucket, arm), [])[-_RECENT_CHUNKS:]
     return steps * float(min(late[-1], np.median(late))) if late else 0.0
@@ -214,25 +181,15 @@ class Clock:
     arm = self._last[1] if self._last and self._last[0] == bucket else None
     return self.step_s(bucket, arm) / self.tokens_of_step(bucket, arm)
 
-  def expected_steps(
-    self, bucket: int, arm: Arm, most: int, tokens: int
-  ) -> int:
-    """Steps of a chunk.
-
-    Args:
-      bucket, arm: how it runs
-      most, tokens: it ends after so many steps, or tokens in a slot
-    """
+  def expected_steps(self, bucket: int, arm: Arm, most: int, tokens: int) -> int:
+    """Steps of a chunk, which ends after `most` of them or `tokens` in a slot."""
     return int(min(most, np.ceil(tokens / self.tokens_of_step(bucket, arm))))
 
-  def micro_batches_within(
-    self, bucket: int, arm: Arm, steps: int
-  ) -> int:
+  def micro_batches_within(self, bucket: int, arm: Arm, steps: int) -> int:
     """Micro-batches that idle slices train while others decode so many steps.
 
-    They fill most of the time that this is thought to take, not all: others would wait
-    for what takes longer than it is thought to. Where none has fitted for long, what one
-    takes is measured again: it may have been measured in a pause of the machine.
+    They fill most of the expected time, not all: others would wait. Where none has fitted
+    for long, one is measured again: the machine may have paused.
     """
     one = self.micro_batch_s
     decoding_s = self.decoding_s(bucket, arm, steps)
@@ -245,23 +202,20 @@ class Clock:
     return fits
 
   def trained(self, micro_batch_s: float) -> None:
-    """Books the seconds that each micro-batch took in a slice that only trained."""
     late = self._micro_batches_s
     late.append(micro_batch_s)
     del late[:-_TRAINED_CHUNKS]
     self.micro_batch_s = float(np.median(late))
 
   def exchanged(self, seconds: float) -> None:
-    """Books the seconds that an exchange of drafters took."""
     self.exchange_s = seconds
 
 
 class Decisions:
-  """The decisions of a rollout by the clock, in order; another one can repeat them.
+  """The decisions of a rollout by the clock, in order; another rollout can repeat them.
 
-  In float32 no decision changes a token. But they say on what data, and when, a drafter
-  that is trained meanwhile is trained. With several processes, what `decide` reads of a
-  clock is the first one's (`processes.agree`).
+  In float32 no decision changes a token, but the data and order of the drafter's training
+  depend on them.
   """
 
   def __init__(
@@ -272,11 +226,8 @@ class Decisions:
   ):
     """Follows `replay`, another rollout's `log`, instead of the clock.
 
-    Args:
-      replay: (name, value) of each decision; None: the clock decides
-      strict: whether it is an error if the log is of another rollout; else the clock
-        decides from there on
-      source: of `replay`, for messages
+    If the log is of another rollout that is an error (`strict`), or the clock decides from
+    there on. `source` names it in messages.
     """
     self.log: list[tuple[str, int]] = []
     self._replay = None if replay is None else iter(replay)
@@ -284,13 +235,10 @@ class Decisions:
     self._source = source
 
   def __call__(self, name: str, decide: Callable[[], int]) -> int:
-    """The decision of that name, now.
+    """The decision of that name, now; ValueError: the log is of another rollout.
 
-    `decide` is asked in a replay as well, and not followed: a rule that learns by choosing
-    (`speculation.rules`) then knows afterwards what it would know without a replay.
-
-    Raises:
-      ValueError: the log is of another rollout
+    `decide` is called in a replay as well: a rule that learns by choosing then knows what
+    it would know without one.
     """
     value = int(decide())
     if self._replay is not None:
@@ -303,7 +251,7 @@ class Decisions:
     return value
 
   def finish(self) -> None:
-    """Ends the rollout; that something is left to replay is an error as well."""
+    """Ends the rollout; decisions left to replay are an error as well."""
     if self._replay is not None and (left := next(self._replay, None)):
       self._differs(left[0], "nothing")
 

@@ -1,11 +1,10 @@
-"""Compares two rollouts of the same requests, telling near-ties from bugs.
+"""Compares two rollouts of the same requests, and separates near-ties from bugs.
 
-A program of another shape rounds differently: logits differ in their last bits,
-and once in some 100,000 tokens that flips a draw. So at the first difference of
-a row the margin of the draw is computed from scratch: how far the best perturbed
-logit is above the second, or a filter's bound from what it decided. Below the
-tolerance the difference is a near-tie and the row is compared no further; above,
-it is a bug.
+A program of another shape rounds differently: logits differ in their last bits, and once
+in some 100,000 tokens that flips a draw. So at a row's first difference the margin of the
+draw is computed from scratch: the distance of the best perturbed logit from the second,
+or of a filter's bound from what it decided. Below the tolerance it is a near-tie and the
+row is compared no further; above, it is a bug.
 """
 
 import dataclasses
@@ -27,8 +26,6 @@ TOLERANCE = 1e-4  # float32
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """The outcome of a comparison."""
-
   total_tokens: int  # compared, up to the first difference of each row
   differing_tokens: int  # first differences that are no near-ties
   near_ties: int
@@ -41,17 +38,10 @@ def redraw(
   requests: requests_lib.Requests,
   samples: samples_lib.Samples,
 ) -> sampling_lib.Draw:
-  """Draws, by plain sampling, after each prefix of the given responses.
+  """Draws, by plain sampling, after each prefix of the responses: numpy arrays [B T].
 
   One forward pass without a cache over each whole sequence, which shares no code
   with a rollout's loop but the model, the noise and the filters.
-
-  Args:
-    config, params: of the target
-    requests: with their noise
-    samples: the responses
-  Returns:
-    Draw of numpy arrays [B T]
   """
   B, T = samples.tokens.shape
   P = max(len(p) for p in requests.prompts)
@@ -63,10 +53,7 @@ def redraw(
     tokens[b, : len(prompt)] = prompt
     tokens[b, len(prompt) : len(prompt) + T] = samples.tokens[b]
   sampling = sampling_lib.Sampling(
-    **{
-      f.name: getattr(requests, f.name)
-      for f in dataclasses.fields(sampling_lib.Sampling)
-    }
+    **{f.name: getattr(requests, f.name) for f in dataclasses.fields(sampling_lib.Sampling)}
   )
   run = jax.jit(functools.partial(_redraw_row, config, T))
   rows = [
@@ -95,13 +82,7 @@ def compare(
   b: samples_lib.Samples,
   tolerance: float = TOLERANCE,
 ) -> Comparison:
-  """Compares the responses of `a` and `b` token by token.
-
-  Args:
-    config, params: of the target
-    requests: that both answer
-    tolerance: margin of a draw under which a difference is a near-tie
-  """
+  """Compares the responses token by token; margins below `tolerance` are near-ties."""
   total, where = 0, []
   for i in range(len(requests)):
     x, y = a.response(i), b.response(i)

@@ -1,9 +1,4 @@
-"""One rollout's spot training, the host's side: how much, on what, and what it took.
-
-What depends on the clock goes through `clock.Decisions`, so that it can be done again
-alike. The device's side, and what outlives a rollout, is `spot`; whether training pays is
-known to `spot.investment`.
-"""
+"""The host's side of one rollout's spot training: how much, on what, and what it took."""
 
 from collections.abc import Callable
 import functools
@@ -28,21 +23,9 @@ _DECODING = 0.05  # least share of a chunk's time that a slice which decoded dec
 
 
 class Harvest:
-  """Spot training in one rollout."""
-
   def __init__(
-    self,
-    spot: spot_lib.Spot,
-    backend: backend_lib.Backend,
-    schedule: schedule_lib.Schedule,
+    self, spot: spot_lib.Spot, backend: backend_lib.Backend, schedule: schedule_lib.Schedule
   ):
-    """Begins a rollout.
-
-    Args:
-      spot: what is trained, and on what
-      backend: on which
-      schedule: of the rollout
-    """
     self.spot, self.backend = spot, backend
     self.schedule, self.clock, self.decide = schedule, schedule.clock, schedule.decide
     self.running, self.samples = schedule.running, schedule.running.samples
@@ -54,7 +37,6 @@ class Harvest:
 
   @property
   def ready(self) -> bool:
-    """Whether a slice is to be trained, and there is something to train on."""
     live = self.running.live
     idle = bool(live.any() and not live.all())
     return self._trains and idle and self.spot.buffer.holds_any
@@ -67,12 +49,6 @@ class Harvest:
     return options.chunk_tokens, options.min_micro_batches * self.clock.micro_batch_s
 
   def training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training:
-    """The training that the next chunk may do.
-
-    Args:
-      arm: with which it decodes
-      steps: its most
-    """
     running, clock = self.running, self.clock
     left = running.requests.max_tokens[running.seated] - running.drawn[running.seated]
     tokens = min(self.schedule.tokens, int(max(left)))
@@ -89,12 +65,12 @@ class Harvest:
       return clock.micro_batches_within(running.bucket, arm, expected)
 
     most = self.decide("micro_batches", within)
-    # Where a single slice decodes, nobody waits for anything once that has run dry.
+    # Where a single slice decodes, no other waits once that has run dry.
     several = np.count_nonzero(running.live) > 1
     return self.spot.training(most, expected, most if several else 0)
 
   def book(self, result: backend_lib.ChunkResult) -> float:
-    """Books what a chunk trained; returns the seconds that decoding took in it."""
+    """Books what a chunk trained; returns the seconds of decoding in it."""
     self._take(result.trained)
     micro_batches, decoded = result.trained.micro_batches, result.emitted.steps > 0
     only = (micro_batches > 0) & ~decoded
@@ -104,18 +80,12 @@ class Harvest:
     least = _DECODING * result.slice_s  # what micro-batches take is only an estimate
     return float(max(np.maximum(decoding_s, least)[decoded], default=0.0))
 
-  def observe(
-    self, seen: selector_lib.Observation, chooser: chooser_lib.Chooser
-  ) -> None:
-    """Books how a chunk was decoded, and might have been."""
+  def observe(self, seen: selector_lib.Observation, chooser: chooser_lib.Chooser) -> None:
     arms = chooser.selector.arms(seen.live) if chooser.selector else ()
     self.spot.investment.observe(seen, arms, chooser.step_s(seen.bucket))
 
   def store(self, ended: list[running_lib.Ended]) -> None:
-    """Keeps the features of requests that have ended, as far as there is room.
-
-    Their pages are still theirs: others get them with the next chunk.
-    """
+    """Keeps features of ended requests, whose pages are theirs until the next chunk."""
     running, spot = self.running, self.spot
     options = self.schedule.options
     most = spot.most_pieces(options.slots, options.max_length)
@@ -132,17 +102,11 @@ class Harvest:
       self.backend.store(spot, pieces, count)
 
   def finish(
-    self,
-    params,
-    rollout_s: float,
-    scoring: Callable[[], bool] | None = None,
+    self, params, rollout_s: float, scoring: Callable[[], bool] | None = None
   ) -> None:
-    """Ends the rollout: trains for as long as that pays, and exchanges what is left.
+    """Trains for as long as that pays, and exchanges what is left.
 
-    Args:
-      params: the target's
-      rollout_s: seconds of the rollout
-      scoring: says whether rewards are still computed, and training costs no time
+    `scoring`: whether rewards are still computed, and training costs no time.
     """
     spot, began, samples = self.spot, self.clock.now(), self.samples
     options, investment = spot.options, spot.investment
@@ -165,7 +129,8 @@ class Harvest:
 
     has_trained = False
     while spot.buffer.holds_any and self.decide("more", more):
-      self._train(params, options.micro_batches_per_update)
+      training = spot.training(options.micro_batches_per_update)
+      self._take(self.backend.train(params, training))
       has_trained = True
       if self._learnt(options.updates_per_exchange):
         self._exchange()
@@ -178,10 +143,9 @@ class Harvest:
     samples.invested_s, samples.saved_s = investment.invested_s, investment.saved_s
 
   def exchange_if_due(self) -> None:
-    """Lets slices exchange what they have learnt, if that is enough and takes little.
+    """Averages the slices' drafters if there are enough updates.
 
-    Those that decode wait for it: it takes no more than a small share of the time since
-    the last one.
+    Decoding slices wait for it: it may take a small share of the time since the last one.
     """
     if not self._learnt(self.spot.options.updates_per_exchange):
       return
@@ -198,30 +162,23 @@ class Harvest:
       self._exchanged_s = seconds
 
   def abandon(self) -> None:
-    """Ends a rollout that is cut short; the drafter keeps what it has learnt."""
+    """Ends a rollout that is cut short; the drafter keeps its updates."""
     if self.spot.apart:
       self._exchange()
 
   def _learnt(self, least: int) -> bool:
-    """Whether slices have made so many updates, all together, since the last exchange."""
+    """Whether slices have made so many updates together since the last exchange."""
     return self.spot.updates.sum() >= least
 
   def _exchange(self) -> None:
-    """Lets slices exchange what they have learnt."""
     self.spot.exchange(self.backend.exchange)
 
   def _exchange_timed(self) -> None:
-    """Exchanges, and books what that takes."""
     jax.block_until_ready(self.spot.states)
     began = self.clock.now()
     self._exchange()
     jax.block_until_ready(self.spot.states)
     self.clock.exchanged(processes.of_first(self.clock.now() - began))
-
-  def _train(self, params, micro_batches: int) -> None:
-    """Trains on all slices."""
-    training = self.spot.training(micro_batches)
-    self._take(self.backend.train(params, training))
 
   def _take(self, trained: trainer_lib.Account) -> None:
     self.spot.take(trained)
@@ -231,7 +188,6 @@ class Harvest:
       self.samples.training.append(counts | trained.metrics)
 
   def _progress(self, training: list[dict]) -> investment_lib.Progress:
-    """What these programs brought, a part of `Samples.training`."""
     each = self.spot.options.micro_batches_per_update
     return investment_lib.Progress(
       updates=sum(program["updates"] for program in training),

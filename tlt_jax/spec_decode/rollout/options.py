@@ -10,7 +10,7 @@ from tlt_jax.spec_decode.decoding import pages as pages_lib
 
 
 def ladder(slots: int, least: int = 2) -> tuple[int, ...]:
-  """`slots`, and half as many again and again, down to `least`."""
+  """`slots`, and halves of it, down to `least`."""
   rungs = [slots]
   while rungs[-1] // 2 >= least:
     rungs.append(rungs[-1] // 2)
@@ -19,8 +19,6 @@ def ladder(slots: int, least: int = 2) -> tuple[int, ...]:
 
 @ranges.options
 class Settings:
-  """What does not follow from prompts, model and memory."""
-
   chunk: ranges.Count = ranges.field(
     64, "tokens per slot between two looks of the host (a chunk)"
   )
@@ -38,10 +36,7 @@ class Settings:
 
 @ranges.options
 class Options(Settings):
-  """Sizes of a rollout, and its kernels; none of them changes a token.
-
-  Counts are per slice.
-  """
+  """Sizes of a rollout per slice, and its kernels; none of them changes a token."""
 
   max_length: ranges.Tokens = ranges.field(
     ..., "longest sequence, prompt included, in tokens"
@@ -85,21 +80,13 @@ class Options(Settings):
       )
 
   def bucket(self, live: int, without: Collection[int] = ()) -> int | None:
-    """The smallest bucket for so many live requests on a slice; None: none is left.
-
-    If none is that large, the widest.
-
-    Args:
-      without: buckets that cannot be used
-    """
+    """The smallest bucket for `live` requests, else the widest; None: none is left."""
     left = [n for n in self.buckets if n not in without]
     return min((n for n in left if n >= live), default=max(left, default=None))
 
   def page_sizes(self, beyond: int) -> pages_lib.Sizes:
-    """Pages for the requests that may run, and for prompts.
+    """Pages for requests (with `beyond` tokens behind each) and prompts.
 
-    Args:
-      beyond: tokens behind the longest sequence for which it has pages, too
     Raises:
       ValueError: there are fewer than a chunk takes in all slots
     """

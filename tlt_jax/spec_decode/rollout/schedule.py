@@ -1,8 +1,7 @@
 """Which request runs where next, and in which bucket.
 
-Plain arithmetic on host arrays, no device: every process comes to the same decisions
-from the same summaries and the same `Decisions`. None of them changes a token. `running`
-holds which request has which slot.
+Arithmetic on host arrays: every process comes to the same decisions from the same
+summaries and the same `Decisions`. None of them changes a token.
 """
 
 import collections
@@ -19,32 +18,24 @@ from tlt_jax.spec_decode.rollout import running as running_lib
 
 
 class Admission(NamedTuple):
-  """A request that is to get a slot."""
-
   slice: int
   row: int  # of the prompts that have pages
   request: int
 
 
 class Prefill(NamedTuple):
-  """A prompt that is to be computed first."""
-
   slice: int
   row: int  # of the prompts that have pages
   prompt: int
 
 
 class Plan(NamedTuple):
-  """A plan for the next chunk: slots per slice, and the requests that get one."""
-
   bucket: int  # slots for running requests and admissions
   admissions: list[Admission] = []
   prefills: list[Prefill] = []  # for them
 
 
 class Schedule:
-  """The queues of a rollout, and what becomes of them."""
-
   def __init__(
     self,
     options: options_lib.Options,
@@ -55,13 +46,8 @@ class Schedule:
   ):
     """Queues all requests; the responses to a prompt begin on one slice.
 
-    Where there are fewer prompts than slices, the responses to a prompt begin on several,
-    so that as many slices as possible have some.
-
-    Args:
-      options, running: of the rollout
-      clock, decide: what says when, and where that is decided
-      grows: starts with empty queues instead; `ask` fills them while requests run
+    Where there are fewer prompts than slices they begin on several. If it `grows`, queues
+    are empty until `ask` fills them.
     """
     self.options, self.running, self.clock, self.decide = options, running, clock, decide
     self._grows = grows
@@ -84,17 +70,10 @@ class Schedule:
 
   @property
   def done(self) -> bool:
-    """Whether no request is left."""
     return not (any(self.queues) or self.running.live.any())
 
   def ask(self, prompts: int) -> None:
-    """Queues what is new of the first prompts, each where the fewest requests are left.
-
-    Where these are fewer than slices, requests of a prompt are parted as at the start.
-
-    Args:
-      prompts: that are asked by now, in all
-    """
+    """Queues what is new of the first `prompts`, where the fewest requests are left."""
     for prompt in range(self._asked, prompts):
       requests = np.flatnonzero(self.running.requests.prompt_idx == prompt)
       homes = len(_dealt_out(prompt, prompts, len(self.queues)))
@@ -104,15 +83,12 @@ class Schedule:
     self._asked = max(self._asked, prompts)
 
   def begin_chunk(self, least: int = 1, most: int = 0, long_s: float = 0.0) -> None:
-    """Settles how long the next chunk is, and makes room for it.
+    """Decides how long the next chunk is, and makes room for it.
 
-    If memory does not suffice the youngest requests go back. They start over when
-    there is room: their noise makes them draw the same.
+    If memory does not suffice the youngest requests go back to the queue; their noise makes
+    them draw the same again. A slot may draw `least` tokens in one step. A chunk may have
+    up to `most` tokens instead of `Options.chunk` if fewer would not take `long_s` seconds.
 
-    Args:
-      least: tokens that a slot may draw in one step
-      most, long_s: more than `Options.chunk` tokens, up to `most`, if fewer would not
-        take that many seconds, and the cache has room
     Raises:
       MemoryError: not even one request fits
     """
@@ -131,13 +107,11 @@ class Schedule:
       self._full[s] = running.live[s]
 
   def _pages_left(self, tokens: int) -> np.ndarray:
-    """i32[slices]: pages of KV that are free once running requests draw so many tokens."""
     running = self.running
     running.pages.keep(running.owner)
     return running.pages.left(running.owner, running.end(tokens))
 
   def _tokens_within(self, least: int, most: int, long_s: float) -> int:
-    """Tokens per slot that the next chunk has time for."""
     wanted, token_s = self.options.chunk, self.clock.token_s(self.running.bucket)
     if most > self.options.chunk and min(self._pages_left(most)) < 0:
       most = 0
@@ -145,14 +119,8 @@ class Schedule:
       wanted = min(max(wanted, long_s / token_s), self.options.chunk_s / token_s)
     return int(np.clip(wanted, least, max(most, self.options.chunk)))
 
-  def limits(
-    self, arm: clock_lib.Arm, exact_steps: bool
-  ) -> tuple[chunk_lib.Limits, int]:
-    """How far the next chunk goes, and the steps that this is at most.
-
-    Args:
-      exact_steps: see `steps_within`
-    """
+  def limits(self, arm: clock_lib.Arm, exact_steps: bool) -> tuple[chunk_lib.Limits, int]:
+    """How far the next chunk goes, and the most steps that this is; see `steps_within`."""
     tokens = np.int32(self.tokens)
     if arm is None:
       return chunk_lib.Limits(tokens), self.tokens
@@ -162,13 +130,11 @@ class Schedule:
     return chunk_lib.Limits(tokens, np.int32(steps), np.int32(arm.depth)), steps
 
   def steps_within(self, bucket: int, arm: clock_lib.Arm, exact_steps: bool) -> int:
-    """How many steps of a strategy the next chunk may take, within its time.
+    """Most steps of a strategy within the next chunk's time.
 
     While several slices decode, as many as every row has room for, whatever is accepted:
-    all slices take them then, where else the luckiest would be full first, and wait.
-
-    Args:
-      exact_steps: whether it takes exactly that many, because slices train for as long
+    else the slice of most acceptance would be full first, and wait. With `exact_steps` it
+    takes exactly that many, because slices train for as long.
     """
     most = self.tokens
     if exact_steps or np.count_nonzero(self.running.live) > 1:
@@ -180,9 +146,7 @@ class Schedule:
   def seat(self) -> tuple[running_lib.Work, bool]:
     """Seats waiting requests in the smallest bucket that holds all that run then.
 
-    Returns:
-      what the devices have to do for them; and whether any were seated: others may be,
-      once that is done
+    Returns the devices' work for them, and whether any were seated: others may be, later.
     """
     plan = self.plan()
     work = self.running.admit(plan.bucket, plan.prefills, plan.admissions)
@@ -196,9 +160,8 @@ class Schedule:
   def _admit(self) -> tuple[list[Admission], list[Prefill]]:
     """The requests that get a slot, and the prompts that must be prefilled.
 
-    A slice stops when its slots are full, when its pages would run out, or when every row
-    of its prompts is in use for this admission. The row that is needed again last makes
-    room.
+    A slice stops when its slots are full, its pages would run out, or every row of prompts
+    is in use for this admission. The row that is needed again last makes room.
     """
     admissions, prefills = [], []
     if not self.joins():
@@ -227,7 +190,6 @@ class Schedule:
     return admissions, prefills
 
   def _pages_of_next(self, s: int) -> int:
-    """Pages that the next request of a slice takes."""
     running, request = self.running, self.queues[s][0]
     known, tokens = running.position[request], running.end(self.tokens)[request]
     is_new = int(running.requests.prompt_idx[request]) not in self.prompt_row[s]
@@ -236,8 +198,8 @@ class Schedule:
   def joins(self) -> bool:
     """Whether waiting requests join those that run.
 
-    Slots that were given up as requests ended come back only in a rollout whose queues
-    grow, or when nothing runs.
+    Slots given up as requests ended come back only in a rollout that grows, or when nothing
+    runs.
     """
     running = self.running
     if not running.live.any() or not any(self.queues):
@@ -247,9 +209,8 @@ class Schedule:
   def _batch_to_admit(self, running: np.ndarray) -> int:
     """Slots for those that run, i32[slices], and those that wait.
 
-    Of a queue that is known from the start all slots, so that a request is admitted in one
-    bucket only. The few that come to one that grows, while the rest drains, would pay for
-    slots that stay empty: no more than they take.
+    All slots if the queue is known from the start, so that a request is admitted in one
+    bucket only; as few as needed if it grows: empty slots cost time.
     """
     if not self._grows:
       return self.widest()
@@ -268,12 +229,11 @@ class Schedule:
       return None, False
     else:
       order = [int(prompt_idx[i]) for i in queue]
-      again = lambda p: order.index(p) if p in order else len(order)
-      rows[prompt] = rows.pop(max(set(rows) - used, key=again))
+      again = {p: i for i, p in reversed([*enumerate(order)])}
+      rows[prompt] = rows.pop(max(set(rows) - used, key=lambda p: again.get(p, len(order))))
     return rows[prompt], True
 
   def _fit(self, admissions: list[Admission]) -> int:
-    """The smallest bucket for the fullest slice, admissions included."""
     coming = np.bincount([a.slice for a in admissions], minlength=len(self.queues))
     running = self.running.live + coming
     batch = int(max(running))
@@ -282,15 +242,10 @@ class Schedule:
     return self.choose(batch)
 
   def choose(self, live: int) -> int:
-    """The smallest bucket for so many live requests on a slice; if none is, the widest."""
     return self.options.bucket(live, self.excluded) or self.widest()
 
   def widest(self) -> int:
-    """Most slots that a bucket has.
-
-    Raises:
-      MemoryError: every bucket has run out of memory
-    """
+    """Most slots that a bucket has; MemoryError: every bucket has run out of memory."""
     left = [n for n in self.options.buckets if n not in self.excluded]
     if not left:
       raise MemoryError(
@@ -300,11 +255,7 @@ class Schedule:
     return max(left)
 
   def out_of_memory(self) -> int:
-    """Rules out the bucket that was to run, and all larger ones; all starts over.
-
-    Returns:
-      that bucket
-    """
+    """Rules out the bucket that was to run, and all larger ones; all starts over."""
     goal, running = self.running.bucket, self.running
     self.excluded |= {n for n in self.options.buckets if n >= goal}
     for s, queue in enumerate(self.queues):

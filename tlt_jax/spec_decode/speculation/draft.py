@@ -1,8 +1,7 @@
 """Drafting by a drafter with weights: its state, and chains.
 
 Drafter and target add the same noise to their logits, which couples their draws: a guess
-is the top candidate of (draft logits / T + the noise of its position). For trees see
-`draft_tree`.
+is the top candidate of (draft logits / T + the noise of its position).
 
 A drafter with a `vocab` drafts only its U tokens: logits, noise and candidates are of
 these, and candidates are mapped to the target's ids at the end.
@@ -45,7 +44,6 @@ class Draft:
     params,
     longest: int,
   ):
-    """Makes tables outside of loops; `longest` bounds all positions."""
     self._module = drafter_lib.Drafter(config)
     self._layout = layout
     # Cast here, not in each step of a loop that follows: XLA would leave it there.
@@ -60,7 +58,6 @@ class Draft:
     return self._module.apply({"params": self._params}, *args, method=method)
 
   def features(self, features: jax.Array) -> jax.Array:
-    """The drafter's hidden states f[... D] of kept features f[... E]."""
     read = self._layout.split(features).drafter_input
     return self._apply(drafter_lib.Drafter.features, read)
 
@@ -79,7 +76,6 @@ class Draft:
     cache: cache_lib.LayerCache,
     start: jax.Array,
   ) -> tuple[jax.Array, cache_lib.LayerCache]:
-    """See `drafter.Drafter.__call__`."""
     by = self._rotations.at(positions)
     return self._apply(
       drafter_lib.Drafter.__call__, self._target, h, tokens, by, seen, cache, start
@@ -93,18 +89,16 @@ class Draft:
     seen: seen_lib.Seen,
     cache: cache_lib.LayerCache,
   ) -> jax.Array:
-    """See `drafter.Drafter.over_cache`."""
     by = self._rotations.at(positions)
     return self._apply(
       drafter_lib.Drafter.over_cache, self._target, h, tokens, by, seen, cache
     )
 
   def logits(self, h: jax.Array) -> jax.Array:
-    """f[... D] -> f32[... U]."""
     return self._apply(drafter_lib.Drafter.logits, self._head, h)
 
   def tokens(self, places: jax.Array) -> jax.Array:
-    """The target's ids i32[...] of indices i32[...] into the U tokens."""
+    """The target's ids of indices into the U tokens."""
     return places if self.ids is None else self.ids[places]
 
 
@@ -128,17 +122,9 @@ def extend(
 
 
 def draft_chain(
-  draft: Draft,
-  state: DraftState,
-  slots: slots_lib.Slots,
-  depth: jax.Array,
-  size: int,
+  draft: Draft, state: DraftState, slots: slots_lib.Slots, depth: jax.Array, size: int
 ) -> tuple[tree_lib.Tree, cache_lib.LayerCache]:
-  """Guesses `depth` i32[] <= size - 1 tokens in a row, read at run time.
-
-  Returns:
-    the tree of J = `size` nodes, and the drafter's cache
-  """
+  """Guesses `depth` i32[] <= size - 1 tokens in a row: a tree of J = `size` nodes."""
   h, cache = extend(draft, state, slots)
 
   def guess(h, d, tokens):

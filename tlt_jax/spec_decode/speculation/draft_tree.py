@@ -65,16 +65,8 @@ def draft_tree(
   """Grows a tree level by level, and keeps the best `size` - 1 nodes.
 
   At each level the `width` best nodes get `width` children each (EAGLE-2, section 4.1,
-  with this module's scores).
-
-  Args:
-    depth: i32[]  levels, read at run time; the cache must have `width` slots for
-      each level but the last beyond the longest position
-    width: W, at most the drafter's U tokens
-    size: J
-    scratch: usable slots behind each row's last pair, >= width * (depth-1)
-  Returns:
-    the tree, and the drafter's cache
+  with this module's scores). The cache needs `width` slots per level but the last behind
+  the longest position, of which a row can use `scratch`; `depth` is read at run time.
   """
   h, cache = draft_lib.extend(draft, state, slots)
   B, W = h.shape[0], width
@@ -112,7 +104,6 @@ def draft_tree(
 
 
 def _top_children(draft, width: int, h, sampling, position):
-  """Scores f32[b W] and tokens i32[b W] of the top children at h f[b D]."""
   runners = sampling_lib.contest(draft.logits(h), sampling, position, draft.ids)
   score, place = sampling_lib.likeliest(runners, width)
   return score, draft.tokens(place)
@@ -139,11 +130,7 @@ def _no_nodes(B: int, count: int) -> Nodes:
 
 
 def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
-  """The children of W nodes of a level: `beams` [B W].
-
-  Args:
-    score, token: f32[B W W] and i32[B W W], of each node's children, given the node
-  """
+  """Children of a level's W nodes, given each node's scores and tokens [B W W]."""
   B, W, _ = score.shape
   number = W + (depth - 1) * W * W + jnp.arange(W * W, dtype=jnp.int32)
   return Nodes(
@@ -156,7 +143,7 @@ def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
 
 
 def _assemble(nodes: Nodes, pending) -> tree_lib.Tree:
-  """The tree of the chosen nodes, in order of their making: parents come first."""
+  """The tree of the chosen nodes, in order of number: parents come first."""
   order = jnp.argsort(jnp.where(nodes.score > -jnp.inf, nodes.number, 2**30), 1)
   nodes = jax.tree.map(lambda x: jnp.take_along_axis(x, order, 1), nodes)
   is_parent = nodes.parent[:, :, None] == nodes.number[:, None]

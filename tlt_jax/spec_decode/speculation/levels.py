@@ -25,11 +25,7 @@ class Level(NamedTuple):
 
 
 def parse(text: str) -> tuple[Level, ...]:
-  """Reads levels, sorted by `most`; "" has none.
-
-  Raises:
-    ValueError: unreadable, a number or a strategy given twice, or 0 requests
-  """
+  """Reads levels, sorted by `most`; ValueError where a number or a strategy is repeated."""
   levels = []
   for part in filter(None, map(str.strip, text.split(";"))):
     match = _LEVEL.fullmatch(part)

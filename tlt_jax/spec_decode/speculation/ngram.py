@@ -6,13 +6,8 @@ of these, and the continuation of the longest match is the draft (prompt lookup,
 2023, https://github.com/apoorvumang/prompt-lookup-decoding; over earlier responses too,
 SuffixDecoding, Oliaro et al. 2024, https://arxiv.org/abs/2411.04975).
 
-First the device's side: `propose` drafts a chain from a `Corpus`, `append` adds accepted
-tokens. Then the host's: `Memory`, bounded, whose `rows_for` picks what to upload.
-
 Departures from the papers: no suffix tree, but a comparison with every position, in one
-vectorised pass; and a single best match, no statistics over matches. (Drawing among
-equal matches with the request's own noise gave 2 to 3% longer acceptance on Countdown,
-and no gain with few known responses.)
+vectorised pass; and a single best match, no statistics over matches.
 """
 
 import base64
@@ -80,9 +75,6 @@ def propose(
 
   The longest match wins; among equals one in the slot's own row, then the first row; in a
   row the latest. `pending` i32[B] is each slot's last known token.
-
-  Raises:
-    ValueError: more tokens in the corpus than an i32 can rank
   """
   (B,), (C, S) = pending.shape, corpus.tokens.shape
   chex.assert_shape([corpus.length, corpus.group], (C,))
@@ -123,7 +115,6 @@ def append(corpus: Corpus, tokens: jax.Array, count: jax.Array) -> Corpus:
 def make_rows(
   sequences: Iterable[tuple[int, np.ndarray]], count: int, length: int
 ) -> Corpus:
-  """A `Corpus` on the host: C = `count` rows of S = `length` tokens, the rest empty."""
   rows = Corpus(
     tokens=np.zeros((count, length), np.int32),
     length=np.zeros(count, np.int32),
@@ -139,8 +130,7 @@ def make_rows(
 class Memory:
   """Remembers the latest responses per prompt, over rollouts, up to `capacity` tokens.
 
-  Prompts count too; the oldest responses go first. Repeated responses are kept once, as the
-  latest. Its content depends on nothing but the order of the calls.
+  The oldest go first; a repeated response is kept once, as the latest.
   """
 
   def __init__(self, capacity: int):
@@ -153,7 +143,6 @@ class Memory:
     self._by_age: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
 
   def add(self, prompt: np.ndarray, response: np.ndarray) -> None:
-    """Remembers a response i32[...]; evicts the oldest beyond the capacity."""
     key, value = _to_bytes(prompt), _to_bytes(response)
     if not key or not value:
       raise ValueError("a memory takes no empty prompt and no empty response")
@@ -178,7 +167,6 @@ class Memory:
       self.tokens -= _size(key)
 
   def responses(self, prompt: np.ndarray) -> list[np.ndarray]:
-    """The responses held for a prompt, the latest first."""
     held = self._responses.get(_to_bytes(prompt), {})
     return [np.frombuffer(value, np.int32) for value in reversed(held)]
 
@@ -199,7 +187,6 @@ class Memory:
     return make_rows(itertools.islice(turns, count), count, length)
 
   def state(self) -> dict:
-    """Its content, as JSON for a checkpoint."""
     pairs = [[base64.b64encode(x).decode() for x in pair] for pair in self._by_age]
     return {"responses": pairs}
 

@@ -1,8 +1,4 @@
-"""Selectors choose the speculation strategy of each chunk.
-
-In order: the interface; `ByLiveBatch`, with fixed choices; `Arms`, the base of rules that
-learn (in `rules/`); and `make`, from a config's text. No choice changes a token.
-"""
+"""Selectors choose the speculation strategy of each chunk. No choice changes a token."""
 
 from collections.abc import Callable, Sequence
 import copy
@@ -31,8 +27,6 @@ class StepSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """Statistics of a chunk."""
-
   live: int  # requests of the fullest slice, at its start
   bucket: int  # slots
   strategy: Arm
@@ -44,10 +38,7 @@ class Observation:
 
 
 class Selector:
-  """Chooses strategies; subclasses override what they need.
-
-  Choices go through `Decisions`: they may depend on the clock and on chance.
-  """
+  """Chooses strategies, through `Decisions`, as choices may depend on clock and chance."""
 
   wants_step_seconds = False  # whether it needs step times measured beforehand
 
@@ -57,7 +48,6 @@ class Selector:
     raise NotImplementedError
 
   def arms(self, live: int) -> tuple[Arm, ...]:
-    """All that `choose` may return for `live` requests."""
     return (None, *self.strategies)
 
   def choose(self, live: int, step_s: StepSeconds) -> Arm:
@@ -72,19 +62,15 @@ class Selector:
     return None
 
   def state(self) -> dict:
-    """What it has learnt, as JSON for a checkpoint."""
     return {}
 
   def restore(self, state: dict | None) -> None:
-    """Continues from a `state`; None: starts over."""
+    """Resumes from a `state`; None: starts over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByLiveBatch(Selector):
-  """The strategy of the first (most live requests, strategy) pair that covers a batch.
-
-  Plain decoding above the last.
-  """
+  """The strategy of the first (most live requests, strategy) pair that covers a batch."""
 
   steps: Sequence[tuple[int, Arm]]
 
@@ -130,7 +116,6 @@ class Arms(Selector):
     return self.step(live)[1]
 
   def step(self, live: int) -> tuple[int, tuple[Arm, ...]]:
-    """The most live requests that share these arms, and the arms."""
     return next((step for step in self._steps if live <= step[0]), (0, (None,)))
 
   def key(self, live: int, arm: Arm) -> str:
@@ -153,9 +138,6 @@ def make(strategies: str, rule: str, has_drafter: bool) -> Selector | None:
   """The selector that a config describes; None if only plain decoding is left.
 
   A rule is only used where some level has several arms.
-
-  Raises:
-    ValueError: unreadable strategies (`levels.parse`), or no such rule (`find_rule`)
   """
 
   def can_run(arm):
@@ -173,13 +155,7 @@ def make(strategies: str, rule: str, has_drafter: bool) -> Selector | None:
 
 
 def find_rule(name: str) -> Callable[..., Selector]:
-  """The constructor of a rule's selector, from (most live requests, arms) pairs.
-
-  The name is that of a module of `rules/`, or the dotted name of another with a `make`.
-
-  Raises:
-    ValueError: no such rule
-  """
+  """A rule's selector: the name of a module of `rules/`, or a dotted name with a `make`."""
   try:
     return named.module(name, f"{__package__}.rules", "make").make
   except named.NameNotFound as e:

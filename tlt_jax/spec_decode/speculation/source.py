@@ -1,8 +1,7 @@
 """Sources of drafts: they guess the target's next tokens.
 
-`make("ngram", setting)` imports `tlt_jax.spec_decode.speculation.sources.ngram` and
-calls its `make(setting)`. A dotted name is imported as given: a strategy may name any
-package's source ("my_package.my_source_5"). No guess changes a token.
+`make` imports a module of `sources/` by name, or any by its dotted name
+("my_package.my_source_5"), and calls its `make(setting)`. No guess changes a token.
 
 On the host a source prepares, before a chunk, a *state*: arrays that are donated to it. On
 the devices, once per slice, it proposes a tree of guesses in each iteration, and absorbs
@@ -31,8 +30,6 @@ from tlt_jax.spec_decode.speculation import verify
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """The rollout that a source drafts for."""
-
   config: config_lib.ModelConfig  # of the target
   mesh: jax.sharding.Mesh
   pool: programs.Pool  # for its own programs
@@ -57,7 +54,6 @@ class Progress(NamedTuple):
 
   @property
   def tokens(self) -> np.ndarray:
-    """i32[...]: prompt and response."""
     return np.concatenate([self.prompt, self.response])
 
 
@@ -66,8 +62,6 @@ Running = abc.Sequence[abc.Sequence[Progress | None]]
 
 
 class Proposal(NamedTuple):
-  """The guesses of an iteration."""
-
   tree: tree_lib.Tree
   state: Any  # for `absorb`
 
@@ -77,8 +71,6 @@ Absorb = abc.Callable[[Any, verify.Output], Any]
 
 
 class Source:
-  """A source of drafts; subclasses override what they need."""
-
   reads_drafter = False  # whether `bind` needs the drafter's weights
   state_shardings: Any = None  # of the result of `end`
 
@@ -96,10 +88,7 @@ class Source:
   def prepare(
     self, weights: chunk_lib.Weights, slots: slots_lib.Slots, running: Running
   ) -> Any:
-    """Makes the state of the next chunk, to which it is donated.
-
-    `running` is the host's view of `slots`; the drafter's weights need `reads_drafter`.
-    """
+    """Makes the state of the next chunk; `running` is the host's view of `slots`."""
     return None
 
   def begin(self, slots: slots_lib.Slots, state: Any) -> Any:
@@ -119,27 +108,21 @@ class Source:
   def bind(
     self, strategy: strategy_lib.Strategy, weights: chunk_lib.Weights, length: int
   ) -> tuple[Propose, Absorb]:
-    """The functions that propose and absorb in a chunk of one slice.
-
-    `length` S bounds all positions.
-    """
+    """The functions that propose and absorb in a chunk of one slice; S = `length`."""
     raise NotImplementedError
 
   def finished(self, prompt: np.ndarray, response: np.ndarray) -> None:
-    """Learns from a finished request, i32[...] each."""
+    """Learns from a finished request."""
 
   def state(self) -> dict:
-    """What it has learnt, as JSON for a checkpoint."""
     return {}
 
   def restore(self, state: dict) -> None:
-    """Continues from a `state`."""
+    """Resumes from a `state`."""
 
 
 def make(name: str, setting: Setting) -> Source:
-  """Raises:
-    ValueError: no such module, or it cannot draft in this setting
-  """
+  """ValueError: no such module, or it cannot draft in this setting."""
   try:
     found = named.module(name, f"{__package__}.sources", "make")
   except named.NameNotFound as e:

@@ -28,10 +28,9 @@ from tlt_jax.spec_decode.speculation import verify
 def decode(
   source: source_lib.Source, strategy: strategy_lib.Strategy, tokens: int
 ) -> chunk_lib.Decode:
-  """Speculative decoding of one slice, at the depth of `Limits.depth`.
+  """Speculative decoding of one slice, at `Limits.depth`.
 
   Runs `Limits.steps` iterations, or until a slot might exceed `Limits.tokens` in the next.
-  There is room for `tokens` per slot, a bound of these.
   """
   setting = source.setting
   config, most = setting.config, setting.room.longest
@@ -78,7 +77,6 @@ def decode(
 def _emit(
   emitted: slots_lib.Emitted, output: verify.Output, live: jax.Array, remaining: jax.Array
 ) -> slots_lib.Emitted:
-  """Appends the output of an iteration, in which `live` bool[B] slots ran."""
   (B, most), tokens = output.tokens.shape, emitted.tokens.shape[1]
   inside = jnp.arange(most) < output.count[:, None]
   at = jnp.where(inside, emitted.count[:, None] + jnp.arange(most), tokens)
@@ -109,13 +107,7 @@ def verify_and_accept(
   most: int,
   width: int,
 ) -> tuple[slots_lib.Slots, verify.Output]:
-  """Runs the target over the trees once, and keeps the accepted tokens.
-
-  Args:
-    layout: of the features that are kept; None: none are
-    most: A, most tokens that a pass yields
-    width: W; 1 for a chain
-  """
+  """Runs the target over the trees once; keeps up to A = `most` accepted tokens of each."""
   B, J = tree.tokens.shape
   chex.assert_shape(slots.position, (B,))
   positions = slots.position[:, None] + tree.depth
@@ -124,15 +116,7 @@ def verify_and_accept(
   else:
     seen = seen_lib.of_mask(slots.start, tree_lib.ancestors(tree.parent))
   final, features, kv = decode_lib.forward(
-    config,
-    layout,
-    params,
-    slots.kv,
-    tree.tokens,
-    positions,
-    seen,
-    slots.start,
-    rotations,
+    config, layout, params, slots.kv, tree.tokens, positions, seen, slots.start, rotations
   )
   logits = target.Target(config).apply(
     {"params": params}, final, method=target.Target.logits
@@ -154,9 +138,7 @@ def verify_and_accept(
     kv = kv.with_layers(layer.move(source, slots.start) for layer in kv)
 
   live = slots.remaining > 0
-  count, stopped = verify.cut(
-    drawn.token, accepted + 1, slots.stop_tokens, slots.remaining
-  )
+  count, stopped = verify.cut(drawn.token, accepted + 1, slots.stop_tokens, slots.remaining)
   count = jnp.where(live, count, 0)
   last = jnp.take_along_axis(drawn.token, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
   place = slots.position[:, None] + jnp.arange(most)

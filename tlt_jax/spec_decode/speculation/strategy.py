@@ -2,7 +2,7 @@
 
 A strategy is `(depth, width, verify)`: drafting steps, children per node, and nodes
 per verification pass, the root included. `None` is plain decoding. No strategy changes
-a token. A `selector` chooses the one of each chunk.
+a token.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ MODEL, NGRAM = "model", "ngram"  # a drafter with weights; lookup in known seque
 class Strategy:
   """The shape of a draft tree and its source; a chain has width 1.
 
-  Width and verify are compiled in, depth is not: chains of equal `verify` share a program.
+  Width and verify are compiled in; depth is not.
   """
 
   depth: int
@@ -34,7 +34,6 @@ class Strategy:
 
   @property
   def longest(self) -> int:
-    """The deepest draft of its program."""
     return self.verify - 1 if self.width == 1 else self.depth
 
   def __str__(self) -> str:
@@ -49,14 +48,7 @@ _TEXT = re.compile(r"(?:([A-Za-z_][\w.]*?)_)?(\d+)(?:_(\d+)_(\d+))?")
 
 
 def parse(text: str) -> Strategy | None:
-  """Reads '5_1_6', 'ngram_5', 'my_package.my_source_5' or 'off'.
-
-  A single number is a chain whose tokens are all verified; the default source is the
-  drafter.
-
-  Raises:
-    ValueError: unreadable
-  """
+  """Reads '5_1_6', 'ngram_5', 'my_package.my_source_5' or 'off' (None)."""
   if text == "off":
     return None
   match = _TEXT.fullmatch(text)
@@ -71,7 +63,6 @@ def parse(text: str) -> Strategy | None:
 
 
 def name(strategy: Strategy | None) -> str:
-  """The text that `parse` reads."""
   return "off" if strategy is None else str(strategy)
 
 
@@ -81,7 +72,7 @@ def uses_drafter(strategy: Strategy | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-  """Cache space that strategies need; the same for all of a rollout, which share caches."""
+  """Cache space that strategies need, the same for all of a rollout."""
 
   longest: int = 1  # A, most tokens that a pass of the target yields
   target: int = 0  # cache slots behind the longest sequence: the nodes of a tree
@@ -89,7 +80,6 @@ class Room:
 
   @property
   def behind(self) -> int:
-    """Slots to reserve behind the longest sequence."""
     return max(self.target, self.drafter)
 
   @classmethod

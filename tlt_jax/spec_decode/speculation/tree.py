@@ -25,10 +25,7 @@ class Tree:
 
 
 def chain(tokens: jax.Array, depth: jax.Array) -> Tree:
-  """Args:
-    tokens: i32[B J]
-    depth: i32[] or i32[B]; deeper nodes are not valid
-  """
+  """A chain of tokens i32[B J]; nodes deeper than `depth` i32[] or i32[B] are not valid."""
   index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   valid = index <= jnp.broadcast_to(depth, tokens.shape[:1])[:, None]
   return Tree(tokens, jnp.maximum(index - 1, 0), index, valid)

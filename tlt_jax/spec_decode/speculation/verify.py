@@ -56,13 +56,10 @@ def walk_chain(
 def walk(
   tree: tree_lib.Tree, drawn: jax.Array, path_length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Finds the accepted path of a tree, of at most A = `path_length` nodes.
+  """The accepted path of a tree, given the target's token after each node, i32[B J].
 
-  Args:
-    drawn: i32[B J]  the target's token after each node
-  Returns:
-    path i32[B A], nodes from the root on (padded by its last), and the number of drafted
-    nodes on it, i32[B]
+  Returns nodes from the root on, i32[B A] (padded by the last), and the number of drafted
+  nodes among them, i32[B].
   """
   chex.assert_equal_shape([drawn, tree.tokens])
   B, J = drawn.shape
@@ -85,8 +82,7 @@ def cut(
 ) -> tuple[jax.Array, jax.Array]:
   """Ends `count` of tokens i32[B A] at the first stop token and at `remaining`.
 
-  Returns:
-    the number of tokens left, i32[B], and whether the last of them is a stop token
+  Returns the count, i32[B], and whether the last token is a stop token.
   """
   B, A = tokens.shape
   chex.assert_shape([count, remaining], (B,))

@@ -1,15 +1,9 @@
 """Which finished sequences the drafter is trained on: a bounded buffer of packed rows.
 
-Host arithmetic only. The features are on the devices (see `spot`), each slice's own;
-tokens and segments are here, the same on every process.
-
 Early in a rollout only short responses have finished; the long ones, of which the tail
 consists, are from the rollout before (TLT's one-step offset). So a rollout starts with the
 newest rows, of each rollout those with the longest sequences, and evicts the oldest one
 by one.
-
-A sequence longer than a row is cut. Each piece repeats a little of the one before as
-context only, so every token is trained on once.
 
 Departure from TLT (https://arxiv.org/abs/2511.16665): sequences longer than a row are cut
 into pieces; the paper packs whole ones.
@@ -49,7 +43,8 @@ class Buffer:
   """Packed rows of every slice: `table` i32[slices m 4 T], see `FIELDS` and `packing`.
 
   A sequence of T tokens takes T-1 places: its last token has no feature. At most `carried`
-  rows per slice are kept for the next rollout; a piece repeats `context` tokens.
+  rows per slice are kept for the next rollout; a piece repeats `context` tokens as context
+  only, so every token is trained on once.
   """
 
   def __init__(self, slices: int, rows: int, length: int, carried: int, context: int):
@@ -60,10 +55,7 @@ class Buffer:
     self.turn = 0  # incremented when training changes the order
 
   def filled(self, s: int) -> list[int]:
-    """The rows of a slice to train on, in their order.
-
-    Least used in this rollout first, then the newest, then the longest sequences'.
-    """
+    """The rows to train on: least used in this rollout first, then newest, then longest."""
     rows = self.rows[s]
     held = [i for i, row in enumerate(rows) if row.sizes]
     return sorted(held, key=lambda i: (rows[i].uses, rows[i].age, -rows[i].longest, i))
@@ -77,11 +69,9 @@ class Buffer:
         self._clear(s, i)
 
   def add(self, s: int, prompt: np.ndarray, response: np.ndarray) -> list[Piece]:
-    """Places a sequence on slice s, if need be in the place of older or shorter ones.
+    """Places a sequence on slice s, if need be in place of older or shorter ones.
 
-    Returns:
-      where its features belong, without the pieces for which there is no room because all
-      rows are of longer sequences
+    Pieces without room, where all rows are of longer sequences, are left out.
     """
     targets = np.concatenate([prompt, response])[1:]
     positions, pieces = np.arange(len(targets)), []
@@ -141,7 +131,7 @@ class Buffer:
     return any(row.sizes for rows in self.rows for row in rows)
 
   def order(self) -> np.ndarray:
-    """i32[slices 2+m]: of each slice, see `rows.Rows.order`."""
+    """i32[slices 2+m], see `rows.Rows.order`."""
     order = np.zeros((len(self.rows), 2 + len(self.rows[0])), np.int32)
     for s, rows in enumerate(self.rows):
       held = self.filled(s)
@@ -150,7 +140,6 @@ class Buffer:
     return order
 
   def trained(self, micro_batches: np.ndarray) -> None:
-    """Counts what each slice has trained on since the last `order`."""
     self.turn += bool(np.any(micro_batches))
     for s, count in enumerate(micro_batches):
       held = self.filled(s)
@@ -158,16 +147,13 @@ class Buffer:
         self.rows[s][row].uses += len(range(i, int(count), len(held)))
 
   def state(self) -> dict:
-    """Its rows for a checkpoint, as JSON; the table is saved separately."""
+    """Its rows as JSON; the table is saved separately."""
     return {"rows": [[dataclasses.asdict(row) for row in rows] for rows in self.rows]}
 
   def set_state(self, state: dict, table: np.ndarray) -> np.ndarray:
-    """Restores a state; from another number of slices, rows are redistributed.
+    """Restores rows and their table i32[... 4 T], perhaps of another number of slices.
 
-    Args:
-      table: saved with it, i32[... 4 T], the rows of all slices
-    Returns:
-      i32[slices m], the index of the saved row in each row; -1: empty
+    Returns the saved row of each row, i32[slices m]; -1: empty.
     """
     saved = [Row(**row) for rows in state["rows"] for row in rows]
     num_slices, each = self.table.shape[:2]
@@ -182,7 +168,6 @@ class Buffer:
     return source
 
   def _deal(self, saved: list[Row]) -> np.ndarray:
-    """The saved row of each row: the newest first, one slice after the other."""
     num_slices, each = self.table.shape[:2]
     source = np.full((num_slices, each), -1)
     found = [i for i, row in enumerate(saved) if row.sizes]

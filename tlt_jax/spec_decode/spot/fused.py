@@ -1,8 +1,7 @@
 """The fused chunk: slices decode, and one that becomes idle trains the drafter meanwhile.
 
-One program, without threads or a second process group: busy, idle and training are data.
-TLT (https://arxiv.org/abs/2511.16665) trains in a separate process group instead, on
-weights that are copied back and forth.
+One program: busy, idle and training are data. TLT (https://arxiv.org/abs/2511.16665)
+trains in a separate process group, on weights that are copied back and forth.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 def with_training(
   decode: chunk_lib.Decode, trainer: trainer_lib.Trainer
 ) -> Callable[..., chunk_lib.Done]:
-  """The chunk of one slice that decodes, and trains until the others are done."""
+  """Decodes, and trains until the other slices are done."""
 
   def run(weights, slots, draft_state, limits, training) -> chunk_lib.Done:
     # Until this slice is idle, or the chunk over.
@@ -33,7 +32,7 @@ def with_training(
 def quota(training: trainer_lib.Training, emitted: slots_lib.Emitted) -> jax.Array:
   """Micro-batches that this slice may train, i32[]; 0 while it has a request left.
 
-  Its quota times the share of the chunk's expected steps that are left, rounded down.
+  The share of its quota that the chunk's remaining expected steps are, rounded down.
   """
   idle = ~jnp.any(emitted.remaining > 0) & (training.rows.filled > 0)
   steps, expected = emitted.steps[0], training.expected_steps
@@ -48,7 +47,7 @@ def make(
   shardings: chunk_lib.Done,
   kernels: str | None = None,
 ) -> Callable[..., chunk_lib.Done]:
-  """The fused program of a chunk; see `chunk` for how it is called.
+  """The fused program of a chunk, see `chunk`.
 
   The drafters in training are not donated: they survive a program that runs out of memory.
   """

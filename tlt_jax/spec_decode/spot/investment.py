@@ -1,8 +1,8 @@
 """How long the drafter trains: as long as that saves more time than it takes.
 
-Training costs time and saves time in the following rollouts. At the end of a rollout three
-things are known: how agreement with the target rose with updates, the time of an update,
-and the time of the rollout's chunks as a function of agreement. They say whether more
+Training costs time and saves time in the following rollouts. After a rollout three things
+are known: how agreement with the target rose with updates, the time of an update, and the
+time of the rollout's chunks as a function of agreement. From these it follows whether more
 training pays off within the next rollouts. After a rollout all devices wait for training: a
 second costs a second. In idle slices it costs what it slows the decoding slices down, a
 fraction of that.
@@ -12,8 +12,8 @@ target. No coupling accepts more drafts, and the one used here accepts hardly fe
 measured on rows at their first use, since a drafter drafts for responses it has not seen.
 -log(1 - q) grows about linearly with the logarithm of the updates, so returns diminish. The
 slope is fitted to observations and a prior, so a new drafter trains before anything is
-known. Once training no longer pays off it stops, until the policy has moved on and fewer
-drafts are accepted than at best since, or for a trial after a while.
+known. Training stops when it no longer pays off, until acceptance has dropped since,
+or for a trial after a while.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _FLAT, _NEW = 400, 0.5
 
 
 class Costs(NamedTuple):
-  """The seconds of a rollout's chunks that had the same arms."""
+  """Seconds of a rollout's chunks that had the same arms."""
 
   without_s: float  # without the drafter: as decoded, if it drafted nothing
   plain_s: float  # in plain steps
@@ -50,10 +50,7 @@ class Costs(NamedTuple):
   arms: Sequence[Sequence[float]]
 
   def seconds(self, q: float) -> float:
-    """The seconds that they take if drafts are accepted with probability q."""
-    ratios = [
-      cost / sum(q**k for k in range(int(depth) + 1)) for depth, cost in self.arms
-    ]
+    ratios = [cost / sum(q**k for k in range(int(depth) + 1)) for depth, cost in self.arms]
     return min(self.without_s, self.plain_s * min(ratios))
 
 
@@ -64,10 +61,7 @@ class Progress(NamedTuple):
 
 
 class Investment:
-  """Tracks a drafter's training and decides how long it continues.
-
-  Training after a rollout takes at most `share` of the rollout's time.
-  """
+  """Decides how long a drafter trains: after a rollout, at most `share` of its time."""
 
   # Attributes that a checkpoint keeps.
   learnt = tuple(
@@ -119,10 +113,7 @@ class Investment:
     self._costs[seen.bucket, own] = Costs(without_s, before.plain_s + plain_s, costs)
 
   def end_rollout(self, rollout_s: float, progress: Progress, idle_s: float) -> float:
-    """Books a rollout whose last token is drawn; returns the seconds to train after it.
-
-    Idle slices made `progress` in `idle_s`.
-    """
+    """Books a rollout and idle slices' `progress`; returns seconds to train afterwards."""
     self.costs = [*self.costs, list(self._costs.values())][-_LATE:]
     if self.in_idle_slices:
       self.idle = [*self.idle, [progress.updates, idle_s]][-_LATE:]
@@ -149,7 +140,7 @@ class Investment:
     self.updates += progress.updates
 
   def _choose(self, rollout_s: float) -> float:
-    """Seconds to train now; also sets whether idle slices train in the next rollout."""
+    """Seconds to train now; also decides whether idle slices train in the next rollout."""
     if not any(self.costs):  # the drafter cannot draft there
       return 0.0
     most = self._share * rollout_s
@@ -167,7 +158,6 @@ class Investment:
     return seconds
 
   def _is_flat(self) -> bool:
-    """Whether this is the flat start of a new drafter's curve."""
     return self.updates < _FLAT and _share(self._curve()[1]) < _NEW
 
   def _resumes(self) -> bool:
@@ -183,7 +173,7 @@ class Investment:
     return self.rested is None
 
   def _pays(self, seconds: float, update_s: float) -> bool:
-    """Whether training pays off that costs `seconds` in each of the next few rollouts."""
+    """Whether training that costs `seconds` in each of the next few rollouts pays off."""
     if not seconds or not update_s:
       return False
     (slope, now), updates = self._curve(), seconds / update_s
@@ -212,12 +202,10 @@ class Investment:
     return slope, float(mean_y + slope * (math.log(self.updates) - mean_x))
 
   def _seconds(self, q: float) -> float:
-    """The mean seconds of the recent rollouts at acceptance q."""
     every = [Costs(*costs).seconds(q) for costs in itertools.chain(*self.costs)]
     return sum(every) / max(len(self.costs), 1)
 
   def _accepted_share(self) -> float | None:
-    """Share of first drafts accepted in recent rollouts; None: too few."""
     accepted, drafted = np.sum(self.accepted or [[0, 0]], axis=0)
     return float(accepted / drafted) if drafted else None
 

@@ -9,19 +9,14 @@ of the one before, so that the drafter learns from its own mistakes:
 Distribution losses, between target p and drafter q at the sampling temperature:
 soft cross-entropy (EAGLE, https://arxiv.org/abs/2401.15077), or total variation,
 which determines acceptance (https://arxiv.org/abs/2606.12370). Where q is far from p the
-gradient of total variation is small: a drafter of random weights makes no progress for
-long, and learns faster if its first updates train cross-entropy
-(`Loss.cross_entropy_updates`).
+gradient of total variation is small: a drafter of random weights learns faster if its
+first updates train cross-entropy (`Loss.cross_entropy_updates`).
 
 A drafter that knows U of the V tokens learns p renormalised within them, at the positions
 where the token drawn by the target is one of them: on average over draws, that weights a
 position by p's mass within. So it needs the target's logits of U tokens; the code of
 EAGLE-3 (https://arxiv.org/abs/2503.01840), which leaves out positions whose likeliest
 token the drafter lacks, needs all V.
-
-Memory: p, f32[rows T U], is held once. Other arrays of U numbers per position, 25 MB per
-128 positions and 49,152 tokens, are computed for some positions at a time where a
-micro-batch is large, and recomputed in the backward pass.
 """
 
 from collections.abc import Callable
@@ -51,7 +46,7 @@ _BLOCK = 2**23  # logits computed at a time, 32 MB; a few such arrays coexist
 
 @ranges.options
 class Settings:
-  """A run's choices of a drafter's objective; the defaults: see `spot.Options`."""
+  """A run's choices of a drafter's objective; for the defaults see `spot.Options`."""
 
   steps: ranges.Count = ranges.field(2, "drafting steps unrolled in training")
   distance: Literal[DISTANCES] = ranges.field(
@@ -72,7 +67,6 @@ class Loss(Settings):
     return ["tokens", *by_step]
 
   def agreement(self, metrics: dict[str, jax.Array]) -> jax.Array:
-    """The mean agreement of all steps per token, from the sums of `loss`."""
     total = sum(metrics[f"agreement_{k + 1}"] for k in range(self.steps))
     return total / (self.steps * jnp.maximum(metrics["tokens"], 1.0))
 
@@ -90,15 +84,11 @@ def loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of one micro-batch, a sum over tokens.
 
-  Args:
-    packed: [rows T]; all arrays' rows are independent
-    kept: of the target's states, final f[rows T D] and what the drafter reads
-    rotations: of positions 0, 1, ..., if precomputed
-    updates: i32[], updates of the drafter so far; None: more than `cross_entropy_updates`
-  Returns:
-    the sum, and {"tokens", "loss_k", "agreement_k"} as sums as well; agreement is
-    1 - total variation, the chance of acceptance of an optimal coupling; 0 where the
-    drafter lacks the token that was drawn
+  Rows [rows T] are independent; `updates` i32[] counts those made so far, None: more than
+  `cross_entropy_updates`.
+  Returns the sum, and sums {"tokens", "loss_k", "agreement_k"}: agreement is 1 - total
+  variation, the acceptance probability of an optimal coupling; 0 where the drafter lacks
+  the token that was drawn.
   """
   chex.assert_rank(packed.tokens, 2)
   chex.assert_shape(kept.final, (*packed.tokens.shape, config.width))
@@ -137,19 +127,15 @@ def loss(
 
 
 def _ahead(x: jax.Array) -> jax.Array:
-  """The values of [rows T ...] at the next place."""
   return jnp.roll(x, -1, 1)
 
 
 class _Goal(NamedTuple):
-  """What a drafter of U tokens learns at each position."""
-
   p: jax.Array  # f32[rows T U]  the target's, renormalised within them
   known: jax.Array  # bool[rows T]  whether the drawn token is one of them
 
 
 def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
-  """What follows final f[rows T D], of which i32[rows T] was drawn."""
   ids = drafter.target_ids
   part = target.output_head(config, target_params, ids if drafter.vocab else None)
   logits = functools.partial(
@@ -169,11 +155,9 @@ def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
 def _distances(
   options, logits: Callable, h: jax.Array, goal: _Goal, is_new: jax.Array | None
 ):
-  """The trained distance, and total variation: f32[rows T] each.
+  """The trained distance, and total variation: f32[rows T] each, of outputs h f[rows T D].
 
-  Args:
-    h: f[rows T D]  the drafter's outputs
-    is_new: bool[], whether this is one of the `cross_entropy_updates`; None: it is not
+  `is_new` bool[]: this is one of the `cross_entropy_updates`; None: it is not.
   """
   by_variation = options.distance == "total_variation"
 
@@ -195,7 +179,7 @@ def _distances(
 def _by_positions(f: Callable, width: int, x: Any) -> Any:
   """Computes f of arrays [rows T ...] in blocks of positions that fit `_BLOCK`.
 
-  The largest array that f makes has `width` numbers per row and position.
+  `width` numbers per row and position are the largest array that f makes.
   """
   rows, T = jax.tree.leaves(x)[0].shape[:2]
   # A power of two: mostly no rest is left, which would be a separate program.

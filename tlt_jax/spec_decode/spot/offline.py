@@ -1,10 +1,5 @@
 """Trains a drafter on sequences of its target, which is frozen.
 
-One jitted program per update, as in `learner`: for each bucket a loop over its
-micro-batches, which computes the target's features and accumulates the drafter's
-gradient, then one optimizer step. Parameters are replicated over `data`, rows of a
-micro-batch are split over it.
-
 A target is many times the size of its drafter. For sequences trained on more than once,
 features can be computed once, by `DraftLearner.features`, and passed in (the offline
 training of EAGLE, https://arxiv.org/abs/2401.15077).
@@ -37,8 +32,6 @@ from tlt_jax.spec_decode.spot import state as state_lib
 
 @dataclasses.dataclass(frozen=True)
 class DraftLearner:
-  """Trains a drafter, update by update; see `make`."""
-
   config: config_lib.ModelConfig
   drafter: drafter_lib.DrafterConfig
   loss: loss_lib.Loss
@@ -51,7 +44,6 @@ class DraftLearner:
     return state_lib.abstract_state(self.drafter, self.optimizer, self.mesh)
 
   def init(self, params) -> state_lib.State:
-    """The state before the first update, from parameters of any layout."""
     return state_lib.init_state(self.drafter, self.optimizer, self.mesh, params)
 
   def train(
@@ -64,12 +56,9 @@ class DraftLearner:
   ) -> tuple[state_lib.State, dict[str, float]]:
     """Makes one update on a batch of sequences; the state is donated.
 
-    Args:
-      target_params: laid out by `axes.ROLLOUT`
-      features: f[T E] of each sequence of T tokens, see `features`; None: computed
-    Returns:
-      the new state, and `drafter/*`: loss, and per drafting step k loss_k and
-      agreement_k, means over response tokens
+    `features` f[T E] of each sequence of T tokens are computed if not given. Returns the
+    new state, and `drafter/*`: loss, and per drafting step k loss_k and agreement_k, means
+    over response tokens.
     """
     packed = packing.pack(prompts, responses, self.buckets)
     kept = None
@@ -84,15 +73,9 @@ class DraftLearner:
     return state, {f"drafter/{k}": float(v) for k, v in jax.device_get(metrics).items()}
 
   def features(
-    self,
-    target_params,
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
+    self, target_params, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
   ) -> list[np.ndarray]:
-    """The target's features for updates: f[T E] of each sequence of T tokens.
-
-    Tapped and final states as `features.Layout` orders them; E = `layout.size`.
-    """
+    """The target's features f[T E] of each sequence of T tokens, ordered by `Layout`."""
     packed = packing.pack(prompts, responses, self.buckets)
     placed = packing.place(packed, self.mesh)
     key = (len(prompts),)
@@ -102,7 +85,6 @@ class DraftLearner:
 
   @functools.cached_property
   def update(self):
-    """(state, target params, packed buckets, features) -> (state, metrics)."""
     shardings = slices.shardings(self.abstract_state())
     return jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, None))
 
@@ -155,7 +137,6 @@ class DraftLearner:
     return tuple(map(of_bucket, packed))
 
   def _features_of(self, target_params):
-    """The function from a micro-batch [rows T] to its features f[rows T E]."""
     rotations = layers.rotation(self.config, self._positions)
 
     def features_of(batch):
@@ -200,7 +181,6 @@ def _packed(
 def _unpacked(
   features: Sequence[np.ndarray], packed: Sequence[packing.Packed], sizes: Sequence[int]
 ) -> list[np.ndarray]:
-  """Undoes `_packed` for all buckets, of sequences of `sizes` tokens."""
   found: list[np.ndarray | None] = [None] * len(sizes)
   for made, bucket in zip(features, packed, strict=True):
     for i, where in _places(bucket):
@@ -226,9 +206,6 @@ def make(
 
   Buckets are (rows, tokens per row) of micro-batches, by increasing tokens; rows are
   rounded up to a multiple of the slices.
-
-  Raises:
-    ValueError: no buckets, or out of order
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return DraftLearner(config, drafter, loss, optimizer, mesh, buckets)

@@ -1,5 +1,3 @@
-"""Training rows on the devices; `buffer` assigns their sequences."""
-
 from collections.abc import Callable
 
 import flax.struct
@@ -15,10 +13,7 @@ from tlt_jax.spec_decode.decoding import slices
 
 @flax.struct.dataclass
 class Rows:
-  """The training data of all slices, which never leaves the devices.
-
-  A slice has m rows of T tokens each; a row is a micro-batch.
-  """
+  """Training data on the devices: m rows (micro-batches) of T tokens per slice."""
 
   features: jax.Array  # f[m T E]  of the target
   table: jax.Array  # i32[m 4 T]  `buffer.FIELDS`
@@ -28,15 +23,13 @@ class Rows:
 
   @property
   def filled(self) -> jax.Array:
-    """The number of rows of this slice to train on, i32[]."""
     return self.order[0]
 
   def is_new(self, i: jax.Array) -> jax.Array:
-    """Whether a slice's i-th row in order was never trained on, bool[]."""
+    """Whether a slice's i-th row in order was never trained on."""
     return i < self.order[1]
 
   def micro_batch(self, i: jax.Array) -> tuple[packing.Packed, jax.Array]:
-    """A slice's i-th row in order, see `row`."""
     return self.row(self.order[2 + i % jnp.maximum(self.filled, 1)])
 
   def row(self, row: jax.Array) -> tuple[packing.Packed, jax.Array]:
@@ -58,7 +51,7 @@ def make_store(mesh: Mesh, size: int) -> Callable:
   """(rows f[m T E], features f[P L E], i32[p 4+M], count i32[slices]) -> rows.
 
   Copies pieces of sequences into the rows (donated): each a `buffer.Piece` and the pages of
-  the sequence's features (`pages.Pages`); the first `count` of p. `size` is E.
+  the sequence's features; the first `count` of p. `size` is E.
   """
 
   def store(kept, data, pieces, count):

@@ -3,8 +3,8 @@
 A fused chunk (`fused`) is one program: each slice decodes; one that becomes idle trains on
 its own finished sequences until shortly before the chunk's expected end. It updates its
 own copy of the drafter, so no slice waits. Once there are enough updates, and when the
-rollout ends, slices average their copies (`trainer`), and the result drafts. No token
-changes: the tokens drawn do not depend on the drafter.
+rollout ends, slices average their copies (`trainer`), and the result drafts. Tokens drawn
+do not depend on the drafter.
 
 Departures from TLT (https://arxiv.org/abs/2511.16665): no separate process group and
 no coordinator; training is deterministic, by a logged schedule; slices train apart and
@@ -42,8 +42,7 @@ class Settings:
   of random weights learnt fastest of 28 (a policy of 20M parameters, 360 responses in their
   order; tokens per pass of chains of three after 10 and 25 rollouts' idle time): 1.88 and
   2.50; rows of 128 tokens, three unrolled steps and total variation from the start gave
-  1.69 and 2.07. In whole runs a new drafter drew 80% of what one trained offline does after
-  30 rollouts. `experiments/log/2026-11.md` has the table, of 2026-11-27.
+  1.69 and 2.07. `experiments/log/2026-11.md` has the table, of 2026-11-27.
   """
 
   row_tokens: ranges.Tokens = ranges.field(
@@ -112,12 +111,7 @@ class Options(Settings):
 
 # Part of the recipe, see `Options`: arguments of `rl.optimizer.make`.
 OPTIMIZER = dict(
-  name="adamw",
-  learning_rate=1e-3,
-  warmup=20,
-  total=3000,
-  floor=0.1,
-  b2=0.99,
+  name="adamw", learning_rate=1e-3, warmup=20, total=3000, floor=0.1, b2=0.99
 )
 
 
@@ -138,7 +132,6 @@ def make_buffer(trainer: trainer_lib.Trainer, options: Options) -> buffer_lib.Bu
 def abstract_features(
   trainer: trainer_lib.Trainer, options: Options
 ) -> jax.ShapeDtypeStruct:
-  """The shape and sharding of the features of all rows, f[slices*m T E]."""
   dtype, size = trainer.config.dtype, trainer.layout.size
   length = row_tokens(trainer, options)
   return features_lib.abstract(trainer.mesh, options.rows, dtype, length, size)
@@ -146,8 +139,6 @@ def abstract_features(
 
 @dataclasses.dataclass
 class Frozen:
-  """A drafter that no rollout trains."""
-
   config: drafter_lib.DrafterConfig
   params: Any  # laid out by `axes.ROLLOUT`
   # One of this shape that trains, whose programs this one shares.
@@ -155,8 +146,6 @@ class Frozen:
 
 
 class Spot:
-  """A drafter and its training through a run: its state and its data."""
-
   def __init__(self, trainer: trainer_lib.Trainer, options: Options, params):
     self.trainer, self.options, self.config = trainer, options, trainer.drafter
     self.row_tokens = row_tokens(trainer, options)
@@ -173,36 +162,28 @@ class Spot:
 
   @property
   def spot(self) -> "Spot":
-    """Itself; see `Frozen.spot`."""
     return self
 
   @property
   def states(self) -> state_lib.State:
-    """The drafter in training, of every slice."""
     return self._states
 
   @property
   def state(self) -> state_lib.State:
-    """The drafter in training, the same on all slices between rollouts."""
     return self.trainer.gather(self._states)
 
   @property
   def params(self):
-    """The parameters that draft."""
     return self._params
 
   def trains_in(self, batch: int) -> bool:
-    """Whether idle slices train in buckets of `batch` slots.
-
-    A single slice is never idle while the rollout runs.
-    """
+    """Whether idle slices train in buckets of `batch`; a single slice is never idle."""
     alone = self.trainer.mesh.shape[axes.DATA] == 1
     return not alone and batch <= (self.options.max_batch or batch)
 
   def training(
     self, most: int, expected_steps: int | None = None, quota_if_idle_midway: int = 0
   ) -> trainer_lib.Training:
-    """See `trainer.Training`."""
     training = trainer_lib.Training(self._states, self.rows(), np.int32(most))
     if expected_steps is None:
       return training
@@ -232,7 +213,6 @@ class Spot:
     return self._updates
 
   def exchange(self, program: Callable) -> None:
-    """Averages the slices' drafters by a `Trainer.make_exchange`."""
     updates = self.trainer.place(self._updates[:, None])
     self._states, self._params = program(self._states, updates)
     self._reset_counts()
@@ -242,29 +222,24 @@ class Spot:
     self.apart = False  # whether a slice has trained since the last exchange
 
   def restart(self, state: state_lib.State) -> None:
-    """Continues from another state of the drafter, with the present data."""
     self.investment = self._new_investment()
     self._states, self._params = self.trainer.spread(state), state.drafting
     self._reset_counts()
 
   @property
   def features(self) -> jax.Array:
-    """The features of the rows, f[slices*m T E]."""
     return self._features
 
   def take_features(self, features: jax.Array) -> None:
     self._features = features
 
   def arrays(self) -> dict:
-    """The arrays of a checkpoint, without the target's embedding and head."""
     return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
-    """The rest of a checkpoint, as JSON."""
     return {"buffer": self.buffer.state(), "investment": self.investment.state()}
 
   def saved_arrays(self, data: dict) -> dict:
-    """The shapes of the `arrays` saved with `data`, perhaps with other slices."""
     count = sum(map(len, data["buffer"]["rows"]))
 
     def of_rows(x):
@@ -278,7 +253,7 @@ class Spot:
     return arrays | {name: of_rows(arrays[name]) for name in ("features", "table")}
 
   def restore(self, arrays: dict, data: dict) -> None:
-    """Continues from `arrays` and `data`, saved with any number of slices."""
+    """Resumes from what was saved with any number of slices."""
     source = self.buffer.set_state(data["buffer"], processes.fetch(arrays["table"]))
     self.restart(arrays["state"])
     self.investment.restore(data["investment"])
@@ -296,7 +271,6 @@ class Spot:
   def _placed_once(
     self, name: str, change: Any, make: Callable[[], np.ndarray]
   ) -> jax.Array:
-    """A part of the buffer on the devices, placed again only after a change."""
     if name not in self._placed or self._placed[name][0] != change:
       self._placed[name] = change, self.trainer.place(make())
     return self._placed[name][1]
@@ -319,9 +293,7 @@ def make_trainer(
   loss: loss_lib.Loss,
   options: Options,
 ) -> trainer_lib.Trainer:
-  """Raises:
-    ValueError: pieces repeat less than the loss unrolls
-  """
+  """ValueError: pieces repeat less than the loss unrolls."""
   if options.row_tokens < longest and options.context_tokens < loss.steps:
     raise ValueError(
       f"context_tokens ({options.context_tokens}) must be at least the drafting steps of "

@@ -16,8 +16,6 @@ from tlt_jax.spec_decode.decoding import slices
 
 @flax.struct.dataclass
 class Sums:
-  """Sums over micro-batches, and over their tokens."""
-
   loss: jax.Array  # f32[]
   metrics: dict  # f32[] each, see `loss.Loss.metrics`
   grads: dict  # f32, of the drafter's parameters
@@ -37,7 +35,6 @@ class State:
 
   @property
   def drafting(self) -> dict:
-    """The parameters to draft with: the average, where one is kept."""
     return self.params if self.average is None else self.average
 
 
@@ -48,10 +45,7 @@ def abstract_state(
   averages: bool = False,
   waiting: Collection[str] = (),
 ) -> State:
-  """Shapes, dtypes and shardings of the state.
-
-  `waiting` are the metrics of micro-batches that wait for an update; (): none wait.
-  """
+  """Shapes and shardings of the state; `waiting`: metrics that wait for an update."""
   abstract = drafter_lib.abstract_params(drafter)
   params = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
   opt_state = axes.abstract_opt_state(optimizer, mesh, params)
@@ -72,7 +66,6 @@ def init_state(
   averages: bool = False,
   waiting: Collection[str] = (),
 ) -> State:
-  """The state before the first update, of copies of `params` of any layout."""
   abstract = abstract_state(drafter, optimizer, mesh, averages, waiting)
 
   def put(x, like):  # a copy: the state is donated, the given drafter may still draft
@@ -109,12 +102,8 @@ def update(
   Without tokens, not `enough` of them, or where a sum is not finite (counted), nothing
   happens: even zero gradients would move the parameters by their moments.
 
-  Args:
-    metrics: f32[] each, sums; "tokens" is the divisor
-    decay: of the average per update, where the state keeps one
-  Returns:
-    the new state; and loss, grad_norm and the other `metrics`, means over tokens, with
-    `updated`, 1.0 or 0.0
+  Returns the new state; loss, grad_norm and the other `metrics`, means over tokens; and
+  `updated`, 1.0 or 0.0.
   """
   chex.assert_trees_all_equal_shapes(grads, state.params)
   count = jnp.maximum(metrics["tokens"], 1.0)
@@ -149,20 +138,16 @@ def learn(
   per_update: int,
   decay: float = 0.0,
 ) -> tuple[State, dict[str, jax.Array]]:
-  """Adds a micro-batch, and makes an update of `per_update` once there are enough.
+  """Adds a micro-batch, and makes an update once there are `per_update`.
 
-  A micro-batch that is not finite is dropped: it would spoil those that wait.
-
-  Returns:
-    the new state; the metrics of `update`, all 0.0 where there was none, with
-    `skipped`, 1.0 for a micro-batch or an update that was not finite
+  A micro-batch that is not finite is dropped: it would spoil those that wait. Returns the
+  metrics of `update`, all 0.0 where there was none, with `skipped`, 1.0 for a micro-batch
+  or an update that was not finite.
   """
   before = state.skipped
   if state.waiting is not None:
     finite = jnp.isfinite(sums.loss) & jnp.isfinite(optax.tree.norm(sums.grads))
-    sums = jax.tree.map(
-      lambda x, y: x + jnp.where(finite, y, 0.0), state.waiting, sums
-    )
+    sums = jax.tree.map(lambda x, y: x + jnp.where(finite, y, 0.0), state.waiting, sums)
     state = state.replace(skipped=before + (~finite).astype(jnp.int32))
   enough = sums.micro_batches >= per_update
   updated, summary = update(

@@ -54,8 +54,6 @@ TRAINED_SPECS = Trained(ROWS, ROWS)
 
 
 class Account(NamedTuple):
-  """The result of a program that trains; on the host, but for the states."""
-
   states: state_lib.State  # of each slice: [slices ...] each
   micro_batches: np.ndarray  # i32[slices]
   updates: np.ndarray  # i32[slices]
@@ -112,7 +110,7 @@ class Trainer:
   def train(self, target_params, training: Training, most: jax.Array) -> Trained:
     """Trains a slice's own drafter on `most` i32[] micro-batches.
 
-    Those at the end that make no whole update wait in the state for the next ones.
+    Those that make no whole update wait in the state for the next ones.
     """
     rotations = self._rotations()
     start = jax.tree.map(lambda x: x[0], training.states)
@@ -145,12 +143,10 @@ class Trainer:
 
   @property
   def _names(self) -> list[str]:
-    """The names of the totals of `train`."""
     names = {*self.loss.metrics, "loss", "grad_norm"} - {"tokens"}
     return [*_COUNTS, *sorted(names)]
 
   def account(self, states: state_lib.State, totals: np.ndarray) -> Account:
-    """The result from the `totals` of `Trained`, on the host."""
     micro_batches, skipped, updates = totals[:, :3].T.astype(np.int32)
     count = int(updates.sum())
     sums = dict(zip(self._names, totals.sum(0).tolist(), strict=True))
@@ -175,8 +171,8 @@ class Trainer:
   def make_exchange(self) -> Callable:
     """(states, updates i32[slices]) -> (states, parameters that draft).
 
-    All slices continue from the mean of the drafters, their moments and averages, weighted
-    by each slice's updates since the last exchange. Counts are the maximum over slices.
+    All slices continue from the mean of drafters, moments and averages, weighted by each
+    slice's updates since the last exchange. Counts are the maximum over slices.
     Micro-batches that wait for an update are divided evenly among the slices.
     """
     equal = 1 / self.mesh.shape[axes.DATA]
@@ -209,14 +205,12 @@ class Trainer:
     return self.spread(state), state.drafting
 
   def init_features(self, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros for the features of all rows."""
     memory.announce(
       "the training data of the drafter", abstract, smaller="spot.rows, spot.row_tokens"
     )
     return slices.zeros(abstract)
 
   def place(self, x: np.ndarray) -> jax.Array:
-    """Puts a copy of [slices, b, ...] on the devices as [slices * b, ...]."""
     # On a CPU an array may share numpy's memory, which changes later.
     return slices.place(self.mesh, x.copy())
 
@@ -227,14 +221,10 @@ class Trainer:
 
   @functools.cached_property
   def abstract(self) -> state_lib.State:
-    """Shapes, dtypes and shardings of a state that is the same on every slice."""
-    return state_lib.abstract_state(
-      self.drafter, self.optimizer, self.mesh, **self._kept
-    )
+    return state_lib.abstract_state(self.drafter, self.optimizer, self.mesh, **self._kept)
 
   @functools.cached_property
   def spread(self) -> Callable[[state_lib.State], state_lib.State]:
-    """A state -> [slices ...] each: every slice has its own."""
     n = self.mesh.shape[axes.DATA]
 
     def spread(state):
@@ -244,13 +234,9 @@ class Trainer:
 
   @functools.cached_property
   def gather(self) -> Callable[[state_lib.State], state_lib.State]:
-    """The states of all slices, which are equal -> a single one."""
-
     def first(states):
       is_first = jax.lax.axis_index(axes.DATA) == 0
-      mine = jax.tree.map(
-        lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0])), states
-      )
+      mine = jax.tree.map(lambda x: jnp.where(is_first, x[0], jnp.zeros_like(x[0])), states)
       return slices.combined(slices.total, mine)
 
     mapped = slices.per_slice(self.mesh, first, in_specs=(ROWS,), out_specs=WHOLE)

@@ -4,7 +4,7 @@ The rate of an arm is the tokens of a pass over the time of a step, learnt separ
 times do not depend on acceptance and can be measured beforehand. The probability that the
 k-th drafted token is accepted, given those before it, is nearly the same at every live
 batch, so every chunk of a chain informs all chains of its source; a tree's yield has to be
-observed. (TLT tries every arm of every live batch instead, see `epsilon_greedy`.)
+observed.
 """
 
 import math
@@ -119,7 +119,6 @@ class Predictive(selector.Arms):
     return _what(arm) if long_ago and self._can_pay(_what(arm)) else None
 
   def _can_pay(self, budget: str, most: float = 0.0) -> bool:
-    """Whether trials have cost no more than their share and `most` initial chunks."""
     mean_s = self._spent / max(self._chunks, 1)
     return self._paid.get(budget, 0.0) <= self._regret * self._spent + most * mean_s
 
@@ -127,9 +126,7 @@ class Predictive(selector.Arms):
     tokens, arm_s, plain_s = self.tokens_per_pass(arm), step_s(arm), step_s(None)
     return tokens * plain_s / arm_s if tokens and arm_s and plain_s else 1.0
 
-  def tokens_per_pass(
-    self, arm: selector.Arm, patience: float = math.inf
-  ) -> float | None:
+  def tokens_per_pass(self, arm: selector.Arm, patience: float = math.inf) -> float | None:
     """The expected yield of an arm; None if unknown.
 
     Drafts not observed for more than `patience` chunks count as always accepted.
@@ -154,8 +151,7 @@ class Predictive(selector.Arms):
     """Tokens per pass that could yield one there; None: too few passes.
 
     Observations of half a window ago count half. A step counts the same with few live
-    requests as with many, since it takes as long: n-grams are best at responses that are
-    nearly over.
+    requests as with many, since it takes as long.
     """
     shown = np.array(self._shown.get(what) or [[0, 0, 1, 0]])
     drawn, passes, live, chunk = shown.T
@@ -183,7 +179,6 @@ class Predictive(selector.Arms):
       self._learn(_at(arm, k), seen.accepted[k + 1], seen.accepted[k], seen.live)
 
   def _pay(self, seen: selector.Observation) -> None:
-    """Books the cost of a trial: seconds beyond what the best arm needed."""
     arm, budget, rate = self._trial or (None, "", 0.0)
     self._trial = None
     if rate and arm == seen.strategy:

@@ -1,8 +1,6 @@
 """Drafts by a drafter with weights: one decoder layer that reads the target's features.
 
-The pairs of accepted tokens are computed with the target's own features; see `draft`.
-Switching speculation on needs no pass of the target: the drafter's cache is filled from
-the features that were kept.
+The drafter's cache is filled from kept features: no pass of the target is needed.
 """
 
 import functools
@@ -25,7 +23,7 @@ from tlt_jax.spec_decode.speculation import source as source_lib
 
 @flax.struct.dataclass
 class Entry:
-  """A chunk's state at its ends: the drafter's KV, and each row's last tokens."""
+  """A chunk's state before and after: the drafter's KV, and each row's last tokens."""
 
   pool: cache_lib.Pool
   tokens: jax.Array  # i32[B A]
@@ -33,8 +31,6 @@ class Entry:
 
 
 class Model(source_lib.Source):
-  """Drafts with a drafter, coupled to the target by shared noise."""
-
   reads_drafter = True
 
   def __init__(self, setting: source_lib.Setting):
@@ -57,8 +53,8 @@ class Model(source_lib.Source):
   def _fill(self):
     """(weights, pool, features, pages i32[R M], tokens i32[R T], start i32[R]) -> pool.
 
-    Writes the keys and values of pairs from `start` on, of R rows a slice, to the drafter's
-    pool (donated); token j of a row is the one after position start + j.
+    Writes pairs from `start` on, of R rows a slice, to the drafter's pool (donated);
+    token j of a row is the one after position start + j.
     """
     setting = self.setting
 
@@ -115,7 +111,6 @@ class Model(source_lib.Source):
     return max(known - 1 - self.setting.room.longest, 0)
 
   def _fill_missing(self, weights, slots, running) -> None:
-    """Computes the pairs that the pool lacks: of prompts and of plain chunks."""
     R, T = self.setting.fill_rows, self.setting.fill_block
     for blocks in self._missing(running):
       for first in range(0, max(map(len, blocks)), R):
@@ -136,8 +131,11 @@ class Model(source_lib.Source):
     """Yields, per slice, (request, first pair) of blocks to compute, one per request."""
     T = self.setting.fill_block
     todo = [
-      [[r, self._filled.get(r.request, 0), self._lacking_from(len(r.tokens))]
-       for r in row if r]
+      [
+        [r, self._filled.get(r.request, 0), self._lacking_from(len(r.tokens))]
+        for r in row
+        if r
+      ]
       for row in running
     ]
     while any(todo := [[x for x in row if x[1] < x[2]] for row in todo]):
@@ -158,7 +156,6 @@ class Model(source_lib.Source):
 
   @property
   def _abstract_pool(self) -> cache_lib.Pool:
-    """The drafter's pool, which has the pages of the target's."""
     s = self.setting
     return slots_lib.abstract_pool(s.mesh, s.drafter.layer, s.pages)
 
@@ -185,9 +182,7 @@ class Model(source_lib.Source):
       return source_lib.Proposal(*drafted)
 
     def absorb(cache, output):
-      return draft_lib.DraftState(
-        cache.pool, output.features, output.tokens, output.count
-      )
+      return draft_lib.DraftState(cache.pool, output.features, output.tokens, output.count)
 
     return propose, absorb
 

@@ -11,8 +11,6 @@ from tlt_jax.spec_decode.speculation import source as source_lib
 
 
 class NGram(source_lib.Source):
-  """Looks up the slots' last tokens in their own sequences and in earlier responses."""
-
   def __init__(self, setting: source_lib.Setting):
     super().__init__(setting)
     if trees := [s for s in setting.strategies if s.width > 1]:
@@ -34,7 +32,6 @@ class NGram(source_lib.Source):
     return jax.tree.map(lambda x: slices.place(self.setting.mesh, x), stacked)
 
   def _corpus(self, row, length: int) -> ngram.Corpus:
-    """The sequences of one slice's slots, and earlier responses to their prompts."""
     prompts = {r.prompt_idx: r.prompt for r in row if r is not None}
     nothing = (-1, np.zeros(0, np.int32))
     own = [nothing if r is None else (r.prompt_idx, r.tokens) for r in row]
