@@ -43,6 +43,7 @@ from tlt_jax.models import drafter_files
 from tlt_jax.models import families
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.spot import offline
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
 
@@ -131,9 +132,11 @@ def make_learner(
 
 def check(models: from_config.Models, config: config_lib.DrafterTraining) -> None:
   """Raises ValueError for errors that would else appear only after the responses."""
-  drafter, _ = first_drafter(models.model, config.drafter, config.init, config.seed, [])
+  drafter, params = first_drafter(
+    models.model, config.drafter, config.init, config.seed, responses=[]
+  )
   make_learner(models, drafter, config)
-  drafting = dataclasses.replace(models, drafter=drafter)
+  drafting = dataclasses.replace(models, drafter=spot_lib.Frozen(drafter, params))
   for strategy in config.evaluation.strategies:
     acceptance.sampler(config.run, drafting, strategy)
 
@@ -234,7 +237,7 @@ def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
 
   found = acceptance.measure(
     run,
-    from_config.Models(models.mesh, models.model, models.params, drafter, params),
+    dataclasses.replace(models, drafter=spot_lib.Frozen(drafter, params)),
     strategies=measured.strategies,
     records=held_out,
     samples=measured.samples,
