@@ -1,4 +1,4 @@
-# Needs make and Python >= 3.11, nothing else. `make help` lists what there is.
+# Needs only make and Python >= 3.11. `make help` lists the targets.
 
 .PHONY: help quickstart test test-all gpu tpu aot lint venv
 .DEFAULT_GOAL := help
@@ -11,7 +11,7 @@ ACCELERATOR := $(shell sh .ci/accelerator.sh)
 endif
 
 BIN := .venv/bin
-# A file's tests share a worker, in the order of tests/conftest.py.
+# The tests of a file share a worker, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # One stamp per kind of device: .venv may be shared by a machine with and one without.
 STAMP := .venv/.installed-$(ACCELERATOR)
@@ -35,13 +35,13 @@ test: venv ## the test suite, on the CPU as 8 devices
 test-all: venv ## the test suite with its slowest cases
 	@$(PYTEST) --all $(or $(ARGS),tests)
 
-gpu: venv ## tests and benchmarks of an NVIDIA GPU, 50 minutes; goes on where it stopped
+gpu: venv ## tests and benchmarks of an NVIDIA GPU, 50 minutes; resumes
 	@$(BIN)/python -m benchmarks.accelerator --kind=gpu $(ARGS)
 
-tpu: venv ## the same of a TPU
+tpu: venv ## the same for a TPU
 	@$(BIN)/python -m benchmarks.accelerator --kind=tpu $(ARGS)
 
-aot: .venv-aot/.installed ## large programs compiled for TPUs and GPUs that are not there
+aot: .venv-aot/.installed ## large programs compiled for TPUs and GPUs, without the devices
 	@.venv-aot/bin/python -m dev.aot $(ARGS)
 
 .venv-aot/.installed: requirements-aot.txt $(STAMP)

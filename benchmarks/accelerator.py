@@ -1,19 +1,17 @@
-"""Runs all that a GPU or a TPU can tell: its tests, then every benchmark made for it.
+"""Runs the tests and the benchmarks for a GPU or a TPU.
 
     make gpu                     (python -m benchmarks.accelerator --kind=gpu)
     make gpu ARGS="--minutes=12"
     make tpu ARGS="--parts=tests,attention --again"
 
-What one wants to know most comes first; with `--minutes` no part begins after that time,
-and none goes on for longer. Each part is a process of its own with a limit of time, so
-that one which fails leaves the others alone. What a part found goes to `--output`, in a
-folder per device and commit: its last line and what it ran on as `PART.json`, its tables
-as `PART.txt`. The same command goes on where it stopped: parts that succeeded are not run
-again, but for `--again`. At the end all tables are printed, and what failed; then the exit
-status is 1. Less than 50 minutes on one GPU. `--dry_run` runs every part in tiny sizes on
-the CPU.
+The most important parts come first; all end after `--minutes`. Each part is a separate
+process with a time limit, so that the others run if one fails. Results go to `--output`, in
+a folder per device and commit: the last line and the machine as `PART.json`, the tables as
+`PART.txt`. The same command resumes: parts that succeeded run again only with `--again`. At
+the end all tables and all errors are printed; with errors the exit status is 1. It takes
+less than 50 minutes on one GPU. `--dry_run` runs every part in tiny sizes on the CPU.
 
-It needs neither make nor a network: where jax and Triton are there,
+Neither make nor a network is needed where jax and Triton are installed:
 
     python3 -m pip install --no-index --no-deps --target=SITE WHEELS/*.whl
     PYTHONPATH=SITE python3 -m benchmarks.accelerator --kind=gpu --minutes=12
@@ -45,51 +43,49 @@ _NAMES = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """One run over the parts: where its results go, and how its processes are started."""
+  """A run of the parts: its folders, and the environment of its processes."""
 
   folder: pathlib.Path
   logs: pathlib.Path
   about: Mapping[str, Any]  # of every result: date, commit, machine
   env: Mapping[str, str]
   dry_run: bool
-  ends: float = math.inf  # of the monotonic clock: no part goes on after it
+  ends: float = math.inf  # of all parts, by the monotonic clock
 
   def path(self, part: parts_lib.Part, suffix: str) -> pathlib.Path:
-    """A file of a part's results."""
     return self.folder / f"{part.name}{suffix}"
 
   @property
   def left(self) -> float:
-    """Minutes until no part goes on."""
+    """Minutes until all parts end."""
     return (self.ends - time.monotonic()) / 60
 
   def minutes(self, part: parts_lib.Part) -> float:
-    """The limit of a part."""
     return min(_DRY_MINUTES if self.dry_run else part.minutes, self.left)
 
   def is_done(self, part: parts_lib.Part) -> bool:
-    """Whether an earlier call ran it, and it did not fail."""
+    """Whether a part succeeded in an earlier call."""
     path = self.path(part, ".json")
     return path.exists() and "error" not in json.loads(path.read_text())
 
   def do(self, part: parts_lib.Part) -> dict:
-    """Runs a part, and writes down what it found."""
+    """Runs a part, and writes its record."""
     began = time.monotonic()
     commands = part.dry if self.dry_run else part.commands
     record = {"part": part.name, **self.about, "date": machine.today()}
     record["commands"] = [" ".join(["python", "-m", *command]) for command in commands]
-    if lacking := self._lacking(part):
-      record["skipped"] = lacking
+    if missing := self._missing(part):
+      record["skipped"] = missing
     else:
       record |= self._run(part, commands)
     record["seconds"] = round(time.monotonic() - began, 1)
-    partial = self.path(part, ".partial")  # an interrupt leaves no half of a record
+    partial = self.path(part, ".partial")  # an interrupt leaves no partial record
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.rename(self.path(part, ".json"))
     return record
 
-  def _lacking(self, part: parts_lib.Part) -> str:
-    """What a part needs and has not; "" if all is there."""
+  def _missing(self, part: parts_lib.Part) -> str:
+    """The unmet requirement of a part; "" if there is none."""
     if self.dry_run:
       return ""
     if part.devices > self.about["machine"]["devices"]:
@@ -99,7 +95,7 @@ class Run:
     return ""
 
   def _run(self, part: parts_lib.Part, commands: Sequence[Sequence[str]]) -> dict:
-    """Runs the commands one after the other: the last one's result, or an error."""
+    """Runs the commands in order; returns the last one's result, or an error."""
     minutes, env = self.minutes(part), {**self.env, **part.env}
     ends = time.monotonic() + 60 * minutes
     for command in commands:
@@ -123,10 +119,9 @@ class Run:
 def run_process(
   command: Sequence[str], env: Mapping[str, str], stdout, stderr, seconds: float
 ) -> int | None:
-  """Runs `python -m command`; ends it, with all that it started, when time is up.
+  """Runs `python -m command`; returns the exit status, or None after a timeout.
 
-  Returns:
-    the exit status; None: time was up
+  All processes that it started end with it.
   """
   process = subprocess.Popen(
     [sys.executable, "-m", *command],
@@ -141,7 +136,7 @@ def run_process(
   except subprocess.TimeoutExpired:
     return None
   finally:
-    if process.poll() is None:  # an interrupt of ours, too, leaves nothing running
+    if process.poll() is None:  # also after an interrupt
       os.killpg(process.pid, signal.SIGKILL)
       process.wait()
 
@@ -165,12 +160,12 @@ def _error(
   if status < 0:
     return f"ended by signal {-status} ({signal.Signals(-status).name}), see {log}"
   named = [line for line in printed if line.startswith(("FAILED ", "failed: "))]
-  told = named or [line for line in log.read_text().splitlines() if line.strip()][-1:]
-  return f"exit status {status}: {'; '.join(told)[:600]}"
+  errors = named or [line for line in log.read_text().splitlines() if line.strip()][-1:]
+  return f"exit status {status}: {'; '.join(errors)[:600]}"
 
 
 def probe(env: Mapping[str, str]) -> dict:
-  """What jax runs on here, asked in a process that gives its memory back."""
+  """The machine as jax sees it, from another process, which frees the device's memory."""
   done = subprocess.run(
     [sys.executable, "-m", "benchmarks.machine"],
     cwd=parts_lib.ROOT,
@@ -180,13 +175,13 @@ def probe(env: Mapping[str, str]) -> dict:
   )
   lines = done.stdout.splitlines()
   if done.returncode or not lines:
-    told = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    return {"platform": None, "error": told[-1]}
+    errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return {"platform": None, "error": errors[-1]}
   return json.loads(lines[-1])
 
 
 def check(kind: str, found: Mapping[str, Any]) -> None:
-  """Raises ValueError unless jax runs on such a device, and says what is missing."""
+  """Raises ValueError unless jax runs on such a device."""
   if found["platform"] == kind:
     return
   runs_on = found["platform"] or f"nothing: {found['error']}"
@@ -197,7 +192,7 @@ def check(kind: str, found: Mapping[str, Any]) -> None:
 
 
 def folder_for(output: pathlib.Path, device: str, commit: str) -> pathlib.Path:
-  """The folder of earlier results of this device and commit, or a new one's."""
+  """The folder of earlier results of this device and commit, or a new one."""
   name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
   for about in sorted(output.glob(f"{name}-*/about.json"), reverse=True):
     if json.loads(about.read_text())["commit"] == commit:
@@ -208,16 +203,10 @@ def folder_for(output: pathlib.Path, device: str, commit: str) -> pathlib.Path:
 
 
 def prepare(kind: str, output: pathlib.Path, dry_run: bool, minutes: float) -> Run:
-  """Finds out what there is to run on, and makes the folder.
-
-  The time of `minutes` begins.
-
-  Raises:
-    ValueError: there is no such device
-  """
+  """Makes the folder, and starts the time limit; raises ValueError without the device."""
   ends = time.monotonic() + 60 * minutes
   env = dict(os.environ, PYTHONUNBUFFERED="1")
-  # A part has the device to itself, and measures what fits.
+  # A part has the device alone, and measures what fits.
   env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
   if dry_run:
     env["JAX_PLATFORMS"] = "cpu"
@@ -235,7 +224,7 @@ def prepare(kind: str, output: pathlib.Path, dry_run: bool, minutes: float) -> R
 
 
 def run_all(run: Run, chosen: Sequence[parts_lib.Part], again: bool) -> dict[str, dict]:
-  """Runs the parts that are not done, and tells how each went; their records."""
+  """Runs the parts that are not done; prints the state of each, returns the records."""
   records = {}
   for part in chosen:
     if run.is_done(part) and not again:
@@ -247,13 +236,13 @@ def run_all(run: Run, chosen: Sequence[parts_lib.Part], again: bool) -> dict[str
       continue
     print(f"{part.name}: at most {run.minutes(part):.3g} minutes ...", flush=True)
     record = records[part.name] = run.do(part)
-    went = record.get("error") or record.get("skipped") or "done"
-    print(f"{part.name}: {went}, {record['seconds']:.0f} s", flush=True)
+    state = record.get("error") or record.get("skipped") or "done"
+    print(f"{part.name}: {state}, {record['seconds']:.0f} s", flush=True)
   return records
 
 
 def report(run: Run, chosen: Sequence[parts_lib.Part], records: Mapping[str, dict]) -> None:
-  """Prints the tables of all parts, and what failed."""
+  """Prints the tables of all parts, and the errors."""
   for part in chosen:
     tables = run.path(part, ".txt")
     if tables.exists():

@@ -1,4 +1,4 @@
-"""What `benchmarks.accelerator` runs: commands, limits, what they need."""
+"""The parts of `benchmarks.accelerator`: commands, time limits, requirements."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -15,21 +15,21 @@ _TINY = ("--dry_run", "--repeats=2")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """A command, or several of which the last tells the result."""
+  """Commands of which the last prints the result."""
 
   name: str
   commands: Sequence[Sequence[str]]  # arguments of `python -m`
   dry: Sequence[Sequence[str]]  # the same at tiny sizes
-  minutes: float  # after which it is ended
-  devices: int = 1  # that it needs
-  env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside that of all
+  minutes: float  # time limit
+  devices: int = 1  # required
+  env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in addition
   needs: str = ""  # a folder of the checkout, which is not in the repo
 
 
 def parts(kind: str) -> tuple[Part, ...]:
-  """The parts, what one wants to know most first. Their limits add up to 50 minutes."""
+  """The parts, the most important first; their limits add up to 50 minutes."""
   pytest = ("pytest", "-q", "-p", "no:cacheprovider", "-m", kind)
-  # What compiles takes longer than what runs; and a TPU has room for one process.
+  # Most of the time is compilation; a TPU can have one process only.
   at_once = ("-n12", "--dist=load") if kind == "gpu" else ("-n0",)
   three = "--strategies=off,ngram_3,3_1_4"
   return (
@@ -69,14 +69,22 @@ def parts(kind: str) -> tuple[Part, ...]:
 
 
 def _first() -> tuple[Part, ...]:
-  """What a GPU is asked first: bits and time of few rows, launches, compilation."""
+  """The first parts on a GPU: bits and time of few rows, launches, compilation."""
   steps = (_STEPS, "--model=qwen3-0.6b", "--repeats=3", "--training=false")
   plain = (*steps, "--live=4", "--strategies=off", "--kernels=triton")
   dry = [(*steps, "--strategies=off", "--dry_run")]
   uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-  xla = lambda flags: uncached | {"XLA_FLAGS": flags}
-  graph = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
-  lossless = ("experiments.check_lossless", "--dtype=bfloat16")
+  untuned = uncached | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+  graph = uncached | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"}
+  lossless = "experiments.check_lossless --dtype=bfloat16"
+  smollm2 = (
+    f"{lossless} --config=experiments/configs/smollm2.py --batch=32 "
+    "--strategies=ngram_3,3_1_4 --tokens=20000"
+  )
+  countdown = (
+    f"{lossless} --config=experiments/configs/tail.py:smoke --batch=8 "
+    "--config.policy=experiments/policies/countdown --strategies=ngram_3 --tokens=100"
+  )
   return (
     Part("few_rows", [(_FEW_ROWS,)], dry=[(_FEW_ROWS, *_TINY)], minutes=2.5),
     Part(
@@ -87,26 +95,13 @@ def _first() -> tuple[Part, ...]:
     ),
     Part("by_jax_triton", [(*plain, "--route=jax_triton")], dry=dry, minutes=1),
     Part("compile", [plain], dry=dry, minutes=1, env=uncached),
-    Part(
-      "compile_untuned", [plain], dry=dry, minutes=1, env=xla("--xla_gpu_autotune_level=0")
-    ),
+    Part("compile_untuned", [plain], dry=dry, minutes=1, env=untuned),
     # On a CPU XLA knows the flags, too.
-    Part("one_graph", [plain], dry=dry, minutes=1, env=xla(graph)),
+    Part("one_graph", [plain], dry=dry, minutes=1, env=graph),
     Part(
       "lossless",
-      [
-        (
-          *(*lossless, "--config=experiments/configs/smollm2.py", "--batch=32"),
-          *("--strategies=ngram_3,3_1_4", "--tokens=20000"),
-        )
-      ],
-      dry=[
-        (
-          *(*lossless, "--config=experiments/configs/tail.py:smoke"),
-          *("--config.policy=experiments/policies/countdown", "--strategies=ngram_3"),
-          *("--tokens=100", "--batch=8"),
-        )
-      ],
+      [smollm2.split()],
+      dry=[countdown.split()],
       minutes=1.5,
       needs=_LLM,
     ),
@@ -115,22 +110,11 @@ def _first() -> tuple[Part, ...]:
 
 def _step() -> Part:
   """Whole RL steps, with and without speculation."""
-  tail = "--config=experiments/configs/tail.py"
-  work = WORKDIR.relative_to(ROOT)  # where commands run
-  sides = ("--sides=plain,frozen", "--warm_up=1")
-  return Part(
-    "step",
-    [
-      (
-        *(_STEP, f"{tail}:32", "--config.batch.responses=8", *sides, "--steps=4"),
-        f"--workdir={work / 'step'}",
-      )
-    ],
-    dry=[
-      (
-        *(_STEP, f"{tail}:smoke", "--config.policy=experiments/policies/countdown"),
-        *(*sides, "--steps=1", f"--workdir={work / 'step_dry'}"),
-      )
-    ],
-    minutes=4,
+  work = WORKDIR.relative_to(ROOT)  # commands run in ROOT
+  step = f"{_STEP} --sides=plain,frozen --warm_up=1 --config=experiments/configs/tail.py"
+  whole = f"{step}:32 --config.batch.responses=8 --steps=4 --workdir={work / 'step'}"
+  dry = (
+    f"{step}:smoke --config.policy=experiments/policies/countdown --steps=1 "
+    f"--workdir={work / 'step_dry'}"
   )
+  return Part("step", [whole.split()], dry=[dry.split()], minutes=4)

@@ -1,8 +1,8 @@
-"""Attention to a KV cache, ours beside what jax has: time, bandwidth, error.
+"""Attention to a KV cache, by our kernels and by jax: time, bandwidth, error.
 
-Every side gets the layout that it likes best, made beforehand, and a mask, where it takes
-one, that is made beforehand, too. "jax" is `jax.nn.dot_product_attention`; "pallas.ops" is
-the decoding kernel that comes with jax, for single queries.
+Every side gets its best layout and, if it takes one, a mask, both made in advance. "jax" is
+`jax.nn.dot_product_attention`; "pallas.ops" is the decoding kernel of jax, for single
+queries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def table(rows: int, length: int) -> jax.Array:
 
 
 class Arrays(NamedTuple):
-  """The arguments of one shape, but for how full the cache is."""
+  """The arguments of a shape; the lengths of the cache are separate."""
 
   q: jax.Array  # f[B J N H]
   k: jax.Array  # f[B K S H]
@@ -52,7 +52,7 @@ class Arrays(NamedTuple):
 def random_arrays(
   config: config_lib.ModelConfig, rows: int, num_nodes: int, length: int
 ) -> Arrays:
-  """Queries, a cache that is full of something, and a tree."""
+  """Queries, a full cache, and a tree."""
   N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
   of_q, of_k, of_v, of_tree = jax.random.split(jax.random.key(num_nodes), 4)
   normal = functools.partial(jax.random.normal, dtype=config.dtype)
@@ -69,38 +69,40 @@ def random_arrays(
 def sides(
   arrays: Arrays, start: jax.Array, kernels: Sequence[str]
 ) -> dict[str, device_time.Side]:
-  """Ours, and what the platform has beside them.
+  """Our implementations, and those of the platform.
 
   Args:
-    arrays: of one shape
     start: i32[B]  slots that every node of a row sees
-    kernels: implementations of ours
+    kernels: our implementations
   """
   q, k, v, tail = arrays
   seen = seen_lib.of_mask(start, tail)
-  ours = lambda impl: (
-    lambda *args: tree_attention.tree_attention(*args, impl=impl)
-  )
-  side = lambda run, *args: device_time.Side(run, args, feed=lambda out, q: out)
+
+  def side(run, *args) -> device_time.Side:
+    return device_time.Side(run, args, feed=lambda out, q: out)
+
+  def of_jax(name: str):
+    def run(q, k, v, mask):
+      return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=name)
+
+    return run
+
   paged = in_pages(k), in_pages(v), seen, table(len(k), k.shape[2])
-  found = {impl: side(ours(impl), q, *paged) for impl in kernels}
+  found = {
+    impl: side(functools.partial(tree_attention.tree_attention, impl=impl), q, *paged)
+    for impl in kernels
+  }
   slots_first = [x.swapaxes(1, 2) for x in (k, v)]  # f[B S K H]
   mask = seen.mask(0, k.shape[2])[:, None]  # bool[B 1 J S]
   for name in ("xla", "cudnn")[: 2 if jax.default_backend() == "gpu" else 1]:
-    attend = functools.partial(jax.nn.dot_product_attention, implementation=name)
-    run = lambda q, k, v, mask, attend=attend: attend(q, k, v, mask=mask)
-    found[f"jax {name}"] = side(run, q, *slots_first, mask)
+    found[f"jax {name}"] = side(of_jax(name), q, *slots_first, mask)
   if q.shape[1] == 1 and (theirs := _of_single_queries(arrays, start, slots_first)):
     found["pallas.ops"] = side(*theirs)
   return found
 
 
 def _of_single_queries(arrays: Arrays, start: jax.Array, slots_first) -> tuple:
-  """The decoding kernel of `jax.experimental.pallas.ops` for this platform, if any.
-
-  Returns:
-    the function of f[B 1 N H] and more, and its arguments
-  """
+  """A kernel of `jax.experimental.pallas.ops`, and its arguments; () without one."""
   q, k, v, _ = arrays
   B, K, S, H = k.shape
   if jax.default_backend() == "gpu":
@@ -112,7 +114,6 @@ def _of_single_queries(arrays: Arrays, start: jax.Array, slots_first) -> tuple:
 
     return of_gpu, q, *slots_first, start + 1
   if jax.default_backend() == "tpu":
-    pages = lambda x: x.swapaxes(0, 1).reshape(K, B * S // _PAGE, _PAGE, H)
     index = jnp.arange(B * S // _PAGE, dtype=jnp.int32).reshape(B, -1)
 
     def of_tpu(q, k, v, length, index):
@@ -121,15 +122,18 @@ def _of_single_queries(arrays: Arrays, start: jax.Array, slots_first) -> tuple:
       q = q[:, 0] * q.shape[-1] ** -0.5  # it does not scale
       return paged_attention(q, k, v, length, index, pages_per_compute_block=4)[:, None]
 
-    return of_tpu, q, pages(k), pages(v), start + 1, index
+    pages = (x.swapaxes(0, 1).reshape(K, B * S // _PAGE, _PAGE, H) for x in (k, v))
+    return of_tpu, q, *pages, start + 1, index
   return ()
 
 
 def exact(arrays: Arrays, start: jax.Array) -> np.ndarray:
   """Attention of the first row and kv head in float64: f64[J G H]."""
   G = arrays.q.shape[2] // arrays.k.shape[1]
-  wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
-  q, k, v = wide(arrays.q[0, :, :G]), wide(arrays.k[0, 0]), wide(arrays.v[0, 0])
+  q, k, v = (
+    np.asarray(x.astype(jnp.float32), np.float64)
+    for x in (arrays.q[0, :, :G], arrays.k[0, 0], arrays.v[0, 0])
+  )
   mask = np.asarray(seen_lib.of_mask(start, arrays.tail).mask(0, len(k)))[0]  # [J S]
   scores = np.einsum("jgh,sh->jgs", q, k) * q.shape[-1] ** -0.5
   scores = np.where(mask[:, None], scores, -np.inf)
@@ -149,11 +153,9 @@ def measure(
   """Measures one shape, with caches half full and full.
 
   Args:
-    name, config: of the model whose widths these are
     num_nodes, length: J and S
-    kernels: implementations of ours
-    machine: "bytes_per_s" and "flops_per_s", as measured
-    timing: of each side
+    kernels: our implementations
+    machine: measured "bytes_per_s" and "flops_per_s"
   """
   arrays = random_arrays(config, ROWS, num_nodes, length)
   K, H, width = config.num_kv_heads, config.head_dim, arrays.k.dtype.itemsize
@@ -180,30 +182,32 @@ def measure(
 
 
 def report(cells: Sequence[Mapping]) -> None:
-  """Prints the tables."""
   names = list(dict.fromkeys(side for cell in cells for side in cell["sides"]))
 
   def time(cell, side):
     found = cell["sides"].get(side)
     return device_time.micros(found) if found else ""
 
+  def shape(c: Mapping) -> list[str]:
+    return [c["model"], *(str(c[key]) for key in ("nodes", "cache", "filled"))]
+
+  def share(side: Mapping) -> str:
+    if "median_s" not in side:
+      return ""
+    of_bandwidth, of_matmuls = side["bandwidth_share"], side["matmul_share"]
+    return f"{of_bandwidth:.0%} {of_matmuls:.0%} {side['max_error']:.0e}"
+
   where = ["model", "J", "cache", "filled"]
-  place = lambda c: [c["model"], *(str(c[key]) for key in ("nodes", "cache", "filled"))]
   tables.show(
     f"Attention, {ROWS} rows: microseconds, median ± half of the mean's 95% interval",
     [*where, *names],
-    [[*place(cell), *(time(cell, side) for side in names)] for cell in cells],
-  )
-  share = lambda side: (
-    f"{side['bandwidth_share']:.0%} {side['matmul_share']:.0%} {side['max_error']:.0e}"
-    if "median_s" in side
-    else ""
+    [[*shape(cell), *(time(cell, side) for side in names)] for cell in cells],
   )
   tables.show(
     "Share of copy bandwidth, of matmul peak; largest error against float64",
     [*where, *names],
     [
-      [*place(cell), *(share(cell["sides"].get(side, {})) for side in names)]
+      [*shape(cell), *(share(cell["sides"].get(side, {})) for side in names)]
       for cell in cells
     ],
   )
@@ -216,7 +220,7 @@ def tiny_shapes() -> list[tuple[str, config_lib.ModelConfig, int, int]]:
 
 
 def all_shapes() -> list[tuple[str, config_lib.ModelConfig, int, int]]:
-  """(name, model, J, S): the middle length of all first, which says the most."""
+  """(name, model, J, S): the middle length first, as the most informative."""
   return [
     (name, config, nodes, length)
     for length in (8192, 2048, 32_768)

@@ -6,12 +6,12 @@
 Weights are random, made on the device: the target's in bfloat16, the drafter's (EAGLE-3,
 a vocabulary of 32,000 tokens) in float32. Steps are those of rollouts, in the programs
 that rollouts run, over chunks with all slots live and full caches, by live requests and
-strategy; what they take does not depend on which drafts are accepted. Beside each is the
-time that it takes to read the target's weights once, by the measured copy bandwidth. For
-the first of `--live` it also counts kernels, and calls of CUDA's driver, per step. Then
-computing a drafter's KV is timed, per token, and an update of its training. Sides take
-turns; what does not fit into memory, or into `--minutes`, is named. The last line is JSON,
-and what `experiments.simulate --table` takes. `--dry_run` takes tiny sizes, on any machine.
+strategy; times do not depend on which drafts are accepted. They are compared with the time
+to read the target's weights once, at the measured copy bandwidth. For the first of `--live`
+kernels and calls of CUDA's driver per step are counted. Then the computing of a drafter's
+KV, per token, and an update of its training are timed. Sides take turns; those that do not
+fit into memory, or into `--minutes`, are named. The last line is JSON, an input of
+`experiments.simulate --table`. `--dry_run` takes tiny sizes, on any machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ import jax
 import numpy as np
 
 from benchmarks import device_time
-from benchmarks import interleave
 from benchmarks import kernels as kernels_lib
 from benchmarks import machine
 from benchmarks import program_counts
 from benchmarks import shapes
 from experiments import from_config
+from experiments import interleave
 from experiments import launch
 from experiments import tables
 from tlt_jax import axes
@@ -48,12 +48,11 @@ _CHUNK = 32  # steps that are timed at a time
 _DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published drafters
 _UPDATES = 4  # of the drafter, that are timed at a time
 _COMPILED_AT_ONCE = 4
-_FILL = "fill"  # beside the strategies
-_KERNELS = 20  # whose time on the device is told, the longest
+_FILL = "fill"  # a key next to the strategies
+_KERNELS = 20  # the longest, whose time on the device is reported
 
 
 def random_models(config: config_lib.ModelConfig) -> from_config.Models:
-  """A target of this shape and its drafter, with random weights."""
   mesh = axes.make_mesh(1, jax.devices()[:1])
   vocab = tuple(range(min(_DRAFT_VOCABULARY, config.vocab_size)))
   drafter = drafter_lib.of_target(config, "eagle3", vocab=vocab)
@@ -66,7 +65,7 @@ def random_models(config: config_lib.ModelConfig) -> from_config.Models:
 
 
 class Step:
-  """The step of one kind of rollout, ready to be timed."""
+  """A step of a rollout, to be timed."""
 
   def __init__(
     self,
@@ -76,15 +75,6 @@ class Step:
     strategy: strategy_lib.Strategy | None,
     length: int,
   ):
-    """Compiles nothing yet.
-
-    Args:
-      models: that decode
-      kernels: that they run
-      live: requests
-      strategy: how they decode; None: plainly
-      length: tokens of each row's cache
-    """
     self.chunk = min(_CHUNK, length // 2)
     self.bucket, self.length = live, length - 1
     self.strategy = strategy
@@ -116,27 +106,30 @@ class Step:
     self.engine.pool.get = get_and_read
 
   def seconds(self) -> float:
-    """Times a step, over a chunk."""
+    """Of a step, over a chunk."""
     args = self._params, self.bucket, self.strategy
     return self.engine.time_step(*args, length=self.length)
 
   def fill_seconds(self) -> float:
-    """Times the computing of the drafter's KV, per token."""
+    """Of the computing of the drafter's KV, per token."""
     weights = self.engine.weights(self._params)
     return self.engine.backend.time_fill(weights, self.bucket, self.strategy)
 
 
 def timed(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, dict]:
-  """Is `device_time.in_turn`, of functions that return the seconds that they measured."""
-  told = lambda measured: {k: np.array(s) for k, s in interleave.results(measured).items()}
-  return device_time.in_turn(runs, repeats, told)
+  """`device_time.in_turn` of functions that return the seconds."""
+
+  def seconds(measured) -> dict[Any, np.ndarray]:
+    return {key: np.array(s) for key, s in interleave.results(measured).items()}
+
+  return device_time.in_turn(runs, repeats, seconds)
 
 
 def counts(step: Step) -> dict:
-  """What a step asks of the device; see `program_counts`.
+  """Counts of a step, see `program_counts`.
 
-  The driver's calls, and the device's microseconds by kernel, are those of a chunk, with
-  what sets it up, over its steps.
+  Calls of the driver, and microseconds on the device by kernel, are those of a chunk with
+  its setup, divided by its steps.
   """
   traced: list[program_counts.Trace] = []
 
@@ -156,13 +149,9 @@ def counts(step: Step) -> dict:
 
 
 def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
-  """Times an update of the drafter on a micro-batch of so many tokens.
-
-  Returns:
-    `device_time.summary`, or the `error`
-  """
+  """Times an update of the drafter on a micro-batch; returns as `device_time.in_turn`."""
   trainer, options = shapes.drafter_trainer(
-    *(models.model, models.drafter.config, models.mesh), longest=tokens
+    models.model, models.drafter.config, models.mesh, longest=tokens
   )
   program = trainer.make_train()
 
@@ -180,7 +169,7 @@ def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
 def needed_bytes(
   models: from_config.Models, live: int, strategy: strategy_lib.Strategy | None, length: int
 ) -> int:
-  """About what a step takes beside the weights.
+  """An estimate of a step's memory without the weights.
 
   Caches, logits, the reference's scores, and the features that a drafter reads.
   """
@@ -208,12 +197,9 @@ def measure_all(
   """Measures every live batch, one after the other, and the drafter's training.
 
   Args:
-    config: of the model
-    lives: that are measured
     arms: names of strategies
     length: tokens of a cache
-    kernels: implementations to compare
-    repeats: of each
+    kernels: implementations
     has_time: whether another live batch may begin
     trains: whether the drafter's training is measured
   """
@@ -232,7 +218,7 @@ def measure_all(
     skipped += [f"{live} live, {name}: does not fit" for name in arms if name not in fits]
     keys = [(kind, name) for kind in kernels for name in fits]
     steps = {(k, a): Step(models, k, live, strategies[a], length) for k, a in keys}
-    # Whatever fails here, as there is no room for several, is tried again alone.
+    # A step that fails here, as memory does not hold several, is tried again alone.
     with futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
       list(pool.map(lambda step: device_time.error_of(step.seconds), steps.values()))
     runs = {key: step.seconds for key, step in steps.items()}
@@ -254,7 +240,7 @@ def measure_all(
 
 
 def table(found: dict, kernels: str, length: int) -> dict:
-  """The costs of `tlt_jax.simulate`, with these kernels: see `costs.Measured`."""
+  """The table of `simulate.costs.Measured`, with these kernels."""
   steps: dict[str, dict] = {}
   for cell in found["cells"]:
     if cell["kernels"] == kernels and "error" not in cell:
@@ -268,7 +254,7 @@ def table(found: dict, kernels: str, length: int) -> dict:
 
 
 def report(name: str, found: dict, limit_s: float) -> None:
-  """Prints the table; adds to every cell its ratio to the plain step beside it."""
+  """Prints the tables; adds to every cell its ratio to the plain step."""
   plain = {
     (c["live"], c["kernels"]): c["median_s"]
     for c in found["cells"]
@@ -282,16 +268,16 @@ def report(name: str, found: dict, limit_s: float) -> None:
       print(f"failed: {' '.join(row)}: {cell['error']}")
       continue
     cell["limit_share"] = limit_s / cell["median_s"]
-    beside = plain.get((cell["live"], cell["kernels"]))
-    if beside:
-      cell["over_plain"] = cell["median_s"] / beside
+    plain_s = plain.get((cell["live"], cell["kernels"]))
+    if plain_s:
+      cell["over_plain"] = cell["median_s"] / plain_s
     program = cell.get("program", {})
     rows.append(
       [
         *row,
         f"{1e3 * cell['median_s']:.2f} ± {1e3 * cell['half_s']:.2f}",
         f"{cell['limit_share']:.0%}",
-        f"{cell['over_plain']:.2f}x" if beside else "",
+        f"{cell['over_plain']:.2f}x" if plain_s else "",
         *(str(program.get(n, "")) for n in ("kernels", "triton", "host_reads")),
         f"{cell['compile_s']:.0f}",
       ]

@@ -1,4 +1,4 @@
-"""From logits to tokens, and the filters before: ours beside jax.random and sorting."""
+"""Sampling of tokens from logits, and top-p: ours against jax.random and sorting."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _TOP_P, _TOP_K = 0.95, 1024
 
 
 class Rows(NamedTuple):
-  """Rows of logits as a step gives them: temperature 1, nothing filtered."""
+  """Rows of logits, with temperature 1 and nothing filtered."""
 
   key: jax.Array  # u32[R 2]
   logits: jax.Array  # f32[R V]
@@ -35,7 +35,7 @@ def random_rows(count: int, vocabulary: int) -> Rows:
 
 
 def sampling_sides(rows: Rows, kernels: Sequence[str]) -> dict[str, device_time.Side]:
-  """Each gives (token i32[R], log-probability f32[R])."""
+  """Operations that return (token i32[R], log-probability f32[R])."""
 
   def ours(impl):
     def draw(key, logits, temperature, cut):
@@ -50,30 +50,32 @@ def sampling_sides(rows: Rows, kernels: Sequence[str]) -> dict[str, device_time.
     return token, at - jax.nn.logsumexp(logits, -1)
 
   def sort(key, logits):
-    """As samplers with top-k do: sort the largest, draw among them."""
+    """As samplers with top-k: sort the largest logits, draw among them."""
     best, ids = jax.lax.top_k(logits, min(_TOP_K, logits.shape[1]))
     place = jax.random.categorical(jax.random.wrap_key_data(key), best)[:, None]
     at = jnp.take_along_axis(best, place, 1)[:, 0]
     token = jnp.take_along_axis(ids, place, 1)[:, 0]
     return token, at - jax.nn.logsumexp(logits, -1)
 
-  bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)
-  drawn = lambda result: bits(result[0]) + bits(result[1])  # u32[R]
-  found = {
-    impl: device_time.Side(
-      ours(impl), rows, feed=lambda result, key: key + drawn(result)[:, None]
-    )
-    for impl in kernels
-  }
+  def bits(result) -> jax.Array:  # u32[R]
+    token, logp = (jax.lax.bitcast_convert_type(x, jnp.uint32) for x in result)
+    return token + logp
+
+  def feed_rows(result, key):
+    return key + bits(result)[:, None]
+
+  def feed(result, key):
+    return key + jnp.sum(bits(result))
+
+  found = {impl: device_time.Side(ours(impl), rows, feed_rows) for impl in kernels}
   args = (jax.random.key_data(jax.random.key(0)), rows.logits)
-  feed = lambda result, key: key + jnp.sum(drawn(result))
   found["jax.random.categorical"] = device_time.Side(categorical, args, feed)
   found[f"top_k {_TOP_K}"] = device_time.Side(sort, args, feed)
   return found
 
 
 def cut_sides(rows: Rows) -> dict[str, device_time.Side]:
-  """The least logit that top-p keeps: f32[R]."""
+  """Operations that return the least logit that top-p keeps, f32[R]."""
   count = rows.logits.shape[0]
   top_p, off = jnp.full(count, _TOP_P), jnp.zeros(count)
 
@@ -88,8 +90,10 @@ def cut_sides(rows: Rows) -> dict[str, device_time.Side]:
     return jnp.take_along_axis(ordered, kept[:, None] - 1, 1)[:, 0]
 
   args = (rows.temperature, rows.logits, top_p)
-  # The next temperatures are 1 again, which the compiler does not know.
-  feed = lambda cut, temperature: jnp.where(cut > 1e30, 2.0, 1.0)
+
+  def feed(cut, temperature):  # always 1, but the compiler cannot know
+    return jnp.where(cut > 1e30, 2.0, 1.0)
+
   return {
     "find_cut": device_time.Side(ours, (*args, off), feed),
     "sort": device_time.Side(sort, args, feed),
@@ -109,9 +113,8 @@ def measure(
   Args:
     operation: "sample" or "cut"
     count, vocabulary: R and V
-    kernels: implementations of ours
-    machine: "bytes_per_s", as measured
-    timing: of each side
+    kernels: our implementations
+    machine: measured "bytes_per_s"
   """
   rows = random_rows(count, vocabulary)
   once_s = rows.logits.nbytes / machine["bytes_per_s"]  # to read the logits
@@ -119,16 +122,19 @@ def measure(
   found = timing.measure(sides, expected_s=10 * once_s)
   logits = np.asarray(rows.logits[:_CHECKED], np.float64)
   check = _check_samples if operation == "sample" else _check_cuts
-  compute = lambda name: jax.jit(sides[name].operation)(*sides[name].args)
-  want = compute("ref") if operation == "sample" else None
+  want = _compute(sides["ref"]) if operation == "sample" else None
   for name, side in found.items():
     if "error" in side:
       continue
-    result = compute(name)
+    result = _compute(sides[name])
     side |= check(logits, result) | {"reads": side["median_s"] / once_s}
     if operation == "sample" and name in kernels:  # coupled by the same noise
       side["tokens_unlike_ref"] = int(np.sum(np.asarray(result[0] != want[0])))
   return {"operation": operation, "rows": count, "vocabulary": vocabulary, "sides": found}
+
+
+def _compute(side: device_time.Side):
+  return jax.jit(side.operation)(*side.args)
 
 
 def _check_samples(logits: np.ndarray, result) -> dict:
@@ -139,7 +145,7 @@ def _check_samples(logits: np.ndarray, result) -> dict:
 
 
 def _check_cuts(logits: np.ndarray, result) -> dict:
-  """Against a sort in float64."""
+  """The error of cuts, by a sort in float64."""
   ordered = np.sort(logits, -1)[:, ::-1]
   p = special.softmax(ordered, -1)
   kept = np.sum(np.cumsum(p, -1) - p < _TOP_P, -1)

@@ -1,4 +1,4 @@
-"""Asks a GPU whether a row's bits depend on other rows, and what few rows cost.
+"""Checks on a GPU that the bits of a row do not depend on other rows; times few rows.
 
     python -m benchmarks.few_rows --model=qwen3-0.6b
 
@@ -7,9 +7,9 @@ The layers of a decoder by the kernels of `pallas_kernels.few_rows`, with random
   bits    chains of four of 4, 8 and 16 requests in one pass (16, 32 and 64 rows), against
           plain steps of each request alone, in a cache of another length: the hidden state
           of every node, and the cache
-  step    seconds of all layers in one program, by rows, beside what reading the weights
-          takes at the bandwidth that is measured here; and of two of its kernels
-  one row XLA's product of one row with the weights of all layers: as it comes, as one of
+  step    seconds of all layers in one program, by rows, compared with reading the weights
+          at the measured bandwidth; and of two of its kernels
+  one row XLA's product of one row with the weights of all layers: by default, as one of
           several rows (`few_rows_matmul`), and with sums in float32; and of two rows
 
 It fails if a bit differs. The last line is JSON. `--dry_run` runs the operations in
@@ -42,11 +42,10 @@ CHAIN = 4  # nodes
 REQUESTS = (4, 8, 16)
 ROWS = (1, 4, 16, 64)
 _LENGTH = 2048  # tokens of a cache
-_COMPARED = 2  # layers whose bits are compared: what differs in one differs in all
+_COMPARED = 2  # layers whose bits are compared; the others are alike
 
 
 def weights(config: config_lib.ModelConfig, layers: int) -> list[dict[str, jax.Array]]:
-  """Random weights of a decoder's layers."""
   D, F, H = config.width, config.mlp_width, config.head_dim
   N, K = config.num_heads * H, config.num_kv_heads * H
   sizes = dict(q=(D, N), k=(D, K), v=(D, K), o=(N, D), gate=(D, F), up=(D, F), down=(F, D))
@@ -55,7 +54,10 @@ def weights(config: config_lib.ModelConfig, layers: int) -> list[dict[str, jax.A
   @jax.jit
   def make(key):
     keys = iter(jax.random.split(key, len(sizes) + len(vectors)))
-    normal = lambda shape: jax.random.normal(next(keys), shape)
+
+    def normal(shape):
+      return jax.random.normal(next(keys), shape)
+
     matrices = {n: normal(s) * s[0] ** -0.5 for n, s in sizes.items()}
     others = {n: 1 + 0.1 * normal((s,)) for n, s in vectors.items()}
     return {n: x.astype(jnp.bfloat16) for n, x in (matrices | others).items()}
@@ -64,7 +66,6 @@ def weights(config: config_lib.ModelConfig, layers: int) -> list[dict[str, jax.A
 
 
 def projections(config: config_lib.ModelConfig, w: dict) -> few_rows.Projections:
-  """The weights of a layer's first kernel."""
   bias = (w["q_bias"], w["k_bias"], w["v_bias"]) if config.qkv_bias else None
   norm = (w["q_norm"], w["k_norm"]) if config.qk_norm else None
   return few_rows.Projections(w["q"], w["k"], w["v"], bias, norm)
@@ -102,19 +103,22 @@ def step(
 
 
 def counters(config: config_lib.ModelConfig, batch: int) -> jax.Array:
-  """Zeros for the kernels of a step."""
+  """Zeros, for the kernels of a step."""
   heads = config.num_heads + 2 * config.num_kv_heads
   most = max(heads, config.mlp_width // few_rows.TILE, batch * config.num_kv_heads)
   return jnp.zeros(most, jnp.int32)
 
 
 def caches(config: config_lib.ModelConfig, layers: int, batch: int, length: int, filled):
-  """Caches with random numbers in the slots i32[B] that are filled, NaN behind."""
+  """Caches with random numbers in the first slots, `filled` i32[B], and NaN behind."""
   shape = (batch, config.num_kv_heads, length, config.head_dim)
   empty = (jnp.arange(length) >= jnp.asarray(filled)[:, None])[:, None, :, None]
-  made = lambda i: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
-  behind = lambda x: jnp.where(empty, jnp.nan, x).astype(jnp.bfloat16)
-  return [(behind(made(2 * i)), behind(made(2 * i + 1))) for i in range(layers)]
+
+  def cache(i: int) -> jax.Array:
+    x = jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    return jnp.where(empty, jnp.nan, x).astype(jnp.bfloat16)
+
+  return [(cache(2 * i), cache(2 * i + 1)) for i in range(layers)]
 
 
 def differing_bits(
@@ -123,7 +127,7 @@ def differing_bits(
   """Compares a pass over chains with plain steps of each request alone.
 
   Returns:
-    numbers: that were compared, of hidden states and of the cache
+    numbers: compared, of hidden states and of the cache
     differing: of these
   """
   params = weights(config, _COMPARED)
@@ -141,9 +145,9 @@ def differing_bits(
     found["numbers"] += a.size
     found["differing"] += int(np.sum((a != b) & ~(np.isnan(a) & np.isnan(b))))
 
-  longer = lambda y: jnp.pad(y, ((0, 0), (0, 0), (0, few_rows.TILE), (0, 0)))
+  longer = ((0, 0), (0, 0), (0, few_rows.TILE), (0, 0))
   for r in range(requests):
-    alone = [tuple(longer(y[r : r + 1]) for y in layer) for layer in cache]
+    alone = [tuple(jnp.pad(y[r : r + 1], longer) for y in layer) for layer in cache]
     for j in range(CHAIN):
       at = start[r : r + 1] + j
       one = counters(config, 1)
@@ -169,8 +173,9 @@ def seconds(
   count, eps = counters(config, rows), config.norm_eps
   x = jax.random.normal(jax.random.key(1), (rows, config.width), jnp.bfloat16)
   wide = jax.random.normal(jax.random.key(2), (rows, config.mlp_width), jnp.bfloat16)
-  # What the next call reads depends on what this one gave, and is as it was.
-  feed = lambda result, first: first + (0 * result[: len(first), :1]).astype(first.dtype)
+
+  def feed(result, first):  # the same values, which depend on the result
+    return first + (0 * result[: len(first), :1]).astype(first.dtype)
 
   def whole(x, params, cache):
     return step(config, impl, params, x[:, None], start, cache, count)[0]
@@ -200,28 +205,24 @@ def by_xla(
 ) -> dict[str, dict]:
   """Times XLA's products of a row with the `down` weights of all layers."""
   matrices = [w["down"] for w in weights(config, config.num_layers)]
-  rows = lambda n: jax.random.normal(jax.random.key(2), (n, config.mlp_width), jnp.bfloat16)
 
-  def chain(product):
+  def side(product, n: int) -> device_time.Side:
+    x = jax.random.normal(jax.random.key(2), (n, config.mlp_width), jnp.bfloat16)
+
     def run(x, matrices):
       for w in matrices:
         y = product(x, w).astype(x.dtype)
         x = jnp.pad(y, ((0, 0), (0, x.shape[1] - y.shape[1])))
       return x
 
-    return run
+    return device_time.Side(run, (x, matrices), feed=lambda result, first: result)
 
   in_float32 = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-  ways = {
-    "one row": (jnp.dot, 1),
-    "as one of several": (lambda x, w: few_rows_matmul.linear(x, w.T), 1),
-    "summed in float32": (in_float32, 1),
-    "two rows": (jnp.dot, 2),
-  }
-  feed = lambda result, first: result
   sides = {
-    name: device_time.Side(chain(product), (rows(n), matrices), feed)
-    for name, (product, n) in ways.items()
+    "one row": side(jnp.dot, 1),
+    "as one of several": side(lambda x, w: few_rows_matmul.linear(x, w.T), 1),
+    "summed in float32": side(in_float32, 1),
+    "two rows": side(jnp.dot, 2),
   }
   return timing.measure(sides, expected_s=1e-3)
 
@@ -236,7 +237,7 @@ def weight_bytes(config: config_lib.ModelConfig) -> dict[str, int]:
 
 
 def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
-  """The same, as small as its kernels allow."""
+  """The same kind of model, as small as the kernels allow."""
   return dataclasses.replace(shapes.tiny(config), width=128, mlp_width=128, head_dim=32)
 
 
@@ -254,11 +255,12 @@ def main(model: str, repeats: int, dry: bool):
   moved, cells = weight_bytes(config), []
   for n in ROWS:
     cells.append({"rows": n, "sides": seconds(config, impl, n, length, timing)})
-  share = lambda name, side: (
-    f" ({moved[name] / side['median_s'] / bandwidth['bytes_per_s']:.0%})"
-    if "median_s" in side
-    else ""
-  )
+
+  def share(name: str, side: dict) -> str:
+    if "median_s" not in side:
+      return ""
+    return f" ({moved[name] / side['median_s'] / bandwidth['bytes_per_s']:.0%})"
+
   rows = [
     [str(c["rows"]), *(device_time.micros(s) + share(n, s) for n, s in c["sides"].items())]
     for c in cells
@@ -271,15 +273,15 @@ def main(model: str, repeats: int, dry: bool):
     ["rows", "time"],
     [[n, device_time.micros(s) + share("down", s)] for n, s in xla.items()],
   )
-  told = device_time.errors([*cells, {"sides": xla}])
+  errors = device_time.errors([*cells, {"sides": xla}])
   differs = sum(b["differing"] for b in bits.values())
   if differs and not dry:
-    told.append(f"bits: {differs} numbers differ")
-  for line in told:
+    errors.append(f"bits: {differs} numbers differ")
+  for line in errors:
     print(f"failed: {line}")
   sizes = {"model": model, "bandwidth": bandwidth, "bytes": moved}
   print(json.dumps(sizes | {"bits": bits, "cells": cells, "by_xla": xla}))
-  sys.exit(1 if told else 0)
+  sys.exit(1 if errors else 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures the kernels on a GPU or a TPU, beside what jax has for the same.
+"""Measures the kernels on a GPU or a TPU, and the operations of jax for comparison.
 
     python -m benchmarks.kernels
     python -m benchmarks.kernels --only=attention --minutes=5
@@ -6,13 +6,15 @@
 Parts: "bandwidth", of copying, and the peak of matrix products; "attention" of draft
 nodes to a cache, at the widths of Qwen2.5-7B and Qwen3-0.6B, in bfloat16; "sample", which
 draws tokens from logits; "cut", which finds what top-p keeps; "write", of new keys to a
-cache. Each tells the error against float64, the time, and what that is of the measured
-bandwidth and peak. What fails is named with its error, and fails the command if it is
-ours. The last line is JSON. `--dry_run` takes tiny sizes, on any machine.
+cache. Each reports the error against float64, the time, and the share of the measured
+bandwidth and peak. Errors are printed; those of our kernels fail the command. The last line
+is JSON. `--dry_run` takes tiny sizes, on any machine.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 import json
+import operator
 import sys
 import time
 
@@ -36,16 +38,16 @@ _VOCABULARIES = (151_936, 49_152, 32_000)
 
 
 def check_device(dry_run: bool) -> None:
-  """Raises ValueError where there is nothing to measure."""
+  """Raises ValueError without a GPU or a TPU."""
   if jax.default_backend() not in _KERNELS and not dry_run:
     raise ValueError("this measures GPUs and TPUs, and jax finds none; or give --dry_run")
 
 
 def kernels_here(dry_run: bool) -> tuple[str, ...]:
-  """Our implementations to measure: the reference, and the kernels of this machine.
+  """Our implementations: the reference, and the kernels of this machine.
 
   Raises:
-    ValueError: this machine's cannot run
+    ValueError: these kernels cannot run
   """
   if dry_run:
     return ("ref", "interpret")
@@ -59,14 +61,17 @@ def bandwidth(timing: device_time.Timing, dry_run: bool) -> dict:
   x = jnp.zeros(size // 4, jnp.float32)
   square = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
   square = square * width**-0.5  # so that powers of it stay finite
-  following = lambda result, first: result
+
+  def feed(result, first):
+    return result
+
   sides = {
-    "copy": device_time.Side(lambda x: x + 1, (x,), following),
-    "product": device_time.Side(lambda a, b: a @ b, (square, square), following),
+    "copy": device_time.Side(lambda x: x + 1, (x,), feed),
+    "product": device_time.Side(operator.matmul, (square, square), feed),
   }
   found = timing.measure(sides, expected_s=1e-3)
-  if told := device_time.errors([{"sides": found}]):
-    raise ValueError(f"this device cannot be measured: {told[0]}")
+  if errors := device_time.errors([{"sides": found}]):
+    raise ValueError(f"this device cannot be measured: {errors[0]}")
   return {
     "bytes_per_s": 2 * x.nbytes / found["copy"]["median_s"],
     "flops_per_s": 2 * width**3 / found["product"]["median_s"],
@@ -93,10 +98,15 @@ def write(
     want[b, :, int(start[b]) : int(start[b]) + num_new] = np.asarray(new[b], np.float32)
 
   def in_place(impl: str) -> Callable[[], jax.Array]:
-    """A function that goes on with the cache that it returned the last time."""
-    put = lambda cache: cache_write.cache_write(cache, new, start, pages, impl=impl)
-    loop = lambda cache: jax.lax.fori_loop(0, calls, lambda _, cache: put(cache), cache)
-    program = jax.jit(loop, donate_argnums=0)
+    """A function that continues with the cache that it returned the last time."""
+
+    def put(_, cache):
+      return cache_write.cache_write(cache, new, start, pages, impl=impl)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def program(cache):
+      return jax.lax.fori_loop(0, calls, put, cache)
+
     held = [attention.in_pages(jnp.zeros((rows, K, length, H), jnp.bfloat16))]
 
     def run():
@@ -116,7 +126,6 @@ def write(
 
 
 def report_writes(cells: Sequence[dict]) -> None:
-  """Prints the table of `write`."""
   tables.show(
     f"Writing to a cache, {attention.ROWS} rows: microseconds",
     ["J", "cache", *cells[0]["sides"]],
@@ -128,10 +137,10 @@ def report_writes(cells: Sequence[dict]) -> None:
 
 
 class Run:
-  """The cells of a run, as far as its time goes."""
+  """The cells of a run, within its time limit."""
 
   def __init__(self, minutes: float, dry_run: bool, repeats: int):
-    """Measures bandwidth and peak first: all else is told in shares of them."""
+    """Measures bandwidth and peak, of which all else is reported in shares."""
     self.dry_run = dry_run
     self.timing = device_time.Timing(repeats, most_calls=2 if dry_run else 2000)
     self.kernels = kernels_here(dry_run)
@@ -139,7 +148,7 @@ class Run:
     self.machine = bandwidth(self.timing, dry_run)
 
   def cells(self, every: Sequence, measure: Callable) -> dict:
-    """Measures one after the other; those for which no time is left are counted."""
+    """Measures cells in order; counts those left out for lack of time."""
     found, left_out = [], 0
     for i, cell in enumerate(every):
       if time.monotonic() > self._ends:
@@ -150,7 +159,7 @@ class Run:
     return {"cells": found, "left_out": left_out}
 
   def attention(self) -> dict:
-    """Attention of all shapes, half full and full."""
+    """All shapes, with half full and full caches."""
     every = attention.tiny_shapes() if self.dry_run else attention.all_shapes()
     fits = [shape for shape in every if self._fits(*shape)]
     found = self.cells(
@@ -160,7 +169,7 @@ class Run:
     return found | {"too_large": len(every) - len(fits)}
 
   def _fits(self, name, config, num_nodes, length) -> bool:
-    """Whether three layouts of the cache and the reference's scores fit."""
+    """Whether three layouts of the cache and the reference's scores fit into memory."""
     slots = attention.ROWS * length
     cache = 2 * 2 * slots * config.num_kv_heads * config.head_dim
     scores = 2 * 4 * slots * config.num_heads * num_nodes
@@ -176,15 +185,12 @@ class Run:
     )
 
   def sample(self) -> dict:
-    """Drawing of all vocabularies."""
     return self._drawing("sample")
 
   def cut(self) -> dict:
-    """Filters of all vocabularies."""
     return self._drawing("cut")
 
   def write(self) -> dict:
-    """Writes to caches."""
     sizes = [(1, 64)] if self.dry_run else [(1, 8192), (16, 8192), (48, 8192)]
     return self.cells(
       sizes,
@@ -204,10 +210,10 @@ PARTS = ("bandwidth", *REPORTS)
 
 
 def failures(found: dict, kernels: Sequence[str]) -> list[str]:
-  """What failed of ours, in the parts of a run."""
+  """The errors of our kernels."""
   ours = {*kernels, "find_cut"}
-  told = [e for part in found.values() for e in device_time.errors(part.get("cells", []))]
-  return [e for e in told if e.split(":")[0] in ours]
+  errors = [e for part in found.values() for e in device_time.errors(part.get("cells", []))]
+  return [e for e in errors if e.split(":")[0] in ours]
 
 
 def main(only: Sequence[str], dry_run: bool, repeats: int, minutes: float):

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: devices, memory, versions, commit. The last line is JSON.
+"""The machine of a benchmark: devices, memory, versions, commit. The last line is JSON.
 
 python -m benchmarks.machine
 """
@@ -16,12 +16,12 @@ import jaxlib
 
 from tlt_jax import memory
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGES = ("triton", "jax-triton", "libtpu", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def describe() -> dict:
-  """Says what this process runs on; initialises jax's devices."""
+  """Describes the machine; initialises jax's devices."""
   devices = jax.devices()
   room, shared = memory.room(devices)
   return {
@@ -42,7 +42,7 @@ def describe() -> dict:
 
 
 def commit() -> str:
-  """The commit of this checkout, and a hash of what differs from it in tracked files."""
+  """The commit of this checkout, and a hash of changes to tracked files."""
   git = ("git", "-C", str(_ROOT))
   found = _output(*git, "rev-parse", "HEAD")
   if found is None:
@@ -52,12 +52,11 @@ def commit() -> str:
 
 
 def today() -> str:
-  """The date, as the names of results have it."""
   return datetime.date.today().isoformat()
 
 
 def free_bytes() -> int:
-  """Memory that is free on the first device."""
+  """Free memory of the first device."""
   return memory.room(jax.devices()[:1])[0].free
 
 
@@ -80,5 +79,5 @@ def _output(*command: str) -> str | None:
 if __name__ == "__main__":
   try:
     print(json.dumps(describe()))
-  except RuntimeError as e:  # of jax, told to use a platform that is not there
+  except RuntimeError as e:  # of jax, if the requested platform is missing
     print(json.dumps({"platform": None, "error": " ".join(str(e).split())}))

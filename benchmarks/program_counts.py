@@ -1,7 +1,7 @@
-"""Counts what a decoding step asks of an accelerator, from its compiled program or a trace.
+"""Counts kernels in the program of a decoding step, and calls of the driver in a trace.
 
-What is counted in the text is what XLA starts one by one, before it gathers some of that
-in graphs. A trace tells what the driver was asked to do.
+The text of a program has the kernels before XLA combines some of them in graphs. A trace
+has the calls of the driver.
 """
 
 import collections
@@ -22,13 +22,13 @@ _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
 
 
 def of_text(text: str) -> dict[str, int]:
-  """Counts what runs in one iteration of the largest loop of a compiled program.
+  """Counts one iteration of the largest loop of a compiled program.
 
   Returns:
-    kernels: instructions that do something, those of inner loops and branches once
-    triton: calls of Triton kernels among them; each cuts a CUDA graph in two
-    host_reads: loops and branches of which the host has to know whether they go on,
-      itself included, at most: XLA keeps some of these on the device
+    kernels: instructions that compute, those of inner loops and branches once
+    triton: calls of Triton kernels among them; each splits a CUDA graph
+    host_reads: loops and branches, itself included, whose condition the host may read; an
+      upper bound, as XLA keeps some of these on the device
   """
   bodies, body = collections.defaultdict(list), None
   for line in text.splitlines():
@@ -48,7 +48,7 @@ def of_text(text: str) -> dict[str, int]:
 
 
 def _count(bodies, name: str) -> collections.Counter:
-  """The counts of a loop's body, and of what it enters."""
+  """The counts of a loop's body, with the computations that it calls."""
   total, todo, seen = collections.Counter(host_reads=1), [name], set()
   while todo:
     name = todo.pop()
@@ -68,14 +68,13 @@ def _count(bodies, name: str) -> collections.Counter:
 
 
 class Trace(NamedTuple):
-  """What the profiler saw while a function ran."""
+  """Counts of a profile."""
 
   calls: dict[str, int]  # of CUDA's driver, by name, such as cuGraphLaunch; {} elsewhere
   device_s: dict[str, float]  # of the devices' streams, by kernel
 
 
 def of_trace(run: Callable[[], object]) -> Trace:
-  """Traces a function."""
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       run()
@@ -87,7 +86,7 @@ def of_trace(run: Callable[[], object]) -> Trace:
 def of_planes(planes: Iterable[Any]) -> Trace:
   """Counts the events of a profile, `jax.profiler.ProfileData.planes`.
 
-  Of a GPU's lines those of its streams count; others repeat them by module and operation.
+  Of a GPU only the lines of streams count; others repeat their events.
   """
   calls, device_s = collections.Counter(), collections.Counter()
   for plane in planes:

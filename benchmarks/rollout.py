@@ -3,11 +3,11 @@
     python -m benchmarks.rollout
     python -m benchmarks.rollout --only=steps --slices=1
 
-Tables, by default the first: "speculation", every strategy against plain decoding by
-live batch, where plain is the fastest of its own paddings; "steps", seconds per decoding
-step, plain and of --strategies, by live batch and by real length. Without a drafter
-n-grams are looked up. Sides take turns in one process; ratios are medians over the
-repetitions, with their range. The last line is JSON.
+Tables, by default the first: "speculation", every strategy against plain decoding (in its
+fastest padding) by live batch; "steps", seconds per decoding step, plain and of
+--strategies, by live batch and by length. Without a drafter strategies are n-grams. Sides
+take turns in one process; ratios are medians over the repetitions, with their range. The
+last line is JSON.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from absl import flags
 import jax
 import numpy as np
 
-from benchmarks import interleave
 from experiments import config as config_lib
 from experiments import from_config
+from experiments import interleave
 from experiments import launch
 from experiments import sizes
 from experiments import tables
@@ -38,7 +38,7 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
 _SLICES = flags.DEFINE_integer(
-  "slices", 2, "Devices that a CPU is shown as.", lower_bound=1
+  "slices", 2, "Devices on a CPU.", lower_bound=1
 )
 _ONLY = flags.DEFINE_list("only", ["speculation"], "Tables, see above.")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
@@ -64,7 +64,6 @@ _COUNTED = ("total_tokens", "differing_tokens", "near_ties")
 
 
 def numbers(flag: flags.FlagHolder) -> list[int]:
-  """Reads a list flag as whole numbers."""
   try:
     return [int(text) for text in flag.value]
   except ValueError as e:
@@ -72,7 +71,7 @@ def numbers(flag: flags.FlagHolder) -> list[int]:
 
 
 def strategies(models: from_config.Models) -> list[str]:
-  """Names the strategies to compare: those asked for, or the usual ones."""
+  """The strategies to compare: those of the flag, or the defaults."""
   return _STRATEGIES.value or list(WITHOUT if models.drafter is None else WITH_DRAFTER)
 
 
@@ -81,13 +80,12 @@ def make_engine(
   options: rollout.Options,
   arm: strategy_lib.Strategy | None = None,
 ) -> rollout.Engine:
-  """A rollout that always decodes with a strategy; None: plainly."""
+  """A rollout that always uses one strategy; None: plain decoding."""
   drafting = () if arm is None else (models.drafter, selector_lib.always(arm))
   return rollout.make(models.model, models.mesh, options, *drafting)
 
 
 def held_out(config: config_lib.RunConfig, size: int) -> from_config.Prompts:
-  """So many held-out prompts."""
   rules = from_config.prompt_rules(config)
   return from_config.load_prompts(config.held_out | {"size": size}, rules)
 
@@ -95,8 +93,8 @@ def held_out(config: config_lib.RunConfig, size: int) -> from_config.Prompts:
 def measure_speculation(config: config_lib.RunConfig, models: from_config.Models) -> dict:
   """Measures plain decoding against every strategy, by live batch per slice.
 
-  The requests are those of a first rollout whose responses got long enough, so that
-  all of them run all the time.
+  The requests are those of a first rollout whose responses have `--tokens` tokens, so that
+  all are live until the end.
   """
   n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
   prompts = min(4 * max(lives) * slices, 128)  # some end before
@@ -126,7 +124,7 @@ def measure_speculation(config: config_lib.RunConfig, models: from_config.Models
   result = {}
   for live in (b for b in lives if b * slices <= len(long)):
     chosen = requests.subset(long[: live * slices])
-    # Which is faster differs by machine: products of one row go another way than others.
+    # The fastest differs by machine: products of one row use other kernels.
     paddings = sorted({live, max(2 * live, 2)})
     sides = {f"off, {slots} slots": engine(slots) for slots in paddings}
     plain = list(sides)
@@ -148,18 +146,14 @@ def compare_sides(
   """Rolls out the same requests on every side.
 
   Args:
-    models: the policy and the drafter
-    requests: what is asked
-    sides: the rollouts
-    plain: which of them only decode; the fastest of these is what others are held
-      against, in speed and token by token
+    plain: sides of plain decoding; the fastest is the baseline of speed and tokens
   """
 
   def run(engine: rollout.Engine):
     began = engine.state()
 
     def call(_):
-      engine.restore(began)  # n-grams know the responses of the turn before
+      engine.restore(began)  # n-grams have learnt from the turn before
       return engine(models.params, requests)
 
     return call
@@ -184,10 +178,13 @@ def compare_sides(
 
 
 def speculation(config: config_lib.RunConfig, models: from_config.Models) -> dict:
-  """Prints the table of speculation; returns its part of the last line."""
+  """Prints the table of speculation; returns its part of the JSON."""
   result = measure_speculation(config, models)
   names = strategies(models)
-  cell = lambda arm: f"{arm['speedup']:.2f}x {arm['mean_acceptance_length']:.2f}"
+
+  def cell(arm: dict) -> str:
+    return f"{arm['speedup']:.2f}x {arm['mean_acceptance_length']:.2f}"
+
   tables.show(
     "Speed-up over plain decoding and tokens per pass, by live requests per slice",
     ["live", "plain, s", *names],
@@ -196,8 +193,10 @@ def speculation(config: config_lib.RunConfig, models: from_config.Models) -> dic
       for b, r in result.items()
     ],
   )
-  fastest = lambda arms: max(arms.items(), key=lambda arm: arm[1]["speedup"])
-  best = {b: fastest(r["arms"]) for b, r in result.items()}
+  best = {
+    b: max(r["arms"].items(), key=lambda item: item[1]["speedup"])
+    for b, r in result.items()
+  }
   return {
     "break_even_live_batch": max(
       (b for b, (_, arm) in best.items() if arm["speedup"] > 1), default=0
@@ -214,13 +213,9 @@ def speculation(config: config_lib.RunConfig, models: from_config.Models) -> dic
 
 
 def steps(config: config_lib.RunConfig, models: from_config.Models) -> dict:
-  """Prints the table of step times; returns its part of the last line.
-
-  Of plain steps, and of a strategy's where --strategies names some.
-  """
+  """Prints the table of step times; returns its part of the JSON."""
   lengths, batches = numbers(_LENGTHS), numbers(_LIVE)
-  # A program's call costs as much as several steps of a small model: as many share it here
-  # as in a rollout.
+  # As in a rollout: calling a program costs as much as several steps of a small model.
   chunk = config.rollout.chunk
   arms = {"off": None} | {name: strategy_lib.parse(name) for name in _STRATEGIES.value}
 
@@ -244,11 +239,14 @@ def steps(config: config_lib.RunConfig, models: from_config.Models) -> dict:
     ],
   )
   median = {cell: float(np.median(s)) for cell, s in seconds.items()}
-  of = lambda name, b: {str(length): 1e3 * median[name, b, length] for length in lengths}
+
+  def step_ms(name: str, b: int) -> dict[str, float]:
+    return {str(length): 1e3 * median[name, b, length] for length in lengths}
+
   return {
     "steps": {
       str(b): {
-        "step_ms": {name: of(name, b) for name in arms},
+        "step_ms": {name: step_ms(name, b) for name in arms},
         "tokens_per_s": b * slices / median["off", b, lengths[0]],
       }
       for b in batches

@@ -1,37 +1,34 @@
-"""Measures whole RL runs: what a drafter that follows its policy is worth in wall time.
+"""Measures whole RL runs: the wall time that a drafter that follows its policy saves.
 
     python -m benchmarks.run --scenario=cold --config=experiments/configs/tail.py:8
 
-One RL run serves all sides (`benchmarks.sides`), since they draw the same tokens:
-at every step each of them rolls out the same prompts from the same policy, in an order
-that rotates; then follow one reward, one update and one weight sync. TLT's drafter, its
-optimizer and its data go on from step to step, the frozen drafter stays as it is, n-grams
-remember what their own side has drawn. So the time of a side's run is that of its
-rollouts, of the training after them, and of what all sides have in common.
+All sides (`experiments.sides`) share an RL run, since they draw the same tokens: at every
+step each of them rolls out the same prompts from the same policy, in rotating order; then
+follow one reward, one update and one weight sync. Each side has its drafter: TLT trains it
+from step to step, "frozen" does not, n-grams learn from the side's responses. The time of a
+side's run is that of its rollouts, of the training after them, and of the shared parts.
 
-What makes this a comparison of runs is checked. At every step the responses of every side
-are compared with the first side's: tokens must be equal (near-ties are told from bugs, see
-`rollout.compare`), log-probabilities are equal up to rounding (`logp_apart`). At the first
-step of every process each side's responses update a copy of the policy, and the results
-must be equal bit for bit (`updates_equal`); an algorithm that reads the sampler's
-log-probabilities may round there. At later steps only the first side's responses train:
-that the others would train the same then follows from their tokens.
+The equality of runs is checked. At every step the responses of every side are compared with
+the first side's: tokens must be equal (near-ties: see `rollout.compare`), log-probabilities
+equal up to rounding (`logp_apart`). At the first step of every process, each side's
+responses update a copy of the policy, and the results must be equal bit for bit
+(`updates_equal`), except for rounding in algorithms that read the sampler's
+log-probabilities. At later steps only the first side's responses train the policy.
 
 A scenario (`benchmarks.scenarios`) sets keys of any config: `cold`, `elsewhere`,
 `drift`. Every `--probe_every` steps the drafters are measured on `--probe_prompts` held-out
-prompts, with `--probe_strategy` for every request, which costs no side time.
+prompts, with `--probe_strategy` for every request; no side's time includes that.
 
-A run per seed, in WORKDIR/SCENARIO/seed_N: config.json, metrics.jsonl (per step: what
-`run_record.of_rollout` says of each side; other keys are those of `train`, of the last
-side), rollouts.jsonl of the last side, checkpoints. Killed, the same
-command goes on from the latest checkpoint, of policy, prompts, drafters and what selectors
-know; every process begins with a rollout per side that is not measured and leaves
-nothing. WORKDIR/SCENARIO gets summary.json and summary.png, over all seeds. The last line
-is the summary's JSON.
+A run per seed, in WORKDIR/SCENARIO/seed_N: config.json, metrics.jsonl (per step:
+`run_record.of_rollout` of each side; other keys are those of `train`, of the last side),
+rollouts.jsonl of the last side, checkpoints. The same command resumes from the latest
+checkpoint of policy, prompts, drafters and selectors; every process begins with an
+unmeasured rollout per side, which changes no state. WORKDIR/SCENARIO gets summary.json and
+summary.png, over all seeds. The last line is the summary's JSON.
 
-Devices of one process share its threads on a CPU: a slice that decodes is faster while
-another one has nothing to do, which flatters sides that train nothing. `experiments.launch`
-gives each slice a process and a core of its own:
+On a CPU devices of one process share threads: a slice decodes faster while another one is
+idle, in favour of sides that do not train. `experiments.launch` gives each slice a process
+and a core:
 
     python -m experiments.launch --processes=2 -- benchmarks.run ...
 """
@@ -48,16 +45,16 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 
-from benchmarks import interleave
 from benchmarks import run_figure
 from benchmarks import run_record
 from benchmarks import run_summary
 from benchmarks import scenarios
-from benchmarks import sides as sides_lib
 from experiments import acceptance
 from experiments import config as config_lib
 from experiments import from_config
+from experiments import interleave
 from experiments import launch
+from experiments import sides as sides_lib
 from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
@@ -73,7 +70,7 @@ from tlt_jax.rl import trainer
 _WORKDIR = flags.DEFINE_string(
   "workdir",
   "runs/bench_run",
-  "Where everything goes.",
+  "Folder of all output.",
 )
 _SCENARIO = flags.DEFINE_string("scenario", "cold", "cold, elsewhere or drift.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1"], "A run each.")
@@ -90,7 +87,7 @@ _PROBE_SEED = 1 << 29  # added to the seed: no noise is shared with a step
 
 @ranges.options
 class Bench:
-  """What is compared."""
+  """The comparison."""
 
   sides: tuple[str, ...] = ranges.field(..., "names of the sides")
   probe_every: ranges.Count = ranges.field(..., "steps between measurements of drafters")
@@ -98,16 +95,15 @@ class Bench:
 
 @ranges.options
 class BenchConfig(config_lib.RunConfig):
-  """A run, and what it is measured for."""
+  """A run, and its comparison."""
 
-  bench: Bench = ranges.field(..., "what is compared")
+  bench: Bench = ranges.field(..., "the comparison")
 
 
 class Shared:
-  """What all sides of a run have in common: prompts, policy and its training."""
+  """The prompts, the policy and its training, shared by all sides."""
 
   def __init__(self, config: BenchConfig, mesh: jax.sharding.Mesh):
-    """Loads the policy of the run's config."""
     asked = from_config.load_prompts(
       config.prompts, from_config.prompt_rules(config)
     ).records
@@ -122,17 +118,16 @@ class Shared:
     self.go_on_from(self.learner.init(params))
 
   def go_on_from(self, state: trainer.State) -> None:
-    """Takes over a policy and its optimizer."""
     self.state = state
     self.policy = jax.block_until_ready(self.learner.to_rollout(state.params))
 
   def updated(self, scored: sample.Scored) -> tuple[trainer.State, dict[str, float]]:
-    """The state after an update, which takes over the one at hand; and its metrics."""
+    """The state after an update, which consumes the current one; and its metrics."""
     batch = scored.batch(self.config.batch.responses)
     return self.learner.train(self.state, batch, self.reference)
 
   def update(self, scored: sample.Scored) -> dict[str, float]:
-    """Trains the policy; returns metrics, the seconds of update and sync among them."""
+    """Trains the policy; returns metrics, with the seconds of update and sync."""
     launch.release_freed_memory()
     began = time.perf_counter()
     state, metrics = self.updated(scored)
@@ -145,7 +140,7 @@ class Shared:
     return metrics | seconds
 
   def updates_equal(self, by_side: Mapping[str, sample.Scored]) -> bool:
-    """Whether the responses of all sides train the policy alike, bit for bit."""
+    """Whether updates by the responses of all sides are equal bit for bit."""
     kept, found = self.state, set()
     for scored in by_side.values():
       self.state = jax.tree.map(jnp.copy, kept)
@@ -156,10 +151,9 @@ class Shared:
 
 
 class Probe:
-  """Measures drafters on held-out prompts, with the policy of the moment."""
+  """Measures drafters on held-out prompts, with the current policy."""
 
   def __init__(self, config: BenchConfig, models: from_config.Models):
-    """Makes the sampler; of the models the shapes count."""
     source = config.held_out | {"size": _PROBE_PROMPTS.value}
     self._records = from_config.load_prompts(
       source, from_config.prompt_rules(config), whole=True
@@ -178,12 +172,6 @@ class Run:
   """One seed's run of a scenario."""
 
   def __init__(self, config: BenchConfig, folder: pathlib.Path):
-    """Loads everything, from the latest checkpoint if there is one.
-
-    Args:
-      config: of the run, complete; `bench` among its keys
-      folder: of the run
-    """
     opened = workdirs.open(str(folder), config)
     self.config, self.folder = config, folder
     self.checkpoints, mesh = opened.checkpoints, axes.make_mesh(config.tensor_parallel)
@@ -205,7 +193,7 @@ class Run:
     self._is_first = True  # step of this process
 
   def _restore(self, start) -> None:
-    """Goes on from the latest of some checkpoints, of as many slices."""
+    """Restores the latest checkpoint, which must have as many slices."""
     began_with = start.data()[1]["drafters"]
     for name, side in self._training():
       began, here = len(began_with[name]["buffer"]["rows"]), len(side.spot.buffer.rows)
@@ -243,7 +231,7 @@ class Run:
     return [(name, side) for name, side in self.sides.items() if side.spot is not None]
 
   def to_the_end(self) -> None:
-    """Does the steps that are left."""
+    """Does the remaining steps."""
     config, writer = self.config, metrics_lib.Writer(self.folder, resume_step=self.step)
     with self.checkpoints:
       while True:
@@ -256,13 +244,13 @@ class Run:
         found, scored = self._do_step()
         writer.write(self.step, metrics | found)
         writer.write_rollout(self.step, scored.record())
-        self._tell(found)
+        self._print(found)
         self.step += 1
         self._save()
     writer.close()
 
   def _probed(self) -> dict[str, float]:
-    """Tokens per pass on held-out prompts, of the drafters as they are."""
+    """Tokens per pass on held-out prompts."""
     found = {}
     for name, probe in self.probes.items():
       params = self.sides[name].drafter.params
@@ -270,7 +258,7 @@ class Run:
     return found
 
   def _do_step(self) -> tuple[dict[str, float], sample.Scored]:
-    """Does a step: its metrics, and what the last side drew."""
+    """Does a step; returns its metrics, and the last side's samples."""
     shared, config, by_side = self.shared, self.config, {}
     records = next(shared.prompts)
     first = self.step * len(records) * config.batch.responses
@@ -299,7 +287,7 @@ class Run:
       metrics |= {f"{name}/{key}": value for key, value in of_side.items()}
     return metrics, last
 
-  def _tell(self, metrics: Mapping[str, float]) -> None:
+  def _print(self, metrics: Mapping[str, float]) -> None:
     """Prints a line on the step that was done."""
     took = "  ".join(f"{n} {metrics[f'{n}/rollout_s']:.2f} s" for n in self.sides)
     seed, steps = self.config.seed, self.config.steps
@@ -309,7 +297,7 @@ class Run:
 
 
 def is_done(folder: pathlib.Path, config: BenchConfig) -> bool:
-  """Whether the run in a folder has done its steps."""
+  """Whether the run in a folder has done all steps."""
   opened = workdirs.open(str(folder), config)
   if opened.start is None or opened.start.latest() < config.steps:
     return False
@@ -317,14 +305,14 @@ def is_done(folder: pathlib.Path, config: BenchConfig) -> bool:
 
 
 def numbers(flag: str, texts: list[str]) -> list[int]:
-  """The numbers that a flag lists; raises ValueError for anything else."""
+  """Parses the numbers of a flag."""
   if not texts or not all(text.isdecimal() for text in texts):
     raise ValueError(f"--{flag} takes numbers such as 0,1, not {','.join(texts)!r}")
   return list(map(int, texts))
 
 
 def prepared(config: config_lib.RunConfig) -> BenchConfig:
-  """The config of a scenario's runs, with what this command was asked for."""
+  """The config of a scenario's runs, with the flags of this command."""
   _, given, _ = trees.split(sys.argv, "config")
   config = scenarios.apply(_SCENARIO.value, config, given)
   sides = _SIDES.value or list(scenarios.get(_SCENARIO.value).sides)
@@ -350,13 +338,13 @@ def main(config: config_lib.RunConfig):
     of_seed, _ = from_config.complete(of_seed)
     if not is_done(own, of_seed):
       Run(of_seed, own).to_the_end()
-      sides_lib.let_go()
+      sides_lib.free_programs()
   if processes.is_first():
     sum_up(folder, config)
 
 
 def sum_up(folder: pathlib.Path, config: BenchConfig) -> None:
-  """Writes and prints what the runs in a folder come to."""
+  """Writes and prints the summary of the runs in a folder."""
   seeds = numbers("seeds", _SEEDS.value)
   runs = {s: metrics_lib.read(folder / f"seed_{s}" / "metrics.jsonl") for s in seeds}
   found = run_summary.summarize(_SCENARIO.value, config.bench.sides, runs)

@@ -15,19 +15,13 @@ from benchmarks import run_summary
 from experiments import style
 from tlt_jax import writing
 
-# Okabe-Ito, as in `experiments.plot`; by side without its suffix.
+# Okabe-Ito, as in `experiments.plot`.
 _COLORS = {"plain": "#8c8c8c", "ngram": "#e69f00", "frozen": "#0072b2", "tlt": "#009e73"}
 _OTHER = "#cc79a7"
 
 
 def draw(path: pathlib.Path, found: Mapping, runs: run_summary.Runs) -> None:
-  """Writes the figure.
-
-  Args:
-    path: of the PNG
-    found: of `run_summary.summarize`
-    runs: seed -> records of metrics.jsonl
-  """
+  """Writes a PNG of `run_summary.summarize` of the runs."""
   with mpl.rc_context(style.STYLE), writing.to(path):
     fig = figure.Figure(figsize=(10, 6.6), layout="constrained")
     (acceptance, time), (idle, reward) = fig.subplots(2, 2)
@@ -43,20 +37,16 @@ def draw(path: pathlib.Path, found: Mapping, runs: run_summary.Runs) -> None:
 
 
 def _line(ax, side: str, steps, values, **options) -> None:
-  """Draws a side's curve."""
-  style = "--" if side != side else "-"
   color = _COLORS.get(side, _OTHER)
-  options = {"label": side, "linestyle": style} | options
-  ax.plot(steps, values, color=color, linewidth=1.6, **options)
+  ax.plot(steps, values, color=color, linewidth=1.6, **({"label": side} | options))
 
 
 def _acceptance(ax, found: Mapping) -> None:
-  """Draws tokens per pass of the drafters."""
   for side, s in found["sides"].items():
     if s["probes"]:
       _line(ax, side, *zip(*s["probes"], strict=True), marker="o", markersize=3.5)
   ax.set(
-    title="Drafts that stand on held-out prompts",
+    title="Accepted drafts on held-out prompts",
     xlabel="RL step",
     ylabel="tokens per pass",
   )
@@ -78,16 +68,15 @@ def _time(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
 
 
 def _idle(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
-  """Draws idle and harvested time, and training after rollouts, of sides that train."""
-  for side in sides:
-    if side == "tlt":
-      for key, label, style in (
-        ("idle_s", "idle, of all slices", ":"),
-        ("harvested_s", "harvested, of all slices", "-"),
-        ("training_s", "training after the rollout", "--"),
-      ):
-        values = _mean(f"{side}/{key}", runs)
-        _line(ax, side, _steps(values), values, label=f"{side}: {label}", linestyle=style)
+  """Draws idle and harvested time, and training after rollouts, of "tlt"."""
+  if "tlt" in sides:
+    for key, label, style in (
+      ("idle_s", "idle, of all slices", ":"),
+      ("harvested_s", "harvested, of all slices", "-"),
+      ("training_s", "training after the rollout", "--"),
+    ):
+      values = _mean(f"tlt/{key}", runs)
+      _line(ax, "tlt", _steps(values), values, label=f"tlt: {label}", linestyle=style)
   ax.set(title="Idle time", xlabel="RL step", ylabel="seconds per step")
   if ax.has_data():
     ax.set_ylim(top=1.35 * ax.get_ylim()[1])  # room for the legend above the peaks
@@ -95,13 +84,12 @@ def _idle(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
 
 
 def _reward(ax, found: Mapping) -> None:
-  """Draws the reward, which is the same for all sides."""
   ax.plot(*zip(*found["reward"], strict=True), color="black", linewidth=1.4)
   ax.set(title="Reward, the same on all sides", xlabel="RL step", ylabel="mean")
 
 
 def _mean(key: str, runs: run_summary.Runs) -> np.ndarray:
-  """Of each step that all seeds have done, the mean over seeds."""
+  """Means over seeds, of the steps that all seeds have done."""
   by_seed = [[r[key] for r in records if key in r] for records in runs.values()]
   done = min(map(len, by_seed))
   return np.mean([values[:done] for values in by_seed], axis=0)

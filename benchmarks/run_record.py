@@ -1,4 +1,4 @@
-"""The account of a rollout in `bench.run`: seconds by part, passes, what was trained."""
+"""The record of a rollout in `benchmarks.run`: seconds by part, passes, training."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ PARTS = {
 
 
 def of_rollout(scored: sample.Scored) -> dict[str, float]:
-  """What a side's rollout took and did.
+  """Times and counts of a side's rollout.
 
   Returns:
     `rollout_s` until the last token; `training_s` that the drafter trained after it; the
@@ -51,9 +51,9 @@ def of_rollout(scored: sample.Scored) -> dict[str, float]:
 
 
 def seconds_by_part(samples: samples_lib.Samples, rollout_s: float) -> dict[str, float]:
-  """Splits a rollout's seconds by what its slices did; means over them, see `PARTS`.
+  """Splits a rollout's seconds into `PARTS`, as means over slices.
 
-  `idle_training_s` is what micro-batches take in slices that only train
+  `idle_training_s` is the time of micro-batches in slices that only train
   (`timeline.split`); outside of chunks are prefills, the host, and moves between buckets.
   """
   chunks = [dataclasses.asdict(chunk) for chunk in samples.chunks]
@@ -72,14 +72,11 @@ def differences(
   expected: sample.Scored,
   found: sample.Scored,
 ) -> dict[str, float]:
-  """How a side's responses differ from those of another to the same requests.
+  """Compares a side's responses with those of another to the same requests.
 
-  Args:
-    model, policy: that answered, and its parameters
-    expected, found: of the two sides
   Returns:
     `near_ties` and `differing_tokens` (see `rollout.compare`), and `logp_apart`, the
-    largest difference of the log-probabilities of tokens that are the same
+    largest difference in log-probability of equal tokens
   """
   a, b = expected.samples, found.samples
   near_ties = differing = 0

@@ -1,11 +1,11 @@
-"""What the runs of a scenario come to: ratios of time, and acceptance."""
+"""The summary of a scenario's runs: ratios of time, and acceptance."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks import interleave
 from benchmarks import run_record
+from experiments import interleave
 from experiments import tables
 from tlt_jax import metrics
 
@@ -16,22 +16,26 @@ Runs = Mapping[int, Sequence[Mapping[str, float]]]  # seed -> records of metrics
 
 
 def summarize(scenario: str, sides: Sequence[str], runs: Runs) -> dict:
-  """Sums the runs up.
+  """Statistics of the runs.
 
   Ratios of rollouts and of whole steps are geometric means over steps; `total` is the
   ratio of the sums of whole steps, training after rollouts included. Intervals, 95% by
   Student's t, take the steps of all seeds as independent.
 
   Args:
-    scenario: its name
-    sides: of every run
     runs: seed -> records of metrics.jsonl; the last one of a run may have probes only
   Returns:
-    per side seconds (means per step), sums, what the drafts brought, and `over`: how many
-    times as fast it is as each other side
+    by side: seconds (means per step), sums, acceptance, and `over`: the speed-up over each
+    other side
   """
   steps = [r for records in runs.values() for r in records if f"{sides[0]}/step_s" in r]
-  of = lambda side, key: np.array([r[f"{side}/{key}"] for r in steps])
+
+  def of(side: str, key: str) -> np.ndarray:
+    return np.array([r[f"{side}/{key}"] for r in steps])
+
+  def total(key: str) -> int:
+    return int(sum(of(side, key).sum() for side in sides))
+
   probed = {side: probes(side, runs) for side in sides}
   found = {}
   for side in sides:
@@ -52,10 +56,8 @@ def summarize(scenario: str, sides: Sequence[str], runs: Runs) -> dict:
     }
     if side == "tlt":
       found[side]["learning"] = {seed: learning(side, r) for seed, r in runs.items()}
-      frozen = "frozen" + side.removeprefix("tlt")
-      if frozen in sides:
-        found[side]["above_frozen_from"] = stays_above(probed[side], probed[frozen])
-  total = lambda key: int(sum(of(side, key).sum() for side in sides))
+      if "frozen" in sides:
+        found[side]["above_frozen_from"] = stays_above(probed[side], probed["frozen"])
   return {
     "scenario": scenario,
     "seeds": list(runs),
@@ -70,12 +72,12 @@ def summarize(scenario: str, sides: Sequence[str], runs: Runs) -> dict:
 
 
 def probes(side: str, runs: Runs) -> list[tuple[int, float]]:
-  """(step, tokens per pass on held-out prompts), means over the seeds that got there."""
+  """(step, tokens per pass on held-out prompts), means over the seeds with that step."""
   return _by_step(f"{side}/probe", runs)
 
 
 def reward_by_step(runs: Runs) -> list[tuple[int, float]]:
-  """(step, mean reward), means over the seeds that got there."""
+  """(step, mean reward), means over the seeds with that step."""
   return _by_step("reward/mean", runs)
 
 
@@ -91,10 +93,10 @@ def _by_step(key: str, runs: Runs) -> list[tuple[int, float]]:
 def learning(
   side: str, records: Sequence[Mapping[str, float]]
 ) -> list[tuple[float, float, float]]:
-  """The curve of a drafter that trains, a point per probe.
+  """The learning curve of a drafter, a point per probe.
 
   Returns:
-    (idle seconds of slices that it was trained in, seconds after rollouts, tokens per
+    (idle seconds of slices with training, seconds of training after rollouts, tokens per
     pass on held-out prompts) each
   """
   points, idle_s, after_s = [], 0.0, 0.0
@@ -109,11 +111,7 @@ def learning(
 def stays_above(
   trained: Sequence[tuple[int, float]], frozen: Sequence[tuple[int, float]]
 ) -> int | None:
-  """The first probe from which on the trained drafter is above the frozen one; None: none.
-
-  Args:
-    trained, frozen: as of `probes`, at the same steps
-  """
+  """The first step from which the trained drafter stays above the frozen one, if any."""
   first = None
   for (step, a), (_, b) in zip(trained, frozen, strict=True):
     if a <= b:
@@ -124,7 +122,7 @@ def stays_above(
 
 
 def report(found: Mapping) -> None:
-  """Prints tables: the sides, and what is faster than what."""
+  """Prints tables of the sides and of their speed-ups."""
   first, *others = sides = list(found["sides"])
   rows = []
   for side, s in found["sides"].items():

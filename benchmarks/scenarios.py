@@ -1,19 +1,18 @@
 """Scenarios of whole RL runs: named overrides of any run's config.
 
-| name | the drafter at first | compared are |
+| name | initial drafter | sides |
 |---|---|---|
-| `cold` | none exists: random weights | plain, n-grams, TLT |
-| `elsewhere` | of other problems, or another policy; to be named | all four sides |
-| `drift` | the config's, a good one; the policy moves far from it | all four sides |
+| `cold` | random weights | plain, n-grams, TLT |
+| `elsewhere` | of other problems, or another policy; to be given | all four |
+| `drift` | the config's, a good one; the policy moves far from it | all four |
 
-What the command line says of a key goes before what a scenario says. One thing is added to
-both: in `cold` n-grams are among TLT's strategies, in every level that names none, and
-draft while they are worth more than the new drafter. A new drafter guesses every token; for
-a large vocabulary name an untrained one of fewer tokens, as
-`train_drafter --config.steps=0 --config.drafter.vocab_size=4096` writes it.
+The command line has priority over a scenario, with one exception: `cold` adds n-grams to
+every level of TLT's strategies that has none, to draft until the new drafter is better. A
+new drafter predicts the whole vocabulary; if that is large, give an untrained drafter of
+fewer tokens, as by `train_drafter --config.steps=0 --config.drafter.vocab_size=4096`.
 
-A drafter from elsewhere, for the small policy: one that has seen problems with three
-numbers only, for a run on problems with four.
+An example of `elsewhere`, with the small policy: the drafter was trained on problems with
+three numbers, the run has problems with four.
 
     python -m experiments.train_drafter --workdir=runs/three --config.steps=300 \\
         --config=experiments/configs/drafter.py:small \\
@@ -23,8 +22,8 @@ numbers only, for a run on problems with four.
         --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
         --config.prompts.four_share=1 --config.held_out.four_share=1
 
-Both are trained by the recipe of `spot.Options`, whatever the config says, for as long as
-that pays.
+`cold` and `elsewhere` train drafters by the recipe of `spot.Options`, not the config's,
+while that pays.
 """
 
 from collections.abc import Callable, Container
@@ -43,23 +42,27 @@ from tlt_jax.spec_decode.spot import spot
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-  """What is compared, and the dotted keys that are set, given the config."""
+  """Sides, and the dotted keys that are set for a config."""
 
   sides: tuple[str, ...]
   settings: Callable[[config_lib.RunConfig], dict[str, Any]]
-  wants_drafter: str = ""  # what the command line must name as drafter; "": nothing
-  adds_ngrams: bool = False  # to the strategies, whoever has named these
+  wants_drafter: str = ""  # the drafter that the command line must give; "": none
+  adds_ngrams: bool = False  # to the strategies, even to those of the command line
 
 
 def _recipe(**loss: Any) -> dict[str, Any]:
   """The settings of the recipe for a drafter that has much to learn."""
-  of = lambda section, options, names: {f"spot.{section}{k}": options[k] for k in names}
-  options, losses = vars(spot.Options()), vars(draft_loss.Loss()) | loss
+  options = vars(spot.Options())
+  losses = vars(draft_loss.Loss()) | loss
+  names = ("row_tokens", "rows", "min_micro_batches")
+  names += ("micro_batches_per_update", "average")
   return {
-    **of("", options, ("row_tokens", "rows")),
-    **of("", options, ("min_micro_batches", "micro_batches_per_update", "average")),
-    **of("loss.", losses, ("steps", "distance", "cross_entropy_updates")),
-    **of("", spot.OPTIMIZER, ("learning_rate",)),
+    **{f"spot.{name}": options[name] for name in names},
+    **{
+      f"spot.loss.{name}": losses[name]
+      for name in ("steps", "distance", "cross_entropy_updates")
+    },
+    "spot.learning_rate": spot.OPTIMIZER["learning_rate"],
   }
 
 
@@ -70,15 +73,15 @@ def _cold(config: config_lib.RunConfig) -> dict[str, Any]:
 
 
 def _elsewhere(config: config_lib.RunConfig) -> dict[str, Any]:
-  """The drafter is named on the command line."""
+  """The drafter is given on the command line."""
   del config
   return {"steps": 100, **_recipe(cross_entropy_updates=0)}
 
 
 def _drift(config: config_lib.RunConfig) -> dict[str, Any]:
-  """All parameters are trained, for longer and three times as fast, at 1e-4 at most.
+  """Trains all parameters, for longer, at three times the rate but 1e-4 at most.
 
-  At 3e-4 for all parameters the policies of the repo unlearn what they can.
+  At 3e-4 for all parameters the policies of the repo get worse.
   """
   rate = min(3 * config.optimizer["learning_rate"], 1e-4)
   return {"steps": 200, "learner.only": "", "optimizer.learning_rate": rate}
@@ -95,21 +98,16 @@ SCENARIOS = {
 
 
 def _with_ngrams(strategies: str) -> str:
-  """Adds n-grams to every level that names none."""
-  is_ngrams = lambda arm: arm is not None and arm.source == strategy.NGRAM
-  more = strategy.parse("ngram_3")
-  return levels.write(
-    level if any(map(is_ngrams, level.arms)) else level._replace(arms=(*level.arms, more))
-    for level in levels.parse(strategies)
-  )
+  """Adds n-grams to every level without n-grams."""
+  known = list(levels.parse(strategies))
+  for i, level in enumerate(known):
+    if not any(arm is not None and arm.source == strategy.NGRAM for arm in level.arms):
+      arms = (*level.arms, strategy.parse("ngram_3"))
+      known[i] = level._replace(arms=arms)
+  return levels.write(known)
 
 
 def get(name: str) -> Scenario:
-  """The scenario of that name.
-
-  Raises:
-    ValueError: there is none
-  """
   if name not in SCENARIOS:
     raise ValueError(
       f"--scenario={name}: there are {', '.join(SCENARIOS)}{named.nearest(name, SCENARIOS)}"
@@ -120,16 +118,12 @@ def get(name: str) -> Scenario:
 def apply(
   name: str, config: config_lib.RunConfig, given: Container[str]
 ) -> config_lib.RunConfig:
-  """The config as a scenario wants it.
-
-  The policy's learning rate falls over the whole run, if it falls at all.
+  """The config of a scenario, with a learning-rate schedule over the whole run.
 
   Args:
-    name: of the scenario
-    config: of a run
-    given: dotted keys that the command line has set, which stay
+    given: dotted keys of the command line, which stay
   Raises:
-    ValueError: there is no such scenario, or what it wants is not given
+    ValueError: there is no such scenario, or its drafter is not given
   """
   scenario = get(name)
   if scenario.wants_drafter and "drafter" not in given:

@@ -49,7 +49,7 @@ TRAINED_TOKENS = 2048  # of a drafter's micro-batch
 
 
 def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
-  """The same kind of model, as small as a dry run wants it."""
+  """The same kind of model in a tiny size, for dry runs."""
   return dataclasses.replace(
     config,
     vocab_size=128,
@@ -70,7 +70,7 @@ def random_params(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh):
 def random_like(abstract, mesh: jax.sharding.Mesh, dtype: str = "float32"):
   """Random weights of these shapes, laid out for rollouts.
 
-  One array at a time: nothing exists twice, and nothing in another dtype.
+  One array at a time, so that memory holds nothing twice or in another dtype.
   """
   shapes = axes.with_shardings(mesh, axes.ROLLOUT, abstract)
   keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
@@ -90,13 +90,12 @@ def random_like(abstract, mesh: jax.sharding.Mesh, dtype: str = "float32"):
 
 @functools.cache
 def params_bytes(config: config_lib.ModelConfig) -> int:
-  """Bytes of `random_params`."""
   count = sum(x.size for x in jax.tree.leaves(target.abstract_params(config)))
   return count * jnp.dtype(config.dtype).itemsize
 
 
 def step_bytes(config: config_lib.ModelConfig) -> int:
-  """Bytes of weights that a decoding step reads: all but an embedding that is no head."""
+  """Bytes of weights that a decoding step reads: all but an untied embedding."""
   embedding = config.vocab_size * config.width * jnp.dtype(config.dtype).itemsize
   return params_bytes(config) - (0 if config.tie_embeddings else embedding)
 
@@ -107,12 +106,14 @@ def drafter_trainer(
   mesh: jax.sharding.Mesh,
   longest: int,
 ) -> tuple[trainer_lib.Trainer, spot_lib.Options]:
-  """Makes a drafter's training in rollouts whose responses have up to `longest` tokens."""
+  """The drafter's trainer for responses of up to `longest` tokens, and its options."""
   options = spot_lib.Options(
     row_tokens=min(TRAINED_TOKENS, longest), context_tokens=16, rows=8, carried_rows=4
   )
   trainer = spot_lib.make_trainer(
-    *(config, drafter, mesh),
+    config,
+    drafter,
+    mesh,
     optimizer=optax.adamw(1e-4),
     longest=longest,
     loss=loss_lib.Loss(steps=3),

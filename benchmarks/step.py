@@ -3,45 +3,36 @@
     python -m benchmarks.step
     python -m benchmarks.step --sides=plain,frozen,tlt
 
-The sides (`benchmarks.sides` names them) train the same policy on the same prompts
-with the same seeds, step by step in turn.
+The sides (see `experiments.sides`) take turns at every step: they train the same policy on
+the same prompts with the same seeds. They may differ in time only: tokens and the policy's
+parameters are compared at every step.
 
-A side may only differ in time: tokens and the policy's parameters are compared at every
-step.
-
-`--lengths=log-normal` follows a trace instead of the policy's own stops. Ratios are
-geometric means over the steps, with the 95% interval, against the fastest plain side. The
-last line is JSON: what was found of each side and, on top, of the first that trains its
-drafter (else the second side).
+With `--lengths=log-normal` the lengths of responses are those of a trace. Ratios to plain
+decoding are geometric means over the steps, with the 95% interval. The last line is JSON:
+the results of each side and, at the top level, those of "tlt" (or else of the second side).
 """
 
 import collections
 from collections.abc import Sequence
 import json
 import pathlib
-import time
 
 from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import interleave
-from benchmarks import sides as sides_lib
 from experiments import config as config_lib
 from experiments import from_config
+from experiments import interleave
 from experiments import launch
+from experiments import sides as sides_lib
 from experiments import tables
 from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics
-from tlt_jax.models import hf
-from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.rl import learner as learner_lib
-from tlt_jax.rl import sample
-from tlt_jax.rl import trainer
 from tlt_jax.simulate import scenario
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -61,78 +52,32 @@ _SLICES = flags.DEFINE_integer(
 )
 
 
-class Learning:
-  """A side, and the policy that it trains."""
-
-  def __init__(
-    self, name: str, config: config_lib.RunConfig, learner: learner_lib.Learner, params
-  ):
-    """Makes everything ready.
-
-    Args:
-      name: of the side
-      config: of the run
-      learner: the same for all sides
-      params: the policy's, to start from
-    """
-    self.learner = learner
-    self.go_on_from(learner.init(jax.tree.map(jnp.copy, params)))
-    self.side = sides_lib.Side(name, config, learner.config, learner.mesh)
-    self.side.compile(self.policy)
-
-  def go_on_from(self, state: trainer.State) -> None:
-    """Takes over a policy and its optimizer."""
-    self.state = state
-    self.policy = jax.block_until_ready(self.learner.to_rollout(state.params))
-
-  def step(
-    self, step: int, records: Sequence[dict]
-  ) -> tuple[dict[str, float], sample.Scored, str]:
-    """Does an RL step: seconds by part, samples, hash of tokens and of the policy."""
-    config = self.side.config
-    P, R = config.batch.prompts, config.batch.responses
-    lengths = None
-    if _LENGTHS.value == "log-normal":
-      what = {"log_normal": {"median": 100, "sigma": 1.0}}
-      most = config.sampling.max_tokens
-      lengths = scenario.draw_lengths(what, P * R, most, [config.seed, step])
-    scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
-    updating = time.perf_counter()
-    self.state, _ = self.learner.train(self.state, scored.batch(R))
-    updated = time.perf_counter()
-    self.go_on_from(self.state)
-    done = time.perf_counter()
-    seconds = {
-      "rollout": scored.rollout_s,
-      "reward": scored.reward_s,
-      "update": updated - updating,
-      "sync": done - updated,
-    }
-    seconds["step"] = sum(seconds.values())
-    return seconds, scored, sides_lib.digest([scored.samples.tokens, self.state.params])
+def trace_lengths(config: config_lib.RunConfig, step: int) -> np.ndarray | None:
+  """Lengths of a step's responses, i32[requests]; None: those of the policy."""
+  if _LENGTHS.value == "own":
+    return None
+  count = config.batch.prompts * config.batch.responses
+  what = {"log_normal": {"median": 100, "sigma": 1.0}}
+  most = config.sampling.max_tokens
+  return scenario.draw_lengths(what, count, most, [config.seed, step])
 
 
 def measure(
   config: config_lib.RunConfig, mesh: jax.sharding.Mesh, asked: Sequence[dict]
 ) -> dict:
-  """Trains all sides, step by step in turn."""
   prompts = data.prompt_iterator(asked, config.batch.prompts, config.seed)
-  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config.algorithm)
-  learner = from_config.make_learner(
-    config.learner, config.optimizer, model, algorithm, mesh
-  )
-  sides = {name: Learning(name, config, learner, params) for name in _SIDES.value}
+  sides = sides_lib.make_training_sides(_SIDES.value, config, mesh)
   first = _SIDES.value[0]
   plain = sides[first]
+  model = plain.learner.config
   seconds = {name: [] for name in sides}
   samples = {name: [] for name in sides}
   same, ties, differing = True, 0, 0
   for step in range(_WARM_UP.value + _STEPS.value):
     records, before = next(prompts), jax.device_get(plain.policy)
-    hashes, drawn = {}, {}
+    hashes, drawn, lengths = {}, {}, trace_lengths(config, step)
     for name in interleave.in_turn(list(sides), step):
-      took, drawn[name], hashes[name] = sides[name].step(step, records)
+      took, drawn[name], hashes[name] = sides[name].step(step, records, lengths)
       if step >= _WARM_UP.value:
         seconds[name].append(took)
         samples[name].append(drawn[name].samples)
@@ -156,13 +101,11 @@ def measure(
 
 
 def summary(seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]) -> dict:
-  """Sums up.
+  """Statistics of the sides; the arguments are by side and step."""
 
-  Args:
-    seconds: of each side, by step and part
-    samples: of each side, by step
-  """
-  of = lambda side, part: np.array([s[part] for s in seconds[side]])
+  def of(side: str, part: str) -> np.ndarray:
+    return np.array([s[part] for s in seconds[side]])
+
   plain = "plain"
   share = float(of(plain, "rollout").sum() / of(plain, "step").sum())
   sides = {}
@@ -206,7 +149,7 @@ def summary(seconds: dict[str, list[dict[str, float]]], samples: dict[str, list]
 
 
 def work(samples: Sequence[samples_lib.Samples]) -> dict:
-  """Counts what a side's rollouts did; `busy_overhead` takes another side to know."""
+  """Counts of a side's rollouts; `busy_overhead` needs another side: see `summary`."""
   idle, harvested = sum(s.idle_s for s in samples), sum(s.harvested_s for s in samples)
   drawn = sum(int(s.length.sum()) for s in samples)
   by_bucket = sorted(seconds_by_bucket(samples).items(), reverse=True)
@@ -226,7 +169,7 @@ def work(samples: Sequence[samples_lib.Samples]) -> dict:
 def seconds_by_bucket(
   samples: Sequence[samples_lib.Samples],
 ) -> dict[int, float]:
-  """Adds up the chunks' seconds by bucket; the least of each would be hindsight's."""
+  """Sums of the chunks' seconds by bucket."""
   seconds = collections.Counter()
   for s in samples:
     for chunk in s.chunks:
@@ -235,7 +178,6 @@ def seconds_by_bucket(
 
 
 def report(found: dict) -> None:
-  """Prints the table of the sides."""
   rows = []
   for side, s in found["seconds"].items():
     r = found["sides"][side]
@@ -257,7 +199,7 @@ def report(found: dict) -> None:
 
 
 def workload(config: config_lib.RunConfig) -> dict:
-  """Describes what was pinned."""
+  """The settings that the result depends on."""
   whole = trees.to_dict(config)
   return {
     "policy": config.policy,

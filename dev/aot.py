@@ -1,15 +1,14 @@
-"""Compiles a run's large programs for TPUs and GPUs that are not there, and reports.
+"""Compiles a run's large programs for TPUs and GPUs of other machines, and reports.
 
     make aot    # or, where that has installed .venv-aot:
     .venv-aot/bin/python -m dev.aot [--targets=h200,v6e] [--programs=plain,chain]
 
 Compiles chunks (plain, verifying a chain, a tree, fused with training), prefill, fill and
-the learner's update of Qwen2.5-7B's widths, each with kernels and without, in a process
-of its own. It counts cache-sized copies, collectives, kernels per layer, launches, bytes
-moved per step and memory per device, and writes MODEL.json and MODEL.md. It fails if a
-step on one GPU is launched in more parts than CUDA graphs need, or writes an array as large
-as weights. What is compiled already stays, in --workdir, until the code changes or with
---again.
+the learner's update of Qwen2.5-7B's widths, with and without kernels, each in a separate
+process. It counts cache-sized copies, collectives, kernels per layer, launches, bytes moved
+per step and memory per device, and writes MODEL.json and MODEL.md. It fails if a step on
+one GPU has more launches than CUDA graphs need, or writes an array as large as weights.
+Compiled programs are kept in --workdir until the code changes, or --again is given.
 """
 
 import datetime
@@ -33,8 +32,8 @@ _TARGETS = flags.DEFINE_list("targets", list(aot_machines.TARGETS), "Machines.")
 _PROGRAMS = flags.DEFINE_list("programs", list(aot_programs.PROGRAMS), "Programs.")
 _MODEL = flags.DEFINE_enum("model", "7b", list(aot_programs.MODELS), "Widths.")
 _LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the target.", lower_bound=1)
-_AGAIN = flags.DEFINE_bool("again", False, "Compile what is there already, too.")
-_REPORT = flags.DEFINE_bool("report", False, "Compile nothing; report what is there.")
+_AGAIN = flags.DEFINE_bool("again", False, "Compile existing programs, too.")
+_REPORT = flags.DEFINE_bool("report", False, "Compile nothing; report --workdir.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/aot", "Compiled programs, as text.")
 _OUTPUT = flags.DEFINE_string("output", "experiments/results/aot", "The report.")
 
@@ -53,7 +52,7 @@ def source() -> str:
 
 
 def compile_case(model: str, case: tuple[str, str, str], layers: int, folder) -> None:
-  """Compiles in a process of its own; what went wrong is in error.txt then."""
+  """Compiles in a separate process; an error goes to error.txt."""
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir(parents=True)
   with tempfile.TemporaryDirectory() as dump:
@@ -83,9 +82,9 @@ def main():
   chosen = aot_report.cases(_TARGETS.value, _PROGRAMS.value)
   model, layers, now = _MODEL.value, _LAYERS.value, source()
   platforms = {aot_machines.TARGETS[target].platform for target, _, _ in chosen}
-  lacking = list(filter(None, map(aot_machines.missing, sorted(platforms))))
-  if lacking and not _REPORT.value:
-    raise ValueError(lacking[0])
+  missing = list(filter(None, map(aot_machines.missing, sorted(platforms))))
+  if missing and not _REPORT.value:
+    raise ValueError(missing[0])
   report = []
   for case in chosen:
     folder = (workdir / "-".join([model, *case, str(layers)])).resolve()

@@ -1,6 +1,6 @@
-"""Machines that are not there: what they are, and what compilers for them need and say.
+"""Machines to compile for: topologies, and the environment of their compilers.
 
-It needs what requirements-aot.txt names.
+Needs the packages of requirements-aot.txt.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ _HERE = pathlib.Path(__file__).parent
 
 
 class Target(NamedTuple):
-  """Machines that programs are compiled for."""
+  """A machine to compile for."""
 
   platform: str  # "tpu" or "cuda"
   topology: str  # as the platform's compiler names it
@@ -38,7 +38,7 @@ _CAPABILITY = 90  # of an H200
 
 
 def missing(platform: str) -> str | None:
-  """One line that says how to install what compiles for a platform; None: it is there."""
+  """A message on how to install the compiler of a platform; None if it is installed."""
   for package in _PACKAGES[platform]:
     try:
       importlib.metadata.distribution(package)
@@ -55,27 +55,23 @@ def environment(platform: str, dump: pathlib.Path | None = None) -> dict[str, st
 
   Args:
     platform: "tpu" or "cuda"
-    dump: folder in which XLA says what a GPU's host launches; None: it does not
+    dump: folder for XLA's dump of the launches of a GPU's host; None: no dump
   """
   env = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
   if platform == "cuda":
     env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver
     env |= {"XLA_FLAGS": f"--xla_dump_to={dump}"} if dump else {}
   else:
-    # Asks nobody over the network what machine this is.
+    # No queries over the network about this machine.
     env |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     env |= {"TPU_ACCELERATOR_TYPE": "v6e-4"}
   return env
 
 
 def mesh_of(machine: Target) -> jax.sharding.Mesh:
-  """The mesh of a target's devices.
-
-  Raises:
-    ValueError: what compiles for them is not installed
-  """
-  if lacking := missing(machine.platform):
-    raise ValueError(lacking)
+  """The mesh of a target; raises ValueError if its compiler is not installed."""
+  if message := missing(machine.platform):
+    raise ValueError(message)
   if machine.platform == "cuda":
     triton_call.compile_for(_CAPABILITY)
     topology = topologies.get_topology_desc(
@@ -90,14 +86,14 @@ def mesh_of(machine: Target) -> jax.sharding.Mesh:
 
 
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
-  """What the compiler says of a program: bytes on each device, by kind."""
+  """The compiler's memory analysis: bytes on each device, by kind."""
   memory = compiled.memory_analysis()
   kinds = ("argument", "output", "alias", "temp")
   return {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}
 
 
 def versions(platform: str) -> dict[str, str]:
-  """Versions of what compiles."""
+  """Versions of the compilers."""
   names = {
     "tpu": ("libtpu",),
     "cuda": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "jax-triton", "triton"),

@@ -1,14 +1,14 @@
-"""Adds up the memory of a run: its arrays, and what compilers say of its programs.
+"""The memory of a run: its arrays, and those that compilers add for its programs.
 
     .venv-aot/bin/python -m dev.aot_memory \\
         --config=experiments/configs/long_reasoning.py:qwen2_5_32b \\
         --config.policy=/models/Qwen2.5-32B --devices=32x80 --target=h200
 
-Compiles every program that the run's rollouts compile ahead of time, and those of its
-learner, with the config's own sizes for devices that need not be there, from the policy's
-`config.json` alone. The policy is cut to a few layers: what each program takes with all of
-them follows along the straight line through two depths. Writes POLICY_DEVICES_TARGET.json
-and .md. What is compiled stays, in --workdir. `make aot` installs the compilers.
+Compiles all programs of the run's rollouts and learner with the config's sizes, for devices
+that need not exist, from the policy's `config.json` alone. The policy is compiled with a
+few layers only, at two depths; memory with all layers is extrapolated linearly. Writes
+POLICY_DEVICES_TARGET.json and .md. Compiled programs are kept in --workdir. `make aot`
+installs the compilers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _DEVICES = flags.DEFINE_string("devices", "8x80", memory_plan.DRY_RUN_ON)
-_TARGET = flags.DEFINE_enum("target", "h200", ["h200", "v6e"], "What the devices are.")
+_TARGET = flags.DEFINE_enum("target", "h200", ["h200", "v6e"], "Kind of the devices.")
 _LAYERS = flags.DEFINE_list("layers", ["2", "4"], "Depths that are compiled: two.")
 _PROGRAMS = flags.DEFINE_string(
-  "programs", ".", "Regular expression of the programs, as the report names them."
+  "programs", ".", "Regular expression of program names in the report."
 )
-_WORKDIR = flags.DEFINE_string("workdir", "runs/aot/memory", "What was compiled.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/aot/memory", "Of compiled programs.")
 _OUTPUT = flags.DEFINE_string("output", "experiments/results/aot/memory", "The report.")
 
 _KERNELS = {"h200": "triton", "v6e": "pallas"}
@@ -53,31 +53,31 @@ _GIB = 2**30
 
 
 class Bytes(NamedTuple):
-  """What a program takes on a device, in bytes."""
+  """Bytes of a program on a device."""
 
   argument: float
   output: float
-  alias: float  # of the output, which lies where arguments lay
+  alias: float  # the part of the output that reuses arguments
   temp: float
 
   @property
   def beside(self) -> float:
-    """Beside its arguments, while it runs."""
+    """Without its arguments, while it runs."""
     return self.temp + self.output - self.alias
 
   def at(self, layers: int, other: "Bytes", others: int, all_layers: int) -> "Bytes":
-    """Along the straight line through this, of `layers`, and `other`, of `others`."""
-    along = (all_layers - layers) / (others - layers)
-    return Bytes(*(a + (b - a) * along for a, b in zip(self, other, strict=True)))
+    """Linear extrapolation from this, of `layers`, and `other`, of `others`."""
+    factor = (all_layers - layers) / (others - layers)
+    return Bytes(*(a + (b - a) * factor for a, b in zip(self, other, strict=True)))
 
 
 class Compiled(NamedTuple):
-  """A program: what its shapes add up to, and what the compiler says of it."""
+  """A program: bytes by its shapes, and by the compiler."""
 
   name: str
   shapes: int  # bytes of the arguments with all layers
   all_layers: Bytes
-  by_layers: Mapping[int, Bytes]  # as it was compiled
+  by_layers: Mapping[int, Bytes]  # as compiled
 
   @property
   def adds(self) -> float:
@@ -88,14 +88,12 @@ class Compiled(NamedTuple):
 
 
 def target_of(devices: int, model: int, name: str) -> aot_machines.Target:
-  """So many devices in slices of `model`, as compilers name them.
+  """The target of so many devices, in slices of `model` devices.
 
   Args:
-    devices: there are
-    model: devices of a slice
     name: "h200" or "v6e"
   Raises:
-    ValueError: TPUs are not made in that number
+    ValueError: TPUs do not come in that number
   """
   if name == "h200":
     return aot_machines.Target("cuda", f"1x1x{devices}", devices, model)
@@ -107,10 +105,10 @@ def target_of(devices: int, model: int, name: str) -> aot_machines.Target:
 
 
 def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Program]:
-  """The programs of a run, by name and bucket: of its rollouts, and of its learner.
+  """The programs of a run's rollouts and learner, by name and bucket.
 
   Args:
-    run: whose mesh has devices that need not exist
+    run: the devices of its mesh need not exist
     stops: stop tokens per request
   """
   config, drafter = run.config, run.drafter()
@@ -135,7 +133,6 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
 
 
 def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
-  """The programs of the learner."""
   config = run.config
   algorithm = algorithm_lib.make(**config.algorithm)
   learner = from_config.make_learner(
@@ -154,15 +151,15 @@ def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
 
 
 def compiled(program: aot_programs.Program, versions: dict, workdir) -> Bytes:
-  """What the compiler says of a program; from the folder if it was compiled before."""
+  """The compiler's memory analysis, from the folder if it is there already."""
   lowered = program.lower()
   devices = jax.tree.leaves(program.args)[0].sharding.mesh.devices
   about = f"{devices.shape} {devices.flat[0].device_kind} {versions} {lowered.as_text()}"
   file = workdir / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
   if not file.exists():
-    said = aot_machines.memory_of(lowered.compile())
+    found = aot_machines.memory_of(lowered.compile())
     workdir.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(said))
+    file.write_text(json.dumps(found))
   return Bytes(**json.loads(file.read_text()))
 
 
@@ -172,11 +169,11 @@ def compile_all(
   """Compiles the programs of a run at two depths.
 
   Args:
-    run: whose mesh has devices that need not exist
+    run: the devices of its mesh need not exist
     chosen: regular expression of the programs' names
     layers: the depths
-    versions: of what compiles
-    workdir: folder of what was compiled
+    versions: of the compilers
+    workdir: of compiled programs
   """
 
   def programs_at(depth: int) -> dict[str, aot_programs.Program]:
@@ -203,7 +200,7 @@ def compile_all(
 
 
 def phases(plan: memory_phases.Plan, found: Sequence[Compiled]) -> dict[str, dict]:
-  """By phase: bytes of the arrays, the hungriest program, and what that adds."""
+  """By phase: bytes of the arrays, the largest program, and the bytes that it adds."""
   totals = {}
   for phase in plan.phases:
     of_phase = [c for c in found if (c.name in _UPDATE) == (phase == "update")]
@@ -220,18 +217,21 @@ def phases(plan: memory_phases.Plan, found: Sequence[Compiled]) -> dict[str, dic
   return totals
 
 
+def _gib(size: float) -> str:
+  return f"{size / _GIB:.2f}"
+
+
 def report(title: str, plan: memory_phases.Plan, found: Sequence[Compiled]) -> str:
-  """The tables, as Markdown, GiB of each device."""
-  gib = lambda size: f"{size / _GIB:.2f}"
+  """The tables, as Markdown, in GiB of each device."""
   rows = []
   for phase, total in phases(plan, found).items():
-    sizes = (gib(total[name]) for name in ("arrays", "beside", "total", "free"))
+    sizes = (_gib(total[name]) for name in ("arrays", "beside", "total", "free"))
     fits = "yes" if total["total"] <= total["free"] else "NO"
     rows.append([phase, *sizes, total["program"], fits])
   header = ("phase", "arrays", "beside", "total", "free", "hungriest program", "fits")
   lines = [f"# {title}", "", *_table(header, rows), ""]
   of_phase = {
-    phase: {part.name: gib(part.size) for part in parts}
+    phase: {part.name: _gib(part.size) for part in parts}
     for phase, parts in plan.phases.items()
   }
   names = dict.fromkeys(name for parts in of_phase.values() for name in parts)
@@ -241,8 +241,8 @@ def report(title: str, plan: memory_phases.Plan, found: Sequence[Compiled]) -> s
   for c in found:
     full = c.all_layers
     sizes = (c.shapes, full.argument, full.output - full.alias, full.temp)
-    cut = [f"{gib(b.temp)} ({layers})" for layers, b in c.by_layers.items()]
-    rows.append([c.name, *map(gib, sizes), ", ".join(cut)])
+    cut = [f"{_gib(b.temp)} ({layers})" for layers, b in c.by_layers.items()]
+    rows.append([c.name, *map(_gib, sizes), ", ".join(cut)])
   header = ("program", "arguments by shapes", "arguments, compiled", "new results", "temp")
   lines += _table((*header, "temp (layers compiled)"), rows)
   return "\n".join(lines) + "\n"

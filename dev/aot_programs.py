@@ -1,10 +1,9 @@
-"""A run's large programs for machines that are not there: shapes, lowering, compilation.
+"""A run's large programs for other machines: shapes, lowering, compilation.
 
     python -m dev.aot_programs MODEL TARGET PROGRAM KERNELS LAYERS FOLDER
 
-Compiles one program and writes its text and what the compiler says of its memory;
-`dev.aot` runs this, in a process of its own for each. It needs what
-requirements-aot.txt names. First the programs, then their compilation.
+Compiles one program and writes its text and the compiler's memory analysis; `dev.aot` runs
+this in a separate process for each program. Needs the packages of requirements-aot.txt.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +41,8 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 _KERNELS = {"tpu": ("pallas", "ref"), "cuda": ("triton", "ref")}
 
-MODEL = shapes.MODELS["qwen2.5-7b"]  # but for the number of layers
-# The same caches in a model that compiles in a tenth of the time: what is copied and
-# gathered shows there, too.
+MODEL = shapes.MODELS["qwen2.5-7b"]  # the number of layers is replaced
+# A model with the same caches, copies and collectives that compiles in a tenth of the time.
 NARROW = dataclasses.replace(MODEL, width=512, mlp_width=1024, vocab_size=4096)
 MODELS = {"7b": MODEL, "narrow": NARROW}
 CHAIN, TREE = map(strategy_lib.parse, ("15_1_16", "6_4_16"))  # J = 16 nodes each
@@ -52,22 +50,22 @@ NODES = CHAIN.verify
 ROWS = 8  # requests of a slice
 SLOTS = 8192  # of the cache, per request
 PROMPT = 1024
-# `one`: plain, with one request, whose products are of one row.
+# `one`: plain, with one request: products of one row.
 CHUNKS = ("one", "plain", "chain", "tree", "fused")
 PROGRAMS = (*CHUNKS, "prefill", "fill", "update")
-_TRAINS = ("fused",)  # takes two slices: a single one is never idle
+_TRAINS = ("fused",)  # needs two slices: a single one is never idle
 _LEARNER_ROWS = ((2, 4096),)  # per bucket: rows of a micro-batch, tokens of a row
 
 
 def runs(target: str, program: str) -> bool:
-  """Whether a machine has any use for a program."""
+  """Whether a program can run on a machine."""
   machine = aot_machines.TARGETS[target]
   return program not in _TRAINS or machine.devices > machine.model
 
 
 def kernels_of(target: str, program: str) -> tuple[str, ...]:
-  """What attends, writes and draws in a program: the platform's kernels, and XLA alone."""
-  if program in ("fill", "update"):  # have none of these
+  """Implementations of a program's kernels: the platform's, and XLA alone."""
+  if program in ("fill", "update"):  # have no such kernels
     return ("ref",)
   return _KERNELS[aot_machines.TARGETS[target].platform]
 
@@ -90,7 +88,7 @@ def _not_compiled(*args):
 
 
 class _Recorder(pool_lib.Pool):
-  """A pool that compiles nothing, and remembers what it was asked for."""
+  """A pool that records the programs, and compiles nothing."""
 
   def __init__(self):
     super().__init__()
@@ -118,7 +116,7 @@ class AbstractTrainer(trainer_lib.Trainer):
 def abstract_spot(
   trainer: trainer_lib.Trainer, options: spot_lib.Options
 ) -> spot_lib.Spot:
-  """A drafter in training that allocates nothing; see `spot.make_trainer`."""
+  """A drafter in training, without arrays; see `spot.make_trainer`."""
   fields = {f.name: getattr(trainer, f.name) for f in dataclasses.fields(trainer)}
   trainer = AbstractTrainer(**fields)
   return spot_lib.Spot(trainer, options, abstract_drafter(trainer.drafter, trainer.mesh))
@@ -132,10 +130,10 @@ def abstract_drafter(drafter: drafter_lib.DrafterConfig, mesh):
 def of_rollout(
   engine: rollout.Engine, params: Any, stops: int = 1
 ) -> dict[tuple, Program]:
-  """The programs that an engine compiles ahead of time, by name, bucket and stop tokens.
+  """The programs of an engine, by name, bucket and stop tokens.
 
   Args:
-    engine: made for a mesh of devices that need not exist; it can no longer be used
+    engine: for devices that need not exist; unusable afterwards
     params: of the target, as shapes and shardings
     stops: stop tokens per request
   """
@@ -143,7 +141,7 @@ def of_rollout(
   engine.pool.get = recorder.get
   with mock.patch.object(memory, "announce"), mock.patch.object(
     memory, "announce_programs"
-  ):  # they ask the devices what is free
+  ):  # they need devices
     engine.compile(params, stops)
   return recorder.asked
 
@@ -154,9 +152,9 @@ def of_update(
   """The learner's update.
 
   Args:
-    learner: for a mesh of devices that need not exist
+    learner: for devices that need not exist
     count: responses of an update
-    tables: the fields of `batch.Sequences` that it takes beside those it always has
+    tables: optional fields of `batch.Sequences` that it reads
   """
   packed, known = batch_lib.abstract(learner.mesh, learner.buckets, count)
   whole = axes.sharding(learner.mesh)
@@ -213,21 +211,22 @@ def made(
 
 
 def argument_bytes(args) -> int:
-  """Bytes of arguments on one device, without what layouts pad."""
-  on_device = lambda x: (
-    x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape
-  )
-  return sum(math.prod(on_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(args))
+  """Bytes of arguments on one device, without padding of layouts."""
+
+  def on_device(x) -> int:
+    shape = x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+  return sum(map(on_device, jax.tree.leaves(args)))
 
 
 def of_sync(learner: learner_lib.Learner) -> Program:
-  """The weight sync."""
-  with mock.patch.object(memory, "announce"):  # asks the devices what is free
+  with mock.patch.object(memory, "announce"):  # it needs devices
     return Program(learner.to_rollout, (learner.abstract_state().params,))
 
 
 def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program:
-  """A program of a rollout that plans plain decoding, a chain and a tree."""
+  """A program of a rollout with plain decoding, a chain and a tree."""
   rows = 1 if program == "one" else rows
   room = strategy_lib.Room.of((CHAIN, TREE))
   options = rollout.Options(
@@ -254,7 +253,6 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program
 
 
 def _name(strategy: strategy_lib.Strategy) -> str:
-  """The name of a strategy's program."""
   return f"speculate_model_{strategy.width}_{strategy.verify}"
 
 
@@ -265,7 +263,7 @@ def _parameters(mesh, abstract, dtype: str = "float32"):
 
 
 def _update(mesh, model):
-  """The learner's update by GRPO, and what it takes."""
+  """The learner's update by GRPO, and its arguments."""
   learner = learner_lib.make(
     model, algorithm.make("grpo"), optax.adamw(1e-6), mesh, buckets=_LEARNER_ROWS
   )
@@ -283,7 +281,7 @@ def compile_to(
   lowered = lower(program, mesh, kernels, part)
   lowered_at = time.perf_counter()
   compiled = lowered.compile()
-  told = {
+  found = {
     "lower_s": round(lowered_at - began, 1),
     "compile_s": round(time.perf_counter() - lowered_at, 1),
     "memory": aot_machines.memory_of(compiled),
@@ -292,7 +290,7 @@ def compile_to(
   }
   with gzip.open(folder / "text.hlo.gz", "wt") as file:
     file.write(compiled.as_text())
-  (folder / "compiled.json").write_text(json.dumps(told))
+  (folder / "compiled.json").write_text(json.dumps(found))
 
 
 def main(model, target, program, kernels, layers, folder) -> None:

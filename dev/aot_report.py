@@ -1,4 +1,4 @@
-"""Counts what compiled programs do, and makes the table that `make aot` reports."""
+"""Statistics of compiled programs, and the table of `make aot`."""
 
 import collections
 from collections.abc import Iterable
@@ -11,16 +11,12 @@ from dev import aot_machines
 from dev import aot_programs
 from dev import hlo_counts
 
-_FILL = 0.5  # of the cache's slots that hold something
+_FILL = 0.5  # share of the cache that is filled
 _LEAST = 2**20  # elements; no donated array but caches and features is as large
 
 
 def cases(targets: Iterable[str], programs: Iterable[str]) -> list[tuple[str, str, str]]:
-  """(target, program, kernels) of what is compiled.
-
-  Raises:
-    ValueError: there is no such target or program
-  """
+  """(target, program, kernels) of each case; raises ValueError for an unknown name."""
   for name, known in ((targets, aot_machines.TARGETS), (programs, aot_programs.PROGRAMS)):
     if unknown := [x for x in name if x not in known]:
       raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
@@ -34,23 +30,20 @@ def cases(targets: Iterable[str], programs: Iterable[str]) -> list[tuple[str, st
 
 
 def counted(folder: pathlib.Path, name: str, program: str, layers: int) -> dict:
-  """The figures of a compiled program.
+  """Statistics of a compiled program, from its folder.
 
   Args:
-    folder: of what the compiler said
-    name: of the model, in `aot_programs.MODELS`
+    name: of `aot_programs.MODELS`
     program: of `aot_programs.PROGRAMS`
     layers: of the target, as compiled
   """
-  told = json.loads((folder / "compiled.json").read_text())
+  found = json.loads((folder / "compiled.json").read_text())
   text = gzip.open(folder / "text.hlo.gz", "rt").read()
   caches = hlo_counts.donated(text, _LEAST)
   if program == "update":  # gradients are as large as parameters
     caches = set()
-  found = told | {
-    "copies": hlo_counts.copies_of(text, caches),
-    "collectives": _collectives(text),
-  }
+  found["copies"] = hlo_counts.copies_of(text, caches)
+  found["collectives"] = _collectives(text)
   if program in aot_programs.CHUNKS:
     if program == "one":  # activations of more rows are as large
       model = aot_programs.MODELS[name]
@@ -67,7 +60,7 @@ def counted(folder: pathlib.Path, name: str, program: str, layers: int) -> dict:
 
 
 def _per_step(step: hlo_counts.Step, layers: int) -> dict:
-  """A step's figures, and its bytes with all layers of the target."""
+  """Kernels and bytes of a step, also with all layers of the target."""
   layer = step.layer_bytes / layers
   rest = step.num_bytes - step.layer_bytes
   return {
@@ -80,7 +73,7 @@ def _per_step(step: hlo_counts.Step, layers: int) -> dict:
 
 
 def _collectives(text: str) -> dict[str, dict[str, int]]:
-  """By kind: how many there are in loops, and the elements of the largest."""
+  """By kind: their number in loops, and the elements of the largest."""
   found = {}
   for i in hlo_counts.collectives(text):
     kind = found.setdefault(i.opcode.removesuffix("-start"), {"count": 0, "largest": 0})
@@ -90,10 +83,9 @@ def _collectives(text: str) -> dict[str, dict[str, int]]:
 
 
 def launches(thunks: str) -> dict[str, int]:
-  """What a GPU's host launches in an iteration of the longest loop, by kind.
+  """Launches of a GPU's host in an iteration of the longest loop, by kind.
 
-  A command buffer is one launch: a CUDA graph. What is inside another loop or a branch
-  counts with it.
+  A command buffer (a CUDA graph) is one launch, and so are an inner loop and a branch.
 
   Args:
     thunks: the file "thunk_sequence_after_thunk_passes" of XLA's dump
@@ -117,31 +109,41 @@ def launches(thunks: str) -> dict[str, int]:
   return dict(max(loops, key=lambda loop: loop[1][0])[0]) if loops else {}
 
 
-# Of a step on one GPU, at most: CUDA graphs, and branches that the host must know.
+# Limits of a step on one GPU: CUDA graphs, and branches that the host decides.
 _LAUNCHES = {"one": (2, 1), "plain": (2, 1), "chain": (4, 2)}
 
 
 def broken(case: tuple[str, str, str], found: dict) -> list[str]:
-  """What a program does that it must not, by name of the case; [] if all is well."""
+  """The errors of a program, each with the name of the case."""
   target, program, _ = case
-  machine, told = aot_machines.TARGETS[target], []
+  machine, errors = aot_machines.TARGETS[target], []
   if "error" in found:
-    told.append(found["error"])
+    errors.append(found["error"])
   elif machine.platform == "cuda" and machine.devices == 1 and program in _LAUNCHES:
     kinds = "CommandBuffer", "Conditional", "CustomCall"
     counts = [found["launches"].get(kind, 0) for kind in kinds]
     if any(n > most for n, most in zip(counts, (*_LAUNCHES[program], 0), strict=True)):
-      told.append(f"launches {dict(zip(kinds, counts, strict=True))}")
+      errors.append(f"launches {dict(zip(kinds, counts, strict=True))}")
   if found.get("as_large_as_weights"):
-    told.append(f"writes arrays as large as weights: {found['as_large_as_weights'][0]}")
-  return [f"{' '.join(case)}: {line}" for line in told]
+    errors.append(f"writes arrays as large as weights: {found['as_large_as_weights'][0]}")
+  return [f"{' '.join(case)}: {line}" for line in errors]
 
 
 _HEADER = (
-  *("target", "program", "kernels", "cache-sized copies", "as large as weights"),
+  "target",
+  "program",
+  "kernels",
+  "cache-sized copies",
+  "as large as weights",
   "all-gathers (largest)",
-  *("all-reduces (largest)", "kernels per layer", "other kernels", "launches"),
-  *("GB per step", "GB per drafting step", "temp GiB", "arguments GiB"),
+  "all-reduces (largest)",
+  "kernels per layer",
+  "other kernels",
+  "launches",
+  "GB per step",
+  "GB per drafting step",
+  "temp GiB",
+  "arguments GiB",
 )
 
 
@@ -155,18 +157,29 @@ def row(case: tuple[str, str, str], found: dict) -> list[str]:
     known = found["collectives"].get(kind)
     return f"{known['count']} ({known['largest']:,})" if known else "0"
 
-  giga = lambda x: f"{x['bytes_all_layers'] / 1e9:.2f}" if x else ""
-  kernels = lambda name: f"{step[name]:g}" if step else ""
+  def kernels(name):
+    return f"{step[name]:g}" if step else ""
+
+  def giga(x):
+    return f"{x['bytes_all_layers'] / 1e9:.2f}" if x else ""
+
+  def gibi(x):
+    return f"{x / 2**30:.2f}"
+
   by_kind = ", ".join(f"{n} {kind}" for kind, n in found.get("launches", {}).items())
-  gibi = lambda x: f"{x / 2**30:.2f}"
   return [
     *case,
     str(len(found["copies"])) if case[1] != "update" else "",
     str(len(found["as_large_as_weights"])) if case[1] == "one" else "",
-    *(collective("all-gather"), collective("all-reduce")),
-    *(kernels("kernels_per_layer"), kernels("other_kernels"), by_kind),
-    *(giga(step), giga(draft)),
-    *(gibi(found["memory"]["temp"]), gibi(found["all_layers_argument"])),
+    collective("all-gather"),
+    collective("all-reduce"),
+    kernels("kernels_per_layer"),
+    kernels("other_kernels"),
+    by_kind,
+    giga(step),
+    giga(draft),
+    gibi(found["memory"]["temp"]),
+    gibi(found["all_layers_argument"]),
   ]
 
 

@@ -1,4 +1,4 @@
-"""Counts what a compiled program does, from its text (HLO).
+"""Statistics of a compiled program, from its text (HLO).
 
 First the text as data; then copies, aliases and collectives; then the loop of a chunk:
 its kernels, and the bytes that they move.
@@ -14,23 +14,22 @@ import numpy as np
 
 ENTRY = "ENTRY"
 
-
 Size = tuple[str, int]  # kind of number, and how many
 
 
 class Array(NamedTuple):
   kind: str  # "bf16"
   num_elements: int
-  is_near: bool  # in a memory beside the main one, as a TPU's VMEM
+  is_near: bool  # in another memory than the main one, such as a TPU's VMEM
 
   @property
   def size(self) -> Size:
-    """What arrays of one size share, however they are shaped."""
+    """The size, whatever the shape."""
     return self.kind, self.num_elements
 
   @property
   def num_bytes(self) -> int:
-    """Without what the layout pads."""
+    """Without padding of the layout."""
     bits = re.search(r"\d+", self.kind)
     return self.num_elements * max(int(bits[0]) // 8, 1) if bits else self.num_elements
 
@@ -46,7 +45,7 @@ class Instruction(NamedTuple):
 
   @property
   def arrays(self) -> list[Array]:
-    """Of the result; of an asynchronous copy or slice only what it makes."""
+    """Of the result; of an asynchronous copy or slice only the new array."""
     found = [
       Array(kind, math.prod(map(int, filter(None, shape.split(",")))), "S(" in layout)
       for kind, shape, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", self.type)
@@ -61,12 +60,11 @@ class Instruction(NamedTuple):
 
   @property
   def operands(self) -> list[str]:
-    """Names of what it reads."""
     return re.findall(r"%([\w.\-]+)", self.rest[: self.rest.index(")")])
 
   @property
   def called(self) -> list[str]:
-    """Computations it runs: loop bodies, branches, fusions, reducers."""
+    """Names of loop bodies, branches, fusions and reducers."""
     one = r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)"
     many = r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
     listed = ",".join(re.findall(many, self.rest))
@@ -90,10 +88,9 @@ def computations(text: str) -> dict[str, list[Instruction]]:
 
 
 def inside_loops(module, through_fusions: bool) -> dict[str, list[Instruction]]:
-  """The computations that run in some loop, however deep.
+  """The computations that run in a loop, at any depth.
 
-  The inside of a fusion is one kernel whose values are never stored, but for its
-  result.
+  A fusion is one kernel: of the values inside it only the result is stored.
   """
   every = [i for body in module.values() for i in body]
   todo = [name for i in every if i.opcode == "while" for name in i.called]
@@ -109,10 +106,10 @@ def inside_loops(module, through_fusions: bool) -> dict[str, list[Instruction]]:
 
 
 def writes_in_place(i: Instruction, module) -> bool:
-  """Whether the result is an operand of the same size with something written into it.
+  """Whether an instruction writes its result into an operand of the same size.
 
-  A scatter or dynamic-update-slice, alone or at the root of a fusion; a kernel that was
-  given the operand for it.
+  True for a scatter or dynamic-update-slice, alone or at the root of a fusion, and for a
+  kernel whose result aliases an operand.
   """
   if i.opcode == "fusion":
     return any(writes_in_place(j, module) for j in module[i.called[0]] if j.root)
@@ -135,8 +132,8 @@ PASSED_ON = (
 def made(text: str, in_entry: bool = False) -> Iterator[tuple[str, Instruction]]:
   """Instructions in loops (and outside) that make arrays, with their computation's name.
 
-  Not those that hand one on or write into it: what remains of the size of a cache are
-  copies, transposes, slices of stacked layers, concatenations, gathers.
+  Without those that pass an array on or write into it: of the size of a cache remain only
+  copies, transposes, slices of stacked layers, concatenations and gathers.
   """
   module = computations(text)
   where = inside_loops(module, through_fusions=False)
@@ -149,7 +146,7 @@ def made(text: str, in_entry: bool = False) -> Iterator[tuple[str, Instruction]]
 
 
 def large_copies(text: str, num_elements: int, in_entry: bool = False) -> list[str]:
-  """What `made` finds of that size or larger."""
+  """Results of `made` of that size or larger."""
   return [
     f"{name}: {i.name} = {i.type} {i.opcode}"
     for name, i in made(text, in_entry)
@@ -158,7 +155,7 @@ def large_copies(text: str, num_elements: int, in_entry: bool = False) -> list[s
 
 
 def aliased_parameters(text: str) -> set[int]:
-  """The numbers of the parameters whose buffers outputs reuse."""
+  """The numbers of parameters whose buffers are reused for outputs."""
   header = text[: text.index("\n")]
   pairs = re.findall(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias", header)
   return {int(number) for number in pairs}
@@ -197,12 +194,12 @@ COLLECTIVES = (
 
 
 def is_collective(i: Instruction) -> bool:
-  """Whether it is where a collective begins."""
+  """Whether a collective begins here."""
   return i.opcode.removesuffix("-start") in COLLECTIVES
 
 
 def collectives(text: str) -> list[Instruction]:
-  """Every collective that runs in a loop."""
+  """All collectives in loops."""
   return [
     i
     for body in inside_loops(computations(text), through_fusions=True).values()
@@ -211,22 +208,30 @@ def collectives(text: str) -> list[Instruction]:
   ]
 
 
-# Hands on, or costs nothing that one could count.
+# Without a kernel, or at no countable cost.
 _NO_KERNEL = (
   *PASSED_ON,
-  *("constant", "after-all", "partition-id", "replica-id", "opt-barrier", "domain"),
-  *("add-dependency", "iota", "broadcast", "slice-start", "copy-start"),
+  "constant",
+  "after-all",
+  "partition-id",
+  "replica-id",
+  "opt-barrier",
+  "domain",
+  "add-dependency",
+  "iota",
+  "broadcast",
+  "slice-start",
+  "copy-start",
 )
 
 
 class Step(NamedTuple):
-  """One iteration of a loop, or all of a program without one, on one device.
+  """One iteration of a loop, or a program without loops, on one device.
 
-  Where there is a choice it is the cheapest: no request filters its tokens. Loops inside
-  are apart.
+  Of branches the cheapest counts: no request filters its tokens. Inner loops are separate.
   """
 
-  kernels: int  # what is launched; transfers between memories apart
+  kernels: int  # launches, without transfers between memories
   layer_kernels: int  # of them in layers, by the names that the layers give
   num_bytes: float  # read from and written to the main memory
   layer_bytes: float  # of them in layers
@@ -236,19 +241,12 @@ class Step(NamedTuple):
 class Counter:
   """Counts the kernels of a program's text, and the bytes that they move.
 
-  A kernel reads its operands and writes its result once; what lies in a memory beside
-  the main one costs nothing. Of an operand from which a fusion takes slices or rows, and
-  of a result into which it writes, only these count. Kernels of attention read `fill` of
-  an array of the caches' size.
+  A kernel reads its operands and writes its result once; only the main memory counts. If a
+  fusion reads slices or rows of an operand, or writes into parts of a result, only these
+  count. Kernels of attention read a share `fill` of arrays of the caches' size.
   """
 
   def __init__(self, text: str, caches: set[Size], fill: float):
-    """Reads the text.
-
-    Args:
-      caches: sizes of arrays of which kernels read a part
-      fill: that part
-    """
     self._module = computations(text)
     self._caches, self._fill = caches, fill
     self._by_name = {i.name: i for body in self._module.values() for i in body}
@@ -286,7 +284,7 @@ class Counter:
     return Step(int(total[0]), int(total[1]), total[2], total[3], tuple(inner))
 
   def _in_layer(self, i: Instruction, further: int = 4) -> bool:
-    """Whether its name says so; that of who uses it, where it has none."""
+    """By its name, or without one by the names of its users."""
     if "op_name=" in i.rest or not further:
       return bool(re.search(r"/layer_\d+/", i.rest))
     return any(self._in_layer(user, further - 1) for user in self._users[i.name])
@@ -326,7 +324,7 @@ class Counter:
     return array.num_bytes
 
   def _read_inside(self, name: str, n: int) -> float:
-    """Bytes of a fusion's n-th parameter that it takes: slices, or all (infinite)."""
+    """Bytes of slices that a fusion reads of its n-th parameter; infinite if all."""
     body = self._module[name]
     names = {i.name for i in body if i.opcode == "parameter" and f"({n})" in i.rest[:6]}
     taken = 0.0

@@ -1,4 +1,4 @@
-"""What Triton makes of a kernel for a GPU that is not there: registers, instructions."""
+"""Registers and instructions of a Triton kernel, compiled without a GPU."""
 
 from collections.abc import Callable
 import os
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-  """What Triton makes of a kernel for one GPU."""
+  """A kernel's machine code for one GPU."""
 
   ptx_version: tuple[int, int]
   stack: int  # bytes per thread; registers that spill need some
@@ -23,15 +23,14 @@ class Machine(NamedTuple):
 def compiled(
   kernel, capability: int, types: dict[str, str], constants: dict, warps: int, stages: int
 ) -> Machine:
-  """Compiles a kernel to machine code, for which no GPU is needed.
+  """Compiles a kernel to machine code, without a GPU.
 
   Args:
     kernel: made by `triton.jit`
     capability: of the GPU; 80 for an A100, 90 for an H100 or H200
-    types: of the arguments that are no constants, e.g. {"x_ptr": "*fp32", "size": "i32"};
+    types: of the arguments that are not constant, e.g. {"x_ptr": "*fp32", "size": "i32"};
       all are taken to be multiples of 16, as jax's arrays and most sizes are
     constants: the other arguments
-    warps, stages: as the wrapper asks for
   """
   import triton
   from triton.backends import compiler as backends
@@ -52,12 +51,12 @@ def compiled(
   )
   usage = _dump(program.asm["cubin"], "-res-usage")
   machine_code = _dump(program.asm["cubin"], "-sass")
-  number = lambda pattern: int(re.search(pattern, usage)[1])
+  stack, registers = (int(re.search(x, usage)[1]) for x in (r"STACK:(\d+)", r"REG:(\d+)"))
   major, minor = re.search(r"\.version (\d+)\.(\d+)", program.asm["ptx"]).groups()
   return Machine(
     ptx_version=(int(major), int(minor)),
-    stack=number(r"STACK:(\d+)"),
-    registers=number(r"REG:(\d+)"),
+    stack=stack,
+    registers=registers,
     shared=program.metadata.shared,
     instructions=lambda name: len(re.findall(rf"\b{name}\b", machine_code)),
     machine_code=machine_code,
@@ -78,7 +77,7 @@ def _dump(cubin: bytes, option: str) -> str:
 
 
 def shortest_loop(machine_code: str) -> int:
-  """How many instructions the shortest way round the outermost loop has."""
+  """Instructions of the shortest path through the outermost loop."""
   found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?)\s*;", machine_code)
   place = {int(address, 16): i for i, (address, _) in enumerate(found)}
   following = []

@@ -2,8 +2,8 @@
 
     python -m dev.size
 
-All imports of files of this repo count, direct or not: those inside of functions too, and
-the packages that a module is in.
+Imports are counted transitively within the repo, with those inside functions and of
+packages.
 """
 
 import ast

@@ -1,8 +1,8 @@
-"""Makes pages of the site from files beside this folder, and mends links between them.
+"""Makes pages of the site from other files of the repository, and adapts links.
 
-README.md is the start page. A link to a page or a picture of the site stays one; what it
-says of any other file of the repository stays as text. In reference.md a line
-`::: package.module` becomes what the docstrings of that module say.
+README.md is the start page. Links to pages and pictures of the site remain, links to other
+files become text. In reference.md a line `::: package.module` is replaced by the docstrings
+of that module.
 """
 
 import ast
@@ -21,7 +21,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files, config):
-  """Adds the pages of files beside the folder of documents."""
+  """Adds the pages of files outside of the folder of documents."""
   from mkdocs.structure import files as files_lib  # the rest needs no mkdocs
 
   for source, page in PAGES.items():
@@ -31,14 +31,14 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-  """Mends the links of a page that lies in the folder of documents."""
+  """Adapts the links of a page of the folder of documents."""
   if page.file.src_uri in PAGES.values():
     return markdown
   return described(mended(markdown, (ROOT / "docs" / page.file.src_uri).parent))
 
 
 def mended(markdown: str, folder: pathlib.Path) -> str:
-  """The text with links as the site has them; `folder` is where its file lies."""
+  """The text with the links of the site; `folder` is that of its file."""
 
   def link(match):
     image, text, target, anchor = match.groups()
@@ -57,9 +57,12 @@ def mended(markdown: str, folder: pathlib.Path) -> str:
 
 
 def described(markdown: str) -> str:
-  """The text with what modules say of themselves."""
-  say = lambda match: "\n".join(_module(match[1]))
-  return re.sub(r"^::: (\S+)$", say, markdown, flags=re.MULTILINE)
+  """The text with the docstrings of modules."""
+
+  def reference(match: re.Match) -> str:
+    return "\n".join(_module(match[1]))
+
+  return re.sub(r"^::: (\S+)$", reference, markdown, flags=re.MULTILINE)
 
 
 def _module(name: str) -> Iterator[str]:
@@ -79,7 +82,7 @@ def _module(name: str) -> Iterator[str]:
 
 
 def _constants(tree: ast.Module, lines: list[str]) -> Iterator[str]:
-  """Yields the lines of public names that are assigned, with comments as they stand."""
+  """Yields the lines of public names that are assigned, with their comments."""
   for node in tree.body:
     if not isinstance(node, ast.Assign | ast.AnnAssign):
       continue
@@ -116,5 +119,5 @@ def _function(node: ast.FunctionDef, name: str) -> Iterator[str]:
 
 
 def _fenced(text: str | None, language: str = "text") -> str:
-  """A block that stands as it is written; nothing of nothing."""
+  """A verbatim block; "" without text."""
   return f"```{language}\n{text}\n```\n" if text else ""

@@ -5,8 +5,8 @@
     /tmp/scratch/bin/python examples/tunix_grpo.py Qwen3-0.6B [--drafter=eagle2 --spot]
 
 The folder is one of Hugging Face (hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B).
-Without --drafter n-grams draft; --spot trains the drafter in the rollouts. What a run of
-tunix changes for this is the one line with `rollout_engine`.
+Without --drafter n-grams draft; --spot trains the drafter in the rollouts. The only change
+to a run of tunix is the line with `rollout_engine`.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def train(
     max_steps=steps,
     mini_batch_size=prompts,
     train_micro_batch_size=prompts,
-    rollout_micro_batch_size=prompts,  # all at once: a long tail is waited for once
+    rollout_micro_batch_size=prompts,  # all at once: one long tail
   )
   sampling = base_rollout.RolloutConfig(
     max_prompt_length=16, max_tokens_to_generate=tokens, temperature=1.0

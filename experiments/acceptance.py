@@ -16,7 +16,7 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 def sampler(
   run: config_lib.RunConfig, models: from_config.Models, strategy: str
 ) -> sample.Sampler:
-  """The sampler that drafts for every request alike; see `measure`.
+  """A sampler that drafts with one strategy at every live batch.
 
   Raises:
     ValueError: there is no such strategy, or it does not go with the rest
@@ -31,12 +31,12 @@ def sampler(
 
 
 def at_temperatures(usual: float, given: Sequence[float]) -> tuple[float, ...]:
-  """The temperatures given, each once; the usual one if there are none."""
+  """The temperatures given, each once; without any, the usual one."""
   return tuple(dict.fromkeys(given)) or (usual,)
 
 
 def samples_at(temperature: float, samples: int) -> int:
-  """How many responses per prompt to draw: one at temperature 0, where all are equal."""
+  """Responses per prompt to draw: one at temperature 0, where all are equal."""
   return samples if temperature > 0 else 1
 
 
@@ -50,22 +50,19 @@ def measure(
   seed: int,
   temperatures: Sequence[float] = (),
 ) -> list[dict]:
-  """Measures acceptance on prompts, every request drafted for alike.
+  """Measures acceptance on prompts, by strategy and temperature.
 
-  Each case begins anew: n-grams learn nothing from the responses of another.
+  Cases share nothing: n-grams learn only from the responses of their own case.
 
   Args:
-    run: its config, for sampling and rollouts
-    models: its policy, and the drafter
-    strategies: as `strategy.parse` reads them
-    records: the prompts, held-out ones
+    strategies: names, see `strategy.parse`
+    records: the prompts
     samples: responses per prompt, see `samples_at`
-    seed: of the noise
-    temperatures: of sampling; none: that of the config
+    temperatures: none: that of the config
   Returns:
-    of each case {"strategy", "temperature", "mean_acceptance_length",
+    for each case {"strategy", "temperature", "mean_acceptance_length",
     "acceptance_rate_pos", "accuracy"}; the length is tokens per target pass and request,
-    the rates are the shares of passes whose first, second, ... draft was accepted
+    the rates are the shares of passes that accept the first, second, ... draft
   """
   found = []
   cases = itertools.product(
@@ -90,13 +87,10 @@ def measure(
 
 
 def report(found: list[dict]) -> None:
-  """Prints what `measure` returned."""
+  """Prints the result of `measure`."""
   tables.show(
     "Acceptance on held-out prompts",
-    [
-      *("strategy", "temperature", "tokens per pass"),
-      *("accepted, by position", "accuracy"),
-    ],
+    ["strategy", "temperature", "tokens per pass", "accepted, by position", "accuracy"],
     [
       (
         case["strategy"],

@@ -1,14 +1,14 @@
-"""Checks that speculation changes no token, on as many tokens as you like.
+"""Checks that speculation changes no token, on any number of tokens.
 
     python -m experiments.check_lossless --drafter=DIR --tokens=1000000
 
-Responses to the config's held-out prompts, which are asked again when there are no more,
-are drawn plainly and with each strategy in turn, the same requests with the same noise.
-At a first difference the margin of the draw tells a near-tie, which rounding decides,
-from a bug (`spec_decode.rollout.compare`). `--dtype=bfloat16` rounds so coarsely that
-this says little: what is reported then is the share of identical responses, beside that
-of plain rollouts in smaller batches. The last line is JSON; the exit status is 1 if
-tokens differ in float32.
+Responses to the config's held-out prompts (used repeatedly if there are too few) are drawn
+plainly and with each strategy in turn, with the same noise. Where responses first differ,
+the margin of the draw distinguishes a near-tie, which rounding decides, from a bug
+(`spec_decode.rollout.compare`). In bfloat16 near-ties are frequent: `--dtype=bfloat16`
+reports the share of identical responses instead, and that of plain rollouts in smaller
+batches for comparison. The last line is JSON; the exit status is 1 if tokens differ in
+float32.
 """
 
 from collections.abc import Sequence
@@ -43,10 +43,9 @@ _COUNTED = ("total_tokens", "differing_tokens", "near_ties")
 
 
 class InTurn(selector_lib.Selector):
-  """A selector of the strategy that is set, for every live batch."""
+  """A selector of the strategy `now`, at every live batch."""
 
   def __init__(self, strategies: Sequence[strategy_lib.Strategy]):
-    """Knows them all; none is set."""
     self._strategies = tuple(strategies)
     self.now: selector_lib.Arm = None
 
@@ -59,7 +58,6 @@ class InTurn(selector_lib.Selector):
 
 
 def identical(a: samples_lib.Samples, b: samples_lib.Samples) -> int:
-  """Counts the responses that are the same in both."""
   alike = (a.tokens == b.tokens).all(1) & (a.length == b.length)
   return int(np.sum(alike))
 
@@ -69,7 +67,7 @@ def main(config: config_lib.RunConfig):
   config = dataclasses.replace(config, drafter=_DRAFTER.value or config.drafter)
   strategies = [strategy_lib.parse(name) for name in _STRATEGIES.value]
   if None in strategies:
-    raise ValueError("--strategies takes what speculates; plain decoding runs anyway")
+    raise ValueError("--strategies takes speculation only; plain decoding runs anyway")
   if not config.drafter and any(map(strategy_lib.uses_drafter, strategies)):
     raise ValueError("nothing to speculate with: give --drafter, or n-grams only")
   if all(s.source == strategy_lib.NGRAM for s in strategies):
@@ -117,13 +115,9 @@ def main(config: config_lib.RunConfig):
     logging.info("%s: %s; %s", selector.now, sums, count)
   totals = {name: sum(f[name] for f in found.values()) for name in _COUNTED}
   if _DTYPE.value == "bfloat16":
-    share = lambda name: count[name] / count["responses"]
-    totals = {
-      "total_tokens": totals["total_tokens"],
-      "responses": count["responses"],
-      "identical": share("identical"),
-      "identical_in_smaller_batches": share("identical_in_smaller_batches"),
-    }
+    n = count["responses"]
+    count = {name: x if name == "responses" else x / n for name, x in count.items()}
+    totals = {"total_tokens": totals["total_tokens"]} | count
   print(json.dumps({"dtype": _DTYPE.value, "strategies": found} | totals))
   if totals.get("differing_tokens"):
     sys.exit(1)

@@ -1,18 +1,17 @@
-"""Checks that a run that is killed again and again ends as if nothing had happened.
+"""Checks that a run that is killed repeatedly ends with the same result as one that is not.
 
     python -m experiments.check_resume --kills=40 --steps=8
 
-One run goes straight through. Others follow its `--schedule` and are killed (SIGKILL)
-at random moments, uniform over the wall time of a run: while it starts, compiles, trains,
-writes a checkpoint or exports. After each kill the same command resumes. After
-`--kills_per_run` kills a run may finish, and is compared with the first one, bit for
-bit: policy, drafter, metrics (less seconds and memory), responses, and the drafter's
-micro-batches. The drafter must train in idle slices. The last line is JSON; the exit
-status is 1 if anything differs.
+The first run is not interrupted. Others follow its `--schedule` and are killed (SIGKILL) at
+random times, uniform over the wall time of a run: while it starts, compiles, trains, writes
+a checkpoint or exports. After each kill the same command resumes. After `--kills_per_run`
+kills a run may finish. It is compared with the first one bit for bit: policy, drafter,
+metrics (except seconds and memory), responses, and the drafter's micro-batches. The drafter
+must train in idle slices. The last line is JSON; the exit status is 1 if anything differs.
 
-With `--processes=N` a run is a job of `experiments.launch`; one process of it, drawn by
-lot, gets the signal, and the others must end within a minute, with one line that says why.
-With `--signal=SIGTERM` runs are not killed but told to stop, which takes at most 30 s.
+With `--processes=N` a run is a job of `experiments.launch`: one of its processes, chosen at
+random, gets the signal; the others must end within a minute, with one line that names the
+cause. With `--signal=SIGTERM` runs are not killed but stop, within 30 s.
 """
 
 import collections
@@ -41,7 +40,7 @@ from experiments import trees
 _KILLS = flags.DEFINE_integer("kills", 40, "In all.", lower_bound=1)
 _PER_RUN = flags.DEFINE_integer("kills_per_run", 5, "Before it may end.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 8, "Of each run.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the moments of the kills.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the times of the kills.", lower_bound=0)
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Of a run.", lower_bound=1)
 _LIMITS_S = {"SIGKILL": 60, "SIGTERM": 30}  # by which all processes must have ended
 _SIGNAL = flags.DEFINE_enum("signal", "SIGKILL", list(_LIMITS_S), "What runs get.")
@@ -53,10 +52,10 @@ class ResumeError(ValueError):
 
 
 class Stopped(NamedTuple):
-  """A run that got the signal before it was over."""
+  """How a run ended that got the signal."""
 
   seconds: float  # from the signal to the end of all its processes
-  lines: list[str]  # what it said of it
+  lines: list[str]  # of stderr, on the cause
 
 
 def train(
@@ -65,11 +64,9 @@ def train(
   """Runs the training command.
 
   Args:
-    args: of the command
-    seconds: after which a process of it gets the signal; None: none does
-    which: of its processes
+    seconds: after which process `which` gets the signal; None: none does
   Returns:
-    how it ended then; None: it was over by then
+    how it ended then; None: it had finished before
   Raises:
     ResumeError: it failed
   """
@@ -98,16 +95,13 @@ def train(
 
 
 def last_words(stderr: str) -> str:
-  """What a process that failed said of it: from the line of the fault on, not much.
-
-  A process that was aborted ends with stacks and lists of modules, which say nothing.
-  """
+  """The error of a process that failed, without the stacks that follow an abort."""
   fault = re.search(r"^(error|F\d{4} |Fatal|Traceback)", stderr, re.MULTILINE)
   return stderr[fault.start() :][:1500] if fault else stderr[-500:]
 
 
 def processes_of(run: subprocess.Popen) -> list[int]:
-  """The ids of a run's processes, once all have begun; none: it is over."""
+  """The ids of a run's processes, once all have started; none if it has finished."""
   if _PROCESSES.value == 1:
     return [run.pid]
   children = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children")
@@ -123,7 +117,7 @@ def stop(run: subprocess.Popen, pid: int) -> Stopped:
   """Sends the signal to one process of a run, and waits for the end of all.
 
   Raises:
-    ResumeError: they do not end in time, or do not say in one line why
+    ResumeError: they do not end in time, or do not print one line on the cause
   """
   limit_s, began = _LIMITS_S[_SIGNAL.value], time.perf_counter()
   os.kill(pid, signal.Signals[_SIGNAL.value])
@@ -134,7 +128,7 @@ def stop(run: subprocess.Popen, pid: int) -> Stopped:
   seconds = time.perf_counter() - began
   lines = [x for x in stderr.splitlines() if x.startswith("error") or "stopped by" in x]
   if _PROCESSES.value > 1 and len(lines) != 1:
-    raise ResumeError(f"of {_SIGNAL.value} a job does not say one line: {stderr[-500:]}")
+    raise ResumeError(f"a job ended with {len(lines)} lines, not 1: {stderr[-500:]}")
   return Stopped(seconds, lines)
 
 
@@ -147,8 +141,8 @@ def main(config: config_lib.RunConfig):
   folder = pathlib.Path(_WORKDIR.value or tempfile.mkdtemp()).absolute()
   if folder.exists() and any(folder.iterdir()):
     raise ResumeError(
-      f"{folder} is not empty: a run that is over in there could only be killed while it "
-      "starts; take another --workdir"
+      f"{folder} is not empty: a run that has finished there could only be killed while "
+      "it starts; take another --workdir"
     )
   logging.info("the runs are in %s", folder)
   given = [arg for arg in sys.argv[1:] if re.match(r"--?(no)?config\b", arg)]

@@ -5,7 +5,7 @@
 The table has the reward and the step time of the last steps, and the accuracy of the last
 evaluation with its 95% interval over problems. Gains are relative to the first workdir, at
 the last evaluation of each, paired over common problems. A folder of
-`experiments.evaluate --output` is also a workdir. The last line is JSON.
+`experiments.evaluate --output` also counts as a workdir. The last line is JSON.
 """
 
 import collections
@@ -34,7 +34,7 @@ _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8
 
 
 def read(workdir: pathlib.Path) -> tuple[list[dict], dict[int, list[dict]]]:
-  """A workdir's metrics by step, and the problems of its evaluations by step."""
+  """A workdir's metrics, and the problems of its evaluations by step."""
   path = workdir / "metrics.jsonl"
   records = metrics.read(path) if path.exists() else []
   evaluated = evaluations.read(workdir)

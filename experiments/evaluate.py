@@ -46,7 +46,7 @@ _SAMPLES = flags.DEFINE_integer("samples", 4, "Responses per prompt.", lower_bou
 def answer(
   folder: str, config: config_lib.RunConfig, prompts: from_config.Prompts
 ) -> sample.Scored:
-  """Scores responses of the policy in `folder`; prints a summary."""
+  """Draws and scores responses of the policy in `folder`; prints a summary."""
   records = prompts.records
   config = dataclasses.replace(config, policy=folder, drafter="")
   asked = sizes.Asked(prompts.longest, len(records), _SAMPLES.value)

@@ -73,7 +73,7 @@ def export(
     drafter, params = drafter_files.load(workdir / "drafter", model)
   elif not policy_only:
     drafter, params = drafter_of_run(run, model, checkpoints)
-  if drafter is not None:  # first: it may be refused
+  if drafter is not None:  # first: the server may not support it
     try:
       eagle_files.save(output / "drafter", drafter, params, server, model.dtype)
     except hf.CheckpointError as e:

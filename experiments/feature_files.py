@@ -1,7 +1,6 @@
-"""The target's features of sequences in files, computed once for a whole training.
+"""Files of the target's features, computed once per training.
 
-One file per `_AT_ONCE` sequences. A folder that lacks some, because the process was
-killed, is completed.
+One file per `_AT_ONCE` sequences. After a kill the missing files are computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,24 +18,20 @@ from tlt_jax import writing
 from tlt_jax.spec_decode.spot import offline
 
 _AT_ONCE = 16  # sequences of a file
-_TELL_S = 30.0  # seconds between two lines of progress
+_LOG_S = 30.0  # seconds between two lines of progress
 _REMEDY = "delete it, and its features are computed again"
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureFiles:
-  """Features f32[T E] of sequences of T tokens, read from disk as they are asked for."""
+  """Features f32[T E] of sequences of T tokens, read from disk on access."""
 
   folder: pathlib.Path
   sizes: tuple[int, ...]  # T of each sequence
   width: int  # E
 
   def __getitem__(self, i: int) -> np.ndarray:
-    """Those of the i-th sequence.
-
-    Raises:
-      ValueError: the file is damaged
-    """
+    """The features of the i-th sequence; raises ValueError if the file is damaged."""
     shard, within = divmod(i, _AT_ONCE)
     sizes = self.sizes[shard * _AT_ONCE :][:_AT_ONCE]
     path = _path(self.folder, shard)
@@ -59,9 +54,7 @@ def compute(
   """Computes the features that the folder does not hold yet.
 
   Args:
-    folder: which may hold some of them
-    learner: of the drafter
-    target_params: of the target, laid out by `axes.ROLLOUT`
+    target_params: laid out by `axes.ROLLOUT`
     sequences: (prompt, response) token ids
   Raises:
     OSError: the disk has no room for them
@@ -81,10 +74,10 @@ def compute(
       "responses, or let every update compute them: --config.keep_features=False"
     )
   logging.info("computing, once, %s", amount)
-  began = told = time.time()
+  began = logged = time.time()
   for first in missing:
-    if time.time() - told > _TELL_S:
-      told = time.time()
+    if time.time() - logged > _LOG_S:
+      logged = time.time()
       logging.info("features: %d of %d sequences", first, len(sequences))
     prompts, responses = zip(*sequences[first : first + _AT_ONCE], strict=True)
     made = learner.features(target_params, prompts, responses)

@@ -4,10 +4,10 @@
         [--drafter=DIR] [--strategy=auto|off|DEPTH_WIDTH_VERIFY|ngram_DEPTH] \\
         [--max_tokens=N] [--output=FILE.jsonl]
 
-On a terminal, responses are streamed, one after the other. Into a file or a pipe goes one
-JSON line per response: the prompt's index, the prompt, the response, its length and finish
-reason. Tokens per second and the acceptance length go to stderr. `--drafter` is a folder of
-`train_drafter` or `export`, or a published one.
+A terminal gets streamed responses, one after the other; a file or a pipe gets a JSON line
+per response with index, prompt, response, length and finish reason. Tokens per second and
+the acceptance length go to stderr. `--drafter` is a folder of `train_drafter` or `export`,
+or a published drafter.
 
 The tokens are the same with and without a drafter, for every strategy. `auto` chooses
 between plain decoding, n-grams and the drafter's chains and trees by their measured speed;
@@ -66,7 +66,7 @@ _STREAM = flags.DEFINE_bool(
 
 
 def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.RunConfig:
-  """The config with a rollout sized for a number of `prompts`, the `longest` in tokens."""
+  """Sizes the rollout for so many prompts, the longest of so many tokens."""
   room = max(hf.load_config(config.policy).max_position - longest, 1)
   max_tokens = _MAX_TOKENS.value or min(config.sampling.max_tokens, room)
   most_slots = config.rollout.slots
@@ -80,7 +80,7 @@ def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.
 
 
 def load_prompts(rules: prompt_checks.Rules) -> tuple[list[dict], int]:
-  """The prompts, with indices, and the length of the longest in tokens."""
+  """The prompts, with indices, and the tokens of the longest."""
   if (_PROMPT.value is None) == (_PROMPTS.value is None):
     raise ValueError("give either --prompt=TEXT or --prompts=FILE")
   name, records = _PROMPTS.value or "--prompt", [{"prompt": _PROMPT.value, "answer": None}]
@@ -92,7 +92,7 @@ def load_prompts(rules: prompt_checks.Rules) -> tuple[list[dict], int]:
 
 
 def check_writable(path: pathlib.Path) -> None:
-  """Raises OSError unless a file can be written there; leaves no new file."""
+  """Raises OSError unless the file can be written; leaves no new file."""
   is_new = not path.exists()
   path.open("a").close()
   if is_new:

@@ -1,12 +1,10 @@
-"""A larger model that begins as a smaller one, and computes the same.
+"""Initializes a larger model that computes the same function as a smaller one.
 
-Width is padded (which root-mean-square norms notice: their scales make up for it), heads
-and the MLP likewise, and layers are added whose output is zero; as in Net2Net (Chen et al.
-2016, https://arxiv.org/abs/1511.05641), but without copies of what is there. What is
-computed is the same up to rounding.
-
-What is new has random weights where it reads, and zeros where it writes: padded with zeros
-only, it would stay zero in training.
+As in Net2Net (Chen et al. 2016, https://arxiv.org/abs/1511.05641), but padded instead of
+copied: width (the scales of norms are adapted), heads and MLP are padded, and layers are
+added whose output is zero. The function is the same up to rounding. New weights that read
+from the residual stream are random, those that write to it are zero: all zeros would get no
+gradient.
 """
 
 import functools
@@ -26,7 +24,7 @@ _WRITE = ("o_proj", "down_proj", "embedding")  # into the residual stream
 
 
 def _embed(small: dict, random: dict, times: float) -> dict:
-  """Parameters of the larger model, from the smaller's and random ones of its shape."""
+  """Embeds the smaller model's parameters in the larger one's random ones."""
   flat = traverse_util.flatten_dict(small, sep="/")
   found = {}
   for path, like in traverse_util.flatten_dict(random, sep="/").items():
@@ -53,14 +51,14 @@ def logits(config: config_lib.ModelConfig, params) -> jax.Array:
 
 
 def begin_as(folder: str | pathlib.Path, model: config_lib.ModelConfig, random) -> dict:
-  """The parameters of a model that begins as a smaller policy, and can learn more.
+  """Parameters of a larger model that computes the same as a smaller policy.
 
   Args:
     folder: of the smaller policy
     model: the larger one's shape
-    random: its parameters at random
+    random: its random parameters
   Raises:
-    ValueError: a model of this shape cannot compute what the policy does
+    ValueError: a model of this shape cannot compute the same
   """
   small, params = hf.load(folder)
   same = ("architecture", "vocab_size", "head_dim", "rope_theta", "qk_norm")

@@ -1,12 +1,12 @@
 """Starts a command: flags, errors in one line, devices, logging.
 
-A command ends with `launch.run(main, config=config.from_flags("countdown", RunConfig))`.
-That parses the command line, the config first, and calls `main(config)`, which begins
-with `launch.start()`. Nothing happens before `run`: any command can be imported.
+A command ends with `launch.run(main, config=trees.from_flags("countdown", RunConfig))`,
+which parses the command line and calls `main(config)`; that begins with `launch.start()`.
+Importing a command has no effects.
 
     python -m experiments.launch --processes=2 -- experiments.train --workdir=DIR
 
-runs a command as several processes; see `launcher`.
+runs a command as several processes (see `launcher`).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +36,15 @@ def run(
   joins_jobs: bool = False,
   **configs: Callable[[str, Sequence[str]], tuple[Any, list[str]]],
 ) -> None:
-  """Runs a command; what a user can mend ends in one line and exit status 1.
+  """Runs a command; errors that a user can fix end in one line and exit status 1.
 
-  Modules of the current folder can be named in a config, as those that are installed.
+  Configs can name modules of the current folder as well as installed ones.
 
   Args:
-    main: called with the configs by the names of their flags
-    takes_arguments: whether `main` takes what is on the command line without -- first
-    joins_jobs: whether several processes may run it as one job (--distributed)
-    configs: flag name -> what reads a config off the command line, see
-      `config.from_flags`; it gives what is left of that
+    main: called with the configs, by the names of their flags
+    takes_arguments: whether `main` takes positional arguments
+    joins_jobs: whether several processes can run it as one job (--distributed)
+    configs: flag name -> reader of a config, see `trees.from_flags`
   """
   if os.getcwd() not in sys.path:
     sys.path.insert(0, os.getcwd())
@@ -91,25 +90,25 @@ def run(
 
 
 def _one_line(e: Exception) -> str | None:
-  """What to tell of an error that a user can mend; None of any other."""
-  mendable = flags.Error, ValueError, FloatingPointError, MemoryError, OSError
-  if isinstance(e, mendable):
+  """The message of an error that a user can fix; None for any other."""
+  fixable = flags.Error, ValueError, FloatingPointError, MemoryError, OSError
+  if isinstance(e, fixable):
     return "error: " + (" ".join(str(e).split()) or type(e).__name__)
   if not programs.is_out_of_memory(e):
     return None
-  told = str(e).splitlines()[0][:200]
+  line = str(e).splitlines()[0][:200]
   return (
-    f"error: a device's memory is full ({told}); smaller values of rollout.slots, "
+    f"error: a device's memory is full ({line}); smaller values of rollout.slots, "
     "sampling.max_tokens, learner.buckets or spot.rows of the config need less"
   )
 
 
 def start(cpu_slices: int = 2) -> None:
-  """Sets up devices and logging; with --distributed, joins the job.
+  """Sets up devices and logging, before JAX uses a device; may join a job.
 
-  On a machine with CPUs only, JAX shows `cpu_slices` devices, unless --cpu_devices says
-  otherwise, or one of each process of a job; must therefore run before anything touches a
-  device.
+  Args:
+    cpu_slices: devices on a machine with CPUs only, unless --cpu_devices sets them; a
+      process of a job has one
   """
   logs.start()
   keep_freed_memory()
@@ -117,12 +116,12 @@ def start(cpu_slices: int = 2) -> None:
   shown = distributed.flag("cpu_devices") or usual
   jax.config.update("jax_num_cpu_devices", shown)
   if shown >= len(launcher.cores()):
-    # Else devices share their threads: a slice that decodes would be faster while another
-    # one is idle, and slower once that trains.
+    # Or devices would share threads: a slice would decode faster while another one is
+    # idle, and slower while it trains.
     alone = "--xla_cpu_multi_thread_eigen=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {alone}".strip()
-  # Queued ahead, programs of one CPU device can take all places in its queue while
-  # another device waits for it in a collective: a deadlock, seen on two cores.
+  # With asynchronous dispatch, programs of one CPU device can fill its queue while another
+  # device waits for it in a collective: a deadlock, seen on two cores.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   if not jax.config.jax_compilation_cache_dir:  # the second start compiles nothing
     jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
@@ -138,8 +137,8 @@ def start(cpu_slices: int = 2) -> None:
 def keep_freed_memory() -> None:
   """Makes glibc keep large freed blocks instead of unmapping them.
 
-  XLA's CPU matrix products allocate scratch of megabytes in every call; mapping it
-  anew each time took over half of a decoding step. No effect elsewhere.
+  XLA's CPU matrix products allocate megabytes of scratch in every call; mapping these each
+  time took over half of a decoding step. No effect with other C libraries.
   """
   try:
     mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -147,15 +146,14 @@ def keep_freed_memory() -> None:
     return
   trim_threshold, mmap_max, arena_max = -1, -4, -8
   mallopt(mmap_max, 0)
-  mallopt(arena_max, 1)  # an arena of its own gives back what is above 32 MiB
+  mallopt(arena_max, 1)  # other arenas give back what is above 32 MiB
   mallopt(trim_threshold, 2**30)
 
 
 def release_freed_memory() -> None:
-  """Gives back what `keep_freed_memory` keeps; for moments between phases.
+  """Gives back the memory that `keep_freed_memory` keeps; to be called between phases.
 
-  The large blocks of the next phase do not fit between the small ones of the last, and
-  would come on top of them. No effect elsewhere.
+  The large blocks of the next phase would not fit between the small ones of the last.
   """
   try:
     ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,11 +1,11 @@
-"""Starts the processes of a job on this machine, and watches over them.
+"""Starts the processes of a job on this machine, and monitors them.
 
     python -m experiments.launch --processes=2 -- experiments.train --workdir=runs/mine
 
-Each process has cores of its own. If one dies, is out of memory or hangs, all of them end,
-with one line that names it; with --restarts=N they start again, and a run goes on from its
-last checkpoint. SIGTERM and Ctrl-C reach all of them: after SIGTERM the exit status is 143,
-or 1 if a process failed to save, and nothing starts again.
+Each process is pinned to separate cores. If one dies, runs out of memory or hangs, all of
+them end, with one line that names it; with --restarts=N they start again, and a run resumes
+from its last checkpoint. SIGTERM and Ctrl-C are passed on to all: after SIGTERM the exit
+status is 143, or 1 if a process failed to save, and nothing restarts.
 """
 
 import argparse
@@ -21,22 +21,16 @@ from typing import NamedTuple
 
 from experiments import distributed
 
-_HANG_S = 40.0  # without a sign of life, after which a process is taken for dead
-_START_S = 300.0  # the same before its first one: until then it imports modules
-_LOOK_S = 0.2
+_HANG_S = 40.0  # without a heartbeat, after which a process is taken for dead
+_START_S = 300.0  # the same before its first one, while it imports modules
+_POLL_S = 0.2
 
 
 class Process:
   """A process of the job."""
 
   def __init__(self, number: int, command: Sequence[str], own: Sequence[int]):
-    """Starts it.
-
-    Args:
-      number: of the process
-      command: that it runs
-      own: the cores that it may use; none: any
-    """
+    """Starts it on the cores `own`, or on any if there are none."""
     self.number = number
     self.pulse, its_end = os.pipe()
     environment = os.environ | {distributed.PULSE_FD: str(its_end)}
@@ -44,9 +38,9 @@ class Process:
     os.close(its_end)
     if own and hasattr(os, "sched_setaffinity"):  # before it has any threads
       os.sched_setaffinity(self._child.pid, own)
-    self._beat_s = time.monotonic()  # of its start, then of its last sign of life
+    self._beat_s = time.monotonic()  # of its start, then of its last heartbeat
     self._limit_s = _START_S  # after which the next one is overdue
-    self.joined = False  # whether it has found the others
+    self.joined = False  # whether it has joined the others
 
   @property
   def status(self) -> int | None:
@@ -54,13 +48,13 @@ class Process:
     return self._child.poll()
 
   def listen(self) -> None:
-    """Reads its signs of life from the pipe; there are none once it has ended."""
+    """Reads its heartbeats from the pipe, if there are any."""
     if read := os.read(self.pulse, 4096):
       self._beat_s, self._limit_s = time.monotonic(), _HANG_S
       self.joined |= distributed.JOINED in read
 
   def fault(self, stopping: bool) -> str | None:
-    """What is wrong with it; None: nothing. SIGTERM may end it while the job stops."""
+    """Its fault; None if it has none. SIGTERM may end it while the job stops."""
     status = self.status
     if status is None:
       silent_s = time.monotonic() - self._beat_s
@@ -76,43 +70,35 @@ class Process:
 
   @property
   def blame(self) -> int:
-    """How surely it was the cause, of several that failed at once.
+    """Of several processes that failed at once, the one with the highest is the cause.
 
-    No signal is sent to those that notice; but JAX aborts them if process 0 is gone.
+    Processes that notice the failure of another end without a signal, except that JAX
+    aborts them if process 0 is gone.
     """
     status = self.status or 0
     return 1 if status >= 0 else 0 if status == -signal.SIGABRT else 2
 
   def send(self, number: int) -> None:
-    """Sends it a signal, if it runs."""
     if self.status is None:
       self._child.send_signal(number)
 
   def close(self) -> None:
-    """Kills it, if it runs."""
     self.send(signal.SIGKILL)
     self._child.wait()
     os.close(self.pulse)
 
 
 class Job:
-  """The processes of one attempt; leaving a `with` block ends them."""
+  """The processes of one attempt; leaving its `with` block ends them."""
 
   def __init__(self, command: Sequence[str], count: int, pin: bool, stop_s: float):
-    """Starts it.
-
-    Args:
-      command: of every process
-      count: processes
-      pin: gives each cores of its own
-      stop_s: seconds that they have to save and end after SIGTERM
-    """
-    told = ["--distributed", f"--coordinator=localhost:{_free_port()}"]
-    told.append(f"--num_processes={count}")
+    """Starts it; `stop_s` limits the seconds from SIGTERM to its end."""
+    given = ["--distributed", f"--coordinator=localhost:{_free_port()}"]
+    given.append(f"--num_processes={count}")
     there, each = cores(), len(cores()) // count
     shares = [there[i * each : (i + 1) * each] if pin else [] for i in range(count)]
     self._all = [
-      Process(i, [*command, *told, f"--process_id={i}"], own)
+      Process(i, [*command, *given, f"--process_id={i}"], own)
       for i, own in enumerate(shares)
     ]
     self._stop_s = stop_s
@@ -127,12 +113,11 @@ class Job:
 
   @property
   def stopping(self) -> bool:
-    """Whether a process has been told to stop, and so all have."""
+    """Whether the processes have been asked to stop."""
     return self._deadline is not None
 
   @property
   def joined(self) -> bool:
-    """Whether a process has joined the others."""
     return any(process.joined for process in self._all)
 
   def stop(self) -> None:
@@ -143,11 +128,11 @@ class Job:
         process.send(signal.SIGTERM)
 
   def look(self) -> str | None:
-    """Waits a moment; returns why the job is over, None if it is not.
+    """Waits `_POLL_S`; returns how the job ended, None if it runs.
 
-    "" if all is well, "stopped" after SIGTERM, else what went wrong.
+    "" after success, "stopped" after SIGTERM, else the error.
     """
-    time.sleep(_LOOK_S)
+    time.sleep(_POLL_S)
     listening = {p.pulse: p for p in self._all}
     for pulse in select.select([*listening], [], [], 0)[0]:
       listening[pulse].listen()
@@ -182,18 +167,18 @@ def cores() -> list[int]:
 class Outcome(NamedTuple):
   """How an attempt ended."""
 
-  said: str  # see `Job.look`
-  may_restart: bool  # it was not told to stop, and failed after processes had joined
+  end: str  # see `Job.look`
+  may_restart: bool  # it failed after processes had joined, without a request to stop
 
 
-def _run(options: argparse.Namespace, command: Sequence[str], is_told) -> Outcome:
+def _run(options: argparse.Namespace, command: Sequence[str], is_stopped) -> Outcome:
   """Runs the job once."""
   with Job(command, options.processes, options.pin, options.stop_s) as job:
     while True:
-      if is_told():
+      if is_stopped():
         job.stop()
-      if (said := job.look()) is not None:
-        return Outcome(said, may_restart=job.joined and not job.stopping)
+      if (end := job.look()) is not None:
+        return Outcome(end, may_restart=job.joined and not job.stopping)
 
 
 def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
@@ -208,8 +193,12 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
   add("--processes", type=int, default=2, help="processes of the job (2)")
   add("--restarts", type=int, default=0, help="how often it may start again (0)")
   add("--pin", action=pin, default=True, help="whether each process has its own cores")
-  told = "seconds that processes have after SIGTERM, to save and end (60)"
-  add("--stop_s", type=float, default=60.0, help=told)
+  add(
+    "--stop_s",
+    type=float,
+    default=60.0,
+    help="seconds for processes to save and end after SIGTERM (60)",
+  )
   cut = argv.index("--") if "--" in argv else len(argv)
   options, command = parser.parse_args(argv[:cut]), argv[cut + 1 :]
   if options.processes < 1 or options.restarts < 0 or options.stop_s <= 0 or not command:
@@ -220,12 +209,12 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the command line; returns the exit status."""
+  """Returns the exit status."""
   options, command = _parsed(argv)
-  told = []
+  signals = []
 
   def remember(number, _):
-    told.append(number)
+    signals.append(number)
     if number == signal.SIGINT:  # a second one ends all at once
       signal.signal(number, signal.default_int_handler)
 
@@ -233,13 +222,13 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(number, remember)
   for left in reversed(range(options.restarts + 1)):
     try:
-      said, may_restart = _run(options, command, lambda: bool(told))
+      end, may_restart = _run(options, command, lambda: bool(signals))
     except KeyboardInterrupt:
       return 130
-    if said in ("", "stopped"):
-      return distributed.STOPPED if said else 0
+    if end in ("", "stopped"):
+      return distributed.STOPPED if end else 0
     then = f"; starting again ({left - 1} restarts left)" if left and may_restart else ""
-    print(f"error: {said}: the job has ended{then}", file=sys.stderr, flush=True)
+    print(f"error: {end}: the job has ended{then}", file=sys.stderr, flush=True)
     if not may_restart:
       break
   return 1

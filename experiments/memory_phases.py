@@ -1,4 +1,4 @@
-"""What a plan of memory says: the arrays of each phase, the room there is, and a remedy."""
+"""A plan of memory: the arrays of each phase, the free memory, and a remedy."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -8,25 +8,21 @@ from typing import NamedTuple
 from experiments import tables
 from tlt_jax import memory
 
-SMALLER_POLICY = "policy"  # the option of what only a smaller policy makes smaller
-# Of a device's memory; the rest is the runtime's. Of a GPU's, JAX uses no more than
-# XLA_PYTHON_CLIENT_MEM_FRACTION says.
+SMALLER_POLICY = "policy"  # the option of parts that only a smaller policy makes smaller
+# Share of a device's memory; the rest is the runtime's. Of a GPU's memory JAX uses at most
+# XLA_PYTHON_CLIENT_MEM_FRACTION.
 _USABLE = 0.9
 
 
 class Machine(NamedTuple):
-  """Devices that a plan is made for, without being there."""
+  """Devices of another machine, to plan for."""
 
   devices: int
   room: memory.Room  # of each
 
   @classmethod
   def parse(cls, text: str) -> "Machine | None":
-    """Reads "64x80", 64 devices of 80 GB each, of which nine tenths are free; None of "".
-
-    Raises:
-      ValueError: it reads otherwise
-    """
+    """Parses "64x80", 64 devices of 80 GB with 90% free; "" is None; else ValueError."""
     if not text:
       return None
     match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
@@ -46,7 +42,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The parts of each phase, and the memory there is."""
+  """The parts of each phase, and the memory."""
 
   phases: Mapping[str, tuple[Part, ...]]
   room: memory.Room
@@ -58,12 +54,11 @@ class Plan:
 
   @property
   def fullest(self) -> str:
-    """The phase that needs the most."""
     return max(self.phases, key=self.needed)
 
 
 def remedy(parts: tuple[Part, ...], free: int) -> str:
-  """What to change so that a phase fits."""
+  """A message: what to change so that a phase fits."""
   by_option: dict[str, int] = {}
   for part in parts:
     by_option[part.option] = by_option.get(part.option, 0) + part.size
@@ -79,14 +74,17 @@ def remedy(parts: tuple[Part, ...], free: int) -> str:
   )
 
 
+def _gib(size: int | None) -> str:
+  return "" if size is None else f"{size / 2**30:.2f}"
+
+
 def show(plan: Plan) -> None:
-  """Prints what each part takes in each phase, and what is left for programs."""
+  """Prints the GiB of each part and phase, and those left for programs."""
   sizes = {phase: {p.name: p.size for p in ps} for phase, ps in plan.phases.items()}
-  gib = lambda size: "" if size is None else f"{size / 2**30:.2f}"
   names = dict.fromkeys(name for parts in sizes.values() for name in parts)
-  rows = [[name, *(gib(parts.get(name)) for parts in sizes.values())] for name in names]
+  rows = [[name, *(_gib(parts.get(name)) for parts in sizes.values())] for name in names]
   needed = [plan.needed(phase) for phase in plan.phases]
-  rows.append(["all arrays", *map(gib, needed)])
-  rows.append(["free", *[gib(plan.room.free)] * len(needed)])
-  rows.append(["left for programs", *(gib(plan.room.free - size) for size in needed)])
+  rows.append(["all arrays", *map(_gib, needed)])
+  rows.append(["free", *[_gib(plan.room.free)] * len(needed)])
+  rows.append(["left for programs", *(_gib(plan.room.free - size) for size in needed)])
   tables.show(f"GiB of {plan.where}", ["", *plan.phases], rows)

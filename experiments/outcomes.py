@@ -1,4 +1,4 @@
-"""What a run ended with, for comparing runs: all but what the clock and memory say."""
+"""The results of a run, without times and memory, to compare runs bit for bit."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ _MEASURED = re.compile(r".*_s|memory/.*")
 
 
 def of(workdir: pathlib.Path) -> dict[str, object]:
-  """What a run must end with, whatever happened to it on the way."""
+  """The results that must not depend on interruptions."""
   drafter = workdir / "drafter" / "model.safetensors"
   records = metrics.read(workdir / "metrics.jsonl")
   rollouts = metrics.read(workdir / "rollouts.jsonl")
@@ -26,6 +26,6 @@ def of(workdir: pathlib.Path) -> dict[str, object]:
 
 
 def updates(workdir: pathlib.Path) -> int:
-  """How often the drafter was updated in a run."""
+  """Updates of the drafter in a run."""
   records = metrics.read(workdir / "metrics.jsonl")
   return sum(int(r.get("drafter/updates", 0)) for r in records)

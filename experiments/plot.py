@@ -2,7 +2,7 @@
 
     python -m experiments.plot --workdir=DIR
 
-writes, into DIR/figures: reward.png (reward and accuracy over steps), gain.png (rollouts
+writes into DIR/figures: reward.png (reward and accuracy over steps), gain.png (rollouts
 that were repeated plainly), lengths.png (response lengths by outcome, early against late),
 live_requests.png (how the batch drains within a rollout) and timeline.png (what every
 slice did in the last rollout).
@@ -26,7 +26,7 @@ from tlt_jax import metrics
 from tlt_jax import processes
 from tlt_jax import writing
 
-# Okabe-Ito, which colour-blind readers can tell apart.
+# Okabe-Ito, for colour-blind readers.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"
 _SKY = "#56b4e9"
 _LANE = 0.84  # height of a lane of the timeline; they are 1 apart
@@ -81,7 +81,7 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
 
 
 def _check_numbers(path: pathlib.Path, records: Sequence[Mapping]) -> None:
-  """Raises if a metric is none: what is no number would be drawn as a category."""
+  """Raises if a metric is no finite number, which would be drawn as a category."""
   for record in records:
     for key, value in record.items():
       if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
@@ -136,7 +136,7 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def plot_gain(records: Sequence[Mapping]) -> figure.Figure:
-  """Draws what each repeated rollout took and what its passes drew, and the run's own.
+  """Draws seconds and tokens per pass of repeated rollouts, and of the run's own.
 
   Args:
     records: of metrics.jsonl, those that have `plain/seconds_s`

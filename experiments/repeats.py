@@ -1,10 +1,9 @@
-"""Repeats some rollouts of a run otherwise, which says what TLT gained in this very run.
+"""Repeats some rollouts of a run without TLT, to measure its gain.
 
-A repeated rollout answers the same requests with the same policy and the same noise, right
-after the run's own: plainly, without drafts; and, where the drafter trains, with the
-drafter that the run began with, frozen. Nothing is learnt from the responses, whose tokens
-must be those of the run. `plain/seconds_s` and `frozen/seconds_s` are to be compared with
-`rollout/seconds_s` of the same step, less `drafter/training_s`.
+A repeated rollout runs right after the run's own, with the same requests, policy and noise:
+plainly and, if the drafter trains, also with the run's initial drafter, frozen. Its tokens
+must be the same; nothing is trained on them. Compare `plain/seconds_s`
+and `frozen/seconds_s` with `rollout/seconds_s` less `drafter/training_s` of the step.
 """
 
 import dataclasses
@@ -31,12 +30,11 @@ class Repeats:
   sides: dict[str, sample.Sampler]  # of `SIDES`
 
   def __call__(self, step: int, params: Any, scored: sample.Scored) -> dict[str, float]:
-    """Returns the metrics of the repeated rollouts; none where it is not repeated.
+    """Metrics of the repeated rollouts, {} if the step has none.
 
     Args:
-      step: of the run
-      params: the policy's, as they were in the run's own rollout
-      scored: what that gave
+      params: the policy's in the run's own rollout
+      scored: the samples of that
     """
     if not self.every or (step + 1) % self.every:
       return {}
@@ -58,16 +56,11 @@ class Repeats:
     return metrics
 
   def state(self) -> dict:
-    """What its rollouts know, for a checkpoint; JSON can hold it."""
+    """The state of its rollouts, as JSON types."""
     return {name: sampler.rollout.state() for name, sampler in self.sides.items()}
 
   def restore(self, state: dict | None, same_drafter: bool) -> None:
-    """Goes on from what `state` gave, as far as it has these sides.
-
-    Args:
-      state: of `state`
-      same_drafter: see `Engine.restore`
-    """
+    """Restores a `state`, of which sides may be missing; see `Engine.restore`."""
     for name, sampler in self.sides.items():
       sampler.rollout.restore((state or {}).get(name), same_drafter)
 
@@ -79,16 +72,11 @@ def make(
   params: Any,
   sampler: sample.Sampler,
 ) -> Repeats:
-  """What repeats the rollouts of a run, with its programs ready.
-
-  Nothing is repeated where the config does not ask for it, or where it drafts nothing.
+  """Compiles the repeats of a run; a run that drafts nothing has none.
 
   Args:
-    run: its config
-    model: the policy's
-    mesh: of the run
     params: the policy's, in the layout of rollouts
-    sampler: of the run, whose compiled programs serve the frozen drafter, too
+    sampler: of the run; its programs are shared with the frozen drafter
   """
   every = run.compare.every
   if not every or from_config.make_selector(run) is None:

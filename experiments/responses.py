@@ -1,4 +1,4 @@
-"""A file of a policy's responses, on which a drafter is trained."""
+"""Files of a policy's responses, on which a drafter is trained."""
 
 import pathlib
 

@@ -1,14 +1,14 @@
-"""Answers "what would TLT give me?": simulates rollouts on devices that you need not have.
+"""Simulates rollouts on other devices: what would TLT gain there?
 
     python -m experiments.simulate                             # Qwen2.5-7B on 8-64 H100
     python -m experiments.simulate --scenario=short_answers
     python -m experiments.simulate --scenario=MINE.json --lengths=RUN/rollouts.jsonl \\
       --acceptance=RUN/metrics.jsonl --table=BENCH.json
 
-The real schedule, selector and harvest decide; a cost model says what their decisions
-take. Plain decoding, a frozen drafter and TLT (the drafter trains in idle slices) are
-compared by number of slices, then by acceptance, batch and tail. Figures go to --out. The
-last line is JSON. What a scenario holds: experiments/scenarios/README.md.
+Scheduler, selector and harvest are those of real rollouts; a cost model gives the times.
+Plain decoding, a frozen drafter and TLT (the drafter trains in idle slices) are compared by
+number of slices, then by acceptance, batch and tail. Figures go to --out. The last line is
+JSON. Scenarios are described in experiments/scenarios/README.md.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ _PARTS = {
 
 
 def chosen() -> scenario_lib.Scenario:
-  """The scenario that the flags ask for."""
+  """The scenario of the flags."""
   name = _SCENARIO.value
   bundled = SCENARIOS / f"{name}.json"
   if not name.endswith(".json") and not bundled.exists():
@@ -89,7 +89,7 @@ def _rates(given: list[str]) -> tuple[float, ...]:
 
 
 def parts(samples: samples_lib.Samples) -> dict[str, float]:
-  """The shares of all slices' time that went into each part."""
+  """Shares of all slices' time by part."""
   slices = timeline.spans(rollout_lib.record(samples))
   total = sum(span.end_s - span.start_s for spans in slices for span in spans)
   shares = dict.fromkeys(_PARTS.values(), 0.0)
@@ -101,17 +101,17 @@ def parts(samples: samples_lib.Samples) -> dict[str, float]:
 def by_slices(scenario: scenario_lib.Scenario) -> tuple[dict, samples_lib.Samples]:
   """Simulates all sides on each number of slices.
 
-  A whole step is a rollout and the policy's update, which the roofline tells; rewards and
-  weight sync are left out.
+  A whole step is a rollout and the policy's update, by the roofline; rewards and weight
+  sync are left out.
 
   Returns:
-    slices -> side -> what came of it; and the samples of the last TLT
+    slices -> side -> results; and the samples of the last TLT
   """
   found, tokens = {}, int(scenario.draw_lengths().sum())
   prompts = scenario.prompts * scenario.responses * scenario.prompt_tokens
   for slices in scenario.slices:
     sides = {side: scenario.run(side, slices) for side in scenario_lib.SIDES}
-    update_s = None  # a table does not tell
+    update_s = None  # unknown to a table
     if isinstance(scenario.costs, costs_lib.Roofline):
       update_s = scenario.costs.policy_update_s(tokens + prompts, slices)
     seconds = {side: samples.timeline[-1][0] for side, samples in sides.items()}
@@ -131,14 +131,19 @@ def by_slices(scenario: scenario_lib.Scenario) -> tuple[dict, samples_lib.Sample
 
 
 def sensitivity(scenario: scenario_lib.Scenario) -> dict[str, dict[str, float]]:
-  """Speed-ups of rollouts with a frozen drafter, where one thing is otherwise.
+  """Speed-ups of rollouts with a frozen drafter, with one thing changed.
 
   On the scenario's first number of slices.
   """
   lengths = scenario.draw_lengths()
   mean = lengths.mean()
-  tail = lambda share: {"given": (mean + share * (lengths - mean)).round().tolist()}
-  scaled = lambda factor: tuple(min(factor * rate, 1.0) for rate in scenario.frozen)
+
+  def tail(share: float) -> dict:
+    return {"given": (mean + share * (lengths - mean)).round().tolist()}
+
+  def scaled(factor: float) -> tuple[float, ...]:
+    return tuple(min(factor * rate, 1.0) for rate in scenario.frozen)
+
   variants = {
     "acceptance": {f"x {f:g}": {"frozen": scaled(f)} for f in (0.0, 0.5, 0.75, 1.0)},
     "requests": {
@@ -185,18 +190,17 @@ def against_paper(scenario: scenario_lib.Scenario, found: Mapping) -> list[list[
 
 
 def verdict(found: Mapping) -> str:
-  """The answer, in a sentence."""
+  """The result in a sentence."""
   last = list(found)[-1]
   tlt, frozen = (found[last][side]["speedup_rollout"] for side in ("tlt", "frozen"))
   best = max(tlt, frozen)
   if best < 1.1:
     return f"TLT would not help here: rollouts {best:.2f}x as fast on {last} slices."
-  who = "TLT" if tlt >= frozen else "A frozen drafter (training costs more than it brings)"
-  return f"{who} would make rollouts {best:.2f}x as fast on {last} slices."
+  side = "TLT" if tlt >= frozen else "A frozen drafter (training costs more than it brings)"
+  return f"{side} would make rollouts {best:.2f}x as fast on {last} slices."
 
 
-def report(found: Mapping, varied: Mapping, beside: list[list[str]], even: int) -> None:
-  """Prints all tables."""
+def report(found: Mapping, varied: Mapping, compared: list[list[str]], even: int) -> None:
   tables.show(
     "Speed-ups on n slices, tokens per pass, and shares of all slices' time",
     ["n", "side", "s", "rollout", "step", "per pass", *_PARTS.values()],
@@ -224,8 +228,9 @@ def report(found: Mapping, varied: Mapping, beside: list[list[str]], even: int) 
         for case, speedup in cases.items()
       ],
     )
-  if beside:
-    tables.show("Beside the paper (arXiv 2511.16665)", ["what", "paper", "here"], beside)
+  if compared:
+    title = "Compared with the paper (arXiv 2511.16665)"
+    tables.show(title, ["what", "paper", "here"], compared)
   print(f"Speculation pays up to {even} live requests per slice, of those that run here.")
 
 
@@ -256,8 +261,8 @@ def main():
   found, samples = by_slices(scenario)
   varied = sensitivity(scenario) if _SENSITIVITY.value else {}
   even = scenario.break_even()
-  beside = against_paper(scenario, found)
-  report(found, varied, beside, even)
+  compared = against_paper(scenario, found)
+  report(found, varied, compared, even)
   print(verdict(found))
   figures = draw(found, samples, pathlib.Path(_OUT.value))
   result = {
@@ -265,7 +270,7 @@ def main():
     "by_slices": {str(slices): sides for slices, sides in found.items()},
     "sensitivity": varied,
     "break_even_live_batch": even,
-    "paper": beside,
+    "paper": compared,
     "verdict": verdict(found),
     "figures": figures,
   }

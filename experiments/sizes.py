@@ -1,8 +1,7 @@
-"""Sizes that a config leaves open: they follow from the prompts, the model and the memory.
+"""Defaults of sizes that a config leaves open (None), by prompts, model and memory.
 
-None is such a size in a config. No size changes a token; what a wrong one costs is time,
-memory, or a prompt that is refused. A resumed run has the sizes that it began with, from
-its config.json, however much memory is free now (`workdirs.keep_sizes`).
+No size changes a token; a bad one costs time or memory, or rejects a prompt. A resumed run
+keeps the sizes of its config.json, whatever memory is free (`workdirs.keep_sizes`).
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ Learner = TypeVar("Learner", config_lib.Learner, config_lib.DraftLearner)
 
 
 class Asked(NamedTuple):
-  """What is asked of a policy at a time."""
+  """Requests of a rollout."""
 
   longest: int  # tokens of the longest prompt
   prompts: int
@@ -45,17 +44,17 @@ class Asked(NamedTuple):
 
 
 class Machine(NamedTuple):
-  """What sizes depend on of the machine."""
+  """Properties of the machine that sizes depend on."""
 
   slices: int
   free: int  # bytes of memory, of each slice
-  is_cpu: bool  # which computes few tokens at a time as well as many
+  is_cpu: bool  # on which larger batches gain little
 
   @classmethod
   def here(
     cls, tensor_parallel: int, planned: memory_phases.Machine | None = None
   ) -> "Machine":
-    """This machine, or accelerators that are not there, with so many devices a slice."""
+    """This machine or a planned one, with `tensor_parallel` devices per slice."""
     if planned is not None:
       slices = max(planned.devices // tensor_parallel, 1)
       return cls(slices, planned.room.free * tensor_parallel, False)
@@ -72,7 +71,6 @@ class Machine(NamedTuple):
 
 
 def is_open(section: Any) -> bool:
-  """Whether a section `rollout` or `learner` leaves a size open."""
   names = OPEN["rollout" if isinstance(section, config_lib.Rollout) else "learner"]
   return any(getattr(section, name) is None for name in names)
 
@@ -83,7 +81,7 @@ def fill_rollout(
   planned: memory_phases.Machine | None = None,
   most_slots: int | None = None,
 ) -> config_lib.RunConfig:
-  """A run's config with every size of its rollouts."""
+  """A run's config with all sizes of its rollouts, see `fit_rollout`."""
   made = fit_rollout(
     run.rollout,
     run.sampling.max_tokens,
@@ -103,15 +101,10 @@ def fit_rollout(
   machine: Machine,
   most_slots: int | None = None,
 ) -> config_lib.Rollout:
-  """The sizes of rollouts, those that are open filled in; these are logged.
+  """Fills in the open sizes, and logs them.
 
   Args:
-    options: of rollouts
-    max_tokens: of a response
-    model: the policy's
-    asked: at a time
-    machine: that answers
-    most_slots: if slots are open; None: as many as the memory holds
+    most_slots: limit of slots that are open; None: by memory only
   Raises:
     ValueError: the longest prompt and a response exceed the model's context
   """
@@ -138,10 +131,7 @@ def fit_rollout(
 
 
 def fit_learner(options: Learner, longest: int, machine: Machine) -> Learner:
-  """The learner with buckets for sequences up to `longest` tokens, if it has none.
-
-  One bucket: sequences share its rows.
-  """
+  """Fills in open buckets: one, for sequences of up to `longest` tokens."""
   if options.buckets is not None:
     return options
   length = max(-(-longest // 128) * 128, 512)
@@ -152,7 +142,7 @@ def fit_learner(options: Learner, longest: int, machine: Machine) -> Learner:
 
 
 def power_of_two(least: int) -> int:
-  """The least power of two that is no less: other prompts find programs compiled."""
+  """The next power of two, so that other prompts reuse compiled programs."""
   return 1 << max(least - 1, 0).bit_length()
 
 
@@ -203,7 +193,7 @@ def check_longest(longest: int, buckets: Sequence[tuple[int, int]]) -> None:
 
 
 def _shown(value: Any) -> str:
-  """A number, numbers of slots, or a learner's buckets as "16x128 8x256"."""
+  """A number, numbers of slots, or buckets as "16x128 8x256"."""
   if isinstance(value, int):
     return str(value)
   if value and isinstance(value[0], int):

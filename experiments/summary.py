@@ -1,4 +1,4 @@
-"""The summary that closes a run: tables of its metrics, and what TLT gained in words."""
+"""The summary at the end of a run: tables of its metrics, and the gain of TLT in words."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import io
@@ -31,14 +31,14 @@ _QUANTITIES = (
 )
 # How rollouts are repeated, see `repeats`.
 SIDES = {"plain": "plainly", "frozen": "with the first drafter, frozen"}
-LATE = 10  # last steps of a run that are looked at by themselves
+LATE = 10  # last steps of a run, with a gain separately
 
 
 def text(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
-  """Two tables, first and last steps and where the time went, and what TLT gained.
+  """Two tables, of first and last steps and of time by phase, and the gain of TLT.
 
-  First and last are means over `k` steps, at most half of the run each; of
-  evaluations they are the first and the last one. Coloured on a terminal.
+  First and last are means over `k` steps, at most half of the run each; for evaluations,
+  the first and the last one. Coloured on a terminal.
 
   Args:
     records: of steps and evaluations, as `metrics.Writer.write` returns them
@@ -59,8 +59,10 @@ def text(records: Sequence[Mapping[str, float]], k: int = 10) -> str:
   total = _total(records, "step/seconds_s")
   seconds["other"] = max(0.0, total - sum(seconds.values()))
   seconds["all steps"] = total
-  share = lambda spent: f"{spent / total:.0%}" if total else "-"
-  times = [(label, f"{spent:.1f}", share(spent)) for label, spent in seconds.items()]
+  times = [
+    (label, f"{spent:.1f}", f"{spent / total:.0%}" if total else "-")
+    for label, spent in seconds.items()
+  ]
 
   written, terminal = io.StringIO(), sys.stdout.isatty()
   console = rich.console.Console(
@@ -83,7 +85,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> rich.table.
 
 
 def _gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
-  """What speculation and training gained: as compared in some steps, else estimated."""
+  """The gain of speculation and training: measured by repeats, else estimated."""
   compared = [r for r in records if "plain/seconds_s" in r]
   if not compared:
     yield from _estimated_gain(records)
@@ -148,7 +150,7 @@ def gain(compared: Sequence[Mapping[str, float]], side: str, of: str = "rollout"
 
 
 def _estimated_gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
-  """What speculation gained by the run's own measure, where it speculated."""
+  """The gain of speculation by plain steps timed in the run, if it speculated."""
   if any("rollout/predicted_gain" in r for r in records):
     saved, spent = _total(records, "rollout/saved_s"), _total(records, "rollout/seconds_s")
     than = f"{abs(saved):.1f} s {'less' if saved >= 0 else 'more'} than without it"
@@ -159,7 +161,7 @@ def _estimated_gain(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 
 def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
-  """For what share of the rollouts slices speculated, were idle, and trained."""
+  """How long slices speculated, were idle, and trained."""
   spent = _total(records, "rollout/seconds_s")
   if speculating := _total(records, "rollout/speculating_s"):
     tokens = _mean(records, "rollout/mean_acceptance_length")
@@ -180,11 +182,9 @@ def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 
 def _total(records: Sequence[Mapping[str, float]], key: str) -> float:
-  """Adds up a metric over the steps that have it."""
   return sum(r.get(key, 0.0) for r in records)
 
 
 def _mean(records: Sequence[Mapping[str, float]], key: str) -> float:
-  """Averages a metric over the steps that have it."""
   values = [r[key] for r in records if key in r]
   return sum(values) / len(values)

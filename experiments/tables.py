@@ -16,6 +16,6 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
 
 
 def spread(values, unit: float = 1.0, digits: int = 2) -> str:
-  """Writes f[N] as their median and, in brackets, the smallest and the largest."""
+  """f[N] as "median (least-most)"."""
   low, middle, high = (unit * f(values) for f in (np.min, np.median, np.max))
   return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

@@ -1,4 +1,4 @@
-"""What every slice did in a rollout, as spans of time, by a record of rollouts.jsonl."""
+"""Timelines of the slices of a rollout, from a record of rollouts.jsonl."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -12,7 +12,7 @@ OUTSIDE = "outside chunks"  # the host, prefills, moves to another bucket, compi
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-  """A time that a slice spent on one thing; seconds count from the rollout's start."""
+  """A time in which a slice does one thing; seconds are from the rollout's start."""
 
   start_s: float
   end_s: float
@@ -24,9 +24,9 @@ class Span:
 def split(chunk: Mapping, micro_batch_s: float, index: int = 0) -> list[list[Span]]:
   """The spans of each slice within a chunk: gapless, from its start to its end.
 
-  A chunk is timed as a whole and takes as long as its busiest slice, so that a
-  slice decodes for its share of that slice's iterations. Then it trains, as long
-  as its micro-batches take but not beyond the chunk, and then it idles. Of 2 s,
+  Only chunks are timed. A chunk takes as long as its busiest slice, so a slice decodes for
+  its share of that slice's steps. Then it trains, for as long as its micro-batches take but
+  not beyond the chunk, and then it is idle. Of 2 s,
   with steps [10, 4], trained [0, 3] and 0.3 s a micro-batch, slice 1 decodes for
   0.8 s, trains for 0.9 s and idles for 0.3 s.
 

@@ -5,15 +5,13 @@
         --run.held_out.path=test.jsonl --workdir=runs/drafter \\
         "--config.learner.buckets=((4,1280),(1,5120))"
 
-`--run` is the config of the RL run that the drafter is for, whose policy, prompts and
-sampling are used; `--config` is that of the training. The policy answers prompts once;
-the drafter then learns from these sequences, in another order each time through, and
-from the policy's features of them, which are kept on disk (`keep_features`; as many
-numbers per token as the policy is wide, four times that for EAGLE-3). At the end the
-share of accepted drafts is measured on held-out prompts, by strategy and temperature;
-n-gram strategies may be among them, for comparison. Running the same --workdir again
-resumes. The result is a folder that rollouts take as their drafter. The last line is
-JSON.
+`--run` is the config of the RL run that the drafter is for (policy, prompts, sampling);
+`--config` is that of the training. The policy responds to the prompts once. The drafter is
+trained on these sequences, shuffled in each epoch, and on the policy's features of them,
+which are kept on disk (`keep_features`; per token as many numbers as the policy is wide,
+four times as many for EAGLE-3). At the end acceptance is measured on held-out prompts, by
+strategy and temperature; strategies may include n-grams. The same --workdir resumes. The
+result is a folder with a drafter for rollouts. The last line is JSON.
 """
 
 from collections.abc import Sequence
@@ -45,11 +43,12 @@ from tlt_jax.models import drafter_files
 from tlt_jax.models import families
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.spot import offline
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/drafter", "Where everything goes.")
 
 _RESPONSES, _FEATURES = "responses.npz", "features"
-_SEED = 1 << 30  # added to the seed: the responses are none that RL trains on
+_SEED = 1 << 30  # added to the seed: RL draws other responses
 
 
 def ask(
@@ -59,7 +58,7 @@ def ask(
   seed: int,
   records: Sequence[dict],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """(prompt, response) token ids of each response of the policy to the records."""
+  """Draws the policy's responses to the records, as (prompt, response) token ids."""
   sampler = from_config.make_sampler(run, models.model, models.mesh)
   sequences, usual = [], run.sampling.temperature
   for temperature in acceptance.at_temperatures(usual, wanted.temperatures):
@@ -88,11 +87,8 @@ def first_drafter(
   """The drafter before its training, and its parameters.
 
   Args:
-    model: the policy's
-    shape: of a new drafter
-    init: folder of the drafter to start from instead
-    seed: of a new one's parameters
-    responses: token ids, of which the most frequent make its vocabulary
+    init: folder of a drafter; "": a new one of this `shape`
+    responses: token ids; the most frequent are a new one's vocabulary
   """
   if init:
     return drafter_files.load(init, model)
@@ -124,7 +120,6 @@ def make_learner(
   drafter: drafter_lib.DrafterConfig,
   config: config_lib.DrafterTraining,
 ) -> offline.DraftLearner:
-  """The learner of a drafter."""
   return offline.make(
     models.model,
     drafter,
@@ -136,10 +131,12 @@ def make_learner(
 
 
 def check(models: from_config.Models, config: config_lib.DrafterTraining) -> None:
-  """Raises ValueError for what would only be found after the policy has answered."""
-  drafter, _ = first_drafter(models.model, config.drafter, config.init, config.seed, [])
+  """Raises ValueError for errors that would else appear only after the responses."""
+  drafter, params = first_drafter(
+    models.model, config.drafter, config.init, config.seed, responses=[]
+  )
   make_learner(models, drafter, config)
-  drafting = dataclasses.replace(models, drafter=drafter)
+  drafting = dataclasses.replace(models, drafter=spot_lib.Frozen(drafter, params))
   for strategy in config.evaluation.strategies:
     acceptance.sampler(config.run, drafting, strategy)
 
@@ -153,16 +150,11 @@ def train(
   workdir: pathlib.Path,
   checkpoints: checkpoint.Checkpoints,
 ):
-  """Trains to the last step, from the latest checkpoint; returns the parameters.
+  """Trains from the latest checkpoint to the last step; returns the parameters.
 
   Args:
-    learner: of the drafter
-    params: the drafter's, before the first step
-    models: the policy
-    config: of the training
+    params: of the drafter, before the first step
     sequences: (prompt, response) token ids
-    workdir: for metrics.jsonl, and the features that are kept
-    checkpoints: of the run
   """
   features, state, step = None, learner.init(params), 0
   if checkpoints.latest() is not None:
@@ -245,7 +237,7 @@ def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
 
   found = acceptance.measure(
     run,
-    from_config.Models(models.mesh, models.model, models.params, drafter, params),
+    dataclasses.replace(models, drafter=spot_lib.Frozen(drafter, params)),
     strategies=measured.strategies,
     records=held_out,
     samples=measured.samples,

@@ -1,9 +1,8 @@
 """Trains the warm start of a policy on written-out Countdown searches.
 
-Running the same --workdir again resumes. The result is a Hugging Face folder
-(safetensors, config, tokenizer) that `experiments.train` starts from. With
-`--config.policy` it is an LLM that learns to search, with the tokenizer that it has: the
-end of a line stops its responses then, as its generation_config.json says.
+The same --workdir resumes. The result is a Hugging Face folder (safetensors, config,
+tokenizer) that `experiments.train` starts from. `--config.policy` trains an existing LLM,
+with its tokenizer; its generation_config.json then stops responses at the end of a line.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,14 +48,13 @@ def batches(
   give_up: float,
   start: int,
 ) -> Iterator[tuple[int, list[np.ndarray], list[np.ndarray]]]:
-  """Yields (index of the next problem, prompts, responses) for ever.
+  """Yields (index of the next problem, prompts, responses) without end.
 
-  Problem i is searched with its own random order, so that a batch depends on
-  `start` alone. Searches that get too long are tried four times, then skipped.
+  The random order of a search depends on the problem only, and so batches on `start` only.
+  Searches that get too long are tried four times, then skipped.
 
   Args:
-    problems: to search
-    encode: token ids of a text; of `STOP` one
+    encode: token ids of a text; one for `STOP`
     sequences: of a batch
     max_response: characters of a search, at most
     give_up: share of the searches that end at a dead end, where they have one
@@ -82,7 +80,7 @@ def batches(
 
 
 def tokenizer_of(policy: str) -> tokenization.Tokenizer:
-  """The tokenizer of an LLM's folder, if it can write a search.
+  """Loads the tokenizer of an LLM, and checks that it can write a search.
 
   Raises:
     data.DataError: the folder has none
@@ -95,7 +93,7 @@ def tokenizer_of(policy: str) -> tokenization.Tokenizer:
   ):
     raise ValueError(
       f"the tokenizer of {policy} cannot write a search, which has the characters "
-      f"{countdown.CHARACTERS!r}, the last one in a token of its own; take another policy"
+      f"{countdown.CHARACTERS!r}, the last one as a single token; take another policy"
     )
   return tokenizer
 
@@ -103,7 +101,7 @@ def tokenizer_of(policy: str) -> tokenization.Tokenizer:
 def export(
   folder: pathlib.Path, policy: str, encode: Callable[[str], Sequence[int]]
 ) -> None:
-  """Writes the tokenizer beside a policy's weights, which began as `policy`, or as none."""
+  """Writes the tokenizer of `policy` to the folder; "": that of Countdown."""
   if not policy:
     if processes.is_first():
       countdown.tokenizer().save_pretrained(folder)
@@ -152,8 +150,7 @@ def main(config: config_lib.WarmStartConfig):
   run.begin(step)
   began, tokens = time.time(), 0
   processes.stop_on_signals()
-  snapshot = lambda: (step, state, saved)
-  with run.checkpoints.at_stop(snapshot) as checkpoints:  # what it writes is finished
+  with run.checkpoints.at_stop(lambda: (step, state, saved)) as checkpoints:
     while step < config.steps:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)

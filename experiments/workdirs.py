@@ -1,11 +1,10 @@
-"""The folder of a run: what its checkpoints were made with, and when it may be resumed.
+"""The folder of a run: config, checkpoints, and the rules for resuming.
 
-`config.json` in a workdir is the config that its checkpoints were made with. A run that
-resumes may change how long it is, when it evaluates, compares and saves, and which
-devices it has (`FREE`).
-Anything else would mix two experiments in one folder: it is refused, or goes on in another
-folder (`--fork`), from the latest checkpoint of the first. Such a folder says in
-`forked_from.json` where it began.
+A workdir has the config of its checkpoints in `config.json`. A resumed run may change its
+length, when it evaluates, compares and saves, and its devices (`FREE`). Any other change
+would mix two experiments in one folder: it raises an error, or goes to another folder
+(`--fork`) that starts from the latest checkpoint of the first. `forked_from.json` in such a
+folder names the first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +34,8 @@ SCHEDULE = (
 FREE = ("steps", "evaluation", "compare", "checkpoint", "tensor_parallel", "wandb")
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 _LOCK = ".lock"  # names the process that writes here
-# Part of a checkpoint -> where one of these differs, a fork makes the part anew.
-_ANEW = {
+# Part of a checkpoint -> settings; where one of them differs, a fork initializes the part.
+_NOT_RESTORED = {
   "drafter": (
     "drafter.",
     "spot.",
@@ -48,7 +47,7 @@ _ANEW = {
 
 
 class WorkdirError(ValueError):
-  """A workdir that a run cannot go on in; the message names the remedy."""
+  """A workdir in which a run cannot continue; the message names the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +56,14 @@ class Workdir:
 
   path: pathlib.Path
   config: Any  # of the run, a tree of `config`
-  checkpoints: checkpoint.Checkpoints  # that it writes
-  start: checkpoint.Checkpoints | None = None  # whose latest it goes on from
-  forked_from: pathlib.Path | None = None  # where these are another run's
-  not_restored: tuple[str, ...] = ()  # parts of that checkpoint that a fork makes anew
-  log: pathlib.Path | None = None  # the decisions of its own rollouts, if it had any
+  checkpoints: checkpoint.Checkpoints  # to write
+  start: checkpoint.Checkpoints | None = None  # of which the latest is restored
+  forked_from: pathlib.Path | None = None  # the workdir of `start`, if it is another one
+  not_restored: tuple[str, ...] = ()  # parts of the checkpoint that a fork initializes
+  log: pathlib.Path | None = None  # rollouts.jsonl of the same run, if there is one
 
   def begin(self, step: int) -> None:
-    """Writes config.json and, of a fork, where it began and the records before.
-
-    Args:
-      step: that the run goes on from
-    """
+    """Writes config.json; for a fork also its origin and the records before `step`."""
     processes.barrier()  # every process has read what is there
     lock(self.path)
     if not processes.is_first():
@@ -90,11 +85,7 @@ _locked: dict[pathlib.Path, io.TextIOBase] = {}
 
 
 def lock(folder: pathlib.Path) -> None:
-  """Makes a folder this job's, until it ends, however it ends.
-
-  Raises:
-    WorkdirError: it is another job's
-  """
+  """Locks a folder for the life of this job; raises WorkdirError if another job has it."""
 
   def take() -> str:
     if folder.resolve() in _locked:
@@ -126,18 +117,15 @@ def open(
   fork: str | None = None,
   holds: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Workdir:
-  """Opens a run's folder, a new one or one to go on in; changes no file of it.
+  """Opens and locks the folder of a new or resumed run; changes no file of it.
 
-  From then on it is this job's; a new one from `begin` or `record` on.
-
-  All processes of a job go by what the first one finds there.
+  A new folder is locked by `begin` or `record`. All processes of a job use what the first
+  one finds there.
 
   Args:
-    path: the folder
-    config: of the run, a tree of `config`
-    fork: another folder, where the run goes on from the latest checkpoint of `path`; ""
-      for none, None for a command that cannot
-    holds: file of the folder -> keys of the config that it depends on, beside checkpoints
+    fork: another folder, to continue there from the latest checkpoint of `path`; "" for
+      none, None for a command without forks
+    holds: other file of the folder -> keys of the config that it depends on
   Raises:
     WorkdirError: the checkpoints were made with other settings, or are of later steps;
       a fork's folder is not its own
@@ -148,7 +136,7 @@ def open(
     lock(folder)
   origin, last = _origin(folder), checkpoint.latest(folder / _CHECKPOINTS)
   if origin is not None and last is None and not fork:
-    folder, fork = origin, str(folder)  # a fork that was killed before it saved anything
+    folder, fork = origin, str(folder)  # a fork that was killed before its first checkpoint
   if fork:
     new = pathlib.Path(fork)
     _check_target(folder, new)
@@ -167,8 +155,7 @@ def open(
     held = processes.on_first(lambda: [f for f in holds if (folder / f).exists()])
     bound = {key for file in held for key in holds[file]}
     if bound:
-      counts = lambda key: key.split(".")[0] in bound
-      _check_settings(folder, config, ways_out, counts)
+      _check_settings(folder, config, ways_out, lambda key: key.split(".")[0] in bound)
     return Workdir(folder, config, checkpoints, log=_own_log(folder, config))
   _check_settings(folder, config, ways_out, lambda key: not _is_free(key))
   _check_steps(checkpoints, config)
@@ -177,23 +164,18 @@ def open(
 
 
 def keep_sizes(path: str, config: Any) -> Any:
-  """The config with the open sizes of the same run, if that began in this folder.
-
-  Args:
-    path: the folder
-    config: that was asked for
-  """
+  """The config, with its open sizes as in the folder if that has the same run."""
   try:
     old = read(pathlib.Path(path), type(config), "")
   except WorkdirError:
-    return config  # `open` says what is wrong with it
+    return config  # `open` raises it again
   filled = _with_sizes_of(old, config)
   same = all(_is_free(key) for key, _, _ in _changes(_json(old), filled))
   return filled if same else config
 
 
 def _with_sizes_of(old: Any, new: Any) -> Any:
-  """A config with the sizes of another one that it leaves open."""
+  """The new config with the old one's values for open sizes."""
   changes = {}
   for section, names in sizes.OPEN.items():
     if (made := getattr(new, section, None)) is not None:
@@ -212,14 +194,14 @@ def _is_free(key: str) -> bool:
 
 
 def record(workdir: pathlib.Path, config: Any) -> None:
-  """Writes `workdir/config.json`; the first process does, and all come here."""
+  """Locks the workdir and writes its config.json; called by all processes."""
   lock(workdir)
   if processes.is_first():
     _write(workdir, config)
 
 
 def _write(workdir: pathlib.Path, config: Any) -> None:
-  """Writes config.json, at once or not at all."""
+  """Writes config.json atomically."""
   partial = workdir / f"{CONFIG}.new"
   with writing.to(workdir / CONFIG):
     partial.write_text(json.dumps(trees.to_dict(config), indent=2) + "\n")
@@ -231,24 +213,27 @@ def _checkpoints(folder: pathlib.Path, config: Any) -> checkpoint.Checkpoints:
 
 
 def _fork(old: pathlib.Path, new: pathlib.Path, config: Any) -> Workdir:
-  """A run in a new folder that goes on from the latest checkpoint of another."""
   start = _checkpoints(old, config)
   _check_steps(start, config)
-  changes = [*_changes(read_json(old, "no fork can start from there"), config)]
-  differs = lambda keys: any(f"{key}.".startswith(keys) for key, _, _ in changes)
+  settings = read_json(old, "no fork can start from there")
+  changed = [f"{key}." for key, _, _ in _changes(settings, config)]
   return Workdir(
     new,
     config,
     _checkpoints(new, config),
     start=start,
     forked_from=old,
-    not_restored=tuple(part for part, keys in _ANEW.items() if differs(keys)),
+    not_restored=tuple(
+      part
+      for part, keys in _NOT_RESTORED.items()
+      if any(key.startswith(keys) for key in changed)
+    ),
     log=_own_log(new, config),
   )
 
 
 def _check_target(old: pathlib.Path, new: pathlib.Path) -> None:
-  """Raises if a fork cannot have this folder: it is another run's."""
+  """Raises if a fork cannot use this folder."""
   origin = _origin(new)
   if new.resolve() == old.resolve():
     raise WorkdirError(f"--fork={new} is the workdir itself; name another folder")
@@ -262,7 +247,7 @@ def _check_target(old: pathlib.Path, new: pathlib.Path) -> None:
 
 
 def _check_steps(checkpoints: checkpoint.Checkpoints, config: Any) -> None:
-  """Raises if a run has done more steps than it is asked for."""
+  """Raises if a run has done more steps than the config has."""
   done, _ = checkpoints.data()
   if done > config.steps:
     raise WorkdirError(
@@ -286,7 +271,7 @@ def _check_settings(folder: pathlib.Path, config: Any, ways_out: str, counts) ->
 
 
 def _own_log(folder: pathlib.Path, config: Any) -> pathlib.Path | None:
-  """The log of a run that was killed before its first checkpoint, if it is this one."""
+  """rollouts.jsonl of the same run, if that was killed before its first checkpoint."""
   try:
     is_same = not list(_changes(read_json(folder, ""), config))
   except WorkdirError:
@@ -314,11 +299,7 @@ def _origin(folder: pathlib.Path) -> pathlib.Path | None:
 
 
 def read(workdir: pathlib.Path, tree: type, ways_out: str) -> Any:
-  """The tree of `workdir/config.json`.
-
-  Raises:
-    WorkdirError: it cannot be read, or is of other entries; names `ways_out`
-  """
+  """The config of `workdir/config.json`; raises WorkdirError, naming `ways_out`."""
   raw = read_json(workdir, ways_out)
   try:
     return trees.validate(tree, raw)
@@ -327,11 +308,7 @@ def read(workdir: pathlib.Path, tree: type, ways_out: str) -> Any:
 
 
 def read_json(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
-  """What `workdir/config.json` holds, as it is.
-
-  Raises:
-    WorkdirError: it cannot be read; names `ways_out`
-  """
+  """The JSON of `workdir/config.json`; raises WorkdirError, naming `ways_out`."""
   path = workdir / CONFIG
   try:
     return processes.on_first(lambda: json_objects.parse(path.read_bytes()))
@@ -346,7 +323,7 @@ _ABSENT = object()
 
 
 def _json(config: Any) -> dict[str, Any]:
-  """A config as its file has it: tuples are lists."""
+  """A config in JSON types: tuples are lists."""
   return json.loads(json.dumps(trees.to_dict(config)))
 
 

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import interleave
 from benchmarks import run_record
 from benchmarks import run_summary
 from benchmarks import scenarios
-from benchmarks import sides
+from experiments import interleave
+from experiments import sides
 from tests import commands
 from tlt_jax import metrics
 from tlt_jax.spec_decode.speculation import levels

@@ -1,11 +1,11 @@
-"""Collects the data that a figure draws: runs its commands, keeps what is needed.
+"""Runs the commands of a figure, and stores the data that it draws.
 
     python -m experiments.figures.collect --figure=lengths
     python -m experiments.figures.collect --figure=lengths --full
 
-Minutes on 2 CPU cores by default; --full takes what a paper would, hours for some. What
-each figure runs: `recipes.py`. Commands that have run are not run again, but for --again:
-their output is in runs/figures. Writes experiments/results/figures/NAME.json.
+By default minutes on 2 CPU cores; with --full the size of a paper, hours for some. The
+commands are in `recipes.py`. Their output is kept in runs/figures, and they run again only
+with --again. Writes experiments/results/figures/NAME.json.
 """
 
 import datetime
@@ -29,11 +29,11 @@ from experiments.figures import results
 _FIGURE = flags.DEFINE_string("figure", None, "Name of the figure.", required=True)
 _FULL = flags.DEFINE_bool("full", False, "In full size, for hours.")
 _AGAIN = flags.DEFINE_bool("again", False, "Run commands that have run, too.")
-_NOTE = flags.DEFINE_string("note", "", "What else was true when the data were made.")
+_NOTE = flags.DEFINE_string("note", "", "Further conditions of the data.")
 
 
 def hardware() -> str:
-  """This machine's processor, by the name that it gives itself."""
+  """Number and model name of this machine's CPU cores."""
   try:
     lines = pathlib.Path("/proc/cpuinfo").read_text()
     name = re.search(r"model name\s*: (.*)", lines)[1]
@@ -43,7 +43,7 @@ def hardware() -> str:
 
 
 def run(name: str, command: str, folder: pathlib.Path) -> None:
-  """Runs a command, unless it has run; its output goes to NAME.out."""
+  """Runs a command, unless it has run, with its output in NAME.out."""
   output = folder / f"{name}.out"
   if output.exists() and not _AGAIN.value:
     print(f"{name}: has run", flush=True)
@@ -72,7 +72,7 @@ def main():
     try:
       run(name, command, folder)
     except subprocess.CalledProcessError as e:
-      raise ValueError(f"{name} failed: its error stands above") from e
+      raise ValueError(f"{name} failed: its error is above") from e
   found = {
     "date": datetime.date.today().isoformat(),
     "hardware": hardware(),

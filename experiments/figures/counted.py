@@ -1,15 +1,15 @@
-"""Counts chunks and passes of real rollouts on many slices, and of simulated ones.
+"""Compares chunks and passes of simulated rollouts with real ones, on many slices.
 
     python -m experiments.figures.counted --config=experiments/configs/tail.py:4 \\
       --config.batch.prompts=128 --slices=64 --layers=1
 
-On a CPU so many devices share its cores: counts mean something, times do not. A rollout
-of plain decoding and one of chains of 3 run; a third, of a pass per chunk, tells what
-stands at each token. Lengths are drawn from a log-normal distribution, and with --layers
-the policy has only its first ones: what it says does not matter to what is counted. The
-simulator then follows the decisions of the first two. The last line is JSON: of each,
-chunks, passes of the target, and whether every chunk has the bucket, live requests, steps,
-tokens and passes of the real one.
+On a CPU the devices share its cores, so that counts are meaningful but times are not. One
+rollout decodes plainly, one drafts chains of 3; a third, with one pass per chunk, gives the
+accepted drafts at each token. Lengths are drawn from a log-normal distribution. With
+--layers the policy has only its first layers, as counts do not depend on its tokens. The
+simulator then follows the decisions of the first two rollouts. The last line is JSON, for
+each of them: chunks, passes of the target, and whether bucket, live requests, steps, tokens
+and passes of all chunks are equal.
 """
 
 import dataclasses
@@ -37,18 +37,18 @@ _SLICES = flags.DEFINE_integer("slices", 64, "Devices of a CPU.", lower_bound=1)
 _LAYERS = flags.DEFINE_integer("layers", 0, "Of the policy; 0: all.", lower_bound=0)
 
 CHAIN = strategy_lib.Strategy(3, 1, 4)
-# What a step takes: counts do not depend on it.
+# Milliseconds of a step: counts do not depend on them.
 _STEP = {"256": 1.0}
 ANY = costs_lib.Measured({"steps": {"1": {"step_ms": {"off": _STEP, str(CHAIN): _STEP}}}})
 
 
 def shallow(models: from_config.Models, layers: int) -> from_config.Models:
-  """The policy cut off after so many layers."""
-  kept = lambda name: not name.startswith("layer_") or int(name[6:]) < layers
+  """The policy without its last layers."""
+  cut = {f"layer_{i}" for i in range(layers, models.model.num_layers)}
   return dataclasses.replace(
     models,
     model=dataclasses.replace(models.model, num_layers=layers),
-    params={name: part for name, part in models.params.items() if kept(name)},
+    params={name: part for name, part in models.params.items() if name not in cut},
   )
 
 
@@ -62,7 +62,7 @@ def sampler(
 
 
 def watch(made: sample.Sampler) -> dict[tuple[int, int], int]:
-  """Accepted drafts by (request, tokens drawn before), filled while the sampler runs."""
+  """Accepted drafts by (request, tokens drawn before), recorded while the sampler runs."""
   backend, accepted = made.rollout.backend, {}
   begin, run, running = backend.begin, backend.run, []
 
@@ -83,10 +83,9 @@ def watch(made: sample.Sampler) -> dict[tuple[int, int], int]:
 
 
 def counts(samples: samples_lib.Samples) -> list[tuple]:
-  """What chunks count, in order."""
+  """Bucket, strategy, live requests, steps, tokens and passes of each chunk."""
   return [
-    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes)
-    for c in samples.chunks
+    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes) for c in samples.chunks
   ]
 
 
@@ -111,7 +110,7 @@ def main(config: config_lib.RunConfig):
 
   one_pass = {"rollout.chunk": CHAIN.depth + 1, "rollout.buckets": ()}
   single = sampler(trees.change(config, one_pass), models, True)
-  stood = watch(single)
+  accepted = watch(single)
   run(single, True)
   machine = simulated_lib.Machine(models.mesh.shape[axes.DATA], ANY)
   found = {}
@@ -125,7 +124,7 @@ def main(config: config_lib.RunConfig):
       scored.requests,
       real.length,
       selector=selector_lib.always(CHAIN) if chain else None,
-      acceptance=acceptance_lib.Replay(stood) if chain else None,
+      acceptance=acceptance_lib.Replay(accepted) if chain else None,
       decide=clock_lib.Decisions(real.decisions),
     )
     found[name] = {

@@ -1,11 +1,10 @@
-"""Watches a drafter follow a policy: its agreement in each program that trains it.
+"""Measures how a drafter follows the policy: their agreement after every update.
 
     python -m experiments.figures.following --steps=12
 
-RL steps of two sides in turn, which draw the same tokens: on one the drafter trains (in
-idle slices, and after rollouts), on the other it stays as it was. Agreement is the share
-of probability that drafter and policy put on the same token, 1 less their total variation,
-on the rows that are trained on. The flags are those of `bench.step`. The last line is
+RL steps of two sides in turn, which draw the same tokens: the drafter of "tlt" trains (in
+idle slices, and after rollouts), that of "frozen" does not. Agreement is 1 less the total
+variation distance of drafter and policy, on the rows that are trained on. The last line is
 JSON.
 """
 
@@ -13,40 +12,32 @@ import json
 
 from absl import flags
 
-from benchmarks import interleave
-from benchmarks import step as step_lib
 from experiments import config as config_lib
 from experiments import from_config
+from experiments import interleave
 from experiments import launch
+from experiments import sides as sides_lib
 from experiments import trees
 from tlt_jax import axes
 from tlt_jax import data
-from tlt_jax.models import hf
-from tlt_jax.rl import algorithm as algorithm_lib
+
+_STEPS = flags.DEFINE_integer("steps", 10, "RL steps.", lower_bound=1)
+_SLICES = flags.DEFINE_integer("slices", 2, "Devices on a CPU.", lower_bound=1)
 
 SIDES = ("tlt", "frozen")
 
 
-def sides(config: config_lib.RunConfig) -> dict[str, step_lib.Learning]:
-  """Both sides, with the same policy."""
-  mesh = axes.make_mesh(config.tensor_parallel)
-  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
-  algorithm = algorithm_lib.make(**config.algorithm)
-  learner = from_config.make_learner(
-    config.learner, config.optimizer, model, algorithm, mesh
-  )
-  return {name: step_lib.Learning(name, config, learner, params) for name in SIDES}
-
-
 def main(config: config_lib.RunConfig):
-  launch.start(flags.FLAGS.slices)
+  launch.start(_SLICES.value)
   config, asked = from_config.complete(config)
   prompts = data.prompt_iterator(asked.train.records, config.batch.prompts, config.seed)
-  made, agreement, accepted = sides(config), [], {name: [] for name in SIDES}
-  for step in range(flags.FLAGS.steps):
+  mesh = axes.make_mesh(config.tensor_parallel)
+  sides = sides_lib.make_training_sides(SIDES, config, mesh)
+  agreement, accepted = [], {name: [] for name in SIDES}
+  for step in range(_STEPS.value):
     records, hashes = next(prompts), set()
     for name in interleave.in_turn(SIDES, step):
-      _, scored, digest = made[name].step(step, records)
+      _, scored, digest = sides[name].step(step, records)
       hashes.add(digest)
       accepted[name].append(scored.samples.acceptance_rate)
       if name == "tlt":

@@ -1,4 +1,4 @@
-"""What is kept of the commands that made a figure's data."""
+"""The results of a figure, from the output of its commands."""
 
 from collections.abc import Callable, Mapping
 import hashlib
@@ -13,10 +13,9 @@ SCENARIOS = pathlib.Path(__file__).parents[1] / "scenarios"
 
 
 class Outputs:
-  """What the commands of a figure left behind."""
+  """The output of a figure's commands."""
 
   def __init__(self, folder: pathlib.Path):
-    """Reads from the folder in which they ran."""
     self.folder = folder
 
   def last(self, name: str) -> dict:
@@ -24,11 +23,11 @@ class Outputs:
     return json.loads((self.folder / f"{name}.out").read_text().splitlines()[-1])
 
   def seconds(self, name: str) -> float:
-    """That a command took, start and compilation included."""
+    """Wall time of a command, with start and compilation."""
     return float((self.folder / f"{name}.seconds").read_text())
 
   def records(self, name: str, file: str) -> list[dict]:
-    """Of a run's metrics or rollouts, those that are steps."""
+    """The steps in a run's metrics or rollouts."""
     found = metrics.read(self.folder / name / f"{file}.jsonl")
     return [r for r in found if file != "metrics" or "rollout/seconds_s" in r]
 
@@ -82,11 +81,14 @@ def tail(rollout: Mapping) -> float:
 
 
 def reward(outputs: Outputs) -> dict:
-  """Rewards of both runs, and whether they are one."""
+  """Rewards of both runs, and whether the runs are equal."""
   names = ("plain", "tlt")
   steps = {name: outputs.records(name, "metrics") for name in names}
   lengths = [[r["length"] for r in outputs.records(name, "rollouts")] for name in names]
-  of = lambda key: {name: [r[key] for r in steps[name]] for name in names}
+
+  def of(key: str) -> dict:
+    return {name: [r[key] for r in steps[name]] for name in names}
+
   return {
     "reward": of("reward/mean"),
     "grad_norm": of("policy/grad_norm"),
@@ -118,12 +120,12 @@ def trees(outputs: Outputs) -> dict:
 def children(outputs: Outputs) -> dict:
   """Tokens per pass by strategy."""
   (row,) = outputs.last("children")["by_live_batch"].values()
-  of = lambda arm: arm["mean_acceptance_length"]
-  return {"trees": {name: of(arm) for name, arm in row["arms"].items()}}
+  lengths = {name: arm["mean_acceptance_length"] for name, arm in row["arms"].items()}
+  return {"trees": lengths}
 
 
 def simulated(outputs: Outputs) -> dict:
-  """All cases that were timed, and what was counted."""
+  """All timed cases, and the counts."""
   cases = sorted(outputs.folder.glob("simulated_*.out"))
   return {
     "cases": [outputs.last(path.stem) for path in cases],
@@ -132,7 +134,7 @@ def simulated(outputs: Outputs) -> dict:
 
 
 def kinds(outputs: Outputs) -> dict:
-  """What each kind of drafter accepts, and what its training took."""
+  """Acceptance and training time of each kind of drafter."""
   found = {}
   for name in ("eagle2", "hass", "eagle3"):
     run = f"train_{name}"
@@ -148,12 +150,15 @@ def kinds(outputs: Outputs) -> dict:
 def end_to_end(outputs: Outputs) -> dict:
   """Seconds and speed-ups of all sides."""
   found = outputs.last("sides")
-  of = lambda what: {s: r for s, r in found[what].items() if s in ROLLOUTS}
-  return found | {what: of(what) for what in ("seconds", "sides")}
+  kept = {
+    key: {side: r for side, r in found[key].items() if side in ROLLOUTS}
+    for key in ("seconds", "sides")
+  }
+  return found | kept
 
 
 def strategies(outputs: Outputs) -> dict:
-  """Each rule with fixed strategies beside it, measured, and all of them simulated."""
+  """Rules and fixed strategies, measured and simulated."""
   runs = {"predictive": outputs.last("sides"), "bandit": outputs.last("bandit")}
   keys = ("seconds", "over_hindsight", "steps")
   return {
@@ -164,8 +169,9 @@ def strategies(outputs: Outputs) -> dict:
 
 def case_128(outputs: Outputs) -> dict:
   """How rollouts drain, simulated and measured."""
-  of = lambda name: outputs.records(name, "rollouts")[-1]
-  runs = {"plain": of("case_plain"), "switched": of("case_switched")}
+  runs = {
+    name: outputs.records(f"case_{name}", "rollouts")[-1] for name in ("plain", "switched")
+  }
   if runs["plain"]["length"] != runs["switched"]["length"]:
     raise ValueError("speculation changed the lengths of responses")
   return {
@@ -180,5 +186,5 @@ def scale(outputs: Outputs) -> dict:
 
 
 def last(name: str) -> Callable[[Outputs], Mapping]:
-  """Keeps the whole last line of a command."""
+  """A function that keeps the whole last line of a command."""
   return lambda outputs: outputs.last(name)

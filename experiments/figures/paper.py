@@ -1,7 +1,6 @@
-"""What TLT (arXiv 2511.16665) reports, as far as it is known here.
+"""Numbers of the TLT paper (arXiv 2511.16665).
 
-Only what this project has on record: a figure that is missing below is one that nobody
-here has looked up, not one that the paper does not have.
+Only those that this project has on record; the paper has more.
 """
 
 # Whole RL steps, TLT over plain decoding; H100.
@@ -11,11 +10,11 @@ ROLLOUT_SHARE = 0.85  # of a step's time, at most
 TOKENS_PER_PASS = {(4, 16): 4.63, (8, 48): 7.24, (12, 64): 8.76}
 # Speed-up with 16 nodes verified, by live requests.
 SPEEDUP_OF_16_NODES = {1: 3.22, 32: 2.48}
-# Tokens per pass with the drafter as it was, and trained along.
+# Tokens per pass with a frozen drafter, and with one that trains.
 FOLLOWING = {"frozen": 4.59, "adapted": 6.53}
 # Memory of captured graphs, GB.
 GRAPHS_GB = {"one strategy": 7.81, "naive, several": 30.39, "buckets": 10.69}
-# What a checkpoint of the drafter takes from a step, ms.
+# Time of a checkpoint of the drafter, ms.
 CHECKPOINT_MS = {"synchronous": 893, "asynchronous": 280, "selective": 97}
 PACKING = 2.2  # packed rows over padded ones, throughput of training
 CASE_128 = 2.44  # speed-up of the rollout of 128 requests, speculating from 32 live on

@@ -1,13 +1,12 @@
-"""Measures what compiled programs take: one, buckets with few of them, and all.
+"""Measures time and memory of compiled programs: one strategy, buckets, and all.
 
     python -m experiments.figures.pool --config=experiments/configs/tail.py
 
-Each case in a process of its own with an empty compilation cache: how many programs there
-are, seconds until they are ready, scratch memory of the hungriest, and by how much the
-process grows (its resident set, MiB). "one strategy" is plain decoding and one chain in
-the largest bucket; "buckets" is what the config asks for, whose levels say which
-strategies go with which live batch; "naive" compiles every strategy for every bucket.
-Paper: captured CUDA graphs (arXiv 2511.16665). The last line is JSON.
+Each case runs in a separate process without a compilation cache: number of programs,
+seconds to compile them, largest scratch memory, growth of the resident set (MiB). "one
+strategy" is plain decoding and one chain in the largest bucket; "buckets" is the config,
+with strategies by live batch; "naive" compiles every strategy for every bucket. In the
+paper: captured CUDA graphs (arXiv 2511.16665). The last line is JSON.
 """
 
 import dataclasses
@@ -25,12 +24,12 @@ from experiments import launch
 from experiments import trees
 from tlt_jax.spec_decode.speculation import levels
 
-_CASE = flags.DEFINE_string("case", "", "To measure here; default: all, one by one.")
+_CASE = flags.DEFINE_string("case", "", "To measure here; default: each in a process.")
 
 CASES = ("one strategy", "buckets", "naive")
 
 
-def settings(config: config_lib.RunConfig, case: str) -> dict:
+def settings(config: config_lib.RunConfig, case: str) -> config_lib.RunConfig:
   """The config of a case."""
   known, slots = levels.parse(config.strategies), config.rollout.slots
   arms = dict.fromkeys(arm for level in known for arm in level.arms)
@@ -45,15 +44,18 @@ def settings(config: config_lib.RunConfig, case: str) -> dict:
   return dataclasses.replace(config, strategies=levels.write(chosen))
 
 
+def resident_mib() -> float:
+  return psutil.Process().memory_info().rss / 2**20
+
+
 def measure(config: config_lib.RunConfig) -> dict:
-  """Compiles what a rollout of the config can need."""
+  """Compiles all programs of the config's rollouts."""
   models = from_config.load_models(config)
   selector = from_config.make_selector(config)
   made = from_config.make_sampler(
     config, models.model, models.mesh, models.drafter, selector
   )
-  resident = lambda: psutil.Process().memory_info().rss / 2**20
-  before = resident()
+  before = resident_mib()
   stops = len(made.tokenizer.stop_tokens) + 1
   made.rollout.compile(models.params, stops)
   pool = made.rollout.pool
@@ -61,7 +63,7 @@ def measure(config: config_lib.RunConfig) -> dict:
     "programs": len(pool),
     "compile_s": pool.seconds,
     "scratch_mib": pool.temp_bytes / 2**20,
-    "resident_mib": resident() - before,
+    "resident_mib": resident_mib() - before,
   }
 
 
@@ -77,7 +79,7 @@ def main(config: config_lib.RunConfig):
     command = [sys.executable, "-m", "experiments.figures.pool", f"--case={case}"]
     ran = subprocess.run([*command, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
     if ran.returncode:
-      raise ValueError(f"{case} could not be measured: its error stands above")
+      raise ValueError(f"{case} could not be measured: its error is above")
     found[case] = json.loads(ran.stdout.splitlines()[-1])
     print(case, found[case], flush=True)
   print(json.dumps(found))

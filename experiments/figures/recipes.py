@@ -1,4 +1,4 @@
-"""What makes the data of each figure: its commands, and what is kept of them."""
+"""The commands of each figure, and the results kept of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
@@ -28,13 +28,16 @@ TRAINED = {"eagle2": ("eagle2", 1), "hass": ("eagle2", 3), "eagle3": ("eagle3", 
 
 
 def commands(runs: str, full: bool) -> dict[str, str]:
-  """The commands: name -> what comes after `python -m`.
+  """Arguments of `python -m` by name of the command.
 
   Args:
-    runs: folder of all; that of a command is named like it
-    full: in the size of a paper, instead of minutes on 2 cores
+    runs: folder of the commands' workdirs, each named like its command
+    full: the size of a paper, instead of minutes on 2 cores
   """
-  size = lambda cheap, whole: whole if full else cheap
+
+  def size(cheap, whole):
+    return whole if full else cheap
+
   quiet = "--config.evaluation.every=0"
   whole_run = f"--config={_SMALL_RUN}"
   train = f"experiments.train {size(f'{_TAIL} --config.steps=20 {quiet}', whole_run)}"
@@ -99,16 +102,15 @@ def commands(runs: str, full: bool) -> dict[str, str]:
 
 
 def _simulated(slices: int, config: str) -> str:
-  """The name of the command that compares simulation and measurement there."""
   return f"simulated_{slices}_" + re.sub(r"\W+", "_", config)
 
 
 class Recipe(NamedTuple):
-  """How the data of a figure are made."""
+  """How to produce the data of a figure."""
 
   commands: Sequence[str]  # names, in order
   keep: Callable[[kept.Outputs], Mapping]  # the figure's `result`
-  conditions: str  # what its reader must know
+  conditions: str
 
 
 _SMALL = "small policy (1.5M parameters), {}; 2 CPU devices on 2 shared cores, float32"

@@ -3,7 +3,7 @@
     python -m experiments.figures.render                  # all, in a few seconds
     python -m experiments.figures.render lengths spot
 
-They draw what `experiments.figures.collect` has collected.
+They draw the data of `experiments.figures.collect`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ def notebooks() -> list[pathlib.Path]:
 
 
 def executed(paths: Iterable[pathlib.Path]) -> Iterator[nbformat.NotebookNode]:
-  """Executes notebooks one after the other, each with no variables of the one before.
+  """Executes notebooks one after the other, without sharing variables.
 
   Raises:
     nbclient.exceptions.CellExecutionError: a cell failed

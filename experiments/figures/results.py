@@ -18,7 +18,6 @@ def exists(name: str) -> bool:
 
 
 def load(name: str) -> dict:
-  """The data of a figure, which exist."""
   return json.loads((FOLDER / f"{name}.json").read_text())
 
 
@@ -34,7 +33,7 @@ def store(name: str, found: Mapping) -> pathlib.Path:
 
 
 def rounded(value):
-  """The same value with all fractions cut to five digits."""
+  """The value with all fractions rounded to five digits."""
   if isinstance(value, float):
     return float(f"{value:.5g}")
   if isinstance(value, Mapping):
@@ -45,6 +44,6 @@ def rounded(value):
 
 
 def conditions(found: Mapping) -> str:
-  """When, on what and how the data were made, in a few lines."""
+  """Date, hardware, conditions and commands of the data, in a few lines."""
   lines = [f"{found['date']}, {found['hardware']}", found["conditions"]]
   return "\n".join([*lines, *(f"  python -m {c}" for c in found["commands"])])

@@ -1,10 +1,10 @@
-"""Simulates what chooses strategies: the rules of this project, and fixed strategies.
+"""Simulates the choice of strategies: the rules of this project, and fixed strategies.
 
     python -m experiments.figures.rules --scenario=qwen2_5_7b --slices=8
 
-A scenario of `experiments.simulate` with another rule each time; the last of so many
-rollouts counts, those before teach the rule. The last line is JSON: seconds of a rollout
-by rule or strategy, and with the best fixed one of each bucket ("hindsight").
+Runs a scenario of `experiments.simulate` with each rule; the rule learns in all rollouts,
+and the last one counts. The last line is JSON: seconds of a rollout by rule or strategy,
+and with the best fixed strategy of each bucket ("hindsight").
 """
 
 import collections

@@ -3,13 +3,13 @@
     python -m experiments.figures.simulated --config=experiments/configs/tail.py:8
     python -m experiments.launch --processes=2 -- experiments.figures.simulated ...
 
-Real rollouts of each side, in turn; between them the steps of their programs are timed,
-with all slots live. Then the simulator is given
-the lengths of the responses, these times, and what was accepted. What the host takes
-between two chunks is taken from the plain rollouts: nothing else is. The last line is JSON.
+Real rollouts of each side run in turn; between them the steps of their programs are timed,
+with all slots live. The simulator gets these times, the lengths of the responses, the
+acceptance rates, and the host's time between two chunks of plain rollouts, no more.
+The last line is JSON.
 
-Several slices should be processes with a core each, as in the second command: on a CPU a
-device of one process that has nothing to do lends its core to the others.
+Several slices should be processes with a core each, as in the second command: CPU devices
+of one process share threads, so an idle device would speed up the others.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ import pathlib
 from absl import flags
 import numpy as np
 
-from benchmarks import interleave
-from benchmarks import sides as sides_lib
 from experiments import config as config_lib
 from experiments import from_config
+from experiments import interleave
 from experiments import launch
+from experiments import sides as sides_lib
 from experiments import tables
 from experiments import trees
 from tlt_jax import axes
@@ -48,8 +48,8 @@ _SLICES = flags.DEFINE_integer("slices", 1, "Devices on a CPU.", lower_bound=1)
 FIXED = "3_1_4", "8_1_9"
 SIDES = ("plain", "frozen", *FIXED)
 LENGTHS = 64, 256, 1024  # tokens of requests whose steps are timed
-DEEPEST = FIXED[-1]  # tells what is accepted at every position
-_TIMED = 2  # turns, after one of which steps are timed
+DEEPEST = FIXED[-1]  # gives the acceptance rate of every position
+_TIMED = 2  # turns per timing of steps
 
 
 def samplers(
@@ -71,10 +71,10 @@ def samplers(
 def measure(
   config: config_lib.RunConfig, models: from_config.Models, repeats: int, warm_up: int
 ) -> tuple[dict[str, list[sample.Scored]], costs_lib.Measured]:
-  """Rolls out the same prompts on every side, and times steps between.
+  """Rolls out the same prompts on every side, and times steps in between.
 
   Returns:
-    side -> what each turn gave; and the costs
+    side -> samples of each turn; and the costs
   """
   P, R = config.batch.prompts, config.batch.responses
   records = from_config.load_prompts(
@@ -112,7 +112,7 @@ def times(
 ) -> dict[tuple[str, str, int, int], float]:
   """Seconds of a step of each strategy by bucket and length.
 
-  Where there are several slices, also of steps "alone": while no other slice decodes.
+  With several slices also "alone": while no other slice decodes.
   """
   several, engines, found = models.mesh.shape[axes.DATA] > 1, {}, {}
   for side in ("plain", *FIXED, "frozen"):
@@ -131,7 +131,7 @@ def times(
 
 
 def table(measured: Sequence[dict]) -> dict:
-  """The medians of `times`, as `benchmarks.rollout` prints them."""
+  """Medians of `times`, in the format of `benchmarks.rollout`."""
   measured, steps = list(filter(None, measured)), {}
   for key in measured[0]:
     what, name, bucket, length = key
@@ -142,17 +142,15 @@ def table(measured: Sequence[dict]) -> dict:
 
 
 class Plain:
-  """Plain rollouts, and what the host takes between their chunks."""
+  """Plain rollouts, and the host's time between their chunks."""
 
   def __init__(self, sampler: sample.Sampler):
-    """Watches the sampler's chunks from now on."""
     self.host_s: list[float] = []  # per chunk, of each rollout
     self._sampler, self._chunks_s = sampler, 0.0
     backend = sampler.rollout.backend
     self._run, backend.run = backend.run, self._watched
 
   def __call__(self, *args, **options) -> sample.Scored:
-    """Rolls out."""
     self._chunks_s = 0.0
     scored = self._sampler(*args, **options)
     ran = scored.samples.chunks
@@ -168,7 +166,7 @@ class Plain:
 def simulate(
   config: config_lib.RunConfig, model, side: str, scored: sample.Scored, machine, rates
 ) -> samples_lib.Samples:
-  """The rollout of a side, simulated with the lengths that a real one had."""
+  """Simulates the rollout of a side with the lengths of a real one."""
   own = sides_lib.settings(side, config)
   selector = from_config.make_selector(own)
   return simulated_lib.simulate(
@@ -184,11 +182,12 @@ def simulate(
 
 
 def summary(seconds: Sequence[float], again: Sequence[samples_lib.Samples], real) -> dict:
-  """Measured and simulated seconds of a side, and what was counted."""
+  """Measured and simulated seconds and counts of a side."""
+
+  def passes(samples: Sequence[samples_lib.Samples]) -> float:
+    return float(np.mean([sum(max(c.steps) for c in s.chunks) for s in samples]))
+
   simulated = [s.chunks[-1].end_s for s in again]
-  passes = lambda samples: float(
-    np.mean([sum(max(c.steps) for c in s.chunks) for s in samples])
-  )
   return {
     "measured_s": float(np.median(seconds)),
     "simulated_s": float(np.median(simulated)),
@@ -199,7 +198,7 @@ def summary(seconds: Sequence[float], again: Sequence[samples_lib.Samples], real
 
 
 def deviation(side: dict) -> float:
-  """Simulated over measured seconds, less 1: the median, as the machine may stall."""
+  """The median of simulated over measured seconds, less 1."""
   measured, again = np.array(side["each"]).T
   return interleave.median_ratio(again, measured)["speedup"] - 1
 
@@ -210,15 +209,15 @@ def compare(
   found: dict[str, list[sample.Scored]],
   costs: costs_lib.Measured,
 ) -> dict:
-  """Simulates what was measured, at these costs; returns both."""
+  """Simulates the measured rollouts at these costs; returns both."""
   accepted = sum(s.samples.accepted for s in found[DEEPEST])
   rates = acceptance_lib.conditional((accepted[1:] / accepted[0]).tolist())
   slices = models.mesh.shape[axes.DATA]
   machine = simulated_lib.Machine(slices, costs)
   sides = {}
   for side, scored in found.items():
-    stands = acceptance_lib.Rates(rates)
-    again = [simulate(config, models.model, side, s, machine, stands) for s in scored]
+    acceptance = acceptance_lib.Rates(rates)
+    again = [simulate(config, models.model, side, s, machine, acceptance) for s in scored]
     real = [s.samples for s in scored]
     sides[side] = summary([s.chunks[-1].end_s for s in real], again, real)
   return {"host_s": costs.host_s, "rates": rates, "sides": sides} | costs.table
@@ -237,7 +236,12 @@ def main(config: config_lib.RunConfig):
     f"Seconds of a rollout, slices: {slices}",
     ["side", "measured", "simulated", "deviation"],
     [
-      [side, f"{r['measured_s']:.2f}", f"{r['simulated_s']:.2f}"] + [f"{deviation(r):+.0%}"]
+      [
+        side,
+        f"{r['measured_s']:.2f}",
+        f"{r['simulated_s']:.2f}",
+        f"{deviation(r):+.0%}",
+      ]
       for side, r in result["sides"].items()
     ],
   )

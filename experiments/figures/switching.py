@@ -1,9 +1,9 @@
-"""Simulates one rollout that speculates from a number of live requests on.
+"""Simulates a rollout that speculates once few requests are live.
 
     python -m experiments.figures.switching --requests=128 --at=32 --strategy=4_8_16
 
-Of a scenario of `experiments.simulate`: its model, device, lengths and acceptance, on one
-slice. The last line is JSON: live requests over time, plain and switched.
+Model, device, lengths and acceptance are those of a scenario of `experiments.simulate`, on
+one slice. The last line is JSON: live requests over time, plain and switched.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 _SCENARIO = flags.DEFINE_string("scenario", "qwen2_5_32b", "A bundled name.")
 _REQUESTS = flags.DEFINE_integer("requests", 128, "In the rollout.", lower_bound=1)
 _AT = flags.DEFINE_integer(
-  "at", 32, "Live requests from which on to speculate.", lower_bound=1
+  "at", 32, "Live requests at which speculation begins.", lower_bound=1
 )
-_STRATEGY = flags.DEFINE_string("strategy", "4_8_16", "With which to do so.")
+_STRATEGY = flags.DEFINE_string("strategy", "4_8_16", "Of the speculation.")
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "scenarios"
 

@@ -1,4 +1,4 @@
-"""Arcee's models: Llama with a squared ReLU in place of SwiGLU, and so without a gate.
+"""Arcee's models: Llama with a squared ReLU (no gate) instead of SwiGLU.
 
 Its config.json says `"architectures": ["my_package.arcee"]`.
 """
@@ -32,12 +32,14 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x, by, seen, layer_cache=None, start=None):
-    norm = lambda name: layers.RMSNorm(self.config.norm_eps, name=name)
+    eps = self.config.norm_eps
+    y = layers.RMSNorm(eps, name="input_norm")(x)
     y, layer_cache = layers.Attention(self.config, name="attention")(
-      norm("input_norm")(x), by, seen, layer_cache, start
+      y, by, seen, layer_cache, start
     )
     x = x + y
-    return x + MLP(self.config, name="mlp")(norm("post_norm")(x)), layer_cache
+    y = layers.RMSNorm(eps, name="post_norm")(x)
+    return x + MLP(self.config, name="mlp")(y), layer_cache
 
 
 FAMILY = families.Family(

@@ -4,12 +4,11 @@ from tlt_jax.spec_decode.speculation import selector
 
 
 class InTurn(selector.Arms):
-  """Chooses every arm of a live batch as often as the others."""
+  """Chooses all arms of a live batch equally often."""
 
   learnt = ("count",)
 
   def __init__(self, steps):
-    """Starts with the first arm."""
     super().__init__(steps)
     self.count = 0
 

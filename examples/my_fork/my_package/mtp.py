@@ -1,10 +1,10 @@
-"""A kind of drafter that the project does not have, in one file.
+"""A new kind of drafter, in one file.
 
 The multi-token-prediction module of DeepSeek-V3, section 2.2
 (https://arxiv.org/abs/2412.19437): `fc` joins the normed feature with the normed
 embedding, a pre-norm layer follows, and a norm before the target's head.
 
-Departure: the feature is the mean of what two layers of the target give.
+Departure: the feature is the mean of the outputs of two layers of the target.
 """
 
 import jax.numpy as jnp

@@ -20,6 +20,6 @@ class Problems:
 
 
 def score(prompt: str, response: str, answer: str) -> tuple[float, bool]:
-  """Half of the reward is for giving an answer at all."""
+  """Half of the reward is for any answer."""
   solved = response[:1] == answer
   return 0.5 * (response[:1] in ("0", "1")) + 0.5 * solved, solved

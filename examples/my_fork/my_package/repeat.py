@@ -7,7 +7,7 @@ from tlt_jax.spec_decode.speculation import tree
 
 
 class Repeat(source.Source):
-  """Guesses that the pending token comes again and again."""
+  """Drafts the pending token again and again."""
 
   def bind(self, strategy, weights, length):
     def propose(slots, state, depth):
@@ -18,5 +18,4 @@ class Repeat(source.Source):
 
 
 def make(setting: source.Setting) -> Repeat:
-  """See `source.make`."""
   return Repeat(setting)

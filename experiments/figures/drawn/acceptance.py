@@ -1,4 +1,4 @@
-"""Draws how many drafted tokens stand: by tree, position, drafter, and over RL steps."""
+"""Draws how many drafts are accepted: by tree, position, drafter, and over RL steps."""
 
 from collections.abc import Mapping
 import json
@@ -58,7 +58,7 @@ def trees(found: Mapping) -> figure.Figure:
   return fig
 
 
-def trees_beside(found: Mapping) -> str:
+def compare_trees(found: Mapping) -> str:
   """Tokens per pass and speed-ups of the paper's trees."""
   rows = []
   for (depth, nodes), length in paper.TOKENS_PER_PASS.items():
@@ -75,7 +75,7 @@ def trees_beside(found: Mapping) -> str:
 
 @layout.shown
 def children(found: Mapping) -> figure.Figure:
-  """Tokens per pass by children per node; what stands by position."""
+  """Tokens per pass by children per node; acceptance by position."""
   titles = ["SmolLM2 on GSM8K, chains of 5", "SmolLM2 on sums, after 40 steps"]
   if found["trees"]:
     titles.append("Countdown: trees of depth 6, 16 nodes")
@@ -114,7 +114,7 @@ def _by_position(ax, rates: list[float], color: str, label: str) -> None:
   ax.legend()
 
 
-def children_beside(found: Mapping) -> str:
+def compare_children(found: Mapping) -> str:
   """Tokens per pass by children; the paper's figures are not on record."""
   trees = found["trees"] or {}
   rows = [[f"Countdown, top-k {_top_k(name)}", None, n] for name, n in trees.items()]
@@ -185,13 +185,13 @@ def _by_update(ax, agreement: list[list[float]]) -> None:
   ax.legend(loc="lower right", frameon=True, framealpha=0.9)
 
 
-def following_beside(found: Mapping) -> str:
+def compare_following(found: Mapping) -> str:
   """Tokens per pass of frozen and adapted drafters."""
   last = {r["drafter"]: r["tokens_per_pass"] for r in follows() if r["step"] == 40}
-  ratio = lambda both: both["adapted"] / both["frozen"]
   ours = {"frozen": last["frozen"], "adapted": last["trained"]}
   rows = [[f"tokens per pass, {name}", paper.FOLLOWING[name], ours[name]] for name in ours]
-  rows.append(["adapted over frozen", ratio(paper.FOLLOWING), ratio(ours)])
+  ratios = [both["adapted"] / both["frozen"] for both in (paper.FOLLOWING, ours)]
+  rows.append(["adapted over frozen", *ratios])
   if found["agreement"]:
     dip, gain = dips(found["agreement"])
     rows.append(["agreement, change at an update of the policy", None, f"{dip:+.3f}"])
@@ -255,7 +255,7 @@ def kinds(found: Mapping) -> figure.Figure:
   return fig
 
 
-def kinds_beside(found: Mapping) -> str:
+def compare_kinds(found: Mapping) -> str:
   """Tokens per pass by kind."""
   folder = results.RESULTS / "smollm2_gsm8k"
   cases = json.loads((folder / "acceptance.json").read_text())

@@ -1,6 +1,6 @@
 """What the figures have in common: sizes, colours, bars, tables, and how they are shown.
 
-The modules beside this one read JSON and draw; none of them imports jax.
+The other modules here read JSON and draw; none of them imports jax.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,21 +63,21 @@ def image(fig: figure.Figure) -> display.Image:
 def present(
   name: str,
   draw: Callable[[Mapping], display.Image],
-  beside: Callable[[Mapping], str],
+  compare: Callable[[Mapping], str],
 ) -> display.Image | None:
-  """What a notebook shows: how its data were made, a table beside the paper, the figure.
+  """Shows conditions of the data, a table of paper and results, and the figure.
 
   Args:
     name: of the figure, in `results`
     draw: of its data
-    beside: writes the table
+    compare: writes the table
   """
   if not results.exists(name):
     command = f"python -m experiments.figures.collect --figure={name}"
     print(f"data not yet collected: {command}")
     return None
   found = results.load(name)
-  print(results.conditions(found), beside(found["result"]), sep="\n\n")
+  print(results.conditions(found), compare(found["result"]), sep="\n\n")
   return draw(found["result"])
 
 
@@ -92,7 +92,7 @@ def bars(
 
   Args:
     ax: where
-    groups: each at a place of its own; what is missing in one leaves a gap
+    groups: missing values leave gaps
     colors: of what, in order
     form: of the values
     errors: the bounds of some of the values
@@ -130,10 +130,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
   """Writes a table in plain text; numbers with fractions get two digits."""
   cells = [list(columns), *([_cell(x) for x in row] for row in rows)]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  align = lambda row: "  ".join(
-    x.ljust(w) if i == 0 else x.rjust(w)
-    for i, (x, w) in enumerate(zip(row, widths, strict=True))
-  )
+
+  def align(row: Sequence[str]) -> str:
+    padded = [x.rjust(w) for x, w in zip(row, widths, strict=True)]
+    return "  ".join([row[0].ljust(widths[0]), *padded[1:]])
+
   head, *body = map(align, cells)
   return "\n".join([head, "-" * len(head), *body])
 

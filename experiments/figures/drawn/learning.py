@@ -34,16 +34,19 @@ def reward(found: Mapping) -> figure.Figure:
   return fig
 
 
-def beside(found: Mapping) -> str:
-  """What the paper says of the curves, and what was found here."""
+def _equality(a, b) -> str:
+  return "equal" if a == b else "different"
+
+
+def compare(found: Mapping) -> str:
+  """The curves in the paper and here."""
   rewards, policies = found["reward"], found["policy"]
-  same = lambda a, b: "equal" if a == b else "different"
   return layout.table(
     ["plain and TLT", "paper", "here"],
     [
-      ["reward curves", "identical", same(rewards["plain"], rewards["tlt"])],
+      ["reward curves", "identical", _equality(rewards["plain"], rewards["tlt"])],
       ["all response lengths", None, "equal" if found["equal_lengths"] else "different"],
-      ["SHA-256 of the policies", None, same(policies["plain"], policies["tlt"])],
-      ["gradient norms", None, same(*found["grad_norm"].values())],
+      ["SHA-256 of the policies", None, _equality(policies["plain"], policies["tlt"])],
+      ["gradient norms", None, _equality(*found["grad_norm"].values())],
     ],
   )

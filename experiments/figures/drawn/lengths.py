@@ -88,7 +88,7 @@ def parts(found: Mapping) -> dict[str, float]:
   }
 
 
-def beside(found: Mapping) -> str:
+def compare(found: Mapping) -> str:
   """What the paper says, and what was found here."""
   shares, lengths = parts(found), found["lengths"]
   rollouts = shares["rollout"] + shares["tail"]
@@ -142,7 +142,7 @@ def switched_at(rollout: Mapping) -> float:
   return rollout["time_s"][first]
 
 
-def case_beside(found: Mapping) -> str:
+def compare_case(found: Mapping) -> str:
   """The paper's speed-up, simulated and measured ones."""
   rows = [["whole rollout", paper.CASE_128], ["from 32 live requests on", None]]
   for case in found.values():

@@ -37,7 +37,7 @@ def pool(found: Mapping) -> figure.Figure:
   return fig
 
 
-def pool_beside(found: Mapping) -> str:
+def compare_pool(found: Mapping) -> str:
   """Both as multiples of one strategy."""
   rows = []
   for case in ("naive", "buckets"):
@@ -96,7 +96,7 @@ def spot(found: Mapping) -> figure.Figure:
   return fig
 
 
-def spot_beside(found: Mapping) -> str:
+def compare_spot(found: Mapping) -> str:
   """Ratios of the paper and ours."""
   theirs, ours = paper.CHECKPOINT_MS, found["checkpoint"]
   return layout.table(

@@ -1,4 +1,4 @@
-"""Draws what the simulator says beside what was measured."""
+"""Draws simulated and measured rollouts."""
 
 from collections.abc import Mapping
 import itertools
@@ -58,14 +58,14 @@ def in_order(case: Mapping) -> tuple[int, int]:
 
   Those are the pairs whose measured ratio has an interval of 95% without 1.
   """
-  alike = told_apart = 0
+  alike = different = 0
   for a, b in itertools.combinations(case["sides"].values(), 2):
     low, high = metrics.ratio(_each(a)[0], _each(b)[0])["interval"]
     if not low <= 1 <= high:
-      told_apart += 1
+      different += 1
       _, simulated = _ratios(a, b)
       alike += (low > 1) == (simulated > 1)
-  return alike, told_apart
+  return alike, different
 
 
 def _each(side: Mapping) -> np.ndarray:
@@ -84,7 +84,7 @@ def _ratios(a: Mapping, b: Mapping) -> np.ndarray:
   return np.median(_each(a) / _each(b), axis=1)
 
 
-def beside(found: Mapping) -> str:
+def compare(found: Mapping) -> str:
   """Deviations by case; whether sides are in the same order; and what was counted."""
   rows, each, gains = [], [], []
   for case in found["cases"]:

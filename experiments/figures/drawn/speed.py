@@ -83,7 +83,7 @@ def end_to_end(found: Mapping) -> figure.Figure:
   return fig
 
 
-def beside(found: Mapping) -> str:
+def compare(found: Mapping) -> str:
   """The paper's whole steps, and ours."""
   spread = f"{paper.END_TO_END['least']} to {paper.END_TO_END['most']}"
   mean = paper.END_TO_END["geometric mean, H100"]
@@ -160,7 +160,7 @@ def simulated_rules(found: Mapping) -> dict[str, float]:
   }
 
 
-def strategies_beside(found: Mapping) -> str:
+def compare_strategies(found: Mapping) -> str:
   """How far each rule is from the best in hindsight."""
   simulated, rows = simulated_rules(found["simulated"]), []
   for rule, name in _RULES.items():
@@ -206,12 +206,11 @@ def scale(found: Mapping) -> figure.Figure:
   return fig
 
 
-def scale_beside(found: Mapping) -> str:
+def compare_scale(found: Mapping) -> str:
   """Whole steps of the paper and of the simulator."""
   spread = f"{paper.END_TO_END['least']} to {paper.END_TO_END['most']}"
-  span = lambda model: [sides["tlt"]["speedup_step"] for sides in found[model].values()]
   rows = []
   for model in ("7b", "32b"):
-    ours = span(model)
+    ours = [sides["tlt"]["speedup_step"] for sides in found[model].values()]
     rows.append([f"Qwen2.5-{model.upper()}", spread, f"{min(ours):.2f} to {max(ours):.2f}"])
   return layout.table(["TLT, whole steps", "paper", "simulated"], rows)

@@ -1,25 +1,32 @@
-"""The sides of a benchmark: ways to roll out the same requests, which differ in time only.
+"""The sides of a comparison: ways to roll out the same requests, which differ in time only.
 
-"tlt" speculates, and trains its drafter in idle slices; "frozen" keeps the drafter as it
-is; "ngram" looks drafts up; "plain" decodes; and a strategy such as "3_1_4" drafts so
-wherever the config would choose.
+A side is "plain" decoding, "tlt" (speculation, with a drafter that trains in idle slices),
+"frozen" (the same drafter, not trained), "ngram" (drafts looked up), or the name of a
+strategy, such as "3_1_4", which replaces all that the config would choose from.
 """
 
 from collections.abc import Sequence
 import dataclasses
 import gc
 import hashlib
+import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import trees
+from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.models import config as model_lib
+from tlt_jax.models import hf
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import sample
+from tlt_jax.rl import trainer
 from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
 from tlt_jax.spec_decode.spot import spot as spot_lib
@@ -28,12 +35,7 @@ SIDES = ("plain", "tlt", "frozen", "ngram")
 
 
 def check(sides: Sequence[str], config: config_lib.RunConfig) -> None:
-  """Raises ValueError for sides that cannot be compared with this config.
-
-  Args:
-    sides: their names, those of `SIDES` or strategies
-    config: of a run
-  """
+  """Raises ValueError for sides that cannot be compared with this config."""
   if (sides or [""])[0] != "plain":
     raise ValueError(f"--sides starts with plain, not {[*sides[:1]]}")
   if repeated := [side for i, side in enumerate(sides) if side in sides[:i]]:
@@ -54,7 +56,7 @@ def check(sides: Sequence[str], config: config_lib.RunConfig) -> None:
     )
 
 
-def settings(side: str, config: config_lib.RunConfig) -> dict:
+def settings(side: str, config: config_lib.RunConfig) -> config_lib.RunConfig:
   """The config of a side."""
   known = levels.parse(config.strategies)
   if side == "plain":
@@ -73,7 +75,7 @@ def settings(side: str, config: config_lib.RunConfig) -> dict:
 
 
 class Side:
-  """One way to roll out: its sampler, and its drafter if it has one."""
+  """A sampler, and its drafter if it has one."""
 
   def __init__(
     self,
@@ -82,14 +84,6 @@ class Side:
     model: model_lib.ModelConfig,
     mesh: jax.sharding.Mesh,
   ):
-    """Makes sampler and drafter; `sampler.compile` makes them ready.
-
-    Args:
-      name: of the side
-      config: of the run
-      model: the policy's
-      mesh: of the run
-    """
     self.config = config = settings(name, config)
     self.drafter = from_config.make_drafter(config, model, mesh)
     self.spot = self.drafter and self.drafter.spot  # None: nothing trains it
@@ -97,14 +91,12 @@ class Side:
     self.sampler = from_config.make_sampler(config, model, mesh, self.drafter, chosen)
 
   def frozen(self) -> spot_lib.Frozen:
-    """Its drafter as it is now."""
     return spot_lib.Frozen(self.drafter.config, self.drafter.params)
 
   def compile(self, policy: Any) -> None:
-    """Makes every program ready, see `sample.Sampler.compile`."""
     self.sampler.compile(policy)
     gc.collect()
-    gc.freeze()  # see `let_go`: or every collection goes through all that compiling left
+    gc.freeze()  # or every collection goes through all that compiling left
 
   def rollout(
     self,
@@ -114,15 +106,7 @@ class Side:
     train: bool = True,
     **options: Any,
   ) -> sample.Scored:
-    """Answers and scores, see `sample.Sampler`.
-
-    Args:
-      policy: parameters, in the layout of rollouts
-      records: the prompts
-      first_request: number of the first response in the run
-      train: whether a drafter that trains does so in this rollout
-      options: further arguments of the sampler
-    """
+    """Draws and scores responses, see `sample.Sampler`; `train=False` keeps the drafter."""
     gc.collect()  # or it takes half a second of some side's time
     return self.sampler(
       policy,
@@ -135,14 +119,67 @@ class Side:
     )
 
   def warm_up(self, policy: Any, records: Sequence[dict], first_request: int) -> None:
-    """Rolls out once, so that everything has run; only the clock learns by it."""
+    """Rolls out once, unmeasured; of the rollout's state only the clock changes."""
     known = self.sampler.rollout.state()
     self.rollout(policy, records, first_request, train=False)
     self.sampler.rollout.restore(known)
 
 
-def let_go() -> None:
-  """Frees what sides have compiled that nobody holds any more, although it was frozen.
+class TrainingSide:
+  """A side, and the policy that it trains."""
+
+  def __init__(
+    self, name: str, config: config_lib.RunConfig, learner: learner_lib.Learner, params
+  ):
+    self.learner = learner
+    self.go_on_from(learner.init(jax.tree.map(jnp.copy, params)))
+    self.side = Side(name, config, learner.config, learner.mesh)
+    self.side.compile(self.policy)
+
+  def go_on_from(self, state: trainer.State) -> None:
+    self.state = state
+    self.policy = jax.block_until_ready(self.learner.to_rollout(state.params))
+
+  def step(
+    self, step: int, records: Sequence[dict], lengths: np.ndarray | None = None
+  ) -> tuple[dict[str, float], sample.Scored, str]:
+    """An RL step.
+
+    Args:
+      lengths: i32[prompts * responses] of a trace; None: the policy's own
+    Returns:
+      seconds by part; the samples; a hash of their tokens and the new policy
+    """
+    P, R = self.side.config.batch.prompts, self.side.config.batch.responses
+    scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
+    updating = time.perf_counter()
+    state, _ = self.learner.train(self.state, scored.batch(R))
+    updated = time.perf_counter()
+    self.go_on_from(state)
+    seconds = {
+      "rollout": scored.rollout_s,
+      "reward": scored.reward_s,
+      "update": updated - updating,
+      "sync": time.perf_counter() - updated,
+    }
+    seconds["step"] = sum(seconds.values())
+    return seconds, scored, digest([scored.samples.tokens, self.state.params])
+
+
+def make_training_sides(
+  names: Sequence[str], config: config_lib.RunConfig, mesh: jax.sharding.Mesh
+) -> dict[str, TrainingSide]:
+  """Sides that start from the config's policy and share a learner."""
+  model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
+  algorithm = algorithm_lib.make(**config.algorithm)
+  learner = from_config.make_learner(
+    config.learner, config.optimizer, model, algorithm, mesh
+  )
+  return {name: TrainingSide(name, config, learner, params) for name in names}
+
+
+def free_programs() -> None:
+  """Frees the programs of sides that are no longer used, which `compile` froze.
 
   A process that keeps the programs of several runs has more memory maps than Linux allows:
   "Cannot allocate memory".
@@ -152,7 +189,7 @@ def let_go() -> None:
 
 
 def digest(tree: Any) -> str:
-  """A hash of all arrays, to compare what sides have drawn or trained bit for bit."""
+  """A hash of all arrays, to compare sides bit for bit."""
   found = hashlib.sha256()
   for x in jax.tree.leaves(processes.fetch(tree)):
     found.update(np.ascontiguousarray(x))
