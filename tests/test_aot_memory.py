@@ -87,35 +87,3 @@ def test_what_compilers_say_of_arguments_is_what_the_plan_adds_up(config):
   assert aot_programs.argument_bytes(weights) == exact["policy in rollouts"]
   kept = exact["KV cache"] + exact["kept features"]
   assert aot_programs.argument_bytes(slots) <= kept
-
-
-def test_a_phase_has_the_arrays_of_the_plan_and_its_hungriest_program():
-  """Results that the plan lists among the arrays are not counted again."""
-  part = memory_phases.Part
-  parts = {"rollout": (part("KV cache", 8, ""),), "update": (part("moments", 6, ""),)}
-  plan = memory_phases.Plan(parts, memory_phases.memory.Room(10, 12), "each device")
-
-  def made(name, *sizes):
-    return aot_memory.Compiled(name, 8, aot_memory.Bytes(*sizes), {})
-
-  found = [
-    made("fill 4x64", 8, 3, 0, 1),
-    made("chunk 4x64", 9, 4, 4, 0),
-    made("update", 8, 4, 1, 2),
-  ]
-  totals = aot_memory.phases(plan, found)
-  assert totals["rollout"]["beside"] == 1 and totals["rollout"]["total"] == 9
-  assert totals["update"]["program"] == "update"
-  assert totals["update"]["total"] == 6 + 2 + 3
-  assert list(aot_memory.phases(plan, found[2:])) == ["update"]
-  text = aot_memory.report("title", plan, found)
-  assert "chunk 4x64 | yes |" in text or "fill 4x64 | yes |" in text
-  assert "update | NO |" in text
-
-
-def test_machines_that_are_not_made_are_refused():
-  assert aot_memory.target_of(16, 4, "v6e").topology == "v6e:4x4"
-  assert aot_memory.target_of(32, 8, "v6e").topology == "v6e:4x8"
-  assert aot_memory.target_of(24, 8, "h200").topology == "1x1x24"
-  with pytest.raises(ValueError, match="v6e come as 4, 8, .* devices, not 24"):
-    aot_memory.target_of(24, 8, "v6e")
