@@ -28,7 +28,6 @@ from experiments import tables
 from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
-from tlt_jax import programs
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -114,7 +113,7 @@ def measure_speculation(config: config_lib.RunConfig, models: from_config.Models
     max_tokens=n,
     stop_tokens=tokenizer.stop_tokens,
   )
-  changes = {"buckets": (), "chunk": 64, "budget": programs.Budget()}
+  changes = {"buckets": (), "chunk": 64}
   changes["max_length"] = config.rollout.max_prompt + n
 
   def engine(slots: int | None = None, arm: strategy_lib.Strategy | None = None):

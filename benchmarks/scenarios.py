@@ -56,7 +56,7 @@ def _recipe(**loss: Any) -> dict[str, Any]:
   of = lambda section, options, names: {f"spot.{section}{k}": options[k] for k in names}
   options, losses = vars(spot.Options()), vars(draft_loss.Loss()) | loss
   return {
-    **of("", options, ("row_tokens", "context_tokens", "rows", "carried_rows")),
+    **of("", options, ("row_tokens", "rows")),
     **of("", options, ("min_micro_batches", "micro_batches_per_update", "average")),
     **of("loss.", losses, ("steps", "distance", "cross_entropy_updates")),
     **of("", spot.OPTIMIZER, ("learning_rate",)),

@@ -83,7 +83,7 @@ class DraftLearner:
 
 
 @options
-class Spot(spot_lib.Options):
+class Spot(spot_lib.Settings):
   """The drafter's training in rollouts."""
 
   train: bool = field(True, "whether the drafter trains, for as long as it pays")
@@ -95,7 +95,7 @@ class Spot(spot_lib.Options):
   @property
   def options(self) -> spot_lib.Options:
     """What the library takes."""
-    names = spot_lib.Options.__dataclass_fields__
+    names = spot_lib.Settings.__dataclass_fields__
     return spot_lib.Options(**{name: getattr(self, name) for name in names})
 
 
@@ -114,15 +114,6 @@ class Rollout(rollout.Settings):
     None,
     "numbers of slots that programs are compiled for; (): `slots` alone; None: halves of "
     "`slots`",
-  )
-  prompt_rows: ranges.Count | None = field(
-    None, "prompts per slice that keep pages at a time; None: follows from the prompts"
-  )
-  prefill_rows: ranges.Count | None = field(
-    None, "prompts per slice and prefill call; None: follows from the prompts"
-  )
-  prefill_block: ranges.Tokens | None = field(
-    None, "tokens of each prompt per prefill call; None: follows from the prompts"
   )
 
 
@@ -185,11 +176,6 @@ class Evaluation:
 
   every: ranges.StepsOrZero = field(..., "steps between evaluations; 0: only at the end")
   samples: ranges.Count = field(..., "responses per held-out prompt")
-  examples: ranges.CountOrZero = field(
-    8,
-    "responses of each step, and of each evaluation, that are written to WORKDIR/samples "
-    "for people to read; 0: none",
-  )
 
 
 @options
@@ -342,7 +328,6 @@ class Searches:
   four_share: ranges.Share = field(
     ..., "share of problems with four numbers; the others have three"
   )
-  seed: ranges.Seed = field(0, "seed of the sequence of problems")
 
 
 @options

@@ -114,8 +114,7 @@ def main(config: config_lib.RunConfig):
     found["reward_mean"], found["reward_half_width"] = bounds(scored.reward)
     if _OUTPUT.value:
       output = pathlib.Path(_OUTPUT.value)
-      count = config.evaluation.examples
-      evaluations.write(scored, _SAMPLES.value, 0, output, count)
+      evaluations.write(scored, _SAMPLES.value, 0, output, evaluations.EXAMPLES)
     if baseline is not None:
       gain, half = bounds(scored.solved.astype(int) - baseline.solved)
       print(f"  paired gain {100 * gain:+.1f} points, 95% within +- {100 * half:.1f}")

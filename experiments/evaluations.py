@@ -17,6 +17,7 @@ from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
 
 FOLDER = "evaluations"
+EXAMPLES = 8  # responses of each step, and of each evaluation, that are written to read
 
 
 def evaluate(
@@ -35,7 +36,7 @@ def evaluate(
   """
   n = options.samples
   scored = sample.evaluate(sampler, params, records, n, seed)
-  write(scored, n, step, workdir, options.examples)
+  write(scored, n, step, workdir, EXAMPLES)
   return evaluation.metrics(scored, n)
 
 

@@ -28,9 +28,6 @@ OPEN = {
     "max_prompt",
     "slots",
     "buckets",
-    "prompt_rows",
-    "prefill_rows",
-    "prefill_block",
   ),
   "learner": ("buckets",),
 }
@@ -129,12 +126,8 @@ def fit_rollout(
 
   given = {name: getattr(options, name) for name in OPEN["rollout"]}
   size = {name: value for name, value in given.items() if value is not None}
-  most_block, most_rows = (64, 4) if machine.is_cpu else (256, 8)
-  longest = size.get("max_prompt", asked.longest)
-  block = size.setdefault("prefill_block", min(power_of_two(longest), most_block))
-  size.setdefault("max_prompt", -(-longest // block) * block)
-  rows = size.setdefault("prefill_rows", min(per_slice(asked.prompts), most_rows))
-  size.setdefault("prompt_rows", max(min(per_slice(asked.prompts), 8), rows))
+  block = min(power_of_two(asked.longest), 64)
+  size.setdefault("max_prompt", -(-asked.longest // block) * block)
   length = size["max_prompt"] + max_tokens
   needed = per_slice(asked.prompts * asked.responses)
   fitting = fitting_slots(model, length, machine)

@@ -164,8 +164,9 @@ def main(config: config_lib.RunConfig):
       )
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
-      examples = config.evaluation.examples
-      evaluations.write_examples(scored, examples, run.path, f"train_{step:06}")
+      evaluations.write_examples(
+        scored, evaluations.EXAMPLES, run.path, f"train_{step:06}"
+      )
       prompts.take(len(scored.records) // R)  # no earlier: a stop would skip them
       step += 1
       checkpoints.save(*snapshot(), force=step == steps)

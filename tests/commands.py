@@ -184,7 +184,6 @@ DRAFTING = {
   "drafter": "eagle2",
   "strategies": "up to 9 live: 2_1_3",
   "spot.rows": 2,
-  "spot.carried_rows": 1,
   "spot.chunk_tokens": 16,
   "spot.after_rollout_share": 2.0,  # idle time may be too short to train
   "spot.micro_batches_per_update": 3,  # so that checkpoints hold some that wait

@@ -28,7 +28,6 @@ def config(tmp_path) -> config_lib.RunConfig:
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(tiny.CONFIG)))
   changes = {
     "spot.rows": 4,
-    "spot.carried_rows": 2,
     "spot.max_batch": 2,
     "rollout.slots": 4,
     "rollout.buckets": ((4, 64), (2, 96)),

@@ -63,7 +63,6 @@ def command_line(monkeypatch):
     (["rollout.slotz=3"], "did you mean 'rollout.slots'"),
     (["rollout.slots=0"], "rollout.slots=0"),
     (["steps="], "steps"),
-    (["spot.rows=2"], "carried_rows"),
     (["optimizer.name=adamvv"], "'muon'"),
     (["strategies=off"], "strategies"),
     (["reward=tlt_jax.tasks.gsm8k.scor"], "did you mean 'score'"),

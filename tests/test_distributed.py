@@ -52,7 +52,7 @@ while told["what"] not in ("ends", "again"):
 AGREES = """
 import sys
 import jax
-from tlt_jax import processes, programs
+from tlt_jax import processes
 told = dict(arg.lstrip("-").split("=") for arg in sys.argv[1:] if "=" in arg)
 me = int(told["process_id"])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -67,10 +67,6 @@ except (OSError, ValueError) as e:
   assert type(e) is (OSError, ValueError)[me]
 else:
   raise AssertionError
-for seconds in ((0.1, 9.0), (9.0, 0.1)):  # to compile a program, on either process
-  pool = programs.Pool(programs.Budget(compile_s=1.0))
-  pool._programs["chunk",] = programs.Program(None, seconds[me], 0)
-  assert pool.has_room(1) == (seconds[0] < 1)
 assert processes.on_this_host() == 2
 """
 

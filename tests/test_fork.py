@@ -47,10 +47,12 @@ def bash(folder: pathlib.Path, script: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("name", ["mine", tiny.slow("rloo")])
 def test_its_commands_run(folder, name):
-  """With a config of one's own, and with names on the command line."""
+  """With a config of one's own, and with names on the command line; a small policy."""
   first, second = COMMANDS
-  start = "cd my_fork; export PYTHONPATH=$TLT\n"
-  commands.succeed(bash(folder, first if name == "mine" else start + second))
+  script = first if name == "mine" else f"cd my_fork; export PYTHONPATH=$TLT\n{second}"
+  smaller = "--config.policy=$TLT/experiments/policies/countdown"
+  smaller += " --config.sampling.max_tokens=12"
+  commands.succeed(bash(folder, f"{script.rstrip()} {smaller}"))
   run = folder / "my_fork" / "runs" / name
   *steps, last = metrics.read(run / "metrics.jsonl")
   assert [r["step"] for r in steps] == [0, 1, 2]

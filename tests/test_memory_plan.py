@@ -32,7 +32,6 @@ def config(home) -> config_lib.RunConfig:
   """Of a run with everything that takes memory: reference, drafter, held-out rows."""
   changes = {
     "spot.rows": 4,
-    "spot.carried_rows": 2,
     "rollout.slots": 4,
     "rollout.buckets": (4, 2),
     "policy": str(home / "policy"),

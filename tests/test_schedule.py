@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tlt_jax import programs
-from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -130,24 +128,6 @@ def test_a_rollout_begins_as_fast_as_the_last_one_began():
     assert clock.decoding_s(bucket, None, 4) == 7
     clock.begin_rollout()
     assert clock.decoding_s(bucket, None, 4) == first
-
-
-@pytest.mark.slow
-def test_the_budget_leaves_buckets_out(caplog):
-  """The largest bucket stays; fewer programs draw the same."""
-  sizes = dict(max_length=64, max_prompt=12, slots=8, chunk=8, buckets=(8, 4, 2))
-  made = tiny.requests(2, 4)
-  found = []
-  for budget in (programs.Budget(programs=4), programs.Budget()):
-    engine = rollout.make(
-      tiny.CONFIG, tiny.mesh(1), rollout.Options(**sizes, budget=budget)
-    )
-    engine.compile(tiny.params(), made.stop_tokens.shape[1])
-    assert budget.programs is None or len(engine.pool) <= budget.programs
-    assert 8 in engine.options.buckets
-    found.append(engine(tiny.params(), made))
-  assert "no room for the programs of 2 slots" in caplog.text
-  np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
 
 
 def test_a_request_is_booked_under_its_own_number():

@@ -8,14 +8,14 @@ import pytest
 from tlt_jax import metrics
 from tlt_jax import wandb_board
 
-OFFLINE = wandb_board.Options(project="tlt", mode="offline")
+OPTIONS = wandb_board.Options(project="tlt")
 
 
 def test_nothing_is_imported_unless_a_project_is_named(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
   assert wandb_board.make(wandb_board.Options(), tmp_path, {}) is None
   with pytest.raises(ValueError, match="its package is not there: pip install wandb"):
-    wandb_board.make(OFFLINE, tmp_path, {})
+    wandb_board.make(OPTIONS, tmp_path, {})
 
 
 def test_it_gets_what_tensorboard_gets_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
@@ -29,13 +29,13 @@ def test_it_gets_what_tensorboard_gets_and_goes_on_in_the_same_run(tmp_path, mon
   errors = types.SimpleNamespace(Error=RuntimeError)
   monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, errors=errors))
   for step in (0, 1):
-    board = wandb_board.make(OFFLINE, tmp_path, {"seed": 3})
+    board = wandb_board.make(OPTIONS, tmp_path, {"seed": 3})
     writer = metrics.Writer(tmp_path, resume_step=step, board=board)
     writer.write(step, {"reward/mean": 0.5})
     writer.close()
   begun = [call for call in calls if isinstance(call, dict)]
   assert len(begun) == 2 and len({call["id"] for call in begun}) == 1
-  assert begun[0]["mode"] == "offline" and begun[0]["config"] == {"seed": 3}
+  assert begun[0]["config"] == {"seed": 3}
   assert [c for c in calls if isinstance(c, tuple)] == [
     (0, {"reward/mean": 0.5}),
     (1, {"reward/mean": 0.5}),
@@ -47,7 +47,8 @@ def test_the_package_itself_writes_offline(tmp_path, monkeypatch):
   """No login, no network: a file that `wandb sync` can send."""
   pytest.importorskip("wandb")
   monkeypatch.setenv("WANDB_SILENT", "true")
-  board = wandb_board.make(OFFLINE, tmp_path, {"seed": 3})
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  board = wandb_board.make(OPTIONS, tmp_path, {"seed": 3})
   writer = metrics.Writer(tmp_path, board=board)
   writer.write(0, {"reward/mean": 0.5})
   writer.close()

@@ -10,7 +10,6 @@ import jax
 
 from tlt_jax import memory
 from tlt_jax import processes
-from tlt_jax import ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,33 +19,9 @@ class Program:
   temp_bytes: int  # scratch memory per device while it runs
 
 
-@ranges.options
-class Budget:
-  """Limits of what is compiled ahead of time; None is no limit."""
-
-  programs: ranges.Count | None = ranges.field(
-    None, "most programs that are compiled ahead; None: no limit"
-  )
-  compile_s: ranges.NotNegative | None = ranges.field(
-    None, "most seconds spent on compiling ahead; None: no limit"
-  )
-
-
 class Pool:
-  def __init__(self, budget: Budget | None = None):
-    self.budget = budget or Budget()
+  def __init__(self):
     self._programs: dict[tuple, Program] = {}
-
-  def has_room(self, count: int) -> bool:
-    """Whether `count` more programs are probably within the budget; a collective call.
-
-    The first process of a job decides for all, by its own seconds.
-    """
-    limit_s, most = self.budget.compile_s, self.budget.programs
-    seconds = self.seconds * (1 + count / max(len(self), 1))
-    has_room = most is None or len(self) + count <= most
-    has_room = has_room and (limit_s is None or seconds <= limit_s)
-    return bool(processes.of_first(has_room))
 
   def run(self, name: str, bucket: tuple, jitted: Callable, *args, **static):
     return self.get(name, bucket, jitted, *args, **static)(*args)

@@ -6,7 +6,7 @@ run, whose id is kept in the workdir; W&B drops steps that it has already.
 
 from collections.abc import Mapping
 import pathlib
-from typing import Any, Literal
+from typing import Any
 import uuid
 
 from tlt_jax import processes
@@ -19,10 +19,6 @@ class Options:
 
   project: str = ranges.field(
     "", "project of Weights & Biases; '': none, and the package is not needed"
-  )
-  mode: Literal["online", "offline"] = ranges.field(
-    "online",
-    "'offline' writes to WORKDIR/wandb only; `wandb sync` of that folder sends it later",
   )
 
 
@@ -46,7 +42,6 @@ class Board:
     try:
       self._run = wandb.init(
         project=options.project,
-        mode=options.mode,
         dir=str(workdir),
         id=note.read_text().strip(),
         name=workdir.name,
@@ -56,7 +51,7 @@ class Board:
     except wandb.errors.Error as e:
       raise ValueError(
         f"Weights & Biases cannot begin a run ({e!s:.200}); log in with `wandb login`, or "
-        "--config.wandb.mode=offline"
+        "set WANDB_MODE=offline"
       ) from e
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:

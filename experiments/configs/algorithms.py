@@ -25,8 +25,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.rollout.update(
     slots=256,
     buckets=(256, 128, 64, 32, 16, 8),
-    prompt_rows=32,
-    prefill_rows=32,
   )
   config.learner.buckets = ((8, 128), (8, 256), (4, 512), (2, 768), (2, longest))
   return config

@@ -33,7 +33,6 @@ MAX_PROMPT, MAX_TOKENS = 32, 1024  # of a prompt, and of a response
 PROBLEMS = dict(
   source="tlt_jax.tasks.countdown.Problems",  # called with the other entries
   four_share=0.125,
-  seed=0,
 )
 
 
@@ -72,9 +71,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         slots=16,
         buckets=(16, 8, 4, 2),  # slots that programs are compiled for
         chunk=32,
-        prompt_rows=8,
-        prefill_rows=8,
-        prefill_block=32,
       ),
       # Credit for each token, with ten times the signal of one number per response; see
       # rl.grpo_gae.make.
@@ -121,7 +117,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       rollout=dict(
         slots=64,
         buckets=(64, 32, 16, 8),
-        budget=dict(compile_s=180.0),
       ),
       learner=dict(
         only="head|norm|layer_[4-7]",  # the later half

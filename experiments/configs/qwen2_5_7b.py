@@ -37,9 +37,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       strategy_rule="predictive",
       spot=dict(
         row_tokens=2048,
-        context_tokens=256,
         rows=8,
-        carried_rows=4,
         chunk_tokens=256,
         min_micro_batches=4,
         learning_rate=1e-4,
@@ -62,9 +60,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         # The fewer run, the longer they are.
         buckets=() if smoke else (256, 128, 32, 8),
         chunk=8 if smoke else 64,
-        prompt_rows=4 if smoke else 16,
-        prefill_rows=4,
-        prefill_block=256,
       ),
       algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=1e-3),
       optimizer=dict(

@@ -139,7 +139,6 @@ def with_countdown(config: ml_collections.ConfigDict) -> None:
   config.update(
     strategies="up to 4 live: off or 1_1_2 or 3_1_4",
     spot=dict(
-      context_tokens=16,
       chunk_tokens=64,
       min_micro_batches=20,
       loss=dict(distance="cross_entropy"),
@@ -161,7 +160,7 @@ def make_small(config: ml_collections.ConfigDict) -> None:
   """Makes it over in a minute with a tiny model on a CPU."""
   config.update(
     steps=2,
-    spot=dict(rows=4, carried_rows=2),
+    spot=dict(rows=4),
     held_out=dict(size=4),
     batch=dict(prompts=2, responses=2),
     sampling=dict(max_tokens=16),

@@ -34,7 +34,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     slots=slots,
     buckets=(slots, *halves),
     chunk=64,
-    budget=dict(programs=None, compile_s=None),
   )
   # Fewer rows for few responses: an empty row costs as much as a full one.
   packed = tuple((rows // 2, length) for rows, length in config.learner.buckets)

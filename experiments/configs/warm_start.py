@@ -65,7 +65,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       export_dtype="float32",
       policy="",  # an LLM's folder, to begin with it instead of a new model
       begin_as="",  # see experiments.growth
-      problems=dict(four_share=0.125, seed=0),
+      problems=dict(four_share=0.125),
       model=dict(
         architecture="Qwen3ForCausalLM",
         vocab_size=24,

@@ -29,6 +29,7 @@ import pebble
 from tlt_jax import ranges
 from tlt_jax.rl import reward
 
+_MOST_FAILED = 0.5  # share of a rollout's responses; with more the run ends
 _ATTEMPTS = 3  # per response, if the pool breaks without a known cause
 
 
@@ -52,9 +53,6 @@ class Options:
   memory_mb: ranges.Count = ranges.field(4096, "memory of each process, in MiB")
   failed_reward: ranges.Real = ranges.field(
     0.0, "reward of a response that a verifier fails on"
-  )
-  most_failed: ranges.Share = ranges.field(
-    0.5, "share of a rollout's responses that verifiers may fail on; with more the run ends"
   )
 
 
@@ -129,12 +127,11 @@ class Judge:
   def check(self, scores: Scores) -> None:
     """Raises RewardError if verifiers failed on more of a rollout than they may."""
     failed = np.flatnonzero(scores.failure != "")
-    B, most = len(scores.failure), self.options.most_failed
-    if len(failed) > most * B:
+    B = len(scores.failure)
+    if len(failed) > _MOST_FAILED * B:
       raise reward.RewardError(
-        f"verifiers failed on {len(failed)} of {B} responses, and verifier.most_failed="
-        f"{most:g} allows no more than {int(most * B)}; the first: "
-        f"{scores.failure[failed[0]]}"
+        f"verifiers failed on {len(failed)} of {B} responses; at most {_MOST_FAILED:.0%} "
+        f"may fail; the first: {scores.failure[failed[0]]}"
       )
 
   def close(self) -> None:

@@ -46,7 +46,6 @@ class Problems:
     split: part of all problems to draw from; the two share none
     size: number of problems
     four_share: share of problems with four numbers; the others have three
-    seed: seed of the sequence of problems
   """
 
   def __init__(
@@ -54,13 +53,11 @@ class Problems:
     split: Literal["train", "held_out"],
     size: ranges.Large,
     four_share: ranges.Share = 0.25,
-    seed: ranges.Seed = 0,
   ):
     ranges.check(Problems, locals())
     self._held_out = split == "held_out"
     self._size = size
     self._four_share = four_share
-    self._seed = seed
     self._tables = {
       n: reasoning_gym.create_dataset(
         "countdown",
@@ -82,7 +79,7 @@ class Problems:
   def __getitem__(self, i: int) -> dict[str, str]:
     if not 0 <= i < self._size:
       raise IndexError(i)
-    rng = random.Random(f"{self._seed} {self._held_out} {i}")
+    rng = random.Random(f"0 {self._held_out} {i}")
     table = self._tables[4 if rng.random() < self._four_share else 3]
     while True:
       entry = table[rng.randrange(2**48)]["metadata"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import logging
 from typing import Any
 
@@ -50,7 +49,6 @@ class Engine:
     self.backend, self.drafter, self.clock = backend, drafter, clock
     self.spot = None if drafter is None else drafter.spot
     self.chooser = chooser_lib.Chooser(selector, clock)
-    # The options given; after `compile`, with the buckets that are ready.
     self.options: options_lib.Options = backend.shapes.options
 
   def __call__(
@@ -97,8 +95,7 @@ class Engine:
   def compile(self, params: Any, stop_tokens: int) -> None:
     """Compiles every program that a rollout of these options can need, ahead of time.
 
-    Buckets for which the budget is too small are left out; larger ones serve. Programs
-    that speculate in the others are beyond it. Only for real devices.
+    Only for real devices.
 
     Args:
       params: the target's, or their shapes and shardings
@@ -110,17 +107,8 @@ class Engine:
       f"the rollout's programs (buckets: {len(self.options.buckets)})", inputs=weights
     )
     devices.compile_shared(weights, self.spot)
-    ready = []
-    # The largest first: it can replace every other.
-    for bucket in sorted(self.options.buckets, reverse=True):
-      if ready and not devices.pool.has_room(1):
-        logging.warning("no room for the programs of %d slots", bucket)
-        continue
-      ready.append(bucket)
-      self._compile_chunk(weights, bucket, None, stop_tokens)
-    self.options = dataclasses.replace(self.options, buckets=tuple(ready))
     for bucket in self.options.buckets:
-      for arm in self.chooser.in_bucket(self.options, bucket):
+      for arm in (None, *self.chooser.in_bucket(self.options, bucket)):
         self._compile_chunk(weights, bucket, arm, stop_tokens)
 
   def _compile_chunk(self, weights, bucket: int, arm, stop_tokens: int) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from typing import Literal
 
-from tlt_jax import programs
 from tlt_jax import ranges
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.pallas_kernels import implementations
@@ -28,9 +27,6 @@ class Settings:
   cache_tokens: ranges.Large | None = ranges.field(
     None,
     "memory of KV and features per slice, in tokens; None: for all slots at full length",
-  )
-  budget: programs.Budget = ranges.field(
-    programs.Budget(), "limits of what is compiled ahead"
   )
   kernels: Literal[implementations.NAMES] | None = ranges.field(
     None,
@@ -58,9 +54,9 @@ class Options(Settings):
     "requests runs; (): `slots` alone",
   )
   prompt_rows: ranges.Count = ranges.field(
-    8, "prompts per slice that keep pages at a time"
+    8, "most prompts per slice that keep pages at a time"
   )
-  prefill_rows: ranges.Count = ranges.field(8, "prompts per slice and prefill call")
+  prefill_rows: ranges.Count = ranges.field(8, "most prompts per slice and prefill call")
   prefill_block: ranges.Tokens = ranges.field(128, "tokens of each prompt per prefill call")
   chunk_s: ranges.Positive = ranges.field(2.0, "seconds that a chunk should last at most")
   page_tokens: ranges.Tokens = ranges.field(
@@ -79,6 +75,9 @@ class Options(Settings):
   def __post_init__(self):
     buckets = {self.slots, *(n for n in self.buckets if n < self.slots)}
     object.__setattr__(self, "buckets", tuple(sorted(buckets)))
+    prompt_rows = min(self.prompt_rows, self.slots)
+    object.__setattr__(self, "prompt_rows", prompt_rows)
+    object.__setattr__(self, "prefill_rows", min(self.prefill_rows, prompt_rows))
     if self.cache_tokens is not None and self.cache_tokens < self.max_length:
       raise ValueError(
         f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "

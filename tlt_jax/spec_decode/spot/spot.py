@@ -35,7 +35,7 @@ from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
 
 @ranges.options
-class Options:
+class Settings:
   """How much is trained on, and when. Rows are per slice.
 
   The defaults, with those of `loss.Loss` and `OPTIMIZER`, are the recipe by which a drafter
@@ -49,15 +49,7 @@ class Options:
   row_tokens: ranges.Tokens = ranges.field(
     256, "tokens of one training row; a row is a micro-batch"
   )
-  context_tokens: ranges.Tokens = ranges.field(
-    32,
-    "tokens repeated from the row before, as context only, where a sequence is cut in "
-    "rows",
-  )
   rows: ranges.Count = ranges.field(64, "training rows kept per slice")
-  carried_rows: ranges.CountOrZero = ranges.field(
-    48, "most training rows per slice that are carried over to the next rollout"
-  )
   max_batch: ranges.CountOrZero = ranges.field(
     0, "most slots of a bucket in which slices train; 0: in all buckets"
   )
@@ -86,7 +78,27 @@ class Options:
     "is used follows from what it gains",
   )
 
+
+@ranges.options
+class Options(Settings):
+  """The settings, with what follows from them unless it is given."""
+
+  context_tokens: ranges.Tokens | None = ranges.field(
+    None,
+    "tokens repeated from the row before, as context only, where a sequence is cut in "
+    "rows; None: an eighth of row_tokens",
+  )
+  carried_rows: ranges.CountOrZero | None = ranges.field(
+    None,
+    "most training rows per slice that are carried over to the next rollout; None: three "
+    "quarters of rows",
+  )
+
   def __post_init__(self):
+    if self.context_tokens is None:
+      object.__setattr__(self, "context_tokens", max(self.row_tokens // 8, 1))
+    if self.carried_rows is None:
+      object.__setattr__(self, "carried_rows", 3 * self.rows // 4)
     if self.carried_rows > self.rows:
       raise ValueError(
         f"carried_rows ({self.carried_rows}) must be at most rows ({self.rows})"
