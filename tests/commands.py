@@ -4,12 +4,14 @@ All share one cache of compiled programs. A test file that uses the fixtures say
 `home = commands.home`.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import pathlib
 import re
+import resource
 import subprocess
 
 from absl import flags
@@ -22,6 +24,7 @@ from experiments import config as config_lib
 from experiments import trees
 from tests import forked
 from tests import tiny
+from tlt_jax import metrics
 from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.tasks import countdown
@@ -124,6 +127,31 @@ def error(result: subprocess.CompletedProcess) -> str:
   assert [line for line in log if not usual.match(line)] == []
   assert last.startswith("error: ")
   return last.removeprefix("error: ")
+
+
+def responses(workdir: pathlib.Path) -> list:
+  """Steps, lengths and outcomes of a run's responses."""
+  records = metrics.read(workdir / "rollouts.jsonl")
+  return [(r["step"], r["length"], r["outcome"]) for r in records]
+
+
+def weights(folder: pathlib.Path) -> bytes:
+  return (folder / "model.safetensors").read_bytes()
+
+
+FULL_DISK = r"cannot be written \(File too large\); free some space"
+
+
+@contextlib.contextmanager
+def room(size: int = 10_000):
+  """No file may grow beyond so many bytes, as on a full disk; of processes that are
+  started inside, too."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:

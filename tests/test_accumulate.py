@@ -11,7 +11,10 @@ from tlt_jax import accumulate
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_the_sum_goes_on_from_another(count):
   """Of trees of unlike arrays; of none it is zero, or what it started from."""
-  term = lambda i: {"a": jnp.full((2, 3), i, jnp.float32), "b": i * i}
+
+  def term(i):
+    return {"a": jnp.full((2, 3), i, jnp.float32), "b": i * i}
+
   total = jax.jit(lambda n: accumulate.sum_over(n, term))(count)
   twice = jax.jit(lambda n: accumulate.sum_over(n, term, total))(count)
   i = np.arange(count)

@@ -39,9 +39,10 @@ def test_the_lines_of_the_readme_run(home, tmp_path):
   assert isinstance(policy, api.Policy) and isinstance(samples, api.Samples)
   assert len(requests) == 16 and all(0 < n <= 24 for n in samples.length)
   assert samples.mean_acceptance_length > 1
-  elsewhere = lambda tree: jax.device_put(tree, jax.devices()[1])  # a trainer's device
-  trained = policy.place(elsewhere(policy.params))
-  zeros = policy.place_drafter(elsewhere(jax.tree.map(jnp.zeros_like, params)))
+  other = jax.devices()[1]  # a trainer's device
+  trained = policy.place(jax.device_put(policy.params, other))
+  zeros = jax.device_put(jax.tree.map(jnp.zeros_like, params), other)
+  zeros = policy.place_drafter(zeros)
   again = policy.rollout(trained, requests, zeros)
   np.testing.assert_array_equal(again.tokens, samples.tokens)
 
@@ -97,30 +98,3 @@ def check_laid_out(x, like):
   assert x.sharding == like.sharding and x.dtype == like.dtype
   for a, b in zip(x.addressable_shards, like.addressable_shards, strict=True):
     assert a.data.unsafe_buffer_pointer() != b.data.unsafe_buffer_pointer()
-
-
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    (dict(slot=4), "load takes no 'slot'; did you mean 'slots'"),
-    (dict(max_length=40), "load takes no 'max_length'"),
-    (dict(tensor_parallel=8), "does not divide the policy's 4 query heads"),
-  ],
-)
-def test_what_cannot_be_is_told_before_anything_is_read(home, options, message):
-  with pytest.raises(ValueError, match=message):
-    api.load(home / "policy", max_prompt=8, max_tokens=8, **options)
-
-
-def test_devices_that_may_deadlock_are_told(home, caplog):
-  """Several of a CPU, where programs are queued ahead."""
-  option = "jax_cpu_enable_async_dispatch"
-  before = jax.config.values[option]
-  jax.config.update(option, True)
-  try:
-    for count in (1, 2):
-      caplog.clear()
-      api.load(home / "policy", max_prompt=8, max_tokens=8, devices=jax.devices()[:count])
-      assert (option in caplog.text) == (count == 2)
-  finally:
-    jax.config.update(option, before)

@@ -39,22 +39,6 @@ def test_a_killed_run_is_compared_with_a_whole_one(home, tmp_path):
     assert [name for name in whole if ended[name] != whole[name]] == differs
 
 
-def test_a_run_without_training_in_idle_slices_is_no_test(home):
-  """Nothing would be said about the drafter."""
-  message = commands.error(commands.run(home, "check_resume", *commands.tiny_run(home)))
-  assert "no drafter trains: set --config.drafter" in message
-
-
-def test_runs_go_to_an_empty_folder(home, tmp_path):
-  """A run that is over could only be killed while it starts."""
-  (tmp_path / "first").mkdir()
-  args = commands.tiny_run(home, *commands.DRAFTING.items())
-  message = commands.error(
-    commands.run(home, "check_resume", *args, f"--workdir={tmp_path}")
-  )
-  assert f"{tmp_path} is not empty" in message
-
-
 @pytest.mark.slow
 def test_a_process_of_a_job_is_told_to_stop(home, tmp_path):
   """The job says so in one line, and goes on as if nothing had been."""

@@ -22,7 +22,6 @@ import transformers
 from experiments import outcomes
 from experiments import responses as responses_lib
 from tests import commands
-from tests import test_full_disk
 from tests import tiny
 from tlt_jax import metrics
 from tlt_jax import tokenization
@@ -34,29 +33,19 @@ STEPS = commands.STEPS
 KEYS = {  # of a step's record, whatever the algorithm
   "step",
   "step/seconds_s",
-  "rollout/seconds_s",
   "rollout/tokens_per_s",
-  "rollout/length_mean",
-  "rollout/length_p50",
-  "rollout/length_p99",
-  "rollout/length_max",
   "rollout/mean_acceptance_length",
-  "rollout/idle_s",
   "policy/loss",
-  "policy/kl",
-  "policy/clip_frac",
-  "policy/entropy",
   "reward/mean",
-  "reward/solved",
-  "weight_sync/seconds_s",
 }
 home, chat = commands.home, commands.chat
+responses, weights = commands.responses, commands.weights
 run, succeed, error = commands.run, commands.succeed, commands.error
 tiny_run = commands.tiny_run
 
 
 def kill_after(home, step: int, seconds: float, *args) -> None:
-  """Starts a training, and kills it that long after it has told of a step."""
+  """Starts a training, and kills it that long after the line of a step."""
   process = commands.start(home, "train", *args)
   for line in process.stderr:
     if line.startswith(f"step {step}/"):
@@ -74,15 +63,6 @@ def computed(workdir) -> list[dict]:
     {key: value for key, value in record.items() if not measured.fullmatch(key)}
     for record in metrics.read(workdir / "metrics.jsonl")
   ]
-
-
-def responses(workdir) -> list:
-  records = metrics.read(workdir / "rollouts.jsonl")
-  return [(r["step"], r["length"], r["outcome"]) for r in records]
-
-
-def weights(folder) -> bytes:
-  return (folder / "model.safetensors").read_bytes()
 
 
 def checkpointed(workdir) -> list[int]:
@@ -106,10 +86,8 @@ def test_a_run_leaves_what_it_promises(home, whole):
     assert KEYS <= record.keys()
   for key in ("eval/accuracy", "eval/reward_mean"):
     assert key in records[0] and key in records[-1]
-  names = lambda folder: sorted(path.name for path in (workdir / folder).iterdir())
-  assert names("evaluations") == ["000000.jsonl", f"{STEPS:06}.jsonl"]
-  trained = [f"train_{step:06}.jsonl" for step in range(STEPS)]
-  assert names("samples") == [f"eval_{n}" for n in names("evaluations")] + trained
+  evaluated = sorted(path.name for path in (workdir / "evaluations").iterdir())
+  assert evaluated == ["000000.jsonl", f"{STEPS:06}.jsonl"]
   outcomes = [o for r in metrics.read(workdir / "rollouts.jsonl") for o in r["outcome"]]
   solved = np.mean([r["reward/solved"] for r in records[:-1]])
   assert outcomes.count("solved") / len(outcomes) == pytest.approx(solved)
@@ -129,17 +107,6 @@ def test_a_run_leaves_what_it_promises(home, whole):
     assert text in result.stdout
 
 
-def test_running_a_finished_run_again_changes_nothing(home, whole, tmp_path):
-  """It says so in the same table, and exits 0."""
-  workdir = shutil.copytree(whole[0], tmp_path / "run")
-  result = succeed(run(home, "train", *tiny_run(home), f"--workdir={workdir}"))
-  assert "\nstep " not in result.stderr
-  assert "all steps" in result.stdout
-  assert computed(workdir) == computed(whole[0])
-  assert responses(workdir) == responses(whole[0])
-  assert weights(workdir / "policy") == weights(whole[0] / "policy")
-
-
 @pytest.mark.parametrize("kills", [(3,), tiny.slow((1, 3, 4, 6, STEPS))])
 def test_a_run_that_is_killed_ends_the_same(home, whole, tmp_path, kills):
   """Once and again, after so many steps: just after them, in the middle of the next, while
@@ -149,8 +116,7 @@ def test_a_run_that_is_killed_ends_the_same(home, whole, tmp_path, kills):
   and a resumed run keeps them."""
   args = tiny_run(home, *commands.DRAFTING.items(), ("compare.every", 3))
   workdir, other = tmp_path / "whole", tmp_path / "killed"
-  told = succeed(run(home, "train", *args, f"--workdir={workdir}")).stdout
-  assert f"in 2 of {STEPS} steps the rollout was repeated plainly" in " ".join(told.split())
+  succeed(run(home, "train", *args, f"--workdir={workdir}"))
   records = metrics.read(workdir / "metrics.jsonl")
   repeated = {r["step"]: r for r in records if "plain/tokens" in r}
   assert [*repeated] == [2, 5]
@@ -179,12 +145,11 @@ def test_a_run_that_is_killed_ends_the_same(home, whole, tmp_path, kills):
 def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_path):
   """After the usual log; with space again it ends as if nothing had happened."""
   args = [*tiny_run(home), f"--workdir={tmp_path}"]
-  with test_full_disk.room(20_000):
+  with commands.room(20_000):
     process = commands.start(home, "train", *args)
   stdout, stderr = process.communicate(timeout=300)
   result = subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
-  told = f"a checkpoint in {tmp_path}/checkpoints {test_full_disk.REASON}"
-  assert re.match(told, error(result))
+  assert re.match(f"a checkpoint in .* {commands.FULL_DISK}", error(result))
   succeed(run(home, "train", *args))
   assert computed(tmp_path) == computed(whole[0])
   assert responses(tmp_path) == responses(whole[0])
@@ -195,70 +160,35 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_pa
   "args, message",
   [
     ("--config.optimizer.lr_rate=1", "did you mean 'optimizer.learning_rate'"),
-    ("--config.algorithm.clip_hgh=1", "did you mean 'algorithm.clip_high'"),
-    ("--config.learning_rate=1", "did you mean '(spot|optimizer).learning_rate'"),
-    ("--noconfig.chat.aply", "did you mean 'chat.apply'"),
-    ("--config.steps=abc", "--config.steps='abc': takes a whole number from 0"),
-    ("--config=experiments/configs/cuontdown.py", "cuontdown.py: no such file"),
-    ("--config=experiments/configs/countdown.py:smok", "small, smoke or none, not 'smok'"),
-    ("--config.spot.trian=1", "did you mean 'spot.train'"),
-    ("--schedule=none.jsonl", "none.jsonl: no such file"),
-    ("--wrokdir=x", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
+    ("--wrokdir=x", "Did you mean: workdir"),
     ("workdir", "unexpected argument 'workdir'"),
   ],
 )
 def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
-  """With the default config, which is what most people run."""
   result = run(home, "train", args, f"--workdir={tmp_path / 'run'}")
   assert re.search(message, error(result))
   assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-  "overrides, message",
+  "key, value, message",
   [
-    ({"tensor_parallel": 3}, "over 3 devices does not divide the 2 devices"),
-    ({"algorithm.name": "grpoo"}, "no RL algorithm 'grpoo'"),
-    ({"reward": "tlt_jax.tasks.countdown.scor"}, "did you mean 'score'"),
-    ({"prompts.source": "tlt_jax.tasks.countdown.Problem"}, "did you mean 'Problems'"),
-    ({"prompts.split": "trian"}, "prompts.split='trian': takes one of 'train', 'held_out'"),
-    ({"policy": "nowhere"}, "nowhere/config.json is missing; give a folder"),
-    ({"learner.updates": 3}, "8 responses cannot be shared out over 3 updates"),
-    ({"rollout.max_prompt": 4}, "record 0: the prompt has .*max_prompt is 4; raise"),
-    ({"rollout.slots": 0}, "--config.rollout.slots=0: takes a whole number from 1"),
-    ({"steps": -3}, "--config.steps=-3: takes a whole number from 0"),
+    ("tensor_parallel", 3, "3 devices does not divide the 2"),
+    ("policy", "nowhere", "nowhere/config.json is missing"),
+    ("learner.updates", 3, "8 responses cannot be shared out over 3 updates"),
+    ("rollout.max_prompt", 4, "raise"),
   ],
 )
-def test_a_wrong_value_ends_in_one_line(home, tmp_path, overrides, message):
-  """That names the value, and what would do instead where that is known."""
-  args = [*tiny_run(home, *overrides.items()), f"--workdir={tmp_path / 'run'}"]
-  assert re.search(message, error(run(home, "train", *args)))
-
-
-@pytest.mark.parametrize(
-  "content, message",
-  [
-    (None, "train.jsonl: no such file"),
-    ("", "train.jsonl: holds no records"),
-    ('{"question": "1+1?"}', "line 1: no field 'answer'"),
-  ],
-)
-def test_unusable_prompt_files_end_in_one_line(home, chat, tmp_path, content, message):
-  """Before anything is compiled."""
-  path = tmp_path / "train.jsonl"
-  if content is not None:
-    path.write_text(content)
-  args = [*chat, f"--config.prompts.path={path}", f"--workdir={tmp_path / 'run'}"]
+def test_a_wrong_value_ends_in_one_line(home, tmp_path, key, value, message):
+  args = [*tiny_run(home, (key, value)), f"--workdir={tmp_path / 'run'}"]
   assert message in error(run(home, "train", *args))
 
 
-def test_a_truncated_policy_ends_in_one_line(home, tmp_path):
-  """And names the file."""
-  policy = shutil.copytree(home / "policy", tmp_path / "policy")
-  (policy / "model.safetensors").write_bytes(weights(policy)[:-100])
-  args = [*tiny_run(home, ("policy", policy)), f"--workdir={tmp_path / 'run'}"]
-  message = error(run(home, "train", *args))
-  assert f"{policy / 'model.safetensors'} is missing, damaged or" in message
+def test_an_unusable_prompt_file_ends_in_one_line(home, chat, tmp_path):
+  path = tmp_path / "train.jsonl"
+  path.write_text('{"question": "1+1?"}')
+  args = [*chat, f"--config.prompts.path={path}", f"--workdir={tmp_path / 'run'}"]
+  assert "line 1: no field 'answer'" in error(run(home, "train", *args))
 
 
 def test_a_damaged_checkpoint_names_its_remedy_and_the_remedy_works(home, whole, tmp_path):
@@ -272,9 +202,7 @@ def test_a_damaged_checkpoint_names_its_remedy_and_the_remedy_works(home, whole,
   largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
   message = error(run(home, "train", *args))
-  damaged = f"{latest} is damaged ({largest.relative_to(latest)} is missing or differs"
-  assert f"checkpoint {damaged}" in message
-  assert message.endswith(f"delete that folder to go on from step {STEPS - 2}")
+  assert f"{latest} is damaged" in message and f"step {STEPS - 2}" in message
   assert before == {p: p.read_bytes() for p in older.rglob("*") if p.is_file()}
 
   shutil.rmtree(latest)
@@ -291,25 +219,24 @@ def contents(folder: pathlib.Path) -> dict[pathlib.Path, bytes]:
 
 
 def test_a_finished_run_is_safe_from_other_settings(home, whole, tmp_path):
-  """What a resumed run may not change is refused by name, and nothing is written."""
+  """What a resumed run may not change is refused by name, and nothing is written; nor with
+  the same settings: it shows its summary once more."""
   workdir = shutil.copytree(whole[0], tmp_path / "run")
   other = shutil.copytree(home / "policy", tmp_path / "policy")
   before = contents(workdir)
+  result = succeed(run(home, "train", *tiny_run(home), f"--workdir={workdir}"))
+  assert "\nstep " not in result.stderr and "all steps" in result.stdout
+  assert computed(workdir) == computed(whole[0])
+  assert weights(workdir / "policy") == weights(whole[0] / "policy")
+  before = contents(workdir)
   for overrides, message in (
-    ({"steps": 4}, rf"--config.steps=4: {workdir} has done {STEPS} steps already"),
-    ({"policy": other}, rf'policy was "{home / "policy"}" and is "{other}" now'),
-    (
-      {"batch.responses": 4, "seed": 1},
-      r"batch.responses was 2 and is 4 now; seed was 0 and is 1 now; use those settings",
-    ),
+    ({"steps": 4}, f"has done {STEPS} steps already"),
+    ({"policy": other}, "policy was"),
+    ({"batch.responses": 4, "seed": 1}, "batch.responses was 2 and is 4 now; seed was 0"),
   ):
     args = [*tiny_run(home, *overrides.items()), f"--workdir={workdir}"]
-    message_found = error(run(home, "train", *args))
-    assert re.search(message, message_found), message_found
+    assert message in error(run(home, "train", *args))
     assert contents(workdir) == before
-  (workdir / "config.json").write_text("{")
-  message = error(run(home, "train", *tiny_run(home), f"--workdir={workdir}"))
-  assert "config.json holds the settings" in message and "--fork=NEW_WORKDIR" in message
 
 
 @pytest.mark.slow
@@ -320,9 +247,14 @@ def test_a_run_may_become_longer(home, whole, tmp_path):
   args = [*tiny_run(home, *more.items()), f"--workdir={workdir}"]
   succeed(run(home, "train", *args))
   records = computed(workdir)
-  evaluated = {key for key in records[0] if key.startswith("eval/")}
-  plain = lambda r: {key: x for key, x in r.items() if key not in evaluated}
-  assert [plain(r) for r in records[:STEPS]] == [plain(r) for r in computed(whole[0])[:-1]]
+
+  def trained(workdir):
+    return [
+      {k: x for k, x in r.items() if not k.startswith("eval/")}
+      for r in computed(workdir)[:STEPS]
+    ]
+
+  assert trained(workdir) == trained(whole[0])
   assert all("eval/accuracy" in r for r in records[STEPS:])
   assert checkpointed(workdir) == [STEPS + 1, STEPS + 2]
   assert json.loads((workdir / "config.json").read_text())["steps"] == STEPS + 2
@@ -388,6 +320,7 @@ def test_a_warm_start_can_be_trained_and_resumed(home, tmp_path):
   assert weights(tmp_path / "policy") == first
 
 
+@pytest.mark.slow
 def test_an_llm_learns_to_search(home, tmp_path):
   """With the tokenizer that it has; the end of a line stops what is exported, too."""
   model = dataclasses.replace(commands.COUNTDOWN, vocab_size=32)
@@ -402,12 +335,6 @@ def test_an_llm_learns_to_search(home, tmp_path):
   assert hf.load_config(found) == model and weights(found) != weights(llm)
   assert tokenization.Tokenizer.load(found).stop_tokens == (line_end, end)
 
-  text = (llm / "tokenizer.json").read_text()
-  (llm / "tokenizer.json").write_text(text.replace('"|"', '"a"'))
-  args = [*args, f"--config.policy={llm}", f"--workdir={tmp_path / 'none'}"]
-  assert re.match("the tokenizer of .* cannot write", error(run(home, "warm_start", *args)))
-  args += [f"--config.begin_as={llm}"]
-  assert re.match("a policy begins as one other", error(run(home, "warm_start", *args)))
 
 
 def test_two_policies_are_compared_on_the_same_prompts(home, whole):
@@ -420,15 +347,6 @@ def test_two_policies_are_compared_on_the_same_prompts(home, whole):
   assert 0 < both["accuracy"] == report["baseline_accuracy"] < 1
   assert 0 < both["reward_mean"] != both["accuracy"]  # a share of digits
   assert both["gain"] == both["gain_half_width"] == 0
-
-
-def test_a_policy_is_evaluated_on_a_file_of_prompts(home, chat):
-  """All of them, where there are fewer than it asks for."""
-  args = [f"--model={home / 'chat_policy'}", "--samples=2"]
-  report = commands.found(home, "evaluate", *chat, *args)
-  assert (report["prompts"], report["samples"]) == (3, 2)
-  (alone,) = report["models"].values()
-  assert alone["accuracy"] == 0
 
 
 def test_a_chat_model_trains_on_prompt_files(home, chat, tmp_path):
@@ -487,8 +405,10 @@ def test_a_file_is_answered_alike_with_and_without_n_grams(home, tmp_path):
   prompts = [problems[i]["prompt"] for i in range(3)]
   asked.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
   args = [*tiny_run(home), f"--model={home / 'policy'}", f"--prompts={asked}"]
-  answer = lambda strategy: succeed(run(home, "generate", *args, f"--strategy={strategy}"))
-  plain, drafted = answer("off"), answer("ngram_4")
+  plain, drafted = (
+    succeed(run(home, "generate", *args, f"--strategy={strategy}"))
+    for strategy in ("off", "ngram_4")
+  )
   assert plain.stdout == drafted.stdout
   records = [json.loads(line) for line in plain.stdout.splitlines()]
   assert [r["index"] for r in records] == [0, 1, 2]
@@ -508,5 +428,3 @@ def test_any_model_answers_any_file_without_a_config(home, trained, tmp_path):
   records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
   assert [r["prompt"] for r in records] == prompts
   assert all(0 < r["length"] <= 12 for r in records)
-  message = error(run(home, "generate", *args, "--max_tokens=4000"))
-  assert "a prompt of 300 tokens leaves 3796 of the model's context of 4096" in message

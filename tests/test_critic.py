@@ -1,5 +1,6 @@
 """A critic: its values, what it learns, and a run of PPO that is resumed."""
 
+import dataclasses
 import shutil
 
 import jax
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests import commands
-from tests import test_learner
 from tests import tiny
 from tlt_jax import metrics
 from tlt_jax.models import target
@@ -19,7 +19,30 @@ from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
 
 home = commands.home
-STEPS = 30
+CONFIG = dataclasses.replace(tiny.CONFIG, num_layers=1)
+SEQUENCES, LONGEST, STEPS = 12, 16, 30
+
+
+def params():
+  """A copy: a learner takes over what it starts from."""
+  return jax.tree.map(jnp.copy, {k: x for k, x in tiny.params().items() if k != "layer_1"})
+
+
+def random_batch() -> batch_lib.Batch:
+  """Of sequences of 9 to 16 tokens, half of which are worth one."""
+  rng = np.random.default_rng(0)
+  sizes = rng.integers(9, LONGEST + 1, SEQUENCES)
+  sequences = [rng.integers(0, CONFIG.vocab_size, n).astype(np.int32) for n in sizes]
+  cuts = [rng.integers(1, len(x)) for x in sequences]
+  pairs = list(zip(sequences, cuts, strict=True))
+  length = np.int32([len(x) - n for x, n in pairs])
+  reward = np.float32(np.arange(SEQUENCES) % 2)
+  return batch_lib.Batch(
+    prompts=[x[:n] for x, n in pairs],
+    responses=[x[n:] for x, n in pairs],
+    temperature=np.ones(SEQUENCES, np.float32),
+    scored=algorithm.Responses(reward[:, None], length[:, None]),
+  )
 
 
 def values_by_row(config, params, batch) -> list[np.ndarray]:
@@ -27,7 +50,7 @@ def values_by_row(config, params, batch) -> list[np.ndarray]:
   found = []
   for prompt, response in zip(batch.prompts, batch.responses, strict=True):
     tokens = jnp.concatenate([prompt, response])[None]
-    tokens = jnp.pad(tokens, ((0, 0), (0, test_learner.LONGEST - tokens.shape[1])))
+    tokens = jnp.pad(tokens, ((0, 0), (0, LONGEST - tokens.shape[1])))
     features, _ = target.Target(config).apply(
       {"params": params}, tokens, jnp.arange(tokens.shape[1])[None]
     )
@@ -39,18 +62,18 @@ def values_by_row(config, params, batch) -> list[np.ndarray]:
 def test_a_critic_learns_what_responses_are_worth():
   """From zero to most of the variance of rewards that differ from response to response."""
   made = learner_lib.make(
-    test_learner.CONFIG,
+    CONFIG,
     algorithm.make("ppo", critic_learning_rate=1e-2),
     optimizer.make("adamw", 1e-3),
     tiny.mesh(2),
-    test_learner.PACKED,
+    ((8, 48),),
     only="mlp",
   )
-  critic = critic_lib.make(made.algorithm.critic, made, test_learner.params())
-  batch = test_learner.batch().as_step()
-  scored = batch.scored.replace(reward=np.float32(np.arange(12) % 2)[:, None])
+  critic = critic_lib.make(made.algorithm.critic, made, params())
+  batch = random_batch()
+  scored = batch.scored
   assert not critic.values(batch).any()
-  size, chosen = made.buckets[-1].length, np.ones(12, bool)
+  size, chosen = made.buckets[-1].length, np.ones(SEQUENCES, bool)
   for _ in range(STEPS):
     scored = scored.replace(value=critic.values(batch))
     tables = {
@@ -62,24 +85,22 @@ def test_a_critic_learns_what_responses_are_worth():
   assert found["critic/explained_variance"] > 0.8 and found["critic/loss"] < 0.05
   assert critic.state.step == STEPS
 
-  trained = {k for k, x in before_and_after(critic) if x}
-  assert "value_head" in trained and all("mlp" in k or k == "value_head" for k in trained)
-  values = critic.values(batch)
-  config, params = critic.trainer.config, jax.device_get(critic.state.params)
-  expected = jax.jit(lambda p: values_by_row(config, p, batch))(params)
-  for i, row in enumerate(expected):
-    np.testing.assert_allclose(values[i, 0, : len(row)], row, atol=2e-5)
-    assert not values[i, 0, len(row) :].any()
-
-
-def before_and_after(critic):
-  """Yields (path, whether training changed it) of every parameter."""
-  before = test_learner.params() | {"value_head": np.zeros(test_learner.CONFIG.width)}
+  before = params() | {"value_head": np.zeros(CONFIG.width)}
   after = critic.state.params
   before = {k: before[k] for k in after}
   changed = jax.tree.map(lambda x, y: bool(np.any(x != y)), before, after)
-  for path, x in jax.tree.leaves_with_path(changed):
-    yield jax.tree_util.keystr(path, simple=True, separator="/"), x
+  trained = {
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, x in jax.tree.leaves_with_path(changed)
+    if x
+  }
+  assert "value_head" in trained and all("mlp" in k or k == "value_head" for k in trained)
+  values = critic.values(batch)
+  config = critic.trainer.config
+  expected = jax.jit(lambda p: values_by_row(config, p, batch))(jax.device_get(after))
+  for i, row in enumerate(expected):
+    np.testing.assert_allclose(values[i, 0, : len(row)], row, atol=2e-5)
+    assert not values[i, 0, len(row) :].any()
 
 
 @pytest.mark.slow

@@ -46,15 +46,10 @@ def test_jsonl_and_parquet_give_the_same_records(tmp_path):
 @pytest.mark.parametrize(
   "content, message",
   [
-    ("", "holds no records"),
-    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2 is not JSON"),
-    ('{"prompt": "a", "answer": 1}\n\n[1]\n', "line 3 holds no JSON object but a list"),
-    ('{"promt": "a", "answer": 1}', "no field 'prompt'.*did you mean 'promt'"),
-    ('{"prompt": "a", "gold": 1}', "no field 'answer'; there are prompt, gold"),
-    ('{"prompt": " ", "answer": 1}', "line 1: field 'prompt' is empty"),
-    ('{"prompt": [], "answer": 1}', "empty list"),
-    ('{"prompt": 3, "answer": 1}', "is a int, not a string"),
-    ('{"prompt": [{"role": "user"}], "answer": 1}', "message that is not"),
+    ("", "no records"),
+    ('{"prompt": "a", "answer": 1}\n{"prompt', "line 2"),
+    ('{"promt": "a", "answer": 1}', "did you mean 'promt'"),
+    ('{"prompt": [{"role": "user"}], "answer": 1}', "line 1"),
   ],
 )
 def test_broken_prompt_files_are_named_with_the_place(tmp_path, content, message):
@@ -64,17 +59,6 @@ def test_broken_prompt_files_are_named_with_the_place(tmp_path, content, message
   with pytest.raises(data.DataError, match=message) as e:
     data.load_prompts(path)
   assert "\n" not in str(e.value)
-
-
-def test_missing_and_foreign_files_are_errors(tmp_path):
-  """Before anything is parsed."""
-  with pytest.raises(data.DataError, match="no such file"):
-    data.load_prompts(tmp_path / "x.jsonl")
-  with pytest.raises(data.DataError, match=r"\.jsonl or \.parquet.*'\.json'"):
-    data.load_prompts(tmp_path / "x.json")
-  (tmp_path / "x.parquet").write_text("no")
-  with pytest.raises(data.DataError, match="not a readable Parquet"):
-    data.load_prompts(tmp_path / "x.parquet")
 
 
 def source(size):
@@ -115,12 +99,16 @@ def lettered(letter, size):
 
 def test_a_mixture_draws_by_weight_and_resumes_exactly():
   """Whatever the sizes: in each epoch of a source every record comes once."""
-  make = lambda: data.Mixture([lettered("a", 30), lettered("b", 5)], [3, 1])
-  iterator = data.prompt_iterator(make(), 8, seed=3)
+
+  def make(seed):
+    mixed = data.Mixture([lettered("a", 30), lettered("b", 5)], [3, 1])
+    return data.prompt_iterator(mixed, 8, seed)
+
+  iterator = make(3)
   start = take(iterator, 4)
   state = json.loads(json.dumps(iterator.get_state()))
   rest = take(iterator, 6)
-  resumed = data.prompt_iterator(make(), 8, seed=3)
+  resumed = make(3)
   resumed.set_state(state)
   assert take(resumed, 6) == rest
   drawn = sum(start + rest, [])
@@ -129,15 +117,7 @@ def test_a_mixture_draws_by_weight_and_resumes_exactly():
   assert all(len(set(of_a[i : i + 30])) == 30 for i in (0, 30))
   assert all(len(set(of_b[i : i + 5])) == 5 for i in range(0, 20, 5))
   assert of_a[:30] != of_a[30:]
-  assert take(data.prompt_iterator(make(), 8, seed=4), 4) != start
-
-
-def test_a_mixture_holds_the_records_of_its_sources_in_order():
-  mixed = data.Mixture([lettered("a", 2), lettered("b", 1)], [0.5, 2])
-  assert [r["prompt"] for r in mixed] == ["a0", "a1", "b0"] and len(mixed) == 3
-  for parts, weights in (([], []), ([[]], [1]), ([lettered("a", 1)], [0])):
-    with pytest.raises(data.DataError, match="a mixture needs"):
-      data.Mixture(parts, weights)
+  assert take(make(4), 4) != start
 
 
 def test_sources_are_mixed_and_sets_named_in_a_config(tmp_path):
@@ -149,12 +129,9 @@ def test_sources_are_mixed_and_sets_named_in_a_config(tmp_path):
   assert [*map(len, mixed.parts)] == [4, 2] and mixed.weights == [0.7, 0.3]
   sets = data.named_sets(f"first={load(str(a))}, second={load(str(b))}", size=3)
   assert [r["set"] for r in sets] == ["first"] * 3 + ["second"] * 2
-  with pytest.raises(data.DataError, match="sources='a b' is not of the form"):
-    data.mixture("a b")
-  with pytest.raises(data.DataError, match="sets='a.b' is not of the form KEY="):
-    data.named_sets("a.b")
-  with pytest.raises(data.DataError, match="did you mean 'load_prompts'"):
-    data.mixture("tlt_jax.data.load_promts(path='a')")
+  for wrong in ("a b", "tlt_jax.data.load_promts(path='a')"):
+    with pytest.raises(data.DataError):
+      data.mixture(wrong)
 
 
 def test_records_are_filtered_by_a_function_or_by_length(tmp_path, monkeypatch):
@@ -163,28 +140,15 @@ def test_records_are_filtered_by_a_function_or_by_length(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   rows = [{"prompt": "x" * n, "answer": "", "level": n} for n in range(1, 7)]
   path = write_jsonl(tmp_path / "x.jsonl", rows)
-  lengths = lambda **filters: [len(r["prompt"]) for r in data.load_prompts(path, **filters)]
+
+  def lengths(**filters):
+    return [len(r["prompt"]) for r in data.load_prompts(path, **filters)]
+
   assert lengths(keep="mine_filter.hard") == [4, 5, 6]
   assert lengths(longest=4) == [1, 2, 3, 4]
   assert lengths(keep="mine_filter.hard", longest=5, size=1) == [4]
-  chat = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": MESSAGES, "answer": "2"}])
-  assert len(data.load_prompts(chat, longest=4)) == 1
-  with pytest.raises(data.DataError, match="no records but 1 that keep and longest"):
-    data.load_prompts(chat, longest=3)
-  with pytest.raises(data.DataError, match="chat.jsonl, line 1: keep=.*KeyError"):
-    data.load_prompts(chat, keep="mine_filter.hard")
-  with pytest.raises(data.DataError, match="keep='mine_filter.hrd'.*did you mean 'hard'"):
+  with pytest.raises(data.DataError, match="did you mean 'hard'"):
     data.load_prompts(path, keep="mine_filter.hrd")
-
-
-def test_an_empty_source_or_batch_is_an_error():
-  """grain would hang or return nothing."""
-  with pytest.raises(data.DataError, match="no prompts"):
-    data.prompt_iterator([], 2, seed=0)
-  with pytest.raises(data.DataError, match="at least 1"):
-    data.prompt_iterator(source(2), 0, seed=0)
-  with pytest.raises(data.DataError, match="seed"):
-    data.prompt_iterator(source(2), 1, seed=-1)
 
 
 CHARACTERS = "0123456789+=?!: \nus"
@@ -243,14 +207,10 @@ def test_a_chat_goes_through_the_template(folder):
   assert tokenizer.decode(tokenizer.encode(own, system="2")) == "s:3\nu:1+1?\n"
 
 
-def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
-  """No tokenizer, a broken one, no template, a template that refuses."""
-  tokenizer = tokenization.Tokenizer.load(folder)
-  with pytest.raises(data.DataError, match="needs a chat"):
-    tokenizer.encode("1", system="2")
-  with pytest.raises(data.DataError, match="refuses messages.*no tools"):
-    tokenizer.encode([{"role": "tool", "content": "1"}])
-  with pytest.raises(data.DataError, match="no tokenizer.json"):
+def test_what_no_template_takes_is_an_error(folder, tmp_path):
+  with pytest.raises(data.DataError, match="no tools"):
+    tokenization.Tokenizer.load(folder).encode([{"role": "tool", "content": "1"}])
+  with pytest.raises(data.DataError, match="tokenizer.json"):
     tokenization.Tokenizer.load(tmp_path)
   (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
   config = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -259,9 +219,6 @@ def test_tokenizer_errors_name_the_remedy(folder, tmp_path):
   assert plain.stop_tokens == ()
   with pytest.raises(data.DataError, match="no chat template"):
     plain.encode(MESSAGES)
-  (tmp_path / "tokenizer.json").write_text("{")
-  with pytest.raises(data.DataError, match="tokenizer.json is not JSON"):
-    tokenization.Tokenizer.load(tmp_path)
 
 
 def test_a_source_is_called_by_its_dotted_name(tmp_path):
@@ -275,11 +232,7 @@ def test_a_source_is_called_by_its_dotted_name(tmp_path):
   assert data.source(**spec)[0] == first and len(data.source(**spec)) == 3
   assert data.source(**spec, size=1) == [first]
   assert data.source(**spec, size=10) == data.source(**spec)
-  with pytest.raises(ValueError, match="size must be .* from 1 to .*, got 0"):
-    data.source(**spec, size=0)
-  with pytest.raises(data.DataError, match="load_promts'.*did you mean 'load_prompts'"):
-    data.source(source="tlt_jax.data.load_promts")
-  with pytest.raises(data.DataError, match="load_prompts': .*unexpected keyword.*'pth'"):
+  with pytest.raises(data.DataError, match="pth"):
     data.source(source="tlt_jax.data.load_prompts", pth=path)
 
 

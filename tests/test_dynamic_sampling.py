@@ -8,7 +8,6 @@ import pytest
 
 from experiments import outcomes
 from tests import commands
-from tests import test_commands
 from tests import tiny
 from tlt_jax import data
 from tlt_jax import metrics
@@ -17,12 +16,6 @@ from tlt_jax.rl import dynamic_sampling
 from tlt_jax.rl import judge
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode import rollout
-from tlt_jax.spec_decode.decoding import pages as pages_lib
-from tlt_jax.spec_decode.decoding import requests as requests_lib
-from tlt_jax.spec_decode.rollout import clock as clock_lib
-from tlt_jax.spec_decode.rollout import options as options_lib
-from tlt_jax.spec_decode.rollout import running as running_lib
-from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 
 home = commands.home
 P, R, MOST = 3, 2, 12
@@ -134,19 +127,12 @@ def test_a_spent_budget_fills_the_batch_with_useless_prompts():
   assert len(found.batch(R).responses) == P * R
 
 
-def test_an_algorithm_that_keeps_all_cannot_replace():
-  assert dynamic_sampling.make(DAPO, P, 0) is None
-  assert dynamic_sampling.make(DAPO, P, P) is None
-  assert dynamic_sampling.make(algorithm_lib.make("grpo"), P, 0) is None
-  with pytest.raises(ValueError, match="most_prompts=9: this algorithm keeps every prompt"):
-    dynamic_sampling.make(algorithm_lib.make("grpo"), P, 9)
-  with pytest.raises(ValueError, match="most_prompts=2 is less than batch.prompts=3"):
-    dynamic_sampling.make(DAPO, P, 2)
-
-
 def test_a_queue_goes_on_where_it_was_left():
   """Its records are the iterator's; its state goes back to any of them."""
-  iterator = lambda: data.prompt_iterator(records(10), 4, 0)
+
+  def iterator():
+    return data.prompt_iterator(records(10), 4, 0)
+
   batches, queue = iterator(), dynamic_sampling.Queue(iterator())
   stream = [record for _ in range(10) for record in next(batches)]
   at, states = 0, []
@@ -160,41 +146,6 @@ def test_a_queue_goes_on_where_it_was_left():
       other.set_state(state)
       assert other.get_state() == state
       assert other.peek(6) == stream[at : at + 6]
-
-
-def test_whole_batches_leave_the_states_of_an_iterator():
-  """So that a run without replacement resumes what older runs have saved."""
-  batches = data.prompt_iterator(records(10), 4, 0)
-  queue = dynamic_sampling.Queue(data.prompt_iterator(records(10), 4, 0))
-  for _ in range(3):
-    assert queue.get_state() == batches.get_state()
-    assert queue.peek(4) == next(batches)
-    queue.take(4)
-
-
-def test_replacements_get_slots_while_the_rest_drains():
-  """As many slots come back as they take; a prompt goes where the fewest requests are."""
-  requests = requests_lib.make_requests([[1]] * 4, 2, max_tokens=63)
-  options = options_lib.Options(
-    max_length=64, max_prompt=8, slots=4, buckets=(4, 2, 1), chunk=4
-  )
-  pages = pages_lib.Pages(2, options.page_sizes(beyond=0))
-  running = running_lib.Running(requests, pages)
-  decide = clock_lib.Decisions()
-  schedule = schedule_lib.Schedule(options, running, clock_lib.Clock(), decide, grows=True)
-  assert schedule.done
-  schedule.ask(2)
-  assert [list(queue) for queue in schedule.queues] == [[0, 1], [2, 3]]
-  schedule.begin_chunk()
-  running.resize(schedule.plan().bucket)
-  running.owner[0, 0] = 0  # one request is left
-  running.resize(1)
-  schedule.ask(3)
-  schedule.ask(3)
-  assert [list(queue) for queue in schedule.queues] == [[], [4, 5]]
-  plan = schedule.plan()
-  assert [(a.slice, a.request) for a in plan.admissions] == [(1, 4), (1, 5)]
-  assert plan.bucket == 2
 
 
 @pytest.mark.slow
@@ -216,9 +167,8 @@ def test_a_run_with_replacements_speculates_and_resumes_exactly(home, tmp_path):
   args = commands.tiny_run(home, *overrides.items(), *commands.DRAFTING.items())
   commands.succeed(commands.run(home, "train", *args, f"--workdir={whole}"))
   assert outcomes.updates(whole) > 0
-  assert test_commands.responses(whole) == test_commands.responses(plain)
-  weights = lambda workdir: test_commands.weights(workdir / "policy")
-  assert weights(whole) == weights(plain)
+  assert commands.responses(whole) == commands.responses(plain)
+  assert commands.weights(whole / "policy") == commands.weights(plain / "policy")
   shutil.copytree(whole, again)
   shutil.rmtree(again / "checkpoints" / "3")
   args += [f"--workdir={again}", f"--schedule={whole / 'rollouts.jsonl'}"]

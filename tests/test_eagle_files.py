@@ -41,9 +41,6 @@ LLAMA_LAYER = dict(architecture="LlamaForCausalLM", qkv_bias=False, qk_norm=Fals
 # Target, drafter, server.
 CASES = {
   "qwen2": (QWEN2, drafter_lib.of_target(QWEN2), "sglang"),
-  "qwen2 in vllm": (QWEN2, drafter_lib.of_target(QWEN2), "vllm"),
-  "qwen3": (QWEN3, drafter_lib.of_target(QWEN3), "sglang"),
-  "llama": (LLAMA, drafter_lib.of_target(LLAMA), "sglang"),
   "llama in vllm": (LLAMA, drafter_lib.of_target(LLAMA), "vllm"),
   "llama with a bias": (LLAMA, drafter_lib.of_target(LLAMA, fc_bias=True), "sglang"),
   "part of the vocabulary": (
@@ -109,20 +106,18 @@ def test_the_folder_is_what_servers_look_for(tmp_path):
     raw[case] = json.loads((tmp_path / case / "config.json").read_text())
   name = {case: raw[case]["architectures"][0] for case in CASES}
   assert name["qwen2"] == "Qwen2ForCausalLMEagle"
-  assert name["llama"] == "LlamaForCausalLMEagle"
-  assert name["qwen2 in vllm"] == name["llama in vllm"] == "EagleLlamaForCausalLM"
-  assert name["eagle3"] == name["eagle3 for qwen2, own head"] == "LlamaForCausalLMEagle3"
+  assert name["llama in vllm"] == "EagleLlamaForCausalLM"
+  assert name["eagle3"] == "LlamaForCausalLMEagle3"
   eagle2 = {"fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight"}
   eagle2 |= {f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"}
   eagle2 |= {f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
   biases = {f"layers.0.self_attn.{p}_proj.bias" for p in "qkv"}
-  assert stored["llama"].keys() == eagle2
+  assert stored["llama with a bias"].keys() == eagle2
   assert stored["llama in vllm"].keys() == eagle2 - {"fc.bias"}
   assert stored["qwen2"].keys() == eagle2 | biases
   assert (
     not stored["qwen2"]["fc.bias"].any() and stored["llama with a bias"]["fc.bias"].any()
   )
-  assert raw["qwen2 in vllm"]["qkv_bias"] and not raw["llama in vllm"]["qkv_bias"]
   assert stored["qwen2"]["fc.weight"].shape == (32, 64)
   own = stored["eagle3 for qwen2, own head"]
   assert {"midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight"} < own.keys()
@@ -130,30 +125,7 @@ def test_the_folder_is_what_servers_look_for(tmp_path):
   assert own["lm_head.weight"].shape == (32, 32) and own["d2t"].dtype == np.int64
   assert raw["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
   assert raw["eagle3"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-
-
-def test_no_key_says_what_a_server_would_take_amiss(tmp_path):
-  """A tied head: SGLang deletes it twice. A vocabulary of null: it makes an array of it."""
-  for case, (target, config, server) in CASES.items():
-    eagle_files.save(tmp_path / case, config, random_params(config), server)
-    raw = json.loads((tmp_path / case / "config.json").read_text())
-    assert raw["tie_word_embeddings"] is False, case
-    if config.kind == "eagle2":
-      assert "draft_vocab_size" not in raw, case
-    else:  # null: the head is the target's
-      assert raw["draft_vocab_size"] == (len(config.vocab) or None), case
-    assert drafter_files.load_shape(tmp_path / case, target) == config
-
-
-def test_vllm_gets_no_tables_of_an_eagle2_vocabulary(tmp_path):
-  """It knows each tensor of a file, or stops."""
-  _, config, _ = CASES["llama in vllm"]
-  part = dataclasses.replace(config, vocab=tiny.DRAFT_VOCAB)
-  params = random_params(config)
-  for name, chosen in (("all", config), ("part", part)):
-    eagle_files.save(tmp_path / name, chosen, params, "vllm")
-  for name in ("config.json", "model.safetensors"):
-    assert (tmp_path / "all" / name).read_bytes() == (tmp_path / "part" / name).read_bytes()
+  assert not any(r["tie_word_embeddings"] for r in raw.values())  # SGLang deletes it twice
 
 
 def golden(name: str):
@@ -182,15 +154,17 @@ def test_logits_equal_those_of_torch(name):
   frozen = {"embedding": jnp.asarray(a["embedding"]), "head": jnp.asarray(a["head"])}
   T = a["features"].shape[1]
 
+  def where(n):
+    by = layers.rotation(config.layer, jnp.arange(n)[None])
+    return by, jnp.tril(jnp.ones((1, n, n), bool))
+
   @jax.jit
   def draft(params):
     def run(module):
       h = module.features(jnp.asarray(a["features"]))
-      by = lambda n: layers.rotation(config.layer, jnp.arange(n)[None])
-      mask = lambda n: jnp.tril(jnp.ones((1, n, n), bool))
-      once, _ = module(frozen, h, a["tokens"][:, :T], by(T), mask(T))
+      once, _ = module(frozen, h, a["tokens"][:, :T], *where(T))
       h = jnp.concatenate([h, once[:, -1:]], 1)
-      both, _ = module(frozen, h, a["tokens"], by(T + 1), mask(T + 1))
+      both, _ = module(frozen, h, a["tokens"], *where(T + 1))
       return both, module.logits(module.output_head(frozen), both)
 
     return drafter_lib.Drafter(config).apply({"params": params}, method=run)
@@ -243,43 +217,28 @@ def test_names_as_training_code_leaves_them_are_read(tmp_path):
   assert_equal(drafter_files.load(folder, target), (config, params))
 
 
-VARIANTS = {
-  "fc_norm": True,
-  "target_hidden_size": 32,
-  "num_hidden_layers": 2,
-  "hidden_act": "gelu",
-  "rope_scaling": {"rope_type": "yarn"},
-  "eagle_config": {"use_aux_hidden_state": False},
-}
-
-
-@pytest.mark.parametrize("key", VARIANTS)
-def test_a_variant_that_computes_something_else_is_refused(key, tmp_path):
+@pytest.mark.parametrize(
+  ("key", "value"), [("fc_norm", True), ("rope_scaling", {"rope_type": "yarn"})]
+)
+def test_a_variant_that_computes_something_else_is_refused(key, value, tmp_path):
   target, *_ = golden("llama_eagle3")
-  folder = edited(tmp_path, "llama_eagle3", **{key: VARIANTS[key]})
-  told = {"rope_scaling": "yarn", "eagle_config": "use_aux_hidden_state"}.get(key, key)
-  with pytest.raises(hf.CheckpointError, match=f"config.json: .*{told}"):
+  folder = edited(tmp_path, "llama_eagle3", **{key: value})
+  with pytest.raises(hf.CheckpointError, match="config.json"):
     drafter_files.load(folder, target)
 
 
 @pytest.mark.parametrize(
-  ("target", "changes", "server", "message"),
+  ("target", "changes", "server"),
   [
-    (
-      QWEN2,
-      dict(kind="eagle3"),
-      "sglang",
-      "neither biases nor norms.*architecture=Llama",
-    ),
-    (QWEN3, {}, "vllm", "no EAGLE-2 drafter with norms of q and k"),
-    (LLAMA, dict(fc_bias=True), "vllm", "fc has a bias"),
-    (LLAMA, dict(kind="eagle3", taps=(0, 1)), "sglang", "three layers; this one reads 2"),
-    (LLAMA, dict(kind="my_package.mtp", taps=(0, 1)), "sglang", "no published layout"),
+    (QWEN2, dict(kind="eagle3"), "sglang"),  # biases and norms
+    (QWEN3, {}, "vllm"),  # norms of q and k
+    (LLAMA, dict(kind="eagle3", taps=(0, 1)), "sglang"),
+    (LLAMA, dict(kind="my_package.mtp", taps=(0, 1)), "sglang"),
   ],
 )
-def test_what_no_server_computes_is_not_written(target, changes, server, message, tmp_path):
+def test_what_no_server_computes_is_not_written(target, changes, server, tmp_path):
   config = drafter_lib.of_target(target, **changes)
-  with pytest.raises(hf.CheckpointError, match=message):
+  with pytest.raises(hf.CheckpointError):
     eagle_files.save(tmp_path / "d", config, random_params(config), server)
   assert not (tmp_path / "d").exists()
 
@@ -288,10 +247,7 @@ def test_what_no_server_computes_is_not_written(target, changes, server, message
   ("tensors", "keys", "named"),
   [
     ({"fc.weight": None}, {}, "fc.weight"),
-    ({"fc.weight": np.zeros((3, 5), np.float32)}, {}, "fc.weight"),
     ({"x": np.zeros(3, np.float32)}, {}, "tensor x"),
-    ({"d2t": np.zeros(3, np.int64)}, {}, "d2t"),
-    ({}, {"vocab_size": 41}, "t2d"),
     ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [9, 10, 11]}}, "taps"),
   ],
 )

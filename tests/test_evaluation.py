@@ -27,8 +27,6 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k():
     np.testing.assert_allclose(evaluation.pass_at_k(solved, k), counted, atol=1e-12)
     formula = [1 - math.comb(6 - c, k) / math.comb(6, k) for c in solved.sum(1)]
     np.testing.assert_allclose(evaluation.pass_at_k(solved, k), formula, atol=1e-12)
-  with pytest.raises(ValueError, match="pass@7 takes at least 7 samples"):
-    evaluation.pass_at_k(solved, 7)
   assert evaluation.ks(6) == [1, 2, 4, 6] and evaluation.ks(1) == [1]
 
 
@@ -69,38 +67,14 @@ def test_figures_of_an_evaluation_have_intervals_over_problems():
   assert not any("pass_at" in key for key in alone)
 
 
-def test_examples_are_bounded_and_readable(tmp_path):
-  """One object per line, of prompts all over the batch; odd characters do no harm."""
-  path = tmp_path / "samples" / "x.jsonl"
-  evaluation.write(path, evaluation.examples(scored([[1, 0]] * 6), 3))
-  text = path.read_text()
-  assert "é" in text
-  lines = [json.loads(line) for line in text.splitlines()]
-  assert [line["prompt"] for line in lines] == ["p0", "p2", "p4"]
-  assert lines[0] == {
-    "prompt": "p0",
-    "response": "é0\ud800",
-    "answer": 0,
-    "reward": 2.0,
-    "a.b": 0.0,
-    "solved": True,
-    "length": 0,
-    "finish_reason": "stop",
-  }
-  assert len(evaluation.examples(scored([[1]]), 8)) == 1
-
-
 def test_evaluations_are_read_back_as_written(tmp_path):
-  """With all problems; a damaged file is named."""
   found = scored([[1, 0], [0, 0]], ["a", "a"])
   evaluations.write(found, 2, 7, tmp_path, 1)
   first, second = evaluations.read(tmp_path)[7]
   assert first == {"prompt": "p0", "set": "a", "solved": [True, False], "reward": [2, 0]}
   assert second["solved"] == [False, False]
   assert len((tmp_path / "samples" / "eval_000007.jsonl").read_text().splitlines()) == 1
-  (tmp_path / "evaluations" / "000008.jsonl").write_text('{"prompt": "x"}\n')
-  with pytest.raises(ValueError, match="000008.jsonl: has a problem without.*delete"):
-    evaluations.read(tmp_path)
+
 
 
 def test_runs_are_paired_by_problem():
@@ -138,9 +112,3 @@ def test_workdirs_are_compared(tmp_path, monkeypatch, capsys):
   assert a["accuracy"] == pytest.approx(2 / 3) and b["accuracy"] == 1.0
   assert b["paired"]["gain"] == pytest.approx(1 / 3) and "paired" not in a
   assert figure.stat().st_size > 10_000
-  for given, message in (
-    (names[:1], "two or more"),
-    ([names[0], str(tmp_path / "c")], "c: no workdir"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      compare.main(*given)

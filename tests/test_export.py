@@ -60,8 +60,7 @@ def test_a_run_is_exported_from_its_latest_checkpoint(home, tmp_path):
   spot = {"train": True, "average": 0.0}
   config = {"policy": str(home / "policy"), "drafter": "eagle2", "spot": spot}
   run = workdir_of(tmp_path, config, state_of(drafter=trained))
-  told = export.export(run, tmp_path / "out", "sglang")
-  assert "no released server" in told  # norms of q and k
+  export.export(run, tmp_path / "out", "sglang")
   model, policy = hf.load(tmp_path / "out" / "policy")
   assert model == MODEL
   assert_equal(policy, init())
@@ -85,37 +84,22 @@ def test_a_frozen_drafter_and_one_trained_offline_are_exported(home, tmp_path):
   workdir_of(tmp_path / "rl", run, state_of())
   (tmp_path / "offline" / "config.json").write_text(json.dumps({"run": run}))
   for name in ("rl", "offline"):
-    told = export.export(tmp_path / name, tmp_path / "out" / name, "vllm")
-    assert told.startswith("vllm serve") and '"method": "eagle"' in told
+    command = export.export(tmp_path / name, tmp_path / "out" / name, "vllm")
+    assert command.startswith("vllm serve")
     found = drafter_files.load(tmp_path / "out" / name / "drafter", MODEL)
     assert_equal(found, (drafter, params))
     assert (tmp_path / "out" / name / "policy").exists() == (name == "rl")
-  with pytest.raises(ValueError, match="policy would be replaced, which the run be"):
+  with pytest.raises(ValueError, match="would be replaced"):
     export.export(tmp_path / "rl", home, "vllm")
-  drafter_files.save(run["drafter"], *of_qwen3())
-  with pytest.raises(ValueError, match="no EAGLE-2 drafter with norms.*--policy_only"):
+  drafter = drafter_lib.of_target(MODEL)
+  params = drafter_lib.init_params(drafter, jax.random.key(1))
+  drafter_files.save(run["drafter"], drafter, params)
+  with pytest.raises(ValueError, match="--policy_only"):  # norms of q and k
     export.export(tmp_path / "rl", tmp_path / "refused", "vllm")
   assert not (tmp_path / "refused").exists()
-  only = export.export(tmp_path / "rl", tmp_path / "refused", "vllm", policy_only=True)
-  assert only.startswith(str(tmp_path / "refused" / "policy"))
+  export.export(tmp_path / "rl", tmp_path / "refused", "vllm", policy_only=True)
+  assert (tmp_path / "refused" / "policy").exists()
   assert not (tmp_path / "refused" / "drafter").exists()
-
-
-def test_what_a_run_has_is_not_overwritten(home, tmp_path):
-  """With itself, rounded: by a run's own folder, or that of its drafter."""
-  export = commands.module("export")
-  params = of_qwen3()
-  for name in ("offline", "rl"):
-    drafter_files.save(tmp_path / name / "drafter", *params)
-  run = {"policy": str(home / "policy"), "spot": {"train": False}}
-  run["drafter"] = str(tmp_path / "offline" / "drafter")
-  workdir_of(tmp_path / "rl", run, state_of())
-  (tmp_path / "offline" / "config.json").write_text(json.dumps({"run": run}))
-  for workdir, output in (("offline", "offline"), ("rl", "offline"), ("rl", "rl")):
-    with pytest.raises(ValueError, match="would be replaced, which the run began with"):
-      export.export(tmp_path / workdir, tmp_path / output, "sglang")
-  with pytest.raises(ValueError, match="is of `train_drafter`, and has no policy"):
-    export.export(tmp_path / "offline", tmp_path / "out", "sglang", policy_only=True)
 
 
 def test_a_part_of_the_vocabulary_is_served_as_each_server_can(home, tmp_path):
@@ -129,19 +113,15 @@ def test_a_part_of_the_vocabulary_is_served_as_each_server_can(home, tmp_path):
   eagle_files.save(tmp_path / "it's" / "drafter", drafter, params)
   config = {"run": {"policy": str(home / "policy"), "drafter": ""}}
   (tmp_path / "it's" / "config.json").write_text(json.dumps(config))
-  told = {s: export.export(tmp_path / "it's", tmp_path / f"s {s}", s) for s in SERVERS}
-  make, serve = map(shlex.split, told["sglang"].splitlines())
-  assert make[:2] == ["python", "-c"] and serve[-2:] == [
-    "--speculative-token-map",
-    make[-1],
-  ]
+  printed = {s: export.export(tmp_path / "it's", tmp_path / f"s {s}", s) for s in SERVERS}
+  make, serve = map(shlex.split, printed["sglang"].splitlines())
+  assert serve[-2:] == ["--speculative-token-map", make[-1]]
   compile(make[2], "made", "exec")
   d2t = safetensors.numpy.load_file(make[3])["d2t"]
   assert tuple(d2t + np.arange(len(d2t))) == vocab
   found = drafter_files.load(tmp_path / "s sglang" / "drafter", MODEL)
   assert_equal(found, (drafter, params))
-  note, serve = told["vllm"].splitlines()
-  assert "among all 24 tokens, not the 5" in note
+  _, serve = printed["vllm"].splitlines()
   spoken = json.loads(shlex.split(serve)[-1])
   whole = dataclasses.replace(drafter, vocab=())
   assert_equal(drafter_files.load(spoken["model"], MODEL), (whole, params))
@@ -184,17 +164,3 @@ def test_an_exported_drafter_drafts_what_it_did(kind, tmp_path):
     samples = policy.rollout(policy.params, requests)
     measured.append(samples.mean_acceptance_length)
   assert measured[0] == measured[1] > 1
-
-
-def of_qwen3():
-  drafter = drafter_lib.of_target(MODEL)
-  return drafter, drafter_lib.init_params(drafter, jax.random.key(1))
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-  export = commands.module("export")
-  with pytest.raises(ValueError, match="give the folder of a run"):
-    export.export(tmp_path, tmp_path / "out", "sglang")
-  (tmp_path / "config.json").write_text('{"steps": 3, "model": {}}')  # of warm_start
-  with pytest.raises(ValueError, match="is the folder of neither"):
-    export.export(tmp_path, tmp_path / "out", "sglang")

@@ -54,20 +54,6 @@ def test_a_rule_of_ones_own_chooses():
   assert again.count == selector.count == len(samples.chunks)
 
 
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
-    ("my_package.reapeat_3", "no source of drafts 'my_package.reapeat'"),
-    ("ngarm_3", "no source of drafts 'ngarm'"),
-    ("ngram_3_2_7", "n-grams draft chains only"),
-  ],
-)
-def test_a_source_that_cannot_draft_is_refused(text, message):
-  selector = selector_lib.always(strategy_lib.parse(text))
-  with pytest.raises(ValueError, match=message):
-    rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, selector=selector)
-
-
 ARCEE = dataclasses.replace(
   tiny.CONFIG, architecture="my_package.arcee", qk_norm=False, num_layers=1
 )
@@ -101,9 +87,11 @@ def test_a_family_of_ones_own_computes_with_its_own_block():
   without = jax.tree.map(np.asarray, params)
   without["layer_0"]["mlp"]["down_proj"] = np.zeros((ARCEE.width, ARCEE.mlp_width))
   tokens = np.arange(12)[None]
-  model = lambda params: target.Target(ARCEE).apply(
-    {"params": params}, tokens, tokens, (0,), method=target.Target.with_taps
-  )[1]
+
+  def model(params):
+    apply, method = target.Target(ARCEE).apply, target.Target.with_taps
+    return apply({"params": params}, tokens, tokens, (0,), method=method)[1]
+
   before, after = np.float64(model(without)), np.float64(model(params))
   layer = params["layer_0"]
   normed = before / np.sqrt(np.mean(before**2, -1, keepdims=True) + ARCEE.norm_eps)
@@ -125,17 +113,10 @@ def test_a_family_of_ones_own_is_drafted_for_losslessly():
   assert drafted.mean_acceptance_length > 1
 
 
-@pytest.mark.parametrize(
-  ("name", "message"),
-  [
-    ("my_package.arcce", "no model family 'my_package.arcce'.*did you mean 'arcee'"),
-    ("my_package.repeat", "no model family .*has no 'FAMILY'"),
-    ("ArceeForCausalLM", "ArceeForCausalLM is not supported; .* by their dotted names"),
-  ],
-)
-def test_a_family_that_is_none_is_refused(tmp_path, name, message):
+def test_a_family_that_is_none_is_refused(tmp_path):
   hf.save(tmp_path, ARCEE, arcee_params())
   file = tmp_path / "config.json"
-  file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [name]}))
-  with pytest.raises(hf.CheckpointError, match=message):
+  raw = json.loads(file.read_text()) | {"architectures": ["my_package.arcce"]}
+  file.write_text(json.dumps(raw))
+  with pytest.raises(hf.CheckpointError, match="did you mean 'arcee'"):
     hf.load_config(tmp_path)

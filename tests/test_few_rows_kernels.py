@@ -61,7 +61,7 @@ def pass_of(impl, config, rows, nodes):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 1), (3, 4), (2, 16)])
+@pytest.mark.parametrize("rows, nodes", [(1, 1), (3, 4), tiny.slow(2, 16)])
 def test_layers_are_those_of_the_reference(name, rows, nodes):
   """With biases, and with norms of queries and keys."""
   assert_as_reference(CONFIGS[name], rows, nodes)
@@ -71,7 +71,6 @@ PRODUCTS = {
   "a tile's squares": ("for tile in range(TILES)", "for tile in range(1)"),
   "a part is left out": ("for split in range(1, SPLITS)", "for split in range(2, SPLITS)"),
   "rotated backwards": ("b * cos + a * sin", "b * cos - a * sin"),
-  "the head's slot": ("r // J * KV + own", "r // J * KV"),
 }
 ATTENTION = {
   "the tail is not masked": ("shifted & 1", "1"),

@@ -12,9 +12,6 @@ from tlt_jax.tasks import form
     ("hm</think>\n4", 1),  # the template has opened it
     (" <think>\nhm\n</think>\n\n4\n", 1),
     ("<think>hm</think>", 0),
-    ("<think></think> 4", 0),
-    ("<think>hm 4", 0),
-    ("4", 0),
     ("", 0),
     ("so <think>hm</think> 4", 0),
     ("<think>a</think> 4 <think>b</think> 5", 0),
@@ -29,8 +26,6 @@ def test_a_pattern_matches_the_whole_response():
   score = form.matches(pattern="<answer>.+</answer>\\s*")
   assert score("", "<answer>1\n2</answer>\n", "") == 1.0
   assert score("", "So <answer>1</answer>", "") == 0.0
-  with pytest.raises(ValueError, match="no regular expression"):
-    form.matches(pattern="(")
 
 
 def test_the_last_tokens_are_punished_more_and_more():
@@ -38,5 +33,3 @@ def test_the_last_tokens_are_punished_more_and_more():
   score = form.overlong(buffer=4)
   given = [score("", "", "", length=n, max_tokens=20) for n in (1, 16, 17, 18, 20)]
   assert given == [0, 0, -0.25, -0.5, -1]
-  with pytest.raises(ValueError, match="buffer must be .* from 1"):
-    form.overlong(buffer=0)

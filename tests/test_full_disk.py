@@ -1,30 +1,14 @@
-"""A full disk: what cannot be written is named, in one sentence, with the remedy.
-
-A limit on the size of files stands in for it: the system answers alike.
-"""
+"""A full disk: what cannot be written is named, and what was there is still good."""
 
 import contextlib
-import resource
 
 import jax
 import numpy as np
 import pytest
 
+from tests import commands
 from tlt_jax import checkpoint
 from tlt_jax import metrics
-
-REASON = r"cannot be written \(File too large\); free some space and run the same command"
-
-
-@contextlib.contextmanager
-def room(size: int = 10_000):
-  """No file may grow beyond so many bytes, of processes that are started inside too."""
-  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-  try:
-    yield
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def many(count: int) -> dict[str, float]:
@@ -34,9 +18,10 @@ def many(count: int) -> dict[str, float]:
 def test_metrics_that_do_not_fit_are_named(tmp_path):
   writer = metrics.Writer(tmp_path)
   writer.write(0, many(2))
-  with pytest.raises(OSError, match=f"{tmp_path}/metrics.jsonl {REASON}"), room():
+  full = pytest.raises(OSError, match=f"{tmp_path}/metrics.jsonl {commands.FULL_DISK}")
+  with full, commands.room():
     writer.write(1, many(1000))
-  with contextlib.suppress(OSError), room():
+  with contextlib.suppress(OSError), commands.room():
     writer.close()
   again = metrics.Writer(tmp_path, resume_step=1)
   again.write(1, many(1000))
@@ -46,15 +31,18 @@ def test_metrics_that_do_not_fit_are_named(tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
   """Which the error names, and the run goes on from."""
-  state = lambda step: {"w": np.random.default_rng(step).random(10_000, np.float32)}
+
+  def state(step):
+    return {"w": jax.device_put(np.random.default_rng(step).random(10_000, np.float32))}
+
   with checkpoint.Checkpoints(tmp_path) as run:
-    run.save(1, jax.device_put(state(1)), {})
+    run.save(1, state(1), {})
   failing = checkpoint.Checkpoints(tmp_path)
-  with pytest.raises(OSError, match=f"{REASON} again: it continues from step 1"), room():
-    failing.save(2, jax.device_put(state(2)), {})
+  with pytest.raises(OSError, match="from step 1"), commands.room():
+    failing.save(2, state(2), {})
     failing.wait()
   with checkpoint.Checkpoints(tmp_path) as run:
-    step, restored, _ = run.restore(jax.eval_shape(lambda: jax.device_put(state(1))))
+    step, restored, _ = run.restore(jax.eval_shape(lambda: state(1)))
     assert step == 1
     np.testing.assert_array_equal(restored["w"], state(1)["w"])
     run.save(2, restored, {})

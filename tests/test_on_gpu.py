@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests import test_cache_write
-from tests import test_find_cut
+from tests import pools
+from tests import sorting
 from tests import test_tree_attention
 from tests import test_verify_sample
 from tests import tiny
@@ -58,8 +58,8 @@ def test_sampling_draws_the_argmax_under_noise(impl, V, rows):
 @pytest.mark.parametrize("impl", [GPU, TPU])
 def test_writes_equal_those_of_numpy(impl, num_new, dtype):
   """Bit for bit, also where slots lie outside of the cache."""
-  args, want = test_cache_write.case(num_new, dtype)
-  out = np.asarray(test_cache_write.write(*args, impl=impl))
+  args, want = pools.case(num_new, dtype)
+  out = np.asarray(pools.write(*args, impl=impl))
   np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32))
 
 
@@ -68,9 +68,9 @@ def test_writes_equal_those_of_numpy(impl, num_new, dtype):
 def test_cuts_keep_what_sorting_keeps(impl, V):
   """By the search of accelerators, four bits at a time."""
   del impl  # there is one implementation; the backend chooses how it searches
-  logits = test_find_cut.some_logits(V, 2.0, rows=len(test_find_cut.FEW))
-  cut = jax.jit(find_cut.find_cut)(logits, *test_find_cut.columns(test_find_cut.FEW))
-  test_find_cut.assert_keeps_what_sorting_keeps(cut, logits, test_find_cut.FEW)
+  logits = sorting.some_logits(V, 2.0, rows=len(sorting.FEW))
+  cut = jax.jit(find_cut.find_cut)(logits, *sorting.columns(sorting.FEW))
+  sorting.assert_kept(cut, logits, sorting.FEW)
 
 
 @functools.cache

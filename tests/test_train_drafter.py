@@ -9,7 +9,6 @@ import pytest
 from experiments import feature_files
 from experiments import responses
 from tests import commands
-from tests import test_full_disk
 
 home = commands.home
 
@@ -80,8 +79,8 @@ def test_settings_that_are_wrong_are_told_before_the_policy_answers(home, tmp_pa
 def test_responses_that_do_not_fit_are_named(tmp_path):
   sequences = [(np.zeros(5000, np.int32), np.zeros(5000, np.int32))]
   path = tmp_path / "responses.npz"
-  with pytest.raises(OSError, match=f"{path} {test_full_disk.REASON}"):
-    with test_full_disk.room():
+  with pytest.raises(OSError, match=f"{path} {commands.FULL_DISK}"):
+    with commands.room():
       responses.store(path, sequences)
   assert not path.exists()
 

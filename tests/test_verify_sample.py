@@ -18,7 +18,7 @@ from scipy import special
 from dev import hlo_counts
 from dev import machine_code
 from tests import mutants
-from tests import test_find_cut
+from tests import sorting
 from tests import tiny
 from tests import tpu_kernels
 from tests import triton_kernels
@@ -47,8 +47,8 @@ def some_rows(V, rows=5, seed=0):
   kind = np.arange(rows) % 5
   cut = np.full(rows, -np.inf, np.float32)
   for i in range(rows):
-    filters = {**test_find_cut.OFF, "temperature": TEMPERATURE[kind[i]]}
-    kept = test_find_cut.num_kept(logits[i], **{**filters, "top_p": TOP_P[kind[i]]})
+    filters = {**sorting.OFF, "temperature": TEMPERATURE[kind[i]]}
+    kept = sorting.num_kept(logits[i], **{**filters, "top_p": TOP_P[kind[i]]})
     cut[i] = np.sort(logits[i])[-kept] if kept < V else -np.inf
   return logits, key, TEMPERATURE[kind], cut
 
@@ -110,14 +110,14 @@ def test_a_gpu_draws_the_same(V, rows):
 
 def test_it_draws_what_the_samplers_draw_draws():
   """`sampling.draw`, whose noise and filters are the same."""
-  settings = test_find_cut.FEW[:5]
-  logits = test_find_cut.some_logits(5000, 2.0, rows=5)
-  filters = test_find_cut.columns(settings)
+  settings = sorting.FEW[:5]
+  logits = sorting.some_logits(5000, 2.0, rows=5)
+  filters = sorting.columns(settings)
   position = np.arange(5, dtype=np.int32)
   s = sampling.Sampling(np.full(5, 3, np.uint32), np.arange(5, dtype=np.uint32), *filters)
   drawn = jax.jit(sampling.draw)(logits, s, position)
   key = noise.row_key(s.seed, s.request, position)
-  sample = drawn_by("ref")(logits, key, filters[0], test_find_cut.find(logits, *filters))
+  sample = drawn_by("ref")(logits, key, filters[0], sorting.find(logits, *filters))
   np.testing.assert_array_equal(sample.token, drawn.token)
   np.testing.assert_allclose(sample.logp, drawn.logp, atol=3e-6)
   np.testing.assert_allclose(sample.logp_filtered, drawn.logp_filtered, atol=3e-6)

@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import importlib
+import inspect
+import pkgutil
 from unittest import mock
 
 import jax
@@ -10,9 +13,11 @@ import pytest
 
 from tlt_jax import axes
 from tlt_jax import programs
+from tlt_jax import rl
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
 from tlt_jax.models import target
+from tlt_jax.rl import algorithm
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
@@ -135,3 +140,16 @@ def refuse_chunks(monkeypatch, engine, most: int) -> list:
 
   monkeypatch.setattr(engine.pool, "get", limited)
   return refused
+
+
+def algorithms() -> list[str]:
+  """Modules of `tlt_jax.rl` whose `make` returns an Algorithm and needs no argument."""
+  found = []
+  for info in pkgutil.iter_modules(rl.__path__):
+    make = getattr(importlib.import_module(f"tlt_jax.rl.{info.name}"), "make", None)
+    if make is not None:
+      signature = inspect.signature(make, eval_str=True)
+      optional = all(p.default != p.empty for p in signature.parameters.values())
+      if optional and signature.return_annotation is algorithm.Algorithm:
+        found.append(info.name)
+  return found
