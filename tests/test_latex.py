@@ -43,11 +43,6 @@ def test_the_final_answer_is_boxed_or_stands_on_the_last_line(response, answer, 
   assert latex.score("", response, answer) == right
 
 
-def test_no_gold_answer_is_an_error():
-  with pytest.raises(ValueError, match="gold answer .* is empty"):
-    latex.score("", "3", r"so it is \boxed{}")
-
-
 HOSTILE = [
   r"\boxed{" + "x+" * 50_000 + "x}",
   "9" * 100_000,

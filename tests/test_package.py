@@ -64,7 +64,10 @@ def test_a_wheel_can_be_built_of_the_packed_sources(built, tmp_path):
 def test_a_wheel_has_all_code_and_what_commands_read(built):
   """No tests, no figures, no records; `experiments` only inside of tlt_jax."""
   files = files_of(built)
-  source = lambda top: [p.relative_to(ROOT / top) for p in (ROOT / top).rglob("*.py")]
+
+  def source(top):
+    return [p.relative_to(ROOT / top) for p in (ROOT / top).rglob("*.py")]
+
   expected = {f"tlt_jax/{path}" for path in source("tlt_jax")}
   kept = [path for path in source("experiments") if path.parts[0] not in LEFT_OUT]
   expected |= {f"tlt_jax/bundled/experiments/{path}" for path in kept}
@@ -95,13 +98,16 @@ def test_other_packages_of_that_name_are_not_in_the_way(built, tmp_path):
 
 def test_every_command_can_be_named_outside_of_the_checkout(built, tmp_path):
   """With the first line of its docstring, and importing none of them."""
-  run = lambda *args: subprocess.run(
+
+  def run(*args):
+    return subprocess.run(
     [sys.executable, "-m", "tlt_jax.command_line", *args],
     cwd=tmp_path,
     env=os.environ | {"PYTHONPATH": str(built)},
     capture_output=True,
     text=True,
   )
+
   told = run().stdout
   for line in (
     r"  train +Trains a policy by reinforcement learning, straight down\.",

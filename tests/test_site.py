@@ -63,7 +63,10 @@ def test_every_document_is_in_the_navigation():
 
 def test_links_to_what_is_no_page_become_text(hooks):
   """And links between files become links between pages."""
-  mended = lambda text, folder: hooks.mended(text, commands.ROOT / folder)
+
+  def mended(text, folder):
+    return hooks.mended(text, commands.ROOT / folder)
+
   assert mended("[a](docs/design.md#x) [b](CITATION.cff)", "") == "[a](design.md#x) b"
   assert mended("[a](../README.md#cite)", "docs") == "[a](index.md#cite)"
   assert mended("[a](https://example.org) [b](#x)", "docs").endswith("org) [b](#x)")

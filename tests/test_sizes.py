@@ -55,14 +55,6 @@ def test_a_size_that_is_given_stays_and_others_follow_it(caplog):
   assert line.startswith("sizes: buckets 6 3, ") and "slots" not in line
 
 
-def test_a_prompt_that_leaves_no_room_in_the_context_is_named():
-  asked = sizes.Asked(longest=8000, prompts=8, responses=4)
-  with pytest.raises(
-    ValueError, match="prompt of 8000 .* leaves 192 .* 8192 .* 256; allow"
-  ):
-    fit(asked)
-
-
 def test_a_learner_packs_sequences_of_any_length():
   for longest, buckets in ((192, ((2, 512),)), (800, ((2, 896),))):
     made = sizes.fit_learner(config_lib.Learner(), longest, CPU)

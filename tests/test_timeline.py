@@ -70,7 +70,10 @@ def test_spans_have_no_gap():
 @pytest.mark.parametrize("slices", [1, 2, 64])
 def test_the_figure_has_a_line_per_slice(slices):
   """And a legend of what the slices did."""
-  wide = lambda c: {k: v[-1:] * slices if isinstance(v, list) else v for k, v in c.items()}
+
+  def wide(c):
+    return {k: v[-1:] * slices if isinstance(v, list) else v for k, v in c.items()}
+
   fig = plot.plot_timeline({**ROLLOUT, "chunks": [wide(c) for c in ROLLOUT["chunks"]]})
   assert len(fig.axes[0].lines) == slices
   labels = {text.get_text() for text in fig.legends[0].get_texts()}

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import feature_files
-from experiments import responses
 from tests import commands
-from tests import test_full_disk
 
 home = commands.home
 
@@ -77,15 +75,6 @@ def test_settings_that_are_wrong_are_told_before_the_policy_answers(home, tmp_pa
   assert told[len(CASES) :] == [["the policy answers", True]] * 2
 
 
-def test_responses_that_do_not_fit_are_named(tmp_path):
-  sequences = [(np.zeros(5000, np.int32), np.zeros(5000, np.int32))]
-  path = tmp_path / "responses.npz"
-  with pytest.raises(OSError, match=f"{path} {test_full_disk.REASON}"):
-    with test_full_disk.room():
-      responses.store(path, sequences)
-  assert not path.exists()
-
-
 SIZES = np.random.default_rng(0).integers(2, 9, (35, 2))
 SEQUENCES = [(np.arange(p), np.arange(r)) for p, r in SIZES]
 
@@ -128,10 +117,3 @@ def test_files_of_features_that_are_damaged_are_named(tmp_path):
   for i, path in ((0, first), (34, third)):
     with pytest.raises(ValueError, match=f"{path} .*delete it, and its features are"):
       found[i]
-
-
-def test_features_that_do_not_fit_the_disk_are_refused(tmp_path, monkeypatch):
-  full = types.SimpleNamespace(free=100)
-  monkeypatch.setattr(feature_files.shutil, "disk_usage", lambda path: full)
-  with pytest.raises(OSError, match="of disk for the target's features of .* tokens, and"):
-    feature_files.compute(tmp_path / "features", Learner(), 1, SEQUENCES)

@@ -25,7 +25,10 @@ def test_it_gets_what_tensorboard_gets_and_goes_on_in_the_same_run(tmp_path, mon
     log=lambda scalars, step: calls.append((step, scalars)),
     finish=lambda: calls.append("finish"),
   )
-  init = lambda **given: calls.append(given) or run
+
+  def init(**given):
+    return calls.append(given) or run
+
   errors = types.SimpleNamespace(Error=RuntimeError)
   monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, errors=errors))
   for step in (0, 1):

@@ -54,9 +54,12 @@ def test_a_folder_is_one_jobs_until_that_ends(tmp_path):
     f"workdirs.lock(workdirs.pathlib.Path({str(folder)!r}))\n"
     "print('mine', flush=True)\n"
   )
-  run = lambda: subprocess.run(
+
+  def run():
+    return subprocess.run(
     [sys.executable, "-c", ask], cwd=commands.ROOT, capture_output=True, text=True
   )
+
   refused = run().stderr.splitlines()[-1]
   assert f"{folder} is in use by process {os.getpid()} on {socket.gethostname()}" in refused
   assert "take another --workdir" in refused
@@ -89,14 +92,6 @@ def test_other_settings_are_refused_and_change_nothing(tmp_path, changes, messag
   with pytest.raises(workdirs.WorkdirError, match=message):
     workdirs.open(str(folder), config(changes), fork="")
   assert contents(tmp_path) == before
-
-
-def test_only_commands_that_can_fork_offer_it(tmp_path):
-  folder = made(tmp_path / "run", 2)
-  for fork, offered in ((None, False), ("", True)):
-    with pytest.raises(workdirs.WorkdirError) as e:
-      workdirs.open(str(folder), config({"seed": 1}), fork=fork)
-    assert ("--fork" in str(e.value)) == offered
 
 
 def test_a_run_may_be_longer_and_be_saved_and_evaluated_otherwise(tmp_path):
