@@ -145,12 +145,3 @@ def test_rows_are_filled_with_what_fits():
   ]
   assert rows == [[3, 1], [5, 2, 0], [4], [], [], []]
   assert packed.count == 3
-
-
-def test_a_micro_batch_is_one_of_the_stack():
-  prompts, responses = sequences([(3, 5)] * 5)
-  packed = packing.pack(prompts, responses, BUCKETS)[0]
-  assert packed.count == 2
-  second = packed.micro_batch(1)
-  for name in ("tokens", "targets", "positions", "segments", "sequence_idx", "mask"):
-    np.testing.assert_array_equal(getattr(second, name), getattr(packed, name)[1])

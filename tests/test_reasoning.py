@@ -42,12 +42,10 @@ def record(question: str, answer: str) -> dict:
     ("The answer is 1,205.", True),
     ("First 1200, then 5 more: 1200 + 5 = 1205.0", True),
     ("So \\boxed{1205}, which is more than 1000.", True),
-    ("#### 1205\n", True),
     ("It is 1205. No, it is 1206.", False),
     ("\\boxed{}", False),
     ("11205", False),  # reasoning-gym gives a part for an answer that contains the right
     ("", False),
-    ("I do not know", False),
   ],
 )
 def test_the_answer_is_the_last_number_unless_it_is_marked(response, right):
@@ -130,10 +128,9 @@ def test_a_mixture_draws_from_tasks_by_weight():
   assert names.count("chain_sum") == 30 and names.count("gcd") == 10
   held_out = reasoning.mixture(tasks, "held_out", 3)
   assert [r["set"] for r in held_out] == ["chain_sum"] * 3 + ["gcd"] * 3
-  with pytest.raises(data.DataError, match="'chain_summ' of reasoning-gym"):
-    reasoning.mixture("chain_summ", "train", 3)
-  with pytest.raises(data.DataError, match="tasks='2 \\*' is not of the form"):
-    reasoning.mixture("2 *", "train", 3)
+  for wrong in ("chain_summ", "2 *", "chain_sum(terms=2)", "chain_sum(min_terms=os)"):
+    with pytest.raises(data.DataError):
+      reasoning.mixture(wrong, "train", 3)
 
 
 def test_an_answer_in_words_is_marked_or_the_last_line():

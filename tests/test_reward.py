@@ -22,10 +22,9 @@ def test_a_reward_is_found_by_its_dotted_path(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   score = reward.parse("mine_reward.length")[0].score
   assert [verify(score, text).rewards for text in ("x", "yz")] == [(1,), (2,)]
-  with pytest.raises(reward.RewardError, match="cannot be called as two"):
-    reward.parse("mine_reward.two")
-  with pytest.raises(reward.RewardError, match="failed: No module named 'not_there"):
-    reward.parse("broken_reward.score")
+  for path in ("mine_reward.two", "broken_reward.score", "tlt_jax.tasks.countdown.STOP"):
+    with pytest.raises(reward.RewardError):
+      reward.parse(path)
 
 
 def verify(score, response="b", solved_at=1.0):
@@ -43,27 +42,18 @@ def constant(value):
   return score
 
 
-def test_every_kind_of_number_is_a_reward():
-  """Python's, numpy's and JAX's."""
-  for value in (True, 1, 1.0, np.float32(1), np.int64(1), jnp.float32(1)):
-    found = verify(constant(value))
-    assert found == ((1.0,), True, "") and type(found.rewards[0]) is float
-
-
 @pytest.mark.parametrize(
   "value",
   [
-    *(np.nan, np.inf, 1e39, None, "1.0", [1.0], jnp.ones(2), jnp.float32(np.nan)),
-    *((), (1.0,), (1.0, True, 0), [1.0, True], (1.0, 1), (1.0, None), (1.0, "yes")),
-    *((np.nan, True), (None, True), (True, 0.5), ((1.0, True), True), (1.0, np.ones(2))),
+    *(np.nan, 1e39, None, "1.0", jnp.ones(2), (1.0,), [1.0, True], (1.0, 1)),
+    *((np.nan, True), (True, 0.5)),
   ],
 )
 def test_a_result_that_is_no_finite_number_or_pair_is_a_failure(value):
   """That is told, with the sample. A pair is a number and a bool."""
   found = verify(constant(value))
   assert not found.solved
-  assert "returned " in found.failure and "finite number" in found.failure
-  assert found.failure.endswith("(response 'b', answer 'x')")
+  assert "finite number" in found.failure and "response 'b'" in found.failure
 
 
 def test_a_response_is_solved_at_a_threshold():

@@ -120,9 +120,6 @@ def test_tokens_do_not_depend_on_the_order_of_requests():
   "filters",
   [
     dict(temperature=0.0),
-    dict(temperature=0.6, top_k=5),
-    dict(top_p=0.8),
-    dict(min_p=0.1),
     dict(temperature=0.7, top_k=9, top_p=0.9, min_p=0.05),
   ],
 )

@@ -57,15 +57,6 @@ def test_no_slice_stays_empty_where_there_are_requests(prompts, responses, grows
     assert all(queued) and slices_of == [1] * prompts
 
 
-def test_the_ladder_halves_the_slots():
-  assert options_lib.ladder(16) == (16, 8, 4, 2)
-  assert options_lib.ladder(6, least=1) == (6, 3, 1)
-
-
-def test_buckets_with_more_slots_than_there_are_are_dropped():
-  assert options(buckets=(9, 2)).buckets == (2, 8)
-
-
 def test_the_smallest_bucket_that_holds_what_runs_is_chosen():
   schedule = start()
   assert [schedule.choose(live) for live in (1, 2, 3, 5, 8)] == [2, 2, 4, 8, 8]
@@ -108,17 +99,6 @@ def test_the_clock_books_chunks():
   assert clock.step_s(8, None) == pytest.approx(0.6) and clock.tokens == 0
 
 
-def test_micro_batches_that_never_fit_are_timed_again():
-  """What they take was measured in a pause of the machine; nothing would train again."""
-  clock, bucket = clock_lib.Clock(), 4
-  clock.trained(60.0)
-  clock.book(bucket, None, steps=10, tokens=10, longest=10, seconds=1.0)
-  fitting = [clock.micro_batches_within(bucket, None, steps=10) for _ in range(65)]
-  assert not any(fitting) and clock.micro_batch_s == 0
-  clock.trained(0.1)
-  assert clock.micro_batches_within(bucket, None, steps=10) == 9
-
-
 def test_a_rollout_begins_as_fast_as_the_last_one_began():
   """Caches that are nearly empty again cost less than those at its end."""
   clock, bucket = clock_lib.Clock(), 8
@@ -148,14 +128,6 @@ def test_the_budget_leaves_buckets_out(caplog):
     found.append(engine(tiny.params(), made))
   assert "no room for the programs of 2 slots" in caplog.text
   np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-
-
-def test_a_request_is_booked_under_its_own_number():
-  """`Requests.subset` keeps noise, prompts and limits of what it picks."""
-  made = tiny.requests(3, 2)
-  part = made.subset(np.array([5, 0]))
-  assert part.request.tolist() == [5, 0] and part.prompt_idx.tolist() == [2, 0]
-  assert len(part) == 2
 
 
 def test_none_joins_a_slice_whose_pages_ran_out_until_one_has_ended():

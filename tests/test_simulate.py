@@ -1,8 +1,6 @@
 """The simulator: what it counts is what rollouts count; its clock; its scenarios."""
 
 import dataclasses
-import json
-import pathlib
 
 import hypothesis
 from hypothesis import strategies as st
@@ -81,19 +79,6 @@ def test_chunks_and_passes_of_plain_decoding_are_those_of_a_rollout(slices):
   again = follow(real, requests, slices, sizes)
   assert counts(again) == counts(real)
   assert again.length.tolist() == real.length.tolist()
-
-
-@pytest.mark.slow
-def test_pages_of_kv_are_those_of_a_rollout():
-  """Tokens of KV that are held in each chunk, where a budget sends requests back."""
-  mesh, requests = tiny.mesh(2), tiny.requests()
-  sizes = dataclasses.replace(
-    options(slots=4), page_tokens=16, cache_tokens=128, prompt_rows=1
-  )
-  real = rollout.make(tiny.CONFIG, mesh, sizes)(tiny.on(mesh), requests)
-  again = follow(real, requests, 2, sizes)
-  assert counts(again) == counts(real)
-  assert again.kv_tokens == real.kv_tokens and len(set(real.kv_tokens)) > 2
 
 
 @pytest.mark.parametrize("slices", ON)
@@ -266,14 +251,3 @@ def test_bundled_scenarios_can_be_read(path):
   assert scenario.break_even() >= 1
   for slices in scenario.slices:
     assert scenario.options(slices).max_length > scenario.max_tokens
-
-
-def test_lengths_and_acceptance_of_a_run(tmp_path: pathlib.Path):
-  """A run's rollouts.jsonl and metrics.jsonl are read, as is a list."""
-  rollouts, metrics = tmp_path / "rollouts.jsonl", tmp_path / "metrics.jsonl"
-  rollouts.write_text('{"step": 0, "length": [3, 900]}\n')
-  rate = "rollout/acceptance_rate_pos_"
-  metrics.write_text(json.dumps({"step": 0, f"{rate}1": 0.8, f"{rate}2": 0.4}) + "\n")
-  drawn = scenario_lib.draw_lengths({"trace": rollouts}, 2, 100)
-  assert drawn.tolist() == [3, 100]
-  assert scenario_lib.read_acceptance(metrics) == pytest.approx((0.8, 0.5))

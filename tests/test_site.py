@@ -39,17 +39,6 @@ def hooks():
   return hooks
 
 
-def test_the_reference_says_what_docstrings_say(hooks):
-  """Signatures, fields with their comments, methods; nothing that is private."""
-  text = hooks.described((commands.ROOT / "docs" / "reference.md").read_text())
-  assert ":::" not in text and "#### `Policy.rollout`" in text
-  assert "Draws a response to each request." in text and "_copy" not in text
-  assert "rollout(self, params: dict, requests: Requests" in text
-  said = '(..., "requests that run at a time, per slice")'
-  assert f"slots: ranges.Count = ranges.field{said}" in text
-  assert "make_requests = requests_lib.make_requests" in text and "_WORDS" not in text
-
-
 def test_every_document_is_in_the_navigation():
   """The pages of the folder, and those that are made of files beside it."""
   nav = (commands.ROOT / "mkdocs.yml").read_text()

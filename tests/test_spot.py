@@ -452,34 +452,29 @@ def test_one_slice_of_two_devices_trains_the_same_drafter():
 
 
 def test_one_slice_trains_when_the_rollout_is_over():
-  """There is no idle slice that could; a logged schedule says here for how long."""
+  """There is no idle slice that could; a logged schedule says here for how long.
+
+  And while rewards are computed, for as long as they are.
+  """
   spot = make_spot(data=1, after_rollout_share=0.0)
   engine = make_engine(spot, data=1)
   args = (tiny.on(engine.mesh), requests())
   decisions = engine(*args, train=True).decisions
   assert decisions[-1] == ("more", 0) and int(spot.state.step) == 0
-  spot = make_spot(data=1, after_rollout_share=0.0)
   more = [*decisions[:-1], ("more", 1), ("more", 1), ("more", 0)]
-  decide = clock_lib.Decisions(more)
-  samples = make_engine(spot, data=1)(*args, train=True, decide=decide)
+  samples = engine(*args, train=True, decide=clock_lib.Decisions(more))
   assert_same(7, samples)
   assert int(spot.state.step) == len(samples.training) == 2
   assert samples.harvested_s == 0 and samples.training_s > 0
-
-
-def test_the_drafter_trains_while_rewards_are_computed():
-  """For as long as they are, and on any number of slices; it costs nobody time."""
-  spot = make_spot(data=1)
-  engine = make_engine(spot, data=1)
   drawn, answers = [], iter([True, True, False])
 
   def score(samples):
     drawn.append(samples.length.sum())
     return lambda: next(answers)
 
-  samples = engine(tiny.on(engine.mesh), requests(), train=True, score=score)
+  samples = engine(*args, train=True, score=score)
   assert drawn == [samples.length.sum()]
-  assert int(spot.state.step) == len(samples.training) == 2
+  assert int(spot.state.step) == 4 and len(samples.training) == 2
 
 
 def test_a_rollout_may_draft_with_another_drafter_than_the_one_in_training():
