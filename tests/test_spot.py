@@ -12,7 +12,6 @@ import optax
 import pytest
 
 from tests import tiny
-from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
@@ -20,7 +19,6 @@ from tlt_jax.rl import grpo
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as features_lib
-from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -321,29 +319,6 @@ def test_micro_batches_that_wait_are_shared_out():
   start = filled_spot([[20, 31], []])
   np.testing.assert_allclose(flat(spot.params), flat(start.params), rtol=1e-6)
   assert int(spot.state.step) == 0 and not spot.apart
-
-
-def test_slices_exchange_small_arrays_in_one_collective(monkeypatch):
-  """One per dtype, and one per large array; the sums are those of each array alone."""
-  mesh = tiny.mesh(data=2, model=1)
-  monkeypatch.setattr(slices, "_SMALL_BYTES", 100)
-  tree = {
-    "a": np.float32([1, 2]),
-    "large": np.arange(26, dtype=np.float32).reshape(13, 2),
-    "b": np.ones((3, 2), np.float32),
-    "count": np.int32(5),
-  }
-
-  def sums(tree):
-    factor = 1 + jax.lax.axis_index(axes.DATA)
-    mine = jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
-    return slices.combined(slices.total, mine)
-
-  whole = slices.WHOLE
-  program = jax.jit(slices.per_slice(mesh, sums, in_specs=whole, out_specs=whole))
-  expected = jax.tree.map(lambda x: 3 * x, tree)
-  jax.tree.map(np.testing.assert_array_equal, program(tree), expected)
-  assert program.lower(tree).as_text().count("all_reduce") == 3
 
 
 def test_micro_batches_of_an_update_are_summed():
