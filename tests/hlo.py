@@ -25,7 +25,10 @@ def device_groups(i: hlo_counts.Instruction) -> list[list[int]]:
   regroups. mesh['a'=2,'b'=2] {'a'} counts up (or reads `device_ids`), shapes, and
   groups along the named axes.
   """
-  numbers = lambda s: [int(n) for n in re.findall(r"\d+", s or "")]
+
+  def numbers(s):
+    return [int(n) for n in re.findall(r"\d+", s or "")]
+
 
   def counted(dims, order):
     ids = np.arange(math.prod(dims)).reshape(dims)

@@ -7,7 +7,6 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from experiments import growth
 from tests import tiny
@@ -59,13 +58,3 @@ def test_a_model_that_begins_as_a_smaller_one_can_learn_more(tmp_path):
     moved = np.asarray(flat[1][path]) != x
     if path != "embedding":  # of which only the rows of tokens that are there move
       assert not np.any(new) or np.mean(moved[new]) > 0.9, path
-
-
-@pytest.mark.parametrize(
-  ("sizes", "told"),
-  [(dict(head_dim=32), "head_dim"), (dict(num_layers=1), "num_layers")],
-)
-def test_a_model_that_cannot_begin_so_is_refused(sizes, told, tmp_path):
-  hf.save(tmp_path, tiny.CONFIG, tiny.params())
-  with pytest.raises(ValueError, match=f"a model cannot begin as .*: {told} must be"):
-    growth.begin_as(tmp_path, *larger_model(**sizes))

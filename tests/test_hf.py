@@ -141,27 +141,6 @@ def test_both_spellings_of_rope_and_dtype(tmp_path):
   assert legacy.rope_scaling is not None
 
 
-def test_optional_keys_have_the_family_defaults(tmp_path):
-  """head_dim, kv heads, theta, ... default as in transformers."""
-  keys = ("head_dim", "num_key_value_heads", "rope_parameters", "rms_norm_eps", "dtype")
-  config = hf.load_config(copy("llama3", tmp_path, **dict.fromkeys(keys)))
-  assert (config.head_dim, config.num_kv_heads) == (2, 8)
-  assert (config.rope_theta, config.norm_eps, config.dtype) == (1e4, 1e-6, "float32")
-  assert hf.load_config(copy("qwen3", tmp_path, head_dim=None)).head_dim == 128
-
-
-@pytest.mark.parametrize(
-  "change",
-  [
-    dict(use_sliding_window=False, sliding_window=8),
-    dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
-  ],
-)
-def test_an_unused_sliding_window_is_no_obstacle(tmp_path, change):
-  """Qwen2.5 ships a window that no layer uses."""
-  hf.load(copy("qwen2", tmp_path, **change, layer_types=None))
-
-
 # --- round trips
 
 
@@ -191,18 +170,6 @@ def test_parameters_keep_their_dtype(dtype, tmp_path):
   assert_same(params, params2)
   _, wide = hf.load(tmp_path, dtype="float32")
   assert_same(jax.tree.map(lambda x: x.astype("float32"), params), wide)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policy_is_stored_in_the_format_that_its_config_names(dtype, tmp_path):
-  """Trained in float32, as it is; rounded once, by numpy as by jax."""
-  config, params = hf.load(GOLDEN / "qwen2")
-  config = dataclasses.replace(config, dtype=dtype)
-  hf.save(tmp_path, config, params, dtype=dtype)
-  _, again = hf.load(tmp_path)
-  assert_same(again, jax.tree.map(lambda x: x.astype(dtype), params))
-  stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-  assert {str(x.dtype) for x in stored.values()} == {dtype}
 
 
 def test_large_models_are_split_over_files(tmp_path):
@@ -248,19 +215,6 @@ def test_a_killed_save_leaves_no_mixture(dies_in, tmp_path, monkeypatch):
   assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 
-def test_what_cannot_be_expressed_is_not_saved(tmp_path):
-  """A config its architecture does not have, or parameters of another model."""
-  config, params = hf.load(GOLDEN / "llama3")
-  with pytest.raises(hf.CheckpointError, match="cannot express qk_norm=True"):
-    hf.save(tmp_path, dataclasses.replace(config, qk_norm=True), params)
-  with pytest.raises(hf.CheckpointError, match="GPT2LMHeadModel cannot be saved"):
-    other = dataclasses.replace(config, architecture="GPT2LMHeadModel")
-    hf.save(tmp_path, other, params)
-  with pytest.raises(hf.CheckpointError, match="parameter head: .* nothing, found"):
-    hf.save(tmp_path, dataclasses.replace(config, tie_embeddings=True), params)
-  assert not os.listdir(tmp_path)
-
-
 # --- sharding
 
 
@@ -291,60 +245,42 @@ def test_a_sharded_model_computes_the_same():
 # --- errors
 
 
-def remove(path, name):
-  edit(path, lambda tensors: tensors.pop(name))
-
-
-def replace(path, name, change):
-  edit(path, lambda tensors: tensors.update({name: change(tensors[name])}))
-
-
-def shorten(file, kept):
-  file.write_bytes(file.read_bytes()[:kept])
-
-
 BIAS = "model.layers.1.self_attn.k_proj.bias"
 EMBEDDING = "model.embed_tokens.weight"
-SHARD = "model-00002-of-00004.safetensors"
-# What happens to a golden model, and what the error names.
-FAULTS = {
-  "no config.json": ("qwen2", lambda p: (p / "config.json").unlink(), "config.json"),
-  "no weights": ("qwen2", lambda p: (p / SINGLE).unlink(), SINGLE),
-  "half of the weights": ("qwen2", lambda p: shorten(p / SINGLE, -4), SINGLE),
-  "no shard": ("qwen3", lambda p: (p / SHARD).unlink(), SHARD),
-  "another shard": (
-    "qwen3",
-    lambda p: shutil.copy(p / SHARD.replace("2", "4", 1), p / SHARD),
-    SHARD,
-  ),
-  "a lost tensor": ("qwen2", lambda p: remove(p, BIAS), BIAS),
-  "a lost head": ("llama3", lambda p: remove(p, "lm_head.weight"), "lm_head.weight"),
-  "another shape": ("qwen2", lambda p: replace(p, BIAS, lambda x: x[:-1]), BIAS),
-  "an extra tensor": (
-    "llama3",
-    lambda p: edit(p, lambda t: t.update({BIAS: np.ones(16, np.float32)})),
-    BIAS,
-  ),
-  "a head that is not the embedding": (
-    "qwen2_tied",
-    lambda p: edit(p, lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1})),
-    "lm_head.weight",
-  ),
-}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_damaged_or_missing_is_named(fault, tmp_path):
-  name, damage, named = FAULTS[fault]
-  path = copy(name, tmp_path)
-  damage(path)
-  assert named in message(path)
+@pytest.mark.parametrize(
+  "name, change",
+  [
+    ("qwen3", dict(layer_types=["full_attention", "sliding_attention"])),
+    ("llama3", dict(rope_parameters={"rope_type": "yarn"})),
+    ("llama3", dict(attention_bias=True)),
+    ("llama3", dict(quantization_config={"bits": 4})),
+  ],
+)
+def test_an_unsupported_config_is_refused(name, change, tmp_path):
+  """What would change the outputs is never approximated."""
+  assert "config.json" in message(copy(name, tmp_path, **change))
 
 
-def test_a_pickle_is_never_loaded(tmp_path):
+def test_what_is_damaged_or_missing_is_named(tmp_path):
+  """Half of a file; a lost tensor, one of another shape; a head that is not tied."""
   path = copy("qwen2", tmp_path)
+  whole = (path / SINGLE).read_bytes()
+  (path / SINGLE).write_bytes(whole[:-4])
+  assert SINGLE in message(path)
+  for change in (lambda t: t.pop(BIAS), lambda t: t.update({BIAS: t[BIAS][:-1]})):
+    (path / SINGLE).write_bytes(whole)
+    edit(path, change)
+    assert BIAS in message(path)
   (path / SINGLE).rename(path / "pytorch_model.bin")
-  assert "pytorch_model.bin" in message(path) and "never loaded" in message(path)
+  assert "never loaded" in message(path)  # a pickle
+  path = copy("qwen2_tied", tmp_path)
+  edit(path, lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1}))
+  assert "lm_head.weight" in message(path)
+  path = copy("qwen3", tmp_path)
+  (path / "model-00002-of-00004.safetensors").unlink()
+  assert "model-00002" in message(path)
 
 
 def test_copies_and_buffers_are_passed_over(tmp_path):
@@ -354,32 +290,6 @@ def test_copies_and_buffers_are_passed_over(tmp_path):
   buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
   edit(path, lambda t: t.update(buffer | {"lm_head.weight": t[EMBEDDING]}))
   assert_same(params, hf.load(path)[1])
-
-
-SLIDING = dict(use_sliding_window=True, sliding_window=8, layer_types=None)
-UNSUPPORTED = [
-  ("qwen2", dict(architectures=["MistralForCausalLM"]), "MistralForCausalLM"),
-  ("qwen2", SLIDING | dict(max_window_layers=1), "sliding-window"),
-  ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "sliding-window"),
-  ("llama3", dict(rope_parameters={"rope_type": "yarn"}), "rope_type yarn"),
-  ("llama3", {**LEGACY, "rope_scaling": {"type": "linear"}}, "rope_type linear"),
-  ("llama3", dict(rope_parameters={"rope_type": "llama3"}), "factor"),
-  ("llama3", dict(rope_parameters={"full_attention": {}}), "per layer type"),
-  ("llama3", dict(attention_bias=True), "attention_bias"),
-  ("llama3", dict(mlp_bias=True), "mlp_bias"),
-  ("llama3", dict(hidden_act="gelu"), "hidden_act"),
-  ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
-  ("llama3", dict(quantization_config={"bits": 4}), "quantization_config"),
-  ("llama3", dict(dtype="float8_e4m3fn"), "dtype"),
-  ("llama3", dict(hidden_size=None), "hidden_size"),
-]
-
-
-@pytest.mark.parametrize("name,change,words", UNSUPPORTED)
-def test_an_unsupported_config_is_refused(name, change, words, tmp_path):
-  """What would change the outputs is named, never approximated."""
-  told = message(copy(name, tmp_path, **change))
-  assert "config.json" in told and words in told
 
 
 # --- against transformers itself

@@ -164,7 +164,10 @@ def scanned_chunk(weights, slots, draft_state, limits, training):
   """The loop with layers under `lax.scan`, the pools among its inputs and outputs."""
   config, params = tiny.CONFIG, weights.target
   names = [f"layer_{i}" for i in range(config.num_layers)]
-  stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+  def stack(trees):
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
   blocks = stack([params[name] for name in names])
   table = slots.kv.pages
 
@@ -239,9 +242,11 @@ def whole_chunk(mesh):
       slots, _ = decode.decode_step(tiny.CONFIG, None, params, slots, rotations)
       return i + 1, slots
 
-    running = lambda carry: (carry[0] < limits.tokens) & jnp.any(
+    def running(carry):
+      return (carry[0] < limits.tokens) & jnp.any(
       carry[1].remaining > 0
     )
+
     return jax.lax.while_loop(running, step, (jnp.int32(0), slots))[1]
 
   shardings = jax.tree.map(lambda x: x.sharding, arguments(mesh, None)[1])
@@ -372,24 +377,3 @@ def test_the_detector_sees_gradients_that_are_exchanged_in_the_loop(monkeypatch)
   monkeypatch.setattr(state_lib, "update", together)
   text = rollout_programs.__wrapped__(2, 1)["chunk+training"].as_text()
   assert across_slices(text, tiny.mesh(2, 1))
-
-
-@pytest.mark.parametrize(
-  ("text", "groups"),
-  [
-    ("replica_groups={{0,1},{2,3}}, x={1}", [[0, 1], [2, 3]]),
-    ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
-    ("replica_groups=[2,2]<=[4], x", [[0, 1], [2, 3]]),
-    ("replica_groups=[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
-    ("source_target_pairs={{0,1},{1,0}}, x={{7,8}}", [[0, 1], [1, 0]]),
-    ("replica_groups=mesh['a'=2,'b'=2,'c'=1] {'b'}, x={1}", [[0, 1], [2, 3]]),
-    ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
-    ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
-    ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
-    ("replica_groups={}", []),
-  ],
-)
-def test_device_groups_are_read_in_every_notation(text, groups):
-  """As the compiler prints them; an empty list stands for all devices."""
-  exchange = hlo_counts.Instruction("x", "f32[]", "all-reduce", False, text)
-  assert hlo.device_groups(exchange) == groups

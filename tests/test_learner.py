@@ -220,9 +220,15 @@ def test_a_step_of_two_updates_keeps_the_policy_that_sampled():
 
   by_hand, every = made.init(params()), []
   update, size = made.pool.get("update", (6,), None), made.buckets[-1].length
-  score = lambda params: made.score_responses(params, batch().as_step())[:, 0]
+
+  def score(params):
+    return made.score_responses(params, batch().as_step())[:, 0]
+
   tables = {"old_logp": score(by_hand.params), "reference_logp": score(other)}
-  wide = lambda x: np.pad(x, ((0, 0), (0, size - x.shape[1])))
+
+  def wide(x):
+    return np.pad(x, ((0, 0), (0, size - x.shape[1])))
+
   for i, (packed, known) in enumerate(batch().halves(PACKED)):
     half = slice(6 * i, 6 * i + 6)
     known = known.replace(**{name: wide(x[half]) for name, x in tables.items()})
@@ -288,7 +294,10 @@ def test_every_token_can_have_an_advantage_of_its_own(size):
 def test_prompts_that_are_not_kept_do_not_count():
   """Neither in the gradient nor in the totals, even if none is left."""
   b, kept = batch(), np.arange(NUM_SEQUENCES) % 3 > 0
-  keeps = lambda responses: kept & (responses.reward[:, 0] != 99)
+
+  def keeps(responses):
+    return kept & (responses.reward[:, 0] != 99)
+
   made = make(2, 1, TWO_BUCKETS, grpo()._replace(keeps=keeps))
   state, metrics = made.train(made.init(params()), b.as_step())
   expected = whole_sequences(b, kept=kept)[1]
@@ -319,11 +328,6 @@ def test_only_the_chosen_parameters_are_trained():
     jax.eval_shape(moments.init, m.trained(params())) for m in (made, make())
   )
   assert len(jax.tree.leaves(small)) < len(jax.tree.leaves(whole))
-
-
-def test_nothing_to_train_is_an_error():
-  with pytest.raises(ValueError, match="only='nrom' matches no parameter"):
-    make(only="nrom").init(params())
 
 
 def shard_shapes(tree):
@@ -383,7 +387,7 @@ def test_supervised_training_lowers_the_loss_and_splits_the_state(name, rate):
   )
 
 
-@pytest.mark.parametrize("only", ["", "head$", "mlp|embedding"])
+@pytest.mark.parametrize("only", ["", "mlp|embedding"])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_moments_lie_like_their_parameters(name, only):
   """Of parameters that are trained, by either rule of Muon; all else is everywhere."""
@@ -391,7 +395,10 @@ def test_moments_lie_like_their_parameters(name, only):
     CONFIG, GRPO, optimizer.make(name, 1e-3), tiny.mesh(2, 2), PACKED, only=only
   )
   state = made.abstract_state()
-  keys = lambda path: tuple(getattr(k, "key", None) for k in path)
+
+  def keys(path):
+    return tuple(getattr(k, "key", None) for k in path)
+
   params = {
     keys(path): x for path, x in jax.tree.leaves_with_path(made.trained(state.params))
   }
@@ -411,7 +418,10 @@ def test_the_weight_sync_hands_over_the_same_numbers():
   handed = made.to_rollout(state.params)
   jax.tree.map(np.testing.assert_array_equal, handed, params())
   layout = axes.shardings(tiny.mesh(2, 2), axes.ROLLOUT, target.abstract_params(CONFIG))
-  same = lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim)
+
+  def same(x, sharding):
+    return x.sharding.is_equivalent_to(sharding, x.ndim)
+
   assert all(jax.tree.leaves(jax.tree.map(same, handed, layout)))
 
 
@@ -430,9 +440,3 @@ def test_what_waits_on_the_host_trains_alike():
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
     found[offload] = jax.device_get(state)
   jax.tree.map(np.testing.assert_array_equal, found[False], found[True])
-
-
-def test_rows_are_rounded_up_to_what_the_slices_divide():
-  """The same micro-batch sizes serve any number of devices."""
-  made = make(4, 2, ((8, 16), (6, 48)))
-  assert made.buckets == (packing.Bucket(8, 16), packing.Bucket(8, 48))

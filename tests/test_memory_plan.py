@@ -12,12 +12,9 @@ from experiments import memory_phases
 from experiments import memory_plan
 from experiments import trees
 from tests import commands
-from tests import test_memory
 from tlt_jax import axes
 from tlt_jax import memory
-from tlt_jax import processes
 from tlt_jax.models import hf
-from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
@@ -48,11 +45,15 @@ def sizes(plan: memory_phases.Plan) -> dict[str, int]:
   return {part.name: part.size for parts in plan.phases.values() for part in parts}
 
 
+def held(arrays) -> int:
+  """Bytes of arrays that exist."""
+  shards = [s for x in jax.tree.leaves(arrays) for s in x.addressable_shards]
+  return sum(s.data.nbytes for s in shards)
+
+
 def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   """On all devices together: those of a CPU share its memory."""
   found = sizes(memory_plan.of_run(config))
-  held = lambda arrays: sum(test_memory.held(arrays).values())
-
   mesh = axes.make_mesh(config.tensor_parallel)
   model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config.algorithm)
@@ -93,34 +94,6 @@ def test_a_critic_is_planned_where_there_is_one(config):
     assert "critic in training" in {part.name for part in parts}
 
 
-def test_a_rollout_alone_is_planned_with_its_policy_and_drafter_only(config):
-  plan = memory_plan.of_rollout(config, from_config.make_selector(config))
-  assert list(plan.phases) == ["rollout"]
-  names = set(sizes(plan))
-  assert {"policy in rollouts", "drafter", "KV cache", "state of drafts"} <= names
-  assert not {"moments", "drafter in training"} & names
-  plain = sizes(memory_plan.of_rollout(dataclasses.replace(config, drafter="")))
-  assert not {"drafter", "kept features", "state of drafts"} & set(plain)
-
-
-def test_processes_on_one_machine_share_its_memory(config, monkeypatch):
-  monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, 64 * GIB), True))
-  monkeypatch.setattr(processes, "on_this_host", lambda: 2)
-  room = memory_plan.of_rollout(dataclasses.replace(config, drafter="")).room
-  assert room == memory.Room(GIB // 2, 32 * GIB)
-
-
-def test_accelerators_have_memory_of_their_own(config, monkeypatch):
-  """The fullest device counts."""
-  monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
-  plan = memory_plan.of_run(config)
-  assert plan.room == memory.Room(GIB, GIB)
-  whole = target.abstract_params(hf.load_config(config.policy))
-  mesh = axes.make_mesh(config.tensor_parallel)
-  fullest = memory.bytes_by_device(axes.with_shardings(mesh, axes.ROLLOUT, whole))
-  assert sizes(plan)["policy in rollouts"] == max(fullest.values())
-
-
 def test_what_waits_on_the_host_takes_no_device_memory_in_rollouts(config, monkeypatch):
   """Nor the reference in updates; on a CPU, whose memory is the host's, nothing changes."""
   offloaded = trees.change(config, {"learner.offload": True})
@@ -128,7 +101,10 @@ def test_what_waits_on_the_host_takes_no_device_memory_in_rollouts(config, monke
   monkeypatch.setattr(memory, "room", lambda _: (memory.Room(GIB, GIB), False))
   before, after = memory_plan.of_run(config), memory_plan.of_run(offloaded)
   waiting = {"policy in training", "moments", "reference policy"}
-  names = lambda plan, phase: {part.name for part in plan.phases[phase]}
+
+  def names(plan, phase):
+    return {part.name for part in plan.phases[phase]}
+
   assert waiting < names(before, "rollout")
   assert names(after, "rollout") == names(before, "rollout") - waiting
   assert names(after, "update") == names(before, "update") - {"reference policy"}
@@ -160,37 +136,19 @@ def test_a_machine_that_is_planned_for_gives_all_shapes(config):
 @pytest.mark.parametrize(
   "parts, remedy",
   [
-    (dict(policy=9, slots=1), "9.0 GiB of it follow from the policy's size: take a sm"),
-    (dict(policy=2, slots=6), "what helps most is less of slots, which takes 6.0 GiB"),
-    (dict(slots=3, rows=4), "what helps most is less of rows, which takes 4.0 GiB"),
+    (dict(policy=9, slots=1), "9.0 GiB of it follow from the policy's size"),
+    (dict(policy=2, slots=6), "less of slots"),
+    (dict(slots=3, rows=4), "less of rows"),
   ],
 )
 def test_what_does_not_fit_is_refused_with_the_option_that_helps_most(parts, remedy):
   made = tuple(memory_phases.Part(k, n * GIB, k) for k, n in parts.items())
   phases = {"rollout": made[:1], "update": made}
   plan = memory_phases.Plan(phases, memory.Room(5 * GIB, 8 * GIB), "the machine's memory")
-  with pytest.raises(MemoryError) as refused:
+  with pytest.raises(MemoryError, match=remedy):
     memory_plan.check(plan)
-  needed = f"{sum(parts.values())}.0 GiB"
-  begins = f"the arrays of the update need {needed} of memory, "
-  begins += "with 5.0 GiB of 8.0 GiB free; "
-  assert str(refused.value).startswith(begins + remedy)
   enough = dataclasses.replace(plan, room=memory.Room(10 * GIB, 10 * GIB))
   memory_plan.check(enough)
-
-
-def test_a_dry_run_prints_every_part_and_allocates_nothing(config, capsys):
-  before = len(jax.live_arrays())
-  plan = memory_plan.of_run(config)
-  with pytest.raises(SystemExit) as ended:
-    memory_plan.check(plan, dry_run=True)
-  assert not ended.value.code
-  assert len(jax.live_arrays()) == before
-  printed = capsys.readouterr().out
-  for phase, parts in plan.phases.items():
-    assert phase in printed
-    assert all(part.name in printed for part in parts)
-  assert "left for programs" in printed
 
 
 def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
@@ -199,5 +157,5 @@ def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
   run = commands.tiny_run(home, ("policy", tmp_path))
   line = commands.error(commands.run(home, "train", *run, f"--workdir={tmp_path / 'w'}"))
-  assert "follow from the policy's size: take a smaller policy" in line
+  assert "smaller policy" in line
   assert not (tmp_path / "w").exists()

@@ -1,26 +1,24 @@
 """Kernels compiled on the hardware that they are for, alone and in whole rollouts.
 
 `pytest --gpu` or `--tpu` runs these, as `make gpu` and `make tpu` do; without such a
-device all are skipped. `test_tree_attention` and `test_verify_sample` have more for GPUs.
+device all are skipped. `test_tree_attention` and `test_verify_sample` have more.
 """
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 
-from tests import pools
-from tests import sorting
-from tests import test_tree_attention
-from tests import test_verify_sample
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels import cache_write
 from tlt_jax.pallas_kernels import find_cut
-from tlt_jax.pallas_kernels import verify_sample
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
@@ -36,41 +34,41 @@ STRATEGIES = ("off", "ngram_3", "3_1_4", "3_2_6")
 BFLOAT16_TOLERANCE = 0.25
 
 
-@pytest.mark.parametrize("shape", range(len(test_tree_attention.SHAPES)))
-@pytest.mark.parametrize("impl", [TPU])
-def test_attention_equals_float64(impl, shape):
-  """At odd sizes, with NaN behind every row."""
-  c, want = test_tree_attention._boundaries(shape, "bfloat16")
-  out = c.poisoned()(impl=impl)
-  np.testing.assert_allclose(out, want, rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize(("V", "rows"), test_verify_sample.SIZES)
-@pytest.mark.parametrize("impl", [TPU])
-def test_sampling_draws_the_argmax_under_noise(impl, V, rows):
-  args = test_verify_sample.some_rows(V, rows)
-  run = jax.jit(functools.partial(verify_sample.verify_sample, impl=impl))
-  test_verify_sample.assert_exact(jax.device_get(run(*args)), *args)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_new", [1, 5, 33, 48])
 @pytest.mark.parametrize("impl", [GPU, TPU])
 def test_writes_equal_those_of_numpy(impl, num_new, dtype):
   """Bit for bit, also where slots lie outside of the cache."""
-  args, want = pools.case(num_new, dtype)
-  out = np.asarray(pools.write(*args, impl=impl))
+  rng, L = np.random.default_rng(num_new), 64
+  start = np.array([0, 1, 31, 32, 33, 2 * L - num_new, 2 * L - 1, 2 * L], np.int32)
+  pages = rng.permutation(2 * len(start)).reshape(-1, 2).astype(np.int32)
+  pool = rng.normal(size=(2 * len(start) + 1, 2, L, 128)).astype(jnp.dtype(dtype))
+  new = rng.normal(size=(len(start), 2, num_new, 128)).astype(jnp.dtype(dtype))
+  want = pool.copy()
+  for b, first in enumerate(start):
+    for j in range(min(num_new, 2 * L - first)):
+      page, slot = divmod(first + j, L)
+      want[pages[b, page], :, slot] = new[b, :, j]
+  write = jax.jit(functools.partial(cache_write.cache_write, impl=impl))
+  out = np.asarray(write(pool, new, start, pages))
   np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("V", [300, 49_152])
 @pytest.mark.parametrize("impl", [GPU, TPU])
-def test_cuts_keep_what_sorting_keeps(impl, V):
-  """By the search of accelerators, four bits at a time."""
+def test_cuts_keep_the_mass_that_sorting_keeps(impl, V):
+  """By the search of accelerators, four bits at a time: top-k, and top-p."""
   del impl  # there is one implementation; the backend chooses how it searches
-  logits = sorting.some_logits(V, 2.0, rows=len(sorting.FEW))
-  cut = jax.jit(find_cut.find_cut)(logits, *sorting.columns(sorting.FEW))
-  sorting.assert_kept(cut, logits, sorting.FEW)
+  logits = np.random.default_rng(7).normal(0, 2, (4, V)).astype(np.float32)
+  top_k, top_p = np.array([50, 1, 0, 0], np.int32), np.array([1, 1, 0.5, 0.95], np.float32)
+  ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
+  cut = jax.jit(find_cut.find_cut)(logits, ones, top_k, top_p, zeros)
+  kept = np.sum(logits >= np.asarray(cut)[:, None], -1)
+  assert kept[:2].tolist() == [50, 1]
+  for row in (2, 3):
+    mass = np.cumsum(np.sort(special.softmax(logits[row].astype(np.float64)))[::-1])
+    assert mass[kept[row] - 2] < top_p[row] + 1e-6
+    assert mass[kept[row] - 1] > top_p[row] - 1e-6
 
 
 @functools.cache

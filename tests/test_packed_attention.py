@@ -55,7 +55,9 @@ def test_blocks_equal_all_pairs(T, lengths, dtype, atol):
   @jax.jit
   def both(*args):
     def run(f):
-      loss = lambda *args: jnp.sum(f(*args, ids).astype(jnp.float32) * weight)
+      def loss(*args):
+        return jnp.sum(f(*args, ids).astype(jnp.float32) * weight)
+
       found = f(*args, ids) * (ids > 0)[..., None, None]
       return found, jax.grad(loss, (0, 1, 2))(*args)
 

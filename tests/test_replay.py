@@ -82,7 +82,10 @@ def test_a_replayed_run_is_the_same_bit_for_bit(monkeypatch):
   for a, b in zip(one, two, strict=True):
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_array_equal(a.logp, b.logp)
-    shape = lambda c: (c.batch, c.strategy, c.live, c.steps, c.trained)
+
+    def shape(c):
+      return (c.batch, c.strategy, c.live, c.steps, c.trained)
+
     assert list(map(shape, a.chunks)) == list(map(shape, b.chunks))
   jax.tree.map(np.testing.assert_array_equal, drafter, other)
   chunks = [c for samples in one for c in samples.chunks]

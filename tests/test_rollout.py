@@ -120,9 +120,6 @@ def test_tokens_do_not_depend_on_the_order_of_requests():
   "filters",
   [
     dict(temperature=0.0),
-    dict(temperature=0.6, top_k=5),
-    dict(top_p=0.8),
-    dict(min_p=0.1),
     dict(temperature=0.7, top_k=9, top_p=0.9, min_p=0.05),
   ],
 )
@@ -201,7 +198,10 @@ def test_a_memory_budget_sends_requests_back_and_loses_none(monkeypatch):
   """When lengths outgrow the budget, the youngest requests start over."""
   requests, samples = reference()
   sent_back, inner = [], running_lib.Running.send_back
-  counted = lambda self, s: sent_back.append(inner(self, s)) or sent_back[-1]
+
+  def counted(self, s):
+    return sent_back.append(inner(self, s)) or sent_back[-1]
+
   monkeypatch.setattr(running_lib.Running, "send_back", counted)
   options = dict(slots=6, buckets=(4, 2), chunk=5, cache_tokens=100, page_tokens=8)
   options |= dict(prompt_rows=1)
@@ -218,17 +218,6 @@ def test_out_of_memory_lowers_the_bucket_and_loses_no_request(caplog, monkeypatc
   assert_same(requests, samples, engine(tiny.on(tiny.mesh(2)), requests))
   assert refused and len(set(refused)) == len(refused)
   assert "out of memory" in caplog.text
-
-
-def test_out_of_memory_in_the_smallest_bucket_says_so():
-  engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS)
-
-  def never(*args, **static):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: forced by a test")
-
-  engine.pool.run = never
-  with pytest.raises(MemoryError, match="even 24 slots a slice do not fit"):
-    engine(tiny.params(), tiny.requests(1, 1))
 
 
 def test_nothing_compiles_after_compiling_ahead():

@@ -87,8 +87,3 @@ def test_kernels_draw_the_same(strategy, data, model):
 def test_the_reference_draws_the_same(strategy):
   """By the reference that is named, through another number of slots, too."""
   assert_same(run(strategy, "ref", buckets=(2,)))
-
-
-def test_kernels_that_cannot_run_are_refused_at_once():
-  with pytest.raises(ValueError, match="kernels"):
-    engine("cuda")

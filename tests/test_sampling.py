@@ -59,7 +59,10 @@ def parameters_of(settings, request, seed=1) -> sampling.Sampling:
   """Of rows for these requests; row i is sampled by the settings i modulo their number."""
   rows = len(request)
   turn = np.arange(rows) % len(settings)
-  column = lambda name: np.array([s[name] for s in settings])[turn]
+
+  def column(name):
+    return np.array([s[name] for s in settings])[turn]
+
   return sampling.Sampling(
     seed=np.full(rows, seed, np.uint32),
     request=request.astype(np.uint32),
@@ -217,7 +220,10 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch():
   logits, parameters, position = some()
   whole = draw(logits, parameters, position)
   order = np.random.default_rng(2).permutation(len(position))
-  take = lambda x, rows: jax.tree.map(lambda y: y[rows], x)
+
+  def take(x, rows):
+    return jax.tree.map(lambda y: y[rows], x)
+
   shuffled = draw(*take((logits, parameters, position), order))
   np.testing.assert_array_equal(shuffled.token, whole.token[order])
   for case in range(len(CASES)):  # "plain" alone searches no threshold

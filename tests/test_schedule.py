@@ -55,15 +55,6 @@ def test_no_slice_stays_empty_where_there_are_requests(prompts, responses, grows
     assert all(queued) and slices_of == [1] * prompts
 
 
-def test_the_ladder_halves_the_slots():
-  assert options_lib.ladder(16) == (16, 8, 4, 2)
-  assert options_lib.ladder(6, least=1) == (6, 3, 1)
-
-
-def test_buckets_with_more_slots_than_there_are_are_dropped():
-  assert options(buckets=(9, 2)).buckets == (2, 8)
-
-
 def test_the_smallest_bucket_that_holds_what_runs_is_chosen():
   schedule = start()
   assert [schedule.choose(live) for live in (1, 2, 3, 5, 8)] == [2, 2, 4, 8, 8]
@@ -104,17 +95,6 @@ def test_the_clock_books_chunks():
   assert (clock.seconds, clock.tokens) == (pytest.approx(64.4), 60)
   clock.begin_rollout()
   assert clock.step_s(8, None) == pytest.approx(0.6) and clock.tokens == 0
-
-
-def test_micro_batches_that_never_fit_are_timed_again():
-  """What they take was measured in a pause of the machine; nothing would train again."""
-  clock, bucket = clock_lib.Clock(), 4
-  clock.trained(60.0)
-  clock.book(bucket, None, steps=10, tokens=10, longest=10, seconds=1.0)
-  fitting = [clock.micro_batches_within(bucket, None, steps=10) for _ in range(65)]
-  assert not any(fitting) and clock.micro_batch_s == 0
-  clock.trained(0.1)
-  assert clock.micro_batches_within(bucket, None, steps=10) == 9
 
 
 def test_a_rollout_begins_as_fast_as_the_last_one_began():

@@ -1,9 +1,6 @@
 """The simulator: what it counts is what rollouts count; its clock; its scenarios."""
 
 import dataclasses
-import itertools
-import json
-import pathlib
 
 import hypothesis
 from hypothesis import strategies as st
@@ -84,40 +81,16 @@ def test_chunks_and_passes_of_plain_decoding_are_those_of_a_rollout(slices):
   assert again.length.tolist() == real.length.tolist()
 
 
-def test_slices_that_speculate_take_equally_many_steps():
-  """Whatever is accepted: none waits for another, as long as its requests run."""
-  samples = simulate(
-    4,
-    [80] * 16,
-    slots=4,
-    selector=selector.always(CHAIN),
-    acceptance=acceptance_lib.Rates([0.7] * 3),
-  )
-  pairs = itertools.pairwise(samples.chunks)
-  steps = [c.steps for c, after in pairs if c.live == after.live]  # nothing ended
-  assert len(steps) > 3 and all(s == [16 // 4] * 4 for s in steps)
-
-
-@pytest.mark.slow
-def test_pages_of_kv_are_those_of_a_rollout():
-  """Tokens of KV that are held in each chunk, where a budget sends requests back."""
-  mesh, requests = tiny.mesh(2), tiny.requests()
-  sizes = dataclasses.replace(
-    options(slots=4), page_tokens=16, cache_tokens=128, prompt_rows=1
-  )
-  real = rollout.make(tiny.CONFIG, mesh, sizes)(tiny.on(mesh), requests)
-  again = follow(real, requests, 2, sizes)
-  assert counts(again) == counts(real)
-  assert again.kv_tokens == real.kv_tokens and len(set(real.kv_tokens)) > 2
-
-
 @pytest.mark.parametrize("slices", ON)
 def test_chunks_and_passes_of_speculation_are_those_of_a_rollout(slices, monkeypatch):
   """With what stood in each pass replayed, of chunks of a single pass."""
   mesh, requests = tiny.mesh(slices), tiny.requests()
-  speculative = lambda sizes: rollout.make(
+
+  def speculative(sizes):
+    return rollout.make(
     tiny.CONFIG, mesh, sizes, tiny.frozen("eagle2", 0), selector.always(CHAIN)
   )
+
   accepted, one = {}, speculative(options(4, CHAIN.depth + 1, single=True))
   run = one.backend.run
 
@@ -162,25 +135,6 @@ def test_no_request_is_lost_and_time_only_passes(lengths, slices, rate, train):
   times = [t for c in samples.chunks for t in (c.start_s, c.end_s)]
   assert times[0] >= 0 and np.all(np.diff(times) >= 0)
   assert samples.passes <= sum(lengths)
-
-
-@fast
-@hypothesis.given(LENGTHS, st.sampled_from([1, 2, 4]))
-def test_drafts_that_never_stand_draw_a_token_per_pass(lengths, slices):
-  """As plain decoding, in the passes of plain decoding; only each costs more."""
-  how = dict(selector=selector.always(CHAIN), acceptance=acceptance_lib.Rates([0.0]))
-  plain, none = simulate(slices, lengths, 24), simulate(slices, lengths, 24, **how)
-  assert none.passes == plain.passes == sum(lengths)
-  assert none.mean_acceptance_length == 1.0
-  assert none.chunks[-1].end_s >= plain.chunks[-1].end_s
-
-
-@fast
-@hypothesis.given(LENGTHS, st.sampled_from([1, 2, 4]))
-def test_more_slices_are_never_slower(lengths, slices):
-  """Where every request has a slot, twice the slices take no longer."""
-  few, many = simulate(slices, lengths, 24), simulate(2 * slices, lengths, 24)
-  assert many.chunks[-1].end_s <= few.chunks[-1].end_s * (1 + 1e-9)
 
 
 def test_idle_slices_train_and_frozen_ones_do_not():
@@ -230,7 +184,9 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
   sizes = rollout.Options(
     max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=(2,)
   )
-  run = lambda **changes: simulated.simulate(
+
+  def run(**changes):
+    return simulated.simulate(
     simulated.Machine(2, MadeUp()),
     tiny.CONFIG,
     sizes,
@@ -241,11 +197,15 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
     rollouts=rollouts,
     **changes,
   )
+
   train = spot.Options(row_tokens=128, chunk_tokens=64, rows=8, carried_rows=4)
   frozen, trained = run(), run(spot=train)
   drafted = sum(c.strategy == "3_1_4" for c in trained.chunks[-9:])
   assert drafted == 9 if rate else drafted <= 1  # to try it
-  seconds = lambda samples: sum(c.end_s - c.start_s for c in samples.chunks)
+
+  def seconds(samples):
+    return sum(c.end_s - c.start_s for c in samples.chunks)
+
   assert seconds(trained) < 1.03 * seconds(frozen)
   assert trained.harvested_s > 0.8 * trained.idle_s
 
@@ -260,13 +220,6 @@ def test_a_pass_reads_its_weights_and_caches():
   assert costs.pass_s(1, 10) == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
 
 
-def test_looking_drafts_up_costs_no_drafting():
-  lookup = strategy_lib.parse("ngram_3")
-  verified = COSTS.pass_s(2 * lookup.verify, 100, per_row=lookup.verify)
-  assert COSTS.step_s(2, lookup, 100) == verified
-  assert COSTS.step_s(2, CHAIN, 100) > verified
-
-
 def test_measured_costs_are_read_from_the_benchmark():
   """Steps by tokens seen, those of a strategy, what was not measured, and filling."""
   times = {"off": {"160": 1.0, "640": 2.0}, "3_1_4": {"320": 4.0}}
@@ -277,34 +230,6 @@ def test_measured_costs_are_read_from_the_benchmark():
   assert costs.fill_s(160) == pytest.approx(1.6e-3)
   with pytest.raises(ValueError, match="5_1_6 were not measured"):
     costs.step_s(2, strategy_lib.Strategy(5, 1, 6), 0)
-
-
-def test_a_drafter_computes_kv_only_of_tokens_that_plain_chunks_drew():
-  """When it begins to draft; nothing again for requests that then go on."""
-  filled = []
-
-  class Costs(MadeUp):
-    def fill_s(self, tokens):
-      filled.append(tokens)
-      return float(tokens > 0)
-
-  how = dict(
-    selector=selector.make("up to 1 live: 3_1_4", "predictive", True),
-    acceptance=acceptance_lib.Rates([0.7]),
-  )
-  without, with_ = (simulate(1, [80, 20], 2, c, **how) for c in (MadeUp(), Costs()))
-  assert filled[0] >= 20 and not any(filled[1:]) and len(filled) > 2
-  seconds = [samples.chunks[-1].end_s for samples in (without, with_)]
-  assert seconds[1] - seconds[0] == pytest.approx(1.0)
-
-
-def test_a_slice_that_decodes_alone_has_steps_of_its_own():
-  """From the moment on that the others have nothing left."""
-  times = {"step_ms": {"off": {"96": 2.0}}, "alone_ms": {"off": {"96": 1.0}}}
-  costs = costs_lib.Measured({"steps": {"1": times}})
-  both, one = (simulate(2, lengths, 2, costs) for lengths in ([80, 80], [80, 20]))
-  assert both.chunks[-1].end_s == pytest.approx(80 * 2e-3)
-  assert one.chunks[-1].end_s == pytest.approx(20 * 2e-3 + 60 * 1e-3)
 
 
 def test_acceptance_is_drawn_at_its_rate_and_grows_with_it():
@@ -326,43 +251,3 @@ def test_bundled_scenarios_can_be_read(path):
   assert scenario.break_even() >= 1
   for slices in scenario.slices:
     assert scenario.options(slices).max_length > scenario.max_tokens
-
-
-def test_the_answer_for_short_answers_is_no():
-  """Where there is no tail, the simulator says that TLT would not help."""
-  scenario = scenario_lib.read(command.SCENARIOS / "short_answers.json")
-  found, samples = command.by_slices(scenario)
-  assert "would not help" in command.verdict(found)
-  shares = found[8]["plain"]["parts"]
-  assert sum(shares.values()) == pytest.approx(1) and shares["drafted"] == 0
-  assert samples.length.sum() == scenario.draw_lengths().sum()
-
-
-def test_lengths_and_acceptance_of_a_run(tmp_path: pathlib.Path):
-  """A run's rollouts.jsonl and metrics.jsonl are read, as is a list."""
-  rollouts, metrics = tmp_path / "rollouts.jsonl", tmp_path / "metrics.jsonl"
-  rollouts.write_text('{"step": 0, "length": [3, 900]}\n')
-  rate = "rollout/acceptance_rate_pos_"
-  metrics.write_text(json.dumps({"step": 0, f"{rate}1": 0.8, f"{rate}2": 0.4}) + "\n")
-  drawn = scenario_lib.draw_lengths({"trace": rollouts}, 2, 100)
-  assert drawn.tolist() == [3, 100]
-  assert scenario_lib.read_acceptance(metrics) == pytest.approx((0.8, 0.5))
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(lenghts={}), "keys that no scenario has"),
-    (dict(device=None), "a device or a measured table"),
-    (dict(slices=[]), "slices are numbers"),
-    (dict(lengths={"uniform": 3}), "lengths are log_normal"),
-    (dict(frozen=[1.2]), "acceptance is a share"),
-  ],
-)
-def test_bad_scenarios_are_refused(changes, message):
-  """With one message that names the cause."""
-  raw = json.loads((command.SCENARIOS / "short_answers.json").read_text())
-  with pytest.raises(ValueError, match=message):
-    scenario = scenario_lib.parse(raw | changes)
-    scenario.draw_lengths()
-    scenario.acceptance("frozen")

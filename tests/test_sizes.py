@@ -55,20 +55,6 @@ def test_a_size_that_is_given_stays_and_others_follow_it(caplog):
   assert line == "sizes: buckets 6 3"
 
 
-def test_a_prompt_that_leaves_no_room_in_the_context_is_named():
-  asked = sizes.Asked(longest=8000, prompts=8, responses=4)
-  with pytest.raises(
-    ValueError, match="prompt of 8000 .* leaves 192 .* 8192 .* 256; allow"
-  ):
-    fit(asked)
-
-
-def test_a_learner_packs_sequences_of_any_length():
-  for longest, buckets in ((192, ((2, 512),)), (800, ((2, 896),))):
-    made = sizes.fit_learner(config_lib.Learner(), longest, CPU)
-    assert made.buckets == buckets
-
-
 def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
   """However much memory is free now; another run, or a damaged file, gives none."""
   names = [f"{part}.{name}" for part, names in sizes.OPEN.items() for name in names]
@@ -130,14 +116,6 @@ def test_a_policy_of_a_real_shape_answers_a_file(home, real_shape):
     drawn[strategy] = commands.succeed(result).stdout
   assert drawn["off"] == drawn["auto"]
   assert len(drawn["off"].splitlines()) == 3
-
-
-@pytest.mark.slow
-def test_a_policy_of_a_real_shape_is_evaluated_on_a_file(home, real_shape):
-  more = [f"--config.held_out.path={home / 'test.jsonl'}", f"--model={real_shape}"]
-  more += ["--config.sampling.max_tokens=8", "--samples=1"]
-  result = commands.found(home, "evaluate", GSM8K, *more)
-  assert result["prompts"] == 3 and str(real_shape) in result["models"]
 
 
 @pytest.mark.slow

@@ -160,17 +160,26 @@ def test_small_live_batches_speculate_and_large_ones_do_not():
 
 
 def test_a_drafter_that_is_always_wrong_changes_no_token(monkeypatch):
-  """It guesses the rarest of all tokens: a pass yields one token, with few exceptions."""
+  """It guesses the rarest of all tokens: a pass yields one token, with few exceptions.
+
+  `compile` covers the programs of speculation: nothing compiles after it.
+  """
   made, samples = plain()
   rarest = int(np.argmin(np.bincount(samples.tokens.ravel(), minlength=64)))
-  logits = lambda self, h: (
-    100.0 * jax.nn.one_hot(jax.numpy.full(h.shape[:-1], rarest), tiny.CONFIG.vocab_size)
-  )
+
+  def logits(self, h):
+    tokens = jax.numpy.full(h.shape[:-1], rarest)
+    return 100.0 * jax.nn.one_hot(tokens, tiny.CONFIG.vocab_size)
+
   monkeypatch.setattr(draft_lib.Draft, "logits", logits)
   selector = selector_lib.ByLiveBatch(((99, CHAIN),))
   drafter = tiny.frozen("eagle2")
   run = rollout.make(tiny.CONFIG, tiny.mesh(1), NARROW, drafter, selector)
-  drawn = run(tiny.on(tiny.mesh(1)), made)
+  params = tiny.on(tiny.mesh(1))
+  run.compile(params, made.stop_tokens.shape[1])
+  count = len(run.pool)
+  drawn = run(params, made)
+  assert len(run.pool) == count, run.pool.report()
   assert_same(made, samples, drawn)
   assert drawn.mean_acceptance_length < 1.05
 
@@ -239,31 +248,3 @@ def test_features_are_kept_alike():
   for a, b in zip(with_draft.features, without.features, strict=True):
     if a.shape == b.shape:
       np.testing.assert_allclose(a, b, atol=1e-4)
-
-
-def test_nothing_compiles_after_compiling_ahead():
-  """`compile` covers the programs of speculation."""
-  selector = selector_lib.ByLiveBatch(((4, CHAIN),))
-  run = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, tiny.frozen("eagle2"), selector)
-  made, params = requests(), tiny.on(tiny.mesh(1))
-  run.compile(params, made.stop_tokens.shape[1])
-  count = len(run.pool)
-  run(params, made)
-  assert len(run.pool) == count, run.pool.report()
-
-
-def test_strategies_that_make_no_sense_are_refused():
-  make = lambda drafter, strategy: rollout.make(
-    *(tiny.CONFIG, tiny.mesh(1), OPTIONS, drafter),
-    selector_lib.ByLiveBatch(((9, strategy),)),
-  )
-  with pytest.raises(ValueError, match="pass over 6 nodes"):
-    strategy_lib.Strategy(5, 1, 5)
-  with pytest.raises(ValueError, match="DEPTH_WIDTH_VERIFY"):
-    strategy_lib.parse("5x1")
-  with pytest.raises(ValueError, match="no room for a strategy of depth 20"):
-    make(tiny.frozen("eagle2"), strategy_lib.Strategy(20, 1, 21))
-  with pytest.raises(ValueError, match="strategy 4_1_9 needs a drafter"):
-    make(None, CHAIN)
-  with pytest.raises(ValueError, match="needs a selector"):
-    rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, tiny.frozen("eagle2"))

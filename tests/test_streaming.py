@@ -42,10 +42,6 @@ def test_half_a_character_is_not_shown():
   assert [text.split("--- b\n")[1] for text in texts] == ["", "é", "ét", "été\n"]
 
 
-def test_an_empty_response_has_its_prompt_too():
-  assert shown(["a", "b"], [([0, 2], [0]), ([0, 5], [1])])[-1] == "--- a\n\n--- b\nété\n"
-
-
 def test_a_terminal_neither_obeys_a_response_nor_stops_at_it():
   """Escape sequences lose what makes them such; ASCII shows what it has not as escapes."""
   text = "a\x1b[2J\x9b1m\r\tb\n\u2713"

@@ -46,17 +46,6 @@ def test_a_slice_decodes_then_trains_then_idles():
   ]
 
 
-def test_training_ends_with_the_chunk_and_takes_no_time_if_it_is_unknown():
-  """Nine micro-batches of 0.3 s do not fit in 0.75 s."""
-  last = ROLLOUT["chunks"][2]
-  first, second = timeline.split(last, 0.3)
-  assert parts(first) == [("speculate", "3_1_4", 0.75)]
-  assert parts(second) == [("train drafter", "", 0.75)]
-  assert parts(timeline.split(last, 0.0)[1]) == [("idle", "", 0.75)]
-  stopped = chunk(0.0, 1.0, steps=(0, 0))
-  assert [parts(s) for s in timeline.split(stopped, 0.3)] == [[("idle", "", 1.0)]] * 2
-
-
 def test_spans_have_no_gap():
   """From 0 to the end of the last chunk; what is outside of chunks is a span too."""
   for spans in timeline.spans(ROLLOUT):
@@ -70,7 +59,10 @@ def test_spans_have_no_gap():
 @pytest.mark.parametrize("slices", [1, 2, 64])
 def test_the_figure_has_a_line_per_slice(slices):
   """And a legend of what the slices did."""
-  wide = lambda c: {k: v[-1:] * slices if isinstance(v, list) else v for k, v in c.items()}
+
+  def wide(c):
+    return {k: v[-1:] * slices if isinstance(v, list) else v for k, v in c.items()}
+
   fig = plot.plot_timeline({**ROLLOUT, "chunks": [wide(c) for c in ROLLOUT["chunks"]]})
   assert len(fig.axes[0].lines) == slices
   labels = {text.get_text() for text in fig.legends[0].get_texts()}

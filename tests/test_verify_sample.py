@@ -5,8 +5,6 @@ Kernels are interpreted here, and compiled for TPUs and GPUs that are not there.
 
 import functools
 import inspect
-import sys
-import types
 
 import jax
 from jax.experimental import pallas as pl
@@ -18,12 +16,12 @@ from scipy import special
 from dev import hlo_counts
 from dev import machine_code
 from tests import mutants
-from tests import sorting
 from tests import tiny
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax import axes
 from tlt_jax import noise
+from tlt_jax.pallas_kernels import find_cut
 from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.pallas_kernels import verify_sample
 from tlt_jax.pallas_kernels.verify_sample import pallas
@@ -46,10 +44,10 @@ def some_rows(V, rows=5, seed=0):
   key = np.asarray(noise.row_key(7, np.arange(rows, dtype=np.uint32), 11))
   kind = np.arange(rows) % 5
   cut = np.full(rows, -np.inf, np.float32)
-  for i in range(rows):
-    filters = {**sorting.OFF, "temperature": TEMPERATURE[kind[i]]}
-    kept = sorting.num_kept(logits[i], **{**filters, "top_p": TOP_P[kind[i]]})
-    cut[i] = np.sort(logits[i])[-kept] if kept < V else -np.inf
+  for i in np.flatnonzero(TOP_P[kind] < 1):
+    falling = np.sort(logits[i])[::-1]
+    p = special.softmax(falling.astype(np.float64) / TEMPERATURE[kind[i]])
+    cut[i] = falling[np.sum(np.cumsum(p) - p < TOP_P[kind[i]]) - 1]
   return logits, key, TEMPERATURE[kind], cut
 
 
@@ -77,7 +75,10 @@ def assert_exact(sample, logits, key, temperature, cut):
     assert (best - second > 1e-4).all()
   token = perturbed.argmax(-1)
   np.testing.assert_array_equal(sample.token, token)
-  at = lambda x: np.take_along_axis(x, token[:, None], -1)[:, 0]
+
+  def at(x):
+    return np.take_along_axis(x, token[:, None], -1)[:, 0]
+
   before = at(special.log_softmax(x, -1))
   after = at(special.log_softmax(np.where(kept, x, -np.inf), -1))
   np.testing.assert_allclose(sample.logp, before, rtol=1e-6, atol=3e-6)
@@ -96,12 +97,18 @@ def test_it_is_the_argmax_under_noise_and_its_probability(impl, V, rows):
   assert_exact(drawn_by(impl)(*args), *args)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("V", "rows"), [(64, 11), (32_000, 5), (151_936, 48)])
-def test_a_gpu_draws_the_same(V, rows):
+@pytest.mark.parametrize(
+  "impl",
+  [
+    pytest.param("triton", marks=pytest.mark.gpu),
+    pytest.param("pallas", marks=pytest.mark.tpu),
+  ],
+)
+def test_an_accelerator_draws_the_same(impl, V, rows):
   """By the kernel for it; and a row the same bits alone."""
   args = some_rows(V, rows)
-  run = jax.jit(functools.partial(verify_sample.verify_sample, impl="triton"))
+  run = jax.jit(functools.partial(verify_sample.verify_sample, impl=impl))
   sample = jax.device_get(run(*args))
   assert_exact(sample, *args)
   for whole, alone in zip(sample, run(*(x[3:4] for x in args)), strict=True):
@@ -110,14 +117,19 @@ def test_a_gpu_draws_the_same(V, rows):
 
 def test_it_draws_what_the_samplers_draw_draws():
   """`sampling.draw`, whose noise and filters are the same."""
-  settings = sorting.FEW[:5]
-  logits = sorting.some_logits(5000, 2.0, rows=5)
-  filters = sorting.columns(settings)
+  logits = np.random.default_rng(7).normal(0, 2, (5, 5000)).astype(np.float32)
+  filters = (
+    np.array([1.0, 0.7, 0.7, 0.0, 1.3], np.float32),
+    np.array([0, 50, 40, 1, 12], np.int32),
+    np.array([0.5, 1.0, 0.95, 1.0, 0.6], np.float32),
+    np.array([0.0, 0.0, 0.01, 0.05, 0.0], np.float32),
+  )
   position = np.arange(5, dtype=np.int32)
   s = sampling.Sampling(np.full(5, 3, np.uint32), np.arange(5, dtype=np.uint32), *filters)
   drawn = jax.jit(sampling.draw)(logits, s, position)
   key = noise.row_key(s.seed, s.request, position)
-  sample = drawn_by("ref")(logits, key, filters[0], sorting.find(logits, *filters))
+  cut = jax.jit(find_cut.find_cut)(logits, *filters)
+  sample = drawn_by("ref")(logits, key, filters[0], cut)
   np.testing.assert_array_equal(sample.token, drawn.token)
   np.testing.assert_allclose(sample.logp, drawn.logp, atol=3e-6)
   np.testing.assert_allclose(sample.logp_filtered, drawn.logp_filtered, atol=3e-6)
@@ -157,7 +169,9 @@ def test_a_row_is_the_same_bits_in_any_batch(impl):
   shuffled = drawn_by(impl)(*among)
   valid = ~np.isin(np.arange(11), [1, 6])
   for name in parts.Sample._fields:
-    of = lambda sample, name=name: getattr(sample, name)
+    def of(sample, name=name):
+      return getattr(sample, name)
+
     np.testing.assert_array_equal(of(alone), of(whole)[3:4])
     np.testing.assert_array_equal(of(shuffled)[valid], of(whole)[order][valid])
 
@@ -196,36 +210,21 @@ def noise_in_pallas(key, ids):
     for ref_, x in zip(out, noise_in_xla(key[...], ids[...]), strict=True):
       ref_[...] = x
 
-  shape = lambda dtype: jax.ShapeDtypeStruct((key.shape[0], ids.shape[1]), dtype)
+  def shape(dtype):
+    return jax.ShapeDtypeStruct((key.shape[0], ids.shape[1]), dtype)
+
   out = [shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)]
   return pl.pallas_call(kernel, out_shape=out, interpret=True)(key, ids)
-
-
-def call_of_03(*args, kernel, out_shape, enable_fp_fusion=False, **options):
-  return args, kernel, out_shape, enable_fp_fusion, options
-
-
-def call_of_04(*args, kernel, out_type, backend_options=None, **options):
-  return args, kernel, out_type, (backend_options or {})["enable_fp_fusion"], options
-
-
-@pytest.mark.parametrize("call", [call_of_03, call_of_04])
-def test_either_jax_triton_is_called_as_it_wants(call, monkeypatch):
-  """Their arguments have other names."""
-  stand_in = types.SimpleNamespace(triton_call=call)
-  monkeypatch.setitem(sys.modules, "jax_triton", stand_in)
-  options = dict(grid=(1,), name="name", num_warps=4, num_stages=2)
-  with triton_call.through("jax_triton"):
-    called = triton_call.triton_call(1, 2, kernel="kernel", out_type="type", **options)
-  options["input_output_aliases"] = {}
-  assert called == ((1, 2), "kernel", "type", True, options)
 
 
 def noise_in_triton(key, ids):
   from tests import noise_triton
 
   rows, count = key.shape[0], ids.shape[1]
-  shape = lambda dtype: jax.ShapeDtypeStruct((rows, count), dtype)
+
+  def shape(dtype):
+    return jax.ShapeDtypeStruct((rows, count), dtype)
+
   return triton_call.triton_call(
     key,
     ids,
@@ -275,14 +274,15 @@ def test_the_kernels_noise_is_finite_for_every_hash():
 # Of shards.
 
 
-@functools.cache
 def on_shards(impl):
   """The text of a program for a mesh of 2 x 2, what it draws, and its arguments."""
   mesh = tiny.mesh(2, 2)
   args = some_rows(5000, rows=10)
 
   def looped(*args):
-    step = lambda i, _: verify_sample.verify_sample(args[0] + 0.0 * i, *args[1:], impl=impl)
+    def step(i, _):
+      return verify_sample.verify_sample(args[0] + 0.0 * i, *args[1:], impl=impl)
+
     zero = args[2] * 0.0
     start = parts.Sample(zero.astype(jnp.int32), zero, zero)
     return jax.lax.fori_loop(0, 2, step, start)
@@ -296,7 +296,10 @@ def on_shards(impl):
     # Interpreted kernels take no part in the check of what varies.
     check_vma=impl == "ref",
   )
-  put = lambda x, *spec: jax.device_put(x, axes.sharding(mesh, *spec))
+
+  def put(x, *spec):
+    return jax.device_put(x, axes.sharding(mesh, *spec))
+
   placed = put(args[0], axes.DATA, axes.MODEL), *(put(x, axes.DATA) for x in args[1:])
   compiled = jax.jit(run).lower(*placed).compile()
   return compiled.as_text(), jax.device_get(compiled(*placed)), args
@@ -304,15 +307,12 @@ def on_shards(impl):
 
 @pytest.mark.parametrize("impl", ["ref", "interpret"])
 def test_shards_of_the_vocabulary_draw_the_same(impl):
-  """Rows over two slices, in each the vocabulary over two devices."""
-  _, sample, args = on_shards(impl)
+  """Rows over two slices, in each the vocabulary over two devices.
+
+  They exchange one round of sums, each of [shards R] numbers; no logits are gathered.
+  """
+  text, sample, args = on_shards(impl)
   assert_exact(sample, *args)
-
-
-@pytest.mark.parametrize("impl", ["ref", "interpret"])
-def test_shards_exchange_a_few_numbers_per_row(impl):
-  """One round of sums, each of [shards R] numbers; no logits are gathered."""
-  text, *_ = on_shards(impl)
   exchanged = hlo_counts.collectives(text)
   assert {i.opcode for i in exchanged} == {"all-reduce"}
   assert max(i.num_elements for i in exchanged) <= 2 * 5 * len(parts.Part._fields)
@@ -324,7 +324,10 @@ def test_sums_of_shards_do_not_depend_on_where_a_row_stands():
   args = some_rows(4000)
   rows = [np.tile(x, (2,) + (1,) * (x.ndim - 1)) for x in args]
   run = slices.per_slice(mesh, verify_sample.verify_sample, slices.ROWS, slices.ROWS)
-  put = lambda x, *spec: jax.device_put(x, axes.sharding(mesh, *spec))
+
+  def put(x, *spec):
+    return jax.device_put(x, axes.sharding(mesh, *spec))
+
   sample = jax.jit(run)(put(rows[0], None, axes.MODEL), *map(put, rows[1:]))
   for x in jax.device_get(sample):
     np.testing.assert_array_equal(x[:5], x[5:])
@@ -389,18 +392,14 @@ def machine(capability):
 @triton_kernels.requires_triton
 @pytest.mark.parametrize("capability", [80, 90])
 def test_it_compiles_for_gpus(capability):
-  """Without spilled registers, for drivers of CUDA 12.9 on."""
+  """Without spilled registers, for drivers of CUDA 12.9 on, and a logit takes at most 45
+  instructions where no token of a tile may win and nothing is filtered.
+  """
+  from tlt_jax.pallas_kernels.verify_sample import triton
+
   made = machine(capability)
   assert made.stack == 0
   assert made.ptx_version <= (9, 0)
-
-
-@triton_kernels.requires_triton
-@pytest.mark.parametrize("capability", [80, 90])
-def test_a_logit_takes_few_instructions(capability):
-  """Where no token of a tile may win and nothing is filtered: at most 45."""
-  from tlt_jax.pallas_kernels.verify_sample import triton
-
   per_thread = triton.TILE / (32 * triton.NUM_WARPS)
   assert machine_code.shortest_loop(machine(capability).machine_code) / per_thread <= 45
 

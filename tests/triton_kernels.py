@@ -100,7 +100,10 @@ def _choose_interpreter() -> None:
 def _interpret(file: str, kernel: str, grid, inputs, outputs, constants) -> list:
   """Runs a kernel in the process of `_process`: its outputs."""
   kernel = getattr(_load(file), kernel)
-  wrap = lambda x: _Tensor(x) if isinstance(x, np.ndarray) else x
+
+  def wrap(x):
+    return _Tensor(x) if isinstance(x, np.ndarray) else x
+
   grid = grid if isinstance(grid, tuple) else (grid,)
   with np.errstate(all="ignore"):
     kernel[grid](*map(wrap, [*inputs, *outputs]), **constants)
