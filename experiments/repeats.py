@@ -34,7 +34,7 @@ class Repeats:
 
     Args:
       params: the policy's in the run's own rollout
-      scored: the samples of that
+      scored: that rollout
     """
     if not self.every or (step + 1) % self.every:
       return {}

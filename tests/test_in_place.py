@@ -39,8 +39,9 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import state as state_lib
 
 ROWS, LENGTH = 4, 512  # per slice; long enough that nothing else is as large as KV
-# So many that a pool is larger than all rows put together, which the reference reads.
-PAGES = pages_lib.Sizes(pages=3 * ROWS * LENGTH // 64, most=LENGTH // 64, page=64)
+# So many that a pool is larger than all rows put together, which the reference reads: those
+# of the rows, one more, and those of prompts, which are half as long.
+PAGES = pages_lib.Sizes(pages=ROWS * 12 + 1, most=LENGTH // 64, page=64)
 
 
 def is_across(i: hlo_counts.Instruction, mesh) -> bool:
@@ -104,7 +105,7 @@ def rollout_programs(data, model):
   """Every program of a rollout by chains, trees and plainly, in which slices train."""
   mesh, pool = tiny.mesh(data, model), Recorded()
   options = rollout.Options(
-    **dict(max_length=LENGTH - 8, max_prompt=LENGTH // 2, prompt_rows=16),
+    **dict(max_length=LENGTH - 8, max_prompt=LENGTH // 2),
     **dict(prefill_rows=2, prefill_block=16),
     **dict(slots=ROWS, chunk=8, page_tokens=PAGES.page),
   )

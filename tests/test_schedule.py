@@ -57,9 +57,9 @@ def test_no_slice_stays_empty_where_there_are_requests(prompts, responses, grows
 
 def test_the_smallest_bucket_that_holds_what_runs_is_chosen():
   schedule = start()
-  assert [schedule.choose(live) for live in (1, 2, 3, 5, 8)] == [2, 2, 4, 8, 8]
+  assert [schedule.bucket_for(live) for live in (1, 2, 3, 5, 8)] == [2, 2, 4, 8, 8]
   schedule.excluded = {8}
-  assert schedule.widest() == schedule.choose(8) == 4
+  assert schedule.widest() == schedule.bucket_for(8) == 4
 
 
 def test_what_has_begun_to_drain_drains():

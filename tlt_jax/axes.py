@@ -63,6 +63,7 @@ def shardings(mesh: Mesh, rules: Rules, abstract_params: Any) -> Any:
   """The sharding of each parameter of a tree made by `abstract_params`.
 
   A dimension that its mesh axis does not divide (2 kv heads over 4 devices) is not split;
+  flax's `logical_to_mesh_sharding` would split it.
   """
 
   def of_param(param):

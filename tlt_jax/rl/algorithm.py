@@ -2,6 +2,7 @@
 
 `make("grpo", clip_low=0.2)` imports `tlt_jax.rl.grpo` and calls its `make`; a dotted name
 is imported as given, from any package. Algorithms see rewards, log-probabilities,
+advantages and masks; never the model.
 """
 
 from collections.abc import Callable

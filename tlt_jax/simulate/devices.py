@@ -105,7 +105,7 @@ class Devices:
   def begin(self, running: running_lib.Running) -> None:
     self._running = running
 
-  def end(self) -> None:
+  def free(self) -> None:
     self._filled = {}
 
   def compute(self, params: None, work: running_lib.Work) -> None:

@@ -1,8 +1,11 @@
 """The one signature of every chunk program: plain, speculative, and fused with training.
 
-A chunk is a bounded number of decoding iterations in one jitted program,
+A chunk is a bounded number of decoding iterations in one jitted program; the host looks
+only between chunks. Every chunk is called as
 
     (weights, slots, draft_state, limits, training) -> Done
+
+with None for what it does not have.
 """
 
 from collections.abc import Callable

@@ -142,7 +142,7 @@ class Backend(Protocol):
   def begin(self, running: running_lib.Running) -> None:
     """Begins a rollout, and from here on reads `running`."""
 
-  def end(self) -> None:
+  def free(self) -> None:
     """Frees everything that requests have on the devices."""
 
   def compute(self, params: Any, work: running_lib.Work) -> None:

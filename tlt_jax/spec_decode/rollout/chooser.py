@@ -44,7 +44,7 @@ class Chooser:
     if self.selector is None:
       return None
     live, bucket = int(max(schedule.running.live)), schedule.running.bucket
-    arms, fits = self.selector.arms(live), schedule.choose(live) == bucket
+    arms, fits = self.selector.arms(live), schedule.bucket_for(live) == bucket
     # What is learnt by the clock is a decision of the clock; its name tells the arms.
     named = "strategy of " + ", ".join(map(strategy_lib.name, arms))
 

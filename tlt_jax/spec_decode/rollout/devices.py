@@ -1,7 +1,7 @@
 """The devices of a rollout: the programs, and the arrays of the running requests.
 
-Pages of KV and features outlive slots: with other slots only tables and small arrays are
-others. Programs depend on the number of slots alone.
+Pages of KV and features outlive slots: where the number of slots changes, only tables and
+small arrays do. The shapes of a program depend on its bucket, never on lengths.
 """
 
 from collections.abc import Callable, Iterator
@@ -225,7 +225,7 @@ class Devices:
   def begin(self, running: running_lib.Running) -> None:
     self._running = running
 
-  def end(self) -> None:
+  def free(self) -> None:
     self._slots = self._spare = None
     for source in self.sources.values():
       source.reset()
@@ -262,7 +262,7 @@ class Devices:
     key = running.bucket, running.requests.stop_tokens.shape[1]
     program = self._chunk(arm, key, weights, self._slots, state, limits, training)
     # Compiling, and what was queued before, is not timed.
-    jax.block_until_ready((self._slots, state, weights.draft))
+    jax.block_until_ready((self._slots, state, weights.draft, training))
     began = time.perf_counter()
     done = program()
     self._slots = done.slots
@@ -309,14 +309,16 @@ class Devices:
     length: int | None = None,
   ) -> float:
     options = self.shapes.options
-    self._fill_slots(bucket, stops, slices, length)
     tokens = np.int32(options.chunk)
     limits = chunk_lib.Limits(tokens)
     if arm is not None:  # as many as there is room for, whatever is accepted
       steps = max(options.chunk // (arm.depth + 1), 1)
       limits = chunk_lib.Limits(tokens, np.int32(steps), np.int32(arm.depth))
-    result = self.run(weights, arm, limits, training)
-    self.end()
+    try:
+      self._fill_slots(bucket, stops, slices, length)
+      result = self.run(weights, arm, limits, training)
+    finally:
+      self.free()
     return result.seconds / max(result.steps, 1)
 
   def time_fill(
@@ -334,7 +336,7 @@ class Devices:
 
     fill()  # compiling is not timed
     seconds, tokens = fill(), sum(len(request.tokens) for request in progress[0])
-    self.end()
+    self.free()
     return seconds / tokens
 
   def _fill_slots(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 import contextlib
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -90,7 +90,7 @@ class Engine:
     try:
       return _Loop(self, params, requests, train, decide, ask, watch, score).run()
     finally:
-      self.backend.end()
+      self.backend.free()
 
   def compile(self, params: Any, stop_tokens: int) -> None:
     """Compiles every program that a rollout of these options can need, ahead of time.
@@ -257,8 +257,8 @@ class _Loop:
   def run(self) -> samples_lib.Samples:
     """Runs all requests to their end."""
     self._ask_more([])
-    waiting = [min(len(q), self.engine.options.slots) for q in self.schedule.queues]
-    self.samples.timeline.append((0.0, waiting))
+    first_live = [min(len(q), self.engine.options.slots) for q in self.schedule.queues]
+    self.samples.timeline.append((0.0, first_live))
     while not self.schedule.done:
       self.schedule.begin_chunk(self.backend.shapes.room.longest, *self._longer())
       try:
@@ -298,7 +298,10 @@ class _Loop:
     return self.harvest.long_chunk() if self._harvests else (0, 0.0)
 
   def _seat(self) -> None:
-    """Seats requests until no more can be, in the smallest bucket that holds them."""
+    """Seats requests until no more can be, in the smallest bucket that holds them.
+
+    Several times where prompts have fewer rows than there are: each round computes some.
+    """
     bucket, any_seated, more = self.running.bucket, False, True
     while more:
       work, more = self.schedule.seat()
@@ -314,18 +317,17 @@ class _Loop:
 
   def _choose(self) -> clock_lib.Arm:
     """How the next chunk decodes."""
-    if self.harvest:
+    if self.harvest is not None:
       self.harvest.exchange_if_due()
-    arm, live = self.chooser.choose(self.schedule), int(max(self.running.live))
-    self.gains.append(self.chooser.gain(arm, live, self.running.bucket))
-    return arm
+    return self.chooser.choose(self.schedule)
 
   def _run_chunk(self, arm: clock_lib.Arm) -> backend_lib.ChunkResult:
     trains = self._harvests and self.harvest.ready
     limits, steps = self.schedule.limits(arm, exact_steps=trains)
-    training = self.engine.no_training(self.running.bucket)
-    if training is not None and self.harvest is not None:
+    if self._harvests:
       training = self.harvest.training(arm, steps)
+    else:
+      training = self.engine.no_training(self.running.bucket)
     weights = self.engine.weights(self.params)
     result = self.backend.run(weights, arm, limits, training)
     self.samples.kv_tokens.append(self.running.kv_tokens)
@@ -334,7 +336,9 @@ class _Loop:
   def _book(self, arm: clock_lib.Arm, result: backend_lib.ChunkResult) -> None:
     """Books a chunk with the clock, the trainer and the selector."""
     bucket, seconds = self.running.bucket, result.seconds
-    if self.harvest and result.trained is not None:
+    live = int(max(self.running.live))
+    self.gains.append(self.chooser.gain(arm, live, bucket))
+    if self.harvest is not None and result.trained is not None:
       seconds = self.harvest.book(result)
     self.clock.book(
       bucket,
@@ -345,7 +349,7 @@ class _Loop:
       seconds=seconds,
     )
     seen = selector_lib.Observation(
-      live=int(max(self.running.live)),
+      live=live,
       bucket=bucket,
       strategy=arm,
       steps=result.steps,
@@ -356,7 +360,7 @@ class _Loop:
     )
     if self.engine.selector is not None:
       self.engine.selector.observe(seen)
-    if self.harvest:
+    if self.harvest is not None:
       self.harvest.observe(seen, self.chooser)
 
   def _keep(self, ended: list[running_lib.Ended]) -> None:
@@ -366,7 +370,7 @@ class _Loop:
       if samples.features is not None:
         samples.features[e.request] = self.backend.features_of(e.request)
       self.backend.finished(requests.prompt(e.request), samples.response(e.request))
-    if self.harvest:
+    if self.harvest is not None:
       self.harvest.store(ended)
 
   def _retry_with_less(self, error: Exception) -> None:
@@ -377,29 +381,29 @@ class _Loop:
     if not pool_lib.is_out_of_memory(error) or processes.count() > 1:
       raise error
     self._drop()
+    bucket = self.schedule.out_of_memory()
     logging.warning(
-      "out of memory with %d slots a slice; going on with less, no request is lost",
-      self.schedule.out_of_memory(),
+      "out of memory with %d slots a slice; going on with less, no request is lost", bucket
     )
 
-  def _abandon(self) -> None:
+  def _abandon(self) -> NoReturn:
     """Ends the rollout, because the job is to stop; the drafter keeps what it learnt."""
     self._drop()
-    if self.harvest:
+    if self.harvest is not None:
       self.harvest.abandon()
     raise processes.Stopped
 
   def _drop(self) -> None:
     """Frees what the requests have on the devices."""
     self.running.pages.clear()
-    self.backend.end()
+    self.backend.free()
 
   def _finish(self) -> None:
     """Frees the devices, trains what is left to train, and sums up."""
     self._drop()  # what trains now needs the room
     rollout_s = self.elapsed_s
     scoring = None if self._score is None else self._score(self.samples)
-    if self.harvest:
+    if self.harvest is not None:
       self.harvest.finish(self.params, rollout_s, scoring)
     self.schedule.decide.finish()
     self.samples.decisions = self.schedule.decide.log

@@ -1,7 +1,7 @@
-"""The running requests on the host: who sits in which slot, and how far each has got.
+"""The running requests on the host: which has which slot, and how far each has got.
 
-Plain arithmetic on host arrays, the same on every process. The arrays on the devices
-that belong to it are `batch`'s; what runs where next is `schedule`'s to say.
+Plain arithmetic on host arrays, the same on every process. `devices` has the arrays that
+belong to it, `schedule` decides which request runs next.
 """
 
 from collections.abc import Sequence

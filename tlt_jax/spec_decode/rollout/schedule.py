@@ -31,8 +31,8 @@ class Prefill(NamedTuple):
 
 class Plan(NamedTuple):
   bucket: int  # slots for running requests and admissions
-  admissions: list[Admission] = []
-  prefills: list[Prefill] = []  # for them
+  admissions: list[Admission]
+  prefills: list[Prefill]  # for them
 
 
 class Schedule:
@@ -53,8 +53,10 @@ class Schedule:
     self._grows = grows
     self._asked = 0  # prompts that were queued by `ask`
     slices = len(running.owner)
-    # Per slice: the requests not yet admitted; and the prompts that have pages, with rows.
+    # Per slice: the requests not yet admitted, in the order of their numbers; those that
+    # lost their slot come first again.
     self.queues = [collections.deque() for _ in range(slices)]
+    # Per slice: the prompts that have pages, with their rows.
     self.prompt_row: list[dict[int, int]] = [{} for _ in range(slices)]
     prompts = len(running.requests.prompts)
     dealt = collections.Counter()  # requests of each prompt
@@ -93,6 +95,7 @@ class Schedule:
       MemoryError: not even one request fits
     """
     running = self.running
+    running.pages.keep(running.owner)  # those of ended requests are free
     self.tokens = self.decide(
       "tokens", functools.partial(self._tokens_within, least, most, long_s)
     )
@@ -101,14 +104,13 @@ class Schedule:
       if running.live[s] <= 1:
         raise MemoryError(
           f"the pages of a slice do not hold one request of "
-          f"{int(max(running.end(self.tokens)[running.seated]))} tokens; set cache_tokens"
+          f"{int(max(running.end(self.tokens)[running.owner[s]]))} tokens; set cache_tokens"
         )
       self.queues[s].appendleft(running.send_back(s))
       self._full[s] = running.live[s]
 
   def _pages_left(self, tokens: int) -> np.ndarray:
     running = self.running
-    running.pages.keep(running.owner)
     return running.pages.left(running.owner, running.end(tokens))
 
   def _tokens_within(self, least: int, most: int, long_s: float) -> int:
@@ -144,9 +146,11 @@ class Schedule:
     return int(np.clip(within, 1, most))
 
   def seat(self) -> tuple[running_lib.Work, bool]:
-    """Seats waiting requests in the smallest bucket that holds all that run then.
+    """Seats waiting requests, in the smallest bucket that holds all that run then.
 
-    Returns the devices' work for them, and whether any were seated: others may be, later.
+    While some wait whose queue is known from the start, that is the widest. Returns the
+    devices' work for them, and whether any were seated: once that work is done, their
+    prompts' rows are free for others.
     """
     plan = self.plan()
     work = self.running.admit(plan.bucket, plan.prefills, plan.admissions)
@@ -204,17 +208,17 @@ class Schedule:
     running = self.running
     if not running.live.any() or not any(self.queues):
       return True
-    return self._grows or running.bucket >= self._batch_to_admit(running.live)
+    return self._grows or running.bucket >= self._slots_to_admit(running.live)
 
-  def _batch_to_admit(self, running: np.ndarray) -> int:
-    """Slots for those that run, i32[slices], and those that wait.
+  def _slots_to_admit(self, live: np.ndarray) -> int:
+    """Slots for those that run, live i32[slices], and those that wait.
 
     All slots if the queue is known from the start, so that a request is admitted in one
     bucket only; as few as needed if it grows: empty slots cost time.
     """
     if not self._grows:
       return self.widest()
-    return min(int(max(running + [len(queue) for queue in self.queues])), self.widest())
+    return min(int(max(live + [len(queue) for queue in self.queues])), self.widest())
 
   def _prompt_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
     """The row for the next prompt of a slice, and whether it is new there."""
@@ -235,13 +239,14 @@ class Schedule:
 
   def _fit(self, admissions: list[Admission]) -> int:
     coming = np.bincount([a.slice for a in admissions], minlength=len(self.queues))
-    running = self.running.live + coming
-    batch = int(max(running))
+    live = self.running.live + coming
+    slots = int(max(live))
     if admissions or (any(self.queues) and self.joins()):
-      batch = max(batch, self._batch_to_admit(running))
-    return self.choose(batch)
+      slots = max(slots, self._slots_to_admit(live))
+    return self.bucket_for(slots)
 
-  def choose(self, live: int) -> int:
+  def bucket_for(self, live: int) -> int:
+    """The smallest bucket for so many live requests; MemoryError: see `widest`."""
     return self.options.bucket(live, self.excluded) or self.widest()
 
   def widest(self) -> int:
@@ -256,15 +261,15 @@ class Schedule:
 
   def out_of_memory(self) -> int:
     """Rules out the bucket that was to run, and all larger ones; all starts over."""
-    goal, running = self.running.bucket, self.running
-    self.excluded |= {n for n in self.options.buckets if n >= goal}
+    bucket, running = self.running.bucket, self.running
+    self.excluded |= {n for n in self.options.buckets if n >= bucket}
     for s, queue in enumerate(self.queues):
       lost = {int(i) for i in running.owner[s] if i >= 0}
       running.start_over(list(lost))
       queue.extendleft(sorted(lost, reverse=True))
     self.prompt_row = [{} for _ in self.queues]
     running.close()
-    return goal
+    return bucket
 
 
 def _dealt_out(prompt: int, prompts: int, slices: int) -> Sequence[int]:
