@@ -78,7 +78,7 @@ class Shapes:
       kernels=self.options.kernels,
     )
 
-  def prompts(self) -> tuple:
+  def prefill_args(self) -> tuple:
     """The arguments of a prefill after the parameters; see `prompts.make_prefill`."""
     rows, sizes = self.options.prefill_rows, self.pages
     kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes)

@@ -95,7 +95,7 @@ class Devices:
     self._running: running_lib.Running | None = None
     self._slots: slots_lib.Slots | None = None
     self._spare: tuple | None = None  # pools and features while there are no slots
-
+    self._chunks: dict[str, Callable] = {}  # jitted, by name
     self._has_announced = False
 
   # Programs.
@@ -133,7 +133,7 @@ class Devices:
       self.pool.get(name, (), self._jitted[name], *args)
 
     shapes, slots = self.shapes, self.shapes.options.slots
-    pools, features, *prompts = shapes.prompts()
+    pools, features, *prompts = shapes.prefill_args()
     compile("prefill", weights.target, pools, features, *prompts)
     compile("copy", pools, features, shapes.rows(slots), shapes.rows(slots))
     if spot is not None:
@@ -188,10 +188,10 @@ class Devices:
     source, trains = self._source(arm), training is not None
     name = "chunk" if source is None else f"speculate_{source.program(arm)}"
     name += "+training" if trains else ""
-    if name not in self._jitted:
-      self._jitted[name] = self._make_chunk(arm, source, trains)
+    if name not in self._chunks:
+      self._chunks[name] = self._make_chunk(arm, source, trains)
     args = weights, slots, state, limits, training
-    program = self.pool.get(name, key, self._jitted[name], *args)
+    program = self.pool.get(name, key, self._chunks[name], *args)
     return functools.partial(program, *args)
 
   def _make_chunk(self, arm, source, trains: bool) -> Callable:
@@ -231,7 +231,7 @@ class Devices:
       source.reset()
 
   def compute(self, params: Any, work: running_lib.Work) -> None:
-    pools, features = self._arrays()
+    pools, features = self._take_arrays()
     for table, tokens, start in self._blocks(work.prompts):
       placed = map(self._place, (table, tokens, start))
       pools, features = self._call("prefill", params, pools, features, *placed)
@@ -244,7 +244,7 @@ class Devices:
 
   def place(self, moved: bool) -> None:
     if moved:
-      self._slots = self._make_slots(*self._arrays())
+      self._slots = self._make_slots(*self._take_arrays())
     else:
       self._slots = self._slots.replace(kv=self._kv(self._slots.kv.pools))
 
@@ -380,13 +380,13 @@ class Devices:
         smaller="rollout.slots, rollout.cache_tokens, sampling.max_tokens",
       )
 
-  def _arrays(self) -> tuple[tuple[cache_lib.Pool, ...], jax.Array | None]:
+  def _take_arrays(self) -> tuple[tuple[cache_lib.Pool, ...], jax.Array | None]:
     """Gives up the slots: the pools and features that others will have."""
     if self._slots is not None:
       self._spare = self._slots.kv.pools, self._slots.features
     elif self._spare is None:
       self.announce(self._running.requests.stop_tokens.shape[1])
-      self._spare = slices_lib.zeros(self.shapes.prompts()[:2])
+      self._spare = slices_lib.zeros(self.shapes.prefill_args()[:2])
     arrays, self._slots, self._spare = self._spare, None, None
     return arrays
 
@@ -405,7 +405,7 @@ class Devices:
         for j, prompt in enumerate(queue):
           table[s, j] = prompt.pages
       longest = max(len(prompt.tokens) for queue in now for prompt in queue)
-      # The last token stays pending: its KV is computed with the first draw.
+      # No block for last tokens alone: their KV is computed with the first draw.
       for start in range(0, longest - 1, block):
         tokens = np.zeros((len(now), width, block), np.int32)
         for s, queue in enumerate(now):

@@ -19,6 +19,7 @@ from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import backend as backend_lib
 from tlt_jax.spec_decode.rollout import chooser as chooser_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import devices as devices_lib
 from tlt_jax.spec_decode.rollout import harvest as harvest_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
@@ -101,7 +102,8 @@ class Engine:
       params: the target's, or their shapes and shardings
       stop_tokens: per request (the second dimension of `Requests.stop_tokens`)
     """
-    weights, devices = self.weights(params), self.backend
+    weights = self.weights(params)
+    devices: devices_lib.Devices = self.backend
     devices.announce(stop_tokens)
     memory.announce_programs(
       f"the rollout's programs (buckets: {len(self.options.buckets)})", inputs=weights
