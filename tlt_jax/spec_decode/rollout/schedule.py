@@ -107,6 +107,7 @@ class Schedule:
           f"{int(max(running.end(self.tokens)[running.owner[s]]))} tokens; set cache_tokens"
         )
       self.queues[s].appendleft(running.send_back(s))
+      running.pages.keep(running.owner)
       self._full[s] = running.live[s]
 
   def _pages_left(self, tokens: int) -> np.ndarray:
