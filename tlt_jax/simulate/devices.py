@@ -189,7 +189,7 @@ class Devices:
       trained = self._trainer.account(training.states, mine)
     if drafts:
       known = running.known_after(emitted)
-      self._filled = {i: self._lacking_from(n) for i, n in known.items()}
+      self._filled = {i: self.shapes.room.filled(n) for i, n in known.items()}
     self._timer.spend(self._costs.host_s + float(slice_s.max()))
     return backend_lib.ChunkResult(emitted, trained, slice_s)
 
@@ -199,14 +199,10 @@ class Devices:
     known = running.position + 1
 
     def missing(i: int) -> int:
-      return max(self._lacking_from(int(known[i])) - self._filled.get(i, 0), 0)
+      return max(self.shapes.room.filled(int(known[i])) - self._filled.get(i, 0), 0)
 
     tokens = [sum(missing(i) for i in row if i >= 0) for row in running.owner.tolist()]
     self._timer.spend(self._costs.fill_s(max(tokens)))
-
-  def _lacking_from(self, known: int) -> int:
-    """As of the real drafter: tokens that a chunk finds in its KV."""
-    return max(known - 1 - self.shapes.room.longest, 0)
 
   def _speculate(self, owner, left, start, arm, limits):
     """Tokens drawn i32[slices batch], passes i32[slices], Emitted.accepted."""

@@ -66,6 +66,10 @@ class Shapes:
   def pages(self) -> pages_lib.Sizes:
     return self.options.page_sizes(self.room.behind)
 
+  def free_pages(self) -> pages_lib.Pages:
+    """The pages of a rollout before any is taken."""
+    return pages_lib.Pages(self.slices, self.pages, self.room.behind)
+
   def slots(self, bucket: int, stops: int) -> slots_lib.Slots:
     """Slots of a bucket, for `stops` stop tokens per request."""
     return slots_lib.abstract_slots(

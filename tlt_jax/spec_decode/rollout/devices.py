@@ -352,8 +352,8 @@ class Devices:
       max_tokens=options.max_length - 1,
       stop_tokens=np.full((B, stops), -1, np.int32),
     )
-    free = pages_lib.Pages(self.shapes.slices, pages, room.behind)
-    running = running_lib.Running(requests, free, self.samples(requests))
+    free, samples = self.shapes.free_pages(), self.samples(requests)
+    running = running_lib.Running(requests, free, samples)
     running.drawn[:] = max(length - options.chunk, 0)
     running.seat_all(bucket, slices)
     running.take_pages(options.chunk)

@@ -13,7 +13,6 @@ from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
-from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import backend as backend_lib
@@ -240,9 +239,8 @@ class _Loop:
     self.chooser, self.clock = engine.chooser, engine.clock
     self._ask, self._watch, self._score = ask, watch, score
     self.clock.begin_rollout()
-    shapes, self.samples = self.backend.shapes, self.backend.samples(requests)
-    pages = pages_lib.Pages(shapes.slices, shapes.pages, shapes.room.behind)
-    self.running = running_lib.Running(requests, pages, self.samples)
+    free, self.samples = self.backend.shapes.free_pages(), self.backend.samples(requests)
+    self.running = running_lib.Running(requests, free, self.samples)
     self.backend.begin(self.running)
     self.schedule = schedule_lib.Schedule(
       engine.options, self.running, self.clock, decide, grows=ask is not None

@@ -252,13 +252,13 @@ class Schedule:
 
   def widest(self) -> int:
     """Most slots that a bucket has; MemoryError: every bucket has run out of memory."""
-    left = [n for n in self.options.buckets if n not in self.excluded]
-    if not left:
+    widest = self.options.bucket(self.options.slots, self.excluded)
+    if widest is None:
       raise MemoryError(
         f"even {self.options.buckets[0]} slots a slice do not fit; lower rollout.slots or "
         "add smaller rollout.buckets, or set rollout.cache_tokens"
       )
-    return max(left)
+    return widest
 
   def out_of_memory(self) -> int:
     """Rules out the bucket that was to run, and all larger ones; all starts over."""

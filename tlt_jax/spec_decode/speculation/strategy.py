@@ -82,6 +82,14 @@ class Room:
   def behind(self) -> int:
     return max(self.target, self.drafter)
 
+  def filled(self, known: int) -> int:
+    """Pairs in the drafter's KV before a chunk, which computes the others itself.
+
+    Args:
+      known: tokens of the request
+    """
+    return max(known - 1 - self.longest, 0)
+
   @classmethod
   def of(cls, strategies: Iterable[Strategy]) -> "Room":
     strategies = tuple(strategies)

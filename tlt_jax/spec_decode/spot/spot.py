@@ -109,7 +109,7 @@ class Options(Settings):
       )
 
 
-# Part of the recipe, see `Options`: arguments of `rl.optimizer.make`.
+# Part of the recipe, see `Settings`: arguments of `rl.optimizer.make`.
 OPTIMIZER = dict(
   name="adamw", learning_rate=1e-3, warmup=20, total=3000, floor=0.1, b2=0.99
 )
@@ -139,6 +139,8 @@ def abstract_features(
 
 @dataclasses.dataclass
 class Frozen:
+  """A drafter that no rollout trains."""
+
   config: drafter_lib.DrafterConfig
   params: Any  # laid out by `axes.ROLLOUT`
   # One of this shape that trains, whose programs this one shares.
@@ -146,6 +148,8 @@ class Frozen:
 
 
 class Spot:
+  """A drafter and its training through a run: its state and its data."""
+
   def __init__(self, trainer: trainer_lib.Trainer, options: Options, params):
     self.trainer, self.options, self.config = trainer, options, trainer.drafter
     self.row_tokens = row_tokens(trainer, options)
@@ -162,6 +166,7 @@ class Spot:
 
   @property
   def spot(self) -> "Spot":
+    """Itself; see `Frozen.spot`."""
     return self
 
   @property
@@ -222,6 +227,7 @@ class Spot:
     self.apart = False  # whether a slice has trained since the last exchange
 
   def restart(self, state: state_lib.State) -> None:
+    """Continues from another state of the drafter, with the present data."""
     self.investment = self._new_investment()
     self._states, self._params = self.trainer.spread(state), state.drafting
     self._reset_counts()
@@ -234,12 +240,14 @@ class Spot:
     self._features = features
 
   def arrays(self) -> dict:
+    """The arrays of a checkpoint; `data` is the rest, as JSON."""
     return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
     return {"buffer": self.buffer.state(), "investment": self.investment.state()}
 
   def saved_arrays(self, data: dict) -> dict:
+    """The shapes of the `arrays` saved with `data`, perhaps with other slices."""
     count = sum(map(len, data["buffer"]["rows"]))
 
     def of_rows(x):

@@ -101,14 +101,10 @@ class Model(source_lib.Source):
 
   def release(self, state, known):
     self._pool = state.pool
-    self._filled = {request: self._lacking_from(n) for request, n in known.items()}
+    self._filled = {request: self.setting.room.filled(n) for request, n in known.items()}
 
   def reset(self):
     self._pool, self._filled = None, {}
-
-  def _lacking_from(self, known: int) -> int:
-    """The first pair that a chunk computes itself, of a request of so many tokens."""
-    return max(known - 1 - self.setting.room.longest, 0)
 
   def _fill_missing(self, weights, slots, running) -> None:
     R, T = self.setting.fill_rows, self.setting.fill_block
@@ -132,7 +128,7 @@ class Model(source_lib.Source):
     T = self.setting.fill_block
     todo = [
       [
-        [r, self._filled.get(r.request, 0), self._lacking_from(len(r.tokens))]
+        [r, self._filled.get(r.request, 0), self.setting.room.filled(len(r.tokens))]
         for r in row
         if r
       ]
