@@ -98,7 +98,7 @@ def measure_speculation(config: config_lib.RunConfig, models: from_config.Models
   """
   n, slices, lives = _TOKENS.value, models.mesh.shape[axes.DATA], numbers(_LIVE)
   prompts = min(4 * max(lives) * slices, 128)  # some end before
-  tokenizer = from_config.load_tokenizer(config.policy)
+  tokenizer = from_config.load_tokenizer(config.policy, config.chat.date)
   requests = requests_lib.make_requests(
     sample.encode(
       tokenizer,

@@ -6,6 +6,7 @@ options where it has one; the library takes plain arguments, so the trees are he
 `trees` fills them.
 """
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from experiments import trees
@@ -123,6 +124,11 @@ class Chat:
 
   apply: bool = field(..., "whether plain prompts are wrapped in the chat template")
   system: str = field("", "system message of the chat template; '' for none")
+  date: Annotated[str | None, trees.read_by(datetime.date.fromisoformat)] = field(
+    None,
+    "day that the chat template sees, as in 2026-01-31; None: if it asks for one, the day "
+    "on which the run begins",
+  )
 
 
 @options

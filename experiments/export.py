@@ -85,7 +85,7 @@ def export(
     step, state = checkpoints.restore_part(like)
     policy = output / "policy"
     hf.save(policy, model, state["policy"]["params"], dtype=model.dtype)
-    tokenization.copy_files(run["policy"], policy)
+    tokenization.Tokenizer.load(run["policy"]).save(policy)
     logging.info("exported the policy of step %d to %s", step, policy)
   if drafter is not None:
     return _message(policy, output, drafter, server)

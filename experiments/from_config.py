@@ -6,6 +6,7 @@ in the commands; what takes a whole `RunConfig` puts several sections together.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import datetime
 import functools
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
+from tlt_jax import processes
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as model_lib
@@ -50,13 +52,14 @@ class Models:
 
 
 @functools.cache
-def load_tokenizer(policy: str) -> tokenization.Tokenizer:
-  """The tokenizer of a policy's folder, which a command loads once.
+def load_tokenizer(policy: str, date: str | None) -> tokenization.Tokenizer:
+  """The tokenizer of a policy's folder, which a command loads once; see `Chat.date`.
 
   Raises:
     DataError: it has tokens that the model does not have
   """
-  model, loaded = hf.load_config(policy), tokenization.Tokenizer.load(policy)
+  today = datetime.date.fromisoformat(date) if date else None
+  model, loaded = hf.load_config(policy), tokenization.Tokenizer.load(policy, today)
   if loaded.vocab_size > model.vocab_size:
     raise data.DataError(
       f"{policy}: tokenizer.json has tokens up to {loaded.vocab_size - 1:,}, the model in "
@@ -68,7 +71,7 @@ def load_tokenizer(policy: str) -> tokenization.Tokenizer:
 def prompt_rules(run: config_lib.RunConfig) -> prompt_checks.Rules:
   """Which prompts a run's policy can be asked, and what is done with the others."""
   return prompt_checks.Rules(
-    load_tokenizer(run.policy),
+    load_tokenizer(run.policy, run.chat.date),
     run.unusable_prompts,
     max_prompt=run.rollout.max_prompt,
     chat=run.chat.apply,
@@ -133,6 +136,10 @@ def complete(
   run: config_lib.RunConfig, planned: memory_phases.Machine | None = None
 ) -> tuple[config_lib.RunConfig, RunPrompts]:
   """A run's config with every size, and its prompts; see `fill_sizes`."""
+  template = load_tokenizer(run.policy, run.chat.date).template
+  if template is not None and template.reads_date:
+    date = processes.on_first(template.today.isoformat)
+    run = dataclasses.replace(run, chat=dataclasses.replace(run.chat, date=date))
   prompts = RunPrompts(run)
   return fill_sizes(run, prompts, planned), prompts
 
@@ -372,7 +379,7 @@ def make_sampler(
   )
   return sample.make(
     engine,
-    tokenizer=load_tokenizer(run.policy),
+    tokenizer=load_tokenizer(run.policy, run.chat.date),
     judge=make_judge(run.reward, run.solved_at, run.verifier),
     sampling=vars(run.sampling),
     chat=vars(run.chat),

@@ -29,6 +29,7 @@ OPEN = {
     "buckets",
   ),
   "learner": ("buckets",),
+  "chat": ("date",),
 }
 _KV_SHARE = 0.25  # of the free memory: it holds weights, moments and activations as well
 

@@ -25,7 +25,6 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax import processes
-from tlt_jax import tokenization
 from tlt_jax import wandb_board
 from tlt_jax.models import drafter_files
 from tlt_jax.models import hf
@@ -176,7 +175,7 @@ def main(config: config_lib.RunConfig):
   progress.close()
   writer.close()
   hf.save(run.path / "policy", model, state.params, dtype=model.dtype)
-  tokenization.copy_files(config.policy, run.path / "policy")
+  sampler.tokenizer.save(run.path / "policy")
   if spot:
     drafter_files.save(run.path / "drafter", drafter.config, drafter.params)
   plot.plot_all(run.path)

@@ -6,7 +6,6 @@ with its tokenizer; its generation_config.json then stops responses at the end o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import json
 import logging
 import pathlib
 import random
@@ -25,7 +24,6 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import processes
 from tlt_jax import tokenization
-from tlt_jax import writing
 from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm
@@ -101,17 +99,15 @@ def tokenizer_of(policy: str) -> tokenization.Tokenizer:
 def export(
   folder: pathlib.Path, policy: str, encode: Callable[[str], Sequence[int]]
 ) -> None:
-  """Writes the tokenizer of `policy` to the folder; "": that of Countdown."""
-  if not policy:
-    if processes.is_first():
-      countdown.tokenizer().save_pretrained(folder)
+  """Writes the tokenizer of `policy`, "": that of Countdown; a line's end is a stop."""
+  if not processes.is_first():
     return
-  tokenization.copy_files(policy, folder)
-  stop = [int(i) for i in encode(countdown.STOP)]
-  if processes.is_first():
-    path = folder / "generation_config.json"
-    with writing.to(path):
-      path.write_text(json.dumps({"eos_token_id": stop}) + "\n")
+  if policy:
+    tokenization.Tokenizer.load(policy).save(folder)
+  else:
+    countdown.tokenizer().save_pretrained(folder)
+  stops = {*tokenization.Tokenizer.load(folder).stop_tokens, *encode(countdown.STOP)}
+  tokenization.write_stops(folder, sorted(map(int, stops)))
 
 
 def main(config: config_lib.WarmStartConfig):

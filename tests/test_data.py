@@ -248,9 +248,3 @@ def test_items_are_made_ahead_in_the_same_order():
     list(failing)
 
 
-def test_a_tokenizer_is_copied_without_the_model(folder, tmp_path):
-  (folder / "model.safetensors").write_text("large")
-  tokenization.copy_files(folder, tmp_path)
-  names = {path.name for path in tmp_path.iterdir()}
-  assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-  assert tokenization.Tokenizer.load(tmp_path).stop_tokens == (1, 18)

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 import tokenizers
-import transformers
 
 from tests import commands
+from tlt_jax import chat_template
 from tlt_jax import data
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
@@ -19,15 +19,13 @@ TEMPLATE = (
 )
 
 
-def wrapped(model) -> transformers.PreTrainedTokenizerFast:
+def wrapped(model) -> tokenization.Tokenizer:
   inner = tokenizers.Tokenizer(model)
   inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(
     tokenizers.Regex(r"[\s\S]"), "isolated"
   )
   inner.decoder = tokenizers.decoders.Fuse()
-  return transformers.PreTrainedTokenizerFast(
-    tokenizer_object=inner, chat_template=TEMPLATE
-  )
+  return tokenization.Tokenizer(inner, template=chat_template.Template(TEMPLATE))
 
 
 def vocabulary(first: str) -> dict[str, int]:
@@ -38,7 +36,7 @@ def vocabulary(first: str) -> dict[str, int]:
 def tokenizer() -> tokenization.Tokenizer:
   """A token per character; what it does not know becomes padding."""
   model = tokenizers.models.WordLevel(vocabulary("<pad>"), unk_token="<pad>")
-  return tokenization.Tokenizer(wrapped(model), ())
+  return wrapped(model)
 
 
 class Made:

@@ -1,82 +1,133 @@
-from collections.abc import Sequence
+"""A model folder's tokenizer: text to ids and back as tokenizer.json says, chats, stops."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import datetime
 import functools
 import json
+import logging
 import os
 import pathlib
 import shutil
 from typing import Any
 
 import numpy as np
+import tokenizers
 
+from tlt_jax import chat_template
 from tlt_jax import data
 from tlt_jax import json_objects
 from tlt_jax import processes
 from tlt_jax import writing
 
-_FILES = (
+_TOKENIZER, _CONFIG, _GENERATION = (
   "tokenizer.json",
+  "config.json",
+  "generation_config.json",
+)
+_FILES = (
+  _TOKENIZER,
   "tokenizer_config.json",
   "special_tokens_map.json",
   "added_tokens.json",
   "chat_template.jinja",
-  "generation_config.json",
+  "chat_template.json",
+  _GENERATION,
 )
-
-
-def copy_files(source: str | pathlib.Path, folder: str | pathlib.Path) -> None:
-  """Copies a model folder's tokenizer files to another one, on the first process."""
-  if not processes.is_first():
-    return
-  for path in pathlib.Path(source).iterdir():
-    if path.name in _FILES:
-      with writing.to(pathlib.Path(folder) / path.name):
-        shutil.copyfile(path, pathlib.Path(folder) / path.name)
+# What transformers makes a tokenizer of in a folder without tokenizer.json.
+_OLDER = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
 class Tokenizer:
-  def __init__(self, tokenizer, stop_tokens: tuple[int, ...]):
-    self.stop_tokens = stop_tokens
-    self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # exceeds all ids
-    self._tokenizer = tokenizer
+  """Encodes and decodes as `inner` does, and renders chats.
+
+  Args:
+    inner: of the library tokenizers
+    named: special tokens by role, as in {"bos_token": "<s>"}, for chat templates
+    special: other texts that are markup, not part of a response
+    template: turns messages into text; None: there is none
+    stops: id of a token that ends a response -> where that is said
+    folder: for messages
+  """
+
+  def __init__(
+    self,
+    inner: tokenizers.Tokenizer,
+    named: Mapping[str, str] | None = None,
+    special: Iterable[str] = (),
+    template: chat_template.Template | None = None,
+    stops: Mapping[int, Sequence[str]] | None = None,
+    folder: str | pathlib.Path = "",
+  ):
+    inner.no_truncation()
+    inner.no_padding()
+    self.inner, self.folder = inner, folder
+    self.template, self._named = template, dict(named or {})
+    self._stops = dict(sorted((stops or {}).items()))
+    self.ids = np.unique([*inner.get_vocab(with_added_tokens=True).values()])
+    self.vocab_size = int(self.ids[-1]) + 1  # exceeds all ids
     self._known: dict[str, bool] = {}  # by character
-    special = {
-      i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
-    special |= {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
+    added = inner.get_added_tokens_decoder()
+    markup = {i: token.content for i, token in added.items() if token.special}
+    markup |= {inner.token_to_id(t): t for t in (*self._named.values(), *special)}
     # A special token of one character is text: a character-level model stops at "\n", and
     # its verifier checks that.
-    self._hidden = {i for i, text in special.items() if len(text) > 1}
+    self._hidden = {i for i, text in markup.items() if len(text) > 1}
 
   @classmethod
-  def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
-    """Loads the tokenizer of a folder, with the stop tokens of generation_config.json."""
-    folder = pathlib.Path(folder)
-    if not (folder / "tokenizer.json").is_file():
-      raise data.DataError(f"{folder}: no tokenizer.json; copy the model's own there")
-    # Transformers warns that PyTorch is missing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers  # takes two seconds
+  def load(
+    cls, folder: str | pathlib.Path, today: datetime.date | None = None
+  ) -> "Tokenizer":
+    """Loads the tokenizer of a folder, with all tokens that its files say end a response.
 
-    files = _read_tokenizer_files(folder)
-    stop = _stop_tokens(folder, files.get("generation_config.json", {}))
+    Args:
+      today: the day that chat templates see; None: this one
+    Raises:
+      data.DataError: a file is missing or damaged
+    """
+    folder = pathlib.Path(folder)
+    files = _read_files(folder)
+    inner = _inner(folder)
+    named, special = _special_tokens(files)
+    for token in (*named.values(), *special):
+      if inner.token_to_id(token) is None:
+        logging.warning(
+          "%s: the files beside it name the special token %r, which it does not have; it "
+          "is plain text",
+          folder / _TOKENIZER,
+          token,
+        )
+    source = _template(folder, files)
     try:
-      tokenizer = transformers.AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-      )
-    except Exception as e:  # a damaged file raises any error of its parser
+      template = None if source is None else chat_template.Template(source, today)
+    except Exception as e:  # a template may be anything
       raise data.DataError(
-        f"{folder}: {', '.join(files)} cannot be read as a tokenizer ({data.reason(e)}); "
-        "copy the model's own there"
+        f"{folder}: the chat template is damaged ({data.reason(e)}); copy the model's own "
+        "there"
       ) from e
-    if tokenizer.eos_token_id is not None:
-      stop.add(tokenizer.eos_token_id)
-    return cls(tokenizer, tuple(sorted(stop)))
+    return cls(inner, named, special, template, _stops(folder, files, inner), folder)
+
+  @property
+  def stop_tokens(self) -> tuple[int, ...]:
+    return tuple(self._stops)
+
+  def describe_stops(self) -> str:
+    """One sentence: which tokens end a response, and which files say so."""
+    if not self._stops:
+      return (
+        f"No token ends a response: no file of {self.folder} names one, so every response "
+        f'runs to its longest; set "eos_token_id" in {_GENERATION}.'
+      )
+    each = [
+      f"{self.inner.id_to_token(i)!r} ({i}; {', '.join(where)})"
+      for i, where in self._stops.items()
+    ]
+    return f"A response ends at {' or '.join(each)}."
 
   def encode(
     self, prompt: str | list[dict], system: str | None = None, chat: bool = False
   ) -> np.ndarray:
     text = self.text(prompt, system, chat)
-    return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+    return np.asarray(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
 
   def text(
     self, prompt: str | list[dict], system: str | None = None, chat: bool = False
@@ -101,10 +152,8 @@ class Tokenizer:
     return self._chat(messages)
 
   def lengths(self, texts: Sequence[str]) -> list[int]:
-    if not texts:
-      return []
-    encoded = self._tokenizer(list(texts), add_special_tokens=False)
-    return [len(ids) for ids in encoded["input_ids"]]
+    encoded = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [len(each.ids) for each in encoded]
 
   def unknown(self, text: str) -> list[str]:
     """Unknown characters; most have byte fallback, others drop or replace them."""
@@ -119,56 +168,125 @@ class Tokenizer:
 
   def _encodes(self, character: str) -> bool:
     try:
-      ids = self._tokenizer.encode(character, add_special_tokens=False)
+      ids = self.inner.encode(character, add_special_tokens=False).ids
     except Exception:  # from Rust, without a class
       return False
     if self._unknown_id not in ids:
       return bool(ids)
-    return character == self._tokenizer.convert_ids_to_tokens(self._unknown_id)
+    return character == self.inner.id_to_token(self._unknown_id)
 
   @functools.cached_property
   def _unknown_id(self) -> int | None:
-    inner = self._tokenizer.backend_tokenizer
-    model = json.loads(inner.to_str())["model"]  # the only way to "unk_id"
+    model = json.loads(self.inner.to_str())["model"]  # the only way to "unk_id"
     token = model.get("unk_token")
-    return model.get("unk_id") if token is None else inner.token_to_id(token)
+    return model.get("unk_id") if token is None else self.inner.token_to_id(token)
 
   def _chat(self, messages: list[dict]) -> str:
-    where = f"{self._tokenizer.name_or_path} (chat_template.jinja, tokenizer_config.json)"
-    if self._tokenizer.chat_template is None:
+    where = f"{self.folder} (chat_template.jinja, tokenizer_config.json)"
+    if self.template is None:
       raise data.DataError(
         f"{where}: the tokenizer has no chat template, so it cannot encode messages; use "
         "plain text prompts, or a chat model's tokenizer files"
       )
     try:
-      text = self._tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-      )
+      text = self.template.render(messages, self._named)
     except Exception as e:  # a template may raise anything
       roles = [message["role"] for message in messages]
       raise data.DataError(
         f"{where}: the chat template refuses messages {roles!s:.100}: {data.reason(e)}"
       ) from e
-    last = messages[-1]
-    if last["role"] == "user" and last["content"].strip() not in text:
+    if self._leaves_out(messages, text):
       raise data.DataError(
         f"{where}: the chat template leaves out what the user says; copy the model's own "
         "there"
       )
     return text
 
+  def _leaves_out(self, messages: list[dict], text: str) -> bool:
+    """Whether the text is the same whatever the user says last; it may be reworded."""
+    last = messages[-1]
+    if last["role"] != "user" or last["content"].strip() in text:
+      return False
+    other = {**last, "content": "0" if "1" in last["content"] else "1"}
+    try:
+      return self.template.render([*messages[:-1], other], self._named) == text
+    except Exception:  # it read the message
+      return False
+
   def decode(self, ids) -> str:
     """A response's text without special tokens, except those of a single character."""
     kept = [i for i in map(int, ids) if i not in self._hidden]
-    return self._tokenizer.decode(
-      kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    return self.inner.decode(kept, skip_special_tokens=False)
+
+  def save(self, folder: str | pathlib.Path) -> None:
+    """Writes it to a model's folder, with all stops, on the first process.
+
+    What other programs read of a model's folder then says the same: generation_config.json
+    and config.json name all stops.
+    """
+    if not processes.is_first():
+      return
+    source, folder = pathlib.Path(self.folder), pathlib.Path(folder)
+    for name in _FILES:
+      if (source / name).is_file():
+        with writing.to(folder / name):
+          shutil.copyfile(source / name, folder / name)
+    if not (source / _TOKENIZER).is_file():
+      with writing.to(folder / _TOKENIZER):
+        self.inner.save(str(folder / _TOKENIZER))
+    write_stops(folder, self.stop_tokens)
+
+
+def write_stops(folder: pathlib.Path, stops: Sequence[int]) -> None:
+  """Sets eos_token_id in generation_config.json and in config.json, if there is one."""
+  ids = {"eos_token_id": list(stops) if len(stops) != 1 else stops[0]}
+  if not stops:
+    return
+  for name in (_GENERATION, _CONFIG):
+    path = folder / name
+    if name == _GENERATION or path.is_file():
+      raw = json_objects.parse(path.read_bytes()) if path.is_file() else {}
+      with writing.to(path):
+        path.write_text(json.dumps(raw | ids, indent=2) + "\n")
+
+
+def _inner(folder: pathlib.Path) -> tokenizers.Tokenizer:
+  path = folder / _TOKENIZER
+  try:
+    if path.is_file():
+      return tokenizers.Tokenizer.from_file(str(path))
+    found = [name for name in _OLDER if (folder / name).is_file()]
+    if not found:
+      raise data.DataError(f"{folder}: no {_TOKENIZER}; copy the model's own there")
+    # Transformers warns that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers  # takes two seconds
+
+    made = transformers.AutoTokenizer.from_pretrained(
+      folder, local_files_only=True, trust_remote_code=False
     )
+    logging.warning(
+      "%s has no %s: transformers makes a %s of %s",
+      folder,
+      _TOKENIZER,
+      type(made).__name__,
+      " and ".join(found),
+    )
+    return made.backend_tokenizer
+  except data.DataError:
+    raise
+  except Exception as e:  # a damaged file raises any error of its parser
+    what = _TOKENIZER if path.is_file() else " and ".join(found)
+    raise data.DataError(
+      f"{folder}: {what} cannot be read as a tokenizer ({data.reason(e)}); copy the "
+      "model's own there"
+    ) from e
 
 
-def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
+def _read_files(folder: pathlib.Path) -> dict[str, Any]:
   """The content of a folder's tokenizer files by name, even if they are only copied."""
   contents = {}
-  for name in _FILES:
+  for name in (*_FILES[1:], _CONFIG):
     path = folder / name
     if not path.exists():
       continue
@@ -181,13 +299,73 @@ def _read_tokenizer_files(folder: pathlib.Path) -> dict[str, Any]:
   return contents
 
 
-def _stop_tokens(folder: pathlib.Path, generation_config: dict) -> set[int]:
-  stop = generation_config.get("eos_token_id")
-  if not isinstance(stop, list):
-    stop = [] if stop is None else [stop]
-  if not all(type(i) is int and 0 <= i < 2**31 for i in stop):
-    raise data.DataError(
-      f"{folder / 'generation_config.json'}: eos_token_id={stop!r:.60} are not ids of "
-      "tokens; copy the model's own there"
-    )
-  return set(stop)
+def _special_tokens(files: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+  """Special tokens by role, and others, as the files say; the later one counts."""
+  named, others = {}, []
+  for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for key, value in files.get(name, {}).items():
+      if key in ("additional_special_tokens", "extra_special_tokens"):
+        values = value.values() if isinstance(value, dict) else value or []
+        others += [text for text in map(_content, values) if text]
+      elif key.endswith("_token") and (text := _content(value)):
+        named[key] = text
+  return named, others
+
+
+def _content(token: Any) -> str | None:
+  """The text of a token, which files give alone or with its properties."""
+  content = token.get("content") if isinstance(token, dict) else token
+  return content if isinstance(content, str) else None
+
+
+def _template(folder: pathlib.Path, files: Mapping[str, Any]) -> str | None:
+  if "chat_template.jinja" in files:
+    return files["chat_template.jinja"]
+  found = None
+  for name in ("tokenizer_config.json", "chat_template.json"):
+    if found is None:
+      found = files.get(name, {}).get("chat_template")
+  if isinstance(found, list):
+    found = {each.get("name"): each.get("template") for each in found}
+  if isinstance(found, dict):
+    if "default" not in found:
+      raise data.DataError(
+        f"{folder}: its chat templates are {', '.join(map(str, found))}, none is the "
+        "default; write the one to use to chat_template.jinja"
+      )
+    found = found["default"]
+  return found
+
+
+def _stops(
+  folder: pathlib.Path, files: Mapping[str, Any], inner: tokenizers.Tokenizer
+) -> dict[int, list[str]]:
+  """Ids that end a response, with the files that say so: all of them count."""
+  stops: dict[int, list[str]] = {}
+  for name in (_GENERATION, _CONFIG):
+    raw = files.get(name, {})
+    text_config = raw.get("text_config")
+    inside = text_config.get("eos_token_id") if isinstance(text_config, dict) else None
+    for value in (raw.get("eos_token_id"), inside):
+      ids = value if isinstance(value, list) else [] if value is None else [value]
+      if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise data.DataError(
+          f"{folder / name}: eos_token_id={value!r:.60} are not ids of tokens; copy the "
+          "model's own there"
+        )
+      for i in ids:
+        if inner.id_to_token(i) is None:
+          logging.warning(
+            "%s: eos_token_id names token %d, which the tokenizer does not have; it is "
+            "ignored",
+            folder / name,
+            i,
+          )
+        else:
+          stops.setdefault(i, []).append(name)
+  for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    text = _content(files.get(name, {}).get("eos_token"))
+    i = None if text is None else inner.token_to_id(text)
+    if i is not None:
+      stops.setdefault(i, []).append(name)
+  return {i: list(dict.fromkeys(where)) for i, where in stops.items()}

@@ -148,11 +148,10 @@ def to_hf(path: str | pathlib.Path, folder: str | pathlib.Path) -> config_lib.Mo
     raise file.error(
       f"{len(tokenizer)} tokens, but embeddings of {config.vocab_size}; download it again"
     )
-  eos, eot = _token_id(file.metadata, "eos"), _token_id(file.metadata, "eot")
+  ends = _ends(file.metadata)
   ids = {
     "bos_token_id": _token_id(file.metadata, "bos"),
-    # A model may end its turn with one token and a text with another.
-    "eos_token_id": eos if eot in (None, eos) else [eos, eot],
+    "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
     "pad_token_id": _token_id(file.metadata, "padding"),
   }
   raw = hf.unparse_config(config) | ids
@@ -223,6 +222,12 @@ def _dequantized(file: File, name: str, config: config_lib.ModelConfig) -> np.nd
 # --- the tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types: markup; text that is never split
+# Control tokens after which llama.cpp ends a response, whatever role the file gives them.
+_END_TOKENS = frozenset(
+  "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|>"
+  " <|end_of_text|> <EOT> _<EOT> [EOT] [EOS] <\uff5cend\u2581of\u2581sentence\uff5c>"
+  " <end_of_utterance> <turn|>".split()
+)
 # Special tokens: transformers' name -> GGUF's.
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _QWEN2 = (
@@ -274,6 +279,18 @@ def make_tokenizer(metadata: Mapping[str, Any]):
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
   tokenizer.chat_template = metadata.get("tokenizer.chat_template")
   return tokenizer
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[int]:
+  """Ids that end a text or a turn: by their roles, and by names that mean nothing else."""
+  by_role = [_token_id(metadata, role) for role in ("eos", "eot", "eom")]
+  kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+  by_name = [
+    i
+    for i, (text, kind) in enumerate(zip(*kinds, strict=True))
+    if kind == _CONTROL and text in _END_TOKENS
+  ]
+  return [i for i in dict.fromkeys([*by_role, *by_name]) if i is not None]
 
 
 def _token_id(metadata: Mapping[str, Any], role: str) -> int | None:

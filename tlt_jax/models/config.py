@@ -59,6 +59,8 @@ class ModelConfig:
   qk_norm: bool = False
   tie_embeddings: bool = False
   dtype: Literal[DTYPES] = "float32"  # of the computation; parameters keep their own
+  # Ranges [start, end) of rows that are no token of the tokenizer, and are never drawn.
+  unused_rows: tuple[tuple[int, int], ...] = ()
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:

@@ -224,7 +224,9 @@ class Drafter(nn.Module):
     chex.assert_axis_dimension(h, -1, self.config.layer.width)
     with self._precision():
       h = drafters.find(self.config.kind).before_head(self, h)
-      return layers.linear(h, head, jnp.float32)
+      logits = layers.linear(h, head, jnp.float32)
+    ids = self.config.target_ids if self.config.vocab else None
+    return layers.mask_unused(logits, self.config.layer, ids)
 
   def apply_fc(self, x: jax.Array) -> jax.Array:
     y = layers.linear(x, self.fc)

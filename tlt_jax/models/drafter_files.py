@@ -27,6 +27,7 @@ def save(path: str | pathlib.Path, config: drafter.DrafterConfig, params: dict) 
     return
   raw = dataclasses.asdict(config)
   raw["draft_vocab_size"] = len(raw.pop("vocab")) or None
+  del raw["layer"]["unused_rows"]  # the target's
   with hf.replacing(pathlib.Path(path)) as folder:
     hf.write_tensors(folder / hf.SINGLE, tensors | eagle_files.vocab_tables(config))
     hf.write_json(folder / hf.CONFIG, raw)
@@ -82,4 +83,5 @@ def _open(
   except ValueError as e:
     raise hf.CheckpointError(f"{file} is not a drafter's: {e!s:.300}") from e
   vocab = eagle_files.take_vocab(stored, size, config.layer.vocab_size)
-  return dataclasses.replace(config, vocab=vocab), stored, {}
+  layer = dataclasses.replace(config.layer, unused_rows=target_config.unused_rows)
+  return dataclasses.replace(config, layer=layer, vocab=vocab), stored, {}

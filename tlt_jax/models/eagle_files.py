@@ -231,7 +231,7 @@ def _layer(
     raise ValueError(
       f"num_hidden_layers={layer.num_layers}; drafters of one layer are supported"
     )
-  of_target = ("max_position", "tie_embeddings", "dtype")
+  of_target = ("max_position", "tie_embeddings", "dtype", "unused_rows")
   return dataclasses.replace(layer, **{k: getattr(target_config, k) for k in of_target})
 
 

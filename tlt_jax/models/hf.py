@@ -7,6 +7,7 @@ transformers loads. What would change the outputs is refused. Pickles are never 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+import tokenizers
 
 from tlt_jax import axes as axes_lib
 from tlt_jax import json_objects
@@ -235,9 +237,30 @@ def load_config(path: str | pathlib.Path) -> config_lib.ModelConfig:
   file = pathlib.Path(path) / CONFIG
   raw = read_json(file)
   try:
-    return parse_config(raw)
+    config = parse_config(raw)
   except ValueError as e:
     raise CheckpointError(f"{file}: {e}; use another model, or its original file") from e
+  tokenizer = file.with_name("tokenizer.json")
+  if not tokenizer.is_file():
+    return config
+  rows = _unused_rows(tokenizer, tokenizer.stat().st_mtime_ns, config.vocab_size)
+  return dataclasses.replace(config, unused_rows=rows)
+
+
+@functools.lru_cache(maxsize=8)
+def _unused_rows(path: pathlib.Path, mtime: int, rows: int) -> tuple[tuple[int, int], ...]:
+  """Ranges of `rows` that are no token of a tokenizer.json."""
+  del mtime  # of the cache's key
+  try:
+    vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+  except Exception:  # damaged: whatever loads the tokenizer says so
+    return ()
+  is_unused = np.ones(rows + 2, bool)
+  is_unused[[0, -1]] = False  # a border on each side
+  ids = np.array([*vocabulary.values()], int)
+  is_unused[1 + ids[ids < rows]] = False
+  borders = np.flatnonzero(np.diff(is_unused))
+  return tuple(map(tuple, borders.reshape(-1, 2).tolist()))
 
 
 def parse_config(raw: dict) -> config_lib.ModelConfig:
@@ -335,6 +358,7 @@ def unparse_config(config: config_lib.ModelConfig) -> dict:
     "eos_token_id": None,
   }
   ours, read_back = dataclasses.asdict(config), dataclasses.asdict(parse_config(raw))
+  del ours["unused_rows"]  # the tokenizer's
   lost = [f"{name}={x}" for name, x in ours.items() if read_back[name] != x]
   if lost:
     raise CheckpointError(

@@ -7,6 +7,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tlt_jax import few_rows_matmul
 from tlt_jax.models import cache as cache_lib
@@ -16,7 +17,7 @@ from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
-_MASKED = -1e30  # finite: no NaN in a fully masked row
+_MASKED = -1e30  # finite: no NaN in a fully masked row, or in 0 * log 0 of an entropy
 _BLOCK = 512  # queries, about, with the same keys; the loop over blocks is unrolled
 
 
@@ -32,6 +33,20 @@ def weights(
 
 
 linear = few_rows_matmul.linear
+
+
+def mask_unused(
+  logits: jax.Array, config: config_lib.ModelConfig, ids: np.ndarray | None = None
+) -> jax.Array:
+  """Rules out tokens that the tokenizer does not have.
+
+  `logits` f32[... U] of tokens `ids` i32[U], all V if None. The rows of a padded embedding
+  are like any other to the model, but no text.
+  """
+  for start, end in config.unused_rows:
+    token = jnp.arange(logits.shape[-1]) if ids is None else jnp.asarray(ids)
+    logits = jnp.where((start <= token) & (token < end), _MASKED, logits)
+  return logits
 
 
 class RMSNorm(nn.Module):

@@ -89,13 +89,19 @@ class Target(nn.Module):
         cache = cache.with_layers(new_cache)
       return self.final_norm(x), tapped, cache
 
-  def logits(self, features: jax.Array, head: jax.Array | None = None) -> jax.Array:
-    """f[... D] -> f32[... V]; or U, those of a head from `output_head`."""
+  def logits(
+    self,
+    features: jax.Array,
+    head: jax.Array | None = None,
+    ids: np.ndarray | None = None,
+  ) -> jax.Array:
+    """f[... D] -> f32[... V]; or U, of tokens `ids` with their head from `output_head`."""
     chex.assert_axis_dimension(features, -1, self.config.width)
     if head is None:
       head = self.embedding if self.config.tie_embeddings else self.head
     with jax.default_matmul_precision(matmul_precision(self.config.dtype)):
-      return layers.linear(features, head, jnp.float32)
+      logits = layers.linear(features, head, jnp.float32)
+    return layers.mask_unused(logits, self.config, ids)
 
   def features_and_logits(
     self,

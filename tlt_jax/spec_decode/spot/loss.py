@@ -137,11 +137,12 @@ class _Goal(NamedTuple):
 
 def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
   ids = drafter.target_ids
-  part = target.output_head(config, target_params, ids if drafter.vocab else None)
+  some = ids if drafter.vocab else None
   logits = functools.partial(
     target.Target(config).apply,
     {"params": target_params},
-    head=part,
+    head=target.output_head(config, target_params, some),
+    ids=some,
     method=target.Target.logits,
   )
   p = _by_positions(
