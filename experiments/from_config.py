@@ -136,9 +136,8 @@ def complete(
   run: config_lib.RunConfig, planned: memory_phases.Machine | None = None
 ) -> tuple[config_lib.RunConfig, RunPrompts]:
   """A run's config with every size, and its prompts; see `fill_sizes`."""
-  template = load_tokenizer(run.policy, run.chat.date).template
-  if template is not None and template.reads_date:
-    date = processes.on_first(template.today.isoformat)
+  if run.chat.date is None and tokenization.reads_date(run.policy):
+    date = processes.on_first(datetime.date.today().isoformat)
     run = dataclasses.replace(run, chat=dataclasses.replace(run.chat, date=date))
   prompts = RunPrompts(run)
   return fill_sizes(run, prompts, planned), prompts

@@ -218,6 +218,75 @@ def test_names_as_training_code_leaves_them_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+  ("tensors", "keys"),
+  [
+    ({}, {"num_hidden_layers": 40}),
+    ({}, {"num_hidden_layers": 40, "layer_types": ["full_attention"] * 40}),
+    ({}, {"num_hidden_layers": 36, "max_window_layers": 36, "use_sliding_window": False}),
+    ({}, {"num_hidden_layers": 0}),
+    ({}, {"draft_vocab_size": None}),
+    ({}, {"draft_vocab_size": 7}),
+    ({}, {"vocab_size": 7}),
+    ({}, {"architectures": ["LlamaForCausalLM"]}),
+    ({}, {"architectures": None}),
+    ({"t2d": lambda a: a["t2d"].astype(np.uint8)}, {}),
+    ({"t2d": lambda a: a["t2d"].astype(np.int64)}, {}),
+    ({"d2t": lambda a: a["d2t"].astype(np.int32)}, {}),
+  ],
+)
+def test_tensors_decide_where_config_json_says_otherwise(tensors, keys, tmp_path):
+  target, config, params, _ = golden("llama_eagle3")
+  stored = safetensors.numpy.load_file(GOLDEN / "llama_eagle3" / "model.safetensors")
+  tensors = {name: make(stored) for name, make in tensors.items()}
+  folder = edited(tmp_path, "llama_eagle3", tensors, **keys)
+  assert_equal(drafter_files.load(folder, target), (config, params))
+
+
+@pytest.mark.parametrize("t2d", [None, np.zeros, np.ones])
+@pytest.mark.parametrize("key", [{}, {"draft_vocab_size": None}, {"draft_vocab_size": 32}])
+def test_a_full_vocabulary_may_have_empty_tables(t2d, key, tmp_path):
+  target, config, _, _ = golden("llama_eagle3")
+  V, rng = target.vocab_size, np.random.default_rng(0)
+  tensors = {
+    "d2t": np.zeros(V, np.int64),
+    "t2d": None if t2d is None else t2d(V, bool),
+    "lm_head.weight": rng.normal(size=(V, target.width)).astype(np.float32),
+  }
+  folder = edited(tmp_path, "llama_eagle3", tensors, **key)
+  found, params = drafter_files.load(folder, target)
+  assert found == dataclasses.replace(config, vocab=tuple(range(V)))
+  np.testing.assert_array_equal(params["head"], tensors["lm_head.weight"])
+
+
+LAYER_1 = {"layers.1.mlp.up_proj.weight": np.zeros((4, 4), np.float32)}
+
+
+@pytest.mark.parametrize(
+  ("tensors", "keys", "named"),
+  [
+    ({}, {"speculators_model_type": "eagle3"}, "vLLM's speculators, which is not supp"),
+    (
+      {"fc.weight": None},
+      {"architectures": ["Eagle3Speculator"], "speculators_config": {}},
+      "Eagle3Speculator in the layout of vLLM's speculators",
+    ),
+    ({"fc.weight": None}, {"architectures": ["DFlashDraftModel"]}, "this is DFlashDraft"),
+    ({"fc.weight": None}, {"architectures": ["MedusaModel"]}, "this is MedusaModel"),
+    ({"fc.weight": None}, {"architectures": None}, "a class without a name"),
+    (LAYER_1, {}, "2 layers; drafters of one"),
+    ({"t2d": np.zeros(7, bool)}, {}, "d2t does not name"),
+    ({"d2t": np.zeros(3, np.float32)}, {}, "d2t is not a table"),
+  ],
+)
+def test_what_is_not_supported_is_called_so(tensors, keys, named, tmp_path):
+  target, *_ = golden("llama_eagle3")
+  folder = edited(tmp_path, "llama_eagle3", tensors, **keys)
+  with pytest.raises(hf.CheckpointError, match=named) as e:
+    drafter_files.load(folder, target)
+  assert str(folder) in str(e.value) and "download it again" not in str(e.value)
+
+
+@pytest.mark.parametrize(
   ("key", "value"), [("fc_norm", True), ("rope_scaling", {"rope_type": "yarn"})]
 )
 def test_a_variant_that_computes_something_else_is_refused(key, value, tmp_path):

@@ -312,6 +312,16 @@ def test_the_tokenizer_is_the_one_that_the_file_was_written_from(pre, tmp_path):
     assert found.decode(ids) == expected.decode(shown, skip_special_tokens=False)
 
 
+def test_ends_without_a_role_are_known_by_their_names(tmp_path):
+  """Qwen2.5's files give <|im_end|> a role; the end of a text has none."""
+  write(tmp_path / "m.gguf", fields=metadata(pre="qwen2"))
+  gguf_lib.to_hf(tmp_path / "m.gguf", tmp_path / "hf")
+  assert tokenization.Tokenizer.load(tmp_path / "hf").stop_tokens == (0, 2)
+  for name in ("config.json", "generation_config.json"):
+    raw = json.loads((tmp_path / "hf" / name).read_text())
+    assert raw["eos_token_id"] == [2, 0]
+
+
 def test_chats_begin_and_end_as_the_file_says(tmp_path):
   fields = metadata() | {
     "tokenizer.ggml.eot_token_id": 0,

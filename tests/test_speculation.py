@@ -14,8 +14,10 @@ from tests import tiny
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import tokenization
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import hf
+from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.rollout import compare
@@ -140,6 +142,39 @@ def test_sampling_parameters_act_as_in_plain_decoding(sampling, strategy):
 def test_the_layout_changes_no_token(data, model, strategy):
   made, samples = plain()
   assert_same(made, samples, speculate(made, always(strategy), "eagle2", data, model))
+
+
+def test_rows_that_are_no_token_are_never_drawn():
+  """Nor drafted, on a vocabulary split over devices either; the learner agrees."""
+  unused = ((20, 30), (50, 64))
+  config = dataclasses.replace(tiny.CONFIG, unused_rows=unused)
+  drafter = drafter_lib.of_target(config)
+  frozen = spot_lib.Frozen(drafter, tiny.draft_params("eagle2", 5))
+  made, mesh = requests(), tiny.mesh(1, 2)
+  drawn = []
+  for of in (None, frozen):
+    selector = selector_lib.always(TREE) if of else None
+    run = rollout.make(config, mesh, NARROW, of, selector)
+    drawn.append(run(tiny.on(mesh), made))
+  result = compare.compare(config, tiny.params(), made, *drawn)
+  assert result.differing_tokens == 0, result.where
+  used = np.concatenate(
+    [t[:n] for t, n in zip(drawn[1].tokens, drawn[1].length, strict=True)]
+  )
+  likely = np.bincount(used, minlength=64)
+  assert len(used) > 900 and not any(likely[a:b].any() for a, b in unused)
+  for i in range(3):
+    prompt, n = made.prompts[made.prompt_idx[i]], drawn[1].length[i]
+    tokens = np.concatenate([prompt, drawn[1].tokens[i, :n]])[None]
+    _, logits, _ = target.Target(config).apply(
+      {"params": tiny.params()},
+      tokens,
+      np.arange(tokens.shape[1])[None],
+      method=target.Target.features_and_logits,
+    )
+    logp = jax.nn.log_softmax(logits[0, len(prompt) - 1 : -1])
+    expected = np.take_along_axis(np.asarray(logp), tokens[0, len(prompt) :, None], 1)[:, 0]
+    np.testing.assert_allclose(drawn[1].logp[i, :n], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["eagle2", tiny.slow("eagle3")])

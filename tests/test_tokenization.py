@@ -341,8 +341,14 @@ def test_templates_see_the_day_that_they_are_given():
   day = datetime.date(2024, 7, 26)
   tokenizer = chatting(source, day)
   assert tokenizer.text(ASKED).startswith("26 Jul 2024, 00:00 What")
-  assert tokenizer.template.reads_date
-  assert not chatting("{{ messages[0].content }}").template.reads_date
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_run_keeps_the_day_only_if_the_template_asks(file, tmp_path):
+  (tmp_path / file).write_text('{"chat_template": "{{ messages[0].content }}"}')
+  assert not tokenization.reads_date(tmp_path)
+  (tmp_path / file).write_text('{"chat_template": "{{ strftime_now(1) }}"}')
+  assert tokenization.reads_date(tmp_path)
 
 
 @pytest.mark.parametrize(

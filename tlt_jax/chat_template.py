@@ -26,7 +26,6 @@ class Template:
   """
 
   def __init__(self, source: str, today: datetime.date | None = None):
-    self.reads_date = "strftime_now" in source
     self.today = today or datetime.date.today()
     environment = sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]

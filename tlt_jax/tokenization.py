@@ -37,6 +37,12 @@ _FILES = (
 _OLDER = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
+def reads_date(folder: str | pathlib.Path) -> bool:
+  """Whether the chat template of a folder asks which day it is."""
+  paths = [pathlib.Path(folder) / name for name in _FILES[1:]]
+  return any(b"strftime_now" in path.read_bytes() for path in paths if path.is_file())
+
+
 class Tokenizer:
   """Encodes and decodes as `inner` does, and renders chats.
 

@@ -71,7 +71,7 @@ def _open(
   file = path / hf.CONFIG
   raw = hf.read_json(file)
   stored = hf.open_tensors(path, stack)
-  if "architectures" in raw and "kind" not in raw:
+  if "kind" not in raw:
     return eagle_files.read(file, raw, stored, target_config)
   size = raw.pop("draft_vocab_size", None)
   try:

@@ -175,6 +175,7 @@ def read(
   `raw` is the content of config.json, `file`.
   """
   try:
+    _refuse_other_layouts(raw, stored)
     kind, stored = _renamed(stored)
     layer = _layer(raw, stored, kind, target_config)
     taps = _taps(raw, target_config) if kind == "eagle3" else ()
@@ -194,6 +195,25 @@ def read(
   except ValueError as e:
     raise hf.CheckpointError(f"{file}: {e!s:.350}; use another drafter") from e
   return config, stored, _names(kind)
+
+
+def _refuse_other_layouts(raw: dict, stored: hf.Tensors) -> None:
+  names = raw.get("architectures")
+  name = names[0] if isinstance(names, list) and names else "a class without a name"
+  supported = "EAGLE-2 and EAGLE-3 in the layout of their authors, SpecForge or SGLang are"
+  if "speculators_config" in raw or "speculators_model_type" in raw:
+    raise ValueError(
+      f"this is {name!s:.60} in the layout of vLLM's speculators, which is not supported; "
+      f"{supported}"
+    )
+  if not any(re.fullmatch(r"(model\.)?fc\.weight", n) for n in stored.lazy):
+    raise ValueError(
+      f"this is {name!s:.60} without fc.weight, which is not supported; {supported}"
+    )
+  layer = re.compile(r"(?:model\.)?(midlayer|layers\.\d+)\.")
+  layers = {m[1] for n in stored.lazy if (m := layer.match(n))}
+  if len(layers) > 1:
+    raise ValueError(f"it has {len(layers)} layers; drafters of one are supported")
 
 
 def _renamed(stored: hf.Tensors) -> tuple[str, hf.Tensors]:
@@ -226,11 +246,12 @@ def _layer(
     raise ValueError(
       f"target_hidden_size={width!s:.60}, but the target's width is {target_config.width}"
     )
-  layer = hf.parse_config(raw | {"architectures": [f"{family}ForCausalLM"]})
-  if layer.num_layers != 1:
-    raise ValueError(
-      f"num_hidden_layers={layer.num_layers}; drafters of one layer are supported"
-    )
+  # Training code often keeps what it copied from the target's config.json.
+  known = {"architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 1}
+  for name in ("t2d", "embed_tokens.weight"):
+    if name in stored.lazy:
+      known["vocab_size"] = stored.lazy[name].get_shape()[0]
+  layer = hf.parse_config({k: x for k, x in raw.items() if k != "layer_types"} | known)
   of_target = ("max_position", "tie_embeddings", "dtype", "unused_rows")
   return dataclasses.replace(layer, **{k: getattr(target_config, k) for k in of_target})
 
@@ -255,14 +276,9 @@ def _taps(raw: dict, target_config: config_lib.ModelConfig) -> tuple[int, ...]:
 def _take_vocab(
   raw: dict, stored: hf.Tensors, kind: str, target_size: int
 ) -> tuple[int, ...]:
-  size = raw.get("draft_vocab_size")
-  if size is not None and (type(size) is not int or not 0 < size <= target_size):
-    raise ValueError(f"draft_vocab_size={size!r:.60} is no part of {target_size} tokens")
   if "d2t" in stored.lazy:
-    if size is None:  # required only in EAGLE-3 folders
-      shape = stored.lazy["d2t"].get_shape()
-      size = math.prod(shape) if kind == "eagle2" else target_size
-    return take_vocab(stored, size, target_size)
+    return take_vocab(stored, math.prod(stored.lazy["d2t"].get_shape()), target_size)
+  size = raw.get("draft_vocab_size")
   stored.lazy.pop("t2d", None)
   if size not in (None, target_size):
     raise ValueError(f"d2t is missing, but draft_vocab_size={size} in config.json")
@@ -276,7 +292,7 @@ def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[
     return ()
   d2t, t2d = stored.lazy.pop("d2t", None), stored.lazy.pop("t2d", None)
   where = next(iter(stored.file.values()))
-  if d2t is None or d2t.get_shape() != [size] or d2t.get_dtype() != "I64":
+  if d2t is None or d2t.get_shape() != [size] or d2t.get_dtype() not in ("I64", "I32"):
     raise hf.CheckpointError(
       f"{where}: d2t is not a table of {size} tokens, unlike draft_vocab_size in "
       "config.json; use another drafter"
@@ -287,9 +303,10 @@ def take_vocab(stored: hf.Tensors, size: int | None, target_size: int) -> tuple[
       f"{where}: d2t does not name increasing tokens below {target_size}; use another "
       "drafter"
     )
-  if t2d is not None:  # redundant with d2t
-    is_table = t2d.get_shape() == [target_size] and t2d.get_dtype() == "BOOL"
-    if not is_table or not np.array_equal(np.flatnonzero(t2d[:]), ids):
+  if t2d is not None:  # redundant with d2t; not filled in where that has all tokens
+    marked = np.flatnonzero(t2d[:])
+    is_empty = size == target_size and not marked.size
+    if t2d.get_shape() != [target_size] or not (is_empty or np.array_equal(marked, ids)):
       raise hf.CheckpointError(f"{where}: t2d and d2t name different tokens")
   return tuple(ids.tolist())
 
