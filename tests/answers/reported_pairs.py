@@ -45,6 +45,8 @@ PAIRS = {
     (r"\frac{2}{3}", ["0.666667", "0.66666667"], ["0.67", "0.6667", "0.666"]),
   ],
   "repeating decimals": [
+    (r"\frac13", ["0.(3)"], ["0.(6)", "0.1(3)", "0.3(3)"]),
+    (r"\frac{1}{2}", ["{1 \\over 2}", r"0.4\overline{9}"], [r"0.\overline{49}"]),
     (r"0.\overline{3}", [r"\frac13", r"0.\overline{33}", r"0.\dot{3}"], ["0.3",
       r"\frac{3}{10}", r"0.\overline{6}"]),
     (r"\frac{1}{6}", [r"0.1\overline{6}", r"0.1\overline6"], [r"0.\overline{16}", "0.16"]),
@@ -56,6 +58,7 @@ PAIRS = {
       r"\frac18"]),
   ],
   "upright constants": [
+    (r"3+4\rm i", ["3+4i", r"3+4\mathrm i"], ["7", "3-4i", "3+4j"]),
     (r"3+4\mathrm{i}", ["3+4i", r"4\mathrm{i}+3", r"3+\mathrm{i}4"], ["7", "3+4", "3",
       r"3-4\mathrm{i}"]),
     (r"\mathrm{e}^2", ["e^2", r"\mathrm{e}^{2}", r"\exp(2)"], ["2", "e", "2e"]),
@@ -130,6 +133,9 @@ PAIRS = {
     ("2½", ["2.5", r"\frac52"], ["1", "21/2"]),
   ],
   "units": [
+    (r"80\text{ miles per hour}", ["80 mph", "80"], ["80 km/h", r"80\text{ miles}"]),
+    ("€5", ["5", r"5\text{ euros}"], [r"\$5", "£5", "€50"]),
+    ("5", [], ["5x", "5 k", r"5\text{ or so, not }6", r"5\text{ hundredths}"]),
     (r"5\text{ km}", ["5", "5 km", r"5\,\mathrm{km}", r"5000\text{ m}", "5 kilometers"], [
       r"5\text{ m}", r"5\text{ miles}", r"50\text{ km}", "5000", r"5\text{ km}^2"]),
     (r"10\text{ AM}", ["10 AM", r"10\text{ a.m.}"], [r"10\text{ PM}", "11 AM"]),
@@ -185,6 +191,7 @@ PAIRS = {
       ["45", r"\frac{180}{4}", "0.785", r"\frac{\pi}{4}i"]),
   ],
   "percent": [
+    ("100", [r"100\%"], [r"50\%\cdot 2", r"50\% 2", r"50\%+50\%"]),
     (r"25\%", ["0.25", r"\frac14", "25"], [r"2.5\%", "0.0025", "2500", r"25^\circ"]),
     (r"\frac12", [r"50\%"], [r"5\%", r"0.5\%", "50"]),
     (r"0.5\%", ["0.005"], ["50", r"5\%"]),
@@ -198,6 +205,7 @@ PAIRS = {
     ("0.05", [r"5\%"], [r"0.05\%", "5", r"50\%"]),
   ],
   "inequalities": [
+    ("x>=3", [r"x \ge 3"], ["x=3", "x>3", "x<=3"]),
     ("x > 3", ["3 < x", r"(3,\infty)", r"x \in (3,\infty)"], [r"x \geq 3", "x < 3", "3"]),
     ("-1 < x < 3", ["(-1,3)", "3 > x > -1"], [r"-1 \le x < 3", "-1 > x > 3", "1 < x < 3"]),
     (r"x \le -2", [r"(-\infty,-2]", r"-2 \ge x"], [r"(-\infty,-2)", r"[-2,\infty)", "-2"]),
@@ -385,6 +393,8 @@ PAIRS = {
     ("{}_5C_2", ["{}_5C_2"], ["5", "10x"]),
   ],
   "functions": [
+    ("(-1)^{m+n}", [r"(-1)^{m-n}"], ["1", "-1", "(-1)^m", "(-1)^{mn}"]),
+    ("(-1)^{k}", ["(-1)^{-k}", r"\cos(k\pi)"], ["(-1)^{k+1}", "1", "-1", "(-1)^{k^2+k}"]),
     (r"\sin^2 x", [r"(\sin x)^2", r"1-\cos^2 x", r"\sin^{2}(x)"], [r"\sin x^2", r"\sin 2x"
       ]),
     (r"\log_2 8", ["3", r"\frac{\log 8}{\log 2}"], [r"\log_8 2", "8", r"\log 8"]),
@@ -471,6 +481,9 @@ PAIRS = {
     ("B", [r"\text{B.}"], ["BB", "B^2", "2B", "-B"]),
   ],
   "words": [
+    (r"\text{no solution}", [r"\emptyset", r"\{\}"], [r"\{0\}", "0"]),
+    (r"\text{Plan A}", [r"\text{plan A}"], [r"\text{Plan}", r"\text{Plan B}"]),
+    (r"\text{Room 5}", [], [r"\text{Room -5}", r"\text{Room 55}", "5"]),
     (r"\text{even}", ["Even", r"\textbf{even}", "even."], ["odd", r"\text{not even}",
       "evening"]),
     ("Yes", ["yes", r"\text{Yes}"], ["no", r"\text{yes and no}"]),

@@ -6,7 +6,7 @@ otherwise values are computed with 150 and 300 digits, and two are equal if thei
 vanishes with the precision. Expressions with variables are compared at random points.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 import fractions
 import itertools
 import math
@@ -24,9 +24,10 @@ _MAX_BITS = 1 << 15  # of an exact numerator or denominator
 _MAX_FACTORIAL = 5000
 _MAX_GROWTH = 1 << 16  # of the argument of what grows exponentially
 _DIGITS = 150
-_POINTS = 15
+_POINTS = 24
 # Ranges of the variables, and their denominators; in the first one signs alternate.
-_RANGES = ((0, 10, 997), (0, 1, 997), (1, 10, 997), (-10, 0, 997), (3, 40, 1))
+# Numerators are odd, so that (-1)^n is real for whole n alone.
+_RANGES = ((0, 10, 1024), (0, 1, 1024), (1, 10, 1024), (-10, 0, 1024), *2 * [(3, 40, 1)])
 _OF_MIXED_SIGNS = 0
 _TOLERANCE = 1.000001e-6  # of a decimal, relative
 _SIGNIFICANT = 6  # digits that a decimal needs to stand for what it rounds
@@ -80,7 +81,7 @@ _DECORATIONS = {"\\vec", "\\hat", "\\bar", "\\tilde", "\\overline"}
 _APPLIED = {"f", "g", "F", "G"}  # f(x) is no product
 
 
-def tokens(text: str, words: frozenset[str] | set[str] = frozenset()) -> list[str]:
+def tokens(text: str, words: Set[str]) -> list[str]:
   r"""Splits a text. Known words and those of four letters become \text{...}."""
   found = []
   for match in _TOKEN.finditer(text):
@@ -142,7 +143,7 @@ class _Reader:
         self.take()
         node = ("/", node, self.signed())
       elif self.starts(token):
-        if node[0] == "/" and node[2][0] != "number":  # 1/ab
+        if node[0] == "unit" or (node[0] == "/" and node[2][0] != "number"):  # 1/ab
           raise Unread
         if self.is_number(ahead=True) and self.last[-1:].isdigit():  # 3 4
           raise Unread
@@ -237,9 +238,8 @@ class _Reader:
     opening = self.take()
     outer, self.in_bars = self.in_bars, opening == "|"
     node = self.sum()
-    if opening == "{" and self.peek() == "\\choose":
-      self.take()
-      node = ("binomial", node, self.sum())
+    if opening == "{" and self.peek() in ("\\choose", "\\over"):
+      node = ("binomial" if self.take() == "\\choose" else "/", node, self.sum())
     self.take(_CLOSING[opening])
     self.in_bars = outer
     return (_AROUND[opening], node) if opening in _AROUND else node
@@ -389,8 +389,12 @@ def equal(gold: Node, final: Node) -> bool:
   units = set(_units(gold)), set(_units(final))
   if bool(units[0]) == bool(units[1]):
     return False
-  if "percent" in units[0] | units[1] and not symbols(gold):
-    if _vanishes(("floor", ("abs", gold)), ("number", Fraction(0)), is_bare=True):
+  if "percent" in units[0] | units[1]:
+    node = gold if units[0] else final
+    if node[0] != "unit" and (node[0] != "neg" or node[1][0] != "unit"):
+      return False
+    zero = ("number", Fraction(0))
+    if not symbols(gold) and _vanishes(("floor", ("abs", gold)), zero, is_bare=True):
       return False  # 0.5 is not 0.5%
   return _vanishes(gold, final, is_bare=True)
 
@@ -508,7 +512,9 @@ def _points(names: set[str]) -> Iterator[dict[str, Fraction]]:
   for index in range(_POINTS):
     low, high, below = _RANGES[index % len(_RANGES)]
     point = {
-      name: Fraction(numbers.randrange(low * below + 1, high * below), below)
+      name: Fraction(
+        numbers.randrange(low * below + 1, high * below, 1 + (below > 1)), below
+      )
       for name in sorted(names)
     }
     if index % len(_RANGES) == _OF_MIXED_SIGNS:

@@ -16,7 +16,6 @@ form that is not known here is refused.
     \text{(C)}  C  \text{No solution}       choices and words
 """
 
-from collections.abc import Callable
 import fractions
 import re
 
@@ -110,6 +109,10 @@ _SPELLINGS = (
   (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
   (r"(\\circ\s*\}?)\s*([CF])\b", r"\1\\text{\2}"),
   (r"\\uppi(?![a-zA-Z])", r"\\pi "),
+  (r"(?<![0-9])([0-9]+\.)\(([0-9]+)\)", r"\1\\overline{\2}"),  # 0.(3)
+  (r"\\(?:mathrm|mathbf|rm)\s+([a-zA-Z])(?![a-zA-Z])", r" \1 "),
+  (">=", r"\\geq "),
+  ("<=", r"\\leq "),
   (r"\\hat\s*\{?\\([ij])math\}?|\\hat\s*\{\\math(?:bf|rm)\{([ijk])\}\}", r"\\vec{\1\2}"),
 )
 _SYNONYMS = {
@@ -133,7 +136,8 @@ def _tokens(text: str) -> list[str]:
   for _ in range(2):  # they nest
     text = _FONT.sub(_without_font, text)
   text = _THOUSANDS.sub(_without_commas, text.strip().rstrip(". "))
-  found = expression.tokens(text, _WORDS | {name for name in _UNITS if len(name) > 1})
+  words = _WORDS | _SHORT.keys() | {name for name in _UNITS if len(name) > 1}
+  found = expression.tokens(text, words)
   found = [
     _SYNONYMS.get(token.lower() if token.startswith("\\text") else token, token)
     for token in found
@@ -148,9 +152,9 @@ def _without_font(match: re.Match) -> str:
   text = re.sub(r"\b([a-zA-Z])\.(?=[a-zA-Z]\b|$)", r"\1", text)  # a.m.
   choice = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text)
   if font in ("mathbf", "boldsymbol", "bm"):
-    return rf"\vec{{{text}}}" if text in ("i", "j", "k") else text
+    return rf"\vec{{{text}}}" if text in ("i", "j", "k") else f" {text} "
   if choice and text in ("e", "i", "d") and not font.startswith(("text", "mbox")):
-    return text
+    return f" {text} "
   if choice:
     return rf"\text{{{choice[1]}}}"
   if _PLAIN.match(text):
@@ -176,13 +180,13 @@ def _spelling(tokens: list[str]) -> str:
 
 
 def _words(tokens: list[str]) -> str:
+  """Words without what does not change them: case, a plural, punctuation, an article."""
   text = " ".join(token.removeprefix("\\text{").removesuffix("}") for token in tokens)
-  words = re.sub(r"[.'’]", "", text.lower())
-  return " ".join(
-    word.removesuffix("s") if len(word) > 3 else word
-    for word in re.findall(r"[^\W_]+|\S", words)
-    if word not in ("a", "an", "the", ",", ":", "-")
-  )
+  text = re.sub(r"(?<=[^\W\d_])[.'’]|\b(?:an?|the|A(?= [a-z])|The)\b", "", text)
+  words = re.findall(r"[^\W_]+|\S", text.lower())
+  if not re.search("[0-9]", text):
+    words = [word for word in words if word not in ",:-"]
+  return " ".join(word.removesuffix("s") if len(word) > 3 else word for word in words)
 
 
 # Structure.
@@ -285,8 +289,9 @@ def _is_balanced(tokens: list[str]) -> bool:
 
 
 def _quantity(tokens: list[str]) -> Item:
-  if "\\$" in tokens[:2]:
-    tokens = [token for token in tokens if token != "\\$"] + ["\\text{dollar}"]
+  sign = next((token for token in tokens[:2] if token in _CURRENCIES), None)
+  if sign:
+    tokens = [token for token in tokens if token != sign] + [_CURRENCIES[sign]]
   number = next((k for k, token in enumerate(tokens) if token.startswith("\\text")), None)
   node = expression.read(tokens[:number])
   return ("value", node, _unit(tokens[number:]) if number is not None else None)
@@ -322,7 +327,7 @@ def _name(tokens: list[str]) -> str | None:
     node = expression.read(tokens)
   except expression.Unread:
     return None
-  return node[1] if node[0] == "symbol" else None
+  return node[1] if node[0] == "symbol" and not node[1][0].isdigit() else None
 
 
 def _relation(sides: list[list[str]], relations: list[str]) -> Item:
@@ -412,6 +417,7 @@ _MEASURES = {  # of a dimension: how many base units a unit has, and its names
   "years": "12 year yr, 1 month",
   "volume": "1 l L liter litre, 1/1000 ml milliliter millilitre",
   "money": "1 dollar usd, 1/100 cent",
+  "angle": "1 rad radian",
   "": "1000000 million M, 1000000000 billion B, 1000 thousand k K, 100 hundred, 12 dozen",
 }
 _UNITS = {
@@ -421,6 +427,7 @@ _UNITS = {
   for name in words.split()[1:]
 }
 _UNITS |= {name + "s": unit for name, unit in _UNITS.items() if len(name) > 1}
+_CURRENCIES = {"\\$": "\\text{dollar}", "€": "\\text{euro}", "£": "\\text{sterling}"}
 _SHORT = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "per": "/", "sq": "square"}
 _POWERS = {"square": 2, "squared": 2, "cubic": 3, "cubed": 3}
 _INDISPENSABLE = {"am", "pm", "bc", "ad"}
@@ -473,6 +480,9 @@ def _unit(tokens: list[str]) -> tuple[dict[str, int], _Fraction, _Fraction]:
 
 # Comparison.
 
+_EMPTY = {
+  _words([text]) for text in ("no solution", "no real solution", "none", "empty set")
+}
 _INDEX = re.compile("_[0-9]+$")  # x_1 and x_2 as values of x
 
 
@@ -500,15 +510,22 @@ def _same(gold: Item, final: Item) -> bool:
       )
     case ("words", words), ("words", others):
       return words == others
+    case (("words", words), ("set", [])) | (("set", []), ("words", words)):
+      return words in _EMPTY
     case ("list", items), ("list", others):
-      names = [{of[1] for of in side if of[0] == "named"} for side in (items, others)]
+      names = [
+        {_INDEX.sub("", of[1]) for of in side if of[0] == "named"}
+        for side in (items, others)
+      ]
       if bool(names[0]) != bool(names[1]) and len(names[0] | names[1]) > 1:
         return _same_in_order(items, others)
       return _match(items, others)
     case ("list", items), ("set", others):
       return _match(items, others)
     case ("set", items), ("list" | "set", others):
-      return _covers(items, others) and _covers(others, items, swapped=True)
+      return all(any(_same(item, other) for other in others) for item in items) and all(
+        any(_same(item, other) for item in items) for other in others
+      )
     case ("union", items), ("union", others):
       return _match(items, others)
     case ("bracket", opening, items, closing), ("bracket", other, others, end):
@@ -552,11 +569,6 @@ def _match(items: list[Item], others: list[Item]) -> bool:
       return False
     del others[place]
   return True
-
-
-def _covers(items: list[Item], others: list[Item], swapped: bool = False) -> bool:
-  same: Callable = (lambda a, b: _same(b, a)) if swapped else _same
-  return all(any(same(item, other) for other in others) for item in items)
 
 
 def _same_quantity(gold: Item, final: Item) -> bool:
