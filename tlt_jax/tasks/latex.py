@@ -111,6 +111,7 @@ _SPELLINGS = (
   (r"\\uppi(?![a-zA-Z])", r"\\pi "),
   (r"(?<![0-9])([0-9]+\.)\(([0-9]+)\)", r"\1\\overline{\2}"),  # 0.(3)
   (r"\\(?:mathrm|mathbf|rm)\s+([a-zA-Z])(?![a-zA-Z])", r" \1 "),
+  (r"\{\\rm\s+([^{}]*)\}", r"\\mathrm{\1}"),
   (">=", r"\\geq "),
   ("<=", r"\\leq "),
   (r"\\hat\s*\{?\\([ij])math\}?|\\hat\s*\{\\math(?:bf|rm)\{([ijk])\}\}", r"\\vec{\1\2}"),
@@ -124,6 +125,7 @@ _SYNONYMS = {
   "\\text{percentage}": "\\%", "\\text{degrees}": "°", "\\text{degree}": "°",
   "\\degree": "°", "\\bigcup": "\\cup", "\\epsilon": "\\varepsilon",
 }  # fmt: skip
+_CLOCK = re.compile(r"(?<=[0-9])\s*(?:([AP])M|([ap])\.m\.)(?![a-zA-Z])")
 _PLAIN = re.compile(r"[-+(.]*+[0-9]|[^a-zA-Z]*$|(?:\W*(?:and|or|[A-Z])\b\W*)+$")
 _THOUSANDS = re.compile(r"(?<![\w.,{])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?![0-9,])")
 _WORDS = {"and", "or", "yes", "no", "odd", "not", "all", "none", "true", "dne"}
@@ -135,6 +137,7 @@ def _tokens(text: str) -> list[str]:
     text = re.sub(spelling, plain, text)
   for _ in range(2):  # they nest
     text = _FONT.sub(_without_font, text)
+  text = _CLOCK.sub(r"\\text{\1\2m}", text)
   text = _THOUSANDS.sub(_without_commas, text.strip().rstrip(". "))
   words = _WORDS | _SHORT.keys() | {name for name in _UNITS if len(name) > 1}
   found = expression.tokens(text, words)
@@ -321,8 +324,11 @@ def _name(tokens: list[str]) -> str | None:
   """What stands for an unknown: x, f(x), \\text{Area}."""
   if tokens and all(token.startswith("\\text") for token in tokens):
     return _words(tokens)
-  if re.fullmatch(r"([a-zA-Z](\^\{-1\}|'*))?\([a-zA-Z](,[a-zA-Z])*\)", "".join(tokens)):
-    return "".join(tokens)
+  text = "".join(tokens)
+  if re.fullmatch(r"[a-zA-Z](\^\{-1\}|'*)\([a-zA-Z](,[a-zA-Z])*\)", text):
+    return text
+  if re.fullmatch(r"\([a-zA-Z](,[a-zA-Z])+\)", text):  # (y,x) = (1,2) is no (1,2)
+    return text if text[1:-1:2] == "".join(sorted(text[1:-1:2])) else None
   try:
     node = expression.read(tokens)
   except expression.Unread:
@@ -433,7 +439,7 @@ _POWERS = {"square": 2, "squared": 2, "cubic": 3, "cubed": 3}
 _INDISPENSABLE = {"am", "pm", "bc", "ad"}
 _NO_UNITS = set(  # words that say something about the number
   "and no nor neither either more less fewer than least most about of if when where for mod"
-  " times not but is are base to".split()
+  " not but is are base to approx approximately".split()
 )
 
 
