@@ -447,42 +447,48 @@ def _units(node: Node) -> Iterator[str]:
 
 
 def _vanishes(gold: Node, final: Node, is_bare: bool = False) -> bool:
-  """Whether the difference is 0 at all points at which `gold` has a value."""
+  """Whether the difference is 0 at all points at which both have a value."""
   names = symbols(gold) | symbols(final)
-  constants = [*_parts(gold), *_parts(final)]
-  is_complex = not names or ("constant", "i") in constants
+  parts = [*_parts(gold), *_parts(final)]
+  is_complex = not names or ("constant", "i") in parts
   is_total = any(part[0] == "abs" for part in _parts(gold))  # ln|x| is no ln x
   defined = 0
   for point in _points(names):
-    differences = []
+    values = [[], []]
     for digits in (_DIGITS, 2 * _DIGITS):
-      try:
-        expected = _value(gold, point, is_complex, is_bare, digits)
-      except _Undefined:
-        break
-      try:
-        found = _value(final, point, is_complex, is_bare, digits)
-      except _Undefined:
-        if is_total or not names:
-          return False
-        break
-      if isinstance(expected, Fraction) and isinstance(found, Fraction):
-        if expected != found:
-          return False
-        defined += 1
-        break
-      with mpmath.workdps(digits):
-        expected, found = _number_of(expected), _number_of(found)
-        differences.append(abs(expected - found))
-        size = max(abs(expected), abs(found))
-    if len(differences) == 2:
+      for node, of in zip((gold, final), values, strict=True):
+        try:
+          of.append(_value(node, point, is_complex, is_bare, digits))
+        except _Undefined:
+          break
+    if not values[0]:
+      continue
+    if len(values[1]) == 2:
       defined += 1
-      rough, fine = differences
-      is_small = fine <= size * mpmath.mpf(10) ** (-1.5 * _DIGITS)
-      # Of 0 that was computed only the error remains, and it shrinks.
-      if not is_small and not (fine < mpmath.mpf(10) ** (-0.5 * _DIGITS) * rough):
+      if not _same_number(*values):
         return False
+    elif is_total:
+      return False
   return defined >= (3 if names else 1)
+
+
+def _same_number(gold: list, final: list) -> bool:
+  """Of two numbers, each computed with _DIGITS and twice as many."""
+  if isinstance(gold[0], Fraction) and isinstance(final[0], Fraction):
+    return gold[0] == final[0]
+  with mpmath.workdps(2 * _DIGITS):
+    rough, fine = (
+      abs(_number_of(a) - _number_of(b)) for a, b in zip(gold, final, strict=True)
+    )
+    if fine <= max(abs(_number_of(of)) for of in (gold[1], final[1])) * _tenth(
+      1.5 * _DIGITS
+    ):
+      return True
+    return fine < rough * _tenth(0.5 * _DIGITS)  # 0 was computed: only the error shrinks
+
+
+def _tenth(power: float) -> Any:
+  return mpmath.mpf(10) ** -power
 
 
 def _approximates(decimal: Node, exact: Node) -> bool:

@@ -16,15 +16,14 @@ form that is not known here is refused.
     \text{(C)}  C  \text{No solution}       choices and words
 """
 
-import fractions
 import re
 
 from tlt_jax.tasks import expression
 from tlt_jax.tasks import gsm8k
+from tlt_jax.tasks import units
 from tlt_jax.tasks import written_number
 
 _LONGEST = 1000  # characters of a final answer
-_Fraction = fractions.Fraction
 Item = tuple  # a kind of answer and its parts
 _INFINITY = ("value", ("infinity",), None)
 _MINUS_INFINITY = ("value", ("neg", ("infinity",)), None)
@@ -139,8 +138,7 @@ def _tokens(text: str) -> list[str]:
     text = _FONT.sub(_without_font, text)
   text = _CLOCK.sub(r"\\text{\1\2m}", text)
   text = _THOUSANDS.sub(_without_commas, text.strip().rstrip(". "))
-  words = _WORDS | _SHORT.keys() | {name for name in _UNITS if len(name) > 1}
-  found = expression.tokens(text, words)
+  found = expression.tokens(text, _WORDS | units.WORDS)
   found = [
     _SYNONYMS.get(token.lower() if token.startswith("\\text") else token, token)
     for token in found
@@ -291,13 +289,24 @@ def _is_balanced(tokens: list[str]) -> bool:
   return not depth
 
 
+_CURRENCIES = {"\\$": "\\text{dollar}", "€": "\\text{euro}", "£": "\\text{sterling}"}
+
+
 def _quantity(tokens: list[str]) -> Item:
   sign = next((token for token in tokens[:2] if token in _CURRENCIES), None)
   if sign:
     tokens = [token for token in tokens if token != sign] + [_CURRENCIES[sign]]
   number = next((k for k, token in enumerate(tokens) if token.startswith("\\text")), None)
   node = expression.read(tokens[:number])
-  return ("value", node, _unit(tokens[number:]) if number is not None else None)
+  if number is None:
+    return ("value", node, None)
+  text = "".join(
+    f" {token[6:-1]} " if token.startswith("\\text") else token for token in tokens[number:]
+  )
+  try:
+    return ("value", node, units.read(text))
+  except ValueError:
+    raise expression.Unread from None
 
 
 def _matrix(tokens: list[str]) -> Item:
@@ -411,79 +420,6 @@ def _equation(sides: list[list[str]]) -> Item:
   return ("named", names[0], items[-1], difference if is_line else None)
 
 
-# Units.
-
-_MEASURES = {  # of a dimension: how many base units a unit has, and its names
-  "length": "1 m meter metre, 1000 km kilometer kilometre, 1/100 cm centimeter centimetre,"
-  " 1/1000 mm millimeter millimetre, 381/1250 ft foot feet, 127/5000 in inch inches,"
-  " 1143/1250 yd yard, 201168/125 mi mile",
-  "mass": "1 kg kilogram, 1/1000 g gram, 1/1000000 mg milligram, 1000 ton tonne, 1 kilo",
-  "weight": "1 lb pound, 1/16 oz ounce",
-  "time": "1 s sec second, 60 min minute, 3600 h hr hour, 86400 day, 604800 week",
-  "years": "12 year yr, 1 month",
-  "volume": "1 l L liter litre, 1/1000 ml milliliter millilitre",
-  "money": "1 dollar usd, 1/100 cent",
-  "angle": "1 rad radian",
-  "": "1000000 million M, 1000000000 billion B, 1000 thousand k K, 100 hundred, 12 dozen",
-}
-_UNITS = {
-  name: (dimension, _Fraction(words.split()[0]))
-  for dimension, units in _MEASURES.items()
-  for words in units.split(",")
-  for name in words.split()[1:]
-}
-_UNITS |= {name + "s": unit for name, unit in _UNITS.items() if len(name) > 1}
-_CURRENCIES = {"\\$": "\\text{dollar}", "€": "\\text{euro}", "£": "\\text{sterling}"}
-_SHORT = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "per": "/", "sq": "square"}
-_POWERS = {"square": 2, "squared": 2, "cubic": 3, "cubed": 3}
-_INDISPENSABLE = {"am", "pm", "bc", "ad"}
-_NO_UNITS = set(  # words that say something about the number
-  "and no nor neither either more less fewer than least most about of if when where for mod"
-  " not but is are base to approx approximately".split()
-)
-
-
-def _unit(tokens: list[str]) -> tuple[dict[str, int], _Fraction, _Fraction]:
-  """Powers of dimensions, the factor to base units, and that of words such as million."""
-  text = "".join(
-    f" {token[6:-1]} " if token.startswith("\\text") else token for token in tokens
-  )
-  text = re.sub(r"[.{}()]", "", re.sub("[a-zA-Z]{2,}", lambda word: word[0].lower(), text))
-  for short, long in _SHORT.items():
-    text = re.sub(rf"\b{short}\b", long, text)
-  words = " ".join(word for word in text.split() if _UNITS.get(word, "?")[0])
-  if written_number.CHANGED_AFTER.search(words):  # 5 tenths
-    raise expression.Unread
-  powers, factor, scale = {}, _Fraction(1), _Fraction(1)
-  sign, next_power, last = 1, 1, None
-  for word in re.findall(r"[^\W\d_]+|\^ ?-?[0-9]+|\S", text):
-    if word == "/":
-      sign = -1
-    elif word in ("square", "cubic") or (word in _POWERS and last is None):
-      next_power = _POWERS[word]
-    elif word in _POWERS or re.fullmatch(r"\^ ?-?[0-9]+", word):
-      power = _POWERS.get(word) or int(word[1:])
-      if last is None or abs(power) > 9:
-        raise expression.Unread
-      powers[last[0]] += last[2] * (power - 1)
-      factor *= last[1] ** (last[2] * (power - 1))
-      last = None
-    elif word in _NO_UNITS or not word[0].isalpha():
-      raise expression.Unread
-    else:
-      plain = word.removesuffix("s") if len(word) > 3 else word
-      dimension, size = _UNITS.get(word, (plain, _Fraction(1)))
-      if not dimension:
-        scale *= size
-        continue
-      powers[dimension] = powers.get(dimension, 0) + sign * next_power
-      factor *= size ** (sign * next_power)
-      last, next_power = (dimension, size, sign), 1
-  if next_power != 1:  # 5 squared
-    raise expression.Unread
-  return powers, factor, scale
-
-
 # Comparison.
 
 _EMPTY = {
@@ -578,20 +514,16 @@ def _match(items: list[Item], others: list[Item]) -> bool:
 
 
 def _same_quantity(gold: Item, final: Item) -> bool:
-  units = [item[2] or ({}, 1, 1) for item in (gold, final)]
-  sizes = []
-  has_both = bool(units[0][0] and units[1][0])
-  if has_both and units[0][0] != units[1][0]:
+  unit, other = (item[2] or units.NONE for item in (gold, final))
+  nodes = []
+  has_both = bool(unit.powers and other.powers)
+  if has_both and unit.powers != other.powers:
     return False
-  for (powers, *_), other in ((units[0], final), (units[1], gold)):
-    if powers and not has_both and expression.has_unit(other[1]):  # 60 cm and 60 degrees
+  for item, of, beside in ((gold, unit, final), (final, other, gold)):
+    if not has_both and of.powers and expression.has_unit(beside[1]):  # 60 cm, 60 degrees
       return False
-  for powers, factor, scale in units:
-    if not has_both and _INDISPENSABLE & set(powers):
+    if not has_both and units.INDISPENSABLE & of.powers.keys():
       return False
-    sizes.append(factor * scale if has_both else scale)
-  expected, found = (
-    ("*", item[1], ("number", size)) if size != 1 else item[1]
-    for item, size in zip((gold, final), sizes, strict=True)
-  )
-  return expression.equal(expected, found)
+    size = of.factor * of.scale if has_both else of.scale
+    nodes.append(item[1] if size == 1 else ("*", item[1], ("number", size)))
+  return expression.equal(*nodes)
