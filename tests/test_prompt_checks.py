@@ -110,6 +110,39 @@ def test_a_stream_with_dropped_records_resumes_exactly(tokenizer):
     assert all(r["answer"] % 3 for batch in rest for r in batch)
 
 
+def refuse_none(records, name=""):
+  """In place of a reward that needs an answer."""
+  return ["no answer" if r["answer"] is None else "" for r in records]
+
+
+def judged(tokenizer, bad_answer) -> prompt_checks.Rules:
+  unusable = prompt_checks.Unusable(too_long="drop", bad_answer=bad_answer)
+  return prompt_checks.Rules(tokenizer, unusable, 8, try_answers=refuse_none)
+
+
+def test_a_bad_answer_is_refused_or_dropped(tokenizer, caplog):
+  """With its place, which a long prompt before it does not move."""
+  records = [record(p, a) for p, a in ((LONG, "1"), ("1", "1"), ("2", None), ("3", "3"))]
+  with pytest.raises(data.DataError, match="made, record 2: .*no answer.*bad_answer") as e:
+    prompt_checks.usable(Made(records), "made", judged(tokenizer, "refuse"))
+  assert e.value.argument == "answer_field"
+  kept = prompt_checks.usable(Made(records), "made", judged(tokenizer, "drop"))
+  assert [r["prompt"] for r in kept] == ["1", "3"]
+  assert "1 dropped (bad answers)" in caplog.text and "record 2" in caplog.text
+  with pytest.raises(data.DataError, match="1 of 1"):
+    prompt_checks.usable(records[2:3], "made", judged(tokenizer, "drop"))
+
+
+def test_a_bad_answer_that_is_drawn_later_ends_no_run(tokenizer, caplog):
+  """It is replaced by the next one, always the same."""
+  records = [record("1", i if i % 1500 < 1000 else None) for i in range(3000)]
+  source = prompt_checks.usable(Made(records, 2**20), "made", judged(tokenizer, "refuse"))
+  assert source[10]["answer"] == 10
+  assert source[1999]["answer"] == source[1999]["answer"] == 1999
+  assert source[1500 - 1]["answer"] == 1500
+  assert "made, record 1499 is left out" in caplog.text
+
+
 def test_commands_refuse_prompts(home, tmp_path):
   """Held-out prompts too, which are asked only later; and leave no file."""
   good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
