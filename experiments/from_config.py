@@ -110,6 +110,7 @@ def load_prompts(
     return _load_prompts(source, rules, whole)
   except data.DataError as e:
     key = e.argument if e.argument in source else "path" if "path" in source else "source"
+    section = "held_out" if key == "share" else section
     raise data.DataError(f"{section}.{key}: {e}") from e
 
 

@@ -79,7 +79,8 @@ def measured(
     logging.info("%s: of %s prompts %s dropped (too long)", name, f"{count:,}", dropped)
   if not kept:
     raise data.DataError(
-      f"{name}: none of {count:,} prompts is left; raise rollout.max_prompt"
+      f"{name}: none of {count:,} prompts is left; raise rollout.max_prompt="
+      f"{rules.max_prompt}"
     )
   kept = [record for _, record in _answerable(kept, name, rules)]
   return (kept, longest) if whole else (_Drawn(source, name, rules), 2 * longest)
