@@ -102,6 +102,22 @@ def test_every_command_can_be_named_outside_of_the_checkout(built, tmp_path):
   assert run("trian").stderr == "error: no command 'trian'; `tlt` alone lists them\n"
 
 
+def test_python_itself_finds_the_commands_of_a_wheel(built, tmp_path):
+  """In any folder, and after a package of the same name there."""
+  shown = "import site; site.addsitedir({!r}); import experiments as e; print(*e.__path__)"
+  command = [sys.executable, "-S", "-c", shown.format(str(built))]
+  env = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+
+  def found():
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    return pathlib.Path(result.stdout.strip())
+
+  assert found() == built / "tlt_jax" / "bundled" / "experiments"
+  (tmp_path / "experiments").mkdir()
+  (tmp_path / "experiments" / "__init__.py").touch()
+  assert found() == tmp_path / "experiments"
+
+
 @pytest.mark.slow  # a run
 def test_a_fork_trains_with_the_installed_package(built, tmp_path):
   """In a folder of its own, with nothing of the checkout."""

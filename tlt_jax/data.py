@@ -37,12 +37,14 @@ def source(source: str, **options: Any) -> Sequence[dict]:
   """The records that `package.module.name(**options)` returns, by index.
 
   Raises:
-    DataError: the name does not exist, or it takes other arguments
+    DataError: the name does not exist, takes other arguments, or cannot read its files
   """
   try:
     return find(source)(**options)
   except TypeError as e:
     raise DataError(f"{source!r}: {e}", "source") from e
+  except OSError as e:
+    raise DataError(f"{source!r} cannot be read: {e}") from e
 
 
 def find(source: str) -> Callable[..., Sequence[dict]]:
@@ -88,7 +90,7 @@ def load_prompts(
   ranges.check(load_prompts, locals())
   if not str(path):
     raise DataError(
-      "names no file ('' in held_out stands for a share of prompts.path)", "path"
+      "names no file; '' in held_out needs prompts.path, a share of which it is", "path"
     )
   path = pathlib.Path(path)
   readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

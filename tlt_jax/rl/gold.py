@@ -121,7 +121,7 @@ def _log(
   which = f"{len(solved):,} of {len(solved) + len(unsolved) - typed:,}"
   more = ""
   if not solved:
-    more = ", as with rewards that need more than an answer"
+    more = ", as with rewards that need more than an answer; else see answer_field"
   elif unsolved and (place := records[unsolved[0]].get("place")):
     more = f"; that of {place} does not"
   logging.info(
