@@ -73,9 +73,10 @@ def test_latex_takes_no_other_type():
 @pytest.mark.parametrize(
   "reward, answers, expected, said",
   [
-    ("own_rewards.contains", ["a", None, 3, ["b"], NAN], [1, 2, 3, 4], "1 of 4"),
+    ("own_rewards.contains", ["a", None, 3, ["b"], NAN], [1, 2, 3, 4], "1 of 5"),
     ("own_rewards.tagged", ["a", None], [1], "1 of 2"),  # raises on all but one form
-    ("own_rewards.none", ["a", None, {}], [], "0 of 3 score as solved.* as with rewards"),
+    ("own_rewards.none", ["a", None, {}, NAN], [], "0 of 4 .* as with rewards"),
+    ("own_rewards.none", [(1,), {1: 2}, 1j], [0, 1, 2], "^$"),  # not as JSON
     ("own_rewards.short", ["a"], [], "0 of 1"),
     ("tlt_jax.tasks.form.think", ["", None], [], "of 2"),
     ("tlt_jax.tasks.gsm8k.score", ["x", "7"], [0], "1 of 2.*; that of x, row 0 does not"),

@@ -57,7 +57,7 @@ class Trial:
       typed += 0 if is_searched else len(chunk)
       if time.monotonic() - now < 2.0:
         count = min(2 * count, _MOST)
-    if name:
+    if name and solved + unsolved:
       _log(name, records, solved, unsolved, typed)
     if name and left:
       logging.info(

@@ -193,11 +193,9 @@ class Judge:
 def _as_json(sample: tuple) -> str:
   """Raises RewardError for a prompt or answer that does not survive JSON."""
   try:
-    text, why = (
-      json.dumps(sample),
-      ("tuples come back as lists, numbers of keys as texts, NaN equals nothing"),
-    )
-    is_same = json.loads(text) == list(sample)
+    text, why = json.dumps(sample), "tuples come back as lists, numbers of keys as texts"
+    back, sent = json.loads(text), list(sample)
+    is_same = back == sent or repr(back) == repr(sent)  # NaN equals nothing
   except (TypeError, ValueError, RecursionError) as e:
     is_same, why = False, e
   if not is_same:
