@@ -112,8 +112,7 @@ def main(config: config_lib.RunConfig):
   progress = metrics_lib.Progress(steps, step)
 
   first = step
-  processes.stop_on_signals()
-  with run.checkpoints.at_stop(at_stop) as checkpoints:  # what it writes is finished
+  with processes.saving(), run.checkpoints.at_stop(at_stop) as checkpoints:
     while True:
       metrics = {}
       if evaluations.is_due(config.evaluation, step, steps):

@@ -165,8 +165,11 @@ def train(
   n = min(config.sequences, len(sequences))
   per_epoch = len(sequences) // n
   began, tokens = time.time(), 0
-  processes.stop_on_signals()
-  with checkpoints.at_stop(lambda: (step, state, {})):
+
+  def at_stop():
+    return step, state, {}
+
+  with processes.saving(), checkpoints.at_stop(at_stop):
     while step < config.steps:
       order = np.random.default_rng([config.seed, step // per_epoch])
       order = order.permutation(len(sequences))

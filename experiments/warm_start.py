@@ -149,8 +149,11 @@ def main(config: config_lib.WarmStartConfig):
   stream = data.prefetch(made)
   run.begin(step)
   began, tokens = time.time(), 0
-  processes.stop_on_signals()
-  with run.checkpoints.at_stop(lambda: (step, state, saved)) as checkpoints:
+
+  def at_stop():
+    return step, state, saved
+
+  with processes.saving(), run.checkpoints.at_stop(at_stop) as checkpoints:
     while step < config.steps:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
