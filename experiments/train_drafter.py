@@ -178,7 +178,7 @@ def train(
       kept = None if features is None else [features[i] for i in chosen]
       state, metrics = learner.train(state, models.params, prompts, responses, kept)
       if not np.isfinite(metrics["drafter/loss"]):
-        raise FloatingPointError(f"the drafter's loss is not finite at step {step}")
+        raise FloatingPointError(f"the drafter's loss is not finite at step {step + 1}")
       step += 1
       tokens += sum(map(len, responses))
       path = workdir / "metrics.jsonl"
@@ -236,7 +236,8 @@ def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
   workdirs.record(workdir, config)
   params = train(learner, params, models, config, sequences, workdir, checkpoints)
   drafter_files.save(workdir / "drafter", drafter, params)
-  logging.info("exported the drafter to %s", workdir / "drafter")
+  for_use = "for --config.drafter of train and --drafter of generate"
+  logging.info("exported the drafter to %s, %s", workdir / "drafter", for_use)
 
   found = acceptance.measure(
     run,

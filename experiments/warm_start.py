@@ -163,7 +163,7 @@ def main(config: config_lib.WarmStartConfig):
       state, metrics = learner.train(state, batch)
       loss = metrics["policy/loss"]
       if not np.isfinite(loss):
-        raise FloatingPointError(f"the loss became {loss} at step {step}")
+        raise FloatingPointError(f"the loss became {loss} at step {step + 1}")
       step += 1
       tokens += sum(map(len, responses))
       if step % 10 == 0 or step == config.steps:
@@ -176,7 +176,7 @@ def main(config: config_lib.WarmStartConfig):
   params = jax.tree.map(lambda x: x.astype(config.export_dtype), state.params)
   hf.save(folder, model, params)
   export(folder, policy, encode)
-  logging.info("exported the policy to %s", folder)
+  logging.info("exported the policy to %s, for --config.policy of train", folder)
 
 
 if __name__ == "__main__":
