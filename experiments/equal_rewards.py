@@ -53,7 +53,7 @@ class Watch:
     if record.get("rollout/truncated") == 1:
       return (
         "every response was cut off unsolved after sampling.max_tokens="
-        f"{config.sampling.max_tokens} tokens; raise it"
+        f"{config.sampling.max_tokens} tokens; raise it, or give easier prompts"
       )
     if config.sampling.temperature == 0:
       return (

@@ -19,7 +19,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import time
 
 from absl import flags
 import jax
@@ -36,6 +35,7 @@ from experiments import trees
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax import writing
 from tlt_jax.models import config as model_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -164,7 +164,7 @@ def train(
     features = feature_files.compute(folder, learner, models.params, sequences)
   n = min(config.sequences, len(sequences))
   per_epoch = len(sequences) // n
-  began, tokens = time.time(), 0
+  watch, seconds, tokens = stopwatch.Stopwatch(), 0.0, 0
 
   def at_stop():
     return step, state, {}
@@ -188,7 +188,8 @@ def train(
       if step % 20 == 0 or step == config.steps:
         depths = range(1, learner.loss.steps + 1)
         agreement = " ".join(f"{metrics[f'drafter/agreement_{k}']:.2f}" for k in depths)
-        rate = tokens / (time.time() - began)
+        seconds += watch.lap()
+        rate = tokens / seconds
         logging.info(
           f"step {step}/{config.steps}  loss {metrics['drafter/loss']:.4f}  "
           f"agreement {agreement}  {rate:.0f} tokens/s"

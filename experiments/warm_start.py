@@ -10,7 +10,6 @@ import json
 import logging
 import pathlib
 import random
-import time
 
 from absl import flags
 import jax
@@ -24,6 +23,7 @@ from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax import tokenization
 from tlt_jax import writing
 from tlt_jax.models import hf
@@ -148,7 +148,7 @@ def main(config: config_lib.WarmStartConfig):
   )
   stream = data.prefetch(made)
   run.begin(step)
-  began, tokens = time.time(), 0
+  watch, seconds, tokens = stopwatch.Stopwatch(), 0.0, 0
 
   def at_stop():
     return step, state, saved
@@ -167,7 +167,8 @@ def main(config: config_lib.WarmStartConfig):
       step += 1
       tokens += sum(map(len, responses))
       if step % 10 == 0 or step == config.steps:
-        rate = tokens / (time.time() - began)
+        seconds += watch.lap()
+        rate = tokens / seconds
         logging.info("step %d/%d  loss %.4f  %.0f tokens/s", step, config.steps, loss, rate)
       checkpoints.save(step, state, saved, force=step == config.steps)
       processes.stop_if_requested()

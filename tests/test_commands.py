@@ -180,6 +180,19 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_pa
   assert weights(tmp_path / "policy") == weights(whole[0] / "policy")
 
 
+def test_a_run_says_when_it_learns_nothing(home, tmp_path):
+  """Once, after five steps, with the cause; and in how many steps at its end."""
+  own = {"steps": 6, "sampling.temperature": 0.0}
+  result = succeed(
+    run(home, "train", *tiny_run(home, *own.items()), f"--workdir={tmp_path}")
+  )
+  said = re.findall(
+    r"step (\d)/6|(nothing was learnt.* sampling.temperature is 0)", result.stderr
+  )
+  assert [number or "said" for number, _ in said] == [*"12345", "said", "6"]
+  assert "In 6 of 6 steps all responses of a prompt had equal rewards" in result.stdout
+
+
 @pytest.mark.parametrize(
   "args, message",
   [
@@ -323,7 +336,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(home, whole, t
   fork, before = tmp_path / "fork", contents(whole[0])
   args = [*tiny_run(home, *wild.items()), f"--workdir={whole[0]}", f"--fork={fork}"]
   message = error(run(home, "train", *args))
-  assert re.match(rf"step {STEPS + 1}: .* the run has diverged", message)
+  assert re.match(rf"step {STEPS + 2}: .* the run has diverged", message)
   assert checkpointed(fork) == [STEPS + 1] and contents(whole[0]) == before
 
 

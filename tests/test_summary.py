@@ -220,3 +220,24 @@ def test_a_lap_has_no_compiling():
   compiled = stopwatch.compiled_s() - before
   jax.block_until_ready(run(np.float32(1.0)))
   assert 0 <= lap < 0.5 * compiled and watched.lap() < 0.5 * compiled
+
+
+def test_what_can_be_done_next_is_said_in_commands(tmp_path, monkeypatch):
+  """As `tlt` where that started the run, with its config, a drafter and a prompt."""
+  given = ["--config=mine.py", "--config.steps", "30", "--config.reward=a b", "--fork=x"]
+  monkeypatch.setattr(summary.sys, "orig_argv", ["python", "/bin/tlt", "train", *given])
+  monkeypatch.setattr(summary.sys, "argv", ["train.py", *given])
+  config = commands.read_run("countdown.py:smoke", {"steps": 30})
+  (tmp_path / "drafter").mkdir()
+  prompt = [{"role": "system", "content": "x"}, {"role": "user", "content": "1 + 1?"}]
+  said = summary.what_next(tmp_path, config, prompt)
+  of_config = "--config=mine.py '--config.reward=a b'"
+  policy = f"--model={tmp_path}/policy"
+  assert [x.strip() for x in said.splitlines() if x.startswith("  tlt ")] == [
+    f"tlt evaluate {of_config} {policy}",
+    f"tlt generate {of_config} {policy} --drafter={tmp_path}/drafter '--prompt=1 + 1?'",
+    f"tlt export --workdir={tmp_path} --output={tmp_path}/served",
+  ]
+  assert "drafter/" in said and "--config.steps=60" in said
+  long = summary.what_next(tmp_path, config, "x" * 201)
+  assert "x" * 9 not in long and "--prompt=..." in long
