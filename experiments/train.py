@@ -5,6 +5,8 @@ rewards, updates, weight sync, metrics. Running the same --workdir again resumes
 other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
+import contextlib
+
 from absl import flags
 import jax
 
@@ -114,7 +116,8 @@ def main(config: config_lib.RunConfig):
   progress = metrics_lib.Progress(steps, step)
 
   first, watch = step, stopwatch.Stopwatch()
-  with processes.saving(), run.checkpoints.at_stop(at_stop) as checkpoints:
+  saving = run.checkpoints.at_stop(at_stop)
+  with processes.saving(), saving as checkpoints, contextlib.closing(progress):
     while True:
       metrics = {}
       if evaluations.is_due(config.evaluation, step, steps):
@@ -176,7 +179,6 @@ def main(config: config_lib.RunConfig):
       signal.update(record)
       processes.stop_if_requested()
 
-  progress.close()
   writer.close()
   hf.save(run.path / "policy", model, state.params, dtype=model.dtype)
   tokenization.copy_files(config.policy, run.path / "policy")
