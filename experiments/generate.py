@@ -139,7 +139,7 @@ def main(config: config_lib.RunConfig):
 
 
 def summary(scored: sample.Scored, compile_s: float) -> str:
-  samples, seconds = scored.samples, max(scored.rollout_s - compile_s, 1e-9)
+  samples, seconds = scored.samples, max(scored.rollout_s, 1e-9)
   count = int(samples.length.sum())
   return (
     f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s), and "

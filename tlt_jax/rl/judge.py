@@ -31,6 +31,7 @@ from tlt_jax.rl import reward
 
 _MOST_FAILED = 0.5  # share of a rollout's responses; with more the run ends
 _ATTEMPTS = 3  # per response, if the pool breaks without a known cause
+_SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 @ranges.options
@@ -213,9 +214,11 @@ class _Process(context.SpawnProcess):
   def start(self):
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until `_start`
     try:
       super().start()
     finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, held)
       sys.modules["__main__"] = main
 
 
@@ -241,8 +244,9 @@ def _start(parent: int, memory: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
   os.setsid()
-  signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs inherit
-  signal.signal(signal.SIGINT, lambda *_: None)
+  for number in _SIGNALS:
+    signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs inherit
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
   signal.signal(signal.SIGPROF, signal.SIG_DFL)
   threading.Thread(target=watch, daemon=True).start()
   resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
