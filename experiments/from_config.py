@@ -18,6 +18,7 @@ from experiments import sizes
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
+from tlt_jax import progress
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as model_lib
@@ -96,7 +97,8 @@ def load_prompts(
     DataError: there is no such source, or a prompt in it is refused
   """
   name = str(source.get("path") or source["source"])
-  found = data.source(**source)
+  with progress.shown(f"reading {name}"):
+    found = data.source(**source)
   if isinstance(found, data.Mixture) and not whole:
     parts = [prompt_checks.measured(part, name, rules) for part in found.parts]
     records = data.Mixture([records for records, _ in parts], found.weights)

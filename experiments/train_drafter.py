@@ -36,6 +36,7 @@ from experiments import trees
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import writing
 from tlt_jax.models import config as model_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -173,7 +174,8 @@ def train(
       chosen = order[step % per_epoch * n :][:n]
       prompts, responses = zip(*[sequences[i] for i in chosen], strict=True)
       kept = None if features is None else [features[i] for i in chosen]
-      state, metrics = learner.train(state, models.params, prompts, responses, kept)
+      with progress.shown(f"training the drafter, step {step + 1} of {config.steps}"):
+        state, metrics = learner.train(state, models.params, prompts, responses, kept)
       if not np.isfinite(metrics["drafter/loss"]):
         raise FloatingPointError(f"the drafter's loss is not finite at step {step}")
       step += 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import tokenization
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import dynamic_sampling
@@ -164,7 +165,8 @@ class Sampler:
         began = time.perf_counter()
         samples = self._run(params, requests, score=begin, **options)
         drawn = time.perf_counter()
-        judged, choice = pending[0].result().whole(), None
+        with progress.shown("scoring the responses"):
+          judged, choice = pending[0].result().whole(), None
       rollout_s = drawn - began
       judged = judged._replace(seconds=time.perf_counter() - drawn)
     else:
@@ -299,4 +301,5 @@ def evaluate(
   sampler: Sampler, params, records: Sequence[dict], samples: int, seed: int
 ) -> Scored:
   """Draws `samples` responses per held-out record, with the same noise every time."""
-  return sampler(params, records, samples, seed=seed + _EVALUATION)
+  with progress.shown("evaluation"):
+    return sampler(params, records, samples, seed=seed + _EVALUATION)
