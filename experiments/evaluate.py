@@ -24,6 +24,7 @@ from experiments import evaluations
 from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
+from experiments import opening
 from experiments import sizes
 from experiments import trees
 from tlt_jax import metrics
@@ -52,6 +53,7 @@ def answer(
   asked = sizes.Asked(prompts.longest, len(records), _SAMPLES.value)
   config = sizes.fill_rollout(config, asked)
   memory_plan.check(memory_plan.of_rollout(config), _DRY_RUN.value)
+  opening.log(opening.of_rollout(config, None, len(records), _SAMPLES.value))
   models = from_config.load_models(config)
   sampler = from_config.make_sampler(config, models.model, models.mesh)
   scored = sampler(models.params, records, _SAMPLES.value, seed=config.seed + 2**30)

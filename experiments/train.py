@@ -16,6 +16,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
+from experiments import opening
 from experiments import plot
 from experiments import repeats
 from experiments import summary
@@ -52,6 +53,7 @@ def main(config: config_lib.RunConfig):
   memory_plan.check(plan, _DRY_RUN.value or planned is not None)
   P, R, steps = config.batch.prompts, config.batch.responses, config.steps
   records, held_out = asked.train.records, asked.held_out.records
+  opening.log(opening.of_run(config, asked, run))
 
   # What is trained, on what, and how.
   mesh = from_config.make_mesh(config.tensor_parallel, config.policy)

@@ -31,6 +31,7 @@ from experiments import feature_files
 from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
+from experiments import opening
 from experiments import responses
 from experiments import trees
 from experiments import workdirs
@@ -216,6 +217,13 @@ def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
   workdir, checkpoints = opened.path, opened.checkpoints
   records, held_out = prompts.train.records, prompts.held_out.records
   memory_plan.check(memory_plan.of_rollout(run))
+  shape = config.init or f"a new {config.drafter.kind}"
+  opening.log(
+    [
+      *opening.of_rollout(run, None, len(records), wanted.samples),
+      f"trained, on these responses: {shape}, {config.steps:,} steps",
+    ]
+  )
   models = from_config.load_models(run)
   check(models, config)
   path = workdir / _RESPONSES
