@@ -27,6 +27,7 @@ from experiments import memory_plan
 from experiments import opening
 from experiments import sizes
 from experiments import trees
+from experiments import workdirs
 from tlt_jax import metrics
 from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
@@ -92,6 +93,8 @@ def main(config: config_lib.RunConfig):
   launch.start()
   if len(_MODEL.value) > 1 and _OUTPUT.value:
     raise ValueError("--output takes the results of one --model; there are several")
+  if _OUTPUT.value:
+    workdirs.lock_output(pathlib.Path(_OUTPUT.value))
   folders = [*_MODEL.value, *([_BASELINE.value] if _BASELINE.value else [])]
   source = config.held_out | {"size": _PROMPTS.value}
   prompts = {}
