@@ -20,6 +20,7 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as model_lib
@@ -121,7 +122,8 @@ def _load_prompts(
   source: Mapping[str, Any], rules: prompt_checks.Rules, whole: bool
 ) -> Prompts:
   name = str(source.get("path") or source["source"])
-  found = data.source(**source)
+  with progress.shown(f"reading {name}"):
+    found = data.source(**source)
   if isinstance(found, data.Mixture) and not whole:
     parts = [prompt_checks.measured(part, name, rules) for part in found.parts]
     records = data.Mixture([records for records, _ in parts], found.weights)

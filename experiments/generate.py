@@ -30,6 +30,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
+from experiments import opening
 from experiments import sizes
 from experiments import streaming
 from experiments import trees
@@ -112,6 +113,7 @@ def main(config: config_lib.RunConfig):
   drafter = _DRAFTER.value or "" if chosen else ""
   config = fit(dataclasses.replace(config, drafter=drafter), longest, len(records))
   memory_plan.check(memory_plan.of_rollout(config, chosen), _DRY_RUN.value)
+  opening.log(opening.of_rollout(config, chosen, len(records), _SAMPLES.value))
   models = from_config.load_models(config)
   sampler = from_config.make_sampler(
     config, models.model, models.mesh, models.drafter, chosen

@@ -13,6 +13,7 @@ import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import stopwatch
 from tlt_jax import tokenization
 from tlt_jax.rl import batch as batch_lib
@@ -165,7 +166,8 @@ class Sampler:
         watch = stopwatch.Stopwatch()
         samples = self._run(params, requests, score=begin, **options)
         rollout_s = watch.lap()
-        judged, choice = pending[0].result().whole(), None
+        with progress.shown("scoring the responses"):
+          judged, choice = pending[0].result().whole(), None
       judged = judged._replace(seconds=watch.lap())
     else:
       replacement = dynamic_sampling.Replacement(replace, requests, score)
@@ -299,4 +301,5 @@ def evaluate(
   sampler: Sampler, params, records: Sequence[dict], samples: int, seed: int
 ) -> Scored:
   """Draws `samples` responses per held-out record, with the same noise every time."""
-  return sampler(params, records, samples, seed=seed + _EVALUATION)
+  with progress.shown("evaluation"):
+    return sampler(params, records, samples, seed=seed + _EVALUATION)
