@@ -7,6 +7,7 @@ in the commands; what takes a whole `RunConfig` puts several sections together.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -67,8 +68,15 @@ def load_tokenizer(policy: str) -> tokenization.Tokenizer:
 
 def prompt_rules(run: config_lib.RunConfig) -> prompt_checks.Rules:
   """Which prompts a run's policy can be asked, and what is done with the others."""
+  tokenizer = load_tokenizer(run.policy)
+  if run.chat.apply is None and tokenizer.has_template:
+    logging.info(
+      "plain prompts are wrapped in the chat template of %s (as they are: "
+      "--config.chat.apply=False)",
+      run.policy,
+    )
   return prompt_checks.Rules(
-    load_tokenizer(run.policy),
+    tokenizer,
     run.unusable_prompts,
     max_prompt=run.rollout.max_prompt,
     chat=run.chat.apply,

@@ -35,7 +35,7 @@ class Rules:
   tokenizer: tokenization.Tokenizer
   unusable: Unusable = Unusable()
   max_prompt: int | None = None  # tokens; None: any number
-  chat: bool = False  # see `Tokenizer.text`, as for `system`
+  chat: bool | None = False  # see `Tokenizer.text`, as for `system`
   system: str | None = None
 
   def text(self, prompt: str | list[dict]) -> str:

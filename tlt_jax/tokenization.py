@@ -72,23 +72,29 @@ class Tokenizer:
       stop.add(tokenizer.eos_token_id)
     return cls(tokenizer, tuple(sorted(stop)))
 
+  @property
+  def has_template(self) -> bool:
+    return self._tokenizer.chat_template is not None
+
   def encode(
-    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+    self, prompt: str | list[dict], system: str | None = None, chat: bool | None = False
   ) -> np.ndarray:
     text = self.text(prompt, system, chat)
     return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
   def text(
-    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+    self, prompt: str | list[dict], system: str | None = None, chat: bool | None = False
   ) -> str:
     """The text that the model continues.
 
-    A string is used as it is, or as the user's message if `chat`; messages go through the
-    chat template, which opens the assistant's turn. `system` is used if they have none.
+    A string is used as it is, or as the user's message if `chat` (None: if there is a chat
+    template); messages go through the template, which opens the assistant's turn. `system`
+    is used if they have none.
 
     Raises:
       data.DataError: a chat without a template, or one that the template refuses
     """
+    chat = self.has_template if chat is None else chat
     if isinstance(prompt, str) and not chat:
       if system is not None:
         raise data.DataError("a system message needs a chat: set chat, or use messages")
@@ -135,7 +141,7 @@ class Tokenizer:
 
   def _chat(self, messages: list[dict]) -> str:
     where = f"{self._tokenizer.name_or_path} (chat_template.jinja, tokenizer_config.json)"
-    if self._tokenizer.chat_template is None:
+    if not self.has_template:
       raise data.DataError(
         f"{where}: the tokenizer has no chat template, so it cannot encode messages; use "
         "plain text prompts, or a chat model's tokenizer files"
