@@ -9,8 +9,8 @@ import pytest
 
 from tests import commands
 
-NAMES = "start results train drafters commands design architecture papers glossary distributed"
-MORE = "extending tunix figures reference changelog contributing"
+NAMES = "results train drafters commands design architecture papers glossary distributed"
+MORE = "start extending tunix figures reference changelog contributing"
 PAGES = ("", *NAMES.split(), *MORE.split())
 
 
