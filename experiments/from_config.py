@@ -27,6 +27,7 @@ from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
 from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import gold
 from tlt_jax.rl import judge
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
@@ -75,12 +76,18 @@ def prompt_rules(run: config_lib.RunConfig) -> prompt_checks.Rules:
       "--config.chat.apply=False)",
       run.policy,
     )
+  trial = gold.Trial(
+    make_judge(run.reward, run.solved_at, run.verifier),
+    run.sampling.max_tokens,
+    whole=run.unusable_prompts.bad_answer == "drop",
+  )
   return prompt_checks.Rules(
     tokenizer,
     run.unusable_prompts,
     max_prompt=run.rollout.max_prompt,
     chat=run.chat.apply,
     system=run.chat.system or None,
+    try_answers=trial,
   )
 
 
@@ -92,7 +99,10 @@ class Prompts(NamedTuple):
 
 
 def load_prompts(
-  source: Mapping[str, Any], rules: prompt_checks.Rules, whole: bool = False
+  source: Mapping[str, Any],
+  rules: prompt_checks.Rules,
+  whole: bool = False,
+  section: str = "prompts",
 ) -> Prompts:
   """The records of a source that can be used.
 
@@ -100,9 +110,21 @@ def load_prompts(
     source: section `prompts` or `held_out` of a run
     rules: what can be used
     whole: check every record now, and return a list; for sources that are read whole
+    section: of the config, for error messages: prompts or held_out
   Raises:
     DataError: there is no such source, or a prompt in it is refused
   """
+  try:
+    return _load_prompts(source, rules, whole)
+  except data.DataError as e:
+    key = e.argument if e.argument in source else "path" if "path" in source else "source"
+    section = "held_out" if key == "share" else section
+    raise data.DataError(f"{section}.{key}: {e}") from e
+
+
+def _load_prompts(
+  source: Mapping[str, Any], rules: prompt_checks.Rules, whole: bool
+) -> Prompts:
   name = str(source.get("path") or source["source"])
   found = data.source(**source)
   if isinstance(found, data.Mixture) and not whole:
@@ -129,7 +151,7 @@ class RunPrompts:
 
   @functools.cached_property
   def held_out(self) -> Prompts:
-    return load_prompts(self._run.held_out, self.rules, whole=True)
+    return load_prompts(self._run.held_out, self.rules, True, "held_out")
 
   @property
   def longest(self) -> int:

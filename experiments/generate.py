@@ -46,7 +46,7 @@ _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=Tru
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of a drafter.")
 _PROMPT = flags.DEFINE_string("prompt", None, "A prompt, instead of a file.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.")
-_FIELD = flags.DEFINE_string("prompt_field", "prompt", "Field of a record's prompt.")
+_FIELD = flags.DEFINE_string("prompt_field", "", "Field of the prompt; '': a known one.")
 _STRATEGY = flags.DEFINE_string(
   "strategy",
   "auto",

@@ -173,7 +173,7 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
 @pytest.mark.parametrize(
   "key, value, message",
   [
-    ("tensor_parallel", 3, "3 devices does not divide the 2"),
+    ("tensor_parallel", 3, "tensor_parallel=3 does not divide the 2"),
     ("policy", "nowhere", "nowhere/config.json is missing"),
     ("learner.updates", 3, "8 responses cannot be shared out over 3 updates"),
     ("rollout.max_prompt", 4, "raise"),

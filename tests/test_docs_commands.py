@@ -61,6 +61,7 @@ NUMBERS = re.compile(r"=[NSKI]$")
 # What a flag alone may belong to, with what these require.
 OWNERS = [
   ["experiments.train"],
+  ["experiments.train", "--config=qwen2_5_7b"],
   ["experiments.train_drafter"],
   ["experiments.generate", "--model=A"],
   ["experiments.evaluate", "--model=A"],
@@ -340,11 +341,19 @@ def prepare(folder: pathlib.Path, home: pathlib.Path) -> None:
   )
   for name in ("train", "test"):
     shutil.copy(home / f"{name}.jsonl", folder)
-  rows = [json.dumps({"problem": "1+1?", "prompt": "1+1?", "solution": "2"})] * 3
-  (folder / "FILE.jsonl").write_text("\n".join(rows))
-  shutil.copy(folder / "FILE.jsonl", folder / "held_out.jsonl")
-  table = pa.Table.from_pylist([json.loads(row) for row in rows])
-  pq.write_table(table, folder / "problems.parquet")
+  rows = [{"prompt": f"{i}+1?", "solution": f"{i + 1}"} for i in range(4)]
+  for name in ("FILE", "trl"):
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  pq.write_table(pa.Table.from_pylist(rows), folder / "problems.parquet")
+  asked = [
+    {
+      "prompt": [{"role": "user", "content": row["prompt"]}],
+      "reward_model": {"style": "rule", "ground_truth": row["solution"]},
+    }
+    for row in rows
+  ]
+  for name in ("train", "test"):
+    pq.write_table(pa.Table.from_pylist(asked), folder / f"verl_{name}.parquet")
 
 
 @pytest.mark.parametrize("document", [tiny.slow(document) for document in RUN])

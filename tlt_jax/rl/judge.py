@@ -69,6 +69,7 @@ class Judge:
     self.options = options or Options()
     self._text, self._solved_at = text, solved_at
     self._pool: pebble.ProcessPool | None = None  # started by the first response
+    self._lock = threading.Lock()  # of the pool
 
   def __call__(
     self,
@@ -94,7 +95,7 @@ class Judge:
     B = len(responses)
     extra = [{name: int(x[i]) for name, x in given.items()} for i in range(B)]
     samples = list(zip(prompts, responses, answers, extra, strict=True))
-    verdicts = self._ask(samples) if self.terms else [reward.Verdict((), False)] * B
+    verdicts = self.ask(samples) if self.terms else [reward.Verdict((), False)] * B
     failure = np.array([v.failure for v in verdicts], object)
     failed = failure != ""
     values = np.full((len(self.terms), B), self.options.failed_reward)
@@ -131,6 +132,16 @@ class Judge:
     if self._pool is not None:
       self._end()
       self._pool = None
+
+  def check_sendable(self, prompt: object, answer: object) -> None:
+    """Raises RewardError for a prompt or answer that reaches no verifier as it is."""
+    if self.options.processes:
+      _as_json((prompt, "", answer))
+
+  def ask(self, samples: list[tuple]) -> list[reward.Verdict]:
+    """Judges samples: the arguments of `reward.verify` from `prompt` on; logs nothing."""
+    with self._lock:  # prompts are tried in another thread while responses are judged
+      return self._ask(samples)
 
   def _ask(self, samples: list[tuple]) -> list[reward.Verdict]:
     if not self.options.processes:
@@ -183,7 +194,8 @@ def _as_json(sample: tuple) -> str:
   """Raises RewardError for a prompt or answer that does not survive JSON."""
   try:
     text, why = json.dumps(sample), "tuples come back as lists, numbers of keys as texts"
-    is_same = json.loads(text) == list(sample)
+    back, sent = json.loads(text), list(sample)
+    is_same = back == sent or repr(back) == repr(sent)  # NaN equals nothing
   except (TypeError, ValueError, RecursionError) as e:
     is_same, why = False, e
   if not is_same:

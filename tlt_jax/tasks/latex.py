@@ -39,10 +39,11 @@ _DECIMAL = re.compile(r"[-+]?(?:\\?\$)?[0-9][0-9,]*+(?:\.[0-9]*)?")
 def score(prompt: object, response: str, answer: object) -> float:
   r"""1.0 if the final answer equals the gold one, perhaps in \boxed{...} or after ####."""
   del prompt
-  marked = gsm8k.final_answer(str(answer))
-  gold = (str(answer) if marked is None else marked).strip()
+  text = gsm8k.gold_text(answer)
+  marked = gsm8k.final_answer(text)
+  gold = (text if marked is None else marked).strip()
   if not gold:
-    raise ValueError(f"gold answer {str(answer)[-60:]!r} is empty")
+    raise ValueError(f"gold answer {text[-60:]!r} is empty")
   final = gsm8k.final_answer(response)
   is_marked = final is not None
   if final is None:
