@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import datetime
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -72,13 +73,20 @@ def load_tokenizer(policy: str, date: str | None) -> tokenization.Tokenizer:
 
 def prompt_rules(run: config_lib.RunConfig) -> prompt_checks.Rules:
   """Which prompts a run's policy can be asked, and what is done with the others."""
+  tokenizer = load_tokenizer(run.policy, run.chat.date)
+  if run.chat.apply is None and tokenizer.has_template:
+    logging.info(
+      "plain prompts are wrapped in the chat template of %s (as they are: "
+      "--config.chat.apply=False)",
+      run.policy,
+    )
   trial = gold.Trial(
     make_judge(run.reward, run.solved_at, run.verifier),
     run.sampling.max_tokens,
     whole=run.unusable_prompts.bad_answer == "drop",
   )
   return prompt_checks.Rules(
-    load_tokenizer(run.policy, run.chat.date),
+    tokenizer,
     run.unusable_prompts,
     max_prompt=run.rollout.max_prompt,
     chat=run.chat.apply,

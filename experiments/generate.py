@@ -12,9 +12,10 @@ or a published drafter.
 The tokens are the same with and without a drafter, for every strategy. `auto` chooses
 between plain decoding, n-grams and the drafter's chains and trees by their measured speed;
 "up to 2 live: off or 3_1_4" chooses among others (docs/drafters.md). The sizes of the
-rollout follow from the prompts, the model and the memory. The config has the sampling
-parameters (`--config.sampling.temperature=0`), whether the chat template is applied
-(`--config.chat.apply=True`) and the largest number of slots (`--config.rollout.slots`).
+rollout follow from the prompts, the model and the memory. The chat template is applied
+where the model's folder has one (`--config.chat.apply=False`: prompts as they are). The
+config has the sampling parameters (`--config.sampling.temperature=0`), a system message
+(`--config.chat.system`) and the largest number of slots (`--config.rollout.slots`).
 """
 
 from collections.abc import Sequence

@@ -48,6 +48,7 @@ def of_run(
   return [
     _steps(run, workdir),
     *of_policy(run, mesh),
+    *_stops(run),
     *_updates(run),
     *of_prompts(run, prompts),
     *_decoding(run),
@@ -76,6 +77,7 @@ def of_rollout(
     how = f"with {' or '.join(map(str, selector.strategies))}; {drafter}"
   return [
     *of_policy(run, from_config.make_mesh(run.tensor_parallel, run.policy)),
+    *_stops(run),
     f"asked: {_asked(run, prompts, responses)}",
     f"decoding: {how}",
   ]
@@ -105,6 +107,14 @@ def of_policy(run: config_lib.RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
     f"{mesh.size} x {device.device_kind}: {_number(slices, 'slice')} of "
     f"{_number(run.tensor_parallel, 'device')}"
   ]
+
+
+def _stops(run: config_lib.RunConfig) -> list[str]:
+  tokenizer = from_config.load_tokenizer(run.policy, run.chat.date)
+  if not tokenizer.stop_tokens:
+    logging.warning("%s", tokenizer.describe_stops())
+    return []
+  return [tokenizer.describe_stops()]
 
 
 def _updates(run: config_lib.RunConfig) -> Iterator[str]:

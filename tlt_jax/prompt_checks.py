@@ -42,7 +42,7 @@ class Rules:
   tokenizer: tokenization.Tokenizer
   unusable: Unusable = Unusable()
   max_prompt: int | None = None  # tokens; None: any number
-  chat: bool = False  # see `Tokenizer.text`, as for `system`
+  chat: bool | None = False  # see `Tokenizer.text`, as for `system`
   system: str | None = None
   # Why each record's answer cannot be used, "" where it can (`rl.gold`); None: all can
   try_answers: Callable[..., list[str]] | None = None

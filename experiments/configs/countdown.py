@@ -60,7 +60,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       held_out=PROBLEMS | dict(split="held_out", size=4 if smoke else 64),
       # What is done with longer prompts: refuse or drop; see prompt_checks.Unusable.
       unusable_prompts=dict(too_long="refuse"),
-      chat=dict(apply=False, system=""),  # see rl.sample.make
+      chat=dict(system=""),  # see rl.sample.make
       reward="tlt_jax.tasks.countdown.score",
       solved_at=1.0,  # the least reward of a solved response, see rl.judge.Judge
       verifier=dict(processes=0 if smoke else 2),  # see rl.judge.Options

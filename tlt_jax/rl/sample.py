@@ -116,7 +116,7 @@ class Sampler:
   tokenizer: tokenization.Tokenizer
   judge: judge_lib.Judge
   sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
-  chat: bool = False  # wrap plain prompts in the chat template
+  chat: bool | None = False  # wrap plain prompts in the chat template; None: if any
   system: str = ""  # system message of that template
 
   def compile(self, params) -> None:
@@ -238,7 +238,8 @@ def make(
   """Makes a sampler.
 
   `sampling`: temperature, top_k, top_p, min_p and max_tokens of every request; `chat`:
-  {"apply": whether plain prompts get the chat template, "system": its message, or ""}.
+  {"apply": whether plain prompts get the chat template (None: if there is one), "system":
+  its message, or ""}.
   """
   return Sampler(
     rollout=rollout,
@@ -251,7 +252,11 @@ def make(
 
 
 def encode(
-  tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
+  tokenizer: tokenization.Tokenizer,
+  records: Sequence[dict],
+  *,
+  chat: bool | None,
+  system: str,
 ) -> list[np.ndarray]:
   return [tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records]
 
