@@ -260,7 +260,7 @@ def _judge(text: str, solved_at: float, cpu_s: float, sample: str) -> reward.Ver
   # The kernel ends the process at this limit, even inside C code.
   signal.setitimer(signal.ITIMER_PROF, cpu_s)
   try:
-    return reward.verify(terms, solved_at, prompt, response, answer, given)
+    return reward.verify(terms, solved_at, prompt, response, answer, given, True)
   finally:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 
