@@ -1,5 +1,6 @@
 """The first lines of a log say what runs and what is off, and why."""
 
+import functools
 import re
 import types
 
@@ -13,13 +14,18 @@ from tests import tiny
 from tlt_jax.models import config as model_lib
 
 
+@functools.cache
+def prompts() -> from_config.RunPrompts:
+  """Those of the default run, which take seconds to make."""
+  return from_config.RunPrompts(commands.read_run("countdown.py", {}))
+
+
 def said(changes=None, slices=2) -> dict[str, str]:
   """The lines of the default run with other settings, by their first word."""
   run = commands.read_run("countdown.py", changes or {})
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(from_config, "make_mesh", lambda *_: tiny.mesh(slices))
-    prompts = from_config.RunPrompts(run)
-    lines = opening.of_run(run, prompts, workdirs.open("runs/none", run, fork=""))
+    lines = opening.of_run(run, prompts(), workdirs.open("runs/none", run, fork=""))
   assert len(lines) <= 9
   return {line.split()[0].rstrip(":,"): line for line in lines}
 
