@@ -13,7 +13,6 @@ from benchmarks import shapes
 from tests import mutants
 from tests import tiny
 from tests import triton_kernels
-from tlt_jax.models import few_rows
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels import few_rows as kernels
@@ -71,7 +70,9 @@ def assert_as_target(config, tree, impl="triton"):
     written = np.isfinite(a)
     assert np.abs(a - b)[written].max() < 0.05 * np.abs(b).max()
   assert all(np.isfinite(x.astype(jnp.float32)).all() for x in found[:3])
-  kept, before = (np.isfinite(x.pools[0].k.astype(jnp.float32)) for x in (found.kv, args[1]))
+  kept, before = (
+    np.isfinite(x.pools[0].k.astype(jnp.float32)) for x in (found.kv, args[1])
+  )
   heads = config.num_kv_heads * config.head_dim
   assert (kept & ~before).sum() == tree.tokens.size * heads
 
@@ -95,7 +96,6 @@ PRODUCTS = {
   "a part is left out": ("for split in range(1, SPLITS)", "for split in range(2, SPLITS)"),
   "rotated backwards": ("b * cos + a * sin", "b * cos - a * sin"),
   "the head is not normed": ("acc * by", "acc"),
-  "rows without a page are written": ("kept = (place >= 0)[:, None]", "kept = valid"),
 }
 ATTENTION = {
   "the tail is not masked": ("slot[:, None] <= last[None, :]", "slot[:, None] >= 0"),
@@ -116,6 +116,24 @@ def test_faults_are_found(fault, monkeypatch, tmp_path):
   config = CONFIGS["qwen3-0.6b"]
   with pytest.raises(AssertionError):
     assert_as_target(config, passes(config, "tree", 3))
+
+
+@pytest.mark.parametrize("fault", [None, ("kept = (place >= 0)[:, None]", "kept = valid")])
+def test_a_row_without_pages_writes_nothing(fault, monkeypatch, tmp_path):
+  """A free slot, whose table points at the sink page."""
+  triton = kernels.of("triton")
+  mutant = mutants.load(triton.products.__file__, fault, tmp_path)
+  monkeypatch.setattr(triton, "products", mutant)
+  config = CONFIGS["qwen3-0.6b"]
+  params, kv, tree, start = made(config, passes(config, 1, 2))
+  kv = kv.of_live(jnp.array([True, False]))
+  found = jax.jit(functools.partial(bench.step, config, "triton"))(params, kv, tree, start)
+  changed = 0
+  for a, b in zip(jax.tree.leaves(found.kv.pools), jax.tree.leaves(kv.pools), strict=True):
+    a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+    changed += int(np.sum((a != b) & ~(np.isnan(a) & np.isnan(b))))
+  of_one = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+  assert (changed == of_one) == (fault is None)
 
 
 @pytest.mark.parametrize("name", [tiny.slow("qwen2.5-7b"), "qwen3-0.6b"])
