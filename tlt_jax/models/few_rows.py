@@ -101,16 +101,15 @@ def _run(
   x = impl.enter(tokens.reshape(-1), params["embedding"], blocks[0]["input_norm"]["scale"])
   pools, tapped = [], []
   for i, (w, pool) in enumerate(zip(blocks, kv.pools, strict=True)):
-    attention, mlp = w["attention"], w["mlp"]
-    q, k, v = impl.qkv(
-      x, _projections(config, attention), by.cos, by.sin, place, count, pool.k, pool.v, eps
-    )
-    pools.append(cache_lib.Pool(k, v))
-    out = impl.attend(q.reshape(B, J, N, H), k, v, nodes, kv.pages, count)
-    scale = w["post_norm"]["scale"]
-    x = impl.project(out.reshape(B * J, -1), attention["o_proj"], x.sums, scale, count)
-    hidden = impl.gate_up(x, mlp["gate_proj"], mlp["up_proj"], count, eps)
-    x = impl.project(hidden, mlp["down_proj"], x.sums, following[i], count)
+    with jax.named_scope(f"layer_{i}"):
+      projections = _projections(config, w["attention"])
+      q, k, v = impl.qkv(x, projections, by.cos, by.sin, place, count, pool.k, pool.v, eps)
+      pools.append(cache_lib.Pool(k, v))
+      out = impl.attend(q.reshape(B, J, N, H), k, v, nodes, kv.pages, count)
+      o, scale = w["attention"]["o_proj"], w["post_norm"]["scale"]
+      x = impl.project(out.reshape(B * J, -1), o, x.sums, scale, count)
+      hidden = impl.gate_up(x, w["mlp"]["gate_proj"], w["mlp"]["up_proj"], count, eps)
+      x = impl.project(hidden, w["mlp"]["down_proj"], x.sums, following[i], count)
     if i in taps:
       tapped.append(x.sums)
   head = params["embedding" if config.tie_embeddings else "head"]

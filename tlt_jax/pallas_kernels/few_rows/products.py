@@ -241,7 +241,7 @@ def gate_up(
   gate_ptr, up_ptr,  # bf16[F D]
   count_ptr,  # i32[F/BN], 0 before and after
   M,
-  part_ptr,  # f32[F/BN 2 SPLITS R BN], scratch
+  part_ptr,  # f32[F/BN 2 SPLITS R BN], scratch; not written if there is one part
   out_ptr,  # bf16[M F]
   D: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
@@ -262,6 +262,13 @@ def gate_up(
     gate_ptrs += BK
     up_ptrs += BK
     x_ptrs += BK
+  if SPLITS == 1:
+    by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[None, :]
+    gate, up = gate * by, up * by
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    at = r[None, :] * F + tile * BN + n[:, None]
+    tl.store(out_ptr + at, out.to(tl.bfloat16), mask=(r < M)[None, :])
+    return
   _write_part(gate, part_ptr, 2 * tile, split, BN, R, SPLITS)
   _write_part(up, part_ptr, 2 * tile + 1, split, BN, R, SPLITS)
   if not _is_last(count_ptr, tile, SPLITS):

@@ -163,7 +163,7 @@ def gate_up(
     x.scaled, x.squares, gate, up, count, M,
     kernel=products.gate_up,
     out_type=[
-      shape((tiles * 2 * splits * R * TILE,), jnp.float32),
+      shape((tiles * 2 * splits * R * TILE if splits > 1 else 1,), jnp.float32),
       shape((M, F), gate.dtype),
     ],
     grid=(tiles, splits),
