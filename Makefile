@@ -78,4 +78,6 @@ ifneq ($(ACCELERATOR),cpu)
 	@$(PIP) -r requirements.txt 'jax[$(ACCELERATOR)]' || \
 	  echo 'No jax[$(ACCELERATOR)] could be installed (see above); going on without.' >&2
 endif
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" | \
+	  { read -r site; pwd > "$$site/tlt_jax_checkout.pth"; } # commands in any folder
 	@touch $@

@@ -2,13 +2,15 @@
 
 Two things need a program. Dependencies are those of requirements.txt, whose headings in
 brackets are extras. And `experiments/` goes into the wheel as
-`tlt_jax/bundled/experiments`, where `tlt` finds it (`tlt_jax/command_line.py`).
+`tlt_jax/bundled/experiments`, where `tlt` finds it (`tlt_jax/command_line.py`), and
+Python itself, last of all places, by a .pth file.
 """
 
 import pathlib
 import re
 
 import setuptools
+from setuptools.command import build_py
 
 _BUNDLED = "tlt_jax.bundled.experiments"
 # The paper's figures and the records of benchmarks stay in the checkout, as do the
@@ -45,9 +47,18 @@ def packages() -> list[str]:
   return [*library, _BUNDLED, *(f"{_BUNDLED}.{name}" for name in inside)]
 
 
+class BuildWithPath(build_py.build_py):
+  """Makes `python -m experiments.train`, and configs that import, work in any folder."""
+
+  def run(self):
+    super().run()
+    pathlib.Path(self.build_lib, "tlt_jax.pth").write_text("tlt_jax/bundled\n")
+
+
 if __name__ == "__main__":
   own = requirements()
   setuptools.setup(
+    cmdclass={"build_py": BuildWithPath},
     packages=packages(),
     package_dir={_BUNDLED: "experiments"},
     package_data={"": _DATA},

@@ -37,9 +37,7 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/bench_rollout", "For config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=1)
-_SLICES = flags.DEFINE_integer(
-  "slices", 2, "Devices on a CPU.", lower_bound=1
-)
+_SLICES = flags.DEFINE_integer("slices", 2, "Devices on a CPU.", lower_bound=1)
 _ONLY = flags.DEFINE_list("only", ["speculation"], "Tables, see above.")
 _DRAFTER = flags.DEFINE_string("drafter", "", "Folder or kind; default: the config's.")
 _STRATEGIES = flags.DEFINE_list(
@@ -87,7 +85,9 @@ def make_engine(
 
 def held_out(config: config_lib.RunConfig, size: int) -> from_config.Prompts:
   rules = from_config.prompt_rules(config)
-  return from_config.load_prompts(config.held_out | {"size": size}, rules)
+  return from_config.load_prompts(
+    config.held_out | {"size": size}, rules, section="held_out"
+  )
 
 
 def measure_speculation(config: config_lib.RunConfig, models: from_config.Models) -> dict:

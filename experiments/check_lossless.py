@@ -73,7 +73,7 @@ def main(config: config_lib.RunConfig):
   if all(s.source == strategy_lib.NGRAM for s in strategies):
     config = dataclasses.replace(config, drafter="")
   source, rules = config.held_out | {"size": 10**9}, from_config.prompt_rules(config)
-  records, longest = from_config.load_prompts(source, rules)
+  records, longest = from_config.load_prompts(source, rules, section="held_out")
   config = sizes.fill_rollout(config, sizes.Asked(longest, _BATCH.value, 1))
   models = from_config.load_models(config, _DTYPE.value)
   selector = InTurn(strategies)

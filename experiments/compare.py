@@ -45,7 +45,7 @@ def read(workdir: pathlib.Path) -> tuple[list[dict], dict[int, list[dict]]]:
 
 def summary(records: Sequence[Mapping], evaluated: Mapping, steps: int) -> dict[str, Any]:
   """Averages over a workdir's last steps, and the results of its last evaluation."""
-  trained = [r for r in records if "reward/mean" in r]
+  trained = metrics.steps(records)
   result: dict[str, Any] = {"steps": len(trained)}
   for name, key in (("reward", "reward/mean"), ("solved", "reward/solved")):
     values = [r[key] for r in trained[-steps:] if key in r]
@@ -98,7 +98,7 @@ def plot_curves(runs: Mapping[str, tuple]) -> figure.Figure:
   for i, (name, (records, evaluated)) in enumerate(runs.items()):
     color = _COLORS[i % len(_COLORS)]
     for ax, key in ((reward, "reward/mean"), (seconds, "step/seconds_s")):
-      points = [(r["step"], r[key]) for r in records if key in r]
+      points = [(metrics.number(r), r[key]) for r in records if key in r]
       if points:
         ax.plot(*zip(*points, strict=True), color=color, label=name)
     steps = sorted(evaluated)

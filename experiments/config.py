@@ -224,7 +224,9 @@ class RunConfig:
   )
   spot: Spot = field(Spot(), "the drafter's training in rollouts")
   prompts: Source = field(..., "what the policy is asked")
-  held_out: Source = field(..., "what it is evaluated on")
+  held_out: Source = field(
+    ..., "what it is evaluated on; with path='' a share of the file of prompts"
+  )
   unusable_prompts: prompt_checks.Unusable = field(
     prompt_checks.Unusable(), "what is done with prompts that cannot be used"
   )
@@ -250,6 +252,11 @@ class RunConfig:
   evaluation: Evaluation = field(..., "when held-out prompts are asked")
   checkpoint: Checkpoint = field(..., "what is kept")
   wandb: wandb_board.Options = field(wandb_board.Options(), "a board of metrics")
+
+  def __post_init__(self):
+    sources = data.held_out_share(self.prompts, self.held_out)
+    for name, source in zip(("prompts", "held_out"), sources, strict=True):
+      object.__setattr__(self, name, source)
 
   @property
   def max_length(self) -> int:

@@ -31,7 +31,7 @@ _ALONE = (
   f"this process has waited {_JOIN_S} s for the others of its job: one was not started, "
   "has ended, or cannot reach process 0 (--coordinator); start all of them again"
 )
-STOPPED = 143  # exit status after SIGTERM, as of a process that it killed
+STOPPED = processes.STOPPED
 
 
 class JobError(ValueError):

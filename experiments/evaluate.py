@@ -95,7 +95,7 @@ def main(config: config_lib.RunConfig):
   prompts = {}
   for folder in folders:
     rules = from_config.prompt_rules(dataclasses.replace(config, policy=folder))
-    prompts[folder] = from_config.load_prompts(source, rules, whole=True)
+    prompts[folder] = from_config.load_prompts(source, rules, True, "held_out")
   records = prompts[folders[0]].records
   if any(others.records != records for others in prompts.values()):
     raise ValueError(

@@ -28,6 +28,7 @@ from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
 from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import gold
 from tlt_jax.rl import judge
 from tlt_jax.rl import learner as learner_lib
 from tlt_jax.rl import optimizer
@@ -70,12 +71,18 @@ def load_tokenizer(policy: str, date: str | None) -> tokenization.Tokenizer:
 
 def prompt_rules(run: config_lib.RunConfig) -> prompt_checks.Rules:
   """Which prompts a run's policy can be asked, and what is done with the others."""
+  trial = gold.Trial(
+    make_judge(run.reward, run.solved_at, run.verifier),
+    run.sampling.max_tokens,
+    whole=run.unusable_prompts.bad_answer == "drop",
+  )
   return prompt_checks.Rules(
     load_tokenizer(run.policy, run.chat.date),
     run.unusable_prompts,
     max_prompt=run.rollout.max_prompt,
     chat=run.chat.apply,
     system=run.chat.system or None,
+    try_answers=trial,
   )
 
 
@@ -87,7 +94,10 @@ class Prompts(NamedTuple):
 
 
 def load_prompts(
-  source: Mapping[str, Any], rules: prompt_checks.Rules, whole: bool = False
+  source: Mapping[str, Any],
+  rules: prompt_checks.Rules,
+  whole: bool = False,
+  section: str = "prompts",
 ) -> Prompts:
   """The records of a source that can be used.
 
@@ -95,9 +105,21 @@ def load_prompts(
     source: section `prompts` or `held_out` of a run
     rules: what can be used
     whole: check every record now, and return a list; for sources that are read whole
+    section: of the config, for error messages: prompts or held_out
   Raises:
     DataError: there is no such source, or a prompt in it is refused
   """
+  try:
+    return _load_prompts(source, rules, whole)
+  except data.DataError as e:
+    key = e.argument if e.argument in source else "path" if "path" in source else "source"
+    section = "held_out" if key == "share" else section
+    raise data.DataError(f"{section}.{key}: {e}") from e
+
+
+def _load_prompts(
+  source: Mapping[str, Any], rules: prompt_checks.Rules, whole: bool
+) -> Prompts:
   name = str(source.get("path") or source["source"])
   found = data.source(**source)
   if isinstance(found, data.Mixture) and not whole:
@@ -124,7 +146,7 @@ class RunPrompts:
 
   @functools.cached_property
   def held_out(self) -> Prompts:
-    return load_prompts(self._run.held_out, self.rules, whole=True)
+    return load_prompts(self._run.held_out, self.rules, True, "held_out")
 
   @property
   def longest(self) -> int:

@@ -45,7 +45,7 @@ _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder.", required=Tru
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of a drafter.")
 _PROMPT = flags.DEFINE_string("prompt", None, "A prompt, instead of a file.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL or Parquet file.")
-_FIELD = flags.DEFINE_string("prompt_field", "prompt", "Field of a record's prompt.")
+_FIELD = flags.DEFINE_string("prompt_field", "", "Field of the prompt; '': a known one.")
 _STRATEGY = flags.DEFINE_string(
   "strategy",
   "auto",
@@ -139,7 +139,7 @@ def main(config: config_lib.RunConfig):
 
 
 def summary(scored: sample.Scored, compile_s: float) -> str:
-  samples, seconds = scored.samples, max(scored.rollout_s - compile_s, 1e-9)
+  samples, seconds = scored.samples, max(scored.rollout_s, 1e-9)
   count = int(samples.length.sum())
   return (
     f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s), and "

@@ -68,12 +68,6 @@ def run(
       sys.exit(f"error: --distributed: {name} writes its files from one process only")
     try:
       main(*argv[1:], **given)
-    except processes.Stopped:
-      if processes.is_first():
-        logging.info("stopped as it was told; the same command goes on")
-      sys.exit(distributed.STOPPED)
-    except KeyboardInterrupt:  # before there is anything to save
-      sys.exit("stopped by Ctrl-C")
     except distributed.JobError as e:
       distributed.fail(None if distributed.wants_traceback() else _one_line(e))
     except Exception as e:
@@ -86,7 +80,18 @@ def run(
         raise
       sys.exit(line)
 
-  app.run(guarded, flags_parser=parse)
+  launched = distributed.PULSE_FD in os.environ
+  processes.stop_on_signals(announces=not launched)
+  try:
+    app.run(guarded, flags_parser=parse)
+  except processes.Stopped as e:
+    if processes.is_first():
+      print(e, file=sys.stderr, flush=True)
+    if processes.count() > 1 and not e.together:
+      os._exit(distributed.STOPPED)  # an orderly end would wait for the others
+    sys.exit(distributed.STOPPED)
+  finally:
+    processes.end_on_signals()
 
 
 def _one_line(e: Exception) -> str | None:

@@ -215,8 +215,9 @@ def main(argv: Sequence[str]) -> int:
 
   def remember(number, _):
     signals.append(number)
-    if number == signal.SIGINT:  # a second one ends all at once
+    if number == signal.SIGINT:
       signal.signal(number, signal.default_int_handler)
+      print("\nstopping; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, remember)
@@ -224,6 +225,7 @@ def main(argv: Sequence[str]) -> int:
     try:
       end, may_restart = _run(options, command, lambda: bool(signals))
     except KeyboardInterrupt:
+      print("\nended at once by the second Ctrl-C", file=sys.stderr, flush=True)
       return 130
     if end in ("", "stopped"):
       return distributed.STOPPED if end else 0

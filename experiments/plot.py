@@ -86,7 +86,7 @@ def _check_numbers(path: pathlib.Path, records: Sequence[Mapping]) -> None:
     for key, value in record.items():
       if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
         raise metrics.MetricError(
-          f"{path}: {key} of step {record['step']} is {value!r:.60}, no finite number"
+          f'{path}, "step": {record["step"]}: {key} is {value!r:.60}, no finite number'
         )
 
 
@@ -101,9 +101,10 @@ def plot_reward(records: Sequence[Mapping]) -> figure.Figure:
   fig = figure.Figure(figsize=(6, 3.6), layout="constrained")
   ax = fig.subplots()
   curves = {
-    key: np.array([(r["step"], r[key]) for r in records if key in r]).reshape(-1, 2)
+    key: np.array([(r["step"] + 1, r[key]) for r in records if key in r]).reshape(-1, 2)
     for key in ("reward/mean", "reward/solved", "eval/accuracy")
   }
+  curves["eval/accuracy"][:, 0] -= 1  # after so many steps
   reward, solved, accuracy = curves.values()
   window = len(reward) // 20
   faint = dict(alpha=0.3, linewidth=1) if window else dict(marker="o", linewidth=1.8)
@@ -141,7 +142,7 @@ def plot_gain(records: Sequence[Mapping]) -> figure.Figure:
   Args:
     records: of metrics.jsonl, those that have `plain/seconds_s`
   """
-  steps = [r["step"] for r in records]
+  steps = [*map(metrics.number, records)]
   fig = figure.Figure(figsize=(7.6, 3.4), layout="constrained")
   seconds, drawn = fig.subplots(1, 2)
   line = dict(marker="o", markersize=4.5, linewidth=1.8)
@@ -213,7 +214,7 @@ def _plot_lengths_of(ax, part: Sequence[Mapping], edges: np.ndarray) -> None:
     length = np.percentile(lengths, percent)
     label = f"p{percent} = {length:.0f}"
     ax.axvline(length, color="black", linewidth=0.8, linestyle=style_of_line, label=label)
-  first, last = part[0]["step"], part[-1]["step"]
+  first, last = metrics.number(part[0]), metrics.number(part[-1])
   steps = f"step {first}" if first == last else f"steps {first} to {last}"
   ax.set(title=f"Response lengths, {steps}", ylabel="responses (%)")
   ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -231,7 +232,7 @@ def plot_live_requests(rollouts: Sequence[Mapping], count: int = 3) -> figure.Fi
       continue
     few = next((j for j, n in enumerate(live) if n <= max(live) / 8), len(live) - 1)
     tail = (time[-1] - time[few]) / time[-1] if time[-1] else 0.0
-    label = f"step {rollouts[i]['step']}: {time[-1]:.1f} s, {tail:.0%} tail"
+    label = f"step {metrics.number(rollouts[i])}: {time[-1]:.1f} s, {tail:.0%} tail"
     ax.step(time, live, where="post", color=color, linewidth=1.6, label=label)
     ax.plot(time[few], live[few], "o", color=color, markersize=5)
   ax.set(title="How a rollout drains", xlabel="time since the rollout began (s)")
@@ -272,7 +273,7 @@ def plot_timeline(rollout: Mapping) -> figure.Figure:
     label = f"live requests ({most} fill a lane)" if s == 0 else None
     y = s + _LANE / 2 - 0.96 * _LANE * of_slice / most
     ax.step(time, y, where="post", color="black", linewidth=0.8, label=label)
-  ax.set_title(f"What the slices did in the rollout of step {rollout['step']}")
+  ax.set_title(f"What the slices did in the rollout of step {metrics.number(rollout)}")
   ax.set(xlabel="time since the rollout began (s)", ylabel="slice")
   ax.set(xlim=(0, end), ylim=(count - 0.4, -0.6))
   ax.grid(False)

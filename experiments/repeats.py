@@ -7,7 +7,6 @@ and `frozen/seconds_s` with `rollout/seconds_s` less `drafter/training_s` of the
 """
 
 import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import jax
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
+from tlt_jax import stopwatch
 from tlt_jax.models import config as model_lib
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.rollout import compare
@@ -42,9 +42,9 @@ class Repeats:
     for name, sampler in self.sides.items():
       launch.release_freed_memory()  # as before the run's own
       rollout, requests = sampler.rollout, scored.requests
-      began = time.perf_counter()
+      watch = stopwatch.Stopwatch()
       samples = rollout(params, requests)
-      seconds = time.perf_counter() - began
+      seconds = watch.lap()
       found = compare.compare(rollout.config, params, requests, scored.samples, samples)
       metrics |= {
         f"{name}/seconds_s": seconds,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import dataclasses
 import gc
 import hashlib
-import time
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from experiments import from_config
 from experiments import trees
 from tlt_jax import axes
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax.models import config as model_lib
 from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -152,16 +152,15 @@ class TrainingSide:
     """
     P, R = self.side.config.batch.prompts, self.side.config.batch.responses
     scored = self.side.rollout(self.policy, records, step * P * R, lengths=lengths)
-    updating = time.perf_counter()
+    watch = stopwatch.Stopwatch()
     state, _ = self.learner.train(self.state, scored.batch(R))
-    updated = time.perf_counter()
-    self.go_on_from(state)
     seconds = {
       "rollout": scored.rollout_s,
       "reward": scored.reward_s,
-      "update": updated - updating,
-      "sync": time.perf_counter() - updated,
+      "update": watch.lap(),
     }
+    self.go_on_from(state)
+    seconds["sync"] = watch.lap()
     seconds["step"] = sum(seconds.values())
     return seconds, scored, digest([scored.samples.tokens, self.state.params])
 

@@ -5,12 +5,13 @@ rewards, updates, weight sync, metrics. Running the same --workdir again resumes
 other settings --fork=NEW_WORKDIR goes on elsewhere.
 """
 
-import time
+import contextlib
 
 from absl import flags
 import jax
 
 from experiments import config as config_lib
+from experiments import equal_rewards
 from experiments import evaluations
 from experiments import from_config
 from experiments import launch
@@ -25,6 +26,7 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import metrics as metrics_lib
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax import wandb_board
 from tlt_jax.models import drafter_files
 from tlt_jax.models import hf
@@ -42,6 +44,7 @@ _DRY_RUN_ON = flags.DEFINE_string("dry_run_on", "", memory_plan.DRY_RUN_ON)
 
 def main(config: config_lib.RunConfig):
   launch.start()
+  compiled_s = stopwatch.compiled_s()  # when the last record was written
   planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
   config = workdirs.keep_sizes(_FORK.value or _WORKDIR.value, config)
   config, asked = from_config.complete(config, planned)
@@ -56,6 +59,7 @@ def main(config: config_lib.RunConfig):
   mesh = from_config.make_mesh(config.tensor_parallel, config.policy)
   model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config.algorithm)
+  signal = equal_rewards.Watch(config, algorithm)
   learner = from_config.make_learner(
     config.learner, config.optimizer, model, algorithm, mesh
   )
@@ -110,9 +114,9 @@ def main(config: config_lib.RunConfig):
   writer = metrics_lib.Writer(run.path, resume_step=step, board=board)
   progress = metrics_lib.Progress(steps, step)
 
-  first = step
-  processes.stop_on_signals()
-  with run.checkpoints.at_stop(at_stop) as checkpoints:  # what it writes is finished
+  first, watch = step, stopwatch.Stopwatch()
+  saving = run.checkpoints.at_stop(at_stop)
+  with processes.saving(), saving as checkpoints, contextlib.closing(progress):
     while True:
       metrics = {}
       if evaluations.is_due(config.evaluation, step, steps):
@@ -126,9 +130,10 @@ def main(config: config_lib.RunConfig):
           run.path,
         )
       if step == steps:
+        metrics["compile/seconds_s"] = stopwatch.compiled_s() - compiled_s
         writer.write(step, metrics)
         break
-      began = time.perf_counter()
+      watch.lap()
       records = prompts.peek(config.batch.most_prompts or P)
       scored = sampler(
         policy,
@@ -140,39 +145,39 @@ def main(config: config_lib.RunConfig):
         decide=decisions(step) if spot else None,
         replace=replace,
       )
-      repeated_at = time.perf_counter()
+      sampled_s = watch.lap()
       compared = repeated(step, policy, scored)
-      repeating_s = time.perf_counter() - repeated_at
+      watch.lap()
       policy = None  # the update has its memory
       launch.release_freed_memory()
-      updating = time.perf_counter()
       state, policy_metrics = learner.train(state, scored.batch(R), reference, critic)
-      syncing = time.perf_counter()
+      updated_s = watch.lap()
       policy = jax.block_until_ready(learner.to_rollout(state.params))
       state = learner.offload(state)
-      done = time.perf_counter()
+      synced_s = watch.lap()
       metrics |= (
         scored.metrics()
         | compared
         | policy_metrics
         | {
-          "policy/seconds_s": syncing - updating,
-          "weight_sync/seconds_s": done - syncing,
-          "step/seconds_s": done - began - repeating_s,
+          "policy/seconds_s": updated_s,
+          "weight_sync/seconds_s": synced_s,
+          "step/seconds_s": sampled_s + updated_s + synced_s,
+          "compile/seconds_s": stopwatch.compiled_s() - compiled_s,
         }
       )
+      compiled_s = stopwatch.compiled_s()
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
-      evaluations.write_examples(
-        scored, evaluations.EXAMPLES, run.path, f"train_{step:06}"
-      )
       prompts.take(len(scored.records) // R)  # no earlier: a stop would skip them
       step += 1
+      name = f"train_{step:06}"
+      evaluations.write_examples(scored, evaluations.EXAMPLES, run.path, name)
       checkpoints.save(*snapshot(), force=step == steps)
       progress.update(step, record)
+      signal.update(record)
       processes.stop_if_requested()
 
-  progress.close()
   writer.close()
   hf.save(run.path / "policy", model, state.params, dtype=model.dtype)
   sampler.tokenizer.save(run.path / "policy")
@@ -180,7 +185,8 @@ def main(config: config_lib.RunConfig):
     drafter_files.save(run.path / "drafter", drafter.config, drafter.params)
   plot.plot_all(run.path)
   if processes.is_first():
-    print(summary.text(metrics_lib.read(run.path / "metrics.jsonl")))
+    print(summary.text(metrics_lib.read(run.path / "metrics.jsonl")), end="\n\n")
+    print(summary.what_next(run.path, config, held_out[0]["prompt"]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import time
 
 from absl import flags
 import jax
@@ -36,6 +35,7 @@ from experiments import trees
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax import writing
 from tlt_jax.models import config as model_lib
 from tlt_jax.models import drafter as drafter_lib
@@ -164,9 +164,12 @@ def train(
     features = feature_files.compute(folder, learner, models.params, sequences)
   n = min(config.sequences, len(sequences))
   per_epoch = len(sequences) // n
-  began, tokens = time.time(), 0
-  processes.stop_on_signals()
-  with checkpoints.at_stop(lambda: (step, state, {})):
+  watch, seconds, tokens = stopwatch.Stopwatch(), 0.0, 0
+
+  def at_stop():
+    return step, state, {}
+
+  with processes.saving(), checkpoints.at_stop(at_stop):
     while step < config.steps:
       order = np.random.default_rng([config.seed, step // per_epoch])
       order = order.permutation(len(sequences))
@@ -175,7 +178,7 @@ def train(
       kept = None if features is None else [features[i] for i in chosen]
       state, metrics = learner.train(state, models.params, prompts, responses, kept)
       if not np.isfinite(metrics["drafter/loss"]):
-        raise FloatingPointError(f"the drafter's loss is not finite at step {step}")
+        raise FloatingPointError(f"the drafter's loss is not finite at step {step + 1}")
       step += 1
       tokens += sum(map(len, responses))
       path = workdir / "metrics.jsonl"
@@ -185,7 +188,8 @@ def train(
       if step % 20 == 0 or step == config.steps:
         depths = range(1, learner.loss.steps + 1)
         agreement = " ".join(f"{metrics[f'drafter/agreement_{k}']:.2f}" for k in depths)
-        rate = tokens / (time.time() - began)
+        seconds += watch.lap()
+        rate = tokens / seconds
         logging.info(
           f"step {step}/{config.steps}  loss {metrics['drafter/loss']:.4f}  "
           f"agreement {agreement}  {rate:.0f} tokens/s"
@@ -233,7 +237,8 @@ def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
   workdirs.record(workdir, config)
   params = train(learner, params, models, config, sequences, workdir, checkpoints)
   drafter_files.save(workdir / "drafter", drafter, params)
-  logging.info("exported the drafter to %s", workdir / "drafter")
+  for_use = "for --config.drafter of train and --drafter of generate"
+  logging.info("exported the drafter to %s, %s", workdir / "drafter", for_use)
 
   found = acceptance.measure(
     run,

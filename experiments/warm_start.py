@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import logging
 import pathlib
 import random
-import time
 
 from absl import flags
 import jax
@@ -23,6 +22,7 @@ from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax import tokenization
 from tlt_jax.models import hf
 from tlt_jax.models import target
@@ -144,9 +144,12 @@ def main(config: config_lib.WarmStartConfig):
   )
   stream = data.prefetch(made)
   run.begin(step)
-  began, tokens = time.time(), 0
-  processes.stop_on_signals()
-  with run.checkpoints.at_stop(lambda: (step, state, saved)) as checkpoints:
+  watch, seconds, tokens = stopwatch.Stopwatch(), 0.0, 0
+
+  def at_stop():
+    return step, state, saved
+
+  with processes.saving(), run.checkpoints.at_stop(at_stop) as checkpoints:
     while step < config.steps:
       saved["next"], prompts, responses = next(stream)
       ones = np.ones(len(prompts), np.float32)
@@ -156,11 +159,12 @@ def main(config: config_lib.WarmStartConfig):
       state, metrics = learner.train(state, batch)
       loss = metrics["policy/loss"]
       if not np.isfinite(loss):
-        raise FloatingPointError(f"the loss became {loss} at step {step}")
+        raise FloatingPointError(f"the loss became {loss} at step {step + 1}")
       step += 1
       tokens += sum(map(len, responses))
       if step % 10 == 0 or step == config.steps:
-        rate = tokens / (time.time() - began)
+        seconds += watch.lap()
+        rate = tokens / seconds
         logging.info("step %d/%d  loss %.4f  %.0f tokens/s", step, config.steps, loss, rate)
       checkpoints.save(step, state, saved, force=step == config.steps)
       processes.stop_if_requested()
@@ -169,7 +173,7 @@ def main(config: config_lib.WarmStartConfig):
   params = jax.tree.map(lambda x: x.astype(config.export_dtype), state.params)
   hf.save(folder, model, params)
   export(folder, policy, encode)
-  logging.info("exported the policy to %s", folder)
+  logging.info("exported the policy to %s, for --config.policy of train", folder)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import pathlib
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -102,9 +103,32 @@ def test_a_run_leaves_what_it_promises(home, whole):
   assert model == commands.COUNTDOWN
   assert not np.array_equal(params["head"], hf.load(home / "policy")[1]["head"])
   assert (workdir / "policy" / "tokenizer.json").is_file()
-  assert result.stderr.count("\nstep ") == STEPS
+  logged = re.findall(r"^step (\d+)/", result.stderr, re.M)
+  shown = sorted(path.stem for path in (workdir / "samples").glob("train_*"))
+  assert shown == [f"train_{int(number):06}" for number in logged]
+  assert logged == [str(number) for number in range(1, STEPS + 1)]
+  for record in records[:-1]:
+    named = ("rollout", "reward", "policy", "weight_sync")
+    parts = sum(record[f"{name}/seconds_s"] for name in named)
+    assert parts == pytest.approx(record["step/seconds_s"], abs=0.5)
+  assert records[0]["policy/seconds_s"] < records[0]["compile/seconds_s"]
   for text in ("reward mean", "eval accuracy", "all steps"):
     assert text in result.stdout
+
+
+def test_the_commands_that_a_run_ends_with_run(home, whole):
+  """As they are printed; `tlt` prints its own name."""
+  workdir, result = whole
+  printed = [shlex.split(x) for x in result.stdout.splitlines() if " -m experiments." in x]
+  found = {command[2]: command[3:] for command in printed}
+  assert [*found] == [f"experiments.{x}" for x in ("evaluate", "generate", "export")]
+  for name, args in found.items():
+    more = ["--prompts=4", "--samples=1"] if name.endswith("evaluate") else []
+    succeed(run(home, name.removeprefix("experiments."), *args, *more))
+  assert (workdir / "served" / "policy" / "config.json").is_file()
+  for name in ("policy/", "figures/", "metrics.jsonl", "samples/", "checkpoints/"):
+    assert f"\n  {name} " in result.stdout and (workdir / name).exists()
+  assert f"--config.steps={2 * STEPS}" in result.stdout and "drafter/" not in result.stdout
 
 
 @pytest.mark.parametrize("kills", [(3,), tiny.slow((1, 3, 4, 6, STEPS))])
@@ -156,6 +180,19 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on(home, whole, tmp_pa
   assert weights(tmp_path / "policy") == weights(whole[0] / "policy")
 
 
+def test_a_run_says_when_it_learns_nothing(home, tmp_path):
+  """Once, after five steps, with the cause; and in how many steps at its end."""
+  own = {"steps": 6, "sampling.temperature": 0.0}
+  result = succeed(
+    run(home, "train", *tiny_run(home, *own.items()), f"--workdir={tmp_path}")
+  )
+  said = re.findall(
+    r"step (\d)/6|(nothing was learnt.* sampling.temperature is 0)", result.stderr
+  )
+  assert [number or "said" for number, _ in said] == [*"12345", "said", "6"]
+  assert "In 6 of 6 steps all responses of a prompt had equal rewards" in result.stdout
+
+
 @pytest.mark.parametrize(
   "args, message",
   [
@@ -173,7 +210,7 @@ def test_a_wrong_command_line_ends_in_one_line(home, tmp_path, args, message):
 @pytest.mark.parametrize(
   "key, value, message",
   [
-    ("tensor_parallel", 3, "3 devices does not divide the 2"),
+    ("tensor_parallel", 3, "tensor_parallel=3 does not divide the 2"),
     ("policy", "nowhere", "nowhere/config.json is missing"),
     ("learner.updates", 3, "8 responses cannot be shared out over 3 updates"),
     ("rollout.max_prompt", 4, "raise"),
@@ -299,7 +336,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(home, whole, t
   fork, before = tmp_path / "fork", contents(whole[0])
   args = [*tiny_run(home, *wild.items()), f"--workdir={whole[0]}", f"--fork={fork}"]
   message = error(run(home, "train", *args))
-  assert re.match(rf"step {STEPS + 1}: .* the run has diverged", message)
+  assert re.match(rf"step {STEPS + 2}: .* the run has diverged", message)
   assert checkpointed(fork) == [STEPS + 1] and contents(whole[0]) == before
 
 
@@ -334,7 +371,6 @@ def test_an_llm_learns_to_search(home, tmp_path):
   succeed(run(home, "warm_start", *args, f"--config.policy={llm}"))
   assert hf.load_config(found) == model and weights(found) != weights(llm)
   assert tokenization.Tokenizer.load(found).stop_tokens == (line_end, end)
-
 
 
 def test_two_policies_are_compared_on_the_same_prompts(home, whole):

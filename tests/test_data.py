@@ -1,5 +1,7 @@
 """Prompt files, the prompt stream, the tokenizer."""
 
+import datetime
+import decimal
 import json
 
 import numpy as np
@@ -59,6 +61,169 @@ def test_broken_prompt_files_are_named_with_the_place(tmp_path, content, message
   with pytest.raises(data.DataError, match=message) as e:
     data.load_prompts(path)
   assert "\n" not in str(e.value)
+
+
+ASKED = [{"role": "system", "content": "Box it."}, {"role": "user", "content": "1+1?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "So 2."}]
+VERL = {
+  "data_source": "openai/gsm8k",
+  "prompt": ASKED,
+  "ability": "math",
+  "reward_model": {"style": "rule", "ground_truth": "2"},
+  "extra_info": {"index": 0, "split": "train", "question": "1+1?", "answer": "#### 3"},
+}
+PADDED = [message | {"name": None} for message in ASKED]
+LAYOUTS = {
+  "verl": (VERL, ASKED, "2"),
+  "verl, in text": (
+    VERL | {k: json.dumps(VERL[k]) for k in ("prompt", "reward_model", "extra_info")},
+    *(ASKED, "2"),
+  ),
+  "DAPO, as processed": (
+    VERL | {"prompt": "1+1?", "source_prompt": ASKED, "solution": "2"},
+    *("1+1?", "2"),
+  ),
+  "Archer": ({"prompt": ASKED, "ground_truth": "2", "index": 5}, ASKED, "2"),
+  "TRL": ({"prompt": ASKED, "problem": "1+1?", "solution": "$2$"}, ASKED, "$2$"),
+  "TRL, plain": ({"prompt": "1+1?", "ground_truth": 2}, "1+1?", 2),
+  "TRL, prompt and completion": ({"prompt": "1+1?", "completion": " 2"}, "1+1?", " 2"),
+  "TRL, turns": ({"prompt": ASKED, "completion": ANSWERED[-1:]}, ASKED, "So 2."),
+  "TRL, messages": ({"messages": ANSWERED}, ASKED, "So 2."),
+  "Tulu 3": ({"messages": ASKED, "ground_truth": "2", "dataset": "gsm8k"}, ASKED, "2"),
+  "OpenR1": (
+    {"problem": "1+1?", "solution": "So 2.", "answer": "2", "messages": ANSWERED},
+    *("1+1?", "2"),
+  ),
+  "MATH": (
+    {"problem": "1+1?", "level": "1", "solution": "\\boxed{2}"},
+    "1+1?",
+    "\\boxed{2}",
+  ),
+  "AIME": ({"ID": "1", "Problem": "1+1?", "Solution": "So 2.", "Answer": 2}, "1+1?", 2),
+  "GSM8K": ({"question": "1+1?", "answer": "1+1\n#### 2"}, "1+1?", "1+1\n#### 2"),
+  "OpenRLHF": ({"input": "1+1?", "label": "2"}, "1+1?", "2"),
+  "NeMo RL": ({"problem": "1+1?", "expected_answer": "2"}, "1+1?", "2"),
+  "one twice": ({"prompt": "1+1?", "answer": "2", "label": "2"}, "1+1?", "2"),
+  "padded structs": ({"prompt": PADDED, "answer": "2"}, PADDED, "2"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_other_libraries_need_no_names(tmp_path, name):
+  """In both formats; what TRL and verl take for the answer is taken here."""
+  record, prompt, answer = LAYOUTS[name]
+  path = write_jsonl(tmp_path / "x.jsonl", [record] * 2)
+  table = tmp_path / "x.parquet"
+  pq.write_table(pa.Table.from_pylist([record] * 2), table)
+  for file in (path, table):
+    found = without_places(data.load_prompts(file))
+    assert found == [{"prompt": prompt, "answer": answer}] * 2
+
+
+@pytest.mark.parametrize(
+  "record, argument, message",
+  [
+    ({"prompt": "a", "answer": "1", "label": "2"}, "answer_field", "'label' differ"),
+    ({"question": "a", "input": "", "answer": "1"}, "prompt_field", "'input' differ"),
+    ({"instruction": "a", "input": "b", "output": "1"}, "prompt_field", "differ"),
+    ({"prompt": "a"}, "answer_field", "no field 'answer'.*None"),
+    ({"prompt": ASKED}, "answer_field", "there are prompt"),
+    ({"messages": ASKED}, "answer_field", "there are messages"),
+    ({"prompt": "a", "reward_model": {"style": "x"}}, "answer_field", "reward_model.style"),
+    ({"text": "a", "answer": "1"}, "prompt_field", "no field 'prompt'; there are text"),
+    ({"conversations": [{"from": "human"}], "answer": 1}, "prompt_field", "conversations"),
+    ({"messages": ANSWERED[-1:], "answer": "1"}, "prompt_field", "empty list"),
+    ({"prompt": [{"role": "user", "content": [1]}], "answer": 1}, "prompt_field", "messag"),
+  ],
+)
+def test_an_unknown_or_ambiguous_layout_says_what_to_name(
+  tmp_path, record, argument, message
+):
+  path = write_jsonl(tmp_path / "x.jsonl", [record])
+  with pytest.raises(data.DataError, match=message) as e:
+    data.load_prompts(path)
+  assert e.value.argument == argument and f"{path}, line 1" in str(e.value)
+
+
+@pytest.mark.parametrize(
+  "name, value",
+  [
+    ("reward_model.ground_truth", "2"),
+    ("extra_info.index", 0),
+    ("prompt.0.content", "Box it."),
+    ("prompt.-1.role", "user"),
+    ("a.b", 1),
+    ("a.b.c", 2),
+    ("json.tests.1", [3]),
+  ],
+)
+def test_nested_fields_have_dotted_names(tmp_path, name, value):
+  """A field whose own name has dots too; indices; JSON in texts."""
+  record = VERL | {"a.b": 1, "a": {"b.c": 2}, "json": '{"tests": [0, [3]]}'}
+  path = write_jsonl(tmp_path / "x.jsonl", [record])
+  assert data.load_prompts(path, answer_field=name)[0]["answer"] == value
+  with pytest.raises(data.DataError, match="no field 'reward_model.truth'.*ground_truth"):
+    data.load_prompts(path, answer_field="reward_model.truth")
+
+
+@pytest.mark.parametrize(
+  "value, expected",
+  [
+    (decimal.Decimal("72.50"), "72.50"),
+    (decimal.Decimal("12345678901234567890"), "12345678901234567890"),
+    (2**63 - 1, 2**63 - 1),
+    (np.float32(0.5), 0.5),
+    (np.int8(7), 7),
+    (datetime.date(2024, 2, 29), "2024-02-29"),
+    (datetime.datetime(2024, 2, 29, 12), "2024-02-29T12:00:00"),
+    (b"72", "72"),
+    ([decimal.Decimal("1.5"), None], ["1.5", None]),
+    ({"tests": [["1", "2"]], "n": 1}, {"tests": [["1", "2"]], "n": 1}),
+    (True, True),
+    (None, None),
+  ],
+)
+def test_parquet_types_become_those_of_json(tmp_path, value, expected):
+  path = tmp_path / "x.parquet"
+  pq.write_table(pa.table({"prompt": ["a"], "answer": pa.array([value])}), path)
+  found = data.load_prompts(path)[0]["answer"]
+  assert found == expected and type(found) is type(expected)
+  json.dumps(found)
+
+
+def test_a_share_of_a_file_is_held_out_by_content(tmp_path):
+  """In whatever order: no question is in both, if the system message differs too."""
+  rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1)} for i in range(200)]
+  rows += [{"prompt": f" {i}  + 1?\n", "answer": str(i + 1)} for i in range(200)]
+  rows += [
+    {"prompt": [ASKED[0], {"role": "user", "content": f"{i} + 1?"}], "answer": "0"}
+    for i in range(200)
+  ]
+
+  def parts(rows, **options):
+    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    return [
+      data.load_prompts(path, split=split, **options) for split in ("train", "held_out")
+    ]
+
+  def numbers(records):
+    texts = (
+      r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1]["content"]
+      for r in records
+    )
+    return {int(text.split()[0]) for text in texts}
+
+  train, held_out = parts(rows)
+  assert len(held_out) == 3 * 10 and len(train) == 3 * 190
+  assert numbers(held_out).isdisjoint(numbers(train))
+  again = parts(rows[::-1])
+  assert numbers(again[1]) == numbers(held_out)
+  assert numbers(parts(rows, share=0.1)[1]) > numbers(held_out)
+  assert [len(x) for x in parts(rows, size=5)] == [5, 5]
+  assert [len(x) for x in parts(rows[:2])] == [1, 1]
+  with pytest.raises(data.DataError, match="none to train on") as e:
+    parts(rows[:1])
+  assert e.value.argument == "share"
 
 
 def source(size):

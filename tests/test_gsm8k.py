@@ -84,8 +84,12 @@ def test_other_answers_score_nothing(gold, response):
 def test_gold_answers_are_numbers():
   for response, gold in (("-1005.5", "#### -1,005.5"), ("70,000", 70000), ("½", 0.5)):
     assert gsm8k.score("", response, gold) == 1.0
-  with pytest.raises(ValueError, match="abc"):
-    gsm8k.score("", "72", "abc")
+  assert gsm8k.score("", "1" + "0" * 16, 1e16) == gsm8k.score("", "0.0000001", 1e-7) == 1.0
+  nothing = (None, float("nan"), float("inf"), "", " ", "null", {}, [], True)
+  for gold in (*nothing, {"ground_truth": "72"}, ["72"], "abc"):
+    for response in ("72", r"\boxed{None}", r"\boxed{nan}", "1", ""):
+      with pytest.raises(ValueError, match="gold answer"):
+        gsm8k.score("", response, gold)
 
 
 def test_gold_solutions_score_against_themselves_only():

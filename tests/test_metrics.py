@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from experiments import plot
-from experiments import summary
 from tlt_jax import metrics
 from tlt_jax.spec_decode.decoding import samples
 
@@ -116,38 +115,6 @@ def test_a_rollout_comes_back_as_written(tmp_path):
   assert record == {"step": 3, **rollout([1, 2]), "length": [1, 2]}
 
 
-def test_the_summary_compares_ends_and_shares_out_the_time():
-  """Hand numbers."""
-  seconds = {"step/seconds_s": 10.0, "rollout/seconds_s": 6.0, "policy/seconds_s": 3.0}
-  records = [{"step": i, "reward/mean": 0.1 * i} | seconds for i in range(6)]
-  records[0]["eval/accuracy"] = 0.25
-  records[4]["eval/accuracy"] = 0.75
-  rows = {" ".join(row.split()) for row in summary.text(records, k=2).splitlines()}
-  assert {"reward mean 0.050 0.450", "eval accuracy (one) 0.250 0.750"} <= rows
-  assert {"rollout 36.0 60%", "other 6.0 10%", "all steps 60.0 100%"} <= rows
-  # A last record that is only an evaluation is no step.
-  last = {"step": 6, "eval/accuracy": 0.9, "eval/reward_mean": 1.6}
-  table = " ".join(summary.text([*records, last], k=2).split())
-  assert "reward mean 0.050 0.450" in table and "accuracy (one) 0.250 0.900" in table
-
-
-def test_the_summary_has_what_compared_rollouts_gained():
-  """Twice as fast, then four times: a geometric mean, which replaces the estimate."""
-  compared = {"plain/tokens": 600, "plain/differing_tokens": 0, "plain/near_ties": 0}
-  own = {"rollout/predicted_gain": 1.5, "rollout/saved_s": 1.0, "rollout/seconds_s": 2.0}
-  own |= {"rollout/speculating_s": 1.0, "rollout/mean_acceptance_length": 2.0}
-  own |= {"rollout/slices": 2, "rollout/idle_s": 1.0, "rollout/harvested_s": 0.5}
-  own |= {"drafter/updates": 3, "step/seconds_s": 4.0}
-  records = [dict(own) for _ in range(4)]
-  for step, seconds, gain in ((1, 4.0, "2.00"), (3, 8.0, "2.83")):
-    records[step] |= compared | {"plain/seconds_s": seconds}
-    text = " ".join(summary.text(records).split())
-    assert f"{gain} times as fast" in text
-  for found in ("1.94 times", "1,200 tokens", "50%", "25%"):
-    assert found in text
-  assert "less than without it" not in text
-
-
 def test_a_run_gives_its_figures(tmp_path):
   """Long-tailed and short runs; without rollouts, two."""
   rng = np.random.default_rng(0)
@@ -168,3 +135,29 @@ def test_a_run_gives_its_figures(tmp_path):
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in figures)
     (workdir / "rollouts.jsonl").unlink()
     assert len(plot.plot_all(workdir)) == 2
+
+
+def test_figures_count_steps_from_one_as_the_log_does():
+  """A record's `step` counts the steps before it, and so do evaluations."""
+  keys = ("reward/mean", "eval/accuracy", "rollout/seconds_s", "step/seconds_s")
+  records = [{"step": i} | dict.fromkeys(keys, 0.5) for i in range(3)]
+  records.append({"step": 3, "eval/accuracy": 0.75})
+  curves = {line.get_label(): line for line in plot.plot_reward(records).axes[0].lines}
+  assert [*curves["reward mean of a step"].get_xdata()] == [1, 2, 3]
+  assert [*curves["accuracy on held-out problems"].get_xdata()] == [0, 1, 2, 3]
+  repeated = [r | {"plain/seconds_s": 1.0} for r in records[:3]]
+  assert [*plot.plot_gain(repeated).axes[0].lines[0].get_xdata()] == [1, 2, 3]
+  rollouts = [{"step": i, **rollout([3, 4])} for i in range(10)]
+  titles = [ax.get_title() for ax in plot.plot_lengths(rollouts).axes]
+  assert titles == [f"Response lengths, steps {x}" for x in ("1 to 2", "9 to 10")]
+  live = plot.plot_live_requests(rollouts).axes[0].get_legend_handles_labels()[1]
+  assert [label.partition(":")[0] for label in live] == ["step 1", "step 5", "step 10"]
+
+
+@pytest.mark.parametrize(
+  "key, where",
+  [("policy/loss", "step 8: "), ("eval/accuracy", "the evaluation after step 7: ")],
+)
+def test_an_error_names_the_step_of_the_log(tmp_path, key, where):
+  with pytest.raises(metrics.MetricError, match=f"^{where}"):
+    metrics.Writer(tmp_path).write(7, {key: np.nan})

@@ -76,7 +76,7 @@ def test_a_wheel_has_all_code_and_what_commands_read(built):
     assert f"{inside}policies/{name}/model.safetensors" in files
     assert f"{inside}drafters/{name}/config.json" in files
   assert f"{inside}scenarios/qwen2_5_7b.json" in files
-  assert all(name.startswith("tlt_jax/") for name in files)
+  assert all(name.startswith("tlt_jax/") for name in files - {"tlt_jax.pth"})
   assert not [name for name in files if re.search(r"/log/|results|\.png|pyc", name)]
 
 
@@ -100,6 +100,22 @@ def test_every_command_can_be_named_outside_of_the_checkout(built, tmp_path):
     assert re.search(f"^{line}$", told, re.MULTILINE), told
   assert not re.search(r"^  (configs|figures|benchmarks|dev)\b", told, re.MULTILINE)
   assert run("trian").stderr == "error: no command 'trian'; `tlt` alone lists them\n"
+
+
+def test_python_itself_finds_the_commands_of_a_wheel(built, tmp_path):
+  """In any folder, and after a package of the same name there."""
+  shown = "import site; site.addsitedir({!r}); import experiments as e; print(*e.__path__)"
+  command = [sys.executable, "-S", "-c", shown.format(str(built))]
+  env = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+
+  def found():
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    return pathlib.Path(result.stdout.strip())
+
+  assert found() == built / "tlt_jax" / "bundled" / "experiments"
+  (tmp_path / "experiments").mkdir()
+  (tmp_path / "experiments" / "__init__.py").touch()
+  assert found() == tmp_path / "experiments"
 
 
 @pytest.mark.slow  # a run

@@ -65,5 +65,6 @@ def test_the_figure_has_a_line_per_slice(slices):
 
   fig = plot.plot_timeline({**ROLLOUT, "chunks": [wide(c) for c in ROLLOUT["chunks"]]})
   assert len(fig.axes[0].lines) == slices
+  assert fig.axes[0].get_title() == "What the slices did in the rollout of step 8"
   labels = {text.get_text() for text in fig.legends[0].get_texts()}
   assert {"decoding plainly", "training the drafter"} <= labels

@@ -34,8 +34,8 @@ def make_mesh(
   count = devices if isinstance(devices, int) else len(devices)
   if model < 1 or count % model:
     raise ValueError(
-      f"tensor parallelism over {model} devices does not divide the {count} devices "
-      "there are"
+      f"tensor_parallel={model} does not divide the {count} devices there are; take a "
+      "divisor, such as 1"
     )
   shape, kinds = (count // model, model), (AxisType.Auto,) * 2
   if isinstance(devices, int):

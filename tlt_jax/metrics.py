@@ -1,6 +1,6 @@
 """The reports of a run: metrics.jsonl, rollouts.jsonl, TensorBoard, the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import json
 import math
 import os
@@ -52,6 +52,7 @@ def ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> dict:
 class Writer:
   """Writes the metrics files of one run: one record per step, in step order.
 
+  A record's `step` counts the steps before it; elsewhere steps count from 1, see `number`.
   Opening drops what a killed run wrote after its last checkpoint, so that a resumed run has
   each step once. `board` gets the metrics too. Only the first process writes.
 
@@ -87,7 +88,7 @@ class Writer:
     """
     record = {"step": int(step)}
     for key, value in metrics.items():
-      record[key] = _scalar(key, step, value)
+      record[key] = _scalar(key, record, value)
     if not self._writes:
       return record
     _append(self._metrics, record)
@@ -114,18 +115,31 @@ class Writer:
       board.close()
 
 
-def _scalar(key: str, step: int, value: object) -> int | float:
+def number(record: Mapping[str, object]) -> int:
+  """The number of a record's step, as in the log and in figures: the first step is 1."""
+  return record["step"] + 1
+
+
+def steps(records: Iterable[Mapping]) -> list[Mapping]:
+  """Those of a run's metrics that are of a step; others are of an evaluation only."""
+  return [r for r in records if "rollout/seconds_s" in r or "reward/mean" in r]
+
+
+def _scalar(key: str, record: Mapping[str, object], value: object) -> int | float:
+  step = f"step {number(record)}"
+  if key.startswith("eval/"):
+    step = f"the evaluation after step {record['step']}"
   try:
-    number = value.item() if hasattr(value, "item") else value
-    finite = math.isfinite(number)
+    found = value.item() if hasattr(value, "item") else value
+    finite = math.isfinite(found)
   except (TypeError, ValueError) as e:
-    raise MetricError(f"step {step}: metric {key!r} is {value!r:.80}, not a number") from e
+    raise MetricError(f"{step}: metric {key!r} is {value!r:.80}, not a number") from e
   if not finite:
     raise MetricError(
-      f"step {step}: metric {key!r} is {number}; the run has diverged or divides "
+      f"{step}: metric {key!r} is {found}; the run has diverged or divides "
       "by an empty count"
     )
-  return number
+  return found
 
 
 def _append(file: TextIO, record: dict) -> None:
@@ -221,6 +235,8 @@ def _progress_parts(record: Mapping[str, float]) -> list[str]:
     "update {policy/seconds_s:.1f} s",
     "step {step/seconds_s:.1f} s",
   )
+  if record.get("compile/seconds_s", 0.0) >= 1.0:  # or it would be on every line
+    templates += ("compiling {compile/seconds_s:.1f} s",)
   parts = []
   for template in templates:
     try:

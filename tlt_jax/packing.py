@@ -39,7 +39,7 @@ def over_slices(buckets: Sequence[tuple[int, int]], slices: int) -> tuple[Bucket
   lengths = [length for _, length in buckets]
   if not lengths or lengths != sorted(set(lengths)):
     raise ValueError(
-      f"buckets={buckets}: takes one (rows, length) or more, by increasing length"
+      f"learner.buckets={buckets}: takes one (rows, length) or more, by increasing length"
     )
   return tuple(Bucket(-(-rows // slices) * slices, length) for rows, length in buckets)
 

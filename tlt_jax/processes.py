@@ -5,12 +5,16 @@ and starts the same device programs in the same order. So the local knowledge of
 such as its clock, is shared here before a decision depends on it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import functools
 import json
+import os
+import select
 import signal
 import socket
 import sys
+import threading
 from typing import Any, NamedTuple
 import zlib
 
@@ -20,13 +24,29 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-# Whether this process has a request to stop. A plain value: a lock that a signal handler
-# takes may be held by the handler that it interrupts.
+STOPPED = 143  # exit status after SIGTERM or Ctrl-C, as of a process that SIGTERM killed
+_ENDED = 130  # after a second Ctrl-C, as of a process that Ctrl-C killed
+_UNWIND_S = 5.0  # that a process outside of `saving` may take to end after a signal
+
+# Whether this process has a request to stop, is in `saving`, and has been in it. Plain
+# values: a lock that a signal handler takes may be held by the handler that it interrupts.
 _stop_requested = False
+_saving = False
+_resumes = False
 
 
 class Stopped(BaseException):
-  """Ends the job on request (SIGTERM, Ctrl-C); it can be resumed."""
+  """Ends the job on request (SIGTERM, Ctrl-C); see `stop_on_signals`.
+
+  `together`: all processes of the job raise it, at the same place.
+  """
+
+  def __init__(self, together: bool = True):
+    super().__init__(together)
+    self.together = together
+
+  def __str__(self) -> str:
+    return "stopped as it was told" + ("; the same command goes on" if _resumes else "")
 
 
 class Agreement(NamedTuple):
@@ -176,21 +196,75 @@ def agree(seconds: Sequence[float] = ()) -> Agreement:
   return Agreement(totals[:-1], bool(totals[-1]))
 
 
-def stop_on_signals() -> None:
-  """Makes SIGTERM and Ctrl-C request a stop, see `stop_if_requested`.
+def stop_on_signals(announces: bool = True) -> None:
+  """Makes SIGTERM and Ctrl-C raise `Stopped` in the main thread, which calls this once.
 
-  A second Ctrl-C ends this process at once.
+  In `saving` they only request a stop, see `stop_if_requested`. A second Ctrl-C ends the
+  process at once, and so does the first signal outside of `saving` if a long call, such as
+  XLA's compiler, keeps Python from raising. `announces`: Ctrl-C is answered by a line.
   """
-
-  def request_stop(number, _):
-    global _stop_requested
-    _stop_requested = True
-    if number == signal.SIGINT:
-      signal.signal(number, signal.SIG_DFL)
-      print("\nstopping; Ctrl-C again ends at once", file=sys.stderr, flush=True)
-
+  reads, writes = os.pipe()
+  os.set_blocking(writes, False)
+  # Python runs handlers between two of its instructions, a thread reads this at once.
+  signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
   for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, request_stop)
+    signal.signal(number, _request_stop)
+  threading.Thread(target=_watch, args=(reads, announces), daemon=True).start()
+
+
+def _request_stop(*_) -> None:
+  global _stop_requested
+  first, _stop_requested = not _stop_requested, True
+  if first and not _saving:
+    raise Stopped(together=False)
+
+
+def _watch(signals: int, announces: bool) -> None:
+  interrupted = False
+  while True:
+    number = os.read(signals, 1)[0]
+    if number == signal.SIGINT:
+      if interrupted:
+        then = "; the same command goes on from the last checkpoint" if _resumes else ""
+        _end(_ENDED, f"ended at once by the second Ctrl-C{then}", announces)
+      interrupted = True
+    elif number != signal.SIGTERM:
+      continue
+    if _saving:
+      if announces and number == signal.SIGINT:
+        print("\nstopping; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+    elif not select.select([signals], [], [], _UNWIND_S)[0] and not _saving:
+      _end(STOPPED, str(Stopped()), announces)
+
+
+def _end(status: int, line: str, announces: bool) -> None:
+  if announces:
+    print(f"\n{line}", file=sys.stderr, flush=True)
+  os._exit(status)
+
+
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
+  """While it lasts, a signal waits for `stop_if_requested`, so that state can be saved.
+
+  Raises:
+    Stopped: at the end, if there was a signal that nothing has answered
+  """
+  global _saving, _resumes
+  _saving = _resumes = True
+  try:
+    yield
+  finally:
+    _saving = False
+  if _stop_requested:
+    raise Stopped(together=False)
+
+
+def end_on_signals() -> None:
+  """Undoes `stop_on_signals`: a signal ends this process at once, without a message."""
+  signal.set_wakeup_fd(-1)
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_DFL)
 
 
 def stop_if_requested() -> None:

@@ -1,11 +1,12 @@
-"""Checks prompts: short enough, with characters that the tokenizer knows.
+"""Checks prompts: short enough, with characters that the tokenizer knows, and answers that
+the reward can use.
 
 Files, sources of up to 2**13 records, and those that the caller reads whole are checked at
 the start; of other sources the first 1,000 records, and each of the rest when it is drawn.
-The result depends on the prompt alone, so that a resumed run draws the same ones.
+The result depends on the record alone, so that a resumed run draws the same ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 from typing import Literal
@@ -26,6 +27,11 @@ class Unusable:
     "what is done with prompts of more tokens than the rollout takes: 'refuse' is an "
     "error, 'drop' leaves the record out",
   )
+  bad_answer: Literal["refuse", "drop"] = ranges.field(
+    "refuse",
+    "what is done with gold answers on which the reward raises, such as null: the same; "
+    "of sources too long to be read at the start they are left out",
+  )
 
 
 @dataclasses.dataclass
@@ -37,6 +43,8 @@ class Rules:
   max_prompt: int | None = None  # tokens; None: any number
   chat: bool = False  # see `Tokenizer.text`, as for `system`
   system: str | None = None
+  # Why each record's answer cannot be used, "" where it can (`rl.gold`); None: all can
+  try_answers: Callable[..., list[str]] | None = None
 
   def text(self, prompt: str | list[dict]) -> str:
     return self.tokenizer.text(prompt, system=self.system, chat=self.chat)
@@ -71,9 +79,32 @@ def measured(
     logging.info("%s: of %s prompts %s dropped (too long)", name, f"{count:,}", dropped)
   if not kept:
     raise data.DataError(
-      f"{name}: none of {count:,} prompts is left; raise rollout.max_prompt"
+      f"{name}: none of {count:,} prompts is left; raise rollout.max_prompt="
+      f"{rules.max_prompt}"
     )
+  kept = [record for _, record in _answerable(kept, name, rules)]
   return (kept, longest) if whole else (_Drawn(source, name, rules), 2 * longest)
+
+
+def _answerable(
+  placed: list[tuple[str, dict]], name: str, rules: Rules
+) -> list[tuple[str, dict]]:
+  if rules.try_answers is None:
+    return placed
+  problems = rules.try_answers([record for _, record in placed], name)
+  bad = [i for i, problem in enumerate(problems) if problem]
+  if not bad:
+    return placed
+  what = f"{placed[bad[0]][0]}: the reward cannot use the answer: {problems[bad[0]]}"
+  if rules.unusable.bad_answer == "refuse" or len(bad) == len(placed):
+    raise data.DataError(
+      f"{what}; {len(bad):,} of {len(placed):,} answers are like this: correct them, name "
+      "another field, or set unusable_prompts.bad_answer to drop",
+      "answer_field",
+    )
+  logging.warning("%s: of %s prompts %s dropped (bad answers)", name, len(placed), len(bad))
+  logging.warning("the first of them: %s", what)
+  return [x for x, problem in zip(placed, problems, strict=True) if not problem]
 
 
 class _Drawn(Sequence):
@@ -88,16 +119,26 @@ class _Drawn(Sequence):
       raise IndexError(f"{self._name} has {len(self):,} records, none of index {i}")
     for j in range(i, i + _SOME):
       records, _ = _kept(self._source, [j % len(self)], self._name, self._rules)
-      if records:
-        return records[0]
+      if records and self._has_usable_answer(*records[0]):
+        return records[0][1]
     raise data.DataError(
       f"{self._name}: none of the {_SOME:,} prompts from record {i} on can be used"
     )
 
+  def _has_usable_answer(self, place: str, record: dict) -> bool:
+    """Warns of others, which must not end a run that goes."""
+    if self._rules.try_answers is None:
+      return True
+    (problem,) = self._rules.try_answers([record])
+    if problem:
+      logging.warning("%s is left out: the reward cannot use it: %s", place, problem)
+    return not problem
+
 
 def _kept(
   source: Sequence[dict], index: Sequence[int], name: str, rules: Rules
-) -> tuple[list[dict], int]:
+) -> tuple[list[tuple[str, dict]], int]:
+  """Records with their places, and the longest prompt."""
   records = [source[i] for i in index]
   places = [
     _check_fields(record, name, i) for i, record in zip(index, records, strict=True)
@@ -120,7 +161,7 @@ def _kept(
     if not length:
       raise data.DataError(f"{place}: the prompt has no tokens; correct it")
     if rules.max_prompt is None or length <= rules.max_prompt:
-      kept.append(record)
+      kept.append((place, record))
       longest = max(longest, length)
     elif rules.unusable.too_long == "refuse":
       raise data.DataError(

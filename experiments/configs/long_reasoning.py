@@ -69,7 +69,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.policy = run.policy
   config.strategies = "up to 4 live: off or 5_1_6; up to 16 live: off or 3_1_4"
   config.chat.system = run.system
-  config.prompts.prompt_field = config.held_out.prompt_field = "problem"
   config.reward = "tlt_jax.tasks.latex.score"
   config.algorithm = dict(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.0)
   config.rollout.cache_tokens = None

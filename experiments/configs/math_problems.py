@@ -42,7 +42,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config = qwen2_5_7b.get_config("smoke" if arg == "smoke" else "")
   if arg in MODELS:
     config.policy, config.tensor_parallel = MODELS[arg]
-  config.prompts.prompt_field = config.held_out.prompt_field = "problem"
   config.reward = "tlt_jax.tasks.latex.score"
   config.algorithm = dict(name="dapo", clip_low=0.2, clip_high=0.28, overlong_share=0.2)
   return config

@@ -5,8 +5,9 @@
         --config.prompts.path=gsm8k_train.jsonl \\
         --config.held_out.path=gsm8k_test.jsonl --workdir=runs/gsm8k
 
-The files hold one {"question", "answer"} object per line. The run begins with a new
-drafter, which trains in idle slices and after rollouts. Made for 8
+The files hold one {"question", "answer"} object per line, or are of another known layout;
+without a held-out file 5% of the prompts are held out. The run begins with a new drafter,
+which trains in idle slices and after rollouts. Made for 8
 accelerators of 80 GB (2 slices of 4); shapes are checked on every test run, speed and
 accuracy have not been measured. `:smoke` shrinks every size for a tiny model on a CPU. The
 entries are those of `configs/countdown.py`.
@@ -19,12 +20,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if arg not in ("", "smoke"):
     raise ValueError(f"this config takes the argument 'smoke' or none, not {arg!r}")
   smoke = arg == "smoke"
-  prompts = dict(
-    source="tlt_jax.data.load_prompts",
-    path="train.jsonl",
-    prompt_field="question",
-    answer_field="answer",
-  )
+  prompts = dict(source="tlt_jax.data.load_prompts", path="train.jsonl")
   max_prompt, max_tokens = 1024, 16 if smoke else 4096
   longest = max_prompt + max_tokens
   return ml_collections.ConfigDict(
@@ -44,8 +40,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       tensor_parallel=1 if smoke else 4,
       prompts=prompts,
-      held_out=prompts | {"path": "test.jsonl"},
-      unusable_prompts=dict(too_long="refuse"),
+      held_out=prompts | dict(path=""),  # a share of the prompts
+      unusable_prompts=dict(too_long="refuse", bad_answer="refuse"),
       chat=dict(
         apply=True,
         system="Reason step by step, and put your final answer within \\boxed{}.",

@@ -42,10 +42,10 @@ searches, few responses a step. Its drafter needs few tokens; one that knows not
 It has run for 53 steps of `benchmarks.run --scenario=cold`, of 16 s each.
 
 `:smoke` is chain_sum in sizes for a tiny model. GSM8K takes files of one {"question",
-"answer"} object per line: `--config.prompts.path=train.jsonl`,
-`--config.held_out.path=test.jsonl`. Another task of reasoning-gym:
-`--config.prompts.task=NAME --config.prompts.options="..."`, and the same of `held_out`.
-The entries are those of `configs/countdown.py`.
+"answer"} object per line: `--config.prompts.path=train.jsonl`, and
+`--config.held_out.path=test.jsonl`, or 5% of the former are held out. Another task of
+reasoning-gym: `--config.prompts.task=NAME --config.prompts.options="..."`, and the same of
+`held_out`. The entries are those of `configs/countdown.py`.
 """
 
 import ml_collections
@@ -61,9 +61,7 @@ SUMS = dict(
   options="min_terms=2, max_terms=2, min_digits=1, max_digits=2",
   seed=0,
 )
-GSM8K = dict(
-  source="tlt_jax.data.load_prompts", prompt_field="question", answer_field="answer"
-)
+FILE = dict(source="tlt_jax.data.load_prompts")
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -119,8 +117,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 def with_gsm8k(config: ml_collections.ConfigDict, gpu: bool) -> None:
   """Makes it a config for GSM8K: other prompts, and longer responses."""
-  config.prompts = GSM8K | dict(path="train.jsonl")
-  config.held_out = GSM8K | dict(path="test.jsonl", size=300)
+  config.prompts = FILE | dict(path="train.jsonl")
+  config.held_out = FILE | dict(path="", size=300)  # of the prompts
   config.update(
     chat=dict(system="Reason step by step, and put your final answer within \\boxed{}."),
     reward="tlt_jax.tasks.gsm8k.score",

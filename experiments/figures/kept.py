@@ -29,7 +29,7 @@ class Outputs:
   def records(self, name: str, file: str) -> list[dict]:
     """The steps in a run's metrics or rollouts."""
     found = metrics.read(self.folder / name / f"{file}.jsonl")
-    return [r for r in found if file != "metrics" or "rollout/seconds_s" in r]
+    return metrics.steps(found) if file == "metrics" else found
 
   def digest(self, name: str) -> str:
     """A hash of the policy that a run ended with."""

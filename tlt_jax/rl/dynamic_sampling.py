@@ -19,12 +19,12 @@ Departures from the paper:
 import collections
 from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
-import time
 from typing import NamedTuple
 
 import numpy as np
 
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import judge as judge_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -116,7 +116,7 @@ class Replacement:
     self._missing = collections.Counter(requests.prompt_idx.tolist())
     self._found: dict[int, Judged] = {}
     self._keeps: dict[int, bool] = {}
-    self._answered_s = 0.0  # when the last of the first P prompts was answered
+    self._answered = stopwatch.Stopwatch()  # since the first P prompts have been answered
     self._pool = concurrent.futures.ThreadPoolExecutor(1)
     self._scoring: concurrent.futures.Future | None = None
 
@@ -130,7 +130,7 @@ class Replacement:
       if not self._missing[prompt]:
         answered.append(prompt)
         if prompt < self._rule.prompts:
-          self._answered_s = time.perf_counter()
+          self._answered = stopwatch.Stopwatch()
     if answered:
       self._scoring = self._pool.submit(self._score_prompts, samples, answered)
     if idle:
@@ -165,14 +165,14 @@ class Replacement:
     self._pool.shutdown()
 
   def finish(self) -> tuple[Judged, Outcome]:
-    now, P, asked = time.perf_counter(), self._rule.prompts, self._asked
+    since_s, P, asked = self._answered.lap(), self._rule.prompts, self._asked
     keeps = np.array([self._keeps[prompt] for prompt in range(asked)])
     first = np.argsort(~keeps, stable=True)[:P]  # useless ones last
     outcome = Outcome(
       asked=asked,
       kept=np.sort(first).astype(np.int32),
       useless=int(np.sum(~keeps)),
-      seconds=now - self._answered_s if asked > P else 0.0,
+      seconds=since_s if asked > P else 0.0,
     )
     return _joined([self._found[prompt] for prompt in range(asked)]), outcome
 

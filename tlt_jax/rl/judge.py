@@ -31,6 +31,7 @@ from tlt_jax.rl import reward
 
 _MOST_FAILED = 0.5  # share of a rollout's responses; with more the run ends
 _ATTEMPTS = 3  # per response, if the pool breaks without a known cause
+_SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 @ranges.options
@@ -69,6 +70,7 @@ class Judge:
     self.options = options or Options()
     self._text, self._solved_at = text, solved_at
     self._pool: pebble.ProcessPool | None = None  # started by the first response
+    self._lock = threading.Lock()  # of the pool
 
   def __call__(
     self,
@@ -94,7 +96,7 @@ class Judge:
     B = len(responses)
     extra = [{name: int(x[i]) for name, x in given.items()} for i in range(B)]
     samples = list(zip(prompts, responses, answers, extra, strict=True))
-    verdicts = self._ask(samples) if self.terms else [reward.Verdict((), False)] * B
+    verdicts = self.ask(samples) if self.terms else [reward.Verdict((), False)] * B
     failure = np.array([v.failure for v in verdicts], object)
     failed = failure != ""
     values = np.full((len(self.terms), B), self.options.failed_reward)
@@ -131,6 +133,16 @@ class Judge:
     if self._pool is not None:
       self._end()
       self._pool = None
+
+  def check_sendable(self, prompt: object, answer: object) -> None:
+    """Raises RewardError for a prompt or answer that reaches no verifier as it is."""
+    if self.options.processes:
+      _as_json((prompt, "", answer))
+
+  def ask(self, samples: list[tuple]) -> list[reward.Verdict]:
+    """Judges samples: the arguments of `reward.verify` from `prompt` on; logs nothing."""
+    with self._lock:  # prompts are tried in another thread while responses are judged
+      return self._ask(samples)
 
   def _ask(self, samples: list[tuple]) -> list[reward.Verdict]:
     if not self.options.processes:
@@ -183,7 +195,8 @@ def _as_json(sample: tuple) -> str:
   """Raises RewardError for a prompt or answer that does not survive JSON."""
   try:
     text, why = json.dumps(sample), "tuples come back as lists, numbers of keys as texts"
-    is_same = json.loads(text) == list(sample)
+    back, sent = json.loads(text), list(sample)
+    is_same = back == sent or repr(back) == repr(sent)  # NaN equals nothing
   except (TypeError, ValueError, RecursionError) as e:
     is_same, why = False, e
   if not is_same:
@@ -201,9 +214,11 @@ class _Process(context.SpawnProcess):
   def start(self):
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until `_start`
     try:
       super().start()
     finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, held)
       sys.modules["__main__"] = main
 
 
@@ -229,8 +244,9 @@ def _start(parent: int, memory: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
   os.setsid()
-  signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs inherit
-  signal.signal(signal.SIGINT, lambda *_: None)
+  for number in _SIGNALS:
+    signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs inherit
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
   signal.signal(signal.SIGPROF, signal.SIG_DFL)
   threading.Thread(target=watch, daemon=True).start()
   resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))

@@ -69,8 +69,11 @@ class Learner(trainer.Trainer):
       scored = scored.replace(value=critic.values(batch))
       tables["return_"] = self.algorithm.critic.returns(scored)
     kept, metrics = self._kept(scored)
+    advantage = np.asarray(self.algorithm.advantages(scored))
+    rounded = metrics["policy/equal_groups"] == 1 and np.max(np.abs(advantage)) < 0.05
+    metrics["policy/no_signal"] = float(rounded)  # rewards teach nothing in this step
     tables |= {
-      "advantage": np.asarray(self.algorithm.advantages(scored)),
+      "advantage": advantage,
       "counts": kept,
       "max_tokens": scored.max_tokens,
       "sampler_logp": scored.logp,

@@ -13,6 +13,7 @@ import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax import processes
+from tlt_jax import stopwatch
 from tlt_jax import tokenization
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import dynamic_sampling
@@ -161,18 +162,17 @@ class Sampler:
           pending.append(thread.submit(score, samples, range(len(requests))))
           return lambda: not pending[0].done()
 
-        began = time.perf_counter()
+        watch = stopwatch.Stopwatch()
         samples = self._run(params, requests, score=begin, **options)
-        drawn = time.perf_counter()
+        rollout_s = watch.lap()
         judged, choice = pending[0].result().whole(), None
-      rollout_s = drawn - began
-      judged = judged._replace(seconds=time.perf_counter() - drawn)
+      judged = judged._replace(seconds=watch.lap())
     else:
       replacement = dynamic_sampling.Replacement(replace, requests, score)
       with contextlib.closing(replacement):
-        began = time.perf_counter()
+        watch = stopwatch.Stopwatch()
         samples = self._run(params, requests, ask=replacement, **options)
-        rollout_s = time.perf_counter() - began
+        rollout_s = watch.lap()
         judged, choice = replacement.finish()
       count = len(judged.text)
       requests, asked = requests.subset(np.arange(count)), asked[:count]
@@ -272,8 +272,8 @@ def replay(
   def decisions(step):
     logged = known.get(step)
     if strict and logged is None:
-      raise metrics.MetricError(f"{path}: nothing was decided there in step {step}")
-    return clock.Decisions(logged, strict=strict, source=f"{path}, step {step},")
+      raise metrics.MetricError(f"{path}: nothing was decided there in step {step + 1}")
+    return clock.Decisions(logged, strict=strict, source=f"{path}, step {step + 1},")
 
   return decisions
 
@@ -286,7 +286,7 @@ def _decisions(path: str | pathlib.Path, rollout: Mapping[str, Any]) -> list | N
     isinstance(entry, list) and [*map(type, entry)] == [str, int] for entry in decisions
   ):
     raise metrics.MetricError(
-      f"{path}: the decisions of step {rollout['step']} are not (name, number) each; "
+      f"{path}: the decisions of step {rollout['step'] + 1} are not (name, number) each; "
       "give the rollouts.jsonl of a run"
     )
   return decisions

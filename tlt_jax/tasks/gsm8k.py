@@ -14,7 +14,10 @@ A final answer must be one number, in a form that `written_number` or `arithmeti
 is compared exactly, whatever its unit; an ambiguous number is wrong.
 """
 
+import decimal
 import fractions
+import math
+import numbers
 import re
 
 from tlt_jax.tasks import written_number
@@ -26,10 +29,24 @@ _BRACE = re.compile(r"(?<!\\)[{}]")
 def score(prompt: object, response: str, answer: object) -> float:
   """1.0 if the final answer equals `answer`, a number or a solution with "#### 72"."""
   del prompt
-  gold = written_number.read(str(answer).rpartition("####")[2])
+  text = gold_text(answer)
+  gold = written_number.read(text.rpartition("####")[2])
   if gold is None:
-    raise ValueError(f"gold answer {str(answer)[-60:]!r} is not a number")
+    raise ValueError(f"gold answer {text[-60:]!r} is not a number")
   return float(final_number(response) == gold)
+
+
+def gold_text(answer: object) -> str:
+  """A gold answer as a text; ValueError unless it is a text or a finite number."""
+  if isinstance(answer, str):
+    return answer
+  is_number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)
+  if not is_number or not math.isfinite(answer):
+    kind = type(answer).__name__
+    raise ValueError(f"gold answer {answer!r:.60} ({kind}) is neither a text nor a number")
+  if isinstance(answer, numbers.Integral):
+    return str(int(answer))
+  return format(decimal.Decimal(repr(float(answer))), "f")  # 1e16 in full
 
 
 def final_number(response: str) -> fractions.Fraction | None:

@@ -120,14 +120,14 @@ _NUMBER_WORDS = (
   r"(?:(?:twen|thir|for|fif|six|seven|eigh|nine)ty|one|two|three|four|five|six|seven"
   r"|eight|nine|ten|eleven|twelve|zero|hundred|thousand|[mb]illion|dozen)\b(?!-)"
 )
-_CHANGED_BEFORE = re.compile(
+CHANGED_BEFORE = re.compile(
   rf"\b(?:(?:can)?not|never|neither|nor|no|wrong|incorrect)\b|n't\b|\b{_NUMBER_WORDS}"
   r"|\b(?:th[ae]n|least|most|up to|over|under|above|below|almost|nearly|between|from|half"
   r"|twice|thrice|double|triple|times|minus|negative|plus|square|squared|cubed?|root|or"
   r"|either)\b|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|percent|%)s? of\b",
   re.I,
 )
-_CHANGED_AFTER = re.compile(
+CHANGED_AFTER = re.compile(
   r"(?:\bnot|n't) (?:the |a )?(?:final )?(?:answer|correct|right|true|result|solution)\b"
   r"|\b(?:wrong|incorrect|or|plus|minus|point|below|squared|cubed|factorial|halves|thirds)\b"
   r"|\b(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths\b(?!-)"
@@ -165,11 +165,11 @@ def read(text: str) -> fractions.Fraction | None:
   if len(values) == 1:
     before, after = text[: values[0].start()], text[values[0].end() :]
     if _BEFORE.fullmatch(before) and _AFTER.fullmatch(after):
-      changed = _CHANGED_BEFORE.search(before) or _CHANGED_AFTER.search(after)
+      changed = CHANGED_BEFORE.search(before) or CHANGED_AFTER.search(after)
       return None if changed else _value(values[0])
   unit = _UNIT.search(text)
   text = re.sub(r",(?=[0-9]{3}(?![0-9]))", "", text[: unit.start()])
-  if _RANGE.fullmatch(text) or _CHANGED_AFTER.search(unit[0]):
+  if _RANGE.fullmatch(text) or CHANGED_AFTER.search(unit[0]):
     return None
   return arithmetic.value(text)
 
@@ -186,9 +186,9 @@ def read_last(text: str) -> fractions.Fraction | None:
   before, after = text[: last.start()][-_WINDOW:], text[last.end() :][:_WINDOW]
   if _JOINED.search(before) or _CONTINUED.match(after):
     return None
-  if _CHANGED_BEFORE.search(_WORDS_BEFORE.search(before)[0]):
+  if CHANGED_BEFORE.search(_WORDS_BEFORE.search(before)[0]):
     return None
-  if _CHANGED_AFTER.search(_WORDS_AFTER.match(after)[0]):
+  if CHANGED_AFTER.search(_WORDS_AFTER.match(after)[0]):
     return None
   return _value(last)
 

@@ -25,7 +25,7 @@ def tail(found: Mapping) -> figure.Figure:
   colors = ("#a6cee3", "#1f78b4", "#08306b")
   for rollout, color in zip(found["draining"], colors, strict=True):
     time, live = rollout["time_s"], rollout["live"]
-    label = f"step {rollout['step']}: {time[-1]:.1f} s"
+    label = f"step {rollout['step'] + 1}: {time[-1]:.1f} s"
     middle.step(time, live, where="post", color=color, linewidth=1.6, label=label)
   eighth = max(found["draining"][0]["live"]) / 8
   middle.axhline(eighth, color="black", linewidth=0.8, linestyle=(0, (4, 3)))

@@ -63,7 +63,8 @@ def _check_parts(shapes: backend_lib.Shapes, selector, drafter, spot) -> None:
   deepest = max((s.depth for s in strategies), default=0)
   if deepest + 1 > options.chunk:
     raise ValueError(
-      f"a chunk of {options.chunk} tokens has no room for a strategy of depth {deepest}"
+      f"rollout.chunk={options.chunk} has no room for a strategy of depth {deepest}; take "
+      f"{deepest + 1} or more"
     )
   if spot is not None and spot.trainer.longest < options.max_length:
     raise ValueError(

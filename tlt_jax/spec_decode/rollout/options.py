@@ -75,8 +75,8 @@ class Options(Settings):
     object.__setattr__(self, "prefill_rows", min(self.prefill_rows, prompt_rows))
     if self.cache_tokens is not None and self.cache_tokens < self.max_length:
       raise ValueError(
-        f"cache_tokens ({self.cache_tokens}) cannot hold one sequence of max_length "
-        f"({self.max_length})"
+        f"rollout.cache_tokens={self.cache_tokens} cannot hold one sequence of "
+        f"{self.max_length} tokens (rollout.max_prompt + sampling.max_tokens)"
       )
 
   def bucket(self, live: int, without: Collection[int] = ()) -> int | None:
@@ -100,9 +100,9 @@ class Options(Settings):
       pages = min(pages, max(self.cache_tokens // self.page_tokens, most))
     if pages < self.slots * pages_for(self.chunk + beyond):
       raise ValueError(
-        f"cache_tokens ({self.cache_tokens}) in pages of page_tokens ({self.page_tokens}) "
-        f"have no room for a chunk of {self.chunk} tokens in each of {self.slots} slots; "
-        "raise cache_tokens, or lower slots, chunk or page_tokens"
+        f"rollout.cache_tokens={self.cache_tokens} in pages of rollout.page_tokens="
+        f"{self.page_tokens} have no room for rollout.chunk={self.chunk} tokens in each of "
+        f"rollout.slots={self.slots}; raise the first, or lower another"
       )
     # One more, for the copy of a prompt's last page.
     pages += 1 + self.prompt_rows * pages_for(self.max_prompt)
