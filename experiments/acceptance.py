@@ -8,6 +8,7 @@ import logging
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import tables
+from tlt_jax import progress
 from tlt_jax.rl import sample
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
@@ -71,9 +72,10 @@ def measure(
   for name, temperature in cases:
     sampling = dataclasses.replace(run.sampling, temperature=temperature)
     at = dataclasses.replace(run, sampling=sampling)
-    scored = sampler(at, models, name)(
-      models.params, records, samples_at(temperature, samples), seed=seed
-    )
+    with progress.shown(f"measuring acceptance of {name}"):
+      scored = sampler(at, models, name)(
+        models.params, records, samples_at(temperature, samples), seed=seed
+      )
     length = scored.samples.mean_acceptance_length
     case = {"strategy": name, "temperature": temperature}
     result = {

@@ -122,7 +122,11 @@ class Rollout(rollout.Settings):
 class Chat:
   """What a model that chats is asked."""
 
-  apply: bool = field(..., "whether plain prompts are wrapped in the chat template")
+  apply: bool | None = field(
+    None,
+    "whether plain prompts are wrapped in the chat template; None: where the policy's "
+    "folder has one",
+  )
   system: str = field("", "system message of the chat template; '' for none")
   date: Annotated[str | None, trees.read_by(datetime.date.fromisoformat)] = field(
     None,
@@ -230,7 +234,7 @@ class RunConfig:
   unusable_prompts: prompt_checks.Unusable = field(
     prompt_checks.Unusable(), "what is done with prompts that cannot be used"
   )
-  chat: Chat = field(Chat(apply=False), "what a model that chats is asked")
+  chat: Chat = field(Chat(), "what a model that chats is asked")
   reward: Annotated[str, trees.read_by(reward_lib.parse)] = field(
     ...,
     "package.module.name of the function that scores a response; with (ARGUMENT=VALUE) "

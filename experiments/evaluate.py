@@ -24,8 +24,10 @@ from experiments import evaluations
 from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
+from experiments import opening
 from experiments import sizes
 from experiments import trees
+from experiments import workdirs
 from tlt_jax import metrics
 from tlt_jax.rl import evaluation
 from tlt_jax.rl import sample
@@ -52,6 +54,7 @@ def answer(
   asked = sizes.Asked(prompts.longest, len(records), _SAMPLES.value)
   config = sizes.fill_rollout(config, asked)
   memory_plan.check(memory_plan.of_rollout(config), _DRY_RUN.value)
+  opening.log(opening.of_rollout(config, None, len(records), _SAMPLES.value))
   models = from_config.load_models(config)
   sampler = from_config.make_sampler(config, models.model, models.mesh)
   scored = sampler(models.params, records, _SAMPLES.value, seed=config.seed + 2**30)
@@ -90,6 +93,8 @@ def main(config: config_lib.RunConfig):
   launch.start()
   if len(_MODEL.value) > 1 and _OUTPUT.value:
     raise ValueError("--output takes the results of one --model; there are several")
+  if _OUTPUT.value:
+    workdirs.lock_output(pathlib.Path(_OUTPUT.value))
   folders = [*_MODEL.value, *([_BASELINE.value] if _BASELINE.value else [])]
   source = config.held_out | {"size": _PROMPTS.value}
   prompts = {}

@@ -186,6 +186,7 @@ def _with_vllm(
 def main():
   launch.start()
   folders = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
+  workdirs.lock(folders[1])
   print(export(*folders, _SERVER.value, _POLICY_ONLY.value))
 
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from tlt_jax import memory
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import writing
 from tlt_jax.spec_decode.spot import offline
 
 _AT_ONCE = 16  # sequences of a file
-_LOG_S = 30.0  # seconds between two lines of progress
 _REMEDY = "delete it, and its features are computed again"
 
 
@@ -74,20 +74,18 @@ def compute(
       "responses, or let every update compute them: --config.keep_features=False"
     )
   logging.info("computing, once, %s", amount)
-  began = logged = time.time()
-  for first in missing:
-    if time.time() - logged > _LOG_S:
-      logged = time.time()
-      logging.info("features: %d of %d sequences", first, len(sequences))
-    prompts, responses = zip(*sequences[first : first + _AT_ONCE], strict=True)
-    made = learner.features(target_params, prompts, responses)
-    if not processes.is_first():
-      continue
-    path = _path(folder, first // _AT_ONCE)
-    partial = path.with_suffix(".tmp.npy")
-    with writing.to(path):
-      np.save(partial, np.concatenate([x.astype(np.float32) for x in made]))
-    partial.replace(path)
+  began = time.time()
+  with progress.counted("features, file", missing) as each:
+    for first in each:
+      prompts, responses = zip(*sequences[first : first + _AT_ONCE], strict=True)
+      made = learner.features(target_params, prompts, responses)
+      if not processes.is_first():
+        continue
+      path = _path(folder, first // _AT_ONCE)
+      partial = path.with_suffix(".tmp.npy")
+      with writing.to(path):
+        np.save(partial, np.concatenate([x.astype(np.float32) for x in made]))
+      partial.replace(path)
   processes.barrier()
   seconds = time.time() - began
   logging.info("features: %.0f s, %.0f tokens/s", seconds, tokens / seconds)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import datetime
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from tlt_jax import axes
 from tlt_jax import data
 from tlt_jax import memory
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import config as model_lib
@@ -71,13 +73,20 @@ def load_tokenizer(policy: str, date: str | None) -> tokenization.Tokenizer:
 
 def prompt_rules(run: config_lib.RunConfig) -> prompt_checks.Rules:
   """Which prompts a run's policy can be asked, and what is done with the others."""
+  tokenizer = load_tokenizer(run.policy, run.chat.date)
+  if run.chat.apply is None and tokenizer.has_template:
+    logging.info(
+      "plain prompts are wrapped in the chat template of %s (as they are: "
+      "--config.chat.apply=False)",
+      run.policy,
+    )
   trial = gold.Trial(
     make_judge(run.reward, run.solved_at, run.verifier),
     run.sampling.max_tokens,
     whole=run.unusable_prompts.bad_answer == "drop",
   )
   return prompt_checks.Rules(
-    load_tokenizer(run.policy, run.chat.date),
+    tokenizer,
     run.unusable_prompts,
     max_prompt=run.rollout.max_prompt,
     chat=run.chat.apply,
@@ -121,7 +130,8 @@ def _load_prompts(
   source: Mapping[str, Any], rules: prompt_checks.Rules, whole: bool
 ) -> Prompts:
   name = str(source.get("path") or source["source"])
-  found = data.source(**source)
+  with progress.shown(f"reading {name}"):
+    found = data.source(**source)
   if isinstance(found, data.Mixture) and not whole:
     parts = [prompt_checks.measured(part, name, rules) for part in found.parts]
     records = data.Mixture([records for records, _ in parts], found.weights)

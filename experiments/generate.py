@@ -12,9 +12,10 @@ or a published drafter.
 The tokens are the same with and without a drafter, for every strategy. `auto` chooses
 between plain decoding, n-grams and the drafter's chains and trees by their measured speed;
 "up to 2 live: off or 3_1_4" chooses among others (docs/drafters.md). The sizes of the
-rollout follow from the prompts, the model and the memory. The config has the sampling
-parameters (`--config.sampling.temperature=0`), whether the chat template is applied
-(`--config.chat.apply=True`) and the largest number of slots (`--config.rollout.slots`).
+rollout follow from the prompts, the model and the memory. The chat template is applied
+where the model's folder has one (`--config.chat.apply=False`: prompts as they are). The
+config has the sampling parameters (`--config.sampling.temperature=0`), a system message
+(`--config.chat.system`) and the largest number of slots (`--config.rollout.slots`).
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
+from experiments import opening
 from experiments import sizes
 from experiments import streaming
 from experiments import trees
@@ -112,6 +114,7 @@ def main(config: config_lib.RunConfig):
   drafter = _DRAFTER.value or "" if chosen else ""
   config = fit(dataclasses.replace(config, drafter=drafter), longest, len(records))
   memory_plan.check(memory_plan.of_rollout(config, chosen), _DRY_RUN.value)
+  opening.log(opening.of_rollout(config, chosen, len(records), _SAMPLES.value))
   models = from_config.load_models(config)
   sampler = from_config.make_sampler(
     config, models.model, models.mesh, models.drafter, chosen

@@ -14,6 +14,7 @@ import jax
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import launch
+from tlt_jax import progress
 from tlt_jax import stopwatch
 from tlt_jax.models import config as model_lib
 from tlt_jax.rl import sample
@@ -43,9 +44,11 @@ class Repeats:
       launch.release_freed_memory()  # as before the run's own
       rollout, requests = sampler.rollout, scored.requests
       watch = stopwatch.Stopwatch()
-      samples = rollout(params, requests)
+      with progress.shown(f"repeating the rollout ({name})"):
+        samples = rollout(params, requests)
       seconds = watch.lap()
-      found = compare.compare(rollout.config, params, requests, scored.samples, samples)
+      with progress.shown(f"comparing with the repeated rollout ({name})"):
+        found = compare.compare(rollout.config, params, requests, scored.samples, samples)
       metrics |= {
         f"{name}/seconds_s": seconds,
         f"{name}/mean_acceptance_length": samples.mean_acceptance_length,

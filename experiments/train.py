@@ -17,6 +17,7 @@ from experiments import from_config
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
+from experiments import opening
 from experiments import plot
 from experiments import repeats
 from experiments import summary
@@ -48,12 +49,13 @@ def main(config: config_lib.RunConfig):
   planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
   config = workdirs.keep_sizes(_FORK.value or _WORKDIR.value, config)
   config, asked = from_config.complete(config, planned)
-  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
-  decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   plan = memory_plan.of_run(config, planned)
   memory_plan.check(plan, _DRY_RUN.value or planned is not None)
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  decisions = sample.replay(_SCHEDULE.value or run.log, strict=bool(_SCHEDULE.value))
   P, R, steps = config.batch.prompts, config.batch.responses, config.steps
   records, held_out = asked.train.records, asked.held_out.records
+  opening.log(opening.of_run(config, asked, run))
 
   # What is trained, on what, and how.
   mesh = from_config.make_mesh(config.tensor_parallel, config.policy)

@@ -30,11 +30,13 @@ from experiments import feature_files
 from experiments import from_config
 from experiments import launch
 from experiments import memory_plan
+from experiments import opening
 from experiments import responses
 from experiments import trees
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import stopwatch
 from tlt_jax import writing
 from tlt_jax.models import config as model_lib
@@ -176,7 +178,8 @@ def train(
       chosen = order[step % per_epoch * n :][:n]
       prompts, responses = zip(*[sequences[i] for i in chosen], strict=True)
       kept = None if features is None else [features[i] for i in chosen]
-      state, metrics = learner.train(state, models.params, prompts, responses, kept)
+      with progress.shown(f"training the drafter, step {step + 1} of {config.steps}"):
+        state, metrics = learner.train(state, models.params, prompts, responses, kept)
       if not np.isfinite(metrics["drafter/loss"]):
         raise FloatingPointError(f"the drafter's loss is not finite at step {step + 1}")
       step += 1
@@ -218,6 +221,13 @@ def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
   workdir, checkpoints = opened.path, opened.checkpoints
   records, held_out = prompts.train.records, prompts.held_out.records
   memory_plan.check(memory_plan.of_rollout(run))
+  shape = config.init or f"a new {config.drafter.kind}"
+  opening.log(
+    [
+      *opening.of_rollout(run, None, len(records), wanted.samples),
+      f"trained, on these responses: {shape}, {config.steps:,} steps",
+    ]
+  )
   models = from_config.load_models(run)
   check(models, config)
   path = workdir / _RESPONSES

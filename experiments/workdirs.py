@@ -7,15 +7,18 @@ would mix two experiments in one folder: it raises an error, or goes to another 
 folder names the first.
 """
 
+import atexit
 from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import fcntl
-import io
 import json
+import logging
 import os
 import pathlib
 import socket
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from experiments import sizes
 from experiments import trees
@@ -34,6 +37,7 @@ SCHEDULE = (
 FREE = ("steps", "evaluation", "compare", "checkpoint", "tensor_parallel", "wandb")
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 _LOCK = ".lock"  # names the process that writes here
+_NAMED_S = 0.3  # seconds within which a process that has locked a folder has named itself
 # Part of a checkpoint -> settings; where one of them differs, a fork initializes the part.
 _NOT_RESTORED = {
   "drafter": (
@@ -65,7 +69,6 @@ class Workdir:
   def begin(self, step: int) -> None:
     """Writes config.json; for a fork also its origin and the records before `step`."""
     processes.barrier()  # every process has read what is there
-    lock(self.path)
     if not processes.is_first():
       return
     if self.forked_from is not None:
@@ -80,35 +83,107 @@ class Workdir:
     _write(self.path, self.config)
 
 
-# Open files, locked for as long as this process lives, by folder.
-_locked: dict[pathlib.Path, io.TextIOBase] = {}
+class _Lock(NamedTuple):
+  """A lock that this process holds."""
+
+  file: int  # descriptor of the open file
+  made: list[pathlib.Path]  # folders that were not there before, the innermost first
+
+
+_locked: dict[pathlib.Path, _Lock] = {}  # by folder
 
 
 def lock(folder: pathlib.Path) -> None:
-  """Locks a folder for the life of this job; raises WorkdirError if another job has it."""
+  """Makes a folder this job's until that ends; raises WorkdirError if it is another's.
+
+  When the job ends, by whatever, the folder is free. A folder that was made for the lock,
+  and got no other file, is removed then, except by a kill. Where the file system has no
+  locks, a warning says so.
+  """
 
   def take() -> str:
     if folder.resolve() in _locked:
       return ""
-    with writing.to(folder):
-      folder.mkdir(parents=True, exist_ok=True)
-      file = (folder / _LOCK).open("a+")
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      file.seek(0)
-      return file.read().strip() or "another process"
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    _locked[folder.resolve()] = file
+    if folder.exists() and not folder.is_dir():
+      raise WorkdirError(f"{folder} is a file; name another folder")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    file = None
+    while file is None:
+      with writing.to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        time.sleep(_NAMED_S)
+        owner = os.read(file, 1000).decode(errors="replace").strip()
+        os.close(file)
+        return owner or "another process"
+      except OSError as e:
+        logging.warning(
+          "%s is on a file system without locks (%s): make sure that no second command "
+          "writes there",
+          folder,
+          e.strerror,
+        )
+      if not _is_at(file, folder / _LOCK):  # its last owner has just removed it
+        os.close(file)
+        file = None
+    os.ftruncate(file, 0)
+    os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _locked[folder.resolve()] = _Lock(file, made)
     return ""
 
   if owner := processes.on_first(take):
     raise WorkdirError(
       f"{folder} is in use by {owner}, which writes its files: wait for it or stop it, or "
-      "take another --workdir"
+      "take another folder"
     )
+
+
+def lock_output(folder: pathlib.Path) -> None:
+  """Locks a folder for results, which is no workdir; raises WorkdirError."""
+  lock(folder)
+  if processes.on_first((folder / CONFIG).exists):
+    raise WorkdirError(
+      f"{folder} is the workdir of a run, whose results would be replaced; name another "
+      "folder"
+    )
+
+
+def _is_at(file: int, path: pathlib.Path) -> bool:
+  """Whether an open file is the one at a path."""
+  try:
+    return os.path.samestat(os.fstat(file), path.stat())
+  except FileNotFoundError:
+    return False
+
+
+def unlock(folder: pathlib.Path) -> None:
+  """Ends a `lock`; nothing if this process has none."""
+  held = _locked.pop(folder.resolve(), None)
+  if held is None:
+    return
+  with contextlib.suppress(OSError):
+    (folder / _LOCK).unlink()
+    for path in held.made:
+      path.rmdir()  # only if it is empty
+  os.close(held.file)
+
+
+@atexit.register
+def _unlock_all() -> None:
+  for folder in list(_locked):
+    unlock(folder)
+
+
+def _forget() -> None:
+  """In a forked child: it would keep the locks if it outlives this process."""
+  while _locked:
+    os.close(_locked.popitem()[1].file)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def open(
@@ -119,8 +194,7 @@ def open(
 ) -> Workdir:
   """Opens and locks the folder of a new or resumed run; changes no file of it.
 
-  A new folder is locked by `begin` or `record`. All processes of a job use what the first
-  one finds there.
+  All processes of a job use what the first one finds there. See `lock` for a new folder.
 
   Args:
     fork: another folder, to continue there from the latest checkpoint of `path`; "" for
@@ -131,15 +205,29 @@ def open(
       a fork's folder is not its own
     CheckpointError: the latest one is damaged
   """
-  folder = pathlib.Path(path)
-  if processes.on_first(folder.is_dir) and not fork:
-    lock(folder)
+  if fork:
+    _check_target(pathlib.Path(path), pathlib.Path(fork))
+  own = pathlib.Path(fork or path)
+  lock(own)
+  try:
+    return _open(pathlib.Path(path), config, fork, holds)
+  except Exception:
+    unlock(own)
+    raise
+
+
+def _open(
+  folder: pathlib.Path,
+  config: Any,
+  fork: str | None,
+  holds: Mapping[str, tuple[str, ...]] | None,
+) -> Workdir:
+  """See `open`, of which it is the part that reads."""
   origin, last = _origin(folder), checkpoint.latest(folder / _CHECKPOINTS)
   if origin is not None and last is None and not fork:
     folder, fork = origin, str(folder)  # a fork that was killed before its first checkpoint
   if fork:
     new = pathlib.Path(fork)
-    _check_target(folder, new)
     if checkpoint.latest(new / _CHECKPOINTS) is None:
       return _fork(folder, new, config)
     folder = new

@@ -158,6 +158,7 @@ def tiny_run(home: pathlib.Path, *overrides, flag: str = "config") -> list[str]:
   """Arguments of a Countdown run that is over in a second or two."""
   overrides = {
     "policy": home / "policy",
+    "drafter": "",
     "steps": STEPS,
     "reward": "user_rewards.digits",
     "prompts.size": 64,  # the first 1,000 of a longer source would be checked

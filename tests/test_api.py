@@ -27,12 +27,11 @@ def test_the_lines_of_the_readme_run(home, tmp_path):
   eagle_files.save(tmp_path / "drafter", drafter, params)
   lines = textwrap.dedent(EXAMPLE).strip()
   assert len([line for line in lines.splitlines() if line]) <= 10
-  lines = lines.replace("runs/served/policy", str(home / "policy"))
-  lines = lines.replace("runs/served/drafter", str(tmp_path / "drafter"))
-  small = 'max_tokens=24, slots=4, strategies="up to 9 live: 2_1_3", devices=one)'
-  lines, replaced = re.subn(r"max_tokens=\d+\)", small, lines)
-  assert replaced == 1
-  lines = re.sub(r"max_tokens=\d+,(?! slots)", "max_tokens=24,", lines)
+  lines = lines.replace("runs/quickstart/policy", str(home / "policy"))
+  lines = lines.replace("runs/quickstart/drafter", str(tmp_path / "drafter"))
+  lines, replaced = re.subn(r"max_tokens=\d+,", "max_tokens=24,", lines)
+  assert replaced == 2
+  lines = lines.replace(' strategies="', ' slots=4, devices=one, strategies="')
   made = {"one": jax.devices()[:1]}
   exec(lines, made)
   policy, requests, samples = (made[k] for k in ("policy", "requests", "samples"))

@@ -461,6 +461,7 @@ def test_any_model_answers_any_file_without_a_config(home, trained, tmp_path):
   more = ["--max_tokens=12", f"--drafter={trained[0]}", f"--output={tmp_path / 'out'}"]
   result = succeed(run(home, "generate", *args, *more))
   assert "tokens per pass" in result.stderr
+  assert f"wrapped in the chat template of {home / 'chat_policy'}" in result.stderr
   records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
   assert [r["prompt"] for r in records] == prompts
   assert all(0 < r["length"] <= 12 for r in records)

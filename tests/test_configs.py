@@ -14,6 +14,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import shapes
@@ -23,6 +24,7 @@ from experiments import memory_phases
 from experiments import memory_plan
 from experiments import sizes
 from experiments import trees
+from tests import commands
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import packing
@@ -36,6 +38,7 @@ from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.speculation import levels
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "configs"
@@ -135,6 +138,47 @@ def test_every_config_is_a_tree_of_its_command(name, arg):
     assert from_config.make_selector(dataclasses.replace(config, drafter="eagle2"))
     if arg != "smoke":  # in idle slices and after rollouts: one slice is never idle
       assert config.drafter and config.spot.train and config.spot.after_rollout_share > 0
+
+
+def test_the_default_run_does_what_the_readme_says(tmp_path):
+  """It trains the drafter in idle slices, measures the gain, evaluates and saves."""
+  run = load_tree("countdown")
+  readme = (ROOT / "README.md").read_text()
+  assert f"{run.steps} steps lift the accuracy" in readme
+  assert run.compare.every == 5 and "Every fifth rollout is repeated" in readme
+  assert 0 < run.evaluation.every <= run.steps and run.held_out["size"] > 0
+  assert 0 < run.checkpoint.every < run.steps and run.checkpoint.keep > 1
+  policy = commands.write_policy(tmp_path / "policy")
+  run = dataclasses.replace(run, policy=str(policy))
+  model, mesh = hf.load_config(run.policy), tiny.mesh(2)
+  drafter = from_config.make_drafter(run, model, mesh)
+  selector = from_config.make_selector(run)
+  sampler = from_config.make_sampler(run, model, mesh, drafter, selector)
+  engine, options = sampler.rollout, sampler.rollout.options
+  reached = {s for n in options.buckets for s in engine.chooser.in_bucket(options, n)}
+  assert {"3_1_4", "1_1_2"} == set(map(str, selector.strategies)) == set(map(str, reached))
+  assert min(run.batch.prompts * run.batch.responses // 2, options.slots) == max(
+    level.most for level in levels.parse(run.strategies)
+  )
+  # The first and third prompt's responses are on one slice, and end first.
+  lengths = np.array([[8] * 8, [20] * 5 + [150] * 3] * 2, np.int32)
+  source = from_config.RunPrompts(run).train.records
+  records = [source[i] for i in range(run.batch.prompts)]
+  before = jax.device_get(drafter.params)
+  _, params = hf.load(policy, mesh)
+  drawn = sampler(
+    params,
+    records,
+    run.batch.responses,
+    seed=0,
+    lengths=lengths.reshape(-1),
+    train=drafter.spot is not None,
+  ).samples
+  idle = [c for c in drawn.chunks if c.live[1] and not c.live[0]]
+  assert idle and sum(c.trained[0] for c in idle) > 0
+  assert sum(made["updates"] for made in drawn.training) > 0
+  same = jax.tree.map(np.array_equal, before, jax.device_get(drafter.params))
+  assert not all(jax.tree.leaves(same))
 
 
 def abstract_params(model, mesh, rules, dtype):

@@ -365,7 +365,8 @@ def test_a_chat_goes_through_the_template(folder):
   asked = tokenizer.encode(MESSAGES)
   assert asked[-1] == 1
   assert tokenizer.decode(asked) == "u:1+1?\n"
-  np.testing.assert_array_equal(tokenizer.encode("1+1?", chat=True), asked)
+  for chat in (True, None):
+    np.testing.assert_array_equal(tokenizer.encode("1+1?", chat=chat), asked)
   with_system = tokenizer.encode(MESSAGES, system="2+2")
   assert tokenizer.decode(with_system) == "s:2+2\nu:1+1?\n"
   own = [{"role": "system", "content": "3"}, *MESSAGES]
@@ -384,6 +385,7 @@ def test_what_no_template_takes_is_an_error(folder, tmp_path):
   assert plain.stop_tokens == ()
   with pytest.raises(data.DataError, match="no chat template"):
     plain.encode(MESSAGES)
+  assert plain.text("1+1?", chat=None) == "1+1?"
 
 
 def test_a_source_is_called_by_its_dotted_name(tmp_path):

@@ -103,7 +103,7 @@ def here(text, solved_at=1.0):
 def test_several_rewards_are_added_up_and_the_first_says_what_is_solved(mine):
   """Hand numbers; each part is there unweighted, by a name of its own."""
   judges = here(
-    "mine_sum.right + 0.5 * mine_sum.says(word='b') - mine_sum.says(word='c', worth=2)"
+    "mine_sum.right\n  + 0.5 * mine_sum.says(word='b') - mine_sum.says(word='c', worth=2)"
     " + 0.25 * mine_sum.short"
   )
   lengths = {"length": [1, 4, 5], "max_tokens": [4, 4, 4]}

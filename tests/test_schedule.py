@@ -6,10 +6,13 @@ import pytest
 from tests import tiny
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
+from tlt_jax.spec_decode.rollout import chooser as chooser_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 def options(**changes):
@@ -139,3 +142,74 @@ def test_none_joins_a_slice_whose_pages_ran_out_until_one_has_ended():
   assert pages.left(running.owner, running.end(4))[0] == 4
   running.owner[running.owner == 0] = -1
   assert admitted() == [3] and running.drawn[3] == 0
+
+
+def test_requests_are_admitted_in_the_order_of_their_numbers():
+  """However long their prompts are: the order of steps and of checkpoints follows."""
+  made = requests_lib.make_requests([[1], [1] * 7, [1] * 3, [1] * 5], max_tokens=9)
+  schedule = schedule_of(made, 1, options(slots=2, buckets=()))
+  for expected in ([0, 1], [2, 3]):
+    schedule.begin_chunk()
+    plan = schedule.plan()
+    assert [a.request for a in plan.admissions] == expected
+    schedule.running.admit(plan.bucket, plan.prefills, plan.admissions)
+    schedule.running.owner[:] = -1
+
+
+def test_the_prompt_that_is_needed_again_last_makes_room():
+  """The others' responses need no second prefill."""
+  made = requests_lib.make_requests([[1]] * 3, 2, max_tokens=9)
+  order = made.subset(np.array([0, 2, 4, 1, 3]))  # of prompts 0, 1, 2, 0, 1
+  schedule = schedule_of(order, 1, options(slots=2, buckets=(), prompt_rows=2))
+  prefilled = []
+  for _ in range(2):
+    schedule.begin_chunk()
+    plan = schedule.plan()
+    prefilled.append([p.prompt for p in plan.prefills])
+    schedule.running.admit(plan.bucket, plan.prefills, plan.admissions)
+    schedule.running.owner[:] = -1
+  assert prefilled == [[0, 1], [2]] and set(schedule.prompt_row[0]) == {2, 0}
+
+
+def test_what_ran_out_of_memory_comes_first_again_in_order():
+  schedule = start(6, slots=4, buckets=(4, 2))
+  admit_all(schedule)
+  assert schedule.out_of_memory() == 4 and schedule.widest() == 2
+  assert list(schedule.queues[0]) == [*range(6)]
+
+
+def test_a_chunk_is_longer_where_slices_can_train_in_it():
+  """As long as the training needs, up to its most tokens."""
+  schedule = start(1)
+  admit_all(schedule)
+  schedule.clock.measured(schedule.running.bucket, None, 0.0625)
+  for seconds, tokens in ((0.0, 4), (0.5625, 9), (9.0, 16)):
+    schedule.begin_chunk(1, 16, seconds)
+    assert schedule.tokens == tokens
+
+
+CHAIN, SHORT = (strategy_lib.parse(name) for name in ("3_1_4", "1_1_2"))
+
+
+def test_slices_that_train_know_the_steps_of_a_chunk():
+  """One that decodes alone may else take as many as its tokens need."""
+  schedule = start(1, chunk=8)
+  admit_all(schedule)
+  assert schedule.steps_within(2, CHAIN, exact_steps=True) == 2
+  assert schedule.steps_within(2, CHAIN, exact_steps=False) == 8
+
+
+def test_a_strategy_is_chosen_for_the_fullest_slice():
+  """Plainly in a bucket whose programs have no such strategy."""
+  made = requests_lib.make_requests([[1]] * 8, max_tokens=9)
+  schedule = schedule_of(made, 2, options())
+  selector = selector_lib.ByLiveBatch(((1, CHAIN), (3, SHORT)))
+  chooser = chooser_lib.Chooser(selector, schedule.clock)
+  for bucket, owner, chosen in (
+    (4, [[0, -1, -1, -1], [1, 2, 3, -1]], SHORT),
+    (2, [[0, -1], [-1, -1]], CHAIN),
+    (8, [[0, *[-1] * 7]] * 2, None),
+    (4, [[0, 1, 2, 3], [4, -1, -1, -1]], None),
+  ):
+    schedule.running.owner = np.array(owner)
+    assert schedule.running.bucket == bucket and chooser.choose(schedule) == chosen

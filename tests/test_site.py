@@ -10,7 +10,7 @@ import pytest
 from tests import commands
 
 NAMES = "results train drafters commands design architecture papers glossary distributed"
-MORE = "extending tunix figures reference changelog contributing"
+MORE = "start extending tunix figures reference changelog contributing"
 PAGES = ("", *NAMES.split(), *MORE.split())
 
 

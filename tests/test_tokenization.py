@@ -275,7 +275,7 @@ def test_a_tokenizer_without_an_end_says_so(ends):
   folder, _ = ends
   found = tokenization.Tokenizer.load(folder)
   assert found.stop_tokens == ()
-  assert "No token ends a response" in found.describe_stops()
+  assert "no token ends a response" in found.describe_stops()
 
 
 @pytest.mark.parametrize("value", ["<a>", -1, [1.5], True, {"a": 1}, [[1]]])

@@ -13,11 +13,12 @@ home = commands.home
 
 # In one process: each of some changes of the config, up to the policy's answers.
 SCRIPT = """
-import copy, json, os, sys, types
+import copy, json, os, pathlib, sys, types
 from experiments import launch
 from experiments import config as config_lib
 from experiments import trees
 from experiments import train_drafter
+from experiments import workdirs
 
 def ask(*args):
   raise ValueError("the policy answers")
@@ -32,6 +33,7 @@ for changes in cases:
   try:
     train_drafter.main(trees.change(config, changes), run)
   except (ValueError, OSError) as e:
+    workdirs.unlock(pathlib.Path(workdir))  # as when this process ends
     print(json.dumps([str(e), os.path.exists(workdir)]))
   launch.start = lambda: None  # once
 """

@@ -1,8 +1,11 @@
 """Workdirs: who may go on in which, and that asking changes nothing."""
 
+import errno
 import json
 import os
 import pathlib
+import signal
+import socket
 import subprocess
 import sys
 
@@ -37,40 +40,133 @@ def made(folder: pathlib.Path, *steps: int) -> pathlib.Path:
 
 
 def contents(folder: pathlib.Path) -> dict:
-  return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+  files = (p for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
+  return {p: p.read_bytes() for p in files}
 
 
 def steps(path: pathlib.Path) -> list[int]:
   return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_folder_is_one_jobs_until_that_ends(tmp_path):
-  """Of another process it is refused with its name, of this one not."""
-  folder = made(tmp_path / "run", 2)
+def run_text(text: str, folder: pathlib.Path, **options) -> subprocess.Popen:
+  """Starts a process that can use `workdirs` and `folder`."""
+  start = f"import os, sys\nfrom experiments import workdirs\nfolder = {str(folder)!r}\n"
+  options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options
+  return subprocess.Popen(
+    [sys.executable, "-c", start + text], cwd=commands.ROOT, **options
+  )
+
+
+LOCKS = "workdirs.lock(workdirs.pathlib.Path(folder))\nprint('mine', flush=True)\n"
+
+
+def take(folder: pathlib.Path) -> str:
+  """What another process says that locks a folder: 'mine', or its error."""
+  out, error = run_text(LOCKS, folder).communicate()
+  return out.strip() or error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_folder_is_one_jobs_until_that_ends(tmp_path, is_new):
+  """From when it is opened on; another process is refused with the name of this one."""
+  folder = tmp_path / "runs" / "run" if is_new else made(tmp_path / "run", 2)
   workdirs.open(str(folder), config())
-  ask = (
-    "from experiments import workdirs\n"
-    f"workdirs.lock(workdirs.pathlib.Path({str(folder)!r}))\n"
-    "print('mine', flush=True)\n"
+  workdirs.open(str(folder), config())
+  owner = f"in use by process {os.getpid()} on {socket.gethostname()}"
+  assert owner in take(folder)
+  workdirs.unlock(folder)
+  assert take(folder) == "mine"
+
+
+def test_of_many_that_start_together_one_has_the_folder(tmp_path):
+  """The others name it, also where an earlier owner left its name."""
+  for folder in (tmp_path / "new", tmp_path / "old"):
+    if folder.name == "old":
+      folder.mkdir()
+      (folder / ".lock").write_text("process 1 on other\n")
+    waits = LOCKS + "sys.stdin.read()\n"
+    started = [run_text(waits, folder, stdin=subprocess.PIPE) for _ in range(4)]
+    errors, winners = [], []
+    for process in started:
+      if process.stdout.readline():
+        winners.append(process)
+      else:
+        errors.append(process.communicate()[1].splitlines()[-1])
+    [winner] = winners
+    assert len(errors) == 3
+    assert all(f"in use by process {winner.pid} on" in line for line in errors)
+    winner.communicate("")
+    assert folder.exists() == (folder.name == "old") and take(folder) == "mine"
+
+
+def test_a_kill_frees_a_folder_though_children_live_on(tmp_path):
+  """Those that were forked have the open file, too."""
+  text = LOCKS + (
+    "child = os.fork()\nif child: print(child, flush=True)\nimport time\ntime.sleep(100)\n"
   )
+  process = run_text(text, tmp_path / "run")
+  assert process.stdout.readline() == "mine\n"
+  child = int(process.stdout.readline())
+  try:
+    assert f"in use by process {process.pid}" in take(tmp_path / "run")
+    process.kill()
+    process.wait()
+    os.kill(child, 0)  # it is there
+    assert take(tmp_path / "run") == "mine"
+  finally:
+    os.kill(child, signal.SIGKILL)
+    process.communicate()
 
-  def run():
-    return subprocess.run(
-    [sys.executable, "-c", ask], cwd=commands.ROOT, capture_output=True, text=True
-  )
 
-  refused = run().stderr.splitlines()[-1]
-  assert f"in use by process {os.getpid()}" in refused
-  workdirs._locked.pop(folder.resolve()).close()  # as when this process ends
-  assert run().stdout == "mine\n"
+def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
+  def flock(file, how):
+    raise OSError(errno.ENOLCK, "No locks available")
 
-
-def test_a_new_folder_is_not_made_before_the_run_begins(tmp_path):
-  run = workdirs.open(str(tmp_path / "run"), config(), fork="")
-  assert run.start is None and run.log is None and not (tmp_path / "run").exists()
+  monkeypatch.setattr(workdirs.fcntl, "flock", flock)
+  run = workdirs.open(str(tmp_path / "run"), config())
   run.begin(0)
-  read = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert (tmp_path / "run" / "config.json").exists()
+  assert "without locks (No locks available): make sure that no second" in caplog.text
+  workdirs.unlock(tmp_path / "run")
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_is_no_lock(tmp_path, monkeypatch):
+  """Between opening and locking the file: else two could have the folder."""
+  folder, inner, left = tmp_path / "run", workdirs.fcntl.flock, [1]
+
+  def flock(file, how):
+    if left:
+      left.pop()
+      (folder / ".lock").unlink()
+      folder.rmdir()
+    inner(file, how)
+
+  monkeypatch.setattr(workdirs.fcntl, "flock", flock)
+  workdirs.lock(folder)
+  assert (folder / ".lock").exists() and "in use by" in take(folder)
+  workdirs.unlock(folder)
+  assert not folder.exists()
+
+
+def test_a_new_folder_is_gone_if_the_run_does_not_begin(tmp_path):
+  """With the folders that were made for it."""
+  folder = tmp_path / "runs" / "run"
+  run = workdirs.open(str(folder), config(), fork="")
+  assert run.start is None and run.log is None
+  assert [path.name for path in folder.iterdir()] == [".lock"]
+  workdirs.unlock(folder)
+  assert not (tmp_path / "runs").exists()
+  workdirs.open(str(folder), config(), fork="").begin(0)
+  workdirs.unlock(folder)
+  read = json.loads((folder / "config.json").read_text())
   assert trees.validate(config_lib.RunConfig, read) == config()
+  assert not (folder / ".lock").exists()
+
+
+def test_results_go_to_no_workdir(tmp_path):
+  workdirs.lock_output(tmp_path / "results")
+  with pytest.raises(workdirs.WorkdirError, match="is the workdir of a run"):
+    workdirs.lock_output(made(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +174,7 @@ def test_a_new_folder_is_not_made_before_the_run_begins(tmp_path):
   [
     ({"policy": "b"}, "policy was"),
     ({"seed": 1, "drafter": ""}, "drafter was .* seed was"),
-    ({"rollout.slots": 4}, "rollout.slots was"),
+    ({"rollout.slots": 8}, "rollout.slots was"),
     ({"steps": 3}, "4 steps already"),
   ],
 )

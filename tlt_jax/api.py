@@ -7,7 +7,7 @@
 `rollout` takes any parameters of the policy's shape: a trainer passes its own after
 `policy.place(params)`, and those of the drafter after `place_drafter`. Nothing is compiled
 again when they change. The tokens are a function of parameters and requests, not of the
-drafter.
+drafter. What takes longer than ten seconds, such as compiling, is logged (`logging`, INFO).
 
 Stable are the names and meanings in this file; `Requests`, and of `Samples` the fields
 `tokens`, `length`, `logp`, `logp_filtered` and `finish_reason`, `response` and

@@ -22,7 +22,7 @@ class Call:
 def weighted(text: str) -> list[Call]:
   """Parses `WEIGHT * NAME(ARGUMENT=VALUE, ...) + ...`; weights, brackets optional."""
   try:
-    return _terms(ast.parse(text.strip(), mode="eval").body, 1.0)
+    return _terms(ast.parse(f"({text})", mode="eval").body, 1.0)
   except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
     raise ValueError(
       "is not of the form WEIGHT * package.module.name(ARGUMENT=VALUE, ...) + ..., in "

@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 
 from tlt_jax import processes
 from tlt_jax import programs
+from tlt_jax import progress
 from tlt_jax import writing
 
 _STATE, _DATA = "state", "data"  # the folders of a step
@@ -132,7 +133,7 @@ class Checkpoints:
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
     )
-    with self._full_disk_as_error():
+    with self._full_disk_as_error(), progress.shown("writing a checkpoint"):
       self._manager.save(step, args=args, force=True)
 
   @contextlib.contextmanager
@@ -154,7 +155,8 @@ class Checkpoints:
     """Step and JSON data of the latest checkpoint, after checking all its files."""
     step = self.latest()
     if step is None or step != self._intact:
-      step = processes.on_first(lambda: checked(self.folder))
+      with progress.shown(f"checking the files of the checkpoint in {self.folder}"):
+        step = processes.on_first(lambda: checked(self.folder))
       self._intact = step
     handler = ocp.JsonCheckpointHandler()
     return step, handler.restore(epath.Path(self.folder / str(step) / _DATA))
@@ -197,7 +199,8 @@ class Checkpoints:
           restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
           partial_restore=partial,
         )
-        state = jax.block_until_ready(handler.restore(path, args=args))
+        with progress.shown(f"reading the checkpoint {folder}"):
+          state = jax.block_until_ready(handler.restore(path, args=args))
     except Exception as e:  # orbax and tensorstore raise many kinds
       raise CheckpointError(
         f"checkpoint {folder} is whole, but cannot be restored here: {_reason(e)}"
@@ -212,7 +215,7 @@ class Checkpoints:
 
   def wait(self) -> None:
     if "_manager" in vars(self):
-      with self._full_disk_as_error():
+      with self._full_disk_as_error(), progress.shown("writing a checkpoint"):
         self._manager.wait_until_finished()
 
   def close(self) -> None:

@@ -8,6 +8,7 @@ import jax
 
 from tlt_jax import memory
 from tlt_jax import processes
+from tlt_jax import progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Pool:
     key = (name, *bucket)
     if key not in self._programs:
       began = time.perf_counter()
-      compiled = jitted.lower(*args, **static).compile()
+      with progress.shown(f"compiling {name}"):
+        compiled = jitted.lower(*args, **static).compile()
       seconds = time.perf_counter() - began
       analysis = compiled.memory_analysis()
       temp = analysis.temp_size_in_bytes if analysis is not None else 0

@@ -12,6 +12,7 @@ import logging
 from typing import Literal
 
 from tlt_jax import data
+from tlt_jax import progress
 from tlt_jax import ranges
 from tlt_jax import tokenization
 
@@ -41,7 +42,7 @@ class Rules:
   tokenizer: tokenization.Tokenizer
   unusable: Unusable = Unusable()
   max_prompt: int | None = None  # tokens; None: any number
-  chat: bool = False  # see `Tokenizer.text`, as for `system`
+  chat: bool | None = False  # see `Tokenizer.text`, as for `system`
   system: str | None = None
   # Why each record's answer cannot be used, "" where it can (`rl.gold`); None: all can
   try_answers: Callable[..., list[str]] | None = None
@@ -71,10 +72,12 @@ def measured(
   whole = whole or isinstance(source, list) or len(source) <= _WHOLE
   count = len(source) if whole else _SOME
   kept, longest = [], 0
-  for start in range(0, count, _BATCH):
-    index = range(start, min(start + _BATCH, count))
-    records, length = _kept(source, index, name, rules)
-    kept, longest = kept + records, max(longest, length)
+  batches = [range(i, min(i + _BATCH, count)) for i in range(0, count, _BATCH)]
+  with progress.counted(f"checking prompts of {name}, batch", batches) as each:
+    for index in each:
+      records, length = _kept(source, index, name, rules)
+      kept.extend(records)
+      longest = max(longest, length)
   if dropped := count - len(kept):
     logging.info("%s: of %s prompts %s dropped (too long)", name, f"{count:,}", dropped)
   if not kept:

@@ -117,35 +117,41 @@ class Tokenizer:
     return tuple(self._stops)
 
   def describe_stops(self) -> str:
-    """One sentence: which tokens end a response, and which files say so."""
+    """Which tokens end a response, and which files say so."""
     if not self._stops:
       return (
-        f"No token ends a response: no file of {self.folder} names one, so every response "
-        f'runs to its longest; set "eos_token_id" in {_GENERATION}.'
+        f"no token ends a response: no file of {self.folder} names one, so every response "
+        f'runs to its longest; set "eos_token_id" in {_GENERATION}'
       )
     each = [
       f"{self.inner.id_to_token(i)!r} ({i}; {', '.join(where)})"
       for i, where in self._stops.items()
     ]
-    return f"A response ends at {' or '.join(each)}."
+    return f"a response ends at {' or '.join(each)}"
+
+  @property
+  def has_template(self) -> bool:
+    return self.template is not None
 
   def encode(
-    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+    self, prompt: str | list[dict], system: str | None = None, chat: bool | None = False
   ) -> np.ndarray:
     text = self.text(prompt, system, chat)
     return np.asarray(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
 
   def text(
-    self, prompt: str | list[dict], system: str | None = None, chat: bool = False
+    self, prompt: str | list[dict], system: str | None = None, chat: bool | None = False
   ) -> str:
     """The text that the model continues.
 
-    A string is used as it is, or as the user's message if `chat`; messages go through the
-    chat template, which opens the assistant's turn. `system` is used if they have none.
+    A string is used as it is, or as the user's message if `chat` (None: if there is a chat
+    template); messages go through the template, which opens the assistant's turn. `system`
+    is used if they have none.
 
     Raises:
       data.DataError: a chat without a template, or one that the template refuses
     """
+    chat = self.has_template if chat is None else chat
     if isinstance(prompt, str) and not chat:
       if system is not None:
         raise data.DataError("a system message needs a chat: set chat, or use messages")
@@ -189,7 +195,7 @@ class Tokenizer:
 
   def _chat(self, messages: list[dict]) -> str:
     where = f"{self.folder} (chat_template.jinja, tokenizer_config.json)"
-    if self.template is None:
+    if not self.has_template:
       raise data.DataError(
         f"{where}: the tokenizer has no chat template, so it cannot encode messages; use "
         "plain text prompts, or a chat model's tokenizer files"

@@ -28,6 +28,7 @@ from tlt_jax import axes as axes_lib
 from tlt_jax import json_objects
 from tlt_jax import memory
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import writing
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import families
@@ -459,7 +460,10 @@ def load(
       list(made.values()),
       smaller="policy, tensor_parallel",
     )
-    params = {ours: _place(stored.lazy[theirs[ours]], x) for ours, x in made.items()}
+    params = {}
+    with progress.counted(f"reading the weights of {path}, tensor", [*made]) as each:
+      for ours in each:
+        params[ours] = _place(stored.lazy[theirs[ours]], made[ours])
   return config, unflatten(params)
 
 
@@ -530,6 +534,6 @@ def save(
 
   if not processes.is_first():  # takes part in `fetch`
     return write_weights(None, sizes, read, max_file_bytes)
-  with replacing(pathlib.Path(path)) as folder:
+  with progress.shown(f"writing {path}"), replacing(pathlib.Path(path)) as folder:
     write_weights(folder, sizes, read, max_file_bytes)
     write_json(folder / CONFIG, raw)

@@ -13,6 +13,7 @@ import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax import processes
+from tlt_jax import progress
 from tlt_jax import stopwatch
 from tlt_jax import tokenization
 from tlt_jax.rl import batch as batch_lib
@@ -115,7 +116,7 @@ class Sampler:
   tokenizer: tokenization.Tokenizer
   judge: judge_lib.Judge
   sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p, max_tokens
-  chat: bool = False  # wrap plain prompts in the chat template
+  chat: bool | None = False  # wrap plain prompts in the chat template; None: if any
   system: str = ""  # system message of that template
 
   def compile(self, params) -> None:
@@ -165,7 +166,8 @@ class Sampler:
         watch = stopwatch.Stopwatch()
         samples = self._run(params, requests, score=begin, **options)
         rollout_s = watch.lap()
-        judged, choice = pending[0].result().whole(), None
+        with progress.shown("scoring the responses"):
+          judged, choice = pending[0].result().whole(), None
       judged = judged._replace(seconds=watch.lap())
     else:
       replacement = dynamic_sampling.Replacement(replace, requests, score)
@@ -236,7 +238,8 @@ def make(
   """Makes a sampler.
 
   `sampling`: temperature, top_k, top_p, min_p and max_tokens of every request; `chat`:
-  {"apply": whether plain prompts get the chat template, "system": its message, or ""}.
+  {"apply": whether plain prompts get the chat template (None: if there is one), "system":
+  its message, or ""}.
   """
   return Sampler(
     rollout=rollout,
@@ -249,7 +252,11 @@ def make(
 
 
 def encode(
-  tokenizer: tokenization.Tokenizer, records: Sequence[dict], *, chat: bool, system: str
+  tokenizer: tokenization.Tokenizer,
+  records: Sequence[dict],
+  *,
+  chat: bool | None,
+  system: str,
 ) -> list[np.ndarray]:
   return [tokenizer.encode(r["prompt"], system=system or None, chat=chat) for r in records]
 
@@ -299,4 +306,5 @@ def evaluate(
   sampler: Sampler, params, records: Sequence[dict], samples: int, seed: int
 ) -> Scored:
   """Draws `samples` responses per held-out record, with the same noise every time."""
-  return sampler(params, records, samples, seed=seed + _EVALUATION)
+  with progress.shown("evaluation"):
+    return sampler(params, records, samples, seed=seed + _EVALUATION)

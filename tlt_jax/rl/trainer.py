@@ -24,6 +24,7 @@ from tlt_jax import memory
 from tlt_jax import packing
 from tlt_jax import processes
 from tlt_jax import programs
+from tlt_jax import progress
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
 from tlt_jax.models import stacked
@@ -135,8 +136,10 @@ class Trainer:
     packed = batch_lib.pack(batch, every, self.buckets, chosen)
     placed = packing.place(packed, self.mesh)
     temperature = processes.place(batch.temperature, axes.sharding(self.mesh))
-    scores = self.run("score", self.score, len(every), params, placed, temperature)
-    return batch_lib.by_response(batch, packed, processes.fetch(scores))
+    with progress.shown(f"log-probabilities of the {self.name}"):
+      scores = self.run("score", self.score, len(every), params, placed, temperature)
+      scores = processes.fetch(scores)
+    return batch_lib.by_response(batch, packed, scores)
 
   def train_on(
     self,
@@ -151,13 +154,14 @@ class Trainer:
     Returns the new state, on the devices, and metrics as means over the updates.
     """
     state, every = self._onload(state), []
-    for share in np.split(np.arange(len(batch.responses)), self.updates):
-      packed = batch_lib.pack(batch, share, self.buckets, chosen[share])
-      known = jax.tree.map(lambda x, share=share: x[share], sequences)
-      args = packing.place(packed, self.mesh), batch_lib.place(known, self.mesh)
-      state, metrics = self.run("update", self.update, len(share), state, *args)
-      every.append(metrics)
-    every = jax.device_get(every)
+    with progress.shown(f"updating the {self.name}"):
+      for share in np.split(np.arange(len(batch.responses)), self.updates):
+        packed = batch_lib.pack(batch, share, self.buckets, chosen[share])
+        known = jax.tree.map(lambda x, share=share: x[share], sequences)
+        args = packing.place(packed, self.mesh), batch_lib.place(known, self.mesh)
+        state, metrics = self.run("update", self.update, len(share), state, *args)
+        every.append(metrics)
+      every = jax.device_get(every)
     return state, {k: float(np.mean([m[k] for m in every])) for k in every[0]}
 
   @functools.cached_property

@@ -126,24 +126,26 @@ class Devices:
   def _call(self, name: str, *args):
     return self.pool.run(name, (), self._jitted[name], *args)
 
-  def compile_shared(
+  def shared_programs(
     self, weights: chunk_lib.Weights, spot: spot_lib.Spot | None
-  ) -> None:
-    """Compiles the programs that serve every bucket."""
-
-    def compile(name, *args):
-      self.pool.get(name, (), self._jitted[name], *args)
-
+  ) -> list[Callable[[], object]]:
+    """What compiles the programs that serve every bucket, one by one."""
     shapes, slots = self.shapes, self.shapes.options.slots
     pools, features, *prompts = shapes.prefill_args()
-    compile("prefill", weights.target, pools, features, *prompts)
-    compile("copy", pools, features, shapes.rows(slots), shapes.rows(slots))
+    args = {
+      "prefill": (weights.target, pools, features, *prompts),
+      "copy": (pools, features, shapes.rows(slots), shapes.rows(slots)),
+    }
     if spot is not None:
-      compile("train", weights.target, spot.training(most=1))
-      compile("exchange", spot.training(most=0).states, shapes.rows(1))
       most = spot.most_pieces(slots, shapes.options.max_length)
       pieces = shapes.rows(most, 4 + shapes.pages.most)
-      compile("store", spot.features, features, pieces, shapes.rows(1))
+      args |= {
+        "train": (weights.target, spot.training(most=1)),
+        "exchange": (spot.training(most=0).states, shapes.rows(1)),
+        "store": (spot.features, features, pieces, shapes.rows(1)),
+      }
+    get = self.pool.get
+    return [functools.partial(get, k, (), self._jitted[k], *x) for k, x in args.items()]
 
   def compile_chunk(
     self,

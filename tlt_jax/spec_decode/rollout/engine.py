@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import functools
 import logging
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ import numpy as np
 from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
+from tlt_jax import progress
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -107,10 +109,15 @@ class Engine:
     memory.announce_programs(
       f"the rollout's programs (buckets: {len(self.options.buckets)})", inputs=weights
     )
-    devices.compile_shared(weights, self.spot)
-    for bucket in self.options.buckets:
-      for arm in (None, *self.chooser.in_bucket(self.options, bucket)):
-        self._compile_chunk(weights, bucket, arm, stop_tokens)
+    chunks = [
+      functools.partial(self._compile_chunk, weights, bucket, arm, stop_tokens)
+      for bucket in self.options.buckets
+      for arm in (None, *self.chooser.in_bucket(self.options, bucket))
+    ]
+    programs = [*devices.shared_programs(weights, self.spot), *chunks]
+    with progress.counted("rollout program", programs) as each:
+      for compile_program in each:
+        compile_program()
 
   def _compile_chunk(self, weights, bucket: int, arm, stop_tokens: int) -> None:
     """Compiles a chunk; where slices train in it, it is run once, too."""
@@ -131,9 +138,14 @@ class Engine:
     selector, options = self.selector, self.options
     if selector is None or not selector.wants_step_seconds:
       return
-    for bucket in options.buckets:
-      arms = self.chooser.in_bucket(options, bucket)
-      for arm in (None, *arms) if arms else ():
+    steps = [
+      (bucket, arm)
+      for bucket in options.buckets
+      if (arms := self.chooser.in_bucket(options, bucket))
+      for arm in (None, *arms)
+    ]
+    with progress.counted("timing strategy", steps) as each:
+      for bucket, arm in each:
         with _unless_out_of_memory(bucket):
           # The first time is slower, and so is one that something else disturbs.
           times = [self.time_step(params, bucket, arm, stop_tokens) for _ in range(3)]
@@ -249,6 +261,7 @@ class _Loop:
     if train:
       self.harvest = harvest_lib.Harvest(engine.spot, self.backend, self.schedule)
     self.gains: list[float | None] = []  # that the selector expected, per chunk
+    self._ended = 0  # requests
 
   @property
   def elapsed_s(self) -> float:
@@ -256,6 +269,20 @@ class _Loop:
 
   def run(self) -> samples_lib.Samples:
     """Runs all requests to their end."""
+    with progress.shown(self._drawing):
+      self._draw()
+    self._finish()
+    return self.samples
+
+  def _drawing(self) -> str:
+    left = int(self.running.live.sum()) + sum(map(len, self.schedule.queues))
+    tokens = int(self.samples.length.sum())
+    return (
+      f"drawing responses, {self._ended:,} of {self._ended + left:,} ended, "
+      f"{tokens:,} tokens"
+    )
+
+  def _draw(self) -> None:
     self._ask_more([])
     first_live = [min(len(q), self.engine.options.slots) for q in self.schedule.queues]
     self.samples.timeline.append((0.0, first_live))
@@ -271,6 +298,7 @@ class _Loop:
         continue
       self._book(arm, result)
       ended = self.running.advance(result.emitted)
+      self._ended += len(ended)
       self._keep(ended)
       record = _record(bucket, arm, live, result, start_s, self.elapsed_s)
       self.samples.note(record, self.running.live)
@@ -279,8 +307,6 @@ class _Loop:
       if self._watch is not None:
         self._watch(self.samples, [e.request for e in ended])
       self._ask_more([e.request for e in ended])
-    self._finish()
-    return self.samples
 
   def _ask_more(self, ended: list[int]) -> None:
     """Queues the prompts that are asked now that these requests have ended."""
@@ -404,7 +430,8 @@ class _Loop:
     rollout_s = self.elapsed_s
     scoring = None if self._score is None else self._score(self.samples)
     if self.harvest is not None:
-      self.harvest.finish(self.params, rollout_s, scoring)
+      with progress.shown("training the drafter after a rollout"):
+        self.harvest.finish(self.params, rollout_s, scoring)
     self.schedule.decide.finish()
     self.samples.decisions = self.schedule.decide.log
     self.samples.gain = self.chooser.gains(self.gains, self.samples)

@@ -59,7 +59,10 @@ def _check_parts(shapes: backend_lib.Shapes, selector, drafter, spot) -> None:
     tree_attention.check_page(options.page_tokens)
   options.page_sizes(shapes.room.behind)
   if drafter is not None and selector is None:
-    raise ValueError("a drafter needs a selector that says when it drafts")
+    raise ValueError(
+      "there is a drafter, and no strategy that drafts: give strategies, as in 'up to 4 "
+      "live: off or 3_1_4', or no drafter"
+    )
   deepest = max((s.depth for s in strategies), default=0)
   if deepest + 1 > options.chunk:
     raise ValueError(
