@@ -42,7 +42,7 @@ _QUANTITIES = (
 )
 # How rollouts are repeated, see `repeats`.
 SIDES = {"plain": "plainly", "frozen": "with the first drafter, frozen"}
-_OTHERS = {"plain": "plain decoding", "frozen": "the first drafter, frozen"}
+_OTHERS = {"plain": "plain decoding", "frozen": "the first drafter, frozen,"}
 LATE = 10  # last steps of a run, with a gain separately
 
 
@@ -241,7 +241,7 @@ def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
     share = f" ({idle / (slices * spent):.0%} of their time)" if slices and spent else ""
     yield (
       f"Training of the drafter: {updates:,.0f} updates. Devices were idle in rollouts for "
-      f"{idle:.1f} s{share}, and did training then that takes about {harvested:.1f} s "
+      f"{idle:.1f} s{share}, and trained meanwhile what would take about {harvested:.1f} s "
       f"alone; training after rollouts took {after:.1f} s."
     )
 

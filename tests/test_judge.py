@@ -35,6 +35,8 @@ def bad(prompt, response, answer, length):
     sys.exit(0)
   if response == "end":
     os._exit(3)
+  if response == "end as if well":
+    os._exit(0)
   if response == "memory":
     bytearray(2**33)
   if response == "nan":
@@ -60,6 +62,7 @@ FAILURES = {
   "raise": "KeyError: 'k'",
   "leave": "SystemExit: 0",
   "end": "ended its process (status 3)",
+  "end as if well": "ended its process (status 1)",
   "memory": "MemoryError",
   "nan": "returned nan, neither a finite number",
 }
@@ -89,7 +92,7 @@ def made():
 def test_a_verifier_that_fails_costs_its_response_and_no_other(made, caplog):
   """It hangs, waits, raises, exits, ends its process, takes all memory or returns NaN."""
   texts = [f"{i}" for i in range(80)]
-  where = dict(zip(range(3, 80, 10), FAILURES, strict=True))
+  where = dict(zip(range(3, 80, 8), FAILURES, strict=False))
   for i, text in where.items():
     texts[i] = text
   texts[50] = "signal"  # of those to all processes of a job, which end no verifier
@@ -110,7 +113,7 @@ def test_a_verifier_that_fails_costs_its_response_and_no_other(made, caplog):
   for i, text in where.items():
     assert found.reward[i] == -1 and not found.solved[i]
     assert FAILURES[text] in found.failure[i] and f"response '{text}'" in found.failure[i]
-  assert "8 of 80 responses" in caplog.text
+  assert f"{len(FAILURES)} of 80 responses" in caplog.text
   for a, b in zip(found[:3], again[:3], strict=True):
     np.testing.assert_array_equal(a, b)
   judges[0].check(found)

@@ -1,5 +1,6 @@
 """The first lines of a log say what runs and what is off, and why."""
 
+import functools
 import re
 import types
 
@@ -13,14 +14,19 @@ from tests import tiny
 from tlt_jax.models import config as model_lib
 
 
+@functools.cache
+def prompts() -> from_config.RunPrompts:
+  """Those of the default run, which take seconds to make."""
+  return from_config.RunPrompts(commands.read_run("countdown.py", {}))
+
+
 def said(changes=None, slices=2) -> dict[str, str]:
   """The lines of the default run with other settings, by their first word."""
   run = commands.read_run("countdown.py", changes or {})
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(from_config, "make_mesh", lambda *_: tiny.mesh(slices))
-    prompts = from_config.RunPrompts(run)
-    lines = opening.of_run(run, prompts, workdirs.open("runs/none", run, fork=""))
-  assert len(lines) <= 8
+    lines = opening.of_run(run, prompts(), workdirs.open("runs/none", run, fork=""))
+  assert len(lines) <= 9
   return {line.split()[0].rstrip(":,"): line for line in lines}
 
 
@@ -29,6 +35,7 @@ def test_the_default_run_says_what_it_does():
   assert "30 steps, in runs/none, from the beginning" in lines.values()
   assert "Qwen3ForCausalLM of 8.9M parameters, in float32 on 2 x cpu" in lines["policy"]
   assert "grpo_gae, for the reward tlt_jax.tasks.countdown.score" in lines["trained"]
+  assert "'\\n' (23; generation_config.json" in lines["responses"]
   assert "4 prompts of up to 32 tokens x 8 responses of up to 1,024" in lines["a"]
   assert lines["prompts"].count("tlt_jax.tasks.countdown.Problems") == 2
   assert "up to 4 live: off or 3_1_4; up to 16 live: off or 1_1_2" in lines["decoding"]

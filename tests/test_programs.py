@@ -169,6 +169,130 @@ def test_code_is_judged_by_its_tests(isolates, response, answer, reward_, solved
   assert score("", response, answer) == (reward_, solved)
 
 
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def block(code: str = SUM, tag: str = "python", fence: str = "```") -> str:
+  return f"So:\n{fence}{tag}\n{code}\n{fence}\n"
+
+
+def indented(text: str, by: str) -> str:
+  return "".join(by + line for line in text.splitlines(keepends=True))
+
+
+IN_A_STRING = f"X = '''\n```python\nprint(1)\n```\n'''\n# ```\n{SUM}"
+TAGS = (
+  *("", "py", "Python", "python3", "PY3", "pypy3", "{.python}", "{python}", " python "),
+  *("python title='a.py'", "python:a.py", "python3 []", "python3.11", "language-python"),
+)
+
+
+@pytest.mark.parametrize(
+  "response, code",
+  [
+    *((block(tag=tag), SUM) for tag in TAGS),
+    (block(fence="~~~"), SUM),
+    (block(fence="````"), SUM),
+    (block().replace("\n", "\r\n"), SUM),
+    (f"```python\n{SUM}", SUM),
+    (f"```python\n{SUM}```", SUM),
+    (f"```python\nprint(0)\nNo:\n{block()}", SUM),
+    (indented(block(), "   "), SUM),
+    (indented(block(), "\t"), SUM),
+    (indented(block(), "> "), SUM),
+    (f"- ```python\n  {SUM[:-12]}  {SUM[-12:]}\n  ```", SUM),
+    (f"1. \n   ```python\n{SUM}\n   ```", SUM),
+    (block(IN_A_STRING), IN_A_STRING),
+    (indented(block("if x:\n  y('''a\n''')"), "  "), "if x:\n  y('''a\n''')"),
+    *(
+      (block() + block(text, ""), SUM)
+      for text in ("3", "1 2", "[3]", "YES", "$ python a.py")
+    ),
+    *(
+      (block() + block("3", tag), SUM)
+      for tag in ("text", "output", "bash", "json", "python")
+    ),
+    (block() + block(">>> f(1)\n1"), SUM),
+    (block() + block(""), SUM),
+    (block() + "```\n", SUM),
+    (block("print(0)") + block(tag=""), SUM),
+    (block() + block("print(", "python"), "print("),
+    (block("print(", ""), "print("),
+    (block(tag="cpp"), None),
+    (SUM, None),
+  ],
+)
+def test_the_last_block_of_code_is_found(response, code):
+  """Fenced in any way; output is not code. The last one counts, if it is wrong, too."""
+  found = programs.find_code(response)
+  assert found == code or found.strip() == code
+
+
+def test_code_is_found_quickly():
+  """In responses that repeat themselves, too."""
+  start = time.process_time()
+  for text in ("```\n", "```\n(\n", "```\n'''\n", "> ", "- ", "1", "`"):
+    programs.find_code("```\nx = '''\n" + text * 5_000)
+  assert time.process_time() - start < 5.0
+
+
+THREAD = "t = threading.Thread(target=lambda: f(10**5)); t.start(); t.join()"
+PROGRAMS = {
+  "exit": f"{SUM}\nexit()",
+  "quit": f"{SUM}\nquit(0)",
+  "/dev/stdin": "print(sum(map(int, open('/dev/stdin').read().split())))",
+  "/dev/stdout": f"o = open('/dev/stdout', 'w')\n{SUM[:-1]}, file=o)",
+  "other devices": f"open('/dev/null', 'w'), open('/dev/urandom', 'rb').read(9)\n{SUM}",
+  "descriptor": "print(sum(map(int, open(0).read().split())))",
+  "size of stdin": "import os\nx = os.read(0, os.fstat(0).st_size)\n"
+  "print(sum(map(int, x.split())))",
+  "numpy": "import numpy as np\nx = np.loadtxt('/dev/stdin', int)\nprint(x @ [1, 1])",
+  "its file": f"import inspect\ndef f(): pass\ninspect.getsource(f), open(__file__)\n{SUM}",
+  "its module": f"import pickle\nclass A: pass\npickle.dumps(A())\n{SUM}",
+  "stderr": f"import sys\nsys.stderr.write('x' * 10**7)\n{SUM}",
+  "deep": "import sys, threading, resource as r\nsys.setrecursionlimit(10**6)\n"
+  "r.setrlimit(r.RLIMIT_STACK, (r.RLIM_INFINITY, r.RLIM_INFINITY))\n"
+  f"threading.stack_size(2**29)\ndef f(n): return n and f(n - 1)\n{THREAD}\n{SUM}",
+  "deep in C": "import sys, functools\nsys.setrecursionlimit(10**6)\n@functools.cache\n"
+  f"def f(n): return n and f(n - 1)\nf(50_000)\n{SUM}",
+  "processes": "import multiprocessing as m\nif __name__ == '__main__':\n"
+  f"  with m.Pool(2) as p: p.map(abs, [1])\n{indented(SUM, '  ')}",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_what_python_has(isolates, name):
+  """Where it can be had in isolation; it must still end well."""
+  score = programs.passes(wall_s=60.0)
+  assert score("", block(PROGRAMS[name]), [["1 2", "3\n"]]) == (1.0, True)
+  assert score("", block(PROGRAMS[name] + "\n1 / 0"), [["1 2", "4"]]) == 0.0
+
+
+@pytest.mark.parametrize(
+  "code, test, passed",
+  [
+    ("class A:\n  def f(self, x: List[int]): return Counter(x)", "assert A().f([1])[1]", 1),
+    ("@cache\ndef f(n): return n and f(n - 1)", "assert f(9_000) == 0", 1),
+    ("def f(): return sqrt(4)", "assert math.isclose(f(), 2)", 1),
+    (
+      "def f(): return pow(2, 3, 5)\nif __name__ == '__main__': f(input())",
+      "assert f()",
+      1,
+    ),
+    ("from math import gcd", "assert gcd(4, 6) == 2", 1),
+    ("from math import *", "assert gcd(4, 6) == 2", 1),
+    ("def f(): return gcd(4, 6)", "assert gcd(4, 6) == 2", 0),
+    ("import io, sys\nsys.stdout = io.StringIO()\ndef f(): pass", "f()", 1),
+    ("def f(): pass\nexit()", "f()", 0),
+    ("print(open('/dev/stdin').read())\nimport os\nos._exit(0)", "f()", 0),
+  ],
+)
+def test_asserted_code_has_what_leetcode_has(isolates, code, test, passed):
+  """Imports, which are no answers, and recursion; its main part does not run."""
+  found = programs.passes(wall_s=60.0, partial=True)("", block(code), [test])
+  assert found == (passed, bool(passed))
+
+
 def test_tests_beyond_the_total_time_are_not_passed(isolates):
   """What was found until then counts."""
   score = programs.passes(total_s=1.0, partial=True)

@@ -1,5 +1,6 @@
 """Verifiers: finding them, and asking them."""
 
+import decimal
 import sys
 
 import jax.numpy as jnp
@@ -116,3 +117,38 @@ def test_several_rewards_are_added_up_and_the_first_says_what_is_solved(mine):
     "mine_sum.says_2": [0, 0, 2],
     "mine_sum.short": [1, 0, 0],
   }
+
+
+class _Silent(BaseException):
+  def __str__(self):
+    raise RuntimeError("no text")
+
+  __repr__ = __str__
+
+
+class _Hidden(type):
+  @property
+  def __name__(cls):
+    raise RuntimeError("no name")
+
+
+class Nameless(Exception, metaclass=_Hidden):
+  pass
+
+
+@pytest.mark.parametrize(
+  "value, name",
+  [
+    (_Silent(), "_Silent"),
+    (Nameless("why"), "Nameless: why"),
+    (ValueError("x", 10**5000), "ValueError"),
+    (BaseExceptionGroup("two", [SystemExit()]), "BaseExceptionGroup"),
+    (10**5000, "int"),
+    ([_Silent()], "list"),
+    (decimal.Decimal("nan"), "Decimal"),
+  ],
+  ids=range(7),
+)
+def test_what_cannot_be_shown_is_named(value, name):
+  """By its class: an exception without text, a result with too many digits."""
+  assert name in verify(constant(value)).failure

@@ -12,6 +12,7 @@ import pytest
 
 from experiments import distributed
 from tests import commands
+from tests import tiny
 from tlt_jax import checkpoint
 
 home = commands.home
@@ -87,7 +88,7 @@ def train(home, tmp_path) -> list[str]:
   return [*commands.tiny_run(home, *own.items()), f"--workdir={tmp_path}"]
 
 
-@pytest.mark.parametrize("number", [INT, TERM])
+@pytest.mark.parametrize("number", [INT, tiny.slow(TERM)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_signal_ends_a_run_in_order(home, tmp_path, stage, number):
   """With what it has done saved, in a line or two, and the status that SIGTERM has."""
@@ -154,7 +155,7 @@ def test_a_command_that_saves_nothing_ends_in_one_line(home):
 
 # Ctrl-C of a terminal, which reaches the launcher, its processes, and their verifiers.
 @pytest.mark.parametrize(
-  "numbers, status", [([INT], distributed.STOPPED), ([INT, INT], 130)]
+  "numbers, status", [([INT], distributed.STOPPED), tiny.slow([INT, INT], 130)]
 )
 def test_ctrl_c_reaches_all_processes_of_a_job(home, tmp_path, numbers, status):
   (home / "interrupting.py").write_text(f"""

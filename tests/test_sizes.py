@@ -61,6 +61,7 @@ def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
   began = commands.read_run("countdown.py:smoke", dict.fromkeys(names))
   filled = dict.fromkeys(names, 7) | {
     "rollout.buckets": (4, 2),
+    "chat.date": "2026-01-31",
     "learner.buckets": ((2, 512),),
   }
   ran = trees.change(began, filled)

@@ -127,7 +127,7 @@ class Tokenizer:
       f"{self.inner.id_to_token(i)!r} ({i}; {', '.join(where)})"
       for i, where in self._stops.items()
     ]
-    return f"a response ends at {' or '.join(each)}"
+    return f"responses end at {' or '.join(each)}"
 
   @property
   def has_template(self) -> bool:

@@ -57,7 +57,8 @@ class Trial:
       typed += 0 if is_searched else len(chunk)
       if time.monotonic() - now < 2.0:
         count = min(2 * count, _MOST)
-    if name and solved + unsolved:
+    is_file = bool(records and records[0].get("place"))
+    if name and (solved or unsolved and is_file):
       _log(name, records, solved, unsolved, typed)
     if name and left:
       logging.info(

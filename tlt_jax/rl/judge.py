@@ -6,7 +6,7 @@ That costs this response only: it gets `failed_reward`, and is counted. The proc
 JAX has threads, and see the CPU only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import process
 import functools
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import types
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 import weakref
 
 import numpy as np
@@ -252,6 +252,12 @@ def _start(parent: int, memory: int) -> None:
   resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.dup2(2, 1)  # verifiers must not print to the run's stdout
+  os._exit = functools.partial(_exit, os._exit)
+
+
+def _exit(end: Callable[[int], NoReturn], status: int) -> NoReturn:
+  """Ends the process; not by 0, which the pool would take for no end of a task."""
+  end(status or 1)
 
 
 def _judge(text: str, solved_at: float, cpu_s: float, sample: str) -> reward.Verdict:
@@ -260,7 +266,7 @@ def _judge(text: str, solved_at: float, cpu_s: float, sample: str) -> reward.Ver
   # The kernel ends the process at this limit, even inside C code.
   signal.setitimer(signal.ITIMER_PROF, cpu_s)
   try:
-    return reward.verify(terms, solved_at, prompt, response, answer, given)
+    return reward.verify(terms, solved_at, prompt, response, answer, given, True)
   finally:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 

@@ -93,6 +93,7 @@ def verify(
   response: str,
   answer: Any,
   given: Mapping[str, int],
+  catches_interrupt: bool = False,
 ) -> Verdict:
   """Judges a response; errors of a verifier are reported, not raised.
 
@@ -104,19 +105,20 @@ def verify(
     more = {name: given[name] for name in wanted(score)}
     try:
       returned = score(prompt, response, answer, **more)
-    except (Exception, SystemExit, GeneratorExit) as e:  # Ctrl-C still ends the run
-      failure += f"{type(e).__name__}: {e} {place(response, answer)}"
-      return Verdict((), False, failure)
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    value, said = map(_python, returned if is_pair else (returned, None))
-    if not _is_finite_number(value) or (is_pair and not isinstance(said, bool)):
-      failure += (
-        f"returned {shortened(returned)}, neither a finite number nor a pair of one and a "
-        f"bool, (reward, solved) {place(response, answer)}"
-      )
-      return Verdict((), False, failure)
-    rewards.append(float(value))
-    solved.append(said if is_pair else bool(value >= solved_at))
+      is_pair = isinstance(returned, tuple) and len(returned) == 2
+      value, said = map(_python, returned if is_pair else (returned, None))
+      if not _is_finite_number(value) or (is_pair and not isinstance(said, bool)):
+        failure += (
+          f"returned {shortened(returned)}, neither a finite number nor a pair of one and "
+          f"a bool, (reward, solved) {place(response, answer)}"
+        )
+        return Verdict((), False, failure)
+      rewards.append(float(value))
+      solved.append(said if is_pair else bool(value >= solved_at))
+    except BaseException as e:
+      if isinstance(e, KeyboardInterrupt) and not catches_interrupt:
+        raise  # Ctrl-C still ends the run
+      return Verdict((), False, failure + f"{_described(e)} {place(response, answer)}")
   return Verdict(tuple(rewards), solved[0])
 
 
@@ -133,6 +135,21 @@ def _is_finite_number(value) -> bool:
   return isinstance(value, numbers.Real) and abs(value) <= largest
 
 
+def _described(error: BaseException) -> str:
+  name = _name(error)
+  try:
+    return "".join((name, ": ", str(error)))  # plain text, whatever class `str` gives
+  except BaseException:
+    return f"{name} (its text cannot be shown)"
+
+
+def _name(value: Any) -> str:
+  return type.__dict__["__name__"].__get__(type(value))  # a metaclass may hide it
+
+
 def shortened(value: Any) -> str:
-  text = repr(value)
+  try:
+    text = "".join(("", repr(value)))
+  except Exception:  # of odd classes, and of integers of thousands of digits
+    text = f"<{_name(value)} that cannot be shown>"
   return text if len(text) <= 120 else f"{text[:60]}...{text[-57:]}"

@@ -8,14 +8,17 @@ The answer of a response is, in this order of precedence, the content of the las
 if the right answer is no number, the last line, or as many as that has. Text before
 </think> does not count. Numbers are read by `written_number`: 1,234 and 1234.0 are the same
 answer. reasoning-gym grades the answer: `score` is 1 for full marks only, `graded` is the
-grade.
+grade. Tasks that give full marks to one wrong answer for most problems are refused.
 """
 
 import ast
+import fractions
 import functools
 import hashlib
 import json
+import logging
 import random
+import re
 from typing import Any, Literal
 
 import reasoning_gym
@@ -26,12 +29,52 @@ from tlt_jax import ranges
 from tlt_jax.tasks import gsm8k
 from tlt_jax.tasks import written_number
 
+# What 110 fixed answers, parts of the question and answers of other problems get, with the
+# default options, over 300 problems of each task of reasoning-gym 0.1.25; a slow test of
+# `tests/test_reasoning.py` measures it again.
+_REFUSED = {
+  "coin_flip": "0 gets full marks in 95%, as all that its answers begin with",
+  "complex_arithmetic": "nan gets full marks in 95%, and negative numbers of any size",
+  "game_of_life_halting": "any text gets full marks",
+  "propositional_logic": "P ∧ P gets full marks in 63%, and a premise as the conclusion",
+  "puzzle24": "6*4*1*1 gets full marks, whatever numbers are given",
+}
+# Right by chance: an answer, the share of problems in which it gets full marks, mean grade.
+_GUESSES = {
+  "acre": ("on", 0.36, 0.36),
+  "circuit_logic": ("0", 0.66, 0.66),
+  "course_schedule": ("False", 0.51, 0.51),
+  "game_of_life": ("a grid of zeros", 0.1, 0.96),
+  "isomorphic_strings": ("False", 0.53, 0.53),
+  "letter_counting": ("1", 0.36, 0.36),
+  "mahjong_puzzle": ("Chi", 0.36, 0.36),
+  "maze": ("5", 0.33, 0.33),
+  "pool_matrix": ("the question's matrix", 0.34, 0.34),
+  "polynomial_equations": ("0", 0.19, 0.33),
+  "prime_factorization": ("the question's number", 0.12, 0.56),
+  "ransom_note": ("False", 0.5, 0.5),
+  "rectangle_count": ("5", 0.11, 0.43),
+  "rotten_oranges": ("-1", 0.34, 0.34),
+  "self_reference": ("2", 0.37, 0.37),
+  "shortest_path": ("infeasible", 0.36, 0.36),
+  "string_insertion": ("the question's string", 0.94, 0.94),
+  "syllogism": ("Yes", 0.67, 0.67),
+  "time_intervals": ("00:00", 0.0, 0.4),
+}
 _PROBLEMS = 2**48  # of a task
 # These tasks generate all problems in advance, or take smaller seeds.
 _FEWER = dict.fromkeys(("acre", "gsm_symbolic", "list_functions", "word_ladder"), 20_000)
 _FEWER["pool_matrix"] = 2**31
 # Their verifiers expect a tuple of rows; JSON has lists.
 _GRIDS = ("arc_agi", "rearc")
+# Not 2 * 3, whose value says less than it does, nor 3i, D3 or a hexadecimal 1e3.
+_GOLD_NUMBER = re.compile(
+  r"\$?-?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?|\d+/\d+|\\frac\{\d+\}\{\d+\})\$?"
+)
+_MINUS = re.compile(r"\A\s*(?:negative|minus|-)\s+(?=\d)", re.IGNORECASE)
+_RATIO = re.compile(
+  r"\d\s*(?:[/\u2044]|\}\s*\{)\s*(\d[\d,]*(?:\.\d+)?|\.\d+)|frac\s*\d\s*(\d)"
+)
 _TRIES = 2000  # problems drawn to find one of a split
 _REPEATS = 2000  # of held-out problems, until there seem to be no others
 
@@ -54,7 +97,7 @@ class Problems:
       reasoning-gym's defaults
     seed: seed of the sequence of problems
   Raises:
-    DataError: no such task, or it takes other options
+    DataError: no such task, it takes other options, or its verifier is useless
   """
 
   def __init__(
@@ -71,6 +114,7 @@ class Problems:
     self._different: dict[str, dict] = {}  # held-out problems so far, by question
     self._repeats = 0  # drawn among them
     self._all = _dataset(task, options)
+    _report_guesses(task)
 
   def __len__(self) -> int:
     return self._size
@@ -101,7 +145,7 @@ class Problems:
 
   def _record(self, problem: dict[str, Any]) -> dict[str, Any]:
     # The verifiers of some tasks need the whole problem to judge an answer.
-    problem = json.loads(json.dumps(problem))
+    problem = json.loads(json.dumps(problem, default=str))
     answer = {"task": self._task, "options": self._options, "problem": problem}
     return {"prompt": problem["question"], "answer": answer}
 
@@ -149,26 +193,57 @@ def graded(prompt: object, response: str, answer: dict[str, Any]) -> float:
     problem = problem | {"metadata": problem["metadata"] | {"output": grid}}
   final = final_answer(response, problem["answer"])
   dataset = _dataset(task, answer["options"])
-  return float(dataset.score_answer(final, problem))
+  try:
+    return float(dataset.score_answer(final, problem))
+  except Exception:  # of some verifiers, for answers that do not have the task's form
+    return 0.0
 
 
 def final_answer(response: str, gold: str | None) -> str | None:
-  """The final answer of a response in the task's format; None if there is none."""
-  value = None if gold is None else written_number.read(gold)
-  if value is None:
-    final = gsm8k.final_answer(response)
+  """The final answer of a response in the task's format; None if there is none.
+
+  If the gold answer is a number, it is one that is worked out: neither 12 + 7 nor 38/2 is
+  19, because otherwise what the question says is an answer.
+  """
+  gold, final = gold or "", gsm8k.final_answer(response)
+  text = gsm8k.after_thoughts(response) if final is None else final
+  if not _GOLD_NUMBER.fullmatch(gold):
     if final is None:
-      lines = gsm8k.after_thoughts(response).strip().splitlines()
-      final = "\n".join(lines[-len((gold or "").splitlines() or [""]) :]).strip()
-    return final or None
-  found = gsm8k.final_number(response)
-  if found is None or found == value:
-    return None if found is None else gold
-  return str(found)
+      text = "\n".join(text.strip().splitlines()[-len(gold.splitlines() or [""]) :])
+    return text.strip() or None
+  text = _MINUS.sub("-", text)
+  found = written_number.read_last(text)  # None for calculations
+  if found is None or (final is not None and written_number.read(text) != found):
+    return None
+  *_, (last, below) = [(0, None), *_ratios(text)]
+  if below not in (None, found.denominator) and not re.search(r"\d", text[last:]):
+    return None
+  return gold if found == written_number.read(gold) else str(found)
+
+
+def _ratios(text: str) -> list[tuple[int, fractions.Fraction]]:
+  """The ends and denominators of fractions that are written with digits."""
+  found = [(m.end(), m[1] or m[2]) for m in _RATIO.finditer(text)]
+  return [(end, fractions.Fraction(below.replace(",", ""))) for end, below in found]
+
+
+@functools.cache
+def _report_guesses(task: str) -> None:
+  if task in _GUESSES:
+    guess, solved, grade = _GUESSES[task]
+    logging.warning(
+      "task %s of reasoning-gym, with its default options: %s, always, gets full marks for "
+      "%.0f%% of the problems and a mean grade of %.2f",
+      *(task, guess, 100 * solved, grade),
+    )
 
 
 @functools.cache
 def _dataset(task: str, options: str) -> reasoning_gym.dataset.ProceduralDataset:
+  if task in _REFUSED:
+    raise data.DataError(
+      f"task {task!r} of reasoning-gym cannot be a reward: {_REFUSED[task]}; use another"
+    )
   try:
     call = ast.parse(f"options({options})", mode="eval").body
     given = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}
