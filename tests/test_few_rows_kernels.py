@@ -118,7 +118,9 @@ def test_faults_are_found(fault, monkeypatch, tmp_path):
     assert_as_target(config, passes(config, "tree", 3))
 
 
-@pytest.mark.parametrize("fault", [None, ("kept = (place >= 0)[:, None]", "kept = valid")])
+@pytest.mark.parametrize(
+  "fault", [None, ("kept = (page != SINK)[:, None]", "kept = valid")]
+)
 def test_a_row_without_pages_writes_nothing(fault, monkeypatch, tmp_path):
   """A free slot, whose table points at the sink page."""
   triton = kernels.of("triton")

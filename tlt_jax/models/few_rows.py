@@ -90,9 +90,7 @@ def _run(
 ):
   (B, J), N, K, H = tokens.shape, config.num_heads, config.num_kv_heads, config.head_dim
   eps, params = config.norm_eps, jax.tree.map(lambda x: x.astype(config.dtype), params)
-  by = rotations.at(positions.reshape(-1))
-  slots = nodes.start[:, None] + jnp.arange(J)
-  place = few_rows.places(slots, kv.pages, kv.pools[0].k)
+  at = few_rows.Places(*rotations, positions.reshape(-1), nodes.start, kv.pages)
   most = max(N + 2 * K, config.width // few_rows.TILE, config.mlp_width // few_rows.TILE)
   count = jnp.zeros(max(most, B * J * K), jnp.int32)
   blocks = [params[f"layer_{i}"] for i in range(config.num_layers)]
@@ -103,7 +101,7 @@ def _run(
   for i, (w, pool) in enumerate(zip(blocks, kv.pools, strict=True)):
     with jax.named_scope(f"layer_{i}"):
       projections = _projections(config, w["attention"])
-      q, k, v = impl.qkv(x, projections, by.cos, by.sin, place, count, pool.k, pool.v, eps)
+      q, k, v = impl.qkv(x, projections, at, count, pool.k, pool.v, eps)
       pools.append(cache_lib.Pool(k, v))
       out = impl.attend(q.reshape(B, J, N, H), k, v, nodes, kv.pages, count)
       o, scale = w["attention"]["o_proj"], w["post_norm"]["scale"]

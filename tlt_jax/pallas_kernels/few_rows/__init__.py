@@ -41,6 +41,16 @@ class Projections(NamedTuple):
   norm: tuple[jax.Array, jax.Array] | None = None  # bf16[H], scales of q and k
 
 
+class Places(NamedTuple):
+  """Where rows are in their sequences, and in the cache."""
+
+  cos: jax.Array  # f32[positions H/2]  of RoPE, at positions 0, 1, ...
+  sin: jax.Array  # f32[positions H/2]
+  position: jax.Array  # i32[M]
+  start: jax.Array  # i32[B]  the slot of the first of a request's M / B rows
+  pages: jax.Array  # i32[B S/L]
+
+
 class Nodes(NamedTuple):
   """The J nodes of each request's tree, as paths from its root to its leaves.
 
@@ -98,17 +108,6 @@ def tree(start: jax.Array, depth: jax.Array, ancestors: jax.Array, deepest: int)
     (start[:, None, None] + path).astype(jnp.int32),
     jnp.sum(leaf, 1).astype(jnp.int32),
   )
-
-
-def places(slots: jax.Array, pages: jax.Array, pool: jax.Array) -> jax.Array:
-  """Where slots i32[B J] are in a pool f[P K L H], for its first head: i32[B*J].
-
-  -1 for those without a page. The sink page, which is the last one, is none.
-  """
-  P, K, L, _ = pool.shape
-  page = jnp.take_along_axis(pages, slots // L, 1, mode="clip")
-  exists = (slots >= 0) & (slots < pages.shape[1] * L) & (page < P - 1)
-  return jnp.where(exists, page * (K * L) + slots % L, -1).reshape(-1)
 
 
 def of(impl: str):

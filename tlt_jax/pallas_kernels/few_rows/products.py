@@ -143,20 +143,26 @@ def qkv(
   q_ptr, k_ptr, v_ptr,  # bf16[N*H D], bf16[K*H D] twice
   q_bias_ptr, k_bias_ptr, v_bias_ptr,  # bf16[heads*H]; not read without BIAS
   q_norm_ptr, k_norm_ptr,  # bf16[H]; not read without NORM
-  cos_ptr, sin_ptr,  # f32[M H/2]
-  place_ptr,  # i32[M], in the first head of the pool; -1: not written
+  cos_ptr, sin_ptr,  # f32[positions H/2]
+  position_ptr,  # i32[M]
+  start_ptr,  # i32[B], the slot of each request's first row
+  pages_ptr,  # i32[B S/PAGE]
   count_ptr,  # i32[heads], 0 before and after
   k_was_ptr, v_was_ptr,  # the pools, which are written in place
-  M,
+  M, J, length,  # J rows of each request; S
   part_ptr,  # f32[heads SPLITS R H], scratch
   q_out_ptr,  # bf16[M N H]
   k_pool_ptr, v_pool_ptr,  # bf16[P K PAGE H]
-  D: tl.constexpr, N: tl.constexpr, KV: tl.constexpr,
+  D: tl.constexpr, N: tl.constexpr, KV: tl.constexpr, SINK: tl.constexpr,
   H: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
   BIAS: tl.constexpr, NORM: tl.constexpr,
   R: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-  """Program (head, split): a head of q, k or v."""
+  """Program (head, split): a head of q, k or v.
+
+  Keys and values of row j of a request are written to slot start + j, unless that has no
+  page, or page SINK.
+  """
   head, split = tl.program_id(0), tl.program_id(1)
   own = head if head < N else (head - N) % KV
   w_ptr = q_ptr if head < N else (k_ptr if head < N + KV else v_ptr)
@@ -177,9 +183,13 @@ def qkv(
     bias_ptr = q_bias_ptr if head < N else (k_bias_ptr if head < N + KV else v_bias_ptr)
     a += tl.load(bias_ptr + own * H + h).to(tl.float32)[None, :]
     b += tl.load(bias_ptr + own * H + HALF + h).to(tl.float32)[None, :]
-  place = tl.load(place_ptr + r, mask=r < M, other=-1)
-  row = place.to(tl.int64) + own * PAGE
-  kept = (place >= 0)[:, None]
+  request = r // J
+  slot = tl.load(start_ptr + request, mask=r < M, other=0) + r % J
+  exists = (r < M) & (slot < length)
+  page_at = pages_ptr + request * (length // PAGE) + slot // PAGE
+  page = tl.load(page_at, mask=exists, other=SINK)
+  row = (page.to(tl.int64) * KV + own) * PAGE + slot % PAGE
+  kept = (page != SINK)[:, None]
   if head >= N + KV:
     out = v_pool_ptr + row[:, None] * H + h[None, :]
     tl.store(out, a.to(tl.bfloat16), mask=kept)
@@ -190,7 +200,8 @@ def qkv(
     rms = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / H + EPS)[:, None]
     a *= rms * tl.load(norm_ptr + h).to(tl.float32)[None, :]
     b *= rms * tl.load(norm_ptr + HALF + h).to(tl.float32)[None, :]
-  at = r[:, None] * HALF + h[None, :]
+  position = tl.load(position_ptr + r, mask=r < M, other=0)
+  at = position[:, None] * HALF + h[None, :]
   cos = tl.load(cos_ptr + at, mask=valid, other=0.0)
   sin = tl.load(sin_ptr + at, mask=valid, other=0.0)
   c, d = a * cos - b * sin, b * cos + a * sin

@@ -31,9 +31,7 @@ def enter(tokens: jax.Array, embedding: jax.Array, scale: jax.Array) -> few_rows
 def qkv(
   x: few_rows.Rows,
   w: few_rows.Projections,
-  cos: jax.Array,
-  sin: jax.Array,
-  place: jax.Array,
+  at: few_rows.Places,
   count: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -42,11 +40,12 @@ def qkv(
   del count
   P, K, page, H = k.shape
   by, made = _inverse_rms(x, eps), []
+  cos, sin = at.cos[at.position], at.sin[at.position]
   for i, weights in enumerate((w.q, w.k, w.v)):
     y = _product(x.scaled, weights) * by
     if w.bias is not None:
       y += w.bias[i].astype(jnp.float32)
-    y = y.reshape(len(place), -1, H)
+    y = y.reshape(len(cos), -1, H)
     if i < 2:
       if w.norm is not None:
         y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
@@ -55,11 +54,14 @@ def qkv(
       c, s = cos[:, None], sin[:, None]
       y = jnp.concatenate([a * c - b * s, b * c + a * s], -1)
     made.append(y.astype(k.dtype))
-  at = place[:, None] + jnp.arange(K) * page
-  at = jnp.where(place[:, None] < 0, P * K * page, at)
+  J = len(cos) // len(at.start)
+  slots = (at.start[:, None] + jnp.arange(J)).reshape(-1)
+  request = jnp.arange(len(slots)) // J
+  number = at.pages.at[request, slots // page].get(mode="fill", fill_value=P - 1)
+  number = jnp.where(number == P - 1, P, number)  # of the sink page: not written
 
   def put(pool, new):
-    return pool.reshape(-1, H).at[at].set(new, mode="drop").reshape(pool.shape)
+    return pool.at[number, :, slots % page].set(new, mode="drop")
 
   return made[0], put(k, made[1]), put(v, made[2])
 

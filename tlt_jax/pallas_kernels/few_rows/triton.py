@@ -49,9 +49,7 @@ def enter(tokens: jax.Array, embedding: jax.Array, scale: jax.Array) -> few_rows
 def qkv(
   x: few_rows.Rows,
   w: few_rows.Projections,
-  cos: jax.Array,
-  sin: jax.Array,
-  place: jax.Array,
+  at: few_rows.Places,
   count: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -59,12 +57,12 @@ def qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Projects rows to queries, keys and values, and writes the latter to pools.
 
-  Takes M rows; cos and sin f32[M H/2]; pools bf16[P K L H]; `place` i32[M] in them, of
-  `few_rows.places`; and `count` i32[heads or more] zeros. Returns queries bf16[M N H], and
-  the pools.
+  Takes M rows, pools bf16[P K L H], and `count` i32[heads or more] zeros. Returns queries
+  bf16[M N H], and the pools.
   """
   M, D = x.scaled.shape
-  K, page, H = k.shape[1:]
+  P, K, page, H = k.shape
+  J, S = M // len(at.start), page * at.pages.shape[1]
   N, R = w.q.shape[0] // H, padded(M)
   heads = N + 2 * K
   splits = products.splits(D, heads, H)
@@ -72,7 +70,7 @@ def qkv(
   unused = w.q  # of the right type
   _, q, k, v = triton_call.triton_call(
     x.scaled, x.squares, w.q, w.k, w.v, *(w.bias or [unused] * 3),
-    *(w.norm or [unused] * 2), cos, sin, place, count, k, v, M,
+    *(w.norm or [unused] * 2), *at, count, k, v, M, J, S,
     kernel=products.qkv,
     out_type=[
       shape((heads * splits * R * H,), jnp.float32),
@@ -82,8 +80,8 @@ def qkv(
     ],
     grid=(heads, splits),
     name="qkv",
-    aliases={14: 2, 15: 3},
-    D=D, N=N, KV=K, H=H, PAGE=page, TILES=x.squares.shape[0], EPS=eps,
+    aliases={16: 2, 17: 3},
+    D=D, N=N, KV=K, SINK=P - 1, H=H, PAGE=page, TILES=x.squares.shape[0], EPS=eps,
     BIAS=w.bias is not None, NORM=w.norm is not None, R=R, BK=_STEP, SPLITS=splits,
     **_OPTIONS,
   )  # fmt: skip
