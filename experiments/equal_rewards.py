@@ -35,8 +35,8 @@ class Watch:
     self._in_a_row = self._in_a_row + 1 if taught_nothing(record) else 0
     if self._in_a_row == STEPS:
       _warn(
-        f"nothing was learnt in the last {STEPS} steps, as all responses of a prompt had "
-        f"equal rewards: {self._cause(record)}"
+        f"nothing was learnt in the last {STEPS} steps, as the responses of every prompt "
+        f"had equal rewards: {self._cause(record)}"
       )
 
   def _one_response(self) -> str:
@@ -80,7 +80,7 @@ def in_summary(records: Sequence[Mapping[str, float]]) -> str | None:
   if not equal:
     return None
   return (
-    f"In {equal} of {len(steps)} steps all responses of a prompt had equal rewards: "
+    f"In {equal} of {len(steps)} steps the responses of every prompt had equal rewards: "
     "nothing was learnt in them."
   )
 

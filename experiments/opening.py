@@ -118,10 +118,10 @@ def _stops(run: config_lib.RunConfig) -> list[str]:
 
 
 def _updates(run: config_lib.RunConfig) -> Iterator[str]:
-  only = f" (of it {run.learner.only})" if run.learner.only else ""
+  only = f" (parameters that match {run.learner.only})" if run.learner.only else ""
   yield (
     f"trained: the policy{only} by {run.algorithm['name']}, for the reward {run.reward}; "
-    f"solved from {run.solved_at:g} on"
+    f"solved: reward >= {run.solved_at:g}"
   )
   yield f"a step: {_asked(run, run.batch.prompts, run.batch.responses)}"
 
@@ -153,7 +153,7 @@ def _decoding(run: config_lib.RunConfig) -> Iterator[str]:
   wanted, selector = levels.parse(run.strategies), from_config.make_selector(run)
   drafts = [arm for level in wanted for arm in level.arms if arm is not None]
   if selector is None:
-    why = 'strategies has none but "off"'
+    why = 'strategies has none but "off"' if wanted else "strategies is empty"
     if drafts:
       why = f"{_names(drafts)} of strategies need a drafter, and drafter is ''"
     yield f"decoding: plainly, nothing is drafted: {why}"
@@ -204,7 +204,7 @@ def _times(run: config_lib.RunConfig, slices: int) -> str:
   idle = [n for n in buckets if n <= (spot.max_batch or n)]
   in_idle, after = f"in idle slices of up to {max(idle, default=0)} slots", ""
   if slices == 1:
-    in_idle = "not in idle slices: there is one slice, which never is"
+    in_idle = "not in idle slices: the only slice is never idle"
   elif not idle:
     in_idle = f"not in idle slices: spot.max_batch is below {min(buckets)} slots"
   if spot.after_rollout_share:
@@ -221,7 +221,7 @@ def _measured(run: config_lib.RunConfig) -> Iterator[str]:
   if from_config.make_selector(run) is None:
     return
   if not run.compare.every:
-    yield "gain: only estimated, as no rollout is repeated (compare.every is 0)"
+    yield "gain: not measured; compare.every=5 repeats every fifth rollout plainly for that"
     return
   frozen = " and with the first drafter" if run.drafter and run.spot.train else ""
   yield f"gain: measured, every {run.compare.every:,} steps a rollout plainly{frozen} again"

@@ -154,8 +154,8 @@ def _gain(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
   late = [r for r in steps[-LATE:] if r in compared]
   for side in sides:
     faster = _faster(compared, side)
-    if 1 < len(late) < len(compared):
-      faster += f"; those of the last {LATE} steps {_faster(late, side)}"
+    if 3 < len(late) < len(compared):
+      faster += f"; those of the last {LATE} steps: {_faster(late, side)}"
     whole = gain(compared, side, "step")["mean"]
     yield (
       f"Against {_OTHERS[side]} this run's rollouts were {faster}. Its steps, all training "
@@ -181,8 +181,12 @@ def _faster(compared: Sequence[Mapping[str, float]], side: str) -> str:
   """How many times as fast the run's own rollouts were, with its interval."""
   found = gain(compared, side)
   low, high = found["interval"]
-  interval = f" (95% interval: {low:.2f} to {high:.2f})" if len(compared) > 1 else ""
-  return _times(found["mean"]) + interval
+  if len(compared) == 1:
+    return _times(found["mean"])
+  interval = f"(95% interval: {low:.2f} to {high:.2f})"
+  if low <= 1 <= high:
+    return f"not clearly faster or slower, {found['mean']:.2f} times as fast {interval}"
+  return f"{_times(found['mean'])} {interval}"
 
 
 def _times(ratio: float) -> str:
@@ -232,7 +236,7 @@ def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
     tokens = _mean(records, "rollout/mean_acceptance_length")
     yield (
       f"Speculation ran for {speculating / spent:.0%} of the rollouts' time; a pass of "
-      f"the policy drew {tokens:.2f} tokens, plain ones included."
+      f"the policy drew {tokens:.2f} tokens, counting passes without drafts."
     )
   if any("drafter/updates" in r for r in records):
     idle, harvested = (_total(records, f"rollout/{k}_s") for k in ("idle", "harvested"))
@@ -241,8 +245,8 @@ def _time_of_slices(records: Sequence[Mapping[str, float]]) -> Iterator[str]:
     share = f" ({idle / (slices * spent):.0%} of their time)" if slices and spent else ""
     yield (
       f"Training of the drafter: {updates:,.0f} updates. Devices were idle in rollouts for "
-      f"{idle:.1f} s{share}, and trained meanwhile what would take about {harvested:.1f} s "
-      f"alone; training after rollouts took {after:.1f} s."
+      f"{idle:.1f} s{share}; about {harvested:.1f} s of training were done meanwhile, and "
+      f"{after:.1f} s after rollouts."
     )
 
 
@@ -270,7 +274,7 @@ def what_next(
     "figures/": "rewards, lengths and time",
     "metrics.jsonl": "all numbers, by step",
     "samples/": "responses to read",
-    "checkpoints/": "what the same command goes on from; for more steps give it "
+    "checkpoints/": "the same command resumes from here; for more steps give it "
     f"--config.steps={2 * config.steps}",
   }
   if not drafter.is_dir():
@@ -286,6 +290,7 @@ def what_next(
       "evaluate",
       *configured,
       f"--model={workdir}/policy",
+      f"--baseline={config.policy}",
     ],
     "See a response": [
       "generate",

@@ -212,7 +212,10 @@ def _one_error(
     inside = f"{key.rpartition('.')[0]}.".lstrip(".")
     names = [k.removeprefix(inside) for k in known if k.startswith(inside)]
     there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-    hint = named.nearest(key, known)
+    if key in dict.fromkeys(name.partition(".")[0] for name in known):
+      inside = [k for k in known if k.startswith(f"{key}.")]
+      return ConfigError(f"{path}{key} is a section: set {', '.join(inside)}")
+    hint = named.nearest_path(key, known)
     return ConfigError(f"{path}{key}: the config has no such key; there are {there}{hint}")
   if kind == "missing" and key in known:
     return ConfigError(f"{path}{key} is missing; it takes {known[key].takes}")
@@ -240,7 +243,11 @@ def read(path: str) -> dict[str, Any]:
   if file.isidentifier() and (FOLDER / f"{file}.py").is_file():
     file = str(FOLDER / f"{file}.py")
   if not pathlib.Path(file).is_file():
-    raise ConfigError(f"no such file (in folder {pathlib.Path.cwd()})")
+    known = sorted(x.stem for x in FOLDER.glob("*.py") if x.stem != "__init__")
+    raise ConfigError(
+      f"no such file (in folder {pathlib.Path.cwd()}); configs to be named alone are "
+      f"{', '.join(known)}{named.nearest(file, known)}"
+    )
   spec = importlib.util.spec_from_file_location("config", file)
   if spec is None:
     raise ConfigError("a config is a Python file, FILE.py")

@@ -253,7 +253,7 @@ def test_a_signal_saves_and_the_run_goes_on(home, one, tmp_path, number, job_of)
   command = "train" if job_of == 1 else "launch"
   result = commands.run(home, command, *args)
   assert result.returncode == distributed.STOPPED, result.stderr
-  assert "stopped as it was told; the same command goes on" in result.stderr
+  assert "stopped; the same command resumes" in result.stderr
   assert checkpoint.latest(tmp_path / "checkpoints") == 3
   commands.succeed(commands.run(home, command, *args))
   same = ("policy", "responses")

@@ -129,7 +129,7 @@ def test_a_bad_answer_is_refused_or_dropped(tokenizer, caplog):
   kept = prompt_checks.usable(Made(records), "made", judged(tokenizer, "drop"))
   assert [r["prompt"] for r in kept] == ["1", "3"]
   assert "1 dropped (bad answers)" in caplog.text and "record 2" in caplog.text
-  with pytest.raises(data.DataError, match="1 of 1"):
+  with pytest.raises(data.DataError, match="all 1 gold answers"):
     prompt_checks.usable(records[2:3], "made", judged(tokenizer, "drop"))
 
 
@@ -204,7 +204,7 @@ SETS = {"source": "tlt_jax.data.named_sets"}
     ({"prompts": {"path": "a.csv"}}, "prompts.path", "'.csv'"),
     ({"prompts": {"path": "one.jsonl"}}, "held_out.share", "none to train on"),
     ({"prompts": {"path": "bad.jsonl"}}, "prompts.answer_field", "bad.jsonl, line 1"),
-    ({"held_out": {"path": "bad.jsonl"}}, "held_out.answer_field", "bad_answer to drop"),
+    ({"held_out": {"path": "bad.jsonl"}}, "held_out.answer_field", "correct the reward"),
     ({"prompts": {"path": "ok.jsonl", "answer_field": "x"}}, "prompts.answer_field", "'x'"),
     ({"prompts": {"path": "ok.jsonl", "prompt_field": "q"}}, "prompts.prompt_field", "'q'"),
     ({"prompts": {"path": "ok.jsonl", "keep": "my.f"}}, "prompts.keep", "no module"),

@@ -152,3 +152,20 @@ class Nameless(Exception, metaclass=_Hidden):
 def test_what_cannot_be_shown_is_named(value, name):
   """By its class: an exception without text, a result with too many digits."""
   assert name in verify(constant(value)).failure
+
+
+@pytest.mark.parametrize(
+  "library, parameters",
+  [
+    ("verl", "data_source, solution_str, ground_truth, extra_info=None"),
+    ("TRL", "completions, answer, **kwargs"),
+    ("TRL", "prompts, completions, **kwargs"),
+  ],
+)
+def test_rewards_of_other_libraries_are_named(library, parameters, tmp_path, monkeypatch):
+  """They would get a prompt where they expect something else."""
+  (tmp_path / "their_rewards.py").write_text(f"def score({parameters}): return 1.0\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, "their_rewards", raising=False)
+  with pytest.raises(reward.RewardError, match=f"{library}'s rewards; wrap it"):
+    reward.parse("their_rewards.score")

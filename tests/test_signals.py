@@ -97,8 +97,8 @@ def test_a_signal_ends_a_run_in_order(home, tmp_path, stage, number):
   assert result.returncode == distributed.STOPPED, result.stderr
   *before, last = unusual(result)
   assert before == ["stopping; Ctrl-C again ends at once"] * (saves and number == INT)
-  resumes = "; the same command goes on" * (stage != "compiling")
-  assert last == f"stopped as it was told{resumes}"
+  resumes = "; the same command resumes" * (stage != "compiling")
+  assert last == f"stopped{resumes}"
   assert checkpoint.latest(tmp_path / "checkpoints") == step
 
 
@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_ends_at_once(home, tmp_path, wait):
   assert result.returncode == 130
   assert unusual(result) == [
     "stopping; Ctrl-C again ends at once",
-    "ended at once by the second Ctrl-C; the same command goes on from the last checkpoint",
+    "ended at once by the second Ctrl-C; the same command resumes from the last checkpoint",
   ]
 
 
@@ -119,7 +119,7 @@ def test_a_long_compilation_does_not_keep_a_run_that_has_nothing_to_save(home, t
   where, _, _ = STAGES["compiling"]
   result = send(home, "train", where, [INT], "outside", *train(home, tmp_path))
   assert result.returncode == distributed.STOPPED
-  assert unusual(result) == ["stopped as it was told"]
+  assert unusual(result) == ["stopped"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_other_trainings_save_as_well(home, tmp_path, command, stage, step):
   assert result.returncode == distributed.STOPPED, result.stderr
   assert unusual(result) == [
     "stopping; Ctrl-C again ends at once",
-    "stopped as it was told; the same command goes on",
+    "stopped; the same command resumes",
   ]
   assert checkpoint.latest(tmp_path / "checkpoints") == step
 
@@ -150,7 +150,7 @@ def test_a_command_that_saves_nothing_ends_in_one_line(home):
   args = [*commands.tiny_run(home), f"--model={home / 'policy'}", "--prompts=2"]
   result = send(home, "evaluate", stage, [INT], "Python", *args)
   assert result.returncode == distributed.STOPPED
-  assert unusual(result) == ["stopped as it was told"]
+  assert unusual(result) == ["stopped"]
 
 
 # Ctrl-C of a terminal, which reaches the launcher, its processes, and their verifiers.
@@ -193,7 +193,7 @@ def digits(prompt, response, answer):
   if status == 130:
     assert unusual(result) == [*lines, "ended at once by the second Ctrl-C"]
     return
-  assert unusual(result) == [*lines, "stopped as it was told; the same command goes on"]
+  assert unusual(result) == [*lines, "stopped; the same command resumes"]
   assert checkpoint.latest(tmp_path / "checkpoints") == 3
 
 
@@ -231,4 +231,4 @@ def test_ctrl_c_while_a_command_imports_its_libraries_is_one_line():
     time.sleep(0.05)
   process.send_signal(signal.SIGINT)
   _, lines = process.communicate(timeout=60)
-  assert (process.returncode, lines) == (distributed.STOPPED, "\nstopped as it was told\n")
+  assert (process.returncode, lines) == (distributed.STOPPED, "\nstopped\n")

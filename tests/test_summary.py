@@ -136,7 +136,7 @@ def test_the_summary_has_what_compared_rollouts_gained():
 
 def test_steps_in_which_nothing_was_learnt_are_counted():
   records = [step(i, 0.5, policy__no_signal=float(i % 3 == 0)) for i in range(5)]
-  said = "In 2 of 5 steps all responses of a prompt had equal rewards: nothing was learnt"
+  said = "In 2 of 5 steps the responses of every prompt had equal rewards: nothing"
   assert said in flat([*records, evaluation(5, 0.75)])
   assert "equal rewards" not in flat(records[1:3])
 
@@ -238,7 +238,7 @@ def test_what_can_be_done_next_is_said_in_commands(tmp_path, monkeypatch):
   of_config = "--config=mine.py '--config.reward=a b'"
   policy = f"--model={tmp_path}/policy"
   assert [x.strip() for x in said.splitlines() if x.startswith("  tlt ")] == [
-    f"tlt evaluate {of_config} {policy}",
+    f"tlt evaluate {of_config} {policy} --baseline={config.policy}",
     f"tlt generate {of_config} {policy} --drafter={tmp_path}/drafter '--prompt=1 + 1?'",
     f"tlt export --workdir={tmp_path} --output={tmp_path}/served",
   ]

@@ -97,7 +97,8 @@ def load_prompts(
   if path.suffix not in readers:
     raise DataError(
       f"{path}: prompts are read from {' or '.join(readers)} files, not from "
-      f"{path.suffix or 'a file without a suffix'!r}",
+      f"{path.suffix or 'a file without a suffix'!r} (pandas: "
+      "read_csv(FILE).to_parquet(NAME))",
       "path",
     )
   if not path.is_file():

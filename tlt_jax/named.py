@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 import difflib
 import importlib
+import importlib.util
+import pathlib
 import pkgutil
 import types
 from typing import Any
@@ -16,6 +18,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
   """The end of an error message: "; did you mean 'x'?", or "" if nothing is near."""
   near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
   return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def nearest_path(path: str, known: Iterable[str]) -> str:
+  """As `nearest`, of dotted names: all that end in the same last part."""
+  last = path.rpartition(".")[2]
+  same = [name for name in known if name.rpartition(".")[2] == last]
+  if len(same) < 2:
+    return nearest(path, known)
+  return f"; did you mean {' or '.join(map(repr, same))}?"
 
 
 def load(path: str) -> Any:
@@ -36,7 +47,8 @@ def module(name: str, package: str, attribute: str) -> types.ModuleType:
   Raises:
     NameNotFound: no such module, or it lacks the attribute
   """
-  if "." not in name and name not in (known := _modules(package)):
+  if "." not in name and name not in _modules(package):
+    known = [n for n in _modules(package) if _has(f"{package}.{n}", attribute)]
     raise NameNotFound(
       f"{package} has {', '.join(sorted(known))}, and modules of one's own have dotted "
       "names" + nearest(name, known)
@@ -45,6 +57,12 @@ def module(name: str, package: str, attribute: str) -> types.ModuleType:
   if not hasattr(found, attribute):
     raise NameNotFound(f"module {found.__name__} has no {attribute!r}")
   return found
+
+
+def _has(module: str, attribute: str) -> bool:
+  """Whether a module's source defines it at the top; nothing is imported."""
+  source = importlib.util.find_spec(module).origin
+  return f"\ndef {attribute}(" in pathlib.Path(source).read_text() if source else False
 
 
 def _import(name: str) -> types.ModuleType:

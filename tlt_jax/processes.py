@@ -46,7 +46,7 @@ class Stopped(BaseException):
     self.together = together
 
   def __str__(self) -> str:
-    return "stopped as it was told" + ("; the same command goes on" if _resumes else "")
+    return "stopped" + ("; the same command resumes" if _resumes else "")
 
 
 class Agreement(NamedTuple):
@@ -225,7 +225,7 @@ def _watch(signals: int, announces: bool) -> None:
     number = os.read(signals, 1)[0]
     if number == signal.SIGINT:
       if interrupted:
-        then = "; the same command goes on from the last checkpoint" if _resumes else ""
+        then = "; the same command resumes from the last checkpoint" if _resumes else ""
         _end(_ENDED, f"ended at once by the second Ctrl-C{then}", announces)
       interrupted = True
     elif number != signal.SIGTERM:

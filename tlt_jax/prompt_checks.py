@@ -99,7 +99,13 @@ def _answerable(
   if not bad:
     return placed
   what = f"{placed[bad[0]][0]}: the reward cannot use the answer: {problems[bad[0]]}"
-  if rules.unusable.bad_answer == "refuse" or len(bad) == len(placed):
+  if len(bad) == len(placed):
+    raise data.DataError(
+      f"the reward fails on all {len(bad):,} gold answers, the first ({placed[0][0]}): "
+      f"{problems[0]}; correct the reward, or name the field that holds the answers",
+      "answer_field",
+    )
+  if rules.unusable.bad_answer == "refuse":
     raise data.DataError(
       f"{what}; {len(bad):,} of {len(placed):,} answers are like this: correct them, name "
       "another field, or set unusable_prompts.bad_answer to drop",

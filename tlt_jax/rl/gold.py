@@ -21,6 +21,7 @@ _FORMS = (
   "<think>\n</think>\n<answer>{}</answer>",
 )
 _SECONDS = 30.0  # for a source, after which the rest is not tried
+_ONE_S = 10.0  # for one answer
 _UNSOLVED = 64  # records after which, if none is solved, only usability is tried
 _MOST = 1024  # records tried together, as many as 2 s allow
 
@@ -37,13 +38,14 @@ class Trial:
 
   def __init__(self, judge: judge_lib.Judge, max_tokens: int, whole: bool):
     self._judge, self._whole = judge, whole
+    self._slow = ""  # how an answer exceeded a limit
     self._given = {"length": 1, "max_tokens": max_tokens}
 
   def __call__(self, records: Sequence[dict], name: str = "") -> list[str]:
     """Why each record's answer cannot be used, "" where it can; logs if there is a name."""
     if not self._judge.terms:
       return [""] * len(records)
-    began = time.monotonic()
+    began, self._slow = time.monotonic(), ""
     until = math.inf if self._whole else began + _SECONDS
     problems = list(map(self._unsendable, records))
     left = [i for i, problem in enumerate(problems) if not problem]
@@ -58,7 +60,9 @@ class Trial:
       if time.monotonic() - now < 2.0:
         count = min(2 * count, _MOST)
     is_file = bool(records and records[0].get("place"))
-    if name and (solved or unsolved and is_file):
+    if name and self._slow:
+      logging.warning("%s: the reward is slow: an answer %s", name, self._slow)
+    if name and (solved or unsolved and is_file) and not all(problems):
       _log(name, records, solved, unsolved, typed)
     if name and left:
       logging.info(
@@ -90,6 +94,7 @@ class Trial:
         # A limit of time or memory says nothing of the answer.
         if not verdict.failure.startswith("reward "):
           usable.add(i)
+          self._slow = self._slow or verdict.failure
         failure.setdefault(i, verdict.failure)
         if verdict.solved:
           solved.add(i)
@@ -104,7 +109,7 @@ class Trial:
       answer = record["answer"]
       response = form.format(answer) if _is_scalar(answer) else ""
       samples.append((record["prompt"], response, answer, self._given))
-    return self._judge.ask(samples)
+    return self._judge.ask(samples, _ONE_S)
 
 
 def _is_scalar(answer: object) -> bool:

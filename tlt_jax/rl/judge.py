@@ -109,7 +109,13 @@ class Judge:
     total[too_large] = self.options.failed_reward
     if count := np.count_nonzero(failure != ""):
       first = failure[np.flatnonzero(failure != "")[0]]
-      logging.warning("%d of %d responses are not judged, the first: %s", count, B, first)
+      logging.warning(
+        "the reward failed on %d of %d responses, which get %g; the first: %s",
+        count,
+        B,
+        self.options.failed_reward,
+        first,
+      )
     is_sum = len(self.terms) > 1 or any(term.weight != 1.0 for term in self.terms)
     names = [term.name for term in self.terms] if is_sum else []
     return Scores(
@@ -125,8 +131,8 @@ class Judge:
     B = len(scores.failure)
     if len(failed) > _MOST_FAILED * B:
       raise reward.RewardError(
-        f"verifiers failed on {len(failed)} of {B} responses; at most {_MOST_FAILED:.0%} "
-        f"may fail; the first: {scores.failure[failed[0]]}"
+        f"the reward failed on {len(failed)} of {B} responses, and a run ends above "
+        f"{_MOST_FAILED:.0%}; the first: {scores.failure[failed[0]]}"
       )
 
   def close(self) -> None:
@@ -139,20 +145,27 @@ class Judge:
     if self.options.processes:
       _as_json((prompt, "", answer))
 
-  def ask(self, samples: list[tuple]) -> list[reward.Verdict]:
-    """Judges samples: the arguments of `reward.verify` from `prompt` on; logs nothing."""
-    with self._lock:  # prompts are tried in another thread while responses are judged
-      return self._ask(samples)
+  def ask(
+    self, samples: list[tuple], wall_s: float | None = None
+  ) -> list[reward.Verdict]:
+    """Judges samples: the arguments of `reward.verify` from `prompt` on; logs nothing.
 
-  def _ask(self, samples: list[tuple]) -> list[reward.Verdict]:
+    `wall_s`: a limit for each, if less than that of the options.
+    """
+    limit = min(self.options.wall_s, wall_s or self.options.wall_s)
+    with self._lock:  # prompts are tried in another thread while responses are judged
+      return self._ask(samples, limit)
+
+  def _ask(self, samples: list[tuple], wall_s: float) -> list[reward.Verdict]:
     if not self.options.processes:
       return [reward.verify(self.terms, self._solved_at, *sample) for sample in samples]
     sent = list(map(_as_json, samples))
     found: dict[int, reward.Verdict] = {}
     for _ in range(_ATTEMPTS):
-      tasks = {i: self._schedule(sent[i]) for i in range(len(sent)) if i not in found}
+      left = [i for i in range(len(sent)) if i not in found]
+      tasks = {i: self._schedule(sent[i], wall_s) for i in left}
       for i, task in tasks.items():
-        if (verdict := self._verdict(task, samples[i])) is not None:
+        if (verdict := self._verdict(task, samples[i], wall_s)) is not None:
           found[i] = verdict
       if len(found) == len(sent):
         break
@@ -160,7 +173,7 @@ class Judge:
     lost = reward.Verdict((), False, "ended its process")
     return [found.get(i, lost) for i in range(len(sent))]
 
-  def _schedule(self, sample: str) -> pebble.ProcessFuture:
+  def _schedule(self, sample: str, wall_s: float) -> pebble.ProcessFuture:
     if self._pool is None:
       self._pool = pebble.ProcessPool(
         self.options.processes,
@@ -170,15 +183,19 @@ class Judge:
       )
       self._end = weakref.finalize(self, _end, self._pool)  # at exit, too
     args = (self._text, self._solved_at, self.options.cpu_s, sample)
-    return self._pool.schedule(_judge, args=args, timeout=self.options.wall_s)
+    return self._pool.schedule(_judge, args=args, timeout=wall_s)
 
-  def _verdict(self, task: pebble.ProcessFuture, sample: tuple) -> reward.Verdict | None:
+  def _verdict(
+    self, task: pebble.ProcessFuture, sample: tuple, wall_s: float
+  ) -> reward.Verdict | None:
     try:
       return task.result()
     except process.BrokenProcessPool:
       return None
     except futures.TimeoutError:
-      what = f"took more than verifier.wall_s={self.options.wall_s:g}"
+      what = f"took more than verifier.wall_s={wall_s:g}"
+      if wall_s < self.options.wall_s:
+        what = f"took more than {wall_s:g} s"
     except pebble.ProcessExpired as e:
       what = f"ended its process (status {e.exitcode})"
       if e.exitcode == -signal.SIGPROF:

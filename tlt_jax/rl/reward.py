@@ -23,6 +23,7 @@ from tlt_jax import named
 
 Score = Callable[..., float | tuple[float, bool]]
 _OPTIONAL = ("length", "max_tokens")  # arguments of a verifier
+_OF_OTHERS = {"verl": {"solution_str"}, "TRL": {"completions"}}  # their parameters
 
 
 class RewardError(ValueError):
@@ -73,6 +74,12 @@ def _make(call: calls.Call) -> Score:
       raise RewardError(f"reward {call.path!r}: {name}(...) returns no function")
   try:
     more = dict.fromkeys(wanted(score), 0)
+    for library, names in _OF_OTHERS.items():
+      if names <= inspect.signature(score).parameters.keys():
+        raise RewardError(
+          f"reward {call.path!r} has the parameters of {library}'s rewards; wrap it in a "
+          f"function score(prompt, response, answer) that calls {name} with these"
+        )
     inspect.signature(score).bind("prompt", "response", "answer", **more)
   except TypeError as e:
     raise RewardError(

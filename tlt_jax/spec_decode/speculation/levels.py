@@ -31,7 +31,8 @@ def parse(text: str) -> tuple[Level, ...]:
     match = _LEVEL.fullmatch(part)
     if match is None:
       raise ValueError(
-        "strategies read like 'up to 2 live: off or 3_1_4; up to 8 live: 2_1_3', not "
+        "strategies read like 'up to 2 live: off or 3_1_4; up to 8 live: 2_1_3', or '' to "
+        "decode plainly, not "
         f"{part!r}"
       )
     arms = tuple(map(strategy_lib.parse, match[2].split(" or ")))
