@@ -90,6 +90,7 @@ class Step:
       memory_rows=1,
       memory_tokens=1024,
       kernels=kernels,
+      filters=False,  # as in RL
     )
     drafter = models.drafter if self.drafts else None
     selector = strategy and selector_lib.always(strategy)

@@ -2,13 +2,13 @@
 
     python -m benchmarks.few_rows --model=qwen3-0.6b
 
-The layers of a decoder by the kernels of `pallas_kernels.few_rows`, with random weights:
+A decoder by the kernels of `pallas_kernels.few_rows`, with random weights:
 
-  bits    chains of four of 4, 8 and 16 requests in one pass (16, 32 and 64 rows), against
-          plain steps of each request alone, in a cache of another length: the hidden state
-          of every node, and the cache
-  step    seconds of all layers in one program, by rows, compared with reading the weights
-          at the measured bandwidth; and of two of its kernels
+  bits    chains of four of 4, 8 and 16 requests in one pass (16, 32 and 64 rows), and
+          trees, against plain steps of each request alone, in a cache of another length:
+          logits and hidden states of every node, and the cache
+  step    seconds of a step, by rows, compared with reading the weights at the measured
+          bandwidth; and of two of its kernels
   one row XLA's product of one row with the weights of all layers: by default, as one of
           several rows (`few_rows_matmul`), and with sums in float32; and of two rows
 
@@ -16,13 +16,14 @@ It fails if a bit differs. The last line is JSON. `--dry_run` runs the operation
 jax.numpy, in tiny sizes, on any machine; there bits may differ.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
 import sys
-from types import ModuleType
 
 from absl import flags
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,111 +34,123 @@ from benchmarks import shapes
 from experiments import launch
 from experiments import tables
 from tlt_jax import few_rows_matmul
+from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
-from tlt_jax.models import layers as layers_lib
-from tlt_jax.pallas_kernels import few_rows
-from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
+from tlt_jax.models import few_rows
+from tlt_jax.models import layers
+from tlt_jax.models import target
+from tlt_jax.pallas_kernels import few_rows as kernels_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 CHAIN = 4  # nodes
 REQUESTS = (4, 8, 16)
 ROWS = (1, 4, 16, 64)
+PARENTS = (0, 0, 0, 1, 1, 3, 2, 3, 0)  # of a tree's nodes
 _LENGTH = 2048  # tokens of a cache
+_PAGE = 64  # slots
 _COMPARED = 2  # layers whose bits are compared; the others are alike
 
 
-def weights(config: config_lib.ModelConfig, layers: int) -> list[dict[str, jax.Array]]:
-  D, F, H = config.width, config.mlp_width, config.head_dim
-  N, K = config.num_heads * H, config.num_kv_heads * H
-  sizes = dict(q=(D, N), k=(D, K), v=(D, K), o=(N, D), gate=(D, F), up=(D, F), down=(F, D))
-  vectors = dict(before=D, after=D, q_norm=H, k_norm=H, q_bias=N, k_bias=K, v_bias=K)
+def weights(config: config_lib.ModelConfig) -> dict:
+  """Random weights of a target, in bfloat16, norms and biases included."""
+  abstract = nn.meta.unbox(target.abstract_params(config))
+  leaves, structure = jax.tree.flatten(abstract)
 
   @jax.jit
   def make(key):
-    keys = iter(jax.random.split(key, len(sizes) + len(vectors)))
+    keys = jax.random.split(key, len(leaves))
+    made = []
+    for key, x in zip(keys, leaves, strict=True):
+      random = jax.random.normal(key, x.shape)
+      random = random * x.shape[-1] ** -0.5 if len(x.shape) > 1 else 1 + 0.1 * random
+      made.append(random.astype(jnp.bfloat16))
+    return jax.tree.unflatten(structure, made)
 
-    def normal(shape):
-      return jax.random.normal(next(keys), shape)
-
-    matrices = {n: normal(s) * s[0] ** -0.5 for n, s in sizes.items()}
-    others = {n: 1 + 0.1 * normal((s,)) for n, s in vectors.items()}
-    return {n: x.astype(jnp.bfloat16) for n, x in (matrices | others).items()}
-
-  return [make(jax.random.key(i)) for i in range(layers)]
+  return make(jax.random.key(0))
 
 
-def projections(config: config_lib.ModelConfig, w: dict) -> few_rows.Projections:
-  bias = (w["q_bias"], w["k_bias"], w["v_bias"]) if config.qkv_bias else None
-  norm = (w["q_norm"], w["k_norm"]) if config.qk_norm else None
-  return few_rows.Projections(w["q"], w["k"], w["v"], bias, norm)
+def chains(tokens: jax.Array) -> tree_lib.Tree:
+  """Of tokens i32[B J]; plain steps, if J is 1."""
+  return tree_lib.chain(tokens, tokens.shape[1] - 1)
+
+
+def trees(tokens: jax.Array, parents: Sequence[int] = PARENTS) -> tree_lib.Tree:
+  depth = [0] * len(parents)
+  for node, parent in enumerate(parents[1:], 1):
+    depth[node] = depth[parent] + 1
+  parent, depth = (jnp.broadcast_to(jnp.array(x), tokens.shape) for x in (parents, depth))
+  return tree_lib.Tree(tokens, parent, depth, jnp.ones(tokens.shape, bool))
+
+
+def tokens_of(config: config_lib.ModelConfig, batch: int, count: int) -> jax.Array:
+  return jax.random.randint(jax.random.key(1), (batch, count), 0, config.vocab_size)
 
 
 def step(
-  config: config_lib.ModelConfig, impl: ModuleType, params, x, start, cache, count
-):
-  """One pass of all layers: hidden states bf16[B*J D], and the cache.
-
-  Args:
-    impl: of `few_rows.of`
-    params: of `weights`
-    x: bf16[B J D] embeddings of J consecutive tokens of each request
-    start: i32[B] the position of the first
-    cache: keys and values bf16[B K S H] by layer
-    count: i32[...] zeros
-  """
-  B, J, D = x.shape
-  eps, position = config.norm_eps, (start[:, None] + jnp.arange(J)).reshape(-1)
-  by = layers_lib.rotation(config, position)
-  seen = seen_lib.causal(start, J)
-  rows, new = few_rows.enter(x.reshape(-1, D), params[0]["before"]), []
-  for i, (w, (k, v)) in enumerate(zip(params, cache, strict=True)):
-    args = (rows, projections(config, w), by.cos, by.sin, position, count)
-    q, k, v = impl.qkv(*args, k, v, eps)
-    new.append((k, v))
-    q = q.reshape(B, J, config.num_heads, config.head_dim)
-    out = impl.attend(q, k, v, seen, count).reshape(B * J, -1)
-    rows = impl.project(out, w["o"], rows.sums, w["after"], count)
-    hidden = impl.gate_up(rows, w["gate"], w["up"], count, eps)
-    following = params[(i + 1) % len(params)]["before"]
-    rows = impl.project(hidden, w["down"], rows.sums, following, count)
-  return rows.sums, new
+  config: config_lib.ModelConfig,
+  impl: str,
+  params: dict,
+  kv: cache_lib.KVCache,
+  tree: tree_lib.Tree,
+  start: jax.Array,
+) -> few_rows.Pass:
+  """A pass over the nodes of trees, the first of which is in slot `start` i32[B]."""
+  ancestors, J = tree_lib.ancestors(tree.parent), tree.tokens.shape[1]
+  nodes = kernels_lib.tree(start, tree.depth, ancestors, J - 1)
+  rotations = layers.rotation(config, jnp.arange(kv.length))
+  positions = start[:, None] + tree.depth
+  args = config, params, kv, tree.tokens, positions, nodes, rotations
+  return few_rows.run(*args, taps=(0,), impl=impl)
 
 
-def counters(config: config_lib.ModelConfig, batch: int) -> jax.Array:
-  """Zeros, for the kernels of a step."""
-  heads = config.num_heads + 2 * config.num_kv_heads
-  most = max(heads, config.mlp_width // few_rows.TILE, batch * config.num_kv_heads)
-  return jnp.zeros(most, jnp.int32)
+def cache(
+  config: config_lib.ModelConfig, batch: int, length: int, filled
+) -> cache_lib.KVCache:
+  """Random numbers in the first slots of each row, `filled` i32[B], and NaN behind."""
+  made = cache_lib.init(config, batch, length, page=_PAGE, kernels="ref")
+  pages = made.pages.shape[1]
+  slot = jnp.arange(pages * _PAGE).reshape(pages, 1, _PAGE, 1)
+  empty = slot >= jnp.asarray(filled)[:, None, None, None, None]
+  empty = jnp.pad(
+    jnp.broadcast_to(empty, (batch, *slot.shape)).reshape(-1, 1, _PAGE, 1),
+    ((0, 1), (0, 0), (0, 0), (0, 0)),
+    constant_values=True,
+  )
+  keys = iter(jax.random.split(jax.random.key(3), 2 * len(made)))
+
+  def random(x):
+    y = jax.random.normal(next(keys), x.shape, jnp.bfloat16)
+    return jnp.where(empty, jnp.nan, y).astype(jnp.bfloat16)
+
+  return made.replace(pools=jax.tree.map(random, made.pools))
 
 
-def caches(config: config_lib.ModelConfig, layers: int, batch: int, length: int, filled):
-  """Caches with random numbers in the first slots, `filled` i32[B], and NaN behind."""
-  shape = (batch, config.num_kv_heads, length, config.head_dim)
-  empty = (jnp.arange(length) >= jnp.asarray(filled)[:, None])[:, None, :, None]
+def _of_row(kv: cache_lib.KVCache, row: int, more: int) -> cache_lib.KVCache:
+  """A cache with one of the rows, and `more` unwritten pages that it could grow to."""
+  old = kv.pages[row]
+  pages = jnp.arange(len(old) + more)[None]
 
-  def cache(i: int) -> jax.Array:
-    x = jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
-    return jnp.where(empty, jnp.nan, x).astype(jnp.bfloat16)
+  def take(x):
+    return jnp.concatenate([x[old], jnp.full((more + 1, *x.shape[1:]), jnp.nan, x.dtype)])
 
-  return [(cache(2 * i), cache(2 * i + 1)) for i in range(layers)]
+  return kv.replace(pools=jax.tree.map(take, kv.pools), pages=pages.astype(jnp.int32))
 
 
 def differing_bits(
-  config: config_lib.ModelConfig, impl: ModuleType, requests: int, length: int
+  config: config_lib.ModelConfig, impl: str, tree: tree_lib.Tree, length: int
 ) -> dict[str, int]:
-  """Compares a pass over chains with plain steps of each request alone.
+  """Compares a pass over trees with plain steps of each request alone.
 
   Returns:
-    numbers: compared, of hidden states and of the cache
+    numbers: compared, of logits, hidden states, keys and values
     differing: of these
   """
-  params = weights(config, _COMPARED)
+  config = dataclasses.replace(config, num_layers=_COMPARED)
+  params, (B, J) = weights(config), tree.tokens.shape
   run = jax.jit(functools.partial(step, config, impl))
-  rng = np.random.default_rng(0)
-  start = rng.integers(0, length - CHAIN, requests).astype(np.int32)
-  x = jax.random.normal(jax.random.key(1), (requests, CHAIN, config.width), jnp.bfloat16)
-  cache = caches(config, _COMPARED, requests, length, start)
-  hidden, after = run(params, x, start, cache, counters(config, requests))
-  hidden = hidden.reshape(x.shape)
+  start = np.random.default_rng(0).integers(0, length - J, B).astype(np.int32)
+  before = cache(config, B, length, start)
+  made = run(params, before, tree, start)
   found = dict(numbers=0, differing=0)
 
   def compare(a, b):
@@ -145,66 +158,82 @@ def differing_bits(
     found["numbers"] += a.size
     found["differing"] += int(np.sum((a != b) & ~(np.isnan(a) & np.isnan(b))))
 
-  longer = ((0, 0), (0, 0), (0, few_rows.TILE), (0, 0))
-  for r in range(requests):
-    alone = [tuple(jnp.pad(y[r : r + 1], longer) for y in layer) for layer in cache]
-    for j in range(CHAIN):
-      at = start[r : r + 1] + j
-      one = counters(config, 1)
-      state, alone = run(params, x[r : r + 1, j : j + 1], at, alone, one)
-      compare(hidden[r, j], state[0])
-    for mine, its in zip(alone, after, strict=True):
-      for a, b in zip(mine, its, strict=True):
-        compare(a[0, :, :length], b[r])
+  def slots(kv, row, first, count):
+    at = np.arange(first, first + count)
+    at = np.asarray(kv.pages)[row, at // _PAGE], at % _PAGE
+    return [x[at[0], :, at[1]] for x in jax.tree.leaves(kv.pools)]
+
+  for row in range(B):
+    alone = {-1: _of_row(before, row, more=1)}  # after each node
+    for node in range(J):
+      parent = int(tree.parent[row, node]) if node else -1
+      at = start[row] + int(tree.depth[row, node])
+      one = chains(tree.tokens[row : row + 1, node : node + 1])
+      plain = run(params, alone[parent], one, at[None])
+      alone[node] = plain.kv
+      for a, b in zip(made[:3], plain[:3], strict=True):
+        compare(a[row, node], b[0, 0])
+      its = slots(made.kv, row, int(start[row]) + node, 1)
+      for a, b in zip(its, slots(plain.kv, 0, int(at), 1), strict=True):
+        compare(a, b)
+    its = slots(made.kv, row, 0, int(start[row]))
+    for a, b in zip(its, slots(before, row, 0, int(start[row])), strict=True):
+      compare(a, b)
   return found
 
 
 def seconds(
   config: config_lib.ModelConfig,
-  impl: ModuleType,
+  impl: str,
   rows: int,
   length: int,
   timing: device_time.Timing,
 ) -> dict[str, dict]:
-  """Times a plain step of all layers, and each of its kernels on the weights of all."""
-  params = weights(config, config.num_layers)
+  """Times a plain step, and two of its kernels on the weights of all layers."""
+  params, operations = weights(config), kernels_lib.of(impl)
   start = jnp.full(rows, length - 1, jnp.int32)
-  cache = caches(config, config.num_layers, rows, length, np.full(rows, length))
-  count, eps = counters(config, rows), config.norm_eps
-  x = jax.random.normal(jax.random.key(1), (rows, config.width), jnp.bfloat16)
+  kv = cache(config, rows, length, np.full(rows, length))
+  eps, D = config.norm_eps, config.width
+  count = jnp.zeros(max(config.mlp_width, D) // kernels_lib.TILE, jnp.int32)
+  tokens = jnp.arange(rows, dtype=jnp.int32)[:, None]
   wide = jax.random.normal(jax.random.key(2), (rows, config.mlp_width), jnp.bfloat16)
+  blocks = [params[f"layer_{i}"] for i in range(config.num_layers)]
+  scale = params["final_norm"]["scale"]
+  entered = jax.jit(operations.enter)(tokens[:, 0], params["embedding"], scale)
 
   def feed(result, first):  # the same values, which depend on the result
-    return first + (0 * result[: len(first), :1]).astype(first.dtype)
+    return first + (0 * result.reshape(-1)[0]).astype(first.dtype)
 
-  def whole(x, params, cache):
-    return step(config, impl, params, x[:, None], start, cache, count)[0]
+  def whole(tokens, params, kv):
+    return step(config, impl, params, kv, chains(tokens), start).logits
 
-  def down(wide, params):
-    total = x
-    for w in params:
-      total = impl.project(wide, w["down"], total, w["before"], count).sums
+  def down(wide, blocks):
+    total = entered.sums
+    for w in blocks:
+      total = operations.project(wide, w["mlp"]["down_proj"], total, scale, count).sums
     return total
 
-  def gate_up(x, params):
-    for w in params:
-      rows_ = few_rows.enter(x, w["after"])
-      x = impl.gate_up(rows_, w["gate"], w["up"], count, eps)[:, : config.width]
+  def gate_up(x, blocks):
+    for w in blocks:
+      mlp = w["mlp"]
+      y = operations.gate_up(
+        entered._replace(scaled=x), mlp["gate_proj"], mlp["up_proj"], count, eps
+      )
+      x = y[:, :D]
     return x
 
   sides = {
-    "step": device_time.Side(whole, (x, params, cache), feed),
-    "down": device_time.Side(down, (wide, params), feed),
-    "gate_up": device_time.Side(gate_up, (x, params), feed),
+    "step": device_time.Side(whole, (tokens, params, kv), feed),
+    "down": device_time.Side(down, (wide, blocks), feed),
+    "gate_up": device_time.Side(gate_up, (entered.scaled, blocks), feed),
   }
   return timing.measure(sides, expected_s=1e-3)
 
 
-def by_xla(
-  config: config_lib.ModelConfig, timing: device_time.Timing
-) -> dict[str, dict]:
+def by_xla(config: config_lib.ModelConfig, timing: device_time.Timing) -> dict[str, dict]:
   """Times XLA's products of a row with the `down` weights of all layers."""
-  matrices = [w["down"] for w in weights(config, config.num_layers)]
+  params = weights(config)
+  matrices = [params[f"layer_{i}"]["mlp"]["down_proj"] for i in range(config.num_layers)]
 
   def side(product, n: int) -> device_time.Side:
     x = jax.random.normal(jax.random.key(2), (n, config.mlp_width), jnp.bfloat16)
@@ -217,12 +246,15 @@ def by_xla(
 
     return device_time.Side(run, (x, matrices), feed=lambda result, first: result)
 
-  in_float32 = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+  def dot(x, w, **options):
+    return jnp.dot(x, w.T, **options)
+
+  in_float32 = functools.partial(dot, preferred_element_type=jnp.float32)
   sides = {
-    "one row": side(jnp.dot, 1),
-    "as one of several": side(lambda x, w: few_rows_matmul.linear(x, w.T), 1),
+    "one row": side(dot, 1),
+    "as one of several": side(few_rows_matmul.linear, 1),
     "summed in float32": side(in_float32, 1),
-    "two rows": side(jnp.dot, 2),
+    "two rows": side(dot, 2),
   }
   return timing.measure(sides, expected_s=1e-3)
 
@@ -233,24 +265,27 @@ def weight_bytes(config: config_lib.ModelConfig) -> dict[str, int]:
   mlp = 2 * config.num_layers * D * F
   heads = 2 * config.num_heads + 2 * config.num_kv_heads
   attention = 2 * config.num_layers * D * H * heads
-  return {"step": 3 * mlp + attention, "down": mlp, "gate_up": 2 * mlp}
+  head = 2 * config.vocab_size * D
+  return {"step": 3 * mlp + attention + head, "down": mlp, "gate_up": 2 * mlp}
 
 
 def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   """The same kind of model, as small as the kernels allow."""
-  return dataclasses.replace(shapes.tiny(config), width=128, mlp_width=128, head_dim=32)
+  return dataclasses.replace(shapes.tiny(config), width=128, mlp_width=128, head_dim=64)
 
 
 def main(model: str, repeats: int, dry: bool):
   launch.start(1)
   kernels.check_device(dry)
   config = shapes.MODELS[model]
-  impl = few_rows.of("ref" if dry else "triton")
+  impl = "ref" if dry else "triton"
   config, length = (tiny(config), 96) if dry else (config, _LENGTH)
   timing = device_time.Timing(repeats=repeats, most_calls=2 if dry else 200)
-  bits = {n * CHAIN: differing_bits(config, impl, n, length) for n in REQUESTS}
-  rows = [[str(n), str(b["differing"]), f"{b['numbers']:,}"] for n, b in bits.items()]
-  tables.show("bits", ["rows of a pass", "differing numbers", "compared"], rows)
+  passes = {f"{n} chains": chains(tokens_of(config, n, CHAIN)) for n in REQUESTS}
+  passes["4 trees"] = trees(tokens_of(config, 4, len(PARENTS)))
+  bits = {name: differing_bits(config, impl, x, length) for name, x in passes.items()}
+  rows = [[n, str(b["differing"]), f"{b['numbers']:,}"] for n, b in bits.items()]
+  tables.show("bits", ["a pass over", "differing numbers", "compared"], rows)
   bandwidth = kernels.bandwidth(timing, dry)
   moved, cells = weight_bytes(config), []
   for n in ROWS:

@@ -234,6 +234,7 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program
     max_prompt=min(PROMPT, slots // 2),
     slots=rows,
     kernels=kernels,
+    filters=False,
   )
   strategies = f"up to {rows} live: off or {CHAIN} or {TREE}"
   selector = selector_lib.make(strategies, "predictive", has_drafter=True)

@@ -18,10 +18,18 @@ class Machine(NamedTuple):
   shared: int  # bytes of shared memory per program
   instructions: Callable[[str], int]  # how often one occurs, e.g. "HGMMA"
   machine_code: str  # disassembled
+  ptx: str
+  layouts: str  # Triton's own text for GPUs, with the layout of every array over threads
 
 
 def compiled(
-  kernel, capability: int, types: dict[str, str], constants: dict, warps: int, stages: int
+  kernel,
+  capability: int,
+  types: dict[str, str],
+  constants: dict,
+  warps: int,
+  stages: int,
+  fused: bool = True,
 ) -> Machine:
   """Compiles a kernel to machine code, without a GPU.
 
@@ -31,6 +39,7 @@ def compiled(
     types: of the arguments that are not constant, e.g. {"x_ptr": "*fp32", "size": "i32"};
       all are taken to be multiples of 16, as jax's arrays and most sizes are
     constants: the other arguments
+    fused: whether products may be fused with sums
   """
   import triton
   from triton.backends import compiler as backends
@@ -47,7 +56,7 @@ def compiled(
   program = triton.compile(
     source,
     target=backends.GPUTarget("cuda", capability, 32),
-    options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
+    options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused},
   )
   usage = _dump(program.asm["cubin"], "-res-usage")
   machine_code = _dump(program.asm["cubin"], "-sass")
@@ -60,6 +69,8 @@ def compiled(
     shared=program.metadata.shared,
     instructions=lambda name: len(re.findall(rf"\b{name}\b", machine_code)),
     machine_code=machine_code,
+    ptx=program.asm["ptx"],
+    layouts=program.asm["ttgir"],
   )
 
 

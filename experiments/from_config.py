@@ -380,7 +380,9 @@ def make_drafter(
 
 def rollout_options(run: config_lib.RunConfig) -> rollout.Options:
   """A run's sizes of rollouts, complete."""
-  return rollout.Options(max_length=run.max_length, **vars(run.rollout))
+  s = run.sampling
+  filters = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+  return rollout.Options(max_length=run.max_length, filters=filters, **vars(run.rollout))
 
 
 def make_sampler(

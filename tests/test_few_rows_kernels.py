@@ -1,5 +1,6 @@
-"""A decoder's layers by the kernels for few rows, interpreted: exact, and bit for bit."""
+"""A decoder by the kernels for few rows, interpreted: exact, and bit for bit."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,94 +13,144 @@ from benchmarks import shapes
 from tests import mutants
 from tests import tiny
 from tests import triton_kernels
-from tlt_jax.pallas_kernels import few_rows
+from tlt_jax.models import layers
+from tlt_jax.models import target
+from tlt_jax.pallas_kernels import few_rows as kernels
+from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
+from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 pytestmark = triton_kernels.requires_triton
 
-LENGTH = 96
+LENGTH = 192
+TREE = (0, 0, 0, 1, 1, 3, 2)
 CONFIGS = {name: bench.tiny(config) for name, config in shapes.MODELS.items()}
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-  """In steps of 32, so that each product is cut into parts."""
-  triton = few_rows.of("triton")
+  """In steps of 32, and short splits, so that each sum is cut into parts."""
+  triton = kernels.of("triton")
   monkeypatch.setattr(triton, "_STEP", 32)
   monkeypatch.setattr(triton, "_SPLIT", 64)
   with triton_kernels.interpreted():
     yield
 
 
-def assert_as_reference(config, rows, nodes):
-  """To 3% of the largest number.
+def made(config, tree):
+  """The arguments of a pass: weights, a cache with NaN behind its tokens, starts."""
+  B, J = tree.tokens.shape
+  start = np.array([61, 0, LENGTH - J, 133][:B], np.int32)
+  return bench.weights(config), bench.cache(config, B, LENGTH, start), tree, start
+
+
+def by_target(config, params, kv, tree, start):
+  """The same pass by XLA."""
+  ancestors = tree_lib.ancestors(tree.parent)
+  rotations = layers.rotation(config, jnp.arange(kv.length))
+  args = tree.tokens, start[:, None] + tree.depth, (0,)
+  seen = seen_lib.of_mask(jnp.asarray(start), ancestors)
+  kv = kv.replace(pools=jax.tree.map(jnp.nan_to_num, kv.pools))  # it reads all slots
+  apply = functools.partial(target.Target(config).apply, {"params": params})
+  final, tapped, kv = apply(
+    *args, seen, kv, jnp.asarray(start), rotations, method=target.Target.with_taps
+  )
+  return apply(final, method=target.Target.logits), final, tapped, kv
+
+
+def assert_as_target(config, tree, impl="triton"):
+  """To 5% of the largest number: what bfloat16's roundings make of two orders of sums.
 
   Triton's interpreter cuts numbers off where a GPU rounds them to bfloat16.
   """
-  hidden, cache = pass_of("triton", config, rows, nodes)
-  wanted, caches = pass_of("ref", config, rows, nodes)
-  hidden, wanted = (np.asarray(x.astype(jnp.float32)) for x in (hidden, wanted))
-  assert np.abs(hidden - wanted).max() < 2**-5 * np.abs(wanted).max()
-  for found, other in zip(jax.tree.leaves(cache), jax.tree.leaves(caches), strict=True):
-    found, other = (np.asarray(x.astype(jnp.float32)) for x in (found, other))
-    written = np.isfinite(found)
-    assert np.abs(found - other)[written].max() < 2**-5 * np.abs(other).max()
-    assert written.sum() >= rows * nodes * config.num_kv_heads * config.head_dim
+  args = made(config, tree)
+  found = jax.jit(functools.partial(bench.step, config, impl))(*args)
+  wanted = by_target(config, *args)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+    written = np.isfinite(a)
+    assert np.abs(a - b)[written].max() < 0.05 * np.abs(b).max()
+  assert all(np.isfinite(x.astype(jnp.float32)).all() for x in found[:3])
+  kept, before = (
+    np.isfinite(x.pools[0].k.astype(jnp.float32)) for x in (found.kv, args[1])
+  )
+  heads = config.num_kv_heads * config.head_dim
+  assert (kept & ~before).sum() == tree.tokens.size * heads
 
 
-def pass_of(impl, config, rows, nodes):
-  """Hidden states and caches of a pass over chains; unwritten slots hold NaN."""
-  params = bench.weights(config, 2)
-  start = np.array([0, 61, LENGTH - nodes, 33][:rows], np.int32)
-  shape = (rows, nodes, config.width)
-  x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
-  cache = bench.caches(config, 2, rows, LENGTH, start)
-  if impl == "ref":  # reads all slots
-    cache = jax.tree.map(jnp.nan_to_num, cache)
-  count = bench.counters(config, rows)
-  run = jax.jit(functools.partial(bench.step, config, few_rows.of(impl)))
-  return run(params, x, start, cache, count)
+def passes(config, kind, rows):
+  count = len(TREE) if kind == "tree" else kind
+  tokens = bench.tokens_of(config, rows, count)
+  return bench.trees(tokens, TREE) if kind == "tree" else bench.chains(tokens)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("rows, nodes", [(1, 1), (3, 4), tiny.slow(2, 16)])
-def test_layers_are_those_of_the_reference(name, rows, nodes):
+@pytest.mark.parametrize("kind, rows", [(1, 1), (4, 3), ("tree", 3), tiny.slow(16, 2)])
+@pytest.mark.parametrize("impl", ["triton", "ref"])
+def test_a_pass_is_that_of_the_target(name, kind, rows, impl):
   """With biases, and with norms of queries and keys."""
-  assert_as_reference(CONFIGS[name], rows, nodes)
+  assert_as_target(CONFIGS[name], passes(CONFIGS[name], kind, rows), impl)
 
 
 PRODUCTS = {
   "a tile's squares": ("for tile in range(TILES)", "for tile in range(1)"),
   "a part is left out": ("for split in range(1, SPLITS)", "for split in range(2, SPLITS)"),
   "rotated backwards": ("b * cos + a * sin", "b * cos - a * sin"),
+  "the head is not normed": ("acc * by", "acc"),
 }
 ATTENTION = {
-  "the tail is not masked": ("shifted & 1", "1"),
+  "the tail is not masked": ("slot[:, None] <= last[None, :]", "slot[:, None] >= 0"),
   "splits are not rescaled": ("sums = sums * mine[:, None] +", "sums = sums +"),
+  "a node sees other paths": ("own = tl.where(depth < 0, slot, own)", "own = slot"),
+  "programs are miscounted": ("(splits - whole) * paths", "(splits - whole)"),
 }
 
 
 @pytest.mark.parametrize("fault", [*PRODUCTS, *ATTENTION])
 def test_faults_are_found(fault, monkeypatch, tmp_path):
   """In the kernels themselves."""
-  triton = few_rows.of("triton")
+  triton = kernels.of("triton")
   name = "products" if fault in PRODUCTS else "attention"
   file = getattr(triton, name).__file__
   mutant = mutants.load(file, (PRODUCTS | ATTENTION)[fault], tmp_path)
   monkeypatch.setattr(triton, name, mutant)
+  config = CONFIGS["qwen3-0.6b"]
   with pytest.raises(AssertionError):
-    assert_as_reference(CONFIGS["qwen3-0.6b"], 3, 4)
+    assert_as_target(config, passes(config, "tree", 3))
+
+
+@pytest.mark.parametrize(
+  "fault", [None, ("kept = (page != SINK)[:, None]", "kept = valid")]
+)
+def test_a_row_without_pages_writes_nothing(fault, monkeypatch, tmp_path):
+  """A free slot, whose table points at the sink page."""
+  triton = kernels.of("triton")
+  mutant = mutants.load(triton.products.__file__, fault, tmp_path)
+  monkeypatch.setattr(triton, "products", mutant)
+  config = CONFIGS["qwen3-0.6b"]
+  params, kv, tree, start = made(config, passes(config, 1, 2))
+  kv = kv.of_live(jnp.array([True, False]))
+  found = jax.jit(functools.partial(bench.step, config, "triton"))(params, kv, tree, start)
+  changed = 0
+  for a, b in zip(jax.tree.leaves(found.kv.pools), jax.tree.leaves(kv.pools), strict=True):
+    a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+    changed += int(np.sum((a != b) & ~(np.isnan(a) & np.isnan(b))))
+  of_one = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+  assert (changed == of_one) == (fault is None)
 
 
 @pytest.mark.parametrize("name", [tiny.slow("qwen2.5-7b"), "qwen3-0.6b"])
-def test_a_row_has_its_bits_whatever_is_computed_with_it(name):
-  """A chain's nodes among those of others, and plain steps of one request alone."""
-  found = bench.differing_bits(CONFIGS[name], few_rows.of("triton"), 3, LENGTH)
-  assert found["differing"] == 0 and found["numbers"] > 10_000
+@pytest.mark.parametrize("kind, rows", [(4, 3), ("tree", 2), tiny.slow(16, 2)])
+def test_a_row_has_its_bits_whatever_is_computed_with_it(name, kind, rows):
+  """Nodes of chains and trees among others, and plain steps of one request alone."""
+  config = CONFIGS[name]
+  found = bench.differing_bits(config, "triton", passes(config, kind, rows), LENGTH)
+  assert found["differing"] == 0 and found["numbers"] > 5_000
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("requests", bench.REQUESTS)
+@pytest.mark.parametrize("kind, rows", [(4, n) for n in bench.REQUESTS] + [("tree", 4)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bits_on_a_gpu(name, requests):
-  found = bench.differing_bits(shapes.MODELS[name], few_rows.of("triton"), requests, 512)
+def test_bits_on_a_gpu(name, kind, rows):
+  config = dataclasses.replace(shapes.MODELS[name], vocab_size=4096)
+  found = bench.differing_bits(config, "triton", passes(config, kind, rows), 512)
   assert found["differing"] == 0

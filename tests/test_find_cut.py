@@ -14,13 +14,14 @@ from tlt_jax.pallas_kernels.find_cut import ref
 from tlt_jax.spec_decode.decoding import slices
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("V", "bits"), [(64, 4), (49_152, 1), (151_936, 1)])
-def test_it_keeps_what_sorting_keeps(V, bits):
+def test_it_keeps_what_sorting_keeps(V, bits, exact):
   """Few blocks decide peaked rows, flat ones are looked at whole."""
   for spread in (0.3, 1.5, 4.0) if V == 49_152 else (1.5,):
     logits = sorting.some_logits(V, spread)
     for settings in (sorting.FEW, sorting.MANY):
-      cut = sorting.find(logits, *sorting.columns(settings), bits=bits)
+      cut = sorting.find(logits, *sorting.columns(settings), bits=bits, exact=exact)
       sorting.assert_kept(cut, logits, settings)
   assert cut[0] == -np.inf
 
@@ -64,6 +65,18 @@ def test_it_is_a_logit_of_the_row_and_keeps_ties():
   kept = np.sum(logits >= cut[:, None], -1)
   assert kept[1] == 16 and (np.delete(kept, 1) == 9).all()
   assert (np.sort(logits, -1)[np.arange(6), -kept] == cut).all()
+
+
+@pytest.mark.parametrize("V", [1000, 262_144])
+def test_exact_sums_do_not_depend_on_their_order(V):
+  """Others do, in the last bits; no digit overflows."""
+  rng = np.random.default_rng(0)
+  x = np.exp(rng.normal(0, 4, V)).astype(np.float32)
+  x = np.stack([x / x.max(), np.ones(V, np.float32)])
+  orders = [x] + [x[:, rng.permutation(V)] for _ in range(5)]
+  exact = {np.asarray(ref._add_exactly(None, y))[0].tobytes() for y in orders}
+  assert len(exact) == 1 and len({np.sum(y[0]).tobytes() for y in orders}) > 1
+  np.testing.assert_allclose(ref._add_exactly(None, x), np.sum(x, -1, np.float64), 1e-6)
 
 
 def test_odd_values_keep_the_likeliest():

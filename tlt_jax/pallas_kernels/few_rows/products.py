@@ -1,8 +1,10 @@
-"""Triton kernels: the matrix products of a decoder layer for few rows.
+"""Triton kernels: the matrix products of a decoder for few rows.
 
+    enter    embeddings, and what the first RMSNorm needs of them
     qkv      RMSNorm, the three projections, bias, QK-norm, RoPE, the write to the cache
     project  a product, the residual, and what the next RMSNorm needs of the sum
     gate_up  RMSNorm, two products, SiLU
+    head     RMSNorm, the product with the head
 
 A tile is BN outputs of all rows. The weights are the left operand and the rows, padded to
 R, the right one: a tensor core's M is never padded, and every R runs the same instruction
@@ -38,12 +40,12 @@ def splits(k: int, tiles: int, wide: int = 64, bk: int = 64, programs: int = 120
 
 @triton.jit
 def _multiply(
-  w_ptr, x_ptr, first, N, M: tl.constexpr, K: tl.constexpr,
+  w_ptr, x_ptr, first, M, K: tl.constexpr,
   BN: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-  """f32[BN R]: w[K N][first:, :BN].T @ x[:, first:].T over STEPS * BK of k, in order."""
+  """f32[BN R]: w[BN K][:, first:] @ x[:, first:].T over STEPS * BK of k, in order."""
   n, r, k = tl.arange(0, BN), tl.arange(0, R), tl.arange(0, BK)
-  w_ptrs = w_ptr + (first + k)[None, :] * N + n[:, None]
+  w_ptrs = w_ptr + n[:, None] * K + (first + k)[None, :]
   x_ptrs = x_ptr + (first + k)[:, None] + r[None, :] * K
   acc = tl.zeros((BN, R), tl.float32)
   for _ in range(STEPS):
@@ -52,7 +54,7 @@ def _multiply(
     if _INTERPRETED:  # the interpreter multiplies the bits of bfloat16
       w, x = w.to(tl.float32), x.to(tl.float32)
     acc = tl.dot(w, x, acc, input_precision="ieee")
-    w_ptrs += BK * N
+    w_ptrs += BK
     x_ptrs += BK
   return acc
 
@@ -92,7 +94,7 @@ def _add_up(
 
 @triton.jit
 def _inverse_rms(
-  squares_ptr, r, M: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr
+  squares_ptr, r, M, K: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr
 ):  # fmt: skip
   sum = tl.zeros(r.shape, tl.float32)
   for tile in range(TILES):
@@ -101,32 +103,72 @@ def _inverse_rms(
 
 
 @triton.jit
+def _write_rows(
+  sum, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN: tl.constexpr
+):
+  """Writes a tile of residual sums f32[R BN], and the inputs of the next norm."""
+  valid = (r < M)[:, None]
+  sum = sum.to(tl.bfloat16)
+  tl.store(sum_ptr + at, sum, mask=valid)
+  sum = sum.to(tl.float32)
+  scale = tl.load(scale_ptr + tile * BN + tl.arange(0, BN)).to(tl.float32)[None, :]
+  tl.store(scaled_ptr + at, (sum * scale).to(tl.bfloat16), mask=valid)
+  tl.store(squares_ptr + tile * M + r, tl.sum(sum * sum, 1), mask=r < M)
+
+
+@triton.jit
+def enter(
+  token_ptr,  # i32[M]
+  embedding_ptr,  # bf16[V D]
+  scale_ptr,  # bf16[D], of the first RMSNorm
+  M,
+  sum_ptr,  # bf16[M D]
+  scaled_ptr,  # bf16[M D]
+  squares_ptr,  # f32[D/BN M]
+  D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+  tile = tl.program_id(0)
+  r, n = tl.arange(0, R), tl.arange(0, BN)
+  token = tl.load(token_ptr + r, mask=r < M, other=0).to(tl.int64)
+  from_ptr = embedding_ptr + token[:, None] * D + tile * BN + n[None, :]
+  x = tl.load(from_ptr, mask=(r < M)[:, None], other=0.0).to(tl.float32)
+  at = r[:, None] * D + tile * BN + n[None, :]
+  _write_rows(x, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN)
+
+
+@triton.jit
 def qkv(
   x_ptr,  # bf16[M D], times the norm's scale
   squares_ptr,  # f32[TILES M], of x
-  q_ptr, k_ptr, v_ptr,  # bf16[D N*H], bf16[D K*H] twice
+  q_ptr, k_ptr, v_ptr,  # bf16[N*H D], bf16[K*H D] twice
   q_bias_ptr, k_bias_ptr, v_bias_ptr,  # bf16[heads*H]; not read without BIAS
   q_norm_ptr, k_norm_ptr,  # bf16[H]; not read without NORM
-  cos_ptr, sin_ptr,  # f32[M H/2]
-  slot_ptr,  # i32[M], of the row's token in the cache
+  cos_ptr, sin_ptr,  # f32[positions H/2]
+  position_ptr,  # i32[M]
+  start_ptr,  # i32[B], the slot of each request's first row
+  pages_ptr,  # i32[B S/PAGE]
   count_ptr,  # i32[heads], 0 before and after
-  k_was_ptr, v_was_ptr,  # the caches, which are written in place
+  k_was_ptr, v_was_ptr,  # the pools, which are written in place
+  M, J, length,  # J rows of each request; S
   part_ptr,  # f32[heads SPLITS R H], scratch
   q_out_ptr,  # bf16[M N H]
-  k_cache_ptr, v_cache_ptr,  # bf16[B K S H]
-  M: tl.constexpr, J: tl.constexpr, D: tl.constexpr, N: tl.constexpr, KV: tl.constexpr,
-  H: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
+  k_pool_ptr, v_pool_ptr,  # bf16[P K PAGE H]
+  D: tl.constexpr, N: tl.constexpr, KV: tl.constexpr, SINK: tl.constexpr,
+  H: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
   BIAS: tl.constexpr, NORM: tl.constexpr,
   R: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-  """Program (head, split): a head of q, k or v; row m is node m % J of request m // J."""
+  """Program (head, split): a head of q, k or v.
+
+  Keys and values of row j of a request are written to slot start + j, unless that has no
+  page, or page SINK.
+  """
   head, split = tl.program_id(0), tl.program_id(1)
   own = head if head < N else (head - N) % KV
   w_ptr = q_ptr if head < N else (k_ptr if head < N + KV else v_ptr)
-  width = (N if head < N else KV) * H  # one loop for all three, for less shared memory
-  STEPS: tl.constexpr = D // SPLITS // BK
+  STEPS: tl.constexpr = D // SPLITS // BK  # one loop for all three, for less shared memory
   first = split * (D // SPLITS)
-  acc = _multiply(w_ptr + own * H, x_ptr, first, width, M, D, H, R, BK, STEPS)
+  acc = _multiply(w_ptr + own * H * D, x_ptr, first, M, D, H, R, BK, STEPS)
   _write_part(acc, part_ptr, head, split, H, R, SPLITS)
   if not _is_last(count_ptr, head, SPLITS):
     return
@@ -141,10 +183,15 @@ def qkv(
     bias_ptr = q_bias_ptr if head < N else (k_bias_ptr if head < N + KV else v_bias_ptr)
     a += tl.load(bias_ptr + own * H + h).to(tl.float32)[None, :]
     b += tl.load(bias_ptr + own * H + HALF + h).to(tl.float32)[None, :]
-  row = (r // J * KV + own).to(tl.int64) * S + tl.load(slot_ptr + r, mask=r < M, other=0)
-  kept = valid & (tl.load(slot_ptr + r, mask=r < M, other=S) < S)[:, None]
+  request = r // J
+  slot = tl.load(start_ptr + request, mask=r < M, other=0) + r % J
+  exists = (r < M) & (slot < length)
+  page_at = pages_ptr + request * (length // PAGE) + slot // PAGE
+  page = tl.load(page_at, mask=exists, other=SINK)
+  row = (page.to(tl.int64) * KV + own) * PAGE + slot % PAGE
+  kept = (page != SINK)[:, None]
   if head >= N + KV:
-    out = v_cache_ptr + row[:, None] * H + h[None, :]
+    out = v_pool_ptr + row[:, None] * H + h[None, :]
     tl.store(out, a.to(tl.bfloat16), mask=kept)
     tl.store(out + HALF, b.to(tl.bfloat16), mask=kept)
     return
@@ -153,7 +200,8 @@ def qkv(
     rms = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / H + EPS)[:, None]
     a *= rms * tl.load(norm_ptr + h).to(tl.float32)[None, :]
     b *= rms * tl.load(norm_ptr + HALF + h).to(tl.float32)[None, :]
-  at = r[:, None] * HALF + h[None, :]
+  position = tl.load(position_ptr + r, mask=r < M, other=0)
+  at = position[:, None] * HALF + h[None, :]
   cos = tl.load(cos_ptr + at, mask=valid, other=0.0)
   sin = tl.load(sin_ptr + at, mask=valid, other=0.0)
   c, d = a * cos - b * sin, b * cos + a * sin
@@ -161,7 +209,7 @@ def qkv(
     out = q_out_ptr + (r[:, None] * N + head) * H + h[None, :]
     kept = valid
   else:
-    out = k_cache_ptr + row[:, None] * H + h[None, :]
+    out = k_pool_ptr + row[:, None] * H + h[None, :]
   tl.store(out, c.to(tl.bfloat16), mask=kept)
   tl.store(out + HALF, d.to(tl.bfloat16), mask=kept)
 
@@ -169,22 +217,23 @@ def qkv(
 @triton.jit
 def project(
   x_ptr,  # bf16[M F]
-  w_ptr,  # bf16[F D]
+  w_ptr,  # bf16[D F]
   residual_ptr,  # bf16[M D]
   scale_ptr,  # bf16[D], of the next RMSNorm
   count_ptr,  # i32[D/BN], 0 before and after
+  M,
   part_ptr,  # f32[D/BN SPLITS R BN], scratch
   sum_ptr,  # bf16[M D]
   scaled_ptr,  # bf16[M D]
   squares_ptr,  # f32[D/BN M]
-  M: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+  F: tl.constexpr, D: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
   """Program (tile, split): sum = residual + x @ w, and the inputs of the next norm."""
   tile, split = tl.program_id(0), tl.program_id(1)
   STEPS: tl.constexpr = F // SPLITS // BK
   first = split * (F // SPLITS)
-  acc = _multiply(w_ptr + tile * BN, x_ptr, first, D, M, F, BN, R, BK, STEPS)
+  acc = _multiply(w_ptr + tile * BN * F, x_ptr, first, M, F, BN, R, BK, STEPS)
   _write_part(acc, part_ptr, tile, split, BN, R, SPLITS)
   if not _is_last(count_ptr, tile, SPLITS):
     return
@@ -193,28 +242,24 @@ def project(
   at = r[:, None] * D + tile * BN + n[None, :]
   sum = _add_up(part_ptr, tile, 0, BN, R, BN, SPLITS)
   sum += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
-  sum = sum.to(tl.bfloat16)
-  tl.store(sum_ptr + at, sum, mask=valid)
-  sum = sum.to(tl.float32)
-  scale = tl.load(scale_ptr + tile * BN + n).to(tl.float32)[None, :]
-  tl.store(scaled_ptr + at, (sum * scale).to(tl.bfloat16), mask=valid)
-  tl.store(squares_ptr + tile * M + r, tl.sum(sum * sum, 1), mask=r < M)
+  _write_rows(sum, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN)
 
 
 @triton.jit
 def gate_up(
   x_ptr,  # bf16[M D], times the norm's scale
   squares_ptr,  # f32[TILES M], of x
-  gate_ptr, up_ptr,  # bf16[D F]
+  gate_ptr, up_ptr,  # bf16[F D]
   count_ptr,  # i32[F/BN], 0 before and after
-  part_ptr,  # f32[F/BN 2 SPLITS R BN], scratch
+  M,
+  part_ptr,  # f32[F/BN 2 SPLITS R BN], scratch; not written if there is one part
   out_ptr,  # bf16[M F]
-  M: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
+  D: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
   tile, split = tl.program_id(0), tl.program_id(1)
   n, r, k = tl.arange(0, BN), tl.arange(0, R), tl.arange(0, BK)
-  at = (split * (D // SPLITS) + k)[None, :] * F + tile * BN + n[:, None]
+  at = (tile * BN + n)[:, None] * D + (split * (D // SPLITS) + k)[None, :]
   gate_ptrs, up_ptrs = gate_ptr + at, up_ptr + at
   x_ptrs = x_ptr + (split * (D // SPLITS) + k)[:, None] + r[None, :] * D
   gate, up = tl.zeros((BN, R), tl.float32), tl.zeros((BN, R), tl.float32)
@@ -225,9 +270,16 @@ def gate_up(
       g, u, x = g.to(tl.float32), u.to(tl.float32), x.to(tl.float32)
     gate = tl.dot(g, x, gate, input_precision="ieee")
     up = tl.dot(u, x, up, input_precision="ieee")
-    gate_ptrs += BK * F
-    up_ptrs += BK * F
+    gate_ptrs += BK
+    up_ptrs += BK
     x_ptrs += BK
+  if SPLITS == 1:
+    by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[None, :]
+    gate, up = gate * by, up * by
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    at = r[None, :] * F + tile * BN + n[:, None]
+    tl.store(out_ptr + at, out.to(tl.bfloat16), mask=(r < M)[None, :])
+    return
   _write_part(gate, part_ptr, 2 * tile, split, BN, R, SPLITS)
   _write_part(up, part_ptr, 2 * tile + 1, split, BN, R, SPLITS)
   if not _is_last(count_ptr, tile, SPLITS):
@@ -238,3 +290,23 @@ def gate_up(
   out = g / (1.0 + tl.exp(-g)) * u
   at = r[:, None] * F + tile * BN + n[None, :]
   tl.store(out_ptr + at, out.to(tl.bfloat16), mask=(r < M)[:, None])
+
+
+@triton.jit
+def head(
+  x_ptr,  # bf16[M D], times the final norm's scale
+  squares_ptr,  # f32[TILES M], of x
+  w_ptr,  # bf16[V D]
+  M,
+  out_ptr,  # f32[M V]
+  D: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
+  R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+  """Program (tile); there are enough tiles not to split k."""
+  tile = tl.program_id(0)
+  w_ptr += tile.to(tl.int64) * BN * D
+  acc = _multiply(w_ptr, x_ptr, 0, M, D, BN, R, BK, D // BK)
+  n, r = tl.arange(0, BN), tl.arange(0, R)
+  by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[None, :]
+  out = out_ptr + r[None, :].to(tl.int64) * V + tile * BN + n[:, None]
+  tl.store(out, acc * by, mask=(r < M)[None, :])

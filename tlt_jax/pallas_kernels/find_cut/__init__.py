@@ -36,13 +36,14 @@ def find_cut(
   is off; min_p, 0 is off. Returns f32[R], -inf in rows without filters; the search is
   skipped if no row has any.
   """
+  backend = jax.default_backend()
   # On a CPU each sum takes as long as reading the data.
-  bits = 1 if jax.default_backend() == "cpu" else 4
+  bits, exact = 1 if backend == "cpu" else 4, backend == "gpu"
 
   def find(axis, logits, temperature, top_k, top_p, min_p):
     return jax.lax.cond(
       jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0)),
-      functools.partial(ref.find_cut, axis=axis, bits=bits),
+      functools.partial(ref.find_cut, axis=axis, bits=bits, exact=exact),
       lambda logits, *_: jnp.full_like(logits[:, 0], -jnp.inf),
       logits,
       temperature,

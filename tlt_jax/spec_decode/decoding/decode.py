@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import few_rows
 from tlt_jax.models import layers
 from tlt_jax.models import target
+from tlt_jax.pallas_kernels import few_rows as few_rows_kernels
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.pallas_kernels.verify_sample import parts
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
@@ -39,6 +41,36 @@ def forward(
   taps = layout.taps if layout else ()
   final, tapped, kv = run(tokens, positions, taps, seen, kv, start, rotations)
   return final, layout.join(tapped, final) if layout else final, kv
+
+
+def draw_pass(
+  config: config_lib.ModelConfig,
+  layout: features_lib.Layout | None,
+  params,
+  kv: cache_lib.KVCache,
+  tokens: jax.Array,
+  positions: jax.Array,
+  nodes: few_rows_kernels.Nodes,
+  seen: seen_lib.Seen | None,
+  rotations: layers.Rotation,
+) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
+  """A pass that tokens are drawn from, over the nodes of every request.
+
+  Takes tokens and positions i32[B J], and what the nodes see, in two forms. Returns logits
+  f32[B J V], the features to keep f[B J E], and the new KV.
+  """
+  if few_rows.fits(config, kv, tokens.size):
+    taps = layout.taps if layout else ()
+    args = config, params, kv, tokens, positions, nodes, rotations, taps
+    logits, final, tapped, kv = few_rows.run(*args)
+    return logits, layout.join(tapped, final) if layout else final, kv
+  final, features, kv = forward(
+    config, layout, params, kv, tokens, positions, seen, nodes.start, rotations
+  )
+  logits = target.Target(config).apply(
+    {"params": params}, final, method=target.Target.logits
+  )
+  return logits, features, kv
 
 
 def decode(
@@ -89,13 +121,13 @@ def decode_step(
 ) -> tuple[slots_lib.Slots, parts.Sample]:
   """Draws one token for each slot; free slots do not change."""
   tokens, positions = slots.pending[:, None], slots.position[:, None]
-  final, features, kv = forward(
-    config, layout, params, slots.kv, tokens, positions, None, slots.start, rotations
+  nodes = few_rows_kernels.chain(slots.start, 1)
+  logits, features, kv = draw_pass(
+    config, layout, params, slots.kv, tokens, positions, nodes, None, rotations
   )
-  logits = target.Target(config).apply(
-    {"params": params}, final[:, 0], method=target.Target.logits
+  drawn = sampling_lib.sample(
+    logits[:, 0], slots.sampling, slots.position + 1, slots.kernels
   )
-  drawn = sampling_lib.sample(logits, slots.sampling, slots.position + 1, slots.kernels)
   slots = slots.with_features(positions, features)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)

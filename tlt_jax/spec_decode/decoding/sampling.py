@@ -21,9 +21,13 @@ class Sampling:
   seed: jax.Array  # u32[B]
   request: jax.Array  # u32[B]  unique over the whole run
   temperature: jax.Array  # f32[B]  0 takes the likeliest token
-  top_k: jax.Array  # i32[B]  0 is off
-  top_p: jax.Array  # f32[B]  1 is off
-  min_p: jax.Array  # f32[B]  0 is off; relative to the likeliest token
+  # Filters; all None where no request may have any, and programs need not look.
+  top_k: jax.Array | None  # i32[B]  0 is off
+  top_p: jax.Array | None  # f32[B]  1 is off
+  min_p: jax.Array | None  # f32[B]  0 is off; relative to the likeliest token
+
+  def without_filters(self) -> "Sampling":
+    return self.replace(top_k=None, top_p=None, min_p=None)
 
 
 class Draw(NamedTuple):
@@ -43,6 +47,8 @@ def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 def threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
   """The least logit f32[B] of f32[B V] that each row's filters keep; -inf: all."""
+  if sampling.top_k is None:
+    return jnp.full_like(logits[:, 0], -jnp.inf)
   filters = sampling.top_k, sampling.top_p, sampling.min_p
   return find_cut.find_cut(logits, sampling.temperature, *filters)
 

@@ -118,18 +118,20 @@ def abstract_slots(
   layout: features_lib.Layout | None,
   sizes: pages_lib.Sizes,
   kernels: str | None = None,
+  filters: bool = True,
 ) -> Slots:
   i32, u32, f32 = (
     slices.abstract(mesh, batch, dtype) for dtype in (jnp.int32, jnp.uint32, jnp.float32)
+  )
+  sampling = sampling_lib.Sampling(
+    seed=u32, request=u32, temperature=f32, top_k=i32, top_p=f32, min_p=f32
   )
   return Slots(
     pending=i32,
     position=i32,
     remaining=i32,
     stop_tokens=slices.abstract(mesh, batch, jnp.int32, stops),
-    sampling=sampling_lib.Sampling(
-      seed=u32, request=u32, temperature=f32, top_k=i32, top_p=f32, min_p=f32
-    ),
+    sampling=sampling if filters else sampling.without_filters(),
     kv=abstract_kv(mesh, config, batch, sizes, kernels),
     features=abstract_features(mesh, config, layout, sizes),
   )
@@ -140,11 +142,19 @@ def slots_shardings(
   config: config_lib.ModelConfig,
   layout: features_lib.Layout | None,
   kernels: str | None = None,
+  filters: bool = True,
 ) -> Slots:
   one = pages_lib.Sizes(pages=1, most=1, page=1)
   return slices.shardings(
     abstract_slots(
-      mesh, config, batch=1, stops=1, layout=layout, sizes=one, kernels=kernels
+      mesh,
+      config,
+      batch=1,
+      stops=1,
+      layout=layout,
+      sizes=one,
+      kernels=kernels,
+      filters=filters,
     )
   )
 

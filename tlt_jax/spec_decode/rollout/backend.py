@@ -80,6 +80,7 @@ class Shapes:
       layout=self.layout,
       sizes=self.pages,
       kernels=self.options.kernels,
+      filters=self.options.filters,
     )
 
   def prefill_args(self) -> tuple:

@@ -103,8 +103,10 @@ class Devices:
   @functools.cached_property
   def _over(self) -> slots_lib.Slots:
     """The shardings of slots."""
-    s = self.shapes
-    return slots_lib.slots_shardings(s.mesh, s.config, s.layout, s.options.kernels)
+    s, options = self.shapes, self.shapes.options
+    return slots_lib.slots_shardings(
+      s.mesh, s.config, s.layout, options.kernels, options.filters
+    )
 
   @functools.cached_property
   def _jitted(self) -> dict[str, Callable]:
@@ -429,15 +431,16 @@ class Devices:
       return self._place(x[np.where(free, 0, running.owner)])
 
     left = (r.max_tokens - running.drawn).astype(np.int32)
-    sampling = {
-      f.name: rows(getattr(r, f.name)) for f in dataclasses.fields(sampling_lib.Sampling)
-    }
+    names = [f.name for f in dataclasses.fields(sampling_lib.Sampling)]
+    sampling = sampling_lib.Sampling(**{name: getattr(r, name) for name in names})
+    if not self.shapes.options.filters:
+      sampling = sampling.without_filters()
     return slots_lib.Slots(
       pending=rows(running.pending),
       position=rows(running.position.astype(np.int32)),
       remaining=self._place(np.where(free, 0, left[running.owner])),
       stop_tokens=rows(r.stop_tokens),
-      sampling=sampling_lib.Sampling(**sampling),
+      sampling=jax.tree.map(rows, sampling),
       kv=self._kv(pools),
       features=features,
     )

@@ -474,6 +474,11 @@ def _check(options: options_lib.Options, requests: requests_lib.Requests) -> Non
         f"prompt {i} has {len(prompt)} tokens, the rollout takes at most "
         f"{options.max_prompt}; raise max_prompt or drop the prompt"
       )
+  filtered = (requests.top_k > 0) | (requests.top_p < 1) | (requests.min_p > 0)
+  if filtered.any() and not options.filters:
+    raise requests_lib.RequestError(
+      "some requests have top_k, top_p or min_p, which the option filters=False excludes"
+    )
   over = np.flatnonzero(requests.total_length > options.max_length)
   if len(over):
     i = int(over[0])

@@ -63,6 +63,9 @@ class Options(Settings):
   memory_rows: ranges.Count = ranges.field(
     16, "earlier responses searched per slice and chunk"
   )
+  filters: bool = ranges.field(
+    True, "whether requests may have top_k, top_p or min_p; without, programs are smaller"
+  )
   features: bool = ranges.field(
     False, "whether the target's features are kept and returned"
   )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import layers
-from tlt_jax.models import target
+from tlt_jax.pallas_kernels import few_rows
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode as decode_lib
@@ -112,14 +112,13 @@ def verify_and_accept(
   chex.assert_shape(slots.position, (B,))
   positions = slots.position[:, None] + tree.depth
   if width == 1:
-    seen = seen_lib.causal(slots.start, J)
+    nodes, seen = few_rows.chain(slots.start, J), seen_lib.causal(slots.start, J)
   else:
-    seen = seen_lib.of_mask(slots.start, tree_lib.ancestors(tree.parent))
-  final, features, kv = decode_lib.forward(
-    config, layout, params, slots.kv, tree.tokens, positions, seen, slots.start, rotations
-  )
-  logits = target.Target(config).apply(
-    {"params": params}, final, method=target.Target.logits
+    ancestors = tree_lib.ancestors(tree.parent)
+    nodes = few_rows.tree(slots.start, tree.depth, ancestors, deepest=most - 1)
+    seen = seen_lib.of_mask(slots.start, ancestors)
+  logits, features, kv = decode_lib.draw_pass(
+    config, layout, params, slots.kv, tree.tokens, positions, nodes, seen, rotations
   )
   drawn = sampling_lib.sample(
     logits.reshape(B * J, -1),

@@ -1,0 +1,118 @@
+"""Machine code of the kernels for few rows, for an H200 that need not be there.
+
+What the bits of a row depend on: the instructions, their order, and how what is summed is
+spread over a program's threads. None of it may depend on the number of rows.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import few_rows as bench
+from benchmarks import shapes
+from dev import machine_code
+from tests import tiny
+from tests import triton_kernels
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.pallas_kernels import triton_call
+
+pytestmark = triton_kernels.requires_triton
+
+TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
+SHARED = 227 * 1024  # bytes of an SM
+NAMES = ("enter", "qkv", "attend", "project", "gate_up", "head")
+MODELS = {"smollm2": dataclasses.replace(tiny.SMOLLM2, dtype="bfloat16"), **shapes.MODELS}
+
+
+@functools.cache
+def calls(model: str, rows: int, count: int) -> dict[str, list[dict]]:
+  """The calls of kernels in a pass over chains of `count` nodes, by name."""
+  found: dict[str, list[dict]] = {}
+
+  def record(*args, kernel, out_type, name, **options):
+    args = [*args, *jax.tree.leaves(out_type)]
+    found.setdefault(name, []).append(dict(kernel=kernel, args=args) | options)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
+
+  config = dataclasses.replace(MODELS[model], num_layers=1)
+  kv = jax.eval_shape(lambda: cache_lib.init(config, rows, 4096, kernels="triton"))
+  params = jax.eval_shape(lambda: bench.weights(config))
+  tree = bench.chains(jnp.zeros((rows, count), jnp.int32))
+  start = jnp.zeros(rows, jnp.int32)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(triton_call, "triton_call", record)
+    jax.eval_shape(functools.partial(bench.step, config, "triton"), params, kv, tree, start)
+  return found
+
+
+@functools.cache
+def compiled(
+  model: str, name: str, R: int, capability: int = 90
+) -> list[machine_code.Machine]:
+  """Every call of a kernel in a pass of R rows, in chains of four but for R = 16."""
+  made = []
+  one = R == 16
+  for call in calls(model, R if one else R // 4, 1 if one else 4)[name]:
+    known = {"kernel", "args", "grid", "num_warps", "num_stages", "aliases", "fused"}
+    constants = {k: x for k, x in call.items() if k not in known}
+    names = [n for n in call["kernel"].arg_names if n not in constants]
+    types = {
+      n: "i32" if isinstance(x, int) else TYPES[x.dtype.name]
+      for n, x in zip(names, call["args"], strict=True)
+    }
+    made.append(
+      machine_code.compiled(
+        call["kernel"],
+        capability,
+        types,
+        constants,
+        call["num_warps"],
+        call["num_stages"],
+        call["fused"],
+      )
+    )
+  return made
+
+
+def sums(machine: machine_code.Machine, name: str) -> list[tuple[str, str]]:
+  """Sizes, but for the rows, and layouts of what is summed or compared over an axis."""
+  text = re.sub(r"(instrShape = \[16), \d+, ", r"\1, R, ", machine.layouts)
+  names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+  pattern = r'"tt\.reduce"\(.*?\}\) : \(tensor<(\d+)x(\d+)xf32, (#\w+)>'
+  found = re.findall(pattern, text, re.DOTALL)
+  over_keys = name == "attend"  # f32[slots rows]; elsewhere f32[rows columns]
+  return [(sizes[1 - over_keys], names[layout]) for *sizes, layout in found]
+
+
+def tensor_core(machine: machine_code.Machine) -> set[str]:
+  """Its instructions, without the number of rows."""
+  found = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S+", machine.ptx)
+  return {re.sub(r"(m64)n\d+(k16)", r"\1nR\2", text) for text in found}
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "smollm2", "qwen2.5-7b"])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_spill_nothing_and_fit_an_sm(name, model):
+  for R in (16, 64):
+    for machine in compiled(model, name, R):
+      assert machine.stack == 0 and machine.shared <= SHARED
+      assert not re.search(r"\b(LDL|STL)\b", machine.machine_code)
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "smollm2", "qwen2.5-7b"])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_change_no_order_of_sums(name, model):
+  """The same tensor core instruction but for its N; sums over the same threads."""
+  alone = compiled(model, name, 16)
+  for R in (32, 64):
+    for one, several in zip(alone, compiled(model, name, R), strict=True):
+      assert tensor_core(one) == tensor_core(several)
+      assert len(tensor_core(one)) == (0 if name == "enter" else 1)
+      assert sums(one, name) == sums(several, name)
+      # No sum or product that a later compiler could fuse by shape.
+      for machine in (one, several):
+        assert not re.search(r"\b(add|mul|sub)\.f32\b", machine.ptx)

@@ -1,0 +1,74 @@
+"""Rollouts in bfloat16 by the kernels for few rows, interpreted: equal to the last bit.
+
+Not only tokens: their log-probabilities are the same float32 numbers, plain, in chains and
+in trees, alone and among others.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import few_rows as bench
+from benchmarks import shapes
+from tests import tiny
+from tests import triton_kernels
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+pytestmark = triton_kernels.requires_triton
+
+CONFIG = dataclasses.replace(
+  bench.tiny(shapes.MODELS["qwen3-0.6b"]), num_heads=2, num_kv_heads=1, num_layers=1
+)
+OPTIONS = rollout.Options(
+  max_length=80,
+  max_prompt=8,
+  slots=4,
+  chunk=8,
+  prompt_rows=4,
+  prefill_rows=4,
+  kernels="triton",
+)
+CHAIN, TREE = map(strategy_lib.parse, ("3_1_4", "2_2_6"))
+
+
+@functools.cache
+def drafter():
+  config = drafter_lib.of_target(CONFIG)
+  return spot_lib.Frozen(config, drafter_lib.init_params(config, jax.random.key(1)))
+
+
+@functools.cache
+def drawn(strategy, slots=4):
+  """Some rows filter, one is greedy."""
+  made = tiny.requests(
+    *(2, 2),
+    max_tokens=np.array([6, 9, 5, 8]),
+    stop_tokens=[],
+    temperature=np.array([1.0, 0.7, 0.0, 1.0]),
+    top_p=np.array([1.0, 0.9, 1.0, 1.0]),
+  )
+  options = dataclasses.replace(OPTIONS, slots=slots)
+  of = (drafter(), selector_lib.always(strategy)) if strategy else (None, None)
+  with triton_kernels.interpreted():
+    run = rollout.make(CONFIG, tiny.mesh(1), options, *of)
+    return run(bench.weights(CONFIG), made)
+
+
+@pytest.mark.parametrize(
+  "strategy, slots",
+  [(CHAIN, 4), (TREE, 4), tiny.slow(None, 1), tiny.slow(TREE, 1)],
+  ids=str,
+)
+def test_every_bit_is_that_of_plain_decoding(strategy, slots):
+  plain, found = drawn(None), drawn(strategy, slots)
+  np.testing.assert_array_equal(plain.length, [6, 9, 5, 8])
+  np.testing.assert_array_equal(found.tokens, plain.tokens)
+  np.testing.assert_array_equal(found.logp, plain.logp)
+  np.testing.assert_array_equal(found.logp_filtered, plain.logp_filtered)
