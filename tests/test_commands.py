@@ -190,7 +190,7 @@ def test_a_run_says_when_it_learns_nothing(home, tmp_path):
     r"step (\d)/6|(nothing was learnt.* sampling.temperature is 0)", result.stderr
   )
   assert [number or "said" for number, _ in said] == [*"12345", "said", "6"]
-  assert "In 6 of 6 steps all responses of a prompt had equal rewards" in result.stdout
+  assert "In 6 of 6 steps the responses of every prompt had equal" in result.stdout
 
 
 @pytest.mark.parametrize(

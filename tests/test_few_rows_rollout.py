@@ -63,7 +63,7 @@ def drawn(strategy, slots=4):
 
 @pytest.mark.parametrize(
   "strategy, slots",
-  [(CHAIN, 4), (TREE, 4), tiny.slow(None, 1), tiny.slow(TREE, 1)],
+  [tiny.slow(CHAIN, 4), (TREE, 4), tiny.slow(None, 1), tiny.slow(TREE, 1)],
   ids=str,
 )
 def test_every_bit_is_that_of_plain_decoding(strategy, slots):

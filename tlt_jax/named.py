@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import pathlib
 import pkgutil
+import re
 import types
 from typing import Any
 
@@ -62,7 +63,8 @@ def module(name: str, package: str, attribute: str) -> types.ModuleType:
 def _has(module: str, attribute: str) -> bool:
   """Whether a module's source defines it at the top; nothing is imported."""
   source = importlib.util.find_spec(module).origin
-  return f"\ndef {attribute}(" in pathlib.Path(source).read_text() if source else False
+  at_the_top = re.compile(rf"^(?:def )?{attribute}\b *[(:=]", re.MULTILINE)
+  return bool(source and at_the_top.search(pathlib.Path(source).read_text()))
 
 
 def _import(name: str) -> types.ModuleType:
