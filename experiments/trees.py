@@ -212,9 +212,6 @@ def _one_error(
     inside = f"{key.rpartition('.')[0]}.".lstrip(".")
     names = [k.removeprefix(inside) for k in known if k.startswith(inside)]
     there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-    if key in dict.fromkeys(name.partition(".")[0] for name in known):
-      inside = [k for k in known if k.startswith(f"{key}.")]
-      return ConfigError(f"{path}{key} is a section: set {', '.join(inside)}")
     hint = named.nearest_path(key, known)
     return ConfigError(f"{path}{key}: the config has no such key; there are {there}{hint}")
   if kind == "missing" and key in known:
@@ -303,7 +300,9 @@ def parse(
     raise ConfigError(str(e).replace("--config.", f"--{name}.", 1)) from e
   for key, text in overrides.items():
     if key not in known:
-      hint = named.nearest(key, known) or f"; see {path}"
+      if inside := [k for k in known if k.startswith(f"{key}.")]:
+        raise ConfigError(f"--{name}.{key} is a section: set {', '.join(inside)}")
+      hint = named.nearest_path(key, known) or f"; see {path}"
       raise ConfigError(f"--{name}.{key}: the config has no such key{hint}")
     _put(values, key, _value(text, known[key].annotation))
   help_string = f"Config file, FILE.py[:ARG]; its entries are set by --{name}.KEY=VALUE."
