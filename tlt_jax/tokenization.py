@@ -69,8 +69,7 @@ class Tokenizer:
     self.inner, self.folder = inner, folder
     self.template, self._named = template, dict(named or {})
     self._stops = dict(sorted((stops or {}).items()))
-    self.ids = np.unique([*inner.get_vocab(with_added_tokens=True).values()])
-    self.vocab_size = int(self.ids[-1]) + 1  # exceeds all ids
+    self.vocab_size = max(inner.get_vocab().values()) + 1  # exceeds all ids
     self._known: dict[str, bool] = {}  # by character
     added = inner.get_added_tokens_decoder()
     markup = {i: token.content for i, token in added.items() if token.special}

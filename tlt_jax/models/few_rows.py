@@ -5,6 +5,7 @@ Verification of chains and trees then computes, bit for bit, what plain decoding
 """
 
 from collections.abc import Sequence
+import functools
 import types
 from typing import NamedTuple
 
@@ -56,21 +57,14 @@ def run(
   impl: str = "triton",
 ) -> Pass:
   """Runs the target on tokens i32[B J], node j in slot start + j, and writes the KV."""
-  operations = few_rows.of(impl)
-
-  def whole(params, pools, pages, tokens, positions, nodes, rotations):
-    cache = cache_lib.KVCache(pools, pages, kv.kernels)
-    args = params, cache, tokens, positions, nodes, rotations, taps
-    return _run(operations, config, *args)
-
-  args = params, kv.pools, kv.pages, tokens, positions, nodes, rotations
-  if axes.mesh_of_compiler() is None:
-    made = whole(*args)
-  else:  # XLA cannot partition kernels, not even over an axis of one device
+  whole = functools.partial(_run, few_rows.of(impl), config, taps)
+  if axes.mesh_of_compiler() is not None:
+    # XLA cannot partition kernels, not even over an axis of one device.
     spec = jax.sharding.PartitionSpec()
-    made = jax.shard_map(
+    whole = jax.shard_map(
       whole, in_specs=spec, out_specs=spec, axis_names={axes.MODEL}, check_vma=False
-    )(*args)
+    )
+  made = whole(params, kv, tokens, positions, nodes, rotations)
   logits, final, tapped, pools = jax.tree.map(
     lambda x: varying.like(x, tokens, positions), made
   )
@@ -80,13 +74,13 @@ def run(
 def _run(
   impl: types.ModuleType,
   config: config_lib.ModelConfig,
+  taps: Sequence[int],
   params: dict,
   kv: cache_lib.KVCache,
   tokens: jax.Array,
   positions: jax.Array,
   nodes: few_rows.Nodes,
   rotations: layers.Rotation,
-  taps: Sequence[int],
 ):
   (B, J), N, K, H = tokens.shape, config.num_heads, config.num_kv_heads, config.head_dim
   eps, params = config.norm_eps, jax.tree.map(lambda x: x.astype(config.dtype), params)

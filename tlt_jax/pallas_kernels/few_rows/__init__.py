@@ -26,11 +26,14 @@ class Rows(NamedTuple):
   scaled: jax.Array  # bf16[M D]  times the scale of the next norm
   squares: jax.Array  # f32[D/TILE M]  sums over the columns of a tile
 
-  def normed(self, eps: float) -> jax.Array:
-    """The norm of the rows, bf16[M D]; not bit for bit the same in every batch."""
+  def inverse_rms(self, eps: float) -> jax.Array:
+    """f32[M 1]; not bit for bit the same in every batch."""
     mean = jnp.sum(self.squares, 0) / self.sums.shape[-1]
-    by = jax.lax.rsqrt(mean + eps)[:, None]
-    return (self.scaled.astype(jnp.float32) * by).astype(self.sums.dtype)
+    return jax.lax.rsqrt(mean + eps)[:, None]
+
+  def normed(self, eps: float) -> jax.Array:
+    """The norm of the rows, bf16[M D], by `inverse_rms`."""
+    return (self.scaled.astype(jnp.float32) * self.inverse_rms(eps)).astype(self.sums.dtype)
 
 
 class Projections(NamedTuple):

@@ -13,11 +13,6 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
   return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
 
 
-def _inverse_rms(x: few_rows.Rows, eps: float) -> jax.Array:
-  mean = jnp.sum(x.squares, 0) / x.sums.shape[-1]
-  return jax.lax.rsqrt(mean + eps)[:, None]
-
-
 def _rows(x: jax.Array, scale: jax.Array) -> few_rows.Rows:
   wide = x.astype(jnp.float32)
   squares = jnp.sum(jnp.square(wide).reshape(len(x), -1, few_rows.TILE), -1).T
@@ -39,7 +34,7 @@ def qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   del count
   P, K, page, H = k.shape
-  by, made = _inverse_rms(x, eps), []
+  by, made = x.inverse_rms(eps), []
   cos, sin = at.cos[at.position], at.sin[at.position]
   for i, weights in enumerate((w.q, w.k, w.v)):
     y = _product(x.scaled, weights) * by
@@ -106,10 +101,10 @@ def gate_up(
   x: few_rows.Rows, gate: jax.Array, up: jax.Array, count: jax.Array, eps: float
 ) -> jax.Array:
   del count
-  by = _inverse_rms(x, eps)
+  by = x.inverse_rms(eps)
   g, u = _product(x.scaled, gate) * by, _product(x.scaled, up) * by
   return (jax.nn.silu(g) * u).astype(gate.dtype)
 
 
 def head(x: few_rows.Rows, w: jax.Array, eps: float) -> jax.Array:
-  return _product(x.scaled, w) * _inverse_rms(x, eps)
+  return _product(x.scaled, w) * x.inverse_rms(eps)
