@@ -14,6 +14,7 @@ from benchmarks import shapes
 from tests import mutants
 from tests import triton_kernels
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import drafters
 from tlt_jax.pallas_kernels import few_rows as kernels
 from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -205,6 +206,13 @@ def test_kernels_draft_as_their_reference(kind, shape, interpreted):
   assert_as_reference(config_of(kind), shape)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_draft_as_their_reference_on_a_gpu(kind, shape):
+  assert_as_reference(config_of(kind), shape)
+
+
 FAULTS = {
   "rows are normed": (
     "products",
@@ -262,6 +270,24 @@ def test_faults_of_paths_are_found(fault, reference, tmp_path):
 )
 def test_what_fits_runs_by_kernels(kind, changes, rows, kernels, monkeypatch):
   """The calls in a program that drafts a chain: the pairs that lack, and a step."""
+  assert calls(config_of(kind, **changes), rows, monkeypatch) == kernels
+
+
+def test_products_that_may_run_at_once_share_no_counter(monkeypatch):
+  """Of two with `fc` one is left to XLA."""
+  config = config_of("eagle2")
+
+  def inputs(drafter, e, h):
+    return drafter.apply_fc(jnp.concatenate([e, h], -1)), drafter.apply_fc(
+      jnp.concatenate([h, e], -1)
+    )
+
+  kind = drafters.find(config.kind)._replace(inputs=inputs)
+  monkeypatch.setattr(drafters, "find", lambda name: kind)
+  assert calls(config, len(LIVE), monkeypatch)["project"] == 6
+
+
+def calls(config, rows, monkeypatch) -> collections.Counter:
   called = collections.Counter()
 
   def count(*args, out_type, name, **options):
@@ -270,8 +296,7 @@ def test_what_fits_runs_by_kernels(kind, changes, rows, kernels, monkeypatch):
 
   monkeypatch.setattr(triton_call, "triton_call", count)
   monkeypatch.setattr(triton_call, "is_available", lambda: True)
-  config = config_of(kind, **changes)
   args = jax.eval_shape(lambda: arguments(config, "chain", "triton", rows))
   jax.eval_shape(functools.partial(propose, config, "chain"), *args)
   called.pop("tree_attention", None)
-  assert called == kernels
+  return called
