@@ -18,6 +18,10 @@ from dev import machine_code
 from tests import tiny
 from tests import triton_kernels
 from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import few_rows_drafter
+from tlt_jax.models import layers
+from tlt_jax.pallas_kernels import few_rows
 from tlt_jax.pallas_kernels import triton_call
 
 pytestmark = triton_kernels.requires_triton
@@ -28,9 +32,8 @@ NAMES = ("enter", "qkv", "attend", "project", "gate_up", "head")
 MODELS = {"smollm2": dataclasses.replace(tiny.SMOLLM2, dtype="bfloat16"), **shapes.MODELS}
 
 
-@functools.cache
-def calls(model: str, rows: int, count: int) -> dict[str, list[dict]]:
-  """The calls of kernels in a pass over chains of `count` nodes, by name."""
+def recorded(f, *args) -> dict[str, list[dict]]:
+  """The calls of kernels in a function of shapes, by name."""
   found: dict[str, list[dict]] = {}
 
   def record(*args, kernel, out_type, name, **options):
@@ -38,15 +41,48 @@ def calls(model: str, rows: int, count: int) -> dict[str, list[dict]]:
     found.setdefault(name, []).append(dict(kernel=kernel, args=args) | options)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
 
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(triton_call, "triton_call", record)
+    jax.eval_shape(f, *args)
+  return found
+
+
+@functools.cache
+def calls(model: str, rows: int, count: int) -> dict[str, list[dict]]:
+  """The calls of kernels in a pass over chains of `count` nodes, by name."""
   config = dataclasses.replace(MODELS[model], num_layers=1)
   kv = jax.eval_shape(lambda: cache_lib.init(config, rows, 4096, kernels="triton"))
   params = jax.eval_shape(lambda: bench.weights(config))
   tree = bench.chains(jnp.zeros((rows, count), jnp.int32))
   start = jnp.zeros(rows, jnp.int32)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(triton_call, "triton_call", record)
-    jax.eval_shape(functools.partial(bench.step, config, "triton"), params, kv, tree, start)
-  return found
+  step = functools.partial(bench.step, config, "triton")
+  return recorded(step, params, kv, tree, start)
+
+
+def of_drafter(kind: str, rows: int) -> dict[str, list[dict]]:
+  """The calls in a step of a drafter of the 7B model, and in its head."""
+  config = drafter_lib.of_target(MODELS["qwen2.5-7b"], kind)
+
+  def step(target_params, params, pages, tokens):
+    c, rotations = config.layer, layers.rotation(config.layer, jnp.arange(4096))
+    args = params, target_params, target_params["head"], rotations
+    weights = few_rows_drafter.make_weights(config, *args)
+    cache = cache_lib.LayerCache(cache_lib.init_pool(c, 4, cache_lib.PAGE), pages)
+    h, start = jnp.zeros((*tokens.shape, c.width), c.dtype), jnp.zeros(rows, jnp.int32)
+    nodes, at = few_rows.chain(start, 1), tokens
+    h, _ = few_rows_drafter.step(config, weights, h, tokens, at, nodes, cache, start)
+    return few_rows_drafter.logits(config, weights, h)
+
+  pages = jax.ShapeDtypeStruct((rows, 4096 // cache_lib.PAGE), jnp.int32)
+  tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+  params = jax.eval_shape(
+    lambda: jax.tree.map(
+      lambda x: x.astype(config.layer.dtype),
+      drafter_lib.init_params(config, jax.random.key(0)),
+    )
+  )
+  target_params = jax.eval_shape(lambda: bench.weights(config.layer))
+  return recorded(step, target_params, params, pages, tokens)
 
 
 @functools.cache
@@ -54,28 +90,28 @@ def compiled(
   model: str, name: str, R: int, capability: int = 90
 ) -> list[machine_code.Machine]:
   """Every call of a kernel in a pass of R rows, in chains of four but for R = 16."""
-  made = []
   one = R == 16
-  for call in calls(model, R if one else R // 4, 1 if one else 4)[name]:
-    known = {"kernel", "args", "grid", "num_warps", "num_stages", "aliases", "fused"}
-    constants = {k: x for k, x in call.items() if k not in known}
-    names = [n for n in call["kernel"].arg_names if n not in constants]
-    types = {
-      n: "i32" if isinstance(x, int) else TYPES[x.dtype.name]
-      for n, x in zip(names, call["args"], strict=True)
-    }
-    made.append(
-      machine_code.compiled(
-        call["kernel"],
-        capability,
-        types,
-        constants,
-        call["num_warps"],
-        call["num_stages"],
-        call["fused"],
-      )
-    )
-  return made
+  made = calls(model, R if one else R // 4, 1 if one else 4)[name]
+  return [built(call, capability) for call in made]
+
+
+def built(call: dict, capability: int = 90) -> machine_code.Machine:
+  known = {"kernel", "args", "grid", "num_warps", "num_stages", "aliases", "fused"}
+  constants = {k: x for k, x in call.items() if k not in known}
+  names = [n for n in call["kernel"].arg_names if n not in constants]
+  types = {
+    n: "i32" if isinstance(x, int) else TYPES[x.dtype.name]
+    for n, x in zip(names, call["args"], strict=True)
+  }
+  return machine_code.compiled(
+    call["kernel"],
+    capability,
+    types,
+    constants,
+    call["num_warps"],
+    call["num_stages"],
+    call["fused"],
+  )
 
 
 def sums(machine: machine_code.Machine, name: str) -> list[tuple[str, str]]:
@@ -99,8 +135,21 @@ def tensor_core(machine: machine_code.Machine) -> set[str]:
 def test_kernels_spill_nothing_and_fit_an_sm(name, model):
   for R in (16, 64):
     for machine in compiled(model, name, R):
-      assert machine.stack == 0 and machine.shared <= SHARED
-      assert not re.search(r"\b(LDL|STL)\b", machine.machine_code)
+      assert_fits(machine)
+
+
+def assert_fits(machine: machine_code.Machine) -> None:
+  assert machine.stack == 0 and machine.shared <= SHARED
+  assert not re.search(r"\b(LDL|STL)\b", machine.machine_code)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_drafters_kernels_spill_nothing_and_fit_an_sm(kind):
+  """Those that differ from the target's: of other widths, or without a norm."""
+  for rows in (16, 64):
+    found = of_drafter(kind, rows)
+    for call in [*found["qkv"], found["project"][0], *found["head"]]:
+      assert_fits(built(call))
 
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "smollm2", "qwen2.5-7b"])

@@ -5,8 +5,9 @@ predicts token t+2. For drafted tokens its own output replaces the feature. Embe
 head are the target's, frozen, and passed with every call.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
+import functools
 import itertools
 
 import chex
@@ -104,6 +105,11 @@ def most_frequent(
   return tuple(np.sort(chosen).tolist())
 
 
+def affine(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+  y = layers.linear(x, w)
+  return y if bias is None else y + bias.astype(x.dtype)
+
+
 class Drafter(nn.Module):
   """The module of a drafter, which its kind's functions take as their first argument.
 
@@ -118,6 +124,9 @@ class Drafter(nn.Module):
   """
 
   config: DrafterConfig
+  # How it multiplies: (x f[... I], fc f[D I], its bias or None), (h f[... D], head f[U D]).
+  fc_by: Callable[..., jax.Array] = affine
+  head_by: Callable[..., jax.Array] = functools.partial(layers.linear, dtype=jnp.float32)
 
   def setup(self) -> None:
     c, layer, kind = self.config, self.config.layer, drafters.find(self.config.kind)
@@ -142,12 +151,21 @@ class Drafter(nn.Module):
     with self._precision():
       return drafters.find(self.config.kind).feature(self, x)
 
+  def inputs(
+    self, target_params: dict, h: jax.Array, tokens: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The input of attention, f[B T *], and the residual stream, f[B T D]."""
+    chex.assert_shape(h, (*tokens.shape, self.config.layer.width))
+    embedding = jax.lax.stop_gradient(target_params["embedding"])
+    e = embedding.astype(h.dtype)[tokens]
+    return drafters.find(self.config.kind).inputs(self, e, h)
+
   def keys_values(
     self, target_params: dict, h: jax.Array, tokens: jax.Array, by: layers.Rotation
   ) -> tuple[jax.Array, jax.Array]:
     """Keys and values of pairs, which are all that later pairs need of them."""
     with self._precision():
-      x, _ = self._inputs(target_params, h, tokens)
+      x, _ = self.inputs(target_params, h, tokens)
       return self.attention.keys_values(x, by)
 
   def __call__(
@@ -162,7 +180,7 @@ class Drafter(nn.Module):
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
     """The next features f[B T D], and the cache; `start` i32[B]: first pairs' slots."""
     with self._precision():
-      x, residual = self._inputs(target_params, h, tokens)
+      x, residual = self.inputs(target_params, h, tokens)
       y, cache = self.attention(x, by, seen, cache, start)
       return self._after_attention(residual + y), cache
 
@@ -177,7 +195,7 @@ class Drafter(nn.Module):
   ) -> jax.Array:
     """Runs the layer for pairs whose keys and values are in the cache: f[B T D]."""
     with self._precision():
-      x, residual = self._inputs(target_params, h, tokens)
+      x, residual = self.inputs(target_params, h, tokens)
       y = self.attention.attend_to(x, by, seen, cache)
       return self._after_attention(residual + y)
 
@@ -204,7 +222,7 @@ class Drafter(nn.Module):
     with self._precision():
       h, drafted, outputs = self.features(features), [], []
       for _ in range(steps):
-        x, residual = self._inputs(target_params, h, tokens)
+        x, residual = self.inputs(target_params, h, tokens)
         drafted.append(self.attention.keys_values(x, by))
         y = self.attention.attend_unrolled(x, by, mask, drafted)
         outputs.append(self._after_attention(residual + y))
@@ -224,13 +242,12 @@ class Drafter(nn.Module):
     chex.assert_axis_dimension(h, -1, self.config.layer.width)
     with self._precision():
       h = drafters.find(self.config.kind).before_head(self, h)
-      logits = layers.linear(h, head, jnp.float32)
+      logits = self.head_by(h, head)
     ids = self.config.target_ids if self.config.vocab else None
     return layers.mask_unused(logits, self.config.layer, ids)
 
   def apply_fc(self, x: jax.Array) -> jax.Array:
-    y = layers.linear(x, self.fc)
-    return y + self.fc_b.astype(x.dtype) if self.config.fc_bias else y
+    return self.fc_by(x, self.fc, self.fc_b if self.config.fc_bias else None)
 
   def init_all(
     self,
@@ -246,13 +263,6 @@ class Drafter(nn.Module):
 
   def _precision(self):
     return jax.default_matmul_precision(target.matmul_precision(self.config.layer.dtype))
-
-  def _inputs(self, target_params, h, tokens):
-    """The input of attention, f[B T *], and the residual stream, f[B T D]."""
-    chex.assert_shape(h, (*tokens.shape, self.config.layer.width))
-    embedding = jax.lax.stop_gradient(target_params["embedding"])
-    e = embedding.astype(h.dtype)[tokens]
-    return drafters.find(self.config.kind).inputs(self, e, h)
 
   def _after_attention(self, x):
     return x + self.mlp(self.post_norm(x))

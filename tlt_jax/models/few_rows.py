@@ -94,8 +94,8 @@ def _run(
   pools, tapped = [], []
   for i, (w, pool) in enumerate(zip(blocks, kv.pools, strict=True)):
     with jax.named_scope(f"layer_{i}"):
-      projections = _projections(config, w["attention"])
-      q, k, v = impl.qkv(x, projections, at, count, pool.k, pool.v, eps)
+      matrices = projections(config, w["attention"])
+      q, k, v = impl.qkv(x, matrices, at, count, pool.k, pool.v, eps)
       pools.append(cache_lib.Pool(k, v))
       out = impl.attend(q.reshape(B, J, N, H), k, v, nodes, kv.pages, count)
       o, scale = w["attention"]["o_proj"], w["post_norm"]["scale"]
@@ -114,7 +114,7 @@ def _run(
   return by_node(logits), by_node(x.normed(eps)), tapped, tuple(pools)
 
 
-def _projections(config: config_lib.ModelConfig, w: dict) -> few_rows.Projections:
+def projections(config: config_lib.ModelConfig, w: dict) -> few_rows.Projections:
   bias = tuple(w[f"{name}_bias"] for name in "qkv") if config.qkv_bias else None
   norm = tuple(w[f"{n}_norm"]["scale"] for n in "qk") if config.qk_norm else None
   return few_rows.Projections(w["q_proj"], w["k_proj"], w["v_proj"], bias, norm)

@@ -16,6 +16,9 @@ from tlt_jax import named
 class Kind(NamedTuple):
   """The kind-specific parts of a `drafter.Drafter`, whose methods call the functions.
 
+  Steps of few rows on GPUs call them, too; `drafter.apply_fc`, and what follows `inputs` in
+  the layer, are kernels then.
+
   inputs: (drafter, embedding f[B T D], h f[B T D]) -> input of attention, f[B T *], and
     the residual stream, f[B T D]
   setup: (drafter) makes further modules and parameters, as attributes

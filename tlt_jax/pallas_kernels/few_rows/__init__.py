@@ -24,16 +24,23 @@ TILE = 64  # columns of a product
 class Rows(NamedTuple):
   sums: jax.Array  # bf16[M D]
   scaled: jax.Array  # bf16[M D]  times the scale of the next norm
-  squares: jax.Array  # f32[D/TILE M]  sums over the columns of a tile
+  squares: jax.Array | None  # f32[D/TILE M]  sums over a tile's columns; None: no norm
 
   def inverse_rms(self, eps: float) -> jax.Array:
     """f32[M 1]; not bit for bit the same in every batch."""
+    if self.squares is None:
+      return jnp.ones((len(self.scaled), 1))
     mean = jnp.sum(self.squares, 0) / self.sums.shape[-1]
     return jax.lax.rsqrt(mean + eps)[:, None]
 
   def normed(self, eps: float) -> jax.Array:
     """The norm of the rows, bf16[M D], by `inverse_rms`."""
     return (self.scaled.astype(jnp.float32) * self.inverse_rms(eps)).astype(self.sums.dtype)
+
+
+def plain(x: jax.Array) -> Rows:
+  """Rows bf16[M *] that the next kernel takes as they are, without a norm."""
+  return Rows(x, x, None)
 
 
 class Projections(NamedTuple):

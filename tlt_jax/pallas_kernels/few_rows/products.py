@@ -96,6 +96,8 @@ def _add_up(
 def _inverse_rms(
   squares_ptr, r, M, K: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr
 ):  # fmt: skip
+  if TILES == 0:
+    return tl.full(r.shape, 1.0, tl.float32)
   sum = tl.zeros(r.shape, tl.float32)
   for tile in range(TILES):
     sum += tl.load(squares_ptr + tile * M + r, mask=r < M, other=0.0)
@@ -139,7 +141,7 @@ def enter(
 @triton.jit
 def qkv(
   x_ptr,  # bf16[M D], times the norm's scale
-  squares_ptr,  # f32[TILES M], of x
+  squares_ptr,  # f32[TILES M], of x; no TILES: no norm
   q_ptr, k_ptr, v_ptr,  # bf16[N*H D], bf16[K*H D] twice
   q_bias_ptr, k_bias_ptr, v_bias_ptr,  # bf16[heads*H]; not read without BIAS
   q_norm_ptr, k_norm_ptr,  # bf16[H]; not read without NORM
@@ -218,7 +220,7 @@ def qkv(
 def project(
   x_ptr,  # bf16[M F]
   w_ptr,  # bf16[D F]
-  residual_ptr,  # bf16[M D]
+  residual_ptr,  # bf16[M D]; or bf16[1 D] for all rows, with STRIDE 0
   scale_ptr,  # bf16[D], of the next RMSNorm
   count_ptr,  # i32[D/BN], 0 before and after
   M,
@@ -226,7 +228,7 @@ def project(
   sum_ptr,  # bf16[M D]
   scaled_ptr,  # bf16[M D]
   squares_ptr,  # f32[D/BN M]
-  F: tl.constexpr, D: tl.constexpr,
+  F: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
   """Program (tile, split): sum = residual + x @ w, and the inputs of the next norm."""
@@ -239,9 +241,11 @@ def project(
     return
   r, n = tl.arange(0, R), tl.arange(0, BN)
   valid = (r < M)[:, None]
-  at = r[:, None] * D + tile * BN + n[None, :]
+  column = tile * BN + n[None, :]
+  at = r[:, None] * D + column
   sum = _add_up(part_ptr, tile, 0, BN, R, BN, SPLITS)
-  sum += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+  residual_ptr += r[:, None] * STRIDE + column
+  sum += tl.load(residual_ptr, mask=valid, other=0.0).to(tl.float32)
   _write_rows(sum, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN)
 
 
@@ -295,7 +299,7 @@ def gate_up(
 @triton.jit
 def head(
   x_ptr,  # bf16[M D], times the final norm's scale
-  squares_ptr,  # f32[TILES M], of x
+  squares_ptr,  # f32[TILES M], of x; no TILES: no norm
   w_ptr,  # bf16[V D]
   M,
   out_ptr,  # f32[M V]

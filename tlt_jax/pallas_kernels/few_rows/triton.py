@@ -31,6 +31,11 @@ def _rows(M: int, D: int) -> list[jax.ShapeDtypeStruct]:
   return [wide, wide, jax.ShapeDtypeStruct((D // TILE, M), jnp.float32)]
 
 
+def _squares(x: few_rows.Rows) -> tuple[jax.Array, int]:
+  """The squares and their tiles; without a norm no tile of what is not read."""
+  return (x.scaled, 0) if x.squares is None else (x.squares, len(x.squares))
+
+
 def enter(tokens: jax.Array, embedding: jax.Array, scale: jax.Array) -> few_rows.Rows:
   """The embeddings bf16[V D] of tokens i32[M]; `scale` bf16[D] of the first norm."""
   (M,), D = tokens.shape, embedding.shape[1]
@@ -60,7 +65,7 @@ def qkv(
   Takes M rows, pools bf16[P K L H], and `count` i32[heads or more] zeros. Returns queries
   bf16[M N H], and the pools.
   """
-  M, D = x.scaled.shape
+  (M, D), (squares, tiles) = x.scaled.shape, _squares(x)
   P, K, page, H = k.shape
   J, S = M // len(at.start), page * at.pages.shape[1]
   N, R = w.q.shape[0] // H, padded(M)
@@ -69,7 +74,7 @@ def qkv(
   shape = jax.ShapeDtypeStruct
   unused = w.q  # of the right type
   _, q, k, v = triton_call.triton_call(
-    x.scaled, x.squares, w.q, w.k, w.v, *(w.bias or [unused] * 3),
+    x.scaled, squares, w.q, w.k, w.v, *(w.bias or [unused] * 3),
     *(w.norm or [unused] * 2), *at, count, k, v, M, J, S,
     kernel=products.qkv,
     out_type=[
@@ -81,7 +86,7 @@ def qkv(
     grid=(heads, splits),
     name="qkv",
     aliases={16: 2, 17: 3},
-    D=D, N=N, KV=K, SINK=P - 1, H=H, PAGE=page, TILES=x.squares.shape[0], EPS=eps,
+    D=D, N=N, KV=K, SINK=P - 1, H=H, PAGE=page, TILES=tiles, EPS=eps,
     BIAS=w.bias is not None, NORM=w.norm is not None, R=R, BK=_STEP, SPLITS=splits,
     **_OPTIONS,
   )  # fmt: skip
@@ -127,7 +132,7 @@ def attend(
 def project(
   x: jax.Array, w: jax.Array, residual: jax.Array, scale: jax.Array, count: jax.Array
 ) -> few_rows.Rows:
-  """bf16[M F] @ bf16[D F].T + bf16[M D]; `scale` bf16[D] of the next norm.
+  """bf16[M F] @ bf16[D F].T + bf16[M D], or [1 D]; `scale` bf16[D] of the next norm.
 
   `count`: i32[D/TILE or more] zeros.
   """
@@ -143,7 +148,7 @@ def project(
     ],
     grid=(tiles, splits),
     name="project",
-    F=F, D=D, R=R, BN=TILE, BK=_STEP, SPLITS=splits,
+    F=F, D=D, STRIDE=D if len(residual) == M else 0, R=R, BN=TILE, BK=_STEP, SPLITS=splits,
     **_OPTIONS,
   )  # fmt: skip
   return few_rows.Rows(*rows)
@@ -175,13 +180,13 @@ def gate_up(
 
 def head(x: few_rows.Rows, w: jax.Array, eps: float) -> jax.Array:
   """The logits f32[M V] of rows, normed, by bf16[V D]."""
-  M, (V, D) = len(x.scaled), w.shape
+  M, (V, D), (squares, tiles) = len(x.scaled), w.shape, _squares(x)
   return triton_call.triton_call(
-    x.scaled, x.squares, w, M,
+    x.scaled, squares, w, M,
     kernel=products.head,
     out_type=jax.ShapeDtypeStruct((M, V), jnp.float32),
     grid=(V // TILE,),
     name="head",
-    D=D, V=V, TILES=x.squares.shape[0], EPS=eps, R=padded(M), BN=TILE, BK=_STEP,
+    D=D, V=V, TILES=tiles, EPS=eps, R=padded(M), BN=TILE, BK=_STEP,
     **_OPTIONS,
   )  # fmt: skip

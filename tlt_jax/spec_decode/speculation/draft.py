@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import few_rows_drafter
 from tlt_jax.models import layers
+from tlt_jax.pallas_kernels import few_rows
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
@@ -43,7 +45,9 @@ class Draft:
     target_params,
     params,
     longest: int,
+    kernels: str | None = None,
   ):
+    self._config, self._kernels = config, kernels
     self._module = drafter_lib.Drafter(config)
     self._layout = layout
     # Cast here, not in each step of a loop that follows: XLA would leave it there.
@@ -53,9 +57,29 @@ class Draft:
     # i32[U], the target's ids of the drafter's tokens; None: all, in order.
     self.ids = jnp.asarray(config.target_ids) if config.vocab else None
     self._rotations = layers.rotation(config.layer, jnp.arange(longest))
+    self._few_rows = few_rows_drafter.make_weights(
+      config, self._params, target_params, self._head, self._rotations
+    )
 
   def _apply(self, method, *args):
     return self._module.apply({"params": self._params}, *args, method=method)
+
+  def fits(self, cache: cache_lib.LayerCache, rows: int) -> bool:
+    """Whether a step of so many pairs is one of `few_rows_drafter`."""
+    return few_rows_drafter.fits(self._config, cache, rows)
+
+  def extend(
+    self,
+    features: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    last: jax.Array,
+    cache: cache_lib.LayerCache,
+  ) -> tuple[jax.Array, cache_lib.LayerCache]:
+    """The pairs of few rows; see `few_rows_drafter.extend`."""
+    read = self._layout.split(features).drafter_input
+    args = read, tokens, start, last, cache
+    return few_rows_drafter.extend(self._config, self._few_rows, *args)
 
   def features(self, features: jax.Array) -> jax.Array:
     read = self._layout.split(features).drafter_input
@@ -72,10 +96,15 @@ class Draft:
     h: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
+    nodes: few_rows.Nodes,
     seen: seen_lib.Seen,
     cache: cache_lib.LayerCache,
     start: jax.Array,
   ) -> tuple[jax.Array, cache_lib.LayerCache]:
+    """Runs pairs, and writes them from slot `start` on; what they see, in two forms."""
+    if self.fits(cache, tokens.size):
+      args = h, tokens, positions, nodes, cache, start
+      return few_rows_drafter.step(self._config, self._few_rows, *args)
     by = self._rotations.at(positions)
     return self._apply(
       drafter_lib.Drafter.__call__, self._target, h, tokens, by, seen, cache, start
@@ -95,6 +124,9 @@ class Draft:
     )
 
   def logits(self, h: jax.Array) -> jax.Array:
+    rows = h.size // h.shape[-1]
+    if few_rows_drafter.head_fits(self._config, self._kernels, rows, self._head):
+      return few_rows_drafter.logits(self._config, self._few_rows, h)
     return self._apply(drafter_lib.Drafter.logits, self._head, h)
 
   def tokens(self, places: jax.Array) -> jax.Array:
@@ -108,13 +140,18 @@ def extend(
   """Computes the pairs that the pool lacks; returns f[B D] at the last, and the cache."""
   pending, position = slots.pending, slots.position
   cache = cache_lib.LayerCache(state.pool, slots.kv.pages, slots.kernels)
+  last, start = jnp.maximum(state.count - 1, 0), position - state.count
+  if draft.fits(cache, state.tokens.size):
+    is_last = jnp.arange(state.tokens.shape[1]) == last[:, None]
+    tokens = jnp.where(is_last, pending[:, None], state.tokens)
+    start = jnp.maximum(start, 0)  # of free slots
+    h, cache = draft.extend(state.features, tokens, start, last, cache)
+    return h[:, 0], cache
   h = draft.features(state.features)
-  start = position - state.count
   pair = start[:, None] + jnp.arange(state.tokens.shape[1])
   k, v = draft.keys_values(h, state.tokens, jnp.maximum(pair, 0))
   # All A of them: those beyond `count` are overwritten before they are attended to.
   cache = cache.write(k, v, start)
-  last = jnp.maximum(state.count - 1, 0)
   h = jnp.take_along_axis(h, last[:, None, None], 1)
   at = jnp.maximum(position - 1, 0)
   seen = seen_lib.causal(at, 1)
@@ -137,8 +174,9 @@ def draft_chain(
   def step(d, carry):
     h, cache, token, tokens = carry
     pair = slots.position - 1 + d
-    seen = seen_lib.causal(pair, 1)
-    h, cache = draft.step(h[:, None], token[:, None], pair[:, None], seen, cache, pair)
+    nodes, seen = few_rows.chain(pair, 1), seen_lib.causal(pair, 1)
+    args = h[:, None], token[:, None], pair[:, None], nodes, seen, cache, pair
+    h, cache = draft.step(*args)
     return h[:, 0], cache, *guess(h[:, 0], d, tokens)
 
   tokens = jnp.zeros((h.shape[0], size), jnp.int32).at[:, 0].set(slots.pending)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.models import cache as cache_lib
+from tlt_jax.pallas_kernels import few_rows
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
@@ -78,29 +79,41 @@ def draft_tree(
   join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
   kept, _ = _best(join(first, _no_nodes(B, size - 1)), size - 1)
   beams_h = jnp.repeat(h[:, None], W, 1)
-  # Each beam sees its ancestors among the scratch slots, and itself.
-  mask = jnp.broadcast_to(first.depth[..., None] < 0, (B, W, scratch))
+  # The scratch slots of each beam's ancestors, level by level, then its own.
+  levels = max(scratch // W, 1)
+  path = jnp.broadcast_to(slots.position[:, None, None], (B, W, levels))
 
   def grow(d, carry):
-    beams, beams_h, mask, cache, kept = carry
-    slot = (d - 1) * W  # of the level's first pair
-    mask = mask | (jnp.arange(scratch) == slot + jnp.arange(W)[:, None])
+    beams, beams_h, path, cache, kept = carry
+    start = slots.position + (d - 1) * W  # the slot of the level's first pair
+    own = (start[:, None] + jnp.arange(W))[..., None]
+    path = jnp.where(jnp.arange(levels) < d - 1, path, own)
+    nodes = _beams(slots.position, d - 1, path)
+    at = slots.position[:, None] + jnp.arange(scratch)
+    mask = jnp.any(path[..., None] == at[:, None, None], 2)
     seen = seen_lib.of_mask(slots.position, mask)
     pair = jnp.broadcast_to((slots.position - 1 + d)[:, None], (B, W))
-    start = slots.position + slot
-    out, cache = draft.step(beams_h, beams.token, pair, seen, cache, start)
+    out, cache = draft.step(beams_h, beams.token, pair, nodes, seen, cache, start)
     following = jnp.repeat(slots.position + d + 1, W)
     score, token = candidates(out.reshape(B * W, -1), every, following)
     children = _children(beams, score.reshape(B, W, W), token.reshape(B, W, W), d)
     kept, _ = _best(join(kept, children), size - 1)
     beams, index = _best(children, W)
     parent = (index // W)[..., None]
-    beams_h, mask = (jnp.take_along_axis(x, parent, 1) for x in (out, mask))
-    return beams, beams_h, mask, cache, kept
+    beams_h, path = (jnp.take_along_axis(x, parent, 1) for x in (out, path))
+    return beams, beams_h, path, cache, kept
 
-  start = (first, beams_h, mask, cache, kept)
+  start = (first, beams_h, path, cache, kept)
   *_, cache, kept = jax.lax.fori_loop(1, depth, grow, start)
   return _assemble(kept, slots.pending), cache
+
+
+def _beams(start: jax.Array, depth: jax.Array, path: jax.Array) -> few_rows.Nodes:
+  """A level's nodes, each with a path of its own: slots i32[B W A]."""
+  B, W, _ = path.shape
+  owner = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W))
+  depth = jnp.full((B, W), depth, jnp.int32)
+  return few_rows.Nodes(start, depth, owner, path, jnp.full(B, W, jnp.int32))
 
 
 def _top_children(draft, width: int, h, sampling, position):

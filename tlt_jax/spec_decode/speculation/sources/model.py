@@ -157,7 +157,8 @@ class Model(source_lib.Source):
 
   def _draft(self, weights, length: int) -> draft_lib.Draft:
     s = self.setting
-    return draft_lib.Draft(s.drafter, s.layout, weights.target, weights.draft, length)
+    args = s.drafter, s.layout, weights.target, weights.draft, length, s.kernels
+    return draft_lib.Draft(*args)
 
   def bind(self, strategy, weights, length):
     draft = self._draft(weights, length)
