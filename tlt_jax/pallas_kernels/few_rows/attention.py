@@ -21,18 +21,20 @@ _MASKED = tl.constexpr(-1e30)
 @triton.jit
 def _fold(
   state, q, k_ptr, v_ptr, pages_ptr, path_ptr, last, lo, hi, start, end, length,
-  K: tl.constexpr, H: tl.constexpr, A: tl.constexpr, PAGE: tl.constexpr,
-  BLOCK: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
+  K: tl.constexpr, H: tl.constexpr, L: tl.constexpr, A: tl.constexpr,
+  PAGE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   for block in range(lo, hi):
     slot = block * BLOCK + i
     if TAIL:
-      depth = slot - start
-      drafted = (depth >= 0) & (depth < A)
-      own = tl.load(path_ptr + depth, mask=drafted, other=0)
-      own = tl.where(depth < 0, slot, own)
+      own = slot
+      if L > 1:
+        depth = slot - start
+        drafted = (depth >= 0) & (depth < A)
+        own = tl.load(path_ptr + depth, mask=drafted, other=0)
+        own = tl.where(depth < 0, slot, own)
       # Slots beyond are undefined, and 0 * NaN is NaN.
       exists = (slot < end) & (own < length)
       page = tl.load(pages_ptr + own // PAGE, mask=exists, other=0).to(tl.int64)
@@ -70,7 +72,7 @@ def attend(
   k_ptr, v_ptr,  # bf16[P K PAGE H]
   pages_ptr,  # i32[B S/PAGE]
   start_ptr,  # i32[B]
-  depth_ptr,  # i32[B J]
+  depth_ptr,  # i32[B J]; this and the next three are not read of chains, where L is 1
   owner_ptr,  # i32[B J]
   path_ptr,  # i32[B L A]
   paths_ptr,  # i32[B]
@@ -90,7 +92,9 @@ def attend(
   start = tl.load(start_ptr + b)
   end = tl.minimum(start + A, length)
   splits, whole = tl.cdiv(end, SPLIT), start // SPLIT  # whole: before the first path
-  paths = tl.load(paths_ptr + b)
+  paths = 1
+  if L > 1:
+    paths = tl.load(paths_ptr + b)
   if split >= splits:
     return
   if path >= (1 if split < whole else paths):
@@ -100,8 +104,10 @@ def attend(
   valid = (r < NODES * G) & (node < J)
   at = ((b * J + node) * K + head) * G + r % G
   q = tl.load(q_ptr + at[None, :] * H + h[:, None], mask=valid[None, :], other=0.0)
-  last = start + tl.load(depth_ptr + b * J + node, mask=valid, other=0)
-  owned = valid & (tl.load(owner_ptr + b * J + node, mask=valid, other=0) == path)
+  last, owned = start + node, valid
+  if L > 1:
+    last = start + tl.load(depth_ptr + b * J + node, mask=valid, other=0)
+    owned &= tl.load(owner_ptr + b * J + node, mask=valid, other=0) == path
   k_ptr += head * PAGE * H  # this head in the pool's first page
   v_ptr += head * PAGE * H
   pages_ptr += b * (length // PAGE)
@@ -116,11 +122,11 @@ def attend(
   )
   state = _fold(
     state, q, k_ptr, v_ptr, pages_ptr, path_ptr, last, lo, tail, start, end, length,
-    K, H, A, PAGE, BLOCK, SCALE, False,
+    K, H, L, A, PAGE, BLOCK, SCALE, False,
   )  # fmt: skip
   largest, total, sum = _fold(
     state, q, k_ptr, v_ptr, pages_ptr, path_ptr, last, tail, hi, start, end, length,
-    K, H, A, PAGE, BLOCK, SCALE, True,
+    K, H, L, A, PAGE, BLOCK, SCALE, True,
   )  # fmt: skip
   row = bk * tl.num_programs(1) + tile
   here = row.to(tl.int64) * tl.cdiv(length, SPLIT) + split

@@ -17,6 +17,7 @@ rounded, and the sum of squares of x per tile. The kernel that reads it multipli
 inverse root in its epilogue, so that its loop only loads and multiplies.
 
 `count` is zeros, in which a kernel counts its programs; it is zeros again afterwards.
+`enter` makes it, so that no other kernel has to.
 """
 
 import triton
@@ -125,9 +126,13 @@ def enter(
   sum_ptr,  # bf16[M D]
   scaled_ptr,  # bf16[M D]
   squares_ptr,  # f32[D/BN M]
-  D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+  count_ptr,  # i32[COUNT], 0 afterwards
+  D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
   tile = tl.program_id(0)
+  for first in range(tile * BN, COUNT, D):
+    at = first + tl.arange(0, BN)
+    tl.store(count_ptr + at, tl.zeros((BN,), tl.int32), mask=at < COUNT)
   r, n = tl.arange(0, R), tl.arange(0, BN)
   token = tl.load(token_ptr + r, mask=r < M, other=0).to(tl.int64)
   from_ptr = embedding_ptr + token[:, None] * D + tile * BN + n[None, :]

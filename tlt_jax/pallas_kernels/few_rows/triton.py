@@ -31,19 +31,24 @@ def _rows(M: int, D: int) -> list[jax.ShapeDtypeStruct]:
   return [wide, wide, jax.ShapeDtypeStruct((D // TILE, M), jnp.float32)]
 
 
-def enter(tokens: jax.Array, embedding: jax.Array, scale: jax.Array) -> few_rows.Rows:
-  """The embeddings bf16[V D] of tokens i32[M]; `scale` bf16[D] of the first norm."""
+def enter(
+  tokens: jax.Array, embedding: jax.Array, scale: jax.Array, counts: int
+) -> tuple[few_rows.Rows, jax.Array]:
+  """The embeddings bf16[V D] of tokens i32[M]; `scale` bf16[D] of the first norm.
+
+  Also makes the zeros i32[counts] in which the other kernels of a pass count.
+  """
   (M,), D = tokens.shape, embedding.shape[1]
-  made = triton_call.triton_call(
+  *rows, count = triton_call.triton_call(
     tokens, embedding, scale, M,
     kernel=products.enter,
-    out_type=_rows(M, D),
+    out_type=[*_rows(M, D), jax.ShapeDtypeStruct((counts,), jnp.int32)],
     grid=(D // TILE,),
     name="enter",
-    D=D, R=padded(M), BN=TILE,
+    D=D, R=padded(M), BN=TILE, COUNT=counts,
     **_OPTIONS,
   )  # fmt: skip
-  return few_rows.Rows(*made)
+  return few_rows.Rows(*rows), count
 
 
 def qkv(
@@ -103,6 +108,10 @@ def attend(
   B, J, N, H = q.shape
   K, page = k.shape[1:3]
   L, A = nodes.path.shape[1:]
+  if L == 1:  # a chain: what nodes see follows from their number
+    nodes = nodes._replace(
+      **dict.fromkeys(("depth", "owner", "path", "paths"), nodes.start)
+    )
   G, S = N // K, page * pages.shape[1]
   most = max(_QUERIES // G, 1)
   at_once = triton.cdiv(J, triton.cdiv(J, most))

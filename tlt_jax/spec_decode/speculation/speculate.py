@@ -51,8 +51,7 @@ def decode(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      drafted = slots.replace(position=slots.start)  # free slots draft from nothing
-      proposal = propose(drafted, state, limits.depth)
+      proposal = propose(slots, state, limits.depth)
       live = slots.remaining > 0
       slots, output = verify_and_accept(
         config,
@@ -112,11 +111,11 @@ def verify_and_accept(
   chex.assert_shape(slots.position, (B,))
   positions = slots.position[:, None] + tree.depth
   if width == 1:
-    nodes, seen = few_rows.chain(slots.start, J), seen_lib.causal(slots.start, J)
+    nodes, seen = few_rows.chain(slots.position, J), seen_lib.causal(slots.position, J)
   else:
     ancestors = tree_lib.ancestors(tree.parent)
-    nodes = few_rows.tree(slots.start, tree.depth, ancestors, deepest=most - 1)
-    seen = seen_lib.of_mask(slots.start, ancestors)
+    nodes = few_rows.tree(slots.position, tree.depth, ancestors, deepest=most - 1)
+    seen = seen_lib.of_mask(slots.position, ancestors)
   logits, features, kv = decode_lib.draw_pass(
     config, layout, params, slots.kv, tree.tokens, positions, nodes, seen, rotations
   )
@@ -133,8 +132,8 @@ def verify_and_accept(
   drawn = jax.tree.map(lambda x: jnp.take_along_axis(x, path, 1), drawn)
   features = jnp.take_along_axis(features, path[..., None], 1)
   if width > 1:  # the accepted path moves to where a sequence has its tokens
-    source = slots.start[:, None] + path
-    kv = kv.with_layers(layer.move(source, slots.start) for layer in kv)
+    source = slots.position[:, None] + path
+    kv = kv.with_layers(layer.move(source, slots.position) for layer in kv)
 
   live = slots.remaining > 0
   count, stopped = verify.cut(drawn.token, accepted + 1, slots.stop_tokens, slots.remaining)
@@ -144,7 +143,7 @@ def verify_and_accept(
   remaining = jnp.where(live & ~stopped, slots.remaining - count, 0)
   new = slots.with_features(place, features).replace(
     pending=jnp.where(live, last, slots.pending),
-    position=slots.position + count,
+    position=jnp.where(remaining > 0, slots.position + count, 0),
     remaining=remaining,
     kv=kv.of_live(remaining > 0),
   )
