@@ -79,7 +79,8 @@ def attend(
   count_ptr,  # i32[B K tiles], 0 before and after
   J,
   length,  # S
-  sums_ptr, stats_ptr,  # f32[B K tiles splits R H], f32[B K tiles splits 2 R], scratch
+  sums_ptr,  # f32[B K tiles splits NODES*G H], scratch
+  stats_ptr,  # f32[B K tiles splits 2 NODES*G], scratch
   out_ptr,  # bf16[B J K G H]
   G: tl.constexpr, K: tl.constexpr, H: tl.constexpr, L: tl.constexpr, A: tl.constexpr,
   PAGE: tl.constexpr, NODES: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
@@ -131,10 +132,11 @@ def attend(
   row = bk * tl.num_programs(1) + tile
   here = row.to(tl.int64) * tl.cdiv(length, SPLIT) + split
   written = owned if split >= whole else valid
-  sums_at = sums_ptr + (here * R + r[None, :]) * H + h[:, None]
+  Q: tl.constexpr = NODES * G
+  sums_at = sums_ptr + (here * Q + r[None, :]) * H + h[:, None]
   tl.store(sums_at, sum, mask=written[None, :])
-  tl.store(stats_ptr + here * 2 * R + r, largest, mask=written)
-  tl.store(stats_ptr + here * 2 * R + R + r, total, mask=written)
+  tl.store(stats_ptr + here * 2 * Q + r, largest, mask=written)
+  tl.store(stats_ptr + here * 2 * Q + Q + r, total, mask=written)
   tl.debug_barrier()  # all threads' stores come before the one thread's release
   programs = whole + (splits - whole) * paths
   if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") < programs - 1:
@@ -146,13 +148,13 @@ def attend(
   total = tl.zeros((R,), tl.float32)
   sums = tl.zeros((R, H), tl.float32)
   for i in range(0, splits):
-    stats = stats_ptr + (first + i) * 2 * R + r
+    stats = stats_ptr + (first + i) * 2 * Q + r
     its = tl.load(stats, mask=valid, other=_MASKED, cache_modifier=".cg")
     new = tl.maximum(largest, its)
     mine, its = tl.exp2(largest - new), tl.exp2(its - new)
-    its_total = tl.load(stats + R, mask=valid, other=0.0, cache_modifier=".cg")
+    its_total = tl.load(stats + Q, mask=valid, other=0.0, cache_modifier=".cg")
     total = total * mine + its_total * its
-    part = sums_ptr + ((first + i) * R + r[:, None]) * H + h[None, :]
+    part = sums_ptr + ((first + i) * Q + r[:, None]) * H + h[None, :]
     its_sums = tl.load(part, mask=valid[:, None], other=0.0, cache_modifier=".cg")
     sums = sums * mine[:, None] + its_sums * its[:, None]
     largest = new

@@ -78,7 +78,7 @@ def qkv(
     *(w.norm or [unused] * 2), *at, count, k, v, M, J, S,
     kernel=products.qkv,
     out_type=[
-      shape((heads * splits * R * H,), jnp.float32),
+      shape((heads * splits, M, H), jnp.float32),
       shape((M, N, H), k.dtype),
       shape(k.shape, k.dtype),
       shape(v.shape, v.dtype),
@@ -109,9 +109,7 @@ def attend(
   K, page = k.shape[1:3]
   L, A = nodes.path.shape[1:]
   if L == 1:  # a chain: what nodes see follows from their number
-    nodes = nodes._replace(
-      **dict.fromkeys(("depth", "owner", "path", "paths"), nodes.start)
-    )
+    nodes = few_rows.Nodes(*[nodes.start] * len(nodes))
   G, S = N // K, page * pages.shape[1]
   most = max(_QUERIES // G, 1)
   at_once = triton.cdiv(J, triton.cdiv(J, most))
@@ -121,8 +119,8 @@ def attend(
     q, k, v, pages, *nodes, count, J, S,
     kernel=attention.attend,
     out_type=[
-      shape((B, K, tiles, splits, R, H), jnp.float32),
-      shape((B, K, tiles, splits, 2, R), jnp.float32),
+      shape((B, K, tiles, splits, at_once * G, H), jnp.float32),
+      shape((B, K, tiles, splits, 2, at_once * G), jnp.float32),
       shape(q.shape, q.dtype),
     ],
     grid=(splits * L, tiles, B * K),
@@ -147,7 +145,7 @@ def project(
     x, w, residual, scale, count, M,
     kernel=products.project,
     out_type=[
-      jax.ShapeDtypeStruct((tiles * splits * R * TILE,), jnp.float32),
+      jax.ShapeDtypeStruct((tiles * splits, M, TILE), jnp.float32),
       *_rows(M, D),
     ],
     grid=(tiles, splits),
@@ -170,7 +168,7 @@ def gate_up(
     x.scaled, x.squares, gate, up, count, M,
     kernel=products.gate_up,
     out_type=[
-      shape((tiles * 2 * splits * R * TILE if splits > 1 else 1,), jnp.float32),
+      shape((tiles * 2 * splits, M, TILE) if splits > 1 else (1,), jnp.float32),
       shape((M, F), gate.dtype),
     ],
     grid=(tiles, splits),
