@@ -6,8 +6,10 @@
 Compiles chunks (plain, verifying a chain, a tree, fused with training), prefill, fill and
 the learner's update of Qwen2.5-7B's widths, with and without kernels, each in a separate
 process. It counts cache-sized copies, collectives, kernels per layer, launches, bytes moved
-per step and memory per device, and writes MODEL.json and MODEL.md. It fails if a step on
-one GPU has more launches than CUDA graphs need, or writes an array as large as weights.
+per step and memory per device, and writes MODEL.json and MODEL.md. It fails if a step of
+one request writes an array as large as weights, or if a plain step on one GPU, by kernels
+for few rows, has more than one CUDA graph, 6 kernels per layer and 10 others, or moves more
+than 1.1 times weights and KV.
 Compiled programs are kept in --workdir until the code changes, or --again is given.
 """
 
@@ -94,7 +96,7 @@ def main():
       print(f"{' '.join(case)}: compiling", flush=True)
       compile_case(model, case, layers, folder)
     if file.exists():
-      report.append((case, aot_report.counted(folder, model, case[1], layers)))
+      report.append((case, aot_report.counted(folder, model, case, layers)))
     elif (folder / "error.txt").exists():
       report.append((case, {"error": (folder / "error.txt").read_text().strip()}))
   rows = aot_report.table(aot_report.row(*line) for line in report)

@@ -58,6 +58,7 @@ def environment(platform: str, dump: pathlib.Path | None = None) -> dict[str, st
     dump: folder for XLA's dump of the launches of a GPU's host; None: no dump
   """
   env = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+  env |= {"JAX_TRACEBACK_FILTERING": "off"}  # the last line is then the error
   if platform == "cuda":
     env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # there is no driver
     env |= {"XLA_FLAGS": f"--xla_dump_to={dump}"} if dump else {}

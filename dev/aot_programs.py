@@ -57,6 +57,20 @@ _TRAINS = ("fused",)  # needs two slices: a single one is never idle
 _LEARNER_ROWS = ((2, 4096),)  # per bucket: rows of a micro-batch, tokens of a row
 
 
+def rows_of(program: str) -> int:
+  """Requests of a slice."""
+  return 1 if program == "one" else ROWS
+
+
+def weight_bytes(model: config_lib.ModelConfig) -> int:
+  """Of the weights that a step reads: all but an embedding that is not the head, too."""
+  params = target_lib.abstract_params(model)
+  if not model.tie_embeddings:
+    params.pop("embedding")
+  sizes = (math.prod(x.shape) for x in jax.tree.leaves(params))
+  return sum(sizes) * jnp.dtype(model.dtype).itemsize
+
+
 def runs(target: str, program: str) -> bool:
   """Whether a program can run on a machine."""
   machine = aot_machines.TARGETS[target]
@@ -113,9 +127,7 @@ class AbstractTrainer(trainer_lib.Trainer):
     return slices.abstract(self.mesh, x.shape[1], x.dtype, *x.shape[2:])
 
 
-def abstract_spot(
-  trainer: trainer_lib.Trainer, options: spot_lib.Options
-) -> spot_lib.Spot:
+def abstract_spot(trainer: trainer_lib.Trainer, options: spot_lib.Options) -> spot_lib.Spot:
   """A drafter in training, without arrays; see `spot.make_trainer`."""
   fields = {f.name: getattr(trainer, f.name) for f in dataclasses.fields(trainer)}
   trainer = AbstractTrainer(**fields)
@@ -127,9 +139,7 @@ def abstract_drafter(drafter: drafter_lib.DrafterConfig, mesh):
   return axes.with_shardings(mesh, axes.ROLLOUT, drafter_lib.abstract_params(drafter))
 
 
-def of_rollout(
-  engine: rollout.Engine, params: Any, stops: int = 1
-) -> dict[tuple, Program]:
+def of_rollout(engine: rollout.Engine, params: Any, stops: int = 1) -> dict[tuple, Program]:
   """The programs of an engine, by name, bucket and stop tokens.
 
   Args:
@@ -139,8 +149,9 @@ def of_rollout(
   """
   recorder = _Recorder()
   engine.pool.get = recorder.get
-  with mock.patch.object(memory, "announce"), mock.patch.object(
-    memory, "announce_programs"
+  with (
+    mock.patch.object(memory, "announce"),
+    mock.patch.object(memory, "announce_programs"),
   ):  # they need devices
     engine.compile(params, stops)
   return recorder.asked
@@ -227,7 +238,7 @@ def of_sync(learner: learner_lib.Learner) -> Program:
 
 def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program:
   """A program of a rollout with plain decoding, a chain and a tree."""
-  rows = 1 if program == "one" else rows
+  rows = min(rows, rows_of(program))
   room = strategy_lib.Room.of((CHAIN, TREE))
   options = rollout.Options(
     max_length=slots - room.behind,
@@ -240,9 +251,7 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program
   selector = selector_lib.make(strategies, "predictive", has_drafter=True)
   shape = drafter_lib.of_target(model)
   if program in _TRAINS:
-    drafter = abstract_spot(
-      *shapes.drafter_trainer(model, shape, mesh, options.max_length)
-    )
+    drafter = abstract_spot(*shapes.drafter_trainer(model, shape, mesh, options.max_length))
   else:
     drafter = spot_lib.Frozen(shape, abstract_drafter(shape, mesh))
   engine = rollout.make(model, mesh, options, drafter, selector)

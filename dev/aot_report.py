@@ -29,14 +29,17 @@ def cases(targets: Iterable[str], programs: Iterable[str]) -> list[tuple[str, st
   ]
 
 
-def counted(folder: pathlib.Path, name: str, program: str, layers: int) -> dict:
+def counted(
+  folder: pathlib.Path, name: str, case: tuple[str, str, str], layers: int
+) -> dict:
   """Statistics of a compiled program, from its folder.
 
   Args:
     name: of `aot_programs.MODELS`
-    program: of `aot_programs.PROGRAMS`
+    case: target, program, kernels
     layers: of the target, as compiled
   """
+  target, program, _ = case
   found = json.loads((folder / "compiled.json").read_text())
   text = gzip.open(folder / "text.hlo.gz", "rt").read()
   caches = hlo_counts.donated(text, _LEAST)
@@ -45,19 +48,26 @@ def counted(folder: pathlib.Path, name: str, program: str, layers: int) -> dict:
   found["copies"] = hlo_counts.copies_of(text, caches)
   found["collectives"] = _collectives(text)
   if program in aot_programs.CHUNKS:
+    model = aot_programs.MODELS[name]
     if program == "one":  # activations of more rows are as large
-      model = aot_programs.MODELS[name]
       weights = model.width * model.num_kv_heads * model.head_dim  # of the smallest matrix
       large = hlo_counts.large_copies(text, weights)
       # A kernel's scratch may be as large, but is no copy.
       found["as_large_as_weights"] = [x for x in large if not x.endswith("custom-call")]
-    step = hlo_counts.Counter(text, caches, _FILL).step()
+    shards = aot_machines.TARGETS[target].model
+    slots = aot_programs.rows_of(program) * aot_programs.SLOTS * _FILL
+    per_slot = model.num_kv_heads * model.head_dim // shards
+    shares = {size: min(slots * per_slot / size[1], 1.0) for size in caches}
+    step = hlo_counts.Counter(text, shares, _FILL).step()
+    kv = 2 * slots * per_slot * model.num_layers * 2  # bytes, in bfloat16
     found["step"] = _per_step(step, layers)
+    found["step"]["least_bytes"] = aot_programs.weight_bytes(model) // shards + round(kv)
     drafting = max(step.inner, key=lambda s: s.num_bytes, default=None)
     if program != "plain" and drafting is not None:
       found["draft_step"] = _per_step(drafting, layers)
   if (folder / "thunks.txt").exists():
     found["launches"] = launches((folder / "thunks.txt").read_text())
+    found["nodes"] = nodes((folder / "thunks.txt").read_text())
   return found
 
 
@@ -66,6 +76,7 @@ def _per_step(step: hlo_counts.Step, layers: int) -> dict:
   layer = step.layer_bytes / layers
   rest = step.num_bytes - step.layer_bytes
   return {
+    "kernels": step.kernels,
     "kernels_per_layer": step.layer_kernels / layers,
     "other_kernels": step.kernels - step.layer_kernels,
     "bytes": round(step.num_bytes),
@@ -111,29 +122,59 @@ def launches(thunks: str) -> dict[str, int]:
   return dict(max(loops, key=lambda loop: loop[1][0])[0]) if loops else {}
 
 
-# Limits of a step on one GPU: CUDA graphs, and branches that the host decides.
-_LAUNCHES = {"one": (2, 1), "plain": (2, 1), "chain": (4, 2)}
-# Of a layer, with kernels for few rows: five, and what two layers share.
-_KERNELS = 7
+def nodes(thunks: str) -> int:
+  """Nodes of CUDA graphs in an iteration of the longest loop, its condition included.
+
+  Kernels, memory copies and zeroings; see `launches`.
+  """
+  counts = [0]
+  for line in thunks.splitlines():
+    kind = re.match(r"( *)\d+: k(\w+)", line)
+    if kind and not kind[1]:
+      counts.append(0)
+    elif kind and kind[2] not in ("CommandBuffer", "While", "Conditional", "Sequential"):
+      counts[-1] += 1
+  return max(counts)
+
+
+# Limits of a step on one GPU by kernels for few rows: CUDA graphs, and branches that the
+# host decides.
+_LAUNCHES = {"one": (1, 0), "plain": (1, 0), "chain": (4, 2)}
+_KERNELS = 6  # of a layer
+_OTHER_KERNELS = 10  # of a plain step, with the condition of its loop
+_BYTES = 1.1  # times weights and KV, of a plain step
 
 
 def broken(case: tuple[str, str, str], found: dict) -> list[str]:
   """The errors of a program, each with the name of the case."""
-  target, program, _ = case
+  target, program, kernels = case
   machine, errors = aot_machines.TARGETS[target], []
+  one_gpu = machine.platform == "cuda" and machine.devices == 1
   if "error" in found:
     errors.append(found["error"])
-  elif machine.platform == "cuda" and machine.devices == 1 and program in _LAUNCHES:
+  elif one_gpu and kernels == "triton" and program in _LAUNCHES:
     kinds = "CommandBuffer", "Conditional", "CustomCall"
     counts = [found["launches"].get(kind, 0) for kind in kinds]
     if any(n > most for n, most in zip(counts, (*_LAUNCHES[program], 0), strict=True)):
       errors.append(f"launches {dict(zip(kinds, counts, strict=True))}")
-    layer = found.get("step", {}).get("kernels_per_layer", 0)
-    if case[2] == "triton" and layer > _KERNELS:
-      errors.append(f"{layer:g} kernels per layer")
+    errors += _broken_step(program, found["step"], found["nodes"])
   if found.get("as_large_as_weights"):
     errors.append(f"writes arrays as large as weights: {found['as_large_as_weights'][0]}")
   return [f"{' '.join(case)}: {line}" for line in errors]
+
+
+def _broken_step(program: str, step: dict, nodes: int) -> list[str]:
+  errors, layer, other = [], step["kernels_per_layer"], step["other_kernels"]
+  if layer > _KERNELS:
+    errors.append(f"{layer:g} kernels per layer")
+  if program in ("one", "plain"):
+    if other > _OTHER_KERNELS:
+      errors.append(f"{other} kernels outside of the layers")
+    if step["bytes_all_layers"] > _BYTES * step["least_bytes"]:
+      errors.append(f"moves {step['bytes_all_layers'] / 1e9:.2f} GB")
+    if step["kernels"] != nodes:
+      errors.append(f"{step['kernels']} kernels in the text, {nodes} nodes of graphs")
+  return errors
 
 
 _HEADER = (
@@ -148,6 +189,7 @@ _HEADER = (
   "other kernels",
   "launches",
   "GB per step",
+  "weights and KV, GB",
   "GB per drafting step",
   "temp GiB",
   "arguments GiB",
@@ -168,7 +210,7 @@ def row(case: tuple[str, str, str], found: dict) -> list[str]:
     return f"{step[name]:g}" if step else ""
 
   def giga(x):
-    return f"{x['bytes_all_layers'] / 1e9:.2f}" if x else ""
+    return f"{x / 1e9:.2f}" if x else ""
 
   def gibi(x):
     return f"{x / 2**30:.2f}"
@@ -183,8 +225,9 @@ def row(case: tuple[str, str, str], found: dict) -> list[str]:
     kernels("kernels_per_layer"),
     kernels("other_kernels"),
     by_kind,
-    giga(step),
-    giga(draft),
+    giga(step and step["bytes_all_layers"]),
+    giga(step and step["least_bytes"]),
+    giga(draft and draft["bytes_all_layers"]),
     gibi(found["memory"]["temp"]),
     gibi(found["all_layers_argument"]),
   ]

@@ -5,7 +5,7 @@ its kernels, and the bytes that they move.
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import math
 import re
 from typing import NamedTuple
@@ -223,10 +223,12 @@ _NO_KERNEL = (
   "slice-start",
   "copy-start",
 )
+# Operands of kernels that read only a row of them for each row of theirs.
+BY_ROWS = {"enter": {"embedding_ptr": 1}, "qkv": {"cos_ptr": 10, "sin_ptr": 11}}
 
 
 class Step(NamedTuple):
-  """One iteration of a loop, or a program without loops, on one device.
+  """One iteration of a loop with its condition, or a program without loops, on one device.
 
   Of branches the cheapest counts: no request filters its tokens. Inner loops are separate.
   """
@@ -241,12 +243,17 @@ class Step(NamedTuple):
 class Counter:
   """Counts the kernels of a program's text, and the bytes that they move.
 
-  A kernel reads its operands and writes its result once; only the main memory counts. If a
-  fusion reads slices or rows of an operand, or writes into parts of a result, only these
-  count. Kernels of attention read a share `fill` of arrays of the caches' size.
+  A kernel is a fusion, a custom call, or a copy: what is a node of a CUDA graph. It reads
+  each operand and writes its result once; only the main memory counts. If a fusion reads
+  slices or rows of an operand, or writes into parts of a result, only these count.
+
+  Of a custom call's results those without a user are scratch, which it writes and reads;
+  results that alias an operand are written in part, as much as its other results are
+  large, or without any what it reads. Kernels that read caches read the share of each that
+  is given in `caches`, and use the share `fill` of their scratch.
   """
 
-  def __init__(self, text: str, caches: set[Size], fill: float):
+  def __init__(self, text: str, caches: Mapping[Size, float], fill: float):
     self._module = computations(text)
     self._caches, self._fill = caches, fill
     self._by_name = {i.name: i for body in self._module.values() for i in body}
@@ -258,15 +265,22 @@ class Counter:
   def step(self) -> Step:
     """The iteration of the loop with the caches; without one, the whole program."""
     for i in self._module[ENTRY]:
-      if i.opcode == "while" and self._caches & {x.size for x in i.arrays}:
-        return self._count(_body_of(i))
+      if i.opcode == "while" and self._caches.keys() & {x.size for x in i.arrays}:
+        return self._count_loop(i)
     return self._count(ENTRY)
+
+  def _count_loop(self, i: Instruction) -> Step:
+    parts = [self._count(name) for name in i.called]  # body and condition
+    return Step(
+      *(sum(values) for values in zip(*(part[:4] for part in parts), strict=True)),
+      sum((part.inner for part in parts), ()),
+    )
 
   def _count(self, name: str) -> Step:
     total, inner = np.zeros(4), []
     for i in self._module[name]:
       if i.opcode == "while":
-        inner.append(self._count(_body_of(i)))
+        inner.append(self._count_loop(i))
       elif i.opcode == "conditional":
         branches = [self._count(n) for n in i.called]
         cheapest = min(branches, key=lambda step: (step.num_bytes, step.kernels))
@@ -277,17 +291,21 @@ class Counter:
         total += called[:4]
         inner += called.inner
       else:
-        is_kernel = i.opcode not in _NO_KERNEL and not i.opcode.endswith("-done")
-        is_kernel = is_kernel and i.num_elements > 1 and "ConcatBitcast" not in i.rest
-        in_layer, moved = self._in_layer(i), self._moved(i)
+        is_kernel, moved = self._is_kernel(i), self._moved(i)
+        in_layer = len(layers := self._layers(i)) == 1 and "" not in layers
         total += is_kernel, is_kernel and in_layer, moved, moved * in_layer
     return Step(int(total[0]), int(total[1]), total[2], total[3], tuple(inner))
 
-  def _in_layer(self, i: Instruction, further: int = 4) -> bool:
-    """By its name, or without one by the names of its users."""
+  def _is_kernel(self, i: Instruction) -> bool:
+    has_none = i.opcode in _NO_KERNEL or i.opcode.endswith("-done")
+    return not has_none and "ConcatBitcast" not in i.rest
+
+  def _layers(self, i: Instruction, further: int = 4) -> set[str]:
+    """The layer of its name, or without a name those of its users; "": of none."""
     if "op_name=" in i.rest or not further:
-      return bool(re.search(r"/layer_\d+/", i.rest))
-    return any(self._in_layer(user, further - 1) for user in self._users[i.name])
+      found = re.search(r"/(layer_\d+)/", i.rest)
+      return {found[1] if found else ""}
+    return set().union(*(self._layers(j, further - 1) for j in self._users[i.name]))
 
   def _moved(self, i: Instruction) -> float:
     """Bytes that an instruction reads from and writes to the main memory."""
@@ -296,14 +314,42 @@ class Counter:
       source = self._array(i.operands[0])
       sides = (not made.is_near) + (source is not None and not source.is_near)
       return made.num_bytes * sides
-    if i.opcode in _NO_KERNEL or i.opcode.endswith("-done") or "ConcatBitcast" in i.rest:
+    if not self._is_kernel(i):
       return 0.0
+    if i.opcode == "custom-call":
+      return self._moved_by_custom_call(i)
     read = [self._read(i, n, name) for n, name in enumerate(i.operands)]
     if writes_in_place(i, self._module):
       largest = max(x.num_bytes for x in i.arrays)
       others = [x for x in read if x < largest / 2]
       return 2.0 * sum(others)
     return sum(read) + sum(x.num_bytes for x in i.arrays if not x.is_near)
+
+  def _moved_by_custom_call(self, i: Instruction) -> float:
+    pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", i.rest)  # result, operand
+    aliased = {int(result or 0) for result, _ in pairs}
+    into = {i.operands[int(operand)] for _, operand in pairs}
+    users = self._users[i.name]
+    used = {int(n) for user in users for n in re.findall(r" ?index=(\d+)", user.rest)}
+    made = {n: x.num_bytes for n, x in enumerate(i.arrays) if not x.is_near}
+    is_tuple = i.type.startswith("(")
+    scratch = sum(made[n] for n in made.keys() - used - aliased) if is_tuple else 0
+    results = [made[n] for n in made.keys() - aliased if n in used or not is_tuple]
+    kernel = re.search(r"/(\w+)/ffi_call", i.rest)
+    by_rows = BY_ROWS.get(kernel[1], {}).values() if kernel else ()
+    read, share = 0.0, 1.0
+    for name in dict.fromkeys(i.operands):
+      array = self._array(name)
+      if array is None or array.is_near or name in into:
+        continue
+      part = array.num_bytes
+      if array.size in self._caches:
+        part, share = part * self._caches[array.size], self._fill
+      elif i.operands.index(name) in by_rows:
+        part = min(part, max(results))
+      read += part
+    written = max(results, default=read) * sum(n in made for n in aliased)
+    return read + sum(results) + written + 2 * share * scratch
 
   def _array(self, name: str) -> Array | None:
     """An operand that is one array."""
@@ -317,8 +363,6 @@ class Counter:
       return 0.0
     if i.opcode in ("gather", "dynamic-slice") and n == 0:
       return sum(x.num_bytes for x in i.arrays)
-    if i.opcode == "custom-call" and array.size in self._caches:
-      return array.num_bytes * self._fill
     if i.opcode == "fusion":
       return min(array.num_bytes, self._read_inside(i.called[0], n))
     return array.num_bytes
@@ -339,7 +383,3 @@ class Counter:
         elif user.opcode not in ("dynamic-update-slice", "scatter"):
           return math.inf
     return taken
-
-
-def _body_of(i: Instruction) -> str:
-  return re.search(r"body=%?([\w.\-]+)", i.rest)[1]

@@ -13,6 +13,7 @@ from dev import aot_report
 from dev import hlo_counts
 from tests import tiny
 from tests import tpu_kernels
+from tests import triton_kernels
 from tlt_jax import axes
 
 # A loop over a donated cache of 4,096 numbers, which a kernel writes in place after all of
@@ -49,6 +50,96 @@ def test_a_cache_that_moves_to_another_memory_and_back_is_copied_twice():
   assert [line.split()[0] for line in copies] == ["copy-start"] * 2
 
 
+# A step of a layer, and what all layers share: `zeros` and `keys`.
+STEP = """\
+HloModule jit_chunk, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%fused () -> s32[8] {
+  ROOT %zero = s32[8]{0} constant({0, 0, 0, 0, 0, 0, 0, 0})
+}
+
+%cond (carry: (bf16[64,64], bf16[9,16])) -> pred[] {
+  %carry.1 = (bf16[64,64]{1,0}, bf16[9,16]{1,0}) parameter(0)
+  ROOT %go = pred[] fusion(), kind=kLoop, calls=%fused
+}
+
+%body (carry: (bf16[64,64], bf16[9,16])) -> (bf16[64,64], bf16[9,16]) {
+  %carry.2 = (bf16[64,64]{1,0}, bf16[9,16]{1,0}) parameter(0)
+  %cache = bf16[64,64]{1,0} get-tuple-element(%carry.2), index=0
+  %w = bf16[9,16]{1,0} get-tuple-element(%carry.2), index=1
+  %zeros = s32[8]{0} fusion(), kind=kLoop, calls=%fused
+  %one = s32[1]{0} fusion(), kind=kLoop, calls=%fused, metadata={op_name="a/add"}
+  %enter = bf16[2,16]{1,0} custom-call(%one, %w), custom_call_target="call", \
+metadata={op_name="a/enter/ffi_call"}
+  %qkv = (f32[4,8]{1,0}, bf16[2,16]{1,0}, bf16[64,64]{1,0}) custom-call(\
+%enter, %w, %w, %zeros, %cache), custom_call_target="call", \
+output_to_operand_aliasing={{2}: (4, {})}, metadata={op_name="a/layer_0/qkv/ffi_call"}
+  %q = bf16[2,16]{1,0} get-tuple-element(%qkv), index=1
+  %new = bf16[64,64]{1,0} get-tuple-element(%qkv), index=2
+  %attend = (f32[8,8]{1,0}, bf16[2,16]{1,0}) custom-call(%q, %new, %zeros), \
+custom_call_target="call", metadata={op_name="a/layer_1/attend/ffi_call"}
+  %out = bf16[2,16]{1,0} get-tuple-element(%attend), index=1
+  ROOT %next = (bf16[64,64]{1,0}, bf16[9,16]{1,0}) tuple(%new, %w)
+}
+
+ENTRY %main (p0: bf16[64,64], p1: bf16[9,16]) -> bf16[64,64] {
+  %p0 = bf16[64,64]{1,0} parameter(0)
+  %p1 = bf16[9,16]{1,0} parameter(1)
+  %init = (bf16[64,64]{1,0}, bf16[9,16]{1,0}) tuple(%p0, %p1)
+  %loop = (bf16[64,64]{1,0}, bf16[9,16]{1,0}) while(%init), condition=%cond, body=%body
+  ROOT %out.1 = bf16[64,64]{1,0} get-tuple-element(%loop), index=0
+}
+"""
+
+
+def test_a_step_moves_weights_and_what_is_filled_of_the_cache():
+  """And scratch twice; an operand given twice counts once, and a pool not where it is
+  written in place; of a table that is read by rows, the rows.
+  """
+  step = hlo_counts.Counter(STEP, {("bf16", 64 * 64): 0.25}, fill=0.5).step()
+  row, w, cache, zeros = (2 * n for n in (2 * 16, 9 * 16, 64 * 64, 2 * 8))
+  enter = 4 + row + row
+  qkv = row + w + zeros + row + row + 2 * 4 * 32
+  attend = row + cache / 4 + zeros + row + 0.5 * 2 * 4 * 64
+  assert step.layer_bytes == qkv + attend
+  assert step.num_bytes == qkv + attend + enter + zeros + 4 + 1
+  assert (step.kernels, step.layer_kernels) == (6, 2)
+
+
+@triton_kernels.requires_triton
+def test_operands_that_are_read_by_rows_are_where_kernels_have_them():
+  from tlt_jax.pallas_kernels.few_rows import products
+
+  for kernel, operands in hlo_counts.BY_ROWS.items():
+    names = getattr(products, kernel).arg_names
+    assert operands == {name: names.index(name) for name in operands}
+
+
+def step_of(**changes) -> dict:
+  """Statistics of a plain step that is within all limits."""
+  step = dict(kernels=150, kernels_per_layer=5.0, other_kernels=10)
+  step |= dict(bytes_all_layers=110, least_bytes=100)
+  return {"launches": {"CommandBuffer": 1}, "nodes": 150, "step": step | changes}
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(kernels_per_layer=6.5),
+    dict(other_kernels=11),
+    dict(bytes_all_layers=111),
+    dict(kernels=149),
+  ],
+)
+def test_a_step_beyond_a_limit_is_named(changes):
+  """Of kernels for few rows, on one GPU; what XLA makes of a step has no limits."""
+  case = "h200", "plain", "triton"
+  assert aot_report.broken(case, step_of()) == []
+  assert len(aot_report.broken(case, step_of(**changes))) == 1
+  assert aot_report.broken(("h200", "plain", "ref"), step_of(**changes)) == []
+  assert aot_report.broken(("h200_2x2", "plain", "triton"), step_of(**changes)) == []
+
+
 def test_a_step_in_too_many_launches_is_named():
   """On one GPU."""
   lines = ["000: kCommandBuffer [source]", "002: kWhile [sink]", "condition:"]
@@ -57,9 +148,9 @@ def test_a_step_in_too_many_launches_is_named():
     lines += [f"    004: {kind} [a]", "        005: kCustomKernel y"]
   launches = aot_report.launches("\n".join(lines))
   assert launches == {"CommandBuffer": 57, "CustomCall": 57}
+  assert aot_report.nodes("\n".join(lines)) == 1 + 3 * 57
   case = "h200", "plain", "triton"
-  assert aot_report.broken(case, {"launches": {"CommandBuffer": 2, "Conditional": 1}}) == []
-  assert len(aot_report.broken(case, {"launches": launches})) == 1
+  assert len(aot_report.broken(case, step_of() | {"launches": launches})) == 1
 
 
 CONFIG = dataclasses.replace(tiny.CONFIG, head_dim=128, dtype="bfloat16")

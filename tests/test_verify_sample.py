@@ -97,6 +97,15 @@ def test_it_is_the_argmax_under_noise_and_its_probability(impl, V, rows):
   assert_exact(drawn_by(impl)(*args), *args)
 
 
+@pytest.mark.parametrize("impl", ["ref", *KERNELS])
+def test_without_a_cut_nothing_is_cut(impl):
+  logits, key, temperature, _ = some_rows(5000)
+  cut = np.full(5, -np.inf, np.float32)
+  wanted = drawn_by(impl)(logits, key, temperature, cut)
+  for a, b in zip(drawn_by(impl)(logits, key, temperature), wanted, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(("V", "rows"), [(64, 11), (32_000, 5), (151_936, 48)])
 @pytest.mark.parametrize(
   "impl",
@@ -169,6 +178,7 @@ def test_a_row_is_the_same_bits_in_any_batch(impl):
   shuffled = drawn_by(impl)(*among)
   valid = ~np.isin(np.arange(11), [1, 6])
   for name in parts.Sample._fields:
+
     def of(sample, name=name):
       return getattr(sample, name)
 
@@ -372,13 +382,13 @@ def test_it_lowers_for_cuda(route, monkeypatch):
 
 
 @functools.cache
-def machine(capability):
+def machine(capability, filters):
   from tlt_jax.pallas_kernels.verify_sample import triton
 
   floats = ("logits", "temperature", "cut", "best", "at", "top", "total", "kept")
   types = {f"{name}_ptr": "*fp32" for name in floats}
   types |= {f"{name}_ptr": "*i32" for name in ("key", "offset", "token")}
-  sizes = dict(R=128, V=151_936, TILE=triton.TILE, TILES=triton.TILES)
+  sizes = dict(R=128, V=151_936, TILE=triton.TILE, TILES=triton.TILES, FILTERS=filters)
   return machine_code.compiled(
     triton.verify_sample_kernel,
     capability,
@@ -390,18 +400,19 @@ def machine(capability):
 
 
 @triton_kernels.requires_triton
+@pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_for_gpus(capability):
+def test_it_compiles_for_gpus(capability, filters):
   """Without spilled registers, for drivers of CUDA 12.9 on, and a logit takes at most 45
   instructions where no token of a tile may win and nothing is filtered.
   """
   from tlt_jax.pallas_kernels.verify_sample import triton
 
-  made = machine(capability)
+  made = machine(capability, filters)
   assert made.stack == 0
   assert made.ptx_version <= (9, 0)
   per_thread = triton.TILE / (32 * triton.NUM_WARPS)
-  assert machine_code.shortest_loop(machine(capability).machine_code) / per_thread <= 45
+  assert machine_code.shortest_loop(made.machine_code) / per_thread <= 45
 
 
 # Of faults.

@@ -86,11 +86,12 @@ def _run(
   eps, params = config.norm_eps, jax.tree.map(lambda x: x.astype(config.dtype), params)
   at = few_rows.Places(*rotations, positions.reshape(-1), nodes.start, kv.pages)
   most = max(N + 2 * K, config.width // few_rows.TILE, config.mlp_width // few_rows.TILE)
-  count = jnp.zeros(max(most, B * J * K), jnp.int32)
   blocks = [params[f"layer_{i}"] for i in range(config.num_layers)]
   following = [w["input_norm"]["scale"] for w in blocks[1:]]
   following.append(params["final_norm"]["scale"])
-  x = impl.enter(tokens.reshape(-1), params["embedding"], blocks[0]["input_norm"]["scale"])
+  first = blocks[0]["input_norm"]["scale"]
+  counts = max(most, B * J * K)
+  x, count = impl.enter(tokens.reshape(-1), params["embedding"], first, counts)
   pools, tapped = [], []
   for i, (w, pool) in enumerate(zip(blocks, kv.pools, strict=True)):
     with jax.named_scope(f"layer_{i}"):

@@ -99,7 +99,8 @@ def triton_call(
   call = jax.ffi.ffi_call(
     "triton_kernel_call_ffi", results, input_output_aliases=dict(aliases)
   )
-  written = call(*arrays, opaque=opaque)
+  with jax.named_scope(name):  # for profilers
+    written = call(*arrays, opaque=opaque)
   return written if several else written[0]
 
 

@@ -21,18 +21,20 @@ _MASKED = tl.constexpr(-1e30)
 @triton.jit
 def _fold(
   state, q, k_ptr, v_ptr, pages_ptr, path_ptr, last, lo, hi, start, end, length,
-  K: tl.constexpr, H: tl.constexpr, A: tl.constexpr, PAGE: tl.constexpr,
-  BLOCK: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
+  K: tl.constexpr, H: tl.constexpr, L: tl.constexpr, A: tl.constexpr,
+  PAGE: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
   largest, total, sum = state
   h, i = tl.arange(0, H), tl.arange(0, BLOCK)
   for block in range(lo, hi):
     slot = block * BLOCK + i
     if TAIL:
-      depth = slot - start
-      drafted = (depth >= 0) & (depth < A)
-      own = tl.load(path_ptr + depth, mask=drafted, other=0)
-      own = tl.where(depth < 0, slot, own)
+      own = slot
+      if L > 1:
+        depth = slot - start
+        drafted = (depth >= 0) & (depth < A)
+        own = tl.load(path_ptr + depth, mask=drafted, other=0)
+        own = tl.where(depth < 0, slot, own)
       # Slots beyond are undefined, and 0 * NaN is NaN.
       exists = (slot < end) & (own < length)
       page = tl.load(pages_ptr + own // PAGE, mask=exists, other=0).to(tl.int64)
@@ -70,14 +72,15 @@ def attend(
   k_ptr, v_ptr,  # bf16[P K PAGE H]
   pages_ptr,  # i32[B S/PAGE]
   start_ptr,  # i32[B]
-  depth_ptr,  # i32[B J]
+  depth_ptr,  # i32[B J]; this and the next three are not read of chains, where L is 1
   owner_ptr,  # i32[B J]
   path_ptr,  # i32[B L A]
   paths_ptr,  # i32[B]
   count_ptr,  # i32[B K tiles], 0 before and after
   J,
   length,  # S
-  sums_ptr, stats_ptr,  # f32[B K tiles splits R H], f32[B K tiles splits 2 R], scratch
+  sums_ptr,  # f32[B K tiles splits NODES*G H], scratch
+  stats_ptr,  # f32[B K tiles splits 2 NODES*G], scratch
   out_ptr,  # bf16[B J K G H]
   G: tl.constexpr, K: tl.constexpr, H: tl.constexpr, L: tl.constexpr, A: tl.constexpr,
   PAGE: tl.constexpr, NODES: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,7 +93,9 @@ def attend(
   start = tl.load(start_ptr + b)
   end = tl.minimum(start + A, length)
   splits, whole = tl.cdiv(end, SPLIT), start // SPLIT  # whole: before the first path
-  paths = tl.load(paths_ptr + b)
+  paths = 1
+  if L > 1:
+    paths = tl.load(paths_ptr + b)
   if split >= splits:
     return
   if path >= (1 if split < whole else paths):
@@ -100,8 +105,10 @@ def attend(
   valid = (r < NODES * G) & (node < J)
   at = ((b * J + node) * K + head) * G + r % G
   q = tl.load(q_ptr + at[None, :] * H + h[:, None], mask=valid[None, :], other=0.0)
-  last = start + tl.load(depth_ptr + b * J + node, mask=valid, other=0)
-  owned = valid & (tl.load(owner_ptr + b * J + node, mask=valid, other=0) == path)
+  last, owned = start + node, valid
+  if L > 1:
+    last = start + tl.load(depth_ptr + b * J + node, mask=valid, other=0)
+    owned &= tl.load(owner_ptr + b * J + node, mask=valid, other=0) == path
   k_ptr += head * PAGE * H  # this head in the pool's first page
   v_ptr += head * PAGE * H
   pages_ptr += b * (length // PAGE)
@@ -116,19 +123,20 @@ def attend(
   )
   state = _fold(
     state, q, k_ptr, v_ptr, pages_ptr, path_ptr, last, lo, tail, start, end, length,
-    K, H, A, PAGE, BLOCK, SCALE, False,
+    K, H, L, A, PAGE, BLOCK, SCALE, False,
   )  # fmt: skip
   largest, total, sum = _fold(
     state, q, k_ptr, v_ptr, pages_ptr, path_ptr, last, tail, hi, start, end, length,
-    K, H, A, PAGE, BLOCK, SCALE, True,
+    K, H, L, A, PAGE, BLOCK, SCALE, True,
   )  # fmt: skip
   row = bk * tl.num_programs(1) + tile
   here = row.to(tl.int64) * tl.cdiv(length, SPLIT) + split
   written = owned if split >= whole else valid
-  sums_at = sums_ptr + (here * R + r[None, :]) * H + h[:, None]
+  Q: tl.constexpr = NODES * G
+  sums_at = sums_ptr + (here * Q + r[None, :]) * H + h[:, None]
   tl.store(sums_at, sum, mask=written[None, :])
-  tl.store(stats_ptr + here * 2 * R + r, largest, mask=written)
-  tl.store(stats_ptr + here * 2 * R + R + r, total, mask=written)
+  tl.store(stats_ptr + here * 2 * Q + r, largest, mask=written)
+  tl.store(stats_ptr + here * 2 * Q + Q + r, total, mask=written)
   tl.debug_barrier()  # all threads' stores come before the one thread's release
   programs = whole + (splits - whole) * paths
   if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") < programs - 1:
@@ -140,13 +148,13 @@ def attend(
   total = tl.zeros((R,), tl.float32)
   sums = tl.zeros((R, H), tl.float32)
   for i in range(0, splits):
-    stats = stats_ptr + (first + i) * 2 * R + r
+    stats = stats_ptr + (first + i) * 2 * Q + r
     its = tl.load(stats, mask=valid, other=_MASKED, cache_modifier=".cg")
     new = tl.maximum(largest, its)
     mine, its = tl.exp2(largest - new), tl.exp2(its - new)
-    its_total = tl.load(stats + R, mask=valid, other=0.0, cache_modifier=".cg")
+    its_total = tl.load(stats + Q, mask=valid, other=0.0, cache_modifier=".cg")
     total = total * mine + its_total * its
-    part = sums_ptr + ((first + i) * R + r[:, None]) * H + h[None, :]
+    part = sums_ptr + ((first + i) * Q + r[:, None]) * H + h[None, :]
     its_sums = tl.load(part, mask=valid[:, None], other=0.0, cache_modifier=".cg")
     sums = sums * mine[:, None] + its_sums * its[:, None]
     largest = new

@@ -17,6 +17,7 @@ rounded, and the sum of squares of x per tile. The kernel that reads it multipli
 inverse root in its epilogue, so that its loop only loads and multiplies.
 
 `count` is zeros, in which a kernel counts its programs; it is zeros again afterwards.
+`enter` makes it, so that no other kernel has to.
 """
 
 import triton
@@ -61,11 +62,11 @@ def _multiply(
 
 @triton.jit
 def _write_part(
-  acc, part_ptr, tile, split, BN: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr
+  acc, part_ptr, tile, split, M, BN: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr
 ):
   n, r = tl.arange(0, BN), tl.arange(0, R)
-  at = (tile * SPLITS + split) * R * BN + r[None, :] * BN + n[:, None]
-  tl.store(part_ptr + at, acc)
+  at = (tile * SPLITS + split) * M * BN + r[None, :] * BN + n[:, None]
+  tl.store(part_ptr + at, acc, mask=(r < M)[None, :])
 
 
 @triton.jit
@@ -80,15 +81,17 @@ def _is_last(count_ptr, tile, SPLITS: tl.constexpr):
 
 @triton.jit
 def _add_up(
-  part_ptr, tile, first, BN: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
+  part_ptr, tile, first, M, BN: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
   SPLITS: tl.constexpr,
 ):  # fmt: skip
   """f32[R WIDE]: outputs first..first+WIDE-1 of a tile, its parts added in order."""
   n, r = tl.arange(0, WIDE), tl.arange(0, R)
-  at = tile * SPLITS * R * BN + r[:, None] * BN + first + n[None, :]
-  sum = tl.load(part_ptr + at, cache_modifier=".cg")
+  at = tile * SPLITS * M * BN + r[:, None] * BN + first + n[None, :]
+  valid = (r < M)[:, None]
+  sum = tl.load(part_ptr + at, mask=valid, other=0.0, cache_modifier=".cg")
   for split in range(1, SPLITS):
-    sum += tl.load(part_ptr + at + split * R * BN, cache_modifier=".cg")
+    part = part_ptr + at + split * M * BN
+    sum += tl.load(part, mask=valid, other=0.0, cache_modifier=".cg")
   return sum
 
 
@@ -127,9 +130,13 @@ def enter(
   sum_ptr,  # bf16[M D]
   scaled_ptr,  # bf16[M D]
   squares_ptr,  # f32[D/BN M]
-  D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+  count_ptr,  # i32[COUNT], 0 afterwards
+  D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
   tile = tl.program_id(0)
+  for first in range(tile * BN, COUNT, D):
+    at = first + tl.arange(0, BN)
+    tl.store(count_ptr + at, tl.zeros((BN,), tl.int32), mask=at < COUNT)
   r, n = tl.arange(0, R), tl.arange(0, BN)
   token = tl.load(token_ptr + r, mask=r < M, other=0).to(tl.int64)
   from_ptr = embedding_ptr + token[:, None] * D + tile * BN + n[None, :]
@@ -152,7 +159,7 @@ def qkv(
   count_ptr,  # i32[heads], 0 before and after
   k_was_ptr, v_was_ptr,  # the pools, which are written in place
   M, J, length,  # J rows of each request; S
-  part_ptr,  # f32[heads SPLITS R H], scratch
+  part_ptr,  # f32[heads SPLITS M H], scratch
   q_out_ptr,  # bf16[M N H]
   k_pool_ptr, v_pool_ptr,  # bf16[P K PAGE H]
   D: tl.constexpr, N: tl.constexpr, KV: tl.constexpr, SINK: tl.constexpr,
@@ -171,7 +178,7 @@ def qkv(
   STEPS: tl.constexpr = D // SPLITS // BK  # one loop for all three, for less shared memory
   first = split * (D // SPLITS)
   acc = _multiply(w_ptr + own * H * D, x_ptr, first, M, D, H, R, BK, STEPS)
-  _write_part(acc, part_ptr, head, split, H, R, SPLITS)
+  _write_part(acc, part_ptr, head, split, M, H, R, SPLITS)
   if not _is_last(count_ptr, head, SPLITS):
     return
 
@@ -179,8 +186,8 @@ def qkv(
   r, h = tl.arange(0, R), tl.arange(0, HALF)
   valid = (r < M)[:, None]
   by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[:, None]
-  a = _add_up(part_ptr, head, 0, H, R, HALF, SPLITS) * by
-  b = _add_up(part_ptr, head, HALF, H, R, HALF, SPLITS) * by
+  a = _add_up(part_ptr, head, 0, M, H, R, HALF, SPLITS) * by
+  b = _add_up(part_ptr, head, HALF, M, H, R, HALF, SPLITS) * by
   if BIAS:
     bias_ptr = q_bias_ptr if head < N else (k_bias_ptr if head < N + KV else v_bias_ptr)
     a += tl.load(bias_ptr + own * H + h).to(tl.float32)[None, :]
@@ -224,7 +231,7 @@ def project(
   scale_ptr,  # bf16[D], of the next RMSNorm
   count_ptr,  # i32[D/BN], 0 before and after
   M,
-  part_ptr,  # f32[D/BN SPLITS R BN], scratch
+  part_ptr,  # f32[D/BN SPLITS M BN], scratch
   sum_ptr,  # bf16[M D]
   scaled_ptr,  # bf16[M D]
   squares_ptr,  # f32[D/BN M]
@@ -236,14 +243,14 @@ def project(
   STEPS: tl.constexpr = F // SPLITS // BK
   first = split * (F // SPLITS)
   acc = _multiply(w_ptr + tile * BN * F, x_ptr, first, M, F, BN, R, BK, STEPS)
-  _write_part(acc, part_ptr, tile, split, BN, R, SPLITS)
+  _write_part(acc, part_ptr, tile, split, M, BN, R, SPLITS)
   if not _is_last(count_ptr, tile, SPLITS):
     return
   r, n = tl.arange(0, R), tl.arange(0, BN)
   valid = (r < M)[:, None]
   column = tile * BN + n[None, :]
   at = r[:, None] * D + column
-  sum = _add_up(part_ptr, tile, 0, BN, R, BN, SPLITS)
+  sum = _add_up(part_ptr, tile, 0, M, BN, R, BN, SPLITS)
   residual_ptr += r[:, None] * STRIDE + column
   sum += tl.load(residual_ptr, mask=valid, other=0.0).to(tl.float32)
   _write_rows(sum, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN)
@@ -256,7 +263,7 @@ def gate_up(
   gate_ptr, up_ptr,  # bf16[F D]
   count_ptr,  # i32[F/BN], 0 before and after
   M,
-  part_ptr,  # f32[F/BN 2 SPLITS R BN], scratch; not written if there is one part
+  part_ptr,  # f32[F/BN 2 SPLITS M BN], scratch; not written if there is one part
   out_ptr,  # bf16[M F]
   D: tl.constexpr, F: tl.constexpr, TILES: tl.constexpr, EPS: tl.constexpr,
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
@@ -284,13 +291,13 @@ def gate_up(
     at = r[None, :] * F + tile * BN + n[:, None]
     tl.store(out_ptr + at, out.to(tl.bfloat16), mask=(r < M)[None, :])
     return
-  _write_part(gate, part_ptr, 2 * tile, split, BN, R, SPLITS)
-  _write_part(up, part_ptr, 2 * tile + 1, split, BN, R, SPLITS)
+  _write_part(gate, part_ptr, 2 * tile, split, M, BN, R, SPLITS)
+  _write_part(up, part_ptr, 2 * tile + 1, split, M, BN, R, SPLITS)
   if not _is_last(count_ptr, tile, SPLITS):
     return
   by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[:, None]
-  g = _add_up(part_ptr, 2 * tile, 0, BN, R, BN, SPLITS) * by
-  u = _add_up(part_ptr, 2 * tile + 1, 0, BN, R, BN, SPLITS) * by
+  g = _add_up(part_ptr, 2 * tile, 0, M, BN, R, BN, SPLITS) * by
+  u = _add_up(part_ptr, 2 * tile + 1, 0, M, BN, R, BN, SPLITS) * by
   out = g / (1.0 + tl.exp(-g)) * u
   at = r[:, None] * F + tile * BN + n[None, :]
   tl.store(out_ptr + at, out.to(tl.bfloat16), mask=(r < M)[:, None])

@@ -19,8 +19,10 @@ def _rows(x: jax.Array, scale: jax.Array) -> few_rows.Rows:
   return few_rows.Rows(x, (wide * scale.astype(jnp.float32)).astype(x.dtype), squares)
 
 
-def enter(tokens: jax.Array, embedding: jax.Array, scale: jax.Array) -> few_rows.Rows:
-  return _rows(embedding[tokens], scale)
+def enter(
+  tokens: jax.Array, embedding: jax.Array, scale: jax.Array, counts: int
+) -> tuple[few_rows.Rows, jax.Array]:
+  return _rows(embedding[tokens], scale), jnp.zeros(counts, jnp.int32)
 
 
 def qkv(

@@ -36,19 +36,24 @@ def _squares(x: few_rows.Rows) -> tuple[jax.Array, int]:
   return (x.scaled, 0) if x.squares is None else (x.squares, len(x.squares))
 
 
-def enter(tokens: jax.Array, embedding: jax.Array, scale: jax.Array) -> few_rows.Rows:
-  """The embeddings bf16[V D] of tokens i32[M]; `scale` bf16[D] of the first norm."""
+def enter(
+  tokens: jax.Array, embedding: jax.Array, scale: jax.Array, counts: int
+) -> tuple[few_rows.Rows, jax.Array]:
+  """The embeddings bf16[V D] of tokens i32[M]; `scale` bf16[D] of the first norm.
+
+  Also makes the zeros i32[counts] in which the other kernels of a pass count.
+  """
   (M,), D = tokens.shape, embedding.shape[1]
-  made = triton_call.triton_call(
+  *rows, count = triton_call.triton_call(
     tokens, embedding, scale, M,
     kernel=products.enter,
-    out_type=_rows(M, D),
+    out_type=[*_rows(M, D), jax.ShapeDtypeStruct((counts,), jnp.int32)],
     grid=(D // TILE,),
     name="enter",
-    D=D, R=padded(M), BN=TILE,
+    D=D, R=padded(M), BN=TILE, COUNT=counts,
     **_OPTIONS,
   )  # fmt: skip
-  return few_rows.Rows(*made)
+  return few_rows.Rows(*rows), count
 
 
 def qkv(
@@ -78,7 +83,7 @@ def qkv(
     *(w.norm or [unused] * 2), *at, count, k, v, M, J, S,
     kernel=products.qkv,
     out_type=[
-      shape((heads * splits * R * H,), jnp.float32),
+      shape((heads * splits, M, H), jnp.float32),
       shape((M, N, H), k.dtype),
       shape(k.shape, k.dtype),
       shape(v.shape, v.dtype),
@@ -108,6 +113,8 @@ def attend(
   B, J, N, H = q.shape
   K, page = k.shape[1:3]
   L, A = nodes.path.shape[1:]
+  if L == 1:  # a chain: what nodes see follows from their number
+    nodes = few_rows.Nodes(*[nodes.start] * len(nodes))
   G, S = N // K, page * pages.shape[1]
   most = max(_QUERIES // G, 1)
   at_once = triton.cdiv(J, triton.cdiv(J, most))
@@ -117,8 +124,8 @@ def attend(
     q, k, v, pages, *nodes, count, J, S,
     kernel=attention.attend,
     out_type=[
-      shape((B, K, tiles, splits, R, H), jnp.float32),
-      shape((B, K, tiles, splits, 2, R), jnp.float32),
+      shape((B, K, tiles, splits, at_once * G, H), jnp.float32),
+      shape((B, K, tiles, splits, 2, at_once * G), jnp.float32),
       shape(q.shape, q.dtype),
     ],
     grid=(splits * L, tiles, B * K),
@@ -143,7 +150,7 @@ def project(
     x, w, residual, scale, count, M,
     kernel=products.project,
     out_type=[
-      jax.ShapeDtypeStruct((tiles * splits * R * TILE,), jnp.float32),
+      jax.ShapeDtypeStruct((tiles * splits, M, TILE), jnp.float32),
       *_rows(M, D),
     ],
     grid=(tiles, splits),
@@ -166,7 +173,7 @@ def gate_up(
     x.scaled, x.squares, gate, up, count, M,
     kernel=products.gate_up,
     out_type=[
-      shape((tiles * 2 * splits * R * TILE if splits > 1 else 1,), jnp.float32),
+      shape((tiles * 2 * splits, M, TILE) if splits > 1 else (1,), jnp.float32),
       shape((M, F), gate.dtype),
     ],
     grid=(tiles, splits),

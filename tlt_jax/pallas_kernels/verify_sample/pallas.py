@@ -29,13 +29,14 @@ def sample_part(
   logits: jax.Array,
   key: jax.Array,
   temperature: jax.Array,
-  cut: jax.Array,
+  cut: jax.Array | None,
   offset: jax.Array,
   interpret: bool = False,
 ) -> parts.Part:
   R, V = logits.shape
   tile = min(TILE, pl.cdiv(V, LANES) * LANES)
   key = jax.lax.bitcast_convert_type(key, jnp.int32)
+  cut = jnp.full_like(temperature, -jnp.inf) if cut is None else cut
   of_rows = key[:, 0], key[:, 1], temperature, cut
   columns = (jnp.broadcast_to(x[:, None], (R, LANES)) for x in of_rows)
   row = pl.BlockSpec((ROWS, LANES), lambda i, j, offset: (i, 0))

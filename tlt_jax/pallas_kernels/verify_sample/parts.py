@@ -5,6 +5,7 @@ in which they are combined depends on the vocabulary alone: a row's result is th
 in every batch.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -33,32 +34,24 @@ class Sample(NamedTuple):
   logp_filtered: jax.Array  # f32[R]  of the distribution it was drawn from
 
 
-def combine(a: Part, b: Part) -> Part:
-  wins = a.best >= b.best
-  top = jnp.maximum(a.top, b.top)
-  old, new = jnp.exp(a.top - top), jnp.exp(b.top - top)
-  return Part(
-    best=jnp.where(wins, a.best, b.best),
-    token=jnp.where(wins, a.token, b.token),
-    at=jnp.where(wins, a.at, b.at),
-    top=top,
-    total=a.total * old + b.total * new,
-    kept=a.kept * old + b.kept * new,
-  )
-
-
 def combine_all(parts: Part) -> Part:
-  """Combines [count R] parts, in order of their tokens, as a tree of neighbours."""
-  count = parts.best.shape[0]
-  if count == 1:
-    return jax.tree.map(lambda x: x[0], parts)
-  even = count // 2 * 2
-  left, right, last = (
-    jax.tree.map(lambda x, s=s: x[s], parts)
-    for s in (slice(0, even, 2), slice(1, even, 2), slice(even, count))
+  """Combines [count R] parts, in order of their tokens."""
+  each = [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(len(parts.best))]
+  top = functools.reduce(jnp.maximum, (part.top for part in each))
+  weight = [jnp.exp(part.top - top) for part in each]
+  best, token, at = each[0][:3]
+  for part in each[1:]:
+    wins = part.best > best
+    token, at = jnp.where(wins, part.token, token), jnp.where(wins, part.at, at)
+    best = jnp.maximum(best, part.best)
+  return Part(
+    best,
+    token,
+    at,
+    top,
+    total=sum(part.total * w for part, w in zip(each, weight, strict=True)),
+    kept=sum(part.kept * w for part, w in zip(each, weight, strict=True)),
   )
-  pairs = combine(left, right)
-  return combine_all(jax.tree.map(lambda *x: jnp.concatenate(x), pairs, last))
 
 
 def over_shards(part: Part, axis: str | None) -> Part:

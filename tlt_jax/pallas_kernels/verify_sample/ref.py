@@ -9,7 +9,7 @@ def sample_part(
   logits: jax.Array,
   key: jax.Array,
   temperature: jax.Array,
-  cut: jax.Array,
+  cut: jax.Array | None,
   offset: jax.Array,
 ) -> parts.Part:
   """Samples from some tokens of each row, with the sums for their log-probabilities.
@@ -21,7 +21,7 @@ def sample_part(
   random = (temperature > 0)[:, None]
   x = logits / jnp.where(random, temperature[:, None], 1.0)
   ids = offset + jnp.arange(logits.shape[1], dtype=jnp.int32)
-  kept = logits >= cut[:, None]
+  kept = logits >= (-jnp.inf if cut is None else cut[:, None])
   perturbed = x + jnp.where(random, noise.gumbel(key, ids), 0.0)
   runners = jnp.where(kept, perturbed, -jnp.inf)
   best = jnp.max(runners, -1)

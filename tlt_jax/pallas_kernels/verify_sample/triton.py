@@ -52,7 +52,7 @@ def sample_part(
   logits: jax.Array,
   key: jax.Array,
   temperature: jax.Array,
-  cut: jax.Array,
+  cut: jax.Array | None,
   offset: jax.Array,
 ) -> parts.Part:
   R, V = logits.shape
@@ -62,7 +62,7 @@ def sample_part(
     logits,
     jax.lax.bitcast_convert_type(key, jnp.int32),
     temperature,
-    cut,
+    temperature if cut is None else cut,
     jnp.reshape(offset, (1,)).astype(jnp.int32),
     kernel=verify_sample_kernel,
     out_type=[f32, i32, f32, f32, f32, f32],
@@ -74,6 +74,7 @@ def sample_part(
     V=V,
     TILE=TILE,
     TILES=TILES,
+    FILTERS=cut is not None,
     **CONSTANTS,
   )
   return parts.combine_all(parts.Part(*out))
@@ -84,7 +85,7 @@ def verify_sample_kernel(
   logits_ptr,
   key_ptr,
   temperature_ptr,
-  cut_ptr,
+  cut_ptr,  # not read without FILTERS
   offset_ptr,
   best_ptr,
   token_ptr,
@@ -96,6 +97,7 @@ def verify_sample_kernel(
   V: tl.constexpr,
   TILE: tl.constexpr,
   TILES: tl.constexpr,
+  FILTERS: tl.constexpr,
   LOW: tl.constexpr,
   LEAST: tl.constexpr,
   NO_TOKEN: tl.constexpr,
@@ -104,7 +106,9 @@ def verify_sample_kernel(
   k0 = tl.load(key_ptr + row * 2)
   k1 = tl.load(key_ptr + row * 2 + 1)
   temperature = tl.load(temperature_ptr + row)
-  cut = tl.load(cut_ptr + row)
+  cut = -float("inf")
+  if FILTERS:
+    cut = tl.load(cut_ptr + row)
   offset = tl.load(offset_ptr)
   random = temperature > 0
   divisor = tl.where(random, temperature, 1.0)

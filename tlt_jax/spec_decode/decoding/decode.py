@@ -16,7 +16,6 @@ from tlt_jax.pallas_kernels.verify_sample import parts
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
-from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 
 
@@ -79,35 +78,28 @@ def decode(
   """Plain decoding of one slice; `Limits.tokens` is at most `tokens`."""
 
   def run(weights, slots, draft_state, limits):
+    B = len(slots.pending)
+    if B == 1 and few_rows.fits(config, slots.kv, B):
+      slots = slots.with_free_slot()  # XLA does not fuse what it makes of single numbers
     emitted = slots_lib.nothing_emitted(slots, tokens)
     rotations = layers.rotation(config, jnp.arange(slots.length))
 
     def running(carry):
-      i, slots, _ = carry
-      return (i < limits.tokens) & jnp.any(slots.remaining > 0)
+      slots, emitted = carry
+      return jnp.any((slots.remaining > 0) & (emitted.count < limits.tokens))
 
     def step(carry):
-      i, slots, emitted = carry
+      slots, emitted = carry
+      live = slots.remaining > 0
       slots, drawn = decode_step(config, layout, weights.target, slots, rotations)
-      live = emitted.remaining > 0
+      drawn = (x[:, None] for x in drawn)
+      return slots, emitted.extend(*drawn, live.astype(jnp.int32))
 
-      def put(x, column):
-        column = column[:, None].astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(x, column, i, 1)
-
-      emitted = emitted.replace(
-        tokens=put(emitted.tokens, drawn.token),
-        logp=put(emitted.logp, drawn.logp),
-        logp_filtered=put(emitted.logp_filtered, drawn.logp_filtered),
-        count=emitted.count + live,
-        remaining=slots.remaining,
-        steps=emitted.steps + 1,
-      )
-      return i + 1, slots, emitted
-
-    start = (slices.varying(jnp.int32(0)), slots, emitted)
-    _, slots, emitted = jax.lax.while_loop(running, step, start)
-    return slots, draft_state, emitted
+    slots, emitted = jax.lax.while_loop(running, step, (slots, emitted))
+    steps = jnp.max(emitted.count, keepdims=True)  # of a row that ran in all of them
+    emitted = emitted.replace(remaining=slots.remaining).by_row(lambda x: x[:B])
+    slots = slots.by_row(lambda x: x[:B])
+    return slots, draft_state, emitted.replace(steps=steps)
 
   return run
 
@@ -121,20 +113,22 @@ def decode_step(
 ) -> tuple[slots_lib.Slots, parts.Sample]:
   """Draws one token for each slot; free slots do not change."""
   tokens, positions = slots.pending[:, None], slots.position[:, None]
-  nodes = few_rows_kernels.chain(slots.start, 1)
+  nodes = few_rows_kernels.chain(slots.position, 1)
   logits, features, kv = draw_pass(
     config, layout, params, slots.kv, tokens, positions, nodes, None, rotations
   )
   drawn = sampling_lib.sample(
     logits[:, 0], slots.sampling, slots.position + 1, slots.kernels
   )
+  # Else XLA draws again in each kernel that reads this, and copies what one of them writes.
+  drawn = jax.lax.optimization_barrier(drawn)
   slots = slots.with_features(positions, features)
   live = slots.remaining > 0
   stopped = jnp.any(drawn.token[:, None] == slots.stop_tokens, -1)
   remaining = jnp.where(live & ~stopped, slots.remaining - 1, 0)
   slots = slots.replace(
     pending=jnp.where(live, drawn.token, slots.pending),
-    position=slots.position + live,
+    position=jnp.where(remaining > 0, slots.position + 1, 0),
     remaining=remaining,
     kv=kv.of_live(remaining > 0),
   )

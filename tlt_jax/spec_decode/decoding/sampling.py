@@ -160,7 +160,7 @@ def sample(
   """
   _check_rows(logits, position)
   key = noise.row_key(sampling.seed, sampling.request, position)
-  cut = threshold(logits, sampling)
+  cut = None if sampling.top_k is None else threshold(logits, sampling)
   return verify_sample.verify_sample(logits, key, sampling.temperature, cut, impl=impl)
 
 
@@ -174,7 +174,6 @@ def draw(logits: jax.Array, sampling: Sampling, position: jax.Array) -> Draw:
   perturbed = _perturb(scaled, sampling, position)
   runners = jnp.where(kept, perturbed, -jnp.inf)
   token = argmax(runners)
-
 
   def at(x):
     return jnp.take_along_axis(x, token[:, None], -1)[:, 0]

@@ -5,6 +5,9 @@ Slots are the rows of a batch; each has one running request. KV and features are
 computed yet, so a prompt's prefill stops before its last token.
 """
 
+from collections.abc import Callable
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,9 @@ class Slots:
   """The running requests; row b of every array of B rows belongs to slot b."""
 
   pending: jax.Array  # i32[B]  last known token
-  position: jax.Array  # i32[B]  its index in the sequence, prompt included
+  # i32[B]  its index in the sequence, prompt included, and its slot of the cache; 0 in a
+  # free slot, for which nothing is read then
+  position: jax.Array
   remaining: jax.Array  # i32[B]  tokens that may still be drawn; 0 frees the slot
   stop_tokens: jax.Array  # i32[B stops]
   sampling: sampling_lib.Sampling
@@ -40,10 +45,26 @@ class Slots:
   def kernels(self) -> str | None:
     return self.kv.kernels
 
-  @property
-  def start(self) -> jax.Array:
-    """i32[B]: the cache slot of each pending token; 0 where free, as nothing is read."""
-    return jnp.where(self.remaining > 0, self.position, 0)
+  def by_row(self, f: Callable[[jax.Array], jax.Array]) -> "Slots":
+    """Applies `f` to the arrays of B rows."""
+    return self.replace(
+      pending=f(self.pending),
+      position=f(self.position),
+      remaining=f(self.remaining),
+      stop_tokens=f(self.stop_tokens),
+      sampling=jax.tree.map(f, self.sampling),
+      kv=self.kv.replace(pages=f(self.kv.pages)),
+    )
+
+  def with_free_slot(self) -> "Slots":
+    """Two slots for one, of which the second is free."""
+    slots = self.by_row(functools.partial(jnp.repeat, repeats=2, axis=0))
+    live = jnp.arange(2) == 0
+    return slots.replace(
+      position=slots.position * live,
+      remaining=slots.remaining * live,
+      kv=slots.kv.of_live(live),
+    )
 
   def with_features(self, position: jax.Array, new: jax.Array) -> "Slots":
     """Keeps features f[B T E] of the tokens at i32[B T], if any are kept."""
@@ -55,7 +76,7 @@ class Slots:
 
 @flax.struct.dataclass
 class Emitted:
-  """The tokens that a chunk drew; row b holds `count[b]` of them."""
+  """The tokens that a chunk drew; row b holds `count[b]`, and anything behind them."""
 
   tokens: jax.Array  # i32[B T]
   logp: jax.Array  # f32[B T]
@@ -66,6 +87,38 @@ class Emitted:
   # i32[slices A]: [s, a] counts passes over a live row of slice s that drew more than a
   # tokens; None without speculation, where every pass draws one
   accepted: jax.Array | None = None
+
+  def extend(
+    self, tokens: jax.Array, logp: jax.Array, logp_filtered: jax.Array, count: jax.Array
+  ) -> "Emitted":
+    """Appends the first `count` i32[B] of [B A] to each row; the others are undefined.
+
+    All numbers of a row are selected, in one kernel; XLA does not fuse updates of slices.
+    """
+    T, A = self.tokens.shape[1], tokens.shape[1]
+    at = jnp.arange(T) - self.count[:, None]
+    is_new = (at >= 0) & (at < A)
+    at = jnp.clip(at, 0, A - 1)
+
+    def put(x, new):
+      return jnp.where(is_new, jnp.take_along_axis(new, at, 1), x)
+
+    return self.replace(
+      tokens=put(self.tokens, tokens),
+      logp=put(self.logp, logp),
+      logp_filtered=put(self.logp_filtered, logp_filtered),
+      count=self.count + count,
+    )
+
+  def by_row(self, f: Callable[[jax.Array], jax.Array]) -> "Emitted":
+    """Applies `f` to the arrays of B rows."""
+    return self.replace(
+      tokens=f(self.tokens),
+      logp=f(self.logp),
+      logp_filtered=f(self.logp_filtered),
+      count=f(self.count),
+      remaining=f(self.remaining),
+    )
 
 
 def pool_sharding(mesh: Mesh, config: config_lib.ModelConfig) -> NamedSharding:

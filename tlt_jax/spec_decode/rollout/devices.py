@@ -430,15 +430,17 @@ class Devices:
     def rows(x):
       return self._place(x[np.where(free, 0, running.owner)])
 
-    left = (r.max_tokens - running.drawn).astype(np.int32)
+    def numbers(x):
+      return self._place(np.where(free, 0, x[running.owner]).astype(np.int32))
+
     names = [f.name for f in dataclasses.fields(sampling_lib.Sampling)]
     sampling = sampling_lib.Sampling(**{name: getattr(r, name) for name in names})
     if not self.shapes.options.filters:
       sampling = sampling.without_filters()
     return slots_lib.Slots(
       pending=rows(running.pending),
-      position=rows(running.position.astype(np.int32)),
-      remaining=self._place(np.where(free, 0, left[running.owner])),
+      position=numbers(running.position),
+      remaining=numbers(r.max_tokens - running.drawn),
       stop_tokens=rows(r.stop_tokens),
       sampling=jax.tree.map(rows, sampling),
       kv=self._kv(pools),

@@ -51,9 +51,7 @@ def decode(
 
     def iteration(carry):
       i, slots, state, emitted = carry
-      drafted = slots.replace(position=slots.start)  # free slots draft from nothing
-      proposal = propose(drafted, state, limits.depth)
-      live = slots.remaining > 0
+      proposal = propose(slots, state, limits.depth)
       slots, output = verify_and_accept(
         config,
         setting.layout,
@@ -64,36 +62,20 @@ def decode(
         most=most,
         width=strategy.width,
       )
-      emitted = _emit(emitted, output, live, slots.remaining)
+      emitted = emitted.extend(
+        output.tokens, output.logp, output.logp_filtered, output.count
+      )
+      drew_more = jnp.arange(most) < output.count[:, None]
+      accepted = emitted.accepted + jnp.sum(drew_more, 0, keepdims=True)
+      emitted = emitted.replace(accepted=accepted)
       return i + 1, slots, absorb(proposal.state, output), emitted
 
     start = (slices.varying(jnp.int32(0)), slots, draft_state, emitted)
-    _, slots, state, emitted = jax.lax.while_loop(running, iteration, start)
+    i, slots, state, emitted = jax.lax.while_loop(running, iteration, start)
+    emitted = emitted.replace(remaining=slots.remaining, steps=i[None])
     return slots, source.end(state), emitted
 
   return run
-
-
-def _emit(
-  emitted: slots_lib.Emitted, output: verify.Output, live: jax.Array, remaining: jax.Array
-) -> slots_lib.Emitted:
-  (B, most), tokens = output.tokens.shape, emitted.tokens.shape[1]
-  inside = jnp.arange(most) < output.count[:, None]
-  at = jnp.where(inside, emitted.count[:, None] + jnp.arange(most), tokens)
-  b = jnp.arange(B)[:, None]
-
-  def put(x, y):
-    return x.at[b, at].set(y.astype(x.dtype), mode="drop")
-
-  return emitted.replace(
-    tokens=put(emitted.tokens, output.tokens),
-    logp=put(emitted.logp, output.logp),
-    logp_filtered=put(emitted.logp_filtered, output.logp_filtered),
-    count=emitted.count + output.count,
-    remaining=remaining,
-    steps=emitted.steps + 1,
-    accepted=emitted.accepted + jnp.sum(inside & live[:, None], 0, keepdims=True),
-  )
 
 
 def verify_and_accept(
@@ -112,11 +94,11 @@ def verify_and_accept(
   chex.assert_shape(slots.position, (B,))
   positions = slots.position[:, None] + tree.depth
   if width == 1:
-    nodes, seen = few_rows.chain(slots.start, J), seen_lib.causal(slots.start, J)
+    nodes, seen = few_rows.chain(slots.position, J), seen_lib.causal(slots.position, J)
   else:
     ancestors = tree_lib.ancestors(tree.parent)
-    nodes = few_rows.tree(slots.start, tree.depth, ancestors, deepest=most - 1)
-    seen = seen_lib.of_mask(slots.start, ancestors)
+    nodes = few_rows.tree(slots.position, tree.depth, ancestors, deepest=most - 1)
+    seen = seen_lib.of_mask(slots.position, ancestors)
   logits, features, kv = decode_lib.draw_pass(
     config, layout, params, slots.kv, tree.tokens, positions, nodes, seen, rotations
   )
@@ -126,6 +108,7 @@ def verify_and_accept(
     (positions + 1).reshape(-1),
     slots.kernels,
   )
+  drawn = jax.lax.optimization_barrier(drawn)  # see `decode.decode_step`
   drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
 
   walk = verify.walk_chain if width == 1 else verify.walk
@@ -133,8 +116,8 @@ def verify_and_accept(
   drawn = jax.tree.map(lambda x: jnp.take_along_axis(x, path, 1), drawn)
   features = jnp.take_along_axis(features, path[..., None], 1)
   if width > 1:  # the accepted path moves to where a sequence has its tokens
-    source = slots.start[:, None] + path
-    kv = kv.with_layers(layer.move(source, slots.start) for layer in kv)
+    source = slots.position[:, None] + path
+    kv = kv.with_layers(layer.move(source, slots.position) for layer in kv)
 
   live = slots.remaining > 0
   count, stopped = verify.cut(drawn.token, accepted + 1, slots.stop_tokens, slots.remaining)
@@ -144,7 +127,7 @@ def verify_and_accept(
   remaining = jnp.where(live & ~stopped, slots.remaining - count, 0)
   new = slots.with_features(place, features).replace(
     pending=jnp.where(live, last, slots.pending),
-    position=slots.position + count,
+    position=jnp.where(remaining > 0, slots.position + count, 0),
     remaining=remaining,
     kv=kv.of_live(remaining > 0),
   )

@@ -48,7 +48,10 @@ def walk_chain(
   """`walk` of a chain, in one comparison; the path continues beyond the accepted nodes."""
   chex.assert_equal_shape([drawn, tree.tokens])
   agrees = (tree.tokens[:, 1:] == drawn[:, :-1]) & tree.valid[:, 1:]
-  accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), 1), 1)
+  following = jnp.arange(agrees.shape[1])
+  accepted = jnp.min(
+    jnp.where(agrees, agrees.shape[1], following), 1, initial=len(following)
+  )
   path = jnp.minimum(jnp.arange(path_length), drawn.shape[1] - 1)
   return jnp.broadcast_to(path, (drawn.shape[0], path_length)), accepted
 
@@ -88,7 +91,6 @@ def cut(
   chex.assert_shape([count, remaining], (B,))
   chex.assert_shape(stop_tokens, (B, None))
   is_stop = jnp.any(tokens[:, :, None] == stop_tokens[:, None], -1)
-  is_stop &= jnp.arange(A) < count[:, None]
   first = jnp.min(jnp.where(is_stop, jnp.arange(A), A), 1)
   kept = jnp.minimum(jnp.minimum(count, first + 1), remaining)
   return kept, (first < kept)

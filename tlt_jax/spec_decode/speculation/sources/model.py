@@ -141,7 +141,7 @@ class Model(source_lib.Source):
           x[1] += T
 
   def begin(self, slots, state):
-    at = slots.start[:, None] - state.count[:, None] + jnp.arange(state.tokens.shape[1])
+    at = slots.position[:, None] - state.count[:, None] + jnp.arange(state.tokens.shape[1])
     read = pages_lib.read(slots.features, slots.kv.pages, jnp.maximum(at, 0))
     return draft_lib.DraftState(
       state.pool, features_lib.whole(read), state.tokens, state.count
