@@ -17,6 +17,7 @@ from benchmarks import shapes
 from dev import machine_code
 from tests import tiny
 from tests import triton_kernels
+from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.pallas_kernels import triton_call
 
@@ -24,13 +25,17 @@ pytestmark = triton_kernels.requires_triton
 
 TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
 SHARED = 227 * 1024  # bytes of an SM
-NAMES = ("enter", "qkv", "attend", "project", "gate_up", "head")
+NAMES = ("enter", "qkv", "attend", "project", "gate_up", "head", "product", "join")
+OF_SEVERAL = ("product", "join", "head")  # as a slice of several devices runs them
 MODELS = {"smollm2": dataclasses.replace(tiny.SMOLLM2, dtype="bfloat16"), **shapes.MODELS}
 
 
 @functools.cache
-def calls(model: str, rows: int, count: int) -> dict[str, list[dict]]:
-  """The calls of kernels in a pass over chains of `count` nodes, by name."""
+def calls(model: str, rows: int, count: int, devices: int) -> dict[str, list[dict]]:
+  """The calls of kernels in a pass over chains of `count` nodes, by name.
+
+  On a slice of so many devices.
+  """
   found: dict[str, list[dict]] = {}
 
   def record(*args, kernel, out_type, name, **options):
@@ -43,7 +48,8 @@ def calls(model: str, rows: int, count: int) -> dict[str, list[dict]]:
   params = jax.eval_shape(lambda: bench.weights(config))
   tree = bench.chains(jnp.zeros((rows, count), jnp.int32))
   start = jnp.zeros(rows, jnp.int32)
-  with pytest.MonkeyPatch.context() as patch:
+  mesh = axes.make_mesh(devices, devices)
+  with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
     patch.setattr(triton_call, "triton_call", record)
     jax.eval_shape(functools.partial(bench.step, config, "triton"), params, kv, tree, start)
   return found
@@ -56,7 +62,8 @@ def compiled(
   """Every call of a kernel in a pass of R rows, in chains of four but for R = 16."""
   made = []
   one = R == 16
-  for call in calls(model, R if one else R // 4, 1 if one else 4)[name]:
+  devices = MODELS[model].num_kv_heads if name in OF_SEVERAL else 1
+  for call in calls(model, R if one else R // 4, 1 if one else 4, devices)[name]:
     known = {"kernel", "args", "grid", "num_warps", "num_stages", "aliases", "fused"}
     constants = {k: x for k, x in call.items() if k not in known}
     names = [n for n in call["kernel"].arg_names if n not in constants]
@@ -111,7 +118,7 @@ def test_rows_change_no_order_of_sums(name, model):
   for R in (32, 64):
     for one, several in zip(alone, compiled(model, name, R), strict=True):
       assert tensor_core(one) == tensor_core(several)
-      assert len(tensor_core(one)) == (0 if name == "enter" else 1)
+      assert len(tensor_core(one)) == (name not in ("enter", "join"))
       assert sums(one, name) == sums(several, name)
       # No sum or product that a later compiler could fuse by shape.
       for machine in (one, several):

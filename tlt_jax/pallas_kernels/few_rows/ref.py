@@ -3,6 +3,9 @@
 Sums are XLA's: bits may depend on the rows.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -95,6 +98,16 @@ def project(
   del count
   total = _product(x, w) + residual.astype(jnp.float32)
   return _rows(total.astype(x.dtype), scale)
+
+
+def product(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
+  del count
+  return _product(x, w)
+
+
+def join(parts: jax.Array, residual: jax.Array, scale: jax.Array) -> few_rows.Rows:
+  total = functools.reduce(operator.add, [*parts.astype(jnp.float32), residual])
+  return _rows(total.astype(residual.dtype), scale)
 
 
 def gate_up(
