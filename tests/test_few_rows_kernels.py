@@ -227,7 +227,11 @@ def test_parts_of_a_product_have_the_bits_of_a_row_alone():
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind, rows", [(4, n) for n in bench.REQUESTS] + [("tree", 4)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bits_on_a_gpu(name, kind, rows):
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_bits_on_gpus(devices, name, kind, rows, monkeypatch):
+  if devices > jax.device_count():
+    pytest.skip(f"needs {devices} GPUs")
+  monkeypatch.setattr(bench, "step", functools.partial(on, devices))
   config = dataclasses.replace(shapes.MODELS[name], vocab_size=4096)
   found = bench.differing_bits(config, "triton", passes(config, kind, rows), 512)
   assert found["differing"] == 0
