@@ -30,14 +30,6 @@ OF_SEVERAL = ("product", "join", "head")  # as a slice of several devices runs t
 MODELS = {"smollm2": dataclasses.replace(tiny.SMOLLM2, dtype="bfloat16"), **shapes.MODELS}
 
 
-def test_programs_are_enough_and_not_many():
-  """Splits of O and down of Qwen2.5-7B, on one device and on four."""
-  products = pytest.importorskip("tlt_jax.pallas_kernels.few_rows.products")
-  tiles = 3584 // 64
-  found = [products.splits(k, tiles) for k in (3584, 18_944, 3584 // 4, 18_944 // 4)]
-  assert found == [4, 8, 7, 2]  # 74 steps of the last have divisors 1, 2, 37
-
-
 @functools.cache
 def calls(model: str, rows: int, count: int, devices: int) -> dict[str, list[dict]]:
   """The calls of kernels in a pass over chains of `count` nodes, by name.
@@ -131,3 +123,11 @@ def test_rows_change_no_order_of_sums(name, model):
       # No sum or product that a later compiler could fuse by shape.
       for machine in (one, several):
         assert not re.search(r"\b(add|mul|sub)\.f32\b", machine.ptx)
+
+
+def test_programs_are_enough_and_not_many():
+  """Splits of O and down of Qwen2.5-7B, on one device and on four."""
+  products = pytest.importorskip("tlt_jax.pallas_kernels.few_rows.products")
+  tiles = 3584 // 64
+  found = [products.splits(k, tiles) for k in (3584, 18_944, 3584 // 4, 18_944 // 4)]
+  assert found == [4, 8, 7, 2]  # 74 steps of the last have divisors 1, 2, 37

@@ -3,10 +3,10 @@
     enter    embeddings, and what the first RMSNorm needs of them
     qkv      RMSNorm, the three projections, bias, QK-norm, RoPE, the write to the cache
     project  a product, the residual, and what the next RMSNorm needs of the sum
-    product  a product, of a part of the columns
-    join     such products of several devices, the residual, and what the RMSNorm needs
     gate_up  RMSNorm, two products, SiLU
     head     RMSNorm, the product with the head
+    product  a product, of a part of the columns
+    join     such products of several devices, the residual, and what the RMSNorm needs
 
 A tile is BN outputs of all rows. The weights are the left operand and the rows, padded to
 R, the right one: a tensor core's M is never padded, and every R runs the same instruction
@@ -252,54 +252,6 @@ def project(
 
 
 @triton.jit
-def product(
-  x_ptr,  # bf16[M F]
-  w_ptr,  # bf16[D F]
-  count_ptr,  # i32[D/BN], 0 before and after
-  M,
-  part_ptr,  # f32[D/BN SPLITS R BN], scratch
-  out_ptr,  # f32[M D]
-  F: tl.constexpr, D: tl.constexpr,
-  R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-  """Program (tile, split): x @ w."""
-  tile, split = tl.program_id(0), tl.program_id(1)
-  STEPS: tl.constexpr = F // SPLITS // BK
-  first = split * (F // SPLITS)
-  acc = _multiply(w_ptr + tile * BN * F, x_ptr, first, M, F, BN, R, BK, STEPS)
-  _write_part(acc, part_ptr, tile, split, BN, R, SPLITS)
-  if not _is_last(count_ptr, tile, SPLITS):
-    return
-  r, n = tl.arange(0, R), tl.arange(0, BN)
-  at = r[:, None] * D + tile * BN + n[None, :]
-  sum = _add_up(part_ptr, tile, 0, BN, R, BN, SPLITS)
-  tl.store(out_ptr + at, sum, mask=(r < M)[:, None])
-
-
-@triton.jit
-def join(
-  product_ptr,  # f32 or bf16[PARTS M D], of the devices in order
-  residual_ptr,  # bf16[M D]
-  scale_ptr,  # bf16[D], of the next RMSNorm
-  M,
-  sum_ptr,  # bf16[M D]
-  scaled_ptr,  # bf16[M D]
-  squares_ptr,  # f32[D/BN M]
-  PARTS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-  tile = tl.program_id(0)
-  r, n = tl.arange(0, R), tl.arange(0, BN)
-  valid = (r < M)[:, None]
-  at = r[:, None] * D + tile * BN + n[None, :]
-  sum = tl.load(product_ptr + at, mask=valid, other=0.0).to(tl.float32)
-  for part in range(1, PARTS):
-    its = tl.load(product_ptr + part * M * D + at, mask=valid, other=0.0)
-    sum += its.to(tl.float32)
-  sum += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
-  _write_rows(sum, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN)
-
-
-@triton.jit
 def gate_up(
   x_ptr,  # bf16[M D], times the norm's scale
   squares_ptr,  # f32[TILES M], of x
@@ -368,3 +320,51 @@ def head(
   by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[None, :]
   out = out_ptr + r[None, :].to(tl.int64) * V + first + n[:, None]
   tl.store(out, acc * by, mask=valid)
+
+
+@triton.jit
+def product(
+  x_ptr,  # bf16[M F]
+  w_ptr,  # bf16[D F]
+  count_ptr,  # i32[D/BN], 0 before and after
+  M,
+  part_ptr,  # f32[D/BN SPLITS R BN], scratch
+  out_ptr,  # f32[M D]
+  F: tl.constexpr, D: tl.constexpr,
+  R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+  """Program (tile, split): x @ w."""
+  tile, split = tl.program_id(0), tl.program_id(1)
+  STEPS: tl.constexpr = F // SPLITS // BK
+  first = split * (F // SPLITS)
+  acc = _multiply(w_ptr + tile * BN * F, x_ptr, first, M, F, BN, R, BK, STEPS)
+  _write_part(acc, part_ptr, tile, split, BN, R, SPLITS)
+  if not _is_last(count_ptr, tile, SPLITS):
+    return
+  r, n = tl.arange(0, R), tl.arange(0, BN)
+  at = r[:, None] * D + tile * BN + n[None, :]
+  sum = _add_up(part_ptr, tile, 0, BN, R, BN, SPLITS)
+  tl.store(out_ptr + at, sum, mask=(r < M)[:, None])
+
+
+@triton.jit
+def join(
+  product_ptr,  # f32 or bf16[PARTS M D], of the devices in order
+  residual_ptr,  # bf16[M D]
+  scale_ptr,  # bf16[D], of the next RMSNorm
+  M,
+  sum_ptr,  # bf16[M D]
+  scaled_ptr,  # bf16[M D]
+  squares_ptr,  # f32[D/BN M]
+  PARTS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+  tile = tl.program_id(0)
+  r, n = tl.arange(0, R), tl.arange(0, BN)
+  valid = (r < M)[:, None]
+  at = r[:, None] * D + tile * BN + n[None, :]
+  sum = tl.load(product_ptr + at, mask=valid, other=0.0).to(tl.float32)
+  for part in range(1, PARTS):
+    its = tl.load(product_ptr + part * M * D + at, mask=valid, other=0.0)
+    sum += its.to(tl.float32)
+  sum += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+  _write_rows(sum, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN)

@@ -100,16 +100,6 @@ def project(
   return _rows(total.astype(x.dtype), scale)
 
 
-def product(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
-  del count
-  return _product(x, w)
-
-
-def join(parts: jax.Array, residual: jax.Array, scale: jax.Array) -> few_rows.Rows:
-  total = functools.reduce(operator.add, [*parts.astype(jnp.float32), residual])
-  return _rows(total.astype(residual.dtype), scale)
-
-
 def gate_up(
   x: few_rows.Rows, gate: jax.Array, up: jax.Array, count: jax.Array, eps: float
 ) -> jax.Array:
@@ -121,3 +111,13 @@ def gate_up(
 
 def head(x: few_rows.Rows, w: jax.Array, eps: float) -> jax.Array:
   return _product(x.scaled, w) * x.inverse_rms(eps)
+
+
+def product(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
+  del count
+  return _product(x, w)
+
+
+def join(parts: jax.Array, residual: jax.Array, scale: jax.Array) -> few_rows.Rows:
+  total = functools.reduce(operator.add, [*parts.astype(jnp.float32), residual])
+  return _rows(total.astype(residual.dtype), scale)
