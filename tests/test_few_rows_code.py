@@ -17,6 +17,7 @@ from benchmarks import shapes
 from dev import machine_code
 from tests import tiny
 from tests import triton_kernels
+from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import few_rows_drafter
@@ -28,7 +29,8 @@ pytestmark = triton_kernels.requires_triton
 
 TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
 SHARED = 227 * 1024  # bytes of an SM
-NAMES = ("enter", "qkv", "attend", "project", "gate_up", "head")
+NAMES = ("enter", "qkv", "attend", "project", "gate_up", "head", "product", "join")
+OF_SEVERAL = ("product", "join", "head")  # as a slice of several devices runs them
 MODELS = {"smollm2": dataclasses.replace(tiny.SMOLLM2, dtype="bfloat16"), **shapes.MODELS}
 
 
@@ -48,15 +50,19 @@ def recorded(f, *args) -> dict[str, list[dict]]:
 
 
 @functools.cache
-def calls(model: str, rows: int, count: int) -> dict[str, list[dict]]:
-  """The calls of kernels in a pass over chains of `count` nodes, by name."""
+def calls(model: str, rows: int, count: int, devices: int) -> dict[str, list[dict]]:
+  """The calls of kernels in a pass over chains of `count` nodes, by name.
+
+  On a slice of so many devices.
+  """
   config = dataclasses.replace(MODELS[model], num_layers=1)
   kv = jax.eval_shape(lambda: cache_lib.init(config, rows, 4096, kernels="triton"))
   params = jax.eval_shape(lambda: bench.weights(config))
   tree = bench.chains(jnp.zeros((rows, count), jnp.int32))
   start = jnp.zeros(rows, jnp.int32)
   step = functools.partial(bench.step, config, "triton")
-  return recorded(step, params, kv, tree, start)
+  with jax.sharding.use_abstract_mesh(axes.make_mesh(devices, devices)):
+    return recorded(step, params, kv, tree, start)
 
 
 def of_drafter(kind: str, rows: int) -> dict[str, list[dict]]:
@@ -91,7 +97,8 @@ def compiled(
 ) -> list[machine_code.Machine]:
   """Every call of a kernel in a pass of R rows, in chains of four but for R = 16."""
   one = R == 16
-  made = calls(model, R if one else R // 4, 1 if one else 4)[name]
+  devices = MODELS[model].num_kv_heads if name in OF_SEVERAL else 1
+  made = calls(model, R if one else R // 4, 1 if one else 4, devices)[name]
   return [built(call, capability) for call in made]
 
 
@@ -160,9 +167,17 @@ def test_rows_change_no_order_of_sums(name, model):
   for R in (32, 64):
     for one, several in zip(alone, compiled(model, name, R), strict=True):
       assert tensor_core(one) == tensor_core(several)
-      assert len(tensor_core(one)) == (0 if name == "enter" else 1)
+      assert len(tensor_core(one)) == (name not in ("enter", "join"))
       assert sums(one, name) == sums(several, name)
       for machine in (one, several):
         # No sum or product that a later compiler could fuse by shape; none by arrival.
         assert not re.search(r"\b(add|mul|sub)\.f32\b", machine.ptx)
         assert not re.search(r"\b(atom|red)\S*\.b?f(16|32)", machine.ptx)
+
+
+def test_programs_are_enough_and_not_many():
+  """Splits of O and down of Qwen2.5-7B, on one device and on four."""
+  products = pytest.importorskip("tlt_jax.pallas_kernels.few_rows.products")
+  tiles = 3584 // 64
+  found = [products.splits(k, tiles) for k in (3584, 18_944, 3584 // 4, 18_944 // 4)]
+  assert found == [4, 8, 7, 2]  # 74 steps of the last have divisors 1, 2, 37

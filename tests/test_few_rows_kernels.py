@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,14 @@ from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels import few_rows as kernels
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
+from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.speculation import tree as tree_lib
 
 pytestmark = triton_kernels.requires_triton
 
 LENGTH = 192
 TREE = (0, 0, 0, 1, 1, 3, 2)
+STEP = bench.step
 CONFIGS = {name: bench.tiny(config) for name, config in shapes.MODELS.items()}
 
 
@@ -57,13 +60,19 @@ def by_target(config, params, kv, tree, start):
   return apply(final, method=target.Target.logits), final, tapped, kv
 
 
-def assert_as_target(config, tree, impl="triton"):
+def on(devices, config, impl, *args):
+  """`bench.step` on a slice of several devices."""
+  step = functools.partial(STEP, config, impl)
+  return slices.per_slice(tiny.mesh(1, devices), step, slices.WHOLE, slices.WHOLE)(*args)
+
+
+def assert_as_target(config, tree, impl="triton", step=STEP):
   """To 5% of the largest number: what bfloat16's roundings make of two orders of sums.
 
   Triton's interpreter cuts numbers off where a GPU rounds them to bfloat16.
   """
   args = made(config, tree)
-  found = jax.jit(functools.partial(bench.step, config, impl))(*args)
+  found = jax.jit(functools.partial(step, config, impl))(*args)
   wanted = by_target(config, *args)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
@@ -89,6 +98,36 @@ def passes(config, kind, rows):
 def test_a_pass_is_that_of_the_target(name, kind, rows, impl):
   """With biases, and with norms of queries and keys."""
   assert_as_target(CONFIGS[name], passes(CONFIGS[name], kind, rows), impl)
+
+
+# A vocabulary of whole tiles per device, with a part of one, not split.
+@pytest.mark.parametrize("vocabulary", [256, 260, tiny.slow(257)])
+@pytest.mark.parametrize(
+  "impl, devices", [("triton", 2), tiny.slow("triton", 4), ("ref", 2), ("ref", 4)]
+)
+def test_the_devices_of_a_slice_make_a_pass_of_the_target(impl, devices, vocabulary):
+  config = dataclasses.replace(
+    CONFIGS["qwen2.5-7b"],
+    vocab_size=vocabulary,
+    num_kv_heads=4,
+    mlp_width=256,
+    unused_rows=((100, 200),),
+  )
+  step = functools.partial(on, devices)
+  assert_as_target(config, passes(config, "tree", 3), impl, step)
+
+
+@pytest.mark.parametrize("rows, count", [(2, 1), (2, 4)])
+def test_devices_gather_what_they_add(rows, count):
+  """An all-reduce would add it in an order of its own."""
+  config = CONFIGS["qwen3-0.6b"]
+  args = made(config, passes(config, count, rows))
+  run = jax.jit(functools.partial(on, 2, config, "ref"))
+  text = run.lower(*args).compile().as_text()
+  moved = re.findall(r" = (\S+?)(?:\{\S*)? (all-\w+|reduce-scatter|collective-\w+)\(", text)
+  M, D = rows * count, config.width
+  times = 1 + 2 * config.num_layers  # embedding, O and down
+  assert moved == times * [(f"f32[2,{M},{D}]", "all-gather")]
 
 
 PRODUCTS = {
@@ -149,10 +188,52 @@ def test_a_row_has_its_bits_whatever_is_computed_with_it(name, kind, rows):
   assert found["differing"] == 0 and found["numbers"] > 5_000
 
 
+@pytest.mark.parametrize("kind, rows", [(4, 2), tiny.slow("tree", 2)])
+def test_a_row_has_its_bits_on_the_devices_of_a_slice(kind, rows, monkeypatch):
+  config = dataclasses.replace(CONFIGS["qwen2.5-7b"], vocab_size=192)
+  monkeypatch.setattr(bench, "step", functools.partial(on, 2))
+  found = bench.differing_bits(config, "triton", passes(config, kind, rows), LENGTH)
+  assert found["differing"] == 0 and found["numbers"] > 5_000
+
+
+def products(impl, x, w, residual, scale, head):
+  """Of two devices that have a half of the columns each; and their logits."""
+  impl, count = kernels.of(impl), jnp.zeros(8, jnp.int32)
+  halves = (impl.product(*(y[:, i::2] for y in (x, w)), count) for i in range(2))
+  found = impl.join(jnp.stack([*halves]), residual, scale)
+  return *found._replace(squares=found.squares.T), impl.head(found, head, 1e-6)
+
+
+def test_parts_of_a_product_have_the_bits_of_a_row_alone():
+  keys = iter(jax.random.split(jax.random.key(0), 5))
+
+  def random(*shape):
+    return jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+  x, residual = random(64, 256), random(64, 128)
+  weights = random(128, 256), random(128), random(96, 128)
+
+  def of(impl, rows):
+    w, *others = weights
+    return [np.asarray(y) for y in products(impl, x[rows], w, residual[rows], *others)]
+
+  whole = of("triton", slice(64))
+  for one, other in zip(whole, of("ref", slice(64)), strict=True):
+    one, other = one.astype(np.float32), other.astype(np.float32)
+    np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
+  for rows in (slice(5, 6), slice(40, 44)):
+    for one, other in zip(whole, of("triton", rows), strict=True):
+      np.testing.assert_array_equal(one[rows].view(np.uint16), other.view(np.uint16))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind, rows", [(4, n) for n in bench.REQUESTS] + [("tree", 4)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bits_on_a_gpu(name, kind, rows):
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_bits_on_gpus(devices, name, kind, rows, monkeypatch):
+  if devices > jax.device_count():
+    pytest.skip(f"needs {devices} GPUs")
+  monkeypatch.setattr(bench, "step", functools.partial(on, devices))
   config = dataclasses.replace(shapes.MODELS[name], vocab_size=4096)
   found = bench.differing_bits(config, "triton", passes(config, kind, rows), 512)
   assert found["differing"] == 0

@@ -15,7 +15,9 @@ from benchmarks import few_rows as bench
 from benchmarks import shapes
 from tests import tiny
 from tests import triton_kernels
+from tlt_jax import axes
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
@@ -23,9 +25,8 @@ from tlt_jax.spec_decode.spot import spot as spot_lib
 
 pytestmark = triton_kernels.requires_triton
 
-CONFIG = dataclasses.replace(
-  bench.tiny(shapes.MODELS["qwen3-0.6b"]), num_heads=2, num_kv_heads=1, num_layers=1
-)
+HEADS = dict(num_heads=2, num_kv_heads=1)  # of a device
+CONFIG = dataclasses.replace(bench.tiny(shapes.MODELS["qwen3-0.6b"]), num_layers=1, **HEADS)
 OPTIONS = rollout.Options(
   max_length=80,
   max_prompt=8,
@@ -39,13 +40,13 @@ CHAIN, TREE = map(strategy_lib.parse, ("3_1_4", "2_2_6"))
 
 
 @functools.cache
-def drafter():
-  config = drafter_lib.of_target(CONFIG)
+def drafter(target):
+  config = drafter_lib.of_target(target)
   return spot_lib.Frozen(config, drafter_lib.init_params(config, jax.random.key(1)))
 
 
 @functools.cache
-def drawn(strategy, slots=4):
+def drawn(strategy, slots=4, devices=1):
   """Some rows filter, one is greedy."""
   made = tiny.requests(
     *(2, 2),
@@ -55,19 +56,31 @@ def drawn(strategy, slots=4):
     top_p=np.array([1.0, 0.9, 1.0, 1.0]),
   )
   options = dataclasses.replace(OPTIONS, slots=slots)
-  of = (drafter(), selector_lib.always(strategy)) if strategy else (None, None)
+  heads = {name: devices * count for name, count in HEADS.items()}
+  config = dataclasses.replace(CONFIG, **heads)
+  of = (drafter(config), selector_lib.always(strategy)) if strategy else (None, None)
+  mesh = tiny.mesh(1, devices)
+  layout = axes.shardings(mesh, axes.ROLLOUT, target.abstract_params(config))
+  params = jax.device_put(bench.weights(config), layout)
   with triton_kernels.interpreted():
-    run = rollout.make(CONFIG, tiny.mesh(1), options, *of)
-    return run(bench.weights(CONFIG), made)
+    return rollout.make(config, mesh, options, *of)(params, made)
 
 
 @pytest.mark.parametrize(
-  "strategy, slots",
-  [tiny.slow(CHAIN, 4), (TREE, 4), tiny.slow(None, 1), tiny.slow(TREE, 1)],
+  "strategy, slots, devices",
+  [
+    tiny.slow(CHAIN, 4, 1),
+    (TREE, 4, 1),
+    tiny.slow(None, 1, 1),
+    tiny.slow(TREE, 1, 1),
+    (TREE, 4, 2),
+    tiny.slow(None, 1, 2),
+  ],
   ids=str,
 )
-def test_every_bit_is_that_of_plain_decoding(strategy, slots):
-  plain, found = drawn(None), drawn(strategy, slots)
+def test_every_bit_is_that_of_plain_decoding(strategy, slots, devices):
+  """On a slice of one device, and of two."""
+  plain, found = drawn(None, devices=devices), drawn(strategy, slots, devices)
   np.testing.assert_array_equal(plain.length, [6, 9, 5, 8])
   np.testing.assert_array_equal(found.tokens, plain.tokens)
   np.testing.assert_array_equal(found.logp, plain.logp)

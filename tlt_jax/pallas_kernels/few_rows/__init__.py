@@ -2,6 +2,9 @@
 
     enter, (qkv, attend, project (of O), gate_up, project (of down)) per layer, head
 
+Several devices have parts of every matrix. They `enter` and `project` by a `product` of
+what each has, and by a `join` of all devices' products, which adds them in order.
+
 A row's bits do not depend on the other rows of the batch, nor on how many there are: the
 nodes of chains and trees get the bits of plain decoding steps.
 

@@ -5,6 +5,8 @@
     project  a product, the residual, and what the next RMSNorm needs of the sum
     gate_up  RMSNorm, two products, SiLU
     head     RMSNorm, the product with the head
+    product  a product, of a part of the columns
+    join     such products of several devices, the residual, and what the RMSNorm needs
 
 A tile is BN outputs of all rows. The weights are the left operand and the rows, padded to
 R, the right one: a tensor core's M is never padded, and every R runs the same instruction
@@ -30,13 +32,17 @@ def splits(k: int, tiles: int, wide: int = 64, bk: int = 64, programs: int = 120
   """Splits of k, so that programs fill 132 SMs and read at most 320 KB each.
 
   Of a product with so many `tiles`, each of `wide` columns of weights; `bk` is a step of k.
+  Where the next divisor of the steps would make far more programs, there are fewer.
   """
   steps = k // bk
-  for s in range(1, steps + 1):
-    fits = k // s * wide * 2 <= 320 * 1024
-    if steps % s == 0 and tiles * s >= programs and fits:
-      return s
-  return steps
+  fitting = [
+    s for s in range(1, steps + 1) if steps % s == 0 and k // s * wide * 2 <= 320 * 1024
+  ]
+  enough = [s for s in fitting if tiles * s >= programs]
+  fewer = [s for s in fitting if tiles * s < programs]
+  if enough and (not fewer or tiles * enough[0] <= 4 * programs):
+    return enough[0]
+  return fewer[-1]
 
 
 @triton.jit
@@ -314,10 +320,62 @@ def head(
   R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
   """Program (tile); there are enough tiles not to split k."""
-  tile = tl.program_id(0)
-  w_ptr += tile.to(tl.int64) * BN * D
-  acc = _multiply(w_ptr, x_ptr, 0, M, D, BN, R, BK, D // BK)
+  first = tl.program_id(0) * BN
   n, r = tl.arange(0, BN), tl.arange(0, R)
+  valid = (r < M)[None, :]
+  if V % BN:  # the last tile is moved to the left, and writes only what is its own
+    own = tl.minimum(first, V - BN)
+    valid &= (own + n >= first)[:, None]
+    first = own
+  acc = _multiply(w_ptr + first.to(tl.int64) * D, x_ptr, 0, M, D, BN, R, BK, D // BK)
   by = _inverse_rms(squares_ptr, r, M, D, TILES, EPS)[None, :]
-  out = out_ptr + r[None, :].to(tl.int64) * V + tile * BN + n[:, None]
-  tl.store(out, acc * by, mask=(r < M)[None, :])
+  out = out_ptr + r[None, :].to(tl.int64) * V + first + n[:, None]
+  tl.store(out, acc * by, mask=valid)
+
+
+@triton.jit
+def product(
+  x_ptr,  # bf16[M F]
+  w_ptr,  # bf16[D F]
+  count_ptr,  # i32[D/BN], 0 before and after
+  M,
+  part_ptr,  # f32[D/BN SPLITS M BN], scratch
+  out_ptr,  # f32[M D]
+  F: tl.constexpr, D: tl.constexpr,
+  R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+  """Program (tile, split): x @ w."""
+  tile, split = tl.program_id(0), tl.program_id(1)
+  STEPS: tl.constexpr = F // SPLITS // BK
+  first = split * (F // SPLITS)
+  acc = _multiply(w_ptr + tile * BN * F, x_ptr, first, M, F, BN, R, BK, STEPS)
+  _write_part(acc, part_ptr, tile, split, M, BN, R, SPLITS)
+  if not _is_last(count_ptr, tile, SPLITS):
+    return
+  r, n = tl.arange(0, R), tl.arange(0, BN)
+  at = r[:, None] * D + tile * BN + n[None, :]
+  sum = _add_up(part_ptr, tile, 0, M, BN, R, BN, SPLITS)
+  tl.store(out_ptr + at, sum, mask=(r < M)[:, None])
+
+
+@triton.jit
+def join(
+  product_ptr,  # f32 or bf16[PARTS M D], of the devices in order
+  residual_ptr,  # bf16[M D]
+  scale_ptr,  # bf16[D], of the next RMSNorm
+  M,
+  sum_ptr,  # bf16[M D]
+  scaled_ptr,  # bf16[M D]
+  squares_ptr,  # f32[D/BN M]
+  PARTS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+  tile = tl.program_id(0)
+  r, n = tl.arange(0, R), tl.arange(0, BN)
+  valid = (r < M)[:, None]
+  at = r[:, None] * D + tile * BN + n[None, :]
+  sum = tl.load(product_ptr + at, mask=valid, other=0.0).to(tl.float32)
+  for part in range(1, PARTS):
+    its = tl.load(product_ptr + part * M * D + at, mask=valid, other=0.0)
+    sum += its.to(tl.float32)
+  sum += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+  _write_rows(sum, scale_ptr, r, at, tile, M, sum_ptr, scaled_ptr, squares_ptr, BN)

@@ -3,6 +3,9 @@
 Sums are XLA's: bits may depend on the rows.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -110,3 +113,13 @@ def gate_up(
 
 def head(x: few_rows.Rows, w: jax.Array, eps: float) -> jax.Array:
   return _product(x.scaled, w) * x.inverse_rms(eps)
+
+
+def product(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
+  del count
+  return _product(x, w)
+
+
+def join(parts: jax.Array, residual: jax.Array, scale: jax.Array) -> few_rows.Rows:
+  total = functools.reduce(operator.add, [*parts.astype(jnp.float32), residual])
+  return _rows(total.astype(residual.dtype), scale)

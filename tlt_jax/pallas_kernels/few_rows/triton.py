@@ -186,14 +186,48 @@ def gate_up(
 
 
 def head(x: few_rows.Rows, w: jax.Array, eps: float) -> jax.Array:
-  """The logits f32[M V] of rows, normed, by bf16[V D]."""
+  """The logits f32[M V] of rows, normed, by bf16[V D]; V is at least `TILE`."""
   M, (V, D), (squares, tiles) = len(x.scaled), w.shape, _squares(x)
   return triton_call.triton_call(
     x.scaled, squares, w, M,
     kernel=products.head,
     out_type=jax.ShapeDtypeStruct((M, V), jnp.float32),
-    grid=(V // TILE,),
+    grid=(triton.cdiv(V, TILE),),
     name="head",
     D=D, V=V, TILES=tiles, EPS=eps, R=padded(M), BN=TILE, BK=_STEP,
     **_OPTIONS,
   )  # fmt: skip
+
+
+def product(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
+  """bf16[M F] @ bf16[D F].T: f32[M D]; `count`: i32[D/TILE or more] zeros."""
+  (M, F), D = x.shape, w.shape[0]
+  R, tiles = padded(M), D // TILE
+  splits = products.splits(F, tiles, TILE)
+  return triton_call.triton_call(
+    x, w, count, M,
+    kernel=products.product,
+    out_type=[
+      jax.ShapeDtypeStruct((tiles * splits, M, TILE), jnp.float32),
+      jax.ShapeDtypeStruct((M, D), jnp.float32),
+    ],
+    grid=(tiles, splits),
+    name="product",
+    F=F, D=D, R=R, BN=TILE, BK=_STEP, SPLITS=splits,
+    **_OPTIONS,
+  )[-1]  # fmt: skip
+
+
+def join(parts: jax.Array, residual: jax.Array, scale: jax.Array) -> few_rows.Rows:
+  """f[parts M D], added in order, + bf16[M D]; `scale` bf16[D] of the next norm."""
+  n, M, D = parts.shape
+  made = triton_call.triton_call(
+    parts, residual, scale, M,
+    kernel=products.join,
+    out_type=_rows(M, D),
+    grid=(D // TILE,),
+    name="join",
+    PARTS=n, D=D, R=padded(M), BN=TILE,
+    **_OPTIONS,
+  )  # fmt: skip
+  return few_rows.Rows(*made)
