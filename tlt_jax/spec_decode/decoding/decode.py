@@ -80,7 +80,6 @@ def decode(
 
   def run(weights, slots, draft_state, limits):
     emitted = slots_lib.nothing_emitted(slots, tokens)
-    rotations = layers.rotation(config, jnp.arange(slots.length))
 
     def running(carry):
       i, slots, _ = carry
@@ -88,7 +87,7 @@ def decode(
 
     def step(carry):
       i, slots, emitted = carry
-      slots, drawn = decode_step(config, layout, weights.target, slots, rotations)
+      slots, drawn = decode_step(config, layout, weights.target, slots, weights.rotations)
       live = emitted.remaining > 0
 
       def put(x, column):

@@ -21,16 +21,18 @@ def make_prefill(
   layout: features_lib.Layout | None,
   kernels: str | None = None,
 ) -> Callable:
-  """(params, pools, features, pages, tokens i32[r T], start i32[r]) -> pools, features.
+  """(weights, pools, features, pages, tokens i32[r T], start i32[r]) -> pools, features.
 
   Computes a block of tokens of r prompts a slice, from position `start` on, into their
   pages i32[r M]. Pools and features are donated.
   """
 
-  def prefill(params, pools, features, pages, tokens, start):
+  def prefill(weights, pools, features, pages, tokens, start):
     kv = cache_lib.KVCache(pools, pages, kernels)
     at = start[:, None] + jnp.arange(tokens.shape[1])
-    _, new, kv = decode.forward(config, layout, params, kv, tokens, at)
+    _, new, kv = decode.forward(
+      config, layout, weights.target, kv, tokens, at, rotations=weights.rotations
+    )
     if features is not None:
       features = pages_lib.write(features, pages, at, new)
     return kv.pools, features

@@ -40,6 +40,7 @@ class Shapes:
   options: options_lib.Options
   layout: features_lib.Layout | None  # of the features that are kept
   room: strategy_lib.Room
+  drafter: drafter_lib.DrafterConfig | None = None
 
   @classmethod
   def of(
@@ -56,7 +57,8 @@ class Shapes:
     if drafter is not None:
       layout = features_lib.of_drafter(drafter, train)
     strategies = selector.strategies if selector is not None else ()
-    return cls(config, mesh, options, layout, strategy_lib.Room.of(strategies))
+    room = strategy_lib.Room.of(strategies)
+    return cls(config, mesh, options, layout, room, drafter)
 
   @property
   def slices(self) -> int:
@@ -84,7 +86,7 @@ class Shapes:
     )
 
   def prefill_args(self) -> tuple:
-    """The arguments of a prefill after the parameters; see `prompts.make_prefill`."""
+    """The arguments of a prefill after the weights; see `prompts.make_prefill`."""
     rows, sizes = self.options.prefill_rows, self.pages
     kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes)
     features = slots_lib.abstract_features(self.mesh, self.config, self.layout, sizes)
@@ -150,7 +152,10 @@ class Backend(Protocol):
   def free(self) -> None:
     """Frees everything that requests have on the devices."""
 
-  def compute(self, params: Any, work: running_lib.Work) -> None:
+  def weights(self, target: Any, draft: Any) -> chunk_lib.Weights:
+    """All that chunks read of models with these parameters; of shapes, shapes."""
+
+  def compute(self, weights: chunk_lib.Weights, work: running_lib.Work) -> None:
     """Computes prompts into their pages, and copies pages, with the target's weights."""
 
   def place(self, moved: bool) -> None:

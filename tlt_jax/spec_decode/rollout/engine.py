@@ -171,8 +171,8 @@ class Engine:
     )
 
   def weights(self, params: Any) -> chunk_lib.Weights:
-    """All weights that a chunk reads."""
-    return chunk_lib.Weights(params, self.drafter and self.drafter.params)
+    """All that a chunk reads of the models."""
+    return self.backend.weights(params, self.drafter and self.drafter.params)
 
   def trains_in(self, bucket: int) -> bool:
     """Whether the programs of a bucket train the drafter in idle slices."""
@@ -332,7 +332,7 @@ class _Loop:
     while more:
       work, more = self.schedule.seat()
       if more:
-        self.backend.compute(self.params, work)
+        self.backend.compute(self.engine.weights(self.params), work)
         any_seated = True
     self.running.take_pages(self.schedule.tokens)
     moved = any_seated or self.running.bucket != bucket

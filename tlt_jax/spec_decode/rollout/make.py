@@ -42,7 +42,7 @@ def make(
   _check_parts(shapes, selector, drafter, spot)
   if pool is None:  # an empty one is false
     pool = pool_lib.Pool()
-  sources = devices_lib.make_sources(selector, shapes, pool, shape)
+  sources = devices_lib.make_sources(selector, shapes, pool)
   devices = devices_lib.Devices(
     shapes,
     pool,

@@ -42,7 +42,7 @@ class Draft:
     layout: features_lib.Layout,
     target_params,
     params,
-    longest: int,
+    rotations: layers.Rotation,
   ):
     self._module = drafter_lib.Drafter(config)
     self._layout = layout
@@ -52,7 +52,7 @@ class Draft:
     self._head = self._apply(drafter_lib.Drafter.output_head, target_params)
     # i32[U], the target's ids of the drafter's tokens; None: all, in order.
     self.ids = jnp.asarray(config.target_ids) if config.vocab else None
-    self._rotations = layers.rotation(config.layer, jnp.arange(longest))
+    self._rotations = rotations
 
   def _apply(self, method, *args):
     return self._module.apply({"params": self._params}, *args, method=method)
