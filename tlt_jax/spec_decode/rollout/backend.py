@@ -15,6 +15,7 @@ import numpy as np
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import few_rows
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
@@ -22,6 +23,7 @@ from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.rollout import chooser as chooser_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
@@ -40,6 +42,7 @@ class Shapes:
   options: options_lib.Options
   layout: features_lib.Layout | None  # of the features that are kept
   room: strategy_lib.Room
+  most_rows: int  # of a pass that draws tokens
   drafter: drafter_lib.DrafterConfig | None = None
 
   @classmethod
@@ -58,7 +61,22 @@ class Shapes:
       layout = features_lib.of_drafter(drafter, train)
     strategies = selector.strategies if selector is not None else ()
     room = strategy_lib.Room.of(strategies)
-    return cls(config, mesh, options, layout, room, drafter)
+    most_rows = chooser_lib.most_rows(selector, options)
+    return cls(config, mesh, options, layout, room, most_rows, drafter)
+
+  def fits(self, rows: int) -> bool:
+    """Whether passes of so many rows run by `models.few_rows`."""
+    kv = self.slots(bucket=1, stops=1).kv
+    with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+      return few_rows.fits(self.config, kv, rows)
+
+  @functools.cached_property
+  def exact(self) -> bool:
+    """Whether tokens have the same bits in whatever batch, strategy or engine.
+
+    Then all passes run by `models.few_rows`, those of prompts, too.
+    """
+    return self.fits(self.most_rows)
 
   @property
   def slices(self) -> int:

@@ -116,7 +116,9 @@ class Devices:
     s, trainer = self.shapes, self._trainer
     kernels = s.options.kernels
     made = {
-      "prefill": prompts_lib.make_prefill(s.config, s.mesh, s.layout, kernels),
+      "prefill": prompts_lib.make_prefill(
+        s.config, s.mesh, s.layout, kernels, few_rows=s.exact
+      ),
       "copy": pages_lib.make_copy(s.mesh, self._over.kv.pools, self._over.features),
     }
     if trainer is not None:
@@ -226,7 +228,8 @@ class Devices:
 
   def samples(self, requests: requests_lib.Requests) -> samples_lib.Samples:
     most = self.shapes.room.longest if self.sources else None
-    return samples_lib.empty(requests, most=most, features=self.shapes.options.features)
+    made = samples_lib.empty(requests, most=most, features=self.shapes.options.features)
+    return dataclasses.replace(made, exact=self.shapes.exact)
 
   def begin(self, running: running_lib.Running) -> None:
     self._running = running

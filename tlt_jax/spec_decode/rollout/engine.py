@@ -194,6 +194,11 @@ class Engine:
     return self.backend.shapes.mesh
 
   @property
+  def exact(self) -> bool:
+    """Whether it draws the bits of every other exact engine; see `Shapes.exact`."""
+    return self.backend.shapes.exact
+
+  @property
   def pool(self) -> pool_lib.Pool:
     """The compiled programs."""
     return self.backend.pool
