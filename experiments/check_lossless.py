@@ -5,10 +5,11 @@
 Responses to the config's held-out prompts (used repeatedly if there are too few) are drawn
 plainly and with each strategy in turn, with the same noise. Where responses first differ,
 the margin of the draw distinguishes a near-tie, which rounding decides, from a bug
-(`spec_decode.rollout.compare`). In bfloat16 near-ties are frequent: `--dtype=bfloat16`
-reports the share of identical responses instead, and that of plain rollouts in smaller
-batches for comparison. The last line is JSON; the exit status is 1 if tokens differ in
-float32.
+(`spec_decode.rollout.compare`). `--dtype=bfloat16` also draws plainly in smaller batches.
+On a GPU whose passes are all small enough (`Engine.exact`) every response must be the same,
+near-ties included. Elsewhere near-ties are frequent in bfloat16: only the shares of
+identical responses are reported. The last line is JSON, with the rule in words; the exit
+status is 1 if tokens differ that must not.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,16 @@ _STRATEGIES = flags.DEFINE_list(
 _BATCH = flags.DEFINE_integer("batch", 128, "Responses at a time.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the policy.")
 
+_EXACT = (
+  "every response must be the same: all passes round alike, so there are no near-ties"
+)
+_BUT_FOR_TIES = (
+  "every token must be the same, except where the two best are less than "
+  f"{compare.TOLERANCE:g} apart (near-ties, which rounding decides)"
+)
+_SHARES = (
+  "responses may differ: passes round by their size, and in bfloat16 that decides often"
+)
 _COUNTED = ("total_tokens", "differing_tokens", "near_ties")
 
 
@@ -86,6 +97,11 @@ def main(config: config_lib.RunConfig):
     config, models.model, models.mesh, models.drafter, selector
   )
 
+  in_bfloat16 = _DTYPE.value == "bfloat16"
+  exact = all(s.rollout.exact for s in (plain, in_smaller_batches, speculative))
+  rule = _EXACT if exact else _SHARES if in_bfloat16 else _BUT_FOR_TIES
+  logging.info("%s", rule)
+
   def draw(sampler: sample.Sampler, first: int) -> sample.Scored:
     asked = [records[i % len(records)] for i in range(first, first + _BATCH.value)]
     return sampler(models.params, asked, 1, seed=config.seed, first_request=first)
@@ -96,9 +112,10 @@ def main(config: config_lib.RunConfig):
     first = count["responses"]
     selector.now = strategies[first // _BATCH.value % len(strategies)]
     a, b = draw(plain, first), draw(speculative, first)
-    if _DTYPE.value == "bfloat16":
+    if in_bfloat16:
       again = draw(in_smaller_batches, first)
       count["identical_in_smaller_batches"] += identical(a.samples, again.samples)
+    if rule == _SHARES:
       total = {"total_tokens": int(a.samples.length.sum())}
     else:
       result = compare.compare(
@@ -114,12 +131,14 @@ def main(config: config_lib.RunConfig):
       sums[name] += total.get(name, 0)
     logging.info("%s: %s; %s", selector.now, sums, count)
   totals = {name: sum(f[name] for f in found.values()) for name in _COUNTED}
-  if _DTYPE.value == "bfloat16":
+  apart = totals["differing_tokens"]
+  if in_bfloat16:
     n = count["responses"]
+    apart += n - count["identical_in_smaller_batches"] if exact else 0
     count = {name: x if name == "responses" else x / n for name, x in count.items()}
-    totals = {"total_tokens": totals["total_tokens"]} | count
-  print(json.dumps({"dtype": _DTYPE.value, "strategies": found} | totals))
-  if totals.get("differing_tokens"):
+    totals = (totals if exact else {"total_tokens": totals["total_tokens"]}) | count
+  print(json.dumps({"dtype": _DTYPE.value, "rule": rule, "strategies": found} | totals))
+  if apart:
     sys.exit(1)
 
 

@@ -139,7 +139,7 @@ class Run:
     shapes = backend_lib.Shapes.of(
       self.model, self.mesh, options, selector, drafter, train=spot is not None
     )
-    sources = devices_lib.make_sources(selector, shapes, _NoPool(), drafter)
+    sources = devices_lib.make_sources(selector, shapes, _NoPool())
     policy = self.weights()
     weights = chunk_lib.Weights(policy, self.draft_params(drafter))
     slots = shapes.slots(options.slots, self.stops)

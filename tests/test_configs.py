@@ -214,7 +214,9 @@ def test_the_full_decode_chunk_traces(full):
   run = chunk_lib.without_training(decode.decode(model, o.chunk, None))
   shardings = chunk_lib.Done(slots_lib.slots_shardings(mesh, model, None), None, None)
   chunk = chunk_lib.make(mesh, run, shardings)
-  weights, limits = chunk_lib.Weights(params), chunk_lib.Limits(jnp.int32(o.chunk))
+  rotations = chunk_lib.rotations(model, mesh, pages.length, abstract=True)
+  weights = chunk_lib.Weights(params, rotations=rotations)
+  limits = chunk_lib.Limits(jnp.int32(o.chunk))
   done = jax.eval_shape(chunk, weights, slots, None, limits, None)
   assert shapes_of(done.slots) == shapes_of(slots)
   assert pages.page * pages.most >= config.max_length

@@ -230,8 +230,10 @@ def test_the_most_frequent_tokens_make_a_vocabulary():
 
 
 def drafting(kind, own):
+  config = CONFIGS[kind]
+  rotations = layers.rotation(config.layer, jnp.arange(16))
   return draft_lib.Draft(
-    CONFIGS[kind], features_lib.of_drafter(CONFIGS[kind]), tiny.params(), own, 16
+    config, features_lib.of_drafter(config), tiny.params(), own, rotations
   )
 
 

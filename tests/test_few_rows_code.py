@@ -164,7 +164,7 @@ def test_a_drafters_kernels_spill_nothing_and_fit_an_sm(kind):
 def test_rows_change_no_order_of_sums(name, model):
   """The same tensor core instruction but for its N; sums over the same threads."""
   alone = compiled(model, name, 16)
-  for R in (32, 64):
+  for R in (32, 64, 128):
     for one, several in zip(alone, compiled(model, name, R), strict=True):
       assert tensor_core(one) == tensor_core(several)
       assert len(tensor_core(one)) == (name not in ("enter", "join"))

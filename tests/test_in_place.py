@@ -69,7 +69,9 @@ def arguments(mesh, layout: features_lib.Layout | None):
     mesh, tiny.CONFIG, batch=ROWS, stops=2, layout=layout, sizes=PAGES
   )
   limits = chunk_lib.Limits(jax.ShapeDtypeStruct((), jnp.int32))
-  return chunk_lib.Weights(tiny.on(mesh)), slots, None, limits, None
+  rotations = chunk_lib.rotations(tiny.CONFIG, mesh, LENGTH, abstract=True)
+  weights = chunk_lib.Weights(tiny.on(mesh), rotations=rotations)
+  return weights, slots, None, limits, None
 
 
 def plain_chunk(mesh, config=tiny.CONFIG):
@@ -185,9 +187,7 @@ def scanned_chunk(weights, slots, draft_state, limits, training):
 
     x = params["embedding"][slots.pending[:, None]]
     x, pools = jax.lax.scan(layer, x, (blocks, pools))
-    drawn = sampling.sample(
-      x[:, 0] @ params["head"].T, slots.sampling, slots.position + 1
-    )
+    drawn = sampling.sample(x[:, 0] @ params["head"].T, slots.sampling, slots.position + 1)
     slots = slots.replace(pending=drawn.token, position=slots.position + 1)
     return i + 1, pools, slots
 
@@ -223,7 +223,8 @@ def test_no_logits_are_gathered_where_tokens_are_filtered():
   mesh, V = tiny.mesh(1, 2), 4096
   config = dataclasses.replace(tiny.CONFIG, vocab_size=V)
   made = axes.with_shardings(mesh, axes.ROLLOUT, target.abstract_params(config))
-  args = chunk_lib.Weights(made), *arguments(mesh, None)[1:]
+  weights, *others = arguments(mesh, None)
+  args = weights.replace(target=made), *others
   text = plain_chunk(mesh, config).lower(*args).compile().as_text()
   exchanged = hlo_counts.collectives(text)
   assert exchanged and max(i.num_elements for i in exchanged) < ROWS * V / 8
@@ -233,20 +234,16 @@ def whole_chunk(mesh):
   """One loop over the whole batch, left to the compiler, that asks for whole caches."""
 
   def run(weights, slots, draft_state, limits, training):
-    rotations = layers.rotation(tiny.CONFIG, jnp.arange(LENGTH))
-
     def step(carry):
       i, slots = carry
       rows = axes.sharding(mesh, axes.DATA)
       slots = slots.replace(kv=jax.lax.with_sharding_constraint(slots.kv, rows))
-      params = weights.target
+      params, rotations = weights.target, weights.rotations
       slots, _ = decode.decode_step(tiny.CONFIG, None, params, slots, rotations)
       return i + 1, slots
 
     def running(carry):
-      return (carry[0] < limits.tokens) & jnp.any(
-      carry[1].remaining > 0
-    )
+      return (carry[0] < limits.tokens) & jnp.any(carry[1].remaining > 0)
 
     return jax.lax.while_loop(running, step, (jnp.int32(0), slots))[1]
 
@@ -289,7 +286,8 @@ def speculative(name, mesh):
   """A chunk that drafts, and what it takes."""
   source = source_of(name, mesh)
   weights, slots, *_ = arguments(mesh, source.setting.layout)
-  weights = weights.replace(draft=tiny.draft_params("eagle2", 5))
+  own = chunk_lib.rotations(DRAFTER.layer, mesh, LENGTH, abstract=True)
+  weights = weights.replace(draft=tiny.draft_params("eagle2", 5), draft_rotations=own)
   state, one = source.ready(weights, slots), jax.ShapeDtypeStruct((), jnp.int32)
   run = speculate.decode(source, STRATEGIES[name], tokens=8)
   over = slots_lib.slots_shardings(mesh, tiny.CONFIG, source.setting.layout)

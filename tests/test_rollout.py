@@ -5,16 +5,20 @@ import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import tiny
+from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.rollout import running as running_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
 
 OPTIONS = rollout.Options(
   max_length=64, max_prompt=12, slots=24, chunk=8, prompt_rows=4, prefill_rows=4
@@ -102,6 +106,45 @@ def test_tokens_do_not_depend_on_the_layout(data, model, options):
   """Batch size, buckets, slices and tensor parallelism change no token."""
   requests, samples = reference()
   assert_same(requests, samples, run(requests, data, model, **options))
+
+
+@pytest.mark.parametrize("length", [24, 1056])
+def test_a_table_of_rotations_has_what_a_program_would_compute(length):
+  """To the last bit, however long; on every device."""
+  mesh = tiny.mesh(2, 2)
+  table = chunk_lib.rotations(tiny.SMOLLM2, mesh, length)
+  inside = jax.jit(lambda: layers.rotation(tiny.SMOLLM2, jnp.arange(length)))()
+  shapes = chunk_lib.rotations(tiny.SMOLLM2, mesh, length, abstract=True)
+  for x, want, shape in zip(table, inside, shapes, strict=True):
+    np.testing.assert_array_equal(x, want)
+    assert x.sharding == shape.sharding and x.is_fully_replicated
+    assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
+
+
+def test_every_program_reads_the_same_rotations(monkeypatch):
+  """Those of prompts, of plain decoding, chains and trees; a drafter has its own."""
+  layer = dataclasses.replace(tiny.DRAFTERS["eagle2"].layer, rope_theta=1e5)
+  shape = dataclasses.replace(tiny.DRAFTERS["eagle2"], layer=layer)
+  drafter = dataclasses.replace(tiny.frozen("eagle2"), config=shape)
+  levels = "up to 24 live: off or 3_1_4 or 2_2_6"
+  selector = selector_lib.make(levels, "predictive", has_drafter=True)
+  engine = rollout.make(tiny.CONFIG, tiny.mesh(1), OPTIONS, drafter, selector)
+  read = {}
+
+  def record(name, bucket, jitted, weights, *args):
+    read[name] = weights
+    return print  # compiled for nothing
+
+  monkeypatch.setattr(engine.pool, "get", record)
+  engine.compile(tiny.on(tiny.mesh(1)), stop_tokens=1)
+  del read["copy"]
+  assert {"prefill", "chunk", "fill"} < set(read) and len(read) == 5
+  assert len({id(weights.rotations.cos) for weights in read.values()}) == 1
+  drafting = [w.draft_rotations for w in read.values() if w.draft is not None]
+  assert len(drafting) == 3 and len({id(table.cos) for table in drafting}) == 1
+  for table, config in ((drafting[0], layer), (read["chunk"].rotations, tiny.CONFIG)):
+    want = layers.rotation(config, jnp.arange(engine.backend.shapes.pages.length))
+    jax.tree.map(np.testing.assert_array_equal, table, want)
 
 
 def test_tokens_do_not_depend_on_the_order_of_requests():

@@ -108,7 +108,10 @@ class Devices:
   def free(self) -> None:
     self._filled = {}
 
-  def compute(self, params: None, work: running_lib.Work) -> None:
+  def weights(self, target: None, draft: None) -> chunk_lib.Weights:
+    return chunk_lib.Weights(target, draft)
+
+  def compute(self, weights: chunk_lib.Weights, work: running_lib.Work) -> None:
     tokens = [sum(len(prompt.tokens) for prompt in prompts) for prompts in work.prompts]
     self._timer.spend(self._costs.prefill_s(max(tokens)))
 

@@ -9,23 +9,29 @@ with None for what it does not have.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import flax.struct
 import jax
 from jax.sharding import Mesh, PartitionSpec
+import numpy as np
 
 from tlt_jax import axes
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import layers
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 
 
 @flax.struct.dataclass
 class Weights:
-  """Parameters, laid out by `axes.ROLLOUT`; equal on every slice."""
+  """Parameters, laid out by `axes.ROLLOUT`, and tables; equal on every slice."""
 
   target: Any
   draft: Any = None  # the drafter's; None: nothing drafts, or not by a model
+  rotations: layers.Rotation | None = None  # of positions 0, 1, ...
+  draft_rotations: layers.Rotation | None = None  # the drafter's
 
 
 @flax.struct.dataclass
@@ -49,6 +55,22 @@ class Done:
 Decode = Callable[
   [Weights, slots_lib.Slots, Any, Limits], tuple[slots_lib.Slots, Any, slots_lib.Emitted]
 ]
+
+
+def rotations(
+  config: config_lib.ModelConfig, mesh: Mesh, length: int, abstract: bool = False
+) -> layers.Rotation:
+  """The rotations of positions 0 to length - 1, on every device, or their shapes.
+
+  Programs that made their own could round differently. A position's do not depend on
+  `length`: it is an input, which no compiler computes beforehand.
+  """
+  make, over = functools.partial(layers.rotation, config), axes.sharding(mesh)
+  positions = np.arange(length, dtype=np.int32)
+  if abstract:
+    shapes = jax.eval_shape(make, positions)
+    return jax.tree.map(lambda x: x.update(sharding=over), shapes)
+  return jax.jit(make, out_shardings=over)(positions)
 
 
 def without_training(decode: Decode) -> Callable[..., Done]:

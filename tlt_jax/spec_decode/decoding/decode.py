@@ -82,7 +82,6 @@ def decode(
     if B == 1 and few_rows.fits(config, slots.kv, B):
       slots = slots.with_free_slot()  # XLA does not fuse what it makes of single numbers
     emitted = slots_lib.nothing_emitted(slots, tokens)
-    rotations = layers.rotation(config, jnp.arange(slots.length))
 
     def running(carry):
       slots, emitted = carry
@@ -91,7 +90,7 @@ def decode(
     def step(carry):
       slots, emitted = carry
       live = slots.remaining > 0
-      slots, drawn = decode_step(config, layout, weights.target, slots, rotations)
+      slots, drawn = decode_step(config, layout, weights.target, slots, weights.rotations)
       drawn = (x[:, None] for x in drawn)
       return slots, emitted.extend(*drawn, live.astype(jnp.int32))
 

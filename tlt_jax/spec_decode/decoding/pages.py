@@ -23,6 +23,11 @@ class Sizes(NamedTuple):
   page: int  # tokens
 
   @property
+  def length(self) -> int:
+    """Tokens for which a request may have pages."""
+    return self.most * self.page
+
+  @property
   def sink(self) -> int:
     """The page that is written where a row has none."""
     return self.pages

@@ -33,6 +33,7 @@ class Samples:
   logp: np.ndarray  # f32[B T]  under logits / T, before filters
   logp_filtered: np.ndarray  # f32[B T]  of the distribution drawn from
   finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
+  exact: bool = False  # whether other exact rollouts draw the same bits
   features: list[np.ndarray] | None = None  # f[prompt + length - 1, E] each, on request
   # (seconds since the start, live requests per slice) after each chunk
   timeline: list[tuple[float, list[int]]] = dataclasses.field(default_factory=list)

@@ -15,6 +15,7 @@ import numpy as np
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import few_rows
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import pages as pages_lib
@@ -22,6 +23,7 @@ from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
+from tlt_jax.spec_decode.rollout import chooser as chooser_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
@@ -40,6 +42,8 @@ class Shapes:
   options: options_lib.Options
   layout: features_lib.Layout | None  # of the features that are kept
   room: strategy_lib.Room
+  most_rows: int  # of a pass that draws tokens
+  drafter: drafter_lib.DrafterConfig | None = None
 
   @classmethod
   def of(
@@ -56,7 +60,23 @@ class Shapes:
     if drafter is not None:
       layout = features_lib.of_drafter(drafter, train)
     strategies = selector.strategies if selector is not None else ()
-    return cls(config, mesh, options, layout, strategy_lib.Room.of(strategies))
+    room = strategy_lib.Room.of(strategies)
+    most_rows = chooser_lib.most_rows(selector, options)
+    return cls(config, mesh, options, layout, room, most_rows, drafter)
+
+  def fits(self, rows: int) -> bool:
+    """Whether passes of so many rows run by `models.few_rows`."""
+    kv = self.slots(bucket=1, stops=1).kv
+    with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+      return few_rows.fits(self.config, kv, rows)
+
+  @functools.cached_property
+  def exact(self) -> bool:
+    """Whether tokens have the same bits in whatever batch, strategy or engine.
+
+    Then all passes run by `models.few_rows`, those of prompts, too.
+    """
+    return self.fits(self.most_rows)
 
   @property
   def slices(self) -> int:
@@ -84,7 +104,7 @@ class Shapes:
     )
 
   def prefill_args(self) -> tuple:
-    """The arguments of a prefill after the parameters; see `prompts.make_prefill`."""
+    """The arguments of a prefill after the weights; see `prompts.make_prefill`."""
     rows, sizes = self.options.prefill_rows, self.pages
     kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes)
     features = slots_lib.abstract_features(self.mesh, self.config, self.layout, sizes)
@@ -150,7 +170,10 @@ class Backend(Protocol):
   def free(self) -> None:
     """Frees everything that requests have on the devices."""
 
-  def compute(self, params: Any, work: running_lib.Work) -> None:
+  def weights(self, target: Any, draft: Any) -> chunk_lib.Weights:
+    """All that chunks read of models with these parameters; of shapes, shapes."""
+
+  def compute(self, weights: chunk_lib.Weights, work: running_lib.Work) -> None:
     """Computes prompts into their pages, and copies pages, with the target's weights."""
 
   def place(self, moved: bool) -> None:

@@ -14,6 +14,25 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 Strategy = strategy_lib.Strategy
 
 
+def in_bucket(
+  selector: selector_lib.Selector | None, options: options_lib.Options, bucket: int
+) -> list[Strategy]:
+  """The strategies that may run in a bucket: those for live batches that just fit it."""
+  if selector is None:
+    return []
+  live = (n for n in range(1, bucket + 1) if options.bucket(n) == bucket)
+  return sorted({arm for n in live for arm in selector.arms(n)} - {None})
+
+
+def most_rows(selector: selector_lib.Selector | None, options: options_lib.Options) -> int:
+  """Rows of the largest pass that draws tokens: slots times nodes."""
+
+  def nodes(bucket: int) -> int:
+    return max((s.verify for s in in_bucket(selector, options, bucket)), default=1)
+
+  return max(bucket * nodes(bucket) for bucket in options.buckets)
+
+
 class Chooser:
   """Chooses strategies by a selector; without one, always plain decoding."""
 
@@ -29,11 +48,7 @@ class Chooser:
     )
 
   def in_bucket(self, options: options_lib.Options, bucket: int) -> list[Strategy]:
-    """The strategies that may run in a bucket: those for live batches that just fit it."""
-    if self.selector is None:
-      return []
-    live = (n for n in range(1, bucket + 1) if options.bucket(n) == bucket)
-    return sorted({arm for n in live for arm in self.selector.arms(n)} - {None})
+    return in_bucket(self.selector, options, bucket)
 
   def choose(self, schedule: schedule_lib.Schedule) -> Strategy | None:
     """How the next chunk decodes.

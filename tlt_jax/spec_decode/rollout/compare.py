@@ -5,6 +5,9 @@ in some 100,000 tokens that flips a draw. So at a row's first difference the mar
 draw is computed from scratch: the distance of the best perturbed logit from the second,
 or of a filter's bound from what it decided. Below the tolerance it is a near-tie and the
 row is compared no further; above, it is a bug.
+
+Exact rollouts (`backend.Shapes.exact`) have the same bits in all programs: there every
+difference is a bug.
 """
 
 import dataclasses
@@ -30,6 +33,11 @@ class Comparison:
   differing_tokens: int  # first differences that are no near-ties
   near_ties: int
   where: list[tuple[int, int, float]]  # request, response token, margin
+
+
+def tolerance_of(*sides: samples_lib.Samples) -> float:
+  """Below which margin a difference between rollouts is a near-tie; 0: none is."""
+  return 0.0 if all(side.exact for side in sides) else TOLERANCE
 
 
 def redraw(
@@ -80,9 +88,14 @@ def compare(
   requests: requests_lib.Requests,
   a: samples_lib.Samples,
   b: samples_lib.Samples,
-  tolerance: float = TOLERANCE,
+  tolerance: float | None = None,
 ) -> Comparison:
-  """Compares the responses token by token; margins below `tolerance` are near-ties."""
+  """Compares the responses token by token.
+
+  Args:
+    tolerance: margins below are near-ties; None: `tolerance_of` the samples
+  """
+  tolerance = tolerance_of(a, b) if tolerance is None else tolerance
   total, where = 0, []
   for i in range(len(requests)):
     x, y = a.response(i), b.response(i)

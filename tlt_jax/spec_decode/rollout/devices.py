@@ -17,7 +17,7 @@ from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import cache as cache_lib
-from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import layers
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import decode
 from tlt_jax.spec_decode.decoding import pages as pages_lib
@@ -43,13 +43,11 @@ def make_sources(
   selector: selector_lib.Selector | None,
   shapes: backend_lib.Shapes,
   pool: pool_lib.Pool,
-  drafter: drafter_lib.DrafterConfig | None,
 ) -> dict[str, source_lib.Source]:
   """The sources of drafts of all strategies of a selector, by name.
 
   Args:
     pool: for programs of their own
-    drafter: for sources that need one
   """
   strategies = selector.strategies if selector else ()
   sources = {}
@@ -61,7 +59,7 @@ def make_sources(
       room=shapes.room,
       strategies=tuple(s for s in strategies if s.source == name),
       pages=shapes.pages,
-      drafter=drafter,
+      drafter=shapes.drafter,
       layout=shapes.layout,
       memory_tokens=shapes.options.memory_tokens,
       memory_rows=shapes.options.memory_rows,
@@ -71,6 +69,10 @@ def make_sources(
     )
     sources[name] = source_lib.make(name, setting)
   return sources
+
+
+def _of_target(weights: chunk_lib.Weights) -> chunk_lib.Weights:
+  return weights.replace(draft=None, draft_rotations=None)
 
 
 class Devices:
@@ -114,7 +116,9 @@ class Devices:
     s, trainer = self.shapes, self._trainer
     kernels = s.options.kernels
     made = {
-      "prefill": prompts_lib.make_prefill(s.config, s.mesh, s.layout, kernels),
+      "prefill": prompts_lib.make_prefill(
+        s.config, s.mesh, s.layout, kernels, few_rows=s.exact
+      ),
       "copy": pages_lib.make_copy(s.mesh, self._over.kv.pools, self._over.features),
     }
     if trainer is not None:
@@ -133,7 +137,7 @@ class Devices:
     shapes, slots = self.shapes, self.shapes.options.slots
     pools, features, *prompts = shapes.prefill_args()
     args = {
-      "prefill": (weights.target, pools, features, *prompts),
+      "prefill": (_of_target(weights), pools, features, *prompts),
       "copy": (pools, features, shapes.rows(slots), shapes.rows(slots)),
     }
     if spot is not None:
@@ -215,7 +219,7 @@ class Devices:
     """Those that a chunk of a strategy reads."""
     source = self._source(arm)
     reads = source is not None and source.reads_drafter
-    return weights if reads else weights.replace(draft=None)
+    return weights if reads else _of_target(weights)
 
   def _source(self, arm: clock_lib.Arm) -> source_lib.Source | None:
     return None if arm is None else self.sources[arm.source]
@@ -224,7 +228,8 @@ class Devices:
 
   def samples(self, requests: requests_lib.Requests) -> samples_lib.Samples:
     most = self.shapes.room.longest if self.sources else None
-    return samples_lib.empty(requests, most=most, features=self.shapes.options.features)
+    made = samples_lib.empty(requests, most=most, features=self.shapes.options.features)
+    return dataclasses.replace(made, exact=self.shapes.exact)
 
   def begin(self, running: running_lib.Running) -> None:
     self._running = running
@@ -234,11 +239,27 @@ class Devices:
     for source in self.sources.values():
       source.reset()
 
-  def compute(self, params: Any, work: running_lib.Work) -> None:
+  def weights(self, target: Any, draft: Any) -> chunk_lib.Weights:
+    exist = isinstance(jax.tree.leaves(target)[0], jax.Array)
+    tables = self._rotations if exist else self._make_rotations(abstract=True)
+    return chunk_lib.Weights(target, draft, *tables)
+
+  @functools.cached_property
+  def _rotations(self) -> list[layers.Rotation | None]:
+    return self._make_rotations(abstract=False)
+
+  def _make_rotations(self, abstract: bool) -> list[layers.Rotation | None]:
+    """Those of the target, and of the drafter if there is one."""
+    s, make = self.shapes, functools.partial(chunk_lib.rotations, abstract=abstract)
+    models = s.config, s.drafter and s.drafter.layer
+    return [model and make(model, s.mesh, s.pages.length) for model in models]
+
+  def compute(self, weights: chunk_lib.Weights, work: running_lib.Work) -> None:
+    weights = _of_target(weights)
     pools, features = self._take_arrays()
     for table, tokens, start in self._blocks(work.prompts):
       placed = map(self._place, (table, tokens, start))
-      pools, features = self._call("prefill", params, pools, features, *placed)
+      pools, features = self._call("prefill", weights, pools, features, *placed)
     # As many as there are slots at most, whatever the bucket: one program.
     shape = 2, self.shapes.slices, self.shapes.options.slots
     pages = np.full(shape, self.shapes.pages.sink, np.int32)

@@ -171,8 +171,8 @@ class Engine:
     )
 
   def weights(self, params: Any) -> chunk_lib.Weights:
-    """All weights that a chunk reads."""
-    return chunk_lib.Weights(params, self.drafter and self.drafter.params)
+    """All that a chunk reads of the models."""
+    return self.backend.weights(params, self.drafter and self.drafter.params)
 
   def trains_in(self, bucket: int) -> bool:
     """Whether the programs of a bucket train the drafter in idle slices."""
@@ -192,6 +192,11 @@ class Engine:
   @property
   def mesh(self) -> jax.sharding.Mesh:
     return self.backend.shapes.mesh
+
+  @property
+  def exact(self) -> bool:
+    """Whether it draws the bits of every other exact engine; see `Shapes.exact`."""
+    return self.backend.shapes.exact
 
   @property
   def pool(self) -> pool_lib.Pool:
@@ -332,7 +337,7 @@ class _Loop:
     while more:
       work, more = self.schedule.seat()
       if more:
-        self.backend.compute(self.params, work)
+        self.backend.compute(self.engine.weights(self.params), work)
         any_seated = True
     self.running.take_pages(self.schedule.tokens)
     moved = any_seated or self.running.bucket != bucket

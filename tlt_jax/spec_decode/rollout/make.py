@@ -1,12 +1,18 @@
 """Making an engine on real devices from a model, a drafter and options."""
 
+import dataclasses
+import functools
+import logging
+
 import jax
 
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as config_lib
+from tlt_jax.pallas_kernels import few_rows
 from tlt_jax.pallas_kernels import implementations
 from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.spec_decode.rollout import backend as backend_lib
+from tlt_jax.spec_decode.rollout import chooser as chooser_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import devices as devices_lib
 from tlt_jax.spec_decode.rollout import engine as engine_lib
@@ -40,9 +46,11 @@ def make(
     config, mesh, options, selector, shape, train=spot is not None
   )
   _check_parts(shapes, selector, drafter, spot)
+  if shapes.fits(1) and not shapes.exact:
+    _log_once(_inexact(options, selector, shapes.most_rows))
   if pool is None:  # an empty one is false
     pool = pool_lib.Pool()
-  sources = devices_lib.make_sources(selector, shapes, pool, shape)
+  sources = devices_lib.make_sources(selector, shapes, pool)
   devices = devices_lib.Devices(
     shapes,
     pool,
@@ -51,6 +59,27 @@ def make(
     chunk_tokens=max(options.chunk, spot.options.chunk_tokens if spot else 0),
   )
   return engine_lib.Engine(devices, selector, drafter, clock_lib.Clock())
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+  logging.info("%s", line)
+
+
+def _inexact(options: options_lib.Options, selector, rows: int) -> str:
+  """That some passes have too many rows to be exact, and what helps."""
+  most, rows_of = few_rows.MOST, functools.partial(chooser_lib.most_rows, selector)
+  fitting = [
+    n for n in options.buckets if rows_of(dataclasses.replace(options, slots=n)) <= most
+  ]
+  nodes = max((s.verify for s in selector.strategies), default=1) if selector else 1
+  slots = max(fitting, default=most // nodes)
+  remedy = f"rollout.slots={slots}" if slots else f"strategies of at most {most} nodes"
+  return (
+    f"the largest passes have {rows} rows (slots times nodes of a strategy): in bfloat16 "
+    f"those of more than {most} round by their size, so that a strategy or another batch "
+    f"can change tokens; {remedy} keeps them the same, bit for bit"
+  )
 
 
 def _check_parts(shapes: backend_lib.Shapes, selector, drafter, spot) -> None:

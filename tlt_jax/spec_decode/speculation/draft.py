@@ -44,7 +44,7 @@ class Draft:
     layout: features_lib.Layout,
     target_params,
     params,
-    longest: int,
+    rotations: layers.Rotation,
     kernels: str | None = None,
   ):
     self._config, self._kernels = config, kernels
@@ -56,7 +56,7 @@ class Draft:
     self._head = self._apply(drafter_lib.Drafter.output_head, target_params)
     # i32[U], the target's ids of the drafter's tokens; None: all, in order.
     self.ids = jnp.asarray(config.target_ids) if config.vocab else None
-    self._rotations = layers.rotation(config.layer, jnp.arange(longest))
+    self._rotations = rotations
     self._few_rows = few_rows_drafter.make_weights(
       config, self._params, target_params, self._head, self._rotations
     )

@@ -37,9 +37,7 @@ def decode(
 
   def run(weights, slots, draft_state, limits):
     emitted = slots_lib.nothing_emitted(slots, tokens, most)
-    S = slots.length
-    rotations = layers.rotation(config, jnp.arange(S))
-    propose, absorb = source.bind(strategy, weights, S)
+    propose, absorb = source.bind(strategy, weights, slots.length)
     draft_state = source.begin(slots, draft_state)
 
     def running(carry):
@@ -56,7 +54,7 @@ def decode(
         config,
         setting.layout,
         weights.target,
-        rotations,
+        weights.rotations,
         slots,
         proposal.tree,
         most=most,

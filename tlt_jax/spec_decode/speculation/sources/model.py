@@ -60,8 +60,7 @@ class Model(source_lib.Source):
 
     def fill(weights, pool, features, pages, tokens, start):
       at = start[:, None] + jnp.arange(tokens.shape[1])
-      L = pages.shape[1] * features.shape[1]
-      draft = self._draft(weights, L)
+      draft = self._draft(weights)
       h = draft.features(features_lib.whole(pages_lib.read(features, pages, at)))
       k, v = draft.keys_values(h, tokens, at)
       return cache_lib.LayerCache(pool, pages, setting.kernels).write(k, v, start).pool
@@ -155,13 +154,13 @@ class Model(source_lib.Source):
     s = self.setting
     return slots_lib.abstract_pool(s.mesh, s.drafter.layer, s.pages)
 
-  def _draft(self, weights, length: int) -> draft_lib.Draft:
-    s = self.setting
-    args = s.drafter, s.layout, weights.target, weights.draft, length, s.kernels
+  def _draft(self, weights) -> draft_lib.Draft:
+    s, w = self.setting, weights
+    args = s.drafter, s.layout, w.target, w.draft, w.draft_rotations, s.kernels
     return draft_lib.Draft(*args)
 
   def bind(self, strategy, weights, length):
-    draft = self._draft(weights, length)
+    draft = self._draft(weights)
 
     def propose(slots, state, depth):
       if strategy.width == 1:
