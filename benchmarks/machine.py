@@ -17,7 +17,7 @@ import jaxlib
 from tlt_jax import memory
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_PACKAGES = ("triton", "jax-triton", "libtpu", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+_PACKAGES = ("triton", "libtpu", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def describe() -> dict:

@@ -29,6 +29,15 @@ _QWEN2_5_7B = config_lib.ModelConfig(
   qkv_bias=True,
   dtype="bfloat16",
 )
+_QWEN2_5_1_5B = dataclasses.replace(
+  _QWEN2_5_7B,
+  vocab_size=151_936,
+  width=1536,
+  mlp_width=8960,
+  num_heads=12,
+  num_kv_heads=2,
+  tie_embeddings=True,
+)
 _QWEN3_0_6B = config_lib.ModelConfig(
   architecture="Qwen3ForCausalLM",
   vocab_size=151_936,
@@ -44,7 +53,11 @@ _QWEN3_0_6B = config_lib.ModelConfig(
   tie_embeddings=True,
   dtype="bfloat16",
 )
-MODELS = {"qwen2.5-7b": _QWEN2_5_7B, "qwen3-0.6b": _QWEN3_0_6B}
+MODELS = {
+  "qwen2.5-7b": _QWEN2_5_7B,
+  "qwen3-0.6b": _QWEN3_0_6B,
+  "qwen2.5-1.5b": _QWEN2_5_1_5B,
+}
 TRAINED_TOKENS = 2048  # of a drafter's micro-batch
 
 

@@ -97,7 +97,7 @@ def versions(platform: str) -> dict[str, str]:
   """Versions of the compilers."""
   names = {
     "tpu": ("libtpu",),
-    "cuda": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "jax-triton", "triton"),
+    "cuda": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "triton"),
   }
   return {
     name: importlib.metadata.version(name) for name in ("jax", "jaxlib", *names[platform])

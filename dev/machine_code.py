@@ -1,7 +1,6 @@
 """Registers and instructions of a Triton kernel, compiled without a GPU."""
 
 from collections.abc import Callable
-import os
 import pathlib
 import re
 import subprocess
@@ -44,8 +43,6 @@ def compiled(
   import triton
   from triton.backends import compiler as backends
 
-  if os.environ.get("TRITON_CACHE_DIR") == "":  # importing jax_triton leaves it so
-    del os.environ["TRITON_CACHE_DIR"]
   names = kernel.arg_names
   source = triton.compiler.ASTSource(
     fn=kernel,

@@ -15,7 +15,6 @@ from tests import commands
 from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax.models import config as config_lib
-from tlt_jax.pallas_kernels import triton_call
 
 accelerator = commands.module("benchmarks.accelerator")
 
@@ -113,7 +112,7 @@ def test_the_looped_kernels_lower_for_tpus():
 @triton_kernels.requires_triton
 def test_the_looped_kernels_lower_for_gpus(monkeypatch):
   """Where jax's CUDA plugin is installed; no GPU is needed."""
-  triton_kernels.lower_for(90, triton_call.ROUTES[0], monkeypatch)
+  triton_kernels.lower_for(90, monkeypatch)
   *_, side = looped(128, "triton")
   traced = device_time.looped(side, 3).trace(*side.args)
   assert "triton_kernel_call" in traced.lower(lowering_platforms=("cuda",)).as_text()

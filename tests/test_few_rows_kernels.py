@@ -26,7 +26,7 @@ pytestmark = triton_kernels.requires_triton
 LENGTH = 192
 TREE = (0, 0, 0, 1, 1, 3, 2)
 STEP = bench.step
-CONFIGS = {name: bench.tiny(config) for name, config in shapes.MODELS.items()}
+CONFIGS = {n: bench.tiny(shapes.MODELS[n]) for n in ("qwen2.5-7b", "qwen3-0.6b")}
 
 
 @pytest.fixture(autouse=True)
@@ -226,9 +226,20 @@ def test_parts_of_a_product_have_the_bits_of_a_row_alone():
       np.testing.assert_array_equal(one[rows].view(np.uint16), other.view(np.uint16))
 
 
+@pytest.mark.parametrize("fault", [None, ("acc * by", "acc * by * M")])
+def test_the_kernel_is_named_whose_rows_depend_on_others(fault, monkeypatch, tmp_path):
+  triton = kernels.of("triton")
+  mutant = mutants.load(triton.products.__file__, fault, tmp_path)
+  monkeypatch.setattr(triton, "products", mutant)
+  config = CONFIGS["qwen3-0.6b"]
+  found = bench.differing_by_kernel(config, "triton", 3, LENGTH)
+  assert [name for name, count in found.items() if count] == (["head"] if fault else [])
+  assert len(found) == 2 + 5 * 2
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind, rows", [(4, n) for n in bench.REQUESTS] + [("tree", 4)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind, rows", [(4, 4), (4, 16), (16, 4), (1, 64), ("tree", 4)])
+@pytest.mark.parametrize("name", shapes.MODELS)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_bits_on_gpus(devices, name, kind, rows, monkeypatch):
   if devices > jax.device_count():

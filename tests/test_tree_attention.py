@@ -16,7 +16,6 @@ from tests import tpu_kernels
 from tests import triton_kernels
 from tlt_jax import axes
 from tlt_jax.pallas_kernels import tree_attention
-from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.pallas_kernels.tree_attention import pallas
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
@@ -273,10 +272,9 @@ def test_lowers_for_tpus(kind):
 
 
 @triton_kernels.requires_triton
-@pytest.mark.parametrize("route", triton_call.ROUTES)
-def test_lowers_for_cuda(route, monkeypatch):
+def test_lowers_for_cuda(monkeypatch):
   """For an H100 or H200: two kernels with splits, one without."""
-  triton_kernels.lower_for(90, route, monkeypatch)
+  triton_kernels.lower_for(90, monkeypatch)
   array = jax.ShapeDtypeStruct
   for J, S, calls in [(1, 1024, 2), (48, 1024, 1), (48, 2048, 2)]:
     run = functools.partial(tree_attention.tree_attention, impl="triton")

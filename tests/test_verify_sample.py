@@ -371,10 +371,9 @@ def test_it_lowers_for_tpus(kind):
 
 
 @triton_kernels.requires_triton
-@pytest.mark.parametrize("route", triton_call.ROUTES)
-def test_it_lowers_for_cuda(route, monkeypatch):
+def test_it_lowers_for_cuda(monkeypatch):
   """For an H100 or H200, where jax's plugin is installed."""
-  triton_kernels.lower_for(90, route, monkeypatch)
+  triton_kernels.lower_for(90, monkeypatch)
   draw = functools.partial(verify_sample.verify_sample, impl="triton")
   traced = jax.jit(draw).trace(*shapes(128, 151_936))
   text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -162,19 +162,15 @@ class _Tensor:
     return self.array.size
 
 
-def lower_for(capability: int, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def lower_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
   """Has kernels compiled for a GPU that is not there; skips where that cannot be.
 
   Args:
     capability: of the GPU; 80 for an A100, 90 for an H100 or H200
-    route: of `triton_call.ROUTES`
     monkeypatch: takes it back
   """
   for name, own in _NOT_INTERPRETED.items():
     monkeypatch.setattr(triton_call, name, own)
   if not triton_call.is_available():
     pytest.skip("needs jax's CUDA plugin, which packs the calls of kernels")
-  if route == "jax_triton":
-    pytest.importorskip("jax_triton")
-  monkeypatch.setattr(triton_call, "_route", route)
   monkeypatch.setattr(triton_call, "_capability", capability)

@@ -1,21 +1,17 @@
 """Calls Triton kernels from jitted functions, by jaxlib's `triton_kernel_call_ffi`,
 which XLA may put into CUDA graphs.
 
-`through("jax_triton")` calls the same kernels by jax_triton, whose releases up to 0.3 split
-a graph at every kernel, and whose 0.4.1 fails with jax 0.12 and with Triton 3.6.
+jax_triton's releases up to 0.3 split a graph at every kernel, and its 0.4.1 fails with jax
+0.12 and with Triton 3.6.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Mapping, Sequence
 import functools
-import inspect
-import os
 import types
 import zlib
 
 import jax
 
-ROUTES = ("ffi", "jax_triton")
 _TYPES = {
   "bfloat16": "bf16",
   "float16": "fp16",
@@ -25,21 +21,7 @@ _TYPES = {
 }
 _ALIGNED = 16  # bytes, of every array; the compiler also uses multiples among integers
 
-_route = ROUTES[0]
 _capability: int | None = None  # None: the first device's
-
-
-@contextlib.contextmanager
-def through(route: str) -> Iterator[None]:
-  """Kernels traced in this context are called by another of `ROUTES`."""
-  global _route
-  if route not in ROUTES:
-    raise ValueError(f"no route is called {route!r}; choose one of {', '.join(ROUTES)}")
-  before, _route = _route, route
-  try:
-    yield
-  finally:
-    _route = before
 
 
 def compile_for(capability: int | None) -> None:
@@ -78,9 +60,6 @@ def triton_call(
     aliases: index of an argument -> index of the result that is written into it
   """
   options = dict(name=name, num_warps=num_warps, num_stages=num_stages)
-  if _route == "jax_triton":
-    options |= dict(grid=grid, input_output_aliases=dict(aliases)) | constants
-    return _by_jax_triton(*args, kernel=kernel, out_type=out_type, fused=fused, **options)
   several = isinstance(out_type, Sequence)
   results = list(out_type) if several else [out_type]
   numbers = [x if isinstance(x, int) else None for x in args] + [None] * len(results)
@@ -152,9 +131,6 @@ def _compile(kernel, kinds, aligned, constants, capability, options):
   from triton.backends.compiler import GPUTarget
   from triton.compiler import ASTSource
 
-  # Importing jax_triton 0.3 sets it to "", which Triton takes for a folder.
-  if os.environ.get("TRITON_CACHE_DIR") == "":
-    del os.environ["TRITON_CACHE_DIR"]
   place = kernel.arg_names.index
   source = ASTSource(
     fn=kernel,
@@ -168,16 +144,3 @@ def _compile(kernel, kinds, aligned, constants, capability, options):
 def _of_first_device() -> int:
   major, minor = jax.devices()[0].compute_capability.split(".")
   return 10 * int(major) + int(minor)
-
-
-def _by_jax_triton(*args, kernel, out_type, fused, **options):
-  import jax_triton  # fails to import where jax has no CUDA
-
-  call = jax_triton.triton_call
-  takes = inspect.signature(call).parameters
-  if "compute_capability" in takes and _capability:
-    options["compute_capability"] = _capability
-  fused = {"enable_fp_fusion": fused}
-  if "backend_options" in takes:
-    return call(*args, kernel=kernel, out_type=out_type, backend_options=fused, **options)
-  return call(*args, kernel=kernel, out_shape=out_type, **fused, **options)
