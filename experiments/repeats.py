@@ -41,6 +41,8 @@ class Repeats:
       return {}
     metrics = {}
     for name, sampler in self.sides.items():
+      if not sampler.rollout.programs.are_compiled:
+        sampler.compile(params)
       launch.release_freed_memory()  # as before the run's own
       rollout, requests = sampler.rollout, scored.requests
       watch = stopwatch.Stopwatch()
@@ -72,13 +74,11 @@ def make(
   run: config_lib.RunConfig,
   model: model_lib.ModelConfig,
   mesh: jax.sharding.Mesh,
-  params: Any,
   sampler: sample.Sampler,
 ) -> Repeats:
-  """Compiles the repeats of a run; a run that drafts nothing has none.
+  """The repeats of a run; a run that drafts nothing has none.
 
   Args:
-    params: the policy's, in the layout of rollouts
     sampler: of the run; its programs are shared with the frozen drafter
   """
   every = run.compare.every
@@ -92,6 +92,4 @@ def make(
     sides["frozen"] = from_config.make_sampler(
       run, model, mesh, drafter, selector, like=sampler
     )
-  for side in sides.values():
-    side.compile(params)
   return Repeats(every, sides)

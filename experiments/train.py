@@ -108,8 +108,8 @@ def main(config: config_lib.RunConfig):
     sampler.rollout.restore(saved.get("rollout"), same_drafter)
   policy = learner.to_rollout(state.params)
   state = learner.offload(state)
-  sampler.compile(policy)
-  repeated = repeats.make(config, model, mesh, policy, sampler)
+  sampler.begin_compiling(policy)
+  repeated = repeats.make(config, model, mesh, sampler)
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
   board = wandb_board.make(config.wandb, run.path, trees.to_dict(config))
@@ -135,6 +135,7 @@ def main(config: config_lib.RunConfig):
         metrics["compile/seconds_s"] = stopwatch.compiled_s() - compiled_s
         writer.write(step, metrics)
         break
+      sampler.measure(policy)
       watch.lap()
       records = prompts.peek(config.batch.most_prompts or P)
       scored = sampler(

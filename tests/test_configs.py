@@ -74,7 +74,7 @@ MODELS = {  # what `policy` holds at full size
   **dict.fromkeys(
     ("algorithms", "tail"), model_lib.ModelConfig(**load("warm_start")["model"])
   ),
-  **dict.fromkeys(("smollm2", "reasoning_mix"), tiny.SMOLLM2),
+  **dict.fromkeys(("smollm2", "one_gpu", "reasoning_mix"), tiny.SMOLLM2),
   **dict.fromkeys(("qwen2_5_7b", "math_problems", "long_reasoning"), QWEN2_5_7B),
 }
 LONG_CONTEXT = dataclasses.replace(QWEN2_5_7B, max_position=131072)
@@ -94,7 +94,7 @@ LONG = {  # what `policy` holds by the argument of `long_reasoning`, on which ma
   "tpu": (LONG_CONTEXT, "16x32"),
 }
 # Those that differ from another in prompts and algorithm only are not traced again.
-ALIKE = ("reasoning_mix", "math_problems", "long_reasoning")
+ALIKE = ("one_gpu", "reasoning_mix", "math_problems", "long_reasoning")
 SHAPES = [name for name in TRAIN if name not in ALIKE]
 
 
@@ -120,6 +120,7 @@ ARGUMENTS = [
   *itertools.product(("countdown", "drafter"), ("small",)),
   *itertools.product(("math_problems",), ("qwen2_5_1_5b", "qwen3_8b", "llama3_1_8b")),
   *itertools.product(("smollm2",), ("gsm8k", "countdown")),
+  ("one_gpu", "gsm8k"),
   *itertools.product(("warm_start",), ("9m", "smollm2")),
 ]
 

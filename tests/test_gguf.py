@@ -216,6 +216,19 @@ def test_weights_are_those_of_the_file(kind, tied, tmp_path):
   assert not found
 
 
+def test_weights_can_be_stored_in_bfloat16(tmp_path):
+  """In which the policy then computes."""
+  write(tmp_path / "m.gguf")
+  wide = imported(tmp_path / "m.gguf", tmp_path / "wide")
+  gguf_lib.to_hf(tmp_path / "m.gguf", tmp_path / "hf", "bfloat16")
+  file = tmp_path / "hf" / "model.safetensors"
+  found = safetensors.numpy.load_file(file)
+  for name, x in wide.items():
+    assert np.array_equal(found[name], x.astype(jnp.bfloat16)), name
+  assert hf.load_config(tmp_path / "hf").dtype == "bfloat16"
+  assert file.stat().st_size < 0.6 * (tmp_path / "wide" / file.name).stat().st_size
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_other_families_keep_the_order_of_their_rows(architecture, tmp_path):
   stored = write(tmp_path / "m.gguf", architecture)
@@ -390,7 +403,8 @@ def test_the_command_makes_what_other_commands_read(home, undamaged, tmp_path):
   args = [f"--gguf={undamaged}", f"--output={tmp_path / 'hf'}"]
   (tmp_path / "hf" / hf.PARTIAL).mkdir(parents=True)  # of an import that was killed
   found = commands.succeed(commands.run(home, "import_gguf", *args))
-  assert found.stdout == f"{tmp_path}/hf: LlamaForCausalLM, 2 layers x 32, vocabulary 600\n"
+  made = "LlamaForCausalLM, 2 layers x 32, vocabulary 600, float32"
+  assert found.stdout == f"{tmp_path}/hf: {made}\n"
   config, _ = hf.load(tmp_path / "hf")
   assert config.vocab_size == tokenization.Tokenizer.load(tmp_path / "hf").vocab_size == 600
   again = commands.run(home, "import_gguf", *args)

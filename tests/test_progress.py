@@ -59,7 +59,8 @@ def test_a_rollout_says_what_it_compiles_and_draws(said, monkeypatch):
   requests = tiny.requests(2, 4, max_tokens=28)
   engine.compile(tiny.params(), requests.stop_tokens.shape[1])
   compiling = said()
-  assert any("rollout program 1 of 3: compiling prefill, " in line for line in compiling)
+  first = "compiling rollout programs, "
+  assert any(line.startswith(first) and "now prefill, " in line for line in compiling)
 
   def watch(samples, ended):
     time.sleep(0.03)

@@ -17,5 +17,5 @@ DRAFTING = {
 )
 def test_nothing_is_repeated_where_nobody_asks_or_nothing_drafts(change):
   config = commands.read_run("countdown.py:smoke", DRAFTING | change)
-  repeated = repeats.make(config, None, None, None, None)
+  repeated = repeats.make(config, None, None, None)
   assert not any(repeated(step, None, None) for step in range(4))

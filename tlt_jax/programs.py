@@ -1,7 +1,12 @@
+"""Compiled programs, one per bucket of shapes; several threads may ask for them."""
+
 import collections
 from collections.abc import Callable
+from concurrent import futures
+import contextlib
 import dataclasses
 import logging
+import threading
 import time
 
 import jax
@@ -9,6 +14,7 @@ import jax
 from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import progress
+from tlt_jax import stopwatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,30 +26,46 @@ class Program:
 
 class Pool:
   def __init__(self):
-    self._programs: dict[tuple, Program] = {}
+    self._asked: dict[tuple, futures.Future[Program]] = {}
+    self._lock = threading.Lock()
+
+  @property
+  def _programs(self) -> dict[tuple, Program]:
+    """Those that are compiled."""
+    with self._lock:
+      return {key: made.result() for key, made in self._asked.items() if made.done()}
 
   def run(self, name: str, bucket: tuple, jitted: Callable, *args, **static):
     return self.get(name, bucket, jitted, *args, **static)(*args)
 
   def get(self, name: str, bucket: tuple, jitted: Callable, *args, **static) -> Callable:
-    """The program of a bucket, compiled for `args` (or shapes) if (name, bucket) is new."""
+    """The program of a bucket, compiled for `args` (or shapes) if (name, bucket) is new.
+
+    Waits while another thread compiles it.
+    """
     key = (name, *bucket)
-    if key not in self._programs:
-      began = time.perf_counter()
-      with progress.shown(f"compiling {name}"):
-        compiled = jitted.lower(*args, **static).compile()
-      seconds = time.perf_counter() - began
-      analysis = compiled.memory_analysis()
-      temp = analysis.temp_size_in_bytes if analysis is not None else 0
-      self._programs[key] = Program(compiled, seconds, temp)
-      logging.debug("compiled %s in %.1f s", key, seconds)
-    return self._programs[key].run
+    with self._lock:
+      asked, is_new = self._asked.get(key), key not in self._asked
+      if asked is None:
+        asked = self._asked[key] = futures.Future()
+    if is_new:
+      try:
+        asked.set_result(_compile(key, jitted, args, static))
+      except BaseException as error:
+        with self._lock:
+          del self._asked[key]  # the next call tries again
+        asked.set_exception(error)
+        raise
+    elif not asked.done():
+      with _shown(f"waiting for {name}"), stopwatch.waiting():
+        futures.wait([asked])
+    return asked.result().run
 
   def __len__(self) -> int:
     return len(self._programs)
 
   def __contains__(self, key: tuple) -> bool:
-    return key in self._programs
+    return key in self._asked
 
   @property
   def seconds(self) -> float:
@@ -60,6 +82,23 @@ class Pool:
       f"{len(self)} programs ({kinds}) ready in {self.seconds:.1f} s; "
       f"scratch memory up to {self.temp_bytes / 2**20:.1f} MiB"
     )
+
+
+def _compile(key: tuple, jitted: Callable, args, static) -> Program:
+  began = time.perf_counter()
+  with _shown(f"compiling {key[0]}"):
+    compiled = jitted.lower(*args, **static).compile()
+  seconds = time.perf_counter() - began
+  analysis = compiled.memory_analysis()
+  temp = analysis.temp_size_in_bytes if analysis is not None else 0
+  logging.debug("compiled %s in %.1f s", key, seconds)
+  return Program(compiled, seconds, temp)
+
+
+def _shown(text: str):
+  """Of what the main thread does; that of others delays nothing."""
+  is_main = threading.current_thread() is threading.main_thread()
+  return progress.shown(text) if is_main else contextlib.nullcontext()
 
 
 def live_bytes() -> int:

@@ -1,6 +1,12 @@
-"""Wall time of the parts of a step, less the time in which their programs compiled."""
+"""Wall time of the parts of a step, less the time in which it waited for its programs.
 
+What other threads compile meanwhile counts only while the main thread waits for it.
+"""
+
+from collections.abc import Iterator
+import contextlib
 import functools
+import threading
 import time
 
 import jax
@@ -23,7 +29,7 @@ class Stopwatch:
 
 
 class Compiling:
-  """Seconds that this process has compiled, which its events report as they end."""
+  """Seconds that the main thread has compiled, which its events report as they end."""
 
   def __init__(self):
     self.seconds = 0.0
@@ -31,7 +37,8 @@ class Compiling:
 
   def add(self, event: str, seconds: float, **_) -> None:
     """Counts an event that ends now; those within it have been counted, and it has them."""
-    if not event.startswith(_COMPILE):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not event.startswith(_COMPILE) or not is_main:
       return
     start, known = time.perf_counter() - seconds, self._events
     while known and known[-1][0] >= start:
@@ -47,6 +54,17 @@ def _compiling() -> Compiling:
   return made
 
 
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+  """Counts the `with` block, which waits for programs of other threads."""
+  began = time.perf_counter()
+  try:
+    yield
+  finally:
+    if threading.current_thread() is threading.main_thread():
+      _compiling().seconds += time.perf_counter() - began
+
+
 def compiled_s() -> float:
-  """Seconds that this process has compiled since this was called first."""
+  """Seconds that the main thread compiled or waited for it, from the first call on."""
   return _compiling().seconds

@@ -1,6 +1,6 @@
 """Converts GGUF files, the format of llama.cpp, to Hugging Face folders.
 
-Weights are dequantized to float32. What cannot be reproduced exactly is refused, never
+Weights are dequantized in float32. What cannot be reproduced exactly is refused, never
 approximated. `_SPLITS` defines the pre-tokenizers, which a file only names
 (`tokenizer.ggml.pre`), as llama.cpp and the models' tokenizer.json files do.
 """
@@ -11,6 +11,7 @@ import math
 import pathlib
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from tokenizers import decoders
@@ -130,15 +131,19 @@ def read_config(file: File) -> config_lib.ModelConfig:
     raise file.error(f"invalid metadata ({e}); download it again") from e
 
 
-def to_hf(path: str | pathlib.Path, folder: str | pathlib.Path) -> config_lib.ModelConfig:
+def to_hf(
+  path: str | pathlib.Path, folder: str | pathlib.Path, dtype: str = "float32"
+) -> config_lib.ModelConfig:
   """Writes a GGUF file's model and tokenizer as a folder for `hf.load`, or nothing.
+
+  Weights are stored in `dtype`, in which the model computes as well.
 
   Raises:
     CheckpointError: the file is damaged or not supported
     OSError: the folder cannot be written
   """
   file = open_file(path)
-  config = read_config(file)
+  config = dataclasses.replace(read_config(file), dtype=dtype)
   shapes, names = _stored(file, config)
   try:
     tokenizer = make_tokenizer(file.metadata)
@@ -155,13 +160,18 @@ def to_hf(path: str | pathlib.Path, folder: str | pathlib.Path) -> config_lib.Mo
     "pad_token_id": _token_id(file.metadata, "padding"),
   }
   raw = hf.unparse_config(config) | ids
-  sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+  number = jnp.dtype(dtype)
+  sizes = {name: number.itemsize * math.prod(shape) for name, shape in shapes.items()}
+
+  def read(name: str) -> np.ndarray:
+    return _dequantized(file, names[name], config).astype(number)
+
   try:
     with hf.replacing(pathlib.Path(folder)) as partial:
       _save_tokenizer(tokenizer, partial)
       hf.write_json(partial / "generation_config.json", ids)
       hf.write_json(partial / hf.CONFIG, raw)
-      hf.write_weights(partial, sizes, lambda name: _dequantized(file, names[name], config))
+      hf.write_weights(partial, sizes, read)
   except OSError as e:
     size = sum(sizes.values()) / 1e6
     raise OSError(f"{folder} cannot be written ({e}); it takes {size:,.1f} MB") from e

@@ -120,10 +120,22 @@ class Sampler:
   system: str = ""  # system message of that template
 
   def compile(self, params) -> None:
-    stop_tokens = len(self.tokenizer.stop_tokens) + 1
-    self.rollout.compile(params, stop_tokens)
-    self.rollout.measure(params, stop_tokens)
-    logging.info("rollout: %s", self.rollout.pool.report())
+    """Compiles all programs of its rollouts, and times strategies."""
+    self.rollout.compile(params, self._stops)
+    self.measure(params)
+
+  def begin_compiling(self, params) -> None:
+    """Returns once a rollout can begin; see `Engine.begin_compiling`."""
+    self.rollout.begin_compiling(params, self._stops)
+
+  def measure(self, params) -> None:
+    """Times strategies, once all programs are there."""
+    if self.rollout.measure(params, self._stops):
+      logging.info("rollout: %s", self.rollout.pool.report())
+
+  @property
+  def _stops(self) -> int:
+    return len(self.tokenizer.stop_tokens) + 1
 
   def __call__(
     self,

@@ -13,7 +13,7 @@ class InTurn(selector.Arms):
     self.count = 0
 
   def choose(self, live, step_s):
-    here = self.arms(live)
+    here = self.ready(live, step_s)
     self.count += 1
     return here[(self.count - 1) % len(here)]
 

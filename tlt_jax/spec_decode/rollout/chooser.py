@@ -1,5 +1,6 @@
 """Which strategy the next chunk decodes with, and what that gained."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -53,27 +54,26 @@ class Chooser:
   def choose(self, schedule: schedule_lib.Schedule) -> Strategy | None:
     """How the next chunk decodes.
 
-    Plainly where few requests have just been admitted into many slots, whose programs
-    may not speculate: the next chunk has a smaller bucket.
+    Plainly where no program of the bucket speculates: it is not compiled yet, or few
+    requests were just admitted into many slots, and the next chunk has a smaller bucket.
     """
     if self.selector is None:
       return None
     live, bucket = int(max(schedule.running.live)), schedule.running.bucket
-    arms, fits = self.selector.arms(live), schedule.bucket_for(live) == bucket
+    arms = [arm for arm in self.selector.arms(live) if schedule.can_run(bucket, arm)]
     # What is learnt by the clock is a decision of the clock; its name tells the arms.
     named = "strategy of " + ", ".join(map(strategy_lib.name, arms))
+    step_s = dataclasses.replace(self.step_s(bucket), arms=tuple(arms))
 
     def index() -> int:
-      return arms.index(self.selector.choose(live, self.step_s(bucket)))
+      chosen = self.selector.choose(live, step_s)
+      return arms.index(chosen) if chosen in arms else 0
 
-    chosen = arms[schedule.decide(named, index) if len(arms) > 1 else 0]
-    if fits or chosen in self.in_bucket(schedule.options, bucket):
-      return chosen
-    return None
+    if len(arms) > 1:
+      return arms[schedule.decide(named, index)]
+    return arms[0] if arms else None
 
-  def gain(
-    self, strategy: Strategy | None, live: int, bucket: int
-  ) -> float | None:
+  def gain(self, strategy: Strategy | None, live: int, bucket: int) -> float | None:
     """The speed-up that the selector expects of a strategy; None: it has no idea."""
     if strategy is None:
       return None

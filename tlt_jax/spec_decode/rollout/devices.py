@@ -132,8 +132,8 @@ class Devices:
 
   def shared_programs(
     self, weights: chunk_lib.Weights, spot: spot_lib.Spot | None
-  ) -> list[Callable[[], object]]:
-    """What compiles the programs that serve every bucket, one by one."""
+  ) -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], object]]]:
+    """What compiles the programs that serve every bucket: at the start, and later."""
     shapes, slots = self.shapes, self.shapes.options.slots
     pools, features, *prompts = shapes.prefill_args()
     args = {
@@ -148,8 +148,12 @@ class Devices:
         "exchange": (spot.training(most=0).states, shapes.rows(1)),
         "store": (spot.features, features, pieces, shapes.rows(1)),
       }
-    get = self.pool.get
-    return [functools.partial(get, k, (), self._jitted[k], *x) for k, x in args.items()]
+    made = {
+      name: functools.partial(self.pool.get, name, (), self._jitted[name], *x)
+      for name, x in args.items()
+    }
+    first = {name: made.pop(name) for name in ("prefill", "copy")}
+    return first, made
 
   def compile_chunk(
     self,

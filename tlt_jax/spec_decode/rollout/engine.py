@@ -22,6 +22,7 @@ from tlt_jax.spec_decode.rollout import chooser as chooser_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
 from tlt_jax.spec_decode.rollout import devices as devices_lib
 from tlt_jax.spec_decode.rollout import harvest as harvest_lib
+from tlt_jax.spec_decode.rollout import joining
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
@@ -36,8 +37,8 @@ Drafter = spot_lib.Frozen | spot_lib.Spot
 class Engine:
   """Draws the responses to requests; `make` puts one together.
 
-  Call `compile`, then `measure`, before the first rollout; else programs are compiled
-  when a bucket is first used, and strategies are learnt from nothing.
+  Call `compile` or `begin_compiling`, then `measure`, before the first rollout; else
+  programs are compiled when a bucket is first used, and strategies are learnt from nothing.
   """
 
   def __init__(
@@ -52,6 +53,15 @@ class Engine:
     self.spot = None if drafter is None else drafter.spot
     self.chooser = chooser_lib.Chooser(selector, clock)
     self.options: options_lib.Options = backend.shapes.options
+    # As a rollout needs them: its live requests become fewer.
+    self.programs = joining.Programs(
+      [
+        (bucket, arm)
+        for bucket in reversed(self.options.buckets)
+        for arm in (None, *self.chooser.in_bucket(self.options, bucket))
+      ]
+    )
+    self._is_measured = False
 
   def __call__(
     self,
@@ -95,9 +105,15 @@ class Engine:
       self.backend.free()
 
   def compile(self, params: Any, stop_tokens: int) -> None:
-    """Compiles every program that a rollout of these options can need, ahead of time.
+    """Compiles every program that a rollout can need; see `begin_compiling`."""
+    self.begin_compiling(params, stop_tokens)
+    self.programs.wait()
 
-    Only for real devices.
+  def begin_compiling(self, params: Any, stop_tokens: int) -> None:
+    """Compiles what a rollout needs to begin; other threads continue with the rest.
+
+    Smaller buckets and strategies join rollouts when their programs are there; no token
+    depends on it. Only for real devices.
 
     Args:
       params: the target's, or their shapes and shardings
@@ -109,47 +125,55 @@ class Engine:
     memory.announce_programs(
       f"the rollout's programs (buckets: {len(self.options.buckets)})", inputs=weights
     )
-    chunks = [
-      functools.partial(self._compile_chunk, weights, bucket, arm, stop_tokens)
-      for bucket in self.options.buckets
-      for arm in (None, *self.chooser.in_bucket(self.options, bucket))
-    ]
-    programs = [*devices.shared_programs(weights, self.spot), *chunks]
-    with progress.counted("rollout program", programs) as each:
-      for compile_program in each:
-        compile_program()
+    chunks = {
+      (bucket, arm): functools.partial(
+        devices.compile_chunk, weights, bucket, arm, stop_tokens, self.no_training(bucket)
+      )
+      for bucket, arm in self.programs.keys
+    }
+    first, later = devices.shared_programs(weights, self.spot)
+    self.programs.compile(first, chunks, later)
 
-  def _compile_chunk(self, weights, bucket: int, arm, stop_tokens: int) -> None:
-    """Compiles a chunk; where slices train in it, it is run once, too."""
-    training = self.no_training(bucket)
-    run_once = self.backend.compile_chunk(weights, bucket, arm, stop_tokens, training)
-    exist = isinstance(jax.tree.leaves(weights.target)[0], jax.Array)
-    if training is not None and exist:
-      # The first time that a slice trains takes 0.2 s longer on XLA's CPU, per program;
-      # the slices that decode would wait. On nothing it changes nothing.
-      with _unless_out_of_memory(bucket):
-        run_once(self.spot.on_nothing())
+  def measure(self, params: Any, stop_tokens: int) -> bool:
+    """Times the steps of strategies, if the selector wants to know, once all are compiled.
 
-  def measure(self, params: Any, stop_tokens: int) -> None:
-    """Times the steps of strategies, if the selector wants to know; see `compile`.
-
-    A short chunk for each strategy and bucket.
+    A short chunk for each strategy and bucket. Returns whether it did: not before, nor a
+    second time.
     """
-    selector, options = self.selector, self.options
+    if self._is_measured or not self.programs.complete:
+      return False
+    self._is_measured = True
+    joined = self.programs.joined(len(self.programs.keys))
+    if self.programs.are_compiled:
+      self._train_once(params, stop_tokens, joined)
+    selector = self.selector
     if selector is None or not selector.wants_step_seconds:
-      return
-    steps = [
-      (bucket, arm)
-      for bucket in options.buckets
-      if (arms := self.chooser.in_bucket(options, bucket))
-      for arm in (None, *arms)
-    ]
+      return True
+    drafting = {bucket for bucket, arm in joined if arm is not None}
+    steps = [key for key in self.programs.keys if key in joined and key[0] in drafting]
     with progress.counted("timing strategy", steps) as each:
       for bucket, arm in each:
         with _unless_out_of_memory(bucket):
           # The first time is slower, and so is one that something else disturbs.
           times = [self.time_step(params, bucket, arm, stop_tokens) for _ in range(3)]
           self.clock.measured(bucket, arm, min(times))
+    return True
+
+  def _train_once(self, params: Any, stop_tokens: int, joined) -> None:
+    """Runs programs in which slices train.
+
+    The first time takes 0.2 s longer on XLA's CPU, per program; the slices that decode
+    would wait. On nothing it changes nothing.
+    """
+    weights = self.weights(params)
+    keys = [key for key in self.programs.keys if key in joined and self.trains_in(key[0])]
+    with progress.counted("trying to train", keys) as each:
+      for bucket, arm in each:
+        run = self.backend.compile_chunk(
+          weights, bucket, arm, stop_tokens, self.no_training(bucket)
+        )
+        with _unless_out_of_memory(bucket):
+          run(self.spot.on_nothing())
 
   def time_step(
     self,
@@ -292,6 +316,7 @@ class _Loop:
     first_live = [min(len(q), self.engine.options.slots) for q in self.schedule.queues]
     self.samples.timeline.append((0.0, first_live))
     while not self.schedule.done:
+      self._join()
       self.schedule.begin_chunk(self.backend.shapes.room.longest, *self._longer())
       try:
         self._seat()
@@ -312,6 +337,13 @@ class _Loop:
       if self._watch is not None:
         self._watch(self.samples, [e.request for e in ended])
       self._ask_more([e.request for e in ended])
+
+  def _join(self) -> None:
+    """Lets the schedule use the programs that are compiled by now."""
+    programs = self.engine.programs
+    count = self.schedule.decide("programs", lambda: programs.count)
+    programs.wait(count)  # of a rollout to replay
+    self.schedule.programs = programs.joined(count)
 
   def _ask_more(self, ended: list[int]) -> None:
     """Queues the prompts that are asked now that these requests have ended."""
@@ -412,6 +444,7 @@ class _Loop:
     if not pool_lib.is_out_of_memory(error) or processes.count() > 1:
       raise error
     self._drop()
+    self.engine.programs.wait()
     bucket = self.schedule.out_of_memory()
     logging.warning(
       "out of memory with %d slots a slice; going on with less, no request is lost", bucket

@@ -13,6 +13,7 @@ import numpy as np
 
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import joining
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import running as running_lib
 
@@ -66,6 +67,8 @@ class Schedule:
       dealt[prompt] += 1
     self.tokens = options.chunk  # that a slot may draw in the next chunk
     self.excluded: set[int] = set()  # buckets that ran out of memory
+    # That may run in the next chunk, by bucket and strategy; None: all.
+    self.programs: frozenset[joining.Key] | None = None
     # i32[slices]  requests that a slice kept when its pages ran out: until one of them has
     # ended, none joins them. 0: it has pages
     self._full = np.zeros(slices, np.int32)
@@ -248,11 +251,18 @@ class Schedule:
 
   def bucket_for(self, live: int) -> int:
     """The smallest bucket for so many live requests; MemoryError: see `widest`."""
-    return self.options.bucket(live, self.excluded) or self.widest()
+    return self.options.bucket(live, self._unusable()) or self.widest()
+
+  def can_run(self, bucket: int, arm: clock_lib.Arm) -> bool:
+    return self.programs is None or (bucket, arm) in self.programs
+
+  def _unusable(self) -> set[int]:
+    compiling = {n for n in self.options.buckets if not self.can_run(n, None)}
+    return self.excluded | compiling
 
   def widest(self) -> int:
     """Most slots that a bucket has; MemoryError: every bucket has run out of memory."""
-    widest = self.options.bucket(self.options.slots, self.excluded)
+    widest = self.options.bucket(self.options.slots, self._unusable())
     if widest is None:
       raise MemoryError(
         f"even {self.options.buckets[0]} slots a slice do not fit; lower rollout.slots or "

@@ -20,6 +20,7 @@ class StepSeconds:
   bucket: int  # slots
   of: Callable[[Arm], float]
   doubt: Callable[[Arm], float] = lambda arm: 0.0  # see `Clock.doubt`
+  arms: tuple[Arm, ...] | None = None  # whose programs exist; None: all
 
   def __call__(self, arm: Arm) -> float:
     return self.of(arm)
@@ -114,6 +115,11 @@ class Arms(Selector):
 
   def arms(self, live: int) -> tuple[Arm, ...]:
     return self.step(live)[1]
+
+  def ready(self, live: int, step_s: StepSeconds | None) -> list[Arm]:
+    """Its arms whose programs exist."""
+    exist = None if step_s is None else step_s.arms
+    return [arm for arm in self.arms(live) if exist is None or arm in exist]
 
   def step(self, live: int) -> tuple[int, tuple[Arm, ...]]:
     return next((step for step in self._steps if live <= step[0]), (0, (None,)))

