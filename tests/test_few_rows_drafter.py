@@ -28,10 +28,10 @@ pytestmark = triton_kernels.requires_triton
 LENGTH, PENDING, DEPTH, WIDTH, SIZE = 192, 4, 4, 2, 9
 # The last rows: a free slot, and a request of one token, without any pair.
 COUNT, LIVE = np.array([PENDING, 2, 3, 0], np.int32), np.array([True, True, False, True])
-# A chain may end behind the cache, a tree has room.
+# The first row crosses a page. A chain may end behind the cache, a tree has room.
 POSITION = {
-  "chain": np.array([70, LENGTH - 1, 0, 0], np.int32),
-  "tree": np.array([70, LENGTH - WIDTH * (DEPTH - 1), 0, 0], np.int32),
+  "chain": np.array([62, LENGTH - 1, 0, 0], np.int32),
+  "tree": np.array([62, LENGTH - WIDTH * (DEPTH - 1), 0, 0], np.int32),
 }
 TARGETS = {name: bench.tiny(config) for name, config in shapes.MODELS.items()}
 TAPS = dict(taps=(0, 1))
