@@ -60,9 +60,9 @@ def by_target(config, params, kv, tree, start):
   return apply(final, method=target.Target.logits), final, tapped, kv
 
 
-def on(devices, config, impl, *args):
+def on(devices, config, impl, *args, deepest=None):
   """`bench.step` on a slice of several devices."""
-  step = functools.partial(STEP, config, impl)
+  step = functools.partial(STEP, config, impl, deepest=deepest)
   return slices.per_slice(tiny.mesh(1, devices), step, slices.WHOLE, slices.WHOLE)(*args)
 
 

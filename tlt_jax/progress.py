@@ -66,7 +66,7 @@ def counted(what: str, items: Sequence[T]) -> Iterator[Iterator[T]]:
 
 def _say(ended: threading.Event) -> None:
   began, wait_s = time.monotonic(), EVERY_S
-  while not ended.wait(wait_s):
+  while not ended.wait(wait_s) and (texts := list(_shown)):
     seconds = time.monotonic() - began
-    logging.info("%s, %.0f s", ": ".join(map(str, list(_shown))), seconds)
+    logging.info("%s, %.0f s", ": ".join(map(str, texts)), seconds)
     wait_s = max(EVERY_S, _SHARE * seconds)

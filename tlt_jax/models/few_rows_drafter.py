@@ -185,9 +185,7 @@ def _step(
   (B, _), c, w, count = tokens.shape, config.layer, weights.params, weights.count
   method = drafter_lib.Drafter.inputs
   x, residual = _apply(config, weights, impl, method, weights.target, h, tokens)
-  # Positions beyond the table are those of drafts that will not be drawn.
-  positions = jnp.minimum(positions, len(weights.rotations.cos) - 1).reshape(-1)
-  at = kernels_lib.Places(*weights.rotations, positions, start, cache.pages)
+  at = kernels_lib.Places(*weights.rotations, positions.reshape(-1), start, cache.pages)
   x = kernels_lib.plain(x.reshape(-1, x.shape[-1]))
   matrices = few_rows.projections(c, w["attention"])
   q, k, v = impl.qkv(x, matrices, at, count, cache.k, cache.v, c.norm_eps)

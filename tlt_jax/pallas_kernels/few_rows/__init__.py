@@ -57,9 +57,9 @@ class Projections(NamedTuple):
 class Places(NamedTuple):
   """Where rows are in their sequences, and in the cache."""
 
-  cos: jax.Array  # f32[positions H/2]  of RoPE, at positions 0, 1, ...
-  sin: jax.Array  # f32[positions H/2]
-  position: jax.Array  # i32[M]
+  cos: jax.Array  # f32[S or more, H/2]  of RoPE, at positions 0, 1, ...
+  sin: jax.Array  # f32[S or more, H/2]
+  position: jax.Array  # i32[M]; S or more: a row without a slot
   start: jax.Array  # i32[B]  the slot of the first of a request's M / B rows
   pages: jax.Array  # i32[B S/L]
 

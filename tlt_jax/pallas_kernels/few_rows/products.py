@@ -158,7 +158,7 @@ def qkv(
   q_ptr, k_ptr, v_ptr,  # bf16[N*H D], bf16[K*H D] twice
   q_bias_ptr, k_bias_ptr, v_bias_ptr,  # bf16[heads*H]; not read without BIAS
   q_norm_ptr, k_norm_ptr,  # bf16[H]; not read without NORM
-  cos_ptr, sin_ptr,  # f32[positions H/2]
+  cos_ptr, sin_ptr,  # f32[S or more, H/2]
   position_ptr,  # i32[M]
   start_ptr,  # i32[B], the slot of each request's first row
   pages_ptr,  # i32[B S/PAGE]
@@ -215,7 +215,8 @@ def qkv(
     rms = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / H + EPS)[:, None]
     a *= rms * tl.load(norm_ptr + h).to(tl.float32)[None, :]
     b *= rms * tl.load(norm_ptr + HALF + h).to(tl.float32)[None, :]
-  position = tl.load(position_ptr + r, mask=r < M, other=0)
+  # Beyond the table are only rows that have no slot.
+  position = tl.minimum(tl.load(position_ptr + r, mask=r < M, other=0), length - 1)
   at = position[:, None] * HALF + h[None, :]
   cos = tl.load(cos_ptr + at, mask=valid, other=0.0)
   sin = tl.load(sin_ptr + at, mask=valid, other=0.0)

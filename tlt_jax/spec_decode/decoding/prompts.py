@@ -54,7 +54,7 @@ def make_prefill(
         weights.target,
         kv,
         now,
-        jnp.minimum(place, kv.length - 1),  # of padding; kernels do not look
+        place,
         few_rows_kernels.chain(start, width),
         seen_lib.causal(start, width),
         weights.rotations,
