@@ -117,6 +117,24 @@ def test_the_devices_of_a_slice_make_a_pass_of_the_target(impl, devices, vocabul
   assert_as_target(config, passes(config, "tree", 3), impl, step)
 
 
+@pytest.mark.parametrize(
+  "fault",
+  [
+    ("for part in range(1, PARTS)", "for part in range(2, PARTS)"),
+    ("own = tl.minimum(first, V - BN)", "own = first - first"),
+    ("valid &= (own + n >= first)[:, None]", "valid &= (own + n > first)[:, None]"),
+  ],
+)
+def test_faults_of_several_devices_are_found(fault, monkeypatch, tmp_path):
+  """Also in the last tile of logits, where it is a part of one."""
+  triton = kernels.of("triton")
+  mutant = mutants.load(triton.products.__file__, fault, tmp_path)
+  monkeypatch.setattr(triton, "products", mutant)
+  config = dataclasses.replace(CONFIGS["qwen3-0.6b"], vocab_size=192)
+  with pytest.raises(AssertionError):
+    assert_as_target(config, passes(config, 1, 2), step=functools.partial(on, 2))
+
+
 @pytest.mark.parametrize("rows, count", [(2, 1), (2, 4)])
 def test_devices_gather_what_they_add(rows, count):
   """An all-reduce would add it in an order of its own."""
