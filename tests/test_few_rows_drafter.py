@@ -15,6 +15,7 @@ from tests import mutants
 from tests import triton_kernels
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafters
+from tlt_jax.models import layers
 from tlt_jax.pallas_kernels import few_rows as kernels
 from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -103,7 +104,8 @@ def arguments(config, shape: str, impl: str, rows: int = len(LIVE)):
 
 def propose(config, shape: str, weights, slots, state):
   layout = features_lib.of_drafter(config)
-  draft = draft_lib.Draft(config, layout, *weights, LENGTH, slots.kernels)
+  rotations = layers.rotation(config.layer, jnp.arange(slots.length))
+  draft = draft_lib.Draft(config, layout, *weights, rotations, slots.kernels)
   depth = jnp.int32(DEPTH)
   if shape == "chain":
     return draft_lib.draft_chain(draft, state, slots, depth, SIZE)
@@ -170,8 +172,9 @@ def test_the_head_is_that_of_the_module(kind, reference):
   config = config_of(kind, unused_rows=((100, 128),))
   made, h = weights(config), jax.random.normal(jax.random.key(0), (2, 3, 128), "bfloat16")
   layout = features_lib.of_drafter(config)
+  rotations = layers.rotation(config.layer, jnp.arange(LENGTH))
   found, wanted = (
-    jax.jit(draft_lib.Draft(config, layout, *made, LENGTH, impl).logits)(h)
+    jax.jit(draft_lib.Draft(config, layout, *made, rotations, impl).logits)(h)
     for impl in ("triton", "ref")
   )
   assert found.shape == wanted.shape and found.dtype == wanted.dtype
