@@ -76,7 +76,7 @@ class Slots:
 
 @flax.struct.dataclass
 class Emitted:
-  """The tokens that a chunk drew; row b holds `count[b]` of them."""
+  """The tokens that a chunk drew; row b holds `count[b]`, and anything behind them."""
 
   tokens: jax.Array  # i32[B T]
   logp: jax.Array  # f32[B T]
@@ -91,13 +91,13 @@ class Emitted:
   def extend(
     self, tokens: jax.Array, logp: jax.Array, logp_filtered: jax.Array, count: jax.Array
   ) -> "Emitted":
-    """Appends the first `count` i32[B] of [B A] each to every row, which has room.
+    """Appends the first `count` i32[B] of [B A] to each row; the others are undefined.
 
     All numbers of a row are selected, in one kernel; XLA does not fuse updates of slices.
     """
     T, A = self.tokens.shape[1], tokens.shape[1]
     at = jnp.arange(T) - self.count[:, None]
-    is_new = (at >= 0) & (at < count[:, None])
+    is_new = (at >= 0) & (at < A)
     at = jnp.clip(at, 0, A - 1)
 
     def put(x, new):

@@ -52,7 +52,6 @@ def decode(
     def iteration(carry):
       i, slots, state, emitted = carry
       proposal = propose(slots, state, limits.depth)
-      live = slots.remaining > 0
       slots, output = verify_and_accept(
         config,
         setting.layout,
@@ -63,36 +62,20 @@ def decode(
         most=most,
         width=strategy.width,
       )
-      emitted = _emit(emitted, output, live, slots.remaining)
+      emitted = emitted.extend(
+        output.tokens, output.logp, output.logp_filtered, output.count
+      )
+      drew_more = jnp.arange(most) < output.count[:, None]
+      accepted = emitted.accepted + jnp.sum(drew_more, 0, keepdims=True)
+      emitted = emitted.replace(accepted=accepted)
       return i + 1, slots, absorb(proposal.state, output), emitted
 
     start = (slices.varying(jnp.int32(0)), slots, draft_state, emitted)
-    _, slots, state, emitted = jax.lax.while_loop(running, iteration, start)
+    i, slots, state, emitted = jax.lax.while_loop(running, iteration, start)
+    emitted = emitted.replace(remaining=slots.remaining, steps=i[None])
     return slots, source.end(state), emitted
 
   return run
-
-
-def _emit(
-  emitted: slots_lib.Emitted, output: verify.Output, live: jax.Array, remaining: jax.Array
-) -> slots_lib.Emitted:
-  (B, most), tokens = output.tokens.shape, emitted.tokens.shape[1]
-  inside = jnp.arange(most) < output.count[:, None]
-  at = jnp.where(inside, emitted.count[:, None] + jnp.arange(most), tokens)
-  b = jnp.arange(B)[:, None]
-
-  def put(x, y):
-    return x.at[b, at].set(y.astype(x.dtype), mode="drop")
-
-  return emitted.replace(
-    tokens=put(emitted.tokens, output.tokens),
-    logp=put(emitted.logp, output.logp),
-    logp_filtered=put(emitted.logp_filtered, output.logp_filtered),
-    count=emitted.count + output.count,
-    remaining=remaining,
-    steps=emitted.steps + 1,
-    accepted=emitted.accepted + jnp.sum(inside & live[:, None], 0, keepdims=True),
-  )
 
 
 def verify_and_accept(
@@ -125,6 +108,7 @@ def verify_and_accept(
     (positions + 1).reshape(-1),
     slots.kernels,
   )
+  drawn = jax.lax.optimization_barrier(drawn)  # see `decode.decode_step`
   drawn = jax.tree.map(lambda x: x.reshape(B, J), drawn)
 
   walk = verify.walk_chain if width == 1 else verify.walk
