@@ -139,7 +139,7 @@ def nodes(thunks: str) -> int:
 
 # Limits of a step on one GPU by kernels for few rows: CUDA graphs, and branches that the
 # host decides.
-_LAUNCHES = {"one": (1, 0), "plain": (1, 0), "chain": (4, 2)}
+_LAUNCHES = {"one": (1, 0), "plain": (1, 0), "chain": (2, 0), "tree": (2, 0)}
 _KERNELS = 6  # of a layer
 _OTHER_KERNELS = 10  # of a plain step, with the condition of its loop
 _BYTES = 1.1  # times weights and KV, of a plain step
@@ -193,6 +193,7 @@ _HEADER = (
   "GB per drafting step",
   "temp GiB",
   "arguments GiB",
+  "lowering, compilation s",
 )
 
 
@@ -230,6 +231,7 @@ def row(case: tuple[str, str, str], found: dict) -> list[str]:
     giga(draft and draft["bytes_all_layers"]),
     gibi(found["memory"]["temp"]),
     gibi(found["all_layers_argument"]),
+    f"{found['lower_s']}, {found['compile_s']}",
   ]
 
 

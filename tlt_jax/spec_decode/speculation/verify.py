@@ -62,22 +62,22 @@ def walk(
   """The accepted path of a tree, given the target's token after each node, i32[B J].
 
   Returns nodes from the root on, i32[B A] (padded by the last), and the number of drafted
-  nodes among them, i32[B].
+  nodes among them, i32[B]. The walk ends at the deepest node that agrees with what was
+  drawn, as all its ancestors do: found in three reductions, where steps from node to node
+  would be kernels one after the other.
   """
   chex.assert_equal_shape([drawn, tree.tokens])
-  B, J = drawn.shape
-  rows = jnp.arange(B)
-  now, accepted = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32)
-  path = [now]
-  for _ in range(min(J, path_length) - 1):
-    child = (tree.parent == now[:, None]) & tree.valid & (tree.depth > 0)
-    child &= tree.tokens == drawn[rows, now][:, None]
-    found = jnp.any(child, 1)
-    now = jnp.where(found, jnp.argmax(child, 1).astype(jnp.int32), now)
-    accepted += found
-    path.append(now)
-  path += [now] * (path_length - len(path))
-  return jnp.stack(path, 1), accepted
+  before = jnp.take_along_axis(drawn, tree.parent, 1)
+  agrees = (tree.tokens == before) & tree.valid & (tree.depth > 0)
+  agrees |= jnp.arange(drawn.shape[1]) == 0
+  ancestors = tree_lib.ancestors(tree.parent)
+  reached = jnp.all(agrees[:, None] | ~ancestors, -1)
+  last = jnp.argmax(jnp.where(reached, tree.depth, -1), 1)[:, None]
+  above = jnp.take_along_axis(ancestors, last[..., None], 1)  # bool[B 1 J]
+  at = above & (tree.depth[:, None] == jnp.arange(path_length)[:, None])  # bool[B A J]
+  path = jnp.where(jnp.any(at, -1), jnp.argmax(at, -1), last)
+  accepted = jnp.take_along_axis(tree.depth, last, 1)[:, 0]
+  return path.astype(jnp.int32), accepted
 
 
 def cut(
