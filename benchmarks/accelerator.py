@@ -154,14 +154,15 @@ def read_result(line: str) -> dict | None:
 def _error(
   status: int | None, minutes: float, log: pathlib.Path, printed: Sequence[str]
 ) -> str:
-  """Why a command failed, in one line."""
+  """Why a command failed, in one line, and the last that it logged."""
+  logged = [line for line in log.read_text().splitlines() if line.strip()][-1:]
+  last = f"; see {log}; {''.join(logged)[:600]}"
   if status is None:
-    return f"not done within {minutes:.3g} minutes, see {log}"
+    return f"not done within {minutes:.3g} minutes{last}"
   if status < 0:
-    return f"ended by signal {-status} ({signal.Signals(-status).name}), see {log}"
+    return f"ended by signal {-status} ({signal.Signals(-status).name}){last}"
   named = [line for line in printed if line.startswith(("FAILED ", "failed: "))]
-  errors = named or [line for line in log.read_text().splitlines() if line.strip()][-1:]
-  return f"exit status {status}: {'; '.join(errors)[:600]}"
+  return f"exit status {status}: {'; '.join(named or logged)[:600]}"
 
 
 def probe(env: Mapping[str, str]) -> dict:

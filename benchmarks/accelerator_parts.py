@@ -88,7 +88,7 @@ def _first() -> tuple[Part, ...]:
   steps = [
     Part(
       f"steps_{size}",
-      [(_STEPS, f"--model={name}", *few)],
+      [(_STEPS, f"--model={name}", *few, "--minutes=1")],
       dry=[(_STEPS, f"--model={name}", "--training=false", "--strategies=off", *_TINY)],
       minutes=1.75 if size == "7b" else 1.5,
     )

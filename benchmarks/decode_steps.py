@@ -252,6 +252,9 @@ def measure_all(
       every = [step for of_live in steps.values() for step in of_live.values()]
       list(pool.map(lambda step: device_time.error_of(step.seconds), every))
     for live, of_live in steps.items():
+      if cells and not has_time():
+        skipped.append(f"{live} live: no time left")
+        continue
       found = timed(runs_of(of_live, trains), repeats)
       fills[live] = found.pop(_FILL, None)
       for (kind, name), step in of_live.items():

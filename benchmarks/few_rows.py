@@ -37,6 +37,11 @@ _COMPARED = 2  # layers whose bits are compared; the others are alike
 
 def weights(config: config_lib.ModelConfig) -> dict:
   """Random weights of a target, in bfloat16, norms and biases included."""
+  return _maker(config)(jax.random.key(0))
+
+
+@functools.cache
+def _maker(config: config_lib.ModelConfig) -> Callable[[jax.Array], dict]:
   abstract = nn.meta.unbox(target.abstract_params(config))
   leaves, structure = jax.tree.flatten(abstract)
 
@@ -50,7 +55,7 @@ def weights(config: config_lib.ModelConfig) -> dict:
       made.append(random.astype(jnp.bfloat16))
     return jax.tree.unflatten(structure, made)
 
-  return make(jax.random.key(0))
+  return make
 
 
 def chains(tokens: jax.Array) -> tree_lib.Tree:
@@ -140,31 +145,38 @@ class _Kept:
 
   def __init__(self, impl):
     self._impl = impl
-    self.made: list[tuple[str, Any]] = []
+    self.made: dict[str, Any] = {}  # by number and name
 
   def __getattr__(self, name: str) -> Callable:
     def call(*args):
-      self.made.append((name, getattr(self._impl, name)(*args)))
-      return self.made[-1][1]
+      made = getattr(self._impl, name)(*args)
+      self.made[f"{len(self.made):02} {name}"] = made
+      return made
 
     return call
 
 
 def step_by_kernel(
   config: config_lib.ModelConfig, impl: str, params, kv, tree, start
-) -> tuple[few_rows.Pass, list]:
-  """A plain step, and what each kernel returned, in order."""
+) -> tuple[few_rows.Pass, dict[str, Any]]:
+  """A plain step, and what each kernel returned, by its place and name."""
   kept = _Kept(kernels_lib.of(impl))
   with mock.patch.object(kernels_lib, "of", lambda impl: kept):
     made = step(config, impl, params, kv, tree, start, deepest=0)
-  return made, [x for _, x in kept.made]
+  return made, kept.made
 
 
-def _names(config: config_lib.ModelConfig) -> list[str]:
-  """The kernels of a pass, as `step_by_kernel` has them."""
-  layer = ("qkv", "attend", "project (O)", "gate_up", "project (down)")
-  names = [f"{i}: {name}" for i in range(config.num_layers) for name in layer]
-  return ["enter", *names, "head"]
+class Programs(NamedTuple):
+  """Compiled once for the shapes of several comparisons."""
+
+  step: Callable
+  step_by_kernel: Callable
+
+  @classmethod
+  def of(cls, config: config_lib.ModelConfig, impl: str) -> "Programs":
+    config = dataclasses.replace(config, num_layers=_COMPARED)
+    one, by_kernel = (functools.partial(f, config, impl) for f in (step, step_by_kernel))
+    return cls(jax.jit(one, static_argnames="deepest"), jax.jit(by_kernel))
 
 
 def bits(x: jax.Array) -> np.ndarray:
@@ -173,7 +185,11 @@ def bits(x: jax.Array) -> np.ndarray:
 
 
 def differing_by_kernel(
-  config: config_lib.ModelConfig, impl: str, rows: int, length: int
+  config: config_lib.ModelConfig,
+  impl: str,
+  rows: int,
+  length: int,
+  programs: Programs | None = None,
 ) -> dict[str, int]:
   """Compares kernels of a plain step of several rows with those of each row alone.
 
@@ -184,17 +200,18 @@ def differing_by_kernel(
   """
   config = dataclasses.replace(config, num_layers=_COMPARED)
   params, tokens = weights(config), tokens_of(config, rows, 1)
-  run = jax.jit(functools.partial(step_by_kernel, config, impl))
+  run = (programs or Programs.of(config, impl)).step_by_kernel
   start = np.random.default_rng(0).integers(0, length - 1, rows).astype(np.int32)
   before = cache(config, rows, length, start)
   together = run(params, before, chains(tokens), start)[1]
-  together = [list(map(bits, jax.tree.leaves(made))) for made in together]
+  together = {n: list(map(bits, jax.tree.leaves(x))) for n, x in together.items()}
   found = collections.Counter()
   for row in range(rows):
     args = _of_row(before, row, more=1), chains(tokens[row : row + 1]), start[row : row + 1]
     alone = run(params, *args)[1]
-    for name, several, one in zip(_names(config), together, alone, strict=True):
-      for x, y in zip(several, map(bits, jax.tree.leaves(one)), strict=True):
+    for name, several in together.items():
+      one = map(bits, jax.tree.leaves(alone[name]))
+      for x, y in zip(several, one, strict=True):
         found[name] += _differing(x, y, row)
   return dict(found)
 
@@ -210,7 +227,11 @@ def _differing(several: np.ndarray, one: np.ndarray, row: int) -> int:
 
 
 def differing_bits(
-  config: config_lib.ModelConfig, impl: str, tree: tree_lib.Tree, length: int
+  config: config_lib.ModelConfig,
+  impl: str,
+  tree: tree_lib.Tree,
+  length: int,
+  programs: Programs | None = None,
 ) -> dict[str, int]:
   """Compares a pass over trees with plain steps of each request alone.
 
@@ -220,7 +241,7 @@ def differing_bits(
   """
   config = dataclasses.replace(config, num_layers=_COMPARED)
   params, (B, J) = weights(config), tree.tokens.shape
-  run = jax.jit(functools.partial(step, config, impl), static_argnames="deepest")
+  run = (programs or Programs.of(config, impl)).step
   start = np.random.default_rng(0).integers(0, length - J, B).astype(np.int32)
   before = cache(config, B, length, start)
   made = run(params, before, tree, start, deepest=deepest_of(tree))
@@ -271,7 +292,8 @@ class Case(NamedTuple):
 
 def compared(config: config_lib.ModelConfig, impl: str, length: int) -> dict:
   """Bits that differ, by kernel and by pass; prints both."""
-  rows = {n: differing_by_kernel(config, impl, n, length) for n in ROWS}
+  programs = Programs.of(config, impl)
+  rows = {n: differing_by_kernel(config, impl, n, length, programs) for n in ROWS}
   faults = {n: next((k for k, bad in r.items() if bad), "none") for n, r in rows.items()}
   tables.show(
     "bits of kernels: numbers of a row that differ from those of the row alone",
@@ -280,7 +302,10 @@ def compared(config: config_lib.ModelConfig, impl: str, length: int) -> dict:
   )
   cases = [*map(Case, ROWS), *(Case(64 // n, n) for n in (CHAIN, LONG))]
   cases += [Case(n, LONG, is_tree=True) for n in (1, 4)]
-  found = {str(x): differing_bits(config, impl, x.tokens(config), length) for x in cases}
+  found = {}
+  for case in cases:
+    tree = case.tokens(config)
+    found[str(case)] = differing_bits(config, impl, tree, length, programs)
   tables.show(
     "bits of passes",
     ["requests x nodes", "differing numbers", "compared"],

@@ -30,20 +30,21 @@ def test_a_part_that_fails_leaves_the_others_alone(tmp_path):
     "works": ran + "print('{\"found\": 1}')",
     "fails": ran + "raise SystemExit('error: no memory')",
     "half": "print('{\"found\": 2}'); 1 / 0",
-    "hangs": "import time; time.sleep(600)",
+    "hangs": "import sys, time; print('99 tokens', file=sys.stderr); time.sleep(600)",
   }
   for name, text in modules.items():
     (tmp_path / f"{name}.py").write_text(text)
   env = os.environ | {"PYTHONPATH": str(tmp_path)}
   about = {"commit": "abc", "machine": {"devices": 1}}
   made = accelerator.Run(tmp_path, tmp_path, about, env, dry_run=False)
-  chosen = [*map(part, ("fails", "half", "works")), part("hangs", minutes=0.01)]
+  chosen = [*map(part, ("fails", "half", "works")), part("hangs", minutes=0.05)]
   records = accelerator.run_all(made, chosen, again=False)
   assert {name: "error" in r for name, r in records.items()} == {
     "fails": True, "half": True, "works": False, "hangs": True
   }  # fmt: skip
   assert records["works"]["result"] == {"found": 1}
   assert records["half"]["result"] == {"found": 2}
+  assert "99 tokens" in records["hangs"]["error"]
   accelerator.run_all(made, [part("works"), part("fails")], again=False)
   assert (tmp_path / "works.ran").read_text() == "x"
   assert (tmp_path / "fails.ran").read_text() == "xx"
@@ -51,7 +52,11 @@ def test_a_part_that_fails_leaves_the_others_alone(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_the_parts_take_less_than_50_minutes(kind):
-  assert sum(part.minutes for part in accelerator_parts.parts(kind)) <= 50
+  minutes = {part.name: part.minutes for part in accelerator_parts.parts(kind)}
+  assert sum(minutes.values()) <= 50
+  if kind == "gpu":  # what `make gpu ARGS=--minutes=12` asks for
+    first = list(minutes)[: list(minutes).index("compile")]
+    assert sum(minutes[name] for name in first) <= 12
 
 
 def dry_run(tmp_path, *args):
@@ -83,7 +88,7 @@ def test_a_dry_run_does_every_part(name, tmp_path):
     for kind, most in (("attention", 1e-2), ("sample", 1e-5)):
       cells = result[kind]["cells"]
       assert all(s["max_error"] < most for cell in cells for s in cell["sides"].values())
-  elif name == "lossless":
+  elif name.startswith("lossless"):
     assert result["total_tokens"] >= 100 and 0 <= result["identical"] <= 1
 
 
