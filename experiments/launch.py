@@ -87,8 +87,8 @@ def run(
   except processes.Stopped as e:
     if processes.is_first():
       print(e, file=sys.stderr, flush=True)
-    if processes.count() > 1 and not e.together:
-      os._exit(distributed.STOPPED)  # an orderly end would wait for the others
+    if programs.are_compiling() or (processes.count() > 1 and not e.together):
+      os._exit(distributed.STOPPED)  # an orderly end would wait for threads, or others
     sys.exit(distributed.STOPPED)
   finally:
     processes.end_on_signals()

@@ -7,7 +7,6 @@ import pytest
 
 from tests import tiny
 from tlt_jax.models import cache as cache_lib
-from tlt_jax.spec_decode.decoding import slots as slots_lib
 
 B, K, S, H = 3, tiny.CONFIG.num_kv_heads, 64, tiny.CONFIG.head_dim
 KERNELS = [(8, "ref"), (64, "ref"), (32, "interpret")]
@@ -58,15 +57,3 @@ def test_rows_without_pages_write_nowhere():
   one = jnp.ones((B, K, 3, H))
   written = jax.jit(cache_lib.LayerCache.write)(layer, one, one, jnp.zeros(B, jnp.int32))
   assert not np.asarray(written.k).any() and not np.asarray(written.v).any()
-
-
-def test_free_slots_read_nothing():
-  """Wherever the request that has left was."""
-  names = ("pending", "stop_tokens", "sampling", "features")
-  slots = slots_lib.Slots(
-    position=np.array([3, 900]),
-    remaining=np.array([1, 0]),
-    kv=(),
-    **dict.fromkeys(names),
-  )
-  np.testing.assert_array_equal(slots.start, [3, 0])

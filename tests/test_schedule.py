@@ -205,6 +205,7 @@ def test_a_strategy_is_chosen_for_the_fullest_slice():
   schedule = schedule_of(made, 2, options())
   selector = selector_lib.ByLiveBatch(((1, CHAIN), (3, SHORT)))
   chooser = chooser_lib.Chooser(selector, schedule.clock)
+  schedule.programs = frozenset(chooser.programs(schedule.options))
   for bucket, owner, chosen in (
     (4, [[0, -1, -1, -1], [1, 2, 3, -1]], SHORT),
     (2, [[0, -1], [-1, -1]], CHAIN),

@@ -16,6 +16,8 @@ from tlt_jax import processes
 from tlt_jax import progress
 from tlt_jax import stopwatch
 
+THREADS = "compile"  # prefix of the names of threads that compile
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -99,6 +101,11 @@ def _shown(text: str):
   """Of what the main thread does; that of others delays nothing."""
   is_main = threading.current_thread() is threading.main_thread()
   return progress.shown(text) if is_main else contextlib.nullcontext()
+
+
+def are_compiling() -> bool:
+  """Whether threads compile, for which the process waits at its end."""
+  return any(thread.name.startswith(THREADS) for thread in threading.enumerate())
 
 
 def live_bytes() -> int:

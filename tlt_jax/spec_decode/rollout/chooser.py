@@ -7,6 +7,7 @@ import numpy as np
 
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import joining
 from tlt_jax.spec_decode.rollout import options as options_lib
 from tlt_jax.spec_decode.rollout import schedule as schedule_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
@@ -50,6 +51,14 @@ class Chooser:
 
   def in_bucket(self, options: options_lib.Options, bucket: int) -> list[Strategy]:
     return in_bucket(self.selector, options, bucket)
+
+  def programs(self, options: options_lib.Options) -> list[joining.Key]:
+    """The chunks of rollouts, as these need them: live requests become fewer."""
+    return [
+      (bucket, arm)
+      for bucket in reversed(options.buckets)
+      for arm in (None, *self.in_bucket(options, bucket))
+    ]
 
   def choose(self, schedule: schedule_lib.Schedule) -> Strategy | None:
     """How the next chunk decodes.

@@ -13,6 +13,7 @@ from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax import progress
+from tlt_jax import stopwatch
 from tlt_jax.models import config as config_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -53,15 +54,9 @@ class Engine:
     self.spot = None if drafter is None else drafter.spot
     self.chooser = chooser_lib.Chooser(selector, clock)
     self.options: options_lib.Options = backend.shapes.options
-    # As a rollout needs them: its live requests become fewer.
-    self.programs = joining.Programs(
-      [
-        (bucket, arm)
-        for bucket in reversed(self.options.buckets)
-        for arm in (None, *self.chooser.in_bucket(self.options, bucket))
-      ]
-    )
+    self.programs = joining.Programs(self.chooser.programs(self.options))
     self._is_measured = False
+    self._tried: set[joining.Key] = set()  # programs in which slices have trained once
 
   def __call__(
     self,
@@ -144,8 +139,7 @@ class Engine:
       return False
     self._is_measured = True
     joined = self.programs.joined(len(self.programs.keys))
-    if self.programs.are_compiled:
-      self._train_once(params, stop_tokens, joined)
+    self.try_training(params, stop_tokens)
     selector = self.selector
     if selector is None or not selector.wants_step_seconds:
       return True
@@ -159,21 +153,29 @@ class Engine:
           self.clock.measured(bucket, arm, min(times))
     return True
 
-  def _train_once(self, params: Any, stop_tokens: int, joined) -> None:
-    """Runs programs in which slices train.
+  def try_training(self, params: Any, stop_tokens: int) -> None:
+    """Runs once the programs in which slices train, of those compiled since the last call.
 
     The first time takes 0.2 s longer on XLA's CPU, per program; the slices that decode
-    would wait. On nothing it changes nothing.
+    would wait. On nothing it changes nothing. Not within a rollout: it needs the memory.
     """
-    weights = self.weights(params)
+    if not self.programs.are_compiled:
+      return
+    joined = self.programs.joined(self.programs.count) - self._tried
     keys = [key for key in self.programs.keys if key in joined and self.trains_in(key[0])]
-    with progress.counted("trying to train", keys) as each:
+    self._tried |= joined
+    weights = self.weights(params)
+    with progress.counted("trying to train", keys) as each, stopwatch.waiting():
       for bucket, arm in each:
         run = self.backend.compile_chunk(
           weights, bucket, arm, stop_tokens, self.no_training(bucket)
         )
         with _unless_out_of_memory(bucket):
           run(self.spot.on_nothing())
+
+  def has_tried(self, bucket: int, arm: clock_lib.Arm) -> bool:
+    """Whether slices may train in a program; see `try_training`."""
+    return not self.programs.are_compiled or (bucket, arm) in self._tried
 
   def time_step(
     self,
@@ -388,7 +390,8 @@ class _Loop:
     trains = self._harvests and self.harvest.ready
     limits, steps = self.schedule.limits(arm, exact_steps=trains)
     if self._harvests:
-      training = self.harvest.training(arm, steps)
+      tried = self.engine.has_tried(self.running.bucket, arm)
+      training = self.harvest.training(arm, steps, tried)
     else:
       training = self.engine.no_training(self.running.bucket)
     weights = self.engine.weights(self.params)
@@ -467,7 +470,10 @@ class _Loop:
     self._drop()  # what trains now needs the room
     rollout_s = self.elapsed_s
     scoring = None if self._score is None else self._score(self.samples)
+    stops = self.running.requests.stop_tokens.shape[1]
+    self.engine.try_training(self.params, stops)
     if self.harvest is not None:
+      self.engine.programs.wait_for_others()
       with progress.shown("training the drafter after a rollout"):
         self.harvest.finish(self.params, rollout_s, scoring)
     self.schedule.decide.finish()

@@ -48,7 +48,8 @@ class Harvest:
     options = self.spot.options
     return options.chunk_tokens, options.min_micro_batches * self.clock.micro_batch_s
 
-  def training(self, arm: clock_lib.Arm, steps: int) -> trainer_lib.Training:
+  def training(self, arm: clock_lib.Arm, steps: int, tried: bool) -> trainer_lib.Training:
+    """What the next chunk trains; nothing in a program that has not been `tried`."""
     running, clock = self.running, self.clock
     left = running.requests.max_tokens[running.seated] - running.drawn[running.seated]
     tokens = min(self.schedule.tokens, int(max(left)))
@@ -60,6 +61,8 @@ class Harvest:
       return self.spot.training(0, expected)
 
     def within():
+      if not tried:
+        return 0
       if not clock.micro_batch_s:  # the first one says what it takes
         return 1
       return clock.micro_batches_within(running.bucket, arm, expected)

@@ -11,6 +11,7 @@ import os
 import threading
 
 from tlt_jax import processes
+from tlt_jax import programs
 from tlt_jax import progress
 from tlt_jax import stopwatch
 from tlt_jax.spec_decode.rollout import clock as clock_lib
@@ -40,15 +41,16 @@ class Programs:
     """Begins to compile all; returns once those `needed` and the first chunk are there.
 
     An error of these is raised. Another chunk that cannot be compiled is left out, with a
-    line in the log; one of `later` is compiled again when it is used.
+    line in the log; one of `later`, which the end of a rollout needs, is compiled again
+    when it is used.
     """
     # Processes of a job compile the same programs in the same order.
     alone = processes.count() == 1
     threads = min(_MOST_THREADS, os.cpu_count() or 1) if alone else 1
-    pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="compile")
+    pool = futures.ThreadPoolExecutor(threads, thread_name_prefix=programs.THREADS)
     first, *others = self.keys
-    queue = [*needed.items(), (first, chunks[first])]
-    queue += [(key, chunks[key]) for key in others] + [*later.items()]
+    queue = [*needed.items(), (first, chunks[first]), *later.items()]
+    queue += [(key, chunks[key]) for key in others]
     self._begun = {key: _Begun(pool, make) for key, make in queue}
     pool.shutdown(wait=False)
     self._wait_for([*needed, first])
@@ -75,6 +77,10 @@ class Programs:
   def wait(self, count: int | None = None) -> None:
     """Waits until so many chunks have joined; None: for all programs."""
     self._wait_for(self._begun if count is None else self.keys[:count])
+
+  def wait_for_others(self) -> None:
+    """Waits for all programs but chunks."""
+    self._wait_for(key for key in self._begun if isinstance(key, str))
 
   def joined(self, count: int) -> frozenset[Key]:
     """The first `count` chunks, without those that could not be compiled."""
