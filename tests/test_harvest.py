@@ -45,8 +45,8 @@ def test_chunks_are_longer_only_where_a_slice_can_train():
 
 def test_a_slice_that_runs_dry_trains_only_while_another_decodes():
   """Where it decodes alone, the chunk is over then."""
-  assert harvest([[-1], [1], [2]]).training(None, 4) == (1, 1)
-  assert harvest([[-1], [1], [-1]]).training(None, 4) == (1, 0)
+  assert harvest([[-1], [1], [2]]).training(None, 4, tried=True) == (1, 1)
+  assert harvest([[-1], [1], [-1]]).training(None, 4, tried=True) == (1, 0)
 
 
 def test_the_longest_responses_are_stored_first():

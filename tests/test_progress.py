@@ -60,7 +60,7 @@ def test_a_rollout_says_what_it_compiles_and_draws(said, monkeypatch):
   engine.compile(tiny.params(), requests.stop_tokens.shape[1])
   compiling = said()
   first = "compiling rollout programs, "
-  assert any(line.startswith(first) and "now prefill, " in line for line in compiling)
+  assert any(line.startswith(first) and " of 3 done (now " in line for line in compiling)
 
   def watch(samples, ended):
     time.sleep(0.03)

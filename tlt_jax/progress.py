@@ -38,10 +38,10 @@ class _Entry:
 @contextlib.contextmanager
 def shown(text: Text) -> Iterator[None]:
   """Shows what the `with` block does for as long as that takes."""
-  entry, ended = _Entry(text), threading.Event()
-  if not _shown and processes.is_first():
-    threading.Thread(target=_say, args=(ended,), daemon=True).start()
+  entry, ended, is_outermost = _Entry(text), threading.Event(), not _shown
   _shown.append(entry)
+  if is_outermost and processes.is_first():
+    threading.Thread(target=_say, args=(ended,), daemon=True).start()
   try:
     yield
   finally:
