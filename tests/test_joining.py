@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import gc
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -175,6 +177,20 @@ def test_a_rollout_does_not_begin_without_its_first_program(monkeypatch):
   with held(monkeypatch, faults=["plain with 4 slots"]) as holder:
     with pytest.raises(ValueError, match="too complex"):
       begun(holder)
+
+
+def test_programs_that_are_not_compiled_yet_hold_no_weights(monkeypatch):
+  """An update between rollouts has their memory."""
+  with held(monkeypatch) as holder:
+    engine = make()
+    params = jax.tree.map(jax.numpy.copy, tiny.on(tiny.mesh(1)))
+    held_by = weakref.ref(params["embedding"])
+    holder.release("plain with 4 slots")
+    engine.begin_compiling(params, STOPS)
+    assert engine.programs.count == 1
+    del params
+    gc.collect()
+    assert held_by() is None
 
 
 def test_threads_share_a_program():

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
+from typing import Any
 
 import jax
 
@@ -101,6 +102,19 @@ def _shown(text: str):
   """Of what the main thread does; that of others delays nothing."""
   is_main = threading.current_thread() is threading.main_thread()
   return progress.shown(text) if is_main else contextlib.nullcontext()
+
+
+def shapes(tree: Any) -> Any:
+  """A tree with shapes and shardings for its arrays, whose memory it does not hold."""
+
+  def abstract(x):
+    if not isinstance(x, jax.Array):
+      return x
+    return jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type
+    )
+
+  return jax.tree.map(abstract, tree)
 
 
 def are_compiling() -> bool:

@@ -148,6 +148,7 @@ class Devices:
         "exchange": (spot.training(most=0).states, shapes.rows(1)),
         "store": (spot.features, features, pieces, shapes.rows(1)),
       }
+    args = pool_lib.shapes(args)
     made = {
       name: functools.partial(self.pool.get, name, (), self._jitted[name], *x)
       for name, x in args.items()

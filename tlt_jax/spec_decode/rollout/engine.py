@@ -120,9 +120,11 @@ class Engine:
     memory.announce_programs(
       f"the rollout's programs (buckets: {len(self.options.buckets)})", inputs=weights
     )
+    weights = pool_lib.shapes(weights)  # an update may need the memory meanwhile
+    training = {n: pool_lib.shapes(self.no_training(n)) for n in self.options.buckets}
     chunks = {
       (bucket, arm): functools.partial(
-        devices.compile_chunk, weights, bucket, arm, stop_tokens, self.no_training(bucket)
+        devices.compile_chunk, weights, bucket, arm, stop_tokens, training[bucket]
       )
       for bucket, arm in self.programs.keys
     }
