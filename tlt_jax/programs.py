@@ -48,9 +48,8 @@ class Pool:
     """
     key = (name, *bucket)
     with self._lock:
-      asked, is_new = self._asked.get(key), key not in self._asked
-      if asked is None:
-        asked = self._asked[key] = futures.Future()
+      is_new = key not in self._asked
+      asked = self._asked.setdefault(key, futures.Future())
     if is_new:
       try:
         asked.set_result(_compile(key, jitted, args, static))

@@ -1,7 +1,8 @@
 """A pass of the target over few rows, by kernels whose bits do not depend on the rows.
 
 Verification of chains and trees then computes, bit for bit, what plain decoding does; see
-`pallas_kernels.few_rows`. Prompts, the learner, and what does not fit use `target.Target`.
+`pallas_kernels.few_rows`. The learner, what does not fit, and prompts where other passes do
+not fit use `target.Target`.
 """
 
 from collections.abc import Callable, Sequence

@@ -76,6 +76,18 @@ def _write_part(
 
 
 @triton.jit
+def _make_part(
+  w_ptr, x_ptr, part_ptr, tile, split, M, K: tl.constexpr,
+  BN: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+  """Writes the part of a tile, w[BN K] @ x.T, that a split of k adds to it."""
+  STEPS: tl.constexpr = K // SPLITS // BK
+  first = split * (K // SPLITS)
+  acc = _multiply(w_ptr, x_ptr, first, M, K, BN, R, BK, STEPS)
+  _write_part(acc, part_ptr, tile, split, M, BN, R, SPLITS)
+
+
+@triton.jit
 def _is_last(count_ptr, tile, SPLITS: tl.constexpr):
   """Counts a program that has written its part; whether it is the tile's last."""
   tl.debug_barrier()  # all threads' stores come before the one thread's release
@@ -181,10 +193,8 @@ def qkv(
   head, split = tl.program_id(0), tl.program_id(1)
   own = head if head < N else (head - N) % KV
   w_ptr = q_ptr if head < N else (k_ptr if head < N + KV else v_ptr)
-  STEPS: tl.constexpr = D // SPLITS // BK  # one loop for all three, for less shared memory
-  first = split * (D // SPLITS)
-  acc = _multiply(w_ptr + own * H * D, x_ptr, first, M, D, H, R, BK, STEPS)
-  _write_part(acc, part_ptr, head, split, M, H, R, SPLITS)
+  w_ptr += own * H * D  # one loop for all three, for less shared memory
+  _make_part(w_ptr, x_ptr, part_ptr, head, split, M, D, H, R, BK, SPLITS)
   if not _is_last(count_ptr, head, SPLITS):
     return
 
@@ -247,10 +257,8 @@ def project(
 ):  # fmt: skip
   """Program (tile, split): sum = residual + x @ w, and the inputs of the next norm."""
   tile, split = tl.program_id(0), tl.program_id(1)
-  STEPS: tl.constexpr = F // SPLITS // BK
-  first = split * (F // SPLITS)
-  acc = _multiply(w_ptr + tile * BN * F, x_ptr, first, M, F, BN, R, BK, STEPS)
-  _write_part(acc, part_ptr, tile, split, M, BN, R, SPLITS)
+  w_ptr += tile * BN * F
+  _make_part(w_ptr, x_ptr, part_ptr, tile, split, M, F, BN, R, BK, SPLITS)
   if not _is_last(count_ptr, tile, SPLITS):
     return
   r, n = tl.arange(0, R), tl.arange(0, BN)
@@ -347,10 +355,8 @@ def product(
 ):  # fmt: skip
   """Program (tile, split): x @ w."""
   tile, split = tl.program_id(0), tl.program_id(1)
-  STEPS: tl.constexpr = F // SPLITS // BK
-  first = split * (F // SPLITS)
-  acc = _multiply(w_ptr + tile * BN * F, x_ptr, first, M, F, BN, R, BK, STEPS)
-  _write_part(acc, part_ptr, tile, split, M, BN, R, SPLITS)
+  w_ptr += tile * BN * F
+  _make_part(w_ptr, x_ptr, part_ptr, tile, split, M, F, BN, R, BK, SPLITS)
   if not _is_last(count_ptr, tile, SPLITS):
     return
   r, n = tl.arange(0, R), tl.arange(0, BN)
