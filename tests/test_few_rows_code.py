@@ -137,7 +137,9 @@ def tensor_core(machine: machine_code.Machine) -> set[str]:
   return {re.sub(r"(m64)n\d+(k16)", r"\1nR\2", text) for text in found}
 
 
-@pytest.mark.parametrize("model", ["qwen3-0.6b", "smollm2", "qwen2.5-7b"])
+@pytest.mark.parametrize(
+  "model", ["qwen3-0.6b", tiny.slow("smollm2"), tiny.slow("qwen2.5-7b")]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_spill_nothing_and_fit_an_sm(name, model):
   for R in (16, 64):
@@ -159,7 +161,9 @@ def test_a_drafters_kernels_spill_nothing_and_fit_an_sm(kind):
       assert_fits(built(call))
 
 
-@pytest.mark.parametrize("model", ["qwen3-0.6b", "smollm2", "qwen2.5-7b"])
+@pytest.mark.parametrize(
+  "model", ["qwen3-0.6b", tiny.slow("smollm2"), tiny.slow("qwen2.5-7b")]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_change_no_order_of_sums(name, model):
   """The same tensor core instruction but for its N; sums over the same threads."""

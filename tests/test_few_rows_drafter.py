@@ -229,6 +229,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_kernels_are_found(fault, interpreted, monkeypatch, tmp_path):
   name, change = FAULTS[fault]
@@ -238,6 +239,7 @@ def test_faults_of_kernels_are_found(fault, interpreted, monkeypatch, tmp_path):
     assert_as_reference(config_of("eagle2 with a bias"), "tree")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "fault",
   [

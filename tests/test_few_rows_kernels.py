@@ -93,7 +93,9 @@ def passes(config, kind, rows):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind, rows", [(1, 1), (4, 3), ("tree", 3), tiny.slow(16, 2)])
+@pytest.mark.parametrize(
+  "kind, rows", [(1, 1), tiny.slow(4, 3), ("tree", 3), tiny.slow(16, 2)]
+)
 @pytest.mark.parametrize("impl", ["triton", "ref"])
 def test_a_pass_is_that_of_the_target(name, kind, rows, impl):
   """With biases, and with norms of queries and keys."""
@@ -103,7 +105,7 @@ def test_a_pass_is_that_of_the_target(name, kind, rows, impl):
 # A vocabulary of whole tiles per device, with a part of one, not split.
 @pytest.mark.parametrize("vocabulary", [256, 260, tiny.slow(257)])
 @pytest.mark.parametrize(
-  "impl, devices", [("triton", 2), tiny.slow("triton", 4), ("ref", 2), ("ref", 4)]
+  "impl, devices", [("triton", 2), tiny.slow("triton", 4), tiny.slow("ref", 2), ("ref", 4)]
 )
 def test_the_devices_of_a_slice_make_a_pass_of_the_target(impl, devices, vocabulary):
   config = dataclasses.replace(
@@ -117,6 +119,7 @@ def test_the_devices_of_a_slice_make_a_pass_of_the_target(impl, devices, vocabul
   assert_as_target(config, passes(config, "tree", 3), impl, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "fault",
   [
@@ -164,6 +167,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*PRODUCTS, *ATTENTION])
 def test_faults_are_found(fault, monkeypatch, tmp_path):
   """In the kernels themselves."""
@@ -244,7 +248,7 @@ def test_parts_of_a_product_have_the_bits_of_a_row_alone():
       np.testing.assert_array_equal(one[rows].view(np.uint16), other.view(np.uint16))
 
 
-@pytest.mark.parametrize("fault", [None, ("acc * by", "acc * by * M")])
+@pytest.mark.parametrize("fault", [None, tiny.slow(("acc * by", "acc * by * M"))])
 def test_the_kernel_is_named_whose_rows_depend_on_others(fault, monkeypatch, tmp_path):
   triton = kernels.of("triton")
   mutant = mutants.load(triton.products.__file__, fault, tmp_path)

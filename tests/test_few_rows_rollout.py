@@ -87,7 +87,7 @@ def assert_same_bits(a, b):
     (TREE, 4, 1),
     tiny.slow(None, 1, 1),
     tiny.slow(TREE, 1, 1),
-    (TREE, 4, 2),
+    tiny.slow(TREE, 4, 2),
     tiny.slow(None, 1, 2),
   ],
   ids=str,

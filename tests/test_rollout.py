@@ -201,7 +201,11 @@ def test_tokens_do_not_depend_on_the_schedule(**options):
 
 @pytest.mark.parametrize(
   "options",
-  [{}, dict(page_tokens=8, chunk=5), dict(page_tokens=8, chunk=5, cache_tokens=200)],
+  [
+    tiny.slow({}),
+    tiny.slow(dict(page_tokens=8, chunk=5)),
+    dict(page_tokens=8, chunk=5, cache_tokens=200),
+  ],
 )
 def test_features_are_those_of_a_forward_pass(options):
   """Kept features equal the hidden states of whole sequences, prompt included."""

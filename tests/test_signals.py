@@ -89,7 +89,9 @@ def train(home, tmp_path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [INT, tiny.slow(TERM)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+  "stage", [tiny.slow(x) if x in ("update", "figures") else x for x in STAGES]
+)
 def test_a_signal_ends_a_run_in_order(home, tmp_path, stage, number):
   """With what it has done saved, in a line or two, and the status that SIGTERM has."""
   where, saves, step = STAGES[stage]
@@ -125,7 +127,7 @@ def test_a_long_compilation_does_not_keep_a_run_that_has_nothing_to_save(home, t
 @pytest.mark.parametrize(
   "command, stage, step",
   [
-    ("warm_start", "tlt_jax.rl.learner:Learner.train 2", 2),
+    tiny.slow("warm_start", "tlt_jax.rl.learner:Learner.train 2", 2),
     ("train_drafter", "tlt_jax.spec_decode.spot.offline:DraftLearner.train 2", 2),
   ],
 )

@@ -89,7 +89,7 @@ def assert_same(made, a, b):
   np.testing.assert_allclose(a.logp_filtered[same], b.logp_filtered[same], atol=1e-5)
 
 
-@pytest.mark.parametrize("depth", range(1, 9))
+@pytest.mark.parametrize("depth", [1, 3, 8, *map(tiny.slow, (2, 4, 5, 6, 7))])
 def test_a_chain_of_any_depth_draws_the_same(depth):
   made, samples = plain()
   strategy = dataclasses.replace(CHAIN, depth=depth)
