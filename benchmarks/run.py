@@ -112,7 +112,12 @@ class Shared:
     algorithm = algorithm_lib.make(**config.algorithm)
     self.config = config
     self.learner = from_config.make_learner(
-      config.learner, config.optimizer, model, algorithm, mesh
+      config.learner,
+      config.optimizer,
+      model,
+      algorithm,
+      mesh,
+      config.rollout.kernels,
     )
     self.reference = from_config.copy_reference(algorithm, params)
     self.go_on_from(self.learner.init(params))

@@ -136,7 +136,12 @@ def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
   config = run.config
   algorithm = algorithm_lib.make(**config.algorithm)
   learner = from_config.make_learner(
-    config.learner, config.optimizer, run.model, algorithm, run.mesh
+    config.learner,
+    config.optimizer,
+    run.model,
+    algorithm,
+    run.mesh,
+    config.rollout.kernels,
   )
   count = config.batch.prompts * config.batch.responses
   tables, scored = ["sampler_logp"], False

@@ -79,9 +79,10 @@ def runs(target: str, program: str) -> bool:
 
 def kernels_of(target: str, program: str) -> tuple[str, ...]:
   """Implementations of a program's kernels: the platform's, and XLA alone."""
-  if program in ("fill", "update"):  # have no such kernels
+  platform = aot_machines.TARGETS[target].platform
+  if program == "fill" or (program == "update" and platform == "tpu"):  # without kernels
     return ("ref",)
-  return _KERNELS[aot_machines.TARGETS[target].platform]
+  return _KERNELS[platform]
 
 
 class Program(NamedTuple):
@@ -217,7 +218,7 @@ def made(
 ) -> Program:
   """A program and the shapes of its arguments; see `lower`."""
   if program == "update":
-    return _update(mesh, model)
+    return _update(mesh, model, kernels)
   return _of_rollout(program, mesh, kernels, model, slots, rows)
 
 
@@ -272,10 +273,15 @@ def _parameters(mesh, abstract, dtype: str = "float32"):
   return jax.tree.map(lambda x: x.update(dtype=dtype), placed)
 
 
-def _update(mesh, model):
+def _update(mesh, model, kernels):
   """The learner's update by GRPO, and its arguments."""
   learner = learner_lib.make(
-    model, algorithm.make("grpo"), optax.adamw(1e-6), mesh, buckets=_LEARNER_ROWS
+    model,
+    algorithm.make("grpo"),
+    optax.adamw(1e-6),
+    mesh,
+    buckets=_LEARNER_ROWS,
+    kernels=kernels,
   )
   return of_update(learner, ROWS)
 

@@ -275,10 +275,11 @@ def make_learner(
   model: model_lib.ModelConfig,
   algorithm: algorithm_lib.Algorithm,
   mesh: jax.sharding.Mesh,
+  kernels: str | None = None,
 ) -> learner_lib.Learner:
-  """The learner of a policy."""
+  """The learner of a policy, with the kernels of the rollout."""
   rule = optimizer.make(**optimizer_options)
-  return learner_lib.make(model, algorithm, rule, mesh, **vars(options))
+  return learner_lib.make(model, algorithm, rule, mesh, **vars(options), kernels=kernels)
 
 
 def copy_reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:

@@ -176,7 +176,12 @@ def of_run(
   run = described(config, from_config.make_selector(config), stops, machine)
   algorithm = algorithm_lib.make(**config.algorithm)
   learner = from_config.make_learner(
-    config.learner, config.optimizer, run.model, algorithm, run.mesh
+    config.learner,
+    config.optimizer,
+    run.model,
+    algorithm,
+    run.mesh,
+    config.rollout.kernels,
   )
   state, drafter = learner.abstract_state(), run.drafter()
   spot = from_config.make_draft_trainer(

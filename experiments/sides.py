@@ -172,7 +172,12 @@ def make_training_sides(
   model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config.algorithm)
   learner = from_config.make_learner(
-    config.learner, config.optimizer, model, algorithm, mesh
+    config.learner,
+    config.optimizer,
+    model,
+    algorithm,
+    mesh,
+    config.rollout.kernels,
   )
   return {name: TrainingSide(name, config, learner, params) for name in names}
 

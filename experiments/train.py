@@ -63,7 +63,12 @@ def main(config: config_lib.RunConfig):
   algorithm = algorithm_lib.make(**config.algorithm)
   signal = equal_rewards.Watch(config, algorithm)
   learner = from_config.make_learner(
-    config.learner, config.optimizer, model, algorithm, mesh
+    config.learner,
+    config.optimizer,
+    model,
+    algorithm,
+    mesh,
+    config.rollout.kernels,
   )
   reference = learner.offload(from_config.copy_reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)

@@ -117,7 +117,7 @@ def built(call: dict, capability: int = 90) -> machine_code.Machine:
     constants,
     call["num_warps"],
     call["num_stages"],
-    call["fused"],
+    call.get("fused", True),
   )
 
 

@@ -98,6 +98,7 @@ def make_trainer(
     remat=learner.remat,
     only=learner.only,
     offloads=learner.offloads,
+    kernels=learner.kernels,
   )
 
 

@@ -184,6 +184,7 @@ def make(
   remat: bool = True,
   only: str = "",
   offload: bool = False,
+  kernels: str | None = None,
 ) -> Learner:
   """A learner for one model, algorithm, optimizer and mesh.
 
@@ -202,6 +203,7 @@ def make(
       are trained; '': all
     offload: whether float32 weights, moments, critic and reference wait in the host's
       memory while they are not used, as in rollouts
+    kernels: of attention, a name of `implementations.NAMES`; None: the default
   Raises:
     ValueError: `buckets` are none or out of order, `only` is no regular expression
   """
@@ -220,4 +222,5 @@ def make(
     remat=remat,
     only=only,
     offloads=offload,
+    kernels=kernels,
   )

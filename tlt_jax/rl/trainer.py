@@ -66,6 +66,7 @@ class Trainer:
   remat: bool
   only: str
   offloads: bool = False
+  kernels: str | None = None  # of attention, see `implementations`
   pool: programs.Pool = dataclasses.field(default_factory=programs.Pool)
 
   def abstract_params(self) -> dict:
@@ -257,7 +258,7 @@ class Trainer:
       params | outside,
       self._runs,
       packed.tokens,
-      packed_attention.Segments(packed.segments),
+      packed_attention.Segments(packed.segments, kernels=self.kernels),
       rotations.at(packed.positions),
       gather=gather,
       remat=self.remat,

@@ -4,6 +4,7 @@ import chex
 import flax.struct
 import jax
 
+from tlt_jax.pallas_kernels import implementations
 from tlt_jax.pallas_kernels.packed_attention import blockwise
 
 
@@ -14,19 +15,29 @@ class Segments:
   ids: jax.Array  # i32[B T]  one number per segment of a row; 0 is padding
   # Tokens that each attends to, itself included; None: all before it.
   window: int | None = flax.struct.field(pytree_node=False, default=None)
+  # Of `implementations.NAMES`; None: the default. The kernel is for NVIDIA GPUs.
+  kernels: str | None = flax.struct.field(pytree_node=False, default=None)
 
 
 def packed_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segments: Segments,
 ) -> jax.Array:
   """Causal grouped-query attention of f[B T N H] to f[B K T H] within segments.
 
   Query head n uses kv head n // G. Products are summed in float32, and memory grows with T,
-  not with its square, in the gradient as well.
+  not with its square, in the gradient as well. Gradients are the same in every run. What
+  padding gets is finite, and means nothing.
   """
   B, T, N, H = q.shape
   K = k.shape[1]
   chex.assert_shape([k, v], (B, K, T, H))
   chex.assert_is_divisible(N, K)
   chex.assert_shape(segments.ids, (B, T))
+  if implementations.choose(segments.kernels) == "triton":
+    kernel = implementations.load(__name__, "triton")
+    if kernel.fits(H, q.dtype):
+      return kernel.packed_attention(q, k, v, segments.ids, segments.window)
   return blockwise.packed_attention(q, k, v, segments.ids, segments.window)
