@@ -88,7 +88,7 @@ class _Head:
     token += self._first
     logits = layers.linear(features, w, jnp.float32) / temperature[:, None]
     logits = layers.mask_unused(logits, self._config, token)
-    is_target = is_new & (token == targets[:, None]) & (logits > _MASKED)
+    is_target = is_new & (token == targets[:, None])
     return jnp.where(is_new, logits, _MASKED), is_target
 
 
@@ -159,6 +159,7 @@ def _backward(config, saved, d_scores):
         logits, is_target = blocks.logits(i, w, *tokens)
         logp = logits - log_sum[:, None]
         d_z = d_entropy[:, None] * (logp + entropy[:, None]) + d_logp[:, None]
+        is_target &= logits > _MASKED  # else its logit is a constant
         d_z = jnp.where(is_target, d_logp[:, None], 0) - jnp.exp(logp) * d_z
         d_z = (d_z / tokens[2][:, None]).astype(w.dtype)
         if d_w is not None:
