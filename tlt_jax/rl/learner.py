@@ -21,9 +21,8 @@ from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import critic as critic_lib
+from tlt_jax.rl import log_probability
 from tlt_jax.rl import trainer
-
-LOGIT_CHUNK = 2048  # tokens per slice, about, whose f32 logits exist at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,34 +143,17 @@ class Learner(trainer.Trainer):
     return share, {"policy/entropy": entropy, **metrics}
 
   def _score(self, params, packed: packing.Packed, temperature, rotations):
-    """Log-probabilities and entropies of the targets, f32[rows T] each, by chunks."""
+    """Log-probabilities and entropies of the targets, f32[rows T] each."""
     outside, features = self.features(params, packed, rotations)
-    model = target.Target(self.config)
-
-    @jax.checkpoint
-    def head(chunk):
-      features, targets, temperature = chunk
-      temperature = jnp.where(temperature > 0, temperature, 1.0)
-      logits = model.apply({"params": outside}, features, method=target.Target.logits)
-      logp = jax.nn.log_softmax(logits / temperature[..., None], -1)
-      entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
-      return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy
-
-    rows, T = packed.targets.shape
-    least = min(-(-rows * T // LOGIT_CHUNK), T)
-    count = next((n for n in range(least, 2 * least) if T % n == 0), least)
-    size = -(-T // count)
-
-    def cut(x):
-      x = jnp.pad(x, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x.ndim - 2))
-      return x.reshape(rows, count, size, *x.shape[2:]).swapaxes(0, 1)
-
-    chunks = features, packed.targets, temperature[packed.sequence_idx]
-
-    def join(x):
-      return x.swapaxes(0, 1).reshape(rows, -1)[:, :T]
-
-    return jax.tree.map(join, jax.lax.map(head, jax.tree.map(cut, chunks)))
+    temperature = jnp.where(temperature > 0, temperature, 1.0)[packed.sequence_idx]
+    found = log_probability.scores(
+      self.config,
+      features.reshape(-1, features.shape[-1]),
+      target.output_head(self.config, outside),
+      packed.targets.reshape(-1),
+      temperature.reshape(-1),
+    )
+    return tuple(x.reshape(packed.targets.shape) for x in found)
 
 
 def make(
