@@ -240,12 +240,15 @@ class Drafter(nn.Module):
     ids = config.target_ids if config.vocab else None
     return target.output_head(config.layer, frozen, ids)
 
+  def before_head(self, h: jax.Array) -> jax.Array:
+    """The input of the head, f[... D]."""
+    chex.assert_axis_dimension(h, -1, self.config.layer.width)
+    return drafters.find(self.config.kind).before_head(self, h)
+
   def logits(self, head: jax.Array, h: jax.Array) -> jax.Array:
     """f[... D] -> f32[... U], of the tokens `config.target_ids`, by `output_head`."""
-    chex.assert_axis_dimension(h, -1, self.config.layer.width)
     with self._precision():
-      h = drafters.find(self.config.kind).before_head(self, h)
-      logits = self.head_by(h, head)
+      logits = self.head_by(self.before_head(h), head)
     ids = self.config.target_ids if self.config.vocab else None
     return layers.mask_unused(logits, self.config.layer, ids)
 

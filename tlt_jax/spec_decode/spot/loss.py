@@ -19,9 +19,9 @@ EAGLE-3 (https://arxiv.org/abs/2503.01840), which leaves out positions whose lik
 token the drafter lacks, needs all V.
 """
 
-from collections.abc import Callable
+import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import chex
 import jax
@@ -41,7 +41,10 @@ DISTANCES = ("cross_entropy", "total_variation")
 DECAY = 0.8  # weight of a drafting step relative to the one before
 REGRESSION = 0.1  # weight of the feature loss, for drafters that predict features
 
-_BLOCK = 2**23  # logits computed at a time, 32 MB; a few such arrays coexist
+# Logits computed at a time, 32 MB, or those of so many rows (positions and drafting steps):
+# a product of fewer rows waits for the head, which is read three times a block. A few such
+# arrays coexist.
+_LOGITS, _ROWS = 2**23, 512
 
 
 @ranges.options
@@ -101,28 +104,34 @@ def loss(
   by = layers.rotation(drafter.layer, packed.positions, rotations)
   unroll = functools.partial(apply, method=drafter_lib.Drafter.unroll)
   outputs = unroll(frozen, drafter_input, packed.targets, by, mask, options.steps)
-  drawn = _ahead(packed.targets)
-  goal = _goals(options, drafter, config, frozen, _ahead(final), drawn)
   head = apply(frozen, method=drafter_lib.Drafter.output_head)
-  logits = functools.partial(apply, head, method=drafter_lib.Drafter.logits)
+  goal_head = target.output_head(config, frozen, drafter.vocab and drafter.target_ids)
+  final = _ahead(final)
   # Pair t is trained where token t+2 is a response token of the same sequence.
   inside = _ahead(packed.mask) & (_ahead(packed.positions) > 0)
-  metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
+  valid = [inside & (packed.positions >= k) for k in range(options.steps)]
+  valid = jnp.stack(valid, -1).astype(jnp.float32)
   is_new = None
   if updates is not None and options.cross_entropy_updates:
     is_new = updates < options.cross_entropy_updates
-  total = 0.0
+  has = np.zeros(config.vocab_size, bool)
+  has[drafter.target_ids] = True
+  known = jnp.asarray(has)[_ahead(packed.targets)]
+  x = apply(jnp.stack(outputs, 2), method=drafter_lib.Drafter.before_head)
+  goal = _Goal(goal_head, is_new), _Goals(final, known, valid)
+  total, sums = _compare(_Comparison(options, drafter), x, head, *goal)
+  shares, agreed = jax.lax.stop_gradient(sums)
+  metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
   for k, h in enumerate(outputs):
-    valid = (inside & (packed.positions >= k)).astype(jnp.float32)
-    distance, variation = _distances(options, logits, h, goal, is_new)
-    share = jnp.sum(distance * valid)
+    share = shares[k]
     if drafter.predicts_features:
-      error = jnp.abs(h - _ahead(final)).astype(jnp.float32)
+      error = jnp.abs(h - final).astype(jnp.float32)
       smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5)  # smooth L1
-      share += REGRESSION * jnp.sum(jnp.mean(smooth, -1) * valid)
-    total += DECAY**k * share
+      regression = REGRESSION * jnp.sum(jnp.mean(smooth, -1) * valid[..., k])
+      total += DECAY**k * regression
+      share += regression
     metrics[f"loss_{k + 1}"] = share
-    metrics[f"agreement_{k + 1}"] = jnp.sum((1 - variation) * valid)
+    metrics[f"agreement_{k + 1}"] = agreed[k]
   return total, metrics
 
 
@@ -131,65 +140,105 @@ def _ahead(x: jax.Array) -> jax.Array:
 
 
 class _Goal(NamedTuple):
-  p: jax.Array  # f32[rows T U]  the target's, renormalised within them
-  known: jax.Array  # bool[rows T]  whether the drawn token is one of them
+  head: jax.Array  # f[U D]  the target's, of the drafter's tokens
+  is_new: jax.Array | None  # bool[]  whether cross-entropy is trained; None: no
 
 
-def _goals(options, drafter, config, target_params, final, drawn) -> _Goal:
-  ids = drafter.target_ids
-  some = ids if drafter.vocab else None
-  logits = functools.partial(
-    target.Target(config).apply,
-    {"params": target_params},
-    head=target.output_head(config, target_params, some),
-    ids=some,
-    method=target.Target.logits,
-  )
-  p = _by_positions(
-    lambda final: jax.nn.softmax(logits(final) / options.temperature, -1), len(ids), final
-  )
-  known = np.zeros(config.vocab_size, bool)
-  known[ids] = True
-  return _Goal(p, jnp.asarray(known)[drawn])
+class _Goals(NamedTuple):
+  final: jax.Array  # f[rows T D]  the target's state, from which the token was drawn
+  known: jax.Array  # bool[rows T]  whether the drafter has that token
+  valid: jax.Array  # f32[rows T K]  whether a drafting step is trained
 
 
-def _distances(
-  options, logits: Callable, h: jax.Array, goal: _Goal, is_new: jax.Array | None
-):
-  """The trained distance, and total variation: f32[rows T] each, of outputs h f[rows T D].
+class _Sums(NamedTuple):
+  distance: jax.Array  # f32[K]  the trained one
+  agreement: jax.Array  # f32[K]
 
-  `is_new` bool[]: this is one of the `cross_entropy_updates`; None: it is not.
-  """
-  by_variation = options.distance == "total_variation"
 
-  def distances(of):
-    h, (p, known) = of
-    logq = jax.nn.log_softmax(logits(h) / options.temperature, -1)
-    variation = 0.5 * jnp.sum(jnp.abs(p - jnp.exp(logq)), -1)
-    variation = jnp.where(known, variation, 1.0)
-    if by_variation and is_new is None:
-      return variation, variation
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+  options: Loss
+  drafter: drafter_lib.DrafterConfig
+
+  def of_block(self, x, head, goal: _Goal, goals: _Goals):
+    """The results of `_compare`, and their gradient by x and a trained head.
+
+    Probabilities are made from their logarithms in every use: so no array holds them.
+    """
+    logp = self._log_softmax(layers.linear(goals.final, goal.head, jnp.float32))
+    logq = self._log_softmax(layers.linear(x, head, jnp.float32))
+    p, q = jnp.exp(logp)[:, :, None], jnp.exp(logq)
+    known = goals.known[..., None]
+    variation = jnp.where(known, 0.5 * jnp.sum(jnp.abs(p - q), -1), 1.0)
     cross_entropy = jnp.where(known, -jnp.sum(p * logq, -1), 0.0)
-    if by_variation:
-      return jnp.where(is_new, cross_entropy, variation), variation
-    return cross_entropy, variation
+    by_variation = 0.5 * jnp.sign(q - p) * q
+    by_variation -= q * jnp.sum(by_variation, -1, keepdims=True)
+    pairs = (cross_entropy, q - p), (variation, by_variation)
+    if self.options.distance == "cross_entropy":
+      distance, by_z = pairs[0]
+    elif goal.is_new is None:
+      distance, by_z = pairs[1]
+    else:
+      distance, by_z = (jnp.where(goal.is_new, *of) for of in zip(*pairs, strict=True))
+    weights = DECAY ** np.arange(self.options.steps, dtype=np.float32)
+    sums = _Sums(*(jnp.sum(y * goals.valid, (0, 1)) for y in (distance, 1 - variation)))
+    each = goals.valid * known * weights / self.options.temperature
+    by_z = (each[..., None] * by_z).astype(x.dtype)
+    by_x = jax.lax.dot_general(by_z, head.astype(x.dtype), (((3,), (0,)), ((), ())))
+    by_head = None
+    if self.drafter.has_own_head:
+      rows = ((0, 1, 2), (0, 1, 2)), ((), ())
+      by_head = jax.lax.dot_general(by_z, x, rows, preferred_element_type=jnp.float32)
+    return (jnp.sum(sums.distance * weights), sums), by_x, by_head
 
-  return _by_positions(distances, goal.p.shape[-1], (h, goal))
+  def _log_softmax(self, z: jax.Array) -> jax.Array:
+    ids = self.drafter.target_ids if self.drafter.vocab else None
+    z = layers.mask_unused(z, self.drafter.layer, ids)
+    return jax.nn.log_softmax(z / self.options.temperature, -1)
 
 
-def _by_positions(f: Callable, width: int, x: Any) -> Any:
-  """Computes f of arrays [rows T ...] in blocks of positions that fit `_BLOCK`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compare(
+  comparison: _Comparison, x: jax.Array, head: jax.Array, goal: _Goal, goals: _Goals
+) -> tuple[jax.Array, _Sums]:
+  """The weighted sum over drafting steps, which alone has a gradient, and `_Sums`.
 
-  `width` numbers per row and position are the largest array that f makes.
+  Of x f[rows T K D] and the head f[U D]. The gradient is computed at once, block by block
+  of positions, so that no logits are kept or computed twice; by the logits it is rounded
+  to the dtype of x before it is multiplied.
   """
-  rows, T = jax.tree.leaves(x)[0].shape[:2]
-  # A power of two: mostly no rest is left, which would be a separate program.
-  at_once = 1 << max((_BLOCK // (rows * width)).bit_length() - 1, 0)
-  if T <= at_once:
-    return f(x)
+  return _compare_and_derive(comparison, x, head, goal, goals)[0]
 
-  def swap_axes(x):
-    return jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), x)
 
-  blocks = jax.lax.map(jax.checkpoint(f), swap_axes(x), batch_size=at_once)
-  return swap_axes(blocks)
+def _compare_and_derive(comparison, x, head, goal, goals):
+  rows, T, K, _ = x.shape
+  at_once = max(max(_LOGITS // len(head), _ROWS) // (rows * K), 1)
+  count = -(-T // at_once)
+  size = -(-T // count)
+
+  def cut(y):  # the positions after the last are not valid
+    y = jnp.pad(y, [(0, 0), (0, count * size - T)] + [(0, 0)] * (y.ndim - 2))
+    return y.reshape(rows, count, size, *y.shape[2:]).swapaxes(0, 1)
+
+  def add(by_head, block):
+    x, goals = block
+    found, by_x, more = comparison.of_block(x, head, goal, goals)
+    return None if more is None else by_head + more, (found, by_x)
+
+  with jax.default_matmul_precision(target.matmul_precision(x.dtype.name)):
+    if count == 1:
+      found, *derived = comparison.of_block(x, head, goal, goals)
+      return found, derived
+    zeros = jnp.zeros_like(head, jnp.float32) if comparison.drafter.has_own_head else None
+    by_head, (found, by_x) = jax.lax.scan(add, zeros, jax.tree.map(cut, (x, goals)))
+  by_x = by_x.swapaxes(0, 1).reshape(rows, count * size, *x.shape[2:])[:, :T]
+  return jax.tree.map(lambda y: jnp.sum(y, 0), found), (by_x, by_head)
+
+
+def _multiply(comparison, derived, cotangents):
+  of_total, _ = cotangents
+  by_x, by_head = jax.tree.map(lambda y: (of_total * y).astype(y.dtype), derived)
+  return by_x, by_head, None, None
+
+
+_compare.defvjp(_compare_and_derive, _multiply)
