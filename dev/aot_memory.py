@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import re
 import time
@@ -26,15 +25,12 @@ import jax
 
 from dev import aot_machines
 from dev import aot_programs
+from dev import aot_run
 from experiments import config as config_lib
-from experiments import from_config
 from experiments import launch
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import trees
-from tlt_jax.rl import algorithm as algorithm_lib
-from tlt_jax.spec_decode import rollout as rollout_lib
-from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _DEVICES = flags.DEFINE_string("devices", "8x80", memory_plan.DRY_RUN_ON)
 _TARGET = flags.DEFINE_enum("target", "h200", ["h200", "v6e"], "Kind of the devices.")
@@ -45,7 +41,6 @@ _PROGRAMS = flags.DEFINE_string(
 _WORKDIR = flags.DEFINE_string("workdir", "runs/aot/memory", "Of compiled programs.")
 _OUTPUT = flags.DEFINE_string("output", "experiments/results/aot/memory", "The report.")
 
-_KERNELS = {"h200": "triton", "v6e": "pallas"}
 _UPDATE = ("update", "score", "to_rollout")  # the learner's programs
 # Programs whose results the plan lists among the arrays.
 _PLANNED_RESULTS = ("fill", "to_rollout")
@@ -87,74 +82,6 @@ class Compiled(NamedTuple):
     return padded + (self.all_layers.temp if planned else self.all_layers.beside)
 
 
-def target_of(devices: int, model: int, name: str) -> aot_machines.Target:
-  """The target of so many devices, in slices of `model` devices.
-
-  Args:
-    name: "h200" or "v6e"
-  Raises:
-    ValueError: TPUs do not come in that number
-  """
-  if name == "h200":
-    return aot_machines.Target("cuda", f"1x1x{devices}", devices, model)
-  log = devices.bit_length() - 1
-  if devices != 2**log or not 4 <= devices <= 256:
-    raise ValueError(f"v6e come as 4, 8, 16, 32, 64, 128 or 256 devices, not {devices}")
-  topology = f"v6e:{2 ** (log // 2)}x{2 ** (log - log // 2)}"
-  return aot_machines.Target("tpu", topology, devices, model)
-
-
-def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Program]:
-  """The programs of a run's rollouts and learner, by name and bucket.
-
-  Args:
-    run: the devices of its mesh need not exist
-    stops: stop tokens per request
-  """
-  config, drafter = run.config, run.drafter()
-  options = from_config.rollout_options(config)
-  spot = from_config.make_draft_trainer(
-    config.spot,
-    config.sampling.temperature,
-    config.max_length,
-    run.model,
-    run.mesh,
-    drafter,
-  )
-  drafting = None
-  if spot is not None:
-    drafting = aot_programs.abstract_spot(*spot)
-  elif drafter is not None:
-    drafting = spot_lib.Frozen(drafter, run.draft_params(drafter))
-  engine = rollout_lib.make(run.model, run.mesh, options, drafting, run.selector)
-  made = aot_programs.of_rollout(engine, run.weights(), stops)
-  found = {" ".join(map(str, (name, *key[:1]))): made[name, *key] for name, *key in made}
-  return found | _of_learner(run)
-
-
-def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
-  config = run.config
-  algorithm = algorithm_lib.make(**config.algorithm)
-  learner = from_config.make_learner(
-    config.learner,
-    config.optimizer,
-    run.model,
-    algorithm,
-    run.mesh,
-    config.rollout.kernels,
-  )
-  count = config.batch.prompts * config.batch.responses
-  tables, scored = ["sampler_logp"], False
-  if learner.updates > 1:
-    tables, scored = [*tables, "old_logp"], True
-  if algorithm.uses_reference:
-    tables, scored = [*tables, "reference_logp"], True
-  found = {"update": aot_programs.of_update(learner, count // learner.updates, tables)}
-  if scored:
-    found["score"] = aot_programs.of_score(learner, count)
-  return found | {"to_rollout": aot_programs.of_sync(learner)}
-
-
 def compiled(program: aot_programs.Program, versions: dict, workdir) -> Bytes:
   """The compiler's memory analysis, from the folder if it is there already."""
   lowered = program.lower()
@@ -183,10 +110,10 @@ def compile_all(
 
   def programs_at(depth: int) -> dict[str, aot_programs.Program]:
     model = dataclasses.replace(run.model, num_layers=depth)
-    return programs(dataclasses.replace(run, model=model))
+    return aot_run.programs(dataclasses.replace(run, model=model))
 
   shallow, deep = layers
-  whole, cut = programs(run), {depth: programs_at(depth) for depth in layers}
+  whole, cut = aot_run.programs(run), {depth: programs_at(depth) for depth in layers}
   found = []
   for name, program in whole.items():
     if not re.search(chosen, name):
@@ -259,9 +186,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main(config: config_lib.RunConfig) -> None:
-  machine = memory_phases.Machine.parse(_DEVICES.value)
-  if machine is None:
-    raise ValueError("--devices is empty; it reads DEVICESxGIGABYTES, such as 64x80")
   if re.search(r"\d", config.learner.only):
     raise ValueError(
       f"learner.only={config.learner.only!r} names layers by number, which a policy "
@@ -269,19 +193,10 @@ def main(config: config_lib.RunConfig) -> None:
     )
   if len(_LAYERS.value) != 2 or len({*_LAYERS.value}) != 2:
     raise ValueError("--layers takes two depths, such as 2,4: a line needs two points")
-  layers = tuple(map(int, _LAYERS.value))
-  name, tensor = _TARGET.value, config.tensor_parallel
-  target = target_of(machine.devices, tensor, name)
-  os.environ.update(aot_machines.environment(target.platform))
-  jax.config.update("jax_platforms", "cpu")
-  config, _ = from_config.complete(config, machine)
-  plan = memory_plan.of_run(config, machine)
-  mesh = aot_machines.mesh_of(target)
-  kernels = config.rollout.kernels or _KERNELS[name]
-  config = trees.change(config, {"rollout.kernels": kernels})
-  selector = from_config.make_selector(config)
-  run = memory_plan.described(config, selector, stops=1, machine=machine)
-  run = dataclasses.replace(run, mesh=mesh)
+  layers, name = tuple(map(int, _LAYERS.value)), _TARGET.value
+  machine = memory_phases.Machine.parse(_DEVICES.value)
+  run, plan = aot_run.described(config, machine, name)
+  target = aot_run.target_of(machine.devices, config.tensor_parallel, name)
   versions = aot_machines.versions(target.platform)
   found = compile_all(run, _PROGRAMS.value, layers, versions, pathlib.Path(_WORKDIR.value))
   output = pathlib.Path(_OUTPUT.value)

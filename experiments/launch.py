@@ -21,13 +21,12 @@ from absl import app
 from absl import flags
 import jax
 
+from experiments import compile_cache
 from experiments import distributed
 from experiments import launcher
 from experiments import logs
 from tlt_jax import processes
 from tlt_jax import programs
-
-_COMPILED = pathlib.Path("~/.cache/tlt_jax/compiled").expanduser()
 
 
 def run(
@@ -128,9 +127,7 @@ def start(cpu_slices: int = 2) -> None:
   # With asynchronous dispatch, programs of one CPU device can fill its queue while another
   # device waits for it in a collective: a deadlock, seen on two cores.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
-  if not jax.config.jax_compilation_cache_dir:  # the second start compiles nothing
-    jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  compile_cache.start()
   distributed.join()
   devices, of = jax.devices(), ""
   if processes.count() > 1:

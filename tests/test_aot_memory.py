@@ -9,6 +9,7 @@ import pytest
 from dev import aot_machines
 from dev import aot_memory
 from dev import aot_programs
+from dev import aot_run
 from experiments import config as config_lib
 from experiments import from_config
 from experiments import memory_phases
@@ -60,7 +61,7 @@ def compiled(program: aot_programs.Program) -> aot_memory.Bytes:
 @pytest.mark.slow
 def test_what_compilers_say_of_arguments_is_what_the_plan_adds_up(config):
   """Of the programs of the run; where slices train, they do in chunks of their own."""
-  found = aot_memory.programs(run_of(config, 2))
+  found = aot_run.programs(run_of(config, 2))
   assert set(found) >= NAMES | {"chunk 4", "chunk+training 2"}
   plan = memory_plan.of_run(config, MACHINE)
   exact = {p.name: p.size for parts in plan.phases.values() for p in parts}

@@ -106,7 +106,7 @@ def _packed(
     if number is None or number % _ALIGNED == 0:
       aligned.append(n)
   options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fused)
-  compiled = _compile(kernel, kinds, aligned, constants, capability, options)
+  compiled = compile_kernel(kernel, kinds, aligned, constants, capability, options)
   code = gpu_triton.TritonKernel(
     compiled.metadata.name,
     num_warps,
@@ -126,7 +126,7 @@ def _packed(
   return zlib.compress(call.to_proto(name, b""))
 
 
-def _compile(kernel, kinds, aligned, constants, capability, options):
+def compile_kernel(kernel, kinds, aligned, constants, capability, options):
   import triton
   from triton.backends.compiler import GPUTarget
   from triton.compiler import ASTSource
