@@ -9,6 +9,7 @@ import pytest
 
 from tests import commands
 from tests import tiny
+from tlt_jax.models import config as config_lib
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated
@@ -49,8 +50,7 @@ def simulate(slices, lengths, slots=8, costs=COSTS, **changes):
 def counts(samples) -> list[tuple]:
   """What chunks count, in order."""
   return [
-    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes)
-    for c in samples.chunks
+    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes) for c in samples.chunks
   ]
 
 
@@ -88,8 +88,8 @@ def test_chunks_and_passes_of_speculation_are_those_of_a_rollout(slices, monkeyp
 
   def speculative(sizes):
     return rollout.make(
-    tiny.CONFIG, mesh, sizes, tiny.frozen("eagle2", 0), selector.always(CHAIN)
-  )
+      tiny.CONFIG, mesh, sizes, tiny.frozen("eagle2", 0), selector.always(CHAIN)
+    )
 
   accepted, one = {}, speculative(options(4, CHAIN.depth + 1, single=True))
   run = one.backend.run
@@ -181,22 +181,20 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
 
   Without acceptance it decodes plainly, else by chains.
   """
-  sizes = rollout.Options(
-    max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=(2,)
-  )
+  sizes = rollout.Options(max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=(2,))
 
   def run(**changes):
     return simulated.simulate(
-    simulated.Machine(2, MadeUp()),
-    tiny.CONFIG,
-    sizes,
-    requests_lib.make_requests([np.ones(5, np.int32)] * 4, max_tokens=2000),
-    np.array([1900, 5, 6, 7]),
-    selector=selector.make("up to 4 live: off or 3_1_4", "predictive", True),
-    acceptance=acceptance_lib.Rates([rate]),
-    rollouts=rollouts,
-    **changes,
-  )
+      simulated.Machine(2, MadeUp()),
+      tiny.CONFIG,
+      sizes,
+      requests_lib.make_requests([np.ones(5, np.int32)] * 4, max_tokens=2000),
+      np.array([1900, 5, 6, 7]),
+      selector=selector.make("up to 4 live: off or 3_1_4", "predictive", True),
+      acceptance=acceptance_lib.Rates([rate]),
+      rollouts=rollouts,
+      **changes,
+    )
 
   train = spot.Options(row_tokens=128, chunk_tokens=64, rows=8, carried_rows=4)
   frozen, trained = run(), run(spot=train)
@@ -218,6 +216,12 @@ def test_a_pass_reads_its_weights_and_caches():
   weights = 2 * (2 * layer + 64 * 32)
   caches = 2 * 2 * 2 * 16 * 2 * 10  # layers, k and v, heads, size, bytes, tokens
   assert costs.pass_s(1, 10) == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
+  rope = config_lib.Rope(1e4)  # the second layer sees 4 of the 10 tokens
+  kinds = config_lib.LayerKind(None, rope), config_lib.LayerKind(4, rope)
+  model = dataclasses.replace(tiny.CONFIG, layers=kinds)
+  caches *= (10 + 4) / (10 + 10)
+  windowed = dataclasses.replace(costs, model=model).pass_s(1, 10)
+  assert windowed == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
 
 
 def test_measured_costs_are_read_from_the_benchmark():

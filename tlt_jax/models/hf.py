@@ -473,6 +473,7 @@ def unparse_config(config: config_lib.ModelConfig) -> dict:
     "torch_dtype": config.dtype,
     "bos_token_id": None,  # the tokenizer's; transformers would fill in its own
     "eos_token_id": None,
+    "pad_token_id": None,
   }
   ours, read_back = dataclasses.asdict(config), dataclasses.asdict(parse_config(raw))
   del ours["unused_rows"]  # the tokenizer's
