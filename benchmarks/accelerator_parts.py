@@ -48,8 +48,8 @@ def parts(kind: str) -> tuple[Part, ...]:
     ),
     Part(
       "attention",
-      [(_KERNELS, "--only=attention", "--minutes=5")],
-      dry=[(_KERNELS, "--only=attention,sample", *_TINY)],
+      [(_KERNELS, "--only=packed,attention", "--minutes=5")],
+      dry=[(_KERNELS, "--only=attention,packed,sample", *_TINY)],
       minutes=6,
     ),
     Part(

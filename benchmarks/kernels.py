@@ -4,8 +4,9 @@
     python -m benchmarks.kernels --only=attention --minutes=5
 
 Parts: "bandwidth", of copying, and the peak of matrix products; "attention" of draft
-nodes to a cache, at the widths of Qwen2.5-7B and Qwen3-0.6B, in bfloat16; "sample", which
-draws tokens from logits; "cut", which finds what top-p keeps; "write", of new keys to a
+nodes to a cache, at the widths of Qwen2.5-7B and Qwen3-0.6B, in bfloat16; "packed",
+attention of a learner's rows, with and without gradients; "sample", which draws tokens from
+logits; "cut", which finds what top-p keeps; "write", of new keys to a
 cache. Each reports the error against float64, the time, and the share of the measured
 bandwidth and peak. Errors are printed; those of our kernels fail the command. The last line
 is JSON. `--dry_run` takes tiny sizes, on any machine.
@@ -27,6 +28,7 @@ from benchmarks import attention
 from benchmarks import device_time
 from benchmarks import drawing
 from benchmarks import machine
+from benchmarks import packed_rows
 from experiments import launch
 from experiments import tables
 from tlt_jax.pallas_kernels import cache_write
@@ -168,6 +170,13 @@ class Run:
     )
     return found | {"too_large": len(every) - len(fits)}
 
+  def packed(self) -> dict:
+    every = packed_rows.tiny_shapes() if self.dry_run else packed_rows.all_shapes()
+    return self.cells(
+      every,
+      lambda *shape: packed_rows.measure(*shape, self.kernels, self.machine, self.timing),
+    )
+
   def _fits(self, name, config, num_nodes, length) -> bool:
     """Whether three layouts of the cache and the reference's scores fit into memory."""
     slots = attention.ROWS * length
@@ -202,6 +211,7 @@ class Run:
 
 REPORTS = {
   "attention": attention.report,
+  "packed": packed_rows.report,
   "sample": drawing.report,
   "cut": drawing.report,
   "write": report_writes,

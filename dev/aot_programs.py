@@ -80,7 +80,7 @@ def runs(target: str, program: str) -> bool:
 def kernels_of(target: str, program: str) -> tuple[str, ...]:
   """Implementations of a program's kernels: the platform's, and XLA alone."""
   platform = aot_machines.TARGETS[target].platform
-  if program == "fill" or (program == "update" and platform == "tpu"):  # without kernels
+  if program == "fill" or (program, platform) == ("update", "tpu"):  # have no kernels
     return ("ref",)
   return _KERNELS[platform]
 

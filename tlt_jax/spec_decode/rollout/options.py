@@ -28,9 +28,9 @@ class Settings:
   )
   kernels: Literal[implementations.NAMES] | None = ranges.field(
     None,
-    "what attends, writes to caches and draws: 'pallas' on TPUs, 'triton' on NVIDIA GPUs, "
-    "'ref' (XLA alone) or 'interpret' (as on TPUs, very slowly) anywhere; None: the "
-    "fastest on this machine",
+    "what attends, in the learner too, writes to caches and draws: 'pallas' on TPUs, "
+    "'triton' on NVIDIA GPUs, 'ref' (XLA alone) or 'interpret' (as on TPUs, very slowly) "
+    "anywhere; None: the fastest on this machine",
   )
 
 
