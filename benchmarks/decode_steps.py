@@ -11,9 +11,11 @@ to read the target's weights and caches once, at the measured copy bandwidth, an
 aims of this project for an H200. What a strategy takes without drafting follows from its
 program's steps at two depths: a step less the drafts, a verifying pass. For the first of
 `--live` kernels and calls of CUDA's driver per step are counted. Then the computing of a
-drafter's KV, per token, and an update of its training are timed. Sides take turns; those
-that do not fit into memory, or into `--minutes`, are named. The last line is JSON, an input
-of `experiments.simulate --table`. `--dry_run` takes tiny sizes, on any machine.
+drafter's KV, per token, and an update of its training are timed: one of a run, on a
+micro-batch of `spot.Options`, compared with the plain step of the fewest live requests.
+Sides take turns; those that do not fit into memory, or into `--minutes`, are named. The
+last line is JSON, an input of `experiments.simulate --table`. `--dry_run` takes tiny sizes,
+on any machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +55,7 @@ AIMS = {  # milliseconds of plain steps of so many live requests, on an H200
   "qwen2.5-7b": {1: 4.6, 4: 4.6},
 }
 VERIFY_AIM = 1.1  # plain steps that a pass may take which verifies `3_1_4`
+UPDATE_AIM = 3.0  # plain steps that an update of the drafter may take
 _CHUNK = 64  # steps that are timed at a time
 _DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published drafters
 _UPDATES = 4  # of the drafter, that are timed at a time
@@ -162,16 +165,18 @@ def counts(step: Step) -> dict:
   return found | ({"trace_error": error} if error else {})
 
 
-def training(models: from_config.Models, tokens: int, repeats: int) -> dict:
+def training(models: from_config.Models, length: int, repeats: int) -> dict:
   """Times an update of the drafter on a micro-batch; returns as `device_time.in_turn`."""
   trainer, options = shapes.drafter_trainer(
-    models.model, models.drafter.config, models.mesh, longest=tokens
+    models.model, models.drafter.config, models.mesh, longest=length
   )
   program = trainer.make_train()
 
   def update() -> float:
     spot = spot_lib.Spot(trainer, options, models.drafter.params)
-    data = spot.on_nothing().replace(most=np.int32(_UPDATES))
+    sequence = np.arange(length, dtype=np.int32) % models.model.vocab_size
+    spot.buffer.add(0, sequence[:1], sequence[1:])
+    data = spot.training(_UPDATES)
     jax.block_until_ready(data)
     began = time.perf_counter()
     jax.block_until_ready(program(models.params, data).totals)
@@ -268,8 +273,7 @@ def measure_all(
         if live == lives[0] and "error" not in cell:
           cell |= counts(step)
         cells.append({"live": live, "kernels": kind, "strategy": name} | cell)
-  tokens = min(shapes.TRAINED_TOKENS, length)
-  update = training(models, tokens, repeats) if trains else None
+  update = training(models, length, repeats) if trains else None
   skip = {"skipped": "; ".join(skipped)} if skipped else {}
   return {"cells": cells, "fill": fills, "update": update} | skip
 
@@ -347,6 +351,12 @@ def report(name: str, found: dict, limit_s: Callable[[int], float]) -> None:
       print(f"drafter's {what}, microseconds: {device_time.micros(cell)}")
       if "error" in cell:
         print(f"failed: {what}: {cell['error']}")
+  update = found.get("update") or {}
+  if plain and "median_s" in update:
+    live, plain_s = min((live, plain_s) for (live, _), plain_s in plain.items())
+    update["of_plain"] = update["median_s"] / plain_s
+    ratio, aim = update["of_plain"], f"aim: at most {UPDATE_AIM:.0f}"
+    print(f"drafter's update: {ratio:.2f} plain steps of {live} live ({aim})")
   for cell in found["cells"]:
     if calls := cell.get("driver_calls"):
       often = ", ".join(f"{name} {n:.1f}" for name, n in sorted(calls.items()) if n >= 0.5)

@@ -5,12 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import target
+from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -58,7 +58,6 @@ MODELS = {
   "qwen3-0.6b": _QWEN3_0_6B,
   "qwen2.5-1.5b": _QWEN2_5_1_5B,
 }
-TRAINED_TOKENS = 2048  # of a drafter's micro-batch
 
 
 def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
@@ -119,17 +118,15 @@ def drafter_trainer(
   mesh: jax.sharding.Mesh,
   longest: int,
 ) -> tuple[trainer_lib.Trainer, spot_lib.Options]:
-  """The drafter's trainer for responses of up to `longest` tokens, and its options."""
-  options = spot_lib.Options(
-    row_tokens=min(TRAINED_TOKENS, longest), context_tokens=16, rows=8, carried_rows=4
-  )
+  """The trainer of a run's recipe, for responses of up to `longest` tokens; its options."""
+  options = spot_lib.Options(rows=8, carried_rows=4)
   trainer = spot_lib.make_trainer(
     config,
     drafter,
     mesh,
-    optimizer=optax.adamw(1e-4),
+    optimizer=optimizer.make(**spot_lib.OPTIMIZER),
     longest=longest,
-    loss=loss_lib.Loss(steps=3),
+    loss=loss_lib.Loss(),
     options=options,
   )
   return trainer, options

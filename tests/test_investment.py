@@ -14,21 +14,23 @@ CHAIN = strategy_lib.parse("3_1_4")
 BUCKET = 4
 PLAIN_S = 10.0  # seconds of a rollout that is decoded plainly
 UPDATE_S = 0.05
+ROWS = 64
 SHARE = 0.5
 NONE = investment_lib.Progress(0, 0, None)
 
 
 def drafter(q_first, per_e_fold):
   """A learning curve: updates -> how often its drafts are accepted."""
-  return lambda updates: 1 - math.exp(
-    math.log(1 - q_first) - per_e_fold * math.log(1 + updates / 20)
+  return lambda updates: (
+    1 - math.exp(math.log(1 - q_first) - per_e_fold * math.log(1 + updates / 20))
   )
 
 
 class World:
   """Rollouts of a policy, whose drafter trains when the account says so."""
 
-  def __init__(self, curve, cost=1.3, idle_updates=0, seed=0):
+  def __init__(self, curve, cost=1.3, idle_updates=0, seed=0, update_s=UPDATE_S):
+    self.update_s = update_s
     self.curve, self.cost, self.idle_updates = curve, cost, idle_updates
     self.account = investment_lib.Investment(SHARE)
     self.updates = 0
@@ -75,13 +77,14 @@ class World:
     progress = NONE
     if trains and self.idle_updates:
       progress = self.train(self.idle_updates)
-    wanted = account.end_rollout(seconds, progress, UPDATE_S * progress.updates)
-    assert 0 <= wanted <= SHARE * seconds + 1e-9
-    more = math.ceil(wanted / UPDATE_S)
+    idle_s = self.update_s * progress.updates
+    wanted = account.end_rollout(seconds, progress, idle_s, ROWS)
+    assert 0 <= wanted.seconds <= SHARE * seconds + 1e-9
+    more = min(math.ceil(wanted.seconds / self.update_s), int(wanted.updates))
     if more:
-      account.trained(self.train(more), more * UPDATE_S)
+      account.trained(self.train(more), more * self.update_s)
     self.idle.append(trains)
-    self.invested.append(wanted)
+    self.invested.append(more * self.update_s)
     self.rollout_s.append(seconds)
 
   def run(self, count):
@@ -102,6 +105,15 @@ def test_a_new_drafter_on_one_slice_pays_for_itself(seed):
   assert sum(world.rollout_s) + sum(world.invested) < 0.9 * 40 * PLAIN_S
   assert world.account.saved_s > sum(world.invested)
   assert world.account.invested_s == pytest.approx(sum(world.invested), rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cheap_updates_do_not_repeat_the_same_rows(seed):
+  """Half of a rollout's time would be a thousand updates on its few rows."""
+  world = World(drafter(*NEW), update_s=PLAIN_S / 2000, seed=seed).run(10)
+  assert max(world.invested) <= 4 * ROWS * world.update_s
+  assert world.invested[0] == max(world.invested)
+  assert sum(world.rollout_s) + sum(world.invested) < 0.75 * 10 * PLAIN_S
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -134,7 +146,7 @@ def test_a_drafter_whose_drafts_cannot_pay_is_given_up(seed):
 
 def test_nothing_is_invested_where_the_drafter_may_not_draft():
   account = investment_lib.Investment(SHARE)
-  assert account.end_rollout(10.0, NONE, 0.0) == 0.0
+  assert account.end_rollout(10.0, NONE, 0.0, ROWS).seconds == 0.0
 
 
 def test_an_account_goes_on_from_its_state():

@@ -18,6 +18,7 @@ from tlt_jax.spec_decode.spot import investment as investment_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
 
+_AT_ONCE_S = 0.05  # of training after a rollout by one program: the host waits for each
 _EXCHANGING = 0.01  # share of the time that slices which decode wait for exchanges
 _DECODING = 0.05  # least share of a chunk's time that a slice which decoded decoded
 
@@ -115,24 +116,31 @@ class Harvest:
     options, investment = spot.options, spot.investment
     in_rollout = len(samples.training)
     samples.micro_batch_s = self.clock.micro_batch_s
+    held = sum(bool(row.sizes) for rows in spot.buffer.rows for row in rows)
     wanted = investment.end_rollout(
       processes.of_first(rollout_s),  # all decide the same
       self._progress(samples.training),
       samples.harvested_s,
+      held / options.micro_batches_per_update,
     )
 
     def elapsed_s():
       return self.clock.now() - began
 
-    def more():
-      if processes.of_first(wanted - elapsed_s()) > 0:
-        return True
+    def more() -> int:
+      """Updates of each slice by the next program; 0: training ends."""
+      took_s = processes.of_first(elapsed_s())
+      made = sum(program["updates"] for program in samples.training[in_rollout:])
+      if took_s < wanted.seconds and made < wanted.updates:
+        within = min(_AT_ONCE_S, wanted.seconds - took_s) * made / max(took_s, 1e-9)
+        at_once = min(within, wanted.updates - made) / len(spot.buffer.rows)
+        return max(int(at_once), 1)
       free = scoring and investment.in_idle_slices
-      return bool(free) and processes.of_first(float(scoring())) > 0
+      return int(bool(free) and processes.of_first(float(scoring())) > 0)
 
     has_trained = False
-    while spot.buffer.holds_any and self.decide("more", more):
-      training = spot.training(options.micro_batches_per_update)
+    while spot.buffer.holds_any and (updates := self.decide("more", more)):
+      training = spot.training(updates * options.micro_batches_per_update)
       self._take(self.backend.train(params, training))
       has_trained = True
       if self._learnt(options.updates_per_exchange):

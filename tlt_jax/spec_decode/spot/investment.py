@@ -36,6 +36,9 @@ _FALLEN = 0.95  # relative acceptance, below which the policy has moved on
 _AGAIN = 20  # rollouts after which stopped training is tried again
 _FEW = 64  # drafts, below which an acceptance rate is too uncertain
 _LATE = 5  # recent rollouts, of which means are taken
+# Most passes over the rows after a rollout: by more a drafter learns these by heart, which
+# is no progress on new responses, as the curve assumes.
+_PASSES = 4
 # Updates of the flat start of a curve, and the agreement below which it is still flat:
 # training is not weighed before.
 _FLAT, _NEW = 400, 0.5
@@ -52,6 +55,13 @@ class Costs(NamedTuple):
   def seconds(self, q: float) -> float:
     ratios = [cost / sum(q**k for k in range(int(depth) + 1)) for depth, cost in self.arms]
     return min(self.without_s, self.plain_s * min(ratios))
+
+
+class Wanted(NamedTuple):
+  """Training after a rollout; it ends with the first of the two."""
+
+  seconds: float
+  updates: float
 
 
 class Progress(NamedTuple):
@@ -112,8 +122,13 @@ class Investment:
     without_s = before.without_s + (plain_s if drafted else seen.seconds)
     self._costs[seen.bucket, own] = Costs(without_s, before.plain_s + plain_s, costs)
 
-  def end_rollout(self, rollout_s: float, progress: Progress, idle_s: float) -> float:
-    """Books a rollout and idle slices' `progress`; returns seconds to train afterwards."""
+  def end_rollout(
+    self, rollout_s: float, progress: Progress, idle_s: float, updates_per_pass: float
+  ) -> Wanted:
+    """Books a rollout and idle slices' `progress`; returns what to train afterwards.
+
+    `updates_per_pass` over the rows that are kept.
+    """
     self.costs = [*self.costs, list(self._costs.values())][-_LATE:]
     if self.in_idle_slices:
       self.idle = [*self.idle, [progress.updates, idle_s]][-_LATE:]
@@ -123,7 +138,8 @@ class Investment:
     if self.points:
       saved_s = self._seconds(_share(self.first)) - self._seconds(_share(self._curve()[1]))
       self.saved_s += max(saved_s, 0.0)
-    return self._choose(rollout_s)
+    most = _PASSES * updates_per_pass
+    return Wanted(self._choose(rollout_s, most), most)
 
   def trained(self, progress: Progress, seconds: float) -> None:
     self.invested_s += seconds
@@ -139,7 +155,7 @@ class Investment:
       self.first = point[1] if self.first is None else self.first
     self.updates += progress.updates
 
-  def _choose(self, rollout_s: float) -> float:
+  def _choose(self, rollout_s: float, most_updates: float) -> float:
     """Seconds to train now; also decides whether idle slices train in the next rollout."""
     if not any(self.costs):  # the drafter cannot draft there
       return 0.0
@@ -151,6 +167,7 @@ class Investment:
     updates, idle_s = np.mean(self.idle or [[0, 0.0]], axis=0)
     idle, idle_each = _IDLE_PRICE * idle_s, _IDLE_PRICE * idle_s / max(updates, 1e-9)
     each = self.update_s or idle_s / max(updates, 1e-9)
+    most = min(most, most_updates * each) if each else most
     parts = (part * most for part in (1.0, 0.5, _TRY))
     seconds = next((part for part in parts if self._pays(part, each)), 0.0)
     if not (seconds or self._pays(idle, idle_each)):
