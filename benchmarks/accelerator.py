@@ -2,6 +2,7 @@
 
     make gpu                     (python -m benchmarks.accelerator --kind=gpu)
     make gpu ARGS="--minutes=12"
+    make gpu ARGS=--set=one_gpu
     make tpu ARGS="--parts=tests,attention --again"
 
 The most important parts come first; all end after `--minutes`. Each part is a separate
@@ -11,13 +12,14 @@ a folder per device and commit: the last line and the machine as `PART.json`, th
 the end all tables and all errors are printed; with errors the exit status is 1. It takes
 less than 50 minutes on one GPU. `--dry_run` runs every part in tiny sizes on the CPU.
 
-Neither make nor a network is needed where jax and Triton are installed:
-
-    python3 -m pip install --no-index --no-deps --target=SITE WHEELS/*.whl
-    PYTHONPATH=SITE python3 -m benchmarks.accelerator --kind=gpu --minutes=12
+`--set=one_gpu` is another set of parts, of 12 minutes: an RL run of `configs/one_gpu.py`,
+which a second call continues from its checkpoint, and what is measured of such a run. It
+needs `runs/smollm2_bfloat16`. `one_gpu.sh` installs and does all that without make and
+without a network.
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import json
 import math
@@ -38,6 +40,7 @@ from experiments import launch
 
 RESULTS = parts_lib.ROOT / "experiments" / "results" / "accelerator"
 _DRY_MINUTES = 10.0  # of a part: a CPU interprets kernels slowly
+_STOP_S = 20.0  # before a part's end it is asked to stop, so that it can save
 _NAMES = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
 
 
@@ -66,12 +69,17 @@ class Run:
   def is_done(self, part: parts_lib.Part) -> bool:
     """Whether a part succeeded in an earlier call."""
     path = self.path(part, ".json")
-    return path.exists() and "error" not in json.loads(path.read_text())
+    if not path.exists():
+      return False
+    record = json.loads(path.read_text())
+    return "result" in record and "error" not in record
 
   def do(self, part: parts_lib.Part) -> dict:
     """Runs a part, and writes its record."""
     began = time.monotonic()
-    commands = part.dry if self.dry_run else part.commands
+    asked = part.dry if self.dry_run else part.commands
+    folder = str(self.folder)
+    commands = [[x.replace(parts_lib.FOLDER, folder) for x in words] for words in asked]
     record = {"part": part.name, **self.about, "date": machine.today()}
     record["commands"] = [" ".join(["python", "-m", *command]) for command in commands]
     if missing := self._missing(part):
@@ -90,7 +98,8 @@ class Run:
       return ""
     if part.devices > self.about["machine"]["devices"]:
       return f"it needs {part.devices} devices"
-    if part.needs and not (parts_lib.ROOT / part.needs).exists():
+    needed = parts_lib.ROOT / part.needs.replace(parts_lib.FOLDER, str(self.folder))
+    if part.needs and not needed.exists():
       return f"it needs {part.needs}, which is not there"
     return ""
 
@@ -121,7 +130,7 @@ def run_process(
 ) -> int | None:
   """Runs `python -m command`; returns the exit status, or None after a timeout.
 
-  All processes that it started end with it.
+  Shortly before, it is asked to stop (SIGTERM). All processes that it started end with it.
   """
   process = subprocess.Popen(
     [sys.executable, "-m", *command],
@@ -131,12 +140,17 @@ def run_process(
     stderr=stderr,
     start_new_session=True,
   )
+  stop_s = min(_STOP_S, seconds / 10)
   try:
-    return process.wait(seconds)
+    return process.wait(seconds - stop_s)
   except subprocess.TimeoutExpired:
     return None
   finally:
     if process.poll() is None:  # also after an interrupt
+      os.killpg(process.pid, signal.SIGTERM)
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(stop_s)
+    if process.poll() is None:
       os.killpg(process.pid, signal.SIGKILL)
       process.wait()
 
@@ -221,7 +235,7 @@ def prepare(kind: str, output: pathlib.Path, dry_run: bool, minutes: float) -> R
   folder.mkdir(parents=True, exist_ok=True)
   parts_lib.WORKDIR.mkdir(parents=True, exist_ok=True)
   (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-  return Run(folder, parts_lib.WORKDIR, about, env, dry_run, ends)
+  return Run(folder.resolve(), parts_lib.WORKDIR, about, env, dry_run, ends)
 
 
 def run_all(run: Run, chosen: Sequence[parts_lib.Part], again: bool) -> dict[str, dict]:
@@ -256,13 +270,14 @@ def report(run: Run, chosen: Sequence[parts_lib.Part], records: Mapping[str, dic
 
 def main(
   kind: str,
+  chosen_set: str,
   names: Sequence[str],
   output: str,
   again: bool,
   dry_run: bool,
   minutes: float,
 ):
-  known = {part.name: part for part in parts_lib.parts(kind)}
+  known = {part.name: part for part in parts_lib.SETS[chosen_set](kind)}
   if unknown := set(names) - set(known):
     raise ValueError(f"no part {min(unknown)!r}; there are {', '.join(known)}")
   default = parts_lib.WORKDIR / "dry_run" if dry_run else RESULTS
@@ -276,6 +291,7 @@ def main(
 
 if __name__ == "__main__":
   kind = flags.DEFINE_enum("kind", "gpu", list(_NAMES), "Of device.")
+  chosen_set = flags.DEFINE_enum("set", "all", list(parts_lib.SETS), "Of parts.")
   names = flags.DEFINE_list("parts", [], "To run; default: all.")
   output = flags.DEFINE_string("output", "", f"Folder; default: {RESULTS}.")
   again = flags.DEFINE_bool("again", False, "Run parts that are done, too.")
@@ -283,5 +299,5 @@ if __name__ == "__main__":
   minutes = flags.DEFINE_float(
     "minutes", math.inf, "After which no part goes on.", lower_bound=0.0
   )
-  given = (kind, names, output, again, dry_run, minutes)
+  given = (kind, chosen_set, names, output, again, dry_run, minutes)
   launch.run(lambda: main(*(flag.value for flag in given)))

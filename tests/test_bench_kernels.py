@@ -1,5 +1,6 @@
 """What `make gpu` runs, as far as a machine without a GPU can run it."""
 
+import dataclasses
 import json
 import os
 
@@ -50,6 +51,38 @@ def test_a_part_that_fails_leaves_the_others_alone(tmp_path):
   assert (tmp_path / "fails.ran").read_text() == "xx"
 
 
+def test_a_part_that_was_left_out_is_tried_again(tmp_path):
+  """It needed what another part makes, in the folder of the results."""
+  (tmp_path / "works.py").write_text("print('{\"found\": 1}')")
+  env = os.environ | {"PYTHONPATH": str(tmp_path)}
+  about = {"commit": "abc", "machine": {"devices": 1}}
+  made = accelerator.Run(tmp_path, tmp_path, about, env, dry_run=False)
+  needs = f"{accelerator_parts.FOLDER}/rl/drafter"
+  chosen = [dataclasses.replace(part("works"), needs=needs)]
+  record = accelerator.run_all(made, chosen, again=False)["works"]
+  assert "rl/drafter" in record["skipped"] and "result" not in record
+  (tmp_path / "rl" / "drafter").mkdir(parents=True)
+  assert accelerator.run_all(made, chosen, again=False)["works"]["result"] == {"found": 1}
+
+
+def test_a_part_is_asked_to_stop_before_it_is_killed(tmp_path):
+  """So that it can save; what does not listen is killed."""
+  text = (
+    "import signal, sys, time\n"
+    "def stop(*_):\n  print('{\"saved\": 1}'); sys.exit(75)\n"
+    "signal.signal(signal.SIGTERM, stop)\ntime.sleep(600)"
+  )
+  (tmp_path / "listens.py").write_text(text)
+  (tmp_path / "deaf.py").write_text(text.replace("stop)\n", "signal.SIG_IGN)\n"))
+  env = os.environ | {"PYTHONPATH": str(tmp_path)}
+  about = {"commit": "abc", "machine": {"devices": 1}}
+  made = accelerator.Run(tmp_path, tmp_path, about, env, dry_run=False)
+  chosen = [part("listens", minutes=0.1), part("deaf", minutes=0.1)]
+  records = accelerator.run_all(made, chosen, again=False)
+  assert all("not done within 0.1 minutes" in r["error"] for r in records.values())
+  assert records["listens"]["result"] == {"saved": 1} and "result" not in records["deaf"]
+
+
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_the_parts_take_less_than_50_minutes(kind):
   minutes = {part.name: part.minutes for part in accelerator_parts.parts(kind)}
@@ -57,6 +90,20 @@ def test_the_parts_take_less_than_50_minutes(kind):
   if kind == "gpu":  # what `make gpu ARGS=--minutes=12` asks for
     first = list(minutes)[: list(minutes).index("compile")]
     assert sum(minutes[name] for name in first) <= 12
+
+
+def test_one_gpu_takes_12_minutes_and_its_commands_can_be_read(tmp_path):
+  """On the device, where it cannot be tried here."""
+  parts = accelerator_parts.one_gpu("gpu")
+  assert sum(part.minutes for part in parts) <= 12
+  lines = [list(command) for part in parts for command in part.commands]
+  lines = [[x.replace(accelerator_parts.FOLDER, "runs") for x in line] for line in lines]
+  (tmp_path / "lines.json").write_text(json.dumps([[line] for line in lines]))
+  done = commands.run_text(
+    "import sys; from tests import parsed; parsed.main(sys.argv[1])",
+    tmp_path / "lines.json",
+  )
+  assert json.loads(done.stdout.splitlines()[-1]) == [""] * len(lines), done.stderr
 
 
 def dry_run(tmp_path, *args):
@@ -77,6 +124,17 @@ def test_a_dry_run_measures_and_goes_on(tmp_path):
     for side in cell["sides"].values():
       assert side["max_error"] < 1e-5 and side["median_s"] > 0
   assert "drawing: done on" in dry_run(tmp_path, "--parts=drawing")[0]
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_one_gpu_does_an_rl_run_and_uses_its_drafter(tmp_path):
+  _, found = dry_run(tmp_path, "--set=one_gpu")
+  run = found["rl"]["result"]
+  assert run["steps"] == 3 and run["first_tokens_s"][0] > 0 and len(run["accuracy"]) == 2
+  assert run["compared"]["plain"]["tokens"] > run["compared"]["plain"]["differing_tokens"]
+  assert found["steps_on_and_off"]["result"]["identical"]
+  sides = found["beside_transformers"]["result"]["live"]["1"]
+  assert sides["plain"]["tokens_per_s"] > 0 and sides["3_1_4"]["mean_acceptance_length"] > 1
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Benchmarks and checks as a user runs them, to their last line, at the smallest sizes."""
 
 import json
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -52,6 +54,55 @@ def test_whole_steps_are_compared_side_by_side(home):
   assert result["identical"] and result["near_ties"] == 0 and result["steps"] == 2
   assert result["sides"]["plain"]["speedup_step"] == 1
   assert result["shown"] == "tlt" and result["harvested_share"] >= 0
+
+
+@pytest.mark.slow
+def test_an_rl_run_that_is_stopped_is_summed_up_and_goes_on(home, tmp_path):
+  args = [*tiny_run(home, *commands.DRAFTING.items()), f"--workdir={tmp_path / 'run'}"]
+  with commands.start(home, "benchmarks.rl_run", *args, "--config.steps=999") as process:
+    for line in process.stderr:
+      if "step 2/999" in line:
+        process.send_signal(signal.SIGTERM)
+        break
+    stdout, _ = process.communicate()
+  first = json.loads(stdout.splitlines()[-1])
+  assert process.returncode and 2 <= first["steps"] < 999
+  steps = first["steps"] + 2
+  last = found(home, "benchmarks.rl_run", *args, f"--config.steps={steps}")
+  assert last["steps"] == steps and len(last["first_tokens_s"]) == 2
+  assert 0 < last["update_share"] < 1 and last["seconds"]["evaluations"] > 0
+
+
+THEIRS = """
+import json, sys
+_, folder, dtype = sys.argv
+print(json.dumps({"torch": "none"}), flush=True)
+for line in sys.stdin:
+  asked = json.loads(line)
+  count = len(asked["prompts"]) * asked["tokens"]
+  print(json.dumps({"seconds": count / 1000, "tokens": count}), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_rollouts_beside_those_of_another_process(home, chat, tmp_path):
+  """Which takes a millisecond per token here, and is asked as transformers is."""
+  (tmp_path / "theirs.py").write_text(THEIRS)
+  python = tmp_path / "python"
+  python.write_text(
+    f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path}/theirs.py "$@"\n'
+  )
+  python.chmod(0o755)
+  few = ["--live=1,2", "--tokens=8", "--repeats=1", "--strategies=ngram_3"]
+  result = found(home, "benchmarks.beside_transformers", *chat, f"--python={python}", *few)
+  assert list(result["live"]) == ["1", "2"]
+  for measured in result["live"].values():
+    plain = measured["plain"]
+    assert measured["transformers"]["tokens_per_s"] == pytest.approx(1000)
+    assert plain["speedup"] == pytest.approx(plain["tokens_per_s"] / 1000)
+    assert measured["ngram_3"]["mean_acceptance_length"] >= 1
+  none = commands.run(home, "benchmarks.beside_transformers", *chat, "--python=false", *few)
+  assert "names one with torch and transformers" in commands.error(none)
 
 
 def whole_run(home, workdir) -> list[str]:

@@ -41,6 +41,8 @@ BANNED = (
   "pickle",
   "torch",
 )
+# Run by another Python, in a process to compare with.
+OTHERS_PROGRAMS = ("benchmarks/transformers_generate.py",)
 # Settled at the door: the library sees neither a flag nor a ConfigDict.
 BANNED_IN_LIBRARY = ("absl.flags", "ml_collections")
 
@@ -91,7 +93,10 @@ def violations(source: str, path: pathlib.PurePath) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_a_file_imports_only_from_its_own_layer_or_below(path):
   """And nothing private, deprecated or foreign to the project."""
-  assert not violations((ROOT / path).read_text(), path)
+  found = violations((ROOT / path).read_text(), path)
+  if str(path) in OTHERS_PROGRAMS:
+    found = [line for line in found if not line.endswith("torch is banned")]
+  assert not found
 
 
 @pytest.mark.parametrize(

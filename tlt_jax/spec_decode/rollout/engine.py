@@ -4,10 +4,12 @@ from collections.abc import Iterator
 import contextlib
 import functools
 import logging
+import time
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+import psutil
 
 from tlt_jax import memory
 from tlt_jax import processes
@@ -260,6 +262,14 @@ class Engine:
     self.clock.exchange_s = state["exchange_s"]
 
 
+@functools.cache
+def _log_first_tokens() -> None:
+  """Says, once a process, how long the first tokens took: imports, loading, compiling."""
+  seconds = time.time() - psutil.Process().create_time()
+  if processes.is_first():
+    logging.info("the first tokens came %.1f s after the start", seconds)
+
+
 class _Loop:
   """One rollout: requests in, responses out, through slots that are kept busy.
 
@@ -331,6 +341,7 @@ class _Loop:
         self._retry_with_less(error)
         continue
       self._book(arm, result)
+      _log_first_tokens()
       ended = self.running.advance(result.emitted)
       self._ended += len(ended)
       self._keep(ended)
