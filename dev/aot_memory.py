@@ -270,6 +270,7 @@ def main(config: config_lib.RunConfig) -> None:
   os.environ.update(aot_machines.environment(target.platform))
   jax.config.update("jax_platforms", "cpu")
   config, _ = from_config.complete(config, machine)
+  config = memory_plan.choose_remat(config, machine)
   plan = memory_plan.of_run(config, machine)
   mesh = aot_machines.mesh_of(target)
   kernels = config.rollout.kernels or _KERNELS[name]
