@@ -54,6 +54,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import interleave
 from experiments import launch
+from experiments import memory_plan
 from experiments import sides as sides_lib
 from experiments import trees
 from experiments import workdirs
@@ -341,6 +342,7 @@ def main(config: config_lib.RunConfig):
       changes["prompts"] = config.prompts | {"seed": seed}
     of_seed = workdirs.keep_sizes(str(own), dataclasses.replace(config, **changes))
     of_seed, _ = from_config.complete(of_seed)
+    of_seed = memory_plan.choose_remat(of_seed)
     if not is_done(own, of_seed):
       Run(of_seed, own).to_the_end()
       sides_lib.free_programs()

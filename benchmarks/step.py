@@ -26,6 +26,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import interleave
 from experiments import launch
+from experiments import memory_plan
 from experiments import sides as sides_lib
 from experiments import tables
 from experiments import trees
@@ -215,6 +216,7 @@ def main(config: config_lib.RunConfig):
   sides_lib.check(_SIDES.value, config)
   launch.start(_SLICES.value)
   config, asked = from_config.complete(config)
+  config = memory_plan.choose_remat(config)
   workdirs.record(pathlib.Path(_WORKDIR.value), config)
   mesh = axes.make_mesh(config.tensor_parallel)
   found = measure(config, mesh, asked.train.records)

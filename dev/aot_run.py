@@ -38,6 +38,7 @@ def described(
   os.environ.update(aot_machines.environment(target.platform))
   jax.config.update("jax_platforms", "cpu")
   config, _ = from_config.complete(config, machine)
+  config = memory_plan.choose_remat(config, machine)
   plan = memory_plan.of_run(config, machine)
   mesh = aot_machines.mesh_of(target)
   kernels = config.rollout.kernels or _KERNELS[name]
@@ -95,14 +96,7 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
 def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
   config = run.config
   algorithm = algorithm_lib.make(**config.algorithm)
-  learner = from_config.make_learner(
-    config.learner,
-    config.optimizer,
-    run.model,
-    algorithm,
-    run.mesh,
-    config.rollout.kernels,
-  )
+  learner = run.learner(algorithm)
   count = config.batch.prompts * config.batch.responses
   tables, scored = ["sampler_logp"], False
   if learner.updates > 1:

@@ -57,8 +57,10 @@ class Learner:
     "a multiple of the slices; None: follows from the longest sequence",
   )
   updates: ranges.Count = field(1, "optimizer updates per batch")
-  remat: bool = field(
-    True, "whether layers are computed again in the backward pass, to save memory"
+  remat: bool | None = field(
+    None,
+    "whether layers are computed again in the backward pass, to save memory; None: if an "
+    "update does not fit without",
   )
   only: str = field(
     "",

@@ -12,6 +12,7 @@ or a TPU has its own: the fullest one counts.
 """
 
 import dataclasses
+import logging
 import sys
 from typing import Any
 
@@ -33,6 +34,7 @@ from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import critic as critic_lib
+from tlt_jax.rl import learner as learner_lib
 from tlt_jax.spec_decode.decoding import chunk as chunk_lib
 from tlt_jax.spec_decode.rollout import backend as backend_lib
 from tlt_jax.spec_decode.rollout import devices as devices_lib
@@ -46,6 +48,8 @@ DRY_RUN_ON = (
   "each, which need not be there. Nine tenths are taken for free: on GPUs that takes "
   "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 in the environment, where JAX uses three quarters."
 )
+# Of what arrays leave free; a program needs its scratch memory in one piece.
+_SCRATCH_SHARE = 0.9
 _SMALLER_POLICY = memory_phases.SMALLER_POLICY
 _Spot = tuple[trainer_lib.Trainer, spot_lib.Options] | None  # see `spot_trainer`
 
@@ -93,6 +97,11 @@ class Run:
     """Bytes of arrays, given as shapes and shardings."""
     held = memory.bytes_by_device(arrays).values()
     return sum(held) if self.shared else max(held, default=0)
+
+  def learner(self, algorithm: algorithm_lib.Algorithm) -> learner_lib.Learner:
+    c = self.config
+    options = c.learner, c.optimizer, self.model, algorithm, self.mesh
+    return from_config.make_learner(*options, c.rollout.kernels)
 
   def part(self, name: str, arrays: Any, option: str) -> memory_phases.Part:
     return memory_phases.Part(name, self.size(arrays), option)
@@ -175,14 +184,7 @@ def of_run(
   """
   run = described(config, from_config.make_selector(config), stops, machine)
   algorithm = algorithm_lib.make(**config.algorithm)
-  learner = from_config.make_learner(
-    config.learner,
-    config.optimizer,
-    run.model,
-    algorithm,
-    run.mesh,
-    config.rollout.kernels,
-  )
+  learner = run.learner(algorithm)
   state, drafter = learner.abstract_state(), run.drafter()
   spot = from_config.make_draft_trainer(
     config.spot,
@@ -214,6 +216,43 @@ def of_run(
     return run.plan(rollout=drafting + rolling, update=[*drafting, *policy, weights])
   always = policy + waiting + drafting
   return run.plan(rollout=always + rolling, update=[*always, weights])
+
+
+def choose_remat(
+  config: config_lib.RunConfig, machine: memory_phases.Machine | None = None
+) -> config_lib.RunConfig:
+  """The config of a run with `learner.remat` chosen by memory, if that is open.
+
+  See `of_run`.
+  """
+  if config.learner.remat is not None:
+    return config
+  plan = of_run(config, machine)
+  run = described(config, None, 1, machine)
+  learner = run.learner(algorithm_lib.make(**config.algorithm))
+  free = plan.room.free - plan.needed("update")
+  remat = needs_remat(learner, free, run.shared)
+  return trees.change(config, {"learner.remat": remat})
+
+
+def needs_remat(learner: learner_lib.Learner, free: int, shared: bool) -> bool:
+  """Whether an update fits only if layers are computed again; logs why.
+
+  Args:
+    learner: of any `remat`
+    free: bytes that arrays of an update leave, of each device, or of all if `shared`
+  """
+  devices = len(learner.mesh.local_devices) if shared else 1
+  without, with_it = (devices * learner.update_bytes(x) for x in (False, True))
+  room = int(_SCRATCH_SHARE * free)
+  remat = bool(processes.of_first(without > room))
+  logging.info(
+    "learner.remat=%s: an update takes %s beside its arrays, %s if layers are computed "
+    "again, of %s",
+    remat,
+    *map(memory.text, (without, with_it, max(room, 0))),
+  )
+  return remat
 
 
 def of_rollout(

@@ -28,7 +28,7 @@ OPEN = {
     "slots",
     "buckets",
   ),
-  "learner": ("buckets",),
+  "learner": ("buckets", "remat"),
   "chat": ("date",),
 }
 _KV_SHARE = 0.25  # of the free memory: it holds weights, moments and activations as well

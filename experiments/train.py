@@ -49,6 +49,7 @@ def main(config: config_lib.RunConfig):
   planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
   config = workdirs.keep_sizes(_FORK.value or _WORKDIR.value, config)
   config, asked = from_config.complete(config, planned)
+  config = memory_plan.choose_remat(config, planned)
   plan = memory_plan.of_run(config, planned)
   memory_plan.check(plan, _DRY_RUN.value or planned is not None)
   run = workdirs.open(_WORKDIR.value, config, _FORK.value)

@@ -6,6 +6,7 @@ with its tokenizer; its generation_config.json then stops responses at the end o
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import dataclasses
 import logging
 import pathlib
 import random
@@ -17,10 +18,12 @@ import numpy as np
 from experiments import config as config_lib
 from experiments import growth
 from experiments import launch
+from experiments import memory_plan
 from experiments import trees
 from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import data
+from tlt_jax import memory
 from tlt_jax import processes
 from tlt_jax import stopwatch
 from tlt_jax import tokenization
@@ -114,18 +117,26 @@ def main(config: config_lib.WarmStartConfig):
   if config.policy and config.begin_as:
     raise ValueError("a policy begins as one other: give config.policy or config.begin_as")
   launch.start()
-  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
-  if policy := config.policy:
-    model, params = hf.load(policy, dtype="float32")
-    encode = tokenizer_of(policy).encode
-  else:
-    model = config.model
-    params = target.init_params(model, jax.random.key(config.seed))
-    encode = countdown.tokenizer().encode
+  config = workdirs.keep_sizes(_FORK.value or _WORKDIR.value, config)
+  model = hf.load_config(config.policy) if config.policy else config.model
   rule = optimizer.make(**config.optimizer)
   learner = learner_lib.make(
     model, supervised.make(), rule, axes.make_mesh(), **vars(config.learner)
   )
+  if learner.remat is None:
+    room, shared = memory.room(learner.mesh.local_devices)
+    held = memory.bytes_by_device(learner.abstract_state()).values()
+    free = room.free - (sum(held) if shared else max(held))
+    remat = memory_plan.needs_remat(learner, free, shared)
+    learner = dataclasses.replace(learner, remat=remat)
+    config = trees.change(config, {"learner.remat": learner.remat})
+  run = workdirs.open(_WORKDIR.value, config, _FORK.value)
+  if policy := config.policy:
+    _, params = hf.load(policy, dtype="float32")
+    encode = tokenizer_of(policy).encode
+  else:
+    params = target.init_params(model, jax.random.key(config.seed))
+    encode = countdown.tokenizer().encode
   if config.begin_as and run.start is None:  # else it has begun
     params = growth.begin_as(config.begin_as, model, params)
   state = learner.init(params)

@@ -280,6 +280,25 @@ def test_every_batch_takes_one_program_to_the_gradient_of_its_response_tokens():
   assert len(traces) == first and len(made.pool) == 1
 
 
+@pytest.mark.parametrize("only", ["", "layer_[23]"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_memory_of_an_update_is_estimated(only, remat):
+  """Of long rows and four layers, all or some of which are trained.
+
+  That without `remat`, by which it is chosen, is never below what the compiler takes.
+  """
+  config = dataclasses.replace(CONFIG, num_layers=4, width=128, mlp_width=512)
+  made = learner.make(
+    config, GRPO, optax.adamw(1.0), tiny.mesh(1, 1), ((1, 4096),), remat=remat, only=only
+  )
+  packed, known = batch_lib.abstract(made.mesh, made.buckets, 1)
+  by_token = jax.ShapeDtypeStruct((1, 4096), jnp.float32, sharding=known.length.sharding)
+  known = known.replace(reference_logp=by_token)
+  compiled = made.update.lower(made.abstract_state(), packed, known).compile()
+  takes, estimate = compiled.memory_analysis().temp_size_in_bytes, made.update_bytes(remat)
+  assert (0.8 if remat else 1.0) * takes <= estimate <= 1.2 * takes
+
+
 @pytest.mark.parametrize("size", [LONGEST, 64])
 def test_every_token_can_have_an_advantage_of_its_own(size):
   """Of responses in any row; what follows a response does not count."""
@@ -324,9 +343,7 @@ def test_only_the_chosen_parameters_are_trained():
     else:
       assert not x.any(), name
   moments = optimizer.make("adamw", 1e-3)
-  small, whole = (
-    jax.eval_shape(moments.init, m.trained(params())) for m in (made, make())
-  )
+  small, whole = (jax.eval_shape(moments.init, m.trained(params())) for m in (made, make()))
   assert len(jax.tree.leaves(small)) < len(jax.tree.leaves(whole))
 
 

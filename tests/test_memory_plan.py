@@ -159,3 +159,21 @@ def test_a_policy_too_large_is_refused_by_its_config_json_alone(home, tmp_path):
   line = commands.error(commands.run(home, "train", *run, f"--workdir={tmp_path / 'w'}"))
   assert "smaller policy" in line
   assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("free, remat", [(GIB, False), (10**6, True)])
+def test_layers_are_computed_again_if_an_update_does_not_fit_without(
+  config, monkeypatch, caplog, free, remat
+):
+  """What is chosen is logged with its reason, and what is given stays."""
+  assert config.learner.remat is None
+  arrays = memory_plan.of_run(config).needed("update")
+  room = memory.Room(arrays + free, 9 * GIB)
+  monkeypatch.setattr(memory, "room", lambda _: (room, True))
+  with caplog.at_level("INFO"):
+    chosen = memory_plan.choose_remat(config)
+  (line,) = [r.getMessage() for r in caplog.records if "remat" in r.getMessage()]
+  assert line.startswith(f"learner.remat={remat}: an update takes ")
+  assert chosen == trees.change(config, {"learner.remat": remat})
+  monkeypatch.setattr(memory, "room", lambda _: (memory.Room(0, 9 * GIB), True))
+  assert memory_plan.choose_remat(chosen) == chosen

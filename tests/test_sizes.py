@@ -63,6 +63,7 @@ def test_a_resumed_run_keeps_the_sizes_that_it_began_with(tmp_path):
     "rollout.buckets": (4, 2),
     "chat.date": "2026-01-31",
     "learner.buckets": ((2, 512),),
+    "learner.remat": True,
   }
   ran = trees.change(began, filled)
   workdirs.record(tmp_path, ran)

@@ -97,7 +97,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         only="head|final_norm|layer_(9|1[01])",
         updates=1,
         buckets=((16, 128), (8, 256), (4, 512), (2, longest)),
-        remat=False,
       ),
       evaluation=dict(every=30, samples=2),  # held-out prompts; also first and last
       # Every n-th rollout once more plainly, and with the first drafter, to tell what

@@ -39,7 +39,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config = smollm2.get_config(arg)
   config.policy = POLICY
   config.compare = dict(every=10)
-  config.learner.remat = True
   config.steps = 2 if arg == "smoke" else 100
   if arg == "gsm8k":
     config.update(

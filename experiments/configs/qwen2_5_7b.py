@@ -68,7 +68,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       learner=dict(
         updates=1 if smoke else 2,
         buckets=((2, longest),) if smoke else ((8, 1280), (4, longest)),
-        remat=True,
       ),
       evaluation=dict(every=20, samples=1),
       checkpoint=dict(every=10, keep=2),

@@ -96,7 +96,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_grad_norm=1.0,
       ),
       # Only the later half of the layers is trained: the others need no gradient.
-      learner=dict(only=LATER_HALF, updates=1, remat=False),
+      learner=dict(only=LATER_HALF, updates=1),
       evaluation=dict(every=20, samples=1),
       checkpoint=dict(every=10, keep=1),
     )

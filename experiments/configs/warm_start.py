@@ -85,7 +85,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       learner=dict(
         only="",
         buckets=((8, longest),) if smoke else ((16, 256), (4, 512), (4, longest)),
-        remat=False,
       ),
     )
   )

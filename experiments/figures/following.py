@@ -16,6 +16,7 @@ from experiments import config as config_lib
 from experiments import from_config
 from experiments import interleave
 from experiments import launch
+from experiments import memory_plan
 from experiments import sides as sides_lib
 from experiments import trees
 from tlt_jax import axes
@@ -30,6 +31,7 @@ SIDES = ("tlt", "frozen")
 def main(config: config_lib.RunConfig):
   launch.start(_SLICES.value)
   config, asked = from_config.complete(config)
+  config = memory_plan.choose_remat(config)
   prompts = data.prompt_iterator(asked.train.records, config.batch.prompts, config.seed)
   mesh = axes.make_mesh(config.tensor_parallel)
   sides = sides_lib.make_training_sides(SIDES, config, mesh)

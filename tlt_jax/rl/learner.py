@@ -163,7 +163,7 @@ def make(
   mesh: jax.sharding.Mesh,
   buckets: Sequence[tuple[ranges.Count, ranges.Tokens]],
   updates: ranges.Count = 1,
-  remat: bool = True,
+  remat: bool | None = True,
   only: str = "",
   offload: bool = False,
   kernels: str | None = None,
@@ -180,7 +180,8 @@ def make(
     buckets: (rows, tokens per row) of micro-batches, by increasing tokens; rows are
       rounded up to a multiple of the slices
     updates: optimizer updates per batch
-    remat: whether layers are computed again in the backward pass, to save memory
+    remat: whether layers are computed again in the backward pass, to save memory; None,
+      of a learner that is only described: not chosen yet
     only: regular expression of the paths ("layer_0/mlp/up_proj") of the parameters that
       are trained; '': all
     offload: whether float32 weights, moments, critic and reference wait in the host's
