@@ -161,10 +161,7 @@ class _Comparison:
   drafter: drafter_lib.DrafterConfig
 
   def of_block(self, x, head, goal: _Goal, goals: _Goals):
-    """The results of `_compare`, and their gradient by x and a trained head.
-
-    Probabilities are made from their logarithms in every use: so no array holds them.
-    """
+    """The results of `_compare`, and the gradient by x and by a head that is trained."""
     logp = self._log_softmax(layers.linear(goals.final, goal.head, jnp.float32))
     logq = self._log_softmax(layers.linear(x, head, jnp.float32))
     p, q = jnp.exp(logp)[:, :, None], jnp.exp(logq)
