@@ -162,7 +162,7 @@ def test_slices_train_in_blocks_of_logits(monkeypatch):
   whole, before = trained(), tiny.draft_params("eagle3_vocab", seed=5)
   assert all(np.abs(x - before["head"]).max() > 1e-4 for x in whole["head"])
   monkeypatch.setattr(draft_loss, "_LOGITS", 0)
-  monkeypatch.setattr(draft_loss, "_ROWS", 20)  # blocks of 10 positions
+  monkeypatch.setattr(draft_loss, "_POSITIONS", 10)
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), trained(), whole)
 
 
