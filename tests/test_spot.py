@@ -472,6 +472,9 @@ def test_one_slice_trains_when_the_rollout_is_over():
   samples = engine(*args, train=True, score=score)
   assert drawn == [samples.length.sum()]
   assert int(spot.state.step) == 4 and len(samples.training) == 2
+  more = [*decisions[:-1], ("more", 3), ("more", 0)]  # one program, three updates
+  samples = engine(*args, train=True, decide=clock_lib.Decisions(more))
+  assert int(spot.state.step) == 7 and len(samples.training) == 1
 
 
 def test_a_rollout_may_draft_with_another_drafter_than_the_one_in_training():
