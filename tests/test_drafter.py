@@ -372,8 +372,8 @@ def test_blocks_of_positions_give_the_same_loss(monkeypatch):
   whole = make()(params(kind))
   rows, T = packed.tokens.shape
   monkeypatch.setattr(draft_loss, "_LOGITS", 0)
-  monkeypatch.setattr(draft_loss, "_ROWS", rows * 2 * 10)
-  assert T == 48  # in blocks of 10 positions, of two drafting steps
+  monkeypatch.setattr(draft_loss, "_POSITIONS", rows * 10)
+  assert T == 48  # in blocks of 10
   in_blocks = make()
   assert "scan" in str(jax.make_jaxpr(in_blocks)(params(kind)))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)

@@ -144,6 +144,28 @@ def test_idle_slices_train_and_no_token_changes(kind, data, model):
   assert int(spot.state.skipped) == 0 and int(spot.state.step) > 4
 
 
+def test_slices_train_in_blocks_of_logits(monkeypatch):
+  """With a head that is trained: as without blocks."""
+  options = spot_lib.Options(**SIZES)
+  plainly = dataclasses.replace(
+    trainer_of("eagle3_vocab", 2, 1, 1e-2, options), optimizer=optax.sgd(0.1)
+  )
+
+  def trained():
+    trainer = dataclasses.replace(plainly)  # traced again
+    spot = spot_lib.Spot(trainer, options, tiny.draft_params("eagle3_vocab", seed=5))
+    for s in range(2):
+      spot.buffer.add(s, np.arange(3), np.arange(20 + s, dtype=np.int32))
+    states = trainer.make_train()(tiny.on(trainer.mesh), spot.training(2)).states
+    return jax.device_get(states.params)
+
+  whole, before = trained(), tiny.draft_params("eagle3_vocab", seed=5)
+  assert all(np.abs(x - before["head"]).max() > 1e-4 for x in whole["head"])
+  monkeypatch.setattr(draft_loss, "_LOGITS", 0)
+  monkeypatch.setattr(draft_loss, "_POSITIONS", 10)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), trained(), whole)
+
+
 def test_a_schedule_that_is_followed_trains_the_same_drafter(monkeypatch):
   """Bit for bit, whatever the clock would have said; a log of another run is noticed."""
   first, again = make_spot(), make_spot()
@@ -154,11 +176,11 @@ def test_a_schedule_that_is_followed_trains_the_same_drafter(monkeypatch):
 
   def follow(log, **options):
     return engine(
-    tiny.on(engine.mesh),
-    requests(),
-    train=True,
-    decide=clock_lib.Decisions(log, **options),
-  )
+      tiny.on(engine.mesh),
+      requests(),
+      train=True,
+      decide=clock_lib.Decisions(log, **options),
+    )
 
   samples = follow(logged.decisions)
   assert samples.decisions == logged.decisions
@@ -450,6 +472,9 @@ def test_one_slice_trains_when_the_rollout_is_over():
   samples = engine(*args, train=True, score=score)
   assert drawn == [samples.length.sum()]
   assert int(spot.state.step) == 4 and len(samples.training) == 2
+  more = [*decisions[:-1], ("more", 3), ("more", 0)]  # one program, three updates
+  samples = engine(*args, train=True, decide=clock_lib.Decisions(more))
+  assert int(spot.state.step) == 7 and len(samples.training) == 1
 
 
 def test_a_rollout_may_draft_with_another_drafter_than_the_one_in_training():

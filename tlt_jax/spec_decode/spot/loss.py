@@ -41,10 +41,9 @@ DISTANCES = ("cross_entropy", "total_variation")
 DECAY = 0.8  # weight of a drafting step relative to the one before
 REGRESSION = 0.1  # weight of the feature loss, for drafters that predict features
 
-# Logits computed at a time, 32 MB, or those of so many rows (positions and drafting steps):
-# a product of fewer rows waits for the head, which is read three times a block. A few such
-# arrays coexist.
-_LOGITS, _ROWS = 2**23, 512
+# Logits computed at a time, 32 MB, or those of so many positions: a product of fewer waits
+# for the head, which is read three times a block. A few such arrays coexist.
+_LOGITS, _POSITIONS = 2**23, 256
 
 
 @ranges.options
@@ -105,33 +104,32 @@ def loss(
   unroll = functools.partial(apply, method=drafter_lib.Drafter.unroll)
   outputs = unroll(frozen, drafter_input, packed.targets, by, mask, options.steps)
   head = apply(frozen, method=drafter_lib.Drafter.output_head)
-  goal_head = target.output_head(config, frozen, drafter.vocab and drafter.target_ids)
+  ids = drafter.target_ids if drafter.vocab else None
+  goal_head = target.output_head(config, frozen, ids)
   final = _ahead(final)
   # Pair t is trained where token t+2 is a response token of the same sequence.
   inside = _ahead(packed.mask) & (_ahead(packed.positions) > 0)
-  valid = [inside & (packed.positions >= k) for k in range(options.steps)]
-  valid = jnp.stack(valid, -1).astype(jnp.float32)
+  metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
   is_new = None
   if updates is not None and options.cross_entropy_updates:
     is_new = updates < options.cross_entropy_updates
   has = np.zeros(config.vocab_size, bool)
   has[drafter.target_ids] = True
   known = jnp.asarray(has)[_ahead(packed.targets)]
-  x = apply(jnp.stack(outputs, 2), method=drafter_lib.Drafter.before_head)
-  goal = _Goal(goal_head, is_new), _Goals(final, known, valid)
-  total, sums = _compare(_Comparison(options, drafter), x, head, *goal)
-  shares, agreed = jax.lax.stop_gradient(sums)
-  metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
+  compare = functools.partial(_compare, _Comparison(options, drafter))
+  total = 0.0
   for k, h in enumerate(outputs):
-    share = shares[k]
+    valid = (inside & (packed.positions >= k)).astype(jnp.float32)
+    x = apply(h, method=drafter_lib.Drafter.before_head)
+    goal = _Goal(goal_head, is_new), _Goals(final, known, valid)
+    share, agreed = compare(x, head, *goal)
     if drafter.predicts_features:
       error = jnp.abs(h - final).astype(jnp.float32)
       smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5)  # smooth L1
-      regression = REGRESSION * jnp.sum(jnp.mean(smooth, -1) * valid[..., k])
-      total += DECAY**k * regression
-      share += regression
+      share += REGRESSION * jnp.sum(jnp.mean(smooth, -1) * valid)
+    total += DECAY**k * share
     metrics[f"loss_{k + 1}"] = share
-    metrics[f"agreement_{k + 1}"] = agreed[k]
+    metrics[f"agreement_{k + 1}"] = agreed
   return total, metrics
 
 
@@ -147,12 +145,7 @@ class _Goal(NamedTuple):
 class _Goals(NamedTuple):
   final: jax.Array  # f[rows T D]  the target's state, from which the token was drawn
   known: jax.Array  # bool[rows T]  whether the drafter has that token
-  valid: jax.Array  # f32[rows T K]  whether a drafting step is trained
-
-
-class _Sums(NamedTuple):
-  distance: jax.Array  # f32[K]  the trained one
-  agreement: jax.Array  # f32[K]
+  valid: jax.Array  # f32[rows T]  whether it is trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +154,10 @@ class _Comparison:
   drafter: drafter_lib.DrafterConfig
 
   def of_block(self, x, head, goal: _Goal, goals: _Goals):
-    """The results of `_compare`, and their gradient by x and a trained head.
-
-    Probabilities are made from their logarithms in every use: so no array holds them.
-    """
-    logp = self._log_softmax(layers.linear(goals.final, goal.head, jnp.float32))
+    """The results of `_compare`, and the gradient by x and by a head that is trained."""
+    p = jnp.exp(self._log_softmax(layers.linear(goals.final, goal.head, jnp.float32)))
     logq = self._log_softmax(layers.linear(x, head, jnp.float32))
-    p, q = jnp.exp(logp)[:, :, None], jnp.exp(logq)
-    known = goals.known[..., None]
+    q, known = jnp.exp(logq), goals.known
     variation = jnp.where(known, 0.5 * jnp.sum(jnp.abs(p - q), -1), 1.0)
     cross_entropy = jnp.where(known, -jnp.sum(p * logq, -1), 0.0)
     by_variation = 0.5 * jnp.sign(q - p) * q
@@ -180,16 +169,15 @@ class _Comparison:
       distance, by_z = pairs[1]
     else:
       distance, by_z = (jnp.where(goal.is_new, *of) for of in zip(*pairs, strict=True))
-    weights = DECAY ** np.arange(self.options.steps, dtype=np.float32)
-    sums = _Sums(*(jnp.sum(y * goals.valid, (0, 1)) for y in (distance, 1 - variation)))
-    each = goals.valid * known * weights / self.options.temperature
+    sums = jnp.sum(distance * goals.valid), jnp.sum((1 - variation) * goals.valid)
+    each = goals.valid * known / self.options.temperature
     by_z = (each[..., None] * by_z).astype(x.dtype)
-    by_x = jax.lax.dot_general(by_z, head.astype(x.dtype), (((3,), (0,)), ((), ())))
+    by_x = jax.lax.dot_general(by_z, head.astype(x.dtype), (((2,), (0,)), ((), ())))
     by_head = None
     if self.drafter.has_own_head:
-      rows = ((0, 1, 2), (0, 1, 2)), ((), ())
+      rows = ((0, 1), (0, 1)), ((), ())
       by_head = jax.lax.dot_general(by_z, x, rows, preferred_element_type=jnp.float32)
-    return (jnp.sum(sums.distance * weights), sums), by_x, by_head
+    return sums, by_x, by_head
 
   def _log_softmax(self, z: jax.Array) -> jax.Array:
     ids = self.drafter.target_ids if self.drafter.vocab else None
@@ -200,10 +188,10 @@ class _Comparison:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compare(
   comparison: _Comparison, x: jax.Array, head: jax.Array, goal: _Goal, goals: _Goals
-) -> tuple[jax.Array, _Sums]:
-  """The weighted sum over drafting steps, which alone has a gradient, and `_Sums`.
+) -> tuple[jax.Array, jax.Array]:
+  """The sums of the trained distance, which alone has a gradient, and of agreement.
 
-  Of x f[rows T K D] and the head f[U D]. The gradient is computed at once, block by block
+  Of x f[rows T D] and the head f[U D]. The gradient is computed at once, block by block
   of positions, so that no logits are kept or computed twice; by the logits it is rounded
   to the dtype of x before it is multiplied.
   """
@@ -211,8 +199,8 @@ def _compare(
 
 
 def _compare_and_derive(comparison, x, head, goal, goals):
-  rows, T, K, _ = x.shape
-  at_once = max(max(_LOGITS // len(head), _ROWS) // (rows * K), 1)
+  rows, T, _ = x.shape
+  at_once = max(max(_LOGITS // len(head), _POSITIONS) // rows, 1)
   count = -(-T // at_once)
   size = -(-T // count)
 
@@ -236,8 +224,8 @@ def _compare_and_derive(comparison, x, head, goal, goals):
 
 
 def _multiply(comparison, derived, cotangents):
-  of_total, _ = cotangents
-  by_x, by_head = jax.tree.map(lambda y: (of_total * y).astype(y.dtype), derived)
+  of_distance, _ = cotangents
+  by_x, by_head = jax.tree.map(lambda y: (of_distance * y).astype(y.dtype), derived)
   return by_x, by_head, None, None
 
 
