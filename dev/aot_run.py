@@ -1,7 +1,12 @@
-"""The programs of a run, by its config, for devices that need not exist."""
+"""The programs of a run, by its config, for devices that need not exist; their CPU time."""
 
+from collections.abc import Iterator
 import dataclasses
 import os
+import re
+import resource
+from typing import NamedTuple
+from unittest import mock
 
 import jax
 
@@ -12,6 +17,7 @@ from experiments import from_config
 from experiments import memory_phases
 from experiments import memory_plan
 from experiments import trees
+from tlt_jax.pallas_kernels import triton_call
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
@@ -107,3 +113,43 @@ def _of_learner(run: memory_plan.Run) -> dict[str, aot_programs.Program]:
   if scored:
     found["score"] = aot_programs.of_score(learner, count)
   return found | {"to_rollout": aot_programs.of_sync(learner)}
+
+
+class Seconds(NamedTuple):
+  """CPU time of a program."""
+
+  lower: float  # tracing and lowering, without Triton
+  triton: float
+  compile: float
+
+
+def _cpu_s() -> float:
+  """Of this process's threads, and of programs that have ended, such as ptxas."""
+  kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+  return sum(x.ru_utime + x.ru_stime for x in map(resource.getrusage, kinds))
+
+
+def timed(
+  programs: dict[str, aot_programs.Program], chosen: str
+) -> Iterator[tuple[str, Seconds]]:
+  """Compiles programs, with names that match a regular expression, and times each."""
+  triton_s = 0.0
+  compile_kernel = triton_call.compile_kernel
+
+  def timed_kernel(*args):
+    nonlocal triton_s
+    began = _cpu_s()
+    try:
+      return compile_kernel(*args)
+    finally:
+      triton_s += _cpu_s() - began
+
+  with mock.patch.object(triton_call, "compile_kernel", timed_kernel):
+    for name, program in programs.items():
+      if re.search(chosen, name):
+        before, began = triton_s, _cpu_s()
+        lowered = program.lower()
+        middle = _cpu_s()
+        lowered.compile()
+        triton = triton_s - before
+        yield name, Seconds(middle - began - triton, triton, _cpu_s() - middle)

@@ -9,13 +9,8 @@ layers, one after the other, for H200s that need not be there, from the policy's
 kernels by timing them, as it does where there is a GPU.
 """
 
-from collections.abc import Iterator
 import os
-import re
-import resource
 import tempfile
-from typing import NamedTuple
-from unittest import mock
 
 from absl import flags
 
@@ -26,48 +21,9 @@ from experiments import memory_phases
 from experiments import memory_plan
 from experiments import tables
 from experiments import trees
-from tlt_jax.pallas_kernels import triton_call
 
 _DEVICES = flags.DEFINE_string("devices", "1x150", memory_plan.DRY_RUN_ON)
 _PROGRAMS = flags.DEFINE_string("programs", ".", "Regular expression of program names.")
-
-
-class Seconds(NamedTuple):
-  """CPU time of a program."""
-
-  lower: float  # tracing and lowering, without Triton
-  triton: float
-  compile: float
-
-
-def _cpu_s() -> float:
-  """Of this process's threads, and of programs that have ended, such as ptxas."""
-  kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-  return sum(x.ru_utime + x.ru_stime for x in map(resource.getrusage, kinds))
-
-
-def measured(programs: dict, chosen: str) -> Iterator[tuple[str, Seconds]]:
-  """Compiles programs, with names that match a regular expression, and times each."""
-  triton_s = 0.0
-  compile_kernel = triton_call.compile_kernel
-
-  def timed(*args):
-    nonlocal triton_s
-    began = _cpu_s()
-    try:
-      return compile_kernel(*args)
-    finally:
-      triton_s += _cpu_s() - began
-
-  with mock.patch.object(triton_call, "compile_kernel", timed):
-    for name, program in programs.items():
-      if re.search(chosen, name):
-        before, began = triton_s, _cpu_s()
-        lowered = program.lower()
-        middle = _cpu_s()
-        lowered.compile()
-        triton = triton_s - before
-        yield name, Seconds(middle - began - triton, triton, _cpu_s() - middle)
 
 
 def main(config: config_lib.RunConfig) -> None:
@@ -76,13 +32,15 @@ def main(config: config_lib.RunConfig) -> None:
     os.environ["TRITON_CACHE_DIR"] = folder
     run, _ = aot_run.described(config, machine, "h200")
     found = []
-    for name, seconds in measured(aot_run.programs(run), _PROGRAMS.value):
+    for name, seconds in aot_run.timed(aot_run.programs(run), _PROGRAMS.value):
       found.append((name, seconds))
       print(name, *(f"{x:.1f}" for x in seconds), flush=True)
-  sums = Seconds(*map(sum, zip(*(s for _, s in found), strict=True)))
+  if not found:
+    raise ValueError(f"--programs={_PROGRAMS.value} is in no program's name")
+  sums = aot_run.Seconds(*map(sum, zip(*(s for _, s in found), strict=True)))
   found.append((f"all {len(found)}", sums))
   rows = [[name, *(f"{x:.1f}" for x in (*s, sum(s)))] for name, s in found]
-  tables.show("CPU seconds", ["program", *Seconds._fields, "sum"], rows)
+  tables.show("CPU seconds", ["program", *aot_run.Seconds._fields, "sum"], rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `dev.aot_memory` compiles and adds up, on the CPU as several devices."""
+"""What `dev.aot_memory` and `dev.aot_seconds` compile and add up, on a CPU as several."""
 
 import dataclasses
 import json
@@ -76,3 +76,11 @@ def test_what_compilers_say_of_arguments_is_what_the_plan_adds_up(config):
   assert aot_programs.argument_bytes(weights) == exact["policy in rollouts"]
   kept = exact["KV cache"] + exact["kept features"]
   assert aot_programs.argument_bytes(slots) <= kept
+
+
+def test_each_program_is_timed(config):
+  """Those that are chosen, by the CPU's time of each part."""
+  programs = aot_run.programs(run_of(config, 2))
+  found = dict(aot_run.timed(programs, "copy|store"))
+  assert set(found) == {"copy", "store"}
+  assert all(s.compile > 0 and s.lower > 0 and s.triton == 0 for s in found.values())

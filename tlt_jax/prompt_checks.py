@@ -17,7 +17,8 @@ from tlt_jax import ranges
 from tlt_jax import tokenization
 
 _WHOLE = 2**13  # records of the longest source that is always checked at the start
-_SOME = 1000  # records checked of longer ones; also the most that one draw tries
+_SOME = 250  # records checked of longer ones, which may take milliseconds each to make
+_TRIES = 1000  # records that one draw tries at most
 _BATCH = 1024  # records tokenized together
 
 
@@ -126,12 +127,12 @@ class _Drawn(Sequence):
   def __getitem__(self, i: int) -> dict:
     if not 0 <= i < len(self):  # ends an iteration
       raise IndexError(f"{self._name} has {len(self):,} records, none of index {i}")
-    for j in range(i, i + _SOME):
+    for j in range(i, i + _TRIES):
       records, _ = _kept(self._source, [j % len(self)], self._name, self._rules)
       if records and self._has_usable_answer(*records[0]):
         return records[0][1]
     raise data.DataError(
-      f"{self._name}: none of the {_SOME:,} prompts from record {i} on can be used"
+      f"{self._name}: none of the {_TRIES:,} prompts from record {i} on can be used"
     )
 
   def _has_usable_answer(self, place: str, record: dict) -> bool:

@@ -7,6 +7,7 @@ jax_triton's releases up to 0.3 split a graph at every kernel, and its 0.4.1 fai
 
 from collections.abc import Mapping, Sequence
 import functools
+import threading
 import types
 import zlib
 
@@ -22,6 +23,7 @@ _TYPES = {
 _ALIGNED = 16  # bytes, of every array; the compiler also uses multiples among integers
 
 _capability: int | None = None  # None: the first device's
+_making: dict[tuple, threading.Lock] = {}
 
 
 def compile_for(capability: int | None) -> None:
@@ -59,22 +61,23 @@ def triton_call(
     fused: whether products may be fused with sums (FMA), which rounds once less
     aliases: index of an argument -> index of the result that is written into it
   """
-  options = dict(name=name, num_warps=num_warps, num_stages=num_stages)
   several = isinstance(out_type, Sequence)
   results = list(out_type) if several else [out_type]
   numbers = [x if isinstance(x, int) else None for x in args] + [None] * len(results)
   arrays = [x for x in args if not isinstance(x, int)]
   dtypes = iter([x.dtype.name for x in (*arrays, *results)])
   kinds = [_TYPES[next(dtypes)] if n is None else "i32" for n in numbers]
-  opaque = _packed(
+  key = (
     kernel,
-    parameters=tuple(zip(kinds, numbers, strict=True)),
-    grid=(*grid, 1, 1)[:3],
-    constants=tuple(sorted(constants.items())),
-    capability=_capability or _of_first_device(),
-    fused=fused,
-    **options,
+    tuple(zip(kinds, numbers, strict=True)),
+    (*grid, 1, 1)[:3],
+    tuple(sorted(constants.items())),
+    _capability or _of_first_device(),
+    fused,
+    *(name, num_warps, num_stages),
   )
+  with _making.setdefault(key, threading.Lock()):  # programs are traced by several threads
+    opaque = _packed(*key)
   call = jax.ffi.ffi_call(
     "triton_kernel_call_ffi", results, input_output_aliases=dict(aliases)
   )
