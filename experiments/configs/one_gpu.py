@@ -22,8 +22,10 @@ Qwen2.5-1.5B-Instruct or Qwen3-0.6B, of which the folder is yours:
 
 Sizes that do not stand here follow from the prompts, the model and the device's memory;
 `--dry_run` shows them. With several GPUs each is a slice. Neither has run on a GPU yet:
-their programs were compiled for one, and their memory planned. `:smoke` is the default in
-sizes for a tiny model.
+their programs were compiled for one, and their memory planned. `make gpu
+ARGS=--set=one_gpu` does 30 steps of the default, and measures what belongs to them. Its
+learning rate and what is trained are those that `configs/smollm2.py` was run with, on CPUs.
+`:smoke` is the default in sizes for a tiny model.
 """
 
 import ml_collections
@@ -38,7 +40,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     raise ValueError(f"this config takes the argument gsm8k, smoke or none, not {arg!r}")
   config = smollm2.get_config(arg)
   config.policy = POLICY
-  config.compare = dict(every=10)
+  config.compare = dict(every=2 if arg == "smoke" else 10)
   config.learner.remat = True
   config.steps = 2 if arg == "smoke" else 100
   if arg == "gsm8k":
