@@ -21,7 +21,8 @@ Qwen2.5-1.5B-Instruct or Qwen3-0.6B, of which the folder is yours:
         --workdir=runs/gsm8k
 
 Sizes that do not stand here follow from the prompts, the model and the device's memory;
-`--dry_run` shows them. With several GPUs each is a slice. Neither has run on a GPU yet:
+`--dry_run` shows them. A card of 24 GB holds 0.6B; of larger models half of the layers, as
+docs/start.md has it. With several GPUs each is a slice. Neither has run on a GPU yet:
 their programs were compiled for one, and their memory planned. `make gpu
 ARGS=--set=one_gpu` does 30 steps of the default, and measures what belongs to them. Its
 learning rate and what is trained are those that `configs/smollm2.py` was run with, on CPUs.
