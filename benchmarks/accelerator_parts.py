@@ -173,7 +173,8 @@ def one_gpu(kind: str) -> tuple[Part, ...]:
       [
         (_STEP, "--sides=plain,tlt", config, drafter, f"--workdir={FOLDER}/steps")
         + ("--config.batch.prompts=4", "--config.batch.responses=8")
-        + ("--steps=8", "--warm_up=2")
+        # The slots of the run, whose programs are compiled already.
+        + ("--config.rollout.slots=64", "--steps=8", "--warm_up=2")
       ],
       dry=[
         (_STEP, "--sides=plain,tlt", "--config=experiments/configs/countdown.py:smoke")
