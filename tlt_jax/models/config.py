@@ -69,6 +69,10 @@ class Rope:
   theta: ranges.Base
   scaling: Scaling | None = None
 
+  def __post_init__(self):
+    if isinstance(self.scaling, YarnScaling) and self.theta == 1:
+      raise ValueError("YaRN needs a rope_theta above 1: else all wavelengths are equal")
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
