@@ -21,6 +21,7 @@ from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafters
+from tlt_jax.models import families
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -85,6 +86,8 @@ def of_target(
   customary_taps = drafters.find(kind).customary_taps
   if customary_taps is not None:
     fields = {"taps": customary_taps(config.num_layers)} | fields
+  if dense := families.find(config.architecture).dense:
+    of_layer = {"architecture": dense, "experts": None} | of_layer
   layer = dataclasses.replace(config, num_layers=1, **of_layer)
   return DrafterConfig(kind=kind, layer=layer, **fields)
 

@@ -11,6 +11,7 @@ import flax.linen as nn
 
 from tlt_jax import named
 from tlt_jax.models import layers
+from tlt_jax.models import moe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +31,26 @@ class Family:
   # Further keys of config.json that change the outputs unless they have these values.
   neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   block: type[nn.Module] = layers.Block
-  # Further tensors of a layer: name in the file, path in our tree.
+  # Further tensors of a layer: name in the file, path in our tree. `*` stands for the
+  # number of an expert, whose tensors are one array [E ...] of ours.
   tensors: tuple[tuple[str, str], ...] = ()
+  # The architecture whose layers have a dense MLP instead of experts, as drafters do; None:
+  # there are no experts.
+  dense: str | None = None
 
 
 FAMILIES = {
   "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, max_position=32768),
   "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, max_position=32768),
+  "Qwen3MoeForCausalLM": Family(
+    "qwen3_moe",
+    qk_norm=True,
+    max_position=32768,
+    neutral={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    block=moe.Block,
+    tensors=moe.TENSORS,
+    dense="Qwen3ForCausalLM",
+  ),
   "LlamaForCausalLM": Family("llama"),
 }
 
