@@ -305,10 +305,10 @@ def parse_config(raw: dict) -> config_lib.ModelConfig:
   }
   if family.dense:
     raw = {"num_experts": raw.get("num_local_experts"), **raw}  # as transformers 5 writes
-    fields["experts"] = {n: raw[k] for n, k in _EXPERT_KEYS.items() if raw.get(k) is not None}
-  return config_lib.make(
-    config_lib.ModelConfig, fields, _KEYS | _ROPE_KEYS | _EXPERT_KEYS
-  )
+    fields["experts"] = {
+      n: raw[k] for n, k in _EXPERT_KEYS.items() if raw.get(k) is not None
+    }
+  return config_lib.make(config_lib.ModelConfig, fields, _KEYS | _ROPE_KEYS | _EXPERT_KEYS)
 
 
 def _parse_rope_scaling(rope: dict) -> dict | None:

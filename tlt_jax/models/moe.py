@@ -5,9 +5,11 @@ token's output depends on no other token but for rounding. Routing is that of Qw
 (https://arxiv.org/abs/2505.09388), as transformers' Qwen3MoeTopKRouter computes it.
 
 Each expert's hidden units are split over the axis `model`, as those of a dense MLP: all
-devices then have the same work, whatever the router chooses, and tokens stay where they are.
+devices then have the same work, whatever the router chooses, and no token moves.
 """
 
+from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -37,9 +39,7 @@ TENSORS = (  # see `families.Family`
 )
 
 
-def route(
-  experts: config_lib.Experts, logits: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def route(experts: config_lib.Experts, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Chooses experts for rows, by the router's logits f[R E]: i32[R k], and weights f[R k].
 
   Of equal probabilities the lower index counts as the larger.
@@ -66,7 +66,7 @@ class MLP(nn.Module):
     )
     rows = x.reshape(-1, D)
     routed = route(experts, layers.linear(rows, router))
-    y = _over_devices(rows, *(w.astype(x.dtype) for w in matrices), *routed)
+    y = mix(rows, *(w.astype(x.dtype) for w in matrices), *routed)
     return y.reshape(x.shape)
 
 
@@ -93,27 +93,6 @@ class Block(nn.Module):
     return x + MLP(self.config, name="mlp")(y), layer_cache
 
 
-def _over_devices(x, gate, up, down, chosen, weight) -> jax.Array:
-  """`mix` with each device's part of the hidden units."""
-  mesh = axes.mesh_of_compiler()
-  if mesh is None or axes.model_if_divides(mesh, gate.shape[1]) is None:
-    return mix(x, gate, up, down, chosen, weight)
-
-  def on_shard(x, gate, up, down, chosen, weight):
-    x, chosen, weight = jax.lax.pcast((x, chosen, weight), axes.MODEL, to="varying")
-    return jax.lax.psum(mix(x, gate, up, down, chosen, weight), axes.MODEL)
-
-  whole, of_hidden = PartitionSpec(), PartitionSpec(None, axes.MODEL)
-  of_down = PartitionSpec(None, None, axes.MODEL)
-  run = jax.shard_map(
-    on_shard,
-    in_specs=(whole, of_hidden, of_hidden, of_down, whole, whole),
-    out_specs=whole,
-    axis_names={axes.MODEL},
-  )
-  return run(x, gate, up, down, chosen, weight)
-
-
 @jax.custom_vjp
 def mix(
   x: jax.Array,
@@ -136,13 +115,42 @@ def mix(
     chosen: i32[R k]
     weight: f[R k]
   """
+  return _on_devices(_sums, False, x, gate, up, down, chosen, weight)
+
+
+def _on_devices(f: Callable, is_gradient: bool, *args: jax.Array):
+  """Calls `f` with the axis over which hidden units are split, and each device's part.
+
+  It takes the arguments of `mix`, or those of `_gradients`, which has their results.
+  """
+  mesh = axes.mesh_of_compiler()
+  if mesh is None:
+    return f(None, *args)
+  axis, whole = axes.model_if_divides(mesh, args[1].shape[1]), PartitionSpec()
+  of_matrices = PartitionSpec(None, axis), PartitionSpec(None, axis)
+  of_matrices += (PartitionSpec(None, None, axis),)
+  run = jax.shard_map(
+    functools.partial(f, axis),
+    in_specs=(whole, *of_matrices, *(whole for _ in args[4:])),
+    out_specs=(whole, *of_matrices, whole) if is_gradient else whole,
+    axis_names={axes.MODEL},
+    check_vma=False,
+  )
+  return jax.tree.map(lambda x: varying.like(x, *args), run(*args))
+
+
+def _sum(x: jax.Array, axis: str | None) -> jax.Array:
+  return x if axis is None else jax.lax.psum(x, axis)
+
+
+def _sums(axis, x, gate, up, down, chosen, weight) -> jax.Array:
   args = x, gate, up, down, chosen
   if len(x) > _DENSE_ROWS:
     outputs = _in_blocks(*args)
   else:
     on_gpu = _gathered if chosen.size <= len(gate) else _dense
     outputs = jax.lax.platform_dependent(*args, cuda=on_gpu, default=_in_blocks)
-  return _weighted(outputs, weight).astype(x.dtype)
+  return _sum(_weighted(outputs, weight).astype(x.dtype), axis)
 
 
 def _weighted(outputs: jax.Array, weight: jax.Array) -> jax.Array:
@@ -235,7 +243,6 @@ def _in_blocks(x, gate, up, down, chosen) -> jax.Array:
     return _put(out, layers.linear(hidden, w_down), blocks.start[i])
 
   out = jnp.zeros((len(blocks.pairs), x.shape[1]), x.dtype)
-  out = varying.like(out, x, gate, chosen)
   out = jax.lax.fori_loop(0, blocks.count, step, out)
   return out[blocks.place].reshape(*chosen.shape, -1)
 
@@ -246,10 +253,11 @@ def _forward(*args):
 
 def _backward(args, dy):
   with jax.default_matmul_precision("highest" if dy.dtype == jnp.float32 else "default"):
-    return _gradients(*args, dy)
+    dx, *dmatrices, dweight = _on_devices(_gradients, True, *args, dy)
+  return dx, *dmatrices, None, dweight
 
 
-def _gradients(x, gate, up, down, chosen, weight, dy):
+def _gradients(axis, x, gate, up, down, chosen, weight, dy):
   """Computes the hidden units again. Gradients of matrices are summed in float32."""
   k, blocks = chosen.shape[1], _make_blocks(chosen, len(gate))
   weights = jnp.asarray(weight.reshape(-1), jnp.float32)
@@ -282,12 +290,12 @@ def _gradients(x, gate, up, down, chosen, weight, dy):
   P = len(blocks.pairs)
   carry = jnp.zeros((P, x.shape[1]), x.dtype), jnp.zeros(P)
   carry += tuple(jnp.zeros(w.shape) for w in (gate, up, down))
-  carry = tuple(varying.like(zeros, x, gate, chosen) for zeros in carry)
   dx, dweight, *dmatrices = jax.lax.fori_loop(0, blocks.count, step, carry)
   dx = dx[blocks.place].reshape(*chosen.shape, -1).astype(jnp.float32)
   dweight = dweight[blocks.place].reshape(chosen.shape).astype(weight.dtype)
   dmatrices = (d.astype(w.dtype) for d, w in zip(dmatrices, (gate, up, down), strict=True))
-  return jnp.sum(dx, 1).astype(x.dtype), *dmatrices, None, dweight
+  dx = jnp.sum(dx, 1).astype(x.dtype)
+  return _sum(dx, axis), *dmatrices, _sum(dweight, axis)
 
 
 mix.defvjp(_forward, _backward)

@@ -13,7 +13,9 @@ def _muon_axes(params):
     if len(path) == 1 or x.ndim < 2:  # embedding, head, norms, biases
       return None
     # Each expert's, where a parameter holds those of all experts.
-    return optax.contrib.MuonDimensionNumbers(reduction_axis=x.ndim - 1, output_axis=x.ndim - 2)
+    return optax.contrib.MuonDimensionNumbers(
+      reduction_axis=x.ndim - 1, output_axis=x.ndim - 2
+    )
 
   return jax.tree_util.tree_map_with_path(axes_of, params)
 
