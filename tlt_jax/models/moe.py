@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
@@ -162,10 +163,10 @@ def _gathered(x, gate, up, down, chosen) -> jax.Array:
 
   XLA reads gathered matrices within these sums on GPUs, and copies them for products.
   """
-  experts, order = chosen.reshape(-1), jnp.arange(chosen.size)
-  if len(x) > 1:  # rows with the same expert follow each other, and find it in the cache
-    order = jnp.argsort(experts)
-    experts = experts[order]
+  # Rows with the same expert follow each other, and find it in the cache.
+  order = jnp.argsort(chosen.reshape(-1)) if len(x) > 1 else np.arange(chosen.size)
+  place = jnp.argsort(order) if len(x) > 1 else order
+  experts = chosen.reshape(-1)[order]
 
   def times(w, rows):
     made = w[experts].astype(jnp.float32) * rows[:, None].astype(jnp.float32)
@@ -173,7 +174,7 @@ def _gathered(x, gate, up, down, chosen) -> jax.Array:
 
   rows = x[order // chosen.shape[1]]
   out = times(down, jax.nn.silu(times(gate, rows)) * times(up, rows))
-  return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+  return out[place].reshape(*chosen.shape, -1)
 
 
 def _dense(x, gate, up, down, chosen) -> jax.Array:
