@@ -62,7 +62,7 @@ def begin_as(folder: str | pathlib.Path, model: config_lib.ModelConfig, random) 
   """
   small, params = hf.load(folder)
   same = ("architecture", "vocab_size", "head_dim", "rope_theta", "qk_norm")
-  same += ("qkv_bias", "rope_scaling", "tie_embeddings")
+  same += ("qkv_bias", "rope_scaling", "layers", "tie_embeddings")
   larger = ("width", "mlp_width", "num_layers", "num_heads", "num_kv_heads")
   wrong = [name for name in same if getattr(small, name) != getattr(model, name)]
   wrong += [name for name in larger if getattr(small, name) > getattr(model, name)]

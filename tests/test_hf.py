@@ -16,12 +16,14 @@ import safetensors.numpy
 
 from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf
 from tlt_jax.models import target
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NAMES = ("qwen2", "qwen2_tied", "qwen3", "llama3", "qwen3_moe")
+NAMES = ("qwen2", "qwen2_tied", "qwen3", "llama3")
+NAMES += ("mistral", "qwen3_windows", "smollm3", "gemma3", "qwen3_moe")
 LEGACY = {  # the transformers 4 spelling of llama3's `rope_parameters`
   "rope_parameters": None,
   "rope_theta": 100.0,
@@ -141,6 +143,56 @@ def test_both_spellings_of_rope_and_dtype(tmp_path):
   assert legacy.rope_scaling is not None
 
 
+PUBLISHED = {  # what google/gemma-3-4b-it's config.json says of text
+  "architectures": ["Gemma3ForConditionalGeneration"],
+  "text_config": {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+  },
+  "torch_dtype": "bfloat16",
+  "vision_config": {"hidden_size": 1152},
+}
+
+
+def test_what_published_files_leave_out_is_as_in_transformers():
+  """The text part of Gemma 3 4B; Mistral's window where null is not missing."""
+  config = hf.parse_config(PUBLISHED)
+  kinds = [config.layer_kind(i) for i in range(34)]
+  assert [kind.window for kind in kinds] == ([1024] * 5 + [None]) * 5 + [1024] * 4
+  assert {kind.rope.theta for kind in kinds if kind.window} == {1e4}
+  assert kinds[5].rope == config_lib.Rope(1e6, config_lib.LinearScaling(8.0))
+  assert len(config.layers) == 6 and config.dtype == "bfloat16" and config.tie_embeddings
+  assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
+  assert (config.head_dim, config.query_scalar, config.max_position) == (256, 256, 131072)
+  raw = json.loads((GOLDEN / "mistral" / "config.json").read_text())
+  del raw["sliding_window"]
+  assert hf.parse_config(raw).layer_kind(0).window == 4096
+  assert hf.parse_config(raw | {"sliding_window": None}).layers == ()
+
+
+def test_the_text_part_of_a_model_of_images_is_read(tmp_path):
+  """By either spelling of its tensors; what reads images is left out."""
+  config, params = hf.load(GOLDEN / "gemma3")
+  raw = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
+  whole = {**dict.fromkeys(raw), **PUBLISHED, "text_config": raw}
+  for prefix in ("language_model.model.", "model.language_model."):
+    path = copy("gemma3", tmp_path / prefix, **whole)
+
+    def rename(tensors, prefix=prefix):
+      for name in [*tensors]:
+        tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+      tensors["model.vision_tower.x"] = tensors["multi_modal_projector.x"] = np.ones(1)
+
+    edit(path, rename)
+    again, params2 = hf.load(path)
+    assert again == config
+    assert_same(params, params2)
+
+
 # --- round trips
 
 
@@ -254,6 +306,16 @@ EMBEDDING = "model.embed_tokens.weight"
   [
     ("qwen3", dict(layer_types=["full_attention", "sliding_attention"])),
     ("llama3", dict(rope_parameters={"rope_type": "yarn"})),
+    ("llama3", dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
+    ("llama3", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    ("mistral", dict(sliding_window=0)),
+    ("mistral", dict(layer_types=["full_attention", "sliding_attention"])),
+    ("qwen3_windows", dict(layer_types=["sliding_attention"])),
+    ("smollm3", dict(no_rope_layers=[1, 0])),
+    ("smollm3", dict(mlp_bias=True)),
+    ("gemma3", dict(final_logit_softcapping=30.0)),
+    ("gemma3", dict(hidden_activation="gelu")),
+    ("gemma3", dict(use_bidirectional_attention=True)),
     ("llama3", dict(attention_bias=True)),
     ("llama3", dict(quantization_config={"bits": 4})),
   ],

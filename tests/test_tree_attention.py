@@ -17,6 +17,7 @@ from tests import triton_kernels
 from tlt_jax import axes
 from tlt_jax.pallas_kernels import tree_attention
 from tlt_jax.pallas_kernels.tree_attention import pallas
+from tlt_jax.pallas_kernels.tree_attention import ref
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 IMPLS = ["ref", "interpret", pytest.param("triton", marks=triton_kernels.requires_triton)]
@@ -218,6 +219,30 @@ def test_bits_say_what_the_mask_says(size):
     np.testing.assert_array_equal(seen.mask(0, length), whole[..., :length])
 
 
+@pytest.mark.parametrize("window", [1, 3, 6, 70, 200])
+def test_a_window_counts_positions_not_nodes(window):
+  """Of a tree whose nodes, in order, are at depths 0, 1, 1, 2, 3; kernels pass it on."""
+  depth, parents = np.array([0, 1, 1, 2, 3]), [{0}, {0, 1}, {0, 2}, {0, 2, 3}]
+  tail = np.zeros((3, 5, 5), bool)
+  for node, known in enumerate([*parents, {0, 2, 3, 4}]):
+    tail[:, node, [*known]] = True
+  c = case([0, 4, 100], 128, J=5, G=2)._replace(tail=tail)
+  position = c.start[:, None] + depth
+  seen = seen_lib.of_mask(jnp.asarray(c.start), jnp.asarray(tail))
+  seen = seen.within(jnp.asarray(position), window)
+  slots = np.arange(128) + np.zeros((3, 1), int)  # the position of each slot
+  for b, start in enumerate(c.start):
+    slots[b, start : start + 5] = position[b]
+  shown = np.asarray(seen_lib.of_mask(jnp.asarray(c.start), jnp.asarray(tail)).mask(0, 128))
+  shown = shown & (slots[:, None] > position[..., None] - window)
+  np.testing.assert_array_equal(seen.mask(0, 128), shown)
+  want = ref.attend(c.q, c.k, c.v, jnp.asarray(shown))
+  paged = c.in_pages(64)
+  args = paged.q, np.nan_to_num(paged.k), np.nan_to_num(paged.v), seen, paged.pages
+  for impl in ("ref", "interpret"):
+    np.testing.assert_allclose(attend(*args, impl=impl), want, atol=2e-6)
+
+
 def test_heads_stay_on_their_devices():
   """Split over `model`, also where it is of size 1, and where it does not divide them."""
   c = case([0, 40, 3, 7], 64, J=3, G=2).in_pages(64)
@@ -394,9 +419,7 @@ def _telling(dtype: str, S: int) -> tuple[Case, np.ndarray]:
   return c.poisoned(), exact(c)
 
 
-def _finds(
-  attend, dtype: str, atol: float, S: int = 576, page: int = 0, **options
-) -> bool:
+def _finds(attend, dtype: str, atol: float, S: int = 576, page: int = 0, **options) -> bool:
   """Whether the tests would find that an implementation is wrong, or wrong with pages."""
   c, want = _telling(dtype, S)
   if page:  # the last row's nodes lie beyond a cache that ends within a page

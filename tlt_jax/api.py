@@ -120,7 +120,7 @@ def load(
   """Loads a policy, and a drafter if there is one.
 
   Args:
-    policy: Hugging Face folder of Qwen2/2.5, Qwen3 or Llama 3.x
+    policy: Hugging Face folder of an architecture in `models.families`
     drafter: folder of `experiments.train_drafter`, of `experiments.export`, or a published
       EAGLE-2 or EAGLE-3 one; None: n-grams draft
     max_prompt, max_tokens: tokens of the longest prompt and response

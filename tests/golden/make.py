@@ -1,7 +1,7 @@
 """Makes the golden checkpoints: tiny random models and what transformers says.
 
     pip install torch transformers safetensors
-    python tests/golden/make.py
+    python tests/golden/make.py [NAME ...]
 
 Per model a folder as transformers saves it, and golden.npz with token ids
 i32[B T] and the logits f32[B T V] of its eager attention in float32. Every norm,
@@ -10,6 +10,7 @@ width / heads.
 """
 
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -58,6 +59,61 @@ MODELS = {
     ),
     None,
   ),
+  "mistral": (
+    transformers.MistralConfig(
+      **{**SHAPE, "head_dim": 16},
+      sliding_window=7,
+      rope_parameters=rope(
+        100.0,
+        rope_type="yarn",
+        factor=4.0,
+        beta_fast=2.0,
+        beta_slow=0.1,
+        mscale=1.0,
+        mscale_all_dim=0.3,
+        truncate=False,
+        original_max_position_embeddings=16,
+      ),
+    ),
+    None,
+  ),
+  "qwen3_windows": (
+    transformers.Qwen3Config(
+      **{**SHAPE, "head_dim": 16},
+      use_sliding_window=True,
+      sliding_window=9,
+      max_window_layers=1,
+      rope_parameters=rope(
+        500.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=32
+      ),
+    ),
+    None,
+  ),
+  # Every second layer slides, without RoPE.
+  "smollm3": (
+    transformers.SmolLM3Config(
+      **{**SHAPE, "num_hidden_layers": 3, "tie_word_embeddings": True},
+      pad_token_id=None,
+      no_rope_layer_interval=2,
+      use_sliding_window=True,
+      sliding_window=7,
+      rope_parameters=rope(100.0, rope_type="linear", factor=4.0),
+    ),
+    None,
+  ),
+  "gemma3": (
+    transformers.Gemma3TextConfig(
+      **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True},
+      query_pre_attn_scalar=9,
+      sliding_window=7,
+      sliding_window_pattern=3,
+      rope_parameters={
+        "sliding_attention": rope(10.0),
+        "full_attention": rope(300.0, rope_type="linear", factor=8.0),
+      },
+    ),
+    None,
+  ),
   "qwen3_moe": (
     transformers.Qwen3MoeConfig(
       **SHAPE,
@@ -77,12 +133,16 @@ def randomize(model):
   for name, p in model.named_parameters():
     if "norm" in name:
       p.data.uniform_(0.5, 1.5)
+      if "Gemma" in type(model).__name__:  # is multiplied by 1 + p
+        p.data -= 1
     else:
       p.data.normal_(0.0, 0.5 if p.ndim == 1 else 0.4)
 
 
 def main():
   for seed, (name, (config, max_shard_size)) in enumerate(MODELS.items()):
+    if sys.argv[1:] and name not in sys.argv[1:]:
+      continue
     torch.manual_seed(seed)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The shape of a decoder: one frozen description for Qwen2, Qwen3 and Llama 3."""
+"""The shape of a decoder: one frozen description for all families."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -51,10 +51,54 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-  """A pre-norm decoder with GQA, RoPE, RMSNorm and a SwiGLU MLP.
+class LinearScaling:
+  """All wavelengths are stretched by `factor` (`rope_type: linear`)."""
 
-  Qwen2 adds a bias to q, k and v; Qwen3 normalises q and k per head; Llama 3 does neither.
+  factor: ranges.Positive
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+  """YaRN (`rope_type: yarn`; Peng et al. 2023, https://arxiv.org/abs/2309.00071).
+
+  Wavelengths that turn more often than `beta_fast` times in `original_max_position` tokens
+  are kept, those that turn less often than `beta_slow` times are stretched by `factor`, and
+  others interpolated, by their index. With `truncate`, the range of those indices is
+  rounded outwards. Rotated queries and keys are longer by `attention_factor`.
+  """
+
+  factor: ranges.Positive
+  beta_fast: ranges.Positive
+  beta_slow: ranges.Positive
+  attention_factor: ranges.Positive
+  original_max_position: ranges.Tokens
+  truncate: bool
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
+
+  theta: ranges.Base
+  scaling: Scaling | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+  """What may differ between the layers of a model."""
+
+  window: ranges.Tokens | None = None  # tokens that each sees, itself included; None: all
+  rope: Rope | None = None  # None: queries and keys are not rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """A pre-norm decoder with GQA, RoPE, RMSNorm and a gated MLP.
+
+  Qwen2 adds a bias to q, k and v; Qwen3 and Gemma 3 normalise q and k per head.
   """
 
   __pydantic_config__ = ranges.STRICT
@@ -68,7 +112,11 @@ class ModelConfig:
   num_kv_heads: ranges.Count  # K
   head_dim: ranges.Count  # H; need not be D / N
   rope_theta: ranges.Base = 10_000.0
-  rope_scaling: RopeScaling | None = None
+  rope_scaling: Scaling | None = None
+  # Layer i is of kind i % len(layers); (): all see everything, and rotate as above. Kept
+  # as the shortest tuple that says the same.
+  layers: tuple[LayerKind, ...] = ()
+  query_scalar: ranges.Positive | None = None  # scores / its root; None: that of head_dim
   norm_eps: ranges.ShareAboveZero = 1e-6
   max_position: ranges.Tokens = 4096  # longest sequence, in tokens
   qkv_bias: bool = False
@@ -87,6 +135,23 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f"RoPE needs an even head_dim, got {self.head_dim}")
+    given, count = self.layers, len(self.layers)
+    period = next((n for n in range(1, count) if given[n:] == given[: count - n]), count)
+    shortest = () if given[:period] == (self._uniform,) else given[:period]
+    object.__setattr__(self, "layers", shortest)
+
+  @property
+  def _uniform(self) -> LayerKind:
+    return LayerKind(rope=Rope(self.rope_theta, self.rope_scaling))
+
+  def layer_kind(self, layer: int) -> LayerKind:
+    return self.layers[layer % len(self.layers)] if self.layers else self._uniform
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """Those of the layers, each once; at least one."""
+    found = {kind.rope: None for kind in self.layers if kind.rope}
+    return tuple(found) or (self._uniform.rope,)
 
   def check_split(self, devices: int) -> None:
     """Raises ValueError unless the heads divide evenly over the devices of a slice."""

@@ -39,6 +39,8 @@ class DrafterConfig:
 
   def __post_init__(self):
     kind = drafters.find(self.kind)
+    if self.layer.layers:
+      raise ValueError("drafters have neither sliding windows nor other kinds of layers")
     if self.taps and kind.customary_taps is None:
       raise ValueError(f"{self.kind} drafters have no taps; leave out {self.taps}")
     if not self.taps and kind.customary_taps is not None:
@@ -86,9 +88,10 @@ def of_target(
   customary_taps = drafters.find(kind).customary_taps
   if customary_taps is not None:
     fields = {"taps": customary_taps(config.num_layers)} | fields
+  alike = {"num_layers": 1, "layers": (), "query_scalar": None}
   if dense := families.find(config.architecture).dense:
-    of_layer = {"architecture": dense, "experts": None} | of_layer
-  layer = dataclasses.replace(config, num_layers=1, **of_layer)
+    alike |= {"architecture": dense, "experts": None}
+  layer = dataclasses.replace(config, **alike | of_layer)
   return DrafterConfig(kind=kind, layer=layer, **fields)
 
 

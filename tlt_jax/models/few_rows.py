@@ -41,6 +41,8 @@ def fits(config: config_lib.ModelConfig, kv: cache_lib.KVCache, rows: int) -> bo
     rows <= few_rows.MOST
     and config.dtype == "bfloat16"
     and families.find(config.architecture).block is layers.Block
+    and not config.layers
+    and config.query_scalar is None
     and not any(size % few_rows.TILE for size in (config.width, page))
     and config.mlp_width % (n * few_rows.TILE) == 0
     and config.num_kv_heads % n == 0

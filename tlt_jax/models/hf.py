@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -121,6 +122,25 @@ def open_tensors(path: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
   return tensors
 
 
+# Where models that also read images have that of text, as transformers 4 and 5 name it.
+_TEXT = {"language_model.": "", "model.language_model.": "model."}
+_IMAGES = ("vision_tower.", "multi_modal_projector.")
+
+
+def _text_tensors(tensors: Tensors) -> Tensors:
+  """Renames what reads text, and leaves out what reads images, if there is such."""
+  if not any(name.startswith(tuple(_TEXT)) for name in tensors.lazy):
+    return tensors
+  renamed = Tensors({}, {})
+  for name, tensor in tensors.lazy.items():
+    if name.removeprefix("model.").startswith(_IMAGES):
+      continue
+    prefix = next(filter(name.startswith, _TEXT), "")
+    ours = _TEXT.get(prefix, "") + name.removeprefix(prefix)
+    renamed.lazy[ours], renamed.file[ours] = tensor, tensors.file[name]
+  return renamed
+
+
 def _read_index(index: pathlib.Path) -> dict[str, list[str]]:
   weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
@@ -218,11 +238,10 @@ _KEYS = {  # field of ModelConfig -> key with the same value
   "max_position": "max_position_embeddings",
   "tie_embeddings": "tie_word_embeddings",
 }
-_ROPE_KEYS = {  # the same of RopeScaling
-  "factor": "factor",
-  "low_freq_factor": "low_freq_factor",
-  "high_freq_factor": "high_freq_factor",
-  "original_max_position": "original_max_position_embeddings",
+_SCALINGS = {  # rope_type -> class, with the same of its fields
+  "llama3": config_lib.RopeScaling,
+  "linear": config_lib.LinearScaling,
+  "yarn": config_lib.YarnScaling,
 }
 _EXPERT_KEYS = {  # the same of Experts
   "count": "num_experts",
@@ -230,12 +249,17 @@ _EXPERT_KEYS = {  # the same of Experts
   "width": "moe_intermediate_size",
   "norm_weights": "norm_topk_prob",
 }
+_ROPE_KEYS = {"original_max_position": "original_max_position_embeddings"}
+_SLIDING, _FULL = "sliding_attention", "full_attention"  # in layer_types
 # Keys that change the outputs unless they have these values; `Family.neutral` adds to them.
 _NEUTRAL = {
   "attention_bias": (False,),
   "mlp_bias": (False,),
   "partial_rotary_factor": (1,),
   "quantization_config": (),
+  "attn_logit_softcapping": (),
+  "final_logit_softcapping": (),
+  "use_bidirectional_attention": (False,),
 }
 
 
@@ -272,7 +296,8 @@ def _unused_rows(path: pathlib.Path, mtime: int, rows: int) -> tuple[tuple[int, 
 
 def parse_config(raw: dict) -> config_lib.ModelConfig:
   """Parses the content of config.json; raises ValueError if it is not supported."""
-  raw = {key: value for key, value in raw.items() if value is not None}
+  raw = _text_part(raw)
+  given, raw = raw, {key: value for key, value in raw.items() if value is not None}
   names = raw.get("architectures", ["(none)"])
   if not isinstance(names, list) or not names or not isinstance(names[0], str):
     raise ValueError(f"architectures={names!r:.60} is not a list of names")
@@ -285,8 +310,11 @@ def parse_config(raw: dict) -> config_lib.ModelConfig:
     if not isinstance(raw.get(key, {}), dict):
       raise ValueError(f"{key}={raw[key]!r:.60} is not an object")
     rope |= raw.get(key, {})
-  _refuse_unsupported(raw, rope, family)
-  fields = {name: raw[key] for name, key in _KEYS.items() if key in raw}
+  ropes = _ropes(raw, rope, family)
+  _refuse_unsupported(raw, ropes, family)
+  keys = _KEYS | family.keys
+  fields = {name: raw[key] for name, key in keys.items() if key in raw}
+  fields = dict(family.defaults) | fields
   heads = fields.get("num_heads")
   defaults = {"max_position": family.max_position, "num_kv_heads": heads}
   if family.head_dim is not None:
@@ -295,12 +323,13 @@ def parse_config(raw: dict) -> config_lib.ModelConfig:
     defaults["head_dim"] = fields["width"] // heads
   fields = {name: x for name, x in defaults.items() if x is not None} | fields
   dtype = raw.get("dtype", raw.get("torch_dtype", "float32"))
+  full = {kind: _parse_rope(rope, fields) for kind, rope in ropes.items()}
   fields |= {
     "architecture": names[0],
     "qkv_bias": family.qkv_bias,
     "qk_norm": family.qk_norm,
-    "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
-    "rope_scaling": _parse_rope_scaling(rope),
+    "rope_theta": full[_FULL]["theta"],
+    "rope_scaling": full[_FULL]["scaling"],
     "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype,
   }
   if family.dense:
@@ -308,44 +337,133 @@ def parse_config(raw: dict) -> config_lib.ModelConfig:
     fields["experts"] = {
       n: raw[k] for n, k in _EXPERT_KEYS.items() if raw.get(k) is not None
     }
-  return config_lib.make(config_lib.ModelConfig, fields, _KEYS | _ROPE_KEYS | _EXPERT_KEYS)
+  config = config_lib.make(config_lib.ModelConfig, fields, keys | _ROPE_KEYS | _EXPERT_KEYS)
+  return dataclasses.replace(config, layers=_layers(given, config, family, full))
 
 
-def _parse_rope_scaling(rope: dict) -> dict | None:
-  if any(isinstance(value, dict) for value in rope.values()):
+def _text_part(raw: dict) -> dict:
+  """The config of what reads text in a model that reads images, too."""
+  if raw.get("architectures") != ["Gemma3ForConditionalGeneration"]:
+    return raw
+  text = raw.get("text_config")
+  if not isinstance(text, dict):
+    raise ValueError(f"text_config={text!r:.60} is not an object")
+  of_all = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+  whole = {key: raw[key] for key in of_all if key in raw}
+  return whole | text | {"architectures": ["Gemma3ForCausalLM"]}
+
+
+def _ropes(raw: dict, rope: dict, family: families.Family) -> dict[str, dict]:
+  """The parameters of RoPE in layers of each type."""
+  of_all = {key: x for key, x in rope.items() if key not in (_FULL, _SLIDING)}
+  theta = raw.get("rope_theta", family.defaults.get("rope_theta", 10_000.0))
+  of_all = {"rope_theta": theta} | of_all
+  found = {_FULL: of_all, _SLIDING: of_all}
+  if family.local_theta is not None:
+    theta = raw.get("rope_local_base_freq", family.local_theta)
+    found[_SLIDING] = {"rope_theta": theta}
+  own = {kind: rope.get(kind) or {} for kind in found}
+  if any(isinstance(x, dict) for x in of_all.values()) or (
+    family.windows is None and any(own.values())
+  ):
     raise ValueError("RoPE parameters per layer type are not supported")
+  return {kind: found[kind] | own[kind] for kind in found}
+
+
+def _parse_rope(rope: dict, fields: dict) -> dict:
+  """The fields of `config_lib.Rope`."""
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind == "default":
-    return None
-  if kind != "llama3":
-    raise ValueError(f"rope_type {kind!s:.60} is not supported (only default and llama3)")
-  return {name: rope.get(key) for name, key in _ROPE_KEYS.items()}
+    return {"theta": rope["rope_theta"], "scaling": None}
+  if kind not in _SCALINGS:
+    raise ValueError(
+      f"rope_type {kind!s:.60} is not supported (only default, {', '.join(_SCALINGS)})"
+    )
+  cls = _SCALINGS[kind]
+  known = {_ROPE_KEYS["original_max_position"]: fields.get("max_position")}
+  if kind == "yarn":
+    known |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    known["attention_factor"] = _yarn_attention_factor(rope)
+  known |= {key: x for key, x in rope.items() if x is not None}
+  names = [field.name for field in dataclasses.fields(cls)]
+  scaling = {name: known.get(_ROPE_KEYS.get(name, name)) for name in names}
+  made = config_lib.make(cls, scaling, _ROPE_KEYS)
+  return {"theta": rope["rope_theta"], "scaling": dataclasses.asdict(made)}
 
 
-def _refuse_unsupported(raw: dict, rope: dict, family: families.Family) -> None:
+def _yarn_attention_factor(rope: dict) -> float:
+  """What transformers takes if there is no `attention_factor`."""
+  factor, one, all_dims = (rope.get(key) for key in ("factor", "mscale", "mscale_all_dim"))
+  for key in ("factor", "mscale", "mscale_all_dim"):
+    if not isinstance(rope.get(key, 1.0) or 1.0, int | float):
+      raise ValueError(f"{key}={rope[key]!r:.60} is not a number")
+
+  def scale(by):
+    return 0.1 * by * math.log(factor) + 1.0 if factor and factor > 1 else 1.0
+
+  return scale(one) / scale(all_dims) if one and all_dims else scale(1.0)
+
+
+def _layers(
+  raw: dict, config: config_lib.ModelConfig, family: families.Family, ropes: dict
+) -> tuple[config_lib.LayerKind, ...]:
+  """What config.json says of each layer; null is not a missing `sliding_window`."""
+  slides, window = _sliding(raw, config.num_layers, family)
+  all_rotate = family.rotates is None
+  rotates = [all_rotate or family.rotates(raw, i) for i in range(config.num_layers)]
+
+  @functools.cache
+  def make(slides, rotates):
+    fields = {
+      "window": window if slides else None,
+      "rope": ropes[_SLIDING if slides else _FULL] if rotates else None,
+    }
+    names = {"window": "sliding_window", "theta": "rope_theta"}
+    return config_lib.make(config_lib.LayerKind, fields, names)
+
+  return tuple(map(make, slides, rotates))
+
+
+def _sliding(
+  raw: dict, num_layers: int, family: families.Family
+) -> tuple[list[bool], int | None]:
+  """Whether each layer has a sliding window, and its size."""
+  # A file of another family may have Qwen's keys; they would change the outputs.
+  windows = family.windows or families.QWEN_WINDOWS
+  is_used = raw.get("use_sliding_window") or False
+  if not isinstance(is_used, bool):
+    raise ValueError(f"use_sliding_window={is_used!r:.60} is neither true nor false")
+  window = None
+  if is_used or not windows.by_switch:
+    window = raw.get("sliding_window", windows.size)
+  usual = [window is not None and windows.slides(raw, i) for i in range(num_layers)]
+  slides, kinds = usual, raw.get("layer_types")
+  if kinds is not None:
+    known = isinstance(kinds, list) and all(kind in (_SLIDING, _FULL) for kind in kinds)
+    if not known or len(kinds) != num_layers:
+      raise ValueError(
+        f"layer_types={kinds!s:.60} is not {_SLIDING} or {_FULL} for each layer"
+      )
+    slides = [kind == _SLIDING for kind in kinds]
+  if any(slides) and family.windows is None:
+    raise ValueError("sliding windows are not supported for this architecture")
+  if (any(slides) and window is None) or (slides != usual and not windows.listed):
+    raise ValueError(
+      "the sliding windows of layer_types do not fit sliding_window and use_sliding_window"
+    )
+  return slides, window
+
+
+def _refuse_unsupported(raw: dict, ropes: dict, family: families.Family) -> None:
   neutral = {"hidden_act": family.hidden_act, **_NEUTRAL, **family.neutral}
   if family.qkv_bias:  # Qwen2 ignores this key
     del neutral["attention_bias"]
   for key, harmless in neutral.items():
-    for value in (raw.get(key), rope.get(key)):
+    for value in (raw.get(key), *(rope.get(key) for rope in ropes.values())):
       if value is not None and value not in harmless:
         raise ValueError(
           f"{key}={value!s:.60} is not supported and would change the outputs"
         )
-  if "layer_types" in raw:
-    kinds = raw["layer_types"]
-    slides = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-  else:  # Qwen2.5's window is disabled, or starts after the last layer
-    full_layers = raw.get("max_window_layers", 28)
-    is_used = raw.get("use_sliding_window", False)
-    if not isinstance(is_used, bool):
-      raise ValueError(f"use_sliding_window={is_used!r:.60} is neither true nor false")
-    slides = is_used and "sliding_window" in raw and full_layers < raw["num_hidden_layers"]
-  if slides:
-    raise ValueError(
-      "sliding-window attention (use_sliding_window or layer_types) is not supported and "
-      "would change the outputs"
-    )
 
 
 def unparse_config(config: config_lib.ModelConfig) -> dict:
@@ -354,17 +472,15 @@ def unparse_config(config: config_lib.ModelConfig) -> dict:
     family = families.find(config.architecture)
   except ValueError as e:
     raise CheckpointError(f"{config.architecture:.60} cannot be saved: {e}") from e
-  scaling = config.rope_scaling and {
-    "rope_type": "llama3",
-    **{key: getattr(config.rope_scaling, name) for name, key in _ROPE_KEYS.items()},
-  }
   raw = {
     "architectures": [config.architecture],
     "model_type": family.model_type,
-    **{key: getattr(config, name) for name, key in _KEYS.items()},
+    **{key: getattr(config, name) for name, key in (_KEYS | family.keys).items()},
     "hidden_act": family.hidden_act[0],
+    **{key: values[0] for key, values in family.neutral.items() if values},
     "rope_theta": config.rope_theta,
-    "rope_scaling": scaling,
+    "rope_scaling": _unparse_scaling(config.rope_scaling),
+    **_unparse_layers(config, family),
     "torch_dtype": config.dtype,
     "bos_token_id": None,  # the tokenizer's; transformers would fill in its own
     "eos_token_id": None,
@@ -379,6 +495,34 @@ def unparse_config(config: config_lib.ModelConfig) -> dict:
       f"{config.architecture} cannot express {', '.join(lost)}; change the architecture or "
       "the field"
     )
+  return raw
+
+
+def _unparse_scaling(scaling: config_lib.Scaling | None) -> dict | None:
+  if scaling is None:
+    return None
+  kind = next(kind for kind, cls in _SCALINGS.items() if isinstance(scaling, cls))
+  fields = dataclasses.asdict(scaling).items()
+  return {"rope_type": kind} | {_ROPE_KEYS.get(name, name): x for name, x in fields}
+
+
+def _unparse_layers(config: config_lib.ModelConfig, family: families.Family) -> dict:
+  """The keys of sliding windows and of layers without RoPE, where the family has them."""
+  kinds, raw = [config.layer_kind(i) for i in range(config.num_layers)], {}
+  if family.rotates is not None:
+    raw["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
+  slides = [kind.window is not None for kind in kinds]
+  if family.windows is None or not (any(slides) or family.windows.size):
+    return raw
+  raw["sliding_window"] = next((kind.window for kind in kinds if kind.window), None)
+  if family.windows.by_switch:
+    raw["use_sliding_window"] = any(slides)
+    raw["max_window_layers"] = [*slides, True].index(True)  # for transformers < 4.53
+  if family.windows.listed:
+    raw["layer_types"] = [_SLIDING if slide else _FULL for slide in slides]
+  if family.local_theta is not None:
+    local = [kind.rope.theta for kind in kinds if kind.window and kind.rope]
+    raw["rope_local_base_freq"] = (local or [family.local_theta])[0]
   return raw
 
 
@@ -516,7 +660,7 @@ def load(
   path = pathlib.Path(path)
   config = load_config(path)
   with contextlib.ExitStack() as stack:
-    stored = open_tensors(path, stack)
+    stored = _text_tensors(open_tensors(path, stack))
     if config.num_layers > len(stored.lazy):  # abstract_params would take long
       raise CheckpointError(
         f"{path / CONFIG}: num_hidden_layers={config.num_layers}, but there are "

@@ -1,6 +1,8 @@
 """The layers of a decoder, with their logical axis names."""
 
+from collections.abc import Callable
 import itertools
+import math
 from typing import NamedTuple
 
 import chex
@@ -63,27 +65,57 @@ class RMSNorm(nn.Module):
     return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def rope_frequencies(config: config_lib.ModelConfig) -> jax.Array:
-  H = config.head_dim
-  freq = config.rope_theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
-  scaling = config.rope_scaling
+def rope_frequencies(rope: config_lib.Rope, head_dim: int) -> jax.Array:
+  """Radians per position of each pair, f32[H/2].
+
+  As transformers computes them (modeling_rope_utils.py).
+  """
+  H, scaling = head_dim, rope.scaling
+  freq = rope.theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
   if scaling is None:
     return freq
-  turns = scaling.original_max_position * freq / (2 * jnp.pi)
-  keep = (turns - scaling.low_freq_factor) / (
-    scaling.high_freq_factor - scaling.low_freq_factor
-  )
-  keep = jnp.clip(keep, 0.0, 1.0)
+  if isinstance(scaling, config_lib.LinearScaling):
+    return freq / scaling.factor
+  if isinstance(scaling, config_lib.YarnScaling):
+    keep = 1 - _yarn_ramp(rope.theta, scaling, H)
+  else:
+    turns = scaling.original_max_position * freq / (2 * jnp.pi)
+    keep = (turns - scaling.low_freq_factor) / (
+      scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    keep = jnp.clip(keep, 0.0, 1.0)
   return freq * (keep + (1 - keep) / scaling.factor)
 
 
+def _yarn_ramp(theta: float, scaling: config_lib.YarnScaling, H: int) -> np.ndarray:
+  """How far each pair is on the way from kept to stretched, f32[H/2]."""
+
+  def pair(turns):  # the one that turns so often in the original context
+    length = scaling.original_max_position / (turns * 2 * math.pi)
+    return H * math.log(length) / (2 * math.log(theta))
+
+  low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+  if scaling.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, H - 1)
+  high += 0.001 if low == high else 0
+  ramp = (np.arange(H // 2, dtype=np.float32) - low) / (high - low)
+  return np.clip(ramp, 0, 1).astype(np.float32)
+
+
 class Rotation(NamedTuple):
-  cos: jax.Array  # f32[... H/2]
-  sin: jax.Array  # f32[... H/2]
+  """Of positions, and of each of `ModelConfig.ropes`; R is absent if that is one."""
+
+  cos: jax.Array  # f32[R ... H/2]
+  sin: jax.Array  # f32[R ... H/2]
 
   def at(self, positions: jax.Array) -> "Rotation":
     """Those of positions i32[B T], if self is a table of positions 0, 1, ..."""
-    return Rotation(*(x.at[positions].get(mode="clip") for x in self))
+
+    def take(x):
+      return x.at[..., positions, :].get(mode="clip")
+
+    return Rotation(*map(take, self))
 
 
 def rotation(
@@ -96,12 +128,49 @@ def rotation(
   """
   if table is not None:
     return table.at(positions)
-  angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
-  return Rotation(jnp.cos(angle), jnp.sin(angle))
+  made = [_rotation(rope, config.head_dim, positions) for rope in config.ropes]
+  return made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *made)
 
 
-def apply_rope(x: jax.Array, by: Rotation) -> jax.Array:
+def _rotation(rope: config_lib.Rope, head_dim: int, positions: jax.Array) -> Rotation:
+  angle = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+  made = Rotation(jnp.cos(angle), jnp.sin(angle))
+  if isinstance(rope.scaling, config_lib.YarnScaling):
+    made = Rotation(*(x * rope.scaling.attention_factor for x in made))
+  return made
+
+
+Sight = jax.Array | seen_lib.Seen | packed_attention.Segments  # what tokens attend to
+
+
+def of_kind(
+  config: config_lib.ModelConfig,
+  kind: config_lib.LayerKind,
+  by: Rotation,
+  seen: Sight,
+  positions: jax.Array | None = None,
+) -> tuple[Rotation | None, Sight]:
+  """What layers of a kind rotate by and see, of what the whole model does.
+
+  `positions` i32[B T] are those of the tokens; not needed for segments.
+  """
+  if kind.rope is None:
+    by = None
+  elif len(config.ropes) > 1:
+    by = Rotation(*(x[config.ropes.index(kind.rope)] for x in by))
+  if kind.window is None:
+    return by, seen
+  if isinstance(seen, packed_attention.Segments):
+    return by, seen.replace(window=kind.window)
+  if isinstance(seen, seen_lib.Seen):
+    return by, seen.within(positions, kind.window)
+  return by, seen & seen_lib.near(positions, kind.window)
+
+
+def apply_rope(x: jax.Array, by: Rotation | None) -> jax.Array:
   """Rotates f[B T N H]; pairs are (h, h + H/2)."""
+  if by is None:
+    return x
   cos, sin = by.cos[:, :, None], by.sin[:, :, None]
   x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
   y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
@@ -131,6 +200,7 @@ def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> 
 class Attention(nn.Module):
   config: config_lib.ModelConfig
   input_width: int | None = None  # of what is projected to q, k and v, if not D
+  norm: type[nn.Module] = RMSNorm  # of q and k
 
   def setup(self) -> None:
     c = self.config
@@ -144,8 +214,8 @@ class Attention(nn.Module):
         bias = _param(self, f"{name}_bias", zeros, (heads * H,), (axis,))
         setattr(self, f"{name}_bias", bias)
     if c.qk_norm:
-      self.q_norm = RMSNorm(c.norm_eps, "head")
-      self.k_norm = RMSNorm(c.norm_eps, "head")
+      self.q_norm = self.norm(c.norm_eps, "head")
+      self.k_norm = self.norm(c.norm_eps, "head")
     self.o_proj = weights(self, "o_proj", (D, N * H), ("embed", "heads"))
 
   def _project(self, name: str, x: jax.Array) -> jax.Array:
@@ -154,21 +224,28 @@ class Attention(nn.Module):
       y = y + getattr(self, f"{name}_bias").astype(x.dtype)
     return y.reshape(*x.shape[:2], -1, self.config.head_dim)
 
-  def keys_values(self, x: jax.Array, by: Rotation) -> tuple[jax.Array, jax.Array]:
+  def keys_values(self, x: jax.Array, by: Rotation | None) -> tuple[jax.Array, jax.Array]:
     """Keys, rotated, and values of tokens f[B T *]: f[B K T H]."""
     k, v = self._project("k", x), self._project("v", x)
     if self.config.qk_norm:
       k = self.k_norm(k)
     return apply_rope(k, by).swapaxes(1, 2), v.swapaxes(1, 2)
 
-  def _queries(self, x: jax.Array, by: Rotation) -> jax.Array:
+  def _queries(self, x: jax.Array, by: Rotation | None) -> jax.Array:
     q = self._project("q", x)
     if self.config.qk_norm:
       q = self.q_norm(q)
-    return apply_rope(q, by)
+    q = apply_rope(q, by)
+    scalar = self.config.query_scalar
+    # Attention divides by the root of H.
+    return q if scalar is None else q * (self.config.head_dim / scalar) ** 0.5
 
   def attend_to(
-    self, x: jax.Array, by: Rotation, seen: seen_lib.Seen, layer_cache: cache_lib.LayerCache
+    self,
+    x: jax.Array,
+    by: Rotation | None,
+    seen: seen_lib.Seen,
+    layer_cache: cache_lib.LayerCache,
   ) -> jax.Array:
     k, v = layer_cache.k.astype(x.dtype), layer_cache.v.astype(x.dtype)
     args = self._queries(x, by), k, v, seen, layer_cache.pages
@@ -180,7 +257,7 @@ class Attention(nn.Module):
   def attend_unrolled(
     self,
     x: jax.Array,
-    by: Rotation,
+    by: Rotation | None,
     mask: jax.Array,
     drafted: list[tuple[jax.Array, jax.Array]],
   ) -> jax.Array:
@@ -226,8 +303,8 @@ class Attention(nn.Module):
   def __call__(
     self,
     x: jax.Array,
-    by: Rotation,
-    seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
+    by: Rotation | None,
+    seen: Sight,
     layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:
@@ -248,6 +325,7 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
   config: config_lib.ModelConfig
+  activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -255,7 +333,7 @@ class MLP(nn.Module):
     gate = weights(self, "gate_proj", (F, D), ("mlp", "embed"))
     up = weights(self, "up_proj", (F, D), ("mlp", "embed"))
     down = weights(self, "down_proj", (D, F), ("embed", "mlp"))
-    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+    return linear(self.activation(linear(x, gate)) * linear(x, up), down)
 
 
 class Block(nn.Module):
@@ -265,8 +343,8 @@ class Block(nn.Module):
   def __call__(
     self,
     x: jax.Array,
-    by: Rotation,
-    seen: jax.Array | seen_lib.Seen | packed_attention.Segments,
+    by: Rotation | None,
+    seen: Sight,
     layer_cache: cache_lib.LayerCache | None = None,
     start: jax.Array | None = None,
   ) -> tuple[jax.Array, cache_lib.LayerCache | None]:

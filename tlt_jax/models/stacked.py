@@ -1,10 +1,11 @@
 """The decoder for training: its layers in a loop, so that programs do not grow with depth.
 
-`stack` puts the parameters of consecutive layers in one array each, `unstack` takes
-gradients back.
+`stack` puts the parameters of the layers of a loop in one array each, `unstack` takes
+gradients back. Where kinds of layers alternate, an iteration runs a whole period of them.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 import itertools
 
 import jax
@@ -18,34 +19,44 @@ from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels import packed_attention
 
-Run = tuple[int, int]  # layers from the first to before the second
+Run = tuple[range, ...]  # of a loop: the layers of each iteration, place by place
 
 
-def runs(trained: dict, num_layers: int) -> list[Run]:
+def runs(trained: dict, config: config_lib.ModelConfig) -> list[Run]:
+  """The loops over layers that have equal kinds and equal parts trained."""
+  found, period = [], max(len(config.layers), 1)
   grouped = itertools.groupby(
-    range(num_layers), lambda i: jax.tree.structure(trained.get(_layer(i)))
+    range(config.num_layers), lambda i: jax.tree.structure(trained.get(_layer(i)))
   )
-  found = [list(layers) for _, layers in grouped]
-  return [(layers[0], layers[-1] + 1) for layers in found]
+  for _, group in grouped:
+    left = [*group]
+    periods = len(left) // period
+    if periods > 1:
+      whole = left[: periods * period]
+      found.append(tuple(range(whole[i], whole[-1] + 1, period) for i in range(period)))
+      left = left[len(whole) :]
+    for _, alike in itertools.groupby(left, config.layer_kind):
+      first, *others = alike
+      found.append((range(first, first + len(others) + 1),))
+  return found
 
 
 def stack(params: dict, runs: Sequence[Run]) -> dict:
-  """A parameter tree, or part of it, with the layers of each run stacked."""
+  """A parameter tree, or part of it, with the layers of each place stacked."""
   stacked = {k: x for k, x in params.items() if not _is_layer(k)}
-  for run in runs:
-    of_run = [params[_layer(i)] for i in range(*run) if _layer(i) in params]
-    if of_run:
-      stacked[_stack(run)] = jax.tree.map(lambda *x: jnp.stack(x), *of_run)
+  for place in itertools.chain(*runs):
+    of_place = [params[_layer(i)] for i in place if _layer(i) in params]
+    if of_place:
+      stacked[_stack(place)] = jax.tree.map(lambda *x: jnp.stack(x), *of_place)
   return stacked
 
 
 def unstack(stacked: dict, runs: Sequence[Run]) -> dict:
   params = {k: x for k, x in stacked.items() if not _is_layer(k)}
-  for run in runs:
-    for i in range(*run):
-      if _stack(run) in stacked:
-        at = i - run[0]
-        params[_layer(i)] = jax.tree.map(lambda x, at=at: x[at], stacked[_stack(run)])
+  for place in itertools.chain(*runs):
+    for at, i in enumerate(place):
+      if _stack(place) in stacked:
+        params[_layer(i)] = jax.tree.map(lambda x, at=at: x[at], stacked[_stack(place)])
   return params
 
 
@@ -65,23 +76,31 @@ def features(
   `params` are of `stack`; `gather` gathers a layer's in every iteration of the loop.
   Without `remat` all activations and gathered parameters are kept.
   """
-  block = families.find(config.architecture).block(config)
-  by_tokens = (None, axes.MODEL)
+  family = families.find(config.architecture)
+  block, by_tokens = family.block(config), (None, axes.MODEL)
 
-  def layer(x, params):
+  def layer(kind, x, params):
     # Gathered here, so that the backward pass keeps the parts.
     x = _laid_out(_laid_out(x, *by_tokens))
-    x = block.apply({"params": gather(params)}, x, by, seen)[0]
-    return _laid_out(x, *by_tokens), None
+    inputs = layers.of_kind(config, kind, by, seen)
+    x = block.apply({"params": gather(params)}, x, *inputs)[0]
+    return _laid_out(x, *by_tokens)
 
   if remat:  # in a loop's body, XLA cannot merge the recomputation with the forward pass
-    layer = jax.checkpoint(layer, prevent_cse=False)
+    layer = jax.checkpoint(layer, prevent_cse=False, static_argnums=0)
+
+  def iteration(run, x, params):
+    for place, of_layer in zip(run, params, strict=True):
+      x = layer(config.layer_kind(place[0]), x, of_layer)
+    return x, None
+
   with jax.default_matmul_precision(target.matmul_precision(config.dtype)):
-    x = params["embedding"].astype(config.dtype)[tokens]
+    x = target.embed(config, params["embedding"], tokens)
     x = _laid_out(x, *by_tokens)
     for run in runs:
-      x, _ = jax.lax.scan(layer, x, params[_stack(run)])
-    norm = layers.RMSNorm(config.norm_eps)
+      of_run = tuple(params[_stack(place)] for place in run)
+      x, _ = jax.lax.scan(functools.partial(iteration, run), x, of_run)
+    norm = family.norm(config.norm_eps)
     return norm.apply({"params": params["final_norm"]}, _laid_out(x))
 
 
@@ -111,8 +130,8 @@ def _layer(i: int) -> str:
   return f"layer_{i}"
 
 
-def _stack(run: Run) -> str:
-  return f"layer_{run[0]}_to_{run[1] - 1}"
+def _stack(place: range) -> str:
+  return f"layer_{place[0]}_to_{place[-1]}"
 
 
 def _is_layer(name: str) -> bool:

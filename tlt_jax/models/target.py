@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 import chex
 import flax.linen as nn
@@ -21,6 +22,15 @@ def matmul_precision(dtype: str) -> str:
   return "highest" if dtype == "float32" else "default"
 
 
+def embed(
+  config: config_lib.ModelConfig, embedding: jax.Array, tokens: jax.Array
+) -> jax.Array:
+  x = embedding.astype(config.dtype)[tokens]
+  if families.find(config.architecture).scales_embedding:
+    x = x * jnp.asarray(config.width**0.5, x.dtype)
+  return x
+
+
 class Target(nn.Module):
   config: config_lib.ModelConfig
 
@@ -28,9 +38,9 @@ class Target(nn.Module):
     c = self.config
     V_D, axes = (c.vocab_size, c.width), ("vocab", "embed")
     self.embedding = layers.weights(self, "embedding", V_D, axes)
-    block = families.find(c.architecture).block
-    self.blocks = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
-    self.final_norm = layers.RMSNorm(c.norm_eps)
+    family = families.find(c.architecture)
+    self.blocks = [family.block(c, name=f"layer_{i}") for i in range(c.num_layers)]
+    self.final_norm = family.norm(c.norm_eps)
     if not c.tie_embeddings:
       self.head = layers.weights(self, "head", V_D, axes)
 
@@ -76,11 +86,12 @@ class Target(nn.Module):
       elif seen is None:
         seen = seen_lib.causal(start, T)
       by = layers.rotation(c, positions, rotations)
-      x = self.embedding.astype(c.dtype)[tokens]
+      of_kind = functools.cache(lambda kind: layers.of_kind(c, kind, by, seen, positions))
+      x = embed(c, self.embedding, tokens)
       new_cache, tapped = [], []
       for i, block in enumerate(self.blocks):
         layer = None if cache is None else cache[i]
-        x, layer = block(x, by, seen, layer, start)
+        x, layer = block(x, *of_kind(c.layer_kind(i)), layer, start)
         new_cache.append(layer)
         if i in taps:
           tapped.append(x)

@@ -242,7 +242,7 @@ class Trainer:
 
   @functools.cached_property
   def _runs(self) -> list[stacked.Run]:
-    return stacked.runs(self.trained(self._specs), self.config.num_layers)
+    return stacked.runs(self.trained(self._specs), self.config)
 
   def features(self, params, packed: packing.Packed, rotations):
     dtype = self.config.dtype

@@ -1,5 +1,6 @@
 """Cost models: from measured tables, or a roofline of a device."""
 
+import collections
 from collections.abc import Mapping
 import dataclasses
 from typing import Protocol
@@ -97,7 +98,12 @@ class Roofline:
     head = m.vocab_size * m.width
     read = m.num_layers * (self._attention + self._mlp(tokens)) + head
     weights = self._products_s(read, tokens, m.num_layers * self._layer + head)
-    attention = m.num_layers * self._attention_s(seen, per_row)
+    windows = collections.Counter(m.layer_kind(i).window for i in range(m.num_layers))
+    rows = tokens / per_row
+    attention = sum(
+      count * self._attention_s(min(seen, rows * window) if window else seen, per_row)
+      for window, count in windows.items()
+    )
     kernels = m.num_layers * self.layer_kernels + self.step_kernels
     logits = 2 * 4 * tokens * m.vocab_size / self.tensor / self._bandwidth
     around = kernels * self.device.launch_s + logits

@@ -12,6 +12,8 @@ class Segments:
   """Segments of packed rows, contiguous: a token attends to its segment, up to itself."""
 
   ids: jax.Array  # i32[B T]  one number per segment of a row; 0 is padding
+  # Tokens that each attends to, itself included; None: all before it.
+  window: int | None = flax.struct.field(pytree_node=False, default=None)
 
 
 def packed_attention(
@@ -27,4 +29,4 @@ def packed_attention(
   chex.assert_shape([k, v], (B, K, T, H))
   chex.assert_is_divisible(N, K)
   chex.assert_shape(segments.ids, (B, T))
-  return blockwise.packed_attention(q, k, v, segments.ids)
+  return blockwise.packed_attention(q, k, v, segments.ids, segments.window)

@@ -2,8 +2,8 @@
 
 Online softmax, and its gradient from the log-sum-exp of each row: Dao et al. 2022,
 https://arxiv.org/abs/2205.14135, algorithms 1 and 4. Only the scores of one pair of blocks
-exist at a time. Blocks of keys after the queries, or before all of their segments, are
-skipped.
+exist at a time. Blocks of keys after the queries, or before all of their segments and
+windows, are skipped.
 """
 
 import functools
@@ -19,7 +19,11 @@ _BLOCK = 512  # tokens, about
 
 
 def packed_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segments: jax.Array,
+  window: int | None = None,
 ) -> jax.Array:
   T = q.shape[1]
   count = max(round(T / _BLOCK), 1)
@@ -30,12 +34,14 @@ def packed_attention(
     widths[axis] = 0, count * size - T
     return jnp.pad(x, widths)
 
-  return _attend(pad(q, 1), pad(k, 2), pad(v, 2), pad(segments, 1), size)[:, :T]
+  args = pad(q, 1), pad(k, 2), pad(v, 2), pad(segments, 1)
+  return _attend(*args, size, window)[:, :T]
 
 
 class _Blocks(NamedTuple):
   size: int
   segments: jax.Array  # i32[B T]
+  window: int | None
 
   @property
   def count(self) -> int:
@@ -63,14 +69,21 @@ class _Blocks(NamedTuple):
     starts = jnp.diff(self.segments, axis=1, prepend=-1) != 0
     at = jnp.where(starts, jnp.arange(starts.shape[1]), 0)
     at = jax.lax.cummax(at, axis=1)[:, :: self.size]  # start of a block's first segment
-    return jnp.min(at, 0) // self.size
+    first = jnp.min(at, 0)
+    if self.window is not None:
+      start = jnp.arange(self.count) * self.size
+      first = jnp.maximum(first, start - self.window + 1)
+    return first // self.size
 
   def scores(self, q_i: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     same = (
       self.take(self.segments, i, 1)[:, :, None] == self.take(self.segments, j, 1)[:, None]
     )
     token = jnp.arange(self.size)
-    mask = same & ((i - j) * self.size + token[:, None] >= token)
+    behind = (i - j) * self.size + token[:, None] - token
+    mask = same & (behind >= 0)
+    if self.window is not None:
+      mask &= behind < self.window
     mask = jnp.tile(mask, (1, q_i.shape[2] // self.size, 1))[:, None]
     found = _product("bkqh,bksh->bkqs", q_i, self.take(k, j, 2))
     return jnp.where(mask, found, _MASKED)
@@ -88,13 +101,13 @@ def _product(how: str, x: jax.Array, y: jax.Array) -> jax.Array:
   return jnp.einsum(how, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, segments, size):
-  return _forward(q, k, v, segments, size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(q, k, v, segments, size, window):
+  return _forward(q, k, v, segments, size, window)[0]
 
 
-def _forward(q, k, v, segments, size):
-  blocks = _Blocks(size, segments)
+def _forward(q, k, v, segments, size, window):
+  blocks = _Blocks(size, segments, window)
   first, K, H = blocks.first(), k.shape[1], q.shape[3]
 
   def attend(_, i):
@@ -121,9 +134,9 @@ def _forward(q, k, v, segments, size):
   return out, (q, k, v, segments, out, blocks.of_queries(log_sum))
 
 
-def _backward(size, known, d_out):
+def _backward(size, window, known, d_out):
   q, k, v, segments, out, log_sum = known
-  blocks = _Blocks(size, segments)
+  blocks = _Blocks(size, segments, window)
   first, K, H = blocks.first(), k.shape[1], q.shape[3]
   delta = d_out.astype(jnp.float32) * out.astype(jnp.float32)
   delta = jnp.sum(delta, -1, keepdims=True)
@@ -153,4 +166,4 @@ def _backward(size, known, d_out):
   return blocks.of_queries(dq), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-_attend.defvjp(lambda q, k, v, segments, size: _forward(q, k, v, segments, size), _backward)
+_attend.defvjp(_forward, _backward)

@@ -35,9 +35,10 @@ def tree_attention(
     return higher, total, out * rescale + added
 
   end = jnp.minimum(jnp.max(seen.start) + seen.size, M * L)
+  first = 0 if seen.first is None else jnp.maximum(jnp.min(seen.first), 0) // L
   zero = jnp.zeros_like(q, jnp.float32)
   start = zero[..., :1] + _MASKED, zero[..., :1], zero
-  _, total, out = jax.lax.fori_loop(0, -(-end // L), fold, start)
+  _, total, out = jax.lax.fori_loop(first, -(-end // L), fold, start)
   out = (out / jnp.where(total > 0, total, 1)).astype(v.dtype)
   out = out.reshape(B, K, G, J, H).transpose(0, 3, 1, 2, 4)
   return out.reshape(B, J, N, H)

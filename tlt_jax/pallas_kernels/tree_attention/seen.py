@@ -9,6 +9,8 @@ Worked rows, start = 3, size = 4, of nodes 1 and 3 of the tree in `speculation/t
     slot    0 1 2 3 4 5 6 7      bits, the first slot's as the lowest
     node 1  1 1 1 1 1 0 0 0      0b0011
     node 3  1 1 1 1 1 0 1 0      0b1011
+
+In a layer with a sliding window, nodes also see nothing before a position of their own.
 """
 
 import chex
@@ -25,6 +27,16 @@ class Seen:
   # i32[B J ceil(size/32)]  slot start+i: bit i % 32 of word i // 32; 0 from `size` on
   bits: jax.Array
   size: int = flax.struct.field(pytree_node=False)  # slots from `start` on with bits
+  first: jax.Array | None = None  # i32[B J]  slots before it are not seen; None: all are
+
+  def within(self, positions: jax.Array, window: int) -> "Seen":
+    """Of that, the last `window` positions up to each node's own.
+
+    Slots before `start` have their position; node i, in slot start + i, positions[:, i].
+    """
+    chex.assert_shape(positions, (*self.start.shape, self.size))
+    inside = of_mask(self.start, near(positions, window)).bits
+    return self.replace(bits=self.bits & inside, first=positions - window + 1)
 
   def mask(self, first: jax.Array | int, length: int) -> jax.Array:
     chex.assert_shape(self.bits, (*self.start.shape, None, -(-self.size // 32)))
@@ -36,7 +48,15 @@ class Seen:
       word = jnp.broadcast_to(self.bits[..., i, None], shape)
       shifted = jax.lax.shift_right_logical(word, shift)
       bit = jnp.where(offset >> 5 == i, shifted & 1, bit)
-    return (offset < 0) | (bit == 1)
+    before = offset < 0
+    if self.first is not None:
+      before &= first + jnp.arange(length) >= self.first[..., None]
+    return before | (bit == 1)
+
+
+def near(positions: jax.Array, window: int) -> jax.Array:
+  """Whether tokens s of i32[B T] are less than `window` behind tokens t: bool[B t s]."""
+  return positions[:, None, :] > positions[:, :, None] - window
 
 
 def causal(start: jax.Array, num_tokens: int) -> Seen:
