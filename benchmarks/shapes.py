@@ -74,6 +74,7 @@ MODELS = {
   "qwen2.5-1.5b": _QWEN2_5_1_5B,
   "qwen3-30b-a3b": _QWEN3_30B_A3B,
 }
+DENSE = {name: config for name, config in MODELS.items() if config.experts is None}
 TRAINED_TOKENS = 2048  # of a drafter's micro-batch
 
 

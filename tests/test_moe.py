@@ -22,10 +22,12 @@ from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import compare
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 EXPERTS = config_lib.Experts(count=8, per_token=2, width=24, norm_weights=True)
@@ -220,6 +222,35 @@ def test_a_drafters_layer_is_dense():
 # --- training
 
 
+def test_a_drafter_trains_on_the_responses_and_no_token_changes():
+  mesh, made = tiny.mesh(1), drafter_lib.of_target(CONFIG)
+  options = spot_lib.Options(
+    row_tokens=32, context_tokens=4, rows=12, carried_rows=6, after_rollout_share=0.0
+  )
+  trainer = spot_lib.make_trainer(
+    CONFIG,
+    made,
+    mesh,
+    optimizer=optax.adam(1e-2),
+    longest=96,
+    loss=draft_loss.Loss(steps=2),
+    options=options,
+  )
+  before = drafter_lib.init_params(made, jax.random.key(5))
+  spot = spot_lib.Spot(trainer, options, jax.tree.map(jnp.copy, before))
+  choose = selector_lib.always(strategy_lib.parse("3_1_4"))
+  requests, want = plain()
+  engine = rollout.make(CONFIG, mesh, OPTIONS, spot, choose)
+  goes_on = iter([True, True, False])  # while rewards are computed
+  samples = engine(
+    on(mesh), requests, train=True, score=lambda samples: lambda: next(goes_on)
+  )
+  result = compare.compare(CONFIG, params(), requests, want, samples)
+  assert result.differing_tokens == 0 and int(spot.state.step) > 0
+  changed = jax.tree.map(lambda x, y: np.abs(x - y).max() > 0, before, spot.state.params)
+  assert all(jax.tree.leaves(changed))
+
+
 def batch():
   rng = np.random.default_rng(2)
   prompts = [rng.integers(0, 64, n).astype(np.int32) for n in (3, 5, 2, 7)]
@@ -275,3 +306,17 @@ def test_rollout_and_learner_give_the_same_log_probabilities():
   for i, response in enumerate(responses):
     n = len(response)
     np.testing.assert_allclose(found[i, :n], samples.logp[i][:n], atol=2e-4)
+
+
+def test_muon_turns_the_gradient_of_each_expert_by_itself():
+  """As it does a matrix."""
+  rng = np.random.default_rng(0)
+  w, gradient = rng.normal(size=(2, 3, 6, 4)).astype(np.float32)
+  made = optimizer.make("muon", 0.1, max_grad_norm=1e9)
+
+  def update(w, gradient):
+    w, gradient = {"mlp": {"w": w}}, {"mlp": {"w": gradient}}
+    return made.update(gradient, made.init(w), w)[0]["mlp"]["w"]
+
+  each = [update(*pair) for pair in zip(w, gradient, strict=True)]
+  np.testing.assert_allclose(update(w, gradient), each, rtol=1e-4, atol=1e-6)

@@ -9,6 +9,7 @@ import pytest
 
 from tests import commands
 from tests import tiny
+from tlt_jax.models import config as model_lib
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated
@@ -49,8 +50,7 @@ def simulate(slices, lengths, slots=8, costs=COSTS, **changes):
 def counts(samples) -> list[tuple]:
   """What chunks count, in order."""
   return [
-    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes)
-    for c in samples.chunks
+    (c.batch, c.strategy, c.live, c.steps, c.tokens, c.passes) for c in samples.chunks
   ]
 
 
@@ -88,8 +88,8 @@ def test_chunks_and_passes_of_speculation_are_those_of_a_rollout(slices, monkeyp
 
   def speculative(sizes):
     return rollout.make(
-    tiny.CONFIG, mesh, sizes, tiny.frozen("eagle2", 0), selector.always(CHAIN)
-  )
+      tiny.CONFIG, mesh, sizes, tiny.frozen("eagle2", 0), selector.always(CHAIN)
+    )
 
   accepted, one = {}, speculative(options(4, CHAIN.depth + 1, single=True))
   run = one.backend.run
@@ -181,22 +181,20 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
 
   Without acceptance it decodes plainly, else by chains.
   """
-  sizes = rollout.Options(
-    max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=(2,)
-  )
+  sizes = rollout.Options(max_length=2048, max_prompt=12, slots=4, chunk=32, buckets=(2,))
 
   def run(**changes):
     return simulated.simulate(
-    simulated.Machine(2, MadeUp()),
-    tiny.CONFIG,
-    sizes,
-    requests_lib.make_requests([np.ones(5, np.int32)] * 4, max_tokens=2000),
-    np.array([1900, 5, 6, 7]),
-    selector=selector.make("up to 4 live: off or 3_1_4", "predictive", True),
-    acceptance=acceptance_lib.Rates([rate]),
-    rollouts=rollouts,
-    **changes,
-  )
+      simulated.Machine(2, MadeUp()),
+      tiny.CONFIG,
+      sizes,
+      requests_lib.make_requests([np.ones(5, np.int32)] * 4, max_tokens=2000),
+      np.array([1900, 5, 6, 7]),
+      selector=selector.make("up to 4 live: off or 3_1_4", "predictive", True),
+      acceptance=acceptance_lib.Rates([rate]),
+      rollouts=rollouts,
+      **changes,
+    )
 
   train = spot.Options(row_tokens=128, chunk_tokens=64, rows=8, carried_rows=4)
   frozen, trained = run(), run(spot=train)
@@ -208,6 +206,23 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
 
   assert seconds(trained) < 1.03 * seconds(frozen)
   assert trained.harvested_s > 0.8 * trained.idle_s
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_choose():
+  """One of four computes a token: two tokens read 1.75 if they choose at random."""
+  experts = model_lib.Experts(count=4, per_token=1, width=24)
+  config = dataclasses.replace(tiny.CONFIG, experts=experts, num_layers=1)
+  ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)
+  costs = costs_lib.Roofline(config, ideal)
+  attention, expert = 2 * 32 * 64 + 2 * 32 * 32, 3 * 32 * 24
+
+  def pass_s(tokens, read):
+    weights = 2 * (attention + read * expert + 4 * 32 + 64 * 32)
+    return pytest.approx((weights + 2 * 4 * 64 * tokens) / 1e9)
+
+  assert costs.pass_s(1, 0) == pass_s(1, 1)
+  assert costs.pass_s(2, 0) == pass_s(2, 1.75)
+  assert costs.draft_weights == costs_lib.Roofline(tiny.CONFIG, ideal).draft_weights
 
 
 def test_a_pass_reads_its_weights_and_caches():
