@@ -224,6 +224,6 @@ def all_shapes() -> list[tuple[str, config_lib.ModelConfig, int, int]]:
   return [
     (name, config, nodes, length)
     for length in (8192, 2048, 32_768)
-    for name, config in shapes.MODELS.items()
+    for name, config in shapes.DENSE.items()
     for nodes in (1, 4, 8, 16, 48)
   ]

@@ -297,7 +297,7 @@ def limit_seconds(
 ) -> float:
   """Seconds to read the target's weights, and the keys and values of all requests."""
   per_token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-  return (shapes.step_bytes(config) + live * length * per_token) / bytes_per_s
+  return (shapes.step_bytes(config, live) + live * length * per_token) / bytes_per_s
 
 
 def report(name: str, found: dict, limit_s: Callable[[int], float]) -> None:

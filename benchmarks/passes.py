@@ -215,7 +215,7 @@ def main(model: str, repeats: int, minutes: float, dry: bool):
 
 
 if __name__ == "__main__":
-  model = flags.DEFINE_enum("model", "qwen3-0.6b", list(shapes.MODELS), "Widths.")
+  model = flags.DEFINE_enum("model", "qwen3-0.6b", list(shapes.DENSE), "Widths.")
   repeats = flags.DEFINE_integer("repeats", 5, "Of each timing.", lower_bound=2)
   minutes = flags.DEFINE_float(
     "minutes", 60.0, "After which passes are not timed.", lower_bound=0.0

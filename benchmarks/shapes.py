@@ -53,17 +53,38 @@ _QWEN3_0_6B = config_lib.ModelConfig(
   tie_embeddings=True,
   dtype="bfloat16",
 )
+_QWEN3_30B_A3B = config_lib.ModelConfig(
+  architecture="Qwen3MoeForCausalLM",
+  vocab_size=151_936,
+  width=2048,
+  mlp_width=6144,
+  num_layers=48,
+  num_heads=32,
+  num_kv_heads=4,
+  head_dim=128,
+  rope_theta=1e6,
+  max_position=40_960,
+  qk_norm=True,
+  dtype="bfloat16",
+  experts=config_lib.Experts(count=128, per_token=8, width=768, norm_weights=True),
+)
 MODELS = {
   "qwen2.5-7b": _QWEN2_5_7B,
   "qwen3-0.6b": _QWEN3_0_6B,
   "qwen2.5-1.5b": _QWEN2_5_1_5B,
+  "qwen3-30b-a3b": _QWEN3_30B_A3B,
 }
+DENSE = {name: config for name, config in MODELS.items() if config.experts is None}
 
 
 def tiny(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   """The same kind of model in a tiny size, for dry runs."""
+  experts = config.experts and dataclasses.replace(
+    config.experts, count=8, per_token=2, width=24
+  )
   return dataclasses.replace(
     config,
+    experts=experts,
     vocab_size=128,
     width=32,
     mlp_width=48,
@@ -106,10 +127,18 @@ def params_bytes(config: config_lib.ModelConfig) -> int:
   return count * jnp.dtype(config.dtype).itemsize
 
 
-def step_bytes(config: config_lib.ModelConfig) -> int:
-  """Bytes of weights that a decoding step reads: all but an untied embedding."""
-  embedding = config.vocab_size * config.width * jnp.dtype(config.dtype).itemsize
-  return params_bytes(config) - (0 if config.tie_embeddings else embedding)
+def step_bytes(config: config_lib.ModelConfig, rows: int) -> int:
+  """Bytes of weights that a step of so many rows reads: all but an untied embedding.
+
+  Of experts those that are expected to be chosen, if each is as often.
+  """
+  size = jnp.dtype(config.dtype).itemsize
+  unread = 0 if config.tie_embeddings else config.vocab_size * config.width
+  if experts := config.experts:
+    missed = (1 - experts.per_token / experts.count) ** rows
+    each = 3 * config.width * experts.width
+    unread += config.num_layers * experts.count * each * missed
+  return params_bytes(config) - round(unread * size)
 
 
 def drafter_trainer(

@@ -91,6 +91,7 @@ LONG = {  # what `policy` holds by the argument of `long_reasoning`, on which ma
     ),
     "32x80",
   ),
+  "qwen3_30b_a3b": (shapes.MODELS["qwen3-30b-a3b"], "16x80"),
   "tpu": (LONG_CONTEXT, "16x32"),
 }
 # Those that differ from another in prompts and algorithm only are not traced again.

@@ -31,7 +31,7 @@ TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
 SHARED = 227 * 1024  # bytes of an SM
 NAMES = ("enter", "qkv", "attend", "project", "gate_up", "head", "product", "join")
 OF_SEVERAL = ("product", "join", "head")  # as a slice of several devices runs them
-MODELS = {"smollm2": dataclasses.replace(tiny.SMOLLM2, dtype="bfloat16"), **shapes.MODELS}
+MODELS = {"smollm2": dataclasses.replace(tiny.SMOLLM2, dtype="bfloat16"), **shapes.DENSE}
 
 
 def recorded(f, *args) -> dict[str, list[dict]]:

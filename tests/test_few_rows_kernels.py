@@ -260,7 +260,7 @@ def test_the_kernel_is_named_whose_rows_depend_on_others(fault, monkeypatch, tmp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind, rows", [(4, 4), (4, 16), (16, 4), (1, 64), ("tree", 4)])
-@pytest.mark.parametrize("name", shapes.MODELS)
+@pytest.mark.parametrize("name", shapes.DENSE)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_bits_on_gpus(devices, name, kind, rows, monkeypatch):
   if devices > jax.device_count():

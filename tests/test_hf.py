@@ -23,7 +23,7 @@ from tlt_jax.models import target
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = ("qwen2", "qwen2_tied", "qwen3", "llama3")
-NAMES += ("mistral", "qwen3_windows", "smollm3", "gemma3")
+NAMES += ("mistral", "qwen3_windows", "smollm3", "gemma3", "qwen3_moe")
 LEGACY = {  # the transformers 4 spelling of llama3's `rope_parameters`
   "rope_parameters": None,
   "rope_theta": 100.0,

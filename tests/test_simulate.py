@@ -208,6 +208,23 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
   assert trained.harvested_s > 0.8 * trained.idle_s
 
 
+def test_a_pass_reads_the_experts_that_its_tokens_choose():
+  """One of four computes a token: two tokens read 1.75 if they choose at random."""
+  experts = config_lib.Experts(count=4, per_token=1, width=24)
+  config = dataclasses.replace(tiny.CONFIG, experts=experts, num_layers=1)
+  ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)
+  costs = costs_lib.Roofline(config, ideal)
+  attention, expert = 2 * 32 * 64 + 2 * 32 * 32, 3 * 32 * 24
+
+  def pass_s(tokens, read):
+    weights = 2 * (attention + read * expert + 4 * 32 + 64 * 32)
+    return pytest.approx((weights + 2 * 4 * 64 * tokens) / 1e9)
+
+  assert costs.pass_s(1, 0) == pass_s(1, 1)
+  assert costs.pass_s(2, 0) == pass_s(2, 1.75)
+  assert costs.draft_weights == costs_lib.Roofline(tiny.CONFIG, ideal).draft_weights
+
+
 def test_a_pass_reads_its_weights_and_caches():
   """A hand number: one token, memory-bound, on a device of 1 GB/s."""
   ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)

@@ -6,13 +6,15 @@
         --config.prompts.path=math_train.jsonl \\
         --config.held_out.path=math_test.jsonl --workdir=runs/long
 
-The policies of the TLT paper (https://arxiv.org/abs/2511.16665). The files hold one
-{"problem", "answer"} object per line, the answer in LaTeX, without the box.
+The policies of the TLT paper (https://arxiv.org/abs/2511.16665), and one of experts. The
+files hold one {"problem", "answer"} object per line, the answer in LaTeX, without the
+box.
 
 | argument | model | made for |
 |---|---|---|
 | none, `:qwen2_5_7b` | Qwen2.5-7B | 8 devices of 80 GB, 2 slices of 4 |
 | `:r1_distill_qwen_7b` | DeepSeek-R1-Distill-Qwen-7B | the same |
+| `:qwen3_30b_a3b` | Qwen3-30B-A3B | 16 devices of 80 GB, 4 slices of 4 |
 | `:qwen2_5_32b` | Qwen2.5-32B | 32 devices of 80 GB, 4 slices of 8 |
 | `:llama3_3_70b` | Llama-3.3-70B-Instruct | 64 devices of 80 GB, 8 slices of 8 |
 | `:tpu` | Qwen2.5-7B | 16 TPU cores of 32 GB, 4 slices of 4 |
@@ -52,6 +54,7 @@ RUNS = {
   "qwen2_5_7b": Run("Qwen2.5-7B", 4, 128),
   # It was trained without a system message.
   "r1_distill_qwen_7b": Run("DeepSeek-R1-Distill-Qwen-7B", 4, 128, system=""),
+  "qwen3_30b_a3b": Run("Qwen3-30B-A3B", 4, 64, system=""),
   "qwen2_5_32b": Run("Qwen2.5-32B", 8, 64),
   "llama3_3_70b": Run("Llama-3.3-70B-Instruct", 8, 64),
   "tpu": Run("Qwen2.5-7B", 4, 32),

@@ -114,6 +114,17 @@ MODELS = {
     ),
     None,
   ),
+  "qwen3_moe": (
+    transformers.Qwen3MoeConfig(
+      **SHAPE,
+      moe_intermediate_size=12,
+      num_experts=5,
+      num_experts_per_tok=2,
+      norm_topk_prob=True,
+      rope_parameters=rope(500.0),
+    ),
+    None,
+  ),
 }
 
 

@@ -35,6 +35,22 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+  """The MLPs of a layer of which each token takes a few; see `moe`."""
+
+  count: ranges.Count  # E
+  per_token: ranges.Count  # k
+  width: ranges.Count  # F of each
+  norm_weights: bool = False  # whether a token's weights add up to one
+
+  def __post_init__(self):
+    if self.per_token > self.count:
+      raise ValueError(
+        f"per_token={self.per_token} experts cannot be chosen from count={self.count}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class LinearScaling:
   """All wavelengths are stretched by `factor` (`rope_type: linear`)."""
 
@@ -94,7 +110,7 @@ class ModelConfig:
   architecture: str  # class in Hugging Face, or a custom module, see `families`
   vocab_size: ranges.Count  # V
   width: ranges.Count  # D
-  mlp_width: ranges.Count  # F
+  mlp_width: ranges.Count  # F; of dense MLPs
   num_layers: ranges.Count  # L
   num_heads: ranges.Count  # N
   num_kv_heads: ranges.Count  # K
@@ -113,6 +129,7 @@ class ModelConfig:
   dtype: Literal[DTYPES] = "float32"  # of the computation; parameters keep their own
   # Ranges [start, end) of rows that are no token of the tokenizer, and are never drawn.
   unused_rows: tuple[tuple[int, int], ...] = ()
+  experts: Experts | None = None  # instead of a dense MLP
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:

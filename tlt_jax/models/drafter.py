@@ -21,6 +21,7 @@ from tlt_jax import axes
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafters
+from tlt_jax.models import families
 from tlt_jax.models import layers
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
@@ -88,6 +89,8 @@ def of_target(
   if customary_taps is not None:
     fields = {"taps": customary_taps(config.num_layers)} | fields
   alike = {"num_layers": 1, "layers": (), "query_scalar": None}
+  if dense := families.find(config.architecture).dense:
+    alike |= {"architecture": dense, "experts": None}
   layer = dataclasses.replace(config, **alike | of_layer)
   return DrafterConfig(kind=kind, layer=layer, **fields)
 

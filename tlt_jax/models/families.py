@@ -12,6 +12,7 @@ import flax.linen as nn
 from tlt_jax import named
 from tlt_jax.models import gemma3
 from tlt_jax.models import layers
+from tlt_jax.models import moe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,12 @@ class Family:
   # Further fields of ModelConfig that config.json has: their keys, and values if missing.
   keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  # Further tensors of a layer: name in the file, path in our tree.
+  # Further tensors of a layer: name in the file, path in our tree. `*` stands for the
+  # number of an expert, whose tensors are one array [E ...] of ours.
   tensors: tuple[tuple[str, str], ...] = ()
+  # The architecture whose layers have a dense MLP instead of experts, as drafters do; None:
+  # there are no experts.
+  dense: str | None = None
 
 
 def _number(raw: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
@@ -94,6 +99,15 @@ _QWEN = dict(max_position=32768, windows=QWEN_WINDOWS)
 FAMILIES = {
   "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, **_QWEN),
   "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, **_QWEN),
+  "Qwen3MoeForCausalLM": Family(
+    "qwen3_moe",
+    qk_norm=True,
+    neutral=dict(decoder_sparse_step=(1,), mlp_only_layers=([],)),
+    block=moe.Block,
+    tensors=moe.TENSORS,
+    dense="Qwen3ForCausalLM",
+    **_QWEN,
+  ),
   "LlamaForCausalLM": Family("llama"),
   "MistralForCausalLM": Family(
     "mistral",

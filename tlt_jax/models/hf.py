@@ -243,6 +243,12 @@ _SCALINGS = {  # rope_type -> class, with the same of its fields
   "linear": config_lib.LinearScaling,
   "yarn": config_lib.YarnScaling,
 }
+_EXPERT_KEYS = {  # the same of Experts
+  "count": "num_experts",
+  "per_token": "num_experts_per_tok",
+  "width": "moe_intermediate_size",
+  "norm_weights": "norm_topk_prob",
+}
 _ROPE_KEYS = {"original_max_position": "original_max_position_embeddings"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"  # in layer_types
 # Keys that change the outputs unless they have these values; `Family.neutral` adds to them.
@@ -326,7 +332,12 @@ def parse_config(raw: dict) -> config_lib.ModelConfig:
     "rope_scaling": full[_FULL]["scaling"],
     "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype,
   }
-  config = config_lib.make(config_lib.ModelConfig, fields, keys | _ROPE_KEYS)
+  if family.dense:
+    raw = {"num_experts": raw.get("num_local_experts"), **raw}  # as transformers 5 writes
+    fields["experts"] = {
+      n: raw[k] for n, k in _EXPERT_KEYS.items() if raw.get(k) is not None
+    }
+  config = config_lib.make(config_lib.ModelConfig, fields, keys | _ROPE_KEYS | _EXPERT_KEYS)
   return dataclasses.replace(config, layers=_layers(given, config, family, full))
 
 
@@ -475,6 +486,8 @@ def unparse_config(config: config_lib.ModelConfig) -> dict:
     "eos_token_id": None,
     "pad_token_id": None,
   }
+  if config.experts:
+    raw |= {key: getattr(config.experts, name) for name, key in _EXPERT_KEYS.items()}
   ours, read_back = dataclasses.asdict(config), dataclasses.asdict(parse_config(raw))
   del ours["unused_rows"]  # the tokenizer's
   lost = [f"{name}={x}" for name, x in ours.items() if read_back[name] != x]
@@ -559,6 +572,75 @@ def unflatten(params: dict[str, Any]) -> dict:
   return traverse_util.unflatten_dict(params, sep="/")
 
 
+# --- tensors of experts, which are one array in our tree
+
+
+@dataclasses.dataclass
+class _Rows:
+  """Rows from `start` on of each matrix of a stored f[E O I]."""
+
+  stored: Any
+  start: int
+  count: int
+
+  def get_shape(self) -> list[int]:
+    E, _, *inputs = self.stored.get_shape()
+    return [E, self.count, *inputs]
+
+  def get_dtype(self) -> str:
+    return self.stored.get_dtype()
+
+  def __getitem__(self, spans: tuple[slice, ...]) -> np.ndarray:
+    experts, rows, *inputs = spans
+    rows = slice(self.start + rows.start, self.start + rows.stop)
+    return self.stored[(experts, rows, *inputs)]
+
+
+@dataclasses.dataclass
+class _Joined:
+  """Stored tensors of one shape as one array; read expert by expert."""
+
+  parts: list[Any]
+
+  def get_shape(self) -> list[int]:
+    return [len(self.parts), *self.parts[0].get_shape()]
+
+  def get_dtype(self) -> str:
+    return self.parts[0].get_dtype()
+
+  def __getitem__(self, spans: tuple[slice, ...]) -> np.ndarray:
+    experts, *spans = spans
+    return np.stack([part[tuple(spans)] for part in self.parts[experts]])
+
+
+def _join_experts(stored: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+  """Replaces the tensors of experts by one for each name in `shapes` with `*`.
+
+  Published files have a tensor per expert. transformers 5 may write those of its modules,
+  of all experts: `down_proj`, and `gate_up_proj` with the rows of one after the other's.
+  """
+  joined = {}
+  for name in filter(lambda name: "*" in name, shapes):
+    (E, rows, *inputs), (before, after) = shapes[name], name.split("*")
+    kind = after.split(".")[1]
+    fused = before + ("down_proj" if kind == "down_proj" else "gate_up_proj")
+    if fused in stored.lazy:
+      all_rows = rows if kind == "down_proj" else 2 * rows
+      stored.check(fused, (E, all_rows, *inputs))
+      start = rows if kind == "up_proj" else 0
+      joined[name] = _Rows(stored.lazy[fused], start, rows), [fused]
+      continue
+    parts = [f"{before}{e}{after}" for e in range(E)]
+    for part in parts:
+      stored.check(part, (rows, *inputs))
+    joined[name] = _Joined([stored.lazy[part] for part in parts]), parts
+  for name, (tensor, parts) in joined.items():
+    stored.file[name] = stored.file[parts[0]]
+    stored.lazy[name] = tensor
+    for part in parts:
+      stored.lazy.pop(part, None)  # one fused tensor is in two
+
+
 # --- in and out
 
 
@@ -587,7 +669,9 @@ def load(
       )
     abstract, theirs = target.abstract_params(config), names(config)
     shapes = {ours: spec.shape for ours, spec in flatten(abstract).items()}
-    _check_tensors(stored, {theirs[ours]: s for ours, s in shapes.items()}, config)
+    stored_shapes = {theirs[ours]: shape for ours, shape in shapes.items()}
+    _join_experts(stored, stored_shapes)
+    _check_tensors(stored, stored_shapes, config)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = dict.fromkeys(shapes, device)
     if mesh is not None:
@@ -670,12 +754,20 @@ def save(
         f"parameter {name}: the config implies {shapes.get(name, 'nothing')}, found "
         f"{found}; save the parameters with the config they were made with"
       )
-  tensors = {theirs[name]: tensors[name] for name in theirs if name in tensors}
-  dtypes = {name: jnp.dtype(dtype or x.dtype) for name, x in tensors.items()}
-  sizes = {name: x.size * dtypes[name].itemsize for name, x in tensors.items()}
+  stored = {}  # name -> the array, and which expert's part of it
+  for ours, name in theirs.items():
+    if ours in tensors:
+      experts = range(len(tensors[ours])) if "*" in name else (None,)
+      stored |= {name.replace("*", str(e)): (tensors[ours], e) for e in experts}
+  dtypes = {name: jnp.dtype(dtype or x.dtype) for name, (x, _) in stored.items()}
+  sizes = {
+    name: x.size // (1 if e is None else len(x)) * dtypes[name].itemsize
+    for name, (x, e) in stored.items()
+  }
 
   def read(name):
-    return processes.fetch(tensors[name]).astype(dtypes[name], copy=False)
+    x, e = stored[name]
+    return processes.fetch(x if e is None else x[e]).astype(dtypes[name], copy=False)
 
   if not processes.is_first():  # takes part in `fetch`
     return write_weights(None, sizes, read, max_file_bytes)

@@ -12,7 +12,10 @@ def _muon_axes(params):
   def axes_of(path, x):
     if len(path) == 1 or x.ndim < 2:  # embedding, head, norms, biases
       return None
-    return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    # Each expert's, where a parameter holds those of all experts.
+    return optax.contrib.MuonDimensionNumbers(
+      reduction_axis=x.ndim - 1, output_axis=x.ndim - 2
+    )
 
   return jax.tree_util.tree_map_with_path(axes_of, params)
 

@@ -96,7 +96,8 @@ class Roofline:
     """
     m = self.model
     head = m.vocab_size * m.width
-    weights = self._products_s(m.num_layers * self._layer + head, tokens)
+    read = m.num_layers * (self._attention + self._mlp(tokens)) + head
+    weights = self._products_s(read, tokens, m.num_layers * self._layer + head)
     windows = collections.Counter(m.layer_kind(i).window for i in range(m.num_layers))
     rows = tokens / per_row
     attention = sum(
@@ -142,7 +143,9 @@ class Roofline:
   @property
   def draft_weights(self) -> int:
     """Parameters of the drafter that a pass reads."""
-    return self._layer + self._fused + self.drafter.vocab_size * self.model.width
+    m = self.model
+    layer = self._attention + 3 * m.width * m.mlp_width  # without experts
+    return layer + self._fused + self.drafter.vocab_size * m.width
 
   @property
   def _fused(self) -> int:
@@ -154,10 +157,24 @@ class Roofline:
     return 4 * self.draft_weights / self.tensor
 
   @property
-  def _layer(self) -> int:
+  def _layer(self) -> float:
+    """Parameters of a layer that compute a token."""
+    return self._attention + self._mlp(1)
+
+  @property
+  def _attention(self) -> int:
     m = self.model
     heads = 2 * m.num_heads + 2 * m.num_kv_heads  # queries, outputs, keys, values
-    return m.width * m.head_dim * heads + 3 * m.width * m.mlp_width
+    return m.width * m.head_dim * heads
+
+  def _mlp(self, tokens: float) -> float:
+    """Parameters of an MLP that `tokens` read; experts are taken as chosen at random."""
+    m, experts = self.model, self.model.experts
+    if experts is None:
+      return 3 * m.width * m.mlp_width
+    unread = (1 - experts.per_token / experts.count) ** tokens
+    router = experts.count * m.width
+    return router + 3 * m.width * experts.width * experts.count * (1 - unread)
 
   @property
   def _bandwidth(self) -> float:
@@ -166,9 +183,13 @@ class Roofline:
   def _compute_s(self, flops: float) -> float:
     return flops / self.tensor / (self.device.flops * self.device.flops_share)
 
-  def _products_s(self, weights: float, tokens: float) -> float:
+  def _products_s(
+    self, weights: float, tokens: float, per_token: float | None = None
+  ) -> float:
+    """Seconds of reading weights, of which each token uses `per_token`; None: all."""
     read_s = weights * self.weight_bytes / self.tensor / self._bandwidth
-    return max(read_s, self._compute_s(2 * weights * tokens))
+    used = weights if per_token is None else per_token
+    return max(read_s, self._compute_s(2 * used * tokens))
 
   def _attention_s(self, seen: float, per_row: int) -> float:
     m = self.model

@@ -48,9 +48,7 @@ class Trainer(trainer_lib.Trainer):
   def place(self, x: np.ndarray) -> np.ndarray:
     return x
 
-  def account(
-    self, states: np.ndarray, micro_batches: np.ndarray
-  ) -> trainer_lib.Account:
+  def account(self, states: np.ndarray, micro_batches: np.ndarray) -> trainer_lib.Account:
     updates, waiting = np.divmod(states + micro_batches, self.per_update)
     return trainer_lib.Account(
       waiting, micro_batches, updates.astype(np.int32), 0, {"new_rows": 0}

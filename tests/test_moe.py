@@ -1,0 +1,322 @@
+"""Experts: the sums by definition however they are computed, lossless, and trained."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+
+from tests import test_hf
+from tests import tiny
+from tlt_jax import axes
+from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import hf
+from tlt_jax.models import moe
+from tlt_jax.models import target
+from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import optimizer
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+EXPERTS = config_lib.Experts(count=8, per_token=2, width=24, norm_weights=True)
+CONFIG = dataclasses.replace(
+  tiny.CONFIG, architecture="Qwen3MoeForCausalLM", experts=EXPERTS
+)
+OPTIONS = rollout.Options(**tiny.SIZES, slots=8, chunk=16)
+
+
+@functools.cache
+def params():
+  made = jax.jit(lambda key: target.init_params(CONFIG, key))(jax.random.key(0))
+  # Experts that differ, and matter.
+  made = jax.tree.map(lambda x: x * 8 if x.ndim == 3 else x, made)
+  return made | {"head": made["head"] * 20.0}
+
+
+def on(mesh):
+  shardings = axes.shardings(mesh, axes.ROLLOUT, target.abstract_params(CONFIG))
+  return jax.device_put(params(), shardings)
+
+
+# --- products
+
+
+def by_definition(x, gate, up, down, chosen, weight):
+  every = jnp.einsum("rd,efd->ref", x, gate), jnp.einsum("rd,efd->ref", x, up)
+  out = jnp.einsum("ref,edf->red", jax.nn.silu(every[0]) * every[1], down)
+  taken = jnp.take_along_axis(out, chosen[..., None], 1)
+  return jnp.sum(taken * weight[..., None], 1)
+
+
+def arguments(rows, favourite, k=3, E=10, D=16, F=12):
+  """Random ones; `favourite`: an expert that all rows take, and another that none does."""
+  rng = np.random.default_rng(rows)
+  scores = rng.normal(size=(rows, E))
+  if favourite is not None:
+    scores[:, favourite], scores[:, favourite - 1] = 9, -9
+  chosen = np.argsort(-scores, -1)[:, :k].astype(np.int32)
+  shapes = (rows, D), (E, F, D), (E, F, D), (E, D, F), (rows, k)
+  x, gate, up, down, weight = (rng.normal(size=s).astype(np.float32) for s in shapes)
+  return x, gate, up, down, chosen, weight
+
+
+@pytest.mark.parametrize("favourite", [None, 4])
+@pytest.mark.parametrize("rows", [1, 3, 70, 700])
+def test_every_way_to_multiply_gives_the_sums_by_definition(rows, favourite):
+  """Also the ways of GPUs; 700 rows take several blocks of an expert."""
+  *args, weight = arguments(rows, favourite)
+  want = by_definition(*args, weight)
+  for way in (moe._in_blocks, moe._gathered, moe._dense):
+    got = moe._weighted(jax.jit(way)(*args), weight)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3, err_msg=way.__name__)
+  assert moe._make_blocks(jnp.asarray(args[-1]), 10).size == min(rows, 128)
+
+
+@pytest.mark.parametrize("favourite", [None, 4])
+@pytest.mark.parametrize("rows", [3, 700])
+def test_gradients_are_those_of_the_definition(rows, favourite):
+  *floats, chosen, weight = arguments(rows, favourite)
+  seed = np.random.default_rng(0).normal(size=floats[0].shape)
+
+  def gradient(f):
+    def loss(*floats):
+      *args, weight = floats
+      return jnp.sum(f(*args, chosen, weight) * seed)
+
+    return jax.jit(jax.grad(loss, range(5)))(*floats, weight)
+
+  for got, want in zip(gradient(moe.mix), gradient(by_definition), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_routing(normed):
+  """Of equal logits the lower index goes first; weights are a softmax over all experts."""
+  experts = dataclasses.replace(EXPERTS, norm_weights=normed)
+  logits = jnp.array([[0.0, 1.0, 3.0, 1.0, 3.0, 1.0, 0.0, 0.0]], jnp.bfloat16)
+  chosen, weight = moe.route(experts, logits)
+  assert chosen.tolist() == [[2, 4]] and weight.dtype == jnp.bfloat16
+  each = np.exp(3) / np.exp(np.float32(logits)).sum()
+  np.testing.assert_allclose(np.float32(weight), 0.5 if normed else each, rtol=0.01)
+  chosen, _ = moe.route(dataclasses.replace(experts, per_token=4), logits)
+  assert chosen.tolist() == [[2, 4, 1, 3]]
+
+
+# --- files
+
+
+def test_tensors_of_all_experts_are_read_too(tmp_path):
+  """As the modules of transformers 5 have them."""
+  config, params = hf.load(test_hf.GOLDEN / "qwen3_moe")
+  path = test_hf.copy("qwen3_moe", tmp_path)
+
+  def fuse(tensors):
+    for i in range(config.num_layers):
+      experts = f"model.layers.{i}.mlp.experts."
+      gate, up, down = (
+        np.stack([tensors.pop(f"{experts}{e}.{kind}_proj.weight") for e in range(5)])
+        for kind in ("gate", "up", "down")
+      )
+      tensors[f"{experts}gate_up_proj"] = np.concatenate([gate, up], 1)
+      tensors[f"{experts}down_proj"] = down
+
+  test_hf.edit(path, fuse)
+  again, params2 = hf.load(path)
+  assert again == config
+  test_hf.assert_same(params, params2)
+  _, split = hf.load(path, tiny.mesh(2, 4), axes.TRAIN)
+  test_hf.assert_same(params, split)
+
+
+def test_experts_are_read_in_parts_and_saved_from_them(tmp_path):
+  """Each device reads its hidden units, of files as they are published."""
+  path = test_hf.copy("qwen3_moe", tmp_path, num_local_experts=None, num_experts=5)
+  config, params = hf.load(path, tiny.mesh(2, 4), axes.TRAIN)
+  gate = params["layer_0"]["mlp"]["gate_proj"]
+  assert gate.sharding.shard_shape(gate.shape) == (5, 3, 8)
+  hf.save(tmp_path / "out", config, params)
+  raw = json.loads((tmp_path / "out/config.json").read_text())
+  assert (raw["num_experts"], raw["moe_intermediate_size"]) == (5, 12)
+  theirs, ours = (
+    safetensors.numpy.load_file(folder / "model.safetensors")
+    for folder in (path, tmp_path / "out")
+  )
+  test_hf.assert_same(theirs, ours)
+
+
+@pytest.mark.parametrize(
+  ("changes", "named"),
+  [
+    (dict(mlp_only_layers=[0]), "mlp_only_layers"),
+    (dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
+    (dict(num_experts_per_tok=6), "cannot be chosen"),
+    (dict(num_local_experts=None), "num_experts"),
+    (dict(num_local_experts=6), "experts.5."),
+    (dict(num_local_experts=4), "experts.4."),
+    (dict(moe_intermediate_size=13), "config.json says ("),
+  ],
+)
+def test_a_folder_that_does_not_fit_is_refused(changes, named, tmp_path):
+  assert named in test_hf.message(test_hf.copy("qwen3_moe", tmp_path, **changes))
+
+
+# --- rollouts
+
+
+def run(made, data=1, model=1, strategy=None, drafter=None):
+  choose = strategy and selector_lib.always(strategy_lib.parse(strategy))
+  mesh = tiny.mesh(data, model)
+  engine = rollout.make(CONFIG, mesh, OPTIONS, selector=choose, drafter=drafter)
+  return engine(on(mesh), made)
+
+
+@functools.cache
+def drafter() -> spot_lib.Frozen:
+  made = drafter_lib.of_target(CONFIG)
+  return spot_lib.Frozen(made, drafter_lib.init_params(made, jax.random.key(5)))
+
+
+@functools.cache
+def plain():
+  made = tiny.requests(temperature=0.5)
+  return made, run(made)
+
+
+@pytest.mark.parametrize(
+  ("data", "model", "strategy"),
+  [
+    (1, 1, "3_1_4"),
+    tiny.slow(1, 1, "ngram_3"),
+    tiny.slow(1, 1, "3_2_6"),
+    (2, 2, "3_2_6"),
+    tiny.slow(1, 4, None),
+  ],
+)
+def test_drafts_and_layouts_change_no_token(data, model, strategy):
+  made, want = plain()
+  got = run(made, data, model, strategy, drafter())
+  result = compare.compare(CONFIG, params(), made, want, got)
+  assert result.differing_tokens == 0, result.where
+  assert result.near_ties <= 1 and result.total_tokens > 200
+
+
+def test_a_drafters_layer_is_dense():
+  layer = drafter().config.layer
+  assert layer.experts is None and layer.architecture == "Qwen3ForCausalLM"
+  shape = drafter().params["mlp"]["gate_proj"].shape
+  assert shape == (CONFIG.mlp_width, CONFIG.width)
+
+
+# --- training
+
+
+def test_a_drafter_trains_on_the_responses_and_no_token_changes():
+  mesh, made = tiny.mesh(1), drafter_lib.of_target(CONFIG)
+  options = spot_lib.Options(
+    row_tokens=32, context_tokens=4, rows=12, carried_rows=6, after_rollout_share=0.0
+  )
+  trainer = spot_lib.make_trainer(
+    CONFIG,
+    made,
+    mesh,
+    optimizer=optax.adam(1e-2),
+    longest=96,
+    loss=draft_loss.Loss(steps=2),
+    options=options,
+  )
+  before = drafter_lib.init_params(made, jax.random.key(5))
+  spot = spot_lib.Spot(trainer, options, jax.tree.map(jnp.copy, before))
+  choose = selector_lib.always(strategy_lib.parse("3_1_4"))
+  requests, want = plain()
+  engine = rollout.make(CONFIG, mesh, OPTIONS, spot, choose)
+  goes_on = iter([True, True, False])  # while rewards are computed
+  samples = engine(
+    on(mesh), requests, train=True, score=lambda samples: lambda: next(goes_on)
+  )
+  result = compare.compare(CONFIG, params(), requests, want, samples)
+  assert result.differing_tokens == 0 and int(spot.state.step) > 0
+  changed = jax.tree.map(lambda x, y: np.abs(x - y).max() > 0, before, spot.state.params)
+  assert all(jax.tree.leaves(changed))
+
+
+def batch():
+  rng = np.random.default_rng(2)
+  prompts = [rng.integers(0, 64, n).astype(np.int32) for n in (3, 5, 2, 7)]
+  responses = [rng.integers(0, 64, n).astype(np.int32) for n in (9, 20, 14, 5)]
+  reward = np.array([[1.0, 0.0, 0.5, 0.25]], np.float32)
+  lengths = np.array([[len(r) for r in responses]], np.int32)
+  scored = algorithm_lib.Responses(reward, lengths)
+  return batch_lib.Batch(prompts, responses, np.ones(4, np.float32), scored)
+
+
+def trained(data, model, **options):
+  """One step of plain descent: what it subtracts, and the log-probabilities before."""
+  made = learner_lib.make(
+    CONFIG,
+    algorithm_lib.make("grpo"),
+    optax.sgd(1.0),
+    tiny.mesh(data, model),
+    buckets=((4, 32),),
+    **options,
+  )
+  state = made.init(jax.tree.map(jnp.copy, params()))
+  logp = made.score_responses(state.params, batch())
+  after, _ = made.train(state, batch())
+  gradient = jax.tree.map(
+    lambda x, y: np.asarray(x) - np.asarray(y), params(), after.params
+  )
+  return gradient, logp
+
+
+def test_the_learner_trains_experts_in_any_layout():
+  """The router too, by weights of the experts that were chosen."""
+  want, logp = trained(1, 1, remat=False)
+  for path, x in jax.tree_util.tree_leaves_with_path(want):
+    assert np.isfinite(x).all() and np.abs(x).max() > 1e-5, path
+  got, logp2 = trained(2, 2)
+  np.testing.assert_allclose(logp2, logp, atol=1e-5)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), got, want
+  )
+
+
+def test_rollout_and_learner_give_the_same_log_probabilities():
+  made, samples = plain()
+  responses = [samples.response(i) for i in range(len(made))]
+  prompts = [made.prompt(i) for i in range(len(made))]
+  lengths = np.array([[len(r) for r in responses]], np.int32)
+  scored = algorithm_lib.Responses(np.zeros(lengths.shape, np.float32), lengths)
+  batch = batch_lib.Batch(prompts, responses, np.full(len(made), 0.5, np.float32), scored)
+  learner = learner_lib.make(
+    CONFIG, algorithm_lib.make("grpo"), optax.sgd(1.0), tiny.mesh(1), buckets=((4, 96),)
+  )
+  found = learner.score_responses(learner.init(params()).params, batch)[0]
+  for i, response in enumerate(responses):
+    n = len(response)
+    np.testing.assert_allclose(found[i, :n], samples.logp[i][:n], atol=2e-4)
+
+
+def test_muon_turns_the_gradient_of_each_expert_by_itself():
+  """As it does a matrix."""
+  rng = np.random.default_rng(0)
+  w, gradient = rng.normal(size=(2, 3, 6, 4)).astype(np.float32)
+  made = optimizer.make("muon", 0.1, max_grad_norm=1e6)
+
+  def update(w, gradient):
+    w, gradient = {"mlp": {"w": w}}, {"mlp": {"w": gradient}}
+    return made.update(gradient, made.init(w), w)[0]["mlp"]["w"]
+
+  each = [update(*pair) for pair in zip(w, gradient, strict=True)]
+  np.testing.assert_allclose(update(w, gradient), each, rtol=1e-4, atol=1e-6)
