@@ -41,7 +41,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.compare = dict(every=10)
   config.learner.remat = True
   # Up to 64 rows take a GPU about as long as one: a step reads all weights. So there are
-  # fewer buckets, and half as many programs to compile. Those over `slots` do not count.
+  # fewer buckets, and half as many chunks to compile. Those over `slots` do not count.
   config.rollout.buckets = (128, 64, 16, 4)
   config.steps = 2 if arg == "smoke" else 100
   if arg == "gsm8k":
