@@ -42,7 +42,8 @@ def described(
     raise ValueError("--devices is empty; it reads DEVICESxGIGABYTES, such as 64x80")
   target = target_of(machine.devices, config.tensor_parallel, name)
   os.environ.update(aot_machines.environment(target.platform))
-  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_platforms", "cpu")  # jax has read the environment already
+  jax.config.update("jax_enable_compilation_cache", False)
   config, _ = from_config.complete(config, machine)
   config = memory_plan.choose_remat(config, machine)
   plan = memory_plan.of_run(config, machine)

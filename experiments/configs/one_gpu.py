@@ -43,7 +43,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.policy = POLICY
   config.compare = dict(every=2 if arg == "smoke" else 10)
   # Up to 64 rows take a GPU about as long as one: a step reads all weights. So there are
-  # fewer buckets, and half as many programs to compile. Those over `slots` do not count.
+  # fewer buckets, and half as many chunks to compile. Those over `slots` do not count.
   config.rollout.buckets = (128, 64, 16, 4)
   config.steps = 2 if arg == "smoke" else 100
   if arg == "gsm8k":
