@@ -69,7 +69,7 @@ _STREAM = flags.DEFINE_bool(
 
 def fit(config: config_lib.RunConfig, longest: int, prompts: int) -> config_lib.RunConfig:
   """Sizes the rollout for so many prompts, the longest of so many tokens."""
-  room = max(hf.load_config(config.policy).max_position - longest, 1)
+  room = max(hf.load_config(config.policy).context - longest, 1)
   max_tokens = _MAX_TOKENS.value or min(config.sampling.max_tokens, room)
   most_slots = config.rollout.slots
   config = dataclasses.replace(

@@ -162,11 +162,11 @@ def fitting_slots(model: model_lib.ModelConfig, length: int, machine: Machine) -
 
 def check_context(longest: int, max_tokens: int, model: model_lib.ModelConfig) -> None:
   """Raises ValueError unless a prompt and a response fit the model's context."""
-  room = model.max_position - longest
+  room = model.context - longest
   if max_tokens > room:
     raise ValueError(
       f"a prompt of {longest} tokens leaves {max(room, 0)} of the model's context of "
-      f"{model.max_position} tokens for a response, which may have {max_tokens}; allow "
+      f"{model.context} tokens for a response, which may have {max_tokens}; allow "
       "fewer (sampling.max_tokens), or drop such prompts (rollout.max_prompt, "
       "unusable_prompts.too_long=drop)"
     )

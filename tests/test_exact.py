@@ -73,6 +73,7 @@ def test_what_has_too_many_rows_is_said_with_what_helps(slots, strategies, remed
     dict(dtype="float32"),
     dict(width=CONFIG.width + 16),
     dict(head_dim=32),
+    dict(layers=(config_lib.LayerKind(8, config_lib.Rope(1e4)),)),
     dict(kernels="ref"),
   ],
 )

@@ -169,6 +169,8 @@ def test_what_published_files_leave_out_is_as_in_transformers():
   assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
   assert (config.head_dim, config.query_scalar, config.max_position) == (256, 256, 131072)
   raw = json.loads((GOLDEN / "mistral" / "config.json").read_text())
+  assert hf.parse_config(raw).context == 64  # 4 times 16, and of config.json
+  assert hf.parse_config(raw | {"max_position_embeddings": 16}).context == 64
   del raw["sliding_window"]
   assert hf.parse_config(raw).layer_kind(0).window == 4096
   assert hf.parse_config(raw | {"sliding_window": None}).layers == ()

@@ -9,7 +9,7 @@ import pytest
 
 from tests import commands
 from tests import tiny
-from tlt_jax.models import config as model_lib
+from tlt_jax.models import config as config_lib
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated
@@ -210,7 +210,7 @@ def test_training_fills_the_time_of_decoding_and_does_not_lengthen_it(rate, roll
 
 def test_a_pass_reads_the_experts_that_its_tokens_choose():
   """One of four computes a token: two tokens read 1.75 if they choose at random."""
-  experts = model_lib.Experts(count=4, per_token=1, width=24)
+  experts = config_lib.Experts(count=4, per_token=1, width=24)
   config = dataclasses.replace(tiny.CONFIG, experts=experts, num_layers=1)
   ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)
   costs = costs_lib.Roofline(config, ideal)
@@ -233,6 +233,12 @@ def test_a_pass_reads_its_weights_and_caches():
   weights = 2 * (2 * layer + 64 * 32)
   caches = 2 * 2 * 2 * 16 * 2 * 10  # layers, k and v, heads, size, bytes, tokens
   assert costs.pass_s(1, 10) == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
+  rope = config_lib.Rope(1e4)  # the second layer sees 4 of the 10 tokens
+  kinds = config_lib.LayerKind(None, rope), config_lib.LayerKind(4, rope)
+  model = dataclasses.replace(tiny.CONFIG, layers=kinds)
+  caches *= (10 + 4) / (10 + 10)
+  windowed = dataclasses.replace(costs, model=model).pass_s(1, 10)
+  assert windowed == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
 
 
 def test_measured_costs_are_read_from_the_benchmark():

@@ -85,6 +85,10 @@ class Rope:
   theta: ranges.Base
   scaling: Scaling | None = None
 
+  def __post_init__(self):
+    if isinstance(self.scaling, YarnScaling) and self.theta == 1:
+      raise ValueError("YaRN needs a rope_theta above 1: else all wavelengths are equal")
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
@@ -116,9 +120,9 @@ class ModelConfig:
   # Layer i is of kind i % len(layers); (): all see everything, and rotate as above. Kept
   # as the shortest tuple that says the same.
   layers: tuple[LayerKind, ...] = ()
-  query_scalar: ranges.Positive | None = None  # scores / its root; None: that of head_dim
+  query_scalar: ranges.Count | None = None  # scores / its root; None: that of head_dim
   norm_eps: ranges.ShareAboveZero = 1e-6
-  max_position: ranges.Tokens = 4096  # longest sequence, in tokens
+  max_position: ranges.Tokens = 4096  # see `context`
   qkv_bias: bool = False
   qk_norm: bool = False
   tie_embeddings: bool = False
@@ -139,6 +143,14 @@ class ModelConfig:
     period = next((n for n in range(1, count) if given[n:] == given[: count - n]), count)
     shortest = () if given[:period] == (self._uniform,) else given[:period]
     object.__setattr__(self, "layers", shortest)
+
+  @property
+  def context(self) -> int:
+    """Longest sequence, in tokens; files with YaRN may still name that of before."""
+    scaling = self.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+      return self.max_position
+    return max(self.max_position, int(scaling.factor * scaling.original_max_position))
 
   @property
   def _uniform(self) -> LayerKind:

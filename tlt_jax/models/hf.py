@@ -484,6 +484,7 @@ def unparse_config(config: config_lib.ModelConfig) -> dict:
     "torch_dtype": config.dtype,
     "bos_token_id": None,  # the tokenizer's; transformers would fill in its own
     "eos_token_id": None,
+    "pad_token_id": None,
   }
   if config.experts:
     raw |= {key: getattr(config.experts, name) for name, key in _EXPERT_KEYS.items()}
