@@ -160,7 +160,7 @@ def fail(line: str | None) -> NoReturn:
   if line is None:
     traceback.print_exc()
   else:
-    print(line, file=sys.stderr)
+    processes.write_line(line)
   sys.stderr.flush()
   os._exit(1)
 

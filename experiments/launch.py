@@ -85,7 +85,7 @@ def run(
     app.run(guarded, flags_parser=parse)
   except processes.Stopped as e:
     if processes.is_first():
-      print(e, file=sys.stderr, flush=True)
+      processes.write_line(str(e))
     if programs.are_compiling() or (processes.count() > 1 and not e.together):
       os._exit(distributed.STOPPED)  # an orderly end would wait for threads, or others
     sys.exit(distributed.STOPPED)

@@ -20,6 +20,7 @@ import time
 from typing import NamedTuple
 
 from experiments import distributed
+from tlt_jax import processes
 
 _HANG_S = 40.0  # without a heartbeat, after which a process is taken for dead
 _START_S = 300.0  # the same before its first one, while it imports modules
@@ -217,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
     signals.append(number)
     if number == signal.SIGINT:
       signal.signal(number, signal.default_int_handler)
-      print("\nstopping; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+      processes.write_line("\nstopping; Ctrl-C again ends at once")
 
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, remember)
@@ -225,12 +226,12 @@ def main(argv: Sequence[str]) -> int:
     try:
       end, may_restart = _run(options, command, lambda: bool(signals))
     except KeyboardInterrupt:
-      print("\nended at once by the second Ctrl-C", file=sys.stderr, flush=True)
+      processes.write_line("\nended at once by the second Ctrl-C")
       return 130
     if end in ("", "stopped"):
       return distributed.STOPPED if end else 0
     then = f"; starting again ({left - 1} restarts left)" if left and may_restart else ""
-    print(f"error: {end}: the job has ended{then}", file=sys.stderr, flush=True)
+    processes.write_line(f"error: {end}: the job has ended{then}")
     if not may_restart:
       break
   return 1

@@ -232,14 +232,20 @@ def _watch(signals: int, announces: bool) -> None:
       continue
     if _saving:
       if announces and number == signal.SIGINT:
-        print("\nstopping; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+        write_line("\nstopping; Ctrl-C again ends at once")
     elif not select.select([signals], [], [], _UNWIND_S)[0] and not _saving:
       _end(STOPPED, str(Stopped()), announces)
 
 
+def write_line(line: str) -> None:
+  """To stderr, at once: other processes of a job write there, too."""
+  sys.stderr.write(f"{line}\n")
+  sys.stderr.flush()
+
+
 def _end(status: int, line: str, announces: bool) -> None:
   if announces:
-    print(f"\n{line}", file=sys.stderr, flush=True)
+    write_line(f"\n{line}")
   os._exit(status)
 
 

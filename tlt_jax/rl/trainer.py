@@ -251,7 +251,7 @@ class Trainer:
     outside = stacked.outside(params)
     layers = [name for name in params if name not in outside]
     first = min((layers.index(name) for name in trained if name in layers), default=0)
-    kept = {x: dataclasses.replace(self, remat=x)._kept_bytes() for x in (False, True)}
+    kept = self._kept_by_remat
     working = (kept[False] - kept[True]) // (len(layers) - first)
     # A device has its part of each array, if the rows are split over those of a slice.
     slices, devices = self.mesh.shape[axes.DATA], self.mesh.shape[axes.MODEL]
@@ -264,6 +264,11 @@ class Trainer:
       + 2 * _most_bytes(trained)
       + (slices - 1) * _most_bytes(stacked.outside(trained))
     )
+
+  @functools.cached_property
+  def _kept_by_remat(self) -> dict[bool, int]:
+    """`_kept_bytes` without and with recomputation."""
+    return {x: dataclasses.replace(self, remat=x)._kept_bytes() for x in (False, True)}
 
   def _kept_bytes(self) -> int:
     """What a forward pass of the largest bucket keeps, of all devices of a slice."""
