@@ -78,6 +78,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if smoke:
     return config
   config.tensor_parallel = run.tensor_parallel
+  if arg == "qwen3_30b_a3b":
+    config.learner.balance_coef = 0.001  # `router_aux_loss_coef` of its config.json
   config.batch = dict(prompts=32, responses=16)
   config.sampling.max_tokens = MAX_TOKENS
   slots, longest = run.slots, MAX_PROMPT + MAX_TOKENS
