@@ -11,6 +11,7 @@ import optax
 import pytest
 import safetensors.numpy
 
+from benchmarks import routing
 from tests import test_hf
 from tests import tiny
 from tlt_jax import axes
@@ -404,6 +405,18 @@ def test_rollout_and_learner_give_the_same_log_probabilities():
   for i, response in enumerate(responses):
     n = len(response)
     np.testing.assert_allclose(found[i, :n], samples.logp[i][:n], atol=2e-4)
+
+
+def test_routes_of_rollout_and_learner_are_compared():
+  """In float32 none differs: each is found for its token and layer."""
+  found = routing.measure(CONFIG, params(), rows=3, length=20)
+  assert found["tokens"] == 3 * 19 and found["mean_abs_log_ratio"] < 1e-4
+  assert found["pairs_that_differ"] == found["experts_that_differ"] == 0
+  rounded = dataclasses.replace(CONFIG, dtype="bfloat16")
+  found = routing.measure(rounded, params(), rows=3, length=20)
+  assert found["mean_abs_log_ratio"] > 1e-3
+  assert found["experts_that_differ"] <= found["pairs_that_differ"]
+  assert found["pairs_that_differ"] <= found["tokens_that_differ"] < 1
 
 
 def test_muon_turns_the_gradient_of_each_expert_by_itself():
