@@ -72,6 +72,11 @@ class Learner:
     "whether float32 weights, moments, critic and reference wait in the host's memory "
     "while they are not used, as in rollouts",
   )
+  balance_coef: ranges.NotNegative = field(
+    0.0,
+    "weight of the loss that balances the load of experts, as `router_aux_loss_coef` of "
+    "config.json",
+  )
 
 
 @options

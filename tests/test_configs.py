@@ -78,7 +78,7 @@ MODELS = {  # what `policy` holds at full size
   **dict.fromkeys(("qwen2_5_7b", "math_problems", "long_reasoning"), QWEN2_5_7B),
 }
 LONG_CONTEXT = dataclasses.replace(QWEN2_5_7B, max_position=131072)
-LONG = {  # what `policy` holds by the argument of `long_reasoning`, on which machine
+LONG = {  # what `policy` holds by the argument of `long_reasoning`, on which machines
   "qwen2_5_7b": (LONG_CONTEXT, "8x80"),
   "qwen2_5_32b": (
     dataclasses.replace(
@@ -91,7 +91,7 @@ LONG = {  # what `policy` holds by the argument of `long_reasoning`, on which ma
     ),
     "32x80",
   ),
-  "qwen3_30b_a3b": (shapes.MODELS["qwen3-30b-a3b"], "16x80"),
+  "qwen3_30b_a3b": (shapes.MODELS["qwen3-30b-a3b"], "16x80", "8x141"),
   "tpu": (LONG_CONTEXT, "16x32"),
 }
 # Those that differ from another in prompts and algorithm only are not traced again.
@@ -280,10 +280,13 @@ def test_a_dry_run_prints_one_screen(name, tmp_path, capsys):
   assert "policy in training" in printed and len(printed.splitlines()) <= 40
 
 
-@pytest.mark.parametrize("arg", LONG)
-def test_a_policy_of_long_responses_fits_its_machine(arg, tmp_path, capsys):
+@pytest.mark.parametrize(
+  ("arg", "machine"),
+  [(arg, machine) for arg, (_, *all_) in LONG.items() for machine in all_],
+)
+def test_a_policy_of_long_responses_fits_its_machine(arg, machine, tmp_path, capsys):
   """Which is not there; every part is planned, and the policy has the context."""
-  model, machine = LONG[arg]
+  model = LONG[arg][0]
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(model)))
   config = completed("long_reasoning", arg)
   config = dataclasses.replace(config, policy=str(tmp_path))
@@ -295,3 +298,9 @@ def test_a_policy_of_long_responses_fits_its_machine(arg, tmp_path, capsys):
   assert {"kept features", "state of drafts", "drafter in training"} <= {
     part.name for part in plan.phases["rollout"] if part.size
   }
+  chosen = memory_plan.choose_remat(config, memory_phases.Machine.parse(machine))
+  algorithm = algorithm_lib.make(**config.algorithm)
+  described = memory_plan.described(chosen, None, 1, memory_phases.Machine.parse(machine))
+  update = described.learner(algorithm).update_bytes(chosen.learner.remat)
+  arrays = sum(p.size for p in plan.phases["update"] if p.name != "policy in rollouts")
+  assert arrays + update <= plan.room.free  # the rollout's copy is made when it is done

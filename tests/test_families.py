@@ -128,7 +128,7 @@ def gradients(config, params, runs):
     made = stacked.stack(params, runs)
     by = layers.rotation(config, positions)
     ids = packed_attention.Segments(jnp.ones_like(tokens))
-    found = stacked.features(
+    found, _ = stacked.features(
       config, made, runs, tokens, ids, by, gather=lambda x: x, remat=True
     )
     return jnp.sum(found * weight), found

@@ -11,6 +11,7 @@ import optax
 import pytest
 import safetensors.numpy
 
+from benchmarks import routing
 from tests import test_hf
 from tests import tiny
 from tlt_jax import axes
@@ -22,6 +23,7 @@ from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner as learner_lib
+from tlt_jax.rl import losses
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import compare
@@ -268,28 +270,125 @@ def trained(data, model, **options):
     algorithm_lib.make("grpo"),
     optax.sgd(1.0),
     tiny.mesh(data, model),
-    buckets=((4, 32),),
-    **options,
+    **dict(buckets=((4, 32),)) | options,
   )
   state = made.init(jax.tree.map(jnp.copy, params()))
   logp = made.score_responses(state.params, batch())
-  after, _ = made.train(state, batch())
+  after, metrics = made.train(state, batch())
   gradient = jax.tree.map(
     lambda x, y: np.asarray(x) - np.asarray(y), params(), after.params
   )
-  return gradient, logp
+  return gradient, logp, metrics
 
 
 def test_the_learner_trains_experts_in_any_layout():
   """The router too, by weights of the experts that were chosen."""
-  want, logp = trained(1, 1, remat=False)
+  want, logp, _ = trained(1, 1, remat=False)
   for path, x in jax.tree_util.tree_leaves_with_path(want):
     assert np.isfinite(x).all() and np.abs(x).max() > 1e-5, path
-  got, logp2 = trained(2, 2)
+  got, logp2, _ = trained(2, 2)
   np.testing.assert_allclose(logp2, logp, atol=1e-5)
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), got, want
   )
+
+
+def loss_of_transformers(logits, mask, E, k):
+  """Of layers' router logits [tokens E], as its `load_balancing_loss_func`, in numpy."""
+  logits, mask = np.concatenate(logits), np.tile(mask, len(logits))
+  weights = np.exp(logits - logits.max(-1, keepdims=True))
+  weights = weights / weights.sum(-1, keepdims=True)
+  chosen = np.argsort(-weights, -1, kind="stable")[:, :k]
+  one_hot = np.eye(E)[chosen] * mask[:, None, None]
+  tokens_per_expert = one_hot.sum(0) / mask.sum()
+  probability_per_expert = (weights * mask[:, None]).sum(0) / mask.sum()
+  return (tokens_per_expert * probability_per_expert[None]).sum() * E
+
+
+def test_the_loss_for_balance_is_that_of_transformers():
+  rng, k, E = np.random.default_rng(1), EXPERTS.per_token, EXPERTS.count
+  uneven = rng.normal(size=(5, 40, E)) + np.linspace(0, 3, E)
+  logits = uneven.astype(np.float32)
+  is_token = rng.random((2, 20)) < 0.7
+
+  def share(logits):
+    sown = [{"logits": (x,), "chosen": (moe.route(EXPERTS, x)[0],)} for x in logits]
+    loads = [moe.load(EXPERTS, {moe.ROUTING: {"mlp": x}}, is_token) for x in sown]
+    load = jax.tree.map(lambda *x: jnp.stack(x), *loads)
+    return losses.balance(load, jnp.float32(is_token.sum()))
+
+  mesh, whole = tiny.mesh(1), jax.sharding.PartitionSpec()
+  mapped = jax.shard_map(share, mesh=mesh, in_specs=whole, out_specs=whole)
+  want = loss_of_transformers(list(logits), is_token.reshape(-1), E, k)
+  np.testing.assert_allclose(k * mapped(logits), want, rtol=1e-5)
+  assert want > 1.2 * k
+  # Each expert is as often the first choice, and as often the second.
+  even = 5 * (np.eye(E) + 0.5 * np.roll(np.eye(E), 1, 1)).astype(np.float32)
+  is_token = np.ones((1, E), bool)
+  np.testing.assert_allclose(mapped(even[None]), 1, rtol=1e-6)
+
+
+BALANCED = dict(balance_coef=0.5, buckets=((2, 32),))  # two micro-batches of two rows
+
+
+def test_a_policy_is_trained_for_balance():
+  """As a mean over the tokens of micro-batches, prompts' too; all layers' routers."""
+  tokens = [np.concatenate(x) for x in zip(batch().prompts, batch().responses, strict=True)]
+  # Of 12, 25, 16 and 12 tokens, the longest first: rows (1), (2, 0) and (3).
+  every = [[tokens[i] for i in (1, 2, 0)], [tokens[3]]]
+
+  def of_transformers(params, micro_batch):
+    logits = []
+    for x in micro_batch:
+      args = {"params": params}, x[None], jnp.arange(len(x))[None]
+      _, sown = target.Target(CONFIG).apply(*args, mutable=[moe.ROUTING])
+      logits += [x["mlp"]["logits"][0] for x in sown[moe.ROUTING].values()]
+    logits = jnp.concatenate(logits)
+    chosen, _ = moe.route(EXPERTS, logits)
+    f = jnp.mean(jax.nn.one_hot(chosen, EXPERTS.count), 0)
+    return EXPERTS.count * jnp.sum(f * jnp.mean(jax.nn.softmax(logits), 0))
+
+  @jax.jit
+  def balance(params):
+    sizes = [sum(map(len, x)) for x in every]
+    found = [of_transformers(params, x) for x in every]
+    return sum(n * x for n, x in zip(sizes, found, strict=True)) / sum(sizes)
+
+  value, gradient = jax.value_and_grad(balance)(params())
+  plain, _, _ = trained(1, 1, buckets=BALANCED["buckets"])
+  got, _, metrics = trained(1, 1, **BALANCED)
+  k = EXPERTS.per_token
+  np.testing.assert_allclose(metrics["policy/experts_balance"], value / k, rtol=1e-4)
+  assert metrics["policy/experts_balance"] > 1.001
+  assert np.abs(gradient["layer_0"]["mlp"]["router"]).max() > 1e-2
+  jax.tree.map(
+    lambda x, y, z: np.testing.assert_allclose(x - y, 0.5 * z, rtol=1e-2, atol=2e-5),
+    got,
+    plain,
+    gradient,
+  )
+
+
+def test_balance_does_not_depend_on_the_layout():
+  want, _, metrics = trained(1, 1, **BALANCED)
+  got, _, metrics2 = trained(2, 2, **BALANCED)
+  key = "policy/experts_balance"
+  np.testing.assert_allclose(metrics2[key], metrics[key], rtol=1e-5)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), got, want
+  )
+
+
+def test_balance_needs_experts():
+  with pytest.raises(ValueError, match="learner.balance_coef=0.1"):
+    learner_lib.make(
+      tiny.CONFIG,
+      algorithm_lib.make("grpo"),
+      optax.sgd(1.0),
+      tiny.mesh(1),
+      ((2, 32),),
+      balance_coef=0.1,
+    )
 
 
 def test_rollout_and_learner_give_the_same_log_probabilities():
@@ -306,6 +405,18 @@ def test_rollout_and_learner_give_the_same_log_probabilities():
   for i, response in enumerate(responses):
     n = len(response)
     np.testing.assert_allclose(found[i, :n], samples.logp[i][:n], atol=2e-4)
+
+
+def test_routes_of_rollout_and_learner_are_compared():
+  """In float32 none differs: each is found for its token and layer."""
+  found = routing.measure(CONFIG, params(), rows=3, length=20)
+  assert found["tokens"] == 3 * 19 and found["mean_abs_log_ratio"] < 1e-4
+  assert found["pairs_that_differ"] == found["experts_that_differ"] == 0
+  rounded = dataclasses.replace(CONFIG, dtype="bfloat16")
+  found = routing.measure(rounded, params(), rows=3, length=20)
+  assert found["mean_abs_log_ratio"] > 1e-3
+  assert found["experts_that_differ"] <= found["pairs_that_differ"]
+  assert found["pairs_that_differ"] <= found["tokens_that_differ"] < 1
 
 
 def test_muon_turns_the_gradient_of_each_expert_by_itself():

@@ -32,6 +32,7 @@ _DENSE_ROWS = 512
 # Rows of a block, which has one expert: more make more padding, fewer read weights more
 # often.
 _LEAST_BLOCK, _MOST_BLOCK = 128, 512
+ROUTING = "routing"  # flax's collection of what routers give, for programs that ask for it
 TENSORS = (  # see `families.Family`
   ("mlp.gate.weight", "mlp/router"),
   ("mlp.experts.*.gate_proj.weight", "mlp/gate_proj"),
@@ -52,6 +53,27 @@ def route(experts: config_lib.Experts, logits: jax.Array) -> tuple[jax.Array, ja
   return chosen, weight.astype(logits.dtype)
 
 
+class Load(NamedTuple):
+  """What a layer's router gave tokens, added up."""
+
+  chosen: jax.Array  # f32[E]  tokens that take each expert
+  probability: jax.Array  # f32[E]  before k of them are chosen
+
+
+def load(experts: config_lib.Experts, sown: dict, is_token: jax.Array) -> Load | None:
+  """The load of tokens bool[B T]; None if the block has put nothing into `ROUTING`."""
+  if not sown:
+    return None
+  (logits,), (chosen,) = (sown[ROUTING]["mlp"][x] for x in ("logits", "chosen"))
+  probabilities = jax.nn.softmax(logits.astype(jnp.float32), -1)
+  is_token = is_token.reshape(-1, 1)
+  takes = chosen[..., None] == jnp.arange(experts.count)  # [R k E]
+  return Load(
+    jnp.sum(takes & is_token[..., None], (0, 1)).astype(jnp.float32),
+    jnp.sum(jnp.where(is_token, probabilities, 0.0), 0),
+  )
+
+
 class MLP(nn.Module):
   config: config_lib.ModelConfig
 
@@ -66,8 +88,11 @@ class MLP(nn.Module):
       layers.weights(self, "down_proj", (E, D, F), ("expert", "embed", "mlp")),
     )
     rows = x.reshape(-1, D)
-    routed = route(experts, layers.linear(rows, router))
-    y = mix(rows, *(w.astype(x.dtype) for w in matrices), *routed)
+    logits = layers.linear(rows, router)
+    chosen, weight = route(experts, logits)
+    self.sow(ROUTING, "logits", logits)
+    self.sow(ROUTING, "chosen", chosen)
+    y = mix(rows, *(w.astype(x.dtype) for w in matrices), chosen, weight)
     return y.reshape(x.shape)
 
 

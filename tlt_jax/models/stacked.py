@@ -7,6 +7,7 @@ gradients back. Where kinds of layers alternate, an iteration runs a whole perio
 from collections.abc import Callable, Sequence
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from tlt_jax import axes
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import families
 from tlt_jax.models import layers
+from tlt_jax.models import moe
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels import packed_attention
 
@@ -70,11 +72,14 @@ def features(
   *,
   gather: Callable[[dict], dict],
   remat: bool,
-) -> jax.Array:
+  watch: Callable[[dict], Any] | None = None,
+) -> tuple[jax.Array, Any]:
   """Runs the decoder on packed rows i32[B T]: the states after the final norm, f[B T D].
 
   `params` are of `stack`; `gather` gathers a layer's in every iteration of the loop.
-  Without `remat` all activations and gathered parameters are kept.
+  Without `remat` all activations and gathered parameters are kept. `watch` takes what a
+  block puts into `moe.ROUTING`; its results are returned too, [L ...] in the order of
+  `runs`.
   """
   family = families.find(config.architecture)
   block, by_tokens = family.block(config), (None, axes.MODEL)
@@ -83,25 +88,30 @@ def features(
     # Gathered here, so that the backward pass keeps the parts.
     x = _laid_out(_laid_out(x, *by_tokens))
     inputs = layers.of_kind(config, kind, by, seen)
-    x = block.apply({"params": gather(params)}, x, *inputs)[0]
-    return _laid_out(x, *by_tokens)
+    variables = {"params": gather(params)}
+    (x, _), sown = block.apply(variables, x, *inputs, mutable=[moe.ROUTING])
+    return _laid_out(x, *by_tokens), watch and watch(sown)
 
   if remat:  # in a loop's body, XLA cannot merge the recomputation with the forward pass
     layer = jax.checkpoint(layer, prevent_cse=False, static_argnums=0)
 
   def iteration(run, x, params):
+    watched = []
     for place, of_layer in zip(run, params, strict=True):
-      x = layer(config.layer_kind(place[0]), x, of_layer)
-    return x, None
+      x, of_place = layer(config.layer_kind(place[0]), x, of_layer)
+      watched.append(of_place)
+    return x, watched
 
   with jax.default_matmul_precision(target.matmul_precision(config.dtype)):
     x = target.embed(config, params["embedding"], tokens)
-    x = _laid_out(x, *by_tokens)
+    x, watched = _laid_out(x, *by_tokens), []
     for run in runs:
       of_run = tuple(params[_stack(place)] for place in run)
-      x, _ = jax.lax.scan(functools.partial(iteration, run), x, of_run)
+      x, of_places = jax.lax.scan(functools.partial(iteration, run), x, of_run)
+      watched += of_places
     norm = family.norm(config.norm_eps)
-    return norm.apply({"params": params["final_norm"]}, _laid_out(x))
+    x = norm.apply({"params": params["final_norm"]}, _laid_out(x))
+    return x, jax.tree.map(lambda *x: jnp.concatenate(x), *watched)
 
 
 def splits(length: int, devices: int) -> bool:

@@ -38,7 +38,7 @@ class ValueTrainer(trainer_lib.Trainer):
 
   def per_token(self, params, packed, temperature, rotations):
     del temperature
-    outside, features = self.features(params, packed, rotations)
+    outside, features, _ = self.features(params, packed, rotations)
     return jnp.dot(features.astype(jnp.float32), outside[_HEAD])
 
   def share(self, params, packed, sequences, totals, rotations):

@@ -17,11 +17,13 @@ from tlt_jax import packing
 from tlt_jax import programs
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import moe
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import log_probability
+from tlt_jax.rl import losses
 from tlt_jax.rl import trainer
 
 
@@ -30,6 +32,7 @@ class Learner(trainer.Trainer):
   name = "policy"
 
   algorithm: algorithm_lib.Algorithm
+  balance_coef: float = 0.0
 
   @functools.cached_property
   def to_rollout(self) -> Callable[[dict], dict]:
@@ -117,10 +120,15 @@ class Learner(trainer.Trainer):
     chex.assert_shape(batch.temperature, (B,))
 
   def per_token(self, params, packed, temperature, rotations):
-    return self._score(params, packed, temperature, rotations)[0]
+    outside, features, _ = self.features(params, packed, rotations)
+    return self._score(outside, features, packed, temperature)[0]
 
   def share(self, params, packed, sequences, totals, rotations):
-    logp, entropy = self._score(params, packed, sequences.temperature, rotations)
+    experts, watch = self.config.experts, None
+    if experts is not None:
+      watch = functools.partial(moe.load, experts, is_token=packed.segments > 0)
+    outside, features, load = self.features(params, packed, rotations, watch)
+    logp, entropy = self._score(outside, features, packed, sequences.temperature)
     on_policy = jax.lax.stop_gradient(logp)
     known = {
       name: sequences.at_targets(name, packed)
@@ -140,11 +148,15 @@ class Learner(trainer.Trainer):
     )
     share, metrics = self.algorithm.loss(tokens)
     entropy = jnp.sum(entropy * packed.mask) / totals.packed_tokens
-    return share, {"policy/entropy": entropy, **metrics}
+    metrics = {"policy/entropy": entropy, **metrics}
+    if load is not None:
+      balance = losses.balance(load, totals.with_prompts)
+      share += self.balance_coef * experts.per_token * balance
+      metrics["policy/experts_balance"] = balance
+    return share, metrics
 
-  def _score(self, params, packed: packing.Packed, temperature, rotations):
+  def _score(self, outside, features, packed: packing.Packed, temperature):
     """Log-probabilities and entropies of the targets, f32[rows T] each."""
-    outside, features = self.features(params, packed, rotations)
     temperature = jnp.where(temperature > 0, temperature, 1.0)[packed.sequence_idx]
     found = log_probability.scores(
       self.config,
@@ -167,6 +179,7 @@ def make(
   only: str = "",
   offload: bool = False,
   kernels: str | None = None,
+  balance_coef: ranges.NotNegative = 0.0,
 ) -> Learner:
   """A learner for one model, algorithm, optimizer and mesh.
 
@@ -187,13 +200,21 @@ def make(
     offload: whether float32 weights, moments, critic and reference wait in the host's
       memory while they are not used, as in rollouts
     kernels: of attention, a name of `implementations.NAMES`; None: the default
+    balance_coef: weight of the loss that balances the load of experts, see
+      `losses.balance`; as `router_aux_loss_coef` of config.json
   Raises:
-    ValueError: `buckets` are none or out of order, `only` is no regular expression
+    ValueError: `buckets` are none or out of order, `only` is no regular expression, there
+      are no experts to balance
   """
   try:
     re.compile(only)
   except re.error as e:
     raise ValueError(f"only={only!r} is no regular expression ({e})") from e
+  if balance_coef and config.experts is None:
+    raise ValueError(
+      f"learner.balance_coef={balance_coef} balances experts, which the policy "
+      f"({config.architecture}) does not have; leave it 0"
+    )
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
   return Learner(
     config=config,
@@ -206,4 +227,5 @@ def make(
     only=only,
     offloads=offload,
     kernels=kernels,
+    balance_coef=balance_coef,
   )

@@ -9,6 +9,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from tlt_jax import axes
+from tlt_jax.models import moe
 from tlt_jax.rl import algorithm
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -133,3 +135,21 @@ def sequence_mean(x: jax.Array, tokens: algorithm.Tokens) -> jax.Array:
 
   sums = jax.vmap(row_sums)(jnp.where(tokens.mask, x, 0.0), segment)
   return jnp.take_along_axis(sums, segment, 1) / jnp.maximum(tokens.length, 1)
+
+
+def balance(load: moe.Load, total_tokens: jax.Array) -> jax.Array:
+  """This slice's share in how uneven the load of experts is; 1: even.
+
+  E * sum_e f_e P_e of each micro-batch, as a mean over their tokens, `total_tokens` in all:
+  f is each expert's share of the choices and P its mean probability, over all layers and
+  tokens (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4). The loss that
+  transformers adds for `router_aux_loss_coef` is k times it.
+
+  Args:
+    load: by layer, f32[L E] each, of this slice's tokens
+    total_tokens: f32[] of all micro-batches and slices
+  """
+  L, E = load.chosen.shape
+  chosen = jax.lax.psum(jnp.sum(load.chosen, 0), axes.DATA)
+  shares = chosen / jnp.maximum(jnp.sum(chosen), 1.0)
+  return E * jnp.sum(shares * jnp.sum(load.probability, 0)) / (L * total_tokens)

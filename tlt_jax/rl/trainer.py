@@ -50,6 +50,7 @@ class Totals:
   packed_tokens: jax.Array  # f32[]
   sequences: jax.Array  # f32[]
   max_tokens: jax.Array  # f32[]
+  with_prompts: jax.Array | None  # f32[]  packed tokens, prompts' too; None: no experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,7 @@ class Trainer:
     in_specs = self._specs, _specs_of(packed), fsdp.WHOLE, fsdp.WHOLE
     out_specs = self.trained(self._specs), fsdp.WHOLE
     gradient = fsdp.on_slices(self.mesh, self._gradient, in_specs, out_specs)
-    totals = _totals(packed, sequences)
+    totals = _totals(packed, sequences, with_prompts=self.config.experts is not None)
     grads, metrics = gradient(state.params, packed, sequences, totals)
     updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
     metrics[f"{self.name}/grad_norm"] = optax.tree.norm(grads)
@@ -302,7 +303,8 @@ class Trainer:
   def _runs(self) -> list[stacked.Run]:
     return stacked.runs(self.trained(self._specs), self.config)
 
-  def features(self, params, packed: packing.Packed, rotations):
+  def features(self, params, packed: packing.Packed, rotations, watch=None):
+    """Parameters outside of layers; and of `stacked.features`."""
     dtype = self.config.dtype
     shardings = self._shardings
     outside = fsdp.gather(stacked.outside(params), shardings, dtype)
@@ -310,7 +312,7 @@ class Trainer:
     def gather(params):
       return fsdp.gather(params, shardings["layer_0"], dtype)
 
-    features = stacked.features(
+    features, watched = stacked.features(
       self.config,
       params | outside,
       self._runs,
@@ -319,8 +321,9 @@ class Trainer:
       rotations.at(packed.positions),
       gather=gather,
       remat=self.remat,
+      watch=watch,
     )
-    return outside, features
+    return outside, features, watched
 
   def _rotations(self) -> layers.Rotation:
     return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
@@ -335,7 +338,9 @@ def _most_bytes(arrays) -> int:
   return max(memory.bytes_by_device(arrays).values(), default=0)
 
 
-def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) -> Totals:
+def _totals(
+  packed: Sequence[packing.Packed], sequences: batch_lib.Sequences, with_prompts: bool
+) -> Totals:
   """Totals of a whole batch, and how many of its response tokens are packed."""
   length, limit = sequences.length, sequences.max_tokens
   counts = jnp.ones(length.shape, bool) if sequences.counts is None else sequences.counts
@@ -345,11 +350,13 @@ def _totals(packed: Sequence[packing.Packed], sequences: batch_lib.Sequences) ->
 
   least = 0.0 if sequences.counts is None else 1.0  # a filter may leave none
   seen = sum(jnp.sum(bucket.mask) for bucket in packed).astype(jnp.float32)
+  every = with_prompts and sum(jnp.sum(bucket.segments > 0) for bucket in packed)
   return Totals(
     tokens=jnp.maximum(total(length), least),
     packed_tokens=jnp.maximum(seen, 1.0),
     sequences=jnp.maximum(total(jnp.ones_like(length)), least),
     max_tokens=jnp.maximum(total(length if limit is None else limit), least),
+    with_prompts=jnp.maximum(every, 1).astype(jnp.float32) if with_prompts else None,
   )
 
 
