@@ -118,7 +118,7 @@ def test_rollouts_and_the_learner_agree(family):
   assert checked == sum(map(len, responses))
 
 
-RING = dict(page_tokens=4, chunk=5, prefill_block=6, slots=5, prompt_rows=2)
+RING = dict(page_tokens=4, chunk=8, prefill_block=6, slots=5, prompt_rows=2)
 
 
 @pytest.mark.parametrize(
