@@ -146,7 +146,7 @@ class Run:
     config, selector = self.config, self.selector
     options = from_config.rollout_options(config)
     shapes = backend_lib.Shapes.of(
-      self.model, self.mesh, options, selector, drafter, train=spot is not None
+      self.model, self.mesh, options, selector, drafter, spot[1].chunk_tokens if spot else 0
     )
     sources = devices_lib.make_sources(selector, shapes, _NoPool())
     policy = self.weights()

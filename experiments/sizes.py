@@ -17,6 +17,7 @@ from experiments import memory_phases
 from tlt_jax import memory
 from tlt_jax import packing
 from tlt_jax import processes
+from tlt_jax.models import cache
 from tlt_jax.models import config as model_lib
 from tlt_jax.models import hf
 from tlt_jax.spec_decode import rollout
@@ -31,6 +32,8 @@ OPEN = {
   "learner": ("buckets", "remat"),
   "chat": ("date",),
 }
+# Tokens, about, that a layer with a window keeps beside it: a chunk, drafts, and two pages.
+_BEYOND_WINDOW = 3 * cache.PAGE
 _KV_SHARE = 0.25  # of the free memory: it holds weights, moments and activations as well
 
 Learner = TypeVar("Learner", config_lib.Learner, config_lib.DraftLearner)
@@ -147,15 +150,17 @@ def power_of_two(least: int) -> int:
   return 1 << max(least - 1, 0).bit_length()
 
 
-def kv_bytes(model: model_lib.ModelConfig) -> int:
-  """Bytes of the keys and values of one token, in all layers."""
-  values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  return values * jnp.dtype(model.dtype).itemsize
+def kv_bytes(model: model_lib.ModelConfig, length: int) -> int:
+  """Bytes of the keys and values of a sequence, in all layers."""
+  kinds = map(model.layer_kind, range(model.num_layers))
+  tokens = sum(min(length, (k.window or length) + _BEYOND_WINDOW) for k in kinds)
+  values = 2 * model.num_kv_heads * model.head_dim
+  return tokens * values * jnp.dtype(model.dtype).itemsize
 
 
 def fitting_slots(model: model_lib.ModelConfig, length: int, machine: Machine) -> int:
   """Requests of `length` tokens per slice, a power of two, whose KV the memory holds."""
-  each = length * kv_bytes(model)
+  each = kv_bytes(model, length)
   fitting = max(int(_KV_SHARE * machine.free / each), 1)
   return min(1 << (fitting.bit_length() - 1), 64 if machine.is_cpu else 256)
 

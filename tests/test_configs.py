@@ -121,7 +121,7 @@ ARGUMENTS = [
   *itertools.product(("countdown", "drafter"), ("small",)),
   *itertools.product(("math_problems",), ("qwen2_5_1_5b", "qwen3_8b", "llama3_1_8b")),
   *itertools.product(("smollm2",), ("gsm8k", "countdown")),
-  ("one_gpu", "gsm8k"),
+  *itertools.product(("one_gpu",), ("gsm8k", "gemma3_4b")),
   *itertools.product(("warm_start",), ("9m", "smollm2")),
 ]
 

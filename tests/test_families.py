@@ -118,6 +118,48 @@ def test_rollouts_and_the_learner_agree(family):
   assert checked == sum(map(len, responses))
 
 
+RING = dict(page_tokens=4, chunk=8, prefill_block=6, slots=5, prompt_rows=2)
+
+
+@pytest.mark.parametrize(
+  ("family", "strategy", "options"),
+  [
+    ("Gemma3ForCausalLM", None, {}),
+    ("Gemma3ForCausalLM", "3_4_16", dict(cache_tokens=400)),
+    tiny.slow("MistralForCausalLM", "5_1_6", {}),
+    tiny.slow("Qwen2ForCausalLM", "ngram_4", dict(prefill_block=40, buckets=(2, 1))),
+  ],
+)
+def test_a_window_bounds_pages(family, strategy, options):
+  """Of rows many windows long, layers with a window keep a few pages, and no token
+  changes: with shared prompts, rejected drafts, and requests that are sent back."""
+  config, params = model(family)
+  options = rollout.Options(max_length=120, max_prompt=40, **RING | options)
+  limits = np.random.default_rng(3).integers(1, 80, 24)
+  made = requests_lib.make_requests(
+    tiny.prompts(6, longest=40), 4, max_tokens=limits, stop_tokens=[3], seed=7
+  )
+  whole = rollout.Options(max_length=120, max_prompt=40, slots=24)  # a page holds a row
+  plain = rollout.make(config, tiny.mesh(1), whole)(params, made)
+  own = drafter.of_target(config)
+  draft = spot.Frozen(own, drafter.init_params(own, jax.random.key(5)))
+  selector = InTurn() if strategy else None
+  if selector:
+    selector.now = strategy_lib.parse(strategy)
+  run = rollout.make(config, tiny.mesh(1), options, draft if selector else None, selector)
+  result = compare.compare(config, params, made, plain, run(params, made))
+  assert result.differing_tokens == 0, result.where
+  assert result.near_ties <= 1
+  sizes = run.backend.shapes.pages
+  window = max(kind.window or 0 for kind in config.layers)
+  written = max(options.chunk + run.backend.shapes.room.behind, options.prefill_block)
+  assert 4 * (sizes.ring - 2) < window + written < sizes.length / 2
+  pools = run.backend.shapes.slots(5, 1).kv.pages, run.backend.shapes.slots(5, 1).kv.pools
+  for is_near, pool in zip(config.windowed, pools[1], strict=True):
+    assert len(pool.k) == 1 + (sizes.near if is_near else sizes.pages)
+  assert sizes.near < 0.7 * sizes.pages
+
+
 def gradients(config, params, runs):
   """Of the learner's loops over layers, and of the layers one by one."""
   tokens = jax.random.randint(jax.random.key(2), (2, 40), 0, config.vocab_size)

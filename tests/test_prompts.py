@@ -23,7 +23,7 @@ def test_pages_are_copied_on_each_slice_up_to_the_sink():
   source = np.array([[0, 1, 1], [2, 0, 1]], np.int32)
   goal = np.array([[2, 0, SINK], [1, SINK, SINK]], np.int32)
   over = axes.sharding(mesh, axes.DATA)
-  pools, features = pages_lib.make_copy(mesh, over, over)(
+  pools, features = pages_lib.make_copy(mesh, over, over, (False,))(
     (cache_lib.Pool(k, v),), features, slices.place(mesh, source), slices.place(mesh, goal)
   )
   after = {"k": pools[0].k, "v": pools[0].v, "features": features}

@@ -20,6 +20,8 @@ Qwen2.5-1.5B-Instruct or Qwen3-0.6B, of which the folder is yours:
         --config.prompts.path=train.jsonl --config.held_out.path=test.jsonl \\
         --workdir=runs/gsm8k
 
+`:gemma3_4b` is `:gsm8k` with longer responses, for google/gemma-3-4b-it on a GPU of 80 GB.
+
 Sizes that do not stand here follow from the prompts, the model and the device's memory;
 `--dry_run` shows them. A card of 24 GB holds 0.6B; of larger models half of the layers, as
 docs/start.md has it. With several GPUs each is a slice. Neither has run on a GPU yet:
@@ -37,16 +39,18 @@ POLICY = "runs/smollm2_bfloat16"  # of `import_gguf`
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  if arg not in ("", "gsm8k", "smoke"):
-    raise ValueError(f"this config takes the argument gsm8k, smoke or none, not {arg!r}")
-  config = smollm2.get_config(arg)
+  if arg not in ("", "gsm8k", "gemma3_4b", "smoke"):
+    raise ValueError(
+      f"this config takes the argument gsm8k, gemma3_4b, smoke or none, not {arg!r}"
+    )
+  config = smollm2.get_config("gsm8k" if arg == "gemma3_4b" else arg)
   config.policy = POLICY
   config.compare = dict(every=2 if arg == "smoke" else 10)
   # Up to 64 rows take a GPU about as long as one: a step reads all weights. So there are
   # fewer buckets, and half as many chunks to compile. Those over `slots` do not count.
   config.rollout.buckets = (128, 64, 16, 4)
   config.steps = 2 if arg == "smoke" else 100
-  if arg == "gsm8k":
+  if arg in ("gsm8k", "gemma3_4b"):
     config.update(
       steps=200,
       batch=dict(prompts=32, responses=16),
@@ -54,4 +58,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       optimizer=dict(learning_rate=1e-6),
       learner=dict(only=""),
     )
+  if arg == "gemma3_4b":
+    config.batch.responses = 8
+    config.sampling.max_tokens = 2048
   return config

@@ -1,10 +1,15 @@
-"""The KV cache: a pool of pages per layer, and one page table for all layers.
+"""The KV cache: a pool of pages per layer, and page tables.
 
 A row takes free pages as it grows, and rows may share pages that none of them writes to
 (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180). Token t of a row is
 in slot t % L of page `pages[b, t // L]`. The last page of a pool is the sink page, to
 which unused entries of the table point: writes to it are dropped, reads are undefined. A
 row is truncated by reducing its length: slots beyond are masked, and overwritten later.
+
+Layers with a sliding window may have another table, `near`, in which entries that are far
+apart are the same page: a row's pages are then a ring, as many as its window needs. Older
+entries do not name any more what their slots held, but such slots are outside of the window
+and masked by their position: what reads and writes a cache does not know of the ring.
 """
 
 from collections.abc import Iterable, Iterator
@@ -77,9 +82,12 @@ class KVCache:
   pools: tuple[Pool, ...]  # one per layer
   pages: jax.Array  # i32[B M]
   kernels: str | None = flax.struct.field(pytree_node=False, default=None)
+  near: jax.Array | None = None  # i32[B M]  of `windowed` layers; None: all have `pages`
+  windowed: tuple[bool, ...] = flax.struct.field(pytree_node=False, default=())
 
   def __getitem__(self, layer: int) -> LayerCache:
-    return LayerCache(self.pools[layer], self.pages, self.kernels)
+    table = self.near if self._has_near[layer] else self.pages
+    return LayerCache(self.pools[layer], table, self.kernels)
 
   def __iter__(self) -> Iterator[LayerCache]:
     return (self[i] for i in range(len(self.pools)))
@@ -91,13 +99,28 @@ class KVCache:
   def length(self) -> int:
     return self.pages.shape[1] * self.pools[0].v.shape[2]
 
+  @property
+  def _has_near(self) -> tuple[bool, ...]:
+    return (False,) * len(self.pools) if self.near is None else self.windowed
+
   def with_layers(self, layers: Iterable[LayerCache]) -> "KVCache":
     return self.replace(pools=tuple(layer.pool for layer in layers))
 
-  def of_live(self, live: jax.Array) -> "KVCache":
-    """Points rows that are not live, bool[B], at the sink page: they cannot write."""
-    sink = self.pools[0].v.shape[0] - 1
-    return self.replace(pages=jnp.where(live[:, None], self.pages, sink))
+  def of_live(self, live: jax.Array, sink: int | None = None) -> "KVCache":
+    """Points rows that are not live, bool[B], at the sink page: they cannot write.
+
+    Args:
+      sink: of `pages`, if all layers are windowed and something else is in these pages
+    """
+    sinks = {False: sink}
+    for is_near, pool in zip(self._has_near, self.pools, strict=True):
+      sinks[is_near] = pool.v.shape[0] - 1
+
+    def at_sink(table, sink):
+      return table if sink is None else jnp.where(live[:, None], table, sink)
+
+    near = None if self.near is None else at_sink(self.near, sinks[True])
+    return self.replace(pages=at_sink(self.pages, sinks[False]), near=near)
 
 
 def init_pool(config: config_lib.ModelConfig, pages: int, page: int) -> Pool:
@@ -118,4 +141,4 @@ def init(
   most = -(-length // page)
   pools = (init_pool(config, batch * most, page) for _ in range(config.num_layers))
   pages = jnp.arange(batch * most, dtype=jnp.int32).reshape(batch, most)
-  return KVCache(tuple(pools), pages, kernels)
+  return KVCache(tuple(pools), pages, kernels, windowed=config.windowed)

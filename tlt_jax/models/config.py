@@ -160,6 +160,11 @@ class ModelConfig:
     return self.layers[layer % len(self.layers)] if self.layers else self._uniform
 
   @property
+  def windowed(self) -> tuple[bool, ...]:
+    """By layer, whether it has a window."""
+    return tuple(self.layer_kind(i).window is not None for i in range(self.num_layers))
+
+  @property
   def ropes(self) -> tuple[Rope, ...]:
     """Those of the layers, each once; at least one."""
     found = {kind.rope: None for kind in self.layers if kind.rope}

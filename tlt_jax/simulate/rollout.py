@@ -49,7 +49,7 @@ def simulate(
   mesh = jax.sharding.AbstractMesh((machine.slices, 1), (axes.DATA, axes.MODEL))
   drafter = drafter_lib.of_target(config, "eagle3") if spot else None
   shapes = backend_lib.Shapes.of(
-    config, mesh, options, selector, drafter, train=spot is not None
+    config, mesh, options, selector, drafter, spot.chunk_tokens if spot else 0
   )
   trainer, trains, row_tokens = None, None, 1
   if spot is not None:

@@ -129,6 +129,6 @@ def decode_step(
     pending=jnp.where(live, drawn.token, slots.pending),
     position=jnp.where(remaining > 0, slots.position + 1, 0),
     remaining=remaining,
-    kv=kv.of_live(remaining > 0),
+    kv=kv,
   )
-  return slots, drawn
+  return slots.without_pages(), drawn

@@ -21,6 +21,16 @@ class Sizes(NamedTuple):
   pages: int  # of a slice, the sink not counted
   most: int  # of a request
   page: int  # tokens
+  # In layers with a window, where a request has its last pages only:
+  ring: int = 0  # pages of a request; 0: all
+  near: int = 0  # pages of a slice, the sink not counted; 0: such layers have no others
+
+  @property
+  def kinds(self) -> tuple["Sizes", ...]:
+    """Of layers without a window, and of those with one if they have pages of their own."""
+    if not self.near:
+      return (self,)
+    return self._replace(ring=0, near=0), self._replace(pages=self.near, near=0)
 
   @property
   def length(self) -> int:
@@ -64,16 +74,32 @@ def _where(features, pages, position):
 
 
 def make_copy(
-  mesh: Mesh, kv_sharding: NamedSharding, features_sharding: NamedSharding | None
+  mesh: Mesh,
+  kv_sharding: NamedSharding,
+  features_sharding: NamedSharding | None,
+  windowed: tuple[bool, ...],
 ) -> Callable:
-  """(pools, features, source i32[n], goal i32[n]) -> pools, features, pages copied.
+  """(pools, features, source i32[n], goal i32[n], ...) -> pools, features, pages copied.
 
   Each slice copies its pages source[i] to goal[i], in order; goals behind the last copy are
-  the sink. Pools (of the target's layers) and features (or None) are donated.
+  the sink. For layers that are `windowed`, if any, there is another source and goal. Pools
+  (of the target's layers) and features (or None) are donated.
   """
 
-  def copy_all(pools: tuple[cache_lib.Pool, ...], features, source, goal):
-    sink = pools[0].k.shape[0] - 1
+  def copy_all(pools: tuple[cache_lib.Pool, ...], features, *places):
+    by_kind = [
+      [pool for pool, is_near in zip(pools, windowed, strict=True) if is_near == kind]
+      for kind in (False, True)
+    ]
+    far, features = copy_in((by_kind[0], features), *places[:2])
+    near = copy_in(by_kind[1], *places[2:]) if by_kind[1] else []
+    copied = iter(far), iter(near)
+    return tuple(next(copied[is_near]) for is_near in windowed), features
+
+  def copy_in(arrays, source, goal):
+    if not (leaves := jax.tree.leaves(arrays)):
+      return arrays
+    sink = leaves[0].shape[0] - 1
 
     def copy(i, arrays):
       def copy_page(x):
@@ -82,7 +108,7 @@ def make_copy(
 
       return jax.tree.map(copy_page, arrays)
 
-    return jax.lax.fori_loop(0, jnp.sum(goal < sink), copy, (pools, features))
+    return jax.lax.fori_loop(0, jnp.sum(goal < sink), copy, arrays)
 
   return jax.jit(
     slices.per_slice(mesh, copy_all, slices.ROWS, slices.ROWS),
@@ -97,14 +123,22 @@ class Pages:
   A prompt may have pages too, in a row of its slice (`hold`). Requests that begin with it
   share those that it fills, which are not written any more. Of a last page that is not
   full each has a copy. A page is free again when no request and no prompt has it.
+
+  `near` are the pages of layers with a window. There, only the last `ring` pages of a
+  request or prompt are its own: when it grows, the one that drops out becomes the new one,
+  unless others share it, and the table has it in both places. Each of these pages that is
+  in use belongs to a page in use of the other layers, so that those run out first.
   """
 
   def __init__(self, slices: int, sizes: Sizes, beyond: int = 0):
     """`beyond` counts tokens behind a request's own for which it needs pages, too."""
-    self.sizes, self.slices, self._beyond = sizes, slices, beyond
+    (self.sizes, *near), self.slices, self._beyond = sizes.kinds, slices, beyond
+    self.near = Pages(slices, near[0], beyond) if near else None
     self.clear()
 
   def clear(self) -> None:
+    if self.near:
+      self.near.clear()
     n = self.sizes.pages
     self._free = [list(range(n))[::-1] for _ in range(self.slices)]
     self._users = np.zeros((self.slices, n), np.int32)  # requests and prompts of a page
@@ -145,23 +179,37 @@ class Pages:
     at = np.arange(pages_for(tokens, page) * page)
     return s * (self.sizes.pages + 1) + np.array(pages)[at // page], at % page
 
-  def hold(self, s: int, row: int, tokens: int) -> np.ndarray:
-    """Gives a prompt pages, in place of the one that had this row; a row of `table`."""
-    self._let_go(s, self._held.pop((s, row), []))
-    self._held[s, row] = self._take(s, pages_for(tokens, self.sizes.page))
-    return self._padded(self._held[s, row])
+  def hold(self, s: int, row: int, tokens: int) -> list[np.ndarray]:
+    """Gives a prompt pages, in place of the one that had this row.
 
-  def share(self, request: int, s: int, row: int, tokens: int) -> list[tuple[int, int]]:
-    """Begins a request with a held prompt; returns (from, to) of a page to copy, if any."""
-    full = tokens // self.sizes.page
-    shared, rest = self._held[s, row][:full], self._held[s, row][full:]
-    self._users[s, shared] += 1
+    Returns a row of `table`, and one of `near` if there is that.
+    """
+    self._let_go(s, self._held.pop((s, row), []))
+    self._held[s, row] = held = []
+    self._grow(s, held, pages_for(tokens, self.sizes.page))
+    near = self.near.hold(s, row, tokens) if self.near else []
+    return [self._padded(held), *near]
+
+  def share(self, request: int, s: int, row: int, tokens: int) -> list[tuple[int, ...]]:
+    """Begins a request with a held prompt.
+
+    Returns (from, to) of a page to copy, if any; with `near`, (from, to, from, to).
+    """
+    full, held = tokens // self.sizes.page, self._held[s, row]
+    shared, rest = held[:full], held[full:]
+    self._users[s, self._last(held)[: -len(rest) or None]] += 1
     own = self._take(s, len(rest))
     self._of[request] = s, shared + own
-    return list(zip(rest, own, strict=True))
+    copies = zip(rest, own, strict=True)
+    if not self.near:
+      return list(copies)
+    near = self.near.share(request, s, row, tokens)
+    return [(*far, *other) for far, other in zip(copies, near, strict=True)]
 
   def keep(self, owner: np.ndarray) -> None:
     """Frees the pages of requests that are in no slot of i32[slices batch]."""
+    if self.near:
+      self.near.keep(owner)
     seated = set(owner.reshape(-1).tolist())
     for i in [i for i in self._of if i not in seated]:
       self._let_go(*self._of.pop(i))
@@ -171,7 +219,9 @@ class Pages:
     self.keep(owner)
     for s, i in _seated(owner):
       _, pages = self._of.setdefault(i, (s, []))
-      pages += self._take(s, self.count(int(tokens[i])) - len(pages))
+      self._grow(s, pages, self.count(int(tokens[i])))
+    if self.near:
+      self.near.assign(owner, tokens)
 
   def table(self, owner: np.ndarray) -> np.ndarray:
     """i32[slices batch most]: the pages of each slot's request, the sink behind them."""
@@ -185,7 +235,23 @@ class Pages:
     self._users[s, taken] += 1
     return taken
 
+  def _grow(self, s: int, pages: list[int], count: int) -> None:
+    ring = self.sizes.ring
+    while len(pages) < count:
+      out = pages[-ring] if 0 < ring <= len(pages) else None
+      if out is not None and self._users[s, out] == 1:
+        pages.append(out)
+        continue
+      if out is not None:
+        self._users[s, out] -= 1
+      pages += self._take(s, 1)
+
+  def _last(self, pages: list[int]) -> list[int]:
+    """Those that their owner still has."""
+    return pages[-self.sizes.ring :]  # all if it is 0
+
   def _let_go(self, s: int, pages: list[int]) -> None:
+    pages = self._last(pages)
     self._users[s, pages] -= 1
     self._free[s] += [page for page in pages if not self._users[s, page]]
 

@@ -24,11 +24,12 @@ def make_prefill(
   kernels: str | None = None,
   few_rows: bool = False,
 ) -> Callable:
-  """(weights, pools, features, pages, tokens i32[r T], start i32[r]) -> pools, features.
+  """(weights, pools, features, tables, tokens i32[r T], start i32[r]) -> pools, features.
 
   Computes a block of tokens of r prompts a slice, from position `start` on, into their
-  pages i32[r M]. Pools and features are donated. With `few_rows` in as many passes as those
-  that draw tokens take: so this program, too, gives a row the bits that others give it.
+  pages. `tables` are i32[r M], and that of layers with a window or None. Pools and features
+  are donated. With `few_rows` in as many passes as those that draw tokens take: so this
+  program, too, gives a row the bits that others give it.
   """
 
   def whole(weights, kv, features, tokens, at):
@@ -63,8 +64,9 @@ def make_prefill(
 
     return jax.lax.fori_loop(0, -(-T // width), one_pass, (kv, features))
 
-  def prefill(weights, pools, features, pages, tokens, start):
-    kv = cache_lib.KVCache(pools, pages, kernels)
+  def prefill(weights, pools, features, tables, tokens, start):
+    pages, near = tables
+    kv = cache_lib.KVCache(pools, pages, kernels, near, config.windowed)
     at = start[:, None] + jnp.arange(tokens.shape[1])
     compute = in_passes if few_rows else whole
     kv, features = compute(weights, kv, features, tokens, at)

@@ -53,18 +53,20 @@ class Slots:
       remaining=f(self.remaining),
       stop_tokens=f(self.stop_tokens),
       sampling=jax.tree.map(f, self.sampling),
-      kv=self.kv.replace(pages=f(self.kv.pages)),
+      kv=self.kv.replace(pages=f(self.kv.pages), near=jax.tree.map(f, self.kv.near)),
     )
 
   def with_free_slot(self) -> "Slots":
     """Two slots for one, of which the second is free."""
     slots = self.by_row(functools.partial(jnp.repeat, repeats=2, axis=0))
     live = jnp.arange(2) == 0
-    return slots.replace(
-      position=slots.position * live,
-      remaining=slots.remaining * live,
-      kv=slots.kv.of_live(live),
-    )
+    slots = slots.replace(position=slots.position * live, remaining=slots.remaining * live)
+    return slots.without_pages()
+
+  def without_pages(self) -> "Slots":
+    """Takes the pages of free slots away: they cannot write."""
+    sink = None if self.features is None else self.features.shape[0] - 1
+    return self.replace(kv=self.kv.of_live(self.remaining > 0, sink))
 
   def with_features(self, position: jax.Array, new: jax.Array) -> "Slots":
     """Keeps features f[B T E] of the tokens at i32[B T], if any are kept."""
@@ -129,6 +131,7 @@ def pool_sharding(mesh: Mesh, config: config_lib.ModelConfig) -> NamedSharding:
 def abstract_pool(
   mesh: Mesh, config: config_lib.ModelConfig, sizes: pages_lib.Sizes
 ) -> cache_lib.Pool:
+  """Of a layer without a window."""
   pool = jax.eval_shape(lambda: cache_lib.init_pool(config, sizes.pages, sizes.page))
   over, count = pool_sharding(mesh, config), mesh.shape[axes.DATA]
 
@@ -145,9 +148,11 @@ def abstract_kv(
   sizes: pages_lib.Sizes,
   kernels: str | None = None,
 ) -> cache_lib.KVCache:
-  pools = (abstract_pool(mesh, config, sizes),) * config.num_layers
-  pages = slices.abstract(mesh, rows, jnp.int32, sizes.most)
-  return cache_lib.KVCache(pools, pages, kernels)
+  pools = [abstract_pool(mesh, config, kind) for kind in sizes.kinds]
+  of_layers = tuple(pools[is_near and len(pools) > 1] for is_near in config.windowed)
+  table = slices.abstract(mesh, rows, jnp.int32, sizes.most)
+  near = table if sizes.near else None
+  return cache_lib.KVCache(of_layers, table, kernels, near, config.windowed)
 
 
 def abstract_features(
@@ -197,7 +202,8 @@ def slots_shardings(
   kernels: str | None = None,
   filters: bool = True,
 ) -> Slots:
-  one = pages_lib.Sizes(pages=1, most=1, page=1)
+  has_near = int(any(config.windowed))
+  one = pages_lib.Sizes(pages=1, most=1, page=1, ring=has_near, near=has_near)
   return slices.shardings(
     abstract_slots(
       mesh,

@@ -44,6 +44,7 @@ class Shapes:
   room: strategy_lib.Room
   most_rows: int  # of a pass that draws tokens
   drafter: drafter_lib.DrafterConfig | None = None
+  training_chunk: int = 0  # most tokens per slot in a chunk that also trains; 0: none does
 
   @classmethod
   def of(
@@ -53,16 +54,16 @@ class Shapes:
     options: options_lib.Options,
     selector: selector_lib.Selector | None,
     drafter: drafter_lib.DrafterConfig | None,
-    train: bool,
+    training_chunk: int,
   ) -> "Shapes":
     """Training the drafter takes further features."""
     layout = features_lib.Layout(config.width) if options.features else None
     if drafter is not None:
-      layout = features_lib.of_drafter(drafter, train)
+      layout = features_lib.of_drafter(drafter, train=training_chunk > 0)
     strategies = selector.strategies if selector is not None else ()
     room = strategy_lib.Room.of(strategies)
     most_rows = chooser_lib.most_rows(selector, options)
-    return cls(config, mesh, options, layout, room, most_rows, drafter)
+    return cls(config, mesh, options, layout, room, most_rows, drafter, training_chunk)
 
   def fits(self, rows: int) -> bool:
     """Whether passes of so many rows run by `models.few_rows`."""
@@ -84,7 +85,14 @@ class Shapes:
 
   @functools.cached_property
   def pages(self) -> pages_lib.Sizes:
-    return self.options.page_sizes(self.room.behind)
+    kinds = (self.config.layer_kind(i) for i in range(self.config.num_layers))
+    window = max((kind.window for kind in kinds if kind.window), default=None)
+    return self.options.page_sizes(self.room.behind, window, self.chunk_tokens)
+
+  @property
+  def chunk_tokens(self) -> int:
+    """Most that a slot may draw in a chunk."""
+    return max(self.options.chunk, self.training_chunk)
 
   def free_pages(self) -> pages_lib.Pages:
     """The pages of a rollout before any is taken."""
@@ -109,7 +117,7 @@ class Shapes:
     kv = slots_lib.abstract_kv(self.mesh, self.config, rows, sizes)
     features = slots_lib.abstract_features(self.mesh, self.config, self.layout, sizes)
     tokens = self.rows(rows, self.prefill_block)
-    return kv.pools, features, kv.pages, tokens, self.rows(rows)
+    return kv.pools, features, (kv.pages, kv.near), tokens, self.rows(rows)
 
   def rows(self, count: int, *shape: int) -> jax.ShapeDtypeStruct:
     """Integers, `count` rows a slice."""

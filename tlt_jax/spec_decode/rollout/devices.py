@@ -84,16 +84,14 @@ class Devices:
     pool: pool_lib.Pool,
     sources: dict[str, source_lib.Source],
     trainer: trainer_lib.Trainer | None,
-    chunk_tokens: int,
   ):
     """Compiles nothing yet.
 
     Args:
       trainer: of the drafter; None: nothing trains
-      chunk_tokens: most that a slot may draw in a chunk
     """
     self.shapes, self.pool, self.sources = shapes, pool, sources
-    self._trainer, self._chunk_tokens = trainer, chunk_tokens
+    self._trainer = trainer
     self._running: running_lib.Running | None = None
     self._slots: slots_lib.Slots | None = None
     self._spare: tuple | None = None  # pools and features while there are no slots
@@ -119,7 +117,9 @@ class Devices:
       "prefill": prompts_lib.make_prefill(
         s.config, s.mesh, s.layout, kernels, few_rows=s.exact
       ),
-      "copy": pages_lib.make_copy(s.mesh, self._over.kv.pools, self._over.features),
+      "copy": pages_lib.make_copy(
+        s.mesh, self._over.kv.pools, self._over.features, s.config.windowed
+      ),
     }
     if trainer is not None:
       made["train"] = trainer.make_train()
@@ -138,7 +138,7 @@ class Devices:
     pools, features, *prompts = shapes.prefill_args()
     args = {
       "prefill": (_of_target(weights), pools, features, *prompts),
-      "copy": (pools, features, shapes.rows(slots), shapes.rows(slots)),
+      "copy": (pools, features, *(shapes.rows(slots),) * 2 * len(shapes.pages.kinds)),
     }
     if spot is not None:
       most = spot.most_pieces(slots, shapes.options.max_length)
@@ -210,10 +210,10 @@ class Devices:
   def _make_chunk(self, arm, source, trains: bool) -> Callable:
     s, kernels = self.shapes, self.shapes.options.kernels
     if source is None:
-      run = decode.decode(s.config, self._chunk_tokens, s.layout)
+      run = decode.decode(s.config, s.chunk_tokens, s.layout)
       shardings = chunk_lib.Done(self._over, None, None)
     else:
-      run = speculate.decode(source, arm, self._chunk_tokens)
+      run = speculate.decode(source, arm, s.chunk_tokens)
       shardings = chunk_lib.Done(self._over, source.state_shardings, None)
     if trains:
       return fused.make(self._trainer, run, shardings, kernels)
@@ -262,14 +262,18 @@ class Devices:
   def compute(self, weights: chunk_lib.Weights, work: running_lib.Work) -> None:
     weights = _of_target(weights)
     pools, features = self._take_arrays()
-    for table, tokens, start in self._blocks(work.prompts):
-      placed = map(self._place, (table, tokens, start))
-      pools, features = self._call("prefill", weights, pools, features, *placed)
+    for *tables, tokens, start in self._blocks(work.prompts):
+      *tables, tokens, start = map(self._place, (*tables, tokens, start))
+      tables = (*tables, None)[:2]
+      pools, features = self._call(
+        "prefill", weights, pools, features, tables, tokens, start
+      )
     # As many as there are slots at most, whatever the bucket: one program.
-    shape = 2, self.shapes.slices, self.shapes.options.slots
-    pages = np.full(shape, self.shapes.pages.sink, np.int32)
+    shape = self.shapes.slices, self.shapes.options.slots
+    sinks = np.repeat([kind.sink for kind in self.shapes.pages.kinds], 2)
+    pages = np.array([np.full(shape, sink, np.int32) for sink in sinks])
     for s, of_slice in enumerate(work.copies):
-      pages[:, s, : len(of_slice)] = np.array(of_slice).reshape(-1, 2).T
+      pages[:, s, : len(of_slice)] = np.array(of_slice).reshape(-1, len(sinks)).T
     self._spare = self._call("copy", pools, features, *map(self._place, pages))
 
   def place(self, moved: bool) -> None:
@@ -422,18 +426,20 @@ class Devices:
 
   def _blocks(
     self, prompts: list[list[running_lib.Prompt]]
-  ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Blocks of prompts as a prefill takes them: pages, tokens, and where they begin."""
+  ) -> Iterator[tuple[np.ndarray, ...]]:
+    """Blocks of prompts as a prefill takes them: tables, tokens, and where they begin."""
     width, block = self.shapes.options.prefill_rows, self.shapes.prefill_block
-    most, sink = self.shapes.pages.most, self.shapes.pages.sink
+    sizes = self.shapes.pages
     waiting = prompts
     while any(waiting):
       now = [queue[:width] for queue in waiting]
       waiting = [queue[width:] for queue in waiting]
-      table = np.full((len(now), width, most), sink, np.int32)
+      shape = len(now), width, sizes.most
+      tables = [np.full(shape, kind.sink, np.int32) for kind in sizes.kinds]
       for s, queue in enumerate(now):
         for j, prompt in enumerate(queue):
-          table[s, j] = prompt.pages
+          for table, row in zip(tables, prompt.tables, strict=True):
+            table[s, j] = row
       longest = max(len(prompt.tokens) for queue in now for prompt in queue)
       # No block for last tokens alone: their KV is computed with the first draw.
       for start in range(0, longest - 1, block):
@@ -442,11 +448,14 @@ class Devices:
           for j, prompt in enumerate(queue):
             part = prompt.tokens[start : start + block]
             tokens[s, j, : len(part)] = part
-        yield table, tokens, np.full(tokens.shape[:2], start, np.int32)
+        yield *tables, tokens, np.full(tokens.shape[:2], start, np.int32)
 
   def _kv(self, pools: tuple[cache_lib.Pool, ...]) -> cache_lib.KVCache:
-    table = self._place(self._running.pages.table(self._running.owner))
-    return cache_lib.KVCache(pools, table, self.shapes.options.kernels)
+    running, s = self._running, self.shapes
+    near = running.pages.near
+    tables = [p and self._place(p.table(running.owner)) for p in (running.pages, near)]
+    pages, near = tables
+    return cache_lib.KVCache(pools, pages, s.options.kernels, near, s.config.windowed)
 
   def _make_slots(self, pools, features) -> slots_lib.Slots:
     """The slots of who has one."""

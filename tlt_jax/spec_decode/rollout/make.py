@@ -43,7 +43,7 @@ def make(
   spot = None if drafter is None else drafter.spot
   shape = None if drafter is None else drafter.config
   shapes = backend_lib.Shapes.of(
-    config, mesh, options, selector, shape, train=spot is not None
+    config, mesh, options, selector, shape, spot.options.chunk_tokens if spot else 0
   )
   _check_parts(shapes, selector, drafter, spot)
   if shapes.fits(1) and not shapes.exact:
@@ -56,7 +56,6 @@ def make(
     pool,
     sources,
     spot and spot.trainer,
-    chunk_tokens=max(options.chunk, spot.options.chunk_tokens if spot else 0),
   )
   return engine_lib.Engine(devices, selector, drafter, clock_lib.Clock())
 

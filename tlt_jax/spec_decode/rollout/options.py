@@ -87,8 +87,14 @@ class Options(Settings):
     left = [n for n in self.buckets if n not in without]
     return min((n for n in left if n >= live), default=max(left, default=None))
 
-  def page_sizes(self, beyond: int) -> pages_lib.Sizes:
+  def page_sizes(
+    self, beyond: int, window: int | None = None, chunk: int = 0
+  ) -> pages_lib.Sizes:
     """Pages for requests (with `beyond` tokens behind each) and prompts.
+
+    Args:
+      window: widest of the model's layers; None: no layer has one
+      chunk: most tokens that a request draws in a chunk, if more than `chunk` of this
 
     Raises:
       ValueError: there are fewer than a chunk takes in all slots
@@ -109,4 +115,12 @@ class Options(Settings):
       )
     # One more, for the copy of a prompt's last page.
     pages += 1 + self.prompt_rows * pages_for(self.max_prompt)
-    return pages_lib.Sizes(pages, most, self.page_tokens)
+    sizes = pages_lib.Sizes(pages, most, self.page_tokens)
+    if window is None:
+      return sizes
+    # A program overwrites as much before a row's first token of it attends. No page that is
+    # in its window may be among those; it begins anywhere in one.
+    written = max(self.chunk + beyond, chunk + beyond, self.prefill_block)
+    ring = pages_for(window + written) + 1
+    near = min(pages, (self.slots + self.prompt_rows) * ring)
+    return sizes._replace(ring=ring, near=near)

@@ -28,14 +28,14 @@ class Prompt(NamedTuple):
   """A prompt that is to be computed."""
 
   tokens: np.ndarray  # i32[...]
-  pages: np.ndarray  # i32[most]  that it gets
+  tables: list[np.ndarray]  # i32[most] each  of the pages that it gets; see `Pages.hold`
 
 
 class Work(NamedTuple):
   """What the devices have to do before new requests can run, by slice."""
 
   prompts: list[list[Prompt]]
-  copies: list[list[tuple[int, int]]]  # of pages: from, to
+  copies: list[list[tuple[int, ...]]]  # of pages; see `Pages.share`
 
 
 class Running:
@@ -146,8 +146,8 @@ class Running:
     for s, row, prompt in prompts:
       # The last token stays pending: its KV is computed with the first draw.
       tokens = self.requests.prompts[prompt]
-      pages = self.pages.hold(s, row, len(tokens) - 1)
-      work.prompts[s].append(Prompt(tokens, pages))
+      tables = self.pages.hold(s, row, len(tokens) - 1)
+      work.prompts[s].append(Prompt(tokens, tables))
     for s, row, request in requests:
       known = int(self.position[request])
       work.copies[s].extend(self.pages.share(request, s, row, known))

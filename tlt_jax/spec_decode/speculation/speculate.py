@@ -127,9 +127,9 @@ def verify_and_accept(
     pending=jnp.where(live, last, slots.pending),
     position=jnp.where(remaining > 0, slots.position + count, 0),
     remaining=remaining,
-    kv=kv.of_live(remaining > 0),
+    kv=kv,
   )
-  return new, verify.Output(
+  return new.without_pages(), verify.Output(
     tokens=drawn.token,
     logp=drawn.logp,
     logp_filtered=drawn.logp_filtered,
