@@ -14,6 +14,7 @@ from tests import tiny
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import joining
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 
 STOPS = 1
@@ -191,6 +192,36 @@ def test_programs_that_are_not_compiled_yet_hold_no_weights(monkeypatch):
     del params
     gc.collect()
     assert held_by() is None
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_follows_a_rollout_is_compiled_before_late_chunks(monkeypatch, processes):
+  """Unless other processes would wait for it; its error is that of its use."""
+  monkeypatch.setattr(joining.processes, "count", lambda: processes)
+  monkeypatch.setattr(joining.os, "cpu_count", lambda: 1)
+  keys, made = [(4, None), (2, None)], []
+
+  def fail():
+    made.append("update")
+    raise ValueError("too complex")
+
+  def adds(*names):
+    return {name: functools.partial(made.append, name) for name in names}
+
+  programs = joining.Programs(keys)
+  programs.compile(adds("prefill"), adds(*keys), adds("train"), {"update": fail})
+  programs.wait()
+  followed = ["update"] if processes == 1 else []
+  assert made == ["prefill", keys[0], "train", *followed, keys[1]]
+  assert programs.complete and programs.joined(2) == set(keys)
+
+
+def test_the_end_of_a_rollout_waits_for_no_update():
+  released, programs = threading.Event(), joining.Programs([(4, None)])
+  programs.compile({}, {(4, None): str}, {"train": str}, {"update": released.wait})
+  programs.wait_for_later()
+  assert not programs.complete
+  released.set()
 
 
 def test_threads_share_a_program():
