@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import gc
+import os
+import sys
 import threading
 import weakref
 
@@ -222,6 +224,23 @@ def test_the_end_of_a_rollout_waits_for_no_update():
   programs.wait_for_later()
   assert not programs.complete
   released.set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
+def test_compiling_gives_way_to_the_rollout(monkeypatch):
+  """Where it would take every core."""
+  monkeypatch.setattr(joining.os, "cpu_count", lambda: 1)
+  released, found, keys = threading.Event(), [], [(4, None), (2, None)]
+
+  def own():
+    found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+  programs = joining.Programs(keys)
+  programs.compile({}, dict.fromkeys(keys, own), {"train": released.wait}, {})
+  released.set()
+  programs.wait()
+  own()
+  assert found[1] > found[0] == found[2]
 
 
 def test_threads_share_a_program():

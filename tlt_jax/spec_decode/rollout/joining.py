@@ -49,7 +49,8 @@ class Programs:
     """
     # Processes of a job compile the same programs in the same order.
     alone = processes.count() == 1
-    threads = min(_MOST_THREADS, os.cpu_count() or 1) if alone else 1
+    cores = os.cpu_count() or 1
+    threads = min(_MOST_THREADS, cores) if alone else 1
     pool = futures.ThreadPoolExecutor(threads, thread_name_prefix=programs.THREADS)
     first, *joining = self.keys
     queue = [*needed.items(), (first, chunks[first]), *later.items()]
@@ -64,6 +65,8 @@ class Programs:
       self._begun[key].future.result()
     if not alone:
       self.wait()
+    elif threads == cores:
+      programs.give_way()
 
   @property
   def count(self) -> int:
