@@ -11,6 +11,7 @@ one, and locks the whole cache for every read. `JAX_COMPILATION_CACHE_DIR` names
 folder, which has no limit.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -48,6 +49,7 @@ def start() -> None:
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+  warnings.filterwarnings("always", _ERROR)  # of programs with the same name, too
   warnings.showwarning = _Errors(folder, warnings.showwarning)
   if not given:
     prune(folder.parent)
@@ -89,7 +91,8 @@ def prune(folder: pathlib.Path, most: int = MOST_BYTES) -> None:
 class _Errors:
   """Shows warnings; of JAX's about its cache the first, in a line of the log.
 
-  JAX compiles a program whose entry it cannot read, and would not write it again.
+  JAX compiles a program whose entry it cannot read, and would not write it again; of one
+  that it cannot write, as on a full disk, a part is left.
   """
 
   def __init__(self, folder: pathlib.Path, show):
@@ -108,6 +111,8 @@ class _Errors:
         " ".join(error[3].split())[:200],
         _ELSEWHERE,
       )
-    if error[1] == "reading":
-      for file in self._folder.glob(f"{error[2]}-*-cache"):
-        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another process has removed it
+      entries = self._folder.glob(f"{error[2]}-*-cache")
+      entries = sorted(entries, key=lambda file: file.stat().st_mtime_ns)
+      for file in entries if error[1] == "reading" else entries[-1:]:
+        file.unlink()

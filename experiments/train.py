@@ -114,7 +114,7 @@ def main(config: config_lib.RunConfig):
     sampler.rollout.restore(saved.get("rollout"), same_drafter)
   policy = learner.to_rollout(state.params)
   state = learner.offload(state)
-  sampler.begin_compiling(policy)
+  sampler.begin_compiling(policy, learner.to_compile(P, R, critic and critic.trainer))
   repeated = repeats.make(config, model, mesh, sampler)
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)

@@ -1,6 +1,7 @@
 """Compiled programs outlive a run, whatever is wrong with their folder."""
 
 import os
+import resource
 import types
 import warnings
 
@@ -87,7 +88,6 @@ def test_a_damaged_entry_is_compiled_again_and_replaced(begin, caplog):
   whole = entry.read_bytes()
   entry.write_bytes(whole[: len(whole) // 2])
   with warnings.catch_warnings():  # pytest collects them; a command shows them
-    warnings.simplefilter("default")
     warnings.showwarning = compile_cache._Errors(folder, warnings.showwarning)
     compile_some()
     assert [r.getMessage().split(":")[0] for r in caplog.records] == [
@@ -96,6 +96,23 @@ def test_a_damaged_entry_is_compiled_again_and_replaced(begin, caplog):
     assert len(entry.read_bytes()) >= len(whole) - 8
     compile_some()
   assert len(caplog.records) == 1
+
+
+def test_a_disk_that_gets_full_leaves_no_part_of_an_entry(begin, caplog):
+  """One line says so, for all programs. (Here a file can have 100 bytes.)"""
+  folder = begin()
+  with warnings.catch_warnings():
+    warnings.showwarning = compile_cache._Errors(folder, warnings.showwarning)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+      compile_some()
+      compile_some()
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert not list(folder.glob("*-cache"))
+  (record,) = caplog.records
+  assert record.getMessage().startswith("writing compiled programs fails: OSError")
 
 
 @pytest.mark.parametrize("fault", ["file", "full"])

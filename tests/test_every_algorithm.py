@@ -67,9 +67,7 @@ def engines():
 def requests(first_request):
   """Every other prompt has short responses: the slices that get these run dry early."""
   limits = np.where(np.arange(24) // 3 % 2, np.linspace(5, 80, 24).astype(int), 6)
-  return tiny.requests(
-    8, 3, max_tokens=limits, stop_tokens=[], first_request=first_request
-  )
+  return tiny.requests(8, 3, max_tokens=limits, stop_tokens=[], first_request=first_request)
 
 
 def copy(tree):
@@ -101,16 +99,24 @@ def batch(made, samples) -> batch_lib.Batch:
 
 
 def train(learner, engine, **options):
-  """The tokens of all rollouts, the policy and the critic they end in, and the updates."""
+  """The tokens of all rollouts, and the policy and the critic they end in.
+
+  Compiles the learner's programs first; nothing else is compiled later.
+  """
   state, drawn = learner.init(copy(tiny.params())), []
   reference = copy(state.params) if learner.algorithm.uses_reference else None
   critic = critic_lib.make(learner.algorithm.critic, learner, copy(tiny.params()))
+  to_compile = learner.to_compile(8, 3, critic and critic.trainer)
+  for compile_one in to_compile.values():
+    compile_one()
   for step in range(STEPS):
     made = requests(first_request=24 * step)
     samples = engine(learner.to_rollout(state.params), made, **options)
     drawn.append([samples.response(b).tolist() for b in range(len(made))])
     state, metrics = learner.train(state, batch(made, samples), reference, critic)
     assert metrics["policy/grad_norm"] > 0
+  pools = [learner.pool, *([critic.trainer.pool] if critic else [])]
+  assert sum(map(len, pools)) == len(to_compile)
   return drawn, jax.device_get((state, critic and critic.state))
 
 

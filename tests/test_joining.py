@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import gc
+import os
+import sys
 import threading
 import weakref
 
@@ -14,6 +16,7 @@ from tests import tiny
 from tlt_jax import programs as pool_lib
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.rollout import clock as clock_lib
+from tlt_jax.spec_decode.rollout import joining
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 
 STOPS = 1
@@ -191,6 +194,53 @@ def test_programs_that_are_not_compiled_yet_hold_no_weights(monkeypatch):
     del params
     gc.collect()
     assert held_by() is None
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_follows_a_rollout_is_compiled_before_late_chunks(monkeypatch, processes):
+  """Unless other processes would wait for it; its error is that of its use."""
+  monkeypatch.setattr(joining.processes, "count", lambda: processes)
+  monkeypatch.setattr(joining.os, "cpu_count", lambda: 1)
+  keys, made = [(4, None), (2, None)], []
+
+  def fail():
+    made.append("update")
+    raise ValueError("too complex")
+
+  def adds(*names):
+    return {name: functools.partial(made.append, name) for name in names}
+
+  programs = joining.Programs(keys)
+  programs.compile(adds("prefill"), adds(*keys), adds("train"), {"update": fail})
+  programs.wait()
+  followed = ["update"] if processes == 1 else []
+  assert made == ["prefill", keys[0], "train", *followed, keys[1]]
+  assert programs.complete and programs.joined(2) == set(keys)
+
+
+def test_the_end_of_a_rollout_waits_for_no_update():
+  released, programs = threading.Event(), joining.Programs([(4, None)])
+  programs.compile({}, {(4, None): str}, {"train": str}, {"update": released.wait})
+  programs.wait_for_later()
+  assert not programs.complete
+  released.set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
+def test_compiling_gives_way_to_the_rollout(monkeypatch):
+  """Where it would take every core."""
+  monkeypatch.setattr(joining.os, "cpu_count", lambda: 1)
+  released, found, keys = threading.Event(), [], [(4, None), (2, None)]
+
+  def own():
+    found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+  programs = joining.Programs(keys)
+  programs.compile({}, dict.fromkeys(keys, own), {"train": released.wait}, {})
+  released.set()
+  programs.wait()
+  own()
+  assert found[1] > found[0] == found[2]
 
 
 def test_threads_share_a_program():

@@ -12,6 +12,7 @@ import pytest
 from tests import tiny
 from tlt_jax import axes
 from tlt_jax import packing
+from tlt_jax import programs
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import batch as batch_lib
@@ -82,6 +83,12 @@ class Batch:
     seqs = self.sequences
     scored = algorithm_lib.Responses(seqs.advantage, seqs.length[:, None])
     return batch_lib.Batch(self.prompts, self.responses, seqs.temperature, scored)
+
+  def as_sampled(self) -> batch_lib.Batch:
+    """With all that a rollout knows of its responses."""
+    step = self.as_step()
+    known = dict(max_tokens=step.scored.length, logp=self.old[:, None])
+    return dataclasses.replace(step, scored=step.scored.replace(**known))
 
 
 def logp_of_rows(params, tokens, temperature):
@@ -446,14 +453,17 @@ def test_what_waits_on_the_host_trains_alike():
   """Weights, moments and reference, through two steps of two updates, bit for bit."""
   made, found = make(2, updates=2), {}
   for offload in (False, True):
-    made = dataclasses.replace(made, offloads=offload)
+    made = dataclasses.replace(made, offloads=offload, pool=programs.Pool())
+    for compile_one in made.to_compile(NUM_SEQUENCES, 1, None).values():
+      compile_one()
     state, reference = made.init(params()), made.init(params()).params
     reference = made.offload(reference)
     for seed in range(2):
       state = made.offload(state)
       kinds = {x.sharding.memory_kind for x in jax.tree.leaves((state, reference))}
       assert kinds == {"pinned_host" if offload else "device"}
-      state, _ = made.train(state, batch(seed).as_step(), reference)
+      state, _ = made.train(state, batch(seed).as_sampled(), reference)
+    assert len(made.pool) == 2
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
     found[offload] = jax.device_get(state)
   jax.tree.map(np.testing.assert_array_equal, found[False], found[True])

@@ -104,6 +104,21 @@ def by_response(
   return table.reshape(P, R, T)
 
 
+def blank(P: int, R: int) -> Batch:
+  """A batch of the form of a step's, of one token each: for the shapes of what follows."""
+  zero, one = np.zeros((P, R), np.float32), np.ones((P, R), np.int32)
+  token, no = [np.zeros(1, np.int32)] * (P * R), np.zeros((P, R), bool)
+  scored = algorithm_lib.Responses(
+    reward=zero,
+    length=one,
+    max_tokens=one,
+    truncated=no,
+    solved=no,
+    logp=zero[..., None],
+  )
+  return Batch(token, token, np.ones(P * R, np.float32), scored)
+
+
 def place(x: Sequences, mesh: jax.sharding.Mesh) -> Sequences:
   whole = axes.sharding(mesh)
   return jax.tree.map(lambda x: processes.place(x, whole), x)

@@ -64,24 +64,13 @@ class Learner(trainer.Trainer):
       ValueError: B is not a multiple of `updates`
     """
     self._check(batch)
-    scored, tables = batch.scored, {}
+    scored = batch.scored
     if reference is not None:
       scored = scored.replace(reference_logp=self.score_responses(reference, batch))
     if critic is not None:
       scored = scored.replace(value=critic.values(batch))
-      tables["return_"] = self.algorithm.critic.returns(scored)
-    kept, metrics = self._kept(scored)
-    advantage = np.asarray(self.algorithm.advantages(scored))
-    rounded = metrics["policy/equal_groups"] == 1 and np.max(np.abs(advantage)) < 0.05
-    metrics["policy/no_signal"] = float(rounded)  # rewards teach nothing in this step
-    tables |= {
-      "advantage": advantage,
-      "counts": kept,
-      "max_tokens": scored.max_tokens,
-      "sampler_logp": scored.logp,
-      "reference_logp": scored.reference_logp,
-      "value": scored.value,
-    }
+    tables, metrics = self._tables(scored)
+    kept = tables["counts"]
     chosen = np.ones(len(batch.responses), bool) if kept is None else kept
     moving = chosen
     if self.algorithm.skips_zero_advantage:
@@ -95,6 +84,58 @@ class Learner(trainer.Trainer):
     metrics |= update_metrics
     metrics["memory/policy_bytes"] = programs.live_bytes() + self.pool.temp_bytes
     return state, metrics
+
+  def to_compile(
+    self, prompts: int, responses: int, critic: trainer.Trainer | None
+  ) -> dict[str, Callable[[], None]]:
+    """What compiles the programs of `train`, by name, before there is a batch.
+
+    Of so many prompts with so many responses each, scored as rollouts are. Holds no
+    weights. The algorithm sees a batch without rewards.
+
+    Args:
+      critic: its trainer, if `train` is called with a critic
+    """
+    B = prompts * responses
+
+    def sequences() -> batch_lib.Sequences:
+      batch = batch_lib.blank(prompts, responses)
+      blank, known = batch.scored.logp, {}
+      if self.algorithm.uses_reference:
+        known["reference_logp"] = blank
+      if critic is not None:
+        known["value"] = blank
+      tables, _ = self._tables(batch.scored.replace(**known))
+      if self.updates > 1:
+        tables["old_logp"] = blank
+      return batch_lib.sequences(batch, tables, self.buckets[-1].length)
+
+    made = {}
+    if self.algorithm.uses_reference or self.updates > 1:
+      made["the policy's score"] = lambda: self.compile_score(B)
+    if critic is not None:
+      made["the critic's score"] = lambda: critic.compile_score(B)
+      made["the critic's update"] = lambda: critic.compile_update(sequences())
+    made["the policy's update"] = lambda: self.compile_update(sequences())
+    return made
+
+  def _tables(self, scored: algorithm_lib.Responses) -> tuple[dict, dict[str, float]]:
+    """The fields of `batch.Sequences` that follow from the responses; and metrics."""
+    kept, metrics = self._kept(scored)
+    advantage = np.asarray(self.algorithm.advantages(scored))
+    rounded = metrics["policy/equal_groups"] == 1 and np.max(np.abs(advantage)) < 0.05
+    metrics["policy/no_signal"] = float(rounded)  # rewards teach nothing in this step
+    tables = {
+      "advantage": advantage,
+      "counts": kept,
+      "max_tokens": scored.max_tokens,
+      "sampler_logp": scored.logp,
+      "reference_logp": scored.reference_logp,
+      "value": scored.value,
+    }
+    if scored.value is not None:
+      tables["return_"] = self.algorithm.critic.returns(scored)
+    return tables, metrics
 
   def _kept(
     self, scored: algorithm_lib.Responses

@@ -124,9 +124,9 @@ class Sampler:
     self.rollout.compile(params, self._stops)
     self.measure(params)
 
-  def begin_compiling(self, params) -> None:
+  def begin_compiling(self, params, others: Mapping[str, Callable[[], Any]]) -> None:
     """Returns once a rollout can begin; see `Engine.begin_compiling`."""
-    self.rollout.begin_compiling(params, self._stops)
+    self.rollout.begin_compiling(params, self._stops, others)
 
   def measure(self, params) -> None:
     """Times strategies, once all programs are there."""

@@ -117,17 +117,50 @@ class Trainer:
 
   def offload(self, tree):
     """Moves arrays to the host's memory, if `offloads`."""
-    return jax.block_until_ready(_moved(tree, _HOST)) if self.offloads else tree
+    if not self.offloads:
+      return tree
+    over = jax.tree.map(lambda x: x.sharding.with_memory_kind(_HOST), tree)
+    return jax.block_until_ready(jax.device_put(tree, over))
 
   def _onload(self, tree):
+    if not self.offloads:
+      return tree
+    return jax.device_put(tree, jax.tree.map(self._on_devices, tree))
+
+  def _on_devices(self, x) -> jax.sharding.Sharding:
     own = self.mesh.devices.flat[0].default_memory().kind
-    return _moved(tree, own) if self.offloads else tree
+    return x.sharding.with_memory_kind(own)
 
   def run(self, name: str, jitted: Callable, count: int, *args):
     """Runs a program on `count` sequences, compiled on the first call for each count."""
+    return self._program(name, jitted, count, *args)(*args)
+
+  def _program(self, name: str, jitted: Callable, count: int, *args) -> Callable:
     if (name, count) not in self.pool:
       memory.announce_programs(f"the {self.name}'s {name}", inputs=self.abstract_state())
-    return self.pool.run(name, (count,), jitted, *args)
+    return self.pool.get(name, (count,), jitted, *args)
+
+  def compile_score(self, count: int) -> None:
+    """Compiles what `score_responses` runs on so many responses."""
+    packed, known = batch_lib.abstract(self.mesh, self.buckets, count)
+    params = self._shapes().params
+    self._program("score", self.score, count, params, packed, known.temperature)
+
+  def compile_update(self, sequences: batch_lib.Sequences) -> None:
+    """Compiles what `train_on` runs on a batch of the shapes of these `sequences`."""
+    count = len(sequences.length) // self.updates
+    packed, known = batch_lib.abstract(self.mesh, self.buckets, count)
+    whole = known.length.sharding
+    known = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[:count], x), sequences)
+    known = jax.tree.map(lambda x: x.update(sharding=whole), known)
+    self._program("update", self.update, count, self._shapes(), packed, known)
+
+  def _shapes(self) -> State:
+    """The state's, on the devices, where it is trained."""
+    state = self.abstract_state()
+    if not self.offloads:
+      return state
+    return jax.tree.map(lambda x: x.update(sharding=self._on_devices(x)), state)
 
   def score_responses(
     self, params: dict, batch: batch_lib.Batch, chosen: np.ndarray | None = None
@@ -327,11 +360,6 @@ class Trainer:
 
   def _rotations(self) -> layers.Rotation:
     return layers.rotation(self.config, jnp.arange(self.buckets[-1].length))
-
-
-def _moved(tree, kind: str):
-  over = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
-  return jax.device_put(tree, over)
 
 
 def _most_bytes(arrays) -> int:

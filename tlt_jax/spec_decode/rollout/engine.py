@@ -1,6 +1,6 @@
 """The engine of rollouts: compiles and measures programs, and answers requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import functools
 import logging
@@ -106,7 +106,9 @@ class Engine:
     self.begin_compiling(params, stop_tokens)
     self.programs.wait()
 
-  def begin_compiling(self, params: Any, stop_tokens: int) -> None:
+  def begin_compiling(
+    self, params: Any, stop_tokens: int, others: Mapping[str, joining.Compile] = {}
+  ) -> None:
     """Compiles what a rollout needs to begin; other threads continue with the rest.
 
     Smaller buckets and strategies join rollouts when their programs are there; no token
@@ -115,6 +117,7 @@ class Engine:
     Args:
       params: the target's, or their shapes and shardings
       stop_tokens: per request (the second dimension of `Requests.stop_tokens`)
+      others: compile what is needed after a rollout, by name; see `joining.Programs`
     """
     weights = self.weights(params)
     devices: devices_lib.Devices = self.backend
@@ -131,7 +134,7 @@ class Engine:
       for bucket, arm in self.programs.keys
     }
     first, later = devices.shared_programs(weights, self.spot)
-    self.programs.compile(first, chunks, later)
+    self.programs.compile(first, chunks, later, others)
 
   def measure(self, params: Any, stop_tokens: int) -> bool:
     """Times the steps of strategies, if the selector wants to know, once all are compiled.
@@ -486,7 +489,7 @@ class _Loop:
     stops = self.running.requests.stop_tokens.shape[1]
     self.engine.try_training(self.params, stops)
     if self.harvest is not None:
-      self.engine.programs.wait_for_others()
+      self.engine.programs.wait_for_later()
       with progress.shown("training the drafter after a rollout"):
         self.harvest.finish(self.params, rollout_s, scoring)
     self.schedule.decide.finish()

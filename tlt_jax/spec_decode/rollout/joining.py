@@ -30,6 +30,7 @@ class Programs:
     """`keys`: of all chunks, in the order in which they join."""
     self.keys = tuple(keys)
     self._begun: dict[Key | str, _Begun] = {}
+    self._later: tuple[str, ...] = ()
     self._failed: set[Key] = set()
 
   def compile(
@@ -37,20 +38,26 @@ class Programs:
     needed: Mapping[str, Compile],
     chunks: Mapping[Key, Compile],
     later: Mapping[str, Compile],
+    others: Mapping[str, Compile],
   ) -> None:
     """Begins to compile all; returns once those `needed` and the first chunk are there.
 
     An error of these is raised. Another chunk that cannot be compiled is left out, with a
-    line in the log; one of `later`, which the end of a rollout needs, is compiled again
-    when it is used.
+    line in the log; one of `later`, which the end of a rollout needs, or of `others`, of
+    what follows it, is compiled again when it is used. A job of several processes, which
+    waits for all, leaves `others` for then.
     """
     # Processes of a job compile the same programs in the same order.
     alone = processes.count() == 1
-    threads = min(_MOST_THREADS, os.cpu_count() or 1) if alone else 1
+    cores = os.cpu_count() or 1
+    threads = min(_MOST_THREADS, cores) if alone else 1
     pool = futures.ThreadPoolExecutor(threads, thread_name_prefix=programs.THREADS)
-    first, *others = self.keys
+    first, *joining = self.keys
     queue = [*needed.items(), (first, chunks[first]), *later.items()]
-    queue += [(key, chunks[key]) for key in others]
+    if alone:
+      queue += others.items()
+    queue += [(key, chunks[key]) for key in joining]
+    self._later = tuple(later)
     self._begun = {key: _Begun(pool, make) for key, make in queue}
     pool.shutdown(wait=False)
     self._wait_for([*needed, first])
@@ -58,6 +65,8 @@ class Programs:
       self._begun[key].future.result()
     if not alone:
       self.wait()
+    elif threads == cores:
+      programs.give_way()
 
   @property
   def count(self) -> int:
@@ -78,9 +87,9 @@ class Programs:
     """Waits until so many chunks have joined; None: for all programs."""
     self._wait_for(self._begun if count is None else self.keys[:count])
 
-  def wait_for_others(self) -> None:
-    """Waits for all programs but chunks."""
-    self._wait_for(key for key in self._begun if isinstance(key, str))
+  def wait_for_later(self) -> None:
+    """Waits for what the end of a rollout needs."""
+    self._wait_for(self._later)
 
   def joined(self, count: int) -> frozenset[Key]:
     """The first `count` chunks, without those that could not be compiled."""
