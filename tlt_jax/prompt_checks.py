@@ -170,6 +170,7 @@ def _kept(
   for record, place, length in zip(records, places, lengths, strict=True):
     if not length:
       raise data.DataError(f"{place}: the prompt has no tokens; correct it")
+    length += len(rules.tokenizer.opening(record["prompt"], rules.chat))
     if rules.max_prompt is None or length <= rules.max_prompt:
       kept.append((place, record))
       longest = max(longest, length)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 import datetime
 import functools
+import itertools
 import json
 import logging
 import os
@@ -135,8 +136,25 @@ class Tokenizer:
   def encode(
     self, prompt: str | list[dict], system: str | None = None, chat: bool | None = False
   ) -> np.ndarray:
-    text = self.text(prompt, system, chat)
-    return np.asarray(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
+    """The ids of `opening` and `text`."""
+    ids = self.inner.encode(self.text(prompt, system, chat), add_special_tokens=False).ids
+    return np.asarray([*self.opening(prompt, chat), *ids], np.int32)
+
+  def opening(self, prompt: str | list[dict], chat: bool | None = False) -> list[int]:
+    """What tokenizer.json puts in front, unless a template or the prompt has done so."""
+    if not isinstance(prompt, str) or self._applies_template(chat):
+      return []
+    ids, text = self._opening
+    return [] if prompt.startswith(text) else ids
+
+  def _applies_template(self, chat: bool | None) -> bool:
+    return self.has_template if chat is None else chat
+
+  @functools.cached_property
+  def _opening(self) -> tuple[list[int], str]:
+    full = self.inner.encode("0")
+    count = sum(itertools.takewhile(bool, full.special_tokens_mask))
+    return full.ids[:count], "".join(full.tokens[:count])
 
   def text(
     self, prompt: str | list[dict], system: str | None = None, chat: bool | None = False
@@ -150,7 +168,7 @@ class Tokenizer:
     Raises:
       data.DataError: a chat without a template, or one that the template refuses
     """
-    chat = self.has_template if chat is None else chat
+    chat = self._applies_template(chat)
     if isinstance(prompt, str) and not chat:
       if system is not None:
         raise data.DataError("a system message needs a chat: set chat, or use messages")

@@ -1,11 +1,9 @@
 """Converts GGUF files, the format of llama.cpp, to Hugging Face folders.
 
 Weights are dequantized in float32. What cannot be reproduced exactly is refused, never
-approximated. `_SPLITS` defines the pre-tokenizers, which a file only names
-(`tokenizer.ggml.pre`), as llama.cpp and the models' tokenizer.json files do.
+approximated.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import math
 import pathlib
@@ -13,36 +11,44 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from tokenizers import decoders
-from tokenizers import models
-from tokenizers import normalizers
-from tokenizers import pre_tokenizers
-from tokenizers import processors
 
+from tlt_jax.integrations import gguf_tokenizer
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import hf
 from tlt_jax.models import target
 
+
+class _Architecture(NamedTuple):
+  """What llama.cpp makes of an architecture of transformers."""
+
+  theirs: str
+  # RoPE rotates dimensions 2 i and 2 i + 1 of a head, not i and i + H / 2, and rows of q
+  # and k are stored in that order.
+  rotates_neighbours: bool = False
+  norm_offset: float = 0.0  # added to the weights of norms
+  has_windows: bool = False
+
+
 _ARCHITECTURES = {  # by llama.cpp's names
-  "llama": dict(architecture="LlamaForCausalLM"),
-  "qwen2": dict(architecture="Qwen2ForCausalLM", qkv_bias=True),
-  "qwen3": dict(architecture="Qwen3ForCausalLM", qk_norm=True),
+  "llama": _Architecture("LlamaForCausalLM", rotates_neighbours=True),
+  "qwen2": _Architecture("Qwen2ForCausalLM"),
+  "qwen3": _Architecture("Qwen3ForCausalLM"),
+  "gemma3": _Architecture("Gemma3ForCausalLM", norm_offset=1.0, has_windows=True),
 }
-# For these, llama.cpp's RoPE rotates dimensions 2 i and 2 i + 1 of a head, not i and
-# i + H / 2, and rows of q and k are stored in that order.
-_ROTATES_NEIGHBOURS = ("llama",)
-_KEYS = {  # field of ModelConfig -> key, after the architecture's name
-  "num_layers": "block_count",
-  "max_position": "context_length",
-  "width": "embedding_length",
-  "mlp_width": "feed_forward_length",
-  "num_heads": "attention.head_count",
-  "num_kv_heads": "attention.head_count_kv",
+_KEYS = {  # key of config.json -> key, after the architecture's name
+  "num_hidden_layers": "block_count",
+  "max_position_embeddings": "context_length",
+  "hidden_size": "embedding_length",
+  "intermediate_size": "feed_forward_length",
+  "num_attention_heads": "attention.head_count",
+  "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_OPTIONAL_KEYS = {
+  "num_key_value_heads": "attention.head_count_kv",
   "head_dim": "attention.key_length",
-  "norm_eps": "attention.layer_norm_rms_epsilon",
   "rope_theta": "rope.freq_base",
 }
+_WINDOW_KEYS = {"sliding_window": "attention.sliding_window"}
 _HEAD_DIMS = ("attention.value_length", "rope.dimension_count")  # must equal head_dim
 _NEUTRAL = {  # other keys, with the values that change nothing
   "attention.causal": True,
@@ -102,33 +108,82 @@ def read_config(file: File) -> config_lib.ModelConfig:
     raise file.error(
       f"architecture {name!s:.60} is not supported; supported: {', '.join(_ARCHITECTURES)}"
     )
+  kind = _ARCHITECTURES[name]
   entries = {
     key.removeprefix(f"{name}."): value
     for key, value in file.metadata.items()
     if key.startswith(f"{name}.")
   }
-  fields = {field: entries.pop(key) for field, key in _KEYS.items() if key in entries}
+  required = _KEYS | (_WINDOW_KEYS if kind.has_windows else {})
+  for key in required.values():
+    if key not in entries:
+      raise file.error(f"{name}.{key} is missing; download it again")
+  layers = entries[_KEYS["num_hidden_layers"]]
+  if type(layers) is not int or layers > len(file.tensors):
+    raise file.error(
+      f"{layers!s:.60} layers, but {len(file.tensors)} tensors; download it again"
+    )
+  keys = required | _OPTIONAL_KEYS
+  raw = {"architectures": [kind.theirs], "rope_theta": 10_000.0}
+  raw |= {theirs: entries.pop(key) for theirs, key in keys.items() if key in entries}
   head_dims = {key: entries.pop(key) for key in _HEAD_DIMS if key in entries}
   entries.pop("vocab_size", None)
-  if type(fields.get("width")) is type(fields.get("num_heads")) is int:
-    fields.setdefault("head_dim", fields["width"] // max(fields["num_heads"], 1))
-    fields.setdefault("num_kv_heads", fields["num_heads"])
+  raw |= {
+    "vocab_size": (file.shape(_EMBEDDING) or (0,))[0],
+    "tie_word_embeddings": _HEAD not in file.tensors,
+  }
+  if entries.get("rope.scaling.type") == "linear":
+    del entries["rope.scaling.type"]
+    factor = entries.pop("rope.scaling.factor", None)
+    raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+  try:
+    sizes = [raw[key] for key in ("hidden_size", "num_attention_heads")]
+    if [type(size) for size in sizes] == [int, int]:
+      raw.setdefault("head_dim", sizes[0] // max(sizes[1], 1))
+    if kind.has_windows:
+      raw |= _windows(raw, entries)
+    _refuse(file, name, entries, head_dims, raw.get("head_dim"))
+    return hf.parse_config(raw)
+  except hf.CheckpointError:
+    raise
+  except (ArithmeticError, TypeError, ValueError) as e:
+    raise file.error(
+      f"the model of its metadata is not supported, or they are damaged ({e}); use another "
+      "model, or download it again"
+    ) from e
+
+
+def _refuse(
+  file: File,
+  name: str,
+  entries: dict[str, Any],
+  head_dims: dict[str, int],
+  head_dim: int | None,
+) -> None:
+  """Raises CheckpointError if an entry of which nothing was made has an effect."""
   unknown = {k: x for k, x in entries.items() if k not in _NEUTRAL or x != _NEUTRAL[k]}
-  unknown |= {k: x for k, x in head_dims.items() if x != fields.get("head_dim")}
+  unknown |= {k: x for k, x in head_dims.items() if x != head_dim}
   for key, value in unknown.items():
     raise file.error(
       f"{name}.{key}={value!r:.60} is not supported and could change the outputs; use a "
       "model without it"
     )
-  fields |= _ARCHITECTURES[name]
-  fields |= {
-    "vocab_size": (file.shape(_EMBEDDING) or (0,))[0],
-    "tie_embeddings": _HEAD not in file.tensors,
+
+
+def _windows(raw: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+  """Gemma 3's layers, where llama.cpp has most in its code; takes them out of `entries`."""
+  layers, width, heads = (
+    raw[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+  )
+  slides = entries.pop("attention.sliding_window_pattern", 6)  # or the period of full ones
+  if type(slides) is int:
+    slides = [(i + 1) % slides != 0 for i in range(layers)]
+  return {
+    "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+    "rope_local_base_freq": entries.pop("rope.freq_base_swa", 10_000.0),
+    # That of 27B is not its head_dim.
+    "query_pre_attn_scalar": width // heads if layers == 62 else raw["head_dim"],
   }
-  try:
-    return config_lib.make(config_lib.ModelConfig, fields, _KEYS)
-  except ValueError as e:
-    raise file.error(f"invalid metadata ({e}); download it again") from e
 
 
 def to_hf(
@@ -146,18 +201,18 @@ def to_hf(
   config = dataclasses.replace(read_config(file), dtype=dtype)
   shapes, names = _stored(file, config)
   try:
-    tokenizer = make_tokenizer(file.metadata)
+    tokenizer = gguf_tokenizer.make(file.metadata)
   except ValueError as e:
     raise file.error(str(e)) from e
   if len(tokenizer) > config.vocab_size:
     raise file.error(
       f"{len(tokenizer)} tokens, but embeddings of {config.vocab_size}; download it again"
     )
-  ends = _ends(file.metadata)
+  ends = gguf_tokenizer.end_tokens(file.metadata)
   ids = {
-    "bos_token_id": _token_id(file.metadata, "bos"),
+    "bos_token_id": gguf_tokenizer.token_id(file.metadata, "bos"),
     "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-    "pad_token_id": _token_id(file.metadata, "padding"),
+    "pad_token_id": gguf_tokenizer.token_id(file.metadata, "padding"),
   }
   raw = hf.unparse_config(config) | ids
   number = jnp.dtype(dtype)
@@ -190,10 +245,6 @@ def _stored(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
   """By Hugging Face's names: the model's shapes, and the names in the file; else raises."""
   gguf = library()
-  if config.num_layers > len(file.tensors):  # abstract_params would take long
-    raise file.error(
-      f"{config.num_layers} layers, but {len(file.tensors)} tensors; download it again"
-    )
   architecture = file.metadata["general.architecture"]
   kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
   theirs = gguf.get_tensor_name_map(kind, config.num_layers)
@@ -211,7 +262,7 @@ def _stored(
 
 
 def _dequantized(file: File, name: str, config: config_lib.ModelConfig) -> np.ndarray:
-  """A tensor in float32, with rows in the order of Hugging Face."""
+  """A tensor in float32, as Hugging Face has it."""
   gguf, stored = library(), file.tensors[name]
   try:
     x = gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False)
@@ -220,114 +271,13 @@ def _dequantized(file: File, name: str, config: config_lib.ModelConfig) -> np.nd
       f"tensor {name} is stored as {stored.tensor_type.name}, which the package gguf does "
       "not dequantize; use a file of another kind, such as Q8_0, Q4_K_M or F16"
     ) from e
+  kind = _ARCHITECTURES[file.metadata["general.architecture"]]
   heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
   part = name.split(".")[-2]
-  if file.metadata["general.architecture"] in _ROTATES_NEIGHBOURS and part in heads:
+  if part.endswith("norm"):
+    x = x - np.float32(kind.norm_offset)
+  elif kind.rotates_neighbours and part in heads:
     # Rows of a head of 6 are stored as 0 3 1 4 2 5: RoPE rotates 0 and 3 together.
     pairs = x.reshape(heads[part], config.head_dim // 2, 2, config.width)
     x = pairs.swapaxes(1, 2).reshape(x.shape)
   return x
-
-
-# --- the tokenizer
-
-_CONTROL, _USER_DEFINED = 3, 4  # token types: markup; text that is never split
-# Control tokens after which llama.cpp ends a response, whatever role the file gives them.
-_END_TOKENS = frozenset(
-  "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|>"
-  " <|end_of_text|> <EOT> _<EOT> [EOT] [EOS] <\uff5cend\u2581of\u2581sentence\uff5c>"
-  " <end_of_utterance> <turn|>".split()
-)
-# Special tokens: transformers' name -> GGUF's.
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_QWEN2 = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-class _Split(NamedTuple):
-  regex: str | None  # of a word; None: GPT-2's
-  digits: bool = False  # split all digits first
-  nfc: bool = False
-  ignore_merges: bool = False  # a word that is a token needs no merges
-
-
-_SPLITS = {
-  "gpt-2": _Split(None),
-  "smollm": _Split(None, digits=True),
-  "qwen2": _Split(_QWEN2, nfc=True),
-  "llama-bpe": _Split(_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"), ignore_merges=True),
-}
-
-
-def make_tokenizer(metadata: Mapping[str, Any]):
-  """A transformers.PreTrainedTokenizerFast; ValueError if it is unknown or damaged."""
-  supported = {"model": ["gpt2"], "pre": list(_SPLITS)}  # gpt2: byte-level BPE
-  for key, names in supported.items():
-    name = metadata.get(f"tokenizer.ggml.{key}")
-    if name not in names:
-      raise ValueError(
-        f"tokenizer.ggml.{key}={name!r:.60} is not supported; supported: {', '.join(names)}"
-      )
-  try:
-    tokens, types, merges = (
-      metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "merges")
-    )
-    ids = {f"{role}_token": _token_id(metadata, key) for role, key in _ROLES.items()}
-    special = {role: tokens[i] for role, i in ids.items() if i is not None}
-    inner = _byte_level_bpe(tokens, types, merges, _SPLITS[name])
-  except Exception as e:  # the library's Rust part raises bare Exceptions
-    raise ValueError(f"damaged tokenizer ({e!r:.200}); download it again") from e
-  if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in special:
-    bos = special["bos_token"]
-    inner.post_processor = processors.TemplateProcessing(
-      single=[bos, "$A"], special_tokens=[(bos, ids["bos_token"])]
-    )
-  import transformers  # takes two seconds
-
-  tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
-  tokenizer.chat_template = metadata.get("tokenizer.chat_template")
-  return tokenizer
-
-
-def _ends(metadata: Mapping[str, Any]) -> list[int]:
-  """Ids that end a text or a turn: by their roles, and by names that mean nothing else."""
-  by_role = [_token_id(metadata, role) for role in ("eos", "eot", "eom")]
-  kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-  by_name = [
-    i
-    for i, (text, kind) in enumerate(zip(*kinds, strict=True))
-    if kind == _CONTROL and text in _END_TOKENS
-  ]
-  return [i for i in dict.fromkeys([*by_role, *by_name]) if i is not None]
-
-
-def _token_id(metadata: Mapping[str, Any], role: str) -> int | None:
-  return metadata.get(f"tokenizer.ggml.{role}_token_id")
-
-
-def _byte_level_bpe(
-  tokens: list[str], types: list[int], merges: list[str], split: _Split
-) -> tokenizers.Tokenizer:
-  vocab = {token: i for i, token in enumerate(tokens)}
-  pairs = [tuple(merge.split(" ")) for merge in merges]
-  inner = tokenizers.Tokenizer(
-    models.BPE(vocab=vocab, merges=pairs, ignore_merges=split.ignore_merges)
-  )
-  if split.nfc:
-    inner.normalizer = normalizers.NFC()
-  steps = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-  if split.regex is not None:
-    steps.append(pre_tokenizers.Split(tokenizers.Regex(split.regex), "isolated"))
-  steps.append(
-    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None)
-  )
-  inner.pre_tokenizer = pre_tokenizers.Sequence(steps)
-  inner.decoder = decoders.ByteLevel()
-  for token, kind in zip(tokens, types, strict=True):
-    if kind == _CONTROL:
-      inner.add_special_tokens([tokenizers.AddedToken(token, normalized=False)])
-    elif kind == _USER_DEFINED:
-      inner.add_tokens([tokenizers.AddedToken(token, normalized=False)])
-  return inner
