@@ -24,14 +24,14 @@ what each phase takes on 32 devices of 80 GB, from the policy's `config.json` al
 on any machine; a test holds the table above against that plan. On 8 devices of 80 GB
 Qwen3-30B-A3B trains the later half of its layers, with
 `"--config.learner.only=final_norm|layer_(2[4-9]|3[0-9]|4[0-7])"`: 60 GB in rollouts and
-about 65 in updates, as planned. All layers take 98 GB in updates, 97 as compiled for
-H200s. GPUs need XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 in the environment: JAX takes three
-quarters of their memory otherwise. Expect the drafter, which begins at random, to draft little in the
-first steps, and the tail of each rollout to run in few slots of many tokens. No such
-run has been made: neither time nor memory nor accuracy was measured on any hardware.
-Devices of several hosts take a process of this command on each host
-(docs/distributed.md), which has not been tried on more than one machine. `:smoke`
-shrinks every size for a tiny model on a CPU. Entries are those of
+about 65 in updates, which the rollout's copy of the policy follows. All layers take 98
+GB in updates, 97 as compiled for H200s. GPUs need XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 in
+the environment: JAX takes three quarters of their memory otherwise. Expect the drafter,
+which begins at random, to draft little in the first steps, and the tail of each rollout
+to run in few slots of many tokens. No such run has been made: neither time nor memory
+nor accuracy was measured on any hardware. Devices of several hosts take a process of
+this command on each host (docs/distributed.md), which has not been tried on more than
+one machine. `:smoke` shrinks every size for a tiny model on a CPU. Entries are those of
 `configs/qwen2_5_7b.py`.
 """
 
