@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from tests import tiny
+from tlt_jax import axes
 from tlt_jax import packing
 from tlt_jax.models import drafter
 from tlt_jax.models import hf
@@ -146,8 +147,11 @@ def test_a_window_bounds_pages(family, strategy, options):
   selector = InTurn() if strategy else None
   if selector:
     selector.now = strategy_lib.parse(strategy)
-  run = rollout.make(config, tiny.mesh(1), options, draft if selector else None, selector)
-  result = compare.compare(config, params, made, plain, run(params, made))
+  mesh = tiny.mesh(1 if selector else 2)
+  shardings = axes.shardings(mesh, axes.ROLLOUT, target.abstract_params(config))
+  run = rollout.make(config, mesh, options, draft if selector else None, selector)
+  found = run(jax.device_put(params, shardings), made)
+  result = compare.compare(config, params, made, plain, found)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 1
   sizes = run.backend.shapes.pages
@@ -156,7 +160,8 @@ def test_a_window_bounds_pages(family, strategy, options):
   assert 4 * (sizes.ring - 2) < window + written < sizes.length / 2
   pools = run.backend.shapes.slots(5, 1).kv.pages, run.backend.shapes.slots(5, 1).kv.pools
   for is_near, pool in zip(config.windowed, pools[1], strict=True):
-    assert len(pool.k) == 1 + (sizes.near if is_near else sizes.pages)
+    pages = sizes.near if is_near else sizes.pages
+    assert len(pool.k) == mesh.shape[axes.DATA] * (pages + 1)
   assert sizes.near < 0.7 * sizes.pages
 
 

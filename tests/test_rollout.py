@@ -235,7 +235,7 @@ def test_a_prompt_is_prefilled_once():
   def counted(name, key, *args, **static):
     if name == "prefill":
       sink = args[2][0].k.shape[0] - 1
-      prefilled.append(int(np.sum(np.asarray(args[4])[:, 0] < sink)))
+      prefilled.append(int(np.sum(np.asarray(args[4][0])[:, 0] < sink)))
     return inner(name, key, *args, **static)
 
   engine.pool.run = counted

@@ -20,7 +20,8 @@ Qwen2.5-1.5B-Instruct or Qwen3-0.6B, of which the folder is yours:
         --config.prompts.path=train.jsonl --config.held_out.path=test.jsonl \\
         --workdir=runs/gsm8k
 
-`:gemma3_4b` is `:gsm8k` with longer responses, for google/gemma-3-4b-it on a GPU of 80 GB.
+`:gemma3_4b` is `:gsm8k` with longer responses, for google/gemma-3-4b-it on a GPU of 80 GB,
+which trains the last 12 of its layers.
 
 Sizes that do not stand here follow from the prompts, the model and the device's memory;
 `--dry_run` shows them. A card of 24 GB holds 0.6B; of larger models half of the layers, as
@@ -61,4 +62,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if arg == "gemma3_4b":
     config.batch.responses = 8
     config.sampling.max_tokens = 2048
+    # Of all 34 layers gradients, moments and the logits of 262,208 tokens do not fit.
+    config.learner = dict(
+      only="final_norm|layer_(2[2-9]|3.)", updates=1, offload=True, buckets=((1, 2560),)
+    )
   return config
