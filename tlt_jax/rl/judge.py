@@ -145,7 +145,9 @@ class Judge:
     if self.options.processes:
       _as_json((prompt, "", answer))
 
-  def ask(self, samples: list[tuple], wall_s: float | None = None) -> list[reward.Verdict]:
+  def ask(
+    self, samples: list[tuple], wall_s: float | None = None
+  ) -> list[reward.Verdict]:
     """Judges samples: the arguments of `reward.verify` from `prompt` on; logs nothing.
 
     `wall_s`: a limit for each, if less than that of the options.
