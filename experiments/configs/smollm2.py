@@ -52,7 +52,7 @@ from experiments.configs import countdown
 
 POLICY = "runs/smollm2"  # of `import_gguf`
 SEARCHES = "runs/smollm2_gives_up/policy"  # of `warm_start`
-LATER_HALF = "final_norm|layer_(1[5-9]|2.)"  # of its parameters
+LATER_HALF = r"final_norm|layer_(1[5-9]|2\d)"  # of its parameters
 SUMS = dict(
   source="tlt_jax.tasks.reasoning.Problems",  # called with the other entries
   task="chain_sum",
