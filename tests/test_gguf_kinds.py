@@ -1,4 +1,4 @@
-"""What GGUF files of Gemma have beside others: K-quants, and SentencePiece's tokenizer."""
+"""K-quants and SentencePiece's tokenizer, as in GGUF files of Gemma."""
 
 import random
 
@@ -113,7 +113,7 @@ def test_sentencepiece_merges_by_score():
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_what_stands_before_and_after_a_text(prefixed):
+def test_tokens_of_begin_and_end(prefixed):
   """A space, a token of begin by default, one of end if the file says so."""
   entries = metadata(add_space_prefix=prefixed, add_eos_token=True)
   inner = gguf_tokenizer.make(entries).backend_tokenizer
