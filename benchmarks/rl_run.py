@@ -40,7 +40,7 @@ _SECONDS = {
   "repeated_frozen": "frozen/seconds_s",
   "compiling": "compile/seconds_s",
 }
-_ENDS = 5  # steps at either end whose mean reward is told
+_ENDS = 5  # steps at either end whose mean reward is reported
 _COMPARED = ("tokens", "differing_tokens", "near_ties")
 
 

@@ -112,14 +112,7 @@ class Shared:
     model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
     algorithm = algorithm_lib.make(**config.algorithm)
     self.config = config
-    self.learner = from_config.make_learner(
-      config.learner,
-      config.optimizer,
-      model,
-      algorithm,
-      mesh,
-      config.rollout.kernels,
-    )
+    self.learner = from_config.make_learner(config, model, algorithm, mesh)
     self.reference = from_config.copy_reference(algorithm, params)
     self.go_on_from(self.learner.init(params))
 

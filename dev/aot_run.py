@@ -81,14 +81,7 @@ def programs(run: memory_plan.Run, stops: int = 1) -> dict[str, aot_programs.Pro
   """
   config, drafter = run.config, run.drafter()
   options = from_config.rollout_options(config)
-  spot = from_config.make_draft_trainer(
-    config.spot,
-    config.sampling.temperature,
-    config.max_length,
-    run.model,
-    run.mesh,
-    drafter,
-  )
+  spot = run.draft_trainer(drafter)
   drafting = None
   if spot is not None:
     drafting = aot_programs.abstract_spot(*spot)

@@ -270,16 +270,15 @@ def load_models(run: config_lib.RunConfig, dtype: str | None = None) -> Models:
 
 
 def make_learner(
-  options: config_lib.Learner,
-  optimizer_options: Mapping[str, Any],
+  config: config_lib.RunConfig,
   model: model_lib.ModelConfig,
   algorithm: algorithm_lib.Algorithm,
   mesh: jax.sharding.Mesh,
-  kernels: str | None = None,
 ) -> learner_lib.Learner:
   """The learner of a policy, with the kernels of the rollout."""
-  rule = optimizer.make(**optimizer_options)
-  return learner_lib.make(model, algorithm, rule, mesh, **vars(options), kernels=kernels)
+  rule, kernels = optimizer.make(**config.optimizer), config.rollout.kernels
+  options = vars(config.learner)
+  return learner_lib.make(model, algorithm, rule, mesh, **options, kernels=kernels)
 
 
 def copy_reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:

@@ -51,7 +51,7 @@ DRY_RUN_ON = (
 # Of what arrays leave free; a program needs its scratch memory in one piece.
 _SCRATCH_SHARE = 0.9
 _SMALLER_POLICY = memory_phases.SMALLER_POLICY
-_Spot = tuple[trainer_lib.Trainer, spot_lib.Options] | None  # see `spot_trainer`
+_Spot = tuple[trainer_lib.Trainer, spot_lib.Options] | None  # see `Run.draft_trainer`
 
 
 def check(plan: memory_phases.Plan, dry_run: bool = False) -> None:
@@ -99,9 +99,13 @@ class Run:
     return sum(held) if self.shared else max(held, default=0)
 
   def learner(self, algorithm: algorithm_lib.Algorithm) -> learner_lib.Learner:
+    return from_config.make_learner(self.config, self.model, algorithm, self.mesh)
+
+  def draft_trainer(self, drafter: drafter_lib.DrafterConfig | None) -> _Spot:
     c = self.config
-    options = c.learner, c.optimizer, self.model, algorithm, self.mesh
-    return from_config.make_learner(*options, c.rollout.kernels)
+    return from_config.make_draft_trainer(
+      c.spot, c.sampling.temperature, c.max_length, self.model, self.mesh, drafter
+    )
 
   def part(self, name: str, arrays: Any, option: str) -> memory_phases.Part:
     return memory_phases.Part(name, self.size(arrays), option)
@@ -186,14 +190,7 @@ def of_run(
   algorithm = algorithm_lib.make(**config.algorithm)
   learner = run.learner(algorithm)
   state, drafter = learner.abstract_state(), run.drafter()
-  spot = from_config.make_draft_trainer(
-    config.spot,
-    config.sampling.temperature,
-    config.max_length,
-    run.model,
-    run.mesh,
-    drafter,
-  )
+  spot = run.draft_trainer(drafter)
   critic = critic_lib.make_trainer(algorithm.critic, learner)
   policy = [
     run.part("policy in training", state.params, _SMALLER_POLICY),

@@ -171,14 +171,7 @@ def make_training_sides(
   """Sides that start from the config's policy and share a learner."""
   model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config.algorithm)
-  learner = from_config.make_learner(
-    config.learner,
-    config.optimizer,
-    model,
-    algorithm,
-    mesh,
-    config.rollout.kernels,
-  )
+  learner = from_config.make_learner(config, model, algorithm, mesh)
   return {name: TrainingSide(name, config, learner, params) for name in names}
 
 

@@ -63,14 +63,7 @@ def main(config: config_lib.RunConfig):
   model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config.algorithm)
   signal = equal_rewards.Watch(config, algorithm)
-  learner = from_config.make_learner(
-    config.learner,
-    config.optimizer,
-    model,
-    algorithm,
-    mesh,
-    config.rollout.kernels,
-  )
+  learner = from_config.make_learner(config, model, algorithm, mesh)
   reference = learner.offload(from_config.copy_reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
