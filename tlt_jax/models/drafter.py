@@ -1,8 +1,9 @@
-"""Drafters: one decoder layer that guesses the target's next tokens.
+"""Drafters: a few layers that guess the target's next tokens, their config and parameters.
 
-A drafter reads pairs, the target's feature of token t and the embedding of token t+1, and
-predicts token t+2. For drafted tokens its own output replaces the feature. Embedding and
-head are the target's, frozen, and passed with every call.
+`Drafter` is one layer that guesses token by token; that of `drafters/block.py` guesses a
+block in one pass. A `Drafter` reads pairs, the target's feature of token t and the
+embedding of token t+1, and predicts token t+2. For drafted tokens its own output replaces
+the feature. Embedding and head are the target's, frozen, and passed with every call.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,6 +29,32 @@ from tlt_jax.pallas_kernels.tree_attention import seen as seen_lib
 
 
 @dataclasses.dataclass(frozen=True)
+class Block:
+  """How a drafter guesses a block of tokens in one pass, see `drafters/block.py`."""
+
+  __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
+
+  size: int = 8  # K, places of a block
+  # Whether place k guesses the token after it, so that a block has K guesses, not K - 1
+  # (DSpark; DFlash's guess their own).
+  shifted: bool = True
+  mask_token: int | None = None  # whose embedding unknown places have; None: a trained one
+  window: int | None = 256  # tokens before it that a block reads; None: all
+  # Of the scores of a token by the one before it, which are added; 0: none
+  rank: int = 0
+
+  def __post_init__(self):
+    for name, least in (("size", 1 if self.shifted else 2), ("window", 1), ("rank", 0)):
+      value = getattr(self, name)
+      if value is not None and value < least:
+        raise ValueError(f"a drafter's block.{name} is at least {least}, not {value}")
+
+  @property
+  def guesses(self) -> int:
+    return self.size if self.shifted else self.size - 1
+
+
+@dataclasses.dataclass(frozen=True)
 class DrafterConfig:
   __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
@@ -36,9 +63,21 @@ class DrafterConfig:
   taps: tuple[int, ...] = ()  # target layers after which it reads; (): the final norm
   fc_bias: bool = False
   vocab: tuple[int, ...] = ()  # target ids it predicts, increasing; (): all
+  block: Block | None = None  # None: it guesses token by token
 
   def __post_init__(self):
     kind = drafters.find(self.kind)
+    if (self.block is None) != (kind.block is None):
+      raise ValueError(
+        f"{self.kind} drafters {'need a' if kind.block else 'have no'} block"
+      )
+    if not self.block and self.layer.num_layers != 1:
+      raise ValueError(f"num_layers={self.layer.num_layers}, but such a drafter has 1")
+    if self.block and not 0 <= (self.block.mask_token or 0) < self.layer.vocab_size:
+      raise ValueError(
+        f"block.mask_token={self.block.mask_token} is none of the target's "
+        f"{self.layer.vocab_size} tokens"
+      )
     if self.layer.layers:
       raise ValueError("drafters have neither sliding windows nor other kinds of layers")
     if self.taps and kind.customary_taps is None:
@@ -88,11 +127,17 @@ def of_target(
   customary_taps = drafters.find(kind).customary_taps
   if customary_taps is not None:
     fields = {"taps": customary_taps(config.num_layers)} | fields
-  alike = {"num_layers": 1, "layers": (), "query_scalar": None}
+  if block := drafters.find(kind).block:
+    fields = {"block": Block(mask_token=_unused_token(config))} | fields
+  alike = {"num_layers": 2 if block else 1, "layers": (), "query_scalar": None}
   if dense := families.find(config.architecture).dense:
     alike |= {"architecture": dense, "experts": None}
   layer = dataclasses.replace(config, **alike | of_layer)
   return DrafterConfig(kind=kind, layer=layer, **fields)
+
+
+def _unused_token(config: config_lib.ModelConfig) -> int | None:
+  return min((start for start, end in config.unused_rows if start < end), default=None)
 
 
 def most_frequent(
@@ -109,6 +154,12 @@ def most_frequent(
     raise ValueError(f"token {len(times) - 1} is not in a vocabulary of {vocab_size}")
   chosen = np.argsort(-times, kind="stable")[:count]
   return tuple(np.sort(chosen).tolist())
+
+
+def shared_head(config: DrafterConfig, target_params: dict) -> jax.Array:
+  """The target's head f[U D], of the drafter's tokens, without gradient."""
+  ids = config.target_ids if config.vocab else None
+  return target.output_head(config.layer, jax.lax.stop_gradient(target_params), ids)
 
 
 def affine(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -237,11 +288,9 @@ class Drafter(nn.Module):
 
   def output_head(self, target_params: dict) -> jax.Array:
     """The head f[U D] for `logits`, to be made once, outside of loops."""
-    config, frozen = self.config, jax.lax.stop_gradient(target_params)
-    if config.has_own_head:
-      return self.head
-    ids = config.target_ids if config.vocab else None
-    return target.output_head(config.layer, frozen, ids)
+    return (
+      self.head if self.config.has_own_head else shared_head(self.config, target_params)
+    )
 
   def before_head(self, h: jax.Array) -> jax.Array:
     """The input of the head, f[... D]."""
@@ -277,6 +326,10 @@ class Drafter(nn.Module):
     return x + self.mlp(self.post_norm(x))
 
 
+def module(config: DrafterConfig) -> nn.Module:
+  return (drafters.find(config.kind).block or Drafter)(config)
+
+
 def abstract_params(config: DrafterConfig) -> dict:
   return jax.eval_shape(lambda: _init(config, jax.random.key(0)))
 
@@ -298,13 +351,13 @@ def _init(config: DrafterConfig, key):
     "embedding": jnp.zeros((c.vocab_size, c.width)),
     "head": jnp.zeros((c.vocab_size, c.width)),
   }
-  variables = Drafter(config).init(
+  variables = module(config).init(
     key,
     target_params=frozen,
     features=jnp.zeros((1, 1, config.feature_width)),
     tokens=jnp.zeros((1, 1), jnp.int32),
     positions=jnp.zeros((1, 1), jnp.int32),
     mask=jnp.ones((1, 1, 1), bool),
-    method=Drafter.init_all,
+    method="init_all",
   )
   return variables["params"]

@@ -76,8 +76,6 @@ def _open(
   size = raw.pop("draft_vocab_size", None)
   try:
     config = config_lib.make(drafter.DrafterConfig, raw | {"vocab": ()})
-    if config.layer.num_layers != 1:
-      raise ValueError(f"num_layers={config.layer.num_layers}, but a drafter has 1")
     if "vocab" in raw or (size is not None and type(size) is not int):
       raise ValueError(f"draft_vocab_size={size!r:.60} is not an integer or null")
   except ValueError as e:

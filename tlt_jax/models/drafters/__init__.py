@@ -32,9 +32,11 @@ class Kind(NamedTuple):
     target's
   predicts_features: whether its output is the target's next feature, so that training
     may compare the two
+  block: (config) -> the module of a drafter that guesses a block in one pass, in place of
+    `drafter.Drafter`; of the other fields only `customary_taps` matters then
   """
 
-  inputs: Callable[[nn.Module, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+  inputs: Callable[..., tuple[jax.Array, jax.Array]] | None = None
   setup: Callable[[nn.Module], None] = lambda drafter: None
   feature: Callable[[nn.Module, jax.Array], jax.Array] = lambda drafter, x: x
   before_head: Callable[[nn.Module, jax.Array], jax.Array] = lambda drafter, h: h
@@ -43,6 +45,7 @@ class Kind(NamedTuple):
   customary_taps: Callable[[int], tuple[int, ...]] | None = None
   own_head: bool = False
   predicts_features: bool = False
+  block: Callable[..., nn.Module] | None = None
 
 
 def find(name: str) -> Kind:

@@ -61,7 +61,8 @@ class Shapes:
     if drafter is not None:
       layout = features_lib.of_drafter(drafter, train=training_chunk > 0)
     strategies = selector.strategies if selector is not None else ()
-    room = strategy_lib.Room.of(strategies)
+    block = drafter.block.size if drafter is not None and drafter.block else 0
+    room = strategy_lib.Room.of(strategies, block)
     most_rows = chooser_lib.most_rows(selector, options)
     return cls(config, mesh, options, layout, room, most_rows, drafter, training_chunk)
 

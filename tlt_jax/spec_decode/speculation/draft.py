@@ -27,11 +27,15 @@ from tlt_jax.spec_decode.speculation import tree as tree_lib
 class DraftState:
   """The drafter's side of the slots: its KV, and the pairs that are not in it yet.
 
+  A drafter of blocks reads the features alone.
+
   Pair t is the feature of token t with token t+1, and has slot t of its row. For a row at
   position p the pairs before p - count are in the pool; the last `count` are here.
   """
 
-  pool: cache_lib.Pool  # with the row's pages of the target's KV
+  pools: tuple[
+    cache_lib.Pool, ...
+  ]  # of each layer, with the row's pages of the target's KV
   features: jax.Array  # f[B A E]  the target's
   tokens: jax.Array  # i32[B A]
   count: jax.Array  # i32[B]
@@ -84,6 +88,19 @@ class Draft:
   def features(self, features: jax.Array) -> jax.Array:
     read = self._layout.split(features).drafter_input
     return self._apply(drafter_lib.Drafter.features, read)
+
+  def fill(
+    self,
+    pools: tuple[cache_lib.Pool, ...],
+    features: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    pages: jax.Array,
+  ) -> tuple[cache_lib.Pool, ...]:
+    """Writes pairs [B T] from slots `start` i32[B] on; their features are f[B T E]."""
+    at = start[:, None] + jnp.arange(tokens.shape[1])
+    k, v = self.keys_values(self.features(features), tokens, at)
+    return (cache_lib.LayerCache(*pools, pages, self._kernels).write(k, v, start).pool,)
 
   def keys_values(
     self, h: jax.Array, tokens: jax.Array, positions: jax.Array
@@ -139,7 +156,7 @@ def extend(
 ) -> tuple[jax.Array, cache_lib.LayerCache]:
   """Computes the pairs that the pool lacks; returns f[B D] at the last, and the cache."""
   pending, position = slots.pending, slots.position
-  cache = cache_lib.LayerCache(state.pool, slots.kv.pages, slots.kernels)
+  cache = cache_lib.LayerCache(*state.pools, slots.kv.pages, slots.kernels)
   last, start = jnp.maximum(state.count - 1, 0), position - state.count
   if draft.fits(cache, state.tokens.size):
     is_last = jnp.arange(state.tokens.shape[1]) == last[:, None]

@@ -10,7 +10,9 @@ the top tokens under the target's own noise, not the likeliest ones, and scores 
 The tree's depth is read at run time.
 """
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -74,17 +76,14 @@ def draft_tree(
   every = sampling_lib.repeat(slots.sampling, W)
 
   candidates = functools.partial(_top_children, draft, W)
-  score, token = candidates(h, slots.sampling, slots.position + 1)
-  first = _first_level(score, token)
-  join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
-  kept, _ = _best(join(first, _no_nodes(B, size - 1)), size - 1)
+  first = first_level(*candidates(h, slots.sampling, slots.position + 1))
   beams_h = jnp.repeat(h[:, None], W, 1)
   # The scratch slots of each beam's ancestors, level by level, then its own.
   levels = max(scratch // W, 1)
   path = jnp.broadcast_to(slots.position[:, None, None], (B, W, levels))
 
-  def grow(d, carry):
-    beams, beams_h, path, cache, kept = carry
+  def expand(d, beams, of_beams, cache):
+    beams_h, path = of_beams
     start = slots.position + (d - 1) * W  # the slot of the level's first pair
     own = (start[:, None] + jnp.arange(W))[..., None]
     path = jnp.where(jnp.arange(levels) < d - 1, path, own)
@@ -96,16 +95,43 @@ def draft_tree(
     out, cache = draft.step(beams_h, beams.token, pair, nodes, seen, cache, start)
     following = jnp.repeat(slots.position + d + 1, W)
     score, token = candidates(out.reshape(B * W, -1), every, following)
-    children = _children(beams, score.reshape(B, W, W), token.reshape(B, W, W), d)
+    return score.reshape(B, W, W), token.reshape(B, W, W), (out, path), cache
+
+  kept, cache = grow(expand, first, (beams_h, path), cache, depth, size)
+  return assemble(kept, slots.pending), cache
+
+
+def grow(
+  expand: Callable, first: Nodes, of_beams: Any, rest: Any, depth: jax.Array, size: int
+) -> tuple[Nodes, Any]:
+  """Grows trees level by level, to `depth` i32[]; keeps the best `size` - 1 nodes.
+
+  Args:
+    expand: (d, beams, of_beams, rest) -> the children of a level's W beams, their scores
+      f32[B W W] and tokens i32[B W W]; what the best children inherit of their parents, in
+      place of `of_beams`; and `rest`
+    first: the first level, of W nodes
+    of_beams: arrays [B W ...], which follow their beams
+    rest: others
+  Returns:
+    The nodes, and the last `rest`.
+  """
+  B, W = first.token.shape
+  join = functools.partial(jax.tree.map, lambda a, b: jnp.concatenate([a, b], 1))
+  kept, _ = _best(join(first, _no_nodes(B, size - 1)), size - 1)
+
+  def level(d, carry):
+    beams, of_beams, rest, kept = carry
+    score, token, of_beams, rest = expand(d, beams, of_beams, rest)
+    children = _children(beams, score, token, d)
     kept, _ = _best(join(kept, children), size - 1)
     beams, index = _best(children, W)
     parent = (index // W)[..., None]
-    beams_h, path = (jnp.take_along_axis(x, parent, 1) for x in (out, path))
-    return beams, beams_h, path, cache, kept
+    inherited = jax.tree.map(lambda x: jnp.take_along_axis(x, parent, 1), of_beams)
+    return beams, inherited, rest, kept
 
-  start = (first, beams_h, path, cache, kept)
-  *_, cache, kept = jax.lax.fori_loop(1, depth, grow, start)
-  return _assemble(kept, slots.pending), cache
+  *_, rest, kept = jax.lax.fori_loop(1, depth, level, (first, of_beams, rest, kept))
+  return kept, rest
 
 
 def _beams(start: jax.Array, depth: jax.Array, path: jax.Array) -> few_rows.Nodes:
@@ -122,7 +148,7 @@ def _top_children(draft, width: int, h, sampling, position):
   return score, draft.tokens(place)
 
 
-def _first_level(score: jax.Array, token: jax.Array) -> Nodes:
+def first_level(score: jax.Array, token: jax.Array) -> Nodes:
   zero = jnp.zeros_like(token)
   return Nodes(
     score=score,
@@ -155,7 +181,7 @@ def _children(beams: Nodes, score: jax.Array, token: jax.Array, depth) -> Nodes:
   )
 
 
-def _assemble(nodes: Nodes, pending) -> tree_lib.Tree:
+def assemble(nodes: Nodes, pending) -> tree_lib.Tree:
   """The tree of the chosen nodes, in order of number: parents come first."""
   order = jnp.argsort(jnp.where(nodes.score > -jnp.inf, nodes.number, 2**30), 1)
   nodes = jax.tree.map(lambda x: jnp.take_along_axis(x, order, 1), nodes)

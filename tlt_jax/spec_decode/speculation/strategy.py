@@ -76,7 +76,8 @@ class Room:
 
   longest: int = 1  # A, most tokens that a pass of the target yields
   target: int = 0  # cache slots behind the longest sequence: the nodes of a tree
-  drafter: int = 0  # behind the longest pair: nodes of a tree that have children
+  # Behind the longest pair: nodes of a tree that have children, or a block.
+  drafter: int = 0
 
   @property
   def behind(self) -> int:
@@ -91,12 +92,13 @@ class Room:
     return max(known - 1 - self.longest, 0)
 
   @classmethod
-  def of(cls, strategies: Iterable[Strategy]) -> "Room":
+  def of(cls, strategies: Iterable[Strategy], block: int = 0) -> "Room":
+    """`block` counts the tokens of a block that the drafter guesses in one pass, if any."""
     strategies = tuple(strategies)
     trees = [s for s in strategies if s.width > 1]
     nodes = max((s.verify for s in trees), default=0)
     return cls(
       longest=1 + max((s.longest for s in strategies), default=0),
       target=nodes,
-      drafter=max([nodes, *(s.width * (s.depth - 1) for s in trees)]),
+      drafter=block or max([nodes, *(s.width * (s.depth - 1) for s in trees)]),
     )

@@ -1,7 +1,8 @@
 """The drafter's loss on packed sequences, with the target's features given.
 
-Pair t, the feature of token t with token t+1, predicts the target's next feature and its
-distribution of token t+2. Several drafting steps are trained at once, each on the output
+For drafters that guess token by token; `block_loss` has that of the others. Pair t, the
+feature of token t with token t+1, predicts the target's next feature and its distribution
+of token t+2. Several drafting steps are trained at once, each on the output
 of the one before, so that the drafter learns from its own mistakes:
 
     sum_k DECAY^k * mean(distribution loss + REGRESSION * smooth_L1(feature))
@@ -50,7 +51,9 @@ _LOGITS, _POSITIONS = 2**23, 256
 class Settings:
   """A run's choices of a drafter's objective; for the defaults see `spot.Options`."""
 
-  steps: ranges.Count = ranges.field(2, "drafting steps unrolled in training")
+  steps: ranges.Count = ranges.field(
+    2, "drafting steps unrolled in training; drafters of blocks train all of a block"
+  )
   distance: Literal[DISTANCES] = ranges.field(
     "total_variation", "distance between the target's and the drafter's distributions"
   )
@@ -104,32 +107,27 @@ def loss(
   unroll = functools.partial(apply, method=drafter_lib.Drafter.unroll)
   outputs = unroll(frozen, drafter_input, packed.targets, by, mask, options.steps)
   head = apply(frozen, method=drafter_lib.Drafter.output_head)
-  ids = drafter.target_ids if drafter.vocab else None
-  goal_head = target.output_head(config, frozen, ids)
   final = _ahead(final)
   # Pair t is trained where token t+2 is a response token of the same sequence.
   inside = _ahead(packed.mask) & (_ahead(packed.positions) > 0)
   metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
-  is_new = None
-  if updates is not None and options.cross_entropy_updates:
-    is_new = updates < options.cross_entropy_updates
-  has = np.zeros(config.vocab_size, bool)
-  has[drafter.target_ids] = True
-  known = jnp.asarray(has)[_ahead(packed.targets)]
-  compare = functools.partial(_compare, _Comparison(options, drafter))
+  known = knows(drafter, _ahead(packed.targets))
+  goal = goal_of(options, drafter, target_params, updates)
+  first = 0 if drafter.has_own_head else None
+  compare = functools.partial(compare_with_goals, Comparison(options, drafter, 1, first))
   total = 0.0
   for k, h in enumerate(outputs):
-    valid = (inside & (packed.positions >= k)).astype(jnp.float32)
+    valid = inside & (packed.positions >= k)
     x = apply(h, method=drafter_lib.Drafter.before_head)
-    goal = _Goal(goal_head, is_new), _Goals(final, known, valid)
-    share, agreed = compare(x, head, *goal)
+    goals = Goals(final, known, jnp.zeros_like(packed.positions), valid)
+    share, *sums = compare(x, head, goal, goals)
     if drafter.predicts_features:
       error = jnp.abs(h - final).astype(jnp.float32)
       smooth = jnp.where(error < 1, 0.5 * error**2, error - 0.5)  # smooth L1
       share += REGRESSION * jnp.sum(jnp.mean(smooth, -1) * valid)
     total += DECAY**k * share
     metrics[f"loss_{k + 1}"] = share
-    metrics[f"agreement_{k + 1}"] = agreed
+    metrics[f"agreement_{k + 1}"] = sums[1][0]
   return total, metrics
 
 
@@ -137,24 +135,46 @@ def _ahead(x: jax.Array) -> jax.Array:
   return jnp.roll(x, -1, 1)
 
 
-class _Goal(NamedTuple):
+class Goal(NamedTuple):
   head: jax.Array  # f[U D]  the target's, of the drafter's tokens
   is_new: jax.Array | None  # bool[]  whether cross-entropy is trained; None: no
 
 
-class _Goals(NamedTuple):
+class Goals(NamedTuple):
   final: jax.Array  # f[rows T D]  the target's state, from which the token was drawn
   known: jax.Array  # bool[rows T]  whether the drafter has that token
-  valid: jax.Array  # f32[rows T]  whether it is trained
+  step: jax.Array  # i32[rows T]  of drafting, from 0
+  valid: jax.Array  # bool[rows T]  whether it is trained
+
+
+def goal_of(
+  options: Loss,
+  drafter: drafter_lib.DrafterConfig,
+  target_params,
+  updates: jax.Array | None,
+) -> Goal:
+  is_new = None
+  if updates is not None and options.cross_entropy_updates:
+    is_new = updates < options.cross_entropy_updates
+  return Goal(drafter_lib.shared_head(drafter, target_params), is_new)
+
+
+def knows(drafter: drafter_lib.DrafterConfig, tokens: jax.Array) -> jax.Array:
+  """Whether a drafter may predict tokens i32[...]."""
+  has = np.zeros(drafter.layer.vocab_size, bool)
+  has[drafter.target_ids] = True
+  return jnp.asarray(has)[tokens]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Comparison:
+class Comparison:
   options: Loss
   drafter: drafter_lib.DrafterConfig
+  steps: int  # of drafting; the distance of step k is weighted by DECAY^k
+  first: int | None  # column of the head, from which on it is trained; None: it is frozen
 
-  def of_block(self, x, head, goal: _Goal, goals: _Goals):
-    """The results of `_compare`, and the gradient by x and by a head that is trained."""
+  def of_block(self, x, head, goal: Goal, goals: Goals):
+    """The results of `compare_with_goals`, and the gradient by x and by the head."""
     p = jnp.exp(self._log_softmax(layers.linear(goals.final, goal.head, jnp.float32)))
     logq = self._log_softmax(layers.linear(x, head, jnp.float32))
     q, known = jnp.exp(logq), goals.known
@@ -169,14 +189,22 @@ class _Comparison:
       distance, by_z = pairs[1]
     else:
       distance, by_z = (jnp.where(goal.is_new, *of) for of in zip(*pairs, strict=True))
-    sums = jnp.sum(distance * goals.valid), jnp.sum((1 - variation) * goals.valid)
-    each = goals.valid * known / self.options.temperature
+    valid = goals.valid.astype(jnp.float32)
+    weight = valid * DECAY ** goals.step.astype(jnp.float32)
+    by_step = valid[..., None] * jax.nn.one_hot(goals.step, self.steps)
+    sums = (
+      jnp.sum(distance * weight),
+      jnp.einsum("bt,bts->s", distance, by_step),
+      jnp.einsum("bt,bts->s", 1 - variation, by_step),
+    )
+    each = weight * known / self.options.temperature
     by_z = (each[..., None] * by_z).astype(x.dtype)
     by_x = jax.lax.dot_general(by_z, head.astype(x.dtype), (((2,), (0,)), ((), ())))
     by_head = None
-    if self.drafter.has_own_head:
+    if self.first is not None:
       rows = ((0, 1), (0, 1)), ((), ())
-      by_head = jax.lax.dot_general(by_z, x, rows, preferred_element_type=jnp.float32)
+      read = x[..., self.first :]
+      by_head = jax.lax.dot_general(by_z, read, rows, preferred_element_type=jnp.float32)
     return sums, by_x, by_head
 
   def _log_softmax(self, z: jax.Array) -> jax.Array:
@@ -186,14 +214,15 @@ class _Comparison:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compare(
-  comparison: _Comparison, x: jax.Array, head: jax.Array, goal: _Goal, goals: _Goals
-) -> tuple[jax.Array, jax.Array]:
-  """The sums of the trained distance, which alone has a gradient, and of agreement.
+def compare_with_goals(
+  comparison: Comparison, x: jax.Array, head: jax.Array, goal: Goal, goals: Goals
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The weighted sum of the trained distance, which alone has a gradient, f32[].
 
-  Of x f[rows T D] and the head f[U D]. The gradient is computed at once, block by block
-  of positions, so that no logits are kept or computed twice; by the logits it is rounded
-  to the dtype of x before it is multiplied.
+  And the sums of distance and agreement by step, f32[steps] each. Of x f[rows T D] and the
+  head f[U D]. The gradient is computed at once, block by block of positions, so that no
+  logits are kept or computed twice; by the logits it is rounded to the dtype of x before it
+  is multiplied.
   """
   return _compare_and_derive(comparison, x, head, goal, goals)[0]
 
@@ -203,6 +232,7 @@ def _compare_and_derive(comparison, x, head, goal, goals):
   at_once = max(max(_LOGITS // len(head), _POSITIONS) // rows, 1)
   count = -(-T // at_once)
   size = -(-T // count)
+  first = comparison.first
 
   def cut(y):  # the positions after the last are not valid
     y = jnp.pad(y, [(0, 0), (0, count * size - T)] + [(0, 0)] * (y.ndim - 2))
@@ -213,20 +243,24 @@ def _compare_and_derive(comparison, x, head, goal, goals):
     found, by_x, more = comparison.of_block(x, head, goal, goals)
     return None if more is None else by_head + more, (found, by_x)
 
+  def of_all_columns(by_head):
+    return None if by_head is None else jnp.pad(by_head, ((0, 0), (first, 0)))
+
   with jax.default_matmul_precision(target.matmul_precision(x.dtype.name)):
     if count == 1:
-      found, *derived = comparison.of_block(x, head, goal, goals)
-      return found, derived
-    zeros = jnp.zeros_like(head, jnp.float32) if comparison.drafter.has_own_head else None
+      found, by_x, by_head = comparison.of_block(x, head, goal, goals)
+      return found, (by_x, of_all_columns(by_head))
+    zeros = None if first is None else jnp.zeros_like(head[:, first:], jnp.float32)
     by_head, (found, by_x) = jax.lax.scan(add, zeros, jax.tree.map(cut, (x, goals)))
   by_x = by_x.swapaxes(0, 1).reshape(rows, count * size, *x.shape[2:])[:, :T]
-  return jax.tree.map(lambda y: jnp.sum(y, 0), found), (by_x, by_head)
+  found = jax.tree.map(lambda y: jnp.sum(y, 0), found)
+  return found, (by_x, of_all_columns(by_head))
 
 
 def _multiply(comparison, derived, cotangents):
-  of_distance, _ = cotangents
+  of_distance, *_ = cotangents
   by_x, by_head = jax.tree.map(lambda y: (of_distance * y).astype(y.dtype), derived)
   return by_x, by_head, None, None
 
 
-_compare.defvjp(_compare_and_derive, _multiply)
+compare_with_goals.defvjp(_compare_and_derive, _multiply)

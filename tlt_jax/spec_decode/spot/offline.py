@@ -27,6 +27,7 @@ from tlt_jax.models import target
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.spot import loss as loss_lib
+from tlt_jax.spec_decode.spot import objective
 from tlt_jax.spec_decode.spot import state as state_lib
 
 
@@ -94,7 +95,7 @@ class DraftLearner:
 
     def loss(params, batch, features):
       batch = jax.tree.map(self._over_slices, batch)
-      return loss_lib.loss(
+      return objective.of(self.drafter)(
         self.loss,
         self.drafter,
         self.config,
@@ -208,4 +209,5 @@ def make(
   rounded up to a multiple of the slices.
   """
   buckets = packing.over_slices(buckets, mesh.shape[axes.DATA])
+  loss = objective.options_of(drafter, loss)
   return DraftLearner(config, drafter, loss, optimizer, mesh, buckets)

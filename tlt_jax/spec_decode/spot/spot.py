@@ -29,6 +29,7 @@ from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.spot import buffer as buffer_lib
 from tlt_jax.spec_decode.spot import investment as investment_lib
 from tlt_jax.spec_decode.spot import loss as loss_lib
+from tlt_jax.spec_decode.spot import objective
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import state as state_lib
 from tlt_jax.spec_decode.spot import trainer as trainer_lib
@@ -302,6 +303,7 @@ def make_trainer(
   options: Options,
 ) -> trainer_lib.Trainer:
   """ValueError: pieces repeat less than the loss unrolls."""
+  loss = objective.options_of(drafter, loss)
   if options.row_tokens < longest and options.context_tokens < loss.steps:
     raise ValueError(
       f"context_tokens ({options.context_tokens}) must be at least the drafting steps of "

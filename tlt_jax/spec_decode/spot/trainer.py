@@ -26,6 +26,7 @@ from tlt_jax.models import layers
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.spot import loss as loss_lib
+from tlt_jax.spec_decode.spot import objective
 from tlt_jax.spec_decode.spot import rows as rows_lib
 from tlt_jax.spec_decode.spot import state as state_lib
 
@@ -90,7 +91,7 @@ class Trainer:
     features: jax.Array,
     updates: jax.Array | None = None,
   ):
-    return loss_lib.loss(
+    return objective.of(self.drafter)(
       self.loss,
       self.drafter,
       self.config,

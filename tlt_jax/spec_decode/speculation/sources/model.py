@@ -1,4 +1,4 @@
-"""Drafts by a drafter with weights: one decoder layer that reads the target's features.
+"""Drafts by a drafter with weights, which reads the target's features.
 
 The drafter's cache is filled from kept features: no pass of the target is needed.
 """
@@ -17,6 +17,7 @@ from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import slices
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 from tlt_jax.spec_decode.speculation import draft as draft_lib
+from tlt_jax.spec_decode.speculation import draft_block
 from tlt_jax.spec_decode.speculation import draft_tree
 from tlt_jax.spec_decode.speculation import source as source_lib
 
@@ -25,7 +26,7 @@ from tlt_jax.spec_decode.speculation import source as source_lib
 class Entry:
   """A chunk's state before and after: the drafter's KV, and each row's last tokens."""
 
-  pool: cache_lib.Pool
+  pools: tuple[cache_lib.Pool, ...]  # of each layer
   tokens: jax.Array  # i32[B A]
   count: jax.Array  # i32[B]  valid tokens, as many as the pool lacks pairs
 
@@ -44,6 +45,12 @@ class Model(source_lib.Source):
           f"strategy {strategy} guesses {strategy.width} tokens per node, the drafter "
           f"knows {known}; choose a narrower one"
         )
+      block = setting.drafter.block
+      if block and strategy.depth > block.guesses:
+        raise ValueError(
+          f"strategy {strategy} guesses {strategy.depth} tokens, the drafter's block has "
+          f"{block.guesses}; choose a shorter one"
+        )
     rows = axes.sharding(setting.mesh, axes.DATA)
     self._over = slots_lib.pool_sharding(setting.mesh, setting.drafter.layer)
     self.state_shardings = Entry(self._over, rows, rows)
@@ -51,19 +58,17 @@ class Model(source_lib.Source):
 
   @functools.cached_property
   def _fill(self):
-    """(weights, pool, features, pages i32[R M], tokens i32[R T], start i32[R]) -> pool.
+    """(weights, pools, features, pages i32[R M], tokens i32[R T], start i32[R]) -> pools.
 
-    Writes pairs from `start` on, of R rows a slice, to the drafter's pool (donated);
+    Writes pairs from `start` on, of R rows a slice, to the drafter's pools (donated);
     token j of a row is the one after position start + j.
     """
     setting = self.setting
 
-    def fill(weights, pool, features, pages, tokens, start):
+    def fill(weights, pools, features, pages, tokens, start):
       at = start[:, None] + jnp.arange(tokens.shape[1])
-      draft = self._draft(weights)
-      h = draft.features(features_lib.whole(pages_lib.read(features, pages, at)))
-      k, v = draft.keys_values(h, tokens, at)
-      return cache_lib.LayerCache(pool, pages, setting.kernels).write(k, v, start).pool
+      read = features_lib.whole(pages_lib.read(features, pages, at))
+      return self._draft(weights).fill(pools, read, tokens, start, pages)
 
     specs = (slices.WHOLE, *(slices.ROWS,) * 5)
     mapped = slices.per_slice(setting.mesh, fill, specs, slices.ROWS, setting.kernels)
@@ -75,15 +80,15 @@ class Model(source_lib.Source):
     R, T = setting.fill_rows, setting.fill_block
     pages = rows(R, jnp.int32, setting.pages.most)
     tokens, start = rows(R, jnp.int32, T), rows(R, jnp.int32)
-    args = weights, self._abstract_pool, slots.features, pages, tokens, start
+    args = weights, self._abstract_pools, slots.features, pages, tokens, start
     setting.pool.get("fill", (), self._fill, *args)
     batch = slots.pending.shape[0] // setting.mesh.shape[axes.DATA]
     tokens = rows(batch, jnp.int32, setting.room.longest)
-    return Entry(self._abstract_pool, tokens, rows(batch, jnp.int32))
+    return Entry(self._abstract_pools, tokens, rows(batch, jnp.int32))
 
   def prepare(self, weights, slots, running):
-    if self._pool is None:
-      self._pool = slices.zeros(self._abstract_pool)
+    if self._pools is None:
+      self._pools = slices.zeros(self._abstract_pools)
     self._fill_missing(weights, slots, running)
     A = self.setting.room.longest
     tokens = np.zeros((len(running), len(running[0]), A), np.int32)
@@ -95,15 +100,15 @@ class Model(source_lib.Source):
           n = min(len(known) - 1, A)
           count[s, slot] = n
           tokens[s, slot, :n] = known[len(known) - n :]
-    pool, self._pool = self._pool, None
-    return Entry(pool, *(slices.place(self.setting.mesh, x) for x in (tokens, count)))
+    pools, self._pools = self._pools, None
+    return Entry(pools, *(slices.place(self.setting.mesh, x) for x in (tokens, count)))
 
   def release(self, state, known):
-    self._pool = state.pool
+    self._pools = state.pools
     self._filled = {request: self.setting.room.filled(n) for request, n in known.items()}
 
   def reset(self):
-    self._pool, self._filled = None, {}
+    self._pools, self._filled = None, {}
 
   def _fill_missing(self, weights, slots, running) -> None:
     R, T = self.setting.fill_rows, self.setting.fill_block
@@ -119,8 +124,8 @@ class Model(source_lib.Source):
             pages[s, j], start[s, j] = request.pages, at
             tokens[s, j, : len(following)] = following
         placed = (slices.place(self.setting.mesh, x) for x in (pages, tokens, start))
-        args = self._pool, slots.features, *placed
-        self._pool = self.setting.pool.run("fill", (), self._fill, weights, *args)
+        args = self._pools, slots.features, *placed
+        self._pools = self.setting.pool.run("fill", (), self._fill, weights, *args)
 
   def _missing(self, running):
     """Yields, per slice, (request, first pair) of blocks to compute, one per request."""
@@ -143,42 +148,46 @@ class Model(source_lib.Source):
     at = slots.position[:, None] - state.count[:, None] + jnp.arange(state.tokens.shape[1])
     read = pages_lib.read(slots.features, slots.kv.pages, jnp.maximum(at, 0))
     return draft_lib.DraftState(
-      state.pool, features_lib.whole(read), state.tokens, state.count
+      state.pools, features_lib.whole(read), state.tokens, state.count
     )
 
   def end(self, state):
-    return Entry(state.pool, state.tokens, state.count)
+    return Entry(state.pools, state.tokens, state.count)
 
   @property
-  def _abstract_pool(self) -> cache_lib.Pool:
-    s = self.setting
-    return slots_lib.abstract_pool(s.mesh, s.drafter.layer, s.pages)
+  def _abstract_pools(self) -> tuple[cache_lib.Pool, ...]:
+    s, layer = self.setting, self.setting.drafter.layer
+    return (slots_lib.abstract_pool(s.mesh, layer, s.pages),) * layer.num_layers
 
-  def _draft(self, weights) -> draft_lib.Draft:
+  def _draft(self, weights) -> draft_lib.Draft | draft_block.BlockDraft:
     s, w = self.setting, weights
     args = s.drafter, s.layout, w.target, w.draft, w.draft_rotations, s.kernels
-    return draft_lib.Draft(*args)
+    return (draft_block.BlockDraft if s.drafter.block else draft_lib.Draft)(*args)
 
   def bind(self, strategy, weights, length):
     draft = self._draft(weights)
+    shape = dict(width=strategy.width, size=strategy.verify)
+    scratch = self.setting.room.drafter
+
+    def of_blocks(*args):
+      if strategy.width == 1:
+        return draft_block.chain(draft, *args, strategy.verify)
+      return draft_block.tree(draft, *args, **shape)
+
+    def of_steps(*args):
+      if strategy.width == 1:
+        tree, cache = draft_lib.draft_chain(draft, *args, strategy.verify)
+      else:
+        tree, cache = draft_tree.draft_tree(draft, *args, **shape, scratch=scratch)
+      return tree, (cache.pool,)
+
+    guess = of_blocks if self.setting.drafter.block else of_steps
 
     def propose(slots, state, depth):
-      if strategy.width == 1:
-        drafted = draft_lib.draft_chain(draft, state, slots, depth, strategy.verify)
-      else:
-        drafted = draft_tree.draft_tree(
-          draft,
-          state,
-          slots,
-          depth,
-          width=strategy.width,
-          size=strategy.verify,
-          scratch=self.setting.room.drafter,
-        )
-      return source_lib.Proposal(*drafted)
+      return source_lib.Proposal(*guess(state, slots, depth))
 
-    def absorb(cache, output):
-      return draft_lib.DraftState(cache.pool, output.features, output.tokens, output.count)
+    def absorb(pools, output):
+      return draft_lib.DraftState(pools, output.features, output.tokens, output.count)
 
     return propose, absorb
 

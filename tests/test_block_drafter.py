@@ -1,0 +1,348 @@
+"""Drafters of blocks: what training computes is what drafting does, and nothing differs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from tlt_jax import packing
+from tlt_jax.models import cache as cache_lib
+from tlt_jax.models import drafter as drafter_lib
+from tlt_jax.models import drafter_files
+from tlt_jax.models import layers
+from tlt_jax.rl import optimizer
+from tlt_jax.spec_decode import rollout
+from tlt_jax.spec_decode.decoding import features as features_lib
+from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import block_loss
+from tlt_jax.spec_decode.spot import loss as draft_loss
+from tlt_jax.spec_decode.spot import offline as draft_learner
+from tlt_jax.spec_decode.spot import spot as spot_lib
+
+BLOCK = drafter_lib.Block(size=4, window=9)
+KINDS = {
+  "plain": BLOCK,
+  "whole": dataclasses.replace(BLOCK, window=None),
+  "selector": dataclasses.replace(BLOCK, rank=6),
+  "unshifted": dataclasses.replace(BLOCK, shifted=False, mask_token=63),
+}
+CONFIGS = {
+  name: drafter_lib.of_target(tiny.CONFIG, "block", taps=(0, 1), block=block)
+  for name, block in KINDS.items()
+} | {
+  "vocab": drafter_lib.of_target(
+    tiny.CONFIG, "block", taps=(0, 1), block=KINDS["selector"], vocab=tiny.DRAFT_VOCAB
+  )
+}
+
+
+@functools.cache
+def params(kind):
+  made = drafter_lib.init_params(CONFIGS[kind], jax.random.key(1))
+  if "after" in made:  # which is zero in a new drafter
+    made["after"] = jax.random.normal(jax.random.key(2), made["after"].shape)
+  return made
+
+
+def apply(kind, *args, method):
+  module = drafter_lib.module(CONFIGS[kind])
+  return module.apply({"params": params(kind)}, *args, method=method)
+
+
+def by(positions):
+  return layers.rotation(tiny.CONFIG, positions)
+
+
+def attention(q, k, v, mask):
+  """Of heads [T N H] to [S K H], in float64."""
+  group = q.shape[1] // k.shape[1]
+  k, v = (np.repeat(x, group, 1).astype(np.float64) for x in (k, v))
+  scores = np.einsum("tnh,snh->nts", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
+  scores = np.where(mask, scores, -np.inf)
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+def rotate(x, positions):
+  half = x.shape[-1] // 2
+  freq = tiny.CONFIG.ropes[0].theta ** (-np.arange(half) / half)
+  angle = np.asarray(positions)[:, None, None] * freq
+  x1, x2 = x[..., :half], x[..., half:]
+  cos, sin = np.cos(angle), np.sin(angle)
+  return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+
+
+def norm(x, scale):
+  return x / np.sqrt((x * x).mean(-1, keepdims=True) + tiny.CONFIG.norm_eps) * scale
+
+
+def by_hand(kind, features, pending, start):
+  """The head's input of the guesses after `start` tokens: the definition, in NumPy."""
+  config, c = CONFIGS[kind], tiny.CONFIG
+  own = jax.tree.map(lambda x: np.asarray(x, np.float64), params(kind))
+  embedding = np.asarray(tiny.params()["embedding"], np.float64)
+  block = config.block
+  mask = own["mask"] if block.mask_token is None else embedding[block.mask_token]
+  x = np.stack([embedding[pending], *[mask] * (block.size - 1)])
+  first = 0 if block.window is None else max(start - block.window, 0)
+  h = norm(features[:start] @ own["fc"].T, own["hidden_norm"]["scale"])
+  at = start + np.arange(block.size)
+  places = np.concatenate([np.arange(start), at])
+  for i in range(config.layer.num_layers):
+    w = own[f"layers_{i}"]
+    a = w["attention"]
+
+    def project(y, name, a=a):
+      y = y @ a[f"{name}_proj"].T
+      y = y.reshape(len(y), -1, c.head_dim)
+      return norm(y, a[f"{name}_norm"]["scale"]) if name in "qk" else y
+
+    y = norm(x, w["input_norm"]["scale"])
+    both = np.concatenate([h, y])
+    k, v = rotate(project(both, "k"), places), project(both, "v")
+    seen = (places >= first)[None].repeat(block.size, 0)
+    out = attention(rotate(project(y, "q"), at), k, v, seen)
+    x = x + out.reshape(block.size, -1) @ a["o_proj"].T
+    y, m = norm(x, w["post_norm"]["scale"]), w["mlp"]
+    gate = y @ m["gate_proj"].T
+    x = x + (gate / (1 + np.exp(-gate)) * (y @ m["up_proj"].T)) @ m["down_proj"].T
+  return norm(x, own["norm"]["scale"])[block.size - block.guesses :]
+
+
+@pytest.mark.parametrize("kind", ["plain", "whole", "unshifted"])
+def test_training_and_drafting_compute_the_definition(kind):
+  T, starts, rng = 20, (1, 6, 15), np.random.default_rng(0)
+  tokens = rng.integers(0, 64, T + 1).astype(np.int32)
+  features = rng.normal(0, 1, (T, CONFIGS[kind].feature_width)).astype(np.float32)
+  expected = [by_hand(kind, features, tokens[s], s) for s in starts]
+  block = CONFIGS[kind].block
+  anchors = np.array(starts) - 1
+  behind = anchors[:, None] - np.arange(T)
+  mask = (behind >= 0) & (behind < (block.window or T))
+  at = (np.array(starts)[:, None] + np.arange(block.size)).reshape(1, -1)
+  rotations = by(jnp.arange(T)[None]), by(jnp.asarray(at))
+  pending = tokens[None, list(starts)]
+  args = tiny.params(), features[None], pending, rotations, mask[None]
+  trained = apply(kind, *args, method="of_anchors")[0]
+  np.testing.assert_allclose(trained, expected, atol=1e-5)
+
+  h = apply(kind, features[None], method="features")
+  written = apply(kind, h, rotations[0], method="keys_values")
+  for start, of_start in zip(starts, expected, strict=True):
+    first, position = jnp.zeros(1, jnp.int32), jnp.full(1, start)
+    caches = [
+      cache_lib.init(CONFIGS[kind].layer, 1, T + 4)[0].write(k, v, first)
+      for k, v in written  # with what comes later, which must not be seen
+    ]
+    at = position[:, None] + jnp.arange(block.size)
+    args = tiny.params(), tokens[start : start + 1], by(at), caches, position
+    x, _ = apply(kind, *args, method="__call__")
+    np.testing.assert_allclose(x[0], of_start, atol=1e-5)
+
+
+@functools.cache
+def sequences(count=48, seed=0):
+  made = tiny.requests(count // 4, 4, max_tokens=24, stop_tokens=[3], seed=seed)
+  options = rollout.Options(max_length=40, max_prompt=12, slots=count, prompt_rows=16)
+  samples = rollout.make(tiny.CONFIG, tiny.mesh(1), options)(tiny.params(), made)
+  prompts = [made.prompts[p] for p in made.prompt_idx]
+  return prompts, [samples.response(i) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+  ("kind", "data", "model", "shape"),
+  [
+    ("plain", 1, 1, (4, 1, 5)),
+    ("plain", 2, 1, (3, 3, 8)),
+    ("selector", 1, 1, (4, 1, 5)),
+    ("vocab", 2, 2, (4, 2, 7)),
+    tiny.slow("unshifted", 1, 1, (3, 1, 4)),
+    tiny.slow("selector", 2, 1, (4, 3, 10)),
+    tiny.slow("vocab", 1, 1, (4, 1, 5)),
+  ],
+)
+def test_no_token_differs(kind, data, model, shape):
+  mesh, made = tiny.mesh(data, model), tiny.requests(8, 4, max_tokens=24, seed=2)
+  options = rollout.Options(max_length=40, max_prompt=12, slots=8, chunk=8)
+  plain = rollout.make(tiny.CONFIG, mesh, options)(tiny.on(mesh), made)
+  always = selector_lib.always(strategy_lib.Strategy(*shape))
+  drafter = spot_lib.Frozen(CONFIGS[kind], params(kind))
+  drafted = rollout.make(tiny.CONFIG, mesh, options, drafter, always)(tiny.on(mesh), made)
+  np.testing.assert_array_equal(plain.length, drafted.length)
+  for i in range(len(made)):
+    np.testing.assert_array_equal(plain.response(i), drafted.response(i))
+
+
+def test_a_block_is_not_shorter_than_what_is_drafted():
+  options = rollout.Options(max_length=40, max_prompt=12, slots=8)
+  for kind, depth in (("plain", 5), ("unshifted", 4)):
+    always = selector_lib.always(strategy_lib.Strategy(depth, 1, depth + 1))
+    drafter = spot_lib.Frozen(CONFIGS[kind], params(kind))
+    with pytest.raises(ValueError, match=f"the drafter's block has {depth - 1}"):
+      rollout.make(tiny.CONFIG, tiny.mesh(1), options, drafter, always)
+
+
+def test_settings_that_make_no_sense_are_refused():
+  for name, fields, message in (
+    ("eagle3", dict(block=BLOCK), "have no block"),
+    ("block", dict(block=None), "need a block"),
+    ("block", dict(block=dataclasses.replace(BLOCK, mask_token=64)), "mask_token=64"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      drafter_lib.of_target(tiny.CONFIG, name, **fields)
+  for fields in (dict(size=0), dict(size=1, shifted=False), dict(window=0), dict(rank=-1)):
+    with pytest.raises(ValueError, match=f"block.{next(iter(fields))}"):
+      drafter_lib.Block(**fields)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_saved_drafter_loads_bit_for_bit(kind, tmp_path):
+  drafter_files.save(tmp_path / "d", CONFIGS[kind], params(kind))
+  config, loaded = drafter_files.load(tmp_path / "d", tiny.CONFIG, tiny.mesh(1, 2))
+  assert config == CONFIGS[kind]
+  jax.tree.map(np.testing.assert_array_equal, loaded, params(kind))
+
+
+def batch(kind, rows=4, T=48):
+  rng = np.random.default_rng(0)
+  prompts, responses = (
+    [rng.integers(0, 64, n).astype(np.int32) for n in rng.integers(2, 16, 12)]
+    for _ in range(2)
+  )
+  packed = packing.pack(prompts, responses, [packing.Bucket(rows, T)])[0].micro_batch(0)
+  shape = *packed.tokens.shape, tiny.CONFIG.width
+  final = rng.normal(0, 1, shape).astype(np.float32)
+  read = rng.normal(0, 1, (*shape[:2], CONFIGS[kind].feature_width)).astype(np.float32)
+  return packed, features_lib.Kept(read, final)
+
+
+@pytest.mark.parametrize("kind", ["plain", "unshifted", "vocab"])
+@pytest.mark.parametrize("distance", draft_loss.DISTANCES)
+def test_the_loss_is_what_is_documented(kind, distance):
+  """Summed up by hand over anchors and guesses, each block computed alone, in float64."""
+  config, (packed, kept) = CONFIGS[kind], batch(kind)
+  block = config.block
+  options = draft_loss.Loss(steps=block.guesses, distance=distance, temperature=0.8)
+  updates = jnp.int32(500)
+  frozen, ids = tiny.params(), np.array(config.target_ids)
+  args = params(kind), frozen, packed, kept, None, updates
+  loss = functools.partial(block_loss.loss, options, config, tiny.CONFIG)
+  total, metrics = jax.jit(loss)(*args)
+  count = block_loss.num_anchors(block.size, packed.tokens.shape[1])
+  anchors, valid = map(np.asarray, block_loss._anchors(packed, count, updates))
+  head = np.asarray(frozen["head"], np.float64)
+
+  def softmax(x):
+    e = np.exp((x - x.max(-1, keepdims=True)) / options.temperature)
+    return e / e.sum(-1, keepdims=True)
+
+  of_step = {k: [] for k in range(block.guesses)}
+  for row, anchor in zip(*np.nonzero(valid), strict=True):
+    t = anchors[row, anchor]
+    segment = packed.segments[row]
+    first = int(np.flatnonzero(segment == segment[t])[0])
+    start = t + 1 - first
+    pending = packed.targets[row, t]
+    x = by_hand(kind, np.asarray(kept.drafter_input[row, first:], float), pending, start)
+    for k in range(block.guesses):
+      goal = t + 1 + k
+      if goal >= len(segment) or segment[goal] != segment[t] or not packed.mask[row, goal]:
+        continue
+      logits = x[k] @ head[ids].T
+      if block.rank:
+        before = np.asarray(params(kind)["before"])[packed.targets[row, goal - 1]]
+        logits = logits + np.asarray(params(kind)["after"], np.float64) @ before
+      q = softmax(logits)
+      p = softmax(np.asarray(kept.final[row, goal], np.float64) @ head[ids].T)
+      known = packed.targets[row, goal] in ids
+      variation = 0.5 * np.abs(p - q).sum() if known else 1.0
+      cross_entropy = -(p * np.log(q)).sum() * known
+      share = cross_entropy if distance == "cross_entropy" else variation
+      of_step[k].append((share, 1 - variation))
+  expected = sum(
+    draft_loss.DECAY**k * sum(share for share, _ in found) for k, found in of_step.items()
+  )
+  np.testing.assert_allclose(total, expected, rtol=1e-4)
+  assert metrics["tokens"] == valid.sum() == len(of_step[0]) > 0
+  for k, found in of_step.items():
+    means = np.mean(found, 0) * valid.sum()
+    np.testing.assert_allclose(metrics[f"loss_{k + 1}"], means[0], rtol=1e-4)
+    np.testing.assert_allclose(metrics[f"agreement_{k + 1}"], means[1], rtol=1e-3)
+
+
+def test_anchors_are_drawn_from_places_before_response_tokens():
+  """Without replacement, others in every update; all, if there are fewer than wanted."""
+  packed, _ = batch("plain")
+  following = np.roll(packed.mask & (packed.positions > 0), -1, 1)
+  drawn = set()
+  for update in range(30):
+    anchors, valid = block_loss._anchors(packed, 6, jnp.int32(update))
+    for row, (of_row, is_any) in enumerate(zip(anchors, valid, strict=True)):
+      chosen = np.asarray(of_row)[np.asarray(is_any)].tolist()
+      assert len(set(chosen)) == len(chosen) == min(6, following[row].sum())
+      drawn |= {(row, t) for t in chosen}
+  assert drawn == set(zip(*np.nonzero(following), strict=True))
+
+
+def test_only_the_blocks_of_anchors_get_a_gradient():
+  """Goals and features that no block reads or is compared with have no influence."""
+  kind = "plain"
+  (packed, kept), options = batch(kind), draft_loss.Loss(steps=4)
+  config, block = CONFIGS[kind], CONFIGS[kind].block
+  anchors, valid = block_loss._anchors(packed, 1, jnp.int32(7))
+
+  def grads(kept, monkeypatch=None):
+    def loss(own):
+      args = own, tiny.params(), packed, kept, None, jnp.int32(7)
+      return block_loss.loss(options, config, tiny.CONFIG, *args)[0]
+
+    return jax.grad(loss)(params(kind))
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(block_loss, "num_anchors", lambda *_: 1)
+    expected = grads(kept)
+    read, final = (np.array(x) for x in kept)
+    at = np.arange(packed.tokens.shape[1])
+    for row, (t, is_any) in enumerate(zip(anchors[:, 0], valid[:, 0], strict=True)):
+      assert is_any
+      segment = packed.segments[row]
+      near = (at <= t) & (at > t - block.window) & (segment == segment[t])
+      read[row, ~near] = 1e3
+      final[row, ~((at > t) & (at <= t + block.guesses))] = 1e3
+    changed = grads(features_lib.Kept(read, final))
+  jax.tree.map(np.testing.assert_array_equal, changed, expected)
+  assert all(np.any(x) for x in jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("kind", ["plain", tiny.slow("selector"), tiny.slow("vocab")])
+def test_training_raises_agreement_and_acceptance(kind):
+  made = draft_learner.make(
+    tiny.CONFIG,
+    CONFIGS[kind],
+    draft_loss.Loss(),
+    optimizer.make("adamw", 1e-2, warmup=2),
+    tiny.mesh(1),
+    [(8, 48)],
+  )
+  prompts, responses = sequences()
+  own = drafter_lib.init_params(CONFIGS[kind], jax.random.key(1))
+  state, history = made.init(own), []
+  for _ in range(40):
+    state, metrics = made.train(state, tiny.params(), prompts, responses)
+    history.append(metrics)
+  for k in (1, 2, 3, 4):
+    name = f"drafter/agreement_{k}"
+    assert history[-1][name] > history[0][name] + 0.05, name
+  options = rollout.Options(max_length=40, max_prompt=12, slots=48, chunk=16)
+  always = selector_lib.always(strategy_lib.Strategy(4, 1, 5))
+  drafter = spot_lib.Frozen(CONFIGS[kind], own)
+  run = rollout.make(tiny.CONFIG, tiny.mesh(1), options, drafter, always)
+  requests = tiny.requests(8, 4, max_tokens=24, stop_tokens=[3], seed=5)
+  before = run(tiny.params(), requests).mean_acceptance_length
+  run.drafter.params = state.params
+  assert run(tiny.params(), requests).mean_acceptance_length > before + 0.1
