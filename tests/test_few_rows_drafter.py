@@ -94,7 +94,7 @@ def arguments(config, shape: str, impl: str, rows: int = len(LIVE)):
   )
   newest = jnp.arange(PENDING) == np.maximum(count - 1, 0)[:, None]
   state = draft_lib.DraftState(
-    kv.pools[0],
+    (kv.pools[0],),
     features.astype(config.layer.dtype),
     jnp.where(newest, slots.pending[:, None], tokens),
     jnp.asarray(count),
