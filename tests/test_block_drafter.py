@@ -29,7 +29,7 @@ KINDS = {
   "plain": BLOCK,
   "whole": dataclasses.replace(BLOCK, window=None),
   "selector": dataclasses.replace(BLOCK, rank=6),
-  "unshifted": dataclasses.replace(BLOCK, shifted=False, mask_token=63),
+  "unshifted": dataclasses.replace(BLOCK, shifted=False, mask_token=63, anchored=False),
 }
 CONFIGS = {
   name: drafter_lib.of_target(tiny.CONFIG, "block", taps=(0, 1), block=block)
@@ -87,10 +87,16 @@ def by_hand(kind, features, pending, start):
   own = jax.tree.map(lambda x: np.asarray(x, np.float64), params(kind))
   embedding = np.asarray(tiny.params()["embedding"], np.float64)
   block = config.block
-  mask = own["mask"] if block.mask_token is None else embedding[block.mask_token]
-  x = np.stack([embedding[pending], *[mask] * (block.size - 1)])
+  if block.mask_token is None:
+    masks = own["mask"]
+  else:
+    masks = embedding[[block.mask_token] * (block.size - 1)]
+  x = np.concatenate([embedding[pending][None], masks])
   first = 0 if block.window is None else max(start - block.window, 0)
   h = norm(features[:start] @ own["fc"].T, own["hidden_norm"]["scale"])
+  if block.anchored:
+    last = np.repeat(h[-1:], block.size, 0)
+    x = np.concatenate([norm(x, own["input_norm"]["scale"]), last], -1) @ own["join"].T
   at = start + np.arange(block.size)
   places = np.concatenate([np.arange(start), at])
   for i in range(config.layer.num_layers):
@@ -127,7 +133,7 @@ def test_training_and_drafting_compute_the_definition(kind):
   at = (np.array(starts)[:, None] + np.arange(block.size)).reshape(1, -1)
   rotations = by(jnp.arange(T)[None]), by(jnp.asarray(at))
   pending = tokens[None, list(starts)]
-  args = tiny.params(), features[None], pending, rotations, mask[None]
+  args = tiny.params(), features[None], anchors[None], pending, rotations, mask[None]
   trained = apply(kind, *args, method="of_anchors")[0]
   np.testing.assert_allclose(trained, expected, atol=1e-5)
 
@@ -140,7 +146,8 @@ def test_training_and_drafting_compute_the_definition(kind):
       for k, v in written  # with what comes later, which must not be seen
     ]
     at = position[:, None] + jnp.arange(block.size)
-    args = tiny.params(), tokens[start : start + 1], by(at), caches, position
+    last = h[:, start - 1]
+    args = tiny.params(), tokens[start : start + 1], last, by(at), caches, position
     x, _ = apply(kind, *args, method="__call__")
     np.testing.assert_allclose(x[0], of_start, atol=1e-5)
 

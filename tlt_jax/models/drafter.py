@@ -39,6 +39,8 @@ class Block:
   # (DSpark; DFlash's guess their own).
   shifted: bool = True
   mask_token: int | None = None  # whose embedding unknown places have; None: a trained one
+  # Whether the context of the last token is an input of each place, not of attention only.
+  anchored: bool = True
   window: int | None = 256  # tokens before it that a block reads; None: all
   # Of the scores of a token by the one before it, which are added; 0: none
   rank: int = 0

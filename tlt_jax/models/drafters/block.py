@@ -80,8 +80,11 @@ class BlockDrafter(nn.Module):
     self.norm = layers.RMSNorm(layer.norm_eps)
     normal = nn.initializers.normal(0.02)
     if c.block.mask_token is None:
-      init = nn.with_logical_partitioning(normal, ("embed",))
-      self.mask = self.param("mask", init, (D,))
+      init = nn.with_logical_partitioning(normal, (None, "embed"))
+      self.mask = self.param("mask", init, (c.block.size - 1, D))
+    if c.block.anchored:
+      self.input_norm = layers.RMSNorm(layer.norm_eps)
+      self.join = layers.weights(self, "join", (D, 2 * D), ("embed", "fc_in"))
     if rank:
       V, U = layer.vocab_size, len(c.target_ids)
       self.before = layers.weights(self, "before", (V, rank), ("vocab", "rank"))
@@ -99,31 +102,36 @@ class BlockDrafter(nn.Module):
     with self._precision():
       return [layer.keys_values(h, by) for layer in self.layers]
 
-  def inputs(self, target_params: dict, pending: jax.Array) -> jax.Array:
-    """Blocks f[B M*K D] that begin with tokens i32[B M]."""
+  def inputs(self, target_params: dict, pending: jax.Array, h: jax.Array) -> jax.Array:
+    """Blocks f[B M*K D] that begin with tokens i32[B M], after contexts f[B M D]."""
     c, (B, M) = self.config, pending.shape
+    block, shape = c.block, (B, M, c.block.size, c.layer.width)
     embedding = jax.lax.stop_gradient(target_params["embedding"]).astype(c.layer.dtype)
-    mask_token = c.block.mask_token
-    mask = self.mask.astype(c.layer.dtype) if mask_token is None else embedding[mask_token]
-    masks = jnp.broadcast_to(mask, (B, M, c.block.size - 1, c.layer.width))
+    mask = embedding[block.mask_token] if block.mask_token is not None else self.mask
+    masks = jnp.broadcast_to(mask.astype(c.layer.dtype), (B, M, block.size - 1, shape[-1]))
     x = jnp.concatenate([embedding[pending][:, :, None], masks], 2)
-    return x.reshape(B, M * c.block.size, c.layer.width)
+    if block.anchored:
+      h = jnp.broadcast_to(h[:, :, None], shape)
+      x = layers.linear(jnp.concatenate([self.input_norm(x), h], -1), self.join)
+    return x.reshape(B, -1, shape[-1])
 
   def __call__(
     self,
     target_params: dict,
     pending: jax.Array,
+    h: jax.Array,
     by: layers.Rotation,
     caches: list[cache_lib.LayerCache],
     start: jax.Array,
   ) -> tuple[jax.Array, list[cache_lib.LayerCache]]:
     """The input of the head, f[B G D], of the G guesses after tokens `pending` i32[B].
 
+    Of the token before `pending`, `h` f[B D] is the context.
     The context is in the caches, in slots before `start` i32[B], to which blocks are
     written.
     """
     with self._precision():
-      x = self.inputs(target_params, pending[:, None])
+      x = self.inputs(target_params, pending[:, None], h[:, None])
       seen, written = self._seen(start), []
       for layer, cache in zip(self.layers, caches, strict=True):
         x, cache = layer(x, by, seen, cache, start)
@@ -142,6 +150,7 @@ class BlockDrafter(nn.Module):
     self,
     target_params: dict,
     features: jax.Array,
+    anchors: jax.Array,
     pending: jax.Array,
     by: tuple[layers.Rotation, layers.Rotation],
     mask: jax.Array,
@@ -150,13 +159,16 @@ class BlockDrafter(nn.Module):
 
     Args:
       features: f[B T E]
+      anchors: i32[B M], the last token of each block's context
       pending: i32[B M]
       by: of the features' positions, and of those of the blocks, [B M*K]
       mask: bool[B M T], the context that each block sees
     """
     with self._precision():
-      context = self.keys_values(self.features(features), by[0])
-      x = self.inputs(target_params, pending)
+      h = self.features(features)
+      context = self.keys_values(h, by[0])
+      h = jnp.take_along_axis(h, anchors[..., None], 1)
+      x = self.inputs(target_params, pending, h)
       for layer, of_layer in zip(self.layers, context, strict=True):
         x = layer.with_context(x, by[1], of_layer, mask)
       x = x.reshape(*pending.shape, self.config.block.size, -1)
@@ -196,7 +208,8 @@ class BlockDrafter(nn.Module):
     by = layers.rotation(c.layer, positions), layers.rotation(c.layer, at)
     if c.block.rank:
       self.selector(tokens)
-    return self.of_anchors(target_params, features, tokens, by, mask)
+    anchors = jnp.zeros_like(tokens)
+    return self.of_anchors(target_params, features, anchors, tokens, by, mask)
 
   def _precision(self):
     return jax.default_matmul_precision(target.matmul_precision(self.config.layer.dtype))

@@ -65,8 +65,13 @@ class BlockDraft:
   ) -> Pools:
     """Writes the context of features f[B T E], from slots `start` i32[B] on."""
     del tokens
-    at = start[:, None] + jnp.arange(features.shape[1])
-    h = self._apply("features", self._layout.split(features).drafter_input)
+    return self._write(pools, self._context(features), start, pages)
+
+  def _context(self, features: jax.Array) -> jax.Array:
+    return self._apply("features", self._layout.split(features).drafter_input)
+
+  def _write(self, pools, h, start, pages):
+    at = start[:, None] + jnp.arange(h.shape[1])
     by = self._rotations.at(jnp.maximum(at, 0))
     written = zip(pools, self._apply("keys_values", h, by), strict=True)
     return tuple(
@@ -79,11 +84,13 @@ class BlockDraft:
   ) -> tuple[Candidates, Pools]:
     """The `count` best candidates of every guess; and the pools, with the context."""
     pages, position = slots.kv.pages, slots.position
-    start = position - state.count
-    pools = self.fill(state.pools, state.features, state.tokens, start, pages)
+    h = self._context(state.features)
+    pools = self._write(state.pools, h, position - state.count, pages)
     caches = [cache_lib.LayerCache(pool, pages, self._kernels) for pool in pools]
     by = self._rotations.at(position[:, None] + jnp.arange(self._config.block.size))
-    args = self._target, slots.pending, by, caches, position
+    last = jnp.maximum(state.count - 1, 0)[:, None, None]
+    h = jnp.take_along_axis(h, last, 1)[:, 0]
+    args = self._target, slots.pending, h, by, caches, position
     x, caches = self._apply("__call__", *args)
     B, G, D = x.shape
     logits = self._apply("logits", self._head, x.reshape(B * G, D))

@@ -69,7 +69,7 @@ def loss(
   at = take(packed.positions)[..., None] + 1 + jnp.arange(block.size)
   at = at.reshape(len(at), -1)
   by = tuple(layers.rotation(drafter.layer, x, rotations) for x in (packed.positions, at))
-  args = target_params, drafter_input, take(packed.targets), by, mask
+  args = target_params, drafter_input, anchors, take(packed.targets), by, mask
   x = apply(*args, method="of_anchors")
 
   places = anchors[..., None] + 1 + jnp.arange(block.guesses)  # i32[rows M G]
