@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import blocks
 from tests import tiny
 from tlt_jax import packing
 from tlt_jax.models import cache as cache_lib
@@ -58,60 +59,9 @@ def by(positions):
   return layers.rotation(tiny.CONFIG, positions)
 
 
-def attention(q, k, v, mask):
-  """Of heads [T N H] to [S K H], in float64."""
-  group = q.shape[1] // k.shape[1]
-  k, v = (np.repeat(x, group, 1).astype(np.float64) for x in (k, v))
-  scores = np.einsum("tnh,snh->nts", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
-  scores = np.where(mask, scores, -np.inf)
-  weights = np.exp(scores - scores.max(-1, keepdims=True))
-  return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
-
-
-def rotate(x, positions):
-  half = x.shape[-1] // 2
-  freq = tiny.CONFIG.ropes[0].theta ** (-np.arange(half) / half)
-  angle = np.asarray(positions)[:, None, None] * freq
-  x1, x2 = x[..., :half], x[..., half:]
-  cos, sin = np.cos(angle), np.sin(angle)
-  return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-
-
-def norm(x, scale):
-  return x / np.sqrt((x * x).mean(-1, keepdims=True) + tiny.CONFIG.norm_eps) * scale
-
-
 def by_hand(kind, features, pending, start):
-  """The head's input of the guesses after `start` tokens: the definition, in NumPy."""
-  config, c = CONFIGS[kind], tiny.CONFIG
-  own = jax.tree.map(lambda x: np.asarray(x, np.float64), params(kind))
-  embedding = np.asarray(tiny.params()["embedding"], np.float64)
-  block = config.block
-  mask = own["mask"] if block.mask_token is None else embedding[block.mask_token]
-  x = np.stack([embedding[pending], *[mask] * (block.size - 1)])
-  first = 0 if block.window is None else max(start - block.window, 0)
-  h = norm(features[:start] @ own["fc"].T, own["hidden_norm"]["scale"])
-  at = start + np.arange(block.size)
-  places = np.concatenate([np.arange(start), at])
-  for i in range(config.layer.num_layers):
-    w = own[f"layers_{i}"]
-    a = w["attention"]
-
-    def project(y, name, a=a):
-      y = y @ a[f"{name}_proj"].T
-      y = y.reshape(len(y), -1, c.head_dim)
-      return norm(y, a[f"{name}_norm"]["scale"]) if name in "qk" else y
-
-    y = norm(x, w["input_norm"]["scale"])
-    both = np.concatenate([h, y])
-    k, v = rotate(project(both, "k"), places), project(both, "v")
-    seen = (places >= first)[None].repeat(block.size, 0)
-    out = attention(rotate(project(y, "q"), at), k, v, seen)
-    x = x + out.reshape(block.size, -1) @ a["o_proj"].T
-    y, m = norm(x, w["post_norm"]["scale"]), w["mlp"]
-    gate = y @ m["gate_proj"].T
-    x = x + (gate / (1 + np.exp(-gate)) * (y @ m["up_proj"].T)) @ m["down_proj"].T
-  return norm(x, own["norm"]["scale"])[block.size - block.guesses :]
+  embedding = tiny.params()["embedding"]
+  return blocks.definition(CONFIGS[kind], params(kind), embedding, features, pending, start)
 
 
 @pytest.mark.parametrize("kind", ["plain", "whole", "unshifted"])
