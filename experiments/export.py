@@ -25,6 +25,7 @@ from experiments import launch
 from experiments import workdirs
 from tlt_jax import checkpoint
 from tlt_jax import tokenization
+from tlt_jax.models import block_files
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
@@ -74,8 +75,9 @@ def export(
   elif not policy_only:
     drafter, params = drafter_of_run(run, model, checkpoints)
   if drafter is not None:  # first: the server may not support it
+    published = block_files if drafter.block else eagle_files
     try:
-      eagle_files.save(output / "drafter", drafter, params, server, model.dtype)
+      published.save(output / "drafter", drafter, params, server, model.dtype)
     except hf.CheckpointError as e:
       way_out = "" if offline else "; or export without it: --policy_only"
       raise ValueError(f"{e}{way_out}") from e
@@ -142,7 +144,7 @@ def _message(
   server: str,
 ) -> str:
   folder = output / "drafter"
-  if not eagle_files.has_server(drafter):
+  if not drafter.block and not eagle_files.has_server(drafter):
     return (
       f"{policy}, {folder}: no released server has a class for this drafter, with norms of "
       "q and k; commands of this project read it"
@@ -154,12 +156,14 @@ def _message(
 def _with_sglang(
   policy: str, folder: pathlib.Path, drafter: drafter_lib.DrafterConfig
 ) -> str:
-  method = {"eagle2": "EAGLE", "eagle3": "EAGLE3"}[drafter.kind]
   command = (
     f"python -m sglang.launch_server --model-path {shlex.quote(policy)} "
-    f"--speculative-algorithm {method} "
+    f"--speculative-algorithm {_method(drafter).upper()} "
     f"--speculative-draft-model-path {shlex.quote(str(folder))}"
   )
+  if drafter.block:
+    command += f" --speculative-num-draft-tokens {drafter.block.guesses + 1}"
+    return _of_all_tokens("SGLang", drafter) + command
   if drafter.kind != "eagle2" or not drafter.vocab:
     return command
   tensors = shlex.quote(str(folder / "model.safetensors"))
@@ -170,16 +174,31 @@ def _with_sglang(
 def _with_vllm(
   policy: str, folder: pathlib.Path, drafter: drafter_lib.DrafterConfig
 ) -> str:
-  method = {"eagle2": "eagle", "eagle3": "eagle3"}[drafter.kind]
-  options = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+  count = drafter.block.guesses if drafter.block else 3
+  options = {
+    "method": _method(drafter),
+    "model": str(folder),
+    "num_speculative_tokens": count,
+  }
   quoted = shlex.quote(json.dumps(options))
   command = f"vllm serve {shlex.quote(policy)} --speculative-config {quoted}"
-  if drafter.kind != "eagle2" or not drafter.vocab:
-    return command
+  return command if drafter.has_own_head else _of_all_tokens("vLLM", drafter) + command
+
+
+def _method(drafter: drafter_lib.DrafterConfig) -> str:
+  if drafter.block:
+    return "dspark" if drafter.block.shifted else "dflash"
+  return {"eagle2": "eagle", "eagle3": "eagle3"}[drafter.kind]
+
+
+def _of_all_tokens(server: str, drafter: drafter_lib.DrafterConfig) -> str:
+  """A line that says so, where the folder does not have the drafter's vocabulary."""
+  if not drafter.vocab:
+    return ""
   return (
-    f"vLLM drafts among all {drafter.layer.vocab_size:,} tokens, not the "
+    f"{server} drafts among all {drafter.layer.vocab_size:,} tokens, not the "
     f"{len(drafter.vocab):,} of this drafter; responses are the same, acceptance may "
-    f"differ:\n{command}"
+    "differ:\n"
   )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import blocks
 from tests import tiny
 from tlt_jax import packing
 from tlt_jax.models import cache as cache_lib
@@ -24,7 +25,7 @@ from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
-BLOCK = drafter_lib.Block(size=4, window=9)
+BLOCK = drafter_lib.Block(size=4, window=9, rank=0)
 KINDS = {
   "plain": BLOCK,
   "whole": dataclasses.replace(BLOCK, window=None),
@@ -58,66 +59,9 @@ def by(positions):
   return layers.rotation(tiny.CONFIG, positions)
 
 
-def attention(q, k, v, mask):
-  """Of heads [T N H] to [S K H], in float64."""
-  group = q.shape[1] // k.shape[1]
-  k, v = (np.repeat(x, group, 1).astype(np.float64) for x in (k, v))
-  scores = np.einsum("tnh,snh->nts", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
-  scores = np.where(mask, scores, -np.inf)
-  weights = np.exp(scores - scores.max(-1, keepdims=True))
-  return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
-
-
-def rotate(x, positions):
-  half = x.shape[-1] // 2
-  freq = tiny.CONFIG.ropes[0].theta ** (-np.arange(half) / half)
-  angle = np.asarray(positions)[:, None, None] * freq
-  x1, x2 = x[..., :half], x[..., half:]
-  cos, sin = np.cos(angle), np.sin(angle)
-  return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-
-
-def norm(x, scale):
-  return x / np.sqrt((x * x).mean(-1, keepdims=True) + tiny.CONFIG.norm_eps) * scale
-
-
 def by_hand(kind, features, pending, start):
-  """The head's input of the guesses after `start` tokens: the definition, in NumPy."""
-  config, c = CONFIGS[kind], tiny.CONFIG
-  own = jax.tree.map(lambda x: np.asarray(x, np.float64), params(kind))
-  embedding = np.asarray(tiny.params()["embedding"], np.float64)
-  block = config.block
-  if block.mask_token is None:
-    masks = own["mask"]
-  else:
-    masks = embedding[[block.mask_token] * (block.size - 1)]
-  x = np.concatenate([embedding[pending][None], masks])
-  first = 0 if block.window is None else max(start - block.window, 0)
-  h = norm(features[:start] @ own["fc"].T, own["hidden_norm"]["scale"])
-  if block.anchored:
-    last = np.repeat(h[-1:], block.size, 0)
-    x = np.concatenate([norm(x, own["input_norm"]["scale"]), last], -1) @ own["join"].T
-  at = start + np.arange(block.size)
-  places = np.concatenate([np.arange(start), at])
-  for i in range(config.layer.num_layers):
-    w = own[f"layers_{i}"]
-    a = w["attention"]
-
-    def project(y, name, a=a):
-      y = y @ a[f"{name}_proj"].T
-      y = y.reshape(len(y), -1, c.head_dim)
-      return norm(y, a[f"{name}_norm"]["scale"]) if name in "qk" else y
-
-    y = norm(x, w["input_norm"]["scale"])
-    both = np.concatenate([h, y])
-    k, v = rotate(project(both, "k"), places), project(both, "v")
-    seen = (places >= first)[None].repeat(block.size, 0)
-    out = attention(rotate(project(y, "q"), at), k, v, seen)
-    x = x + out.reshape(block.size, -1) @ a["o_proj"].T
-    y, m = norm(x, w["post_norm"]["scale"]), w["mlp"]
-    gate = y @ m["gate_proj"].T
-    x = x + (gate / (1 + np.exp(-gate)) * (y @ m["up_proj"].T)) @ m["down_proj"].T
-  return norm(x, own["norm"]["scale"])[block.size - block.guesses :]
+  embedding = tiny.params()["embedding"]
+  return blocks.definition(CONFIGS[kind], params(kind), embedding, features, pending, start)
 
 
 @pytest.mark.parametrize("kind", ["plain", "whole", "unshifted"])
@@ -353,3 +297,11 @@ def test_training_raises_agreement_and_acceptance(kind):
   before = run(tiny.params(), requests).mean_acceptance_length
   run.drafter.params = state.params
   assert run(tiny.params(), requests).mean_acceptance_length > before + 0.1
+
+
+def test_a_published_kind_needs_a_token_to_spare():
+  with pytest.raises(ValueError, match="use kind block"):
+    drafter_lib.of_target(tiny.CONFIG, "dspark")
+  target = dataclasses.replace(tiny.CONFIG, unused_rows=((60, 64),))
+  block = drafter_lib.of_target(target, "dspark").block
+  assert (block.mask_token, block.anchored, block.window) == (60, False, None)

@@ -270,7 +270,6 @@ LAYER_1 = {"layers.1.mlp.up_proj.weight": np.zeros((4, 4), np.float32)}
       {"architectures": ["Eagle3Speculator"], "speculators_config": {}},
       "Eagle3Speculator in the layout of vLLM's speculators",
     ),
-    ({"fc.weight": None}, {"architectures": ["DFlashDraftModel"]}, "this is DFlashDraft"),
     ({"fc.weight": None}, {"architectures": ["MedusaModel"]}, "this is MedusaModel"),
     ({"fc.weight": None}, {"architectures": None}, "a class without a name"),
     (LAYER_1, {}, "2 layers; drafters of one"),

@@ -127,6 +127,35 @@ def test_a_part_of_the_vocabulary_is_served_as_each_server_can(home, tmp_path):
   assert_equal(drafter_files.load(spoken["model"], MODEL), (whole, params))
 
 
+@pytest.mark.parametrize(("shifted", "method"), [(False, "dflash"), (True, "dspark")])
+def test_drafters_of_blocks_are_served_with_whole_blocks(shifted, method, home, tmp_path):
+  export = commands.module("export")
+  published = dict(anchored=False, window=None, rank=0)
+  block = drafter_lib.Block(size=4, shifted=shifted, mask_token=23, **published)
+  drafter = drafter_lib.of_target(MODEL, "block", block=block, vocab=(2, 3, 5))
+  params = drafter_lib.init_params(drafter, jax.random.key(1))
+  drafter_files.save(tmp_path / "drafter", drafter, params)
+  config = {"run": {"policy": str(home / "policy"), "drafter": ""}}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  printed = {s: export.export(tmp_path, tmp_path / s, s) for s in SERVERS}
+  whole = dataclasses.replace(drafter, vocab=())  # the line before the command says so
+  serve = {}
+  for server, message in printed.items():
+    assert_equal(drafter_files.load(tmp_path / server / "drafter", MODEL), (whole, params))
+    note, command = message.splitlines()
+    assert "among all 24 tokens" in note
+    serve[server] = shlex.split(command)
+  spoken = json.loads(serve["vllm"][-1])
+  assert (spoken["method"], spoken["num_speculative_tokens"]) == (method, block.guesses)
+  assert serve["sglang"][-1] == str(block.guesses + 1) and method.upper() in serve["sglang"]
+  config = dataclasses.replace(drafter, block=drafter_lib.Block())
+  own = drafter_lib.init_params(config, jax.random.key(1))
+  drafter_files.save(tmp_path / "drafter", config, own)
+  with pytest.raises(ValueError, match="kind dspark"):
+    export.export(tmp_path, tmp_path / "refused", "vllm")
+  assert not (tmp_path / "refused").exists()
+
+
 @pytest.mark.slow  # programs of two rollouts
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 def test_an_exported_drafter_drafts_what_it_did(kind, tmp_path):

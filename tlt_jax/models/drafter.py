@@ -38,12 +38,12 @@ class Block:
   # Whether place k guesses the token after it, so that a block has K guesses, not K - 1
   # (DSpark; DFlash's guess their own).
   shifted: bool = True
-  mask_token: int | None = None  # whose embedding unknown places have; None: a trained one
+  # Whose embedding unknown places have; None: each place has one that is trained.
+  mask_token: int | None = None
   # Whether the context of the last token is an input of each place, not of attention only.
   anchored: bool = True
   window: int | None = 256  # tokens before it that a block reads; None: all
-  # Of the scores of a token by the one before it, which are added; 0: none
-  rank: int = 0
+  rank: int = 32  # of the scores of a token by the one before it; 0: there are none
 
   def __post_init__(self):
     for name, least in (("size", 1 if self.shifted else 2), ("window", 1), ("rank", 0)):
@@ -69,10 +69,9 @@ class DrafterConfig:
 
   def __post_init__(self):
     kind = drafters.find(self.kind)
-    if (self.block is None) != (kind.block is None):
-      raise ValueError(
-        f"{self.kind} drafters {'need a' if kind.block else 'have no'} block"
-      )
+    if (self.block is None) != (kind.new_block is None):
+      needs = "need a" if kind.new_block else "have no"
+      raise ValueError(f"{self.kind} drafters {needs} block")
     if not self.block and self.layer.num_layers != 1:
       raise ValueError(f"num_layers={self.layer.num_layers}, but such a drafter has 1")
     if self.block and not 0 <= (self.block.mask_token or 0) < self.layer.vocab_size:
@@ -129,17 +128,14 @@ def of_target(
   customary_taps = drafters.find(kind).customary_taps
   if customary_taps is not None:
     fields = {"taps": customary_taps(config.num_layers)} | fields
-  if block := drafters.find(kind).block:
-    fields = {"block": Block(mask_token=_unused_token(config))} | fields
-  alike = {"num_layers": 2 if block else 1, "layers": (), "query_scalar": None}
+  if new_block := drafters.find(kind).new_block:
+    fields = {"block": new_block(config)} | fields
+  num_layers = 2 if new_block else 1
+  alike = {"num_layers": num_layers, "layers": (), "query_scalar": None}
   if dense := families.find(config.architecture).dense:
     alike |= {"architecture": dense, "experts": None}
   layer = dataclasses.replace(config, **alike | of_layer)
   return DrafterConfig(kind=kind, layer=layer, **fields)
-
-
-def _unused_token(config: config_lib.ModelConfig) -> int | None:
-  return min((start for start, end in config.unused_rows if start < end), default=None)
 
 
 def most_frequent(
@@ -329,7 +325,7 @@ class Drafter(nn.Module):
 
 
 def module(config: DrafterConfig) -> nn.Module:
-  return (drafters.find(config.kind).block or Drafter)(config)
+  return (drafters.find(config.kind).module or Drafter)(config)
 
 
 def abstract_params(config: DrafterConfig) -> dict:

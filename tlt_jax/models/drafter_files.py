@@ -2,7 +2,7 @@
 
 `save` writes this project's own layout: config.json has the fields of `DrafterConfig`,
 tensors are named by their path in the parameter tree. A vocabulary is stored as in
-published EAGLE-3 files. `load` reads the layouts of `eagle_files` as well.
+published EAGLE-3 files. `load` reads the layouts of `eagle_files` and `block_files`, too.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from tlt_jax import axes
 from tlt_jax import processes
+from tlt_jax.models import block_files
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter
 from tlt_jax.models import eagle_files
@@ -72,7 +73,8 @@ def _open(
   raw = hf.read_json(file)
   stored = hf.open_tensors(path, stack)
   if "kind" not in raw:
-    return eagle_files.read(file, raw, stored, target_config)
+    published = block_files if block_files.is_one(raw) else eagle_files
+    return published.read(file, raw, stored, target_config)
   size = raw.pop("draft_vocab_size", None)
   try:
     config = config_lib.make(drafter.DrafterConfig, raw | {"vocab": ()})

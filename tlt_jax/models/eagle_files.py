@@ -22,10 +22,12 @@ output of layer i, from 0, as in `DrafterConfig.taps`; at the top level (vLLM) i
 input of layer i. Taps (1, 13, 24) are [1, 13, 24] and [2, 14, 25].
 """
 
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 import pathlib
 import re
+import types
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -39,6 +41,10 @@ from tlt_jax.models import hf
 SERVERS = ("sglang", "vllm")
 _FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_SUPPORTED = (
+  "EAGLE-2, EAGLE-3, DFlash and DSpark in the layout of their authors, SpecForge or SGLang "
+  "are"
+)
 _PREFIX = {"eagle2": "layers.0.", "eagle3": "midlayer."}  # of the layer's tensors
 # Name in the file, path in our tree.
 _FC = (("fc.weight", "fc"), ("fc.bias", "fc_bias"))
@@ -91,11 +97,22 @@ def save(
   if config.kind == "eagle2" and server == "vllm":
     config = dataclasses.replace(config, vocab=())
   names, dtype = _names(config.kind), jnp.dtype(dtype or tensors["fc"].dtype)
-  stored = {names[name]: x.astype(dtype) for name, x in tensors.items()}
-  raw["torch_dtype"] = str(dtype)
+  stored = {names[name]: x for name, x in tensors.items()}
+  write(path, raw, stored, dtype, vocab_tables(config))
+
+
+def write(
+  path: str | pathlib.Path,
+  raw: dict,
+  stored: dict[str, np.ndarray],
+  dtype: jnp.dtype,
+  tables: Mapping[str, np.ndarray] = types.MappingProxyType({}),
+) -> None:
+  """Writes a folder whose weights are of `dtype`; `tables` keep their own."""
+  stored = {name: x.astype(dtype) for name, x in stored.items()}
   with hf.replacing(pathlib.Path(path)) as folder:
-    hf.write_tensors(folder / hf.SINGLE, stored | vocab_tables(config))
-    hf.write_json(folder / hf.CONFIG, raw)
+    hf.write_tensors(folder / hf.SINGLE, stored | tables)
+    hf.write_json(folder / hf.CONFIG, raw | {"torch_dtype": str(dtype)})
 
 
 def has_server(config: drafter.DrafterConfig) -> bool:
@@ -179,13 +196,10 @@ def read(
     kind, stored = _renamed(stored)
     layer = _layer(raw, stored, kind, target_config)
     taps = _taps(raw, target_config) if kind == "eagle3" else ()
-    shared = (layer.vocab_size, layer.width)
-    for name in ("embed_tokens.weight", "lm_head.weight")[: 2 if kind == "eagle2" else 1]:
-      if name in stored.lazy:  # a copy of the target's
-        stored.check(name, shared)
-        del stored.lazy[name]
+    shared = ("embed_tokens.weight", "lm_head.weight")[: 2 if kind == "eagle2" else 1]
+    drop_copies(stored, shared, layer)
     if "fc.bias" in stored.lazy:
-      stored.check("fc.bias", shared[1:])
+      stored.check("fc.bias", (layer.width,))
       if not np.any(stored.lazy["fc.bias"][:]):  # written for SGLang
         del stored.lazy["fc.bias"]
     vocab = _take_vocab(raw, stored, kind, layer.vocab_size)
@@ -197,18 +211,25 @@ def read(
   return config, stored, _names(kind)
 
 
-def _refuse_other_layouts(raw: dict, stored: hf.Tensors) -> None:
-  names = raw.get("architectures")
-  name = names[0] if isinstance(names, list) and names else "a class without a name"
-  supported = "EAGLE-2 and EAGLE-3 in the layout of their authors, SpecForge or SGLang are"
+def refuse_speculators(raw: dict) -> None:
   if "speculators_config" in raw or "speculators_model_type" in raw:
     raise ValueError(
-      f"this is {name!s:.60} in the layout of vLLM's speculators, which is not supported; "
-      f"{supported}"
+      f"this is {_class(raw)} in the layout of vLLM's speculators, which is not supported; "
+      f"{_SUPPORTED}"
     )
+
+
+def _class(raw: dict) -> str:
+  names = raw.get("architectures")
+  name = names[0] if isinstance(names, list) and names else "a class without a name"
+  return f"{name!s:.60}"
+
+
+def _refuse_other_layouts(raw: dict, stored: hf.Tensors) -> None:
+  refuse_speculators(raw)
   if not any(re.fullmatch(r"(model\.)?fc\.weight", n) for n in stored.lazy):
     raise ValueError(
-      f"this is {name!s:.60} without fc.weight, which is not supported; {supported}"
+      f"this is {_class(raw)} without fc.weight, which is not supported; {_SUPPORTED}"
     )
   layer = re.compile(r"(?:model\.)?(midlayer|layers\.\d+)\.")
   layers = {m[1] for n in stored.lazy if (m := layer.match(n))}
@@ -219,15 +240,30 @@ def _refuse_other_layouts(raw: dict, stored: hf.Tensors) -> None:
 def _renamed(stored: hf.Tensors) -> tuple[str, hf.Tensors]:
   is_eagle3 = re.compile(r"(model\.)?midlayer\..*|.*hidden_norm\.weight").fullmatch
   kind = "eagle3" if any(map(is_eagle3, stored.lazy)) else "eagle2"
+  return kind, unprefixed(stored, _PREFIX[kind])
+
+
+def unprefixed(stored: hf.Tensors, first_layer: str = "layers.0.") -> hf.Tensors:
+  """Takes "model." off the names, and leaves out buffers that old exports have."""
   found = hf.Tensors({}, {})
   for name, tensor in stored.lazy.items():
-    short = re.sub(r"^layers\.0\.", _PREFIX[kind], name.removeprefix("model."))
+    short = re.sub(r"^layers\.0\.", first_layer, name.removeprefix("model."))
     if short.endswith("rotary_emb.inv_freq"):
       continue
     if short in found.lazy:
       raise ValueError(f"tensor {short:.60} exists twice, with and without a prefix")
     found.lazy[short], found.file[short] = tensor, stored.file[name]
-  return kind, found
+  return found
+
+
+def drop_copies(
+  stored: hf.Tensors, names: Iterable[str], layer: config_lib.ModelConfig
+) -> None:
+  """Removes copies of the target's embedding and head, f[V D]."""
+  for name in names:
+    if name in stored.lazy:
+      stored.check(name, (layer.vocab_size, layer.width))
+      del stored.lazy[name]
 
 
 def _layer(
@@ -236,6 +272,19 @@ def _layer(
   attention = f"{_PREFIX[kind]}self_attn."
   biases, norms = (attention + n in stored.lazy for n in ("q_proj.bias", "q_norm.weight"))
   family = "Qwen3" if norms else "Qwen2" if biases else "Llama"
+  # Training code often keeps what it copied from the target's config.json.
+  known = {"architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 1}
+  for name in ("t2d", "embed_tokens.weight"):
+    if name in stored.lazy:
+      known["vocab_size"] = stored.lazy[name].get_shape()[0]
+  raw = {key: x for key, x in raw.items() if key != "layer_types"}
+  return layer_config(raw | known, target_config)
+
+
+def layer_config(
+  raw: dict, target_config: config_lib.ModelConfig
+) -> config_lib.ModelConfig:
+  """Parses the keys that a drafter's config.json has like a model's."""
   for key in _VARIANTS:
     if raw.get(key):
       raise ValueError(
@@ -246,12 +295,7 @@ def _layer(
     raise ValueError(
       f"target_hidden_size={width!s:.60}, but the target's width is {target_config.width}"
     )
-  # Training code often keeps what it copied from the target's config.json.
-  known = {"architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 1}
-  for name in ("t2d", "embed_tokens.weight"):
-    if name in stored.lazy:
-      known["vocab_size"] = stored.lazy[name].get_shape()[0]
-  layer = hf.parse_config({k: x for k, x in raw.items() if k != "layer_types"} | known)
+  layer = hf.parse_config(raw)
   of_target = ("max_position", "tie_embeddings", "dtype", "unused_rows")
   return dataclasses.replace(layer, **{k: getattr(target_config, k) for k in of_target})
 
@@ -267,9 +311,14 @@ def _taps(raw: dict, target_config: config_lib.ModelConfig) -> tuple[int, ...]:
     ids, offset = raw.get(_LAYER_IDS), 1
   if ids is None:
     return drafters.find("eagle3").customary_taps(target_config.num_layers)
+  return layer_ids(ids, _LAYER_IDS, offset)
+
+
+def layer_ids(ids: Any, key: str, offset: int = 0) -> tuple[int, ...]:
+  """Layers of the target, as `DrafterConfig.taps`; `key` has `offset` for the first."""
   in_order = isinstance(ids, list) and all(type(i) is int for i in ids)
   if not in_order or not ids or sorted(set(ids)) != ids or ids[0] < offset:
-    raise ValueError(f"{_LAYER_IDS}={ids!s:.60} are not increasing layers of the target")
+    raise ValueError(f"{key}={ids!s:.60} are not increasing layers of the target")
   return tuple(i - offset for i in ids)
 
 

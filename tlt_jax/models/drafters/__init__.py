@@ -5,7 +5,7 @@ part is `tlt_jax.models.drafter`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -32,8 +32,10 @@ class Kind(NamedTuple):
     target's
   predicts_features: whether its output is the target's next feature, so that training
     may compare the two
-  block: (config) -> the module of a drafter that guesses a block in one pass, in place of
-    `drafter.Drafter`; of the other fields only `customary_taps` matters then
+  new_block: (config of the target) -> the `drafter.Block` of a new drafter that guesses a
+    block in one pass; None: it guesses token by token
+  module: (config) -> the module of a drafter of blocks, in place of `drafter.Drafter`; of
+    the other fields only `customary_taps` matters then
   """
 
   inputs: Callable[..., tuple[jax.Array, jax.Array]] | None = None
@@ -45,7 +47,8 @@ class Kind(NamedTuple):
   customary_taps: Callable[[int], tuple[int, ...]] | None = None
   own_head: bool = False
   predicts_features: bool = False
-  block: Callable[..., nn.Module] | None = None
+  new_block: Callable[..., Any] | None = None
+  module: Callable[..., nn.Module] | None = None
 
 
 def find(name: str) -> Kind:

@@ -29,7 +29,7 @@ from tlt_jax.models import layers
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.spot import loss as loss_lib
 
-# Places of all blocks of a row per token of it. With two, an update takes twice as long, and
+# Places of all blocks of a row per token of it. With two an update takes twice as long, and
 # teaches less than two updates.
 _PLACES = 1
 
