@@ -44,16 +44,20 @@ _KERNELS = {"tpu": ("pallas", "ref"), "cuda": ("triton", "ref")}
 MODEL = shapes.MODELS["qwen2.5-7b"]  # the number of layers is replaced
 # A model with the same caches, copies and collectives that compiles in a tenth of the time.
 NARROW = dataclasses.replace(MODEL, width=512, mlp_width=1024, vocab_size=4096)
-MODELS = {"7b": MODEL, "narrow": NARROW}
+MODELS = {"7b": MODEL, "0.6b": shapes.MODELS["qwen3-0.6b"], "narrow": NARROW}
 CHAIN, TREE = map(strategy_lib.parse, ("15_1_16", "6_4_16"))  # J = 16 nodes each
+BLOCK_CHAIN, BLOCK_TREE = map(strategy_lib.parse, ("8_1_9", "8_3_16"))
 NODES = CHAIN.verify
 ROWS = 8  # requests of a slice
 SLOTS = 8192  # of the cache, per request
 PROMPT = 1024
 # `one`: plain, with one request: products of one row.
-CHUNKS = ("one", "plain", "chain", "tree", "fused")
+# `block_*`: with a drafter that guesses a block in one pass.
+_BLOCK = "block_"
+_DRAFTING = ("chain", "tree", "fused")
+CHUNKS = ("one", "plain", *_DRAFTING, *(_BLOCK + name for name in _DRAFTING))
 PROGRAMS = (*CHUNKS, "prefill", "fill", "update")
-_TRAINS = ("fused",)  # needs two slices: a single one is never idle
+_TRAINS = ("fused", "block_fused")  # need two slices: a single one is never idle
 _LEARNER_ROWS = ((2, 4096),)  # per bucket: rows of a micro-batch, tokens of a row
 
 
@@ -240,7 +244,10 @@ def of_sync(learner: learner_lib.Learner) -> Program:
 def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program:
   """A program of a rollout with plain decoding, a chain and a tree."""
   rows = min(rows, rows_of(program))
-  room = strategy_lib.Room.of((CHAIN, TREE))
+  is_block = program.startswith(_BLOCK)
+  chain, tree = (BLOCK_CHAIN, BLOCK_TREE) if is_block else (CHAIN, TREE)
+  shape = drafter_lib.of_target(model, "block" if is_block else "eagle2")
+  room = strategy_lib.Room.of((chain, tree), shape.block.size if is_block else 0)
   options = rollout.Options(
     max_length=slots - room.behind,
     max_prompt=min(PROMPT, slots // 2),
@@ -248,18 +255,17 @@ def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program
     kernels=kernels,
     filters=False,
   )
-  strategies = f"up to {rows} live: off or {CHAIN} or {TREE}"
+  strategies = f"up to {rows} live: off or {chain} or {tree}"
   selector = selector_lib.make(strategies, "predictive", has_drafter=True)
-  shape = drafter_lib.of_target(model)
   if program in _TRAINS:
     drafter = abstract_spot(*shapes.drafter_trainer(model, shape, mesh, options.max_length))
   else:
     drafter = spot_lib.Frozen(shape, abstract_drafter(shape, mesh))
   engine = rollout.make(model, mesh, options, drafter, selector)
   params = _parameters(mesh, target_lib.abstract_params(model), model.dtype)
-  names = {"one": "chunk", "plain": "chunk", "fused": f"{_name(CHAIN)}+training"}
-  names |= {"chain": _name(CHAIN), "tree": _name(TREE)}
-  wanted = names.get(program, program)
+  names = {"one": "chunk", "plain": "chunk", "fused": f"{_name(chain)}+training"}
+  names |= {"chain": _name(chain), "tree": _name(tree)}
+  wanted = names.get(program.removeprefix(_BLOCK), program)
   return next(p for (name, *_), p in of_rollout(engine, params).items() if name == wanted)
 
 

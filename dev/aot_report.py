@@ -7,11 +7,14 @@ import json
 import pathlib
 import re
 
+import numpy as np
+
 from dev import aot_machines
 from dev import aot_programs
 from dev import hlo_counts
 
 _FILL = 0.5  # share of the cache that is filled
+_DEPTHS = (3, 5, 8)  # of the drafts that are counted
 _LEAST = 2**20  # elements; no donated array but caches and features is as large
 
 
@@ -60,18 +63,35 @@ def counted(
     shares = {size: min(slots * per_slot / size[1], 1.0) for size in caches}
     step = hlo_counts.Counter(text, shares, _FILL).step()
     kv = 2 * slots * per_slot * model.num_layers * 2  # bytes, in bfloat16
-    found["step"] = _per_step(step, layers)
+    found["step"] = _per_step(step, layers, model.num_layers)
     found["step"]["least_bytes"] = aot_programs.weight_bytes(model) // shards + round(kv)
-    drafting = max(step.inner, key=lambda s: s.num_bytes, default=None)
-    if program != "plain" and drafting is not None:
-      found["draft_step"] = _per_step(drafting, layers)
+    drafting = next((x for x in step.inner if x.scope.endswith("/draft/while")), None)
+    if drafting is not None:
+      found["draft_step"] = _per_step(drafting, layers, model.num_layers)
+    found["drafts"] = _drafts(step, drafting)
   if (folder / "thunks.txt").exists():
     found["launches"] = launches((folder / "thunks.txt").read_text())
     found["nodes"] = nodes((folder / "thunks.txt").read_text())
   return found
 
 
-def _per_step(step: hlo_counts.Step, layers: int) -> dict:
+def _drafts(step: hlo_counts.Step, later: hlo_counts.Step | None) -> dict[str, dict]:
+  """Kernels and bytes of the drafts of a step, by depth; without loops of attention.
+
+  Args:
+    later: of each guess but the first; None: all come from one pass
+  """
+  if not step.draft_kernels:
+    return {}
+  of_loop = np.array([later.kernels, later.num_bytes] if later else [0, 0])
+  found = {}
+  for depth in _DEPTHS:
+    kernels, moved = [step.draft_kernels, step.draft_bytes] + (depth - 1) * of_loop
+    found[str(depth)] = {"kernels": int(kernels), "bytes": round(moved)}
+  return found
+
+
+def _per_step(step: hlo_counts.Step, layers: int, all_layers: int) -> dict:
   """Kernels and bytes of a step, also with all layers of the target."""
   layer = step.layer_bytes / layers
   rest = step.num_bytes - step.layer_bytes
@@ -81,7 +101,7 @@ def _per_step(step: hlo_counts.Step, layers: int) -> dict:
     "other_kernels": step.kernels - step.layer_kernels,
     "bytes": round(step.num_bytes),
     "bytes_per_layer": round(layer),
-    "bytes_all_layers": round(rest + layer * aot_programs.MODEL.num_layers),
+    "bytes_all_layers": round(rest + layer * all_layers),
   }
 
 
@@ -177,6 +197,7 @@ def _broken_step(program: str, step: dict, nodes: int) -> list[str]:
   return errors
 
 
+_depths = ", ".join(map(str, _DEPTHS))
 _HEADER = (
   "target",
   "program",
@@ -191,6 +212,8 @@ _HEADER = (
   "GB per step",
   "weights and KV, GB",
   "GB per drafting step",
+  f"kernels of {_depths} guesses",
+  f"GB of {_depths} guesses",
   "temp GiB",
   "arguments GiB",
   "lowering, compilation s",
@@ -202,6 +225,7 @@ def row(case: tuple[str, str, str], found: dict) -> list[str]:
   if "error" in found:
     return [*case, found["error"], *[""] * (len(_HEADER) - 4)]
   step, draft = found.get("step"), found.get("draft_step")
+  drafts = found.get("drafts", {}).values()
 
   def collective(kind):
     known = found["collectives"].get(kind)
@@ -229,6 +253,8 @@ def row(case: tuple[str, str, str], found: dict) -> list[str]:
     giga(step and step["bytes_all_layers"]),
     giga(step and step["least_bytes"]),
     giga(draft and draft["bytes_all_layers"]),
+    ", ".join(str(x["kernels"]) for x in drafts),
+    ", ".join(giga(x["bytes"]) for x in drafts),
     gibi(found["memory"]["temp"]),
     gibi(found["all_layers_argument"]),
     f"{found['lower_s']}, {found['compile_s']}",

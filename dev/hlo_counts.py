@@ -235,9 +235,12 @@ class Step(NamedTuple):
 
   kernels: int  # launches, without transfers between memories
   layer_kernels: int  # of them in layers, by the names that the layers give
+  draft_kernels: int  # of them of the drafter, in front of its loop if it has one
   num_bytes: float  # read from and written to the main memory
   layer_bytes: float  # of them in layers
+  draft_bytes: float  # of them of the drafter
   inner: tuple["Step", ...]  # of the loops inside
+  scope: str = ""  # of the loop
 
 
 class Counter:
@@ -272,40 +275,46 @@ class Counter:
   def _count_loop(self, i: Instruction) -> Step:
     parts = [self._count(name) for name in i.called]  # body and condition
     return Step(
-      *(sum(values) for values in zip(*(part[:4] for part in parts), strict=True)),
+      *(sum(values) for values in zip(*(part[:6] for part in parts), strict=True)),
       sum((part.inner for part in parts), ()),
+      "".join(re.findall(r'op_name="([^"]*)"', i.rest)[:1]),
     )
 
   def _count(self, name: str) -> Step:
-    total, inner = np.zeros(4), []
+    total, inner = np.zeros(6), []
     for i in self._module[name]:
       if i.opcode == "while":
         inner.append(self._count_loop(i))
       elif i.opcode == "conditional":
         branches = [self._count(n) for n in i.called]
         cheapest = min(branches, key=lambda step: (step.num_bytes, step.kernels))
-        total += cheapest[:4]
+        total += cheapest[:6]
         inner += cheapest.inner
       elif i.opcode == "call":
         called = self._count(i.called[0])
-        total += called[:4]
+        total += called[:6]
         inner += called.inner
       else:
         is_kernel, moved = self._is_kernel(i), self._moved(i)
-        in_layer = len(layers := self._layers(i)) == 1 and "" not in layers
-        total += is_kernel, is_kernel and in_layer, moved, moved * in_layer
-    return Step(int(total[0]), int(total[1]), total[2], total[3], tuple(inner))
+        is_of = [True, self._is_in(i, r"/(layer_\d+)/"), self._is_in(i, "/(draft)/")]
+        total += [is_kernel and x for x in is_of] + [moved * x for x in is_of]
+    return Step(*map(int, total[:3]), *total[3:], tuple(inner))
 
   def _is_kernel(self, i: Instruction) -> bool:
     has_none = i.opcode in _NO_KERNEL or i.opcode.endswith("-done")
     return not has_none and "ConcatBitcast" not in i.rest
 
-  def _layers(self, i: Instruction, further: int = 4) -> set[str]:
-    """The layer of its name, or without a name those of its users; "": of none."""
+  def _is_in(self, i: Instruction, scope: str) -> bool:
+    """Whether an instruction is in a scope, one of those that a pattern matches."""
+    return len(found := self._scopes(i, scope)) == 1 and "" not in found
+
+  def _scopes(self, i: Instruction, scope: str, further: int = 4) -> set[str]:
+    """The scope in its name, or without a name those of its users; "": in none."""
     if "op_name=" in i.rest or not further:
-      found = re.search(r"/(layer_\d+)/", i.rest)
+      found = re.search(scope, i.rest)
       return {found[1] if found else ""}
-    return set().union(*(self._layers(j, further - 1) for j in self._users[i.name]))
+    users = self._users[i.name]
+    return set().union(*(self._scopes(j, scope, further - 1) for j in users))
 
   def _moved(self, i: Instruction) -> float:
     """Bytes that an instruction reads from and writes to the main memory."""

@@ -306,7 +306,9 @@ def make_selector(run: config_lib.RunConfig) -> selector_lib.Selector | None:
   return selector_lib.make(run.strategies, run.strategy_rule, bool(run.drafter))
 
 
-def parse_selector(text: str, rule: str, has_drafter: bool) -> selector_lib.Selector | None:
+def parse_selector(
+  text: str, rule: str, drafter: drafter_lib.DrafterConfig | None
+) -> selector_lib.Selector | None:
   """The selector that a text asks for; None if it asks for plain decoding.
 
   Args:
@@ -314,12 +316,13 @@ def parse_selector(text: str, rule: str, has_drafter: bool) -> selector_lib.Sele
       `strategies`; or "auto", which chooses from what this project has, by what each is
       measured to bring
     rule: that chooses, see a config's `strategy_rule`
-    has_drafter: whether there is one
+    drafter: None: there is none
   Raises:
     ValueError: no such strategy, or a drafter's without one
   """
   if text == "auto":
-    text = levels.automatic(has_drafter)
+    text = levels.automatic(drafter)
+  has_drafter = drafter is not None
   if " live: " in text:
     return selector_lib.make(text, rule, has_drafter)
   strategy = strategy_lib.parse(text)

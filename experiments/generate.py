@@ -108,9 +108,9 @@ def main(config: config_lib.RunConfig):
     processes.on_first(lambda: check_writable(pathlib.Path(_OUTPUT.value)))
   config = dataclasses.replace(config, policy=_MODEL.value, reward="")
   records, longest = load_prompts(from_config.prompt_rules(config))
-  chosen = from_config.parse_selector(
-    _STRATEGY.value, config.strategy_rule, bool(_DRAFTER.value)
-  )
+  drafting = dataclasses.replace(config, drafter=_DRAFTER.value or "")
+  shape = memory_plan.described(drafting, selector=None, stops=1).drafter()
+  chosen = from_config.parse_selector(_STRATEGY.value, config.strategy_rule, shape)
   drafter = _DRAFTER.value or "" if chosen else ""
   config = fit(dataclasses.replace(config, drafter=drafter), longest, len(records))
   memory_plan.check(memory_plan.of_rollout(config, chosen), _DRY_RUN.value)

@@ -38,6 +38,9 @@ _LENGTHS = flags.DEFINE_string("lengths", "", "Trace: JSON list, or rollouts.jso
 _ACCEPTANCE = flags.DEFINE_list(
   "acceptance", [], "Chance of each drafted position, or a JSON list, or metrics.jsonl."
 )
+_CHANCES = flags.DEFINE_float(
+  "chances", None, "Factor of all chances, such as what a block's are to EAGLE's."
+)
 _MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, for its config.json.")
 _TABLE = flags.DEFINE_string(
   "table", "", "Last line of bench.rollout or bench.decode_steps, for the costs."
@@ -72,6 +75,8 @@ def chosen() -> scenario_lib.Scenario:
     changes["lengths"] = {"trace": _LENGTHS.value}
   if _ACCEPTANCE.value:
     changes |= {"frozen": _rates(_ACCEPTANCE.value), "adapted": ()}
+  if _CHANCES.value is not None:
+    changes["chances"] = _CHANCES.value
   if _TABLE.value:
     table = json.loads(pathlib.Path(_TABLE.value).read_text().splitlines()[-1])
     others = dict(scenario.table or {})

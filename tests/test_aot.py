@@ -104,6 +104,9 @@ def test_a_step_moves_weights_and_what_is_filled_of_the_cache():
   assert step.layer_bytes == qkv + attend
   assert step.num_bytes == qkv + attend + enter + zeros + 4 + 1
   assert (step.kernels, step.layer_kernels) == (6, 2)
+  drafts = STEP.replace("a/enter/ffi_call", "a/draft/enter/ffi_call")
+  step = hlo_counts.Counter(drafts, {("bf16", 64 * 64): 0.25}, fill=0.5).step()
+  assert (step.draft_kernels, step.draft_bytes) == (1, enter)
 
 
 @triton_kernels.requires_triton
@@ -178,6 +181,9 @@ def lowered(program: str) -> str:
     ("chain", 2 + 2, 4 + 4),
     ("tree", 2 + 2, 4 + 4 + 4),
     tiny.slow("fused", 2 + 2, 4 + 4),
+    # Of a block's two layers: of the context that the drafter lacks, and of the block. Its
+    # attention, to a window, is XLA's.
+    ("block_chain", 2, 4 + 8),
   ],
 )
 def test_attention_and_writes_are_kernels_on_tpus(program, attentions, writes):

@@ -23,8 +23,8 @@ MACHINE = memory_phases.Machine.parse("4x80")
 NAMES = {"prefill", "update", "score", "to_rollout", "train", "exchange", "store"}
 
 
-@pytest.fixture
-def config(tmp_path) -> config_lib.RunConfig:
+@pytest.fixture(params=["eagle2"])
+def config(tmp_path, request) -> config_lib.RunConfig:
   """Of a run that speculates, trains a drafter and scores, with a policy of two layers."""
   (tmp_path / "config.json").write_text(json.dumps(hf.unparse_config(tiny.CONFIG)))
   changes = {
@@ -38,7 +38,7 @@ def config(tmp_path) -> config_lib.RunConfig:
     "learner.remat": True,
     "policy": str(tmp_path),
     "tensor_parallel": 2,
-    "drafter": "eagle2",
+    "drafter": request.param,
     "strategies": "up to 9 live: 2_1_3",
     "algorithm": {"name": "grpo", "kl_coef": 1e-3},
   }
@@ -59,6 +59,7 @@ def compiled(program: aot_programs.Program) -> aot_memory.Bytes:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", ["eagle2", "block"], indirect=True)
 def test_what_compilers_say_of_arguments_is_what_the_plan_adds_up(config):
   """Of the programs of the run; where slices train, they do in chunks of their own."""
   found = aot_run.programs(run_of(config, 2))

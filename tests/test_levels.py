@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests import tiny
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.speculation import levels as levels_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
@@ -44,6 +46,17 @@ def test_without_a_drafter_n_grams_are_left_or_nothing():
   assert selector.strategies == (NGRAM,)
   assert selector_lib.make("up to 2 live: off or 3_1_4", "predictive", False) is None
   assert selector_lib.make("", "predictive", True) is None
+
+
+@pytest.mark.parametrize("size, shifted", [(8, True), (16, True), (4, False), (2, False)])
+def test_automatic_strategies_of_a_drafter_of_blocks_fit_its_block(size, shifted):
+  block = drafter_lib.Block(size=size, shifted=shifted)
+  drafter = drafter_lib.of_target(tiny.CONFIG, "block", block=block)
+  (level,) = levels_lib.parse(levels_lib.automatic(drafter))
+  strategy_lib.check_depths(level.arms, block)
+  drafted = list(filter(strategy_lib.uses_drafter, level.arms))
+  assert max(arm.depth for arm in drafted) == min(block.guesses, 8)
+  assert {arm.width > 1 for arm in drafted} == {False, True}
 
 
 def test_a_rule_of_ones_own_is_called_by_its_module():

@@ -24,8 +24,8 @@ home = commands.home
 GIB = 2**30
 
 
-@pytest.fixture
-def config(home) -> config_lib.RunConfig:
+@pytest.fixture(params=["eagle2"])
+def config(home, request) -> config_lib.RunConfig:
   """Of a run with everything that takes memory: reference, drafter, held-out rows."""
   changes = {
     "spot.rows": 4,
@@ -33,7 +33,7 @@ def config(home) -> config_lib.RunConfig:
     "rollout.buckets": (4, 2),
     "policy": str(home / "policy"),
     "tensor_parallel": 2,
-    "drafter": "eagle2",
+    "drafter": request.param,
     "strategies": "up to 9 live: 2_1_3",
     "algorithm": {"name": "grpo", "kl_coef": 1e-3},
   }
@@ -51,6 +51,7 @@ def held(arrays) -> int:
   return sum(s.data.nbytes for s in shards)
 
 
+@pytest.mark.parametrize("config", ["eagle2", "block"], indirect=True)
 def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   """On all devices together: those of a CPU share its memory."""
   found = sizes(memory_plan.of_run(config))

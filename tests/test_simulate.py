@@ -1,6 +1,7 @@
 """The simulator: what it counts is what rollouts count; its clock; its scenarios."""
 
 import dataclasses
+import json
 
 import hypothesis
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ import pytest
 from tests import commands
 from tests import tiny
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as simulated
@@ -241,6 +243,28 @@ def test_a_pass_reads_its_weights_and_caches():
   assert windowed == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
 
 
+def test_a_block_costs_the_same_at_any_depth():
+  """A hand number: its layers over all places once, and its head once."""
+  ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)
+  config = drafter_lib.of_target(tiny.CONFIG, "block", num_layers=3, taps=(0, 1))
+  sizes = dataclasses.replace(costs_lib.Drafter.of(config), vocab_size=64)
+  costs = costs_lib.Roofline(tiny.CONFIG, ideal, drafter=sizes)
+  layer = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48
+  context = 2 * 32**2 + 3 * 2 * 32 * 32
+  weights = 2 * (3 * layer + 64 * 32 + context)
+  caches = 3 * 2 * 2 * 16 * 2 * 10  # layers, k and v, heads, size, bytes, tokens
+  drafted = pytest.approx((weights + caches) / 1e9)
+  for depth in (3, 8):
+    arm = strategy_lib.Strategy(depth, 1, depth + 1)
+    verified = costs.pass_s(depth + 1, 10, per_row=depth + 1)
+    assert costs.step_s(1, arm, 10) - verified == drafted
+  # Of a window no more is read, and the head is not trained.
+  assert costs.block_s(1, 256) == costs.block_s(1, 1000) > costs.block_s(1, 255)
+  smaller = dataclasses.replace(costs, drafter=dataclasses.replace(sizes, vocab_size=32))
+  assert smaller.exchange_s(2) == costs.exchange_s(2)
+  assert smaller.micro_batch_s(128) < costs.micro_batch_s(128)
+
+
 def test_measured_costs_are_read_from_the_benchmark():
   """Steps by tokens seen, those of a strategy, what was not measured, and filling."""
   times = {"off": {"160": 1.0, "640": 2.0}, "3_1_4": {"320": 4.0}}
@@ -272,3 +296,33 @@ def test_bundled_scenarios_can_be_read(path):
   assert scenario.break_even() >= 1
   for slices in scenario.slices:
     assert scenario.options(slices).max_length > scenario.max_tokens
+
+
+def test_a_scenario_names_its_drafter_and_what_its_chances_are_to_others():
+  """Which bounds how deep its strategies are; trees are scaled, too."""
+  block = scenario_lib.read(command.SCENARIOS / "qwen2_5_7b_block.json")
+  others = scenario_lib.read(command.SCENARIOS / "qwen2_5_7b.json")
+  fewer = dataclasses.replace(block, chances=0.5, trees={"4_2_8": [0.9]})
+  assert block.acceptance("tlt") == others.acceptance("tlt")
+  assert fewer.acceptance("frozen").rates[0] == block.frozen[0] / 2
+  assert fewer.acceptance("frozen").trees == {"4_2_8": (0.45,)}
+  arm = strategy_lib.parse("6_1_7")
+  assert block.costs.step_s(4, arm, 4) < others.costs.step_s(4, arm, 4)
+  assert fewer.speedup(1, "6_1_7") < block.speedup(1, "6_1_7")
+  with pytest.raises(ValueError, match="8_1_9 guesses 8 tokens, the drafter's block has 4"):
+    dataclasses.replace(block, drafter={"kind": "block", "block": {"size": 4}})
+  with pytest.raises(ValueError, match="no such drafter"):
+    dataclasses.replace(block, drafter={"kind": "block", "block": {"length": 4}})
+
+
+def test_chances_are_read_from_rollouts_or_from_a_drafters_training(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  trained = {"drafter/agreement_1": 0.8, "drafter/agreement_2": 0.6}
+  rolled = {"rollout/acceptance_rate_pos_1": 0.5, "rollout/acceptance_rate_pos_2": 0.1}
+  path.write_text("".join(json.dumps({"step": i} | trained) + "\n" for i in (1, 2)))
+  assert scenario_lib.read_acceptance(path) == pytest.approx((0.8, 0.6))
+  path.write_text(json.dumps({"step": 1} | trained | rolled) + "\n")
+  assert scenario_lib.read_acceptance(path) == pytest.approx((0.5, 0.2))
+  path.write_text(json.dumps({"step": 1}) + "\n")
+  with pytest.raises(ValueError, match="no drafter trained"):
+    scenario_lib.read_acceptance(path)

@@ -147,7 +147,7 @@ def load(
   if drafter is not None:
     draft, draft_params = drafter_files.load(drafter, config, mesh)
   if strategies is None:
-    strategies = levels.automatic(has_drafter=draft is not None)
+    strategies = levels.automatic(draft)
   selector = selector_lib.make(strategies, "predictive", draft is not None)
   frozen = spot_lib.Frozen(draft, draft_params) if draft and selector else None
   engine = rollout_lib.make(

@@ -219,7 +219,8 @@ class Rollout(base_rollout.BaseRollout):
     self, strategies: str | None, spot: spot_lib.Options | None
   ) -> selector_lib.Selector | None:
     has_drafter = self._drafter is not None
-    strategies = levels.automatic(has_drafter) if strategies is None else strategies
+    if strategies is None:
+      strategies = levels.automatic(self._drafter.config if has_drafter else None)
     selector = selector_lib.make(strategies, "predictive", has_drafter)
     if spot is not None and not (has_drafter and selector):
       raise ValueError(

@@ -9,7 +9,9 @@ import numpy as np
 
 from tlt_jax import ranges
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.spot import block_loss
 
 Arm = strategy_lib.Strategy | None  # None: plain decoding
 
@@ -56,9 +58,19 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
+  """A drafter's sizes; with a `block` all guesses come from one pass over its places."""
+
   features: ranges.Count = 3  # hidden states of the target that it reads
   vocab_size: ranges.Count = 32_000  # of its head
-  unrolled: ranges.Count = 3  # drafting steps that training unrolls
+  unrolled: ranges.Count = 3  # drafting steps that training unrolls; not of blocks
+  layers: ranges.Count = 1
+  block: drafter_lib.Block | None = None
+
+  @classmethod
+  def of(cls, config: drafter_lib.DrafterConfig) -> "Drafter":
+    """The sizes of a drafter, but for its head's vocabulary."""
+    layers, features = config.layer.num_layers, max(len(config.taps), 1)
+    return cls(features=features, layers=layers, block=config.block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +98,8 @@ class Roofline:
     verified = self.pass_s(bucket * arm.verify, seen, per_row=arm.verify)
     if not strategy_lib.uses_drafter(arm):
       return verified  # lookup takes next to no time
+    if self.drafter.block:
+      return verified + self.block_s(bucket, seen)
     first, later = (self.draft_s(bucket * n, seen) for n in (2, arm.width))
     return verified + first + (arm.depth - 1) * later
 
@@ -115,20 +129,45 @@ class Roofline:
     around = kernels * self.device.launch_s + self._all_reduces_s(tokens)
     return weights + self._attention_s(seen, 1) + around
 
+  def block_s(self, rows: float, seen: float) -> float:
+    """Seconds of guessing a block for so many rows, whatever part of it is used.
+
+    The head is read once, for all guesses; the context is that of two tokens a row.
+    """
+    block, layers = self.drafter.block, self.drafter.layers
+    places = rows * block.size
+    # Reading the context's projections again, after those of the block.
+    weights = self._products_s(self._context_weights, 2 * rows)
+    weights += self._products_s(layers * self._draft_layer, places)
+    weights += self._products_s(self._draft_head, rows * block.guesses)
+    seen = min(seen, rows * block.window) if block.window else seen
+    attention = layers * self._attention_s(seen, block.size)
+    kernels = layers * self.layer_kernels + self.step_kernels
+    around = kernels * self.device.launch_s + layers * self._all_reduces_s(places)
+    return weights + attention + around
+
   def prefill_s(self, tokens) -> float:
     return self.pass_s(tokens, tokens) if tokens else 0.0
 
   def fill_s(self, tokens) -> float:
     m = self.model
     read = self.drafter.features * m.width * self.weight_bytes * tokens
-    weights = self._fused + 2 * m.num_kv_heads * m.head_dim * m.width  # keys and values
-    return self._products_s(weights, tokens) + read / self.tensor / self._bandwidth
+    weights = self._products_s(self._context_weights, tokens)
+    return weights + read / self.tensor / self._bandwidth
 
   def micro_batch_s(self, tokens) -> float:
-    own = 3 * self.drafter.unrolled * self.draft_weights  # forward, and twice backward
-    judged = self.model.vocab_size * self.model.width  # by the target's own head
+    d, judged = self.drafter, self.model.vocab_size * self.model.width
+    if d.block:
+      blocks = block_loss.num_anchors(d.block.size, tokens)
+      products = self._context_weights * tokens
+      products += d.layers * self._draft_layer * blocks * d.block.size
+      guesses = blocks * d.block.guesses
+      products, judged = products + self._draft_head * guesses, judged * guesses
+    else:
+      products, judged = d.unrolled * self.draft_weights * tokens, judged * tokens
     update_s = 7 * self._state / self._bandwidth  # reads four arrays, writes three
-    return self._compute_s(2 * (own + judged) * tokens) + update_s + self.host_s
+    # Forward, and twice backward; the target's own head judges.
+    return self._compute_s(2 * (3 * products + judged)) + update_s + self.host_s
 
   def exchange_s(self, slices) -> float:
     moved = 2 * (slices - 1) / slices * 3 * self._state / self.device.link
@@ -143,18 +182,34 @@ class Roofline:
   @property
   def draft_weights(self) -> int:
     """Parameters of the drafter that a pass reads."""
+    return self.drafter.layers * self._draft_layer + self._fused + self._draft_head
+
+  @property
+  def _draft_layer(self) -> int:
     m = self.model
-    layer = self._attention + 3 * m.width * m.mlp_width  # without experts
-    return layer + self._fused + self.drafter.vocab_size * m.width
+    return self._attention + 3 * m.width * m.mlp_width  # without experts
+
+  @property
+  def _draft_head(self) -> int:
+    return self.drafter.vocab_size * self.model.width
 
   @property
   def _fused(self) -> int:
-    return (self.drafter.features + 1) * self.model.width**2
+    embedding = 0 if self.drafter.block else 1  # which is read with the features
+    return (self.drafter.features + embedding) * self.model.width**2
+
+  @property
+  def _context_weights(self) -> int:
+    """Parameters that map features to keys and values."""
+    m = self.model
+    keys_values = 2 * m.num_kv_heads * m.head_dim * m.width
+    return self._fused + self.drafter.layers * keys_values
 
   @property
   def _state(self) -> float:
     """Bytes of the drafter's trained weights, on a device; each moment has as many."""
-    return 4 * self.draft_weights / self.tensor
+    frozen = self._draft_head if self.drafter.block else 0  # the target's
+    return 4 * (self.draft_weights - frozen) / self.tensor
 
   @property
   def _layer(self) -> float:

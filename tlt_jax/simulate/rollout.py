@@ -33,6 +33,7 @@ def simulate(
   requests: requests_lib.Requests,
   lengths: np.ndarray,
   *,
+  drafter: drafter_lib.DrafterConfig | None = None,
   selector: selector_lib.Selector | None = None,
   acceptance: acceptance_lib.Acceptance | None = None,
   spot: spot_lib.Options | None = None,
@@ -42,12 +43,14 @@ def simulate(
   """Runs rollouts of the same requests; returns the samples of the last one.
 
   The schedule knows the requests' `max_tokens`, not the `lengths` i32[B] of responses. The
-  samples have no tokens, and simulated seconds. With a selector `acceptance` is required.
+  samples have no tokens, and simulated seconds. With a selector `acceptance` is required;
+  the `drafter` is EAGLE-3's if none is given.
   `decide` replays the decisions of one real rollout.
   """
   _check(requests, lengths, selector, acceptance, spot)
   mesh = jax.sharding.AbstractMesh((machine.slices, 1), (axes.DATA, axes.MODEL))
-  drafter = drafter_lib.of_target(config, "eagle3") if spot else None
+  if selector is not None and drafter is None:
+    drafter = drafter_lib.of_target(config, "eagle3")
   shapes = backend_lib.Shapes.of(
     config, mesh, options, selector, drafter, spot.chunk_tokens if spot else 0
   )

@@ -10,6 +10,7 @@ import numpy as np
 
 from tlt_jax import metrics
 from tlt_jax.models import config as config_lib
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import hf
 from tlt_jax.simulate import acceptance as acceptance_lib
 from tlt_jax.simulate import costs as costs_lib
@@ -23,6 +24,7 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 SIDES = ("plain", "frozen", "tlt")
+_LATE = 20  # steps of a drafter's training, of which means are taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Scenario:
   frozen: tuple[float, ...]  # chance of each drafted position, given those before it
   adapted: tuple[float, ...] = ()  # with the drafter trained in rollouts; (): as frozen
   trees: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+  # Arguments of `drafter.of_target`; {}: EAGLE-3's.
+  drafter: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  chances: float = 1.0  # factor of all chances
   rule: str = "predictive"
   device: Mapping[str, Any] | None = None  # fields of `costs.Device`
   tensor: int = 1  # devices of a slice
@@ -55,6 +60,10 @@ class Scenario:
       raise ValueError("a scenario gives a device or a measured table, one of both")
     if not self.slices or min(self.slices) < 1:
       raise ValueError("slices are numbers from 1 on, at least one")
+    if self.chances < 0:
+      raise ValueError(f"chances={self.chances}: a factor of chances is 0 or more")
+    arms = {arm for level in levels.parse(self.strategies) for arm in level.arms}
+    strategy_lib.check_depths(arms, self.drafter_config.block)
 
   @property
   def config(self) -> config_lib.ModelConfig:
@@ -64,11 +73,30 @@ class Scenario:
   def costs(self) -> costs_lib.Costs:
     if self.device is None:
       return costs_lib.Measured(**self.table)
-    return costs_lib.Roofline(self.config, costs_lib.Device(**self.device), self.tensor)
+    device, drafter = costs_lib.Device(**self.device), self.drafter_config
+    sizes = costs_lib.Drafter.of(drafter)
+    return costs_lib.Roofline(self.config, device, self.tensor, sizes)
+
+  @property
+  def drafter_config(self) -> drafter_lib.DrafterConfig:
+    fields = {
+      name: tuple(value) if isinstance(value, list) else value
+      for name, value in ({"kind": "eagle3"} | dict(self.drafter)).items()
+    }
+    try:
+      if "block" in fields:
+        fields["block"] = drafter_lib.Block(**fields["block"])
+      return drafter_lib.of_target(self.config, **fields)
+    except TypeError as e:
+      raise ValueError(f"drafter={dict(self.drafter)}: no such drafter ({e})") from e
 
   def acceptance(self, side: str) -> acceptance_lib.Rates:
     rates = self.adapted if side == "tlt" and self.adapted else self.frozen
-    return acceptance_lib.Rates(rates, self.trees)
+    trees = {name: self._scaled(of_tree) for name, of_tree in self.trees.items()}
+    return acceptance_lib.Rates(self._scaled(rates), trees)
+
+  def _scaled(self, rates: Sequence[float]) -> tuple[float, ...]:
+    return tuple(min(self.chances * rate, 1.0) for rate in rates)
 
   def options(self, slices: int) -> options_lib.Options:
     """The sizes of a rollout on `slices`: slots for all requests, unless given."""
@@ -98,6 +126,7 @@ class Scenario:
         max_tokens=self.max_tokens,
       ),
       self.draw_lengths(),
+      drafter=self.drafter_config,
       selector=selector,
       acceptance=acceptance,
       spot=spot_lib.Options(**self.spot) if side == "tlt" else None,
@@ -189,13 +218,25 @@ def read_trace(path: str | pathlib.Path) -> np.ndarray:
 
 
 def read_acceptance(path: str | pathlib.Path) -> tuple[float, ...]:
-  """Rates per drafted position: a JSON list, or means over a run's metrics.jsonl."""
+  """Rates per drafted position: a JSON list, or means over a run's metrics.jsonl.
+
+  Of a run without rollouts, such as the training of a drafter, agreement with the target in
+  its last steps, which is about what would be accepted.
+  """
   if not str(path).endswith(".jsonl"):
     return tuple(json.loads(pathlib.Path(path).read_text()))
-  name, shares = "rollout/acceptance_rate_pos_{}", []
   steps = metrics.read(path)
-  while found := [r[key] for r in steps if (key := name.format(len(shares) + 1)) in r]:
-    shares.append(float(np.mean(found)))
-  if not shares:
-    raise ValueError(f"{path}: its rollouts did not speculate; set strategies")
-  return tuple(acceptance_lib.conditional(shares))
+  if shares := _means(steps, "rollout/acceptance_rate_pos_{}"):
+    return tuple(acceptance_lib.conditional(shares))
+  trained = [step for step in steps if "drafter/agreement_1" in step]
+  if rates := _means(trained[-_LATE:], "drafter/agreement_{}"):
+    return tuple(rates)
+  raise ValueError(f"{path}: no rollout speculated, and no drafter trained; set strategies")
+
+
+def _means(steps: Sequence[Mapping], name: str) -> list[float]:
+  """The means of a metric for positions 1, 2, ..., as many as there are."""
+  means = []
+  while found := [s[key] for s in steps if (key := name.format(len(means) + 1)) in s]:
+    means.append(float(np.mean(found)))
+  return means

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import re
 from typing import NamedTuple
 
+from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 _LEVEL = re.compile(r"up to (\d+) live: (\S+(?: or \S+)*)")
@@ -46,9 +47,19 @@ def parse(text: str) -> tuple[Level, ...]:
   return tuple(sorted(levels, key=lambda level: level.most))
 
 
-def automatic(has_drafter: bool) -> str:
-  drafted = "off or 3_1_4 or 5_1_6 or 4_2_8 or ngram_3"
-  return f"up to 8 live: {drafted if has_drafter else 'off or ngram_3 or ngram_5'}"
+def automatic(drafter: drafter_lib.DrafterConfig | None) -> str:
+  """Levels for a drafter, or without one.
+
+  Of a block all guesses cost the same: only verification bounds how many are used.
+  """
+  if drafter is None:
+    arms = ["ngram_3", "ngram_5"]
+  elif drafter.block is None:
+    arms = ["3_1_4", "5_1_6", "4_2_8", "ngram_3"]
+  else:
+    short, long = (min(depth, drafter.block.guesses) for depth in (4, 8))
+    arms = [f"{short}_1_{short + 1}", f"{long}_1_{long + 1}", f"{long}_3_16", "ngram_3"]
+  return f"up to 8 live: {' or '.join(dict.fromkeys(['off', *arms]))}"
 
 
 def write(levels: Iterable[Level]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import dataclasses
 import re
 
+from tlt_jax.models import drafter as drafter_lib
+
 MODEL, NGRAM = "model", "ngram"  # a drafter with weights; lookup in known sequences
 
 
@@ -68,6 +70,18 @@ def name(strategy: Strategy | None) -> str:
 
 def uses_drafter(strategy: Strategy | None) -> bool:
   return strategy is not None and strategy.source == MODEL
+
+
+def check_depths(
+  strategies: Iterable[Strategy | None], block: drafter_lib.Block | None
+) -> None:
+  """ValueError: a strategy is deeper than the block that the drafter guesses, if any."""
+  for strategy in filter(uses_drafter, strategies):
+    if block is not None and strategy.depth > block.guesses:
+      raise ValueError(
+        f"strategy {strategy} guesses {strategy.depth} tokens, the drafter's block has "
+        f"{block.guesses}; choose a shorter one"
+      )
 
 
 @dataclasses.dataclass(frozen=True)

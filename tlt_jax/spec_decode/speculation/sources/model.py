@@ -20,6 +20,7 @@ from tlt_jax.spec_decode.speculation import draft as draft_lib
 from tlt_jax.spec_decode.speculation import draft_block
 from tlt_jax.spec_decode.speculation import draft_tree
 from tlt_jax.spec_decode.speculation import source as source_lib
+from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 
 
 @flax.struct.dataclass
@@ -45,12 +46,7 @@ class Model(source_lib.Source):
           f"strategy {strategy} guesses {strategy.width} tokens per node, the drafter "
           f"knows {known}; choose a narrower one"
         )
-      block = setting.drafter.block
-      if block and strategy.depth > block.guesses:
-        raise ValueError(
-          f"strategy {strategy} guesses {strategy.depth} tokens, the drafter's block has "
-          f"{block.guesses}; choose a shorter one"
-        )
+    strategy_lib.check_depths(setting.strategies, setting.drafter.block)
     rows = axes.sharding(setting.mesh, axes.DATA)
     self._over = slots_lib.pool_sharding(setting.mesh, setting.drafter.layer)
     self.state_shardings = Entry(self._over, rows, rows)
@@ -184,7 +180,8 @@ class Model(source_lib.Source):
     guess = of_blocks if self.setting.drafter.block else of_steps
 
     def propose(slots, state, depth):
-      return source_lib.Proposal(*guess(state, slots, depth))
+      with jax.named_scope("draft"):  # for profilers, and counts of programs
+        return source_lib.Proposal(*guess(state, slots, depth))
 
     def absorb(pools, output):
       return draft_lib.DraftState(pools, output.features, output.tokens, output.count)
