@@ -268,7 +268,7 @@ def main(config: config_lib.RunConfig):
   config = dataclasses.replace(config, drafter=_DRAFTER.value or config.drafter)
   records, longest = held_out(config, 128)
   config = sizes.fill_rollout(config, sizes.Asked(longest, len(records), 4))
-  models = from_config.load_models(config)
+  models = from_config.load_models(config, records=records)
   found = {
     "device": jax.devices()[0].device_kind,
     "slices": models.mesh.shape[axes.DATA],

@@ -105,10 +105,10 @@ class Shared:
   """The prompts, the policy and its training, shared by all sides."""
 
   def __init__(self, config: BenchConfig, mesh: jax.sharding.Mesh):
-    asked = from_config.load_prompts(
+    self.records = from_config.load_prompts(
       config.prompts, from_config.prompt_rules(config)
     ).records
-    self.prompts = data.prompt_iterator(asked, config.batch.prompts, config.seed)
+    self.prompts = data.prompt_iterator(self.records, config.batch.prompts, config.seed)
     model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
     algorithm = algorithm_lib.make(**config.algorithm)
     self.config = config
@@ -177,7 +177,9 @@ class Run:
     self.shared = Shared(config, mesh)
     model = self.model = self.shared.learner.config
     names = config.bench.sides
-    self.sides = {name: sides_lib.Side(name, config, model, mesh) for name in names}
+    self.sides = {
+      name: sides_lib.Side(name, config, model, mesh, self.shared.records) for name in names
+    }
     self.step = 0
     if opened.start is not None:
       self._restore(opened.start)

@@ -67,7 +67,7 @@ def measure(
   config: config_lib.RunConfig, mesh: jax.sharding.Mesh, asked: Sequence[dict]
 ) -> dict:
   prompts = data.prompt_iterator(asked, config.batch.prompts, config.seed)
-  sides = sides_lib.make_training_sides(_SIDES.value, config, mesh)
+  sides = sides_lib.make_training_sides(_SIDES.value, config, mesh, asked)
   first = _SIDES.value[0]
   plain = sides[first]
   model = plain.learner.config

@@ -86,7 +86,7 @@ def main(config: config_lib.RunConfig):
   source, rules = config.held_out | {"size": 10**9}, from_config.prompt_rules(config)
   records, longest = from_config.load_prompts(source, rules, section="held_out")
   config = sizes.fill_rollout(config, sizes.Asked(longest, _BATCH.value, 1))
-  models = from_config.load_models(config, _DTYPE.value)
+  models = from_config.load_models(config, _DTYPE.value, records)
   selector = InTurn(strategies)
   fewer = max(config.rollout.slots // 8, 1)
   smaller = trees.change(config, {"rollout.slots": fewer, "rollout.buckets": ()})

@@ -28,6 +28,8 @@ from tlt_jax.spec_decode.speculation import selector
 from tlt_jax.spec_decode.spot import loss as loss_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
+# What both entries of this name say.
+_VOCAB_SIZE = "; 0: all; None: 32,768 of a policy with 100,000 or more, else all"
 Buckets = tuple[tuple[ranges.Count, ranges.Tokens], ...]
 
 Source = Annotated[
@@ -223,6 +225,11 @@ class RunConfig:
     "folder of a drafter (of train_drafter, of export, or a published EAGLE-2 or EAGLE-3 "
     "one), 'eagle2', 'eagle3' or a module of your own for a new one, '' for none",
   )
+  drafter_vocab_size: ranges.CountOrZero | None = field(
+    None,
+    "number of the policy's tokens that a new drafter may predict, the most frequent of "
+    f"the prompts and gold answers{_VOCAB_SIZE}",
+  )
   strategies: Annotated[str, trees.read_by(levels.parse)] = field(
     ...,
     "which decoding strategies to use at how many live requests per slice, see "
@@ -296,8 +303,10 @@ class DrafterShape:
     "family of the drafter's layer; '': the policy's. SGLang and vLLM load eagle3 with the "
     "layer of LlamaForCausalLM only",
   )
-  vocab_size: ranges.CountOrZero = field(
-    0, "number of most frequent tokens of the responses that it may predict; 0: all"
+  vocab_size: ranges.CountOrZero | None = field(
+    None,
+    "number of the policy's tokens that it may predict, the most frequent of the "
+    f"responses{_VOCAB_SIZE}",
   )
 
 

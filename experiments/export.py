@@ -118,7 +118,9 @@ def drafter_of_run(
   if not name:
     return None, None
   if drafters.is_kind(name):
-    drafter, frozen = drafter_lib.of_target(model, name), None
+    saved = checkpoints.data()[1].get("drafter") or {}
+    vocab = tuple(saved.get("vocab", ()))  # older checkpoints have drafters of all tokens
+    drafter, frozen = drafter_lib.of_target(model, name, vocab=vocab), None
   else:
     drafter, frozen = drafter_files.load(name, model)
   if not run["spot"]["train"]:

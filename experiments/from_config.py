@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments import config as config_lib
+from experiments import draft_vocab
 from experiments import memory_phases
 from experiments import sizes
 from tlt_jax import axes
@@ -255,18 +256,22 @@ def make_mesh(
   return mesh
 
 
-def load_models(run: config_lib.RunConfig, dtype: str | None = None) -> Models:
+def load_models(
+  run: config_lib.RunConfig, dtype: str | None = None, records: Sequence[dict] = ()
+) -> Models:
   """Loads a run's policy and drafter onto this machine's devices.
 
   Args:
     run: its config
     dtype: of the policy's weights and of what it computes; None: that of its config.json
+    records: that a new drafter's vocabulary follows from, see `drafter_vocab`
   """
   mesh = make_mesh(run.tensor_parallel, run.policy)
   dtype = dtype or hf.load_config(run.policy).dtype
   model, params = hf.load(run.policy, mesh, axes.ROLLOUT, dtype)
   model = dataclasses.replace(model, dtype=dtype)
-  return Models(mesh, model, params, load_drafter(run.drafter, run.seed, model, mesh))
+  vocab = drafter_vocab(run, model, records)
+  return Models(mesh, model, params, load_drafter(run, model, mesh, vocab))
 
 
 def make_learner(
@@ -289,16 +294,70 @@ def copy_reference(algorithm: algorithm_lib.Algorithm, params: Any) -> Any:
   return jax.tree.map(jnp.copy, params)
 
 
-def load_drafter(
-  name: str, seed: int, model: model_lib.ModelConfig, mesh: jax.sharding.Mesh
-) -> spot_lib.Frozen | None:
-  """A drafter, of a folder or new by its kind; None of ""."""
-  if not name:
+def drafter_vocab(
+  run: config_lib.RunConfig,
+  model: model_lib.ModelConfig,
+  records: Sequence[dict],
+  saved: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+  """The tokens that a run's new drafter may predict, the same on all processes; (): all.
+
+  Args:
+    run: its config
+    model: the policy's
+    records: whose prompts and gold answers are counted
+    saved: what a checkpoint has of the drafter that it goes on with (`Spot.data`); None:
+      the drafter begins
+  """
+  if saved is not None:
+    return tuple(saved.get("vocab", ()))  # older checkpoints have drafters of all tokens
+  count = draft_vocab.size(run.drafter_vocab_size, model.vocab_size)
+  if not count or not drafters.is_kind(run.drafter):
+    return ()
+  tokenizer = load_tokenizer(run.policy, run.chat.date)
+
+  def chosen() -> list[int]:
+    tokens = draft_vocab.tokens_of(tokenizer, records, run.chat)
+    where = "prompts and gold answers"
+    return list(draft_vocab.choose(tokenizer, model.vocab_size, count, tokens, where))
+
+  return tuple(processes.on_first(chosen))
+
+
+def drafter_shape(
+  run: config_lib.RunConfig,
+  model: model_lib.ModelConfig,
+  vocab: Sequence[int] | None = None,
+) -> drafter_lib.DrafterConfig | None:
+  """A run's drafter, of a folder or new by its kind; None without one.
+
+  Args:
+    run: its config
+    model: the policy's
+    vocab: of a new one, see `drafter_vocab`; None: any ids, as many as it will have
+  """
+  if not run.drafter:
     return None
-  if not drafters.is_kind(name):
-    return spot_lib.Frozen(*drafter_files.load(name, model, mesh))
-  drafter = drafter_lib.of_target(model, name)
-  return spot_lib.Frozen(drafter, drafter_lib.new_params(drafter, mesh, seed))
+  if not drafters.is_kind(run.drafter):
+    return drafter_files.load_shape(run.drafter, model)
+  if vocab is None:
+    vocab = range(draft_vocab.size(run.drafter_vocab_size, model.vocab_size))
+  return drafter_lib.of_target(model, run.drafter, vocab=tuple(vocab))
+
+
+def load_drafter(
+  run: config_lib.RunConfig,
+  model: model_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  vocab: Sequence[int] | None = None,
+) -> spot_lib.Frozen | None:
+  """A run's drafter before its training, see `drafter_shape`."""
+  if run.drafter and not drafters.is_kind(run.drafter):
+    return spot_lib.Frozen(*drafter_files.load(run.drafter, model, mesh))
+  drafter = drafter_shape(run, model, vocab)
+  if drafter is None:
+    return None
+  return spot_lib.Frozen(drafter, drafter_lib.new_params(drafter, mesh, run.seed))
 
 
 def make_selector(run: config_lib.RunConfig) -> selector_lib.Selector | None:
@@ -370,10 +429,16 @@ def make_loss(settings: draft_loss.Settings, temperature: float) -> draft_loss.L
 
 
 def make_drafter(
-  run: config_lib.RunConfig, model: model_lib.ModelConfig, mesh: jax.sharding.Mesh
+  run: config_lib.RunConfig,
+  model: model_lib.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  vocab: Sequence[int] | None = None,
 ) -> rollout.Drafter | None:
-  """A run's drafter, with its training in rollouts if the config asks for that."""
-  drafter = load_drafter(run.drafter, run.seed, model, mesh)
+  """A run's drafter, with its training in rollouts if the config asks for that.
+
+  See `drafter_shape`.
+  """
+  drafter = load_drafter(run, model, mesh, vocab)
   shape = drafter and drafter.config
   made = make_draft_trainer(
     run.spot, run.sampling.temperature, run.max_length, model, mesh, shape

@@ -115,7 +115,7 @@ def main(config: config_lib.RunConfig):
   config = fit(dataclasses.replace(config, drafter=drafter), longest, len(records))
   memory_plan.check(memory_plan.of_rollout(config, chosen), _DRY_RUN.value)
   opening.log(opening.of_rollout(config, chosen, len(records), _SAMPLES.value))
-  models = from_config.load_models(config)
+  models = from_config.load_models(config, records=records)
   sampler = from_config.make_sampler(
     config, models.model, models.mesh, models.drafter, chosen
   )

@@ -28,8 +28,6 @@ from tlt_jax import processes
 from tlt_jax import programs as pool_lib
 from tlt_jax.models import config as model_lib
 from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.models import drafter_files
-from tlt_jax.models import drafters
 from tlt_jax.models import hf
 from tlt_jax.models import target
 from tlt_jax.rl import algorithm as algorithm_lib
@@ -117,11 +115,8 @@ class Run:
     return jax.tree.map(lambda x: x.update(dtype=self.model.dtype), made)
 
   def drafter(self) -> drafter_lib.DrafterConfig | None:
-    """The config's drafter."""
-    name = self.config.drafter
-    if not name or drafters.is_kind(name):
-      return drafter_lib.of_target(self.model, name) if name else None
-    return drafter_files.load_shape(name, self.model)
+    """The config's drafter; of a new one's vocabulary the size is right, not the ids."""
+    return from_config.drafter_shape(self.config, self.model)
 
   def draft_params(self, drafter: drafter_lib.DrafterConfig | None) -> Any:
     """The drafter's parameters; None of none."""
@@ -172,6 +167,10 @@ class Run:
       room = memory.Room(room.free // n, room.total // n)
       where = f"the machine's memory ({len(self.mesh.local_devices)} CPU devices share it)"
       where += f", of which each of {n} processes has its share" if n > 1 else ""
+    drafter = self.drafter()
+    if drafter is not None and drafter.vocab:
+      tokens = f"{len(drafter.vocab):,} of {self.model.vocab_size:,} tokens"
+      where += f"; the drafter predicts {tokens}"
     found = {name: tuple(p for p in ps if p.size) for name, ps in phases.items()}
     return memory_phases.Plan(found, room, where)
 

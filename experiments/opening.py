@@ -18,7 +18,6 @@ from experiments import workdirs
 from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax.models import drafter as drafter_lib
-from tlt_jax.models import drafter_files
 from tlt_jax.models import drafters
 from tlt_jax.models import hf
 from tlt_jax.models import target
@@ -176,11 +175,13 @@ def _names(strategies: Sequence[strategy_lib.Strategy]) -> str:
 def _source(run: config_lib.RunConfig) -> str:
   """The drafter and where it is from."""
   model, name = hf.load_config(run.policy), run.drafter
+  shape = from_config.drafter_shape(run, model)
+  size = _size(drafter_lib.abstract_params(shape))
+  if shape.vocab:
+    size += f" that predicts {len(shape.vocab):,} of {model.vocab_size:,} tokens"
   if drafters.is_kind(name):
-    size = _size(drafter_lib.abstract_params(drafter_lib.of_target(model, name)))
     return f"a new {name} of {size}, random at first"
-  shape = drafter_files.load_shape(name, model)
-  return f"{name}, {shape.kind} of {_size(drafter_lib.abstract_params(shape))}"
+  return f"{name}, {shape.kind} of {size}"
 
 
 def _drafter(run: config_lib.RunConfig, mesh: jax.sharding.Mesh) -> Iterator[str]:

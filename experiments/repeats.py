@@ -86,7 +86,7 @@ def make(
     return Repeats(0, {})
   sides = {"plain": from_config.make_sampler(run, model, mesh)}
   if (spot := sampler.rollout.spot) is not None:
-    drafter = from_config.load_drafter(run.drafter, run.seed, model, mesh)
+    drafter = from_config.load_drafter(run, model, mesh, spot.config.vocab)
     drafter = dataclasses.replace(drafter, spot=spot)
     selector = from_config.make_selector(run)
     sides["frozen"] = from_config.make_sampler(

@@ -83,9 +83,12 @@ class Side:
     config: config_lib.RunConfig,
     model: model_lib.ModelConfig,
     mesh: jax.sharding.Mesh,
+    records: Sequence[dict] = (),
   ):
+    """Makes it; `records` are the run's, see `from_config.drafter_vocab`."""
     self.config = config = settings(name, config)
-    self.drafter = from_config.make_drafter(config, model, mesh)
+    vocab = from_config.drafter_vocab(config, model, records)
+    self.drafter = from_config.make_drafter(config, model, mesh, vocab)
     self.spot = self.drafter and self.drafter.spot  # None: nothing trains it
     chosen = from_config.make_selector(config)
     self.sampler = from_config.make_sampler(config, model, mesh, self.drafter, chosen)
@@ -129,11 +132,16 @@ class TrainingSide:
   """A side, and the policy that it trains."""
 
   def __init__(
-    self, name: str, config: config_lib.RunConfig, learner: learner_lib.Learner, params
+    self,
+    name: str,
+    config: config_lib.RunConfig,
+    learner: learner_lib.Learner,
+    params: Any,
+    records: Sequence[dict],
   ):
     self.learner = learner
     self.go_on_from(learner.init(jax.tree.map(jnp.copy, params)))
-    self.side = Side(name, config, learner.config, learner.mesh)
+    self.side = Side(name, config, learner.config, learner.mesh, records)
     self.side.compile(self.policy)
 
   def go_on_from(self, state: trainer.State) -> None:
@@ -166,13 +174,16 @@ class TrainingSide:
 
 
 def make_training_sides(
-  names: Sequence[str], config: config_lib.RunConfig, mesh: jax.sharding.Mesh
+  names: Sequence[str],
+  config: config_lib.RunConfig,
+  mesh: jax.sharding.Mesh,
+  records: Sequence[dict],
 ) -> dict[str, TrainingSide]:
   """Sides that start from the config's policy and share a learner."""
   model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
   algorithm = algorithm_lib.make(**config.algorithm)
   learner = from_config.make_learner(config, model, algorithm, mesh)
-  return {name: TrainingSide(name, config, learner, params) for name in names}
+  return {name: TrainingSide(name, config, learner, params, records) for name in names}
 
 
 def free_programs() -> None:

@@ -47,7 +47,7 @@ def main(config: config_lib.RunConfig):
   launch.start()
   compiled_s = stopwatch.compiled_s()  # when the last record was written
   planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
-  config = workdirs.keep_sizes(_FORK.value or _WORKDIR.value, config)
+  config = workdirs.keep_sizes(_WORKDIR.value, config, _FORK.value)
   config, asked = from_config.complete(config, planned)
   config = memory_plan.choose_remat(config, planned)
   plan = memory_plan.of_run(config, planned)
@@ -67,7 +67,9 @@ def main(config: config_lib.RunConfig):
   reference = learner.offload(from_config.copy_reference(algorithm, params))
   critic = critic_lib.make(algorithm.critic, learner, params)
   state = learner.init(params)
-  drafter = from_config.make_drafter(config, model, mesh)
+  kept = run.kept_drafter()  # by the checkpoint to go on from
+  vocab = from_config.drafter_vocab(config, model, records, kept)
+  drafter = from_config.make_drafter(config, model, mesh, vocab)
   spot = drafter and drafter.spot  # None: nothing trains the drafter
   selector = from_config.make_selector(config)
   sampler = from_config.make_sampler(config, model, mesh, drafter, selector)
@@ -96,7 +98,7 @@ def main(config: config_lib.RunConfig):
     params = state = None  # the checkpoint's have their memory
     like = trained(learner.abstract_state())
     if spot and same_drafter:
-      like["drafter"] = spot.saved_arrays(run.start.data()[1]["drafter"])
+      like["drafter"] = spot.saved_arrays(kept)
     step, restored, saved = run.start.restore(like, without=run.not_restored)
     state = restored["policy"]
     prompts.set_state(saved["prompts"])

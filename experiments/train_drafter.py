@@ -26,6 +26,7 @@ import numpy as np
 
 from experiments import acceptance
 from experiments import config as config_lib
+from experiments import draft_vocab
 from experiments import feature_files
 from experiments import from_config
 from experiments import launch
@@ -81,39 +82,31 @@ def ask(
 
 def first_drafter(
   model: model_lib.ModelConfig,
-  shape: config_lib.DrafterShape,
-  init: str,
-  seed: int,
+  config: config_lib.DrafterTraining,
   responses: Sequence[np.ndarray],
 ):
   """The drafter before its training, and its parameters.
 
   Args:
-    init: folder of a drafter; "": a new one of this `shape`
     responses: token ids; the most frequent are a new one's vocabulary
   """
-  if init:
-    return drafter_files.load(init, model)
+  shape, run = config.drafter, config.run
+  if config.init:
+    return drafter_files.load(config.init, model)
   made = {"kind": shape.kind}
   if shape.architecture:
     family = families.find(shape.architecture)
     made |= {"architecture": shape.architecture, "qkv_bias": family.qkv_bias}
     made["qk_norm"] = family.qk_norm
-  if size := shape.vocab_size:
-    tokens = np.concatenate([np.zeros(0, np.int32), *responses])
-    vocab = drafter_lib.most_frequent([tokens], model.vocab_size, size)
-    if len(tokens):
-      logging.info(
-        "the drafter's %d tokens are %.2f%% of those in the responses, which have %d "
-        "different ones",
-        size,
-        100 * np.isin(tokens, vocab).mean(),
-        len(np.unique(tokens)),
-      )
-    made["vocab"] = vocab
+  size = draft_vocab.size(shape.vocab_size, model.vocab_size, "drafter.vocab_size")
+  if size:
+    tokenizer = from_config.load_tokenizer(run.policy, run.chat.date)
+    made["vocab"] = draft_vocab.choose(
+      tokenizer, model.vocab_size, size, responses, "the responses"
+    )
   drafter = drafter_lib.of_target(model, **made)
   return drafter, jax.jit(lambda key: drafter_lib.init_params(drafter, key))(
-    jax.random.key(seed)
+    jax.random.key(config.seed)
   )
 
 
@@ -134,9 +127,7 @@ def make_learner(
 
 def check(models: from_config.Models, config: config_lib.DrafterTraining) -> None:
   """Raises ValueError for errors that would else appear only after the responses."""
-  drafter, params = first_drafter(
-    models.model, config.drafter, config.init, config.seed, responses=[]
-  )
+  drafter, params = first_drafter(models.model, config, responses=[])
   make_learner(models, drafter, config)
   drafting = dataclasses.replace(models, drafter=spot_lib.Frozen(drafter, params))
   for strategy in config.evaluation.strategies:
@@ -240,9 +231,7 @@ def main(config: config_lib.DrafterConfig, run: config_lib.RunConfig):
   sequences = responses.load(path, models.model.vocab_size)
 
   answers = [tokens for _, tokens in sequences]
-  drafter, params = first_drafter(
-    models.model, config.drafter, config.init, config.seed, answers
-  )
+  drafter, params = first_drafter(models.model, config, answers)
   learner = make_learner(models, drafter, config)
   workdirs.record(workdir, config)
   params = train(learner, params, models, config, sequences, workdir, checkpoints)

@@ -35,6 +35,7 @@ SCHEDULE = (
 )
 # What a resumed run may change.
 FREE = ("steps", "evaluation", "compare", "checkpoint", "tensor_parallel", "wandb")
+_VOCAB_SIZE = "drafter_vocab_size"  # an entry of a run
 CONFIG, _ORIGIN, _CHECKPOINTS = "config.json", "forked_from.json", "checkpoints"
 _LOCK = ".lock"  # names the process that writes here
 _NAMED_S = 0.3  # seconds within which a process that has locked a folder has named itself
@@ -42,6 +43,7 @@ _NAMED_S = 0.3  # seconds within which a process that has locked a folder has na
 _NOT_RESTORED = {
   "drafter": (
     "drafter.",
+    "drafter_vocab_size.",
     "spot.",
     "rollout.max_prompt.",
     "sampling.max_tokens.",
@@ -65,6 +67,12 @@ class Workdir:
   forked_from: pathlib.Path | None = None  # the workdir of `start`, if it is another one
   not_restored: tuple[str, ...] = ()  # parts of the checkpoint that a fork initializes
   log: pathlib.Path | None = None  # rollouts.jsonl of the same run, if there is one
+
+  def kept_drafter(self) -> dict | None:
+    """What the checkpoint has of its drafter, see `Spot.data`; None: it begins."""
+    if self.start is None or "drafter" in self.not_restored:
+      return None
+    return self.start.data()[1]["drafter"]
 
   def begin(self, step: int) -> None:
     """Writes config.json; for a fork also its origin and the records before `step`."""
@@ -251,22 +259,31 @@ def _open(
   return Workdir(folder, config, checkpoints, start=checkpoints, log=log)
 
 
-def keep_sizes(path: str, config: Any) -> Any:
-  """The config, with its open sizes as in the folder if that has the same run."""
-  try:
-    old = read(pathlib.Path(path), type(config), "")
-  except WorkdirError:
-    return config  # `open` raises it again
-  filled = _with_sizes_of(old, config)
-  same = all(_is_free(key) for key, _, _ in _changes(_json(old), filled))
-  return filled if same else config
+def keep_sizes(path: str, config: Any, fork: str = "") -> Any:
+  """The config, with its open sizes as in the folder if that has the same run.
+
+  A new fork keeps the number of tokens of the drafter, if it goes on with the same one.
+  """
+  with contextlib.suppress(WorkdirError):  # `open` raises it again
+    old = read(pathlib.Path(fork or path), type(config), "")
+    filled = _with_sizes_of(old, config)
+    if all(_is_free(key) for key, _, _ in _changes(_json(old), filled)):
+      return filled
+  if fork and getattr(config, _VOCAB_SIZE, 0) is None:
+    with contextlib.suppress(WorkdirError):
+      origin = read_json(pathlib.Path(path), "")
+      if origin.get("drafter") == config.drafter:
+        return dataclasses.replace(config, **{_VOCAB_SIZE: origin.get(_VOCAB_SIZE)})
+  return config
 
 
 def _with_sizes_of(old: Any, new: Any) -> Any:
   """The new config with the old one's values for open sizes."""
   changes = {}
-  for section, names in sizes.OPEN.items():
-    if (made := getattr(new, section, None)) is not None:
+  if getattr(new, _VOCAB_SIZE, 0) is None:
+    changes[_VOCAB_SIZE] = getattr(old, _VOCAB_SIZE)
+  for section, names in (sizes.OPEN | {"drafter": ("vocab_size",)}).items():
+    if dataclasses.is_dataclass(made := getattr(new, section, None)):
       was = getattr(old, section)
       open_names = [n for n in names if getattr(made, n, 0) is None]
       kept = {name: getattr(was, name) for name in open_names}
@@ -399,12 +416,16 @@ def read_json(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
   """The JSON of `workdir/config.json`; raises WorkdirError, naming `ways_out`."""
   path = workdir / CONFIG
   try:
-    return processes.on_first(lambda: json_objects.parse(path.read_bytes()))
+    raw = processes.on_first(lambda: json_objects.parse(path.read_bytes()))
   except (OSError, ValueError) as e:
     raise WorkdirError(
       f"{path} holds the settings that this folder was made with, and cannot be read "
       f"({e}); restore it: {ways_out}"
     ) from e
+  for run in (raw, raw.get("run")):
+    if isinstance(run, dict) and "strategies" in run:
+      run.setdefault(_VOCAB_SIZE, 0)  # before there was this entry, drafters had all tokens
+  return raw
 
 
 _ABSENT = object()

@@ -51,9 +51,14 @@ def held(arrays) -> int:
   return sum(s.data.nbytes for s in shards)
 
 
-@pytest.mark.parametrize("config", ["eagle2", "block"], indirect=True)
-def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
+@pytest.mark.parametrize(
+  ("config", "vocab"),
+  [("eagle2", ()), ("eagle2", (1, 2, 5, 7, 11, 13)), ("block", ())],
+  indirect=["config"],
+)
+def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config, vocab):
   """On all devices together: those of a CPU share its memory."""
+  config = trees.change(config, {"drafter_vocab_size": len(vocab)})
   found = sizes(memory_plan.of_run(config))
   mesh = axes.make_mesh(config.tensor_parallel)
   model, params = hf.load(config.policy, mesh, axes.TRAIN, dtype="float32")
@@ -63,7 +68,7 @@ def test_the_parts_of_a_plan_are_the_arrays_that_come_to_be(config):
   )
   reference, state = from_config.copy_reference(algorithm, params), learner.init(params)
   selector = from_config.make_selector(config)
-  spot = from_config.make_drafter(config, model, mesh)
+  spot = from_config.make_drafter(config, model, mesh, vocab)
   sampler = from_config.make_sampler(config, model, mesh, spot, selector)
   policy = learner.to_rollout(state.params)
   weights, backend = sampler.rollout.weights(policy), sampler.rollout.backend

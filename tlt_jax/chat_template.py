@@ -26,7 +26,7 @@ class Template:
   """
 
   def __init__(self, source: str, today: datetime.date | None = None):
-    self.today = today or datetime.date.today()
+    self.source, self.today = source, today or datetime.date.today()
     environment = sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
     )

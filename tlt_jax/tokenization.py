@@ -181,8 +181,21 @@ class Tokenizer:
     return self._chat(messages)
 
   def lengths(self, texts: Sequence[str]) -> list[int]:
+    return list(map(len, self.encode_texts(texts)))
+
+  def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of texts as they are, without an `opening`."""
     encoded = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [len(each.ids) for each in encoded]
+    return [np.asarray(each.ids, np.int32) for each in encoded]
+
+  @functools.cached_property
+  def markup(self) -> list[int]:
+    """Ids of the stops, of special tokens by role, and of those in the chat template."""
+    source = self.template.source if self.template else ""
+    added = self.inner.get_added_tokens_decoder()
+    written = {i for i, token in added.items() if token.content in source}
+    named = set(map(self.inner.token_to_id, self._named.values())) - {None}
+    return sorted({*self._stops} | named | written)
 
   def unknown(self, text: str) -> list[str]:
     """Unknown characters; most have byte fallback, others drop or replace them."""

@@ -52,9 +52,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       responses=dict(
         prompts=8 if smoke else 192, samples=2 if smoke else 8, temperatures=()
       ),
-      # A drafter may predict only the most frequent tokens of the responses: of a large
-      # vocabulary 2,000 to 8,000 of them. 0 is the whole vocabulary.
-      drafter=dict(kind="eagle2", vocab_size=0),
+      # `vocab_size`: it may predict only the most frequent tokens of the responses.
+      drafter=dict(kind="eagle2"),
       loss=dict(steps=4, cross_entropy_updates=0),
       optimizer=dict(
         name="adamw", learning_rate=4e-3, warmup=20, total=1000, b2=0.99, weight_decay=0.0

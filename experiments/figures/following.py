@@ -34,7 +34,7 @@ def main(config: config_lib.RunConfig):
   config = memory_plan.choose_remat(config)
   prompts = data.prompt_iterator(asked.train.records, config.batch.prompts, config.seed)
   mesh = axes.make_mesh(config.tensor_parallel)
-  sides = sides_lib.make_training_sides(SIDES, config, mesh)
+  sides = sides_lib.make_training_sides(SIDES, config, mesh, asked.train.records)
   agreement, accepted = [], {name: [] for name in SIDES}
   for step in range(_STEPS.value):
     records, hashes = next(prompts), set()

@@ -6,7 +6,7 @@ embedding of token t+1, and predicts token t+2. For drafted tokens its own outpu
 the feature. Embedding and head are the target's, frozen, and passed with every call.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import functools
 import itertools
@@ -139,17 +139,28 @@ def of_target(
 
 
 def most_frequent(
-  tokens: Iterable[np.ndarray], vocab_size: int, count: int
+  tokens: Iterable[np.ndarray],
+  vocab_size: int,
+  count: int,
+  first: Sequence[int] = (),
+  then: Sequence[int] = (),
 ) -> tuple[int, ...]:
   """A drafter's vocab: the `count` most frequent ids, increasing; ties go to smaller ids.
 
   FR-Spec (https://arxiv.org/abs/2502.14856); EAGLE-3.
+
+  Args:
+    first: ids that it has however rare they are
+    then: of the ids that `tokens` lack, those that it has first
   """
   if not 1 <= count <= vocab_size:
     raise ValueError(f"a drafter's vocab has 1 to {vocab_size} tokens, not {count}")
-  times = np.bincount(np.concatenate([np.ravel(x) for x in tokens]), minlength=vocab_size)
+  seen = np.concatenate([np.zeros(0, np.int32), *map(np.ravel, tokens)])
+  times = 2 * np.bincount(seen, minlength=vocab_size)
   if len(times) > vocab_size:
     raise ValueError(f"token {len(times) - 1} is not in a vocabulary of {vocab_size}")
+  times[list(then)] = np.maximum(times[list(then)], 1)
+  times[list(first)] = np.iinfo(times.dtype).max
   chosen = np.argsort(-times, kind="stable")[:count]
   return tuple(np.sort(chosen).tolist())
 

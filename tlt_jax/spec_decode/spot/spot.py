@@ -245,7 +245,11 @@ class Spot:
     return {"state": self.state, "features": self._features, "table": self.rows().table}
 
   def data(self) -> dict:
-    return {"buffer": self.buffer.state(), "investment": self.investment.state()}
+    return {
+      "buffer": self.buffer.state(),
+      "investment": self.investment.state(),
+      "vocab": list(self.config.vocab),
+    }
 
   def saved_arrays(self, data: dict) -> dict:
     """The shapes of the `arrays` saved with `data`, perhaps with other slices."""
