@@ -239,7 +239,7 @@ def of_sync(learner: learner_lib.Learner) -> Program:
 
 def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program:
   """A program of a rollout with plain decoding, a chain and a tree."""
-  rows = min(rows, rows_of(program))
+  rows = 1 if program == "one" else rows
   room = strategy_lib.Room.of((CHAIN, TREE))
   options = rollout.Options(
     max_length=slots - room.behind,
