@@ -303,15 +303,23 @@ def plain():
     tiny.slow(1, 1, "ngram_3"),
     tiny.slow(1, 1, "3_2_6"),
     (2, 2, "3_2_6"),
+    (1, 2, None),
+    tiny.slow(1, 2, "3_1_4"),
     tiny.slow(1, 4, None),
+    tiny.slow(1, 4, "3_1_4"),
+    tiny.slow(1, 4, "3_2_6"),
   ],
 )
 def test_drafts_and_layouts_change_no_token(data, model, strategy):
+  """Experts in 1, 2 and 4 parts: the claim is that of dense policies."""
   made, want = plain()
-  got = run(made, data, model, strategy, drafter())
+  got = run(made, data, model, strategy, drafter() if strategy else None)
   result = compare.compare(CONFIG, params(), made, want, got)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 1 and result.total_tokens > 200
+  np.testing.assert_array_equal(want.finish_reason, got.finish_reason)
+  same = (want.tokens == got.tokens).all(1)
+  np.testing.assert_allclose(want.logp[same], got.logp[same], atol=2e-5)
 
 
 def test_a_drafters_layer_is_dense():
