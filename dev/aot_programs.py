@@ -243,7 +243,7 @@ def of_sync(learner: learner_lib.Learner) -> Program:
 
 def _of_rollout(program, mesh, kernels, model, slots: int, rows: int) -> Program:
   """A program of a rollout with plain decoding, a chain and a tree."""
-  rows = min(rows, rows_of(program))
+  rows = 1 if program == "one" else rows
   is_block = program.startswith(_BLOCK)
   chain, tree = (BLOCK_CHAIN, BLOCK_TREE) if is_block else (CHAIN, TREE)
   shape = drafter_lib.of_target(model, "block" if is_block else "eagle2")

@@ -272,6 +272,21 @@ class Counter:
         return self._count_loop(i)
     return self._count(ENTRY)
 
+  def reads(self, num_elements: int) -> dict[str, float]:
+    """Bytes read of arrays of so many elements, by the computation with the kernels.
+
+    Outside of loops (`ENTRY`), and by each iteration of any.
+    """
+    found = collections.Counter()
+    within = inside_loops(self._module, through_fusions=False)
+    for name, body in (within | {ENTRY: self._module[ENTRY]}).items():
+      for i in filter(self._is_kernel, body):
+        for n, operand in enumerate(i.operands):
+          array = self._array(operand)
+          if array is not None and array.num_elements == num_elements:
+            found[name] += self._read(i, n, operand)
+    return {name: size for name, size in found.items() if size}
+
   def _count_loop(self, i: Instruction) -> Step:
     parts = [self._count(name) for name in i.called]  # body and condition
     return Step(
@@ -373,11 +388,12 @@ class Counter:
     if i.opcode in ("gather", "dynamic-slice") and n == 0:
       return sum(x.num_bytes for x in i.arrays)
     if i.opcode == "fusion":
-      return min(array.num_bytes, self._read_inside(i.called[0], n))
+      share = self._read_inside(i.called[0], n) / max(array.num_elements, 1)
+      return array.num_bytes * min(share, 1.0)
     return array.num_bytes
 
   def _read_inside(self, name: str, n: int) -> float:
-    """Bytes of slices that a fusion reads of its n-th parameter; infinite if all."""
+    """Elements of slices that a fusion reads of its n-th parameter; infinite if all."""
     body = self._module[name]
     names = {i.name for i in body if i.opcode == "parameter" and f"({n})" in i.rest[:6]}
     taken = 0.0
@@ -386,8 +402,8 @@ class Counter:
       names = set()
       for user in users:
         if user.opcode in ("gather", "dynamic-slice", "slice"):
-          taken += sum(x.num_bytes for x in user.arrays)
-        elif user.opcode == "bitcast":
+          taken += sum(x.num_elements for x in user.arrays)
+        elif user.opcode in ("bitcast", "convert"):
           names.add(user.name)
         elif user.opcode not in ("dynamic-update-slice", "scatter"):
           return math.inf

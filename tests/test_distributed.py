@@ -1,5 +1,6 @@
 """Jobs of several processes: they do what one process does, and faults end all of them."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from tests import commands
 from tlt_jax import checkpoint
 from tlt_jax import metrics
 from tlt_jax import processes
+from tlt_jax.models import config as config_lib
 
 home = commands.home
 
@@ -192,14 +194,24 @@ def test_two_processes_draw_what_one_does(home, tmp_path):
   assert found["responses"] == expected["responses"]
 
 
+EXPERTS = dataclasses.replace(
+  commands.COUNTDOWN,
+  architecture="Qwen3MoeForCausalLM",
+  experts=config_lib.Experts(count=8, per_token=2, width=24, norm_weights=True),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_two_processes_end_as_one_with_their_devices(home, tmp_path, devices):
+@pytest.mark.parametrize(
+  "devices, model", [(1, commands.COUNTDOWN), (2, commands.COUNTDOWN), (2, EXPERTS)]
+)
+def test_two_processes_end_as_one_with_their_devices(home, tmp_path, devices, model):
   """Bit for bit: tokens, rewards, policy and drafter; one of them writes.
 
   (`test_commands` has a run that was killed and goes on as two processes.)
   """
-  of = (*ARGS, ("tensor_parallel", devices))
+  policy = commands.write_policy(tmp_path / "policy", model)
+  of = (*ARGS, ("tensor_parallel", devices), ("policy", policy))
   one, two = tmp_path / "one", tmp_path / "two"
   args = [*commands.tiny_run(home, *of), f"--workdir={one}"]
   commands.succeed(commands.run(home, "train", *args, f"--cpu_devices={2 * devices}"))

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 import safetensors.numpy
 
 from benchmarks import routing
+from dev import hlo_counts
 from tests import test_hf
 from tests import tiny
 from tlt_jax import axes
@@ -86,21 +89,118 @@ def test_every_way_to_multiply_gives_the_sums_by_definition(rows, favourite):
   assert moe._make_blocks(jnp.asarray(args[-1]), 10).size == min(rows, 128)
 
 
-@pytest.mark.parametrize("favourite", [None, 4])
-@pytest.mark.parametrize("rows", [3, 700])
-def test_gradients_are_those_of_the_definition(rows, favourite):
-  *floats, chosen, weight = arguments(rows, favourite)
-  seed = np.random.default_rng(0).normal(size=floats[0].shape)
+def gradient_by_hand(experts, coef, x, router, gate, up, down, seed, is_token):
+  """Of `sum(y * seed) + coef * balance` for what `layer_loss` takes, in float64."""
+  (R, _), E, k = x.shape, experts.count, experts.per_token
+  dx, drouter, dgate, dup, ddown = map(np.zeros_like, (x, router, gate, up, down))
+  probabilities, dprobabilities = np.zeros((R, E)), np.zeros((R, E))
+  times_chosen = np.zeros(E)
+  for r in range(R):
+    raised = np.exp(router @ x[r])
+    p = probabilities[r] = raised / raised.sum()
+    chosen = sorted(range(E), key=lambda e: (-raised[e], e))[:k]
+    total = p[chosen].sum() if experts.norm_weights else 1.0
+    dweight = np.zeros(k)
+    for j, e in enumerate(chosen):
+      g, u = gate[e] @ x[r], up[e] @ x[r]
+      sigmoid = 1 / (1 + np.exp(-g))
+      hidden = g * sigmoid * u
+      dweight[j] = down[e] @ hidden @ seed[r]
+      dout = p[e] / total * seed[r]
+      dhidden = dout @ down[e]
+      dg = dhidden * u * (sigmoid + g * sigmoid * (1 - sigmoid))
+      du = dhidden * g * sigmoid
+      ddown[e] += np.outer(dout, hidden)
+      dgate[e] += np.outer(dg, x[r])
+      dup[e] += np.outer(du, x[r])
+      dx[r] += dg @ gate[e] + du @ up[e]
+      times_chosen[e] += is_token[r]
+    dprobabilities[r, chosen] = dweight / total
+    if experts.norm_weights:
+      dprobabilities[r, chosen] -= dweight @ p[chosen] / total**2
+  shares = times_chosen / times_chosen.sum()
+  for r in range(R):
+    if is_token[r]:
+      dprobabilities[r] += coef * E * shares / is_token.sum()
+    p = probabilities[r]
+    dlogits = p * (dprobabilities[r] - p @ dprobabilities[r])
+    drouter += np.outer(dlogits, x[r])
+    dx[r] += dlogits @ router
+  return (dx, drouter, dgate, dup, ddown), times_chosen
 
-  def gradient(f):
-    def loss(*floats):
-      *args, weight = floats
-      return jnp.sum(f(*args, chosen, weight) * seed)
 
-    return jax.jit(jax.grad(loss, range(5)))(*floats, weight)
+def layer_loss(experts, coef, x, router, gate, up, down, seed, is_token):
+  """The layer of a policy, and the loss of its learner."""
+  config = dataclasses.replace(CONFIG, width=x.shape[1], experts=experts)
+  params = dict(router=router, gate_proj=gate, up_proj=up, down_proj=down)
+  layer = moe.MLP(config)
+  y, sown = layer.apply({"params": params}, x[None], mutable=[moe.ROUTING])
+  sown = {moe.ROUTING: {"mlp": sown[moe.ROUTING]}}
+  load = jax.tree.map(lambda x: x[None], moe.load(experts, sown, is_token[None]))
+  whole = jax.sharding.PartitionSpec()
+  share = jax.shard_map(losses.balance, mesh=tiny.mesh(1), in_specs=whole, out_specs=whole)
+  return jnp.sum(y[0] * seed) + coef * share(load, jnp.sum(is_token, dtype=jnp.float32))
 
-  for got, want in zip(gradient(moe.mix), gradient(by_definition), strict=True):
-    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+@pytest.mark.parametrize(
+  ("rows", "normed", "coef"), [(3, True, 0.5), (90, False, 0.0), (700, True, 2.0)]
+)
+def test_gradients_are_those_by_hand(rows, normed, coef):
+  """One expert gets all rows, another none; of equal logits the lower index is chosen."""
+  E, D, F = 9, 16, 12
+  experts = config_lib.Experts(count=E, per_token=3, width=F, norm_weights=normed)
+  rng = np.random.default_rng(rows)
+  # Sums of such numbers are exact in float32: logits that are equal stay so.
+  x, router = (rng.integers(-8, 9, (n, D)) / 16 for n in (rows, E))
+  x[:, 0], router[:, 0] = 1, 0
+  router[5, 0], router[2, 0] = 3, -3
+  router[7] = router[4] = router[3]
+  shapes = (E, F, D), (E, F, D), (E, D, F), (rows, D)
+  floats = x, router, *(rng.normal(size=s).astype(np.float32) for s in shapes)
+  is_token = rng.random(rows) < 0.7
+  is_token[0] = True
+  as_double = (np.asarray(a, np.float64) for a in floats)
+  want, times_chosen = gradient_by_hand(experts, coef, *as_double, is_token)
+  assert times_chosen[5] == is_token.sum() and times_chosen[2] == 0
+  assert rows == 3 or times_chosen[3] > times_chosen[4] > times_chosen[7]
+  as_float = [jnp.asarray(a, jnp.float32) for a in floats]
+  loss = functools.partial(layer_loss, experts, coef)
+  got = jax.jit(jax.grad(loss, range(5)))(*as_float, is_token)
+  for name, x, y in zip(("x", "router", "gate", "up", "down"), got, want, strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=2e-6 * np.abs(y).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cpus_read_one_expert_at_a_time(dtype):
+  """In each iteration of a loop, with its gradient of another; nothing casts all experts,
+  as XLA would for products of bfloat16."""
+  *floats, chosen, weight = arguments(5, None)
+  x, gate, up, down, weight = (jnp.asarray(a, dtype) for a in (*floats, weight))
+
+  def loss(*args):
+    return jnp.sum(moe.mix(*args, chosen, weight).astype(jnp.float32) ** 2)
+
+  for f, matrices in ((loss, 3), (jax.grad(loss), 6)):
+    text = jax.jit(f).lower(x, gate, up, down).compile().as_text()
+    reads = hlo_counts.Counter(text, {}, 1.0).reads(gate.size)
+    assert sum(reads.values()) == matrices * gate[0].nbytes
+    assert len(reads) == matrices // 3 and hlo_counts.ENTRY not in reads
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (3, True), (4, False)])
+def test_gpus_read_the_experts_of_few_rows(rows, few):
+  """By gathers, as long as rows have together no more choices than there are experts."""
+  args = arguments(rows, None)
+  lowered = jax.jit(moe.mix).trace(*args).lower(lowering_platforms=("cuda",))
+  # Operations with an operand of all 10 experts' weights: each and its result.
+  pattern = r"stablehlo\.(\w+).*tensor<10x1[26]x1[26]x.* -> (.*)"
+  used = re.findall(pattern, lowered.as_text())
+  made = {(op, math.prod(map(int, re.findall(r"(\d+)x", result)))) for op, result in used}
+  each = args[1][0].size
+  if few:
+    assert made == {("gather", 3 * rows * each)} and len(used) == 3
+  else:
+    assert {op for op, _ in made} == {"dot_general"} and len(used) == 3
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -203,15 +303,23 @@ def plain():
     tiny.slow(1, 1, "ngram_3"),
     tiny.slow(1, 1, "3_2_6"),
     (2, 2, "3_2_6"),
+    (1, 2, None),
+    tiny.slow(1, 2, "3_1_4"),
     tiny.slow(1, 4, None),
+    tiny.slow(1, 4, "3_1_4"),
+    tiny.slow(1, 4, "3_2_6"),
   ],
 )
 def test_drafts_and_layouts_change_no_token(data, model, strategy):
+  """Experts in 1, 2 and 4 parts: the claim is that of dense policies."""
   made, want = plain()
-  got = run(made, data, model, strategy, drafter())
+  got = run(made, data, model, strategy, drafter() if strategy else None)
   result = compare.compare(CONFIG, params(), made, want, got)
   assert result.differing_tokens == 0, result.where
   assert result.near_ties <= 1 and result.total_tokens > 200
+  np.testing.assert_array_equal(want.finish_reason, got.finish_reason)
+  same = (want.tokens == got.tokens).all(1)
+  np.testing.assert_allclose(want.logp[same], got.logp[same], atol=2e-5)
 
 
 def test_a_drafters_layer_is_dense():

@@ -255,6 +255,19 @@ def _put(x: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), start, 0)
 
 
+def _in_step(i: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+  """All experts' matrices, as step i of a loop slices them.
+
+  CPUs multiply bfloat16 in float32: without the barrier XLA casts all experts beforehand.
+  """
+  return jax.lax.platform_dependent(
+    i,
+    matrices,
+    cpu=lambda *args: jax.lax.optimization_barrier(args)[1],
+    default=lambda _, matrices: matrices,
+  )
+
+
 def _in_blocks(x, gate, up, down, chosen) -> jax.Array:
   """Outputs f[R k D], block by block.
 
@@ -264,7 +277,8 @@ def _in_blocks(x, gate, up, down, chosen) -> jax.Array:
 
   def step(i, out):
     rows = x[_slice(blocks.pairs, blocks.start[i], blocks.size) // k]
-    w_gate, w_up, w_down = (w[blocks.expert[i]] for w in (gate, up, down))
+    every = _in_step(i, gate, up, down)
+    w_gate, w_up, w_down = (w[blocks.expert[i]] for w in every)
     hidden = jax.nn.silu(layers.linear(rows, w_gate)) * layers.linear(rows, w_up)
     return _put(out, layers.linear(hidden, w_down), blocks.start[i])
 
@@ -300,13 +314,14 @@ def _gradients(axis, x, gate, up, down, chosen, weight, dy):
     is_own = jnp.arange(blocks.size) < blocks.rows[i]
     by = jnp.where(is_own, weights[pairs], 0.0)[:, None].astype(x.dtype)
     rows, dout = x[pairs // k], dy[pairs // k]
-    g, u = layers.linear(rows, gate[e]), layers.linear(rows, up[e])
+    w_gate, w_up, w_down = (w[e] for w in _in_step(i, gate, up, down))
+    g, u = layers.linear(rows, w_gate), layers.linear(rows, w_up)
     hidden, back = jax.vjp(lambda g, u: jax.nn.silu(g) * u, g, u)
-    dhidden = dout @ down[e]
+    dhidden = dout @ w_down
     dg, du = back(dhidden * by)
     dpair = jnp.sum((hidden * dhidden).astype(jnp.float32), -1)
     return (
-      _put(dx, dg @ gate[e] + du @ up[e], start),
+      _put(dx, dg @ w_gate + du @ w_up, start),
       _put(dweight, dpair, start),
       add(dgate, dg, rows, e),
       add(dup, du, rows, e),
