@@ -18,6 +18,7 @@ from tlt_jax.models import stacked
 from tlt_jax.models import target
 from tlt_jax.pallas_kernels import packed_attention
 from tlt_jax.rl import algorithm
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.rl import learner
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import requests as requests_lib
@@ -123,17 +124,21 @@ RING = dict(page_tokens=4, chunk=8, prefill_block=6, slots=5, prompt_rows=2)
 
 
 @pytest.mark.parametrize(
-  ("family", "strategy", "options"),
+  ("family", "layout", "strategy", "options"),
   [
-    ("Gemma3ForCausalLM", None, {}),
-    ("Gemma3ForCausalLM", "3_4_16", dict(cache_tokens=400)),
-    tiny.slow("MistralForCausalLM", "5_1_6", {}),
-    tiny.slow("Qwen2ForCausalLM", "ngram_4", dict(prefill_block=40, buckets=(2, 1))),
+    ("Gemma3ForCausalLM", (2, 1), None, {}),
+    ("Gemma3ForCausalLM", (1, 2), "3_4_16", dict(cache_tokens=400)),
+    tiny.slow("Gemma3ForCausalLM", (1, 1), "ngram_4", {}),
+    tiny.slow("MistralForCausalLM", (1, 2), "5_1_6", {}),
+    tiny.slow(
+      "Qwen2ForCausalLM", (2, 2), "ngram_4", dict(prefill_block=40, buckets=(2, 1))
+    ),
   ],
 )
-def test_a_window_bounds_pages(family, strategy, options):
+def test_a_window_bounds_pages(family, layout, strategy, options):
   """Of rows many windows long, layers with a window keep a few pages, and no token
-  changes: with shared prompts, rejected drafts, and requests that are sent back."""
+  changes: with shared prompts, rejected drafts, requests that are sent back, and on
+  slices of several devices."""
   config, params = model(family)
   options = rollout.Options(max_length=120, max_prompt=40, **RING | options)
   limits = np.random.default_rng(3).integers(1, 80, 24)
@@ -147,7 +152,7 @@ def test_a_window_bounds_pages(family, strategy, options):
   selector = InTurn() if strategy else None
   if selector:
     selector.now = strategy_lib.parse(strategy)
-  mesh = tiny.mesh(1 if selector else 2)
+  mesh = tiny.mesh(*layout)
   shardings = axes.shardings(mesh, axes.ROLLOUT, target.abstract_params(config))
   run = rollout.make(config, mesh, options, draft if selector else None, selector)
   found = run(jax.device_put(params, shardings), made)
@@ -163,6 +168,39 @@ def test_a_window_bounds_pages(family, strategy, options):
     pages = sizes.near if is_near else sizes.pages
     assert len(pool.k) == mesh.shape[axes.DATA] * (pages + 1)
   assert sizes.near < 0.7 * sizes.pages
+
+
+@pytest.mark.parametrize(
+  "family",
+  ["Gemma3ForCausalLM", tiny.slow("MistralForCausalLM"), tiny.slow("Qwen2ForCausalLM")],
+)
+def test_the_update_does_not_depend_on_the_layout(family):
+  """Of rows that are longer than windows."""
+  config, params = model(family)
+  rng, prompts = np.random.default_rng(2), tiny.prompts(6)
+  responses = [rng.integers(0, 64, n).astype(np.int32) for n in (50, 9, 31, 44, 22, 60)]
+  scored = algorithm.Responses(
+    rng.normal(size=(1, 6)).astype(np.float32), np.array([list(map(len, responses))])
+  )
+  batch = batch_lib.Batch(prompts, responses, np.ones(6, np.float32), scored)
+
+  def update(data, devices, **options):
+    made = learner.make(
+      config,
+      algorithm.make("grpo"),
+      optax.sgd(1.0),
+      tiny.mesh(data, devices),
+      ((2, 128),),
+      **options,
+    )
+    after, _ = made.train(made.init(jax.tree.map(jnp.copy, params)), batch)
+    return jax.tree.map(lambda x, y: np.asarray(x) - y, params, after.params)
+
+  def same(x, y):
+    assert np.abs(x).max() > 1e-4
+    np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
+
+  jax.tree.map(same, update(1, 1, remat=False), update(2, 2))
 
 
 def gradients(config, params, runs):

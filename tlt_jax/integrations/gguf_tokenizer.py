@@ -150,6 +150,11 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
   """
   tokens, types, scores = (_get(metadata, k) for k in ("tokens", "token_type", "scores"))
   unknown = token_id(metadata, "unknown")
+  count = len({f"<0x{byte:02X}>" for byte in range(256)}.intersection(tokens))
+  # The library puts bytes in front of an unknown character before them, and leaves out
+  # those for which there is no token.
+  if count not in (0, 256) or (count == 0 and unknown is None):
+    raise ValueError(f"{count} tokens of bytes; 256 are needed, or none and an unknown one")
   score = {
     token: score
     for token, kind, score in zip(tokens, types, scores, strict=True)
