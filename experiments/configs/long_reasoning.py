@@ -27,12 +27,12 @@ Qwen3-30B-A3B trains the later half of its layers, with
 about 65 in updates, which the rollout's copy of the policy follows. All layers take 98
 GB in updates, 97 as compiled for H200s. GPUs need XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 in
 the environment: JAX takes three quarters of their memory otherwise. Expect the drafter,
-which begins at random, to draft little in the first steps, and the tail of each rollout
-to run in few slots of many tokens. No such run has been made: neither time nor memory
-nor accuracy was measured on any hardware. Devices of several hosts take a process of
-this command on each host (docs/distributed.md), which has not been tried on more than
-one machine. `:smoke` shrinks every size for a tiny model on a CPU. Entries are those of
-`configs/qwen2_5_7b.py`.
+which begins at random and predicts 32,768 of the policy's tokens, to draft little in the
+first steps, and the tail of each rollout to run in few slots of many tokens. No such run
+has been made: neither time nor memory nor accuracy was measured on any hardware. Devices
+of several hosts take a process of this command on each host (docs/distributed.md), which
+has not been tried on more than one machine. `:smoke` shrinks every size for a tiny model
+on a CPU. Entries are those of `configs/qwen2_5_7b.py`.
 """
 
 from typing import NamedTuple

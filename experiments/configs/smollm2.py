@@ -10,7 +10,8 @@ The model comes from a package registry, before:
 The default is a task for 2 CPU cores and 24 GiB: sums and differences of two numbers of
 one or two digits (reasoning-gym's chain_sum). It speculates with n-grams and a drafter,
 which trains in idle slices, and after rollouts while that pays. A new drafter predicts all
-49,152 tokens and is slow; make one of the 4,096 that the policy uses before
+49,152 tokens and is slow, unless `--config.drafter_vocab_size=4096` takes the most frequent
+of prompts and answers. Better, make one of the 4,096 that the policy uses before
 (`configs/drafter.py` has the command), and hand it over:
 `--config.drafter=runs/smollm2_drafter/drafter`. Sizes that do not stand here follow from
 the prompts, the model and the memory.
