@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
+from tlt_jax.spec_decode.speculation import source as source_lib
 from tlt_jax.spec_decode.speculation import strategy as strategy_lib
+from tlt_jax.spec_decode.speculation.sources import model as model_source
 from tlt_jax.spec_decode.spot import block_loss
 from tlt_jax.spec_decode.spot import loss as draft_loss
 from tlt_jax.spec_decode.spot import offline as draft_learner
@@ -127,6 +130,18 @@ def test_no_token_differs(kind, data, model, shape):
   np.testing.assert_array_equal(plain.length, drafted.length)
   for i in range(len(made)):
     np.testing.assert_array_equal(plain.response(i), drafted.response(i))
+
+
+@pytest.mark.parametrize(("kind", "first"), [("plain", 45), ("whole", 0)])
+def test_no_more_than_the_window_is_filled(kind, first):
+  """Of 60 tokens the chunk computes 6 itself; a window of 9 needs those from 45 on."""
+  request = source_lib.Progress(3, 0, np.arange(50), np.arange(10), np.zeros(1, int))
+  room = strategy_lib.Room(longest=5)
+  setting = types.SimpleNamespace(fill_block=8, drafter=CONFIGS[kind], room=room)
+  source = types.SimpleNamespace(setting=setting, _filled={})
+  blocks = model_source.Model._missing(source, [[request, None]])
+  begun = [at for of_slices in blocks for row in of_slices for _, at in row]
+  assert begun == list(range(first, 54, 8))
 
 
 def test_a_block_is_not_shorter_than_what_is_drafted():

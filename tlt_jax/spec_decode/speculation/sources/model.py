@@ -124,16 +124,18 @@ class Model(source_lib.Source):
         self._pools = self.setting.pool.run("fill", (), self._fill, weights, *args)
 
   def _missing(self, running):
-    """Yields, per slice, (request, first pair) of blocks to compute, one per request."""
-    T = self.setting.fill_block
-    todo = [
-      [
-        [r, self._filled.get(r.request, 0), self.setting.room.filled(len(r.tokens))]
-        for r in row
-        if r
-      ]
-      for row in running
-    ]
+    """Yields, per slice, (request, first pair) of blocks to compute, one per request.
+
+    Of a drafter that reads a window, however long the request is: no more than that.
+    """
+    T, block = self.setting.fill_block, self.setting.drafter.block
+
+    def of(request):
+      end = self.setting.room.filled(len(request.tokens))
+      least = end - block.window if block and block.window else 0
+      return [request, max(self._filled.get(request.request, 0), least), end]
+
+    todo = [[of(r) for r in row if r] for row in running]
     while any(todo := [[x for x in row if x[1] < x[2]] for row in todo]):
       yield [[(r, at) for r, at, _ in row] for row in todo]
       for row in todo:
