@@ -51,6 +51,7 @@ def pytest_configure(config):
       # What runs for seconds compiles for longer, with all that makes it fast.
       "--xla_backend_optimization_level=0",
       "--xla_llvm_disable_expensive_passes=true",
+      "--xla_cpu_parallel_codegen_split_count=1",  # parts of small programs cost more
     ]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones refuse it
       flags.append("--xla_cpu_use_fusion_emitters=false")

@@ -81,6 +81,9 @@ class Process:
   def kill(self) -> None:
     self._process.kill()
 
+  def wait(self) -> None:
+    self._process.join()
+
   def communicate(self, timeout: float | None = None) -> tuple[str, str]:
     """Waits for its end, and returns what it wrote meanwhile.
 

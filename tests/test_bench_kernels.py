@@ -77,9 +77,9 @@ def test_a_part_is_asked_to_stop_before_it_is_killed(tmp_path):
   env = os.environ | {"PYTHONPATH": str(tmp_path)}
   about = {"commit": "abc", "machine": {"devices": 1}}
   made = accelerator.Run(tmp_path, tmp_path, about, env, dry_run=False)
-  chosen = [part("listens", minutes=0.1), part("deaf", minutes=0.1)]
+  chosen = [part("listens", minutes=0.05), part("deaf", minutes=0.05)]
   records = accelerator.run_all(made, chosen, again=False)
-  assert all("not done within 0.1 minutes" in r["error"] for r in records.values())
+  assert all("not done within 0.05 minutes" in r["error"] for r in records.values())
   assert records["listens"]["result"] == {"saved": 1} and "result" not in records["deaf"]
 
 

@@ -126,7 +126,7 @@ RING = dict(page_tokens=4, chunk=8, prefill_block=6, slots=5, prompt_rows=2)
 @pytest.mark.parametrize(
   ("family", "layout", "strategy", "options"),
   [
-    ("Gemma3ForCausalLM", (2, 1), None, {}),
+    tiny.slow("Gemma3ForCausalLM", (2, 1), None, {}),
     ("Gemma3ForCausalLM", (1, 2), "3_4_16", dict(cache_tokens=400)),
     tiny.slow("Gemma3ForCausalLM", (1, 1), "ngram_4", {}),
     tiny.slow("MistralForCausalLM", (1, 2), "5_1_6", {}),

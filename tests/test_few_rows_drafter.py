@@ -12,6 +12,7 @@ import pytest
 from benchmarks import few_rows as bench
 from benchmarks import shapes
 from tests import mutants
+from tests import tiny
 from tests import triton_kernels
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafters
@@ -160,8 +161,12 @@ def reference(monkeypatch):
   monkeypatch.setattr(triton_call, "is_available", lambda: True)
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+  "kind, shape",
+  [("eagle3", "chain")]
+  + [(kind, "tree") for kind in KINDS]
+  + [tiny.slow(kind, "chain") for kind in KINDS if kind != "eagle3"],
+)
 def test_drafts_are_those_of_the_module(kind, shape, reference):
   config = config_of(kind)
   assert_close(drafted(config, shape, "triton"), drafted(config, shape, "ref"))

@@ -94,7 +94,7 @@ def passes(config, kind, rows):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
-  "kind, rows", [(1, 1), tiny.slow(4, 3), ("tree", 3), tiny.slow(16, 2)]
+  "kind, rows", [tiny.slow(1, 1), tiny.slow(4, 3), ("tree", 3), tiny.slow(16, 2)]
 )
 @pytest.mark.parametrize("impl", ["triton", "ref"])
 def test_a_pass_is_that_of_the_target(name, kind, rows, impl):
@@ -103,7 +103,7 @@ def test_a_pass_is_that_of_the_target(name, kind, rows, impl):
 
 
 # A vocabulary of whole tiles per device, with a part of one, not split.
-@pytest.mark.parametrize("vocabulary", [256, 260, tiny.slow(257)])
+@pytest.mark.parametrize("vocabulary", [tiny.slow(256), 260, tiny.slow(257)])
 @pytest.mark.parametrize(
   "impl, devices", [("triton", 2), tiny.slow("triton", 4), tiny.slow("ref", 2), ("ref", 4)]
 )

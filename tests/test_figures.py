@@ -23,6 +23,7 @@ def shown(notebook: nbformat.NotebookNode) -> list[tuple]:
   ]
 
 
+@pytest.mark.slow
 def test_every_notebook_runs_and_shows_what_is_committed():
   """All in one kernel, each without the variables of the others; pictures by their kind."""
   for path, notebook in zip(NOTEBOOKS, render.executed(NOTEBOOKS), strict=True):

@@ -100,12 +100,12 @@ def test_memory_falls_with_the_number_of_slices():
 
 
 def test_products_do_not_grow_with_depth():
-  """The program for eight layers has as many as that for two. Length adds none either."""
+  """The program for eight layers, and longer rows, has as many as that for two."""
 
   def products(**shape):
     return lowered(tiny.mesh(2, 4), **shape).as_text().count("dot_general")
 
-  assert products(layers=8) == products(layers=2) == products(length=8192)
+  assert products(layers=8, length=8192) == products()
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import pytest
@@ -16,6 +14,7 @@ from experiments import config as config_lib
 from experiments import trees
 from experiments import workdirs
 from tests import commands
+from tests import forked
 from tlt_jax import checkpoint
 
 CONFIG = commands.read_run("countdown.py:smoke", {"steps": 8, "drafter": "eagle2"})
@@ -48,13 +47,11 @@ def steps(path: pathlib.Path) -> list[int]:
   return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def run_text(text: str, folder: pathlib.Path, **options) -> subprocess.Popen:
+def run_text(text: str, folder: pathlib.Path):
   """Starts a process that can use `workdirs` and `folder`."""
-  start = f"import os, sys\nfrom experiments import workdirs\nfolder = {str(folder)!r}\n"
-  options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options
-  return subprocess.Popen(
-    [sys.executable, "-c", start + text], cwd=commands.ROOT, **options
-  )
+  begin = "import os, time\nfrom experiments import workdirs\n"
+  begin += f"folder = {str(folder)!r}\n"
+  return forked.start(["-c", begin + text], str(commands.ROOT), os.environ)
 
 
 LOCKS = "workdirs.lock(workdirs.pathlib.Path(folder))\nprint('mine', flush=True)\n"
@@ -62,7 +59,8 @@ LOCKS = "workdirs.lock(workdirs.pathlib.Path(folder))\nprint('mine', flush=True)
 
 def take(folder: pathlib.Path) -> str:
   """What another process says that locks a folder: 'mine', or its error."""
-  out, error = run_text(LOCKS, folder).communicate()
+  with run_text(LOCKS, folder) as process:
+    out, error = process.communicate()
   return out.strip() or error.splitlines()[-1]
 
 
@@ -84,8 +82,9 @@ def test_of_many_that_start_together_one_has_the_folder(tmp_path):
     if folder.name == "old":
       folder.mkdir()
       (folder / ".lock").write_text("process 1 on other\n")
-    waits = LOCKS + "sys.stdin.read()\n"
-    started = [run_text(waits, folder, stdin=subprocess.PIPE) for _ in range(4)]
+    end = tmp_path / f"end {folder.name}"
+    waits = LOCKS + f"while not os.path.exists({str(end)!r}): time.sleep(0.02)\n"
+    started = [run_text(waits, folder) for _ in range(4)]
     errors, winners = [], []
     for process in started:
       if process.stdout.readline():
@@ -95,14 +94,17 @@ def test_of_many_that_start_together_one_has_the_folder(tmp_path):
     [winner] = winners
     assert len(errors) == 3
     assert all(f"in use by process {winner.pid} on" in line for line in errors)
-    winner.communicate("")
+    end.touch()
+    for process in started:
+      with process:
+        process.wait()
     assert folder.exists() == (folder.name == "old") and take(folder) == "mine"
 
 
 def test_a_kill_frees_a_folder_though_children_live_on(tmp_path):
   """Those that were forked have the open file, too."""
   text = LOCKS + (
-    "child = os.fork()\nif child: print(child, flush=True)\nimport time\ntime.sleep(100)\n"
+    "child = os.fork()\nif child: print(child, flush=True)\ntime.sleep(100)\n"
   )
   process = run_text(text, tmp_path / "run")
   assert process.stdout.readline() == "mine\n"
@@ -115,7 +117,8 @@ def test_a_kill_frees_a_folder_though_children_live_on(tmp_path):
     assert take(tmp_path / "run") == "mine"
   finally:
     os.kill(child, signal.SIGKILL)
-    process.communicate()
+    with process:
+      process.wait()
 
 
 def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
