@@ -69,12 +69,32 @@ TREES = {
 }
 TRAIN = [name for name in NAMES if command(name) == "train"]
 QWEN2_5_7B = shapes.MODELS["qwen2.5-7b"]
+GEMMA3_270M = model_lib.ModelConfig(
+  architecture="Gemma3ForCausalLM",
+  vocab_size=262144,
+  width=640,
+  mlp_width=2048,
+  num_layers=18,
+  num_heads=4,
+  num_kv_heads=1,
+  head_dim=256,
+  rope_theta=1e6,
+  layers=(
+    *[model_lib.LayerKind(window=512, rope=model_lib.Rope(1e4))] * 5,
+    model_lib.LayerKind(rope=model_lib.Rope(1e6)),
+  ),
+  query_scalar=256,
+  max_position=32768,
+  qk_norm=True,
+  tie_embeddings=True,
+)
 MODELS = {  # what `policy` holds at full size
   "countdown": model_lib.ModelConfig(**load("warm_start", "9m")["model"]),
   **dict.fromkeys(
     ("algorithms", "tail"), model_lib.ModelConfig(**load("warm_start")["model"])
   ),
   **dict.fromkeys(("smollm2", "one_gpu", "reasoning_mix"), tiny.SMOLLM2),
+  "gemma3_270m": GEMMA3_270M,
   **dict.fromkeys(("qwen2_5_7b", "math_problems", "long_reasoning"), QWEN2_5_7B),
 }
 LONG_CONTEXT = dataclasses.replace(QWEN2_5_7B, max_position=131072)
