@@ -18,6 +18,7 @@ from dev import hlo_counts
 from tests import test_hf
 from tests import tiny
 from tlt_jax import axes
+from tlt_jax import expert_products
 from tlt_jax.models import config as config_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import hf
@@ -83,10 +84,11 @@ def test_every_way_to_multiply_gives_the_sums_by_definition(rows, favourite):
   """Also the ways of GPUs; 700 rows take several blocks of an expert."""
   *args, weight = arguments(rows, favourite)
   want = by_definition(*args, weight)
-  for way in (moe._in_blocks, moe._gathered, moe._dense):
-    got = moe._weighted(jax.jit(way)(*args), weight)
+  products = expert_products
+  for way in (products._in_blocks, products._gathered, products._dense):
+    got = expert_products._weighted(jax.jit(way)(*args), weight)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3, err_msg=way.__name__)
-  assert moe._make_blocks(jnp.asarray(args[-1]), 10).size == min(rows, 128)
+  assert expert_products._make_blocks(jnp.asarray(args[-1]), 10).size == min(rows, 128)
 
 
 def gradient_by_hand(experts, coef, x, router, gate, up, down, seed, is_token):
@@ -178,7 +180,7 @@ def test_cpus_read_one_expert_at_a_time(dtype):
   x, gate, up, down, weight = (jnp.asarray(a, dtype) for a in (*floats, weight))
 
   def loss(*args):
-    return jnp.sum(moe.mix(*args, chosen, weight).astype(jnp.float32) ** 2)
+    return jnp.sum(expert_products.mix(*args, chosen, weight).astype(jnp.float32) ** 2)
 
   for f, matrices in ((loss, 3), (jax.grad(loss), 6)):
     text = jax.jit(f).lower(x, gate, up, down).compile().as_text()
@@ -191,7 +193,7 @@ def test_cpus_read_one_expert_at_a_time(dtype):
 def test_gpus_read_the_experts_of_few_rows(rows, few):
   """By gathers, as long as rows have together no more choices than there are experts."""
   args = arguments(rows, None)
-  lowered = jax.jit(moe.mix).trace(*args).lower(lowering_platforms=("cuda",))
+  lowered = jax.jit(expert_products.mix).trace(*args).lower(lowering_platforms=("cuda",))
   # Operations with an operand of all 10 experts' weights: each and its result.
   pattern = r"stablehlo\.(\w+).*tensor<10x1[26]x1[26]x.* -> (.*)"
   used = re.findall(pattern, lowered.as_text())
