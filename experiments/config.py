@@ -222,8 +222,8 @@ class RunConfig:
   )
   drafter: str = field(
     "",
-    "folder of a drafter (of train_drafter, of export, or a published EAGLE-2 or EAGLE-3 "
-    "one), 'eagle2', 'eagle3' or a module of your own for a new one, '' for none",
+    "folder of a drafter (of train_drafter, of export, or a published one of EAGLE-2, "
+    "EAGLE-3, DFlash or DSpark), 'eagle2', 'eagle3', 'block' or a module of your own for a new one, '' for none",
   )
   drafter_vocab_size: ranges.CountOrZero | None = field(
     None,
@@ -297,7 +297,9 @@ class Answers:
 class DrafterShape:
   """A new drafter."""
 
-  kind: str = field(..., "kind of drafter: eagle2, eagle3, or a module of your own")
+  kind: str = field(
+    ..., "kind of drafter: eagle2, eagle3, block, dspark, or a module of your own"
+  )
   architecture: Annotated[str, trees.read_by(families.find)] = field(
     "",
     "family of the drafter's layer; '': the policy's. SGLang and vLLM load eagle3 with the "
