@@ -223,7 +223,8 @@ class RunConfig:
   drafter: str = field(
     "",
     "folder of a drafter (of train_drafter, of export, or a published one of EAGLE-2, "
-    "EAGLE-3, DFlash or DSpark), 'eagle2', 'eagle3', 'block' or a module of your own for a new one, '' for none",
+    "EAGLE-3, DFlash or DSpark), 'eagle2', 'eagle3', 'block' or a module of your own for "
+    "a new one, '' for none",
   )
   drafter_vocab_size: ranges.CountOrZero | None = field(
     None,
