@@ -37,7 +37,6 @@ def definition(config, params, embedding, features, pending, start):
   trained = block.mask_token is None
   masks = own["mask"] if trained else embedding[[block.mask_token] * (block.size - 1)]
   x = np.concatenate([embedding[pending][None], masks])
-  first = 0 if block.window is None else max(start - block.window, 0)
   h = norm(features[:start] @ own["fc"].T, own["hidden_norm"]["scale"])
   if block.anchored:
     last = np.repeat(h[-1:], block.size, 0)
@@ -56,7 +55,7 @@ def definition(config, params, embedding, features, pending, start):
     y = norm(x, w["input_norm"]["scale"])
     both = np.concatenate([h, y])
     k, v = _rotate(project(both, "k"), places, c.rope_theta), project(both, "v")
-    seen = (places >= first)[None].repeat(block.size, 0)
+    seen = at[:, None] - places < (block.window or len(places))
     out = _attention(_rotate(project(y, "q"), at, c.rope_theta), k, v, seen)
     x = x + out.reshape(block.size, -1) @ a["o_proj"].T
     y, m = norm(x, w["post_norm"]["scale"]), w["mlp"]

@@ -76,7 +76,9 @@ def test_training_and_drafting_compute_the_definition(kind):
   block = CONFIGS[kind].block
   anchors = np.array(starts) - 1
   behind = anchors[:, None] - np.arange(T)
-  mask = (behind >= 0) & (behind < (block.window or T))
+  ahead = behind[:, None] + 1 + np.arange(block.size)[:, None]
+  mask = (behind[:, None] >= 0) & (ahead < (block.window or 2 * T))
+  mask = mask.reshape(-1, T)
   at = (np.array(starts)[:, None] + np.arange(block.size)).reshape(1, -1)
   rotations = by(jnp.arange(T)[None]), by(jnp.asarray(at))
   pending = tokens[None, list(starts)]
@@ -161,7 +163,7 @@ def test_settings_that_make_no_sense_are_refused():
   ):
     with pytest.raises(ValueError, match=message):
       drafter_lib.of_target(tiny.CONFIG, name, **fields)
-  for fields in (dict(size=0), dict(size=1, shifted=False), dict(window=0), dict(rank=-1)):
+  for fields in (dict(size=0), dict(size=1, shifted=False), dict(window=8), dict(rank=-1)):
     with pytest.raises(ValueError, match=f"block.{next(iter(fields))}"):
       drafter_lib.Block(**fields)
 
@@ -277,7 +279,7 @@ def test_only_the_blocks_of_anchors_get_a_gradient():
     for row, (t, is_any) in enumerate(zip(anchors[:, 0], valid[:, 0], strict=True)):
       assert is_any
       segment = packed.segments[row]
-      near = (at <= t) & (at > t - block.window) & (segment == segment[t])
+      near = (at <= t) & (at > t + 1 - block.window) & (segment == segment[t])
       read[row, ~near] = 1e3
       final[row, ~((at > t) & (at <= t + block.guesses))] = 1e3
     changed = grads(features_lib.Kept(read, final))

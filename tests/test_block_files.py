@@ -138,7 +138,7 @@ def test_a_published_folder_drafts_as_defined(architecture, window, tmp_path):
     shifted=shifted,
     mask_token=MASK,
     anchored=False,
-    window=window and window - 1,
+    window=window,
     rank=RANK if shifted else 0,
   )
   assert_equal(params, tree(stored))
@@ -147,7 +147,9 @@ def test_a_published_folder_drafts_as_defined(architecture, window, tmp_path):
   embedding = rng.normal(0, 1, (V, D)).astype(np.float32)
   pending, at = np.array([[7, 3, 9]]), np.array(starts)[:, None] + np.arange(5)
   behind = np.array(starts)[:, None] - 1 - np.arange(T)
-  mask = (behind >= 0) & (behind < (window - 1 if window else T))
+  ahead = behind[:, None] + 1 + np.arange(5)[:, None]
+  mask = (behind[:, None] >= 0) & (ahead < (window or 2 * T))
+  mask = mask.reshape(-1, T)
   by = [layers.rotation(config.layer, x) for x in (np.arange(T)[None], at.reshape(1, -1))]
   x = drafter_lib.module(config).apply(
     {"params": params},

@@ -13,7 +13,6 @@ What a model's config.json does not have (`block_size`, `mask_token_id`, ...) is
 is the output of layer i, from 0, as in `DrafterConfig.taps`.
 
 A layer with `sliding_window` W is causal unless `is_causal` is false, in SGLang always.
-Place j of a block sees W - 1 - j tokens of the context; of `Block.window` all see W - 1.
 
 Servers refuse a DSpark drafter without a selector: `save` adds one that is zero, and `read`
 leaves it out.
@@ -140,7 +139,7 @@ def _config_json(config: drafter.DrafterConfig, server: str) -> dict[str, Any]:
   kinds = ()
   if block.window:
     rope = config_lib.Rope(layer.rope_theta, layer.rope_scaling)
-    kinds = (config_lib.LayerKind(block.window + 1, rope),)
+    kinds = (config_lib.LayerKind(block.window, rope),)
   layer = dataclasses.replace(layer, architecture=_LAYER_FAMILY, layers=kinds)
   keys = {"mask_token_id": block.mask_token, "target_layer_ids": list(config.taps)}
   raw = hf.unparse_config(layer) | {
@@ -280,7 +279,7 @@ def _layer(
       f"with sliding_window={window} and without is_causal its blocks are causal, which is "
       "not supported"
     )
-  return dataclasses.replace(layer, layers=()), window - 1
+  return dataclasses.replace(layer, layers=()), window
 
 
 def _rank(raw: dict, stored: hf.Tensors, vocab_size: int) -> Any:

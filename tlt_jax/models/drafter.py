@@ -42,11 +42,12 @@ class Block:
   mask_token: int | None = None
   # Whether the context of the last token is an input of each place, not of attention only.
   anchored: bool = True
-  window: int | None = 256  # tokens before it that a block reads; None: all
+  window: int | None = 256  # last tokens that a place sees, up to its own; None: all
   rank: int = 32  # of the scores of a token by the one before it; 0: there are none
 
   def __post_init__(self):
-    for name, least in (("size", 1 if self.shifted else 2), ("window", 1), ("rank", 0)):
+    at_least = dict(size=1 if self.shifted else 2, window=self.size + 1, rank=0)
+    for name, least in at_least.items():
       value = getattr(self, name)
       if value is not None and value < least:
         raise ValueError(f"a drafter's block.{name} is at least {least}, not {value}")

@@ -306,18 +306,19 @@ class Attention(nn.Module):
     by: Rotation | None,
     context: tuple[jax.Array, jax.Array],
     mask: jax.Array,
+    size: int,
   ) -> jax.Array:
-    """Attends in M blocks to a context, each as its own mask says, and within the block.
+    """Attends in blocks of `size` tokens to a context, by a mask, and within the block.
 
-    Takes f[B T *], of M blocks one after the other, the keys and values f[B K S H] of the
-    context, and a mask bool[B M S]. Returns f[B T D].
+    Takes f[B T *], of blocks one after the other, the keys and values f[B K S H] of the
+    context, and a mask bool[B T S]. Returns f[B T D].
     """
     c, (B, T, _), (k, v) = self.config, x.shape, context
-    M, S, K = mask.shape[1], mask.shape[2], c.num_kv_heads
-    q = self._queries(x, by).reshape(B, M, T // M, K, -1, c.head_dim)
-    own_k, own_v = (y.reshape(B, K, M, T // M, c.head_dim) for y in self.keys_values(x, by))
+    M, S, K = T // size, mask.shape[2], c.num_kv_heads
+    q = self._queries(x, by).reshape(B, M, size, K, -1, c.head_dim)
+    own_k, own_v = (y.reshape(B, K, M, size, c.head_dim) for y in self.keys_values(x, by))
     far = jnp.einsum("bmjkgh,bksh->bkgmjs", q, k)
-    far = jnp.where(mask[:, None, None, :, None], far, _MASKED)
+    far = jnp.where(mask.reshape(B, 1, 1, M, size, S), far, _MASKED)
     own = jnp.einsum("bmjkgh,bkmih->bkgmji", q, own_k)
     scores = jnp.concatenate([far, own], -1).astype(jnp.float32) * c.head_dim**-0.5
     weights = jax.nn.softmax(scores, -1).astype(v.dtype)

@@ -20,7 +20,7 @@ Departures from the papers, which make it learn faster in a rollout's idle time;
 - Each place also reads the context of the last token, joined with its embedding as in
   EAGLE (`Block.anchored`).
 - Each place has a mask of its own, which is trained, not the embedding of a token.
-- Blocks read the last `window` tokens, as many as a training row shows them, not all.
+- Blocks see a window, as long as a training row, not all tokens.
 """
 
 import chex
@@ -55,8 +55,8 @@ class _Layer(nn.Module):
     y, cache = self.attention(self.input_norm(x), by, seen, cache, start)
     return self._after(x + y), cache
 
-  def with_context(self, x, by, context: KeysValues, mask) -> jax.Array:
-    y = self.attention.attend_blocks(self.input_norm(x), by, context, mask)
+  def with_context(self, x, by, context: KeysValues, mask, size: int) -> jax.Array:
+    y = self.attention.attend_blocks(self.input_norm(x), by, context, mask, size)
     return self._after(x + y)
 
   def _after(self, x):
@@ -146,8 +146,7 @@ class BlockDrafter(nn.Module):
     seen = seen_lib.of_mask(start, jnp.ones((B, block.size, block.size), bool))
     if block.window is None:
       return seen
-    first = jnp.broadcast_to((start - block.window)[:, None], (B, block.size))
-    return seen.replace(first=first)
+    return seen.within(start[:, None] + jnp.arange(block.size), block.window)
 
   def of_anchors(
     self,
@@ -165,7 +164,7 @@ class BlockDrafter(nn.Module):
       anchors: i32[B M], the last token of each block's context
       pending: i32[B M]
       by: of the features' positions, and of those of the blocks, [B M*K]
-      mask: bool[B M T], the context that each block sees
+      mask: bool[B M*K T], the context that each place sees
     """
     with self._precision():
       h = self.features(features)
@@ -173,7 +172,7 @@ class BlockDrafter(nn.Module):
       h = jnp.take_along_axis(h, anchors[..., None], 1)
       x = self.inputs(target_params, pending, h)
       for layer, of_layer in zip(self.layers, context, strict=True):
-        x = layer.with_context(x, by[1], of_layer, mask)
+        x = layer.with_context(x, by[1], of_layer, mask, self.config.block.size)
       x = x.reshape(*pending.shape, self.config.block.size, -1)
       return self._before_head(x)
 

@@ -12,7 +12,7 @@ others in every update, without replacement (DFlash, https://arxiv.org/abs/2602.
 section 3.2: random anchors are better than fixed ones).
 
 Departures from DFlash: distances between distributions in place of cross-entropy with the
-drawn token, as in DSpark (https://arxiv.org/abs/2607.05147); blocks see `window` tokens.
+drawn token, as in DSpark (https://arxiv.org/abs/2607.05147); blocks see a window.
 """
 
 import functools
@@ -65,8 +65,10 @@ def loss(
   segments = take(packed.segments)
   behind = anchors[..., None] - jnp.arange(T)  # i32[rows M T]
   mask = (packed.segments[:, None] == segments[..., None]) & (behind >= 0)
+  mask = jnp.repeat(mask, block.size, 1)
   if block.window is not None:
-    mask &= behind < block.window
+    behind = behind[:, :, None] + 1 + jnp.arange(block.size)[:, None]  # i32[rows M K T]
+    mask &= (behind < block.window).reshape(mask.shape)
   at = take(packed.positions)[..., None] + 1 + jnp.arange(block.size)
   at = at.reshape(len(at), -1)
   by = tuple(layers.rotation(drafter.layer, x, rotations) for x in (packed.positions, at))
