@@ -210,7 +210,7 @@ class BlockDrafter(nn.Module):
     by = layers.rotation(c.layer, positions), layers.rotation(c.layer, at)
     if c.block.rank:
       self.selector(tokens)
-    anchors = jnp.zeros_like(tokens)
+    anchors, mask = jnp.zeros_like(tokens), jnp.repeat(mask, c.block.size, 1)
     return self.of_anchors(target_params, features, anchors, tokens, by, mask)
 
   def _precision(self):
