@@ -91,7 +91,7 @@ def test_training_and_drafting_compute_the_definition(kind):
   for start, of_start in zip(starts, expected, strict=True):
     first, position = jnp.zeros(1, jnp.int32), jnp.full(1, start)
     caches = [
-      cache_lib.init(CONFIGS[kind].layer, 1, T + 4)[0].write(k, v, first)
+      cache_lib.init(CONFIGS[kind].layer, 1, T + 4, page=4)[0].write(k, v, first)
       for k, v in written  # with what comes later, which must not be seen
     ]
     at = position[:, None] + jnp.arange(block.size)

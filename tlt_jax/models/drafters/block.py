@@ -135,18 +135,33 @@ class BlockDrafter(nn.Module):
     """
     with self._precision():
       x = self.inputs(target_params, pending[:, None], h[:, None])
-      seen, written = self._seen(start), []
+      near, seen, start = self._near(caches[0], start)
+      written = []
       for layer, cache in zip(self.layers, caches, strict=True):
-        x, cache = layer(x, by, seen, cache, start)
-        written.append(cache)
+        x, wrote = layer(x, by, seen, cache.replace(pages=near), start)
+        written.append(cache.replace(pool=wrote.pool))
       return self._before_head(x), written
 
-  def _seen(self, start: jax.Array) -> seen_lib.Seen:
-    block, B = self.config.block, start.shape[0]
-    seen = seen_lib.of_mask(start, jnp.ones((B, block.size, block.size), bool))
+  def _near(
+    self, cache: cache_lib.LayerCache, start: jax.Array
+  ) -> tuple[jax.Array, seen_lib.Seen, jax.Array]:
+    """The pages of the window, what places see in them, and the first place's slot there.
+
+    Bits for all of the slots: kernels know no lower bound of the slots before `start`.
+    """
+    block, pages, (P, _, L, _) = self.config.block, cache.pages, cache.k.shape
+    places = jnp.arange(block.size)
     if block.window is None:
-      return seen
-    return seen.within(start[:, None] + jnp.arange(block.size), block.window)
+      every = jnp.ones((len(start), block.size, block.size), bool)
+      return pages, seen_lib.of_mask(start, every), start
+    count = min(-(-(block.window + block.size - 1) // L) + 1, pages.shape[1])
+    first = jnp.maximum(start - block.window + 1, 0) // L
+    at = first[:, None] + jnp.arange(count)
+    near = jnp.take_along_axis(pages, at, 1, mode="fill", fill_value=P - 1)
+    start = start - first * L
+    slot, own = jnp.arange(count * L), (start[:, None] + places)[..., None]
+    shown = (slot > own - block.window) & (slot < (start + block.size)[:, None, None])
+    return near, seen_lib.of_mask(jnp.zeros_like(start), shown), start
 
   def of_anchors(
     self,
