@@ -181,9 +181,8 @@ def lowered(program: str) -> str:
     ("chain", 2 + 2, 4 + 4),
     ("tree", 2 + 2, 4 + 4 + 4),
     tiny.slow("fused", 2 + 2, 4 + 4),
-    # Of a block's two layers: of the context that the drafter lacks, and of the block. Its
-    # attention, to a window, is XLA's.
-    ("block_chain", 2, 4 + 8),
+    # Of a block's two layers: of the context that the drafter lacks, and of the block.
+    ("block_chain", 2 + 2, 4 + 8),
   ],
 )
 def test_attention_and_writes_are_kernels_on_tpus(program, attentions, writes):
