@@ -146,12 +146,12 @@ def test_of_sources_that_make_their_records_few_are_counted(large):
   assert (np.diff(numbers) < 10**8).all() and (numbers[:, -1] % 10**9 > 9 * 10**8).all()
 
 
-def test_the_plan_and_the_log_say_the_size_before_the_prompts_are_read(large):
+def test_the_plan_and_the_log_say_the_size_before_the_prompts_are_read(large, tmp_path):
   run = trees.change(large, {"prompts.path": "nowhere.jsonl", "held_out.path": ""})
   plan = memory_plan.of_run(run)
   assert plan.where.endswith("; the drafter predicts 32,768 of 100,000 tokens")
   asked = from_config.RunPrompts(large)
-  lines = opening.of_run(large, asked, workdirs.open("runs/none", large, fork=""))
+  lines = opening.of_run(large, asked, workdirs.open(tmp_path / "run", large, fork=""))
   (line,) = [line for line in lines if line.startswith("drafter: a new eagle2 of")]
   assert "that predicts 32,768 of 100,000 tokens, random at first" in line
 
@@ -199,6 +199,7 @@ def test_a_run_goes_on_with_the_vocabulary_that_it_began_with(large, home, tmp_p
   assert shape.vocab == expected
 
 
+@pytest.mark.slow  # three runs
 def test_a_run_from_before_goes_on_with_all_tokens(large, home, tmp_path):
   """Its config.json has no such entry; a fork of it keeps the drafter as well."""
   whole = ["--config.steps=1", "--config.drafter_vocab_size=0"]

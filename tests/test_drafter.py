@@ -431,7 +431,7 @@ def test_a_damaged_draft_vocabulary_is_named(named, x, tmp_path):
   [
     ("eagle2_vocab", "3_4_12"),
     tiny.slow("eagle3_vocab", "3_4_12"),
-    ("mtp", "3_2_7"),
+    tiny.slow("mtp", "3_2_7"),
   ],
 )
 def test_no_token_depends_on_the_kind_or_vocabulary_of_a_drafter(kind, strategy):

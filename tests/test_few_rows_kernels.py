@@ -210,7 +210,7 @@ def test_a_row_has_its_bits_whatever_is_computed_with_it(name, kind, rows):
   assert found["differing"] == 0 and found["numbers"] > 5_000
 
 
-@pytest.mark.parametrize("kind, rows", [(4, 2), tiny.slow("tree", 2)])
+@pytest.mark.parametrize("kind, rows", [tiny.slow(4, 2), tiny.slow("tree", 2)])
 def test_a_row_has_its_bits_on_the_devices_of_a_slice(kind, rows, monkeypatch):
   config = dataclasses.replace(CONFIGS["qwen2.5-7b"], vocab_size=192)
   monkeypatch.setattr(bench, "step", functools.partial(on, 2))

@@ -32,6 +32,7 @@ LAYERS = {
   "tlt_jax.spec_decode": 5,
   "tlt_jax.models": 1,
   "tlt_jax.pallas_kernels": 1,
+  "tlt_jax.expert_products": 1,
   "tlt_jax": 0,
 }
 BANNED = (
