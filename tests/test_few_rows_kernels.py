@@ -201,8 +201,9 @@ def test_a_row_without_pages_writes_nothing(fault, monkeypatch, tmp_path):
   assert (changed == of_one) == (fault is None)
 
 
-@pytest.mark.parametrize("name", [tiny.slow("qwen2.5-7b"), "qwen3-0.6b"])
-@pytest.mark.parametrize("kind, rows", [("tree", 2), tiny.slow(4, 3), tiny.slow(16, 2)])
+@pytest.mark.slow  # whole rollouts, which are not, show the same: `test_few_rows_rollout`
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-0.6b"])
+@pytest.mark.parametrize("kind, rows", [("tree", 2), (4, 3), (16, 2)])
 def test_a_row_has_its_bits_whatever_is_computed_with_it(name, kind, rows):
   """Nodes of chains and trees among others, and plain steps of one request alone."""
   config = CONFIGS[name]
