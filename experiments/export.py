@@ -33,6 +33,7 @@ from tlt_jax.models import drafters
 from tlt_jax.models import eagle_files
 from tlt_jax.models import hf
 from tlt_jax.models import target
+from tlt_jax.spec_decode.spot import spot as spot_lib
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write to.", required=True)
@@ -119,7 +120,7 @@ def drafter_of_run(
     return None, None
   if drafters.is_kind(name):
     saved = checkpoints.data()[1].get("drafter") or {}
-    vocab = tuple(saved.get("vocab", ()))  # older checkpoints have drafters of all tokens
+    vocab = spot_lib.saved_vocab(saved)
     drafter, frozen = drafter_lib.of_target(model, name, vocab=vocab), None
   else:
     drafter, frozen = drafter_files.load(name, model)

@@ -310,7 +310,7 @@ def drafter_vocab(
       the drafter begins
   """
   if saved is not None:
-    return tuple(saved.get("vocab", ()))  # older checkpoints have drafters of all tokens
+    return spot_lib.saved_vocab(saved)
   count = draft_vocab.size(run.drafter_vocab_size, model.vocab_size)
   if not count or not drafters.is_kind(run.drafter):
     return ()

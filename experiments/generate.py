@@ -109,7 +109,7 @@ def main(config: config_lib.RunConfig):
   config = dataclasses.replace(config, policy=_MODEL.value, reward="")
   records, longest = load_prompts(from_config.prompt_rules(config))
   drafting = dataclasses.replace(config, drafter=_DRAFTER.value or "")
-  shape = memory_plan.described(drafting, selector=None, stops=1).drafter()
+  shape = from_config.drafter_shape(drafting, hf.load_config(config.policy))
   chosen = from_config.parse_selector(_STRATEGY.value, config.strategy_rule, shape)
   drafter = _DRAFTER.value or "" if chosen else ""
   config = fit(dataclasses.replace(config, drafter=drafter), longest, len(records))

@@ -115,8 +115,7 @@ def _anchors(
 
   After an anchor come a token that is known and one that is trained.
   """
-  ahead = functools.partial(jnp.roll, shift=-1, axis=1)
-  eligible = ahead(packed.mask) & (ahead(packed.positions) > 0)
+  eligible = loss_lib.precede_trained(packed)
   T = packed.tokens.shape[1]
   place = jnp.arange(T, dtype=jnp.int32)
   drawn = noise.mix(noise.mix(updates.astype(jnp.int32) - 0x61C88647) ^ place)

@@ -108,8 +108,7 @@ def loss(
   outputs = unroll(frozen, drafter_input, packed.targets, by, mask, options.steps)
   head = apply(frozen, method=drafter_lib.Drafter.output_head)
   final = _ahead(final)
-  # Pair t is trained where token t+2 is a response token of the same sequence.
-  inside = _ahead(packed.mask) & (_ahead(packed.positions) > 0)
+  inside = precede_trained(packed)
   metrics = {"tokens": jnp.sum(inside).astype(jnp.float32)}
   known = knows(drafter, _ahead(packed.targets))
   goal = goal_of(options, drafter, target_params, updates)
@@ -129,6 +128,11 @@ def loss(
     metrics[f"loss_{k + 1}"] = share
     metrics[f"agreement_{k + 1}"] = sums[1][0]
   return total, metrics
+
+
+def precede_trained(packed: packing.Packed) -> jax.Array:
+  """Pairs t for which token t+2 is a response token of the same sequence: bool[rows T]."""
+  return _ahead(packed.mask) & (_ahead(packed.positions) > 0)
 
 
 def _ahead(x: jax.Array) -> jax.Array:

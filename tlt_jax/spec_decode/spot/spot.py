@@ -11,7 +11,7 @@ no coordinator; training is deterministic, by a logged schedule; slices train ap
 are averaged; an average over updates drafts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
@@ -290,6 +290,11 @@ class Spot:
 
   def most_pieces(self, slots: int, length: int) -> int:
     return slots * self.buffer.most_pieces(length)
+
+
+def saved_vocab(data: Mapping[str, Any]) -> tuple[int, ...]:
+  """The drafter's `vocab` in a checkpoint's `Spot.data`; older ones are of all tokens."""
+  return tuple(data.get("vocab", ()))
 
 
 def _rows_of(x: jax.Array, index: np.ndarray) -> jax.Array:
