@@ -206,6 +206,12 @@ class Pages:
     near = self.near.share(request, s, row, tokens)
     return [(*far, *other) for far, other in zip(copies, near, strict=True)]
 
+  def take_over(self, request: int, s: int, row: int) -> None:
+    """Begins a request with all pages of a held prefix, which is its alone."""
+    self._of[request] = s, self._held.pop((s, row))
+    if self.near:
+      self.near.take_over(request, s, row)
+
   def keep(self, owner: np.ndarray) -> None:
     """Frees the pages of requests that are in no slot of i32[slices batch]."""
     if self.near:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class Requests:
   min_p: np.ndarray  # f32[B]
   max_tokens: np.ndarray  # i32[B]  of the response
   stop_tokens: np.ndarray  # i32[B stops]  filled up with -1
+  # i32[...] each: tokens of the response that were drawn before; None: of no request
+  begun: Sequence[np.ndarray] | None = None
 
   def __len__(self) -> int:
     return len(self.request)
@@ -34,9 +37,10 @@ class Requests:
     fields = {
       f.name: getattr(self, f.name)[index]
       for f in dataclasses.fields(self)
-      if f.name != "prompts"
+      if f.name not in ("prompts", "begun")
     }
-    return Requests(prompts=self.prompts, **fields)
+    begun = None if self.begun is None else [self.begun[i] for i in index]
+    return Requests(prompts=self.prompts, begun=begun, **fields)
 
   @property
   def total_length(self) -> np.ndarray:
@@ -45,7 +49,31 @@ class Requests:
 
   @property
   def last_token(self) -> np.ndarray:
-    return np.array([p[-1] for p in self.prompts], np.int32)[self.prompt_idx]
+    return np.array([self.prefix(k)[-1] for k in self.prefix_idx], np.int32)
+
+  @functools.cached_property
+  def begun_length(self) -> np.ndarray:
+    """i32[B]: tokens of each response that are known at the start."""
+    if self.begun is None:
+      return np.zeros(len(self), np.int32)
+    return np.array([len(tokens) for tokens in self.begun], np.int32)
+
+  @functools.cached_property
+  def prefix_idx(self) -> np.ndarray:
+    """i32[B]: what is computed before each request can draw: its prompt, or more."""
+    own = len(self.prompts) + np.arange(len(self), dtype=np.int32)
+    return np.where(self.begun_length > 0, own, self.prompt_idx)
+
+  def prefix(self, k: int) -> np.ndarray:
+    """The tokens of a prompt, or of a request's prompt and begun response."""
+    if not self.is_own(k):
+      return self.prompts[k]
+    i = k - len(self.prompts)
+    return np.concatenate([self.prompt(i), self.begun[i]])
+
+  def is_own(self, k: int) -> bool:
+    """Whether a prefix is that of a single request, which has begun before."""
+    return k >= len(self.prompts)
 
 
 def make_requests(

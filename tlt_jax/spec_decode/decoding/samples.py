@@ -8,7 +8,8 @@ import numpy as np
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
 
-STOP, LENGTH = 0, 1  # finish reasons: a stop token was drawn, or the limit met
+# Finish reasons: none yet, a stop token was drawn, or the limit met.
+UNFINISHED, STOP, LENGTH = -1, 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Samples:
   length: np.ndarray  # i32[B]  of what is drawn so far, if a response still runs
   logp: np.ndarray  # f32[B T]  under logits / T, before filters
   logp_filtered: np.ndarray  # f32[B T]  of the distribution drawn from
-  finish_reason: np.ndarray  # i32[B]  STOP or LENGTH
+  finish_reason: np.ndarray  # i32[B]  STOP, LENGTH or UNFINISHED
   exact: bool = False  # whether other exact rollouts draw the same bits
   features: list[np.ndarray] | None = None  # f[prompt + length - 1, E] each, on request
   # (seconds since the start, live requests per slice) after each chunk
@@ -43,7 +44,8 @@ class Samples:
   # selector chose among arms: "lost_s", the seconds that the best of them, in hindsight
   # and for each live batch, would have saved.
   gain: dict[str, float] = dataclasses.field(default_factory=dict)
-  computed_tokens: int = 0  # slots times iterations; what exceeds `length` is waste
+  begun_tokens: int = 0  # that were known at the start, see `Requests.begun`
+  computed_tokens: int = 0  # slots times iterations; what exceeds `drawn_tokens` is waste
   peak_bytes: int = 0  # memory per device in the fullest chunk
   kv_tokens: list[int] = dataclasses.field(default_factory=list)  # that each chunk held
   chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
@@ -121,14 +123,18 @@ class Samples:
     }
 
   @property
+  def drawn_tokens(self) -> int:
+    return int(self.length.sum()) - self.begun_tokens
+
+  @property
   def useful_share(self) -> float:
     """Drawn tokens over all that the slots' iterations could have drawn."""
-    return float(self.length.sum()) / max(self.computed_tokens, 1)
+    return self.drawn_tokens / max(self.computed_tokens, 1)
 
   @property
   def mean_acceptance_length(self) -> float:
     """Tokens drawn per pass of the target; 1 without speculation."""
-    return float(self.length.sum()) / max(self.passes, 1)
+    return self.drawn_tokens / max(self.passes, 1)
 
   @property
   def acceptance_rate(self) -> list[float]:
@@ -160,6 +166,10 @@ Watch = Callable[[Samples, list[int]], None]
 # How many prompts are asked by now: of the samples so far, the requests that have ended
 # since the last time, and whether no request is left.
 Ask = Callable[[Samples, list[int], bool], int]
+# The response tokens at which each request pauses, i32[B], of the samples so far and the
+# requests that have ended since the last time; None: as yet all run to their end. Bounds
+# are only lowered.
+Until = Callable[[Samples, list[int]], np.ndarray | None]
 # Begins to score the samples, all of which are drawn; what it returns says whether that
 # still runs.
 Score = Callable[[Samples], Callable[[], bool]]
@@ -182,14 +192,18 @@ def training_means(training: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def empty(
   requests: requests_lib.Requests, *, most: int | None = None, features: bool = False
 ) -> Samples:
-  """Samples of responses that have not begun; `most`: A of `Samples.accepted`."""
+  """Samples of responses before a rollout; `most`: A of `Samples.accepted`."""
   B, T = len(requests), int(max(requests.max_tokens, default=0))
+  tokens = np.zeros((B, T), np.int32)
+  for row, begun in zip(tokens, requests.begun or (), strict=False):
+    row[: len(begun)] = begun
   return Samples(
-    tokens=np.zeros((B, T), np.int32),
-    length=np.zeros(B, np.int32),
+    tokens=tokens,
+    length=requests.begun_length.copy(),
     logp=np.zeros((B, T), np.float32),
     logp_filtered=np.zeros((B, T), np.float32),
-    finish_reason=np.zeros(B, np.int32),
+    finish_reason=np.full(B, UNFINISHED, np.int32),
+    begun_tokens=int(requests.begun_length.sum()),
     features=[None] * B if features else None,
     accepted=None if most is None else np.zeros(most, np.int64),
   )

@@ -69,8 +69,9 @@ class Engine:
     ask: samples_lib.Ask | None = None,
     watch: samples_lib.Watch | None = None,
     score: samples_lib.Score | None = None,
+    until: samples_lib.Until | None = None,
   ) -> samples_lib.Samples:
-    """Runs all requests to their end.
+    """Runs all requests to their end, or `until` they pause.
 
     A bucket whose program runs out of memory is not used again by this rollout;
     its requests start over in smaller ones, and draw the same tokens.
@@ -86,6 +87,8 @@ class Engine:
         in it; where memory ran out, a response may be shorter than it was
       score: called with the samples once all is drawn; begins to score them, and returns
         what says whether that continues: the drafter trains meanwhile
+      until: called at the start and after every chunk; says at how many response tokens
+        each request pauses. Some may have more by then: part of a chunk
     Raises:
       RequestError: a request does not fit the options
       MemoryError: not even the smallest bucket fits
@@ -97,7 +100,8 @@ class Engine:
     _check(self.options, requests)
     decide = decide or clock_lib.Decisions()
     try:
-      return _Loop(self, params, requests, train, decide, ask, watch, score).run()
+      hooks = ask, watch, score, until
+      return _Loop(self, params, requests, train, decide, *hooks).run()
     finally:
       self.backend.free()
 
@@ -290,12 +294,13 @@ class _Loop:
     ask: samples_lib.Ask | None,
     watch: samples_lib.Watch | None,
     score: samples_lib.Score | None,
+    until: samples_lib.Until | None,
   ):
     """Queues all requests, or those that are asked first; see `Engine.__call__`."""
     self._began = engine.clock.now()
     self.engine, self.backend, self.params = engine, engine.backend, params
     self.chooser, self.clock = engine.chooser, engine.clock
-    self._ask, self._watch, self._score = ask, watch, score
+    self._ask, self._watch, self._score, self._until = ask, watch, score, until
     self.clock.begin_rollout()
     free, self.samples = self.backend.shapes.free_pages(), self.backend.samples(requests)
     self.running = running_lib.Running(requests, free, self.samples)
@@ -314,7 +319,7 @@ class _Loop:
     return self.clock.now() - self._began
 
   def run(self) -> samples_lib.Samples:
-    """Runs all requests to their end."""
+    """Draws the responses, and trains what is left to train."""
     with progress.shown(self._drawing):
       self._draw()
     self._finish()
@@ -322,7 +327,7 @@ class _Loop:
 
   def _drawing(self) -> str:
     left = int(self.running.live.sum()) + sum(map(len, self.schedule.queues))
-    tokens = int(self.samples.length.sum())
+    tokens = self.samples.drawn_tokens
     return (
       f"drawing responses, {self._ended:,} of {self._ended + left:,} ended, "
       f"{tokens:,} tokens"
@@ -364,10 +369,14 @@ class _Loop:
     self.schedule.programs = programs.joined(count)
 
   def _ask_more(self, ended: list[int]) -> None:
-    """Queues the prompts that are asked now that these requests have ended."""
+    """Queues prompts, and pauses requests, now that these requests have ended."""
     if self._ask is not None:
       idle = self.schedule.done
       self.schedule.ask(self._ask(self.samples, ended, idle))
+    if self._until is not None:
+      bound = self._until(self.samples, ended)
+      if bound is not None:
+        self.schedule.pause(bound)
 
   @property
   def _harvests(self) -> bool:

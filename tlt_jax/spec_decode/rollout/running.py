@@ -56,7 +56,7 @@ class Running:
     self.requests, self.pages = requests, pages
     self.samples = samples_lib.empty(requests) if samples is None else samples
     self.total = requests.total_length  # i32[B]  of the prompt and the longest response
-    self.drawn = np.zeros(len(requests), np.int32)  # i32[B]  response tokens so far
+    self.drawn = requests.begun_length.copy()  # i32[B]  response tokens so far
     self.pending = requests.last_token.copy()  # i32[B]  each one's last known token
     # i32[slices bucket]  request in each slot, -1 if it is free; no slots at first
     self.owner = np.full((pages.slices, 0), -1, np.int32)
@@ -123,7 +123,7 @@ class Running:
 
   def start_over(self, requests: list[int]) -> None:
     """Forgets what these have drawn."""
-    self.drawn[requests] = 0
+    self.drawn[requests] = self.requests.begun_length[requests]
     self.pending[requests] = self.requests.last_token[requests]
 
   def admit(
@@ -137,20 +137,23 @@ class Running:
     Those whose prompt does not fill its last page get a copy of it.
 
     Args:
-      prompts: slice, row of the prompts that have pages there, and prompt: new ones
-      requests: slice, row of the request's prompt there, and request
+      prompts: slice, row of the prefixes that have pages there, and prefix: new ones
+      requests: slice, row of the request's prefix there, and request
     """
     if bucket != self.bucket:
       self.resize(bucket)
     work = Work([[] for _ in self.owner], [[] for _ in self.owner])
-    for s, row, prompt in prompts:
+    for s, row, prefix in prompts:
       # The last token stays pending: its KV is computed with the first draw.
-      tokens = self.requests.prompts[prompt]
+      tokens = self.requests.prefix(prefix)
       tables = self.pages.hold(s, row, len(tokens) - 1)
       work.prompts[s].append(Prompt(tokens, tables))
     for s, row, request in requests:
       known = int(self.position[request])
-      work.copies[s].extend(self.pages.share(request, s, row, known))
+      if self.requests.is_own(self.requests.prefix_idx[request]):
+        self.pages.take_over(request, s, row)
+      else:
+        work.copies[s].extend(self.pages.share(request, s, row, known))
       self.seat(s, request)
     return work
 
@@ -188,6 +191,11 @@ class Running:
         ended.append(Ended(i, int(s), self.pages[i]))
         self.owner[s, slot] = -1
     return ended
+
+  def pause(self, bound: np.ndarray) -> None:
+    """Frees the slots of requests that have so many response tokens, i32[B]."""
+    paused = (self.owner >= 0) & (self.drawn[self.owner] >= bound[self.owner])
+    self.owner[paused] = -1
 
   def progress(self) -> source_lib.Running:
     """The sequences in slots, for sources of drafts."""

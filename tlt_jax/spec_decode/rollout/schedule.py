@@ -20,14 +20,14 @@ from tlt_jax.spec_decode.rollout import running as running_lib
 
 class Admission(NamedTuple):
   slice: int
-  row: int  # of the prompts that have pages
+  row: int  # of the prefixes that have pages
   request: int
 
 
 class Prefill(NamedTuple):
   slice: int
-  row: int  # of the prompts that have pages
-  prompt: int
+  row: int  # of the prefixes that have pages
+  prefix: int  # see `Requests.prefix_idx`
 
 
 class Plan(NamedTuple):
@@ -57,14 +57,11 @@ class Schedule:
     # Per slice: the requests not yet admitted, in the order of their numbers; those that
     # lost their slot come first again.
     self.queues = [collections.deque() for _ in range(slices)]
-    # Per slice: the prompts that have pages, with their rows.
+    # Per slice: the prefixes (see `Requests.prefix_idx`) that have pages, with their rows.
     self.prompt_row: list[dict[int, int]] = [{} for _ in range(slices)]
-    prompts = len(running.requests.prompts)
-    dealt = collections.Counter()  # requests of each prompt
-    for i, prompt in enumerate(() if grows else running.requests.prompt_idx.tolist()):
-      homes = _dealt_out(prompt, prompts, slices)
-      self.queues[homes[dealt[prompt] % len(homes)]].append(i)
-      dealt[prompt] += 1
+    self._bound: np.ndarray | None = None  # see `pause`
+    if not grows:
+      self._deal_out()
     self.tokens = options.chunk  # that a slot may draw in the next chunk
     self.excluded: set[int] = set()  # buckets that ran out of memory
     # That may run in the next chunk, by bucket and strategy; None: all.
@@ -72,6 +69,19 @@ class Schedule:
     # i32[slices]  requests that a slice kept when its pages ran out: until one of them has
     # ended, none joins them. 0: it has pages
     self._full = np.zeros(slices, np.int32)
+
+  def _deal_out(self) -> None:
+    """Queues all requests."""
+    requests = self.running.requests
+    prompts = len(requests.prompts)
+    if requests.begun is not None:  # prompts differ in what is left of them
+      self.ask(prompts)
+      return
+    dealt = collections.Counter()  # requests of each prompt
+    for i, prompt in enumerate(requests.prompt_idx.tolist()):
+      homes = _dealt_out(prompt, prompts, len(self.queues))
+      self.queues[homes[dealt[prompt] % len(homes)]].append(i)
+      dealt[prompt] += 1
 
   @property
   def done(self) -> bool:
@@ -86,6 +96,14 @@ class Schedule:
         left = self.running.live + [len(queue) for queue in self.queues]
         self.queues[int(np.argmin(left))].extend(part.tolist())
     self._asked = max(self._asked, prompts)
+
+  def pause(self, bound: np.ndarray) -> None:
+    """Takes requests out that have so many response tokens, i32[B]; see `samples.Until`."""
+    running, self._bound = self.running, bound
+    running.pause(bound)
+    going = running.drawn < bound
+    for s, queue in enumerate(self.queues):
+      self.queues[s] = collections.deque(i for i in queue if going[i])
 
   def begin_chunk(self, least: int = 1, most: int = 0, long_s: float = 0.0) -> None:
     """Decides how long the next chunk is, and makes room for it.
@@ -102,6 +120,10 @@ class Schedule:
     self.tokens = self.decide(
       "tokens", functools.partial(self._tokens_within, least, most, long_s)
     )
+    if self._bound is not None:
+      going = [*running.seated, *(i for queue in self.queues for i in queue)]
+      left = int(max(self._bound[going] - running.drawn[going], default=0))
+      self.tokens = min(self.tokens, max(left, least))
     while min(left := self._pages_left(self.tokens)) < 0:
       s = int(np.argmin(left))
       if running.live[s] <= 1:
@@ -174,6 +196,9 @@ class Schedule:
     admissions, prefills = [], []
     if not self.joins():
       return admissions, prefills
+    requests = self.running.requests
+    for s, rows in enumerate(self.prompt_row):  # these are their requests' by now
+      self.prompt_row[s] = {k: row for k, row in rows.items() if not requests.is_own(k)}
     left = self._pages_left(self.tokens)
     self._full[self.running.live < self._full] = 0
     left[self._full > 0] = 0
@@ -188,10 +213,10 @@ class Schedule:
         if row is None:
           break
         request = queue.popleft()
-        prompt = int(self.running.requests.prompt_idx[request])
-        used.add(prompt)
+        prefix = int(requests.prefix_idx[request])
+        used.add(prefix)
         if is_new:
-          prefills.append(Prefill(s, row, prompt))
+          prefills.append(Prefill(s, row, prefix))
         admissions.append(Admission(s, row, request))
         count[s] += 1
         left[s] -= taken
@@ -200,7 +225,7 @@ class Schedule:
   def _pages_of_next(self, s: int) -> int:
     running, request = self.running, self.queues[s][0]
     known, tokens = running.position[request], running.end(self.tokens)[request]
-    is_new = int(running.requests.prompt_idx[request]) not in self.prompt_row[s]
+    is_new = int(running.requests.prefix_idx[request]) not in self.prompt_row[s]
     return running.pages.added(int(tokens), int(known), is_new)
 
   def joins(self) -> bool:
@@ -225,21 +250,21 @@ class Schedule:
     return min(int(max(live + [len(queue) for queue in self.queues])), self.widest())
 
   def _prompt_row(self, s: int, used: set[int]) -> tuple[int | None, bool]:
-    """The row for the next prompt of a slice, and whether it is new there."""
+    """The row for the next prefix of a slice, and whether it is new there."""
     rows, queue = self.prompt_row[s], self.queues[s]
-    prompt_idx = self.running.requests.prompt_idx
-    prompt = int(prompt_idx[queue[0]])
-    if prompt in rows:
-      return rows[prompt], False
-    if len(rows) < self.options.prompt_rows:
-      rows[prompt] = len(rows)
+    prefix_idx = self.running.requests.prefix_idx
+    prefix = int(prefix_idx[queue[0]])
+    if prefix in rows:
+      return rows[prefix], False
+    if free := set(range(self.options.prompt_rows)) - set(rows.values()):
+      rows[prefix] = min(free)
     elif set(rows) <= used:
       return None, False
     else:
-      order = [int(prompt_idx[i]) for i in queue]
-      again = {p: i for i, p in reversed([*enumerate(order)])}
-      rows[prompt] = rows.pop(max(set(rows) - used, key=lambda p: again.get(p, len(order))))
-    return rows[prompt], True
+      order = [int(prefix_idx[i]) for i in queue]
+      again = {k: i for i, k in reversed([*enumerate(order)])}
+      rows[prefix] = rows.pop(max(set(rows) - used, key=lambda k: again.get(k, len(order))))
+    return rows[prefix], True
 
   def _fit(self, admissions: list[Admission]) -> int:
     coming = np.bincount([a.slice for a in admissions], minlength=len(self.queues))
