@@ -17,8 +17,8 @@ a response may span, and whole groups only.
 import base64
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+import logging
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -91,10 +91,16 @@ class Asked(NamedTuple):
 class Trained(NamedTuple):
   """What a step trains on: P prompts with R responses each."""
 
-  groups: tuple[Group, ...]
-  requests: requests_lib.Requests  # [P R]
-  samples: samples_lib.Samples  # [P R], with the times and chunks of the step's rollout
+  records: list[dict]  # of each response
+  requests: requests_lib.Requests
+  samples: samples_lib.Samples  # whole responses, without times and chunks
   metrics: dict[str, float]
+
+  def with_times(self, drawn: samples_lib.Samples) -> samples_lib.Samples:
+    """The responses, with the times and chunks of the rollout that ended."""
+    names = ("tokens", "length", "logp", "logp_filtered", "finish_reason", "features")
+    whole = {name: getattr(self.samples, name) for name in names}
+    return dataclasses.replace(drawn, **whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,11 +181,12 @@ class InFlight:
       for group, responses in zip(self.groups, grown, strict=True)
     ]
     chosen = [g for g, group in enumerate(groups) if group.is_complete][: self.prompts]
-    trained = tuple(groups[g] for g in chosen)
+    trained = [groups[g] for g in chosen]
     rest = tuple(group for g, group in enumerate(groups) if g not in chosen)
     requests = self._requests(trained, [prompts[g] for g in chosen], **options)
+    records = [group.record for group in trained for _ in range(self.responses)]
     after = dataclasses.replace(self, version=self.version + 1, groups=rest)
-    metrics = self._metrics(trained) | {
+    metrics = self._ages(trained) | {
       "carry/tokens": float(max(samples.length - asked.requests.begun_length, default=0)),
       "carry/dropped_tokens": float(samples.dropped_tokens),
       "carry/unfinished": float(
@@ -187,9 +194,9 @@ class InFlight:
       ),
       "carry/waiting_prompts": float(sum(group.is_complete for group in rest)),
     }
-    return after, Trained(trained, requests, _joined(samples, requests, trained), metrics)
+    return after, Trained(records, requests, _whole(requests, trained), metrics)
 
-  def _metrics(self, trained: Sequence[Group]) -> dict[str, float]:
+  def _ages(self, trained: Sequence[Group]) -> dict[str, float]:
     """How old tokens are when they are trained on, in updates since they were drawn."""
     responses = [r for group in trained for r in group.responses]
     ages = self.version - np.concatenate([r.version for r in responses])
@@ -265,25 +272,27 @@ def _unpacked(text: str, dtype: type) -> np.ndarray:
   return np.frombuffer(base64.b64decode(text), stored).astype(dtype)
 
 
-def _joined(
-  drawn: samples_lib.Samples, requests: requests_lib.Requests, groups: Sequence[Group]
+def _whole(
+  requests: requests_lib.Requests, groups: Sequence[Group]
 ) -> samples_lib.Samples:
-  """The whole responses of groups, with the times and counts of the rollout that ended."""
-  joined = samples_lib.empty(requests)
-  responses = [r for group in groups for r in group.responses]
-  for i, response in enumerate(responses):
+  samples = samples_lib.empty(requests)
+  for i, response in enumerate(r for group in groups for r in group.responses):
     n = len(response.tokens)
-    joined.tokens[i, :n], joined.logp[i, :n] = response.tokens, response.logp
-    joined.length[i], joined.finish_reason[i] = n, response.finish_reason
-  names = ("tokens", "length", "logp", "logp_filtered", "finish_reason")
-  whole = {name: getattr(joined, name) for name in names}
-  return dataclasses.replace(drawn, **whole, features=None)
+    samples.tokens[i, :n], samples.logp[i, :n] = response.tokens, response.logp
+    samples.length[i], samples.finish_reason[i] = n, response.finish_reason
+  return samples
 
 
-def make(
-  options: Options, prompts: int, responses: int, most_prompts: int, step: int
-) -> InFlight | None:
-  """What is in flight in a run after `step` steps without; None: it carries nothing over.
+class Batch(Protocol):
+  """What a step trains on."""
+
+  prompts: int
+  responses: int
+  most_prompts: int
+
+
+def make(options: Options, batch: Batch) -> InFlight | None:
+  """What is in flight before a run's first step; None: it carries nothing over.
 
   Raises:
     ValueError: no more in flight than a step trains on, responses that may not span two
@@ -291,19 +300,44 @@ def make(
   """
   if not options.prompts:
     return None
-  if options.prompts <= prompts:
+  if options.prompts <= batch.prompts:
     raise ValueError(
-      f"rollout.carry.prompts={options.prompts} are in flight, batch.prompts={prompts} are "
-      "trained on: none would be carried over; give more, or 0 to finish all in their step"
+      f"rollout.carry.prompts={options.prompts} are in flight, batch.prompts="
+      f"{batch.prompts} are trained on: none would be carried over; give more, or 0 to "
+      "finish all in their step"
     )
   if options.versions < 2:
     raise ValueError(
       f"rollout.carry.versions={options.versions}: a response that is carried over spans 2 "
       "policy versions or more; give 2, or rollout.carry.prompts=0"
     )
-  if most_prompts > prompts:
+  if batch.most_prompts:
     raise ValueError(
-      f"batch.most_prompts={most_prompts} replaces prompts within a step, and "
-      "rollout.carry keeps them over steps; give 0 to one of them"
+      f"batch.most_prompts={batch.most_prompts} replaces prompts within a step, "
+      f"rollout.carry.prompts={options.prompts} keeps them over steps; give 0 to one of them"
     )
-  return InFlight(options, prompts, responses, version=step, numbered=step * prompts)
+  return InFlight(options, batch.prompts, batch.responses, version=0, numbered=0)
+
+
+def restored(
+  carry: InFlight | None, state: Mapping[str, Any] | None, step: int
+) -> InFlight | None:
+  """What is in flight after `step` steps of a run.
+
+  Args:
+    carry: of `make`
+    state: of the checkpoint; None: of a run that carried nothing over
+
+  Raises:
+    ValueError: what was in flight has another number of responses per prompt
+  """
+  if carry is None:
+    if state and state["groups"]:
+      logging.warning(
+        "%d prompts were in flight; without rollout.carry their responses are dropped",
+        len(state["groups"]),
+      )
+    return None
+  if state is None:
+    return dataclasses.replace(carry, version=step, numbered=step * carry.prompts)
+  return carry.restored(state)

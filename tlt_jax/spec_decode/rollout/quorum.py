@@ -69,7 +69,7 @@ def draw(
   rollout: Callable[..., samples_lib.Samples],
   params: Any,
   requests: requests_lib.Requests,
-  quorum: Quorum,
+  quorum: Quorum | None,
   score: samples_lib.Score | None = None,
   **hooks: Any,
 ) -> samples_lib.Samples:
@@ -77,8 +77,11 @@ def draw(
 
   Args:
     rollout: an `Engine`
+    quorum: None: all responses end
     score: sees the samples when they are cut; see `Engine.__call__`, as for `hooks`
   """
+  if quorum is None:
+    return rollout(params, requests, score=score, **hooks)
   until = quorum.until(requests)
 
   def begin(samples):
