@@ -322,7 +322,8 @@ def prepared(config: config_lib.RunConfig) -> BenchConfig:
     raise ValueError("bench.run replaces no prompt: give --config.batch.most_prompts=0")
   if config.rollout.carry.prompts:
     raise ValueError(
-      "bench.run finishes all responses in their step: give --config.rollout.carry.prompts=0"
+      "bench.run finishes all responses in their step: give "
+      "--config.rollout.carry.prompts=0"
     )
   if algorithm_lib.make(**config.algorithm).critic is not None:
     raise ValueError("bench.run trains no critic: choose another --config.algorithm.name")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import hypothesis
 from hypothesis import given
@@ -11,13 +12,17 @@ import jax
 import numpy as np
 import pytest
 
+from tests import commands
 from tests import test_dynamic_sampling
 from tests import tiny
+from tlt_jax import metrics
 from tlt_jax.rl import carry as carry_lib
+from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import quorum as quorum_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 
+home = commands.home
 P, R, MOST_TOKENS = 2, 2, 30
 
 
@@ -55,7 +60,9 @@ class Pretended:
       for i in some:
         n = samples.length[i]
         more = min(int(self.rng.integers(1, 9)), length[i] - n)
-        samples.tokens[i, n : n + more] = requests.request[i] * 1000 + np.arange(n, n + more)
+        samples.tokens[i, n : n + more] = requests.request[i] * 1000 + np.arange(
+          n, n + more
+        )
         samples.logp[i, n : n + more] = -self.step
         samples.length[i] += more
         self.drawn += more
@@ -176,25 +183,38 @@ def policy(seed):
   return params | {"head": params["head"] + noise}
 
 
-def steps_of(slices, changing, drafts=False, **sizes):
-  """What a sampler trains on in six steps, of one policy or of one that changes."""
+class Numbers(test_dynamic_sampling.Numbers):
+  stop_tokens = (3, 11, 24, 47)  # so that lengths differ
+
+
+@functools.cache
+def sampler_of(slices, drafts=False, **sizes):
   drafter = tiny.frozen("eagle2") if drafts else None
-  selector = drafts and selector_lib.make("up to 8 live: 3_1_4", "predictive", drafter)
-  sampler = test_dynamic_sampling.sampler(slices, **sizes)
-  if drafts:
-    engine = test_dynamic_sampling.rollout.make(
-      tiny.CONFIG,
-      tiny.mesh(slices),
-      sampler.rollout.options,
-      selector=selector,
-      drafter=drafter,
-    )
-    sampler = dataclasses.replace(sampler, rollout=engine)
+  selector = (
+    selector_lib.make("up to 8 live: 3_1_4", "predictive", True) if drafts else None
+  )
+  options = tiny.SIZES | dict(slots=8, chunk=8, buckets=(8, 2)) | sizes
+  engine = rollout_lib.make(
+    tiny.CONFIG,
+    tiny.mesh(slices),
+    rollout_lib.Options(**options),
+    selector=selector,
+    drafter=drafter,
+  )
+  like = test_dynamic_sampling.sampler(slices)
+  return dataclasses.replace(like, rollout=engine, tokenizer=Numbers())
+
+
+def steps_of(slices, changing, **sizes):
+  """What a sampler trains on in six steps, of one policy or of one that changes."""
+  sampler = sampler_of(slices, **sizes)
   records, carry, every = test_dynamic_sampling.records(40), make(), []
   for step in range(6):
     params = tiny.on(tiny.mesh(slices))
     if changing:
-      params = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), policy(step), params)
+      params = jax.tree.map(
+        lambda x, y: jax.device_put(x, y.sharding), policy(step), params
+      )
     new = records[carry.numbered : carry.numbered + carry.missing]
     every.append(sampler(params, new, R, seed=0, carry=carry, train=False))
     carry = every[-1].carry
@@ -208,7 +228,7 @@ def reference(changing):
 
 def test_with_one_policy_they_are_the_responses_that_are_drawn_at_once():
   """Text, tokens and log-probabilities, whichever step drew them."""
-  sampler, params = test_dynamic_sampling.sampler(1), tiny.on(tiny.mesh(1))
+  sampler, params = sampler_of(1), tiny.on(tiny.mesh(1))
   whole = sampler(params, test_dynamic_sampling.records(40), R, seed=0)
   carried = 0
   for scored in reference(changing=False):
@@ -247,3 +267,36 @@ def test_what_is_trained_on_does_not_depend_on_the_layout(slices, sizes):
     assert [ours.carried[x] for x in names] == [theirs.carried[x] for x in names]
     spans = max(spans, ours.carried["carry/versions_max"])
   assert spans > 1
+
+
+@pytest.mark.slow
+def test_a_run_that_carries_over_speculates_and_resumes_exactly(home, tmp_path):
+  """What is trained on depends neither on speculation nor on a drafter's training; a run
+  that was interrupted with responses in flight ends the same, without its schedule."""
+  overrides = {
+    "rollout.carry.prompts": 8,
+    "rollout.carry.versions": 2,
+    "algorithm.importance_cap": 2.0,
+    "steps": 4,
+    "checkpoint.every": 1,
+    "evaluation.every": 0,
+    "compare.every": 2,
+  }
+  plain, whole, again = (tmp_path / name for name in ("plain", "whole", "again"))
+  args = commands.tiny_run(home, *overrides.items())
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={plain}"))
+  steps = metrics.read(plain / "metrics.jsonl")[:-1]
+  assert max(m["carry/versions_max"] for m in steps) == 2
+  assert any(m["policy/importance_weight"] != 1 for m in steps)
+  args = commands.tiny_run(home, *overrides.items(), *commands.DRAFTING.items())
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={whole}"))
+  repeated = [m for m in metrics.read(whole / "metrics.jsonl") if "plain/tokens" in m]
+  assert len(repeated) == 2 and all(m["plain/differing_tokens"] == 0 for m in repeated)
+  assert commands.responses(whole) == commands.responses(plain)
+  assert commands.weights(whole / "policy") == commands.weights(plain / "policy")
+  shutil.copytree(whole, again)
+  for step in ("3", "4"):
+    shutil.rmtree(again / "checkpoints" / step, ignore_errors=True)
+  (again / "rollouts.jsonl").unlink()
+  commands.succeed(commands.run(home, "train", *args, f"--workdir={again}"))
+  assert commands.weights(again / "policy") == commands.weights(whole / "policy")

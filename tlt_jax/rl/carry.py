@@ -272,9 +272,7 @@ def _unpacked(text: str, dtype: type) -> np.ndarray:
   return np.frombuffer(base64.b64decode(text), stored).astype(dtype)
 
 
-def _whole(
-  requests: requests_lib.Requests, groups: Sequence[Group]
-) -> samples_lib.Samples:
+def _whole(requests: requests_lib.Requests, groups: Sequence[Group]) -> samples_lib.Samples:
   samples = samples_lib.empty(requests)
   for i, response in enumerate(r for group in groups for r in group.responses):
     n = len(response.tokens)
@@ -314,7 +312,7 @@ def make(options: Options, batch: Batch) -> InFlight | None:
   if batch.most_prompts:
     raise ValueError(
       f"batch.most_prompts={batch.most_prompts} replaces prompts within a step, "
-      f"rollout.carry.prompts={options.prompts} keeps them over steps; give 0 to one of them"
+      f"rollout.carry.prompts={options.prompts} keeps them over steps; give 0 to one"
     )
   return InFlight(options, batch.prompts, batch.responses, version=0, numbered=0)
 

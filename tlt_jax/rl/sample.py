@@ -66,6 +66,7 @@ class Scored:
   def drawn(self) -> Drawn:
     """What the rollout was asked, and drew."""
     return self.drew or Drawn(self.requests, self.samples)
+
   @property
   def outcome(self) -> list[str]:
     """Per response: solved, wrong, or truncated (not solved, and out of tokens)."""

@@ -42,9 +42,7 @@ class Until:
     # i32[B]  tokens that each request drew in this rollout; beyond all: it still draws
     self._drew = np.full(len(requests), _UNKNOWN)
 
-  def __call__(
-    self, samples: samples_lib.Samples, ended: list[int]
-  ) -> np.ndarray | None:
+  def __call__(self, samples: samples_lib.Samples, ended: list[int]) -> np.ndarray | None:
     begun = self._requests.begun_length
     self._drew[ended] = samples.length[ended] - begun[ended]
     n = self.tokens
@@ -56,9 +54,7 @@ class Until:
     complete = np.zeros(int(self._prompt.max(initial=-1)) + 1, np.int64)
     np.maximum.at(complete, self._prompt, self._drew)
     by_prompt = np.sort(complete)[: self._quorum.wanted]
-    n = max(
-      by_prompt.max(initial=0), self._drew[self._quorum.must_end].max(initial=0)
-    )
+    n = max(by_prompt.max(initial=0), self._drew[self._quorum.must_end].max(initial=0))
     return None if n == _UNKNOWN else int(n)
 
 
