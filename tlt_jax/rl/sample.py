@@ -106,7 +106,7 @@ class Scored:
     length = self.samples.length
     return {
       "rollout/seconds_s": self.rollout_s,
-      "rollout/tokens_per_s": self.samples.kept_tokens / self.rollout_s,
+      "rollout/tokens_per_s": self.samples.kept_tokens / max(self.rollout_s, 1e-9),
       "rollout/length_mean": float(length.mean()),
       "rollout/length_p50": float(np.percentile(length, 50)),
       "rollout/length_p99": float(np.percentile(length, 99)),
