@@ -113,7 +113,9 @@ def main(config: config_lib.RunConfig):
     carry = carry_lib.restored(carry, saved.get("carry"), step)
   policy = learner.to_rollout(state.params)
   state = learner.offload(state)
-  sampler.begin_compiling(policy, learner.to_compile(P, R, critic and critic.trainer))
+  goes_on = (config.asked_prompts - P) * R  # responses, besides those that are trained on
+  compiled = learner.to_compile(P, R, critic and critic.trainer, goes_on)
+  sampler.begin_compiling(policy, compiled)
   repeated = repeats.make(config, model, mesh, sampler)
   repeated.restore(saved.get("repeats"), same_drafter)
   run.begin(step)
@@ -159,6 +161,9 @@ def main(config: config_lib.RunConfig):
       watch.lap()
       policy = None  # the update has its memory
       launch.release_freed_memory()
+      after = carry and scored.carry.scored(
+        learner.score_responses, state.params, scored.trained.going_on
+      )
       state, policy_metrics = learner.train(state, scored.batch(R), reference, critic)
       updated_s = watch.lap()
       policy = jax.block_until_ready(learner.to_rollout(state.params))
@@ -180,7 +185,7 @@ def main(config: config_lib.RunConfig):
       writer.write_rollout(step, scored.record())
       # No earlier: a stop would skip them.
       prompts.take(len(records) if carry else len(scored.records) // R)
-      carry = scored.carry
+      carry = after
       step += 1
       name = f"train_{step:06}"
       evaluations.write_examples(scored, evaluations.EXAMPLES, run.path, name)

@@ -232,7 +232,7 @@ def test_with_one_policy_they_are_the_responses_that_are_drawn_at_once():
   whole = sampler(params, test_dynamic_sampling.records(40), R, seed=0)
   carried = 0
   for scored in reference(changing=False):
-    carried += scored.carried["carry/versions_max"] > 1
+    carried += scored.trained.metrics["carry/versions_max"] > 1
     for i, k in enumerate(scored.requests.request):
       assert scored.text[i] == whole.text[k] and scored.records[i] == whole.records[k]
       n = whole.samples.length[k]
@@ -263,9 +263,10 @@ def test_what_is_trained_on_does_not_depend_on_the_layout(slices, sizes):
     np.testing.assert_array_equal(ours.requests.request, theirs.requests.request)
     np.testing.assert_array_equal(ours.samples.tokens, theirs.samples.tokens)
     np.testing.assert_allclose(ours.samples.logp, theirs.samples.logp, atol=1e-5)
-    names = [name for name in ours.carried if "dropped" not in name]
-    assert [ours.carried[x] for x in names] == [theirs.carried[x] for x in names]
-    spans = max(spans, ours.carried["carry/versions_max"])
+    ours, theirs = ours.trained.metrics, theirs.trained.metrics
+    names = [name for name in ours if "dropped" not in name]
+    assert [ours[x] for x in names] == [theirs[x] for x in names]
+    spans = max(spans, ours["carry/versions_max"])
   assert spans > 1
 
 

@@ -20,6 +20,8 @@ class Batch:
   responses: Sequence[np.ndarray]  # i32[...] per response
   temperature: np.ndarray  # f32[B]
   scored: algorithm_lib.Responses  # numpy arrays
+  # bool[P R T]: tokens that the policy of this step drew; None: all, or it does not matter
+  fresh: np.ndarray | None = None
 
 
 @flax.struct.dataclass
@@ -34,10 +36,12 @@ class Sequences:
   max_tokens: jax.Array | None = None  # i32[B]  limit of the response; None: its length
   # f32[B T] each; None of a log-probability: that of the policy before this update.
   old_logp: jax.Array | None = None  # under the policy that sampled, by the learner
-  sampler_logp: jax.Array | None = None  # the same as the rollout computed it
+  sampler_logp: jax.Array | None = None  # under the one that drew the token, see `fresh`
   reference_logp: jax.Array | None = None  # under the frozen reference
   value: jax.Array | None = None  # of a critic, before the first update
   return_: jax.Array | None = None  # that the critic predicts
+  # bool[B T]: tokens whose `sampler_logp` is `old_logp`; None: none
+  fresh: jax.Array | None = None
 
   def at_targets(self, name: str, packed: packing.Packed) -> jax.Array | None:
     """The entry of a table for each target, f32[rows T]; None if there is no such table.
@@ -64,7 +68,8 @@ def sequences(batch: Batch, tables: dict[str, np.ndarray | None], size: int) -> 
       return None
     if np.ndim(x) < 3:
       return np.asarray(x).reshape(B)
-    x = np.asarray(x, np.float32).reshape(B, -1)
+    x = np.asarray(x)
+    x = x.astype(bool if x.dtype == bool else np.float32).reshape(B, -1)
     return np.pad(x, ((0, 0), (0, size)))[:, :size]
 
   fields = {name: flatten(x) for name, x in tables.items()}

@@ -10,12 +10,14 @@ Which tokens are drawn in which step follows from weights and seed alone (see
 
 Tokens of a response are then of several policies. Each has the log-probability under the
 one that drew it, by which `importance_cap` and `importance_mask` of an algorithm correct.
+The learner computes it before its update, for the responses that go on: as the rollout has
+it, it would depend on shapes in its last bits.
 Departures from the paper: no fixed number of tokens per step, a bound on how many policies
 a response may span, and whole groups only.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tlt_jax import ranges
+from tlt_jax.rl import batch as batch_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import quorum as quorum_lib
@@ -46,7 +49,8 @@ class Response(NamedTuple):
   """What is drawn of a response."""
 
   tokens: np.ndarray  # i32[n]
-  logp: np.ndarray  # f32[n]  under the policy that drew each
+  # f32[n]  under the policy that drew each: the learner's of those before the last version
+  logp: np.ndarray
   version: np.ndarray  # i32[n]  of the policy that drew each: updates before it
   finish_reason: int = samples_lib.UNFINISHED
 
@@ -94,6 +98,8 @@ class Trained(NamedTuple):
   records: list[dict]  # of each response
   requests: requests_lib.Requests
   samples: samples_lib.Samples  # whole responses, without times and chunks
+  fresh: np.ndarray  # bool[P R T]  tokens that this step drew
+  going_on: batch_lib.Batch  # what is in flight then; `fresh` tokens are to be scored
   metrics: dict[str, float]
 
   def with_times(self, drawn: samples_lib.Samples) -> samples_lib.Samples:
@@ -137,7 +143,7 @@ class InFlight:
       options: of `requests.make_requests`
     """
     whole = self._requests(self.groups, prompts, **options)
-    every = [response for group in self.groups for response in group.responses]
+    every = _responses(self.groups)
     left = np.array([i for i, r in enumerate(every) if not r.is_complete], np.int64)
     begun = [response.tokens for response in every]
     complete = sum(group.is_complete for group in self.groups)
@@ -186,6 +192,8 @@ class InFlight:
     requests = self._requests(trained, [prompts[g] for g in chosen], **options)
     records = [group.record for group in trained for _ in range(self.responses)]
     after = dataclasses.replace(self, version=self.version + 1, groups=rest)
+    waiting = [prompts[g] for g in range(len(groups)) if g not in chosen]
+    going_on = self._batch(rest, self._requests(rest, waiting, **options))
     metrics = self._ages(trained) | {
       "carry/tokens": float(max(samples.length - asked.requests.begun_length, default=0)),
       "carry/dropped_tokens": float(samples.dropped_tokens),
@@ -194,11 +202,56 @@ class InFlight:
       ),
       "carry/waiting_prompts": float(sum(group.is_complete for group in rest)),
     }
-    return after, Trained(records, requests, _whole(requests, trained), metrics)
+    whole, fresh = _whole(requests, trained), self._fresh(trained, requests)
+    return after, Trained(records, requests, whole, fresh, going_on, metrics)
+
+  def _fresh(self, groups: Sequence[Group], requests: requests_lib.Requests) -> np.ndarray:
+    """bool[groups R T]: the tokens that this version drew."""
+    fresh = np.zeros((len(requests), int(max(requests.max_tokens))), bool)
+    for row, response in zip(fresh, _responses(groups), strict=True):
+      row[: len(response.version)] = response.version == self.version
+    return fresh.reshape(len(groups), self.responses, -1)
+
+  def _batch(
+    self, groups: Sequence[Group], requests: requests_lib.Requests
+  ) -> batch_lib.Batch:
+    blank, fresh = (
+      batch_lib.blank(len(groups), self.responses),
+      self._fresh(groups, requests),
+    )
+    return batch_lib.Batch(
+      prompts=[requests.prompt(i) for i in range(len(requests))],
+      responses=[response.tokens for response in _responses(groups)],
+      temperature=requests.temperature,
+      scored=blank.scored.replace(logp=np.zeros(fresh.shape, np.float32)),
+      fresh=fresh,
+    )
+
+  def scored(
+    self, score: Callable[..., np.ndarray], params: Any, going_on: batch_lib.Batch
+  ) -> "InFlight":
+    """With log-probabilities of the tokens that were drawn last, as the learner has them.
+
+    Args:
+      score: `Trainer.score_responses` of the policy
+      params: of the policy that drew them
+      going_on: of `Trained`
+    """
+    logp = score(params, going_on, going_on.fresh.any(-1).reshape(-1))
+
+    def with_logp(response: Response, new: np.ndarray) -> Response:
+      is_new = response.version == self.version - 1
+      return response._replace(logp=np.where(is_new, new[: len(is_new)], response.logp))
+
+    groups = tuple(
+      group._replace(responses=tuple(map(with_logp, group.responses, table)))
+      for group, table in zip(self.groups, logp, strict=True)
+    )
+    return dataclasses.replace(self, groups=groups)
 
   def _ages(self, trained: Sequence[Group]) -> dict[str, float]:
     """How old tokens are when they are trained on, in updates since they were drawn."""
-    responses = [r for group in trained for r in group.responses]
+    responses = _responses(trained)
     ages = self.version - np.concatenate([r.version for r in responses])
     spans = [r.version[-1] - r.version[0] + 1 for r in responses]
     shares = np.bincount(np.minimum(ages, _AGES), minlength=_AGES + 1) / len(ages)
@@ -272,9 +325,13 @@ def _unpacked(text: str, dtype: type) -> np.ndarray:
   return np.frombuffer(base64.b64decode(text), stored).astype(dtype)
 
 
+def _responses(groups: Sequence[Group]) -> list[Response]:
+  return [response for group in groups for response in group.responses]
+
+
 def _whole(requests: requests_lib.Requests, groups: Sequence[Group]) -> samples_lib.Samples:
   samples = samples_lib.empty(requests)
-  for i, response in enumerate(r for group in groups for r in group.responses):
+  for i, response in enumerate(_responses(groups)):
     n = len(response.tokens)
     samples.tokens[i, :n], samples.logp[i, :n] = response.tokens, response.logp
     samples.length[i], samples.finish_reason[i] = n, response.finish_reason

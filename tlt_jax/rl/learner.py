@@ -70,6 +70,7 @@ class Learner(trainer.Trainer):
     if critic is not None:
       scored = scored.replace(value=critic.values(batch))
     tables, metrics = self._tables(scored)
+    tables["fresh"] = batch.fresh
     kept = tables["counts"]
     chosen = np.ones(len(batch.responses), bool) if kept is None else kept
     moving = chosen
@@ -86,7 +87,11 @@ class Learner(trainer.Trainer):
     return state, metrics
 
   def to_compile(
-    self, prompts: int, responses: int, critic: trainer.Trainer | None
+    self,
+    prompts: int,
+    responses: int,
+    critic: trainer.Trainer | None,
+    carried: int = 0,
   ) -> dict[str, Callable[[], None]]:
     """What compiles the programs of `train`, by name, before there is a batch.
 
@@ -95,6 +100,7 @@ class Learner(trainer.Trainer):
 
     Args:
       critic: its trainer, if `train` is called with a critic
+      carried: further responses that `score_responses` is called with; 0: none
     """
     B = prompts * responses
 
@@ -108,11 +114,15 @@ class Learner(trainer.Trainer):
       tables, _ = self._tables(batch.scored.replace(**known))
       if self.updates > 1:
         tables["old_logp"] = blank
+      if carried:
+        tables["fresh"] = np.zeros(blank.shape, bool)
       return batch_lib.sequences(batch, tables, self.buckets[-1].length)
 
     made = {}
     if self.algorithm.uses_reference or self.updates > 1:
       made["the policy's score"] = lambda: self.compile_score(B)
+    if carried:
+      made["the policy's score of what goes on"] = lambda: self.compile_score(carried)
     if critic is not None:
       made["the critic's score"] = lambda: critic.compile_score(B)
       made["the critic's update"] = lambda: critic.compile_update(sequences())
@@ -175,10 +185,15 @@ class Learner(trainer.Trainer):
       name: sequences.at_targets(name, packed)
       for name in ("advantage", "old_logp", "sampler_logp", "reference_logp")
     }
+    known = {name: on_policy if x is None else x for name, x in known.items()}
+    fresh = sequences.at_targets("fresh", packed)
+    if fresh is not None:
+      drawn = known["sampler_logp"]
+      known["sampler_logp"] = jnp.where(fresh, known["old_logp"], drawn)
     tokens = algorithm_lib.Tokens(
       logp=logp,
       entropy=entropy,
-      **{name: on_policy if x is None else x for name, x in known.items()},
+      **known,
       mask=packed.mask,
       length=sequences.length[packed.sequence_idx].astype(jnp.float32),
       sequence_idx=packed.sequence_idx,

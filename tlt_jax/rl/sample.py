@@ -59,7 +59,7 @@ class Scored:
   reward_s: float
   choice: dynamic_sampling.Outcome | None = None  # None: all prompts are trained on
   carry: carry_lib.InFlight | None = None  # what is in flight after it
-  carried: Mapping[str, float] = dataclasses.field(default_factory=dict)  # metrics
+  trained: carry_lib.Trained | None = None  # of what was carried over
   drew: Drawn | None = None  # None: the requests and samples here
 
   @property
@@ -88,6 +88,7 @@ class Scored:
       responses=[samples.response(i) for i in index],
       temperature=requests.temperature[index],
       scored=dynamic_sampling.responses(requests, samples, scores, R, index),
+      fresh=None if self.trained is None else self.trained.fresh,
     )
 
   def record(self) -> dict[str, list]:
@@ -123,7 +124,7 @@ class Scored:
       },
       **{f"rollout/{name}": gain for name, gain in self.samples.gain.items()},
       **(self.choice.metrics() if self.choice else {}),
-      **self.carried,
+      **(self.trained.metrics if self.trained else {}),
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/solved": float(self.solved.mean()),
@@ -267,7 +268,7 @@ class Sampler:
       rollout_s=rollout_s,
       reward_s=watch.lap(),
       carry=after,
-      carried=trained.metrics,
+      trained=trained,
       drew=Drawn(asked.requests, samples, asked.quorum),
     )
 
