@@ -320,6 +320,11 @@ def prepared(config: config_lib.RunConfig) -> BenchConfig:
   sides_lib.check(sides, config)
   if config.batch.most_prompts:
     raise ValueError("bench.run replaces no prompt: give --config.batch.most_prompts=0")
+  if config.rollout.carry.prompts:
+    raise ValueError(
+      "bench.run finishes all responses in their step: give "
+      "--config.rollout.carry.prompts=0"
+    )
   if algorithm_lib.make(**config.algorithm).critic is not None:
     raise ValueError("bench.run trains no critic: choose another --config.algorithm.name")
   numbers("seeds", _SEEDS.value)

@@ -19,6 +19,7 @@ from tlt_jax.models import families
 from tlt_jax.ranges import field
 from tlt_jax.ranges import options
 from tlt_jax.rl import algorithm
+from tlt_jax.rl import carry as carry_lib
 from tlt_jax.rl import judge
 from tlt_jax.rl import optimizer
 from tlt_jax.rl import reward as reward_lib
@@ -124,6 +125,9 @@ class Rollout(rollout.Settings):
     None,
     "numbers of slots that programs are compiled for; (): `slots` alone; None: halves of "
     "`slots`",
+  )
+  carry: carry_lib.Options = field(
+    carry_lib.Options(), "responses that go on in the next step"
   )
 
 
@@ -276,6 +280,11 @@ class RunConfig:
     sources = data.held_out_share(self.prompts, self.held_out)
     for name, source in zip(("prompts", "held_out"), sources, strict=True):
       object.__setattr__(self, name, source)
+
+  @property
+  def asked_prompts(self) -> int:
+    """Prompts that a rollout asks, of those that are not replaced."""
+    return max(self.batch.prompts, self.rollout.carry.prompts)
 
   @property
   def max_length(self) -> int:

@@ -193,7 +193,7 @@ def fill_sizes(
     ValueError: the policy's context is too short, its learner cannot take what its
       rollouts give, or a prompt is refused
   """
-  run = _fill_rollout(run, prompts, run.batch.prompts, run.batch.responses, planned)
+  run = _fill_rollout(run, prompts, run.asked_prompts, run.batch.responses, planned)
   machine = sizes.Machine.here(run.tensor_parallel, planned)
   learner = sizes.fit_learner(run.learner, run.max_length, machine)
   run = dataclasses.replace(run, learner=learner)
@@ -450,7 +450,8 @@ def rollout_options(run: config_lib.RunConfig) -> rollout.Options:
   """A run's sizes of rollouts, complete."""
   s = run.sampling
   filters = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-  return rollout.Options(max_length=run.max_length, filters=filters, **vars(run.rollout))
+  sizes = {name: x for name, x in vars(run.rollout).items() if name != "carry"}
+  return rollout.Options(max_length=run.max_length, filters=filters, **sizes)
 
 
 def make_sampler(

@@ -44,13 +44,14 @@ class Repeats:
       if not sampler.rollout.programs.are_compiled:
         sampler.compile(params)
       launch.release_freed_memory()  # as before the run's own
-      rollout, requests = sampler.rollout, scored.requests
+      rollout, drawn = sampler.rollout, scored.drawn
       watch = stopwatch.Stopwatch()
       with progress.shown(f"repeating the rollout ({name})"):
-        samples = rollout(params, requests)
+        samples = drawn.again(rollout, params)
       seconds = watch.lap()
       with progress.shown(f"comparing with the repeated rollout ({name})"):
-        found = compare.compare(rollout.config, params, requests, scored.samples, samples)
+        asked, first = drawn.requests, drawn.samples
+        found = compare.compare(rollout.config, params, asked, first, samples)
       metrics |= {
         f"{name}/seconds_s": seconds,
         f"{name}/mean_acceptance_length": samples.mean_acceptance_length,

@@ -32,6 +32,7 @@ from tlt_jax import wandb_board
 from tlt_jax.models import drafter_files
 from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
+from tlt_jax.rl import carry as carry_lib
 from tlt_jax.rl import critic as critic_lib
 from tlt_jax.rl import dynamic_sampling
 from tlt_jax.rl import sample
@@ -75,6 +76,7 @@ def main(config: config_lib.RunConfig):
   sampler = from_config.make_sampler(config, model, mesh, drafter, selector)
   replace = dynamic_sampling.make(algorithm, P, config.batch.most_prompts)
   prompts = dynamic_sampling.Queue(data.prompt_iterator(records, P, config.seed))
+  carry = carry_lib.make(config.rollout.carry, config.batch)
 
   # Where it stands.
   step, saved = 0, {}
@@ -88,6 +90,7 @@ def main(config: config_lib.RunConfig):
       "drafter": spot.data() if spot else None,
       "rollout": sampler.rollout.state(),
       "repeats": repeated.state(),
+      "carry": carry and carry.state(),
     }
     return step, trained(state), saved
 
@@ -107,6 +110,7 @@ def main(config: config_lib.RunConfig):
     if "critic" in restored:
       critic.restore(restored["critic"])
     sampler.rollout.restore(saved.get("rollout"), same_drafter)
+    carry = carry_lib.restored(carry, saved.get("carry"), step)
   policy = learner.to_rollout(state.params)
   state = learner.offload(state)
   sampler.begin_compiling(policy, learner.to_compile(P, R, critic and critic.trainer))
@@ -138,7 +142,7 @@ def main(config: config_lib.RunConfig):
         break
       sampler.measure(policy)
       watch.lap()
-      records = prompts.peek(config.batch.most_prompts or P)
+      records = prompts.peek(carry.missing if carry else config.batch.most_prompts or P)
       scored = sampler(
         policy,
         records,
@@ -148,6 +152,7 @@ def main(config: config_lib.RunConfig):
         train=spot is not None,
         decide=decisions(step) if spot else None,
         replace=replace,
+        carry=carry,
       )
       sampled_s = watch.lap()
       compared = repeated(step, policy, scored)
@@ -173,7 +178,9 @@ def main(config: config_lib.RunConfig):
       compiled_s = stopwatch.compiled_s()
       record = writer.write(step, metrics)
       writer.write_rollout(step, scored.record())
-      prompts.take(len(scored.records) // R)  # no earlier: a stop would skip them
+      # No earlier: a stop would skip them.
+      prompts.take(len(records) if carry else len(scored.records) // R)
+      carry = scored.carry
       step += 1
       name = f"train_{step:06}"
       evaluations.write_examples(scored, evaluations.EXAMPLES, run.path, name)

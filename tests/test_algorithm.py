@@ -82,6 +82,7 @@ CONTRACT = [
   ("grpo", (("kl_estimator", "k1"), ("kl_coef", 1.0), ("normalize_std", False))),
   ("grpo", (("kl_estimator", "k2"), ("kl_coef", 0.01))),
   ("grpo_gae", (("aggregation", "sequence"), ("kl_coef", 0.1), ("trace_decay", 0.5))),
+  ("grpo_gae", (("importance_cap", 2.0), ("importance_mask", 1.2))),
   ("gspo", (("credit", "token"), ("entropy_coef", 0.1), ("importance_cap", 2.0))),
   ("reinforce_pp", (("baseline", "group"), ("kl_coef", 0.1), ("dual_clip", 3.0))),
   ("ppo", (("kl_coef", 0.1), ("normalize", False), ("aggregation", "constant"))),
@@ -137,6 +138,32 @@ def test_masked_tokens_neither_count_nor_get_a_gradient(name, args, huge):
     np.testing.assert_allclose(share_2, share, rtol=1e-6)
     for key in metrics:
       np.testing.assert_allclose(metrics_2[key], metrics[key], rtol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+def test_tokens_far_from_what_drew_them_have_no_gradient(cap):
+  """They count in the totals: the gradients of the others are as without the mask."""
+  by_rollout = np.float32([0.4, 0.6, 1.0, 1.9, 2.1])
+  batch = tokens([5])
+  sampler_logp = batch.logp.copy()
+  sampler_logp[0, 1:6] -= np.log(by_rollout)
+  batch = batch.replace(old_logp=batch.logp, sampler_logp=sampler_logp)
+  mask = ("importance_mask", 2.0)
+  (_, before), gradient = loss_and_gradient("grpo", ())(batch)
+  (_, metrics), masked = loss_and_gradient("grpo", (("importance_cap", cap), mask))(batch)
+  trust = np.minimum(by_rollout, cap) if cap else np.ones(5)
+  expected = gradient[0, 1:6] * trust * [0, 1, 1, 1, 0]
+  np.testing.assert_allclose(masked[0, 1:6], expected, rtol=1e-5)
+  assert (gradient[0, 1:6] != 0).all()
+  np.testing.assert_allclose(metrics["policy/masked_share"], 2 / 5, rtol=1e-6)
+  assert "policy/masked_share" not in before
+
+
+@pytest.mark.parametrize("name", sorted(set(tiny.algorithms()) - {"supervised"}))
+def test_a_mask_that_no_ratio_would_pass_is_refused(name):
+  with pytest.raises(ValueError, match="importance_mask must be 0, .* at least 1, got 0.5"):
+    algorithm.make(name, importance_mask=0.5)
+  algorithm.make(name, importance_mask=1.0)
 
 
 @contract

@@ -121,11 +121,15 @@ def objective(case, average, term, args):
   """-mean(term) with what may stand beside it; a function of the policy's logp."""
   kl_coef, estimator = args.get("kl_coef", 0.0), args.get("kl_estimator", "k3")
   cap, bonus = args.get("importance_cap", 0.0), args.get("entropy_coef", 0.0)
+  bound = args.get("importance_mask", 0.0)
 
   def of(logp):
     def per_token(p, r, t):
       i = p, r, t
-      trust = min(np.exp(case.old[i] - case.sampler[i]), cap) if cap else 1.0
+      of_rollout = np.exp(case.old[i] - case.sampler[i])
+      trust = min(of_rollout, cap) if cap else 1.0
+      if bound and not 1 / bound <= of_rollout <= bound:
+        trust = 0.0
       cost = kl_coef * kl_of(estimator, logp[i], case.reference[i]) if kl_coef else 0.0
       return -trust * term(logp, i) + cost - bonus * case.entropy[i]
 
@@ -282,22 +286,24 @@ def ppo(case, args):
 
 
 EXTRAS = dict(entropy_coef=0.05, importance_cap=1.1)
+MASK = dict(importance_mask=1.3)
 CASES = [
   ("grpo", grpo, {}),
   *(("grpo", grpo, dict(aggregation=x, kl_coef=0.3)) for x in AVERAGES),
   *(("grpo", grpo, dict(kl_estimator=x, kl_coef=0.3) | EXTRAS) for x in ("k1", "k2")),
-  ("grpo", grpo, dict(normalize_std=False, dual_clip=1.05)),
+  ("grpo", grpo, dict(normalize_std=False, dual_clip=1.05) | MASK),
   ("grpo_gae", grpo_gae, dict(kl_coef=0.3)),
-  ("dr_grpo", dr_grpo, EXTRAS),
-  ("dapo", dapo, EXTRAS | {"overlong_share": 0.5}),
-  ("rloo", rloo, EXTRAS | {"kl_coef": 0.2}),
-  ("reinforce_pp", reinforce_pp, EXTRAS | {"kl_coef": 0.2}),
+  ("grpo_gae", grpo_gae, dict(importance_cap=1.1) | MASK),
+  ("dr_grpo", dr_grpo, EXTRAS | MASK),
+  ("dapo", dapo, EXTRAS | MASK | {"overlong_share": 0.5}),
+  ("rloo", rloo, EXTRAS | MASK | {"kl_coef": 0.2}),
+  ("reinforce_pp", reinforce_pp, EXTRAS | MASK | {"kl_coef": 0.2}),
   ("reinforce_pp", reinforce_pp, {"kl_coef": 0.2, "baseline": "group"}),
-  ("gspo", gspo, dict(clip_low=0.03, clip_high=0.04, kl_coef=0.1)),
+  ("gspo", gspo, dict(clip_low=0.03, clip_high=0.04, kl_coef=0.1) | MASK),
   ("gspo", gspo, dict(clip_low=0.03, clip_high=0.04, credit="token") | EXTRAS),
-  ("cispo", cispo, dict(clip_low=0.3, clip_high=0.2) | EXTRAS),
+  ("cispo", cispo, dict(clip_low=0.3, clip_high=0.2) | EXTRAS | MASK),
   ("ppo", ppo, dict(discount=0.9, trace_decay=0.8, kl_coef=0.2)),
-  ("ppo", ppo, dict(kl_in="loss", kl_estimator="k3", kl_coef=0.2) | EXTRAS),
+  ("ppo", ppo, dict(kl_in="loss", kl_estimator="k3", kl_coef=0.2) | EXTRAS | MASK),
 ]
 
 
@@ -321,10 +327,12 @@ def test_advantages_loss_and_gradient_are_those_of_the_paper(name, formula, args
   batch = case.tokens(expected)
 
   def loss(logp):
-    return made.loss(batch.replace(logp=logp))[0]
+    return made.loss(batch.replace(logp=logp))
 
-  share, gradient = jax.value_and_grad(loss)(batch.logp)
+  (share, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(batch.logp)
   np.testing.assert_allclose(share, of(case.logp), atol=1e-6)
+  if "importance_mask" in args:
+    assert 0.2 < metrics["policy/masked_share"] < 0.6
   by_response = np.asarray(gradient).reshape(P, R, T + 1)
   assert not by_response[..., 0].any()
   numeric = difference_quotient(of, case.logp, case.within)
@@ -348,7 +356,6 @@ def test_the_loss_of_a_critic_is_half_the_larger_squared_error(value_clip):
       near = case.value[i] + (np.clip(moved, -0.2, 0.2) if value_clip else moved)
       total += max((value[i] - returns[i]) ** 2, (near - returns[i]) ** 2) / 2
     return total / case.length.sum()
-
 
   def flat(x):
     return f32(x.reshape(P, -1))

@@ -68,7 +68,7 @@ def test_a_response_that_pauses_goes_on_with_the_same_tokens(data, strategy, opt
       n = part.length[i]
       np.testing.assert_array_equal(part.tokens[i, :n], whole.tokens[j, :n])
   np.testing.assert_array_equal(third.length, whole.length[left[index]])
-  assert third.drawn_tokens == third.length.sum() - sum(map(len, rest.begun))
+  assert third.kept_tokens == third.length.sum() - sum(map(len, rest.begun))
   if not strategy:
     assert third.mean_acceptance_length == 1.0
 

@@ -41,8 +41,8 @@ class Tokens:
 
   logp: jax.Array  # f32[rows T]  of the target, under the trained policy
   entropy: jax.Array  # f32[rows T]  of the policy at this position, in nats
-  old_logp: jax.Array  # f32[rows T]  under the sampling policy, by the learner
-  sampler_logp: jax.Array  # f32[rows T]  the same, by the rollout
+  old_logp: jax.Array  # f32[rows T]  before the step's first update, by the learner
+  sampler_logp: jax.Array  # f32[rows T]  under the policy that drew it, by the rollout
   reference_logp: jax.Array  # f32[rows T]  under the frozen reference
   mask: jax.Array  # bool[rows T]  True where the target is a response token
   advantage: jax.Array  # f32[rows T]  of the target, or of its whole sequence

@@ -29,6 +29,7 @@ def make(
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
+  importance_mask: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
   """Makes DAPO.
 
@@ -39,7 +40,10 @@ def make(
       1; 0: none
     dual_clip: how often a bad token's advantage counts at most (above 1); 0: no limit
     entropy_coef: weight of the policy's entropy, which is maximised
-    importance_cap: largest weight that corrects for the rollout's rounding; 0: none
+    importance_cap: largest weight that corrects for the rollout's rounding, and for tokens
+      that an earlier policy drew; 0: none
+    importance_mask: tokens whose ratio learner / rollout is above this or below 1 / this
+      have no gradient from their advantage; 0: all have it
   """
   ranges.check(make, locals())
   made = grpo.make(
@@ -48,6 +52,7 @@ def make(
     dual_clip=dual_clip,
     entropy_coef=entropy_coef,
     importance_cap=importance_cap,
+    importance_mask=importance_mask,
   )
 
   def advantages(responses: algorithm.Responses) -> jax.Array:

@@ -24,6 +24,7 @@ def make(
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
+  importance_mask: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
   """Makes Dr. GRPO.
 
@@ -34,6 +35,9 @@ def make(
     kl_estimator: estimator of the KL from sampled tokens
     dual_clip: how often a bad token's advantage counts at most (above 1); 0: no limit
     entropy_coef: weight of the policy's entropy, which is maximised
-    importance_cap: largest weight that corrects for the rollout's rounding; 0: none
+    importance_cap: largest weight that corrects for the rollout's rounding, and for tokens
+      that an earlier policy drew; 0: none
+    importance_mask: tokens whose ratio learner / rollout is above this or below 1 / this
+      have no gradient from their advantage; 0: all have it
   """
   return grpo.make(**locals(), aggregation="constant", normalize_std=False)

@@ -33,6 +33,7 @@ def make(
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
+  importance_mask: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
   """Makes GRPO.
 
@@ -46,14 +47,20 @@ def make(
     normalize_std: whether a prompt's advantages are divided by their standard deviation
     dual_clip: how often a bad token's advantage counts at most (above 1); 0: no limit
     entropy_coef: weight of the policy's entropy, which is maximised
-    importance_cap: largest weight that corrects for the rollout's rounding; 0: none
+    importance_cap: largest weight that corrects for the rollout's rounding, and for tokens
+      that an earlier policy drew; 0: none
+    importance_mask: tokens whose ratio learner / rollout is above this or below 1 / this
+      have no gradient from their advantage; 0: all have it
   Metrics:
     policy/kl: KL to the reference, or to the sampling policy if there is none
     policy/clip_frac: share of tokens whose gradient the clip removed
-    Both are means over the tokens of prompts whose rewards differ, unless there is a
+    policy/importance_weight: mean weight, with `importance_cap`
+    policy/masked_share: share of tokens that `importance_mask` leaves out
+    All are means over the tokens of prompts whose rewards differ, unless there is a
     reference.
   """
   ranges.check(make, locals())
+  correction = losses.Correction(importance_cap, importance_mask)
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
     return advantage.group_relative(responses.reward, normalize_std)
@@ -69,7 +76,7 @@ def make(
       kl_coef=kl_coef,
       kl_estimator=kl_estimator,
       entropy_coef=entropy_coef,
-      importance_cap=importance_cap,
+      correction=correction,
     )
 
   return algorithm.Algorithm(

@@ -30,6 +30,8 @@ def make(
   kl_coef: ranges.NotNegative = 0.0,
   kl_estimator: losses.KlEstimator = "k3",
   aggregation: losses.Aggregation = "token",
+  importance_cap: ranges.NotNegative = 0.0,
+  importance_mask: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
   """With lambda = 1 it is REINFORCE with that baseline, unbiased. With less, what happens
   at a token counts for those up to 1 / (1 - lambda) or so before it: as biased as the
@@ -44,9 +46,21 @@ def make(
     kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept
     kl_estimator: estimator of the KL from sampled tokens
     aggregation: what the loss is a mean of: tokens, or responses' means over their tokens
+    importance_cap: largest weight that corrects for the rollout's rounding, and for tokens
+      that an earlier policy drew; 0: none
+    importance_mask: tokens whose ratio learner / rollout is above this or below 1 / this
+      have no gradient from their advantage; 0: all have it
   """
   ranges.check(make, locals())
-  made = grpo.make(clip_low, clip_high, kl_coef, kl_estimator, aggregation)
+  made = grpo.make(
+    clip_low,
+    clip_high,
+    kl_coef,
+    kl_estimator,
+    aggregation,
+    importance_cap=importance_cap,
+    importance_mask=importance_mask,
+  )
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
     # A power of two, so that few shapes are compiled.

@@ -29,6 +29,7 @@ def make(
   kl_estimator: losses.KlEstimator = "k3",
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
+  importance_mask: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
   """Makes GSPO or GSPO-token.
 
@@ -39,9 +40,13 @@ def make(
     kl_coef: weight of KL(policy || reference) in the loss; 0: no reference is kept
     kl_estimator: estimator of the KL from sampled tokens
     entropy_coef: weight of the policy's entropy, which is maximised
-    importance_cap: largest weight that corrects for the rollout's rounding; 0: none
+    importance_cap: largest weight that corrects for the rollout's rounding, and for tokens
+      that an earlier policy drew; 0: none
+    importance_mask: tokens whose ratio learner / rollout is above this or below 1 / this
+      are left out, from the gradient of a whole response as their share; 0: none
   """
   ranges.check(make, locals())
+  correction = losses.Correction(importance_cap, importance_mask)
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
     return advantage.group_relative(responses.reward, normalize_std=True)
@@ -61,7 +66,7 @@ def make(
       kl_coef=kl_coef,
       kl_estimator=kl_estimator,
       entropy_coef=entropy_coef,
-      importance_cap=importance_cap,
+      correction=correction,
     )
 
   return algorithm.Algorithm(

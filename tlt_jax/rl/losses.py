@@ -4,6 +4,8 @@ An algorithm gives each token's gain, f32[rows T], to be maximised: a ratio time
 advantage, clipped. `policy_loss` aggregates it, and adds what any method may have.
 """
 
+import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -17,6 +19,30 @@ KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "constant"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Correction:
+  """What a token's gain counts, by its ratio learner / rollout before the first update.
+
+  Both may have computed the same policy, in programs of different shapes and perhaps of
+  different precision; or an earlier policy drew the token, in a response that was carried
+  over from an earlier step. Neither field needs the other. With a cap of at least `bound`
+  it is IcePop, but for bounds that are each other's inverse.
+
+  Raises:
+    ValueError: `bound` is between 0 and 1, so that no ratio would be within
+  """
+
+  cap: float  # of the weights, see `sampler_correction`; 0: no weights
+  bound: float  # of the ratios that count, see `left_out`; 0: all do
+
+  def __post_init__(self):
+    if 0 < self.bound < 1:
+      raise ValueError(
+        f"importance_mask must be 0, so that all tokens count, or at least 1, got "
+        f"{self.bound}: ratios from 1 / importance_mask to importance_mask count"
+      )
+
+
 def policy_loss(
   tokens: algorithm.Tokens,
   gain: jax.Array,
@@ -24,15 +50,15 @@ def policy_loss(
   *,
   aggregation: Aggregation,
   entropy_coef: float,
-  importance_cap: float,
+  correction: Correction,
   kl_coef: float = 0.0,
   kl_estimator: KlEstimator = "k3",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The negated gain, plus a KL to the reference, less an entropy bonus; and metrics.
 
   `gain` f32[rows T] is to be maximised, `clipped` bool[rows T] counts in metrics. For the
-  rest see `weight`, `sampler_correction` (cap 0: none), `kl`; without `kl_coef` the metric
-  is the KL to the sampler.
+  rest see `weight`, `Correction`, `kl`; without `kl_coef` the metric is the KL to the
+  sampler. Tokens whose gain is left out still count in KL, entropy and all totals.
   """
   weights = weight(tokens, aggregation)
   other = tokens.reference_logp if kl_coef else tokens.old_logp
@@ -42,10 +68,14 @@ def policy_loss(
     "policy/kl": jnp.sum(divergence * per_token),
     "policy/clip_frac": jnp.sum(clipped * per_token),
   }
-  if importance_cap:
-    correction = sampler_correction(tokens, importance_cap)
-    gain = correction * gain
-    metrics["policy/importance_weight"] = jnp.sum(correction * per_token)
+  if correction.cap:
+    trust = sampler_correction(tokens, correction.cap)
+    gain = trust * gain
+    metrics["policy/importance_weight"] = jnp.sum(trust * per_token)
+  if correction.bound:
+    without = left_out(tokens, correction.bound)
+    gain = jnp.where(without, 0.0, gain)
+    metrics["policy/masked_share"] = jnp.sum(without * per_token)
   share = -jnp.sum(jnp.where(tokens.mask, gain, 0.0) * weights)
   if kl_coef:
     share += kl_coef * jnp.sum(divergence * weights)
@@ -111,13 +141,26 @@ def clip(
 def sampler_correction(tokens: algorithm.Tokens, cap: float) -> jax.Array:
   """Truncated importance weights between the learner and the rollout: f32[rows T].
 
-  The two compute the same policy in programs of different shapes, and perhaps of
-  different precision. min(learner / rollout, cap) of each token corrects for the
-  difference; it has no gradient (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl;
-  truncation: Ionides 2008, https://doi.org/10.1198/106186008X320456).
+  min(learner / rollout, cap) of each token corrects for what made the two differ (see
+  `Correction`); it has no gradient (Yao et al. 2025,
+  https://fengyao.notion.site/off-policy-rl; truncation: Ionides 2008,
+  https://doi.org/10.1198/106186008X320456).
   """
-  difference = jnp.where(tokens.mask, tokens.old_logp - tokens.sampler_logp, 0.0)
-  return jax.lax.stop_gradient(jnp.minimum(jnp.exp(difference), cap))
+  ratio = jnp.exp(_log_learner_by_rollout(tokens))
+  return jax.lax.stop_gradient(jnp.minimum(ratio, cap))
+
+
+def left_out(tokens: algorithm.Tokens, bound: float) -> jax.Array:
+  """Whether learner / rollout is above `bound` or below 1 / `bound`: bool[rows T].
+
+  Such tokens are too far from what the learner would draw to be corrected by a weight
+  (IcePop: Ling team 2025, https://arxiv.org/abs/2510.18855, with two bounds).
+  """
+  return jnp.abs(_log_learner_by_rollout(tokens)) > math.log(bound)
+
+
+def _log_learner_by_rollout(tokens: algorithm.Tokens) -> jax.Array:
+  return jnp.where(tokens.mask, tokens.old_logp - tokens.sampler_logp, 0.0)
 
 
 def sequence_mean(x: jax.Array, tokens: algorithm.Tokens) -> jax.Array:

@@ -42,6 +42,7 @@ def make(
   dual_clip: ranges.NotNegative = 0.0,
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
+  importance_mask: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
   """Makes PPO.
 
@@ -62,11 +63,15 @@ def make(
       constant: responses' sums, over a constant
     dual_clip: how often a bad token's advantage counts at most (above 1); 0: no limit
     entropy_coef: weight of the policy's entropy, which is maximised
-    importance_cap: largest weight that corrects for the rollout's rounding; 0: none
+    importance_cap: largest weight that corrects for the rollout's rounding, and for tokens
+      that an earlier policy drew; 0: none
+    importance_mask: tokens whose ratio learner / rollout is above this or below 1 / this
+      have no gradient from their advantage; 0: all have it
   Metrics:
     critic/clip_frac: share of tokens whose value was clipped
   """
   ranges.check(make, locals())
+  correction = losses.Correction(importance_cap, importance_mask)
   kl_in_loss = kl_coef if kl_in == "loss" else 0.0
 
   def estimates(responses: algorithm.Responses) -> jax.Array:
@@ -110,7 +115,7 @@ def make(
       kl_coef=kl_in_loss,
       kl_estimator=kl_estimator,
       entropy_coef=entropy_coef,
-      importance_cap=importance_cap,
+      correction=correction,
     )
 
   rule = optimizer.make(

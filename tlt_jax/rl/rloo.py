@@ -24,6 +24,7 @@ def make(
   aggregation: losses.Aggregation = "constant",
   entropy_coef: ranges.NotNegative = 0.0,
   importance_cap: ranges.NotNegative = 0.0,
+  importance_mask: ranges.NotNegative = 0.0,
 ) -> algorithm.Algorithm:
   """Makes RLOO.
 
@@ -32,9 +33,13 @@ def make(
     aggregation: what the loss is a mean of: tokens, or responses' means over their tokens;
       constant: responses' sums, over a constant
     entropy_coef: weight of the policy's entropy, which is maximised
-    importance_cap: largest weight that corrects for the rollout's rounding; 0: none
+    importance_cap: largest weight that corrects for the rollout's rounding, and for tokens
+      that an earlier policy drew; 0: none
+    importance_mask: tokens whose ratio learner / rollout is above this or below 1 / this
+      have no gradient from their advantage; 0: all have it
   """
   ranges.check(make, locals())
+  correction = losses.Correction(importance_cap, importance_mask)
 
   def advantages(responses: algorithm.Responses) -> jax.Array:
     reward = jnp.asarray(responses.reward)
@@ -51,7 +56,7 @@ def make(
       clipped=jnp.zeros_like(tokens.mask),
       aggregation=aggregation,
       entropy_coef=entropy_coef,
-      importance_cap=importance_cap,
+      correction=correction,
     )
 
   return algorithm.Algorithm(

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,19 +17,34 @@ from tlt_jax import progress
 from tlt_jax import stopwatch
 from tlt_jax import tokenization
 from tlt_jax.rl import batch as batch_lib
+from tlt_jax.rl import carry as carry_lib
 from tlt_jax.rl import dynamic_sampling
 from tlt_jax.rl import judge as judge_lib
 from tlt_jax.spec_decode import rollout as rollout_lib
 from tlt_jax.spec_decode.decoding import requests as requests_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
 from tlt_jax.spec_decode.rollout import clock
+from tlt_jax.spec_decode.rollout import quorum as quorum_lib
+
+
+class Drawn(NamedTuple):
+  """What a rollout was asked, and drew."""
+
+  requests: requests_lib.Requests
+  samples: samples_lib.Samples
+  quorum: quorum_lib.Quorum | None = None  # None: all responses end
+
+  def again(self, rollout: rollout_lib.Engine, params: Any) -> samples_lib.Samples:
+    """The same by another engine."""
+    return quorum_lib.draw(rollout, params, self.requests, self.quorum)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
   """Responses with their rewards, R consecutive ones per prompt.
 
-  With dynamic sampling these are of all prompts asked; `batch` takes a choice.
+  With dynamic sampling these are of all prompts asked; `batch` takes a choice. Where
+  responses are carried over they are whole ones, of which the rollout `drew` the ends.
   """
 
   requests: requests_lib.Requests
@@ -43,6 +58,14 @@ class Scored:
   rollout_s: float
   reward_s: float
   choice: dynamic_sampling.Outcome | None = None  # None: all prompts are trained on
+  carry: carry_lib.InFlight | None = None  # what is in flight after it
+  carried: Mapping[str, float] = dataclasses.field(default_factory=dict)  # metrics
+  drew: Drawn | None = None  # None: the requests and samples here
+
+  @property
+  def drawn(self) -> Drawn:
+    """What the rollout was asked, and drew."""
+    return self.drew or Drawn(self.requests, self.samples)
 
   @property
   def outcome(self) -> list[str]:
@@ -83,13 +106,13 @@ class Scored:
     length = self.samples.length
     return {
       "rollout/seconds_s": self.rollout_s,
-      "rollout/tokens_per_s": float(length.sum() / self.rollout_s),
+      "rollout/tokens_per_s": self.samples.kept_tokens / self.rollout_s,
       "rollout/length_mean": float(length.mean()),
       "rollout/length_p50": float(np.percentile(length, 50)),
       "rollout/length_p99": float(np.percentile(length, 99)),
       "rollout/length_max": int(length.max()),
       "rollout/mean_acceptance_length": self.samples.mean_acceptance_length,
-      "rollout/slices": len(self.samples.chunks[0].live),
+      "rollout/slices": len(self.samples.timeline[0][1]),
       "rollout/speculating_s": self.samples.speculating_s,
       "rollout/idle_s": self.samples.idle_s,
       "rollout/useful_share": self.samples.useful_share,
@@ -100,6 +123,7 @@ class Scored:
       },
       **{f"rollout/{name}": gain for name, gain in self.samples.gain.items()},
       **(self.choice.metrics() if self.choice else {}),
+      **self.carried,
       **self.samples.training_metrics(),
       "reward/mean": float(self.reward.mean()),
       "reward/solved": float(self.solved.mean()),
@@ -147,17 +171,21 @@ class Sampler:
     first_request: int = 0,
     lengths: np.ndarray | None = None,
     replace: dynamic_sampling.Rule | None = None,
+    carry: carry_lib.InFlight | None = None,
     **options: Any,
   ) -> Scored:
     """Draws and scores R responses to each of P prompts.
 
     Requests are numbered from `first_request` on in the run. `lengths` i32[P * R] are
-    those of a trace. With `replace`, `records` are more than are asked at first.
+    those of a trace. With `replace`, `records` are more than are asked at first. With
+    `carry`, they are asked with what is in flight, and get their numbers there.
 
     Raises:
       FloatingPointError: the policy's log-probabilities are not finite
       RewardError: verifiers fail too often, see `judge.Options`
     """
+    if carry is not None:
+      return self._carry_on(params, carry.asking(records), seed, **options)
     prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
     requests = requests_lib.make_requests(
       prompts, responses, seed=seed, first_request=first_request, **self._limits(lengths)
@@ -203,8 +231,48 @@ class Sampler:
       choice=choice,
     )
 
-  def _run(self, params, requests, **options) -> samples_lib.Samples:
-    samples = self.rollout(params, requests, **options)
+  def _carry_on(
+    self, params, carry: carry_lib.InFlight, seed: int, **options: Any
+  ) -> Scored:
+    """Draws until enough prompts in flight are complete, and scores those."""
+    records = [group.record for group in carry.groups]
+    prompts = encode(self.tokenizer, records, chat=self.chat, system=self.system)
+    limits = self._limits(None) | {"seed": seed}
+    asked = carry.asked(prompts, **limits)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+      pending = []
+
+      def begin(samples):
+        after, trained = carry.after(asked, samples, prompts, **limits)
+        args = trained.samples, trained.requests, trained.records
+        scores = thread.submit(self._score, *args, range(len(trained.requests)))
+        pending.extend((after, trained, scores))
+        return lambda: not scores.done()
+
+      watch = stopwatch.Stopwatch()
+      samples = self._run(
+        params, asked.requests, quorum=asked.quorum, score=begin, **options
+      )
+      rollout_s = watch.lap()
+      after, trained, scores = pending
+      with progress.shown("scoring the responses"):
+        judged = scores.result().whole()
+    self.judge.check(judged.scores)
+    return Scored(
+      requests=trained.requests,
+      samples=trained.with_times(samples),
+      text=judged.text,
+      **judged.scores._asdict(),
+      records=trained.records,
+      rollout_s=rollout_s,
+      reward_s=watch.lap(),
+      carry=after,
+      carried=trained.metrics,
+      drew=Drawn(asked.requests, samples, asked.quorum),
+    )
+
+  def _run(self, params, requests, quorum=None, **options) -> samples_lib.Samples:
+    samples = quorum_lib.draw(self.rollout, params, requests, quorum, **options)
     if not np.isfinite(samples.logp).all():
       raise FloatingPointError(
         "the policy's log-probabilities are not finite: its weights hold NaN or "

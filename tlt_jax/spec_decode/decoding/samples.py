@@ -44,8 +44,8 @@ class Samples:
   # selector chose among arms: "lost_s", the seconds that the best of them, in hindsight
   # and for each live batch, would have saved.
   gain: dict[str, float] = dataclasses.field(default_factory=dict)
-  begun_tokens: int = 0  # that were known at the start, see `Requests.begun`
-  computed_tokens: int = 0  # slots times iterations; what exceeds `drawn_tokens` is waste
+  computed_tokens: int = 0  # slots times iterations; what exceeds `kept_tokens` is waste
+  dropped_tokens: int = 0  # drawn, but not kept: of a request that starts over, or `cut`
   peak_bytes: int = 0  # memory per device in the fullest chunk
   kv_tokens: list[int] = dataclasses.field(default_factory=list)  # that each chunk held
   chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
@@ -82,6 +82,16 @@ class Samples:
     self.length[i] = length
     stopped = self.tokens[i, length - 1] in stop_tokens
     self.finish_reason[i] = STOP if stopped else LENGTH
+
+  def cut(self, bound: np.ndarray) -> None:
+    """Drops the tokens of responses beyond i32[B]; those that had more are unfinished."""
+    over = self.length > bound
+    self.dropped_tokens += int((self.length - bound)[over].sum())
+    self.length[over] = bound[over]
+    self.finish_reason[over] = UNFINISHED
+    beyond = np.arange(self.tokens.shape[1]) >= self.length[:, None]
+    for x in (self.tokens, self.logp, self.logp_filtered):
+      x[beyond] = 0
 
   def note(self, chunk: ChunkRecord, live: np.ndarray) -> None:
     """Adds a chunk's record, and the live requests i32[slices] after it."""
@@ -124,12 +134,17 @@ class Samples:
 
   @property
   def drawn_tokens(self) -> int:
-    return int(self.length.sum()) - self.begun_tokens
+    return sum(chunk.tokens for chunk in self.chunks)
+
+  @property
+  def kept_tokens(self) -> int:
+    """Tokens of responses that this rollout has drawn."""
+    return self.drawn_tokens - self.dropped_tokens
 
   @property
   def useful_share(self) -> float:
-    """Drawn tokens over all that the slots' iterations could have drawn."""
-    return self.drawn_tokens / max(self.computed_tokens, 1)
+    """Kept tokens over all that the slots' iterations could have drawn."""
+    return self.kept_tokens / max(self.computed_tokens, 1)
 
   @property
   def mean_acceptance_length(self) -> float:
@@ -203,7 +218,6 @@ def empty(
     logp=np.zeros((B, T), np.float32),
     logp_filtered=np.zeros((B, T), np.float32),
     finish_reason=np.full(B, UNFINISHED, np.int32),
-    begun_tokens=int(requests.begun_length.sum()),
     features=[None] * B if features else None,
     accepted=None if most is None else np.zeros(most, np.int64),
   )

@@ -399,8 +399,9 @@ class _Loop:
         self.backend.compute(self.engine.weights(self.params), work)
         any_seated = True
     self.running.take_pages(self.schedule.tokens)
-    moved = any_seated or self.running.bucket != bucket
+    moved = any_seated or self.running.vacated or self.running.bucket != bucket
     self.backend.place(moved)
+    self.running.vacated = False
     if moved:
       held = self.backend.peak_bytes()
       self.samples.peak_bytes = max(self.samples.peak_bytes, held)

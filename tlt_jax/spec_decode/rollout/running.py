@@ -60,6 +60,7 @@ class Running:
     self.pending = requests.last_token.copy()  # i32[B]  each one's last known token
     # i32[slices bucket]  request in each slot, -1 if it is free; no slots at first
     self.owner = np.full((pages.slices, 0), -1, np.int32)
+    self.vacated = False  # whether slots were freed of which the devices do not know
 
   @property
   def bucket(self) -> int:
@@ -117,13 +118,15 @@ class Running:
 
     slot = min(np.flatnonzero(self.owner[s] >= 0), key=age)
     request = int(self.owner[s, slot])
-    self.owner[s, slot] = -1
+    self.owner[s, slot], self.vacated = -1, True
     self.start_over([request])
     return request
 
   def start_over(self, requests: list[int]) -> None:
     """Forgets what these have drawn."""
-    self.drawn[requests] = self.requests.begun_length[requests]
+    begun = self.requests.begun_length[requests]
+    self.samples.dropped_tokens += int((self.drawn[requests] - begun).sum())
+    self.drawn[requests] = begun
     self.pending[requests] = self.requests.last_token[requests]
 
   def admit(
@@ -196,6 +199,7 @@ class Running:
     """Frees the slots of requests that have so many response tokens, i32[B]."""
     paused = (self.owner >= 0) & (self.drawn[self.owner] >= bound[self.owner])
     self.owner[paused] = -1
+    self.vacated |= bool(paused.any())
 
   def progress(self) -> source_lib.Running:
     """The sequences in slots, for sources of drafts."""

@@ -92,7 +92,7 @@ class Schedule:
     for prompt in range(self._asked, prompts):
       requests = np.flatnonzero(self.running.requests.prompt_idx == prompt)
       homes = len(_dealt_out(prompt, prompts, len(self.queues)))
-      for part in np.array_split(requests, min(homes, len(requests))):
+      for part in np.array_split(requests, min(homes, len(requests)) or 1):
         left = self.running.live + [len(queue) for queue in self.queues]
         self.queues[int(np.argmin(left))].extend(part.tolist())
     self._asked = max(self._asked, prompts)
