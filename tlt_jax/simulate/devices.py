@@ -34,6 +34,9 @@ class Timer:
   def spend(self, seconds: float) -> None:
     self.seconds += seconds
 
+  def wait_until(self, seconds: float) -> None:
+    self.seconds = max(self.seconds, seconds)
+
 
 @dataclasses.dataclass(frozen=True)
 class Trainer(trainer_lib.Trainer):

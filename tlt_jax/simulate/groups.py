@@ -1,4 +1,4 @@
-"""Groups of responses whose lengths are known, who drew how much of them, and pauses."""
+"""Groups of responses whose lengths are known, and who drew how much of them."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -6,7 +6,6 @@ import dataclasses
 import numpy as np
 
 from tlt_jax.spec_decode.decoding import requests as requests_lib
-from tlt_jax.spec_decode.decoding import samples as samples_lib
 
 
 @dataclasses.dataclass
@@ -27,17 +26,17 @@ class Group:
 
   @property
   def versions(self) -> np.ndarray:
-    """i32[R]: how many policy versions drew tokens of each response."""
-    return sum(tokens > 0 for tokens in self.by_version.values())
+    """i32[R]: policy versions from the first that drew tokens of a response to the last."""
+    by = {version: tokens > 0 for version, tokens in self.by_version.items()}
+    first = np.min([np.where(drew, v, np.inf) for v, drew in by.items()], 0)
+    last = np.max([np.where(drew, v, -np.inf) for v, drew in by.items()], 0)
+    return (last - first + 1).astype(np.int32)
 
   def must_end(self, version: int, most: int) -> np.ndarray:
-    """bool[R]: which are to end with this version, so that none has more than `most`.
-
-    Those that `most - 1` earlier ones have drawn, one after the other.
-    """
-    before = [n > 0 for v, n in self.by_version.items() if v < version]
-    begun = sum(before, np.zeros(len(self.lengths), np.int32))
-    return (self.drawn < self.lengths) & (begun >= most - 1)
+    """bool[R]: which are to end with this version, so that none spans more than `most`."""
+    begun = [n > 0 for v, n in self.by_version.items() if v <= version + 1 - most]
+    has_begun = np.any(begun, 0) if begun else np.full(len(self.lengths), most == 1)
+    return has_begun & (self.drawn < self.lengths)
 
 
 Draw = Callable[[int], np.ndarray]  # lengths i32[R] of the responses to a prompt
@@ -99,42 +98,6 @@ class Batch:
       tokens[self.response[here]] = (length - self.begun)[here]
       if tokens.any():
         group.by_version[version] = group.by_version.get(version, 0) + tokens
-
-
-class Pause:
-  """An `Until` that ends a rollout when enough groups are complete.
-
-  Every response draws at most n tokens. Of all n that complete `wanted` groups, and let the
-  responses end that have to, it finds the least, whatever was drawn in which order: what
-  is drawn beyond it is to be dropped.
-  """
-
-  def __init__(
-    self, group: np.ndarray, begun: np.ndarray, must_end: np.ndarray, wanted: int
-  ):
-    """Of requests i32[B] their group, tokens before, and which have to end, bool[B]."""
-    self._group, self._begun, self._must_end = group, begun, must_end
-    self._wanted = wanted
-    self._drew = np.full(len(group), -1)  # i64[B]  tokens of those that have ended
-
-  def __call__(self, samples: samples_lib.Samples, ended: list[int]) -> np.ndarray | None:
-    self._drew[ended] = samples.length[ended] - self._begun[ended]
-    most = self.most
-    return None if most is None else self._begun + most
-
-  @property
-  def most(self) -> int | None:
-    """The least n of what is known by now; None: too little has ended."""
-    has_ended = self._drew >= 0
-    if not has_ended[self._must_end].all():
-      return None
-    last = np.zeros(self._group.max(initial=-1) + 1, np.int64)
-    np.maximum.at(last, self._group, np.where(has_ended, self._drew, np.iinfo(int).max))
-    last = np.sort(last[last < np.iinfo(int).max])
-    if len(last) < self._wanted:
-      return None
-    enough = last[self._wanted - 1] if self._wanted > 0 else 0
-    return int(max(enough, self._drew[self._must_end].max(initial=0)))
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

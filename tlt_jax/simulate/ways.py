@@ -7,22 +7,23 @@ own; `best_split` finds how many.
 """
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import functools
 from typing import Any, Literal
 
 import numpy as np
+import pydantic
 
 from tlt_jax import ranges
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import groups as groups_lib
 from tlt_jax.simulate import ledger as ledger_lib
-from tlt_jax.simulate import rollout as rollout_lib
 from tlt_jax.simulate import scenario as scenario_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import quorum as quorum_lib
 
 Group = groups_lib.Group
 Side = Literal[scenario_lib.SIDES]
+_DRAFTS = {"plain": "", "frozen": ", frozen", "tlt": ", TLT"}
 
 
 class Crew:
@@ -69,18 +70,27 @@ class Crew:
     batch.take(version, self.draw(batch).length)
 
   def update_s(self, groups: Sequence[Group]) -> float:
-    """Books the seconds of an update, and returns them."""
+    """Seconds of an update."""
     tokens = sum(int(group.lengths.sum()) for group in groups)
     tokens += len(groups) * self.scenario.responses * self.scenario.prompt_tokens
-    seconds = self.costs.policy_update_s(tokens, self.learns)
-    self.ledger.spent("update", seconds, self.learns)
-    return seconds
+    return self.costs.policy_update_s(tokens, self.learns)
 
-  def sync(self, slices: int) -> None:
-    """Gives slices the new weights."""
+  def update(self, groups: Sequence[Group], version: int, began_s: float) -> None:
+    """Waits until an update that began then is done, and gives all slices the weights."""
+    self.timer.wait_until(began_s + self.update_s(groups))
+    self.sync()
+    self.book(groups, version)
+
+  def sync(self) -> None:
+    """Gives all slices the new weights."""
     seconds = self.costs.weight_sync_s()
     self.timer.spend(seconds)
-    self.ledger.spent("sync", seconds, slices)
+    self.ledger.spent("sync", seconds, self.ledger.slices)
+
+  def book(self, groups: Sequence[Group], version: int) -> None:
+    """Books an update of a policy `version`, whose weights are in place."""
+    self.ledger.spent("update", self.update_s(groups), self.learns)
+    self.ledger.updated(groups, version, self.timer.now())
 
 
 @ranges.options
@@ -88,6 +98,10 @@ class Synchronous:
   """All devices draw whole groups; then all update the policy on them."""
 
   side: Side = "plain"
+
+  @property
+  def name(self) -> str:
+    return "synchronous" + _DRAFTS[self.side]
 
   def in_flight(self, prompts: int) -> int:
     """Groups that are drawn at a time, of an update's `prompts`."""
@@ -98,23 +112,25 @@ class Synchronous:
     for version in range(steps):
       groups = crew.prompts.ask(crew.wanted)
       crew.draw_all(groups, version)
-      crew.timer.spend(crew.update_s(groups))
-      crew.sync(crew.ledger.slices)
-      crew.ledger.updated(groups, version, crew.timer.now())
+      crew.update(groups, version, crew.timer.now())
 
 
 @ranges.options
 class Partial:
   """Rollouts end when enough of the groups in flight are complete; the others go on later.
 
-  See `groups.Pause`. Their KV is computed again by the next policy.
+  See `rollout.quorum`. Their KV is computed again by the next policy.
   """
 
   side: Side = "plain"
   asked: ranges.Positive = ranges.field(
     2.0, "groups in flight, per group of an update: 1 or more"
   )
-  versions: ranges.Count = ranges.field(4, "policy versions that draw a response, at most")
+  versions: ranges.Count = ranges.field(4, "policy versions that a response may span")
+
+  @property
+  def name(self) -> str:
+    return f"partial {self.asked:g}x" + _DRAFTS[self.side]
 
   def in_flight(self, prompts: int) -> int:
     return max(round(self.asked * prompts), prompts)
@@ -127,22 +143,18 @@ class Partial:
       if len(batch):
         self._draw(crew, batch, version, len(flying) - len(batch.groups))
       groups = [group for group in flying if group.is_complete][: crew.wanted]
-      crew.timer.spend(crew.update_s(groups))
-      crew.sync(crew.ledger.slices)
-      crew.ledger.updated(groups, version, crew.timer.now())
+      crew.update(groups, version, crew.timer.now())
       numbers = {group.number for group in groups}
       flying = [group for group in flying if group.number not in numbers]
 
   def _draw(self, crew: Crew, batch: groups_lib.Batch, version: int, complete: int) -> None:
     must_end = np.array([g.must_end(version, self.versions) for g in batch.groups])
-    pause = groups_lib.Pause(
-      batch.group,
-      batch.begun,
-      must_end[batch.group, batch.response],
-      crew.wanted - complete,
+    quorum = quorum_lib.Quorum(
+      max(crew.wanted - complete, 0), must_end[batch.group, batch.response]
     )
-    samples = crew.draw(batch, pause)
-    batch.take(version, np.minimum(samples.length, batch.begun + pause.most))
+    until = quorum.until(batch.requests())
+    samples = crew.draw(batch, until)
+    batch.take(version, np.minimum(samples.length, batch.begun + until.tokens))
 
 
 @ranges.options
@@ -151,6 +163,10 @@ class OneOff:
 
   side: Side = "plain"
 
+  @property
+  def name(self) -> str:
+    return "one step off" + _DRAFTS[self.side]
+
   def in_flight(self, prompts: int) -> int:
     return prompts
 
@@ -158,12 +174,9 @@ class OneOff:
     groups = crew.prompts.ask(crew.wanted)
     crew.draw_all(groups, 0)
     for version in range(steps):
-      began, following = crew.timer.now(), crew.prompts.ask(crew.wanted)
+      began_s, following = crew.timer.now(), crew.prompts.ask(crew.wanted)
       crew.draw_all(following, version)
-      drawn_s = crew.timer.now() - began
-      crew.timer.spend(max(crew.update_s(groups) - drawn_s, 0.0))
-      crew.sync(crew.ledger.slices)
-      crew.ledger.updated(groups, version, crew.timer.now())
+      crew.update(groups, version, began_s)
       groups = following
 
 
@@ -179,6 +192,10 @@ class Asynchronous:
   side: Side = "plain"
   bound: ranges.CountOrZero = ranges.field(4, "updates for which prompts are asked ahead")
 
+  @property
+  def name(self) -> str:
+    return f"async {self.bound}" + _DRAFTS[self.side]
+
   def in_flight(self, prompts: int) -> int:
     return (self.bound + 1) * prompts
 
@@ -192,9 +209,9 @@ class Asynchronous:
         samples = crew.draw(batch, learner.until_weights(batch))
         batch.take(version, samples.length)
       if learner.version == version:  # nothing is left to draw
-        crew.timer.spend(learner.done_s - crew.timer.now())
+        crew.timer.wait_until(learner.done_s)
         learner.look([])
-      crew.sync(crew.ledger.slices)
+      crew.sync()
       learner.put_in_place()
       flying = [group for group in flying if group.number not in learner.taken]
 
@@ -244,7 +261,7 @@ class _Learner:
   def put_in_place(self) -> None:
     """Books the updates whose weights the rollouts have got now."""
     for groups, version in self._trained:
-      self.crew.ledger.updated(groups, version, self.crew.timer.now())
+      self.crew.book(groups, version)
     self._trained = []
 
 
@@ -263,8 +280,8 @@ class Comparison:
   """The ways that a scenario compares, and how long they run."""
 
   ways: tuple[Way, ...]
-  steps: ranges.Count = ranges.field(16, "updates of each run")
-  warm_up: ranges.Count = ranges.field(6, "the first of them, which are not counted")
+  steps: ranges.Count = ranges.field(12, "updates of each run")
+  warm_up: ranges.Count = ranges.field(4, "the first of them, which are not counted")
   slots: ranges.Count = ranges.field(128, "most requests of a slice at a time")
   least_learner: ranges.Count = ranges.field(1, "fewest slices that hold the learner")
 
@@ -330,7 +347,8 @@ def _way(fields: Mapping[str, Any]) -> Way:
   if kind not in _KINDS:
     raise ValueError(f"a way's kind is one of {', '.join(_KINDS)}; not {kind!r}")
   own = {name: value for name, value in fields.items() if name != "kind"}
-  ranges.check(_KINDS[kind], own)
-  if unknown := set(own) - {f.name for f in dataclasses.fields(_KINDS[kind])}:
-    raise ValueError(f"the way {kind!r} has no {sorted(unknown)}")
-  return _KINDS[kind](**own)
+  try:
+    return _KINDS[kind](**own)
+  except pydantic.ValidationError as e:
+    wrong = e.errors()[0]
+    raise ValueError(f"the way {dict(fields)}: {wrong['loc'][0]}: {wrong['msg']}") from e
