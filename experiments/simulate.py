@@ -4,11 +4,13 @@
     python -m experiments.simulate --scenario=short_answers
     python -m experiments.simulate --scenario=MINE.json --lengths=RUN/rollouts.jsonl \\
       --acceptance=RUN/metrics.jsonl --table=BENCH.json
+    python -m experiments.simulate --ways           # whole runs, and other ways than TLT
 
 Scheduler, selector and harvest are those of real rollouts; a cost model gives the times.
 Plain decoding, a frozen drafter and TLT (the drafter trains in idle slices) are compared by
-number of slices, then by acceptance, batch and tail. Figures go to --out. The last line is
-JSON. Scenarios are described in experiments/scenarios/README.md.
+number of slices, then by acceptance, batch and tail. With --ways it is whole runs of many
+steps, synchronous ones and those that train on older tokens. Figures go to --out. The last
+line is JSON. Scenarios are described in experiments/scenarios/README.md.
 """
 
 from collections.abc import Mapping
@@ -24,6 +26,7 @@ from experiments import launch
 from experiments import plot
 from experiments import tables
 from experiments import timeline
+from experiments import ways
 from tlt_jax.simulate import costs as costs_lib
 from tlt_jax.simulate import rollout as rollout_lib
 from tlt_jax.simulate import scenario as scenario_lib
@@ -46,6 +49,7 @@ _TABLE = flags.DEFINE_string(
   "table", "", "Last line of bench.rollout or bench.decode_steps, for the costs."
 )
 _OUT = flags.DEFINE_string("out", "runs/simulate", "Folder of the figures.")
+_WAYS = flags.DEFINE_bool("ways", False, "Whether to compare ways to run RL; 5 minutes.")
 _SENSITIVITY = flags.DEFINE_bool("sensitivity", True, "Whether to vary the workload.")
 
 _PARTS = {
@@ -260,9 +264,27 @@ def draw(found: Mapping, samples: samples_lib.Samples, out: pathlib.Path) -> lis
   return [str(path) for path in paths]
 
 
+def compare_ways(scenario: scenario_lib.Scenario) -> None:
+  found = ways.compare(scenario)
+  ways.report(found)
+  print(ways.verdict(found))
+  out = pathlib.Path(_OUT.value)
+  out.mkdir(parents=True, exist_ok=True)
+  result = {
+    "scenario": _SCENARIO.value,
+    "ways": ways.as_json(found),
+    "verdict": ways.verdict(found),
+    "figures": [ways.draw(found, out)],
+  }
+  print(json.dumps(result))
+
+
 def main():
   scenario = chosen()
   print(scenario.about)
+  if _WAYS.value:
+    compare_ways(scenario)
+    return
   found, samples = by_slices(scenario)
   varied = sensitivity(scenario) if _SENSITIVITY.value else {}
   even = scenario.break_even()

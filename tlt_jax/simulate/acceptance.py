@@ -19,7 +19,7 @@ class Acceptance(Protocol):
   ) -> np.ndarray:
     """i64[n T]: drafts accepted in a pass that begins 0, 1, ... T-1 tokens from now.
 
-    Of requests i32[n], each with `drawn` i32[n] response tokens.
+    Of requests u32[n], by their ids, each with `drawn` i32[n] response tokens.
     """
 
 

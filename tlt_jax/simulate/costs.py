@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Protocol
 
 import numpy as np
@@ -112,11 +113,10 @@ class Roofline:
     head = m.vocab_size * m.width
     read = m.num_layers * (self._attention + self._mlp(tokens)) + head
     weights = self._products_s(read, tokens, m.num_layers * self._layer + head)
-    windows = collections.Counter(m.layer_kind(i).window for i in range(m.num_layers))
     rows = tokens / per_row
     attention = sum(
       count * self._attention_s(min(seen, rows * window) if window else seen, per_row)
-      for window, count in windows.items()
+      for window, count in self._windows.items()
     )
     kernels = m.num_layers * self.layer_kernels + self.step_kernels
     logits = 2 * 4 * tokens * m.vocab_size / self.tensor / self._bandwidth
@@ -179,6 +179,16 @@ class Roofline:
     weights = m.num_layers * self._layer + m.vocab_size * m.width
     return passes * self._compute_s(2 * weights * tokens) / slices
 
+  def weight_sync_s(self) -> float:
+    """Seconds in which every device of a rollout gets its part of new weights by its link.
+
+    From wherever they are, once; reading and writing memory is hidden behind that.
+    """
+    m = self.model
+    heads = (1 if m.tie_embeddings else 2) * m.vocab_size * m.width
+    weights = m.num_layers * (self._attention + self._mlp(np.inf)) + heads
+    return weights * self.weight_bytes / self.tensor / self.device.link
+
   @property
   def draft_weights(self) -> int:
     """Parameters of the drafter that a pass reads."""
@@ -210,6 +220,12 @@ class Roofline:
     """Bytes of the drafter's trained weights, on a device; each moment has as many."""
     frozen = self._draft_head if self.drafter.block else 0  # the target's
     return 4 * (self.draft_weights - frozen) / self.tensor
+
+  @functools.cached_property
+  def _windows(self) -> Mapping[int | None, int]:
+    """How many layers have each window."""
+    m = self.model
+    return collections.Counter(m.layer_kind(i).window for i in range(m.num_layers))
 
   @property
   def _layer(self) -> float:

@@ -34,6 +34,9 @@ class Timer:
   def spend(self, seconds: float) -> None:
     self.seconds += seconds
 
+  def wait_until(self, seconds: float) -> None:
+    self.seconds = max(self.seconds, seconds)
+
 
 @dataclasses.dataclass(frozen=True)
 class Trainer(trainer_lib.Trainer):
@@ -59,14 +62,14 @@ class Counts(samples_lib.Samples):
   """Samples without tokens: only their numbers."""
 
   def extend(self, i, start, emitted, row) -> None:
-    """Keeps nothing."""
+    self.length[i] = start + int(emitted.count[row])
 
 
 class Devices:
   """The `Backend` of simulated rollouts.
 
   The loops of `decoding.decode` and `speculation.speculate`, without tokens; response i
-  gets `lengths[i]`.
+  of the next rollout gets `lengths[i]`.
   """
 
   def __init__(
@@ -75,18 +78,13 @@ class Devices:
     costs: costs_lib.Costs,
     timer: Timer,
     acceptance: acceptance_lib.Acceptance | None,
-    lengths: np.ndarray,
     trainer: Trainer | None,
     row_tokens: int,
   ):
-    """Spends the costs of what it is asked to do.
-
-    Args:
-      lengths: i32[B]  tokens of each response
-      row_tokens: of a micro-batch
-    """
+    """Spends the costs of what it is asked to do; `row_tokens`: of a micro-batch."""
     self.shapes, self._costs, self._timer = shapes, costs, timer
-    self._acceptance, self._lengths, self._trainer = acceptance, lengths, trainer
+    self._acceptance, self._trainer = acceptance, trainer
+    self.lengths = np.zeros(0, np.int32)  # i32[B]  tokens of each response
     self._micro_batch_s = costs.micro_batch_s(row_tokens)
     self._quota = jax.jit(jax.vmap(fused.quota, in_axes=(_TRAINING, _EMITTED)))
     self._running: running_lib.Running | None = None
@@ -160,7 +158,7 @@ class Devices:
     drafts = arm is not None and arm.source == strategy_lib.MODEL
     if drafts:
       self._fill()
-    left = np.where(owner < 0, 0, self._lengths[owner] - running.drawn[owner])
+    left = np.where(owner < 0, 0, self.lengths[owner] - running.drawn[owner])
     seen = np.where(owner < 0, 0, running.position[owner] + 1)
     if arm is None:
       count = np.minimum(left, int(limits.tokens))
@@ -211,7 +209,8 @@ class Devices:
     steps, accepted = np.zeros(slices, np.int64), np.zeros((slices, most), np.int64)
     where = np.nonzero(left)
     s, left_of = where[0], left[where]
-    ahead = self._acceptance.ahead(owner[where], start[where], int(limits.tokens), arm)
+    request = self._running.requests.request[owner[where]]
+    ahead = self._acceptance.ahead(request, start[where], int(limits.tokens), arm)
     drawn, row = np.zeros_like(left_of), np.arange(len(s))
     passes = []
     while True:

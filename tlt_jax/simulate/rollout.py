@@ -26,6 +26,69 @@ class Machine:
   costs: costs_lib.Costs
 
 
+class Rollouts:
+  """Rollouts on one simulated machine; its engine learns from one to the next."""
+
+  def __init__(
+    self,
+    machine: Machine,
+    config: config_lib.ModelConfig,
+    options: options_lib.Options,
+    *,
+    drafter: drafter_lib.DrafterConfig | None = None,
+    selector: selector_lib.Selector | None = None,
+    acceptance: acceptance_lib.Acceptance | None = None,
+    spot: spot_lib.Options | None = None,
+  ):
+    """With a selector `acceptance` is required; the `drafter` is EAGLE-3's if not given."""
+    _check(selector, acceptance, spot)
+    mesh = jax.sharding.AbstractMesh((machine.slices, 1), (axes.DATA, axes.MODEL))
+    if selector is not None and drafter is None:
+      drafter = drafter_lib.of_target(config, "eagle3")
+    shapes = backend_lib.Shapes.of(
+      config, mesh, options, selector, drafter, spot.chunk_tokens if spot else 0
+    )
+    trainer, trains, row_tokens = None, None, 1
+    if spot is not None:
+      trainer = devices_lib.Trainer(
+        config,
+        drafter,
+        mesh,
+        loss=None,
+        optimizer=None,
+        longest=options.max_length,
+        per_update=spot.micro_batches_per_update,
+      )
+      # Acceptance is an input: training after a rollout would not change it.
+      within = dataclasses.replace(spot, after_rollout_share=0.0)
+      trains = spot_lib.Spot(trainer, within, params=None)
+      row_tokens = trains.row_tokens
+    self.timer = devices_lib.Timer()
+    self._devices = devices_lib.Devices(
+      shapes, machine.costs, self.timer, acceptance, trainer, row_tokens
+    )
+    clock = clock_lib.Clock(self.timer.now)
+    self._engine = engine_lib.Engine(self._devices, selector, trains, clock)
+    self._engine.measure(None, stop_tokens=1)
+
+  def __call__(
+    self,
+    requests: requests_lib.Requests,
+    lengths: np.ndarray,
+    decide: clock_lib.Decisions | None = None,
+    until: samples_lib.Until | None = None,
+  ) -> samples_lib.Samples:
+    """Simulates a rollout; the samples have no tokens, and simulated seconds.
+
+    The schedule knows the requests' `max_tokens`, not the `lengths` i32[B] of responses.
+    `decide` replays the decisions of a real rollout; `until` is that of the engine.
+    """
+    _check_lengths(requests, lengths)
+    self._devices.lengths = lengths
+    train = self._engine.spot is not None
+    return self._engine(None, requests, train=train, decide=decide, until=until)
+
+
 def simulate(
   machine: Machine,
   config: config_lib.ModelConfig,
@@ -33,50 +96,17 @@ def simulate(
   requests: requests_lib.Requests,
   lengths: np.ndarray,
   *,
-  drafter: drafter_lib.DrafterConfig | None = None,
-  selector: selector_lib.Selector | None = None,
-  acceptance: acceptance_lib.Acceptance | None = None,
-  spot: spot_lib.Options | None = None,
   rollouts: int = 1,
   decide: clock_lib.Decisions | None = None,
+  **drafting,
 ) -> samples_lib.Samples:
   """Runs rollouts of the same requests; returns the samples of the last one.
 
-  The schedule knows the requests' `max_tokens`, not the `lengths` i32[B] of responses. The
-  samples have no tokens, and simulated seconds. With a selector `acceptance` is required;
-  the `drafter` is EAGLE-3's if none is given.
-  `decide` replays the decisions of one real rollout.
+  `drafting` are the arguments of `Rollouts`.
   """
-  _check(requests, lengths, selector, acceptance, spot)
-  mesh = jax.sharding.AbstractMesh((machine.slices, 1), (axes.DATA, axes.MODEL))
-  if selector is not None and drafter is None:
-    drafter = drafter_lib.of_target(config, "eagle3")
-  shapes = backend_lib.Shapes.of(
-    config, mesh, options, selector, drafter, spot.chunk_tokens if spot else 0
-  )
-  trainer, trains, row_tokens = None, None, 1
-  if spot is not None:
-    trainer = devices_lib.Trainer(
-      config,
-      drafter,
-      mesh,
-      loss=None,
-      optimizer=None,
-      longest=options.max_length,
-      per_update=spot.micro_batches_per_update,
-    )
-    # Acceptance is an input: training after a rollout would not change it.
-    within = dataclasses.replace(spot, after_rollout_share=0.0)
-    trains = spot_lib.Spot(trainer, within, params=None)
-    row_tokens = trains.row_tokens
-  timer = devices_lib.Timer()
-  devices = devices_lib.Devices(
-    shapes, machine.costs, timer, acceptance, lengths, trainer, row_tokens
-  )
-  engine = engine_lib.Engine(devices, selector, trains, clock_lib.Clock(timer.now))
-  engine.measure(None, stop_tokens=1)
+  run = Rollouts(machine, config, options, **drafting)
   for _ in range(rollouts):
-    samples = engine(None, requests, train=spot is not None, decide=decide)
+    samples = run(requests, lengths, decide)
   return samples
 
 
@@ -91,12 +121,17 @@ def record(samples: samples_lib.Samples) -> Mapping:
   }
 
 
-def _check(requests, lengths, selector, acceptance, spot) -> None:
-  if len(lengths) != len(requests):
-    raise ValueError(f"{len(lengths)} lengths are given for {len(requests)} requests")
-  if not len(lengths) or np.min(lengths) < 1 or np.any(lengths > requests.max_tokens):
-    raise ValueError("a response has 1 to max_tokens tokens; correct the lengths")
+def _check(selector, acceptance, spot) -> None:
   if selector is not None and acceptance is None:
     raise ValueError("a selector needs rates of acceptance: give acceptance")
   if spot is not None and selector is None:
     raise ValueError("a drafter that trains needs strategies to draft with")
+
+
+def _check_lengths(requests: requests_lib.Requests, lengths: np.ndarray) -> None:
+  if len(lengths) != len(requests):
+    raise ValueError(f"{len(lengths)} lengths are given for {len(requests)} requests")
+  if not len(lengths) or np.min(lengths) < 1 or np.any(lengths > requests.max_tokens):
+    raise ValueError("a response has 1 to max_tokens tokens; correct the lengths")
+  if np.any(lengths <= requests.begun_length):
+    raise ValueError("a response that has begun is longer than that; correct the lengths")

@@ -24,6 +24,7 @@ from tlt_jax.spec_decode.speculation import strategy as strategy_lib
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
 SIDES = ("plain", "frozen", "tlt")
+_PAGE = 1024  # tokens; few large pages are counted faster, and there is room for all
 _LATE = 20  # steps of a drafter's training, of which means are taken
 
 
@@ -54,6 +55,7 @@ class Scenario:
   spot: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `spot.Options`
   rollouts: int = 2  # the last one counts; those before teach the selector
   paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # printed alongside
+  ways: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `Comparison`
 
   def __post_init__(self):
     if (self.device is None) == (self.table is None):
@@ -98,40 +100,60 @@ class Scenario:
   def _scaled(self, rates: Sequence[float]) -> tuple[float, ...]:
     return tuple(min(self.chances * rate, 1.0) for rate in rates)
 
-  def options(self, slices: int) -> options_lib.Options:
-    """The sizes of a rollout on `slices`: slots for all requests, unless given."""
+  def options(
+    self, slices: int, prompts: int | None = None, most: int | None = None
+  ) -> options_lib.Options:
+    """The sizes of a rollout on `slices`: slots for all requests, unless given.
+
+    Args:
+      prompts: that are asked at a time; None: those of a rollout
+      most: slots; None: as many as there are requests
+    """
     total = self.prompt_tokens + self.max_tokens
-    slots = -(-self.prompts // slices) * self.responses
+    slots = -(-(prompts or self.prompts) // slices) * self.responses
+    slots = slots if most is None else min(slots, most)
     slots = min(slots, self.rollout.get("slots", slots))
     buckets = options_lib.ladder(slots, 1)
     sizes = dict(max_length=total, max_prompt=self.prompt_tokens, buckets=buckets)
+    sizes |= dict(page_tokens=_PAGE)
     return options_lib.Options(**sizes | dict(self.rollout) | {"slots": slots})
 
   def draw_lengths(self) -> np.ndarray:
     count = self.prompts * self.responses
     return draw_lengths(self.lengths, count, self.max_tokens)
 
-  def run(self, side: str, slices: int) -> samples_lib.Samples:
+  def draw_group(self, prompt: int) -> np.ndarray:
+    """Lengths i32[responses] of the responses to a prompt, by its number in a run."""
+    return draw_lengths(self.lengths, self.responses, self.max_tokens, (0, prompt))
+
+  def rollouts_of(
+    self, side: str, slices: int, prompts: int | None = None, slots: int | None = None
+  ) -> rollout_lib.Rollouts:
+    """What simulates its rollouts; `prompts` and `slots` are those of `options`."""
     selector, acceptance = None, None
     if side != "plain":
       selector = selector_lib.make(self.strategies, self.rule, has_drafter=True)
       acceptance = self.acceptance(side)
-    return rollout_lib.simulate(
+    return rollout_lib.Rollouts(
       rollout_lib.Machine(slices, self.costs),
       self.config,
-      self.options(slices),
-      requests_lib.make_requests(
-        [np.ones(self.prompt_tokens, np.int32)] * self.prompts,
-        self.responses,
-        max_tokens=self.max_tokens,
-      ),
-      self.draw_lengths(),
+      self.options(slices, prompts, slots),
       drafter=self.drafter_config,
       selector=selector,
       acceptance=acceptance,
       spot=spot_lib.Options(**self.spot) if side == "tlt" else None,
-      rollouts=self.rollouts,
     )
+
+  def run(self, side: str, slices: int) -> samples_lib.Samples:
+    run, lengths = self.rollouts_of(side, slices), self.draw_lengths()
+    requests = requests_lib.make_requests(
+      [np.ones(self.prompt_tokens, np.int32)] * self.prompts,
+      self.responses,
+      max_tokens=self.max_tokens,
+    )
+    for _ in range(self.rollouts):
+      samples = run(requests, lengths)
+    return samples
 
   def speedup(self, live: int, strategy: str, side: str = "frozen") -> float:
     """The speed-up at `live` requests per slice, of a prompt and a median response each."""
