@@ -49,6 +49,7 @@ def of_run(
     *of_policy(run, mesh),
     *_stops(run),
     *_updates(run),
+    *_carried(run, mesh.shape[axes.DATA]),
     *of_prompts(run, prompts),
     *_decoding(run),
     *_drafter(run, mesh),
@@ -123,6 +124,29 @@ def _updates(run: config_lib.RunConfig) -> Iterator[str]:
     f"solved: reward >= {run.solved_at:g}"
   )
   yield f"a step: {_asked(run, run.batch.prompts, run.batch.responses)}"
+
+
+def _carried(run: config_lib.RunConfig, slices: int) -> Iterator[str]:
+  """What goes on in the next step; warns of what that costs."""
+  carry, P, R = run.rollout.carry, run.batch.prompts, run.batch.responses
+  if not carry.prompts:
+    return
+  yield (
+    f"carried over: {carry.prompts:,} prompts are in flight, a step trains on the first "
+    f"{P:,} that are complete, and no response spans more than {carry.versions:,} policies"
+  )
+  if not (run.algorithm.get("importance_cap") or run.algorithm.get("importance_mask")):
+    logging.warning(
+      "tokens that earlier policies drew count as if the current one had; to correct for "
+      "it: --config.algorithm.importance_cap=2"
+    )
+  if run.rollout.slots * slices < carry.prompts * R:
+    logging.warning(
+      "%d slots in all do not hold the %d responses in flight: more tokens are drawn than "
+      "are kept; raise rollout.slots, or lower rollout.carry.prompts",
+      run.rollout.slots * slices,
+      carry.prompts * R,
+    )
 
 
 def _asked(run: config_lib.RunConfig, prompts: int, responses: int) -> str:

@@ -26,7 +26,7 @@ def said(changes=None, slices=2) -> dict[str, str]:
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(from_config, "make_mesh", lambda *_: tiny.mesh(slices))
     lines = opening.of_run(run, prompts(), workdirs.open("runs/none", run, fork=""))
-  assert len(lines) <= 9
+  assert len(lines) <= 10
   return {line.split()[0].rstrip(":,"): line for line in lines}
 
 
@@ -91,3 +91,16 @@ def test_float32_is_warned_of_where_it_is_slow(caplog, tmp_path, monkeypatch):
     [line] = opening.of_policy(run, mesh)
     assert dtype in line and ("float32 on H100" in caplog.text) == warns
     assert ("folder/config.json" in caplog.text) == warns
+
+
+def test_what_is_carried_over_is_said_with_what_it_costs(caplog):
+  """Tokens of earlier policies need a correction; responses in flight need slots."""
+  changes = {"rollout.carry.prompts": 8, "rollout.carry.versions": 3}
+  line = said(changes)["carried"]
+  assert "8 prompts are in flight, a step trains on the first 4" in line
+  assert "no response spans more than 3 policies" in line
+  assert "importance_cap=2" in caplog.text
+  assert "32 slots in all do not hold the 64 responses in flight" in caplog.text
+  caplog.clear()
+  said(changes | {"algorithm.importance_cap": 2.0, "rollout.slots": 32})
+  assert not caplog.text

@@ -19,6 +19,7 @@ a response may span, and whole groups only.
 import base64
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import json
 import logging
 from typing import Any, NamedTuple, Protocol
 
@@ -126,9 +127,9 @@ class InFlight:
     return self.options.prompts - len(self.groups)
 
   def asking(self, records: Sequence[dict]) -> "InFlight":
-    """With further prompts."""
+    """With further prompts; ValueError: no checkpoint can hold one."""
     new = tuple(
-      Group(self.numbered + k, record, (_BLANK,) * self.responses)
+      Group(self.numbered + k, _as_saved(record), (_BLANK,) * self.responses)
       for k, record in enumerate(records)
     )
     return dataclasses.replace(
@@ -215,10 +216,8 @@ class InFlight:
   def _batch(
     self, groups: Sequence[Group], requests: requests_lib.Requests
   ) -> batch_lib.Batch:
-    blank, fresh = (
-      batch_lib.blank(len(groups), self.responses),
-      self._fresh(groups, requests),
-    )
+    blank = batch_lib.blank(len(groups), self.responses)
+    fresh = self._fresh(groups, requests)
     return batch_lib.Batch(
       prompts=[requests.prompt(i) for i in range(len(requests))],
       responses=[response.tokens for response in _responses(groups)],
@@ -311,6 +310,18 @@ class InFlight:
     return dataclasses.replace(
       self, version=state["version"], numbered=state["numbered"], groups=groups
     )
+
+
+def _as_saved(record: dict) -> dict:
+  """A record as a checkpoint gives it back, so that a resumed run has the same."""
+  try:
+    return json.loads(json.dumps(record))
+  except TypeError as e:
+    raise ValueError(
+      f"the record of the prompt {str(record.get('prompt'))[:60]!r} cannot be kept in a "
+      f"checkpoint, as rollout.carry needs ({e}); give its source JSON types, or "
+      "rollout.carry.prompts=0"
+    ) from e
 
 
 _DTYPES = {"tokens": np.int32, "logp": np.float32, "version": np.int32}
