@@ -136,7 +136,7 @@ class Ours:
     length: int,
     arm: strategy_lib.Strategy | None,
   ):
-    options = vars(config.rollout) | {
+    options = config.rollout.sizes | {
       "slots": live,
       "buckets": (live,),
       "max_prompt": length,

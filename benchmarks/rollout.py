@@ -116,7 +116,7 @@ def measure_speculation(config: config_lib.RunConfig, models: from_config.Models
 
   def engine(slots: int | None = None, arm: strategy_lib.Strategy | None = None):
     own = changes | ({"slots": slots} if slots else {})
-    options = rollout.Options(**vars(config.rollout) | own)
+    options = rollout.Options(**config.rollout.sizes | own)
     return make_engine(models, options, arm)
 
   first = engine()(models.params, requests)

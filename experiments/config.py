@@ -130,6 +130,11 @@ class Rollout(rollout.Settings):
     carry_lib.Options(), "responses that go on in the next step"
   )
 
+  @property
+  def sizes(self) -> dict[str, Any]:
+    """What `rollout.Options` takes."""
+    return {name: value for name, value in vars(self).items() if name != "carry"}
+
 
 @options
 class Chat:

@@ -450,8 +450,7 @@ def rollout_options(run: config_lib.RunConfig) -> rollout.Options:
   """A run's sizes of rollouts, complete."""
   s = run.sampling
   filters = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-  sizes = {name: x for name, x in vars(run.rollout).items() if name != "carry"}
-  return rollout.Options(max_length=run.max_length, filters=filters, **sizes)
+  return rollout.Options(max_length=run.max_length, filters=filters, **run.rollout.sizes)
 
 
 def make_sampler(

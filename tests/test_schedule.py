@@ -165,7 +165,7 @@ def test_the_prompt_that_is_needed_again_last_makes_room():
   for _ in range(2):
     schedule.begin_chunk()
     plan = schedule.plan()
-    prefilled.append([p.prompt for p in plan.prefills])
+    prefilled.append([p.prefix for p in plan.prefills])
     schedule.running.admit(plan.bucket, plan.prefills, plan.admissions)
     schedule.running.owner[:] = -1
   assert prefilled == [[0, 1], [2]] and set(schedule.prompt_row[0]) == {2, 0}

@@ -28,7 +28,7 @@ def fit(asked: sizes.Asked, machine=CPU, model=tiny.SMOLLM2, **given) -> config_
 def test_sizes_follow_from_the_prompts():
   made = fit(sizes.Asked(longest=150, prompts=8, responses=1))
   assert made.max_prompt == 192 and made.slots == 4
-  options = rollout.Options(max_length=192 + 256, **vars(made))
+  options = rollout.Options(max_length=192 + 256, **made.sizes)
   assert options.buckets == made.buckets[::-1] == (2, 4)
   assert options.prefill_rows == options.prompt_rows == 4  # no more than slots
   one = fit(sizes.Asked(longest=3, prompts=1, responses=1))
