@@ -97,8 +97,8 @@ def verdict(found: list[Result]) -> str:
 @matplotlib.rc_context(style.STYLE)
 def draw(found: list[Result], out: pathlib.Path) -> str:
   """Writes the figure; returns its path."""
-  fig = figure.Figure(figsize=(10, 4.2), layout="constrained")
-  speed, ages = fig.subplots(1, 2, width_ratios=(1.1, 1))
+  fig = figure.Figure(figsize=(11, 5.2), layout="constrained")
+  speed, ages = fig.subplots(1, 2)
   _draw_speed(speed, found)
   _draw_ages(ages, found)
   path = out / "ways.png"
@@ -126,7 +126,7 @@ def _draw_speed(ax, found: list[Result]) -> None:
   ax.set_xticks(devices, [str(n) for n in devices])
   ax.set_ylim(bottom=0)
   ax.set(xlabel="devices", ylabel="useful tokens/s per device", title="Speed")
-  ax.legend(fontsize=7.5)
+  ax.legend(ncols=2, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.13))
 
 
 def _draw_ages(ax, found: list[Result]) -> None:
@@ -138,12 +138,12 @@ def _draw_ages(ax, found: list[Result]) -> None:
     label = f"{age} or more" if age == ledger_lib.OLD else str(age)
     ax.barh(range(len(last)), shares[:, age], left=left, color=colour, label=label)
     left += shares[:, age]
-  ax.set_yticks(range(len(last)), [r.way.name for r in last])
+  ax.set_yticks(range(len(last)), [r.way.name for r in last], fontsize=8)
   ax.invert_yaxis()
   ax.grid(False)
   ax.set(xlim=(0, 1), xlabel="share of the tokens that are trained on")
-  ax.set_title(f"Versions between drawing and training, {most} devices")
-  ax.legend(ncols=4, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.4, -0.13))
+  ax.set_title(f"Age of tokens in updates, {most} devices")
+  ax.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.13))
 
 
 def as_json(found: list[Result]) -> list[Mapping]:

@@ -213,7 +213,7 @@ def test_the_table_and_the_figure(tmp_path, capsys):
   found = table.compare(dataclasses.replace(SMALL, ways=sizes, slices=(2, 4)))
   assert [r.devices for r in found] == [2, 2, 4, 4]
   table.report(found)
-  assert "async 1 " in capsys.readouterr().out
+  assert "asynchronous, 1 ahead" in capsys.readouterr().out
   assert "the fastest without stale tokens" in table.verdict(found)
   assert (tmp_path / "ways.png").samefile(table.draw(found, tmp_path))
   assert table.as_json(found)[0]["way"] == "synchronous"

@@ -23,7 +23,7 @@ from tlt_jax.spec_decode.rollout import quorum as quorum_lib
 
 Group = groups_lib.Group
 Side = Literal[scenario_lib.SIDES]
-_DRAFTS = {"plain": "", "frozen": ", frozen", "tlt": ", TLT"}
+_DRAFTS = {"plain": "", "frozen": ", frozen drafter", "tlt": ", TLT"}
 
 
 class Crew:
@@ -119,7 +119,8 @@ class Synchronous:
 class Partial:
   """Rollouts end when enough of the groups in flight are complete; the others go on later.
 
-  See `rollout.quorum`. Their KV is computed again by the next policy.
+  See `rollout.quorum`. Their KV is computed again by the next policy. The learner's pass
+  over them, for their log-probabilities (`rl.carry`), is not counted.
   """
 
   side: Side = "plain"
@@ -130,7 +131,7 @@ class Partial:
 
   @property
   def name(self) -> str:
-    return f"partial {self.asked:g}x" + _DRAFTS[self.side]
+    return f"carried over, {self.asked:g}x" + _DRAFTS[self.side]
 
   def in_flight(self, prompts: int) -> int:
     return max(round(self.asked * prompts), prompts)
@@ -194,7 +195,7 @@ class Asynchronous:
 
   @property
   def name(self) -> str:
-    return f"async {self.bound}" + _DRAFTS[self.side]
+    return f"asynchronous, {self.bound} ahead" + _DRAFTS[self.side]
 
   def in_flight(self, prompts: int) -> int:
     return (self.bound + 1) * prompts
