@@ -3,7 +3,8 @@
     python -m experiments.compare WORKDIR WORKDIR ... [--figure=compare.png] [--steps=10]
 
 The table has the reward and the step time of the last steps, and the accuracy of the last
-evaluation with its 95% interval over problems. Gains are relative to the first workdir, at
+evaluation with its 95% interval over problems. The figure has reward and accuracy over
+steps, over their time, and over drawn tokens. Gains are relative to the first workdir, at
 the last evaluation of each, paired over common problems. A folder of
 `experiments.evaluate --output` also counts as a workdir. The last line is JSON.
 """
@@ -31,6 +32,15 @@ _STEPS = flags.DEFINE_integer("steps", 10, "Average over so many steps.", lower_
 
 # Okabe-Ito, for colour-blind readers.
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
+
+# What a step takes, by axis of the figure.
+_STEP = "RL step"
+_SPENT = {
+  "minutes of steps": lambda r: r["step/seconds_s"] / 60,
+  "drawn tokens, thousands": lambda r: (
+    r["rollout/tokens_per_s"] * r["rollout/seconds_s"] / 1e3
+  ),
+}
 
 
 def read(workdir: pathlib.Path) -> tuple[list[dict], dict[int, list[dict]]]:
@@ -91,31 +101,63 @@ def _by_name(problems: Sequence[Mapping]) -> dict[tuple, Mapping]:
   return named
 
 
-def plot_curves(runs: Mapping[str, tuple]) -> figure.Figure:
-  """Draws reward, accuracy with its intervals, and step time over the steps."""
-  fig = figure.Figure(figsize=(6, 8), layout="constrained")
-  reward, accuracy, seconds = fig.subplots(3, sharex=True)
+def costs(records: Sequence[Mapping]) -> dict[str, dict[int, float]]:
+  """By axis of a figure: what a run took up to each step, the one before its first too."""
+  trained = metrics.steps(records)
+  numbers = [metrics.number(r) for r in trained]
+  numbers = [min(numbers, default=1) - 1, *numbers]
+  total = {_STEP: {number: float(number) for number in numbers}}
+  for axis, of_step in _SPENT.items():
+    try:
+      sums = np.cumsum([0.0, *map(of_step, trained)])
+    except KeyError:  # it does not have that
+      sums = []
+    total[axis] = dict(zip(numbers, sums, strict=False))
+  return total
+
+
+def rewards(records: Sequence[Mapping], window: int) -> list[tuple[int, float, float]]:
+  """(last step, mean, half of its 95% interval over steps) of so many steps in turn."""
+  known = [r for r in metrics.steps(records) if "reward/mean" in r]
+  parts = [known[i : i + window] for i in range(0, len(known), window)]
+  return [
+    (metrics.number(part[-1]), *metrics.interval([r["reward/mean"] for r in part]))
+    for part in parts
+    if len(part) > 1
+  ]
+
+
+def plot_curves(runs: Mapping[str, tuple], window: int) -> figure.Figure:
+  """Draws reward and accuracy by what they took: steps, time and tokens; see `costs`."""
+  fig = figure.Figure(figsize=(11, 6.2), layout="constrained")
+  axes = fig.subplots(2, 3, sharex="col", sharey="row")
+  drawn = {}
   for i, (name, (records, evaluated)) in enumerate(runs.items()):
-    color = _COLORS[i % len(_COLORS)]
-    for ax, key in ((reward, "reward/mean"), (seconds, "step/seconds_s")):
-      points = [(metrics.number(r), r[key]) for r in records if key in r]
-      if points:
-        ax.plot(*zip(*points, strict=True), color=color, label=name)
-    steps = sorted(evaluated)
-    shares = [[np.mean(p["solved"]) for p in evaluated[step]] for step in steps]
-    half = [metrics.interval(s)[1] if len(s) > 1 else 0.0 for s in shares]
-    if steps:
-      means = [np.mean(s) for s in shares]
-      accuracy.errorbar(
-        steps, means, half, color=color, marker="o", markersize=4, capsize=3, label=name
-      )
-  reward.set(title="Reward of a step", ylabel="mean over responses")
-  accuracy.set(title="Accuracy on held-out problems", ylabel="share solved, 95%")
-  seconds.set(title="Time of a step", ylabel="seconds", xlabel="RL step", ylim=(0, None))
-  seconds.xaxis.get_major_locator().set_params(integer=True)
-  for ax in (reward, accuracy, seconds):
-    if ax.has_data():
-      ax.legend(loc="best")
+    shares = {n: [np.mean(p["solved"]) for p in found] for n, found in evaluated.items()}
+    accuracy = [
+      (step, *(metrics.interval(s) if len(s) > 1 else (np.mean(s), 0.0)))
+      for step, s in sorted(shares.items())
+    ]
+    took = costs(records)
+    took[_STEP] |= {step: step for step in shares}  # of `evaluate`: without records
+    for (reward, below), (axis, at) in zip(axes.T, took.items(), strict=True):
+      below.set_xlabel(axis)
+      for ax, points in ((reward, rewards(records, window)), (below, accuracy)):
+        points = [(at[step], *rest) for step, *rest in points if step in at]
+        if points:
+          drawn[name] = ax.errorbar(
+            *zip(*points, strict=True),
+            color=_COLORS[i % len(_COLORS)],
+            marker="o",
+            markersize=4,
+            capsize=3,
+            label=name,
+          )
+  axes[0, 0].set(title=f"Reward, {window} steps each", ylabel="mean, 95% over steps")
+  axes[1, 0].set(title="Accuracy on held-out problems", ylabel="share solved, 95%")
+  for ax in axes[:, 1:].flat:
+    ax.set_visible(ax.has_data())
+  fig.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(len(drawn), 3))
   return fig
 
 
@@ -158,7 +200,7 @@ def main(*workdirs: str):
   )
   if _FIGURE.value:
     with mpl.rc_context(style.STYLE), writing.to(_FIGURE.value):
-      plot_curves(runs).savefig(_FIGURE.value)
+      plot_curves(runs, _STEPS.value).savefig(_FIGURE.value)
   print(json.dumps(result))
 
 

@@ -76,7 +76,6 @@ def test_evaluations_are_read_back_as_written(tmp_path):
   assert len((tmp_path / "samples" / "eval_000007.jsonl").read_text().splitlines()) == 1
 
 
-
 def test_runs_are_paired_by_problem():
   """Whatever the order; what only one was asked does not count."""
   first = evaluation.problems(scored([[1, 0], [0, 0], [1, 1]]), 2)
@@ -91,7 +90,8 @@ def test_runs_are_paired_by_problem():
 def write_run(workdir, reward):
   writer = metrics.Writer(workdir)
   for step in range(4):
-    writer.write(step, {"reward/mean": reward + step, "step/seconds_s": 1.0 + step})
+    written = {"reward/mean": reward + step, "step/seconds_s": 1.0 + step}
+    writer.write(step, written | {"rollout/seconds_s": 2.0, "rollout/tokens_per_s": 50.0})
   writer.close()
   for step, solved in ((0, [[0], [0], [1]]), (4, [[1], [1], [round(reward)]])):
     evaluations.write(scored(solved), 1, step, workdir, 0)
@@ -112,3 +112,18 @@ def test_workdirs_are_compared(tmp_path, monkeypatch, capsys):
   assert a["accuracy"] == pytest.approx(2 / 3) and b["accuracy"] == 1.0
   assert b["paired"]["gain"] == pytest.approx(1 / 3) and "paired" not in a
   assert figure.stat().st_size > 10_000
+
+
+def test_what_steps_took_is_summed(tmp_path):
+  """Before the first step: nothing; a run without times has steps only."""
+  write_run(tmp_path, 1.0)
+  records, _ = compare.read(tmp_path)
+  step, minutes, tokens = compare.costs(records).values()
+  assert step == {n: n for n in range(5)}
+  assert tokens == pytest.approx({0: 0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4})
+  assert minutes == pytest.approx({0: 0, 1: 1 / 60, 2: 3 / 60, 3: 6 / 60, 4: 10 / 60})
+  resumed = [{"step": 7, "reward/mean": 1.0}, {"step": 8, "reward/mean": 2.0}]
+  assert [*compare.costs(resumed).values()] == [{7: 7, 8: 8, 9: 9}, {}, {}]
+  assert compare.rewards(records, 3) == [
+    (3, 2.0, pytest.approx(metrics.interval([1, 2, 3])[1]))
+  ]
