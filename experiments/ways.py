@@ -56,7 +56,9 @@ def report(found: list[Result]) -> None:
     base = here[0].summary.tokens_per_s
     tables.show(
       f"{devices} devices: those that draw, useful tokens/s, shares of all devices' time;\n"
-      "policy versions of a response, mean and most; % of tokens 0, 1, 2, 3 or more old",
+      "policy versions of a response, mean and most; % of tokens 0, 1, 2, 3 or more old;\n"
+      "carried 2x: twice an update's prompts in flight; async 4: four updates' ahead;\n"
+      "frozen: a drafter that does not train",
       ["", "draw", "steps/h", "tokens/s", "", "idle", "drafter", "versions", "ages"],
       [_row(r, base) for r in here],
     )

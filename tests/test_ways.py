@@ -105,6 +105,20 @@ def test_what_is_carried_over_does_not_depend_on_speculation():
   assert max(n for update in plain for n in update.versions) == 2
 
 
+def test_what_goes_on_is_scored_before_the_update():
+  """A pass over its responses that this version has drawn a part of, with their prompts."""
+  crew = ways.Crew(SMALL, "plain", SLICES, SLICES, 4, 128)
+  group = groups_lib.Group(0, np.array([9, 9, 9]), {})
+  group.by_version = {1: np.array([2, 9, 0]), 2: np.array([1, 0, 0])}
+  crew.score([group], 2)
+  tokens = 3 + SMALL.prompt_tokens
+  expected_s = SMALL.costs.policy_update_s(tokens, SLICES) / 4  # of four passes
+  assert crew.timer.now() == pytest.approx(expected_s)
+  assert crew.ledger.busy["update"] == pytest.approx(SLICES * expected_s)
+  crew.score([group], 3)
+  assert crew.timer.now() == pytest.approx(expected_s)
+
+
 def test_carrying_nothing_over_is_synchronous():
   one, other = ways.Partial(asked=1.0, versions=1), WAYS["synchronous"]
   updates = zip(ledger(one).updates, ledger(other).updates, strict=True)
@@ -213,7 +227,7 @@ def test_the_table_and_the_figure(tmp_path, capsys):
   found = table.compare(dataclasses.replace(SMALL, ways=sizes, slices=(2, 4)))
   assert [r.devices for r in found] == [2, 2, 4, 4]
   table.report(found)
-  assert "asynchronous, 1 ahead" in capsys.readouterr().out
+  assert "async 1 " in capsys.readouterr().out
   assert "the fastest without stale tokens" in table.verdict(found)
   assert (tmp_path / "ways.png").samefile(table.draw(found, tmp_path))
   assert table.as_json(found)[0]["way"] == "synchronous"

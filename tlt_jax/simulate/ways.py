@@ -23,7 +23,7 @@ from tlt_jax.spec_decode.rollout import quorum as quorum_lib
 
 Group = groups_lib.Group
 Side = Literal[scenario_lib.SIDES]
-_DRAFTS = {"plain": "", "frozen": ", frozen drafter", "tlt": ", TLT"}
+_DRAFTS = {"plain": "", "frozen": ", frozen", "tlt": ", TLT"}
 
 
 class Crew:
@@ -75,6 +75,16 @@ class Crew:
     tokens += len(groups) * self.scenario.responses * self.scenario.prompt_tokens
     return self.costs.policy_update_s(tokens, self.learns)
 
+  def score(self, groups: Sequence[Group], version: int) -> None:
+    """A forward pass over the responses that this version has drawn a part of."""
+    tokens = 0
+    for group in groups:
+      drew = group.by_version.get(version, np.zeros_like(group.lengths)) > 0
+      tokens += int((group.drawn + self.scenario.prompt_tokens)[drew].sum())
+    seconds = self.costs.policy_update_s(tokens, self.learns, passes=1.0)
+    self.timer.spend(seconds)
+    self.ledger.spent("update", seconds, self.learns)
+
   def update(self, groups: Sequence[Group], version: int, began_s: float) -> None:
     """Waits until an update that began then is done, and gives all slices the weights."""
     self.timer.wait_until(began_s + self.update_s(groups))
@@ -119,8 +129,8 @@ class Synchronous:
 class Partial:
   """Rollouts end when enough of the groups in flight are complete; the others go on later.
 
-  See `rollout.quorum`. Their KV is computed again by the next policy. The learner's pass
-  over them, for their log-probabilities (`rl.carry`), is not counted.
+  See `rollout.quorum`. Their KV is computed again by the next policy, and the learner's
+  log-probabilities of them before each update (`rl.carry`).
   """
 
   side: Side = "plain"
@@ -131,7 +141,7 @@ class Partial:
 
   @property
   def name(self) -> str:
-    return f"carried over, {self.asked:g}x" + _DRAFTS[self.side]
+    return f"carried {self.asked:g}x" + _DRAFTS[self.side]
 
   def in_flight(self, prompts: int) -> int:
     return max(round(self.asked * prompts), prompts)
@@ -144,9 +154,10 @@ class Partial:
       if len(batch):
         self._draw(crew, batch, version, len(flying) - len(batch.groups))
       groups = [group for group in flying if group.is_complete][: crew.wanted]
-      crew.update(groups, version, crew.timer.now())
       numbers = {group.number for group in groups}
       flying = [group for group in flying if group.number not in numbers]
+      crew.score(flying, version)
+      crew.update(groups, version, crew.timer.now())
 
   def _draw(self, crew: Crew, batch: groups_lib.Batch, version: int, complete: int) -> None:
     must_end = np.array([g.must_end(version, self.versions) for g in batch.groups])
@@ -195,7 +206,7 @@ class Asynchronous:
 
   @property
   def name(self) -> str:
-    return f"asynchronous, {self.bound} ahead" + _DRAFTS[self.side]
+    return f"async {self.bound}" + _DRAFTS[self.side]
 
   def in_flight(self, prompts: int) -> int:
     return (self.bound + 1) * prompts
