@@ -132,7 +132,7 @@ def _carried(run: config_lib.RunConfig, slices: int) -> Iterator[str]:
   if not carry.prompts:
     return
   yield (
-    f"carried over: {carry.prompts:,} prompts are in flight, a step trains on the first "
+    f"carried over: {carry.prompts:,} prompts are in flight, a step trains on the oldest "
     f"{P:,} that are complete, and no response spans more than {carry.versions:,} policies"
   )
   if not (run.algorithm.get("importance_cap") or run.algorithm.get("importance_mask")):

@@ -57,13 +57,14 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   _check_numbers(of_steps, records)
   rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
   repeated = [r for r in records if "plain/seconds_s" in r]
+  drawn = [r for r in rollouts if r.get("chunks") != []]  # others had all they needed
   written = []
   for name, draw, data, source in (
     ("reward.png", plot_reward, records, of_steps),
     ("gain.png", plot_gain, repeated, of_steps),
     ("lengths.png", plot_lengths, rollouts, of_rollouts),
     ("live_requests.png", plot_live_requests, rollouts, of_rollouts),
-    ("timeline.png", plot_timeline, rollouts and rollouts[-1], of_rollouts),
+    ("timeline.png", plot_timeline, drawn and drawn[-1], of_rollouts),
   ):
     if data:
       path = folder / "figures" / name

@@ -31,13 +31,13 @@ class Repeats:
   sides: dict[str, sample.Sampler]  # of `SIDES`
 
   def __call__(self, step: int, params: Any, scored: sample.Scored) -> dict[str, float]:
-    """Metrics of the repeated rollouts, {} if the step has none.
+    """Metrics of the repeated rollouts, {} if the step has none or drew nothing.
 
     Args:
       params: the policy's in the run's own rollout
       scored: that rollout
     """
-    if not self.every or (step + 1) % self.every:
+    if not self.every or (step + 1) % self.every or not scored.samples.chunks:
       return {}
     metrics = {}
     for name, sampler in self.sides.items():

@@ -49,6 +49,7 @@ def main(config: config_lib.RunConfig):
   compiled_s = stopwatch.compiled_s()  # when the last record was written
   planned = memory_phases.Machine.parse(_DRY_RUN_ON.value)
   config = workdirs.keep_sizes(_WORKDIR.value, config, _FORK.value)
+  carry = carry_lib.make(config.rollout.carry, config.batch)
   config, asked = from_config.complete(config, planned)
   config = memory_plan.choose_remat(config, planned)
   plan = memory_plan.of_run(config, planned)
@@ -76,7 +77,6 @@ def main(config: config_lib.RunConfig):
   sampler = from_config.make_sampler(config, model, mesh, drafter, selector)
   replace = dynamic_sampling.make(algorithm, P, config.batch.most_prompts)
   prompts = dynamic_sampling.Queue(data.prompt_iterator(records, P, config.seed))
-  carry = carry_lib.make(config.rollout.carry, config.batch)
 
   # Where it stands.
   step, saved = 0, {}
@@ -110,7 +110,8 @@ def main(config: config_lib.RunConfig):
     if "critic" in restored:
       critic.restore(restored["critic"])
     sampler.rollout.restore(saved.get("rollout"), same_drafter)
-    carry = carry_lib.restored(carry, saved.get("carry"), step)
+    longest = config.sampling.max_tokens
+    carry = carry_lib.restored(carry, saved.get("carry"), step, longest)
   policy = learner.to_rollout(state.params)
   state = learner.offload(state)
   goes_on = (config.asked_prompts - P) * R  # responses, besides those that are trained on

@@ -27,6 +27,7 @@ from tlt_jax import json_objects
 from tlt_jax import metrics
 from tlt_jax import processes
 from tlt_jax import writing
+from tlt_jax.rl import carry as carry_lib
 
 FORK = "Go on in this folder, from --workdir's latest checkpoint, with other settings."
 SCHEDULE = (
@@ -424,7 +425,10 @@ def read_json(workdir: pathlib.Path, ways_out: str) -> dict[str, Any]:
     ) from e
   for run in (raw, raw.get("run")):
     if isinstance(run, dict) and "strategies" in run:
-      run.setdefault(_VOCAB_SIZE, 0)  # before there was this entry, drafters had all tokens
+      # As runs were from before there were these entries.
+      run.setdefault(_VOCAB_SIZE, 0)
+      if isinstance(run.get("rollout"), dict):
+        run["rollout"].setdefault("carry", dataclasses.asdict(carry_lib.Options()))
   return raw
 
 

@@ -88,7 +88,7 @@ def run(lengths, steps, prompts, versions, batch, seed):
     carry, trained = carry.after(asked, samples, tokens, max_tokens=MOST_TOKENS)
     every.append((before, trained, rollout.drawn))
     saved = json.loads(json.dumps(carry.state()))
-    again = make(prompts, versions, batch).restored(saved)
+    again = make(prompts, versions, batch).restored(saved, MOST_TOKENS)
     assert again.state() == saved
     carry = again
   return carry, every
@@ -169,11 +169,24 @@ def test_what_cannot_be_carried_over_is_refused(options, batch, message):
 def test_a_state_goes_on_only_with_as_many_responses(caplog):
   carry = make().asking([{"prompt": "1"}] * 4)
   with pytest.raises(ValueError, match="batch.responses=2"):
-    carry_lib.restored(make(batch=Batch(responses=3)), carry.state(), 1)
-  begun = carry_lib.restored(make(), None, 5)  # a fork of a run without
+    carry_lib.restored(make(batch=Batch(responses=3)), carry.state(), 1, MOST_TOKENS)
+  begun = carry_lib.restored(make(), None, 5, MOST_TOKENS)  # a fork of a run without
   assert (begun.version, begun.numbered) == (5, 10)
-  assert carry_lib.restored(None, carry.state(), 1) is None
+  assert carry_lib.restored(None, carry.state(), 1, MOST_TOKENS) is None
   assert "4 prompts were in flight" in caplog.text
+
+
+def test_a_fork_may_change_what_fits_what_is_in_flight():
+  """Fewer prompts in flight are no harm; shorter responses are."""
+  carry = make().asking([{"prompt": "1", "answer": 2, "made": object()}] * 4)
+  record = {"prompt": "1", "answer": 2}
+  assert [group.record for group in carry.groups] == [record] * 4
+  drawn = carry_lib.Response(*(np.zeros(9, d) for d in (np.int32, np.float32, np.int32)))
+  groups = [group._replace(responses=(drawn,) * R) for group in carry.groups]
+  state = dataclasses.replace(carry, groups=tuple(groups)).state()
+  assert make(prompts=3).restored(state, max_tokens=9).missing == 0
+  with pytest.raises(ValueError, match="max_tokens=9 or more"):
+    carry_lib.restored(make(), state, 1, max_tokens=8)
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def test_what_is_carried_over_is_said_with_what_it_costs(caplog):
   """Tokens of earlier policies need a correction; responses in flight need slots."""
   changes = {"rollout.carry.prompts": 8, "rollout.carry.versions": 3}
   line = said(changes)["carried"]
-  assert "8 prompts are in flight, a step trains on the first 4" in line
+  assert "8 prompts are in flight, a step trains on the oldest 4" in line
   assert "no response spans more than 3 policies" in line
   assert "importance_cap=2" in caplog.text
   assert "32 slots in all do not hold the 64 responses in flight" in caplog.text

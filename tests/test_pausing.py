@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import hypothesis
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ from tests import tiny
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import pages as pages_lib
 from tlt_jax.spec_decode.decoding import samples as samples_lib
+from tlt_jax.spec_decode.rollout import compare
+from tlt_jax.spec_decode.rollout import running as running_lib
 from tlt_jax.spec_decode.speculation import selector as selector_lib
 
 OPTIONS = rollout.Options(
@@ -100,3 +104,37 @@ def test_a_prefix_of_one_request_needs_no_copy():
   assert pages.used == 8 and pages.near.used == 3
   pages.keep(np.array([[-1]]))
   assert pages.used == 0 and pages.near.used == 0
+
+
+@hypothesis.settings(deadline=None, max_examples=50, derandomize=True)
+@hypothesis.given(
+  st.lists(st.lists(st.integers(1, 40), max_size=9), min_size=1, max_size=3),
+  st.integers(1, 4),
+  st.integers(1, 16),
+)
+def test_prompts_are_computed_block_by_block(lengths, rows, block):
+  """All but the last token of each, in order; no row waits while a prompt does."""
+  queues = [
+    [running_lib.Prompt(np.zeros(n), [i]) for i, n in enumerate(q)] for q in lengths
+  ]
+  starts = [[[] for _ in queue] for queue in queues]
+  waiting = [sum(n > 1 for n in queue) for queue in lengths]
+  for call in running_lib.Work(queues, []).calls(rows, block):
+    for s, of_slice in enumerate(call):
+      assert len(of_slice) == rows
+      for prompt, start in filter(None, of_slice):
+        starts[s][prompt.tables[0]].append(start)
+        waiting[s] -= start == 0
+      assert not waiting[s] or None not in of_slice
+  expected = [[list(range(0, n - 1, block)) for n in queue] for queue in lengths]
+  assert starts == expected
+
+
+def test_a_pause_is_no_difference():
+  """The response that is longer went on as another one ended the rollout later."""
+  begun = [np.zeros(2, np.int32)] * 2
+  requests = dataclasses.replace(tiny.requests(1, 2, max_tokens=8), begun=begun)
+  a, b = samples_lib.empty(requests), samples_lib.empty(requests)
+  a.length[:], b.length[:] = (5, 4), (7, 4)
+  found = compare.compare(tiny.CONFIG, None, requests, a, b)
+  assert (found.total_tokens, found.where) == (3 + 2, [])

@@ -216,6 +216,8 @@ def test_a_scenario_names_its_ways():
     of(ways={})
   with pytest.raises(ValueError, match="leaves none"):
     of(ways={"compared": [], "steps": 3, "warm_up": 3})
+  with pytest.raises(ValueError, match='"kind": "synchronous"'):
+    of(ways={"compared": [{"kind": "one_off"}]})
   tail = scenario_lib.read(command.SCENARIOS / "tail.json")
   with pytest.raises(ValueError, match="need updates of the policy"):
     ways.Comparison.of(tail)

@@ -197,6 +197,15 @@ def test_a_run_may_be_longer_and_be_saved_and_evaluated_otherwise(tmp_path):
   assert run.start.latest() == 4 and run.log == folder / "rollouts.jsonl"
 
 
+def test_a_run_from_before_responses_were_carried_over_goes_on(tmp_path):
+  folder = made(tmp_path / "run", 2)
+  file = folder / workdirs.CONFIG
+  old = json.loads(file.read_text())
+  del old["rollout"]["carry"]
+  file.write_text(json.dumps(old))
+  assert workdirs.open(str(folder), config()).start.latest() == 2
+
+
 def test_what_was_not_saved_binds_nothing(tmp_path):
   """But its decisions are followed only where the settings are the same."""
   folder = made(tmp_path / "run")

@@ -13,7 +13,7 @@ the start, to tell what is gained. `--config.drafter=experiments/drafters/countd
 begins with a good one that was trained offline.
 
 `:carried` does not wait for the longest responses: eight prompts are in flight, a step
-trains on the first four that are complete, and the other responses go on in the next step
+trains on the oldest four that are complete, and the other responses go on in the next step
 under its policy, over four policies at most. The loss corrects for it.
 
 `:small` has a policy of 1.5M parameters, which is decoded nearly as fast plainly, and
@@ -55,7 +55,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       steps=30,
       policy=POLICY,  # Hugging Face folder
       tensor_parallel=1,  # devices per slice; the other devices are slices
-      # A folder of `train_drafter`; "eagle2" or "eagle3" for a new drafter; "" for none.
+      # A folder of `train_drafter`; a new "eagle2", "eagle3" or "block"; "": none.
       drafter="eagle2",
       # Ways to decode by live requests per slice, see spec_decode.speculation.levels.
       strategies="up to 4 live: off or 3_1_4; up to 16 live: off or 1_1_2",

@@ -38,11 +38,11 @@ _AGES = 3  # that metrics tell apart; the last counts older tokens, too
 class Options:
   prompts: ranges.CountOrZero = ranges.field(
     0,
-    "prompts whose responses are in flight, more than a step trains on: unfinished ones go "
-    "on in the next step; 0: every step finishes its own",
+    "prompts in flight, more than batch.prompts: their unfinished responses go on in the "
+    "next step; 0: every step finishes its own",
   )
   versions: ranges.Count = ranges.field(
-    4, "policy versions that a response may span; in the last of them it is finished"
+    4, "policies that a response may span, 2 or more; in the last the step waits for it"
   )
 
 
@@ -124,7 +124,7 @@ class InFlight:
   @property
   def missing(self) -> int:
     """Prompts that are to be asked now."""
-    return self.options.prompts - len(self.groups)
+    return max(self.options.prompts - len(self.groups), 0)  # a fork may have lowered it
 
   def asking(self, records: Sequence[dict]) -> "InFlight":
     """With further prompts; ValueError: no checkpoint can hold one."""
@@ -284,8 +284,13 @@ class InFlight:
       ],
     }
 
-  def restored(self, state: Mapping[str, Any]) -> "InFlight":
-    """Goes on from a `state`; ValueError: of another number of responses per prompt."""
+  def restored(self, state: Mapping[str, Any], max_tokens: int) -> "InFlight":
+    """Goes on from a `state`.
+
+    Raises:
+      ValueError: it has another number of responses per prompt, or one that is longer than
+        responses may be now
+    """
     if state["responses"] != self.responses:
       raise ValueError(
         f"{len(state['groups'])} prompts in flight have {state['responses']} responses "
@@ -307,15 +312,23 @@ class InFlight:
       )
       for group in state["groups"]
     )
+    longest = max((len(response.tokens) for response in _responses(groups)), default=0)
+    if longest > max_tokens:
+      raise ValueError(
+        f"a response in flight has {longest} tokens, sampling.max_tokens is {max_tokens}; "
+        f"go on with --config.sampling.max_tokens={longest} or more, or drop what is in "
+        "flight with --config.rollout.carry.prompts=0"
+      )
     return dataclasses.replace(
       self, version=state["version"], numbered=state["numbered"], groups=groups
     )
 
 
 def _as_saved(record: dict) -> dict:
-  """A record as a checkpoint gives it back, so that a resumed run has the same."""
+  """What is used of a record, as a checkpoint gives it back: a resumed run has the same."""
+  used = {name: record[name] for name in ("prompt", "answer") if name in record}
   try:
-    return json.loads(json.dumps(record))
+    return json.loads(json.dumps(used))
   except TypeError as e:
     raise ValueError(
       f"the record of the prompt {str(record.get('prompt'))[:60]!r} cannot be kept in a "
@@ -386,16 +399,17 @@ def make(options: Options, batch: Batch) -> InFlight | None:
 
 
 def restored(
-  carry: InFlight | None, state: Mapping[str, Any] | None, step: int
+  carry: InFlight | None, state: Mapping[str, Any] | None, step: int, max_tokens: int
 ) -> InFlight | None:
   """What is in flight after `step` steps of a run.
 
   Args:
     carry: of `make`
     state: of the checkpoint; None: of a run that carried nothing over
+    max_tokens: of a response
 
   Raises:
-    ValueError: what was in flight has another number of responses per prompt
+    ValueError: see `InFlight.restored`
   """
   if carry is None:
     if state and state["groups"]:
@@ -406,4 +420,4 @@ def restored(
     return None
   if state is None:
     return dataclasses.replace(carry, version=step, numbered=step * carry.prompts)
-  return carry.restored(state)
+  return carry.restored(state, max_tokens)

@@ -27,7 +27,7 @@ class Costs(Protocol):
     """
 
   def prefill_s(self, tokens: int) -> float:
-    """Seconds of `tokens` of prompts."""
+    """Seconds of a call for `tokens` of prompts."""
 
   def fill_s(self, tokens: int) -> float:
     """Seconds of computing a drafter's KV of `tokens` of a slice."""

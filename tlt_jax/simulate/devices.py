@@ -108,8 +108,9 @@ class Devices:
     return chunk_lib.Weights(target, draft)
 
   def compute(self, weights: chunk_lib.Weights, work: running_lib.Work) -> None:
-    tokens = [sum(len(prompt.tokens) for prompt in prompts) for prompts in work.prompts]
-    self._timer.spend(self._costs.prefill_s(max(tokens)))
+    rows, block = self.shapes.options.prefill_rows, self.shapes.prefill_block
+    calls = sum(1 for _ in work.calls(rows, block))
+    self._timer.spend(calls * self._costs.prefill_s(rows * block))
 
   def place(self, moved: bool) -> None:
     """Nothing to place."""

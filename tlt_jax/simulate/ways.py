@@ -309,7 +309,13 @@ class Comparison:
     if "compared" not in scenario.ways:
       raise ValueError("the scenario compares no ways: give it `ways` with `compared`")
     sizes = dict(scenario.ways)
-    return cls(ways=tuple(map(_way, sizes.pop("compared"))), **sizes)
+    made = cls(ways=tuple(map(_way, sizes.pop("compared"))), **sizes)
+    if made.ways[:1] != (Synchronous(),):
+      raise ValueError(
+        'the first of the `compared` ways is what others are compared with: {"kind": '
+        '"synchronous"}'
+      )
+    return made
 
   def run(
     self, scenario: scenario_lib.Scenario, way: Way, slices: int, draws: int

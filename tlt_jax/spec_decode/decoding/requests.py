@@ -47,9 +47,12 @@ class Requests:
     sizes = np.array([len(p) for p in self.prompts], np.int32)
     return sizes[self.prompt_idx] + self.max_tokens
 
-  @property
+  @functools.cached_property
   def last_token(self) -> np.ndarray:
-    return np.array([self.prefix(k)[-1] for k in self.prefix_idx], np.int32)
+    """i32[B]: the last one that is known of each at the start."""
+    begun = self.begun_length
+    last = [self.begun[i] if begun[i] else self.prompt(i) for i in range(len(self))]
+    return np.array([tokens[-1] for tokens in last], np.int32)
 
   @functools.cached_property
   def begun_length(self) -> np.ndarray:

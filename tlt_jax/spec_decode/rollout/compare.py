@@ -98,15 +98,18 @@ def compare(
   tolerance = tolerance_of(a, b) if tolerance is None else tolerance
   total, where = 0, []
   for i in range(len(requests)):
+    begun = int(requests.begun_length[i])
     x, y = a.response(i), b.response(i)
     n = min(len(x), len(y))
     different = np.flatnonzero(x[:n] != y[:n])
     if len(different):
       where.append((i, int(different[0])))
-      total += int(different[0]) + 1
+      total += int(different[0]) + 1 - begun
     else:
-      total += n
-      if len(x) != len(y):  # equal tokens, but one response went on: never a tie
+      total += n - begun
+      shorter = a if len(x) < len(y) else b
+      paused = shorter.finish_reason[i] == samples_lib.UNFINISHED  # as others ended it
+      if len(x) != len(y) and not paused:  # one response went on: never a tie
         where.append((i, n))
   margins = []
   if where:

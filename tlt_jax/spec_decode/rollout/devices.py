@@ -262,7 +262,7 @@ class Devices:
   def compute(self, weights: chunk_lib.Weights, work: running_lib.Work) -> None:
     weights = _of_target(weights)
     pools, features = self._take_arrays()
-    for *tables, tokens, start in self._blocks(work.prompts):
+    for *tables, tokens, start in self._blocks(work):
       *tables, tokens, start = map(self._place, (*tables, tokens, start))
       tables = (*tables, None)[:2]
       pools, features = self._call(
@@ -424,31 +424,24 @@ class Devices:
     arrays, self._slots, self._spare = self._spare, None, None
     return arrays
 
-  def _blocks(
-    self, prompts: list[list[running_lib.Prompt]]
-  ) -> Iterator[tuple[np.ndarray, ...]]:
+  def _blocks(self, work: running_lib.Work) -> Iterator[tuple[np.ndarray, ...]]:
     """Blocks of prompts as a prefill takes them: tables, tokens, and where they begin."""
     width, block = self.shapes.options.prefill_rows, self.shapes.prefill_block
     sizes = self.shapes.pages
-    waiting = prompts
-    while any(waiting):
-      now = [queue[:width] for queue in waiting]
-      waiting = [queue[width:] for queue in waiting]
-      shape = len(now), width, sizes.most
-      tables = [np.full(shape, kind.sink, np.int32) for kind in sizes.kinds]
-      for s, queue in enumerate(now):
-        for j, prompt in enumerate(queue):
-          for table, row in zip(tables, prompt.tables, strict=True):
-            table[s, j] = row
-      longest = max(len(prompt.tokens) for queue in now for prompt in queue)
-      # No block for last tokens alone: their KV is computed with the first draw.
-      for start in range(0, longest - 1, block):
-        tokens = np.zeros((len(now), width, block), np.int32)
-        for s, queue in enumerate(now):
-          for j, prompt in enumerate(queue):
-            part = prompt.tokens[start : start + block]
-            tokens[s, j, : len(part)] = part
-        yield *tables, tokens, np.full(tokens.shape[:2], start, np.int32)
+    for rows in work.calls(width, block):
+      shape = len(rows), width
+      tables = [np.full((*shape, sizes.most), k.sink, np.int32) for k in sizes.kinds]
+      tokens, start = np.zeros((*shape, block), np.int32), np.zeros(shape, np.int32)
+      for s, of_slice in enumerate(rows):
+        for j, row in enumerate(of_slice):
+          if row is None:
+            continue
+          prompt, start[s, j] = row
+          part = prompt.tokens[start[s, j] : start[s, j] + block]
+          tokens[s, j, : len(part)] = part
+          for table, own in zip(tables, prompt.tables, strict=True):
+            table[s, j] = own
+      yield *tables, tokens, start
 
   def _kv(self, pools: tuple[cache_lib.Pool, ...]) -> cache_lib.KVCache:
     running, s = self._running, self.shapes

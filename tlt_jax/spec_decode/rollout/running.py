@@ -4,7 +4,7 @@ Plain arithmetic on host arrays, the same on every process. `devices` has the ar
 belong to it, `schedule` decides which request runs next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,33 @@ class Work(NamedTuple):
 
   prompts: list[list[Prompt]]
   copies: list[list[tuple[int, ...]]]  # of pages; see `Pages.share`
+
+  def calls(
+    self, rows: int, block: int
+  ) -> Iterator[list[list[tuple[Prompt, int] | None]]]:
+    """What each slice's rows compute in each call: blocks of prompts, and their starts.
+
+    The longest prompts come first; a row takes the next one when its own is done.
+    """
+    # The last token of each stays pending: its KV is computed with the first draw.
+    waiting = [[p for p in queue if len(p.tokens) > 1] for queue in self.prompts]
+    for queue in waiting:
+      queue.sort(key=lambda prompt: len(prompt.tokens))
+    now: list[list[tuple[Prompt, int] | None]] = [[None] * rows for _ in waiting]
+    while any(waiting) or any(any(of_slice) for of_slice in now):
+      for queue, of_slice in zip(waiting, now, strict=True):
+        for j in range(rows):
+          if of_slice[j] is None and queue:
+            of_slice[j] = queue.pop(), 0
+      yield now
+      now = [[_after(row, block) for row in of_slice] for of_slice in now]
+
+
+def _after(row: tuple[Prompt, int] | None, block: int) -> tuple[Prompt, int] | None:
+  """The next block of the row's prompt, if it has one."""
+  if row is None or row[1] + block >= len(row[0].tokens) - 1:
+    return None
+  return row[0], row[1] + block
 
 
 class Running:
