@@ -157,7 +157,8 @@ def plot_curves(runs: Mapping[str, tuple], window: int) -> figure.Figure:
   axes[1, 0].set(title="Accuracy on held-out problems", ylabel="share solved, 95%")
   for ax in axes[:, 1:].flat:
     ax.set_visible(ax.has_data())
-  fig.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(len(drawn), 3))
+  columns = len(drawn) if len(drawn) <= 3 else -(-len(drawn) // 2)
+  fig.legend(drawn.values(), drawn, loc="outside lower center", ncols=max(columns, 1))
   return fig
 
 
