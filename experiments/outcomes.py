@@ -5,7 +5,7 @@ import re
 
 from tlt_jax import metrics
 
-_MEASURED = re.compile(r".*_s|memory/.*")
+_MEASURED = re.compile(r".*_s|memory/.*|rollout/(predicted|realised)_gain")
 
 
 def of(workdir: pathlib.Path) -> dict[str, object]:

@@ -14,7 +14,7 @@ home = commands.home
 
 @pytest.mark.slow
 def test_a_killed_run_is_compared_with_a_whole_one(home, tmp_path):
-  """And what is compared is all but seconds and memory."""
+  """And what is compared is all but memory, seconds and ratios of them."""
   args = commands.tiny_run(home, *commands.DRAFTING.items())
   more = ["--steps=2", "--kills=1", f"--workdir={tmp_path}"]
   found = commands.found(home, "check_resume", *args, *more)
@@ -28,6 +28,7 @@ def test_a_killed_run_is_compared_with_a_whole_one(home, tmp_path):
   assert outcomes.of(tmp_path / "killed_0") == whole
   for file, change, differs in (
     ("metrics", lambda r: r | {"step/seconds_s": 99.0, "memory/x": 1}, []),
+    ("metrics", lambda r: r | {"rollout/realised_gain": 9.0}, []),
     ("metrics", lambda r: r | {"policy/loss": 99.0}, ["metrics"]),
     ("rollouts", lambda r: r | {"outcome": []}, ["responses"]),
     ("rollouts", lambda r: r | {"chunks": []}, ["trained"]),
