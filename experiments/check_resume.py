@@ -6,8 +6,9 @@ The first run is not interrupted. Others follow its `--schedule` and are killed 
 random times, uniform over the wall time of a run: while it starts, compiles, trains, writes
 a checkpoint or exports. After each kill the same command resumes. After `--kills_per_run`
 kills a run may finish. It is compared with the first one bit for bit: policy, drafter,
-metrics (except memory, seconds and gains), responses, and the drafter's micro-batches. The drafter
-must train in idle slices. The last line is JSON; the exit status is 1 if anything differs.
+metrics (except memory, seconds and gains), responses, and the drafter's micro-batches. The
+drafter must train in idle slices. The last line is JSON; the exit status is 1 if anything
+differs.
 
 With `--processes=N` a run is a job of `experiments.launch`: one of its processes, chosen at
 random, gets the signal; the others must end within a minute, with one line that names the
