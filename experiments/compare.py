@@ -121,10 +121,15 @@ def rewards(records: Sequence[Mapping], window: int) -> list[tuple[int, float, f
   known = [r for r in metrics.steps(records) if "reward/mean" in r]
   parts = [known[i : i + window] for i in range(0, len(known), window)]
   return [
-    (metrics.number(part[-1]), *metrics.interval([r["reward/mean"] for r in part]))
+    (metrics.number(part[-1]), *_interval([r["reward/mean"] for r in part]))
     for part in parts
-    if len(part) > 1
+    if len(part) > 1 or window == 1
   ]
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+  """The mean, and half of its 95% interval; 0 of a single value."""
+  return metrics.interval(values) if len(values) > 1 else (float(values[0]), 0.0)
 
 
 def plot_curves(runs: Mapping[str, tuple], window: int) -> figure.Figure:
@@ -134,10 +139,7 @@ def plot_curves(runs: Mapping[str, tuple], window: int) -> figure.Figure:
   drawn = {}
   for i, (name, (records, evaluated)) in enumerate(runs.items()):
     shares = {n: [np.mean(p["solved"]) for p in found] for n, found in evaluated.items()}
-    accuracy = [
-      (step, *(metrics.interval(s) if len(s) > 1 else (np.mean(s), 0.0)))
-      for step, s in sorted(shares.items())
-    ]
+    accuracy = [(step, *_interval(s)) for step, s in sorted(shares.items())]
     took = costs(records)
     took[_STEP] |= {step: step for step in shares}  # of `evaluate`: without records
     for (reward, below), (axis, at) in zip(axes.T, took.items(), strict=True):

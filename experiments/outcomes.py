@@ -1,4 +1,4 @@
-"""The results of a run, without times and memory, to compare runs bit for bit."""
+"""The results of a run, without memory, times and their ratios, to compare bit for bit."""
 
 import pathlib
 import re

@@ -57,7 +57,7 @@ def plot_all(workdir: str | pathlib.Path) -> list[pathlib.Path]:
   _check_numbers(of_steps, records)
   rollouts = metrics.read(of_rollouts) if of_rollouts.exists() else []
   repeated = [r for r in records if "plain/seconds_s" in r]
-  drawn = [r for r in rollouts if r.get("chunks") != []]  # others had all they needed
+  drawn = [r for r in rollouts if r.get("chunks") != []]  # a step may draw nothing
   written = []
   for name, draw, data, source in (
     ("reward.png", plot_reward, records, of_steps),

@@ -127,3 +127,4 @@ def test_what_steps_took_is_summed(tmp_path):
   assert compare.rewards(records, 3) == [
     (3, 2.0, pytest.approx(metrics.interval([1, 2, 3])[1]))
   ]
+  assert compare.rewards(records, 1) == [(n + 1, 1.0 + n, 0.0) for n in range(4)]

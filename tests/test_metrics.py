@@ -128,7 +128,7 @@ def test_a_run_gives_its_figures(tmp_path):
       outcome = metrics.OUTCOMES[step % 3]
       lengths = np.exp(rng.normal(4, 1, 64)).astype(int)
       writer.write_rollout(step, rollout(lengths, outcome))
-    writer.write_rollout(steps, rollout([1]) | {"chunks": []})  # it had all it needed
+    writer.write_rollout(steps, rollout([1]) | {"chunks": []})  # it drew nothing
     writer.close()
     figures = plot.plot_all(workdir)
     names = ["reward.png", "gain.png", "lengths.png", "live_requests.png", "timeline.png"]

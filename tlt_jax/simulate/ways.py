@@ -82,8 +82,7 @@ class Crew:
       drew = group.by_version.get(version, np.zeros_like(group.lengths)) > 0
       tokens += int((group.drawn + self.scenario.prompt_tokens)[drew].sum())
     seconds = self.costs.policy_update_s(tokens, self.learns, passes=1.0)
-    self.timer.spend(seconds)
-    self.ledger.spent("update", seconds, self.learns)
+    self._spend("update", seconds, self.learns)
 
   def update(self, groups: Sequence[Group], version: int, began_s: float) -> None:
     """Waits until an update that began then is done, and gives all slices the weights."""
@@ -93,9 +92,11 @@ class Crew:
 
   def sync(self) -> None:
     """Gives all slices the new weights."""
-    seconds = self.costs.weight_sync_s()
+    self._spend("sync", self.costs.weight_sync_s(), self.ledger.slices)
+
+  def _spend(self, what: str, seconds: float, slices: int) -> None:
     self.timer.spend(seconds)
-    self.ledger.spent("sync", seconds, self.ledger.slices)
+    self.ledger.spent(what, seconds, slices)
 
   def book(self, groups: Sequence[Group], version: int) -> None:
     """Books an update of a policy `version`, whose weights are in place."""
