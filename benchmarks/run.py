@@ -15,7 +15,7 @@ responses update a copy of the policy, and the results must be equal bit for bit
 (`updates_equal`), except for rounding in algorithms that read the sampler's
 log-probabilities. At later steps only the first side's responses train the policy.
 
-A scenario (`benchmarks.scenarios`) sets keys of any config: `cold`, `elsewhere`,
+A scenario (`benchmarks.scenarios`) sets keys of any config: `cold`, `kinds`, `elsewhere`,
 `drift`. Every `--probe_every` steps the drafters are measured on `--probe_prompts` held-out
 prompts, with `--probe_strategy` for every request; no side's time includes that.
 
@@ -73,7 +73,7 @@ _WORKDIR = flags.DEFINE_string(
   "runs/bench_run",
   "Folder of all output.",
 )
-_SCENARIO = flags.DEFINE_string("scenario", "cold", "cold, elsewhere or drift.")
+_SCENARIO = flags.DEFINE_string("scenario", "cold", "cold, kinds, elsewhere or drift.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1"], "A run each.")
 _SIDES = flags.DEFINE_list("sides", [], "Plain first; default: the scenario's.")
 _PROBE_EVERY = flags.DEFINE_integer(
@@ -188,7 +188,7 @@ class Run:
     self.probes = {
       name: Probe(config, from_config.Models(mesh, model, None, side.frozen()))
       for name, side in self.sides.items()
-      if name in ("tlt", "frozen")
+      if name == "frozen" or sides_lib.trains(name)
     }
     opened.begin(self.step)
     self._is_first = True  # step of this process

@@ -12,11 +12,13 @@ from matplotlib import ticker
 import numpy as np
 
 from benchmarks import run_summary
+from experiments import sides as sides_lib
 from experiments import style
 from tlt_jax import writing
 
 # Okabe-Ito, as in `experiments.plot`.
 _COLORS = {"plain": "#8c8c8c", "ngram": "#e69f00", "frozen": "#0072b2", "tlt": "#009e73"}
+_COLORS |= {"eagle2": "#009e73", "eagle3": "#56b4e9"}
 _OTHER = "#cc79a7"
 
 
@@ -68,15 +70,16 @@ def _time(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
 
 
 def _idle(ax, sides: Sequence[str], runs: run_summary.Runs) -> None:
-  """Draws idle and harvested time, and training after rollouts, of "tlt"."""
-  if "tlt" in sides:
-    for key, label, style in (
+  """Draws idle and harvested time, and training after rollouts, of sides that train."""
+  for side in filter(sides_lib.trains, sides):
+    for key, label, linestyle in (
       ("idle_s", "idle, of all slices", ":"),
       ("harvested_s", "harvested, of all slices", "-"),
       ("training_s", "training after the rollout", "--"),
     ):
-      values = _mean(f"tlt/{key}", runs)
-      _line(ax, "tlt", _steps(values), values, label=f"tlt: {label}", linestyle=style)
+      values = _mean(f"{side}/{key}", runs)
+      label = f"{side}: {label}"
+      _line(ax, side, _steps(values), values, label=label, linestyle=linestyle)
   ax.set(title="Idle time", xlabel="RL step", ylabel="seconds per step")
   if ax.has_data():
     ax.set_ylim(top=1.35 * ax.get_ylim()[1])  # room for the legend above the peaks

@@ -6,6 +6,7 @@ import numpy as np
 
 from benchmarks import run_record
 from experiments import interleave
+from experiments import sides as sides_lib
 from experiments import tables
 from tlt_jax import metrics
 
@@ -54,7 +55,7 @@ def summarize(scenario: str, sides: Sequence[str], runs: Runs) -> dict:
         if other != side
       },
     }
-    if side == "tlt":
+    if sides_lib.trains(side):
       found[side]["learning"] = {seed: learning(side, r) for seed, r in runs.items()}
       if "frozen" in sides:
         found[side]["above_frozen_from"] = stays_above(probed[side], probed["frozen"])
@@ -135,9 +136,11 @@ def report(found: Mapping) -> None:
   columns += ["harvested of idle", "held-out tokens per pass"]
   title = f"{found['scenario']}: means over {found['steps']} steps, seeds {seeds}"
   tables.show(title, columns, rows)
-  trained = [side for side in sides if side == "tlt"]
-  pairs = [(side, first) for side in others if side not in trained]
-  pairs += [(side, other) for side in trained for other in sides if other != side]
+  fixed = [side for side in others if not sides_lib.trains(side)]
+  trained = [side for side in sides if sides_lib.trains(side)]
+  pairs = [(side, first) for side in fixed]
+  for i, side in enumerate(trained):
+    pairs += [(side, other) for other in (first, *fixed, *trained[:i])]
   rows = [
     [f"{a} over {b}", *map(_shown, found["sides"][a]["over"][b].values())] for a, b in pairs
   ]

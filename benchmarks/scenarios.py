@@ -3,6 +3,7 @@
 | name | initial drafter | sides |
 |---|---|---|
 | `cold` | random weights | plain, n-grams, TLT |
+| `kinds` | random weights, of two kinds | plain, TLT with EAGLE-2, TLT with a block |
 | `elsewhere` | of other problems, or another policy; to be given | all four |
 | `drift` | the config's, a good one; the policy moves far from it | all four |
 
@@ -22,8 +23,8 @@ three numbers, the run has problems with four.
         --config=experiments/configs/tail.py:8 --config.drafter=runs/three/drafter \\
         --config.prompts.four_share=1 --config.held_out.four_share=1
 
-`cold` and `elsewhere` train drafters by the recipe of `spot.Options`, not the config's,
-while that pays.
+All but `drift` train drafters by the recipe of `spot.Options`, not the config's, while that
+pays.
 """
 
 from collections.abc import Callable, Container
@@ -90,6 +91,7 @@ def _drift(config: config_lib.RunConfig) -> dict[str, Any]:
 _ALL = ("plain", "ngram", "frozen", "tlt")
 SCENARIOS = {
   "cold": Scenario(("plain", "ngram", "tlt"), _cold, adds_ngrams=True),
+  "kinds": Scenario(("plain", "eagle2", "block"), _cold),
   "elsewhere": Scenario(
     _ALL, _elsewhere, "a drafter that was trained for other problems or another policy"
   ),

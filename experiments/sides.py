@@ -1,8 +1,9 @@
 """The sides of a comparison: ways to roll out the same requests, which differ in time only.
 
 A side is "plain" decoding, "tlt" (speculation, with a drafter that trains in idle slices),
-"frozen" (the same drafter, not trained), "ngram" (drafts looked up), or the name of a
-strategy, such as "3_1_4", which replaces all that the config would choose from.
+"frozen" (the same drafter, not trained), "ngram" (drafts looked up), a kind of drafter, as
+"block" ("tlt" with a new drafter of that kind), or the name of a strategy, such as "3_1_4",
+which replaces all that the config would choose from.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from tlt_jax import axes
 from tlt_jax import processes
 from tlt_jax import stopwatch
 from tlt_jax.models import config as model_lib
+from tlt_jax.models import drafters
 from tlt_jax.models import hf
 from tlt_jax.rl import algorithm as algorithm_lib
 from tlt_jax.rl import learner as learner_lib
@@ -31,7 +33,12 @@ from tlt_jax.spec_decode.speculation import levels
 from tlt_jax.spec_decode.speculation import strategy
 from tlt_jax.spec_decode.spot import spot as spot_lib
 
-SIDES = ("plain", "tlt", "frozen", "ngram")
+SIDES = ("plain", "tlt", "frozen", "ngram")  # kinds of drafters and strategies are more
+
+
+def trains(side: str) -> bool:
+  """Whether the drafter of a side trains."""
+  return side == "tlt" or drafters.is_kind(side)
 
 
 def check(sides: Sequence[str], config: config_lib.RunConfig) -> None:
@@ -41,7 +48,8 @@ def check(sides: Sequence[str], config: config_lib.RunConfig) -> None:
   if repeated := [side for i, side in enumerate(sides) if side in sides[:i]]:
     raise ValueError(f"--sides names {repeated[0]} twice; name every side once")
   known = set(sides)
-  arms = {side: strategy.parse(side) for side in known - set(SIDES)}
+  kinds = set(filter(drafters.is_kind, known))
+  arms = {side: strategy.parse(side) for side in known - kinds - set(SIDES)}
   drafting = {side for side, arm in arms.items() if strategy.uses_drafter(arm)}
   drafting |= known & {"tlt", "frozen"}
   if not config.strategies and (others := known - {"plain"}):
@@ -65,6 +73,8 @@ def settings(side: str, config: config_lib.RunConfig) -> config_lib.RunConfig:
     arms = tuple(map(strategy.parse, ("off", "ngram_3", "ngram_5")))
     known = [level._replace(arms=arms) for level in known]
     return dataclasses.replace(config, drafter="", strategies=levels.write(known))
+  if drafters.is_kind(side):
+    return trees.change(config, {"drafter": side, "spot.train": True})
   if side not in SIDES:
     arm = strategy.parse(side)
     known = [known[-1]._replace(arms=(arm,))]

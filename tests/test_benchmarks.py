@@ -110,7 +110,7 @@ def whole_run(home, workdir) -> list[str]:
   settings = {"checkpoint.every": 1, "steps": 2, "optimizer.total": 30}
   return [
     *tiny_run(home, *commands.DRAFTING.items(), *settings.items()),
-    *("--scenario=elsewhere", "--seeds=0", "--sides=plain,tlt", "--probe_every=1"),
+    *("--scenario=elsewhere", "--seeds=0", "--sides=plain,tlt,block", "--probe_every=1"),
     *("--probe_prompts=1", "--probe_strategy=2_1_3", f"--workdir={workdir}"),
   ]
 
@@ -127,7 +127,7 @@ def test_a_whole_run_that_is_killed_ends_like_one_that_is_not(home, tmp_path):
   losses = {}
   for name, of_run in args.items():
     s = found(home, "benchmarks.run", *of_run)
-    assert s["steps"] == 2 and list(s["sides"]) == ["plain", "tlt"]
+    assert s["steps"] == 2 and list(s["sides"]) == ["plain", "tlt", "block"]
     assert s["updates_equal"] and s["differing_tokens"] == s["near_ties"] == 0
     folder = tmp_path / name / "elsewhere"
     lines = metrics.read(folder / "seed_0" / "metrics.jsonl")
@@ -136,7 +136,9 @@ def test_a_whole_run_that_is_killed_ends_like_one_that_is_not(home, tmp_path):
       parts = sum(r[f"tlt/{key}"] for key in run_record.PARTS.values())
       assert parts == pytest.approx(r["tlt/rollout_s"])
       assert r["plain/passes"] == r["plain/tokens"] == r["tlt/tokens"]
-    assert [step for step, _ in s["sides"]["tlt"]["probes"]] == [0, 1, 2]
+    assert list(s["sides"]["block"]["over"]) == ["plain", "tlt"]
+    for side in ("tlt", "block"):
+      assert [step for step, _ in s["sides"][side]["probes"]] == [0, 1, 2]
     assert json.loads((folder / "summary.json").read_text()) == s
     assert (folder / "summary.png").stat().st_size > 20_000
     losses[name] = [r.get("policy/loss") for r in lines]
@@ -152,11 +154,15 @@ def test_the_interval_of_a_ratio_of_sums():
   assert found["interval"] == pytest.approx([2 * np.exp(-half), 2 * np.exp(half)], rel=1e-4)
 
 
+TAIL = "up to 4 live: off or 3_1_4 or 8_1_9; up to 16 live: off or 3_1_4"
+
+
 @pytest.mark.parametrize(
   "side, strategies, drafts, trains",
   [
     ("plain", "", False, False),
-    ("tlt", "up to 4 live: off or 3_1_4 or 8_1_9; up to 16 live: off or 3_1_4", True, True),
+    ("tlt", TAIL, True, True),
+    ("block", TAIL, True, True),
     ("3_1_4", "up to 16 live: 3_1_4", True, False),
   ],
 )

@@ -259,6 +259,15 @@ def test_with_one_policy_they_are_the_responses_that_are_drawn_at_once():
   assert scored.metrics()["carry/age_mean"] >= 0
 
 
+def test_a_step_that_draws_nothing_has_no_tokens_per_pass():
+  """So that no 0 is shown, or enters a mean."""
+  scored = reference(changing=False)[-1]
+  key = "rollout/mean_acceptance_length"
+  assert scored.metrics()[key] == 1
+  samples = dataclasses.replace(scored.samples, chunks=())
+  assert key not in dataclasses.replace(scored, samples=samples).metrics()
+
+
 @pytest.mark.parametrize(
   ("slices", "sizes"),
   [
