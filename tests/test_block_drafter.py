@@ -16,6 +16,7 @@ from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import drafter_files
 from tlt_jax.models import layers
+from tlt_jax.models.drafters import block as block_lib
 from tlt_jax.rl import optimizer
 from tlt_jax.spec_decode import rollout
 from tlt_jax.spec_decode.decoding import features as features_lib
@@ -99,6 +100,35 @@ def test_training_and_drafting_compute_the_definition(kind):
     args = tiny.params(), tokens[start : start + 1], last, by(at), caches, position
     x, _ = apply(kind, *args, method="__call__")
     np.testing.assert_allclose(x[0], of_start, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "selector"])
+def test_the_first_guesses_are_those_of_a_shorter_block(kind):
+  T, rng = 12, np.random.default_rng(1)
+  tokens = rng.integers(0, 64, T + 1).astype(np.int32)
+  features = rng.normal(0, 1, (T, CONFIGS[kind].feature_width)).astype(np.float32)
+  config, cut = block_lib.first(CONFIGS[kind], params(kind), 2)
+  assert (config.block.size, len(cut["mask"])) == (2, 1)
+  embedding = tiny.params()["embedding"]
+  expected = blocks.definition(config, cut, embedding, features, tokens[T], T)
+  h = apply(kind, features[None], method="features")
+  position = jnp.full(1, T)
+  caches = [
+    cache_lib.init(config.layer, 1, T + 4, page=4)[0].write(k, v, position - T)
+    for k, v in apply(kind, h, by(jnp.arange(T)[None]), method="keys_values")
+  ]
+  at = position[:, None] + jnp.arange(2)
+  args = tiny.params(), tokens[T:], h[:, -1], by(at), caches, position
+  x, _ = drafter_lib.module(config).apply({"params": cut}, *args)
+  np.testing.assert_allclose(x[0], expected, atol=1e-5)
+
+
+def test_blocks_are_shortened_only_if_their_places_read_the_context():
+  """Others are trained to see all places, such as those of published drafters."""
+  for kind, guesses, size in (("plain", 9, 4), ("plain", 1, 1), ("unshifted", 1, 4)):
+    config, cut = block_lib.first(CONFIGS[kind], params(kind), guesses)
+    assert config.block.size == size
+    assert ("mask" not in cut) or len(cut["mask"]) == size - 1
 
 
 @functools.cache

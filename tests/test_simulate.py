@@ -243,8 +243,8 @@ def test_a_pass_reads_its_weights_and_caches():
   assert windowed == pytest.approx((weights + caches + 2 * 4 * 64) / 1e9)
 
 
-def test_a_block_costs_the_same_at_any_depth():
-  """A hand number: its layers over all places once, and its head once."""
+def test_a_block_costs_what_its_weights_cost_at_any_depth():
+  """A hand number: its layers over some places once, and its head once."""
   ideal = dataclasses.replace(DEVICE, launch_s=0.0, bandwidth_share=1.0)
   config = drafter_lib.of_target(tiny.CONFIG, "block", num_layers=3, taps=(0, 1))
   sizes = dataclasses.replace(costs_lib.Drafter.of(config), vocab_size=64)
@@ -259,7 +259,9 @@ def test_a_block_costs_the_same_at_any_depth():
     verified = costs.pass_s(depth + 1, 10, per_row=depth + 1)
     assert costs.step_s(1, arm, 10) - verified == drafted
   # Of a window no more is read, and the head is not trained.
-  assert costs.block_s(1, 256) == costs.block_s(1, 1000) > costs.block_s(1, 255)
+  assert costs.block_s(1, 256, 8) == costs.block_s(1, 1000, 8) > costs.block_s(1, 255, 8)
+  # Of many rows, which arithmetic bounds, the first places are cheaper than all.
+  assert costs.block_s(999, 9, 1) < costs.block_s(999, 9, 4) < costs.block_s(999, 9, 8)
   smaller = dataclasses.replace(costs, drafter=dataclasses.replace(sizes, vocab_size=32))
   assert smaller.exchange_s(2) == costs.exchange_s(2)
   assert smaller.micro_batch_s(128) < costs.micro_batch_s(128)

@@ -17,6 +17,7 @@ per pass then:
     python -m experiments.train_drafter --config=experiments/configs/drafter.py:small \
         --run=experiments/configs/countdown.py:small --workdir=runs/small_drafter_2 \
         --config.init=runs/small_drafter/drafter --config.seed=1 \
+        --config.loss.cross_entropy_updates=0 \
         --config.responses.prompts=512 --config.steps=900 \
         --config.optimizer.total=900 --config.optimizer.learning_rate=2e-3
 
@@ -54,7 +55,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       ),
       # `vocab_size`: it may predict only the most frequent tokens of the responses.
       drafter=dict(kind="eagle2"),
-      loss=dict(steps=4, cross_entropy_updates=0),
+      # A new drafter begins with cross-entropy; of a good one 0 is better.
+      loss=dict(steps=4, cross_entropy_updates=200),
       optimizer=dict(
         name="adamw", learning_rate=4e-3, warmup=20, total=1000, b2=0.99, weight_decay=0.0
       ),

@@ -56,6 +56,15 @@ class Block:
   def guesses(self) -> int:
     return self.size if self.shifted else self.size - 1
 
+  def first(self, guesses: int) -> "Block":
+    """What is computed for the first guesses: places after theirs are left out.
+
+    Where the context is an input of each place, a place does as well without those after
+    it. Blocks of other drafters stay as they were trained.
+    """
+    spare = max(self.guesses - guesses, 0) if self.anchored else 0
+    return dataclasses.replace(self, size=self.size - spare)
+
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:

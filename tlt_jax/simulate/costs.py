@@ -100,7 +100,7 @@ class Roofline:
     if not strategy_lib.uses_drafter(arm):
       return verified  # lookup takes next to no time
     if self.drafter.block:
-      return verified + self.block_s(bucket, seen)
+      return verified + self.block_s(bucket, seen, arm.depth)
     first, later = (self.draft_s(bucket * n, seen) for n in (2, arm.width))
     return verified + first + (arm.depth - 1) * later
 
@@ -129,17 +129,17 @@ class Roofline:
     around = kernels * self.device.launch_s + self._all_reduces_s(tokens)
     return weights + self._attention_s(seen, 1) + around
 
-  def block_s(self, rows: float, seen: float) -> float:
-    """Seconds of guessing a block for so many rows, whatever part of it is used.
+  def block_s(self, rows: float, seen: float, guesses: int) -> float:
+    """Seconds of a block's first guesses for so many rows.
 
     The head is read once, for all guesses; the context is that of two tokens a row.
     """
-    block, layers = self.drafter.block, self.drafter.layers
+    block, layers = self.drafter.block.first(guesses), self.drafter.layers
     places = rows * block.size
     # Reading the context's projections again, after those of the block.
     weights = self._products_s(self._context_weights, 2 * rows)
     weights += self._products_s(layers * self._draft_layer, places)
-    weights += self._products_s(self._draft_head, rows * block.guesses)
+    weights += self._products_s(self._draft_head, rows * min(guesses, block.guesses))
     seen = min(seen, rows * block.window) if block.window else seen
     attention = layers * self._attention_s(seen, block.size)
     kernels = layers * self.layer_kernels + self.step_kernels

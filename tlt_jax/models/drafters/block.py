@@ -23,6 +23,8 @@ Departures from the papers, which make it learn faster in a rollout's idle time;
 - Blocks see a window, as long as a training row, not all tokens.
 """
 
+import dataclasses
+
 import chex
 import flax.linen as nn
 import jax
@@ -230,6 +232,16 @@ class BlockDrafter(nn.Module):
 
   def _precision(self):
     return jax.default_matmul_precision(target.matmul_precision(self.config.layer.dtype))
+
+
+def first(
+  config: drafter_lib.DrafterConfig, params: dict, guesses: int
+) -> tuple[drafter_lib.DrafterConfig, dict]:
+  """The drafter that makes the first guesses only, see `drafter.Block.first`."""
+  config = dataclasses.replace(config, block=config.block.first(guesses))
+  if "mask" in params:
+    params = params | {"mask": params["mask"][: config.block.size - 1]}
+  return config, params
 
 
 def taps(num_layers: int) -> tuple[int, ...]:

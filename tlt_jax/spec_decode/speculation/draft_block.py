@@ -1,6 +1,7 @@
 """Drafting by a drafter that guesses a block in one pass: chains and trees.
 
-All candidates come from one pass; a tree costs no other. As in `draft`, the target's noise
+All candidates come from one pass, over as many places as the strategy is deep
+(`drafter.Block.first`); a tree costs no other. As in `draft`, the target's noise
 is added to the logits of each guess, so that a perfect marginal is a sure hit where the
 guesses before it are right.
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from tlt_jax.models import cache as cache_lib
 from tlt_jax.models import drafter as drafter_lib
 from tlt_jax.models import layers
+from tlt_jax.models.drafters import block as block_lib
 from tlt_jax.spec_decode.decoding import features as features_lib
 from tlt_jax.spec_decode.decoding import sampling as sampling_lib
 from tlt_jax.spec_decode.decoding import slots as slots_lib
@@ -55,6 +57,14 @@ class BlockDraft:
     module = drafter_lib.module(self._config)
     return module.apply({"params": self._params}, *args, method=method)
 
+  def _guess(self, guesses: int, pending, h, caches, position):
+    """The input of the head of the first guesses, f[B guesses D]; and the caches."""
+    config, params = block_lib.first(self._config, self._params, guesses)
+    by = self._rotations.at(position[:, None] + jnp.arange(config.block.size))
+    args = self._target, pending, h, by, caches, position
+    x, caches = drafter_lib.module(config).apply({"params": params}, *args)
+    return x[:, :guesses], caches
+
   def fill(
     self,
     pools: Pools,
@@ -80,18 +90,17 @@ class BlockDraft:
     )
 
   def candidates(
-    self, state: draft_lib.DraftState, slots: slots_lib.Slots, count: int
+    self, state: draft_lib.DraftState, slots: slots_lib.Slots, count: int, guesses: int
   ) -> tuple[Candidates, Pools]:
-    """The `count` best candidates of every guess; and the pools, with the context."""
+    """The `count` best candidates of the first guesses; and the pools, with the context."""
     pages, position = slots.kv.pages, slots.position
     h = self._context(state.features)
     pools = self._write(state.pools, h, position - state.count, pages)
     caches = [cache_lib.LayerCache(pool, pages, self._kernels) for pool in pools]
-    by = self._rotations.at(position[:, None] + jnp.arange(self._config.block.size))
+    guesses = min(guesses, self._config.block.guesses)
     last = jnp.maximum(state.count - 1, 0)[:, None, None]
     h = jnp.take_along_axis(h, last, 1)[:, 0]
-    args = self._target, slots.pending, h, by, caches, position
-    x, caches = self._apply("__call__", *args)
+    x, caches = self._guess(guesses, slots.pending, h, caches, position)
     B, G, D = x.shape
     logits = self._apply("logits", self._head, x.reshape(B * G, D))
     at = (position[:, None] + 1 + jnp.arange(G)).reshape(-1)
@@ -136,13 +145,13 @@ def chain(
 ) -> tuple[tree_lib.Tree, Pools]:
   """Guesses `depth` i32[] <= size - 1 tokens in a row: a tree of J = `size` nodes."""
   count = min(_SELECTED, draft.known) if draft.selects else 1
-  found, pools = draft.candidates(state, slots, count)
+  found, pools = draft.candidates(state, slots, count, size - 1)
   if draft.selects:
     guesses = _select(draft, found, slots)
   else:
     guesses = draft.tokens(found.place[..., 0])
-  guesses = jnp.pad(guesses, ((0, 0), (0, max(size - 1 - guesses.shape[1], 0))))
-  tokens = jnp.concatenate([slots.pending[:, None], guesses[:, : size - 1]], 1)
+  guesses = jnp.pad(guesses, ((0, 0), (0, size - 1 - guesses.shape[1])))
+  tokens = jnp.concatenate([slots.pending[:, None], guesses], 1)
   return tree_lib.chain(tokens, depth), pools
 
 
@@ -163,16 +172,17 @@ def tree(
   slots: slots_lib.Slots,
   depth: jax.Array,
   *,
+  most: int,
   width: int,
   size: int,
 ) -> tuple[tree_lib.Tree, Pools]:
-  """Grows a tree from one pass, as `draft_tree.grow` does.
+  """Grows a tree of up to `most` levels from one pass, as `draft_tree.grow` does.
 
   DDTree (https://arxiv.org/abs/2604.12989) takes the best of independent marginals, too,
   without noise.
   """
   count = min(max(_SELECTED, width), draft.known) if draft.selects else width
-  found, pools = draft.candidates(state, slots, count)
+  found, pools = draft.candidates(state, slots, count, most)
 
   def children(guess, before):
     """The `width` best of a guess after tokens i32[B W]: f32[B W width], i32[...]."""

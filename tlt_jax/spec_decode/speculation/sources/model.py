@@ -170,7 +170,7 @@ class Model(source_lib.Source):
     def of_blocks(*args):
       if strategy.width == 1:
         return draft_block.chain(draft, *args, strategy.verify)
-      return draft_block.tree(draft, *args, **shape)
+      return draft_block.tree(draft, *args, most=strategy.depth, **shape)
 
     def of_steps(*args):
       if strategy.width == 1:
