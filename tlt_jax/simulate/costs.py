@@ -100,7 +100,7 @@ class Roofline:
     if not strategy_lib.uses_drafter(arm):
       return verified  # lookup takes next to no time
     if self.drafter.block:
-      return verified + self.block_s(bucket, seen, arm.depth)
+      return verified + self.block_s(bucket, seen, arm.verify - 1)
     first, later = (self.draft_s(bucket * n, seen) for n in (2, arm.width))
     return verified + first + (arm.depth - 1) * later
 

@@ -1,9 +1,9 @@
 """Drafting by a drafter that guesses a block in one pass: chains and trees.
 
-All candidates come from one pass, over as many places as the strategy is deep
-(`drafter.Block.first`); a tree costs no other. As in `draft`, the target's noise
-is added to the logits of each guess, so that a perfect marginal is a sure hit where the
-guesses before it are right.
+All candidates come from one pass, over as many places as so many nodes can be deep
+(`drafter.Block.first`); a tree costs no other. As in `draft`, the target's noise is added
+to the logits of each guess, so that a perfect marginal is a sure hit where the guesses
+before it are right.
 
 With a selector (`Block.rank`) the best candidates of a guess are scored again, given the
 one before.
@@ -172,17 +172,16 @@ def tree(
   slots: slots_lib.Slots,
   depth: jax.Array,
   *,
-  most: int,
   width: int,
   size: int,
 ) -> tuple[tree_lib.Tree, Pools]:
-  """Grows a tree of up to `most` levels from one pass, as `draft_tree.grow` does.
+  """Grows a tree from one pass, as `draft_tree.grow` does.
 
   DDTree (https://arxiv.org/abs/2604.12989) takes the best of independent marginals, too,
   without noise.
   """
   count = min(max(_SELECTED, width), draft.known) if draft.selects else width
-  found, pools = draft.candidates(state, slots, count, most)
+  found, pools = draft.candidates(state, slots, count, size - 1)
 
   def children(guess, before):
     """The `width` best of a guess after tokens i32[B W]: f32[B W width], i32[...]."""

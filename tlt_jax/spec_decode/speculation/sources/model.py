@@ -164,13 +164,14 @@ class Model(source_lib.Source):
 
   def bind(self, strategy, weights, length):
     draft = self._draft(weights)
+    # Not its depth: strategies of several depths share a program.
     shape = dict(width=strategy.width, size=strategy.verify)
     scratch = self.setting.room.drafter
 
     def of_blocks(*args):
       if strategy.width == 1:
         return draft_block.chain(draft, *args, strategy.verify)
-      return draft_block.tree(draft, *args, most=strategy.depth, **shape)
+      return draft_block.tree(draft, *args, **shape)
 
     def of_steps(*args):
       if strategy.width == 1:
