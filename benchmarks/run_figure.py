@@ -17,8 +17,14 @@ from experiments import style
 from tlt_jax import writing
 
 # Okabe-Ito, as in `experiments.plot`.
-_COLORS = {"plain": "#8c8c8c", "ngram": "#e69f00", "frozen": "#0072b2", "tlt": "#009e73"}
-_COLORS |= {"eagle2": "#009e73", "eagle3": "#56b4e9"}
+_COLORS = {
+  "plain": "#8c8c8c",
+  "ngram": "#e69f00",
+  "frozen": "#0072b2",
+  "tlt": "#009e73",
+  "eagle2": "#009e73",
+  "eagle3": "#56b4e9",
+}
 _OTHER = "#cc79a7"
 
 

@@ -74,13 +74,13 @@ def settings(side: str, config: config_lib.RunConfig) -> config_lib.RunConfig:
     known = [level._replace(arms=arms) for level in known]
     return dataclasses.replace(config, drafter="", strategies=levels.write(known))
   if drafters.is_kind(side):
-    return trees.change(config, {"drafter": side, "spot.train": True})
-  if side not in SIDES:
+    config = dataclasses.replace(config, drafter=side)
+  elif side not in SIDES:
     arm = strategy.parse(side)
     known = [known[-1]._replace(arms=(arm,))]
     if arm is not None and arm.source == strategy.NGRAM:
       config = dataclasses.replace(config, drafter="")
-  changes = {"strategies": levels.write(known), "spot.train": side == "tlt"}
+  changes = {"strategies": levels.write(known), "spot.train": trains(side)}
   return trees.change(config, changes)
 
 

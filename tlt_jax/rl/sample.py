@@ -105,9 +105,7 @@ class Scored:
 
   def metrics(self) -> dict[str, float]:
     """All metrics; without tokens per pass where nothing was left to draw."""
-    length, per_pass = self.samples.length, {}
-    if self.samples.passes:
-      per_pass["rollout/mean_acceptance_length"] = self.samples.mean_acceptance_length
+    length, per_pass = self.samples.length, self.samples.mean_acceptance_length
     return {
       "rollout/seconds_s": self.rollout_s,
       "rollout/tokens_per_s": self.samples.kept_tokens / max(self.rollout_s, 1e-9),
@@ -115,7 +113,7 @@ class Scored:
       "rollout/length_p50": float(np.percentile(length, 50)),
       "rollout/length_p99": float(np.percentile(length, 99)),
       "rollout/length_max": int(length.max()),
-      **per_pass,
+      **({"rollout/mean_acceptance_length": per_pass} if self.samples.passes else {}),
       "rollout/slices": len(self.samples.timeline[0][1]),
       "rollout/speculating_s": self.samples.speculating_s,
       "rollout/idle_s": self.samples.idle_s,

@@ -97,7 +97,6 @@ class BlockDraft:
     h = self._context(state.features)
     pools = self._write(state.pools, h, position - state.count, pages)
     caches = [cache_lib.LayerCache(pool, pages, self._kernels) for pool in pools]
-    guesses = min(guesses, self._config.block.guesses)
     last = jnp.maximum(state.count - 1, 0)[:, None, None]
     h = jnp.take_along_axis(h, last, 1)[:, 0]
     x, caches = self._guess(guesses, slots.pending, h, caches, position)
